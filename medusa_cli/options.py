@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from medusa_cli import console
+from medusa_cli import assets, console
 from medusa_cli.assets import DEFAULT_MODEL, DEFAULT_SEED
 from medusa_cli.errors import UsageError
 from medusa_cli.model_files import check_model_files
@@ -57,7 +57,10 @@ def model_flag(default: str) -> Any:
 
 _RUN = "Run directory: NAME means runs/NAME; anything with a / is a folder."
 _MODEL = "A named model, a folder, a GGUF file, or a Hugging Face id."
-_SEED = "Prompts: sharegpt, sharegpt-long, a JSON/JSONL file of conversations, or a hub dataset's id."
+_SEED = (
+    "Prompts: sharegpt, sharegpt-long, sharegpt-code, code (from the Python sources installed here), a JSON/JSONL file "
+    "of conversations, or a hub dataset's id."
+)
 _TREE = (
     "auto: the size that pays on this machine for this text, down to no drafts. static: the run's tree.json, or the "
     "best tree of N nodes by the calibration. dynamic: grown for every step, of N nodes. FILE: from `medusa tree`, or "
@@ -244,6 +247,7 @@ class OutputFlags:
     def configure(self, first: bool = True) -> None:
         """Configures the console; of several processes only the `first` prints."""
         console.configure(quiet=self.quiet or not first, json=self.json or not first)
+        assets.progress = console.fetching
 
 
 @dataclass(frozen=True)
@@ -251,27 +255,34 @@ class QuestionFlags:
     """Flags of the questions to ask; MT-Bench's by default."""
 
     mt_bench: Annotated[bool, flag("--mt-bench", "The 80 MT-Bench questions of two turns. [default]")] = False
+    coding: Annotated[bool, flag("--coding", "40 questions about code, of two turns, that come with this program.")] = (
+        False
+    )
     questions: Annotated[Text, flag("--questions FILE|ID", _QUESTIONS)] = None
     category: Annotated[Text, flag("--category LIST", "Only these categories, such as math,coding.")] = None
     limit: Annotated[int | None, flag("--limit N", "At most N questions over the categories. [default: all]")] = None
 
     def __post_init__(self) -> None:
-        if self.mt_bench and self.questions is not None:
-            raise UsageError("--mt-bench and --questions exclude each other", "give one of them")
+        sets = {"--mt-bench": self.mt_bench, "--coding": self.coding, "--questions": self.questions is not None}
+        given = [name for name, value in sets.items() if value]
+        if len(given) > 1:
+            raise UsageError(f"{given[0]} and {given[1]} exclude each other", "give one of them")
 
     @property
     def title(self) -> str:
         """Returns the name of the set in reports."""
         if self.questions is None:
-            return "MT-Bench"
+            return "coding" if self.coding else "MT-Bench"
         return Path(self.questions).name if Path(self.questions).is_file() else self.questions
 
     def chosen(self) -> "tuple[list[Question], int]":
         """Returns the questions to ask and the size of the set; raises UserError for an unreadable set."""
         from medusa_cli.assets import mt_bench_path
-        from medusa_cli.bench.questions import of_categories, read_questions, spread
+        from medusa_cli.bench.questions import CODING, of_categories, read_questions, spread
 
-        source = mt_bench_path() if self.questions is None else self.questions
+        source: str | Path | None = CODING if self.coding else self.questions
+        if source is None:
+            source = mt_bench_path()
         questions, skipped = read_questions(source)
         if skipped:
             console.warn(f"{source}: {skipped} records are no questions and were skipped")

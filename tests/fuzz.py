@@ -73,6 +73,7 @@ FILES: dict[str, tuple[str, ...]] = {
     "run/distill.json": (DISTILL,),
     "run/train.jsonl": ("compare {run} --json", DOCTOR),
     "run/checkpoint.pt": (f"{TRAIN} --resume",),
+    "run/checkpoint_best.pt": (f"{TRAIN} --resume",),
     "run/bench/one.json": (REPORT,),
     "cache/timings.json": (f"{CHAT} --tree auto", SHARDS),
     "joint/adapter/adapter_config.json": (JOINT,),

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from medusa_cli.data.conversation import Conversation
+from medusa_cli.data.conversation import Conversation, read_conversations
 from medusa_cli.data.packing import Dataset, coverage, frequent_tokens, held_out_ids, split_conversations
 from medusa_cli.data.states import StateStore
 from medusa_cli.drafters import MedusaHeads
@@ -26,6 +26,7 @@ from tests.helpers import (
     answers_of,
     conversation,
     load_dataset,
+    medusa,
     tiny_backbone,
     tiny_model,
     tiny_tokenizer,
@@ -179,6 +180,45 @@ def test_bad_records_are_counted_and_bad_files_refused(run: Run, backbone: Backb
         load_dataset(run, backbone)
 
 
+def test_rows_of_specforge_and_speculators_are_read(tmp_path: Path, backbone: Backbone) -> None:
+    parts = [{"type": "text", "text": "w1 "}, {"type": "text", "text": "w2"}]
+    image = [{"type": "image_url", "image_url": {"url": "a.png"}}]
+    answer = {"role": "assistant", "content": "w3 w4"}
+    rows = [
+        {"id": "specforge", "conversations": [{"role": "user", "content": "w1 w2"}, answer]},
+        {"id": "parts", "messages": [{"role": "user", "content": parts}, answer]},
+        {"id": "image", "messages": [{"role": "user", "content": image}, answer]},
+        {"id": "masked", "input_ids": [9, 8, 7, 6, 5, 4], "loss_mask": [0, 0, 1, 1, 0, 1], "conversations": []},
+        {"id": "all", "input_ids": [9, 8, 7], "loss_mask": [1, 1, 1]},
+        {"id": "short", "input_ids": [9, 8, 7], "loss_mask": [0, 1]},
+        {"id": "none", "input_ids": [9, 8, 7], "loss_mask": [0, 0, 0]},
+        {"id": "foreign", "input_ids": [9, 10**6, 7], "loss_mask": [0, 1, 1]},
+    ]
+    read, report = read_conversations(write_lines(tmp_path / "rows.jsonl", rows), backbone)
+    known = {item.id: item for item in read}
+    assert set(known) == {"specforge", "parts", "masked", "all"} and sum(report.skipped.values()) == 4
+    assert known["specforge"].tokens == known["parts"].tokens and len(known["parts"].spans) == 1
+    assert known["masked"].tokens == [9, 8, 7, 6, 5, 4] and known["masked"].spans == [(2, 4), (5, 6)]
+    assert known["all"].spans == [(1, 3)]  # nothing comes before the first token
+
+
+def test_conversations_go_out_as_rows_and_come_back(run: Run, backbone: Backbone, tmp_path: Path) -> None:
+    raw = Conversation("raw", [{"role": "user", "content": "w1"}], [9, 8, 7], [(1, 3)], raw=True)
+    before = [*read_conversations(run.distill_path, backbone)[0], raw]
+    run.distill_path.write_text("".join(f"{item.to_json()}\n" for item in before))
+    result = medusa("export", "--to", "data", "--run", f"{run.path}/", "--output", tmp_path / "out")
+    assert "tokens.jsonl" in result.stderr  # the raw one
+    for file, wanted in (("tokens.jsonl", before), ("conversations.jsonl", before[:-1])):
+        after, report = read_conversations(tmp_path / "out" / file, backbone)
+        assert not report.skipped
+        assert [(a.id, a.tokens, a.spans) for a in after] == [(b.id, b.tokens, b.spans) for b in wanted]
+    lines = [json.loads(line) for line in (tmp_path / "out" / "conversations.jsonl").read_text().splitlines()]
+    assert all(message.keys() == {"role", "content"} for line in lines for message in line["conversations"])
+    empty = Run.open(f"{tmp_path}/empty", create=True)
+    words = ("export", "--to", "data", "--run", f"{empty.path}/", "--output", tmp_path / "none")
+    assert "distill" in medusa(*words, exit_code=1).stderr
+
+
 def test_split_is_by_conversation_and_stable(run: Run, backbone: Backbone) -> None:
     dataset = load_dataset(run, backbone, fraction=0.2)
     ids, trained = {a.id for a in dataset.held_out}, {a.id for a in dataset.train}
@@ -190,6 +230,12 @@ def test_split_is_by_conversation_and_stable(run: Run, backbone: Backbone) -> No
     write_lines(run.distill_path, [conversation(n) for n in range(2)])
     small = load_dataset(run, backbone, fraction=0.001)
     assert len({a.id for a in small.held_out}) == len({a.id for a in small.train}) == 1
+
+
+def test_generations_of_a_conversation_stay_together() -> None:
+    ids = [f"conv-{number}_gen{turn}" for number in range(40) for turn in range(3)]
+    out = held_out_ids(ids, 0.2)
+    assert out and len({id.partition("_gen")[0] for id in out}) * 3 == len(out)
 
 
 def test_parts_of_a_conversation_stay_together() -> None:

@@ -14,11 +14,13 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
+from medusa_cli.data.code_seeds import FIM, KINDS, code_seeds, fim_tokens, is_code, with_fim_tokens
 from medusa_cli.data.conversation import Conversation
 from medusa_cli.data.seeds import distinct, in_order, read_seeds
 from medusa_cli.data.states import StateStore, read_rows
 from medusa_cli.distill import Outcome, Records, answer_locally
 from medusa_cli.distill.distillation import Progress, merge_parts, part_of
+from medusa_cli.distill.filters import is_refusal
 from medusa_cli.distill.local import choose_batch_size
 from medusa_cli.errors import UserError
 from medusa_cli.model import Backbone
@@ -222,6 +224,125 @@ def test_ultrachat_names_its_hub_dataset(monkeypatch: pytest.MonkeyPatch) -> Non
     assert asked == ["HuggingFaceH4/ultrachat_200k"]
 
 
+def function(name: str, body: str) -> str:
+    doc = "Adds up what a list of rows holds, and leaves out those that are empty or have no number in them at all."
+    lines = [f"def {name}(rows, limit=10):", f'    """{doc}"""', *(f"    {line}" for line in body.splitlines())]
+    return "\n".join(lines) + "\n"
+
+
+BODY = """total = 0
+for number, row in enumerate(rows):
+    if number == limit and row:
+        break
+    total += len(row) + 1
+# A comment.
+return total
+"""
+
+
+@pytest.fixture
+def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of packages, in the place of those that are installed."""
+    folder = tmp_path / "packages"
+    for name in ("a", "b", "c"):
+        (folder / name).mkdir(parents=True)
+    for number in range(40):
+        text = function(f"total_{number}", BODY.replace("limit", f"limit - {number}")) + "\n"
+        (folder / "abc"[number % 3] / f"m{number}.py").write_text(text)
+    (folder / "c" / "copy.py").write_text((folder / "a" / "m0.py").read_text())
+    (folder / "c" / "torn.py").write_text("def f(:\n")
+    (folder / "c" / "latin.py").write_bytes(b"# \xe9\n")
+    (folder / "a" / "tests").mkdir()
+    (folder / "a" / "tests" / "t.py").write_text(function("of_a_test", BODY))
+    paths = {key: str(folder) for key in ("stdlib", "purelib", "platlib")}
+    monkeypatch.setattr("sysconfig.get_paths", lambda: paths)
+    return folder
+
+
+def test_code_seeds_are_the_same_for_a_seed_and_hold_no_source_twice(sources: Path) -> None:
+    seeds = code_seeds(0)
+    assert seeds == code_seeds(0) == read_seeds("code")[0] and seeds != code_seeds(1)
+    assert len(seeds) == len({seed.id.rpartition("-")[2] for seed in seeds}) == 40
+    assert {seed.id.split("-")[1] for seed in seeds} == set(KINDS)
+    assert code_seeds(0, 7) == seeds[:7] and read_seeds("code", 0, 7)[0] == seeds[:7]
+    assert not any("of_a_test" in seed.turns[0] for seed in seeds)
+
+
+def test_a_repair_prompt_has_one_fault_and_its_traceback_points_at_it(sources: Path) -> None:
+    originals = {path.read_text().strip() for path in sources.rglob("m*.py")}
+    prompts = [seed.turns[0] for number in range(6) for seed in code_seeds(number) if "-repair-" in seed.id]
+    assert any("Traceback" in prompt for prompt in prompts)
+    for prompt in prompts:
+        code = prompt.split("```")[1].removeprefix("python\n").strip()
+        original = next(text for text in originals if text.splitlines()[0] == code.splitlines()[0])
+        changed = [pair for pair in zip(code.splitlines(), original.splitlines(), strict=True) if pair[0] != pair[1]]
+        assert len(changed) == 1 and "#" not in changed[0][0]
+        if "Traceback" in prompt:
+            assert f"    {changed[0][0].strip()}\nNameError" in prompt
+
+
+def test_fill_in_the_middle_takes_the_tokenizers_tokens_and_needs_them(sources: Path) -> None:
+    def vocabulary(*words: str) -> Any:
+        return SimpleNamespace(get_vocab=lambda: dict.fromkeys(words, 0))
+
+    seeds = code_seeds(0)
+    raw = [seed for seed in seeds if seed.raw]
+    assert raw and with_fim_tokens(seeds, vocabulary("w1")) == [seed for seed in seeds if not seed.raw]
+    assert fim_tokens(vocabulary(*FIM[0])) == FIM[0]
+    for before, after in zip(raw, [s for s in with_fim_tokens(seeds, vocabulary(*FIM[1])) if s.raw], strict=True):
+        prefix, rest = after.turns[0].removeprefix(FIM[1][0]).split(FIM[1][1])
+        assert before.turns[0].startswith(FIM[0][0] + prefix) and rest.endswith(FIM[1][2])
+        original = next(path.read_text() for path in sources.rglob("m*.py") if path.read_text().startswith(prefix))
+        assert original.rstrip().endswith(rest.removesuffix(FIM[1][2]).rstrip())
+
+
+def test_a_raw_prompt_is_asked_without_the_chat_template() -> None:
+    backbone = tiny_backbone()
+    raw = seed("fim", ["w1 w2 w3", "w4"], raw=True)
+    conversation = answers(backbone, [raw], settings())["fim"].conversation
+    assert conversation.tokens[:3] == backbone.tokenizer.encode("w1 w2 w3") and conversation.raw
+    assert len(conversation.spans) == 1 and conversation.spans[0][0] == 3
+    assert json.loads(conversation.to_json())["raw"] is True
+    assert "raw" not in json.loads(replace(conversation, raw=None).to_json())
+
+
+def test_sharegpts_programming_conversations_can_be_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    turns = ["Write a poem", "Why does `print(x)` fail in my Python script?", "Web search results: see a.org/css"]
+    records = [{"id": f"k{i}", "conversations": [{"from": "human", "value": turn}]} for i, turn in enumerate(turns)]
+    path = write(tmp_path / "a.json", json.dumps(records))
+    monkeypatch.setattr("medusa_cli.assets.sharegpt_path", lambda: Path(path))
+    assert [chosen.id for chosen in read_seeds("sharegpt-code")[0]] == ["k1"]
+
+
+@pytest.mark.parametrize(
+    "text", ["#include <stdio.h>", "def f(x):", "Fix this:\n\n```\nx\n```", "a C++ class", "the SQL"]
+)
+def test_code_is_recognised(text: str) -> None:
+    assert is_code(text)
+
+
+@pytest.mark.parametrize("text", ["Plan my trip to Java", "the dress code of a ball", "https://a.org/html is down"])
+def test_other_turns_are_not_code(text: str) -> None:
+    assert not is_code(text)
+
+
+@pytest.mark.parametrize(
+    ("answer", "refused"),
+    [
+        ("I'm sorry, but I can't assist with that.", True),
+        ("I\u2019m sorry, but I cannot provide that information.", True),
+        ("As an AI language model, I am unable to help with this.", True),
+        ("Unfortunately, I won't do that.", True),
+        ("I can help you with that.", False),
+        ("The function can't help here: it returns None.", False),
+        ("I'm sorry to hear that. Here is what helps:", False),
+        ("I cannot provide the file itself, but here is its content:\n" + "x = 1\n" * 200, False),
+    ],
+)
+def test_refusals_are_told_from_answers(answer: str, refused: bool) -> None:
+    assert is_refusal(answer) == refused
+
+
 # Files.
 
 
@@ -373,6 +494,21 @@ def test_duplicates_and_short_answers_are_left_out(words: list[str], tmp_path: P
     assert first["duplicates"] == 3 and first["conversations"] + first["dropped"] == 9 and first["dropped"] > 0
     rest = medusa_json(*words)
     assert rest["conversations"] == 9 and rest["dropped"] == 0
+
+
+def test_a_system_prompt_is_set_and_part_of_the_settings(words: list[str], tmp_path: Path) -> None:
+    medusa(*words, "--max-samples", "2", "--system", "w9 w8")
+    for line in (tmp_path / "run" / "distill.jsonl").read_text().splitlines():
+        assert json.loads(line)["messages"][0] == {"role": "system", "content": "w9 w8"}
+    assert "settings" in medusa(*words, exit_code=1).stderr
+    assert medusa_json(*words, "--system", "w9 w8")["conversations"] == 6
+
+
+def test_refusals_are_dropped_on_request(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("medusa_cli.distill.filters.is_refusal", lambda answer: True)
+    assert medusa_json(*words, "--drop-refusals", "--max-samples", "3", "--keep-refusals")["conversations"] == 3
+    rest = medusa_json(*words, "--drop-refusals")
+    assert (rest["conversations"], rest["refused"]) == (3, 3)
 
 
 @pytest.mark.parametrize(

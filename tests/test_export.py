@@ -19,6 +19,7 @@ from medusa_cli.export.eagle3_format import export_eagle3
 from medusa_cli.export.folder import Source, find_source
 from medusa_cli.export.incoming import import_drafter
 from medusa_cli.export.medusa_format import export_medusa
+from medusa_cli.export.speculators_format import export_speculators
 from medusa_cli.model import Backbone
 from medusa_cli.runs.resolve import LoadOptions
 from medusa_cli.runs.run import STAMP, Run, provenance, stamp_of
@@ -137,7 +138,8 @@ def test_no_token_outside_the_draft_vocabulary_is_the_likeliest(tmp_path: Path, 
 
 
 @pytest.mark.parametrize(
-    ("format", "kind"), [("medusa", "hydra"), ("medusa", "conditional"), ("eagle3", "hydra"), ("hf", "firp")]
+    ("format", "kind"),
+    [("medusa", "hydra"), ("medusa", "conditional"), ("eagle3", "hydra"), ("speculators", "hydra"), ("hf", "firp")],
 )
 def test_what_a_layout_cannot_hold_is_refused(
     tmp_path: Path, model: str, backbone: Backbone, format: str, kind: str
@@ -187,6 +189,29 @@ def test_an_eagle3_drafter_comes_back_bit_for_bit(
     assert same(weights_of(back.drafter_dir), weights_of(run.drafter_dir))
     configs = [json.loads((folder.drafter_dir / "config.json").read_text()) for folder in (back, run)]
     assert {**configs[0], "provenance": 0} == {**configs[1], "provenance": 0}
+    assert draft_tokens(back, backbone) == draft_tokens(run, backbone)
+
+
+def test_a_speculators_checkpoint_is_the_librarys_and_comes_back(
+    tmp_path: Path, model: str, backbone: Backbone
+) -> None:
+    run = eagle_run(tmp_path, model)
+    launch, notes = export_speculators(source_of(run), tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    own = config["speculators_config"]
+    assert config["speculators_model_type"] == own["algorithm"] == "eagle3" and config["draft_vocab_size"] == 24
+    assert own["verifier"] == {"name_or_path": model, "architectures": ["LlamaForCausalLM"]}
+    assert own["default_proposal_method"] in [method["proposal_type"] for method in own["proposal_methods"]]
+    assert config["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3] and config["norm_before_residual"] is False
+    layer = config["transformer_layer_config"]
+    assert (layer["model_type"], layer["hidden_size"], layer["vocab_size"]) == ("llama", H, V)
+    tensors = weights_of(tmp_path / "out")
+    shapes = {"fc.weight": (H, 3 * H), "lm_head.weight": (24, H), "layers.0.self_attn.q_proj.weight": (H, 2 * H)}
+    shapes |= {"layers.0.hidden_norm.weight": (H,), "norm.weight": (H,), "d2t": (24,), "t2d": (V,)}
+    assert {name: tuple(tensors[name].shape) for name in shapes} == shapes
+    assert all(str(tmp_path / "out") in line for line in launch) and not notes
+    back = import_drafter(str(tmp_path / "out"), f"{tmp_path}/back", None)[0]  # its config names the model
+    assert same(weights_of(back.drafter_dir), weights_of(run.drafter_dir))
     assert draft_tokens(back, backbone) == draft_tokens(run, backbone)
 
 

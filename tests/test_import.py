@@ -219,6 +219,7 @@ def test_unfit_tensors_are_named_and_nothing_is_written(tmp_path: Path, model: s
     ("change", "part"),
     [
         ({"norm_before_residual": True}, "norm_before_residual"),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "rope_type"),
         ({"speculators_model_type": "eagle3"}, "norm_before_residual"),  # the default there
         ({"fc_norm": True}, "fc_norm"),
         ({"num_hidden_layers": 2}, "num_hidden_layers"),

@@ -45,7 +45,7 @@ PACKAGE = Path(cli.__file__).parent
 PACKAGES = {"yaml": "pyyaml", "pydantic": "fastapi", "starlette": "fastapi", "pyarrow": "datasets"}
 PACKAGES["urllib3"] = "requests"
 OPTIONAL = {"xllamacpp"}  # used if it is installed
-INDIRECT = {"accelerate"}  # transformers imports it
+INDIRECT = {"accelerate", "tensorboard"}  # transformers and torch import them
 
 
 def declared(section: str) -> set[str]:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from medusa_cli.bench.questions import WITHHELD, Question, of_categories, read_questions, spread
+from medusa_cli.bench.questions import CODING, WITHHELD, Question, of_categories, read_questions, spread
 from medusa_cli.errors import UsageError, UserError
 from tests.helpers import write_lines
 
@@ -105,3 +105,11 @@ def test_questions_are_chosen_by_category_and_spread_over_them() -> None:
         of_categories(questions, "math")
     with pytest.raises(UsageError, match="limit 0"):
         spread(questions, 0)
+
+
+def test_our_questions_about_code_are_forty_of_two_turns() -> None:
+    questions, skipped = read_questions(CODING)
+    assert (len(questions), skipped) == (40, 0)
+    assert len({question.id for question in questions}) == len({question.turns[0] for question in questions}) == 40
+    assert all(len(question.turns) == 2 for question in questions)
+    assert len({question.category for question in questions}) == 8

@@ -5,8 +5,10 @@ import errno
 import json
 import os
 import signal
+import sys
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,8 +25,9 @@ from medusa_cli.runs.recipe import load_recipe
 from medusa_cli.runs.resolve import LoadOptions
 from medusa_cli.runs.run import Run
 from medusa_cli.train import Trainer, train
-from medusa_cli.train.checkpoint import checkpoint_path, earlier_path, load
-from medusa_cli.train.log import Stepped, TrainLog, Validated, read_log
+from medusa_cli.train.checkpoint import best_path, checkpoint_path, earlier_path, load
+from medusa_cli.train.log import Stepped, TrainLog, Validated, acceptance_of, read_log
+from medusa_cli.train.loggers import LOGGERS, logger_of
 from medusa_cli.train.loop import learning_rate, peak_rates
 from medusa_cli.train.setup import build_drafter, joint_backbone, runs_model
 from medusa_cli.tree import Tree
@@ -305,7 +308,8 @@ def test_full_disk_keeps_the_last_good_checkpoint(run: Run, fault: Exception, mo
         list(trainer(run, "train.epochs=3").events())
     monkeypatch.setattr(torch, "save", save)
     assert len(saved) == 2 and load(checkpoint_path(run)).step == 4
-    assert [path.name for path in run.path.iterdir() if "checkpoint" in path.name] == ["checkpoint.pt"]
+    names = sorted(path.name for path in run.path.iterdir() if "checkpoint" in path.name)
+    assert names == ["checkpoint.pt", "checkpoint_best.pt"]
     assert losses(trainer(run, "train.epochs=3", resume=True)) == expected[4:]
 
 
@@ -421,3 +425,186 @@ def test_run_of_another_model_is_refused(run: Run, model: str) -> None:
     run.bind(tiny_backbone("qwen3").identity)
     result = medusa(*words_of(run, model, "--quiet"), exit_code=1)
     assert "tiny-qwen3" in result.stderr
+
+
+# The best validation.
+
+
+def falling(best: int) -> Any:
+    """Returns a stand-in for `Trainer.validate` whose simulated acceptance is highest after a step."""
+    real = Trainer.validate
+
+    def validate(self: Trainer) -> Validated:
+        share = 0.9 if self.step == best else 0.5
+        return dataclasses.replace(real(self), accuracies=[share, 0.5], loss=float(self.step == best))
+
+    return validate
+
+
+def test_simulated_acceptance_is_the_sum_of_products() -> None:
+    assert acceptance_of([0.5, 0.4, 0.1]) == pytest.approx(1 + 0.5 + 0.5 * 0.4 + 0.5 * 0.4 * 0.1)
+
+
+@pytest.mark.parametrize("words", [[], ["--stage", "2", "train.schedule=sine"]], ids=["heads", "lora"])
+def test_the_drafter_is_the_best_validations_not_the_last_steps(
+    run: Run, model: str, monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    monkeypatch.setattr(Trainer, "validate", falling(5))
+    kept: dict[int, dict[str, torch.Tensor]] = {}
+    step = Trainer.train_step
+
+    def noted(self: Trainer) -> Stepped:
+        event = step(self)
+        kept[event.step] = {name: weight.detach().clone() for name, weight in self.drafter.named_parameters()}
+        return event
+
+    monkeypatch.setattr(Trainer, "train_step", noted)
+    result = json.loads(medusa(*words_of(run, model, *words, "--json")).stdout)
+    assert result["best_step"] == 5 < result["steps"]
+    assert result["expected_acceptance"] == pytest.approx(1 + 0.9 + 0.45) and result["validation"]["loss"] == 1
+    drafter = load_kind(MedusaHeads, run.drafter_dir, tiny_backbone())
+    saved = {name: weight.bfloat16() for name, weight in drafter.named_parameters()}
+    assert all(torch.equal(weight, kept[5][name].bfloat16()) for name, weight in saved.items())
+    assert any(not torch.equal(weight, kept[max(kept)][name].bfloat16()) for name, weight in saved.items())
+    lines = [line for line in read_log(run.path / "train.jsonl") if line["event"] == "validated"]
+    assert all(line["acceptance"] == pytest.approx(acceptance_of(line["accuracies"])) for line in lines)
+
+
+def test_a_resumed_training_keeps_the_best_so_far(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Trainer, "validate", falling(5))
+    losses(trainer(run), 9)  # the checkpoint is of step 8
+    again = trainer(run, resume=True)
+    assert again.step == 8 and again.best is not None and again.best[0] == 5
+    losses(again)
+    assert again.best[0] == 5
+    again.take_best()
+    best = torch.load(best_path(run))["tensors"]
+    assert all(torch.equal(weight, best[name]) for name, weight in again.drafter.named_parameters())
+
+
+@pytest.mark.parametrize("content", [b"half a file", {"step": 5, "acceptance": 9.0, "tensors": {}}, {"step": "x"}])
+def test_a_damaged_best_checkpoint_is_named(run: Run, monkeypatch: pytest.MonkeyPatch, content: Any) -> None:
+    monkeypatch.setattr(Trainer, "validate", falling(5))
+    losses(trainer(run), 9)
+    if isinstance(content, bytes):
+        best_path(run).write_bytes(content)
+    else:
+        torch.save(content, best_path(run))
+    with pytest.raises(UserError, match="checkpoint_best.pt is damaged"):
+        again = trainer(run, resume=True)
+        losses(again)
+        again.take_best()
+
+
+def test_a_new_training_does_not_take_an_earlier_ones_best(
+    run: Run, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as broken:
+        broken.setattr(Trainer, "validate", falling(5))
+        kill_at(7, monkeypatch, *words_of(run, model, "train.checkpoint_every=100"))
+    assert best_path(run).is_file() and not checkpoint_path(run).is_file()
+    kill_at(3, monkeypatch, *words_of(run, model, "train.checkpoint_every=100"))
+    assert not best_path(run).is_file()
+
+
+# Loggers and the dry run.
+
+
+class Events:
+    """A stand-in for a logger's package: it notes what it is given."""
+
+    def __init__(self) -> None:
+        self.notes: list[tuple[dict[str, float], int]] = []
+        self.ended = False
+
+    def init(self, **facts: Any) -> "Events":
+        self.facts = facts
+        return self
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        self.notes.append((metrics, step))
+
+    def finish(self) -> None:
+        self.ended = True
+
+    def __enter__(self) -> "Events":
+        return self
+
+    def __exit__(self, *reason: Any) -> None:
+        self.finish()
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_a_logger_sees_every_step_and_validation(
+    run: Run, model: str, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    package = Events()
+    monkeypatch.setitem(sys.modules, name, package)
+    monkeypatch.setattr("medusa_cli.assets.has_package", lambda package: True)
+    medusa(*words_of(run, model, "--logger", name))
+    lines = [line for line in read_log(run.path / "train.jsonl") if line["event"] != "saved"]
+    assert [step for _, step in package.notes] == [line["step"] for line in lines] and package.ended
+    for (metrics, _), line in zip(package.notes, lines, strict=True):
+        group = "train" if line["event"] == "stepped" else "held_out"
+        assert metrics[f"{group}/loss"] == line["loss"] and metrics[f"{group}/accuracy_2"] == line["accuracies"][1]
+        assert metrics.get("held_out/acceptance") == line.get("acceptance")
+
+
+def test_tensorboard_gets_scalars(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    scalars: list[tuple[str, float, int]] = []
+
+    class Writer:
+        def __init__(self, folder: str) -> None:
+            self.flush = lambda: None
+            self.add_text = lambda name, text: None
+            self.add_scalar = lambda *scalar: scalars.append(scalar)
+
+        def __enter__(self) -> "Writer":
+            return self
+
+        def __exit__(self, *reason: Any) -> None:
+            pass
+
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Writer))
+    with logger_of("tensorboard", run, load_recipe()) as on_event:
+        on_event(Validated(3, 0.5, [0.1], [0.25], 9, 9, {}))
+    assert ("held_out/acceptance", 1.25, 3) in scalars
+
+
+def test_a_missing_logger_is_one_line_that_names_its_extra(
+    run: Run, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from medusa_cli.commands.train import LOGGERS as names
+
+    assert set(names) == set(LOGGERS)
+    monkeypatch.setattr("medusa_cli.assets.has_package", lambda package: package not in names)
+    for name in names:
+        assert medusa(*words_of(run, model, "--logger", name), exit_code=1).stderr.strip().endswith(f"[{name}]'")
+    medusa(*words_of(run, model, "--logger", "other"), exit_code=2)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [[], ["drafter=eagle"], ["drafter=firp", "drafter.layers=[1,1]"], ["train.states=fresh"], ["--stage", "2"]],
+    ids=["medusa", "eagle", "firp", "fresh", "lora"],
+)
+def test_a_dry_run_counts_what_training_takes_and_writes_nothing(run: Run, model: str, words: list[str]) -> None:
+    before = sorted(run.path.rglob("*"))
+    facts = json.loads(medusa(*words_of(run, model, *words, "--dry-run", "--json")).stdout)
+    assert sorted(run.path.rglob("*")) == before
+    result = json.loads(medusa(*words_of(run, model, *words, "--json")).stdout)
+    assert (facts["steps"], facts["positions"]) == (result["steps"], result["positions"])
+    assert facts["positions"] == 2 * facts["answer_tokens"]  # of two epochs
+    assert facts["memory_bytes"] > 0 and facts["seconds"]["training"] > 0
+    again = json.loads(medusa(*words_of(run, model, *words, "--dry-run", "--json")).stdout)
+    assert again["tokens_to_run"] == 0 and (facts["tokens_to_run"] > 0) == (facts["disk_bytes"] > 0)
+    text = medusa(*words_of(run, model, *words, "--dry-run")).stdout
+    assert f"{facts['answer_tokens']:,}" in text
+
+
+def test_a_dry_run_leaves_no_folder_and_begins_nothing(run: Run, model: str, tmp_path: Path) -> None:
+    words = words_of(run, model, "--dry-run")
+    words[words.index("--run") + 1] = str(tmp_path / "new")
+    medusa(*words, "--data", run.distill_path)
+    assert not (tmp_path / "new").exists()
+    medusa(*words, "--resume", exit_code=None)

@@ -11,6 +11,8 @@ from medusa_cli.data.conversation import messages_of
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.runs.io import Malformed, read_jsonl
 
+# Ours: nobody trains on them. Prompts of `distill --seed code` come from other sources.
+CODING = Path(__file__).with_name("coding.jsonl")
 SUFFIXES = (".jsonl", ".json", ".parquet", ".txt")
 # Keys under which published sets keep the user's words, their id and a reference answer; the first one present counts.
 TEXT_KEYS = ("turns", "messages", "conversations", "prompt", "question", "instruction", "text")

@@ -1,6 +1,7 @@
-"""`medusa assets`: fetch the default model and the data ahead of time."""
+"""`medusa assets`: fetch named models and data ahead of time."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -11,27 +12,33 @@ from medusa_cli import console
 from medusa_cli.errors import UsageError
 from medusa_cli.options import OutputFlags
 
-_FETCH: dict[str, Callable[[], str | Path]] = {
-    store.DEFAULT_MODEL: lambda: store.model_dir(store.DEFAULT_MODEL),
+_FETCH: dict[str, Callable[[], str | Path | None]] = {
+    **{name: partial(store.gguf_path, name) for name in store.MODELS},
     "sharegpt": store.sharegpt_path,
     "mt-bench": store.mt_bench_path,
 }
+_NAMES = f"Any of {', '.join(_FETCH)}. [default: {store.DEFAULT_MODEL} and the data]"
+
+
+def _is_small(name: str) -> bool:
+    return name == store.DEFAULT_MODEL or name not in store.MODELS
 
 
 def assets(
     *,
     names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[NAME]...", help=f"Any of {', '.join(_FETCH)}. [default: all]", show_default=False),
+        typer.Argument(metavar="[NAME]...", help=_NAMES, show_default=False),
     ] = None,
     printing: OutputFlags,
 ) -> None:
-    """Fetch the named model and data into the cache, so that later commands need no network.
+    """Fetch named models and data into the cache, so that later commands need no network.
 
-    The cache is ~/.cache/medusa-cli; the environment variable MEDUSA_HOME moves it.
+    The cache is ~/.cache/medusa-cli; the environment variable MEDUSA_HOME moves it. An interrupted fetch goes on
+    where it was: run the same command again.
     """
     printing.configure()
-    wanted = names or list(_FETCH)
+    wanted = list(dict.fromkeys(names or filter(_is_small, _FETCH)))
     for name in wanted:
         if name not in _FETCH:
             raise UsageError(f"{name!r} is no asset", f"use one of {', '.join(_FETCH)}")

@@ -28,7 +28,7 @@ def compare(
 
     KL is that of the trained model to the original in nats a token, ppl its perplexity over the original's, same how
     often both take the same greedy token. Heads on a frozen model (stage 1) cost nothing; a model trained in full has
-    no original beside it (-). The figures are those of the last validation in RUN/train.jsonl or, with --data, of a
+    no original beside it (-). The figures are those of the best validation in RUN/train.jsonl or, with --data, of a
     pass over those conversations now: the way to compare runs that held out different ones.
     """
     printing.configure()
@@ -37,7 +37,7 @@ def compare(
     if loading.dtype == "fp16":
         raise UsageError("--dtype fp16 is not a number type of trainings", "give bf16 or fp32")
     targets = [Run.open(name, named="RUN") for name in runs]
-    rows = [last_validation(run) for run in targets]
+    rows = [best_validation(run) for run in targets]
     if data is not None:
         from medusa_cli.train import evaluate
 
@@ -63,16 +63,17 @@ def compare(
     console.result(console.grid("", (*left, "KL", "ppl", "same", "top-1 by head, %"), cells, left=left))
 
 
-def last_validation(run: Run) -> Document:
-    """Returns a run's last validation and the training that led to it; raises UserError if there is none."""
+def best_validation(run: Run) -> Document:
+    """Returns a run's best validation and the training that led to it; raises UserError if there is none."""
     from medusa_cli.runs.recipe import load_recipe
     from medusa_cli.runs.run import describe_drafter
-    from medusa_cli.train.log import NAME, read_log
+    from medusa_cli.train.log import NAME, best_of, read_log
 
     checks = [line for line in read_log(run.path / NAME) if line["event"] == "validated"]
-    if not checks or not run.recipe_path.is_file():
+    best = best_of(checks)
+    if best is None or not run.recipe_path.is_file():
         raise UserError(f"{run.path} holds no training with a validation", "run `medusa train` there first")
-    last, train = checks[-1], load_recipe(run.recipe_path).train
+    train = load_recipe(run.recipe_path).train
     joint = train.stage == 2
     home = Run(run.path / "tuned") if joint and train.tuning == "full" else run  # a tuned model has a run of its own
     drafter = home.drafter_dir
@@ -84,11 +85,11 @@ def last_validation(run: Run) -> Document:
         "stage": train.stage,
         "objective": train.objective if joint else "frozen",
         "lambda_0": weight if joint else "",
-        "steps": last["step"],
-        "positions": last["total_positions"],
-        **(model_cost(last["parts"]) if joint else {"kl": 0.0, "perplexity_ratio": 1.0, "agreement": 1.0}),
-        "accuracies": last["accuracies"],
-        "measured": last["positions"],
+        "steps": best["step"],
+        "positions": best["total_positions"],
+        **(model_cost(best["parts"]) if joint else {"kl": 0.0, "perplexity_ratio": 1.0, "agreement": 1.0}),
+        "accuracies": best["accuracies"],
+        "measured": best["positions"],
         "data": data and data.digest,
     }
 

@@ -27,6 +27,8 @@ _BATCH = "Conversations decoded at a time. [default: as many as the memory holds
 _TAPS = "Also keep the states after these layers, such as 10,20, for `train drafter.taps=[10,20]`."
 _DEDUP = "Answer one of the seeds whose first prompts differ in case and white space alone. [default: --dedup]"
 _SHORTEST = "Drop conversations with a shorter answer. [default: 0]"
+_SYSTEM = "System prompt of the seeds that have none. [default: what the model's chat template sets]"
+_REFUSALS = 'Drop conversations with an answer such as "I can\'t assist with that".'
 _TEMPLATE = "Jinja template for a model whose tokenizer has none; the run keeps it."
 
 
@@ -50,6 +52,8 @@ def distill(
     taps: Annotated[str | None, flag("--taps LIST", _TAPS)] = None,
     dedup: Annotated[bool | None, flag("--dedup/--no-dedup", _DEDUP)] = None,
     min_answer_tokens: Annotated[Size, flag("--min-answer-tokens N", _SHORTEST, min=0)] = None,
+    system: Annotated[str | None, flag("--system TEXT", _SYSTEM)] = None,
+    drop_refusals: Annotated[bool | None, flag("--drop-refusals/--keep-refusals", _REFUSALS)] = None,
     chat_template: Annotated[Path | None, flag("--chat-template FILE", _TEMPLATE)] = None,
     resume: Annotated[bool, flag("--resume", "Fail unless there is a distillation to resume.")] = False,
     loading: LoadFlags,
@@ -89,7 +93,7 @@ def distill(
         plan = recipe_of(target, [] if recipe is None else [str(recipe)], words, resume=False, origin=target)
         settings = plan.distill
         check_settings(settings)
-        seeds, report = read_seeds(settings.seed)
+        seeds, report = read_seeds(settings.seed, settings.random_seed, settings.max_samples)
         if first:  # the others write parts of their own
             ctx.with_resource(sole_writer(target.path, "medusa distill"))
     count = min(len(seeds), settings.max_samples or len(seeds))
@@ -107,7 +111,7 @@ def distill(
         console.emit_json(summary)
     if not summary["conversations"]:
         raise UserError(
-            f"{target.distill_path} holds no conversation: each was skipped, dropped or failed",
+            f"{target.distill_path} holds no conversation: each was skipped, dropped, refused or failed",
             "give another --seed, a larger --context or fewer --max-new-tokens",
         )
     console.result(

@@ -9,10 +9,11 @@ from medusa_cli import console, options
 from medusa_cli.errors import UsageError
 from medusa_cli.options import LoadFlags, OutputFlags, flag
 
-FORMATS = ("hf", "eagle3", "medusa")
+FORMATS = ("hf", "eagle3", "speculators", "medusa", "data")
 TO = (
     "hf: model and drafter for transformers' generate, nothing else installed; eagle3: an EAGLE drafter for vLLM, "
-    "SGLang and llama.cpp; medusa: Medusa heads for vLLM up to 0.32 and TGI."
+    "SGLang and llama.cpp; speculators: the same as a checkpoint of that library; medusa: Medusa heads for vLLM up to "
+    "0.32 and TGI; data: the run's conversations, for SpecForge and speculators to train on."
 )
 BUDGET = "With --to hf: nodes of the best tree by the calibration. [default: the run's tree]"
 
@@ -38,10 +39,17 @@ def export(
         raise UsageError(f"--to {to!r} is unknown", f"use one of {', '.join(FORMATS)}")
     if budget is not None and to != "hf":
         raise UsageError(f"--budget has no effect with --to {to}", "leave it out")
+    if to == "data":
+        from medusa_cli.export.data_format import export_data
+        from medusa_cli.runs.run import DEFAULT_RUN, Run
+
+        _report(output, to, *export_data(Run.open(run or DEFAULT_RUN), output, overwrite=overwrite), printing.json)
+        return
     from medusa_cli.export.eagle3_format import export_eagle3
     from medusa_cli.export.folder import find_source
     from medusa_cli.export.hf import export_hf
     from medusa_cli.export.medusa_format import export_medusa
+    from medusa_cli.export.speculators_format import export_speculators
 
     source = find_source(run, model, trust_remote_code)
     trusted = LoadFlags(trust_remote_code=trust_remote_code).of(source.model)
@@ -49,12 +57,17 @@ def export(
     writers: dict[str, Callable[..., tuple[list[str], list[str]]]] = {
         "hf": partial(export_hf, budget=budget),
         "eagle3": export_eagle3,
+        "speculators": export_speculators,
         "medusa": export_medusa,
     }
-    launch, notes = writers[to](source, output, overwrite=overwrite)
+    _report(output, to, *writers[to](source, output, overwrite=overwrite), printing.json)
+
+
+def _report(output: Path, to: str, launch: list[str], notes: list[str], json: bool) -> None:
+    """Prints what was written, and how it is used."""
     for note in notes:
         console.warn(note)
-    if printing.json:
+    if json:
         console.emit_json({"output": str(output), "format": to, "launch": launch, "notes": notes})
         return
     console.result(f"{output} is written. To use it:")

@@ -15,7 +15,7 @@ def import_(
         typer.Argument(
             metavar="PATH|ID",
             help="A folder, a file of weights or a hub id: heads of FasterDecoding, vLLM or TGI, Hydra's, or an "
-            "EAGLE-3 folder.",
+            "EAGLE-3 folder, speculators' too.",
         ),
     ],
     run: options.RunOrNew = None,
@@ -23,7 +23,7 @@ def import_(
     trust_remote_code: options.TrustRemoteCode = False,
     printing: OutputFlags,
 ) -> None:
-    """Take in a drafter that was trained elsewhere, or exported by `medusa export --to medusa` or `eagle3`.
+    """Take in a drafter that was trained elsewhere, or exported by `medusa export --to` medusa, eagle3, speculators.
 
     Every tensor is checked against the model's widths before anything is written, and nothing in the files is executed.
     Then calibrate the run; tree, chat and bench take it by --run like any other.

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,6 +16,11 @@ from medusa_cli.model_files import check_model_files
 from medusa_cli.options import LoadFlags, OutputFlags, flag
 from medusa_cli.runs.run import DEFAULT_RUN
 
+if TYPE_CHECKING:
+    from medusa_cli.runs.recipe import Recipe
+    from medusa_cli.runs.run import Run
+
+LOGGERS = ("tensorboard", "wandb", "trackio")  # as in medusa_cli.train.loggers, which imports torch
 _RECIPE = "A recipe's file, or its name (medusa1, hydra, eagle), and settings such as train.lr=1e-3."
 _DATA = "Conversations (JSON or JSONL) to train on. [default: the run's distill.jsonl]"
 _STAGE = "1: the heads on the frozen model; 2: heads and model together. [default: 1]"
@@ -23,6 +28,8 @@ _SCHEDULE = "Stage 2: schedule of lambda_0, the heads' weight: constant, warmup,
 _FROM = (
     "Start from another run's heads if they fit (in stage 2 with their adapter). A run without data uses that run's."
 )
+_LOGGER = "Show the training in tensorboard, wandb or trackio, too."
+_DRY_RUN = "Say what the training will take, data, memory and time, measured on two steps; write nothing."
 _SHARD = "Under torchrun: split the frozen model's layers over the processes. [default: --no-shard]"
 Words = Annotated[list[str] | None, typer.Argument(metavar="[RECIPE.yaml] [KEY=VALUE ...]", help=_RECIPE)]
 
@@ -39,18 +46,28 @@ def train(
     tuning: Annotated[str | None, flag("--tuning METHOD", "Stage 2: lora, qlora (4-bit model) or full.")] = None,
     shard: Annotated[bool | None, flag("--shard/--no-shard", _SHARD)] = None,
     resume: Annotated[bool, flag("--resume", "Resume from the run's checkpoint.")] = False,
+    logger: Annotated[str | None, flag("--logger NAME", _LOGGER)] = None,
+    dry_run: Annotated[bool, flag("--dry-run", _DRY_RUN)] = False,
     random_seed: options.RandomSeed = None,
     loading: LoadFlags,
     printing: OutputFlags,
 ) -> None:
     """Train a drafter on the model's own answers; the model stays frozen, or learns too with --stage 2.
 
-    Writes RUN/drafter (and RUN/adapter), the log train.jsonl, the curves train.png and checkpoints. Without
-    options it takes about ten minutes on two cores. Ctrl-C leaves a checkpoint for --resume.
+    Writes RUN/drafter (and RUN/adapter), the log train.jsonl, the curves train.png and checkpoints. The drafter is
+    that of the validation with the highest simulated acceptance. Without options it takes about ten minutes on two
+    cores. Ctrl-C leaves a checkpoint for --resume.
     """
     first = os.environ.get("RANK", "0") == "0"
     printing.configure(first=first)  # of several processes one prints
     assets.need_extra("train", "`medusa train`")
+    if logger is not None:
+        if logger not in LOGGERS:
+            raise UsageError(f"--logger {logger!r} is unknown", f"use one of {', '.join(LOGGERS)}")
+        assets.need_extra(logger, f"--logger {logger}")
+    if dry_run and (resume or os.environ.get("WORLD_SIZE", "1") != "1"):
+        other = "--resume" if resume else "torchrun"
+        raise UsageError(f"--dry-run and {other} exclude each other", "leave one of them out")
     from medusa_cli.runs.recipe import recipe_of
     from medusa_cli.runs.run import Run
 
@@ -71,6 +88,9 @@ def train(
             raise UsageError(f"{name} {value} has no effect with train.stage=1", "leave it out, or give --stage 2")
     source = data or (origin.data_path if origin and not target.data_path.is_file() else target.data_path)
     bound = f" or {plan.train.max_tokens:,} tokens" if plan.train.max_tokens else ""
+    if dry_run:
+        _estimate(target, plan, loading, origin, source, printing.json)
+        return
     console.info(
         f"Training {plan.drafter.num_heads} {plan.drafter.name} heads for {loading.of(plan.model)} on {source}: "
         f"{plan.train.epochs} epochs{bound}; train.epochs=4 train.max_tokens=null or a recipe trains longer"
@@ -81,7 +101,15 @@ def train(
 
     with stopping() as should_stop, console.bars() as show:
         trained = run_training(
-            target, plan, options=loading, data=source, start=origin, resume=resume, should_stop=should_stop, show=show
+            target,
+            plan,
+            options=loading,
+            data=source,
+            start=origin,
+            resume=resume,
+            logger=logger,
+            should_stop=should_stop,
+            show=show,
         )
     if trained is None:  # the first process prints for all
         return
@@ -94,7 +122,9 @@ def train(
         return
     text = "{heads} heads, {steps:,} steps at {tokens_per_s:,.0f} tokens/s".format(**trained)
     if trained["validation"] is not None:
-        text += f", held-out top-1 by head {shares(trained['validation']['accuracies'])}"
+        text += (
+            f", of step {trained['best_step']:,}: held-out top-1 by head {shares(trained['validation']['accuracies'])}"
+        )
         text += f", about {trained['expected_acceptance']:.2f} tokens a step over a chain of first choices"
         before = trained["expected_acceptance_at_start"]
         text += f" ({before:.2f} at the start)" if before else ""
@@ -105,6 +135,40 @@ def train(
     console.result(
         f"{owner.drafter_dir}: {text}. Curves: {target.path / 'train.png'}. Next: medusa calibrate --run {following}"
     )
+
+
+def _estimate(
+    target: "Run", plan: "Recipe", loading: LoadFlags, origin: "Run | None", source: Path, json: bool
+) -> None:
+    """Prints what a training will take."""
+    from medusa_cli.train import estimate
+
+    try:
+        facts = estimate(target, plan, options=loading, data=source, start=origin)
+    finally:
+        if not any(target.path.iterdir()):  # it was made for this
+            target.path.rmdir()
+    if json:
+        console.emit_json(facts)
+        return
+    seconds = facts["seconds"]
+    console.result(
+        f"data: {facts['answer_tokens']:,} answer tokens in {facts['conversations']:,} conversations of {source} "
+        f"({facts['held_out']:,} more held out); {facts['positions']:,} positions in {facts['steps']:,} steps"
+    )
+    console.result(
+        f"memory: {facts['memory_bytes'] / 1e9:.1f} GB, {facts['parameters']:,} weights to train; "
+        f"{facts['disk_bytes'] / 1e9:.1f} GB of disk for the states of {facts['tokens_to_run']:,} tokens"
+    )
+    parts = ", ".join(f"{name} {_span(value)}" for name, value in seconds.items())
+    console.result(f"time: about {_span(sum(seconds.values()))} ({parts}), by the speed of two steps here")
+
+
+def _span(seconds: float) -> str:
+    """Returns a time for people."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 @contextmanager

@@ -31,7 +31,8 @@ class Conversation:
     """A conversation: its messages and, once tokenised, its token ids and the answers' spans [start, end).
 
     A seed holds the system prompt and the user's turns alone. state_rows: first row and number of rows in a file of
-    hidden states, one for every position but the last. states_digest: digest of tokens and rows.
+    hidden states, one for every position but the last. states_digest: digest of tokens and rows. raw: the only turn is
+    the prompt itself, without a chat template, such as fill-in-the-middle.
     """
 
     id: str
@@ -40,12 +41,15 @@ class Conversation:
     spans: list[tuple[Count, Count]] = field(default_factory=list)
     state_rows: tuple[Count, Annotated[int, Meta(ge=1, lt=2**48)]] | None = None
     states_digest: str | None = None
+    raw: bool | None = None
 
     @classmethod
-    def from_turns(cls, id: str, turns: Sequence[str], system: str | None = None) -> "Conversation":
+    def from_turns(
+        cls, id: str, turns: Sequence[str], system: str | None = None, raw: bool | None = None
+    ) -> "Conversation":
         """Returns a seed: the user's turns after an optional system prompt."""
         opening = [] if system is None else [{"role": "system", "content": system}]
-        return cls(id, [*opening, *({"role": "user", "content": turn} for turn in turns)])
+        return cls(id, [*opening, *({"role": "user", "content": turn} for turn in turns)], raw=raw)
 
     @property
     def system(self) -> str | None:
@@ -80,13 +84,45 @@ def messages_of(record: dict[str, Any]) -> list[Message]:
         if not isinstance(message, dict):
             raise Malformed("a message is not an object")
         role = message.get("role", message.get("from"))
-        text = message.get("content", message.get("value"))
+        text = _text_of(message.get("content", message.get("value")))
         if not isinstance(role, str) or role not in ROLES:
             raise Malformed(f"unknown role {role!r}")
         if not isinstance(text, str):
             raise Malformed("a message without text")
         messages.append({"role": ROLES[role], "content": text})
     return messages
+
+
+def _text_of(content: Any) -> Any:
+    """Returns the text of a message's content; of a list of parts, as OpenAI's, theirs if all are text."""
+    if not isinstance(content, list):
+        return content
+    texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content]
+    return "".join(text for text in texts if isinstance(text, str)) if None not in texts else None
+
+
+def specforge_row(conversation: Conversation) -> dict[str, Any]:
+    """Returns a conversation as a row of SpecForge's and speculators' data sets."""
+    return {"id": conversation.id, "conversations": conversation.messages}
+
+
+def speculators_row(conversation: Conversation) -> dict[str, Any]:
+    """Returns a tokenised conversation as speculators' rows: token ids, and a mask that is 1 on the answers."""
+    mask = [0] * len(conversation.tokens)
+    for start, end in conversation.spans:
+        mask[start:end] = [1] * (end - start)
+    return {**specforge_row(conversation), "input_ids": conversation.tokens, "loss_mask": mask}
+
+
+def _spans_of(mask: Any, length: int) -> list[tuple[int, int]]:
+    """Returns the spans [start, end) of a loss mask; raises Malformed unless it has a 0 or 1 for every token.
+
+    A row that begins with an answer has no prompt for it: its first token is left out.
+    """
+    if not isinstance(mask, list) or len(mask) != length or not all(value in (0, 1) for value in mask):
+        raise Malformed("a loss_mask that does not fit input_ids")
+    edges = [at for at in range(1, length + 1) if (at < length and bool(mask[at])) != (at > 1 and bool(mask[at - 1]))]
+    return list(zip(edges[::2], edges[1::2], strict=True))
 
 
 def id_of(record: dict[str, Any]) -> str:
@@ -124,6 +160,9 @@ def conversation_of(record: Any, backbone: Backbone) -> Conversation:
     if not isinstance(record, dict):
         raise Malformed("not an object")
     name, limit = id_of(record), backbone.max_positions
+    if isinstance(record.get("input_ids"), list) and "loss_mask" in record:  # speculators'
+        ids = record["input_ids"]
+        record = {"tokens": ids, "spans": _spans_of(record["loss_mask"], len(ids))}
     if "tokens" in record:
         conversation = tokenised_of({**record, "id": name})
         if any(token >= backbone.vocab_size for token in conversation.tokens):
@@ -138,7 +177,7 @@ def conversation_of(record: Any, backbone: Backbone) -> Conversation:
     spans = [(start, min(end, limit)) for start, end in conversation.spans if start < limit]
     if not spans:  # no states can be computed past the context
         raise Malformed("answers past the model's context")
-    return Conversation(name, conversation.messages, conversation.tokens[:limit], spans)
+    return Conversation(name, conversation.messages, conversation.tokens[:limit], spans, raw=conversation.raw)
 
 
 def read_conversations(path: Path, backbone: Backbone) -> tuple[list[Conversation], ReadReport]:

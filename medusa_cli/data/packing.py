@@ -24,6 +24,9 @@ from medusa_cli.runs.io import ReadReport
 # number or two.
 _PART = re.compile(r"(?=[a-z]*[A-Z0-9])([A-Za-z0-9]{7})_\d+(?:/\d+)?")
 
+# The turns of a conversation in speculators' data, each a row.
+_GENERATION = re.compile(r"(.+)_gen\d+")
+
 
 @dataclass(frozen=True)
 class Dataset:
@@ -147,12 +150,13 @@ def held_out_ids(ids: Sequence[str], fraction: float) -> set[str]:
     """Returns the ids of conversations kept from training.
 
     The hash of an id decides, so that more data moves none. The parts that ShareGPT's long conversations are cut into
-    (CsuNKMw_0, CsuNKMw_17) go together: beside its other parts in training, a held-out part would be easier than an
-    unseen conversation. Of two or more at least one is held out (unless fraction is 0), and never all.
+    (CsuNKMw_0, CsuNKMw_17), and the turns that speculators makes rows of, go together: beside its other parts in
+    training, a held-out part would be easier than an unseen conversation. Of two or more at least one is held out
+    (unless fraction is 0), and never all.
     """
     parts: dict[str, list[str]] = {}
     for id in ids:
-        part = _PART.fullmatch(id)
+        part = _PART.fullmatch(id) or _GENERATION.fullmatch(id)
         parts.setdefault(part[1] if part else id, []).append(id)
     order = sorted(parts, key=_hash)
     below = bisect_left(order, int(fraction * 2**64), key=_hash)

@@ -1,5 +1,6 @@
-"""Seed prompts from ShareGPT, any JSON or JSONL file of conversations, or a hub dataset: the user's turns."""
+"""Seed prompts from ShareGPT, code, any JSON or JSONL file of conversations, or a hub dataset: the user's turns."""
 
+import logging
 import random
 import unicodedata
 from collections.abc import Collection, Iterator, Sequence
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from medusa_cli import assets
+from medusa_cli.data.code_seeds import code_seeds, is_code
 from medusa_cli.data.conversation import Conversation, id_of, messages_of
 from medusa_cli.errors import UserError
 from medusa_cli.runs.io import HALF, Malformed, ReadReport, is_whole, read_jsonl, usable
@@ -15,21 +17,31 @@ HUB = {"ultrachat": "HuggingFaceH4/ultrachat_200k"}
 # ShareGPT's long turns, each asked alone: texts to summarise, translate, extract from, and code to change.
 LONG = "sharegpt-long"
 LONG_TURNS = range(1500, 6001)  # characters, some 400 to 1,500 tokens: most of them text that was pasted in
-NAMED = (assets.DEFAULT_SEED, LONG, *HUB)
+# Prompts from the sources of installed packages, and ShareGPT's conversations that open with a programming turn.
+CODE, CODE_TURNS = "code", "sharegpt-code"
+NAMED = (assets.DEFAULT_SEED, LONG, CODE_TURNS, CODE, *HUB)
+log = logging.getLogger(__name__)
 # Seeds are sorted by length within windows of this many batches: neighbours in the batch then have like lengths
 # (attention runs to the longest), while the order over all windows stays mixed.
 WINDOW = 8
 
 
-def read_seeds(source: str) -> tuple[list[Conversation], ReadReport]:
+def read_seeds(source: str, random_seed: int = 0, limit: int | None = None) -> tuple[list[Conversation], ReadReport]:
     """Reads the user's side of every usable conversation of a named seed, a .json/.jsonl file or a hub dataset id.
 
     Truncated and malformed records are counted in the report and skipped. Raises UserError if no record is left.
+    random_seed, limit: of prompts about code, which are made and not read.
     """
     report = ReadReport()
+    if source == CODE:
+        seeds = code_seeds(random_seed, limit)
+        report.read = len(seeds)
+        return seeds, report
     seeds = usable(_records(source, report), seed_of, report)
     if source == LONG:
         seeds = long_turns(seeds)
+    elif source == CODE_TURNS:
+        seeds = about_code(seeds)
     if not seeds:
         why = f" ({report})" if report.skipped else ""
         raise UserError(
@@ -41,7 +53,7 @@ def read_seeds(source: str) -> tuple[list[Conversation], ReadReport]:
 
 def _records(source: str, report: ReadReport) -> Iterator[Any]:
     path = Path(source).expanduser()
-    if source in (assets.DEFAULT_SEED, LONG):
+    if source in (assets.DEFAULT_SEED, LONG, CODE_TURNS):
         yield from read_jsonl(assets.sharegpt_path(), report.skip_line, array=True)
     elif source in HUB:
         yield from assets.hub_rows(HUB[source], "@seed", ("train",))
@@ -80,6 +92,17 @@ def long_turns(seeds: Sequence[Conversation]) -> list[Conversation]:
         for number, turn in enumerate(seed.turns)
         if len(turn) in LONG_TURNS
     ]
+
+
+def about_code(seeds: Sequence[Conversation]) -> list[Conversation]:
+    """Returns the seeds whose first turn is about programming; logs how many turns are."""
+    chosen = [seed for seed in seeds if is_code(seed.turns[0])]
+    of_code, turns = (sum(is_code(turn) for seed in group for turn in seed.turns) for group in (chosen, seeds))
+    log.info(
+        f"{len(chosen):,} of {len(seeds):,} conversations open with a programming turn; they have {of_code:,} of "
+        f"{turns:,} such turns"
+    )
+    return chosen
 
 
 def in_order(

@@ -141,6 +141,20 @@ def with_hidden_states(
     return replace(dataset, train=train, held_out=held_out, states=states)
 
 
+def tokens_to_run(dataset: Dataset, run: Run, backbone: Backbone, path: Path, taps: Sequence[int]) -> int:
+    """Returns how many tokens the model must run for the states of a data set: none if they are kept or cached."""
+    items = _in_order(dataset)
+    if _cache_path(run, backbone, items, taps).is_file() or _kept(dataset, backbone, path, taps):
+        return 0
+    return sum(len(item.tokens) for item in items)
+
+
+def states_of(backbone: Backbone, tokens: Sequence[int], taps: Sequence[int]) -> Tensor:
+    """Returns the states [n, H * taps] of a conversation's tokens."""
+    cache = backbone.engine.new_cache(capacity=len(tokens))
+    return backbone.engine.forward(Plan.chain(tokens, taps=taps, logits="none"), cache).hidden[0]
+
+
 def _kept(dataset: Dataset, backbone: Backbone, path: Path, taps: Sequence[int]) -> Dataset | None:
     """Returns the data set with the states that distilling kept beside the file; None if they do not serve here.
 
@@ -207,8 +221,7 @@ def _prefill(
             log.info(f"computing the hidden states of the data, once: {total:,} tokens to run")
         for i in own:
             tokens = conversations[i].tokens
-            cache = backbone.engine.new_cache(capacity=len(tokens))
-            hidden = backbone.engine.forward(Plan.chain(tokens, taps=taps, logits="none"), cache).hidden[0]
+            hidden = states_of(backbone, tokens, taps)
             if world.first or not world.sharded:
                 store.write(hidden[:-1], starts[i])
             count += len(tokens)

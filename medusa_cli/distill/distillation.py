@@ -15,11 +15,13 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
+from medusa_cli.data.code_seeds import with_fim_tokens
 from medusa_cli.data.conversation import Conversation, tokenised_of
 from medusa_cli.data.seeds import distinct, in_order
 from medusa_cli.data.states import StateStore, read_rows, states_digest
 from medusa_cli.decode.processors import changes_of, check_generation_config
 from medusa_cli.distill.endpoint import Tokenizer, answer_remotely, connect
+from medusa_cli.distill.filters import refuses
 from medusa_cli.distill.local import MAX_BATCH, Outcome, answer_locally, choose_batch_size
 from medusa_cli.drafters.base import check_layers
 from medusa_cli.engine import load_backbone
@@ -73,6 +75,7 @@ def distill(
             run.failed_path.unlink(missing_ok=True)  # failed seeds are asked again
             run.keep_template(recipe.chat_template)
     done = set(processes.gather(sorted(records.done) if records else [])[0])
+    seeds = _fitting(seeds, settings, model)
     chosen = in_order(seeds, settings.random_seed, settings.batch_size or MAX_BATCH, settings.max_samples)
     asked = distinct(chosen, done) if settings.dedup else chosen
     left = [seed for seed in asked if seed.id not in done]
@@ -87,7 +90,7 @@ def distill(
     shown = Progress(share, settings, on_progress)
     with closing(own):
         for outcome in answer(share, on_tokens=shown.count):
-            counts[_keep(run, own, outcome, settings.min_answer_tokens)] += 1
+            counts[_keep(run, own, outcome, settings)] += 1
             counts["new_tokens"] += outcome.conversation.positions if outcome.conversation else 0
             rate = counts["new_tokens"] / (time.perf_counter() - start)
             shown.end()
@@ -104,6 +107,8 @@ def distill(
         log.info(f"{counts['skipped']:,} prompts were skipped: too long for a context of {limit:,} (@context)")
     if counts["dropped"]:
         log.info(f"{counts['dropped']:,} conversations were dropped: an answer is too short (@min_answer_tokens)")
+    if counts["refused"]:
+        log.info(f"{counts['refused']:,} conversations were dropped: an answer is a refusal (distill.drop_refusals)")
     if counts["failed"]:
         log.warning(
             f"{counts['failed']:,} conversations failed, see {run.failed_path}; the same command asks them again"
@@ -113,7 +118,7 @@ def distill(
         "conversations": len(records.done),
         "answer_tokens": records.tokens,
         "duplicates": len(chosen) - len(asked),
-        **{key: counts[key] for key in ("failed", "skipped", "dropped", "new_tokens")},
+        **{key: counts[key] for key in ("failed", "skipped", "dropped", "refused", "new_tokens")},
         "tokens_per_s": round(rate, 1),
     }
 
@@ -178,21 +183,45 @@ def _header(
     digest = hashlib.sha256(template.encode()).hexdigest()[:16] if template else None
     rounding = loading.quantize if settings.endpoint is None and loading.quantize != "none" else None
     changes = changes_of(model) if isinstance(model, Backbone) else []  # servers say nothing of theirs
-    more = {"rounding": rounding, "taps": list(settings.taps), "chat_template": digest, "generation_config": changes}
+    more: dict[str, Any] = {"system": settings.system}
+    more |= {"rounding": rounding, "taps": list(settings.taps), "chat_template": digest, "generation_config": changes}
     shared |= {key: value for key, value in more.items() if value}
     return provenance(model.identity, seed=settings.seed, settings=shared)
 
 
-def _keep(run: Run, records: "Records", outcome: Outcome, min_answer_tokens: int) -> str:
-    """Writes a seed's outcome; returns "kept", "dropped", "skipped" or "failed"."""
+def _fitting(seeds: Sequence[Conversation], settings: DistillRecipe, model: Backbone | Tokenizer) -> list[Conversation]:
+    """Returns the seeds that can be asked, with the system prompt of the settings where they have none.
+
+    Fill-in-the-middle needs a tokenizer with tokens for it, and no server's chat.
+    """
+    if settings.endpoint is None:
+        kept = with_fim_tokens(seeds, model.tokenizer) if any(seed.raw for seed in seeds) else list(seeds)
+    else:
+        kept = [seed for seed in seeds if not seed.raw]
+    if len(kept) < len(seeds):
+        where = "servers are asked for chats" if settings.endpoint else "the tokenizer has no tokens for it"
+        log.info(f"{len(seeds) - len(kept):,} seeds of fill-in-the-middle are left out: {where}")
+    if settings.system is None:
+        return kept
+    opening = {"role": "system", "content": settings.system}
+    return [
+        seed if seed.raw or seed.system is not None else replace(seed, messages=[opening, *seed.messages])
+        for seed in kept
+    ]
+
+
+def _keep(run: Run, records: "Records", outcome: Outcome, settings: DistillRecipe) -> str:
+    """Writes a seed's outcome; returns "kept", "dropped", "refused", "skipped" or "failed"."""
     if outcome.failure is not None:
         with run.failed_path.open("a", encoding="utf-8") as out:
             out.write(json.dumps({"id": outcome.id, "reason": outcome.failure}) + "\n")
         return "failed"
     if outcome.conversation is None:
         return "skipped"
-    if min(end - start for start, end in outcome.conversation.spans) < min_answer_tokens:
+    if min(end - start for start, end in outcome.conversation.spans) < settings.min_answer_tokens:
         return "dropped"
+    if settings.drop_refusals and refuses(outcome.conversation):
+        return "refused"
     records.write(outcome.conversation, outcome.states)
     return "kept"
 

@@ -107,7 +107,7 @@ class _Answering:
 
     def __init__(self, seed: Conversation, decoder: Decoder, settings: DistillRecipe) -> None:
         self.seed, self.decoder, self.settings, self.backbone = seed, decoder, settings, decoder.backbone
-        self.turns = seed.turns[: settings.max_turns]
+        self.turns = seed.turns[: 1 if seed.raw else settings.max_turns]
         self.context = min(settings.context, self.backbone.max_positions)
         self.messages = [] if seed.system is None else seed.messages[:1]
         self.tokens: list[int] = []
@@ -125,10 +125,10 @@ class _Answering:
             return False
         messages = [*self.messages, {"role": "user", "content": question}]
         lay_out = after_answer if self.spans else render
-        text = lay_out(self.backbone, messages, prompt=True)
+        text = question if self.seed.raw else lay_out(self.backbone, messages, prompt=True)
         if text is None:
             return False
-        more, limit = token_ids(self.backbone, text), self.settings.max_new_tokens
+        more, limit = token_ids(self.backbone, text, begin=bool(self.seed.raw)), self.settings.max_new_tokens
         if more[:1] == self.tokens[-1:]:  # the answer's own end token opens the next prompt
             more = more[1:]
         prompt = [*self.tokens, *more]
@@ -156,5 +156,5 @@ class _Answering:
         """Returns the conversation as far as it was answered; without an answer, the failure."""
         if not self.spans:
             return Outcome(self.seed.id, failure=failure)
-        conversation = Conversation(self.seed.id, self.messages, self.tokens, self.spans)
+        conversation = Conversation(self.seed.id, self.messages, self.tokens, self.spans, raw=self.seed.raw)
         return Outcome(self.seed.id, conversation, self.states[: len(self.tokens) - 1])

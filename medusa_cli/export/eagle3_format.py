@@ -41,22 +41,11 @@ class LayerConfig:
 
 def export_eagle3(source: Source, output: Path, *, overwrite: bool = False) -> tuple[list[str], list[str]]:
     """Writes an EAGLE drafter in the form that other engines read; raises UserError for any other kind."""
-    config, run, tensors, model, notes = source.config, source.run, dict(source.tensors), source.model, []
-    if source.kind != KIND:
-        raise UserError(
-            f"@to eagle3 cannot hold the {source.kind} drafter {run.drafter_dir}",
-            "use @to hf, or a @run with an EAGLE drafter (`medusa train drafter=eagle`)",
-        )
-    if config.vocabulary == "draft":  # engines want no maps for a full vocabulary
-        ids = tensors.pop("draft_ids").long()
-        tensors["d2t"] = ids - torch.arange(len(ids))
-        tensors["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
+    refuse_other_kinds(source, "eagle3")
+    config, tensors, model = source.config, engine_tensors(source), source.model
+    served, notes = served_model(source)
     if len(config.taps) != 3:
         notes.append(f"it reads {len(config.taps)} layers, and llama.cpp takes exactly 3")
-    served = assets.model_dir(model)
-    if run.adapter is not None:
-        served = f"{run.name}-merged"
-        notes.append(f"it belongs to a model with an adapter; serve `medusa export --to hf --output {served}`")
     launch = _launch(served, output, config.num_heads)
     page = [f"# EAGLE-3 drafter for {model}", f"It drafts up to {config.num_heads} tokens, which {model} verifies."]
     with exporting(output, overwrite) as part:
@@ -65,6 +54,36 @@ def export_eagle3(source: Source, output: Path, *, overwrite: bool = False) -> t
         page += [f"```sh\n{line}\n```" for line in launch]
         (part / "README.md").write_text("\n\n".join(page) + "\n", encoding="utf-8")
     return launch, notes
+
+
+def refuse_other_kinds(source: Source, form: str) -> None:
+    """Raises UserError for a drafter that is no EAGLE."""
+    if source.kind != KIND:
+        raise UserError(
+            f"@to {form} cannot hold the {source.kind} drafter {source.run.drafter_dir}",
+            "use @to hf, or a @run with an EAGLE drafter (`medusa train drafter=eagle`)",
+        )
+
+
+def engine_tensors(source: Source) -> dict[str, Tensor]:
+    """Returns an EAGLE drafter's tensors with the maps of its draft vocabulary.
+
+    d2t [M]: target = i + d2t[i]. t2d [V]: True for its tokens.
+    """
+    tensors = dict(source.tensors)
+    if source.config.vocabulary == "draft":  # engines want no maps for a full vocabulary
+        ids = tensors.pop("draft_ids").long()
+        tensors["d2t"] = ids - torch.arange(len(ids))
+        tensors["t2d"] = torch.zeros(source.config.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
+    return tensors
+
+
+def served_model(source: Source) -> tuple[str, list[str]]:
+    """Returns the model to serve with a drafter, and a note where it is yet to be written."""
+    if source.run.adapter is None:
+        return assets.model_dir(source.model), []
+    merged = f"{source.run.name}-merged"
+    return merged, [f"it belongs to a model with an adapter; serve `medusa export --to hf --output {merged}`"]
 
 
 def _launch(model: str, folder: Path, tokens: int) -> list[str]:
@@ -123,6 +142,8 @@ def import_eagle3(
     variants = [key for key in (*VARIANTS, "rope_scaling") if plain.get(key)]
     if "speculators_model_type" in config and "norm_before_residual" not in plain:
         variants.append("norm_before_residual")  # speculators' default
+    if plain.get("rope_type", "default") != "default":  # of rope_parameters
+        variants.append("rope_type")
     if plain.get("num_hidden_layers", 1) != 1:
         variants.append("num_hidden_layers")
     if variants:

@@ -68,6 +68,8 @@ class DistillRecipe:
     batch_size: Count | None = None
     taps: Layers = ()
     dedup: bool = True
+    system: str | None = None
+    drop_refusals: bool = False
     min_answer_tokens: Annotated[int, Meta(ge=0)] = 0
     endpoint: str | None = None
     endpoint_model: str | None = None

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from msgspec import convert
@@ -17,6 +17,7 @@ from medusa_cli.runs.recipe import Recipe, differences
 from medusa_cli.runs.run import Run, check_backbone
 from medusa_cli.train.log import NAME
 
+T = TypeVar("T")
 # A resumed training may change these: they do not change what is learnt.
 MAY_CHANGE = ("train.checkpoint_every", "train.validation_every", "train.validation_tokens", "train.shard")
 
@@ -46,6 +47,19 @@ def checkpoint_path(run: Run) -> Path:
     return run.path / "checkpoint.pt"
 
 
+def best_path(run: Run) -> Path:
+    return run.path / "checkpoint_best.pt"
+
+
+@dataclass(frozen=True)
+class Best:
+    """The weights after the step whose validation gave the highest simulated acceptance."""
+
+    step: int
+    acceptance: float
+    tensors: dict[str, Any]
+
+
 def earlier_path(path: Path) -> Path:
     """Returns the name that a file of an earlier training has until the new one has saved a checkpoint."""
     return path.with_name(f"{path.stem}.earlier{path.suffix}")
@@ -53,7 +67,7 @@ def earlier_path(path: Path) -> Path:
 
 def _files(run: Run) -> tuple[Path, ...]:
     """Returns the files of a training, the checkpoint last: it moves when the others have moved."""
-    return run.recipe_path, run.path / NAME, checkpoint_path(run)
+    return run.recipe_path, run.path / NAME, best_path(run), checkpoint_path(run)
 
 
 def set_aside(run: Run) -> None:
@@ -65,16 +79,25 @@ def set_aside(run: Run) -> None:
         for path in _files(run):
             if path.is_file():
                 path.replace(earlier_path(path))
+    best_path(run).unlink(missing_ok=True)  # of a training that was killed before its first checkpoint
 
 
 def save(run: Run, checkpoint: Checkpoint) -> None:
     """Writes a checkpoint and deletes what was set aside; raises UserError if the disk is full."""
-    path = checkpoint_path(run)
+    _write(checkpoint_path(run), checkpoint)
+    for file in _files(run):
+        earlier_path(file).unlink(missing_ok=True)
+
+
+def save_best(run: Run, best: Best) -> None:
+    """Writes the best weights so far; raises UserError if the disk is full."""
+    _write(best_path(run), best)
+
+
+def _write(path: Path, content: Checkpoint | Best) -> None:
     try:
         with replacing(path) as part:
-            torch.save(vars(checkpoint), part)
-        for file in _files(run):
-            earlier_path(file).unlink(missing_ok=True)
+            torch.save(vars(content), part)
     except RuntimeError as reason:  # so torch reports a full disk
         raise UserError(
             f"the checkpoint {path} could not be written: {first_line(reason)}",
@@ -88,8 +111,18 @@ def load(path: Path) -> Checkpoint:
         earlier = earlier_path(path)
         back = f", or rename {earlier} and the other `.earlier` files back" if earlier.is_file() else ""
         raise UserError(f"@resume: {path} does not exist", f"train without @resume{back}")
+    return _read(path, Checkpoint)
+
+
+def load_best(run: Run) -> Best | None:
+    """Reads the best weights of a training; None if it has none yet, UserError if they are damaged."""
+    path = best_path(run)
+    return _read(path, Best) if path.is_file() else None
+
+
+def _read(path: Path, kind: type[T]) -> T:
     try:
-        return convert(torch.load(path, map_location="cpu", weights_only=True), Checkpoint)
+        return convert(torch.load(path, map_location="cpu", weights_only=True), kind)
     except Exception as reason:  # torch and pickle raise many types for a damaged file
         raise UserError(f"@resume: {path} is damaged", "delete it and train without @resume") from reason
 

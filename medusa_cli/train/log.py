@@ -5,6 +5,8 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,26 @@ class Validated:
     total_positions: int
     parts: dict[str, float]  # stage 2: the cost of the model's change
 
+    @property
+    def acceptance(self) -> float:
+        """Returns the simulated acceptance length: tokens a step over a chain of first choices."""
+        return acceptance_of(self.accuracies)
+
+
+def acceptance_of(accuracies: Sequence[float]) -> float:
+    """Returns 1 + a_1 + a_1 a_2 + ... of the heads' top-1 accuracies, as if heads were right independently."""
+    return 1 + sum(accumulate(accuracies, mul))
+
+
+def best_of(checks: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """Returns the validation of the highest simulated acceptance among a log's lines, the first of equals.
+
+    That before the first step is none of the training's.
+    """
+    return max(
+        (line for line in checks if line["step"]), key=lambda line: acceptance_of(line["accuracies"]), default=None
+    )
+
 
 @dataclass(frozen=True)
 class Saved:
@@ -68,6 +90,8 @@ class TrainLog:
 
     def write(self, event: Logged) -> None:
         line = {"event": type(event).__name__.lower(), **dataclasses.asdict(event)}
+        if isinstance(event, Validated):
+            line["acceptance"] = event.acceptance
         self._stream.write(json.dumps(line) + "\n")
         self._stream.flush()
 

@@ -67,6 +67,7 @@ class Trainer:
                 self.validation.append(batch)
                 measured += positions_of(batch)
         self.step = 0
+        self.best: tuple[int, float] | None = None  # step and simulated acceptance of the best validation
         if resume:
             self._restore()
 
@@ -88,19 +89,20 @@ class Trainer:
         """Runs from the present step to the last, or until it should stop; a checkpoint is written at either end."""
         train = self.recipe.train
         if self.validation and train.stage == 2 and self.step == 0:
-            yield self.validate()
+            yield self._validate_and_keep()
         while self.step < self.steps and not any(self.world.gather(self.should_stop())):
-            yield self._train_step()
+            yield self.train_step()
             last = self.step == self.steps
             if self.validation and (last or self.step % train.validation_every == 0):
-                yield self.validate()
+                yield self._validate_and_keep()
             if not last and self.step % train.checkpoint_every == 0:
                 self.save()
                 yield Saved(self.step)
         self.save()
         yield Saved(self.step)
 
-    def _train_step(self) -> Stepped:
+    def train_step(self) -> Stepped:
+        """Does the next step."""
         start, group, size = time.perf_counter(), self.groups[self.step], self.sizes[self.step]
         sums = []
         for (number, items), counts in self.world.micro_batches(list(enumerate(group))):
@@ -172,6 +174,37 @@ class Trainer:
             module.train()
         return Validated(self.step, total_positions=self.positions_done, **means(sums, self.world))
 
+    def _validate_and_keep(self) -> Validated:
+        """Validates, and keeps the weights if no validation before gave as high a simulated acceptance."""
+        event = self.validate()
+        if self.step and (self.best is None or event.acceptance > self.best[1]):
+            self.best = self.step, event.acceptance
+            if self.world.first:
+                best = checkpoints.Best(self.step, event.acceptance, self._detached())
+                checkpoints.save_best(self.run, best)
+        return event
+
+    def take_best(self) -> None:
+        """Takes the weights of the best validation in the place of the last step's."""
+        if self.best is None or self.best[0] == self.step:
+            return
+        best = checkpoints.load_best(self.run)
+        if best is None:
+            return
+        try:
+            self._copy(best.tensors)
+        except (KeyError, RuntimeError, TypeError, AttributeError) as reason:
+            path = checkpoints.best_path(self.run)
+            raise UserError(f"@resume: {path} is damaged", "delete it and train without @resume") from reason
+
+    def _copy(self, tensors: dict[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name, tensor in self._tensors().items():
+                tensor.copy_(tensors[name])
+
+    def _detached(self) -> dict[str, Tensor]:
+        return {name: tensor.detach() for name, tensor in self._tensors().items()}
+
     def _tensors(self) -> dict[str, Tensor]:
         """Returns all that a checkpoint keeps of the drafter, and the weights of the backbone that learn."""
         # Buffers too: the ids of a draft vocabulary may come with heads that other data gave.
@@ -184,7 +217,7 @@ class Trainer:
             return
         checkpoint = checkpoints.Checkpoint(
             step=self.step,
-            tensors={name: tensor.detach() for name, tensor in self._tensors().items()},
+            tensors=self._detached(),
             optimizer=self.optimizer.state_dict(),
             recipe=self.recipe.to_dict(),
             backbone=self.backbone.identity,
@@ -198,9 +231,7 @@ class Trainer:
         checkpoint = checkpoints.load(path)
         checkpoints.check(checkpoint, self.backbone, self.dataset, self.recipe)
         try:
-            with torch.no_grad():
-                for name, tensor in self._tensors().items():
-                    tensor.copy_(checkpoint.tensors[name])
+            self._copy(checkpoint.tensors)
             if not 0 <= self.drafter.draft_ids.min() <= self.drafter.draft_ids.max() < self.backbone.vocab_size:
                 raise ValueError("an id beyond the vocabulary")
             if not 0 <= checkpoint.step <= self.steps:
@@ -209,6 +240,9 @@ class Trainer:
         except (KeyError, ValueError, RuntimeError, TypeError, AttributeError, IndexError) as reason:
             raise UserError(f"@resume: {path} is damaged", "delete it and train without @resume") from reason
         self.step = checkpoint.step
+        best = checkpoints.load_best(self.run)
+        if best is not None and best.step <= self.step:  # later steps are done again, with their validations
+            self.best = best.step, best.acceptance
 
 
 def peak_rates(drafter: HeadDrafter, train: TrainRecipe) -> list[float]:

@@ -6,11 +6,9 @@ import logging
 import math
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import closing, nullcontext
 from dataclasses import replace
-from itertools import accumulate
-from operator import mul
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +30,18 @@ from medusa_cli.runs.resolve import DEFAULT_LOADING, LoadOptions
 from medusa_cli.runs.run import Run, provenance, rounding_in, sole_writer
 from medusa_cli.train import setup
 from medusa_cli.train.checkpoint import set_aside
-from medusa_cli.train.log import NAME, Stepped, TrainLog, Validated, draw_curves, read_log, shares
+from medusa_cli.train.log import (
+    NAME,
+    Stepped,
+    TrainLog,
+    Validated,
+    acceptance_of,
+    best_of,
+    draw_curves,
+    read_log,
+    shares,
+)
+from medusa_cli.train.loggers import OnEvent, logger_of
 from medusa_cli.train.loop import Trainer
 
 log = logging.getLogger(__name__)
@@ -49,12 +58,15 @@ def train(
     data: Path | None = None,
     start: Run | None = None,
     resume: bool = False,
+    logger: str | None = None,
     should_stop: Callable[[], bool] = lambda: False,
     show: Callable[..., None] = lambda *progress, **note: None,
 ) -> Document | None:
     """Trains the recipe's drafter in a run and saves it there; returns the figures, and the run that the drafter is in.
 
+    The drafter is that of the validation with the highest simulated acceptance, or of the last step without any.
     data: conversations other than the run's. start: a run whose heads (in stage 2 with their adapter) are trained on.
+    logger: tensorboard, wandb or trackio, which then see the training, too.
     should_stop is asked before every step; a stopped training leaves a checkpoint for `resume`. show: called with a
     name, the tokens done and their number, and a `note`. Under torchrun, the processes share every step, and all but
     the first return None.
@@ -76,7 +88,8 @@ def train(
                 set_aside(run)
             write_atomic(run.recipe_path, recipe.to_yaml())
             _describe(trainer)
-            _run(trainer, show)
+            with logger_of(logger, run, recipe) as on_event:
+                _run(trainer, show, on_event)
         else:
             for _ in trainer.events():
                 pass
@@ -86,6 +99,8 @@ def train(
             return None
         figures = _figures(trainer)
         ended = trainer.step == trainer.steps
+        if ended:
+            trainer.take_best()
         return {"run": _save(trainer, source, figures) if ended else run, "stopped": not ended, **figures}
 
 
@@ -134,17 +149,20 @@ def _describe(trainer: Trainer) -> None:
         )
 
 
-def _run(trainer: Trainer, show: Callable[..., None]) -> None:
+def _run(trainer: Trainer, show: Callable[..., None], on_event: OnEvent) -> None:
     """Runs the steps; logs, shows and draws them."""
-    run, total = trainer.run, trainer.positions
+    run, total, acceptance = trainer.run, trainer.positions, ""
     show("training", trainer.positions_done, total)
     with closing(TrainLog(run.path / NAME, trainer.step or None)) as lines:
         for event in trainer.events():
             lines.write(event)
+            on_event(event)
             if isinstance(event, Stepped):
                 note = f"loss {event.loss:.3f}, top-1 {shares(event.accuracies)}, lr {event.lr:.1e}"
-                show("training", event.total_positions, total, note=f"{note}, {event.memory / 1e9:.1f} GB")
+                note += f"{acceptance}, {event.memory / 1e9:.1f} GB"
+                show("training", event.total_positions, total, note=note)
             elif isinstance(event, Validated):
+                acceptance = f", {event.acceptance:.2f} tokens a step"
                 _report(event)
             else:
                 draw_curves(
@@ -154,7 +172,8 @@ def _run(trainer: Trainer, show: Callable[..., None]) -> None:
 
 def _report(event: Validated) -> None:
     """Logs a validation; in stage 2 also what the training costs the model, with a warning where that is much."""
-    text = f"step {event.step}: held-out loss {event.loss:.3f}, top-1 by head {shares(event.accuracies)}"
+    text = f"step {event.step}: held-out loss {event.loss:.3f}, top-1 by head {shares(event.accuracies)}, "
+    text += f"simulated {event.acceptance:.2f} tokens a step"
     parts = event.parts
     if "kl" in parts:
         perplexity, original = math.exp(parts["nll"]), math.exp(parts["nll_original"])
@@ -173,6 +192,7 @@ def _figures(trainer: Trainer) -> Document:
     steps, checks = ([line for line in lines if line["event"] == kind] for kind in ("stepped", "validated"))
     keys = ("loss", "head_losses", "accuracies", "positions", "parts")
     seconds = sum(line["seconds"] for line in steps)
+    best, first = best_of(checks), next((line for line in checks if line["step"] == 0), None)
     return {
         "heads": trainer.drafter.num_heads,
         "steps": trainer.steps,
@@ -180,9 +200,10 @@ def _figures(trainer: Trainer) -> Document:
         # The vocabulary may be another data set's.
         "draft_coverage": coverage(trainer.drafter.draft_ids, trainer.dataset.answers()),
         "held_out_coverage": _held_out_coverage(trainer),
-        "validation": {key: checks[-1][key] for key in keys} if checks else None,
-        "expected_acceptance": _expected_acceptance(checks[-1:]),
-        "expected_acceptance_at_start": _expected_acceptance([line for line in checks if line["step"] == 0]),
+        "validation": best and {key: best[key] for key in keys},
+        "best_step": best and best["step"],
+        "expected_acceptance": best and acceptance_of(best["accuracies"]),
+        "expected_acceptance_at_start": first and acceptance_of(first["accuracies"]),
         "loss": steps[-1]["loss"] if steps else None,
         "tokens_per_s": round(sum(line["positions"] for line in steps) / seconds, 1) if seconds else 0.0,
     }
@@ -192,11 +213,6 @@ def _held_out_coverage(trainer: Trainer) -> float | None:
     """Returns the share of the held-out answers' tokens that the heads can guess; None without such answers."""
     answers = trainer.dataset.answers(trainer.dataset.held_out)
     return coverage(trainer.drafter.draft_ids, answers) if answers else None
-
-
-def _expected_acceptance(checks: Sequence[Document]) -> float | None:
-    """Returns 1 + a_1 + a_1 a_2 + ... of a validation, as if heads were right independently; None without one."""
-    return 1 + sum(accumulate(checks[0]["accuracies"], mul)) if checks else None
 
 
 def _save(trainer: Trainer, source: Path, figures: Document) -> Run:
@@ -216,7 +232,7 @@ def _save(trainer: Trainer, source: Path, figures: Document) -> Run:
         identity,
         data={"path": str(source), "digest": dataset.digest, "conversations": dataset.report.read},
         recipe=trainer.recipe.to_dict(),
-        **{key: figures[key] for key in ("steps", "positions", "draft_coverage", "validation")},
+        **{key: figures[key] for key in ("steps", "best_step", "positions", "draft_coverage", "validation")},
     )
     with replacing_folder(run.drafter_dir) as part:
         trainer.drafter.save(part, written)

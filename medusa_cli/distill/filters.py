@@ -1,0 +1,26 @@
+"""Filters of distilled conversations: answers that only refuse."""
+
+import re
+
+from medusa_cli.data.conversation import Conversation
+
+LONGEST = 600  # characters: a longer answer that begins by refusing goes on with something else
+_REFUSAL = re.compile(
+    r"\W*(?:unfortunately,? |(?:I(?: am|'m) (?:very |really |so )?sorry|I apologi[sz]e|sorry|my apologies)[,.;]? ?"
+    r"(?:but )?)?"
+    r"(?:as an? [^.]{0,60}?, ?)?"
+    r"(?:(?:I|we) (?:can ?not|can't|could ?n[o']t|won't|will not|do not|don't|am (?:unable|not able|not allowed)"
+    r"|must (?:decline|refuse))|I'm (?:unable|not able|not allowed))(?: to)?(?: \w+){0,2}? "
+    r"(?:assist|help|provide|fulfil\w*|comply|answer|support|engage|discuss|generate|create|continue|participate|do)\b",
+    re.IGNORECASE,
+)
+
+
+def is_refusal(answer: str) -> bool:
+    """Returns True for a short answer that begins by refusing, such as "I'm sorry, but I can't assist with that."."""
+    return len(answer) <= LONGEST and _REFUSAL.match(answer.replace("\u2019", "'")) is not None
+
+
+def refuses(conversation: Conversation) -> bool:
+    """Returns True if an answer of a conversation refuses."""
+    return any(is_refusal(message["content"]) for message in conversation.messages if message["role"] == "assistant")

@@ -1,0 +1,67 @@
+"""EAGLE-3 drafters as checkpoints of the library speculators, which vLLM serves without further arguments."""
+
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+
+from medusa_cli.export.eagle3_format import AUX_LAYERS, VARIANTS, engine_tensors, refuse_other_kinds, served_model
+from medusa_cli.export.folder import Source, exporting
+from medusa_cli.model.load import read_config
+from medusa_cli.runs.io import write_json
+
+
+def export_speculators(source: Source, output: Path, *, overwrite: bool = False) -> tuple[list[str], list[str]]:
+    """Writes an EAGLE drafter as speculators does; raises UserError for any other kind.
+
+    Read in its source of August 2026 (config.py, models/eagle3). The embeddings are the verifier's, and left out.
+    """
+    refuse_other_kinds(source, "speculators")
+    verifier, notes = served_model(source)
+    tokens = source.config.num_heads
+    tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in engine_tensors(source).items()}
+    speculative = f'{{"model": "{output}", "num_speculative_tokens": {tokens}}}'
+    launch = [f"vllm serve {output}", f"vllm serve {verifier} --speculative-config '{speculative}'"]
+    page = [f"# EAGLE-3 drafter for {source.model}, of speculators' form"]
+    page += [f"```sh\n{line}\n```" for line in launch]
+    with exporting(output, overwrite) as part:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, part / "model.safetensors")
+        write_json(part / "config.json", _config(source, verifier))
+        (part / "README.md").write_text("\n\n".join(page) + "\n", encoding="utf-8")
+    return launch, notes
+
+
+def _config(source: Source, verifier: str) -> dict[str, Any]:
+    """Returns config.json; what a layer might do otherwise is named, as defaults differ between versions."""
+    base, own = read_config(source.model, source.trusted), source.config
+    widths = ("hidden_size", "intermediate_size", "num_attention_heads", "head_dim", "vocab_size")
+    layer = {
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        **{key: getattr(own, key) for key in (*widths, "rms_norm_eps", "rope_theta")},
+        "rope_parameters": {"rope_type": "default", "rope_theta": own.rope_theta},
+        "num_key_value_heads": own.num_attention_heads,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": base.max_position_embeddings,
+    }
+    proposal = {"proposal_type": "greedy", "speculative_tokens": own.num_heads}
+    return {
+        "architectures": ["Eagle3DraftModel"],
+        "speculators_model_type": "eagle3",
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "proposal_methods": [proposal],
+            "default_proposal_method": "greedy",
+            "verifier": {"name_or_path": verifier, "architectures": base.architectures or []},
+        },
+        "transformer_layer_config": layer,
+        "draft_vocab_size": own.draft_vocab_size or own.vocab_size,
+        "target_hidden_size": None,  # the drafter's own
+        AUX_LAYERS: list(own.taps),
+        **{key: False for key in VARIANTS if key not in layer},
+        "tie_word_embeddings": False,
+        "torch_dtype": str(source.tensors["fc.weight"].dtype).removeprefix("torch."),
+    }

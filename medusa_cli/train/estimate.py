@@ -1,0 +1,106 @@
+"""Says what a training will take: its data, memory and time, measured on a step or two whose result is thrown away."""
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from medusa_cli.data.conversation import Conversation
+from medusa_cli.data.packing import Dataset, positions_of, read_dataset
+from medusa_cli.data.states import states_of, tokens_to_run
+from medusa_cli.drafters import DRAFTERS
+from medusa_cli.errors import UsageError
+from medusa_cli.model.distributed import Distributed
+from medusa_cli.model.load import peak_memory
+from medusa_cli.runs.io import Document
+from medusa_cli.runs.recipe import Recipe
+from medusa_cli.runs.resolve import DEFAULT_LOADING, LoadOptions
+from medusa_cli.runs.run import Run
+from medusa_cli.train import setup
+from medusa_cli.train.loop import Trainer
+
+SAMPLED = 2  # steps: the first one warms up
+FORWARD = 1 / 3  # share of a step that is its forward pass
+
+
+def estimate(
+    run: Run,
+    recipe: Recipe,
+    *,
+    options: LoadOptions = DEFAULT_LOADING,
+    data: Path | None = None,
+    start: Run | None = None,
+) -> Document:
+    """Returns what `train` with the same arguments will take, and writes nothing.
+
+    tokens_to_run: those whose hidden states are not kept yet, disk_bytes: of these states. memory_bytes: the process's
+    peak so far, which the training's is. seconds: of states, training and validations.
+    """
+    setup.check_recipe(recipe)
+    train, kind, source = recipe.train, DRAFTERS[recipe.drafter.name], data or run.data_path
+    if train.shard:
+        raise UsageError("@dry_run loads the model in one process", "leave @shard out")
+    setup.check_loading(train, options, Distributed())
+    backbone = (setup.frozen_backbone if train.stage == 1 else setup.joint_backbone)(recipe, options)
+    online = train.stage == 2 or setup.runs_model(kind, train)
+    dataset = read_dataset(source, backbone, train.validation_fraction, setup.longest(train) if online else None)
+    torch.manual_seed(train.seed)
+    drafter = setup.build_drafter(backbone, recipe.drafter, dataset)
+    setup.start_heads(run, start, backbone, drafter, train.stage)
+    if not online:
+        dataset = replace(dataset, states=torch.empty(0))  # batches are of positions, as with all states
+    trainer = Trainer(backbone, drafter, dataset, recipe, run)
+    missing, prefill = 0, 0.0
+    if not online:
+        missing = tokens_to_run(dataset, run, backbone, source, drafter.taps)
+        prefill = missing * _take_states(trainer)
+    seconds_a_position = _time_steps(trainer)
+    validations = -(-trainer.steps // train.validation_every) if trainer.validation else 0
+    held_out = sum(map(positions_of, trainer.validation))
+    seconds = {
+        "states": prefill,
+        "training": trainer.positions * seconds_a_position,
+        "validation": validations * held_out * seconds_a_position * FORWARD,
+    }
+    return {
+        "conversations": len(dataset.train),
+        "held_out": len(dataset.held_out),
+        "answer_tokens": positions_of(dataset.train),
+        "positions": trainer.positions,
+        "steps": trainer.steps,
+        "tokens_to_run": missing,
+        "disk_bytes": 2 * missing * backbone.hidden_size * len(drafter.taps),
+        "parameters": sum(weight.numel() for weight in trainer.parameters),
+        "memory_bytes": peak_memory(backbone.device),
+        "seconds": {name: round(value, 1) for name, value in seconds.items()},
+    }
+
+
+def _take_states(trainer: Trainer) -> float:
+    """Computes the states of the first steps' conversations, for these steps alone; returns seconds a token."""
+    backbone, taps = trainer.backbone, trainer.drafter.taps
+    rows: list[torch.Tensor] = []
+    count, start = 0, time.perf_counter()
+
+    def with_rows(item: Conversation) -> Conversation:
+        nonlocal count
+        states = states_of(backbone, item.tokens, taps)[:-1].to("cpu", torch.bfloat16)
+        rows.append(states)
+        count += len(states)
+        return replace(item, state_rows=(count - len(states), len(states)), states_digest=None)
+
+    for number in range(min(SAMPLED, trainer.steps)):
+        trainer.groups[number] = [[with_rows(item) for item in batch] for batch in trainer.groups[number]]
+    seconds = (time.perf_counter() - start) / count
+    known: Dataset = trainer.dataset
+    trainer.dataset = replace(known, states=torch.cat(rows), columns=None)
+    return seconds
+
+
+def _time_steps(trainer: Trainer) -> float:
+    """Does the first steps, in memory; returns seconds a position of the last of them."""
+    step = trainer.train_step()
+    for _ in range(1, min(SAMPLED, trainer.steps)):
+        step = trainer.train_step()
+    return step.seconds / max(1, step.positions)
