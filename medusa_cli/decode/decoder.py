@@ -283,7 +283,11 @@ class Decoder:
             raise ValueError(f"all {len(self._slots)} slots are taken")
         # Of slots that share as much the emptiest is taken: the text of another may yet be asked for.
         slot = max(idle, key=share)
-        sequence.reuse_prefix(self._slots[slot], share(slot)[0], self.drafter)
+        shared = self.cache.reusable(slot, share(slot)[0])
+        sequence.reuse_prefix(self._slots[slot], shared, self.drafter)
+        # The drafter may know less, and a running state goes back to few places.
+        while (shared := self.cache.reusable(slot, sequence.reused)) < sequence.reused:
+            sequence.reuse_prefix(self._slots[slot], shared, self.drafter)
         self._slots[slot] = sequence
         self.cache.truncate(slot, sequence.reused)
 

@@ -13,6 +13,7 @@ from torch import nn
 from medusa_cli import assets
 from medusa_cli.assets import RANDOM
 from medusa_cli.errors import UsageError, UserError
+from medusa_cli.model.backbone import auto_class
 from medusa_cli.model.checks import (
     check_architecture,
     check_files,
@@ -87,7 +88,7 @@ def load_network(
             split_layers(network, device)
         return network, None
     # Weights are read from safetensors alone: a pickle may hold any code.
-    settings: dict[str, Any] = {"dtype": dtype, "attn_implementation": "sdpa", "use_safetensors": True}
+    settings: dict[str, Any] = {"dtype": dtype, "use_safetensors": True}
     if options.quantised:
         from transformers import BitsAndBytesConfig
 
@@ -111,7 +112,7 @@ def load_network(
                 f"@model {model!r} has an adapter beside it (adapter_config.json), which is not the model's own",
                 "merge it into the model, or put it into the adapter/ of a run",
             )
-        network, info = AutoModelForCausalLM.from_pretrained(
+        network, info = auto_class(config).from_pretrained(
             source, trust_remote_code=trusted, output_loading_info=True, **settings
         )
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trusted)
