@@ -1,5 +1,11 @@
-"""Tiny random networks of transformers' model types, and the ways in which each must decode as its own `generate`."""
+"""Tiny random networks of transformers' model types, and the ways in which each must decode as its own `generate`.
 
+`python -m tests.models > docs/models.md` decodes with all of them and prints the page; with names, their rows.
+"""
+
+import logging
+import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +20,7 @@ from medusa_cli.decode import Request
 from medusa_cli.decode.policy import StaticTreePolicy
 from medusa_cli.drafters import NewTokens
 from medusa_cli.engine import load_backbone
+from medusa_cli.engine.autotune import machine_key
 from medusa_cli.errors import UserError
 from medusa_cli.model import Backbone
 from medusa_cli.runs.resolve import LoadOptions
@@ -82,11 +89,42 @@ OWN: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-# Types that see images, too.
-WRAPPERS = (
-    "gemma3", "gemma4", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen2_5_vl", "mistral3", "smolvlm", "lfm2_vl",
-    "internvl", "idefics3", "llava", "paligemma", "aya_vision",
-)  # fmt: skip
+# Types that people may try, by what makes them special.
+NAMED = {
+    "plain": (
+        "llama", "qwen2", "qwen3", "gemma", "gemma3_text", "mistral", "ministral", "ministral3", "seed_oss",
+        "internlm3", "cwm", "iquestcoder", "phi", "phi3", "phi4_multimodal", "smollm3", "olmo", "olmo2", "olmo3",
+        "nemotron", "glm4", "exaone4", "ernie4_5", "hunyuan_v1_dense", "apertus", "helium", "stablelm", "starcoder2",
+        "gpt2", "gpt_neox", "youtu", "arcee", "bitnet", "jais2", "hrm_text",
+    ),
+    "experts": (
+        "qwen2_moe", "qwen3_moe", "mixtral", "phimoe", "olmoe", "flex_olmo", "glm4_moe", "glm4_moe_lite",
+        "deepseek_v2", "deepseek_v3", "exaone_moe", "ernie4_5_moe", "hunyuan_v1_moe", "hy_v3", "minimax_m2",
+        "minimax_m3_vl_text", "dots1", "laguna", "mellum", "solar_open", "sarvam_moe", "sarvam_mla", "afmoe",
+        "kolibri1", "axk1", "longcat_flash",
+    ),
+    "factors or caps of logits": (
+        "granite", "granitemoe", "granitemoeshared", "cohere", "cohere2", "cohere2_moe", "nanochat", "minicpm3",
+    ),
+    "caps or sinks of attention": (
+        "gemma2", "vaultgemma", "gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash", "flint",
+    ),
+    "layers of different shapes": ("gemma3n_text", "gemma4_text", "gemma4_unified_text"),
+    "short convolutions": ("lfm2", "lfm2_moe", "lfm3", "zaya"),
+    "linear attention or Mamba": (
+        "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear", "bailing_hybrid", "lara_mini",
+        "granitemoehybrid", "falcon_h1", "nemotron_h", "bamba", "jamba", "zamba", "zamba2", "mamba", "mamba2",
+        "falcon_mamba", "minimax", "recurrent_gemma", "rwkv", "xlstm",
+    ),
+    "chunked attention": ("llama4_text",),
+    "sparse attention": ("glm_moe_dsa", "deepseek_v32", "deepseek_v4", "hy_v4", "axk2", "qwen4_exp_text"),
+    "relative positions": ("inkling_text", "inkling2_text"),
+    "images": (
+        "gemma3", "gemma4", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen2_5_vl", "mistral3", "smolvlm", "lfm2_vl",
+        "internvl", "idefics3", "llava", "paligemma", "aya_vision",
+    ),
+}  # fmt: skip
+WRAPPERS = NAMED["images"]
 
 
 class Known(Oracle):
@@ -209,18 +247,84 @@ def ways(network: Any, backbone: Backbone) -> dict[str, bool]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a model type runs: its engine, the ways that gave other tokens, or why it is refused."""
+    """How a model type runs: its engine, None if it is refused; the ways that gave other tokens than `generate`."""
 
     engine: str | None
     wrong: tuple[str, ...] = ()
-    why: str = ""
+    note: str = ""
+
+    def row(self, kind: str) -> str:
+        """Returns the type's row of the page."""
+        engine, drafts = (f"`{self.engine}`", "trees") if self.engine else ("refused", "none")
+        return f"| `{kind}` | {engine} | {drafts} | {self.note} |"
 
 
-def survey(network: Any, folder: Path) -> Outcome:
-    """Saves a network, loads it as a user does, and decodes in all ways."""
-    path = save_network(network, folder)
-    try:
-        backbone = load_backbone(path, LoadOptions(dtype="fp32"))
-    except UserError as refusal:
-        return Outcome(None, why=str(refusal).split(": ", 1)[-1].split("; use ")[0])
-    return Outcome(backbone.engine.name, tuple(way for way, right in ways(network, backbone).items() if not right))
+STATES = "running states"
+PROMPT_STATES = "running states, by another formula in decoding: a prompt reuses prompts, but no answers"
+
+
+def survey(kind: str) -> Outcome:
+    """Saves a tiny network of a type, loads it as a user does, and decodes in all ways."""
+    network = tiny_network(kind)
+    with tempfile.TemporaryDirectory() as folder:
+        path = save_network(network, Path(folder))
+        try:
+            backbone = load_backbone(path, LoadOptions(dtype="fp32"))
+        except UserError as refusal:
+            return Outcome(None, note=reason_of(refusal))
+    wrong = tuple(way for way, right in ways(network, backbone).items() if not right)
+    assert machine_key(backbone.config) and backbone.engine.row_bytes >= 0
+    notes = ["text only"] if kind in WRAPPERS else []
+    if getattr(backbone.engine, "stateful", None):
+        notes.append(STATES if backbone.engine.new_cache().decoded_states else PROMPT_STATES)
+    return Outcome(backbone.engine.name, wrong, "; ".join(notes))
+
+
+def reason_of(refusal: UserError) -> str:
+    """Returns the cause that a refusal names."""
+    return str(refusal).split("over a tree: ")[-1].split("; use ")[0]
+
+
+HEAD = """\
+# Models
+
+Which models run, on which engine, and with which drafts. The page is generated by `make models-page`: tiny random
+networks of each type are saved, loaded and decoded greedily in fp32: plain, over a chain and over trees of drafts that
+are always, sometimes or never right, with n-gram matches behind a reused prefix, and three at once. Each way must give
+the tokens of transformers' own `generate`. The type is the `model_type` of a model's `config.json`, or of its
+`text_config`. Types that are not listed are checked in the same way when they are loaded: a verify pass over a small
+tree must give the network's own logits.
+
+- **Engine.** `fast` runs the layers that it knows, `eager` transformers' own; see [engines](engines.md).
+- **Images.** A model that sees images answers text: images have no way in.
+- **Running states.** Convolutions, Mamba and linear attention keep a state in place of keys. Every node of a tree has
+  its own, so such layers run a tree level by level, and large states limit its nodes (1 GB). A state cannot be cut
+  back: a prompt reuses an earlier text up to where a prompt or an answer ended, not up to any token. The drafter
+  `firp` is refused, and `eagle` reuses no text, as it must read a text's last token again.
+"""
+
+
+def page(rows: dict[str, str]) -> str:
+    """Returns the page as Markdown, one section a group, of each type's row."""
+    parts = [HEAD]
+    for group, kinds in NAMED.items():
+        parts.append(f"## {group[0].upper()}{group[1:]}\n\n| type | engine | drafts | notes |\n|---|---|---|---|")
+        parts += [rows[kind] for kind in kinds]
+        parts[-1] += "\n"
+    return "\n".join(parts)
+
+
+def main(kinds: Sequence[str]) -> None:
+    """Prints the rows of some types, or the page; what went wrong goes to stderr."""
+    hf.logging.set_verbosity_error()
+    logging.disable(logging.WARNING)
+    rows = {}
+    for kind in kinds or [kind for of_group in NAMED.values() for kind in of_group]:
+        outcome = survey(kind)
+        rows[kind] = outcome.row(kind)
+        print(kind, "WRONG" if outcome.wrong else "ok", *outcome.wrong, file=sys.stderr)
+    print("\n".join(rows.values()) if kinds else page(rows), end="\n" if kinds else "")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

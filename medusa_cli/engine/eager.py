@@ -9,16 +9,17 @@ from transformers.cache_utils import DynamicCache
 
 from medusa_cli.engine.cache import FIRST_ROWS, Cache
 from medusa_cli.engine.engine import Engine
+from medusa_cli.engine.extra_rows import layers_one_by_one
 from medusa_cli.engine.kernels import kernels_for, pack_linears
 from medusa_cli.engine.layer_cache import LayerCache
 from medusa_cli.engine.plan import Layout, Plan
 from medusa_cli.engine.view import View, following
-from medusa_cli.errors import UserError, first_line
+from medusa_cli.errors import first_line
 from medusa_cli.model.attention import NAME, cache_name
 from medusa_cli.model.backbone import (
     Backbone,
-    Layers,
-    Unsupported,
+    by_layer,
+    key_sizes,
     quantization_of,
     reads_weights,
     stateful_modules,
@@ -69,10 +70,7 @@ class EagerEngine(Engine):
 
     @property
     def row_bytes(self) -> int:
-        config = self.backbone.config
-        layers = getattr(config, "per_layer_config", None) or [config]  # sizes may differ by layer
-        sizes = [_key_sizes(layer) for layer in layers]
-        heads, dim = (max(size) for size in zip(*sizes, strict=True))
+        heads, dim = map(max, zip(*map(key_sizes, by_layer(self.backbone.config)), strict=True))
         return 2 * self.masks.layers_with_keys(self.backbone.num_layers) * heads * dim * self.dtype.itemsize
 
     def tree_rows(self, length: int) -> int:
@@ -170,13 +168,7 @@ class EagerEngine(Engine):
         """Returns final states [B, R, H]; extra rows enter on the way."""
         backbone, extra_rows = self.backbone, layout.extra_rows
         assert extra_rows is not None
-        try:
-            parts = Layers(backbone.model)
-        except Unsupported as reason:
-            raise UserError(
-                f"the layers of the model {backbone.id!r} cannot be run one by one: {reason}",
-                "use a drafter other than firp, such as drafter=hydra",
-            ) from reason
+        parts = layers_one_by_one(backbone)
         view, x = View(cache, layout, backbone.num_layers), parts.base.embed_tokens(tokens)
         tables = {kind: parts.rotary(x, layout.positions, kind) for kind in sorted(set(parts.kinds))}
         for index, (layer, kind) in enumerate(zip(parts.layers, parts.kinds, strict=True)):
@@ -193,10 +185,3 @@ class EagerEngine(Engine):
             )
         final: Tensor = parts.base.norm(x)
         return final
-
-
-def _key_sizes(config: Any) -> tuple[int, int]:
-    """Returns the key heads and their width by the config of a model or a layer; zeros without attention."""
-    heads = getattr(config, "num_attention_heads", None) or 0
-    dim = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0)
-    return getattr(config, "num_key_value_heads", None) or heads, dim

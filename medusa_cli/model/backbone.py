@@ -52,6 +52,8 @@ class Backbone:
         self.id = id
         self.adapter = adapter
         self.config = model.config.get_text_config()
+        # Else transformers raises where a field that layers have of their own is read, even with a default.
+        self.config.allow_global_per_layer_attribute_access = True
         self.hidden_size: int = self.config.hidden_size
         self.num_layers: int = self.config.num_hidden_layers
         self.max_positions: int = usable_positions(self.config)
@@ -110,11 +112,12 @@ def padded_pass(backbone: Backbone, tokens: Tensor, **options: Any) -> Any:
     """Runs right-padded rows of tokens [B, L] through the network under a causal mask."""
     device = backbone.device
     size, length = tokens.shape
-    positions = torch.arange(length, device=device)[None].expand(size, -1)
+    if backbone.masks.kinds:  # pure Mamba takes no positions
+        options = {"position_ids": torch.arange(length, device=device)[None].expand(size, -1), **options}
     return text_model(backbone.model)(
         input_ids=tokens.to(device),
         attention_mask=backbone.masks.for_network(backbone.masks.causal(length, device)),
-        **{"use_cache": False, "position_ids": positions, **options},
+        **{"use_cache": False, **options},
     )
 
 
@@ -232,7 +235,22 @@ def _special_parts(base: nn.Module, config: Any) -> str | None:
         return "its attention has sinks"
     if stateful_modules(base):
         return "some layers keep a running state"
+    if len({key_sizes(layer) for layer in by_layer(config)}) > 1:
+        return "its layers differ in the shape of their keys"
     return None
+
+
+def by_layer(config: Any) -> Sequence[Any]:
+    """Returns the text configs of a model's layers, or its own alone."""
+    layers: Sequence[Any] = getattr(config, "per_layer_config", None) or [config]
+    return layers
+
+
+def key_sizes(config: Any) -> tuple[int, int]:
+    """Returns the key heads and their width by the config of a model or a layer; zeros without attention."""
+    heads = getattr(config, "num_attention_heads", None) or 0
+    dim = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0)
+    return getattr(config, "num_key_value_heads", None) or heads, dim
 
 
 def usable_positions(config: Any) -> int:
