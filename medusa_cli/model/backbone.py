@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from medusa_cli.assets import RANDOM, model_dir
+from medusa_cli.errors import UserError
 from medusa_cli.model.attention import NAME, Masks, register
 from medusa_cli.model.chat_template import chat_prompt, token_ids
 from medusa_cli.model_files import STATE_UPDATES, checkpoint_files, opened
@@ -164,12 +165,18 @@ def finish_logits(config: Any, scores: Tensor) -> Tensor:
 
 
 def tapped(out: Any, taps: Sequence[int]) -> Tensor:
-    """Returns the tapped states [.., H * taps] of a network's output."""
+    """Returns the tapped states [.., H * taps] of a network's output; UserError if its layers give no such states."""
+    final: Tensor = out.last_hidden_state
     if tuple(taps) == (-1,):
-        final: Tensor = out.last_hidden_state
         return final
     # hidden_states[0] is the embedding, so the output of layer t is at t + 1.
-    return torch.cat([out.last_hidden_state if t == -1 else out.hidden_states[t + 1] for t in taps], dim=-1)
+    by_layer = out.hidden_states
+    if max(taps) + 1 >= len(by_layer) or by_layer[1].shape != final.shape:
+        raise UserError(
+            "some layers of this model give no state of a token, or several, which aux hidden state layers need",
+            "use a drafter that reads the last state, such as drafter=hydra",
+        )
+    return torch.cat([final if t == -1 else by_layer[t + 1] for t in taps], dim=-1)
 
 
 def eos_ids_of(owners: Iterable[Any]) -> list[Any]:
