@@ -17,7 +17,6 @@ from medusa_cli.drafters.layers import DecoderLayer, Padding, normed
 from medusa_cli.drafters.levels import Frontier, draft_by_level
 from medusa_cli.drafters.slots import NewTensors, fill_by_level
 from medusa_cli.model import Backbone
-from medusa_cli.model.backbone import text_model
 from medusa_cli.tree import Draft, DynamicTree, Tree
 from medusa_cli.tree.tensors import TreeTensors
 
@@ -78,7 +77,7 @@ class Eagle(HeadDrafter):
     def create(cls, backbone: Backbone, *settings: Any, **named: Any) -> "Eagle":
         drafter = super().create(backbone, *settings, **named)
         # The matrix starts as the lm_head's, so what it reads had best be normed as what that reads.
-        final = getattr(text_model(backbone.model), "norm", None)
+        final = getattr(backbone.text_model, "norm", None)
         if final is not None:
             ones = torch.ones(backbone.hidden_size, device=backbone.device, dtype=backbone.dtype)
             drafter.norm.weight.data.copy_(final(ones))

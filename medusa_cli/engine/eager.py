@@ -24,7 +24,6 @@ from medusa_cli.model.backbone import (
     reads_weights,
     stateful_modules,
     tapped,
-    text_model,
 )
 from medusa_cli.model.checks import FAULTS, PROBE, difference
 from medusa_cli.model_files import unverifiable
@@ -48,10 +47,10 @@ class EagerEngine(Engine):
         table = backbone.embedding.weight
         self.dtype, self.masks = table.dtype, backbone.masks
         self.kernel = kernels_for(table.dtype, backbone.device)[-1]
-        self.stateful = stateful_modules(text_model(backbone.model))
+        self.stateful = stateful_modules(backbone.text_model)
         # A step reads all weights but an embedding table that is not also the lm_head, and what sees images.
         head = backbone.model.get_output_embeddings()
-        weights = {id(weight): weight.nbytes for weight in text_model(backbone.model).parameters()}
+        weights = {id(weight): weight.nbytes for weight in backbone.text_model.parameters()}
         weights[id(head.weight)] = head.weight.nbytes
         if head.weight is not table:
             weights.pop(id(table), None)
@@ -91,7 +90,7 @@ class EagerEngine(Engine):
         mask = torch.ones(len(tokens), len(tokens), dtype=torch.bool).tril()
         mask[2:, 1] = False
         try:
-            network.set_attn_implementation("sdpa" if network._supports_sdpa else "eager")
+            self.backbone.take_own_attention()
             own = network(input_ids=chain[None], attention_mask=torch.ones_like(chain)[None]).logits[0, 2:].float()
             decoded = self._decoded(chain)[2:] if self.stateful else own
             network.set_attn_implementation(NAME)
@@ -115,13 +114,13 @@ class EagerEngine(Engine):
 
     def _decoded(self, tokens: Tensor) -> Tensor:
         """Returns the logits [n, V] of tokens [n] as transformers' `generate` computes them: two, then one by one."""
-        text = text_model(self.backbone.model)
+        text = self.backbone.text_model
         cache = DynamicCache(config=self.backbone.config)
         states, every = [], torch.arange(len(tokens), device=tokens.device)
         for place in (every[:2], *every[2:].split(1)):
             places = self._places(cache, place[None])
             states.append(text(input_ids=tokens[place][None], use_cache=True, **places).last_hidden_state[0])
-        return self.logits(torch.cat(states))
+        return self.logits(torch.cat(states).to(self.dtype)).clone()  # of a buffer that the next pass overwrites
 
     def _learn_states(self, tokens: Tensor, own: Tensor, decoded: Tensor) -> None:
         """Finds out what states of layers are good for, from the logits of one pass and of decoding.
@@ -143,7 +142,7 @@ class EagerEngine(Engine):
             final = self._layer_by_layer(tokens, layout, cache)
             return final, final
         view = View(cache, layout, self.backbone.num_layers)
-        text = text_model(self.backbone.model)
+        text = self.backbone.text_model
         with following(self.stateful, view):
             out = text(
                 input_ids=tokens,
@@ -155,7 +154,7 @@ class EagerEngine(Engine):
         if layout.tree is None:
             for slot in range(layout.first, layout.first + layout.size):
                 cache.take_snapshot(slot, cache.lengths[slot] + tokens.shape[1])
-        return tapped(out, taps), out.last_hidden_state
+        return tapped(out, taps).to(self.dtype), out.last_hidden_state.to(self.dtype)  # Mamba's are fp32
 
     def _places(self, cache: TransformersCache, positions: Tensor) -> dict[str, Any]:
         """Returns the arguments with the cache and the rows' positions, which pure Mamba does not take."""

@@ -1,6 +1,7 @@
 """A Hugging Face causal LM as a backbone: the frozen network, its layers, its lm_head and its identity."""
 
 import hashlib
+import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import cache, cached_property
 from inspect import unwrap
@@ -52,9 +53,7 @@ class Backbone:
         self.tokenizer = tokenizer
         self.id = id
         self.adapter = adapter
-        self.config = model.config.get_text_config()
-        # Else transformers raises where a field that layers have of their own is read, even with a default.
-        self.config.allow_global_per_layer_attribute_access = True
+        self.config = text_config(model.config)
         self.hidden_size: int = self.config.hidden_size
         self.num_layers: int = self.config.num_hidden_layers
         self.max_positions: int = usable_positions(self.config)
@@ -73,6 +72,15 @@ class Backbone:
         engine = getattr(self, "engine", None)
         return self.embedding.weight.dtype if engine is None else engine.dtype
 
+    def take_own_attention(self) -> None:
+        """Gives the network transformers' attention again, for passes without an engine."""
+        self.model.set_attn_implementation("sdpa" if self.model._supports_sdpa else "eager")
+
+    @property
+    def text_model(self) -> Any:
+        """Returns the part of the network that makes states of token ids."""
+        return text_model(self.model)
+
     @cached_property
     def masks(self) -> Masks:
         """Returns additive masks of the weights' type, for passes through the network itself."""
@@ -88,7 +96,8 @@ class Backbone:
 
         There is no cache; gradients reach the network's trainable weights.
         """
-        return tapped(padded_pass(self, tokens, output_hidden_states=tuple(taps) != (-1,)), taps)
+        states = tapped(padded_pass(self, tokens, output_hidden_states=tuple(taps) != (-1,)), taps)
+        return states.to(self.embedding.weight.dtype)  # Mamba's are fp32
 
     def finish_logits(self, scores: Tensor) -> Tensor:
         """Returns the model's logits [.., V] from its lm_head's product."""
@@ -115,11 +124,22 @@ def padded_pass(backbone: Backbone, tokens: Tensor, **options: Any) -> Any:
     size, length = tokens.shape
     if backbone.masks.kinds:  # pure Mamba takes no positions
         options = {"position_ids": torch.arange(length, device=device)[None].expand(size, -1), **options}
-    return text_model(backbone.model)(
+    return backbone.text_model(
         input_ids=tokens.to(device),
         attention_mask=backbone.masks.for_network(backbone.masks.causal(length, device)),
         **{"use_cache": False, **options},
     )
+
+
+def text_config(config: Any) -> Any:
+    """Returns the text part of a model's config, whose every field can be read.
+
+    transformers raises where a field is read that layers have of their own, even with a default.
+    """
+    text = config.get_text_config()
+    text.allow_global_per_layer_attribute_access = True
+    logging.getLogger("transformers.integrations.heterogeneity").setLevel(logging.ERROR)
+    return text
 
 
 def text_model(network: Any) -> Any:

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from medusa_cli import assets
 from medusa_cli.errors import UserError, first_line, shown
+from medusa_cli.layer_kinds import STATEFUL
 from medusa_cli.model.backbone import auto_class, eos_ids_of, finish_logits, stateful_modules, text_model
 from medusa_cli.model_files import (
     AGAIN,
     ATTENTION_FLAGS,
     OUTSIDE,
     PREFIX_LM,
-    STATEFUL,
     foreign_logits,
     layer_kinds,
     no_attention,
@@ -105,7 +105,7 @@ def check_network(network: Any, model: str) -> None:
     try:
         logits = network(**inputs).logits.float()
         states = passes[0] if passes else text_model(network)(**inputs)[0]  # OPT runs a part of its base
-        own = finish_logits(network.config.get_text_config(), head(states)).float()
+        own = finish_logits(network.config.get_text_config(), head(states.to(table.dtype))).float()  # Mamba's are fp32
         looks_ahead = _looks_ahead(network, ids, logits)
     except torch.OutOfMemoryError:
         raise

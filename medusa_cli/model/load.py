@@ -13,7 +13,7 @@ from torch import nn
 from medusa_cli import assets
 from medusa_cli.assets import RANDOM
 from medusa_cli.errors import UsageError, UserError
-from medusa_cli.model.backbone import auto_class
+from medusa_cli.model.backbone import auto_class, text_config
 from medusa_cli.model.checks import (
     check_architecture,
     check_files,
@@ -186,7 +186,7 @@ def read_config(model: str, trust_remote_code: bool = False, whole: bool = False
     config_fields(source)
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
-        return config if whole else config.get_text_config()
+        return config if whole else text_config(config)
     except Exception as reason:  # damaged files raise any exception
         raise unloadable(model, reason) from reason
 
