@@ -37,7 +37,8 @@ INSTEAD = {
     "minimax": "MiniMax M2",
     "mistral": "Mistral Small 3",
     "phi4": "Phi-4",
-    "qwen": "Qwen3.5",
+    "qwen": "Qwen3",
+    "qwen4": "Qwen3.5",
     "recurrent_gemma": "Gemma 3",
     "rwkv": "Falcon-H1 or Mamba-2",
     "xlstm": "Falcon-H1 or Mamba-2",
@@ -184,9 +185,9 @@ def foreign_logits(text: Any, why: str) -> UserError:
 
 def instead_of(text: Any) -> str:
     """Returns the remedy for a model that cannot be used, by its text config."""
-    near = next((model for start, model in INSTEAD.items() if text.model_type.startswith(start)), None)
-    others = "Llama, Mistral, Qwen3, Gemma 3, ...; docs/models.md lists all"
-    return f"use {near} of the same kind, or another model that runs ({others})" if near else f"use {others}"
+    starts = [start for start in INSTEAD if text.model_type.startswith(start)]
+    others = "Llama, Mistral, Qwen3, Gemma 3 or another model that runs (the page Models lists them)"
+    return f"use {INSTEAD[max(starts, key=len)]}, or {others}" if starts else f"use {others}"
 
 
 def model_file(source: str, name: str) -> Path | None:

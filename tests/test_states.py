@@ -96,6 +96,16 @@ def test_answers_of_several_lengths_change_slots(kind: str) -> None:
     assert [tokens_of(of_request) for of_request in steps] == expected
 
 
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "mamba2", "jamba"])
+def test_models_of_16_bits_pass_their_check(kind: str, tmp_path: Path) -> None:
+    path = save_network(tiny_network(kind).to(torch.bfloat16), tmp_path)
+    backbone = load_backbone(path, LoadOptions(dtype="bf16"))
+    assert backbone.states(torch.tensor([PROMPTS[0]])).dtype == backbone.dtype == torch.bfloat16
+    text = [*PROMPTS[0], *plain(backbone, COUNT)]
+    steps = answer(decoder_of(backbone, Known([text], 1.0), SPARSE), PROMPTS[0], **RULES)
+    assert len(tokens_of(steps)) == COUNT
+
+
 def reuse(backbone: Backbone, prompts: Sequence[Sequence[int]], drafter: Any = None, tree: Any = None) -> list[int]:
     """Asks prompts one after another in one slot; checks the answers; returns how many tokens each reused."""
     decoder, reused = decoder_of(backbone, drafter, tree), []
