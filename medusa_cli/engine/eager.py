@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import Cache as TransformersCache
 from transformers.cache_utils import DynamicCache
 
@@ -28,8 +28,8 @@ from medusa_cli.model.backbone import (
 from medusa_cli.model.checks import FAULTS, PROBE, difference
 from medusa_cli.model_files import unverifiable
 
-# Bytes for the states after each node of a tree, of all running sequences together: larger trees are cut.
-NODE_STATES = 1 << 30
+# Bytes for the states after each node of one sequence's tree: larger trees are cut.
+NODE_STATES = 1 << 29
 # The allowed difference of logits relative to their size, in fp32 and in 16 bits.
 TOLERANCE, TOLERANCE_16 = 1e-3, 0.25
 # The same for states that go on: rounding gives 1e-5, another formula more than this.
@@ -48,18 +48,13 @@ class EagerEngine(Engine):
         self.dtype, self.masks = table.dtype, backbone.masks
         self.kernel = kernels_for(table.dtype, backbone.device)[-1]
         self.stateful = stateful_modules(backbone.text_model)
-        # A step reads all weights but an embedding table that is not also the lm_head, and what sees images.
-        head = backbone.model.get_output_embeddings()
-        weights = {id(weight): weight.nbytes for weight in backbone.text_model.parameters()}
-        weights[id(head.weight)] = head.weight.nbytes
-        if head.weight is not table:
-            weights.pop(id(table), None)
-        self.weight_bytes = sum(weights.values())
+        self.weight_bytes = _bytes_read(backbone)
         if pack and not reads_weights(backbone.model):
             pack_linears(backbone.model, self.kernel)
         self.head = backbone.model.get_output_embeddings()
-        self._by_token = False
-        self._decoded_states = True
+        # Until `check` knows more.
+        self._by_token = bool(self.stateful)
+        self._decoded_states = not self.stateful
         self._state_bytes = 0  # of one sequence
 
     def new_cache(self, slots: int = 1, capacity: int = FIRST_ROWS) -> LayerCache:
@@ -130,6 +125,7 @@ class EagerEngine(Engine):
         """
         allowed = self._allowed(STATE_TOLERANCE, STATE_TOLERANCE_16)
         self._decoded_states = float((decoded - own).norm() / own.norm()) <= allowed
+        self._by_token = False
         cache = self.new_cache()
         self.forward(Plan.chain(tokens[:2], logits="none"), cache)
         continued = self.forward(Plan.chain(tokens[2:], logits="all"), cache).logits
@@ -184,3 +180,12 @@ class EagerEngine(Engine):
             )
         final: Tensor = parts.base.norm(x)
         return final
+
+
+def _bytes_read(backbone: Backbone) -> int:
+    """Returns the bytes of weights that a step reads: no tables of embeddings, nothing that sees images."""
+    text, head = backbone.text_model, backbone.model.get_output_embeddings()
+    tables = {id(module.weight) for module in text.modules() if isinstance(module, nn.Embedding)}
+    read = {id(weight): weight.nbytes for weight in text.parameters() if id(weight) not in tables}
+    read[id(head.weight)] = head.weight.nbytes  # which may be such a table, too
+    return sum(read.values())
