@@ -1,6 +1,6 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help install demo style check test test-avx2 test-slow crash fuzz package bench-decode bench-serve bench-gpu reproduce docs verify-hf verify-vllm verify-llama-cpp soak help-page clean
+.PHONY: help install demo style check test test-avx2 test-slow crash fuzz package bench-decode bench-serve bench-gpu reproduce docs verify-hf verify-vllm verify-llama-cpp soak help-page models-page clean
 
 # Any build of torch will do, e.g. make install TORCH='torch==2.13.0+cpu'
 TORCH ?= torch==2.13.0
@@ -89,6 +89,11 @@ reproduce: $(READY) ## the papers' headlines on the default model, some 80 minut
 
 help-page: $(READY) ## write docs/commands.md from the commands' --help
 	$(BIN)/python -m tests.helppage > docs/commands.md
+
+models-page: $(READY) ## decode with tiny networks of all model types, write docs/models.md
+	mkdir -p build
+	HF_HUB_OFFLINE=1 $(BIN)/python -m tests.models > build/models.md
+	mv build/models.md docs/models.md
 
 docs: $(READY) ## the documentation as pages, in build/docs
 	$(BIN)/mkdocs build --strict

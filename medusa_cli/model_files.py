@@ -1,6 +1,6 @@
 """Reads a model's files without torch, whose import takes a second, and refuses models that cannot be used."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -12,14 +12,38 @@ from msgspec import Meta
 
 from medusa_cli.assets import RANDOM, gguf_path, model_dir
 from medusa_cli.errors import UserError
+from medusa_cli.layer_kinds import KINDS, STATEFUL
 from medusa_cli.runs.io import convert, read_as, read_object
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 # What the names of all tokenizers' files have in common.
 TOKENIZER_FILES = ("token", "vocab", "spiece", "tekken")
-# Factors and caps that some architectures apply to the lm_head's scores.
-SCALES = ("logits_scaling", "logit_scale", "lm_head_multiplier", "output_multiplier")
-CAPS = ("final_logit_softcapping", "logits_soft_cap")
+# The methods of transformers' cache by which layers hand over a new state.
+STATE_UPDATES = ("update_conv_state", "update_recurrent_state")
+# What a network's class says if its attention can be replaced.
+ATTENTION_FLAGS = ("_supports_sdpa", "_supports_attention_backend")
+# Fields of configs that tell of sparse attention: a small network chooses the tokens that each query reads.
+INDEXERS = ("index_topk", "indexer_budget", "indexer_n_heads")
+INDEXED = "sparse attention, in which an indexer chooses the tokens that each token reads"
+OUTSIDE = "Mamba or linear-attention layers (a running state) that keep it outside transformers' cache"
+PREFIX_LM = "a prompt's tokens see those that follow in it (a prefix LM)"
+# The next best model of the same maker, by the beginning of a model's type.
+INSTEAD = {
+    "axk": "A.X-K1",
+    "deepseek": "DeepSeek V3",
+    "glm": "GLM-4.5",
+    "hy_": "Hunyuan (hy_v3)",
+    "inkling": "Qwen3.5",
+    "minimax": "MiniMax M2",
+    "mistral": "Mistral Small 3",
+    "phi4": "Phi-4",
+    "qwen": "Qwen3",
+    "qwen4": "Qwen3.5",
+    "recurrent_gemma": "Gemma 3",
+    "rwkv": "Falcon-H1 or Mamba-2",
+    "xlstm": "Falcon-H1 or Mamba-2",
+    "zamba": "Falcon-H1 or Bamba",
+}
 CONFIG, AGAIN = "the model's config", "get the model again"
 
 
@@ -57,9 +81,7 @@ def check_model_files(name: str) -> None:
     text = SimpleNamespace(**{"model_type": "", **(fields.get("text_config") or fields)})
     refuse_by_config(SimpleNamespace(**fields), text)
     if "auto_map" not in fields:  # else its own code may run
-        refuse_sinks(text, tensors_of(name))
-        if lacks_sdpa(text.model_type):
-            raise no_sdpa(text)
+        refuse_by_source(text)
 
 
 def config_fields(source: str) -> dict[str, Any] | None:
@@ -96,61 +118,76 @@ def no_chat_template(model: str) -> UserError:
 
 
 def refuse_by_config(config: Any, text: Any) -> None:
-    """Raises UserError for attention that a tree mask cannot express, and for logits that are not the lm_head's own.
+    """Raises UserError for attention that a tree mask cannot express.
 
     config, text: transformers' configs of a model and of its text part, or objects with the fields of config.json.
     """
     if getattr(config, "is_encoder_decoder", False):
         raise unverifiable(text, "it is an encoder-decoder, not a causal LM")
-    if getattr(text, "attn_logit_softcapping", None):
-        raise unverifiable(text, "its attention logits are soft-capped")
     if getattr(text, "alibi", False):
         raise unverifiable(text, "its attention has ALiBi position biases")
-    if kinds := set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}:
+    if getattr(text, "prefix_lm", False):
+        raise unverifiable(text, PREFIX_LM)
+    kinds = {kind for kind in layer_kinds(text) if kind not in KINDS}
+    if any("sparse" in kind or "compressed" in kind or "indexed" in kind for kind in kinds):
+        raise unverifiable(text, f"it has {INDEXED}")
+    if kinds:
         raise unverifiable(text, f"it has layers of kind {', '.join(sorted(kinds))}")
-    values = {key: getattr(text, key, None) for key in (*SCALES, *CAPS)}
-    changed = [f"{key}={x}" for key, x in values.items() if x is not None and not (key in SCALES and x == 1)]
-    if changed:
-        raise foreign_logits(text, ", ".join(changed))
+    if any(getattr(text, field, None) for field in INDEXERS):
+        raise unverifiable(text, f"it has {INDEXED}")
 
 
-def refuse_sinks(text: Any, tensors: Iterable[str]) -> None:
-    """Raises UserError for a model, by its text config and the names of its tensors, whose attention has sinks."""
-    if any(name.endswith(".sinks") for name in tensors):
-        raise unverifiable(text, "its attention has sinks")
+def layer_kinds(text: Any) -> list[str]:
+    """Returns the kinds of a text config's layers, as it calls them; none if they are all alike."""
+    return list(getattr(text, "layer_types", None) or getattr(text, "block_types", None) or ())
 
 
-def no_sdpa(text: Any) -> UserError:
-    return unverifiable(text, "transformers has no scaled_dot_product_attention for it")
-
-
-def lacks_sdpa(kind: str) -> bool:
-    """Returns True if transformers' source says that it has no scaled_dot_product_attention for a type of model.
+def refuse_by_source(text: Any) -> None:
+    """Raises UserError for a type of model whose source in transformers knows no way to follow a tree.
 
     To import the network's class, which knows, takes two seconds.
     """
+    if (source := source_of(text.model_type)) is None:
+        return
+    stateful = any(f"{name}(" in source for name in STATE_UPDATES)
+    if not stateful and any(kind in STATEFUL for kind in layer_kinds(text)):
+        raise unverifiable(text, f"it has {OUTSIDE}")
+    if not stateful and not any(f"{flag} = True" in source for flag in ATTENTION_FLAGS):
+        raise no_attention(text)
+
+
+def source_of(kind: str) -> str | None:
+    """Returns the source of transformers' network for a type of model; None if there is no such file."""
     spec, module = find_spec("transformers"), kind.replace("-", "_")
     if spec is None or spec.origin is None or not module.isidentifier():
-        return False
+        return None
     path = Path(spec.origin).parent / "models" / module / f"modeling_{module}.py"
-    return path.is_file() and "_supports_sdpa = True" not in path.read_text(encoding="utf-8")
+    return path.read_text(encoding="utf-8") if path.is_file() else None
+
+
+def no_attention(text: Any) -> UserError:
+    return unverifiable(text, "its attention, or what it has in place of it, cannot be given a tree's mask")
 
 
 def unverifiable(text: Any, why: str) -> UserError:
     """Returns the refusal of a model, by its text config, that tree verification cannot run."""
-    return UserError(
-        f"the model type {text.model_type!r} cannot be verified over a tree: {why}",
-        "use a decoder with full or sliding-window softmax attention (Llama, Mistral, Qwen, Gemma 3, ...)",
-    )
+    return UserError(f"the model type {text.model_type!r} cannot be verified over a tree: {why}", instead_of(text))
 
 
 def foreign_logits(text: Any, why: str) -> UserError:
-    """Returns the refusal of a model, by its text config, whose logits are not the lm_head's product."""
+    """Returns the refusal of a model, by its text config, whose logits no known formula makes of the lm_head's."""
     return UserError(
-        f"the model type {text.model_type!r} has logits that are not its lm_head's own ({why}); "
-        "sampling and training would not be the model's",
-        "use a model whose logits are the lm_head's own (Llama, Mistral, Qwen, Gemma 3, ...)",
+        f"the model type {text.model_type!r} makes its logits of its lm_head's product in a way not known here "
+        f"({why}); sampling and training would not be the model's",
+        instead_of(text),
     )
+
+
+def instead_of(text: Any) -> str:
+    """Returns the remedy for a model that cannot be used, by its text config."""
+    starts = [start for start in INSTEAD if text.model_type.startswith(start)]
+    others = "Llama, Mistral, Qwen3, Gemma 3 or another model that runs (the page Models lists them)"
+    return f"use {INSTEAD[max(starts, key=len)]}, or {others}" if starts else f"use {others}"
 
 
 def model_file(source: str, name: str) -> Path | None:

@@ -266,7 +266,7 @@ def drafted(drafter: Drafter, backbone: Backbone, new: NewTokens, shape: Tree | 
 def save_network(model: Any, folder: Path) -> str:
     """Saves a network with a tokenizer of its vocabulary; returns the path to give as --model."""
     model.save_pretrained(folder)
-    tiny_tokenizer(model.config.vocab_size).save_pretrained(folder)
+    tiny_tokenizer(model.config.get_text_config().vocab_size).save_pretrained(folder)
     return str(folder)
 
 

@@ -27,7 +27,7 @@ LAYERS = [
     {"model"},
     {"native"},
 ]
-LEAVES = {"runs", "assets", "gguf", "model_files", "errors"}
+LEAVES = {"runs", "assets", "gguf", "model_files", "layer_kinds", "errors"}
 SPOKEN = {"__main__", "cli", "commands", "options", "console"}  # the command line's own
 HEAVY = {"torch", "transformers", "matplotlib", "numpy", "datasets", "peft", "bitsandbytes", "huggingface_hub"}
 

@@ -257,6 +257,9 @@ def test_shard_is_refused_with_other_settings(words: list[str], options: dict, s
 def test_engines_and_networks_that_cannot_be_split_are_refused() -> None:
     with pytest.raises(UsageError, match="shard"):
         load_backbone("x", LoadOptions(engine="native"), shard=True)
-    config = SimpleNamespace(model_type="odd", get_text_config=lambda: SimpleNamespace(num_hidden_layers=2))
+    text = SimpleNamespace(num_hidden_layers=2)
+    config = SimpleNamespace(model_type="odd", get_text_config=lambda: text)
+    base = nn.Linear(2, 2)
+    base.config = text  # type: ignore[assignment]
     with pytest.raises(UserError, match="'odd'"):
-        split_layers(SimpleNamespace(base_model=nn.Linear(2, 2), config=config), "cpu")
+        split_layers(SimpleNamespace(base_model=base, config=config), "cpu")

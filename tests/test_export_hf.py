@@ -28,8 +28,18 @@ from medusa_cli.runs.resolve import LoadOptions
 from medusa_cli.runs.run import Run, provenance
 from medusa_cli.tree import Tree
 from medusa_cli.tree.io import load_tree, save_tree
-from tests.helpers import attach_adapter, medusa, medusa_json, python, save_model, save_run, tiny_tokenizer
+from tests.helpers import (
+    attach_adapter,
+    medusa,
+    medusa_json,
+    python,
+    save_model,
+    save_network,
+    save_run,
+    tiny_tokenizer,
+)
 from tests.helpers import generate as decode
+from tests.models import tiny_network
 
 PROMPT = torch.tensor([[3, 6, 9, 20, 31, 44, 12]])
 KINDS = {
@@ -346,3 +356,11 @@ def test_unsupported_arguments_are_refused_by_name(export: Export) -> None:
     ):
         with pytest.raises(ValueError, match=part):
             model.generate(**{"inputs": PROMPT, **wrong}, **how)
+
+
+def test_models_with_running_states_are_refused(tmp_path: Path) -> None:
+    model = save_network(tiny_network("lfm2", vocab_size=64), tmp_path / "model")
+    run = save_drafter(tmp_path / "run", model, "medusa")
+    with pytest.raises(UserError, match="running state"):
+        export_hf(find_source(f"{run.path}/"), tmp_path / "out")
+    assert not (tmp_path / "out").exists()

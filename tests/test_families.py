@@ -1,6 +1,7 @@
 """Architectures of transformers, tiny and random: each decodes as its own `generate` or is refused by name."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from medusa_cli.engine.timing import machine_key
 from medusa_cli.errors import UserError
 from medusa_cli.model import Backbone
 from medusa_cli.model.load import load_network
-from medusa_cli.model_files import lacks_sdpa
+from medusa_cli.model_files import refuse_by_source
 from medusa_cli.runs.resolve import LoadOptions
 from tests.helpers import PROMPT, SPARSE, Oracle, generate, plain, save_network, tokens_of
 
@@ -38,7 +39,7 @@ DECODING = (
     "ministral3", "mistral", "mixtral", "moshi", "nemotron", "olmo2", "olmoe", "opt", "persimmon", "phi", "phi3",
     "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3", "stablelm", "starcoder2",
 )  # fmt: skip
-REFUSED = ("bart", "bert", "bloom", "cohere", "doge", "gemma2", "gpt_oss", "mamba", "qwen3_next", "xglm")
+REFUSED = ("bart", "bert", "bloom", "doge", "hrm_text", "minimax", "rwkv", "xglm")
 
 
 def small_config(kind: str) -> Any:
@@ -125,11 +126,19 @@ def test_family_that_a_tree_cannot_verify_is_refused(kind: str, tmp_path: Path) 
         load_backbone(save_network(network, tmp_path), LoadOptions(dtype="fp32"))
 
 
-def test_source_of_a_class_with_sdpa_refuses_no_model() -> None:
+def refused_by_source(kind: str) -> bool:
+    try:
+        refuse_by_source(SimpleNamespace(model_type=kind))
+    except UserError:
+        return True
+    return False
+
+
+def test_source_of_a_class_whose_attention_can_be_replaced_refuses_no_model() -> None:
     classes = {kind: getattr(transformers, str(name), None) for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()}
     able = [kind for kind, network in classes.items() if getattr(network, "_supports_sdpa", False)]
-    assert len(able) > 100 and not [kind for kind in able if lacks_sdpa(kind)]
-    assert lacks_sdpa("xglm") and lacks_sdpa("mamba")
+    assert len(able) > 100 and not [kind for kind in able if refused_by_source(kind)]
+    assert refused_by_source("xglm") and refused_by_source("rwkv") and not refused_by_source("mamba")
 
 
 @pytest.mark.slow

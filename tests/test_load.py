@@ -112,30 +112,19 @@ def test_folders_that_hold_no_model_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "match"),
     [
-        (hf.Gemma2Config(), "soft-capped"),
         (hf.T5Config(), "encoder"),
-        (hf.MambaConfig(), "softmax"),
         (hf.FalconConfig(alibi=True), "ALiBi"),
-        (hf.XGLMConfig(), "scaled_dot_product_attention"),
-        (hf.Gemma4TextConfig(), "differ in head_dim"),
-        (hf.GraniteConfig(logits_scaling=8.0), "'granite' .*logits_scaling=8.0"),
-        (hf.CohereConfig(), "'cohere' .*logit_scale=0.0625"),
-        (hf.Gemma3TextConfig(final_logit_softcapping=30.0), "'gemma3_text' .*final_logit_softcapping=30.0"),
+        (hf.XGLMConfig(), "'xglm' .*mask"),
+        (hf.RwkvConfig(), "'rwkv' .*mask.*Mamba-2"),
+        (hf.MiniMaxConfig(), "'minimax' .*running state.*MiniMax M2"),
+        (hf.RecurrentGemmaConfig(), "'recurrent_gemma' .*running state.*Gemma 3"),
+        (hf.GlmMoeDsaConfig(), "'glm_moe_dsa' .*indexer.*GLM-4.5"),
+        (hf.DeepseekV4Config(), "'deepseek_v4' .*indexer.*DeepSeek V3"),
     ],
 )
 def test_models_that_a_tree_cannot_verify_are_refused_by_their_config(config: Any, match: str, tmp_path: Path) -> None:
     config.save_pretrained(tmp_path)  # there are no weights
     assert_refused(tmp_path, match)
-
-
-def add_sinks(model: Path) -> None:
-    tensors = load((model / WEIGHTS).read_bytes()) | {"model.layers.0.self_attn.sinks": torch.zeros(4)}
-    save_file(tensors, model / WEIGHTS, metadata={"format": "pt"})
-
-
-def test_sinks_are_found_in_the_files(model: Path) -> None:
-    add_sinks(model)
-    assert_refused(model, "sinks")
 
 
 @pytest.mark.parametrize(
@@ -180,11 +169,12 @@ def set_config(**fields: Any) -> Callable[[Path], None]:
     ("flaw", "damage"),
     [
         ("template", lambda model: (model / "chat_template.jinja").unlink()),
-        ("sinks", add_sinks),
-        ("soft-capped", set_config(attn_logit_softcapping=50.0)),
-        ("logits_scaling=8", set_config(logits_scaling=8)),
-        ("linear_attention", set_config(layer_types=["full_attention", "linear_attention"])),
-        ("scaled_dot_product_attention", set_config(model_type="xglm")),
+        ("running state", set_config(layer_types=["full_attention", "linear_attention"])),
+        ("indexer", set_config(layer_types=["indexed_attention", "full_attention"])),
+        ("indexer", set_config(index_topk=2048)),
+        ("no_such_kind", set_config(layer_types=["full_attention", "no_such_kind"])),
+        ("mask", set_config(model_type="xglm")),
+        ("mask", set_config(model_type="rwkv")),
     ],
 )
 def test_refusals_come_before_torch_is_imported(model: Path, flaw: str, damage: Callable[[Path], None]) -> None:

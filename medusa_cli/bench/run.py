@@ -187,7 +187,7 @@ class Bench:
         quantize = options.quantize if options.quantised else None
         # With gradients the layers stay as they are.
         backbone = self._load(replace(options, engine="eager", dtype=name, quantize=quantize), gradients=True)
-        backbone.model.set_attn_implementation("sdpa")  # transformers' own again
+        backbone.take_own_attention()
         return backbone
 
     def _load(self, options: LoadOptions, gradients: bool = False) -> Backbone:

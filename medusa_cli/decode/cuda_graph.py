@@ -377,7 +377,7 @@ class _GraphStep:
         context, wide = engine.backbone.max_positions, self._cache.capacity
         layout = lay_out_at(self.lengths, tree_mask, depth, engine.masks, context, 0, wide, by_length=engine.by_length)
         states, final = engine.run(tokens, layout, self._cache, self._taps)
-        logits = engine.lm_head(final).float()
+        logits = engine.backbone.finish_logits(engine.lm_head(final)).float()
         if self._sampled:
             chosen, certain = choose(logits, self.params, depth)
         else:

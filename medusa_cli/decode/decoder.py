@@ -199,7 +199,7 @@ class Decoder:
         else:
             trees = [guesses[i].tree if i in guesses else ROOT for i in range(len(sequences))]
         unread = [unread_draft(s.root, tree) for s, tree in zip(sequences, trees, strict=True)]
-        drafts = self._complete(proposals, unread)
+        drafts = self._complete(proposals, unread, sequences)
         accepted = graphs.verify(sequences, drafts, guesses)
         return None if accepted is None else (drafts, accepted)
 
@@ -212,7 +212,7 @@ class Decoder:
         """
         guesses, device = self._draft(sequences, proposals) if guesses is None else guesses, self.backbone.device
         known = [guesses.get(i) or Draft(upload([s.root], device), ROOT) for i, s in enumerate(sequences)]
-        drafts = self._complete(proposals, known)
+        drafts = self._complete(proposals, known, sequences)
         depth = max(tree.max_depth for tree, _ in proposals)
         extra_rows = None if self.drafter is None else self.drafter.extra_rows(depth)
         out = self.engine.forward(Plan(*batch_drafts(drafts), 0, self.taps, "all", extra_rows), self.cache)
@@ -260,11 +260,15 @@ class Decoder:
             drafts.update(zip(alike, forks[0].draft(self.backbone, forks, new, tree), strict=True))
         return drafts
 
-    def _complete(self, proposals: Several[Proposal], drafts: Several[Draft]) -> list[Draft]:
-        """Adds n-gram matches to drafts."""
+    def _complete(
+        self, proposals: Several[Proposal], drafts: Several[Draft], sequences: Several[Sequence]
+    ) -> list[Draft]:
+        """Adds n-gram matches to drafts, and cuts these to what a pass of the engine takes."""
         complete = []
-        for draft, (_, paths) in zip(drafts, proposals, strict=True):
-            complete.append(add_paths(draft, paths) if paths else draft)
+        for draft, (_, paths), sequence in zip(drafts, proposals, sequences, strict=True):
+            draft = add_paths(draft, paths) if paths else draft
+            nodes = self.engine.tree_rows(len(sequence.tokens))
+            complete.append(draft.first(nodes) if draft.tree.size > nodes else draft)
         return complete
 
     def clear_prefix_cache(self) -> None:
@@ -290,7 +294,11 @@ class Decoder:
             raise ValueError(f"all {len(self._slots)} slots are taken")
         # Of slots that share as much the emptiest is taken: the text of another may yet be asked for.
         slot = max(idle, key=share)
-        sequence.reuse_prefix(self._slots[slot], share(slot)[0], self.drafter)
+        shared = self.cache.reusable(slot, share(slot)[0])
+        sequence.reuse_prefix(self._slots[slot], shared, self.drafter)
+        # The drafter may know less, and a running state goes back to few places.
+        while (shared := self.cache.reusable(slot, sequence.reused)) < sequence.reused:
+            sequence.reuse_prefix(self._slots[slot], shared, self.drafter)
         self._slots[slot] = sequence
         self.cache.truncate(slot, sequence.reused)
 

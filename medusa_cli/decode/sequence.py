@@ -133,7 +133,11 @@ class Sequence:
         self.stop.reason = self.stop.reason or "cancelled"
 
     def reuse_prefix(self, held: Sequence | None, shared: int, drafter: Drafter | None) -> None:
-        """Takes over the first `shared` tokens that a sequence left in the slot, as far as its drafter's state goes."""
+        """Takes over the first `shared` tokens that a sequence left in the slot, as far as its drafter's state goes.
+
+        It may be called again with fewer.
+        """
+        self.unread = []
         if drafter is not None:
             own = held if shared else None
             self.drafter = drafter.fork() if own is None or own.drafter is None else own.drafter

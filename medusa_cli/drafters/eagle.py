@@ -36,6 +36,11 @@ class EagleConfig(HeadsConfig):
     max_position_embeddings: int = 2048
 
 
+def widest(size: int | Sequence[int]) -> int:
+    """Returns a width, or the largest of those by layer."""
+    return size if isinstance(size, int) else max(size)
+
+
 class Eagle(HeadDrafter):
     """Head k is the k-th step of one decoder layer: its state after k draft tokens gives the next one's scores.
 
@@ -71,7 +76,7 @@ class Eagle(HeadDrafter):
     def create(cls, backbone: Backbone, *settings: Any, **named: Any) -> "Eagle":
         drafter = super().create(backbone, *settings, **named)
         # The matrix starts as the lm_head's, so what it reads had best be normed as what that reads.
-        final = getattr(backbone.model.base_model, "norm", None)
+        final = getattr(backbone.text_model, "norm", None)
         if final is not None:
             ones = torch.ones(backbone.hidden_size, device=backbone.device, dtype=backbone.dtype)
             drafter.norm.weight.data.copy_(final(ones))
@@ -80,13 +85,14 @@ class Eagle(HeadDrafter):
     @classmethod
     def fields_of_model(cls, backbone: Backbone, num_heads: int) -> dict[str, Any]:
         config, size = backbone.config, backbone.hidden_size
+        heads = getattr(config, "num_attention_heads", None) or max(1, size // 64)  # pure Mamba has none
         return {
             "num_layers": 1,
             "matrices": "one",
             "taps": default_taps(backbone.num_layers),
-            "num_attention_heads": config.num_attention_heads,
-            "head_dim": getattr(config, "head_dim", None) or size // config.num_attention_heads,
-            "intermediate_size": getattr(config, "intermediate_size", None) or 4 * size,
+            "num_attention_heads": heads,
+            "head_dim": getattr(config, "head_dim", None) or size // heads,
+            "intermediate_size": widest(getattr(config, "intermediate_size", None) or 4 * size),
             "max_position_embeddings": backbone.max_positions,
         }
 

@@ -89,8 +89,12 @@ class Cache:
             )
             part.scatter_(3, target, part.gather(3, source))
 
+    def reusable(self, slot: int, rows: int) -> int:
+        """Returns to how many of a slot's first `rows` rows it can be truncated."""
+        return rows
+
     def truncate(self, slot: int, length: int) -> None:
-        """Forgets a slot's rows from `length` on."""
+        """Forgets a slot's rows from `length` on, as far as `reusable` allows."""
         self.lengths[slot] = min(self.lengths[slot], length)
 
     @torch.inference_mode()

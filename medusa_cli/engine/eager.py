@@ -1,18 +1,37 @@
 """The eager engine: runs transformers' own layers; the readable reference, and the engine for unknown models."""
 
-import torch
-from torch import Tensor
-from transformers.cache_utils import Cache as TransformersCache
-from transformers.cache_utils import CacheLayerMixin
+from typing import Any
 
-from medusa_cli.engine.cache import Cache
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache as TransformersCache
+from transformers.cache_utils import DynamicCache
+
+from medusa_cli.engine.cache import FIRST_ROWS, Cache
 from medusa_cli.engine.engine import Engine
+from medusa_cli.engine.extra_rows import layers_one_by_one
+from medusa_cli.engine.layer_cache import LayerCache
 from medusa_cli.engine.plan import Layout, Plan
-from medusa_cli.errors import UserError, first_line
+from medusa_cli.engine.view import View, following
+from medusa_cli.errors import first_line
 from medusa_cli.model.attention import NAME, cache_name
-from medusa_cli.model.backbone import Backbone, Layers, Unsupported, for_transformers, quantization_of, tapped
+from medusa_cli.model.backbone import (
+    Backbone,
+    by_layer,
+    key_sizes,
+    quantization_of,
+    stateful_modules,
+    tapped,
+)
 from medusa_cli.model.checks import FAULTS, PROBE, difference
 from medusa_cli.model_files import unverifiable
+
+# Bytes for the states after each node of one sequence's tree: larger trees are cut.
+NODE_STATES = 1 << 29
+# The allowed difference of logits relative to their size, in fp32 and in 16 bits.
+TOLERANCE, TOLERANCE_16 = 1e-3, 0.25
+# The same for states that go on: rounding gives 1e-5, another formula more than this.
+STATE_TOLERANCE, STATE_TOLERANCE_16 = 1e-4, 0.05
 
 
 class EagerEngine(Engine):
@@ -24,17 +43,34 @@ class EagerEngine(Engine):
         super().__init__(backbone)
         table = backbone.embedding.weight
         self.dtype, self.masks = table.dtype, backbone.masks
-        # A step reads all weights but an embedding table that is not also the lm_head.
-        tied = backbone.model.get_output_embeddings().weight is table
-        every = sum(weight.nbytes for weight in backbone.model.parameters())
-        self.weight_bytes = every if tied else every - table.nbytes
+        self.stateful = stateful_modules(backbone.text_model)
+        self.weight_bytes = _bytes_read(backbone)
         self.head = backbone.model.get_output_embeddings()
+        # Until `check` knows more.
+        self._by_token = bool(self.stateful)
+        self._decoded_states = not self.stateful
+        self._state_bytes = 0  # of one sequence
+
+    def new_cache(self, slots: int = 1, capacity: int = FIRST_ROWS) -> LayerCache:
+        cache = LayerCache(self.masks.layers_with_keys(self.backbone.num_layers), slots, capacity)
+        cache.by_token, cache.decoded_states = self._by_token, self._decoded_states
+        return cache
+
+    @property
+    def row_bytes(self) -> int:
+        heads, dim = map(max, zip(*map(key_sizes, by_layer(self.backbone.config)), strict=True))
+        return 2 * self.masks.layers_with_keys(self.backbone.num_layers) * heads * dim * self.dtype.itemsize
+
+    def tree_rows(self, length: int) -> int:
+        rows = super().tree_rows(length)
+        return min(rows, max(1, NODE_STATES // self._state_bytes)) if self._state_bytes else rows
 
     @torch.inference_mode()
     def check(self) -> None:
         """Raises UserError unless a verify pass over a small tree gives the network's own logits, up to rounding.
 
-        The tree follows two tokens: the rest of a chain, and a wrong node that no other sees beside its second one.
+        The tree follows two tokens: the rest of a chain, and a wrong node that no other sees beside its second one. If
+        layers keep a running state, the logits are those of transformers' own decoding.
         """
         network, device = self.backbone.model, self.backbone.device
         chain = torch.arange(PROBE, device=device) * 37 % self.backbone.vocab_size
@@ -42,11 +78,14 @@ class EagerEngine(Engine):
         depth, right = torch.tensor([0, 1, *range(1, PROBE - 2)]), torch.tensor([0, *range(2, PROBE - 1)])
         mask = torch.ones(len(tokens), len(tokens), dtype=torch.bool).tril()
         mask[2:, 1] = False
-        cache = self.new_cache()
         try:
-            network.set_attn_implementation("sdpa")
+            self.backbone.take_own_attention()
             own = network(input_ids=chain[None], attention_mask=torch.ones_like(chain)[None]).logits[0, 2:].float()
+            decoded = self._decoded(chain)[2:] if self.stateful else own
             network.set_attn_implementation(NAME)
+            if self.stateful:
+                self._learn_states(chain, own, decoded)
+            cache = self.new_cache()
             self.forward(Plan.chain(chain[:2], logits="none"), cache)
             logits = self.forward(Plan(tokens[None], depth, mask), cache).logits
         except torch.OutOfMemoryError:
@@ -54,37 +93,72 @@ class EagerEngine(Engine):
         except FAULTS as reason:
             raise unverifiable(self.backbone.config, first_line(reason)) from reason
         assert logits is not None
-        error = difference(logits[0, right.to(device)], own)
-        if error > (1e-3 if self.dtype == torch.float32 else 0.25) and not quantization_of(network):
-            raise unverifiable(self.backbone.config, f"its logits there differ from its own by {error:.0%}")
+        self._state_bytes = cache.slot_bytes
+        error = difference(logits[0, right.to(device)], decoded)
+        if error > self._allowed(TOLERANCE, TOLERANCE_16) and not quantization_of(network):
+            raise unverifiable(self.backbone.config, f"its logits there differ from its own by {error:.2%}")
+
+    def _allowed(self, exact: float, sixteen: float) -> float:
+        return exact if self.dtype == torch.float32 else sixteen
+
+    def _decoded(self, tokens: Tensor) -> Tensor:
+        """Returns the logits [n, V] of tokens [n] as transformers' `generate` computes them: two, then one by one."""
+        text = self.backbone.text_model
+        cache = DynamicCache(config=self.backbone.config)
+        states, every = [], torch.arange(len(tokens), device=tokens.device)
+        for place in (every[:2], *every[2:].split(1)):
+            places = self._places(cache, place[None])
+            states.append(text(input_ids=tokens[place][None], use_cache=True, **places).last_hidden_state[0])
+        return self.logits(torch.cat(states).to(self.dtype)).clone()  # of a buffer that the next pass overwrites
+
+    def _learn_states(self, tokens: Tensor, own: Tensor, decoded: Tensor) -> None:
+        """Finds out what states of layers are good for, from the logits of one pass and of decoding.
+
+        Some layers start afresh where more than one token follows (Jamba's in transformers 5.24), and some decode by
+        another formula than they read a prompt (Nemotron-H's).
+        """
+        allowed = self._allowed(STATE_TOLERANCE, STATE_TOLERANCE_16)
+        self._decoded_states = float((decoded - own).norm() / own.norm()) <= allowed
+        self._by_token = False
+        cache = self.new_cache()
+        self.forward(Plan.chain(tokens[:2], logits="none"), cache)
+        continued = self.forward(Plan.chain(tokens[2:], logits="all"), cache).logits
+        assert continued is not None
+        self._by_token = float((continued[0] - own).norm() / own.norm()) > allowed
 
     def run(self, tokens: Tensor, layout: Layout, cache: Cache, taps: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        assert isinstance(cache, LayerCache)
         if layout.extra_rows is not None:
             final = self._layer_by_layer(tokens, layout, cache)
             return final, final
-        model = self.backbone.model
-        out = model.base_model(
-            input_ids=tokens,
-            attention_mask=for_transformers(layout.masks),
-            position_ids=layout.positions,
-            **{cache_name(type(model).forward): _view(cache, layout)},
-            use_cache=True,
-            output_hidden_states=taps != (-1,),
-        )
-        return tapped(out, taps), out.last_hidden_state
+        view = View(cache, layout, self.backbone.num_layers)
+        text = self.backbone.text_model
+        with following(self.stateful, view):
+            out = text(
+                input_ids=tokens,
+                attention_mask=self.masks.for_network(layout.masks),
+                use_cache=True,
+                output_hidden_states=taps != (-1,),
+                **self._places(view, layout.positions),
+            )
+        if layout.tree is None:
+            for slot in range(layout.first, layout.first + layout.size):
+                cache.take_snapshot(slot, cache.lengths[slot] + tokens.shape[1])
+        return tapped(out, taps).to(self.dtype), out.last_hidden_state.to(self.dtype)  # Mamba's are fp32
 
-    def _layer_by_layer(self, tokens: Tensor, layout: Layout, cache: Cache) -> Tensor:
+    def _places(self, cache: TransformersCache, positions: Tensor) -> dict[str, Any]:
+        """Returns the arguments with the cache and the rows' positions, which pure Mamba does not take."""
+        places: dict[str, Any] = {cache_name(type(self.backbone.model).forward): cache}
+        if self.masks.kinds:
+            places["position_ids"] = positions
+        return places
+
+    def _layer_by_layer(self, tokens: Tensor, layout: Layout, cache: LayerCache) -> Tensor:
         """Returns final states [B, R, H]; extra rows enter on the way."""
         backbone, extra_rows = self.backbone, layout.extra_rows
         assert extra_rows is not None
-        try:
-            parts = Layers(backbone.model)
-        except Unsupported as reason:
-            raise UserError(
-                f"the layers of the model {backbone.id!r} cannot be run one by one: {reason}",
-                "use a drafter other than firp, such as drafter=hydra",
-            ) from reason
-        view, x = _view(cache, layout), parts.base.embed_tokens(tokens)
+        parts = layers_one_by_one(backbone)
+        view, x = View(cache, layout, backbone.num_layers), parts.base.embed_tokens(tokens)
         tables = {kind: parts.rotary(x, layout.positions, kind) for kind in sorted(set(parts.kinds))}
         for index, (layer, kind) in enumerate(zip(parts.layers, parts.kinds, strict=True)):
             x = extra_rows.enter(index, x)
@@ -102,49 +176,10 @@ class EagerEngine(Engine):
         return final
 
 
-def _view(cache: Cache, layout: Layout) -> TransformersCache:
-    """Returns the slots of one pass as transformers' attention sees them."""
-    return TransformersCache(layers=[_ViewLayer(cache, layout, index) for index in range(cache.layers)])
-
-
-class _ViewLayer(CacheLayerMixin):
-    is_sliding = False
-
-    def __init__(self, cache: Cache, layout: Layout, index: int) -> None:
-        super().__init__()
-        self._cache, self._layout, self._index = cache, layout, index
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self._cache.allocate(key_states.shape[1], key_states.shape[3], key_states, value_states.shape[3])
-        self.is_initialized = True
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
-        cache, layout = self._cache, self._layout
-        if cache.keys is None:
-            self.lazy_initialization(key_states, value_states)
-        assert cache.keys is not None and cache.values is not None
-        slots = slice(layout.first, layout.first + layout.size)
-        keys, values = cache.keys[self._index, slots], cache.values[self._index, slots]  # [B, KV, C, D]
-        if key_states.shape[1::2] != keys.shape[1::2] or value_states.shape[1::2] != values.shape[1::2]:
-            raise RuntimeError("its layers differ in key heads or their width")
-        rows = key_states.shape[2]
-        if layout.start is not None:
-            end = layout.start + rows
-            keys[:, :, layout.start : end] = key_states
-            values[:, :, layout.start : end] = value_states
-        else:
-            order = torch.arange(layout.size, device=keys.device)[:, None]
-            keys[order, :, layout.columns[:, :rows]] = key_states.transpose(1, 2)
-            values[order, :, layout.columns[:, :rows]] = value_states.transpose(1, 2)
-        return keys[:, :, : layout.wide], values[:, :, : layout.wide]
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._layout.wide, 0
-
-    def get_seq_length(self) -> int:
-        return self._layout.wide
-
-    def get_max_length(self) -> int:
-        return -1
+def _bytes_read(backbone: Backbone) -> int:
+    """Returns the bytes of weights that a step reads: no tables of embeddings, nothing that sees images."""
+    text, head = backbone.text_model, backbone.model.get_output_embeddings()
+    tables = {id(module.weight) for module in text.modules() if isinstance(module, nn.Embedding)}
+    read = {id(weight): weight.nbytes for weight in text.parameters() if id(weight) not in tables}
+    read[id(head.weight)] = head.weight.nbytes  # which may be such a table, too
+    return sum(read.values())

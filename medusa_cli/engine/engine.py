@@ -73,6 +73,10 @@ class Engine(ABC):
         dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return 2 * self.backbone.num_layers * heads * dim * self.dtype.itemsize
 
+    def tree_rows(self, length: int) -> int:
+        """Returns how many nodes a tree behind `length` tokens may have."""
+        return self.backbone.max_positions
+
     @torch.inference_mode()
     def forward(self, plan: Plan, cache: Cache) -> Output:
         """Runs a plan. A chain's rows stay in the cache, of a tree's those that `cache.keep` then names."""
@@ -111,17 +115,17 @@ class Engine(ABC):
         """
 
     def lm_head(self, states: Tensor) -> Tensor:
-        """Returns scores [.., V] of final states [.., H] in the engine's type."""
+        """Returns the lm_head's product [.., V] with final states [.., H] in the engine's type."""
         scores: Tensor = self.head(states)
         return scores
 
     def logits(self, states: Tensor) -> Tensor:
-        """Returns fp32 logits [.., V] of final states [.., H].
+        """Returns the model's fp32 logits [.., V] of final states [.., H], its factors and caps included.
 
         A step's logits lie in a buffer that the next step overwrites: new memory costs more than the cast, as the
         system zeroes each page.
         """
-        scores = self.lm_head(states)
+        scores = self.backbone.finish_logits(self.lm_head(states))
         rows = scores.numel() // scores.shape[-1]
         if scores.dtype == torch.float32 or rows > SCRATCH_ROWS or scores.device.type != "cpu":
             return scores.float()

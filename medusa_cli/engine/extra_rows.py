@@ -2,14 +2,17 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from transformers.cache_utils import DynamicCache
 
+from medusa_cli.errors import UserError, first_line
 from medusa_cli.model.attention import Attend, cache_name
-from medusa_cli.model.backbone import Backbone, Layers, padded_pass
+from medusa_cli.model.backbone import Backbone, Layers, Unsupported, padded_pass
+from medusa_cli.model.checks import FAULTS, PROBE, difference
 
 # Positions whose extra rows attend together: few, so that few of their columns are masked.
 CHUNK = 32
@@ -90,7 +93,7 @@ def extra_row_states(backbone: Backbone, traced: Trace, extra_rows: ExtraRows, r
 
     They equal those of a forward pass; gradients reach the maps, through the layers above them.
     """
-    parts = Layers(backbone.model)
+    parts = layers_one_by_one(backbone)
     size, length = traced.states[-1].shape[:2]
     padded, positions = _by_sequence(rows, size, length)  # [P] in B * W, [B, W]
     x = traced.states[-1].new_zeros(*positions.shape, 0, backbone.hidden_size)  # [B, W, steps so far, H]
@@ -119,6 +122,50 @@ def extra_row_states(backbone: Backbone, traced: Trace, extra_rows: ExtraRows, r
         )
         x = out.view(x.shape)
     return parts.base.norm(x).flatten(0, 1)[padded]
+
+
+_ONE_BY_ONE: WeakKeyDictionary[Backbone, Layers] = WeakKeyDictionary()
+
+
+def layers_one_by_one(backbone: Backbone) -> Layers:
+    """Returns the parts of a network whose layers may run one by one; raises UserError for any other.
+
+    Some scale their embeddings outside the layers, or give these more than states: a few tokens show it.
+    """
+    if backbone not in _ONE_BY_ONE:
+        try:
+            parts = Layers(backbone.model)
+            _compare_layers(backbone, parts)
+        except torch.OutOfMemoryError:
+            raise
+        except (Unsupported, *FAULTS) as reason:
+            raise UserError(
+                f"the layers of the model {backbone.id!r} cannot be run one by one: {first_line(reason)}",
+                "use a drafter other than firp, such as drafter=hydra",
+            ) from reason
+        _ONE_BY_ONE[backbone] = parts
+    return _ONE_BY_ONE[backbone]
+
+
+@torch.no_grad()
+def _compare_layers(backbone: Backbone, parts: Layers) -> None:
+    """Raises Unsupported unless layers that run one by one give the network's own states of a few tokens."""
+    tokens = torch.arange(PROBE, device=backbone.device)[None] * 37 % backbone.vocab_size
+    positions = torch.arange(PROBE, device=backbone.device)[None]
+    own = padded_pass(backbone, tokens).last_hidden_state
+    masks = backbone.masks.causal(PROBE, backbone.device)
+    x = parts.base.embed_tokens(tokens)
+    for index, (layer, kind) in enumerate(zip(parts.layers, parts.kinds, strict=True)):
+        x = layer(
+            x,
+            attention_mask=masks[backbone.masks.layer_type(index)][:, None],
+            position_embeddings=parts.rotary(x, positions, kind),
+            position_ids=positions,
+            use_cache=False,
+        )
+    error = difference(parts.base.norm(x)[0].float(), own[0].float())
+    if error > (1e-3 if own.dtype == torch.float32 else 0.1):
+        raise Unsupported(f"its states would differ from its own by {error:.2%}")
 
 
 def _by_sequence(rows: Tensor, size: int, length: int) -> tuple[Tensor, Tensor]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from medusa_cli.engine.native_model import (
     PROBE,
     TOLERANCE,
     Description,
+    MissingWeights,
     NativeModel,
     Packed,
     describe,
@@ -133,22 +135,24 @@ def _load_native(
     own = checkpoint_dtype(model)
     as_stored = options.dtype in ("auto", "fp32") or DTYPES[options.dtype] == own
     quantize = options.quantize if options.quantize in INTEGER else None
+    int8_rows = options.rows == "int8" or (options.rows == "auto" and options.dtype != "fp32")
     from_files = False
     if adapter is None and as_stored and not model.startswith(RANDOM):
         network, tokenizer = load_without_weights(model, chat_template)
         from_files = has_files(model)
-    if not from_files:
+    packed: Packed | None = None
+    if from_files:
+        description = verified(network)
+        with suppress(MissingWeights):
+            packed = _packed_once(model, description, network, quantize, int8_rows)
+    if packed is None:
         kind = _merged_dtype(model, options, own, adapter)
         network, tokenizer = load_network(
             model, replace(options, dtype=kind, device="cpu", quantize=None), chat_template=chat_template
         )
         if adapter is not None:
             network = lora.merge(network, adapter)
-    description = verified(network)
-    int8_rows = options.rows == "int8" or (options.rows == "auto" and options.dtype != "fp32")
-    if from_files:
-        packed = _packed_once(model, description, network, quantize, int8_rows)
-    else:
+        description = verified(network)
         packed = pack_in_memory(description, NetworkWeights(network), quantize, int8_rows)
         network = network.to("meta")
     rounded = any(not matrix.format.is_float for matrix in packed.matrices.values())

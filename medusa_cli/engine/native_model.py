@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import AutoModelForCausalLM
 
 from medusa_cli.model.attention import FULL, Masks
 from medusa_cli.model.backbone import Layers, Unsupported, padded_pass
@@ -177,6 +178,10 @@ def _activation_of(function: Any) -> int:
 # ---- packed weights
 
 
+class MissingWeights(Unsupported):
+    """Says which weight a model's files do not have by the name of transformers' network."""
+
+
 @dataclass
 class Packed:
     """Packed matrices and fp32 vectors by name.
@@ -205,7 +210,7 @@ def read_parts(
     names += [name for layer in description.layers for name in layer.matrices.values()]
     for name in dict.fromkeys(names):
         if f"{name}.weight" not in weights:
-            raise Unsupported(f"its files have no {name}.weight")
+            raise MissingWeights(f"its files have no {name}.weight")
         raw = weights.matrix(f"{name}.weight")
         # An embedding that is not the lm_head, too, is only looked up.
         if quantize is not None and (name != description.embedding or name == description.head):
@@ -216,7 +221,7 @@ def read_parts(
     norms = [description.norm, *(name for layer in description.layers for name in layer.norms.values())]
     for name in norms:
         if f"{name}.weight" not in weights:
-            raise Unsupported(f"its files have no {name}.weight")
+            raise MissingWeights(f"its files have no {name}.weight")
         gain = weights.vector(f"{name}.weight")
         yield name, None, 1 + gain if description.one_more else gain
 
@@ -448,7 +453,7 @@ def twin_of(network: Any) -> Any:
         setattr(config, name, None)
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(0)
-        twin = type(network)._from_config(config, dtype=torch.float32)
+        twin = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
         for parameter in twin.parameters():
             parameter.data = torch.randn_like(parameter) * (0.3 if parameter.dim() == 1 else 0.2)
             if parameter.dim() == 1:

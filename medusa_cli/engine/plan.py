@@ -67,7 +67,8 @@ class Layout:
     positions [B or 1, R]; masks by kind of layer, additive [B, R, L] over a slot's first L columns, empty for a chain
     that begins a slot (where each row sees those before it); start: the slot's
     length, if B is 1 and the host knows it; columns [B, R]: where rows are written. lengths [B]: those of the slots,
-    where attention reads no column behind them; the mask of full attention is then [B, R, R], among the rows.
+    where attention reads no column behind them; the mask of full attention is then [B, R, R], among the rows. tree:
+    depth [B or 1, n] and mask [B or 1, n, n] of a tree's rows, None for a chain.
     """
 
     first: int
@@ -79,6 +80,7 @@ class Layout:
     wide: int
     extra_rows: ExtraRowStates | None = None
     lengths: Tensor | None = None
+    tree: tuple[Tensor, Tensor] | None = None
 
 
 def lay_out(plan: Plan, cache: Cache, masks: Masks, context: int, device: torch.device) -> Layout:
@@ -93,6 +95,7 @@ def lay_out(plan: Plan, cache: Cache, masks: Masks, context: int, device: torch.
         depth, tree_mask = plan.depth.to(device), plan.tree_mask.to(device)
         depth = depth if depth.dim() == 2 else depth[None]
         tree_mask = tree_mask if tree_mask.dim() == 3 else tree_mask[None]
+    tree = None if plan.tree_mask is None else (depth, tree_mask)
     extra_rows = None
     if plan.extra_rows is not None:
         extra_rows = ExtraRowStates(plan.extra_rows, every[-1:] if plan.tree_mask is None else every)
@@ -105,7 +108,7 @@ def lay_out(plan: Plan, cache: Cache, masks: Masks, context: int, device: torch.
         # A GPU's fastest kernel takes no mask.
         return Layout(plan.first, 1, depth, masks.causal(rows, device), 0, every[None], rows)
     layout = lay_out_at(upload(lengths, device), tree_mask, depth, masks, context, plan.first, end, extra_rows)
-    return replace(layout, start=lengths[0]) if size == 1 else layout
+    return replace(layout, start=lengths[0] if size == 1 else None, tree=tree)
 
 
 def lay_out_at(

@@ -11,6 +11,7 @@ from medusa_cli.errors import UsageError, UserError
 from medusa_cli.export.custom_generate import KINDS
 from medusa_cli.export.folder import Source, exporting
 from medusa_cli.model import lora
+from medusa_cli.model.backbone import stateful_modules
 from medusa_cli.model.load import DTYPES, checkpoint_dtype, load_network, stored_dtype
 from medusa_cli.runs.resolve import LoadOptions
 from medusa_cli.tree.io import MAX_NODES, load_tree, save_tree
@@ -103,6 +104,9 @@ def export_hf(
     name = next(name for name, known in DTYPES.items() if known == dtype)
     options = LoadOptions(device="cpu", dtype=name, trust_remote_code=source.trusted)
     network, tokenizer = load_network(source.model, options, chat_template=source.run.chat_template)
+    if stateful_modules(network):
+        fault = f"@to hf: layers of {source.model!r} keep a running state, with which transformers follows no tree"
+        raise UserError(fault, "use `medusa chat` or `medusa serve`")
     notes = []
     if source.run.adapter is not None:
         network = lora.merge(network, source.run.adapter)

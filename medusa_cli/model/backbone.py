@@ -1,18 +1,23 @@
 """A Hugging Face causal LM as a backbone: the frozen network, its layers, its lm_head and its identity."""
 
 import hashlib
+import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
+from inspect import unwrap
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from medusa_cli.assets import RANDOM, model_dir
+from medusa_cli.errors import UserError
 from medusa_cli.model.attention import NAME, Masks, register
 from medusa_cli.model.chat_template import chat_prompt, token_ids
-from medusa_cli.model_files import checkpoint_files, opened
+from medusa_cli.model_files import STATE_UPDATES, checkpoint_files, opened
 
+# Positions of models that bound none, such as Mamba.
+UNBOUNDED = 1 << 20
 # Rotary tables that change beyond the original context: the cached rows would have been turned by the old ones.
 CHANGING_ROPE = ("longrope", "dynamic")
 # A sample of a tensor: this many windows of this many numbers, from its beginning to its end.
@@ -51,7 +56,7 @@ class Backbone:
         self.tokenizer = tokenizer
         self.id = id
         self.adapter = adapter
-        self.config = model.config.get_text_config()
+        self.config = text_config(model.config)
         self.hidden_size: int = self.config.hidden_size
         self.num_layers: int = self.config.num_hidden_layers
         self.max_positions: int = usable_positions(self.config)
@@ -87,6 +92,15 @@ class Backbone:
         """Returns the lm_head's bias [V], if it has one."""
         return self._lm_head()[1]
 
+    def take_own_attention(self) -> None:
+        """Gives the network transformers' attention again, for passes without an engine."""
+        self.model.set_attn_implementation("sdpa" if self.model._supports_sdpa else "eager")
+
+    @property
+    def text_model(self) -> Any:
+        """Returns the part of the network that makes states of token ids."""
+        return text_model(self.model)
+
     @cached_property
     def masks(self) -> Masks:
         """Returns additive masks of the weights' type, for passes through the network itself."""
@@ -102,7 +116,12 @@ class Backbone:
 
         There is no cache; gradients reach the network's trainable weights.
         """
-        return tapped(padded_pass(self, tokens, output_hidden_states=tuple(taps) != (-1,)), taps)
+        states = tapped(padded_pass(self, tokens, output_hidden_states=tuple(taps) != (-1,)), taps)
+        return states.to(self.embedding.weight.dtype)  # Mamba's are fp32
+
+    def finish_logits(self, scores: Tensor) -> Tensor:
+        """Returns the model's logits [.., V] from its lm_head's product."""
+        return finish_logits(self.config, scores)
 
     def encode_chat(self, messages: list[dict[str, Any]], **template: Any) -> list[int]:
         """Returns the token ids of a conversation, `template`: more arguments of transformers' chat templates.
@@ -123,27 +142,81 @@ def padded_pass(backbone: Backbone, tokens: Tensor, **options: Any) -> Any:
     """Runs right-padded rows of tokens [B, L] through the network under a causal mask."""
     device = backbone.device
     size, length = tokens.shape
-    positions = torch.arange(length, device=device)[None].expand(size, -1)
-    return backbone.model.base_model(
+    if backbone.masks.kinds:  # pure Mamba takes no positions
+        options = {"position_ids": torch.arange(length, device=device)[None].expand(size, -1), **options}
+    return backbone.text_model(
         input_ids=tokens.to(device),
-        attention_mask=for_transformers(backbone.masks.causal(length, device)),
-        **{"use_cache": False, "position_ids": positions, **options},
+        attention_mask=backbone.masks.for_network(backbone.masks.causal(length, device)),
+        **{"use_cache": False, **options},
     )
 
 
-def for_transformers(masks: dict[str, Tensor]) -> Tensor | dict[str, Tensor]:
-    """Returns masks [B, n, L] by kind as a network takes them: with a dimension of heads, one kind's alone."""
-    by_kind = {kind: mask[:, None] for kind, mask in masks.items()}
-    return by_kind if len(by_kind) > 1 else next(iter(by_kind.values()))
+def text_config(config: Any) -> Any:
+    """Returns the text part of a model's config, whose every field can be read.
+
+    transformers raises where a field is read that layers have of their own, even with a default.
+    """
+    text = config.get_text_config()
+    text.allow_global_per_layer_attribute_access = True
+    logging.getLogger("transformers.integrations.heterogeneity").setLevel(logging.ERROR)
+    return text
+
+
+def text_model(network: Any) -> Any:
+    """Returns the part of a network that makes states of token ids; of one that sees images too, that for text."""
+    base = network.base_model
+    if base is not network and type(base.config) is type(network.config.get_text_config()):
+        return base
+    decoder = network.get_decoder()
+    return network.model if decoder is network else decoder  # Llama 4's class does not name its part
+
+
+def auto_class(config: Any) -> Any:
+    """Returns transformers' class that loads a model of a config: some that see images are no causal LMs to it."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    known = type(config) in AutoModelForCausalLM._model_mapping
+    sees = not known and type(config) in AutoModelForImageTextToText._model_mapping
+    return AutoModelForImageTextToText if sees else AutoModelForCausalLM
+
+
+# What architectures do to the lm_head's product, by the config's field, in their order.
+LOGIT_CHANGES: dict[str, Callable[[Tensor, float], Tensor]] = {
+    "logits_mup_width_multiplier": lambda scores, by: scores / by,
+    "logits_scaling": lambda scores, by: scores / by,
+    "logit_scale": lambda scores, by: scores * by,
+    "lm_head_multiplier": lambda scores, by: scores * by,
+    "output_multiplier": lambda scores, by: scores * by,
+    "final_logit_softcapping": lambda scores, cap: (scores / cap).tanh() * cap,
+    "logits_soft_cap": lambda scores, cap: (scores / cap).tanh() * cap,
+}
+
+
+def finish_logits(config: Any, scores: Tensor) -> Tensor:
+    """Returns a model's logits from its lm_head's product, by its text config; `check_network` verifies them.
+
+    The best token stays the best.
+    """
+    for name, change in LOGIT_CHANGES.items():
+        by = getattr(config, name, None)
+        if by is not None:
+            scores = change(scores, by)
+    return scores
 
 
 def tapped(out: Any, taps: Sequence[int]) -> Tensor:
-    """Returns the tapped states [.., H * taps] of a network's output."""
+    """Returns the tapped states [.., H * taps] of a network's output; UserError if its layers give no such states."""
+    final: Tensor = out.last_hidden_state
     if tuple(taps) == (-1,):
-        final: Tensor = out.last_hidden_state
         return final
     # hidden_states[0] is the embedding, so the output of layer t is at t + 1.
-    return torch.cat([out.last_hidden_state if t == -1 else out.hidden_states[t + 1] for t in taps], dim=-1)
+    by_layer = out.hidden_states
+    if max(taps) + 1 >= len(by_layer) or by_layer[1].shape != final.shape:
+        raise UserError(
+            "some layers of this model give no state of a token, or several, which aux hidden state layers need",
+            "use a drafter that reads the last state, such as drafter=hydra",
+        )
+    return torch.cat([final if t == -1 else by_layer[t + 1] for t in taps], dim=-1)
 
 
 def eos_ids_of(owners: Iterable[Any]) -> list[Any]:
@@ -152,11 +225,41 @@ def eos_ids_of(owners: Iterable[Any]) -> list[Any]:
     return [id for ids in named for id in (ids if isinstance(ids, list) else [] if ids is None else [ids])]
 
 
+def stateful_modules(network: nn.Module) -> list[Any]:
+    """Returns the modules that keep a running state in the cache: convolutions, linear attention, Mamba."""
+    return [
+        module
+        for module in network.modules()
+        if type(getattr(module, "layer_idx", None)) is int and _updates_state(type(module).forward)
+    ]
+
+
+def reads_weights(network: nn.Module) -> bool:
+    """Returns True if a module reads the weights of linear layers in it, which then cannot be packed (Mamba does)."""
+    return any(
+        any(type(child) is nn.Linear for child in module.children()) and "weight" in _names_in(type(module).forward)
+        for module in network.modules()
+    )
+
+
+@cache
+def _updates_state(forward: Callable[..., Any]) -> bool:
+    return not set(STATE_UPDATES).isdisjoint(_names_in(forward))
+
+
+def _names_in(forward: Callable[..., Any]) -> Sequence[str]:
+    """Returns the names that a function's code reads, attributes among them."""
+    code = getattr(unwrap(forward), "__code__", None)
+    return () if code is None else code.co_names
+
+
 class Layers:
     """The parts most decoders are made of: embedding, rotary tables, layers, last norm; Unsupported if one lacks."""
 
     def __init__(self, model: Any) -> None:
-        base, config = model.base_model, model.config.get_text_config()
+        base, config = text_model(model), model.config.get_text_config()
+        if special := _special_parts(base, config):
+            raise Unsupported(special)
         if not all(hasattr(base, name) for name in ("layers", "norm", "rotary_emb", "embed_tokens")):
             raise Unsupported("its parts are not named as in Llama")
         self.base = base
@@ -171,12 +274,38 @@ class Layers:
         return cos, sin
 
 
+def _special_parts(base: nn.Module, config: Any) -> str | None:
+    """Returns what a text model has that written-out layers know nothing of; None for nothing."""
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        return "its attention scores are soft-capped"
+    if any(getattr(module, "sinks", None) is not None for module in base.modules()):
+        return "its attention has sinks"
+    if stateful_modules(base):
+        return "some layers keep a running state"
+    if len({key_sizes(layer) for layer in by_layer(config)}) > 1:
+        return "its layers differ in the shape of their keys"
+    return None
+
+
+def by_layer(config: Any) -> Sequence[Any]:
+    """Returns the text configs of a model's layers, or its own alone."""
+    layers: Sequence[Any] = getattr(config, "per_layer_config", None) or [config]
+    return layers
+
+
+def key_sizes(config: Any) -> tuple[int, int]:
+    """Returns the key heads and their width by the config of a model or a layer; zeros without attention."""
+    heads = getattr(config, "num_attention_heads", None) or 0
+    dim = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0)
+    return getattr(config, "num_key_value_heads", None) or heads, dim
+
+
 def usable_positions(config: Any) -> int:
     """Returns the positions a model is run for: its context, or the original one if its rotary tables change there.
 
     Moshi's is its window: a prompt beyond it sees all of itself in transformers, an answer's tokens the window.
     """
-    context = int(config.max_position_embeddings)
+    context = int(getattr(config, "max_position_embeddings", None) or UNBOUNDED)
     if config.model_type == "moshi" and config.sliding_window:
         return min(context, int(config.sliding_window))
     scaling = getattr(config, "rope_scaling", None) or getattr(config, "rope_parameters", None) or {}

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from inspect import signature
 from typing import Any
 
 import torch
@@ -9,13 +10,17 @@ from torch import Tensor
 
 from medusa_cli import assets
 from medusa_cli.errors import UserError, first_line, shown
-from medusa_cli.model.backbone import eos_ids_of
+from medusa_cli.layer_kinds import STATEFUL
+from medusa_cli.model.backbone import auto_class, eos_ids_of, finish_logits, stateful_modules, text_model
 from medusa_cli.model_files import (
     AGAIN,
+    ATTENTION_FLAGS,
+    OUTSIDE,
+    PREFIX_LM,
     foreign_logits,
-    no_sdpa,
+    layer_kinds,
+    no_attention,
     refuse_by_config,
-    refuse_sinks,
     tensors_of,
     unverifiable,
 )
@@ -26,16 +31,19 @@ FAULTS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, Asse
 
 
 def refuse_unsupported(config: Any) -> None:
-    """Raises UserError for a model whose attention or logits, by its config, a tree cannot verify."""
-    text = config.get_text_config()
-    refuse_by_config(config, text)
-    if not hasattr(text, "max_position_embeddings") or not hasattr(text, "num_attention_heads"):
-        raise unverifiable(text, "it has no softmax attention over numbered positions")
-    for name in ("head_dim", "num_key_value_heads"):
-        try:
-            getattr(text, name, None)
-        except RuntimeError as reason:  # transformers' answer where it is set layer by layer
-            raise unverifiable(text, f"its layers differ in {name}") from reason
+    """Raises UserError for a model whose attention, by its config, a tree cannot verify."""
+    refuse_by_config(config, config.get_text_config())
+
+
+def refuse_layers(network: Any, text: Any) -> None:
+    """Raises UserError for a network, by its text config too, of whose layers some cannot follow a tree."""
+    stateful = bool(stateful_modules(network))
+    if not stateful and any(kind in STATEFUL for kind in layer_kinds(text)):
+        raise unverifiable(text, f"it has {OUTSIDE}")
+    if not stateful and not any(getattr(network, flag, False) for flag in ATTENTION_FLAGS):
+        raise no_attention(text)
+    if not stateful and not hasattr(text, "num_attention_heads"):
+        raise no_attention(text)
 
 
 def unloadable(model: str, why: str | Exception) -> UserError:
@@ -53,19 +61,15 @@ def check_architecture(config: Any, model: str) -> None:
 
     The network is built without weights, so that no config can take the memory.
     """
-    from transformers import AutoModelForCausalLM
-
     refuse_unsupported(config)
-    files, text = tensors_of(model), config.get_text_config()
-    refuse_sinks(text, files)
+    files = tensors_of(model)
     try:
         with torch.device("meta"):
-            network = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+            network = auto_class(config).from_config(config, trust_remote_code=False)
     except Exception as reason:  # a damaged config raises any exception
         raise unloadable(model, reason) from reason
     weights = dict(network.named_parameters())
-    if not network._supports_sdpa:
-        raise no_sdpa(text)
+    refuse_layers(network, config.get_text_config())
     if not files or getattr(config, "quantization_config", None) is not None:  # packed weights have their own shapes
         return
     prefix = f"{network.base_model_prefix}."
@@ -97,10 +101,12 @@ def check_network(network: Any, model: str) -> None:
     ids = torch.arange(PROBE, device=table.device)[None] % len(table)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}  # some warn without
     passes: list[Any] = []
-    hook = network.base_model.register_forward_hook(lambda module, args, out: passes.append(out[0]))
+    hook = text_model(network).register_forward_hook(lambda module, args, out: passes.append(out[0]))
     try:
         logits = network(**inputs).logits.float()
-        own = head(passes[0] if passes else network.base_model(**inputs)[0]).float()  # OPT runs a part of its base
+        states = passes[0] if passes else text_model(network)(**inputs)[0]  # OPT runs a part of its base
+        own = finish_logits(network.config.get_text_config(), head(states.to(table.dtype))).float()  # Mamba's are fp32
+        looks_ahead = _looks_ahead(network, ids, logits)
     except torch.OutOfMemoryError:
         raise
     except FAULTS as reason:
@@ -114,8 +120,20 @@ def check_network(network: Any, model: str) -> None:
             f"@model {model!r} computes numbers that are not finite in {kind}: its weights are damaged, or too large",
             f"{AGAIN}, or try @dtype fp32",
         )
-    if difference(own[0], logits[0]) > (1e-3 if table.dtype == torch.float32 else 0.02):
-        raise foreign_logits(network.config.get_text_config(), "other layers or factors follow")
+    if looks_ahead:
+        raise unverifiable(network.config.get_text_config(), PREFIX_LM)
+    error = difference(own[0], logits[0])
+    if error > (1e-3 if table.dtype == torch.float32 else 0.02):
+        raise foreign_logits(network.config.get_text_config(), f"they differ by {error:.2%}")
+
+
+def _looks_ahead(network: Any, ids: Tensor, logits: Tensor) -> bool:
+    """Returns True if logits [1, n, V] of ids [1, n] differ without the later half: a prefix LM's do."""
+    if "token_type_ids" not in signature(type(network).forward).parameters:  # no other network tells prefixes
+        return False
+    half = ids[:, : ids.shape[1] // 2]
+    alone = network(input_ids=half, attention_mask=torch.ones_like(half)).logits.float()
+    return difference(alone[0], logits[0, : half.shape[1]]) > 0.1
 
 
 def difference(ours: Tensor, theirs: Tensor) -> float:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from medusa_cli.errors import UsageError, UserError
+from medusa_cli.model.backbone import text_model
 
 # Processes wait for one another where they share work, and their shares may differ by hours.
 TIMEOUT = timedelta(days=7)
@@ -135,7 +136,7 @@ def split_layers(network: Any, device: str) -> None:
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor
 
-    base, depth = network.base_model, network.config.get_text_config().num_hidden_layers
+    base, depth = text_model(network), network.config.get_text_config().num_hidden_layers
     lists = [module for module in base.modules() if isinstance(module, nn.ModuleList)]
     layers = next((modules for modules in lists if len(modules) == depth), None)
     if layers is None:

@@ -13,6 +13,7 @@ from torch import nn
 from medusa_cli import assets
 from medusa_cli.assets import RANDOM
 from medusa_cli.errors import UsageError, UserError
+from medusa_cli.model.backbone import auto_class, text_config
 from medusa_cli.model.checks import (
     check_architecture,
     check_files,
@@ -86,7 +87,7 @@ def load_network(
             split_layers(network, device)
         return network, None
     # Weights are read from safetensors alone: a pickle may hold any code.
-    settings: dict[str, Any] = {"dtype": dtype, "attn_implementation": "sdpa", "use_safetensors": True}
+    settings: dict[str, Any] = {"dtype": dtype, "use_safetensors": True}
     if options.quantised:
         from transformers import BitsAndBytesConfig
 
@@ -112,7 +113,7 @@ def load_network(
                 raise UsageError(f"@quantize {options.quantize} cannot quantize a GGUF file", "leave it out")
             network = _network_of_gguf(path, config, dtype)
         else:
-            network, info = AutoModelForCausalLM.from_pretrained(
+            network, info = auto_class(config).from_pretrained(
                 source, trust_remote_code=trusted, output_loading_info=True, **settings
             )
             missing = sorted(info["missing_keys"])
@@ -138,7 +139,7 @@ def load_without_weights(model: str, chat_template: str | None = None) -> tuple[
 
     Raises UserError for a model that is missing, damaged or unusable.
     """
-    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers import GenerationConfig
 
     source = assets.model_dir(model)
     config = read_config(model, whole=True)
@@ -147,7 +148,7 @@ def load_without_weights(model: str, chat_template: str | None = None) -> tuple[
     try:
         _refuse_adapter(source, model)
         with torch.device("meta"):
-            network = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+            network = auto_class(config).from_config(config, trust_remote_code=False)
         if model_file(source, "generation_config.json") is not None:
             network.generation_config = GenerationConfig.from_pretrained(source)
         tokenizer = _load_tokenizer(source, chat_template, False)
@@ -250,7 +251,7 @@ def read_config(model: str, trust_remote_code: bool = False, whole: bool = False
     config_fields(source)
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
-        return config if whole else config.get_text_config()
+        return config if whole else text_config(config)
     except Exception as reason:  # damaged files raise any exception
         raise unloadable(model, reason) from reason
 

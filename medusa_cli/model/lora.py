@@ -13,6 +13,7 @@ from msgspec import Meta
 from torch import Tensor, nn
 
 from medusa_cli.errors import UserError, first_line, shown
+from medusa_cli.model.backbone import text_model
 from medusa_cli.runs.io import AGAIN, convert, read_object, read_weights, replacing_folder
 
 WEIGHTS = "adapter_model.safetensors"
@@ -51,7 +52,12 @@ def attach(network: Any, *, rank: int, alpha: float, dropout: float) -> None:
     with _quiet():
         from peft import LoraConfig, inject_adapter_in_model
 
-    names = {name.rpartition(".")[2] for name, module in network.named_modules() if isinstance(module, nn.Linear)}
+    names = {name for name, module in network.named_modules() if isinstance(module, nn.Linear)}
+    if text_model(network) is network.base_model:
+        names = {name.rpartition(".")[2] for name in names}
+    else:  # what sees images has layers of the same names
+        read = {id(module) for module in (*text_model(network).modules(), network.get_output_embeddings())}
+        names = {name for name in names if id(network.get_submodule(name)) in read}
     config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=sorted(names), bias="none")
     with _quiet():
         inject_adapter_in_model(config, network)

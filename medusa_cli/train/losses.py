@@ -102,7 +102,7 @@ def model_loss(
             cost["nll"] += float(F.nll_loss(scores, targets, reduction="sum"))
         if teacher is None:
             return cross_entropy(scores, targets)
-        original_scores = log_softmax(own_head(teacher[block]))
+        original_scores = log_softmax(backbone.finish_logits(own_head(teacher[block])))
         shares = torch.exp(original_scores, out=log_softmax.spare[: len(original_scores)])
         kl = torch.dot(shares.view(-1), original_scores.view(-1)) - torch.dot(shares.view(-1), scores.view(-1))
         if cost:
@@ -115,7 +115,11 @@ def model_loss(
 
     count = len(following)
     weights = [weight for weight in lm_head.parameters() if weight.requires_grad]
-    total = blockwise_loss(loss, lm_head, states, weights, LM_ROWS) / count
+
+    def logits(rows: Tensor) -> Tensor:
+        return backbone.finish_logits(lm_head(rows))
+
+    total = blockwise_loss(loss, logits, states, weights, LM_ROWS) / count
     return total, {key: value / count for key, value in cost.items()}
 
 
@@ -216,7 +220,8 @@ def teacher_probabilities(drafter: HeadDrafter, backbone: Backbone, batch: Batch
     weight, bias = drafter.of_vocabulary(backbone.lm_head_weight), drafter.of_vocabulary(backbone.lm_head_bias)
     change = adapter.weight_change(backbone.model.get_output_embeddings(), drafter.of_vocabulary)
     weight = weight if change is None else weight + change.to(weight.dtype)
-    probabilities = F.linear(final, weight.to(final.dtype), None if bias is None else bias.to(final.dtype))
+    scores = F.linear(final, weight.to(final.dtype), None if bias is None else bias.to(final.dtype))
+    probabilities = backbone.finish_logits(scores)
     for block in probabilities.split(ROWS):
         block.copy_(block.float().softmax(-1))
     return probabilities

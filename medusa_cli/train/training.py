@@ -249,7 +249,7 @@ def _tuned_run(backbone: Backbone, run: Run) -> tuple[Run, dict[str, Any]]:
     """Saves a fully tuned model, which is another model, in a run of its own, RUN/tuned; returns run and identity."""
     tuned = Run.open(str(run.path / "tuned") + "/", create=True)
     folder = tuned.path / "model"
-    backbone.model.set_attn_implementation("sdpa")
+    backbone.take_own_attention()
     with replacing_folder(folder) as part:
         backbone.model.save_pretrained(part)
         backbone.tokenizer.save_pretrained(part)

@@ -1,0 +1,40 @@
+"""Models of every kind of layer decode as their own `generate`, or are refused, as docs/models.md says of each type."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.models import NAMED, page, survey
+
+PAGE = Path(__file__).parent.parent / "docs/models.md"
+ROWS = {kind: row for row, kind in re.findall(r"^(\| `([^`]+)` .*)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)}
+EVERY = [kind for of_group in NAMED.values() for kind in of_group]
+# One of each group, and those that once gave wrong tokens.
+QUICK = (
+    "granite", "gemma2", "gpt_oss", "gemma4_text", "lfm2", "qwen3_5_text", "jamba", "zamba2", "mamba2", "llama4_text",
+    "qwen3_vl", "paligemma", "hrm_text",
+)  # fmt: skip
+
+
+def assert_as_the_page_says(kind: str) -> None:
+    outcome = survey(kind)
+    assert not outcome.wrong
+    assert outcome.row(kind) == ROWS[kind], "run `make models-page`"
+
+
+@pytest.mark.parametrize("kind", QUICK)
+def test_type_runs_as_the_page_says(kind: str) -> None:
+    assert_as_the_page_says(kind)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [kind for kind in EVERY if kind not in QUICK])
+def test_every_named_type_runs_as_the_page_says(kind: str) -> None:
+    assert_as_the_page_says(kind)
+
+
+def test_page_lists_the_named_types_of_which_most_run() -> None:
+    assert page(ROWS) == PAGE.read_text(encoding="utf-8"), "run `make models-page`"
+    refused = [kind for kind in EVERY if "| refused |" in ROWS[kind]]
+    assert set(QUICK) <= set(EVERY) and len(EVERY) - len(refused) >= 100
