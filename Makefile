@@ -1,6 +1,6 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help install demo style check test test-avx2 test-slow crash fuzz package bench-decode bench-serve bench-gpu reproduce docs verify-hf verify-vllm verify-llama-cpp soak help-page models-page clean
+.PHONY: help install demo style check test test-avx2 test-slow crash fuzz package sanitize bench-decode bench-serve bench-gpu reproduce docs verify-hf verify-vllm verify-llama-cpp soak help-page models-page clean
 
 # Any build of torch will do, e.g. make install TORCH='torch==2.13.0+cpu'
 TORCH ?= torch==2.13.0
@@ -42,15 +42,32 @@ test-avx2: $(READY) ## the engines' and the default model's tests with the instr
 	$(BIN)/medusa assets
 	MEDUSA_CPU=avx2 $(PYTEST) -m 'not slow' tests/test_engine.py tests/test_native.py tests/test_default_model.py
 
-# The libraries are those of .venv; its own copy of the package is found by no path.
-package: $(READY) ## the wheel, installed in an empty environment: its help, and an answer by what it brings
+# Compiled by the compiler of the ziglang package against the oldest glibc that Python's wheels know. The libraries are
+# those of .venv; its own copy of the package is found by no path.
+ARCH := $(shell uname -m)
+ZIG := build/zig/bin/python
+
+$(ZIG):
+	$(PYTHON) -m venv build/zig
+	$(ZIG) -m pip install --disable-pip-version-check --quiet ziglang
+
+package: $(READY) $(ZIG) ## the manylinux wheel, installed in an empty environment: its help, and an answer by what it brings
 	rm -rf build/package build/lib build/bdist*
-	$(BIN)/pip wheel --quiet --no-deps --wheel-dir build/package .
+	CXX="$(abspath $(ZIG)) -m ziglang c++ -target $(ARCH)-linux-gnu.2.17" MEDUSA_PLATFORM=manylinux_2_17_$(ARCH) \
+		$(BIN)/pip wheel --quiet --no-deps --wheel-dir build/package .
 	$(BIN)/python -m venv --without-pip build/package/env
 	$(BIN)/pip --python build/package/env install --quiet --no-deps build/package/*.whl
 	cd build/package && export PYTHONPATH=$$(../../$(BIN)/python -c 'import torch; print(torch.__path__[0][:-6])') && \
-		env/bin/medusa --help > /dev/null && env/bin/medusa chat --prompt hi --max-new-tokens 8 && \
+		env/bin/medusa --help > /dev/null && env/bin/medusa chat --engine native --prompt hi --max-new-tokens 8 && \
 		env/bin/python -c 'import medusa_cli; assert "build/package/env" in medusa_cli.__file__, medusa_cli.__file__'
+
+SANITIZERS := -fsanitize=address,undefined -fno-omit-frame-pointer -O1
+
+sanitize: $(READY) ## the native tests over a library that checks its memory and arithmetic
+	mkdir -p build/sanitize
+	$(BIN)/python medusa_cli/native/build.py build/sanitize/libmedusa.so $(SANITIZERS)
+	LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libubsan.so)" ASAN_OPTIONS=detect_leaks=0 \
+		MEDUSA_LIBRARY=build/sanitize/libmedusa.so HF_HUB_OFFLINE=1 $(BIN)/pytest -q tests/test_native.py
 
 test-slow: $(READY) ## the tests that take minutes
 	$(BIN)/medusa assets

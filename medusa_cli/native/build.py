@@ -23,7 +23,7 @@ from setuptools.command.build_py import build_py
 SOURCES = Path(__file__).parent
 LIBRARY = "libmedusa.so"
 # A product's rows must not depend on what a compiler contracts to one operation.
-FLAGS = ["-std=c++17", "-O3", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-Wall"]
+FLAGS = ["-std=c++17", "-O3", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-g0", "-Wall"]
 # GCC 12 says of its own header of AVX-512 that it reads what is not set.
 QUIET = ["-Wno-uninitialized", "-Wno-maybe-uninitialized", "-Wno-unknown-warning-option"]
 COMMON = ("pool", "formats", "library")
@@ -70,7 +70,7 @@ def compile_library(target: Path, flags: list[str] | None = None) -> None:
             # The longest first.
             objects = list(pool.map(compile_one, reversed(jobs)))
         part = target.with_name(target.name + ".part")
-        subprocess.run([*command, *(flags or []), "-shared", *objects, "-o", str(part), "-lpthread"], check=True)
+        subprocess.run([*command, *(flags or []), "-shared", "-s", *objects, "-o", str(part), "-lpthread"], check=True)
         part.replace(target)
 
 
@@ -99,4 +99,6 @@ class BdistWheel(bdist_wheel):
 
 
 if __name__ == "__main__":
-    compile_library(SOURCES / LIBRARY, sys.argv[1:])
+    # python build.py [TARGET] [FLAG ..]
+    target = next((Path(word) for word in sys.argv[1:] if not word.startswith("-")), SOURCES / LIBRARY)
+    compile_library(target, [word for word in sys.argv[1:] if word.startswith("-")])

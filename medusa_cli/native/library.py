@@ -7,7 +7,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-LIBRARY = Path(__file__).parent / "libmedusa.so"
+# MEDUSA_LIBRARY names another build of it, such as one with sanitizers.
+LIBRARY = Path(os.environ.get("MEDUSA_LIBRARY") or Path(__file__).parent / "libmedusa.so")
 TABLES = 4  # of rotary positions that a model may have
 TILE, UNIT = 16, 32
 
