@@ -78,10 +78,13 @@ def read_only(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_read_only_cache_serves_its_files(cache: Path, request: pytest.FixtureRequest) -> None:
     member = cache / "files" / assets.MT_BENCH.sha256[:12] / "question.jsonl"
-    model = cache / "models" / assets.DEFAULT_MODEL
-    for path in (member, model / "config.json"):
+    wheel = assets.MODELS[assets.DEFAULT_MODEL]
+    file = cache / "files" / wheel.sha256[:12] / Path(wheel.member).name
+    for path in (member, file):
         path.parent.mkdir(parents=True)
         path.write_text("{}")
+    model = cache / "models" / f"gguf-{assets.file_stamp(file)}"
+    model.mkdir(parents=True)
     before = sorted(cache.rglob("*"))
     request.getfixturevalue("read_only")
     assert assets.mt_bench_path() == member
@@ -93,7 +96,7 @@ def test_a_read_only_cache_names_the_missing_file(read_only: Path) -> None:
     result = medusa("assets", "mt-bench", "--quiet", exit_code=1)
     assert result.stdout == "" and result.stderr.count("\n") == 1
     assert str(read_only) in result.stderr and "question.jsonl" in result.stderr and "MEDUSA_HOME" in result.stderr
-    with pytest.raises(UserError, match=assets.DEFAULT_MODEL):
+    with pytest.raises(UserError, match=Path(assets.MODELS[assets.DEFAULT_MODEL].member).name):
         assets.model_dir(assets.DEFAULT_MODEL)
 
 

@@ -106,6 +106,13 @@ def test_greedy_output_is_identical_in_every_family(family: str) -> None:
             assert tokens_of(generate(backbone, drafter, shape, PROMPT, **rules)) == expected, (kind, shape)
 
 
+@pytest.fixture
+def exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets drafters draft over the weights that they are trained in, not over 8 bits."""
+    monkeypatch.setattr("medusa_cli.native.is_available", lambda: False)
+
+
+@pytest.mark.usefixtures("exact")
 @pytest.mark.parametrize("shape", ["static", "dynamic"])
 @pytest.mark.parametrize("kind", OF_STATES)
 def test_drafts_are_the_guesses_of_training(kind: str, shape: str) -> None:
@@ -265,6 +272,7 @@ def test_fresh_heads_guess_what_the_lm_head_says(kind: str) -> None:
     assert all(torch.equal(best, expected) for best in guesses(drafter, backbone, batch, 4).unbind(1))
 
 
+@pytest.mark.usefixtures("exact")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_fresh_eagle_guesses_what_the_lm_head_says_of_its_highest_state(family: str) -> None:
     backbone = tiny_backbone(family, layers=4, engine="native")

@@ -201,6 +201,16 @@ def test_zeros_and_large_numbers_are_rounded() -> None:
     assert np.array_equal(matrix.multiply(np.zeros((2, 32), np.float32)), np.zeros((2, 3), np.float32))
 
 
+def test_tiles_and_biases_of_another_size_are_refused() -> None:
+    whole = PackedMatrix.pack(random_matrix(Format.Q8_0, 40, 64))
+    for shape in ((41, 64), (4000, 64), (40, 96), (40, 65), (-40, 64), (0, 64)):
+        if -(-shape[0] // 16) * 16 * shape[1] != 48 * 64:
+            with pytest.raises(ValueError, match="tiles"):
+                PackedMatrix(Format.Q8_0, shape, whole.tiles)
+    with pytest.raises(ValueError, match="bias"):
+        PackedMatrix(Format.Q8_0, (40, 64), whole.tiles, np.zeros(39, np.float32))
+
+
 def test_ids_beyond_a_matrix_are_refused() -> None:
     packed = PackedMatrix.pack(random_matrix(Format.F32, 10, 32))
     for ids in ([10], [0, -1], [2**62]):

@@ -36,7 +36,7 @@ from medusa_cli.errors import UsageError, UserError, first_line
 from medusa_cli.model import Backbone, lora
 from medusa_cli.model.backbone import Unsupported, padded_pass, usable_positions, weights_of
 from medusa_cli.model.chat_template import check_template, try_template
-from medusa_cli.model.checks import FAULTS
+from medusa_cli.model.checks import FAULTS, check_network
 from medusa_cli.model.load import (
     DTYPES,
     checkpoint_dtype,
@@ -219,9 +219,10 @@ def verified(network: Any) -> Description:
     try:
         description = describe(network)
         twin = twin_of(network)
+        check_network(twin, network.config.name_or_path)
         more = gains_one_more(twin)
         _compare(twin, more)
-    except (Unsupported, torch.OutOfMemoryError):
+    except (Unsupported, UserError, torch.OutOfMemoryError):
         raise
     except FAULTS as reason:
         raise Unsupported(first_line(reason)) from reason

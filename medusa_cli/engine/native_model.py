@@ -458,6 +458,7 @@ def twin_of(network: Any) -> Any:
             parameter.data = torch.randn_like(parameter) * (0.3 if parameter.dim() == 1 else 0.2)
             if parameter.dim() == 1:
                 parameter.data += 1
+    twin.set_attn_implementation("sdpa")  # a backbone's network has our own
     return twin.eval()
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from medusa_cli.assets import file_stamp, model_dir
 from medusa_cli.gguf import GgufNames, read_header
+from medusa_cli.model.checks import unloadable
 from medusa_cli.model_files import checkpoint_files, weights_file
 from medusa_cli.native.matrix import Floats, Format, RawMatrix
 
@@ -58,11 +59,14 @@ class CheckpointWeights(Weights):
     """The weights in safetensors files, mapped into memory."""
 
     def __init__(self, files: Sequence[Path], prefix: str) -> None:
-        from safetensors import safe_open
+        from safetensors import SafetensorError, safe_open
 
         self.prefix = f"{prefix}."
         self.stack = ExitStack()
-        parts = [self.stack.enter_context(safe_open(path, framework="pt")) for path in files]
+        try:
+            parts = [self.stack.enter_context(safe_open(path, framework="pt")) for path in files]
+        except SafetensorError as reason:
+            raise unloadable(str(files[0].parent), reason) from reason
         self.parts = {name: part for part in parts for name in part.keys()}  # noqa: SIM118  (no mapping)
 
     def _name(self, name: str) -> str:

@@ -127,6 +127,8 @@ class PackedMatrix:
         whole = outputs > 0 and inputs > 0 and format.fits(inputs)
         if not whole or tiles.nbytes != library().tiled_bytes(int(format), outputs, inputs):
             raise ValueError(f"tiles of {tiles.nbytes:,} bytes are no matrix {shape} in {format.name}")
+        if bias is not None and len(bias) < outputs:
+            raise ValueError(f"a bias of {len(bias):,} numbers is too short for a matrix {shape}")
         address = None if self.bias is None else self.bias.ctypes.data
         int8 = int8_rows and not format.is_float
         self.struct = Matrix(int(format), int8, *shape, tiles.ctypes.data, address)
