@@ -76,10 +76,9 @@ class Eagle(HeadDrafter):
     def create(cls, backbone: Backbone, *settings: Any, **named: Any) -> "Eagle":
         drafter = super().create(backbone, *settings, **named)
         # The matrix starts as the lm_head's, so what it reads had best be normed as what that reads.
-        final = getattr(backbone.text_model, "norm", None)
-        if final is not None:
-            ones = torch.ones(backbone.hidden_size, device=backbone.device, dtype=backbone.dtype)
-            drafter.norm.weight.data.copy_(final(ones))
+        gain = backbone.engine.final_gain()
+        if gain is not None:
+            drafter.norm.weight.data.copy_(gain)
         return drafter
 
     @classmethod

@@ -73,6 +73,16 @@ class Engine(ABC):
         dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return 2 * self.backbone.num_layers * heads * dim * self.dtype.itemsize
 
+    @torch.no_grad()
+    def final_gain(self) -> Tensor | None:
+        """Returns the gain [H] of the network's last norm; None if it has none."""
+        norm = getattr(self.backbone.text_model, "norm", None)
+        if norm is None:
+            return None
+        ones = torch.ones(self.backbone.hidden_size, device=self.backbone.device, dtype=self.dtype)
+        gain: Tensor = norm(ones)
+        return gain
+
     def tree_rows(self, length: int) -> int:
         """Returns how many nodes a tree behind `length` tokens may have."""
         return self.backbone.max_positions

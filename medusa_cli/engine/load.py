@@ -117,8 +117,10 @@ def attach(backbone: Backbone, engine: str = "eager", *, quantize: str | None = 
             backbone.engine = NativeEngine(backbone, model, int8, quantize)
         elif engine == "torch":
             backbone.engine = TorchEngine(backbone)
-        else:
+        elif engine == "eager":
             backbone.engine = EagerEngine(backbone)
+        else:
+            raise UsageError(f"@engine {engine!r} is unknown", "use native, torch or eager")
     except Unsupported as reason:
         raise UsageError(
             f"@engine {engine} cannot run the model {backbone.id!r}: {reason}", "use @engine auto or eager"

@@ -72,6 +72,10 @@ class NativeEngine(Engine):
         finally:
             torch.set_num_threads(count)
 
+    def final_gain(self) -> Tensor:
+        gain = self.model.packed.vectors[self.model.description.norm]
+        return torch.from_numpy(gain[: self.sizes["hidden"]].copy())
+
     def new_cache(self, slots: int = 1, capacity: int = FIRST_ROWS) -> "NativeCache":
         return NativeCache(self.model, slots, capacity)
 

@@ -34,6 +34,9 @@ LEFT_OUT = {
 UNUSED = '''"""Names for training, files, packed weights and CUDA graphs, which `generate` does not use."""
 
 
+import torch
+
+
 class Meta:
     def __init__(self, **limits):
         pass
@@ -41,7 +44,11 @@ class Meta:
 
 Backbone = ExtraRows = Fill = NewTensors = Sampler = Sampling = SlotRows = object
 Trace = TreeTensors = object
-fill_by_level = pack_linears = packed_linear = packs = write_json = None
+def packed_linear(weight, bias=None):
+    return lambda x: torch.nn.functional.linear(x, weight, bias)
+
+
+fill_by_level = pack_linears = packs = write_json = None
 '''
 REQUIREMENTS = "transformers>=5.20\nsafetensors\n"
 # Nodes of the tree if the run has a calibration and no tree.

@@ -297,6 +297,7 @@ uint16_t float_to_half(float value) {
   const uint16_t sign = std::signbit(value) ? 0x8000 : 0;
   const float size = std::fabs(value);
   if (!(size < 65520.0f)) return sign | 0x7c00 | (std::isnan(value) ? 0x200 : 0);
+  if (size == 0) return sign;
   int exponent;
   std::frexp(size, &exponent);
   // One unit in the last place of a half of this size, at least of the smallest ones.

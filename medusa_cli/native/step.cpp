@@ -320,7 +320,10 @@ void multiply_rows(Pool& pool, const Matrix& m, const float* x, int64_t rows, in
   // Rows of any stride are copied into whole groups.
   const Rows given = work.given.rows(rows, m.k, m.int8_rows);
   for (int64_t r = 0; r < rows; r++) {
-    std::memcpy(writable(given) + r * given.stride, x + r * ldx, std::min(m.k, ldx) * sizeof(float));
+    float* row = writable(given) + r * given.stride;
+    const int64_t known = std::min(m.k, ldx);
+    std::memcpy(row, x + r * ldx, known * sizeof(float));
+    std::memset(row + known, 0, (given.stride - known) * sizeof(float));
   }
   round_rows(pool, given, rows);
   products(pool, given, rows, {Target{&m, y, ldy, false}});
