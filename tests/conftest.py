@@ -68,3 +68,9 @@ def backbone(model: str) -> Any:
     from medusa_cli.runs.resolve import LoadOptions
 
     return load_backbone(model, LoadOptions(dtype="fp32", engine="eager"))
+
+
+@pytest.fixture
+def exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets drafters draft over the weights that they are trained in, not over 8 bits."""
+    monkeypatch.setattr("medusa_cli.native.is_available", lambda: False)

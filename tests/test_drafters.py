@@ -106,12 +106,6 @@ def test_greedy_output_is_identical_in_every_family(family: str) -> None:
             assert tokens_of(generate(backbone, drafter, shape, PROMPT, **rules)) == expected, (kind, shape)
 
 
-@pytest.fixture
-def exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets drafters draft over the weights that they are trained in, not over 8 bits."""
-    monkeypatch.setattr("medusa_cli.native.is_available", lambda: False)
-
-
 @pytest.mark.usefixtures("exact")
 @pytest.mark.parametrize("shape", ["static", "dynamic"])
 @pytest.mark.parametrize("kind", OF_STATES)

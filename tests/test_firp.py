@@ -15,7 +15,7 @@ from medusa_cli.drafters import Firp
 from medusa_cli.drafters.firp import spread
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.drafters.io import load_drafter
-from medusa_cli.engine import attach, load_backbone
+from medusa_cli.engine import Output, Plan, attach, load_backbone
 from medusa_cli.engine.extra_rows import extra_row_states, trace
 from medusa_cli.errors import UserError
 from medusa_cli.model import Backbone
@@ -36,6 +36,8 @@ from tests.helpers import (
     tiny_backbone,
     write_lines,
 )
+
+pytestmark = pytest.mark.usefixtures("exact")
 
 TREE = Tree.from_choices([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 1, 0], [0, 0, 1]])
 PROMPT = [5, 9, 20, 11, 7, 31, 8, 44, 10, 12]
@@ -134,18 +136,17 @@ def test_drafts_come_from_the_extra_rows_of_the_accepted_path(engine: str, shape
 def test_a_step_is_one_backbone_pass(engine: str, shape: Tree | DynamicTree) -> None:
     backbone = backbone_of("llama", engine)
     drafter = firp(backbone)
-    passes: list[int] = []
-    inner = backbone.engine.run
+    rows: list[tuple[int, int]] = []  # and extra rows
+    inner = backbone.engine.forward
 
-    def counted(tokens: Tensor, layout: Any, cache: Any, taps: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        passes.append(layout.positions.shape[1])  # rows, extra rows among them
-        return inner(tokens, layout, cache, taps)
+    def counted(plan: Plan, cache: Any) -> Output:
+        out = inner(plan, cache)
+        rows.append((plan.tokens.shape[1], 0 if out.extra is None else out.extra[0, ..., 0].numel()))
+        return out
 
-    backbone.engine.run = counted
+    backbone.engine.forward = counted
     steps = list(generate(backbone, drafter, shape, PROMPT, max_new_tokens=40, stop_ids=()))
-    assert len(passes) == len(steps)
-    assert passes[0] == len(PROMPT) + 3
-    assert passes[1:] == [4 * step.nodes for step in steps[1:]]
+    assert rows == [(len(PROMPT), 3), *((step.nodes, 3 * step.nodes) for step in steps[1:])]
 
 
 def test_default_layers_spread_from_a_half_to_five_sixths_of_the_depth() -> None:
@@ -270,7 +271,7 @@ def model(tmp_path: Path) -> str:
     return save_model(tmp_path / "model", layers=DEPTH)
 
 
-def test_packed_weights_are_refused(model: str) -> None:
+def test_gradients_of_a_loaded_backbone_are_those_of_one_in_memory(model: str) -> None:
     def loss(backbone: Backbone, drafter: HeadDrafter) -> Any:
         batch = batch_of(backbone, drafter, conversations(20))
         return drafter_loss(drafter, backbone, batch, TrainRecipe()).total
@@ -281,5 +282,3 @@ def test_packed_weights_are_refused(model: str) -> None:
         loss(backbone, drafter).backward()
         gradients.append([weight.grad for weight in drafter.parameters()])
     assert all(torch.allclose(*pair, atol=1e-5) for pair in zip(*gradients, strict=True))
-    with pytest.raises(UserError, match="packed weights lose gradients"):
-        loss(load_backbone(model, options), drafter)

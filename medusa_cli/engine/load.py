@@ -224,9 +224,9 @@ def verified(network: Any) -> Description:
         check_network(twin, network.config.name_or_path)
         more = gains_one_more(twin)
         _compare(twin, more)
-    except (Unsupported, UserError, torch.OutOfMemoryError):
+    except (Unsupported, torch.OutOfMemoryError):
         raise
-    except FAULTS as reason:
+    except (UserError, *FAULTS) as reason:
         raise Unsupported(first_line(reason)) from reason
     return dataclasses.replace(description, one_more=more)
 
