@@ -69,12 +69,12 @@ inline void score(const float* queries, const float* keys, int64_t dim, int64_t 
   for (int64_t tile = first; tile < end; tile++) {
     const float* key = keys + tile * dim * 16;
     F total[R];
-    for (int r = 0; r < R; r++) total[r] = set(0.0f);
+    MEDUSA_UNROLL for (int r = 0; r < R; r++) total[r] = set(0.0f);
     for (int64_t d = 0; d < dim; d++) {
       const F k = load(key + d * 16);
-      for (int r = 0; r < R; r++) total[r] = fma(set(queries[r * dim + d]), k, total[r]);
+      MEDUSA_UNROLL for (int r = 0; r < R; r++) total[r] = fma(set(queries[r * dim + d]), k, total[r]);
     }
-    for (int r = 0; r < R; r++) {
+    MEDUSA_UNROLL for (int r = 0; r < R; r++) {
       const uint16_t mask = visible(sight, rows[r], tile);
       if (mask != 0xffff) total[r] = choose(mask, total[r], set(-INFINITY));
       store(scores + r * stride + tile * 16, total[r]);
@@ -88,21 +88,21 @@ template <int R, int V>
 inline void weigh(const float* weights, int64_t stride, const float* values, int64_t dim, int64_t first, int64_t end,
                   float* out, int64_t out_stride, float* totals) {
   F sums[R][V], total[R];
-  for (int r = 0; r < R; r++) {
+  MEDUSA_UNROLL for (int r = 0; r < R; r++) {
     total[r] = set(0.0f);
-    for (int v = 0; v < V; v++) sums[r][v] = set(0.0f);
+    MEDUSA_UNROLL for (int v = 0; v < V; v++) sums[r][v] = set(0.0f);
   }
   for (int64_t c = first; c < end; c++) {
     F value[V];
-    for (int v = 0; v < V; v++) value[v] = load(values + c * dim + 16 * v);
-    for (int r = 0; r < R; r++) {
+    MEDUSA_UNROLL for (int v = 0; v < V; v++) value[v] = load(values + c * dim + 16 * v);
+    MEDUSA_UNROLL for (int r = 0; r < R; r++) {
       const F weight = set(weights[r * stride + c]);
-      for (int v = 0; v < V; v++) sums[r][v] = fma(weight, value[v], sums[r][v]);
+      MEDUSA_UNROLL for (int v = 0; v < V; v++) sums[r][v] = fma(weight, value[v], sums[r][v]);
       if (totals) total[r] = add(total[r], weight);
     }
   }
-  for (int r = 0; r < R; r++) {
-    for (int v = 0; v < V; v++) store(out + r * out_stride + 16 * v, sums[r][v]);
+  MEDUSA_UNROLL for (int r = 0; r < R; r++) {
+    MEDUSA_UNROLL for (int v = 0; v < V; v++) store(out + r * out_stride + 16 * v, sums[r][v]);
     if (totals) {
       alignas(64) float lanes[16];
       store(lanes, total[r]);

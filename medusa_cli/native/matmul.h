@@ -314,8 +314,8 @@ template <int FORMAT, int R>
 inline void add_unit(const I* weights, const L* scale, const L* offset, const Inputs& x, int64_t u, L* total) {
   using K = Kind<FORMAT>;
   constexpr int vectors = 8 / K::groups;
-  for (int g = 0; g < K::groups; g++) {
-    for (int r = 0; r < R; r++) {
+  MEDUSA_UNROLL for (int g = 0; g < K::groups; g++) {
+    MEDUSA_UNROLL for (int r = 0; r < R; r++) {
       const int64_t at = (r * x.units + u) * K::groups + g;
       const I first = set_i(K::zero < 0 ? 0 : x.zero[at]);
       const int8_t* inputs = x.q + r * x.stride + u * kUnit + g * kUnit / K::groups;
@@ -332,18 +332,18 @@ inline void add_bytes(const Bytes& w, const Inputs& x, float* sums) {
   constexpr int groups = Kind<FORMAT>::groups;
   for (int lane = 0; lane < kTile; lane += LANES) {
     L total[R];
-    for (int r = 0; r < R; r++) total[r] = load_l(sums + r * kTile + lane);
+    MEDUSA_UNROLL for (int r = 0; r < R; r++) total[r] = load_l(sums + r * kTile + lane);
     for (int u = 0; u < w.units; u++) {
       I weights[8];
       L scale[2], offset[2];
-      for (int j = 0; j < 8; j++) weights[j] = load_i(w.q[u][j] + 4 * lane);
-      for (int g = 0; g < groups; g++) {
+      MEDUSA_UNROLL for (int j = 0; j < 8; j++) weights[j] = load_i(w.q[u][j] + 4 * lane);
+      MEDUSA_UNROLL for (int g = 0; g < groups; g++) {
         scale[g] = load_l(w.scale[groups * u + g] + lane);
         offset[g] = load_l(w.offset[groups * u + g] + lane);
       }
       add_unit<FORMAT, R>(weights, scale, offset, x, u, total);
     }
-    for (int r = 0; r < R; r++) store_l(sums + r * kTile + lane, total[r]);
+    MEDUSA_UNROLL for (int r = 0; r < R; r++) store_l(sums + r * kTile + lane, total[r]);
   }
 }
 
@@ -352,27 +352,27 @@ template <int FORMAT, int R>
 inline void multiply_packed(const uint8_t* tile, int64_t units, const Inputs& x, float* sums) {
   const int64_t bytes = unit_bytes(FORMAT);
   L total[kTile / LANES][R];
-  for (int part = 0; part < kTile / LANES; part++) {
-    for (int r = 0; r < R; r++) total[part][r] = set_l(0.0f);
+  MEDUSA_UNROLL for (int part = 0; part < kTile / LANES; part++) {
+    MEDUSA_UNROLL for (int r = 0; r < R; r++) total[part][r] = set_l(0.0f);
   }
   for (int64_t u = 0; u < units; u++) {
     B q[8];
     F scale[2], offset[2];
     prefetch(tile + u * bytes + kAhead, bytes);
     unpack_unit<FORMAT, Kind<FORMAT>::is_signed>(tile, u, q, scale, offset);
-    for (int part = 0; part < kTile / LANES; part++) {
+    MEDUSA_UNROLL for (int part = 0; part < kTile / LANES; part++) {
       I weights[8];
       L scales[2], offsets[2];
-      for (int j = 0; j < 8; j++) weights[j] = part_of(q[j], part);
-      for (int g = 0; g < Kind<FORMAT>::groups; g++) {
+      MEDUSA_UNROLL for (int j = 0; j < 8; j++) weights[j] = part_of(q[j], part);
+      MEDUSA_UNROLL for (int g = 0; g < Kind<FORMAT>::groups; g++) {
         scales[g] = part_of(scale[g], part);
         if (Kind<FORMAT>::has_offset) offsets[g] = part_of(offset[g], part);
       }
       add_unit<FORMAT, R>(weights, scales, offsets, x, u, total[part]);
     }
   }
-  for (int part = 0; part < kTile / LANES; part++) {
-    for (int r = 0; r < R; r++) store_l(sums + r * kTile + part * LANES, total[part][r]);
+  MEDUSA_UNROLL for (int part = 0; part < kTile / LANES; part++) {
+    MEDUSA_UNROLL for (int r = 0; r < R; r++) store_l(sums + r * kTile + part * LANES, total[part][r]);
   }
 }
 
@@ -381,19 +381,19 @@ template <int R>
 inline void add_floats(const Floats& w, const float* x, int64_t stride, float* sums) {
   for (int lane = 0; lane < kTile; lane += LANES) {
     L even[R], odd[R];
-    for (int r = 0; r < R; r++) even[r] = odd[r] = set_l(0.0f);
+    MEDUSA_UNROLL for (int r = 0; r < R; r++) even[r] = odd[r] = set_l(0.0f);
     int k = 0;
     for (; k + 1 < w.inputs; k += 2) {
       const L w0 = load_l(w.w[k] + lane), w1 = load_l(w.w[k + 1] + lane);
-      for (int r = 0; r < R; r++) {
+      MEDUSA_UNROLL for (int r = 0; r < R; r++) {
         even[r] = fma_l(set_l(x[r * stride + k]), w0, even[r]);
         odd[r] = fma_l(set_l(x[r * stride + k + 1]), w1, odd[r]);
       }
     }
     if (k < w.inputs) {
-      for (int r = 0; r < R; r++) even[r] = fma_l(set_l(x[r * stride + k]), load_l(w.w[k] + lane), even[r]);
+      MEDUSA_UNROLL for (int r = 0; r < R; r++) even[r] = fma_l(set_l(x[r * stride + k]), load_l(w.w[k] + lane), even[r]);
     }
-    for (int r = 0; r < R; r++) {
+    MEDUSA_UNROLL for (int r = 0; r < R; r++) {
       const L before = load_l(sums + r * kTile + lane);
       store_l(sums + r * kTile + lane, add_l(before, add_l(even[r], odd[r])));
     }

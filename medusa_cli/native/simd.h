@@ -15,6 +15,13 @@
 #include <immintrin.h>
 #endif
 
+// Before a loop over rows whose sums must stay in registers.
+#if defined(__clang__)
+#define MEDUSA_UNROLL _Pragma("unroll")
+#else
+#define MEDUSA_UNROLL _Pragma("GCC unroll 16")
+#endif
+
 namespace medusa {
 namespace ISA {
 
@@ -357,7 +364,7 @@ constexpr bool UNSIGNED_BYTES = false;
 template <int BITS, int COUNT>
 inline I dot(I first, const I* weights, const int8_t* x) {
   I total = first;
-  for (int j = 0; j < COUNT; j++) {
+  MEDUSA_UNROLL for (int j = 0; j < COUNT; j++) {
 #if defined(__AVX512VNNI__)
     total = _mm512_dpbusd_epi32(total, weights[j], four_inputs(x + 4 * j));
 #else
@@ -393,9 +400,9 @@ inline I dot(I first, const I* weights, const int8_t* x) {
   constexpr int fit = BITS == 4 ? 8 : BITS == 5 ? 4 : BITS == 6 ? 2 : 1;
   constexpr int together = fit < COUNT ? fit : COUNT;
   I total = first;
-  for (int j = 0; j < COUNT; j += together) {
+  MEDUSA_UNROLL for (int j = 0; j < COUNT; j += together) {
     I words;
-    for (int i = 0; i < together; i++) {
+    MEDUSA_UNROLL for (int i = 0; i < together; i++) {
       const I inputs = four_inputs(x + 4 * (j + i));
       const I pairs = BITS == 8 ? signed_pairs_of(weights[j + i], inputs) : pairs_of(weights[j + i], inputs);
       words = i ? add_16(words, pairs) : pairs;
