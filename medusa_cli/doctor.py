@@ -40,10 +40,12 @@ from medusa_cli.tree.search import expected_length, largest, search
 STATUSES = ("pass", "unknown", "warn", "fail")
 SAMPLE = 64  # conversations whose prompts may be decoded
 NODES = 16  # of a tree where the run has none
-PROMPTS, TOKENS = 8, 48  # decoded, and their longest answer
+PROMPTS = 8  # decoded, and their longest answer
+TOKENS = 48
 LONGEST_PROMPT = 384  # in tokens: long ones would take the examination's time
 SLIGHT = 0.05  # tokens a step that are not worth a word
-READ, LONGEST = 8, 640  # conversations that the model reads again, and tokens of each
+READ = 8  # conversations that the model reads again, and tokens of each
+LONGEST = 640
 # Settings of a distillation that going on must repeat.
 REPEATED = ("seed", "max_new_tokens", "max_turns", "temperature", "random_seed")
 LAST = 50  # steps whose mean is the trained accuracy
@@ -227,8 +229,12 @@ def _stamped(case: Case, part: str, stamp: str | None, remedy: str) -> Finding:
 @torch.inference_mode()
 def check_distilled_by_model(case: Case) -> Finding:
     """Compares the likelihood of the data's answers with that of the model's own text at temperature 1."""
-    tokens, nats, entropy, first = 0, 0.0, 0.0, 0
-    conversations, backbone = case.conversations[:READ], case.backbone
+    tokens = 0
+    nats = 0.0
+    entropy = 0.0
+    first = 0
+    conversations = case.conversations[:READ]
+    backbone = case.backbone
     for conversation in conversations:
         end = min(len(conversation.tokens), LONGEST, backbone.max_positions)
         ids = torch.tensor(conversation.tokens[:end], device=backbone.device)
@@ -253,7 +259,8 @@ def check_distilled_by_model(case: Case) -> Finding:
 
 def over_fitting(case: Case) -> Finding:
     """Compares the heads' accuracy on trained and on held-out text, and looks for a rising held-out loss."""
-    steps, checks = case.events("stepped"), case.events("validated")
+    steps = case.events("stepped")
+    checks = case.events("validated")
     if not steps or not checks:
         return Finding("unknown", "the training's log has no step or no validation", case.command("train"))
     trained = [fmean(shares) for shares in zip(*(step["accuracies"] for step in steps[-LAST:]), strict=True)]

@@ -157,7 +157,8 @@ def _sources_of(path: Path, name: str, chance: random.Random) -> list[_Source]:
         tree = ast.parse(text)
     except _UNREADABLE:
         return []
-    lines, found = text.splitlines(), []
+    lines = text.splitlines()
+    found = []
     for node in [
         *tree.body,
         *(child for owner in tree.body if isinstance(owner, ast.ClassDef) for child in owner.body),
@@ -190,7 +191,8 @@ def _seed(source: _Source, digest: str, chance: random.Random) -> Conversation:
         kind = chance.choices(KINDS, WEIGHTS)[0]
     if kind == "fim":
         return Conversation.from_turns(f"code-fim-{digest}", [_with_gap(source, chance)], raw=True)
-    code, error = source.text, ""
+    code = source.text
+    error = ""
     if kind == "repair":
         code, error = _broken(source, chance)
         kind = "explain" if code == source.text else kind  # there is nothing to break
@@ -253,7 +255,8 @@ def _broken(source: _Source, chance: random.Random) -> tuple[str, str]:
 
 def _assigns(token: tokenize.TokenInfo) -> bool:
     """Returns True if what follows a name on its line makes it an assignment or a keyword, or a dot precedes it."""
-    start, end = token.start[1], token.end[1]
+    start = token.start[1]
+    end = token.end[1]
     return bool(re.match(r"\s*(?:[-+*/|&]?=(?!=)|,|:|\bin\b)", token.line[end:])) or token.line[:start].endswith(".")
 
 

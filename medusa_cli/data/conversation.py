@@ -159,7 +159,8 @@ def conversation_of(record: Any, backbone: Backbone) -> Conversation:
     """Returns a parsed record as a tokenised conversation, cut to the model's context; raises Malformed."""
     if not isinstance(record, dict):
         raise Malformed("not an object")
-    name, limit = id_of(record), backbone.max_positions
+    name = id_of(record)
+    limit = backbone.max_positions
     if isinstance(record.get("input_ids"), list) and "loss_mask" in record:  # speculators'
         ids = record["input_ids"]
         record = {"tokens": ids, "spans": _spans_of(record["loss_mask"], len(ids))}

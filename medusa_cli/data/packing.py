@@ -80,7 +80,8 @@ class Dataset:
                 batches[-1].append(item)
             ties.shuffle(batches)
             return batches
-        order, left = list(items), 0
+        order = list(items)
+        left = 0
         if chance is not None:
             chance.shuffle(order)
         for item in order:
@@ -205,7 +206,11 @@ def _pick(
     They are those that emit answers' tokens; for a drafter whose layers see prompts, all but the last.
     """
     prompts = drafter.sees_prompt
-    rows, following, segment, sequence, answers = [], [], [], [], 0
+    rows = []
+    following = []
+    segment = []
+    sequence = []
+    answers = 0
     for number, (start, item) in enumerate(zip(starts, items, strict=True)):
         part = torch.full((len(item.tokens) - 1,), -1)
         for first, end in item.spans:

@@ -18,7 +18,8 @@ HUB = {"ultrachat": "HuggingFaceH4/ultrachat_200k"}
 LONG = "sharegpt-long"
 LONG_TURNS = range(1500, 6001)  # characters, some 400 to 1,500 tokens: most of them text that was pasted in
 # Prompts from the sources of installed packages, and ShareGPT's conversations that open with a programming turn.
-CODE, CODE_TURNS = "code", "sharegpt-code"
+CODE = "code"
+CODE_TURNS = "sharegpt-code"
 NAMED = (assets.DEFAULT_SEED, LONG, CODE_TURNS, CODE, *HUB)
 log = logging.getLogger(__name__)
 # Seeds are sorted by length within windows of this many batches: neighbours in the batch then have like lengths

@@ -63,7 +63,9 @@ class StateStore:
     """File of rows [W] in bf16, little-endian, without a header; callers keep the numbers of their rows."""
 
     def __init__(self, path: Path, width: int) -> None:
-        self.path, self.width, self._row_bytes = path, width, 2 * width
+        self.path = path
+        self.width = width
+        self._row_bytes = 2 * width
         check_regular(path)
         path.touch(exist_ok=True)
         self._out = path.open("r+b")
@@ -119,7 +121,8 @@ def with_hidden_states(
     among: a larger data set, whose states serve if they are cached. world: the processes that share the computation.
     show: called with a name, the tokens done and their number. Raises UserError for states of other data.
     """
-    world, owner = world or Distributed(), Run(path.parent).owner
+    world = world or Distributed()
+    owner = Run(path.parent).owner
     if owner is not None:
         check_backbone(owner, backbone.identity, f"{path}")
     if kept := _kept(dataset, backbone, path, taps):
@@ -160,9 +163,11 @@ def _kept(dataset: Dataset, backbone: Backbone, path: Path, taps: Sequence[int])
 
     They are those of the model without an adapter, quantized as it was then. Raises UserError for rows of other data.
     """
-    origin, stored = describe_distillation(path.parent), path.with_name("states.bin")
+    origin = describe_distillation(path.parent)
+    stored = path.with_name("states.bin")
     fits = backbone.adapter is None and origin.settings.get("rounding") == rounding(backbone)
-    layers, items = with_last_layer(origin.taps), _in_order(dataset)
+    layers = with_last_layer(origin.taps)
+    items = _in_order(dataset)
     if not (fits and set(taps) <= set(layers) and stored.is_file() and all(item.state_rows for item in items)):
         return None
     places = [item.state_rows or (0, 0) for item in items]
@@ -206,7 +211,8 @@ def _prefill(
     The processes share the conversations, and write to one file of the final size. Over a sharded backbone all run
     every conversation, and the first one writes. A killed prefill resumes with the conversations that lack their end.
     """
-    part, width = path.with_name(f"{path.name}.part"), backbone.hidden_size * len(taps)
+    part = path.with_name(f"{path.name}.part")
+    width = backbone.hidden_size * len(taps)
     with world.main_process_first():
         part.parent.mkdir(parents=True, exist_ok=True)
         store = StateStore(part, width)
@@ -216,7 +222,8 @@ def _prefill(
         # Rows are written in order, so that the last number is the last to come.
         left = world.gather([i for i in range(len(conversations)) if not states[starts[i + 1] - 1, -1]])[0]
         own = left if world.sharded else world.strided_shard(left)
-        count, total = 0, sum(len(conversations[i].tokens) for i in own)
+        count = 0
+        total = sum(len(conversations[i].tokens) for i in own)
         if total:
             log.info(f"computing the hidden states of the data, once: {total:,} tokens to run")
         for i in own:

@@ -86,7 +86,9 @@ def distill(
 
     share = processes.strided_shard(left)
     own = Records(part_of(run, processes.rank), width, header) if shared or records is None else records
-    counts, start, rate = Counter[str](), time.perf_counter(), 0.0
+    counts = Counter[str]()
+    start = time.perf_counter()
+    rate = 0.0
     shown = Progress(share, settings, on_progress)
     with closing(own):
         for outcome in answer(share, on_tokens=shown.count):
@@ -101,7 +103,8 @@ def distill(
             records.close()
     if records is None:
         return None
-    counts, rate = sum((count for count, _ in every), Counter()), sum(rate for _, rate in every)
+    counts = sum((count for count, _ in every), Counter())
+    rate = sum(rate for _, rate in every)
     if counts["skipped"]:
         limit = min(settings.context, model.max_positions)
         log.info(f"{counts['skipped']:,} prompts were skipped: too long for a context of {limit:,} (@context)")
@@ -131,7 +134,8 @@ class Progress:
     """
 
     def __init__(self, seeds: Sequence[Conversation], settings: DistillRecipe, show: Callable[..., None]) -> None:
-        self._seeds, self._show = len(seeds), show
+        self._seeds = len(seeds)
+        self._show = show
         turns = sum(min(len(seed.turns), settings.max_turns) for seed in seeds)
         self._most = turns * settings.max_new_tokens
         self.tokens = self.ended = 0
@@ -158,7 +162,8 @@ def _source(
     recipe: Recipe, loading: LoadOptions, processes: int
 ) -> tuple[Callable[..., Iterator[Outcome]], Backbone | Tokenizer, DistillRecipe]:
     """Returns the function that answers seeds, by this machine or by servers, its model, and the settings in force."""
-    settings, template = recipe.distill, recipe.chat_template
+    settings = recipe.distill
+    template = recipe.chat_template
     if settings.endpoint is not None:
         tokenizer = Tokenizer(recipe.model, template, trust_remote_code=loading.trust_remote_code)
         servers, silent = connect(settings.endpoint, settings.endpoint_model, tokenizer)
@@ -235,7 +240,8 @@ class Records:
     """
 
     def __init__(self, run: Run, width: int, header: dict[str, Any]) -> None:
-        self.path, self.header = run.distill_path, header
+        self.path = run.distill_path
+        self.header = header
         self.done: set[str] = set()
         self.tokens = rows = 0
         check_regular(self.path)

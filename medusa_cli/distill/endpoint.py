@@ -31,7 +31,8 @@ class Tokenizer:
     def __init__(self, model: str, chat_template: str | None = None, trust_remote_code: bool = False) -> None:
         from transformers import AutoTokenizer, GenerationConfig
 
-        self.id, source = model, assets.model_dir(model)
+        self.id = model
+        source = assets.model_dir(model)
         config = read_config(model, trust_remote_code)
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
@@ -63,7 +64,8 @@ def connect(addresses: str, served_name: str | None, tokenizer: Tokenizer) -> tu
     """
     greeting = [{"role": "user", "content": "Hello"}]
     render(tokenizer, greeting, prompt=True)  # raises at once where there is no template
-    servers, name = ChatServers(addresses.split(",")), tokenizer.id
+    servers = ChatServers(addresses.split(","))
+    name = tokenizer.id
     listed, silent = servers.check()
     # To whoever starts a server a named model is a folder. The folder first: a server that loads what it is asked for
     # would look for the name on the hub, for minutes.

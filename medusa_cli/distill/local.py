@@ -44,7 +44,8 @@ def choose_batch_size(backbone: Backbone, settings: DistillRecipe, processes: in
 
     Each has keys and values of every layer, and, where these lie in the same memory, its hidden states.
     """
-    config, shared = backbone.config, backbone.device.type != "cuda"  # by the processes of this machine
+    config = backbone.config  # by the processes of this machine
+    shared = backbone.device.type != "cuda"
     free = free_memory(backbone.device) // (int(os.environ.get("LOCAL_WORLD_SIZE", processes)) if shared else 1)
     context = min(settings.context, backbone.max_positions)
     position: int = backbone.engine.row_bytes
@@ -82,7 +83,8 @@ def answer_locally(
                     current = _Answering(seed, decoder, settings)
                 else:
                     break
-                slots[index], failure = None, None
+                slots[index] = None
+                failure = None
                 try:
                     if current.ask():
                         slots[index] = current
@@ -106,7 +108,10 @@ class _Answering:
     """A conversation that is being answered: tokens so far, the states of all but the last, and the open answer."""
 
     def __init__(self, seed: Conversation, decoder: Decoder, settings: DistillRecipe) -> None:
-        self.seed, self.decoder, self.settings, self.backbone = seed, decoder, settings, decoder.backbone
+        self.seed = seed
+        self.decoder = decoder
+        self.settings = settings
+        self.backbone = decoder.backbone
         self.turns = seed.turns[: 1 if seed.raw else settings.max_turns]
         self.context = min(settings.context, self.backbone.max_positions)
         self.messages = [] if seed.system is None else seed.messages[:1]
@@ -128,7 +133,8 @@ class _Answering:
         text = question if self.seed.raw else lay_out(self.backbone, messages, prompt=True)
         if text is None:
             return False
-        more, limit = token_ids(self.backbone, text, begin=bool(self.seed.raw)), self.settings.max_new_tokens
+        more = token_ids(self.backbone, text, begin=bool(self.seed.raw))
+        limit = self.settings.max_new_tokens
         if more[:1] == self.tokens[-1:]:  # the answer's own end token opens the next prompt
             more = more[1:]
         prompt = [*self.tokens, *more]
@@ -143,7 +149,9 @@ class _Answering:
             width = self.backbone.hidden_size * len(self.decoder.taps)
             self.states = torch.empty(self.context, width, dtype=torch.bfloat16)
         self.states[self.sequence.reused : len(prompt)] = self.sequence.unread[0].hidden
-        self.messages, self.tokens, self.answer_start = messages, prompt + first.tokens, len(prompt)
+        self.messages = messages
+        self.tokens = prompt + first.tokens
+        self.answer_start = len(prompt)
         return True
 
     def end_turn(self) -> None:

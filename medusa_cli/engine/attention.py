@@ -19,7 +19,10 @@ def fused(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, kv: int, sc
 
     mask [B, 1, G * R, L]; an empty one is causal. Returns [B * R, heads * D].
     """
-    size, wide, heads, dim = mask.shape[0], mask.shape[-1], query.shape[1], query.shape[2]
+    size = mask.shape[0]
+    wide = mask.shape[-1]
+    heads = query.shape[1]
+    dim = query.shape[2]
     query = query.view(size, -1, heads, dim).transpose(1, 2)
     if not mask.numel():
         rows = query.shape[2]
@@ -51,11 +54,15 @@ def behind(
     query [B * R, heads, D]; keys, values [B * KV, C, D], which hold the new rows, too; new_keys, new_values
     [B * R, KV, D]; mask, additive [B, 1, G * R, R]; reads: of `columns_read`. Returns [B * R, heads * D].
     """
-    (count, heads, dim), kv, rows = query.shape, new_keys.shape[1], mask.shape[-1]
-    size, capacity = count // rows, keys.shape[1]
+    count, heads, dim = query.shape
+    kv = new_keys.shape[1]
+    rows = mask.shape[-1]
+    size = count // rows
+    capacity = keys.shape[1]
     starts, places, used = reads
     # The cache as rows of KV heads: those of a slot's first head, and as many behind them that no head reads.
-    shape, strides = (size * kv * capacity - (kv - 1) * capacity, kv, dim), (dim, capacity * dim, 1)
+    shape = (size * kv * capacity - (kv - 1) * capacity, kv, dim)
+    strides = (dim, capacity * dim, 1)
     far, far_sum, *_ = torch.ops.aten._flash_attention_forward(
         query,
         *(cached.as_strided(shape, strides) for cached in (keys, values)),
@@ -111,12 +118,16 @@ def reads_by_length(device: torch.device, dtype: torch.dtype, heads: int, kv: in
     """Returns True if `behind` runs on a device and sees what attention under a mask sees."""
     if device.type == "cpu":
         return False
-    size, rows, capacity = 2, 16, 64
-    lengths, every = torch.tensor([5, 40], device=device), torch.arange(rows, device=device)
+    size = 2
+    rows = 16
+    capacity = 64
+    lengths = torch.tensor([5, 40], device=device)
+    every = torch.arange(rows, device=device)
     wave = torch.arange(2 * size * kv * capacity * dim, device=device).sin().to(dtype)
     keys, values = wave.view(2, size * kv, capacity, dim).unbind()
     query = 3 * torch.arange(size * rows * heads * dim, device=device).cos().to(dtype).view(-1, heads, dim)
-    slots, columns = torch.arange(size, device=device)[:, None], lengths[:, None] + every
+    slots = torch.arange(size, device=device)[:, None]
+    columns = lengths[:, None] + every
     new_keys, new_values = (
         cached.view(size, kv, capacity, dim).transpose(1, 2)[slots, columns].flatten(0, 1) for cached in (keys, values)
     )

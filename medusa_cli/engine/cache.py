@@ -18,7 +18,8 @@ class Cache:
     """
 
     def __init__(self, layers: int, slots: int = 1, capacity: int = FIRST_ROWS) -> None:
-        self.layers, self.slots = layers, slots
+        self.layers = layers
+        self.slots = slots
         self.capacity = max(1, capacity)
         self.lengths = [0] * slots
         self.keys: Tensor | None = None
@@ -51,18 +52,21 @@ class Cache:
         capacity = self.grown(rows)
         if self.keys is not None and self.values is not None:
             used = max(self.lengths)
-            heads, widths = self.values.shape[2], (self.keys.shape[4], self.values.shape[4])
+            heads = self.values.shape[2]
+            widths = (self.keys.shape[4], self.values.shape[4])
             keys, values = self._buffers(heads, *widths, self.values, capacity)
             values[..., :used, :] = self.values[..., :used, :]
             keys[..., :used, :] = self.keys[..., :used, :]
             # Assigned at once: if memory is short, the cache stays as it was.
-            self.keys, self.values = keys, values
+            self.keys = keys
+            self.values = values
         self.capacity = capacity
 
     @torch.inference_mode()
     def keep(self, slot: int, path: Sequence[int]) -> None:
         """Keeps the rows `path` (rising, from 0) of those just written behind a slot's length."""
-        start, done = self.lengths[slot], 0
+        start = self.lengths[slot]
+        done = 0
         while done < len(path) and path[done] == done:
             done += 1
         if done < len(path) and self.values is not None and self.keys is not None:

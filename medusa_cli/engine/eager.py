@@ -29,9 +29,11 @@ from medusa_cli.model_files import unverifiable
 # Bytes for the states after each node of one sequence's tree: larger trees are cut.
 NODE_STATES = 1 << 29
 # The allowed difference of logits relative to their size, in fp32 and in 16 bits.
-TOLERANCE, TOLERANCE_16 = 1e-3, 0.25
+TOLERANCE = 1e-3
+TOLERANCE_16 = 0.25
 # The same for states that go on: rounding gives 1e-5, another formula more than this.
-STATE_TOLERANCE, STATE_TOLERANCE_16 = 1e-4, 0.05
+STATE_TOLERANCE = 1e-4
+STATE_TOLERANCE_16 = 0.05
 
 
 class EagerEngine(Engine):
@@ -42,7 +44,8 @@ class EagerEngine(Engine):
     def __init__(self, backbone: Backbone) -> None:
         super().__init__(backbone)
         table = backbone.embedding.weight
-        self.dtype, self.masks = table.dtype, backbone.masks
+        self.dtype = table.dtype
+        self.masks = backbone.masks
         self.stateful = stateful_modules(backbone.text_model)
         self.weight_bytes = _bytes_read(backbone)
         self.head = backbone.model.get_output_embeddings()
@@ -53,7 +56,8 @@ class EagerEngine(Engine):
 
     def new_cache(self, slots: int = 1, capacity: int = FIRST_ROWS) -> LayerCache:
         cache = LayerCache(self.masks.layers_with_keys(self.backbone.num_layers), slots, capacity)
-        cache.by_token, cache.decoded_states = self._by_token, self._decoded_states
+        cache.by_token = self._by_token
+        cache.decoded_states = self._decoded_states
         return cache
 
     @property
@@ -72,10 +76,12 @@ class EagerEngine(Engine):
         The tree follows two tokens: the rest of a chain, and a wrong node that no other sees beside its second one. If
         layers keep a running state, the logits are those of transformers' own decoding.
         """
-        network, device = self.backbone.model, self.backbone.device
+        network = self.backbone.model
+        device = self.backbone.device
         chain = torch.arange(PROBE, device=device) * 37 % self.backbone.vocab_size
         tokens = torch.cat([chain[2:3], chain[:1], chain[3:]])
-        depth, right = torch.tensor([0, 1, *range(1, PROBE - 2)]), torch.tensor([0, *range(2, PROBE - 1)])
+        depth = torch.tensor([0, 1, *range(1, PROBE - 2)])
+        right = torch.tensor([0, *range(2, PROBE - 1)])
         mask = torch.ones(len(tokens), len(tokens), dtype=torch.bool).tril()
         mask[2:, 1] = False
         try:
@@ -105,7 +111,8 @@ class EagerEngine(Engine):
         """Returns the logits [n, V] of tokens [n] as transformers' `generate` computes them: two, then one by one."""
         text = self.backbone.text_model
         cache = DynamicCache(config=self.backbone.config)
-        states, every = [], torch.arange(len(tokens), device=tokens.device)
+        states = []
+        every = torch.arange(len(tokens), device=tokens.device)
         for place in (every[:2], *every[2:].split(1)):
             places = self._places(cache, place[None])
             states.append(text(input_ids=tokens[place][None], use_cache=True, **places).last_hidden_state[0])
@@ -155,10 +162,12 @@ class EagerEngine(Engine):
 
     def _layer_by_layer(self, tokens: Tensor, layout: Layout, cache: LayerCache) -> Tensor:
         """Returns final states [B, R, H]; extra rows enter on the way."""
-        backbone, extra_rows = self.backbone, layout.extra_rows
+        backbone = self.backbone
+        extra_rows = layout.extra_rows
         assert extra_rows is not None
         parts = layers_one_by_one(backbone)
-        view, x = View(cache, layout, backbone.num_layers), parts.base.embed_tokens(tokens)
+        view = View(cache, layout, backbone.num_layers)
+        x = parts.base.embed_tokens(tokens)
         tables = {kind: parts.rotary(x, layout.positions, kind) for kind in sorted(set(parts.kinds))}
         for index, (layer, kind) in enumerate(zip(parts.layers, parts.kinds, strict=True)):
             x = extra_rows.enter(index, x)
@@ -178,7 +187,8 @@ class EagerEngine(Engine):
 
 def _bytes_read(backbone: Backbone) -> int:
     """Returns the bytes of weights that a step reads: no tables of embeddings, nothing that sees images."""
-    text, head = backbone.text_model, backbone.model.get_output_embeddings()
+    text = backbone.text_model
+    head = backbone.model.get_output_embeddings()
     tables = {id(module.weight) for module in text.modules() if isinstance(module, nn.Embedding)}
     read = {id(weight): weight.nbytes for weight in text.parameters() if id(weight) not in tables}
     read[id(head.weight)] = head.weight.nbytes  # which may be such a table, too

@@ -80,7 +80,8 @@ class Engine(ABC):
     @torch.inference_mode()
     def forward(self, plan: Plan, cache: Cache) -> Output:
         """Runs a plan. A chain's rows stay in the cache, of a tree's those that `cache.keep` then names."""
-        chain, rows = plan.tree_mask is None, plan.tokens.shape[1]
+        chain = plan.tree_mask is None
+        rows = plan.tokens.shape[1]
         if chain and rows > self.prefill_rows:
             return self._in_pieces(plan, cache)
         tokens = plan.tokens.to(self.backbone.device)
@@ -91,7 +92,8 @@ class Engine(ABC):
                 cache.lengths[slot] += rows
         extra = None
         if layout.extra_rows is not None:
-            (states, extra), final = layout.extra_rows.split(states), final[:, :rows]
+            states, extra = layout.extra_rows.split(states)
+            final = final[:, :rows]
         if plan.logits == "none":
             return Output(None, states, extra)
         return Output(self.logits(final if plan.logits == "all" else final[:, -1:]), states, extra)

@@ -42,11 +42,13 @@ class ExtraRowStates:
     """The extra rows of one pass over B sequences of n rows, made of `sources` [m] of these: K * m a sequence."""
 
     def __init__(self, rows: ExtraRows, sources: Tensor) -> None:
-        self.rows, self.sources = rows, sources
+        self.rows = rows
+        self.sources = sources
 
     def extend(self, tree_mask: Tensor, depth: Tensor) -> tuple[Tensor, Tensor]:
         """Returns who sees whom [B, n + K m, n + K m] and depths [B, n + K m] of rows and extra rows."""
-        m, steps = len(self.sources), len(self.rows.layers)
+        m = len(self.sources)
+        steps = len(self.rows.layers)
         own = torch.eye(m, dtype=torch.bool, device=tree_mask.device)
         among = (self.rows.step_mask(tree_mask.device)[:, None, :, None] & own[None, :, None]).view(
             steps * m, steps * m
@@ -64,7 +66,8 @@ class ExtraRowStates:
 
     def split(self, states: Tensor) -> tuple[Tensor, Tensor]:
         """Splits final states [B, n + K m, H] into the rows' [B, n, H] and the extra rows' [B, m, K, H]."""
-        m, steps = len(self.sources), len(self.rows.layers)
+        m = len(self.sources)
+        steps = len(self.rows.layers)
         rows, extra = states.split([states.shape[1] - steps * m, steps * m], dim=1)
         return rows, extra.unflatten(1, (steps, m)).transpose(1, 2)
 
@@ -82,7 +85,8 @@ class Trace:
 @torch.no_grad()
 def trace(backbone: Backbone, tokens: Tensor) -> Trace:
     """Runs a pass over tokens [B, L] and keeps everything that extra rows need, for training."""
-    cache, name = DynamicCache(), cache_name(type(backbone.model).forward)
+    cache = DynamicCache()
+    name = cache_name(type(backbone.model).forward)
     out = padded_pass(backbone, tokens, use_cache=True, output_hidden_states=True, **{name: cache})
     states = (*out.hidden_states[: backbone.num_layers], out.last_hidden_state)
     return Trace(states, *zip(*((layer.keys, layer.values) for layer in cache.layers), strict=True))
@@ -184,7 +188,9 @@ def _chunk(backbone: Backbone, kind: str, positions: Tensor, step_mask: Tensor, 
     Each sees the real columns up to its own position, and of its extra rows those of step_mask [steps, steps]. A dense
     mask over all positions' extra rows would be mostly empty.
     """
-    steps, (size, wide), device = len(step_mask), positions.shape, positions.device
+    steps = len(step_mask)
+    size, wide = positions.shape
+    device = positions.device
     far = torch.arange(1, steps + 1, device=device)
     end = min(int(positions.max()) + 1, length)
     columns = torch.arange(end, device=device)

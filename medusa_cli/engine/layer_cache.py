@@ -56,7 +56,9 @@ class LayerCache(Cache):
     def keys_and_values(self, layer: int, slots: slice, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Returns a layer's keys and values [B, KV, C, D] in some slots, wide enough for rows as `key` and `value`."""
         place = self._places.setdefault(layer, len(self._places))
-        heads, dim, value_dim = key.shape[1], key.shape[3], value.shape[3]
+        heads = key.shape[1]
+        dim = key.shape[3]
+        value_dim = value.shape[3]
         self._widen(place + 1, heads, dim, value_dim, value)
         assert self.keys is not None and self.values is not None
         return self.keys[place, slots, :heads, :, :dim], self.values[place, slots, :heads, :, :value_dim]
@@ -67,7 +69,8 @@ class LayerCache(Cache):
             self.layers = max(layers, self.layers)
             self.allocate(heads, dim, like, value_dim)
             return
-        keys, values = self.keys, self.values
+        keys = self.keys
+        values = self.values
         wide = max(heads, keys.shape[2]), max(dim, keys.shape[4]), max(value_dim, values.shape[4])
         if layers <= self.layers and wide == (keys.shape[2], keys.shape[4], values.shape[4]):
             return

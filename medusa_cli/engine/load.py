@@ -205,7 +205,8 @@ def _packed_once(model: str, description: Description, network: Any, quantize: s
 
 def _lm_head(native: NativeModel) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Returns the lm_head's weight [V, H] and bias in fp32, by looking all of its rows up."""
-    vocab, hidden = native.description.sizes["vocab"], native.description.sizes["hidden"]
+    vocab = native.description.sizes["vocab"]
+    hidden = native.description.sizes["hidden"]
     weight = native.head.embed(np.arange(vocab))[:, :hidden]
     bias = native.head.bias
     return torch.from_numpy(weight), None if bias is None else torch.from_numpy(bias[:vocab])

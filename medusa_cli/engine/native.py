@@ -40,7 +40,9 @@ class NativeEngine(Engine):
 
     def __init__(self, backbone: Backbone, model: NativeModel, int8_rows: bool, quantize: str | None = None) -> None:
         super().__init__(backbone)
-        self.model, self.int8_rows, self.quantize = model, int8_rows, quantize
+        self.model = model
+        self.int8_rows = int8_rows
+        self.quantize = quantize
         self.dtype = torch.float32
         self.sizes = model.description.sizes
         self.stride = padded(self.sizes["hidden"], UNIT)
@@ -83,7 +85,8 @@ class NativeEngine(Engine):
     @torch.inference_mode()
     def forward(self, plan: Plan, cache: Cache) -> Output:
         assert isinstance(cache, NativeCache)
-        chain, rows = plan.tree_mask is None, plan.tokens.shape[1]
+        chain = plan.tree_mask is None
+        rows = plan.tokens.shape[1]
         if chain and rows > self.prefill_rows:
             return self._in_pieces(plan, cache)
         depth, seen = _rows_of(plan, rows)
@@ -114,7 +117,8 @@ class NativeEngine(Engine):
         self, plan: Plan, cache: "NativeCache", depth: Tensor, seen: Tensor, extra_rows: ExtraRowStates | None
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """Returns final states [B, R, stride] and the tapped ones; extra rows enter on the way."""
-        slots, all_rows = len(plan.tokens), depth.shape[1]
+        slots = len(plan.tokens)
+        all_rows = depth.shape[1]
         lengths = np.array(cache.lengths[plan.first : plan.first + slots], np.int64)
         cache.reserve(int(lengths.max()) + all_rows)
         context = self.backbone.max_positions
@@ -188,9 +192,11 @@ class NativeEngine(Engine):
 
     def _scores(self, states: Tensor) -> tuple[Tensor, Tensor]:
         """Returns logits [B, n, V] and the best tokens [B, n]; a step's logits are overwritten by the next."""
-        head, states = self.model.head, states.contiguous()
+        head = self.model.head
+        states = states.contiguous()
         slots, rows, stride = states.shape
-        count, wide = slots * rows, padded(head.shape[0], TILE)
+        count = slots * rows
+        wide = padded(head.shape[0], TILE)
         out = self._logits
         if out is None or len(out) < count:
             out = np.empty((max(count, 16), wide), np.float32)
@@ -207,7 +213,8 @@ class NativeEngine(Engine):
     @torch.inference_mode()
     def states_at(self, tokens: Tensor, first: int) -> Tensor:
         """Returns the final states [n, H] of tokens [n] at the positions from `first` on, for a comparison."""
-        cache, count = self.new_cache(), len(tokens)
+        cache = self.new_cache()
+        count = len(tokens)
         cache.reserve(count)
         self.model.reserve(first + count)
         x = self._embed(tokens[None])
@@ -253,7 +260,8 @@ class NativeCache(Cache):
 
     def _make(self, capacity: int) -> None:
         sizes = self.model.description.sizes
-        kv, dim = sizes["kv"], sizes["dim"]
+        kv = sizes["kv"]
+        dim = sizes["dim"]
         shape = self.layers, self.slots, kv
         self.keys = torch.zeros(*shape, capacity // TILE, dim, TILE)
         self.values = torch.zeros(*shape, capacity, padded(dim, TILE))
@@ -268,7 +276,9 @@ class NativeCache(Cache):
     def reserve(self, rows: int) -> None:
         if rows <= self.capacity:
             return
-        keys, values, used = self.keys, self.values, padded(max(self.lengths), TILE)
+        keys = self.keys
+        values = self.values
+        used = padded(max(self.lengths), TILE)
         assert keys is not None and values is not None
         self._make(self.grown(rows))
         assert self.keys is not None and self.values is not None
@@ -279,7 +289,8 @@ class NativeCache(Cache):
         length = self.lengths[slot]
         if path[-1] != len(path) - 1:
             rows = np.array(path, np.int64)
-            model, buffers = byref(self.model.struct), byref(self.buffers)
+            model = byref(self.model.struct)
+            buffers = byref(self.buffers)
             code = library().keep(model, buffers, slot, length, rows.ctypes.data, len(rows))
             assert code == 0
         self.lengths[slot] = length + len(path)
@@ -320,7 +331,8 @@ class LookUp(nn.Module):
 
     def __init__(self, model: NativeModel) -> None:
         super().__init__()
-        self.matrix, self.scale = model.embedding, model.struct.embedding_scale
+        self.matrix = model.embedding
+        self.scale = model.struct.embedding_scale
         self.hidden = model.description.sizes["hidden"]
         # The vocabulary's size, number type and device, for those that ask.
         self.weight = torch.empty(model.description.sizes["vocab"], 0)

@@ -32,7 +32,9 @@ from medusa_cli.native.matrix import Bytes, Floats, aligned, pack_tiles, padded_
 
 ACTIVATIONS = {"silu": F.silu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
 # Tokens of the pass over a twin, its window, and the largest difference of its states relative to their size.
-PROBE, PROBE_WINDOW, TOLERANCE = 20, 7, 1e-4
+PROBE = 20
+PROBE_WINDOW = 7
+TOLERANCE = 1e-4
 # Layers of a twin: with Gemma 3's pattern, of both kinds.
 TWIN_LAYERS = 7
 # Rows of rotary tables at first; they grow.
@@ -72,14 +74,19 @@ class Description:
 
 def describe(network: Any) -> Description:
     """Reads a network's parts, on any device; raises Unsupported for parts that the library does not have."""
-    parts, config = Layers(network), network.config.get_text_config()
+    parts = Layers(network)
+    config = network.config.get_text_config()
     names = {id(module): name for name, module in network.named_modules()}
     masks = Masks(config, torch.float32)
     kv = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     first = parts.layers[0]
-    layers, eps, scales, activations = [], set(), set(), set()
+    layers = []
+    eps = set()
+    scales = set()
+    activations = set()
     for index, layer in enumerate(parts.layers):
-        attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
+        attention = getattr(layer, "self_attn", None)
+        mlp = getattr(layer, "mlp", None)
         linears = _linears(attention, mlp)
         norms = _norms(layer, attention)
         eps |= {_eps_of(norm) for norm in norms.values()}
@@ -305,7 +312,8 @@ def read_packed(path: Path, description: Description, int8_rows: bool) -> Packed
     for entry in data["entries"]:
         vector = part(entry["vector"]).view(np.float32) if "vector" in entry else None
         if "tiles" in entry:
-            format, shape = Format[entry["format"]], tuple(entry["shape"])
+            format = Format[entry["format"]]
+            shape = tuple(entry["shape"])
             packed.matrices[entry["name"]] = PackedMatrix(format, shape, part(entry["tiles"]), vector, int8_rows)
         elif vector is not None:
             packed.vectors[entry["name"]] = vector
@@ -329,7 +337,9 @@ class NativeModel:
     """A model in the library's structures, which keeps all memory that these point to."""
 
     def __init__(self, description: Description, packed: Packed, rotary: Any) -> None:
-        self.description, self.packed, self._rotary = description, packed, rotary
+        self.description = description
+        self.packed = packed
+        self._rotary = rotary
         self._check_shapes()
         self.layers = (Layer * len(description.layers))()
         for layer, names in zip(self.layers, description.layers, strict=True):
@@ -342,7 +352,8 @@ class NativeModel:
             layer.table = description.tables.index(names.table) if len(description.tables) > 1 else 0
         self.struct = Model(**description.sizes)
         self.struct.activation = description.activation
-        self.struct.eps, self.struct.scale = description.eps, description.scale
+        self.struct.eps = description.eps
+        self.struct.scale = description.scale
         self.struct.embedding_scale = description.embedding_scale
         self.struct.norm = packed.vectors[description.norm].ctypes.data
         self.struct.embedding = self.embedding.struct
@@ -361,7 +372,9 @@ class NativeModel:
     def _check_shapes(self) -> None:
         """Raises Unsupported unless every matrix and norm has the size that the library will read."""
         sizes = self.description.sizes
-        hidden, heads, inner = sizes["hidden"], sizes["heads"] * sizes["dim"], sizes["inner"]
+        hidden = sizes["hidden"]
+        heads = sizes["heads"] * sizes["dim"]
+        inner = sizes["inner"]
         keys = sizes["kv"] * sizes["dim"]
         outputs = {
             "query": heads,
@@ -392,7 +405,8 @@ class NativeModel:
         if positions <= self.struct.positions:
             return
         count = max(positions, 2 * self.struct.positions, FIRST_POSITIONS)
-        tables, rotary = [], 0
+        tables = []
+        rotary = 0
         for number, kind in enumerate(self.description.tables):
             cos, sin = self._rotary(torch.arange(count)[None], kind)
             rotary = cos.shape[-1]
@@ -403,7 +417,8 @@ class NativeModel:
                 target = self.struct.sin if column else self.struct.cos
                 target[number] = values.ctypes.data
         self._tables = tables
-        self.struct.rotary, self.struct.positions = rotary, count
+        self.struct.rotary = rotary
+        self.struct.positions = count
 
 
 def rotary_of(network: Any) -> Any:

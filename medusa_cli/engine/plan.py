@@ -90,9 +90,11 @@ def lay_out(plan: Plan, cache: Cache, masks: Masks, context: int, device: torch.
     """
     every = torch.arange(plan.tokens.shape[1], device=device)
     if plan.depth is None or plan.tree_mask is None:
-        depth, tree_mask = every[None], (every[:, None] >= every)[None]
+        depth = every[None]
+        tree_mask = (every[:, None] >= every)[None]
     else:
-        depth, tree_mask = plan.depth.to(device), plan.tree_mask.to(device)
+        depth = plan.depth.to(device)
+        tree_mask = plan.tree_mask.to(device)
         depth = depth if depth.dim() == 2 else depth[None]
         tree_mask = tree_mask if tree_mask.dim() == 3 else tree_mask[None]
     tree = None if plan.tree_mask is None else (depth, tree_mask)
@@ -100,7 +102,8 @@ def lay_out(plan: Plan, cache: Cache, masks: Masks, context: int, device: torch.
     if plan.extra_rows is not None:
         extra_rows = ExtraRowStates(plan.extra_rows, every[-1:] if plan.tree_mask is None else every)
         tree_mask, depth = extra_rows.extend(tree_mask, depth)
-    size, rows = len(plan.tokens), depth.shape[1]
+    size = len(plan.tokens)
+    rows = depth.shape[1]
     lengths = cache.lengths[plan.first : plan.first + size]
     end = max(lengths) + rows
     cache.reserve(end)
@@ -127,8 +130,10 @@ def lay_out_at(
     by_length: attention reads no column behind the lengths. It reads no value of a tensor, so it can be captured in a
     CUDA graph.
     """
-    size, rows = len(lengths), depth.shape[1]
-    positions, by_kind = lengths[:, None] + depth, dict[str, Tensor]()
+    size = len(lengths)
+    rows = depth.shape[1]
+    positions = lengths[:, None] + depth
+    by_kind = dict[str, Tensor]()
     if not by_length or masks.kinds != [FULL]:
         column = torch.arange(wide, device=lengths.device).expand(size, -1)
         if masks.kinds != [FULL]:  # windows count positions

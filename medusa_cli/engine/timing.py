@@ -31,7 +31,8 @@ SHAPE = (
 )
 # A timing thread computes or spins all the while. If it ran for a smaller share of the time, the machine was busy, and
 # it is timed again after so many seconds: not at each start, which takes longest on a busy machine.
-UNDISTURBED, RETRY_AFTER = 0.8, 3600
+UNDISTURBED = 0.8
+RETRY_AFTER = 3600
 # Bytes copied to measure the memory's bandwidth.
 COPIED_BYTES = 256 * 2**20
 # Its first line names NVIDIA's driver.
@@ -91,7 +92,8 @@ def keep_timings(key: str, timings: Any) -> None:
 
 def watched(measure: Callable[[], T]) -> tuple[T, float | None]:
     """Returns a measurement, and the time if other programs took much of the processor meanwhile, else None."""
-    wall, own = time.perf_counter(), time.thread_time()
+    wall = time.perf_counter()
+    own = time.thread_time()
     measurement = measure()
     busy = time.thread_time() - own < UNDISTURBED * (time.perf_counter() - wall)
     return measurement, time.time() if busy else None
@@ -117,7 +119,8 @@ def device_name(device: torch.device) -> str:
     """Returns a device's name for keys of timings; that of a GPU says its kind, its memory and its driver."""
     if device.type != "cuda":
         return str(device)
-    facts, driver = torch.cuda.get_device_properties(device), ""
+    facts = torch.cuda.get_device_properties(device)
+    driver = ""
     with suppress(OSError):
         driver = DRIVER.read_text().partition("\n")[0]
     return f"{facts.name}, {facts.total_memory >> 20} MiB, {driver}, CUDA {torch.version.cuda}"

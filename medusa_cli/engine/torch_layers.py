@@ -88,7 +88,8 @@ class TorchLayer(nn.Module):
 
     def __init__(self, layer: Any, config: Any, kind: int, table: int) -> None:
         super().__init__()
-        attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
+        attention = getattr(layer, "self_attn", None)
+        mlp = getattr(layer, "mlp", None)
         if not all(hasattr(attention, name) for name in ("q_proj", "k_proj", "v_proj", "o_proj", "scaling")) or not all(
             hasattr(mlp, name) for name in ("gate_proj", "up_proj", "down_proj", "act_fn")
         ):
@@ -97,7 +98,8 @@ class TorchLayer(nn.Module):
         after = hasattr(layer, "post_feedforward_layernorm")
         if after != hasattr(layer, "pre_feedforward_layernorm"):
             raise Unsupported("its norms are placed in a way not known here")
-        self.kind, self.table = kind, table
+        self.kind = kind
+        self.table = table
         self.dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.heads: int = config.num_attention_heads
         self.kv: int = config.num_key_value_heads
@@ -144,7 +146,8 @@ class TorchEngine(Engine):
 
     def __init__(self, backbone: Backbone) -> None:
         super().__init__(backbone)
-        model, config = backbone.model, backbone.config
+        model = backbone.model
+        config = backbone.config
         self.dtype = backbone.embedding.weight.dtype
         self.masks = Masks(config, self.dtype)
         self.captures = None if backbone.device.type == "cuda" else False
@@ -162,7 +165,8 @@ class TorchEngine(Engine):
         except FAULTS as reason:
             raise Unsupported(str(reason)) from reason
         self.head = model.get_output_embeddings()
-        self.dim, self.norm = self.layers[0].dim, norm_of(self._parts.base.norm)
+        self.dim = self.layers[0].dim
+        self.norm = norm_of(self._parts.base.norm)
         self.by_length = reads_by_length(backbone.device, self.dtype, self.kv * self.groups, self.kv, self.dim)
         self.weight_bytes = sum(layer.nbytes for layer in self.layers) + backbone.lm_head_weight.nbytes
         self._rotary: dict[int, tuple[Tensor, Tensor]] = {}
@@ -198,7 +202,8 @@ class TorchEngine(Engine):
         x = self._parts.base.embed_tokens(tokens).to(self.dtype)  # [B, R, H]
         if cache.keys is None:
             cache.allocate(self.kv, self.dim, x)
-        extra_rows, last = layout.extra_rows, len(self.layers)
+        extra_rows = layout.extra_rows
+        last = len(self.layers)
         cuts = {0, last, *(tap + 1 for tap in taps if tap >= 0), *(extra_rows.rows.layers if extra_rows else ())}
         tapped: dict[int, Tensor] = {}
         inputs: tuple[Any, ...] = ()

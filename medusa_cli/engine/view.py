@@ -38,10 +38,12 @@ class View(TransformersCache):
 
     def __init__(self, cache: LayerCache, layout: Layout, layers: int) -> None:
         super().__init__(layers=[_ViewLayer(cache, layout, index) for index in range(layers)])
-        self._cache, self._layout = cache, layout
+        self._cache = cache
+        self._layout = layout
         self._slots = slice(layout.first, layout.first + layout.size)
         self._now: dict[StateKey, Tensor] = {}  # what the running module reads and writes
-        cache.node_states, cache.first_node_slot = {}, layout.first
+        cache.node_states = {}
+        cache.first_node_slot = layout.first
 
     def follow(self, layer: int, forward: Callable[..., Any], hidden_states: Tensor, *args: Any, **options: Any) -> Any:
         """Returns what a module makes of states [B, R, H]; `args`, `options`: its other arguments."""
@@ -158,7 +160,9 @@ class _ViewLayer(CacheLayerMixin):
 
     def __init__(self, cache: LayerCache, layout: Layout, index: int) -> None:
         super().__init__()
-        self._cache, self._layout, self._index = cache, layout, index
+        self._cache = cache
+        self._layout = layout
+        self._index = index
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.is_initialized = True

@@ -38,7 +38,9 @@ from medusa_cli.tree.tree import Draft, Tree
 # FIRP is not among them: its extra rows go through the model's layers.
 KINDS: dict[str, type[HeadDrafter]] = {kind.name: kind for kind in (MedusaHeads, HydraHeads, Amphista, Eagle)}
 # Steps of a trial, and steps until the other way is tried again: the interval doubles up to the longest.
-TRY, RETRY, LONGEST_RETRY = 6, 48, 768
+TRY = 6
+RETRY = 48
+LONGEST_RETRY = 768
 # Tokens of an n-gram match are drafted while they are accepted more often than this.
 MIN_CHANCE = 0.25
 
@@ -112,7 +114,8 @@ class DraftSwitch:
     """Drafts while that takes less time a token than plain steps; now and then the other way is tried again."""
 
     def __init__(self) -> None:
-        self.drafts, self._retry = True, RETRY
+        self.drafts = True
+        self._retry = RETRY
         self._speeds: dict[bool, float] = {}  # tokens a second with drafts and without, as far as both were tried
         self._steps: list[tuple[float, int]] = []
 
@@ -125,8 +128,10 @@ class DraftSwitch:
             return
         spent, accepted = map(sum, zip(*self._steps[1:], strict=True))  # the first step of a way is slower
         if len(self._speeds) == 2:
-            self._speeds, self._retry = {}, min(2 * self._retry, LONGEST_RETRY)
-        self._speeds[drafts], self._steps = accepted / spent, []
+            self._speeds = {}
+            self._retry = min(2 * self._retry, LONGEST_RETRY)
+        self._speeds[drafts] = accepted / spent
+        self._steps = []
         self.drafts = max(self._speeds, key=self._speeds.__getitem__) if len(self._speeds) == 2 else not drafts
 
 
@@ -134,10 +139,13 @@ class Generation:
     """The tokens so far, chosen and stopped one by one as `generate` does."""
 
     def __init__(self, ids: Tensor, processors: Any, criteria: Any, config: Any, streamer: Any) -> None:
-        self.ids, self.done = ids, False
+        self.ids = ids
+        self.done = False
         wanted = [name for name in ("scores", "logits") if getattr(config, f"output_{name}")]
         self.kept: dict[str, tuple[Tensor, ...]] = {name: () for name in wanted}  # of each token
-        self._processors, self._criteria, self._streamer = processors, criteria, streamer
+        self._processors = processors
+        self._criteria = criteria
+        self._streamer = streamer
         self._sample = config.do_sample
 
     def choose(self, logits: Tensor) -> int:
@@ -156,7 +164,8 @@ class Generation:
 
     def accept(self, logits: Tensor, draft: Draft) -> tuple[list[int], int]:
         """Follows the children that hold the tokens chosen from logits [N, V]; returns the path and the next token."""
-        tokens, path = draft.tokens.tolist(), [0]
+        tokens = draft.tokens.tolist()
+        path = [0]
         while True:
             token = self.choose(logits[path[-1]])
             child = next((node for node in draft.tree.children[path[-1]] if tokens[node] == token), None)
@@ -170,13 +179,18 @@ def run(
 ) -> DynamicCache:
     """Drafts (switch None: always), verifies, accepts and keeps rows until the answer ends; returns the cache."""
     cache = DynamicCache()  # without a config every layer keeps all rows, so that rejected ones can be removed
-    backbone, drafter, index = backbone_of(model), loaded.drafter.fork(), NgramIndex(ngram_trust())
+    backbone = backbone_of(model)
+    drafter = loaded.drafter.fork()
+    index = NgramIndex(ngram_trust())
     options = {cache_name(type(model).forward): cache, "use_cache": True, "output_hidden_states": True}
     out = model(prompt, logits_to_keep=1, **options)
-    states, text = tapped(out.hidden_states, drafter.taps, model.device), prompt[0].tolist()
+    states = tapped(out.hidden_states, drafter.taps, model.device)
+    text = prompt[0].tolist()
     new = drafter.first_input(NewTokens(prompt[0], states, generation.choose(out.logits[0, -1]), 0))
     while not generation.done:
-        began, start, drafts = time.perf_counter(), len(text), switch is None or switch.drafts
+        began = time.perf_counter()
+        start = len(text)
+        drafts = switch is None or switch.drafts
         draft = Draft(prompt.new_tensor([new.root]), Tree.root_only())
         if drafts:
             (draft,) = drafter.draft(backbone, [drafter], [new], loaded.tree)
@@ -190,7 +204,8 @@ def run(
             **options,
         )
         path, root = generation.accept(out.logits[0], draft)
-        rows, states = torch.tensor(path, device=prompt.device), tapped(out.hidden_states, drafter.taps, model.device)
+        rows = torch.tensor(path, device=prompt.device)
+        states = tapped(out.hidden_states, drafter.taps, model.device)
         keep(cache, start, rows)
         accepted = NewTokens(draft.tokens[rows], states[rows], root, start)
         # Tokens of steps without drafts wait until the drafter is used again.

@@ -11,7 +11,8 @@ from medusa_cli.errors import UserError
 from medusa_cli.export.folder import exporting
 from medusa_cli.runs.run import Run
 
-ROWS, TOKENS = "conversations.jsonl", "tokens.jsonl"
+ROWS = "conversations.jsonl"
+TOKENS = "tokens.jsonl"
 
 
 def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:

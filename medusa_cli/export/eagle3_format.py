@@ -42,7 +42,9 @@ class LayerConfig:
 def export_eagle3(source: Source, output: Path, *, overwrite: bool = False) -> tuple[list[str], list[str]]:
     """Writes an EAGLE drafter in the form that other engines read; raises UserError for any other kind."""
     refuse_other_kinds(source, "eagle3")
-    config, tensors, model = source.config, engine_tensors(source), source.model
+    config = source.config
+    tensors = engine_tensors(source)
+    model = source.model
     served, notes = served_model(source)
     if len(config.taps) != 3:
         notes.append(f"it reads {len(config.taps)} layers, and llama.cpp takes exactly 3")
@@ -101,7 +103,8 @@ def _launch(model: str, folder: Path, tokens: int) -> list[str]:
 
 def _engine_config(source: Source) -> dict[str, Any]:
     """Returns config.json under the engines' names."""
-    base, own = read_config(source.model, source.trusted), source.config
+    base = read_config(source.model, source.trusted)
+    own = source.config
     widths = ("hidden_size", "intermediate_size", "num_attention_heads", "head_dim", "vocab_size")
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
@@ -151,9 +154,12 @@ def import_eagle3(
     tensors = {name.replace("layers.0.", "midlayer.", 1): tensor for name, tensor in tensors.items()}
     notes = [] if tensors.pop("embed_tokens.weight", None) is None else ["its embeddings are left out for the model's"]
     theirs = convert({key: value for key, value in plain.items() if value}, LayerConfig, "config.json", AGAIN)
-    heads, taps = theirs.num_attention_heads, theirs.eagle_aux_hidden_state_layer_ids
-    shared, size = theirs.num_key_value_heads or heads, theirs.head_dim or model.hidden_size // heads
-    vocabulary, depth = theirs.draft_vocab_size or model.vocab_size, model.num_hidden_layers
+    heads = theirs.num_attention_heads
+    taps = theirs.eagle_aux_hidden_state_layer_ids
+    shared = theirs.num_key_value_heads or heads
+    size = theirs.head_dim or model.hidden_size // heads
+    vocabulary = theirs.draft_vocab_size or model.vocab_size
+    depth = model.num_hidden_layers
     taps = taps or [2, depth // 2, depth - 3]
     if heads % shared:
         raise UserError(f"num_attention_heads {heads} is no multiple of num_key_value_heads {shared}", AGAIN)
@@ -163,7 +169,8 @@ def import_eagle3(
         tensor = tensors.get(name)
         if tensor is not None and tensor.dim() and len(tensor) == shared * size:
             tensors[name] = tensor.unflatten(0, (shared, size)).repeat_interleave(heads // shared, 0).flatten(0, 1)
-    d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
+    d2t = tensors.pop("d2t", None)
+    t2d = tensors.pop("t2d", None)
     if vocabulary != model.vocab_size:
         tensors["draft_ids"] = _checked_map(d2t, t2d, vocabulary, model.vocab_size)
     settings = {

@@ -100,7 +100,8 @@ def export_hf(
         fault = f"@to hf cannot hold the {source.kind} drafter {source.run.drafter_dir}"
         raise UserError(fault, f"use a drafter of {', '.join(KINDS)}")
     tree = _tree(source, budget)
-    dtype, stored = checkpoint_dtype(source.model, source.trusted), stored_dtype(source.model, source.trusted)
+    dtype = checkpoint_dtype(source.model, source.trusted)
+    stored = stored_dtype(source.model, source.trusted)
     name = next(name for name, known in DTYPES.items() if known == dtype)
     options = LoadOptions(device="cpu", dtype=name, trust_remote_code=source.trusted)
     network, tokenizer = load_network(source.model, options, chat_template=source.run.chat_template)
@@ -128,7 +129,8 @@ def export_hf(
 
 def _write_code(folder: Path) -> None:
     """Writes the files that decode, flat and with relative imports: transformers copies no others to where it runs."""
-    modules, texts = ["export.custom_generate"], {"unused.py": UNUSED, "requirements.txt": REQUIREMENTS}
+    modules = ["export.custom_generate"]
+    texts = {"unused.py": UNUSED, "requirements.txt": REQUIREMENTS}
 
     def relative(match: re.Match[str]) -> str:
         indent, module = match.groups()
@@ -154,7 +156,9 @@ def _name(dtype: torch.dtype | None) -> str:
 
 def _tree(source: Source, budget: int | None) -> Tree:
     """Returns the run's tree, or the best one of so many nodes by the calibration."""
-    path, calibration, heads = source.run.tree_path, source.calibration, source.config.num_heads
+    path = source.run.tree_path
+    calibration = source.calibration
+    heads = source.config.num_heads
     if budget is None and path.is_file():
         tree = load_tree(path)
         if tree.max_depth > heads:

@@ -121,7 +121,8 @@ def _fetch(place: str) -> tuple[Path, list[Path]]:
 
 def _inside(folder: Path, name: str) -> Path:
     """Returns the path of a file that an index names; raises UserError unless it lies in the folder."""
-    path, root = (folder / name).resolve(), folder.resolve()
+    path = (folder / name).resolve()
+    root = folder.resolve()
     if root.parent.name == "snapshots":  # in the hub's cache files are links to its blobs
         root = root.parents[1]
     if not path.is_relative_to(root):
@@ -219,7 +220,8 @@ def import_hydra(
         raise UserError("the checkpoint has no tensors named hydra_mlp.HEAD.LAYER.linear.weight", "give Hydra heads")
     if "hydra_mlp.0.0.res_connection.weight" not in tensors:
         raise UserError("grounded_heads=false: these heads do not see earlier draft tokens", "give grounded heads")
-    heads, layers = 1 + max(int(key[1]) for key in keys), 1 + max(int(key[2]) for key in keys)
+    heads = 1 + max(int(key[1]) for key in keys)
+    layers = 1 + max(int(key[2]) for key in keys)
     notes = []
     names = {}  # theirs -> ours
     for k in range(heads):

@@ -21,7 +21,8 @@ UNBOUNDED = 1 << 20
 # Rotary tables that change beyond the original context: the cached rows would have been turned by the old ones.
 CHANGING_ROPE = ("longrope", "dynamic")
 # A sample of a tensor: this many windows of this many numbers, from its beginning to its end.
-WINDOWS, WIDTH = 4, 64
+WINDOWS = 4
+WIDTH = 64
 # Tensors sampled of a checkpoint: experts may be many thousands.
 MAX_TENSORS = 2000
 
@@ -257,7 +258,8 @@ class Layers:
     """The parts most decoders are made of: embedding, rotary tables, layers, last norm; Unsupported if one lacks."""
 
     def __init__(self, model: Any) -> None:
-        base, config = text_model(model), model.config.get_text_config()
+        base = text_model(model)
+        config = model.config.get_text_config()
         if special := _special_parts(base, config):
             raise Unsupported(special)
         if not all(hasattr(base, name) for name in ("layers", "norm", "rotary_emb", "embed_tokens")):

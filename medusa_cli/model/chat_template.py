@@ -30,7 +30,9 @@ class ChatTokenizer(Protocol):
 
 
 # What a chat template may take: seconds, bytes, and characters beyond a few times those of the messages.
-MAX_SECONDS, MAX_BYTES, MAX_GROWTH = 10.0, 1 << 30, 1 << 20
+MAX_SECONDS = 10.0
+MAX_BYTES = 1 << 30
+MAX_GROWTH = 1 << 20
 
 
 def render(
@@ -134,7 +136,8 @@ def after_answer(model: ChatTokenizer, messages: list[dict[str, str]], *, prompt
     """Returns the text after the answer in messages [.., answer, question]; None if the template rewrites the past."""
     before = render(model, messages[:-2], prompt=True)
     whole = render(model, messages, prompt=prompt)
-    answer, rest = messages[-2]["content"], whole.removeprefix(before)
+    answer = messages[-2]["content"]
+    rest = whole.removeprefix(before)
     if not rest.startswith(answer):  # some tokenizers take a blank for a part of the answer's first token
         rest = rest.lstrip()
     return rest.removeprefix(answer) if whole.startswith(before) and rest.startswith(answer) else None
@@ -192,7 +195,8 @@ def fit(
     """
     system = list(messages[:1]) if messages and messages[0]["role"] == "system" else []
     turns = list(messages[len(system) :])
-    tokens, free = encode([*system, *turns[forgotten:], question]), min(answer, context // 4)
+    tokens = encode([*system, *turns[forgotten:], question])
+    free = min(answer, context // 4)
     if len(tokens) + free > context:
         # Leaves room for two answers, so that not every later turn leaves another one out.
         while forgotten < len(turns) and len(tokens) + 2 * free > context:

@@ -97,7 +97,8 @@ def check_files(missing: Sequence[str], owners: Sequence[Any], model: str) -> No
 @torch.no_grad()
 def check_network(network: Any, model: str) -> None:
     """Raises UserError for a network whose logits of a few tokens are not finite, or not its lm_head's own."""
-    table, head = network.get_input_embeddings().weight, network.get_output_embeddings()
+    table = network.get_input_embeddings().weight
+    head = network.get_output_embeddings()
     ids = torch.arange(PROBE, device=table.device)[None] % len(table)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}  # some warn without
     passes: list[Any] = []

@@ -136,7 +136,8 @@ def split_layers(network: Any, device: str) -> None:
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor
 
-    base, depth = text_model(network), network.config.get_text_config().num_hidden_layers
+    base = text_model(network)
+    depth = network.config.get_text_config().num_hidden_layers
     lists = [module for module in base.modules() if isinstance(module, nn.ModuleList)]
     layers = next((modules for modules in lists if len(modules) == depth), None)
     if layers is None:

@@ -98,7 +98,8 @@ def load_network(
             bnb_4bit_compute_dtype=dtype,
         )
         settings["device_map"] = {"": device}
-    source, trusted = assets.model_dir(model), options.trust_remote_code
+    source = assets.model_dir(model)
+    trusted = options.trust_remote_code
     config = read_config(model, trusted, whole=True)
     if trusted and has_own_code(model):
         refuse_unsupported(config)
@@ -281,7 +282,8 @@ def random_config(name: str) -> Any:
 
 
 _STATUS = Path("/proc/self/status")
-_SYSTEM, _CONTAINER = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+_SYSTEM = Path("/proc/meminfo")
+_CONTAINER = Path("/sys/fs/cgroup")
 
 
 def free_memory(device: torch.device) -> int:

@@ -136,7 +136,8 @@ class GgufSlice:
     """A weight of a GGUF file that is read where it is sliced, as safetensors' slices are."""
 
     def __init__(self, weights: GgufWeights, name: str) -> None:
-        self.weights, self.name = weights, name
+        self.weights = weights
+        self.name = name
 
     def get_shape(self) -> list[int]:
         names = self.weights.names

@@ -176,7 +176,10 @@ class Handler:
     """Submits completion requests to the scheduler and formats their answers."""
 
     def __init__(self, medusa: Medusa, scheduler: Scheduler, limits: Limits, templates: TemplateProcess) -> None:
-        self._medusa, self._scheduler, self._limits, self._templates = medusa, scheduler, limits, templates
+        self._medusa = medusa
+        self._scheduler = scheduler
+        self._limits = limits
+        self._templates = templates
         self._rendering = asyncio.Lock()  # a slow chat template holds up other chats alone
         self._encoding = asyncio.Lock()  # two threads must not share a tokenizer
 
@@ -192,7 +195,8 @@ class Handler:
 
     def props(self) -> dict[str, Any]:
         """Returns what llama.cpp's clients read of a server."""
-        limits, tokenizer = self._limits, self._medusa.backbone.tokenizer
+        limits = self._limits
+        tokenizer = self._medusa.backbone.tokenizer
         params = {"temperature": limits.temperature, "top_k": 0, "top_p": 1.0, "n_predict": limits.max_new_tokens}
         return {
             "default_generation_settings": {"n_ctx": self.context, "params": params},
@@ -268,7 +272,8 @@ class Handler:
 
     async def tokenize(self, body: TokenizeText | TokenizeChat) -> dict[str, Any]:
         """Returns the token ids of a text or a conversation in vLLM's form; raises Refusal."""
-        [tokens], backbone = await self._encode(body), self._medusa.backbone
+        [tokens] = await self._encode(body)
+        backbone = self._medusa.backbone
         texts = backbone.tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
         return {"count": len(tokens), "max_model_len": self.context, "tokens": tokens, "token_strs": texts}
 
@@ -279,7 +284,8 @@ class Handler:
 
     async def _requests(self, body: ChatRequest | CompletionRequest) -> list[Request]:
         """Returns the decoder's requests, one a choice, within the server's limits."""
-        limits, prompts = self._limits, await self._encode(body)
+        limits = self._limits
+        prompts = await self._encode(body)
         limit = limits.max_new_tokens if body.limit is None else min(body.limit, limits.max_new_tokens)
         if body.truncate_prompt_tokens is not None:
             kept = self.longest_prompt if body.truncate_prompt_tokens < 0 else body.truncate_prompt_tokens
@@ -417,7 +423,8 @@ async def _until_gone(
             pass
         abandon()
 
-    watcher, unfinished = asyncio.create_task(watch()), len(tickets)
+    watcher = asyncio.create_task(watch())
+    unfinished = len(tickets)
     try:
         while unfinished:
             index, event = await events.get()

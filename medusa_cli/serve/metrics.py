@@ -49,7 +49,8 @@ class SpeculativeCounters(Collector):
             family = CounterMetricFamily(f"vllm:spec_decode_num_{name}", about, labels=[*self._labels])
             family.add_metric([*self._labels.values()], value)
             yield family
-        name, about = "vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted draft tokens by position"
+        name = "vllm:spec_decode_num_accepted_tokens_per_pos"
+        about = "Accepted draft tokens by position"
         family = CounterMetricFamily(name, about, labels=[*self._labels, "position"])
         for position, value in enumerate(list(self._accepted_at)):
             family.add_metric([*self._labels.values(), str(position)], value)

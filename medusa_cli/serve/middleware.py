@@ -71,14 +71,17 @@ class Middleware:
     """
 
     def __init__(self, app: Any, limits: Limits, metrics: Metrics) -> None:
-        self._app, self._limits, self._metrics = app, limits, metrics
+        self._app = app
+        self._limits = limits
+        self._metrics = metrics
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         path = scope["path"] if scope["path"] in PATHS else "other"
-        headers, started = Headers(scope=scope), time.monotonic()
+        headers = Headers(scope=scope)
+        started = time.monotonic()
         given = headers.get("x-request-id", "")
         request_id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
 

@@ -35,12 +35,16 @@ class OpenAIFormat:
     """Formats the answers to one request: all chunks have the same id, time and model, and each choice its index."""
 
     def __init__(self, backbone: Backbone, body: ChatRequest | CompletionRequest, tickets: Sequence[Ticket]) -> None:
-        self._chat, self._tickets, self._n = isinstance(body, ChatRequest), tickets, body.n
-        self._asked, self._backbone = body, backbone
+        self._chat = isinstance(body, ChatRequest)
+        self._tickets = tickets
+        self._n = body.n
+        self._asked = body
+        self._backbone = backbone
         keep = () if body.skip_special_tokens else special_ids(backbone)
         self._tokens = [TokenTexts(backbone, keep) for _ in tickets]
         self._id = f"{'chatcmpl' if self._chat else 'cmpl'}-{uuid.uuid4().hex}"
-        self._created, self._model = int(time.time()), body.model
+        self._created = int(time.time())
+        self._model = body.model
         self._fingerprint = fingerprint_of(backbone)
         self._stream_usage = body.stream_options.include_usage
         self._continuous = self._stream_usage and body.stream_options.continuous_usage_stats
@@ -124,7 +128,8 @@ class OpenAIFormat:
 
     def _prompt_logprobs(self, choice: dict[str, Any], index: int) -> dict[str, Any]:
         """Adds the log probabilities of its prompt to a choice, as vLLM does; returns those of a chat."""
-        ticket, wanted = self._tickets[index], self._asked.prompt_logprobs
+        ticket = self._tickets[index]
+        wanted = self._asked.prompt_logprobs
         rows: list[dict[str, Any] | None] = []
         for likelihood in ticket.answer.likelihoods[: len(ticket.request.prompt)]:
             entries: dict[str, Any] = {}
@@ -191,7 +196,8 @@ class OpenAIFormat:
             rows = [texts.row(likelihood, top) for likelihood in likelihoods]
             content = [{**_entry(*own), "top_logprobs": [_entry(*other) for other in others]} for own, *others in rows]
             return {"content": content, "refusal": None}
-        offsets, tokens = list[int](), list[TokenLogprob]()
+        offsets = list[int]()
+        tokens = list[TokenLogprob]()
         likeliest = list[dict[str, float | None] | None]()
         for likelihood in likelihoods:
             offsets.append(texts.place(likelihood.token))
@@ -283,7 +289,8 @@ class TokenTexts:
         text = self._decode([*self._finished, *self._unfinished]).removeprefix(before)
         if not text.endswith(REPLACEMENT) or len(self._unfinished) >= MAX_CHARACTER_BYTES:
             self._offset += len(text)
-            self._finished, self._unfinished = self._unfinished, []
+            self._finished = self._unfinished
+            self._unfinished = []
         return place
 
     def _in_context(self, token: int) -> str:

@@ -18,7 +18,8 @@ from medusa_cli.serve.errors import Refusal
 from medusa_cli.serve.metrics import Metrics, add_positions
 
 # Seconds after which a client whose request was refused may try again.
-RETRY_S, RESTART_S = 2, 10
+RETRY_S = 2
+RESTART_S = 10
 # Tokens of answers that are remembered: they are indexed anew, in 50 ms at most, after each answer.
 MAX_REMEMBERED = 1 << 17
 log = logging.getLogger(__name__)
@@ -71,9 +72,12 @@ class Scheduler:
     """
 
     def __init__(self, medusa: Medusa, metrics: Metrics, *, slots: int, waiting: int, remember: int = 0) -> None:
-        self._medusa, self._metrics = medusa, metrics
-        self._slots, self._max_waiting = slots, waiting
-        self._answers, self._remembered = deque[list[int]](maxlen=remember), Corpus()
+        self._medusa = medusa
+        self._metrics = metrics
+        self._slots = slots
+        self._max_waiting = waiting
+        self._answers = deque[list[int]](maxlen=remember)
+        self._remembered = Corpus()
         if remember and medusa.loaded.policy is not None:
             medusa.loaded.policy.corpora.append(self._remembered)
         self._decoder = medusa.decoder(slots)
@@ -174,7 +178,8 @@ class Scheduler:
                 continue
             self._running[sequence] = ticket
             if first is not None:
-                self._prompt, ticket.reused = None, sequence.reused
+                self._prompt = None
+                ticket.reused = sequence.reused
                 self._metrics.first_token.observe(ticket.seconds)
                 self._metrics.prompt_tokens.inc(len(ticket.request.prompt))
                 self._metrics.reused_tokens.inc(sequence.reused)

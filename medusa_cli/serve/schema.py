@@ -15,8 +15,12 @@ from medusa_cli.errors import UsageError
 from medusa_cli.serve import neutral
 
 # Each token of an answer is searched for each stop string.
-MAX_STOPS, MAX_STOP = 1024, 1024
-MAX_CHOICES, MAX_NAME, MAX_TOOLS, MAX_TOP = 128, 256, 128, 20
+MAX_STOPS = 1024
+MAX_STOP = 1024
+MAX_CHOICES = 128
+MAX_NAME = 256
+MAX_TOOLS = 128
+MAX_TOP = 20
 # A field of several forms is checked in the form it was sent in; refusals leave out these names of forms.
 TEXT, LIST, TEXTS, LISTS, OBJECT = FORMS = "<text>", "<list>", "<texts>", "<lists>", "<object>"
 ITEMS = "<message>", "<function_call>", "<function_call_output>"

@@ -27,7 +27,9 @@ from medusa_cli.serve.templates import TemplateProcess
 
 # Bytes of a request's line and headers, connections that wait to be accepted, bytes of answers that the system keeps
 # for a client that does not read.
-MAX_HEADERS, BACKLOG, SEND_BUFFER = 64 << 10, 128, 32 << 10
+MAX_HEADERS = 64 << 10
+BACKLOG = 128
+SEND_BUFFER = 32 << 10
 # Bytes: a client that reads less within `Limits.read_s` reads nothing.
 MIN_READ = 16 << 10
 # Logs to which anybody who connects can make the server write.
@@ -183,16 +185,20 @@ class OnceAMinute(logging.Filter):
         self._passed = dict[str, tuple[float, int]]()  # by the message's beginning: when, and how many were dropped
 
     def filter(self, record: logging.LogRecord) -> bool:
-        now, text = time.monotonic(), record.getMessage().split("\n")[0]
+        now = time.monotonic()
+        text = record.getMessage().split("\n")[0]
         last, dropped = self._passed.get(text[:40], (-self._period_s, 0))
         if now - last < self._period_s:
             self._passed[text[:40]] = (last, dropped + 1)
             return False
         self._passed[text[:40]] = (now, 0)
         if isinstance(record.exc_info, tuple) and isinstance(record.exc_info[1], OSError):
-            record.msg, record.args, record.exc_info = f"{text}: {record.exc_info[1]}", (), None
+            record.msg = f"{text}: {record.exc_info[1]}"
+            record.args = ()
+            record.exc_info = None
         if dropped:
-            record.msg, record.args = f"{record.getMessage()} ({dropped:,} more like it before)", ()
+            record.msg = f"{record.getMessage()} ({dropped:,} more like it before)"
+            record.args = ()
         return True
 
 
@@ -239,9 +245,11 @@ def listen(host: str, port: int, uds: Path | None = None) -> socket.socket:
     except (OSError, OverflowError, ValueError, TypeError) as reason:  # a host name that no address can have
         listener.close()
         fault = getattr(reason, "strerror", None) or str(reason)
-        place, remedy = f"@host {host} @port {port}", "give another @port or @host"
+        place = f"@host {host} @port {port}"
+        remedy = "give another @port or @host"
         if uds:
-            place, remedy = f"@uds {uds}", "give another file"
+            place = f"@uds {uds}"
+            remedy = "give another file"
         raise UsageError(f"{place} cannot be bound: {fault}", remedy) from reason
     return listener
 

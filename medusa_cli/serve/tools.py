@@ -16,7 +16,8 @@ from medusa_cli.decode.grammar import Grammar, inline
 from medusa_cli.model import Backbone
 
 # Tokens of some vocabularies, plain text in others.
-BEGIN, END = ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>"), "</tool_call>"
+BEGIN = ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>")
+END = "</tool_call>"
 MARKERS = (*BEGIN, END, "[ARGS]", "[CALL_ID]")
 MAX_CALLS = 8  # of an answer that must call
 INSTRUCTION = """You may call functions to help with the request. These are their signatures:
@@ -70,7 +71,8 @@ def calls_grammar(backbone: Backbone, tools: Tools, several: bool, answer: Gramm
 
     several: more than one may follow. answer: a JSON schema that the answer may follow instead.
     """
-    style, ids = style_of(template_of(backbone)), marker_ids(backbone)
+    style = style_of(template_of(backbone))
+    ids = marker_ids(backbone)
 
     def literal(text: str) -> str:
         parts = re.split("(" + "|".join(map(re.escape, MARKERS)) + ")", text)
@@ -107,7 +109,8 @@ def describe_tools(
         return list(messages), {"tools": list(tools)} if tools else {}
     rendered: list[Message] = []
     for message in messages:
-        role, text = message["role"], message["content"] or ""
+        role = message["role"]
+        text = message["content"] or ""
         if role == "tool":
             text = f"<tool_response>\n{text}\n</tool_response>"
             if rendered and rendered[-1]["role"] == "user" and rendered[-1]["content"].startswith("<tool_response>"):
@@ -146,7 +149,10 @@ def read_calls(text: str, names: Collection[str], last: bool, sent: int = 0) -> 
     last: the answer ends here; else the arguments of the last call may go on. A call that the end of the answer cuts
     is content, too, unless it is one of the first `sent`, which the client has.
     """
-    content, calls, at, begun = "", list[tuple[str, str]](), 0, False
+    content = ""
+    calls = list[tuple[str, str]]()
+    at = 0
+    begun = False
     while True:
         bare = not (begun or calls) and text[at:].lstrip().startswith("{")
         marker = None if bare else _BEGIN.search(text, at)
@@ -157,7 +163,8 @@ def read_calls(text: str, names: Collection[str], last: bool, sent: int = 0) -> 
             content += text[at:start]
         if not (bare or marker):
             return content, calls
-        at, begun = marker.end() if marker else start, begun or bool(content)
+        at = marker.end() if marker else start
+        begun = begun or bool(content)
         while True:  # calls, until no other follows; `start`: of the text that is content if no call comes of it
             if between := _BETWEEN.match(text, at):
                 at = between.end()
@@ -165,7 +172,8 @@ def read_calls(text: str, names: Collection[str], last: bool, sent: int = 0) -> 
                 at += len(END)
                 break
             if marker := _BEGIN.match(text, at):
-                (start, at), bare = marker.span(), False
+                start, at = marker.span()
+                bare = False
                 continue
             head = _JSON_HEAD.match(text, at) or _ARGS_HEAD.match(text, at)
             if head and head[1] in names:
@@ -179,14 +187,17 @@ def read_calls(text: str, names: Collection[str], last: bool, sent: int = 0) -> 
                 hopeless = head or last or END in text[at:] or (bare and squeezed != _NAME_HEAD[: len(squeezed)])
                 if at == len(text) or not hopeless:
                     return content, calls
-                content, begun = content + text[start:at], True
+                content = content + text[start:at]
+                begun = True
                 break
             if end is None:
                 if last and len(calls) > sent:
                     calls.pop()
                     content += text[start:]
                 return content, calls
-            start, at, bare = end, end, False
+            start = end
+            at = end
+            bare = False
 
 
 def _end(text: str, start: int) -> int | None:
@@ -211,7 +222,8 @@ class CallReader:
     """Splits an answer, as it comes, into its content and its calls of tools."""
 
     def __init__(self, names: Collection[str]) -> None:
-        self._names, self._text = names, ""
+        self._names = names
+        self._text = ""
         self._sent = self._arguments = 0  # characters of the content, and of the last call's arguments, so far
         self.count = 0
 
@@ -220,7 +232,8 @@ class CallReader:
         self._text += text
         content, calls = read_calls(self._text, self._names, last, self.count)
         delta: dict[str, Any] = {"content": content[self._sent :]} if len(content) > self._sent else {}
-        self._sent, parts = max(self._sent, len(content)), []
+        self._sent = max(self._sent, len(content))
+        parts = []
         for index in range(max(0, self.count - 1), len(calls)):
             name, arguments = calls[index]
             if index == self.count:

@@ -29,11 +29,13 @@ POSITIONS = 512
 TEMPERATURES = tuple(round(0.6 + 0.05 * step, 2) for step in range(29))
 FIT_POSITIONS = 4096
 # The tree over which decoding is simulated. Accuracies measured over 14 nodes promise what 4 to 64 give, within 2.5 %.
-NODES, ROUNDS = 14, 3
+NODES = 14
+ROUNDS = 3
 # Weight of the share among all positions, in steps.
 PRIOR = 20
 # Ranks of a token beyond the guesses, and past its answer's end.
-MISSED, PAST_END = 1 << 30, (1 << 30) + 1
+MISSED = 1 << 30
+PAST_END = (1 << 30) + 1
 # Held-out conversations by default of a drafter that must run the model for them: 22,000 tokens, a few minutes.
 WHOLE = 100
 log = logging.getLogger(__name__)
@@ -55,7 +57,8 @@ def calibrate(
     data: a file of conversations, all of which are measured; None: those held out in the drafter's training.
     show: called with a name, the tokens done and their number.
     """
-    kind, origin = drafter_kind(folder), describe_drafter(folder).provenance
+    kind = drafter_kind(folder)
+    origin = describe_drafter(folder).provenance
     recipe = load_recipe(run.recipe_path if run.recipe_path.is_file() else None)
     # A run that learnt from conversations elsewhere has none of its own.
     learnt = origin.data.path if origin.data is not None and not run.data_path.is_file() else None
@@ -112,11 +115,14 @@ def measure(
     if not 1 <= top <= vocabulary:
         raise UsageError(f"@top {top} is not among the {vocabulary} tokens the heads know", f"use 1 to {vocabulary}")
     drafter.eval()
-    items, heads = dataset.held_out, drafter.num_heads
+    items = dataset.held_out
+    heads = drafter.num_heads
     ranks: list[Tensor] = []
     counted = torch.zeros(heads, dtype=torch.long)
     log_loss = torch.zeros(heads, len(TEMPERATURES), dtype=torch.double)
-    index, total, positions = drafter.vocabulary_index(backbone.device), positions_of(items), 0
+    index = drafter.vocabulary_index(backbone.device)
+    total = positions_of(items)
+    positions = 0
     for conversations in dataset.micro_batches(items, POSITIONS):
         batch = dataset.batch(backbone, drafter, conversations)
         own = torch.full((len(batch.learnt), heads), PAST_END)
@@ -126,7 +132,8 @@ def measure(
             if not len(rows):
                 continue
             learnt = batch.learnt_index[rows]
-            scores, targets = scores[learnt], batch.next[rows + ahead]
+            scores = scores[learnt]
+            targets = batch.next[rows + ahead]
             right = drafter.draft_ids[scores.topk(top, dim=-1).indices] == targets[:, None]  # [rows, top]
             own[learnt.cpu(), head] = torch.where(right.any(-1), right.int().argmax(-1), MISSED).cpu()
             counted[head] += len(rows)
@@ -189,7 +196,9 @@ def begins(accepted: Tensor) -> Tensor:
 
     Positions are those of whole answers; no step accepts tokens past its answer.
     """
-    roots, at, lengths = torch.zeros(len(accepted), dtype=torch.bool), 0, accepted.tolist()
+    roots = torch.zeros(len(accepted), dtype=torch.bool)
+    at = 0
+    lengths = accepted.tolist()
     while at < len(lengths):
         roots[at] = True
         at += lengths[at] + 1
@@ -199,7 +208,8 @@ def begins(accepted: Tensor) -> Tensor:
 def _log_losses(scores: Tensor, targets: Tensor) -> Tensor:
     """Returns the summed log losses of targets among scores [n, M] at each temperature; target -1 is left out."""
     known = targets >= 0
-    scores, targets = scores[known], targets[known]
+    scores = scores[known]
+    targets = targets[known]
     picked = scores.gather(1, targets[:, None]).sum()
     sums = [(scores / heat).logsumexp(-1).sum() - picked / heat for heat in TEMPERATURES]
     return torch.stack(sums).cpu().double()

@@ -38,7 +38,9 @@ def estimate(
     peak so far, which the training's is. seconds: of states, training and validations.
     """
     setup.check_recipe(recipe)
-    train, kind, source = recipe.train, DRAFTERS[recipe.drafter.name], data or run.data_path
+    train = recipe.train
+    kind = DRAFTERS[recipe.drafter.name]
+    source = data or run.data_path
     if train.shard:
         raise UsageError("@dry_run loads the model in one process", "leave @shard out")
     setup.check_loading(train, options, Distributed())
@@ -51,7 +53,8 @@ def estimate(
     if not online:
         dataset = replace(dataset, states=torch.empty(0))  # batches are of positions, as with all states
     trainer = Trainer(backbone, drafter, dataset, recipe, run)
-    missing, prefill = 0, 0.0
+    missing = 0
+    prefill = 0.0
     if not online:
         missing = tokens_to_run(dataset, run, backbone, source, drafter.taps)
         prefill = missing * _take_states(trainer)
@@ -79,9 +82,11 @@ def estimate(
 
 def _take_states(trainer: Trainer) -> float:
     """Computes the states of the first steps' conversations, for these steps alone; returns seconds a token."""
-    backbone, taps = trainer.backbone, trainer.drafter.taps
+    backbone = trainer.backbone
+    taps = trainer.drafter.taps
     rows: list[torch.Tensor] = []
-    count, start = 0, time.perf_counter()
+    count = 0
+    start = time.perf_counter()
 
     def with_rows(item: Conversation) -> Conversation:
         nonlocal count

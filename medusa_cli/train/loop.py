@@ -48,12 +48,17 @@ class Trainer:
         should_stop: Callable[[], bool] = lambda: False,
         world: Distributed | None = None,
     ) -> None:
-        self.backbone, self.dataset, self.recipe, self.run = backbone, dataset, recipe, run
-        self.should_stop, self.world = should_stop, world or Distributed()
+        self.backbone = backbone
+        self.dataset = dataset
+        self.recipe = recipe
+        self.run = run
+        self.should_stop = should_stop
+        self.world = world or Distributed()
         train = recipe.train
         self.drafter = drafter.to(backbone.device, torch.float32).train()
         self.weights = trained_weights(backbone.model) if train.stage == 2 else {}  # of the backbone, by name
-        heads, slow = list(trained_weights(drafter).values()), list(self.weights.values())
+        heads = list(trained_weights(drafter).values())
+        slow = list(self.weights.values())
         self.parameters = [*heads, *slow]
         self.world.broadcast(self.parameters)
         self.peaks = peak_rates(drafter, train)[: 2 if slow else 1]
@@ -61,7 +66,8 @@ class Trainer:
         batches = dataset.schedule(train.batch_tokens, train.epochs, train.seed, train.max_tokens)
         self.groups = [batches[at : at + train.accumulation] for at in range(0, len(batches), train.accumulation)]
         self.sizes = [sum(map(positions_of, group)) for group in self.groups]
-        self.validation, measured = [], 0
+        self.validation = []
+        measured = 0
         for batch in dataset.micro_batches(dataset.held_out, train.batch_tokens):
             if measured < train.validation_tokens:
                 self.validation.append(batch)
@@ -103,7 +109,9 @@ class Trainer:
 
     def train_step(self) -> Stepped:
         """Does the next step."""
-        start, group, size = time.perf_counter(), self.groups[self.step], self.sizes[self.step]
+        start = time.perf_counter()
+        group = self.groups[self.step]
+        size = self.sizes[self.step]
         sums = []
         for (number, items), counts in self.world.micro_batches(list(enumerate(group))):
             # The seed belongs to the micro-batch, so that any process drops the same.
@@ -161,7 +169,8 @@ class Trainer:
 
     def validate(self) -> Validated:
         """Returns loss and accuracies on the held-out answers (at most about validation_tokens positions)."""
-        modules, sums = [self.drafter, *([self.backbone.model] if self.weights else [])], []
+        modules = [self.drafter, *([self.backbone.model] if self.weights else [])]
+        sums = []
         for module in modules:
             module.eval()
         # no_grad, not inference_mode: autocast would keep its cast weights for the next training step.

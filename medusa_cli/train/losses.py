@@ -146,8 +146,10 @@ def drafter_loss(drafter: HeadDrafter, backbone: Backbone, batch: Batch, train: 
     (`train.regress`; EAGLE, arXiv:2401.15077). That part is in the total alone. Heads that do not read them could only
     learn the mean of the possible states.
     """
-    device, heads = batch.next.device, range(1, drafter.num_heads + 1)
-    index, bias = drafter.vocabulary_index(device), drafter.bias(backbone)
+    device = batch.next.device
+    heads = range(1, drafter.num_heads + 1)
+    index = drafter.vocabulary_index(device)
+    bias = drafter.bias(backbone)
     soft = train.soft if drafter.soft is None else drafter.soft
     p = teacher_probabilities(drafter, backbone, batch) if soft else None
     scored: Callable[[Tensor], Tensor] = nn.Identity()  # the rows of a matrix that are scored
@@ -159,10 +161,13 @@ def drafter_loss(drafter: HeadDrafter, backbone: Backbone, batch: Batch, train: 
         regress = (drafter.regress if train.stage == 1 else 0.0) if train.regress is None else train.regress
     positions = [batch.targets(k) for k in heads]
     known = [at[index[batch.next[at + k]] >= 0] for k, at in zip(heads, positions, strict=True)]
-    total, per_head, correct = torch.zeros((), device=device), [], []
+    total = torch.zeros((), device=device)
+    per_head = []
+    correct = []
     for k, at, states in zip(heads, known, drafter.head_states(backbone, batch, known), strict=True):
         hidden, matrix = drafter.product(backbone, k - 1, states, batch.next[at + k - 1])
-        targets, teacher = index[batch.next[at + k]], None if p is None else p[at + k]
+        targets = index[batch.next[at + k]]
+        teacher = None if p is None else p[at + k]
         loss, hits = linear_loss(hidden, scored(matrix), targets, teacher, soft=soft, bias=bias)
         per_head.append(loss)
         correct.append(hits)
@@ -217,7 +222,8 @@ def teacher_probabilities(drafter: HeadDrafter, backbone: Backbone, batch: Batch
     self-distillation's KL, ties it to the original (Medusa, section 3.3.2).
     """
     final = batch.hidden[:, -drafter.config.hidden_size :]
-    weight, bias = drafter.of_vocabulary(backbone.lm_head_weight), drafter.of_vocabulary(backbone.lm_head_bias)
+    weight = drafter.of_vocabulary(backbone.lm_head_weight)
+    bias = drafter.of_vocabulary(backbone.lm_head_bias)
     change = adapter.weight_change(backbone.model.get_output_embeddings(), drafter.of_vocabulary)
     weight = weight if change is None else weight + change.to(weight.dtype)
     scores = F.linear(final, weight.to(final.dtype), None if bias is None else bias.to(final.dtype))
@@ -328,7 +334,8 @@ class _BlockwiseLoss(torch.autograd.Function):
     ) -> Tensor:
         to_hidden, *to_weights = (learning and needed for needed in ctx.needs_input_grad[4:])
         leaves = [weight for weight, needed in zip(weights, to_weights, strict=True) if needed]
-        total, log_softmax = torch.zeros((), device=hidden.device), LogSoftmax()
+        total = torch.zeros((), device=hidden.device)
+        log_softmax = LogSoftmax()
         hidden_grads: list[Tensor] = []
         weight_grads: list[Tensor] = []
         for start in range(0, max(1, len(hidden)), rows):

@@ -37,7 +37,9 @@ def longest(train: TrainRecipe) -> int:
 
 def check_recipe(recipe: Recipe) -> None:
     """Raises UsageError for settings that have no effect together or cannot be."""
-    kind, train, drafter = DRAFTERS[recipe.drafter.name], recipe.train, recipe.drafter
+    kind = DRAFTERS[recipe.drafter.name]
+    train = recipe.train
+    drafter = recipe.drafter
     if train.regress and kind.regress is None:
         raise UsageError(
             f"train.regress={train.regress:g} has no effect on {kind.name}: its heads do not read the draft tokens",
@@ -94,7 +96,8 @@ def check_loading(train: TrainRecipe, options: LoadOptions, world: Distributed) 
 
 def build_drafter(backbone: Backbone, recipe: DrafterRecipe, dataset: Dataset) -> HeadDrafter:
     """Returns an untrained drafter; a draft vocabulary holds the tokens of most of the data set's answers."""
-    kind, size = DRAFTERS[recipe.name], recipe.draft_vocab_size
+    kind = DRAFTERS[recipe.name]
+    size = recipe.draft_vocab_size
     vocabulary: str = recipe.vocabulary
     if vocabulary == "auto":
         whole = "own" if "own" in kind.vocabularies else "shared"
@@ -130,9 +133,11 @@ def engine_for(kind: type[HeadDrafter], train: TrainRecipe, engine: str) -> str:
 
 def frozen_backbone(recipe: Recipe, options: LoadOptions) -> Backbone:
     """Loads the recipe's model as it decodes."""
-    kind, train = DRAFTERS[recipe.drafter.name], recipe.train
+    kind = DRAFTERS[recipe.drafter.name]
+    train = recipe.train
     options = replace(options, engine=engine_for(kind, train, options.engine))
-    template, gradients = recipe.chat_template, runs_model(kind, train)
+    template = recipe.chat_template
+    gradients = runs_model(kind, train)
     return load_backbone(recipe.model, options, gradients=gradients, shard=train.shard, chat_template=template)
 
 
@@ -163,11 +168,13 @@ def start_heads(run: Run, start: Run | None, backbone: Backbone, drafter: HeadDr
 
     Heads that do not fit are left; stage 2 then raises UserError where `start` was named.
     """
-    giver, needed = start or run, stage == 2 and start is not None
+    giver = start or run
+    needed = stage == 2 and start is not None
     if start is None and stage == 1:
         return
     if copy_heads(giver, backbone, drafter, adapted=needed):
-        folder, trained = giver.drafter_dir, rounding_in(giver.drafter_dir)
+        folder = giver.drafter_dir
+        trained = rounding_in(giver.drafter_dir)
         log.info(f"the heads start from {folder}")
         if trained not in (None, backbone.identity.get("rounding")):
             log.warning(f"{folder} was trained on the model quantized by {trained}; @quantize {trained} does so")

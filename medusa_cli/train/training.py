@@ -108,7 +108,8 @@ def _load(
     run: Run, recipe: Recipe, options: LoadOptions, source: Path, world: Distributed, show: Callable[..., None]
 ) -> tuple[Backbone, Dataset, HeadDrafter]:
     """Returns backbone, data set and a fresh drafter; the first process goes ahead and fetches what all read."""
-    train, kind = recipe.train, DRAFTERS[recipe.drafter.name]
+    train = recipe.train
+    kind = DRAFTERS[recipe.drafter.name]
     with nullcontext() if train.shard else world.main_process_first():
         backbone = (setup.frozen_backbone if train.stage == 1 else setup.joint_backbone)(recipe, options)
     with world.main_process_first():
@@ -129,12 +130,15 @@ def _load(
 
 def _describe(trainer: Trainer) -> None:
     """Logs the size of the training, and the processes that have nothing to do in it."""
-    dataset, train, size = trainer.dataset, trainer.recipe.train, trainer.world.size
+    dataset = trainer.dataset
+    train = trainer.recipe.train
+    size = trainer.world.size
     log.info(
         f"{dataset.report}; {len(dataset.train):,} conversations to train on, {len(dataset.held_out):,} held out; "
         f"{trainer.positions:,} tokens in {trainer.steps:,} steps"
     )
-    known, vocabulary = len(trainer.drafter.draft_ids), trainer.backbone.vocab_size
+    known = len(trainer.drafter.draft_ids)
+    vocabulary = trainer.backbone.vocab_size
     covered = _held_out_coverage(trainer)
     if known < vocabulary and covered is not None:
         log.info(
@@ -151,7 +155,9 @@ def _describe(trainer: Trainer) -> None:
 
 def _run(trainer: Trainer, show: Callable[..., None], on_event: OnEvent) -> None:
     """Runs the steps; logs, shows and draws them."""
-    run, total, acceptance = trainer.run, trainer.positions, ""
+    run = trainer.run
+    total = trainer.positions
+    acceptance = ""
     show("training", trainer.positions_done, total)
     with closing(TrainLog(run.path / NAME, trainer.step or None)) as lines:
         for event in trainer.events():
@@ -176,7 +182,8 @@ def _report(event: Validated) -> None:
     text += f"simulated {event.acceptance:.2f} tokens a step"
     parts = event.parts
     if "kl" in parts:
-        perplexity, original = math.exp(parts["nll"]), math.exp(parts["nll_original"])
+        perplexity = math.exp(parts["nll"])
+        original = math.exp(parts["nll_original"])
         text += f"; KL to the original {parts['kl']:.4f} nats, perplexity {perplexity:.3f} (original {original:.3f}), "
         text += f"greedy agreement {parts['agreement']:.1%}"
     elif "nll" in parts:
@@ -192,7 +199,8 @@ def _figures(trainer: Trainer) -> Document:
     steps, checks = ([line for line in lines if line["event"] == kind] for kind in ("stepped", "validated"))
     keys = ("loss", "head_losses", "accuracies", "positions", "parts")
     seconds = sum(line["seconds"] for line in steps)
-    best, first = best_of(checks), next((line for line in checks if line["step"] == 0), None)
+    best = best_of(checks)
+    first = next((line for line in checks if line["step"] == 0), None)
     return {
         "heads": trainer.drafter.num_heads,
         "steps": trainer.steps,
@@ -217,7 +225,9 @@ def _held_out_coverage(trainer: Trainer) -> float | None:
 
 def _save(trainer: Trainer, source: Path, figures: Document) -> Run:
     """Saves the drafter (and adapter or tuned model) with its provenance; returns the run that they are in."""
-    run, backbone, train = trainer.run, trainer.backbone, trainer.recipe.train
+    run = trainer.run
+    backbone = trainer.backbone
+    train = trainer.recipe.train
     identity = dict(backbone.identity)
     tuned = train.stage == 2 and train.tuning == "full"
     if tuned:
@@ -266,7 +276,8 @@ def evaluate(run: Run, data: Path, options: LoadOptions, max_samples: int | None
     UserError for heads that cannot be read, and for a model tuned in full, which keeps no original to compare with.
     """
     recipe = load_recipe(run.recipe_path)
-    train, joint = recipe.train, recipe.train.stage == 2
+    train = recipe.train
+    joint = recipe.train.stage == 2
     if joint and train.tuning == "full":
         raise UserError(f"{run.path} was trained in full, and keeps no original to compare with", "leave it out")
     frozen = DRAFTERS[recipe.drafter.name].uses_verify_pass
@@ -288,7 +299,8 @@ def evaluate(run: Run, data: Path, options: LoadOptions, max_samples: int | None
 
 
 # From glibc's malloc.h. Its own limits are 32 MB for the first and an int for the second.
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+M_TRIM_THRESHOLD = -1
+M_MMAP_THRESHOLD = -3
 
 
 def keep_freed_memory() -> None:
