@@ -17,6 +17,7 @@ from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.drafters.io import load_drafter
 from medusa_cli.engine import attach, load_backbone
 from medusa_cli.engine.extra_rows import extra_row_states, trace
+from medusa_cli.engine.plan import Output, Plan
 from medusa_cli.errors import UserError
 from medusa_cli.model import Backbone
 from medusa_cli.runs.recipe import TrainRecipe, load_recipe
@@ -135,13 +136,15 @@ def test_a_step_is_one_backbone_pass(engine: str, shape: Tree | DynamicTree) -> 
     backbone = backbone_of("llama", engine)
     drafter = firp(backbone)
     passes: list[int] = []
-    inner = backbone.engine.run
+    inner = backbone.engine.run_pass
 
-    def counted(tokens: Tensor, layout: Any, cache: Any, taps: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        passes.append(layout.positions.shape[1])  # rows, extra rows among them
-        return inner(tokens, layout, cache, taps)
+    def counted(plan: Plan, cache: Any) -> Output:
+        rows = plan.tokens.shape[1]
+        sources = 1 if plan.is_chain else rows
+        passes.append(rows + sources * len(plan.extra_rows.layers))
+        return inner(plan, cache)
 
-    backbone.engine.run = counted
+    backbone.engine.run_pass = counted
     steps = list(generate(backbone, drafter, shape, PROMPT, max_new_tokens=40, stop_ids=()))
     assert len(passes) == len(steps)
     assert passes[0] == len(PROMPT) + 3

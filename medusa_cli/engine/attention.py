@@ -9,11 +9,6 @@ from torch.nn import functional as F
 from medusa_cli.model.attention import additive
 
 
-def padded(size: int, multiple: int) -> int:
-    """Returns the next multiple of a number from `size` on."""
-    return -(-size // multiple) * multiple
-
-
 def fused(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, kv: int, scale: float) -> Tensor:
     """Attends queries [B * R, heads, D] to keys and values [B * KV, C, D] by torch's fused attention.
 

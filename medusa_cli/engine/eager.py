@@ -8,7 +8,7 @@ from transformers.cache_utils import Cache as TransformersCache
 from transformers.cache_utils import DynamicCache
 
 from medusa_cli.engine.cache import FIRST_ROWS, Cache
-from medusa_cli.engine.engine import Engine
+from medusa_cli.engine.engine import LayoutEngine
 from medusa_cli.engine.extra_rows import layers_one_by_one
 from medusa_cli.engine.layer_cache import LayerCache
 from medusa_cli.engine.plan import Layout, Plan
@@ -23,7 +23,7 @@ from medusa_cli.model.backbone import (
     stateful_modules,
     tapped,
 )
-from medusa_cli.model.checks import FAULTS, PROBE, difference
+from medusa_cli.model.checks import FAULTS, PROBE, difference, probe_tokens
 from medusa_cli.model_files import unverifiable
 
 # Bytes for the states after each node of one sequence's tree: larger trees are cut.
@@ -36,7 +36,7 @@ STATE_TOLERANCE = 1e-4
 STATE_TOLERANCE_16 = 0.05
 
 
-class EagerEngine(Engine):
+class EagerEngine(LayoutEngine):
     """Runs the network itself; passes with extra rows run its layers one by one."""
 
     name = "eager"
@@ -78,7 +78,7 @@ class EagerEngine(Engine):
         """
         network = self.backbone.model
         device = self.backbone.device
-        chain = torch.arange(PROBE, device=device) * 37 % self.backbone.vocab_size
+        chain = probe_tokens(self.backbone.vocab_size, device=device)
         tokens = torch.cat([chain[2:3], chain[:1], chain[3:]])
         depth = torch.tensor([0, 1, *range(1, PROBE - 2)])
         right = torch.tensor([0, *range(2, PROBE - 1)])

@@ -12,7 +12,7 @@ from transformers.cache_utils import DynamicCache
 from medusa_cli.errors import UserError, first_line
 from medusa_cli.model.attention import Attend, cache_name
 from medusa_cli.model.backbone import Backbone, Layers, Unsupported, padded_pass
-from medusa_cli.model.checks import FAULTS, PROBE, difference
+from medusa_cli.model.checks import FAULTS, PROBE, difference, probe_tokens
 
 # Positions whose extra rows attend together: few, so that few of their columns are masked.
 CHUNK = 32
@@ -154,7 +154,7 @@ def layers_one_by_one(backbone: Backbone) -> Layers:
 @torch.no_grad()
 def _compare_layers(backbone: Backbone, parts: Layers) -> None:
     """Raises Unsupported unless layers that run one by one give the network's own states of a few tokens."""
-    tokens = torch.arange(PROBE, device=backbone.device)[None] * 37 % backbone.vocab_size
+    tokens = probe_tokens(backbone.vocab_size, device=backbone.device)[None]
     positions = torch.arange(PROBE, device=backbone.device)[None]
     own = padded_pass(backbone, tokens).last_hidden_state
     masks = backbone.masks.causal(PROBE, backbone.device)

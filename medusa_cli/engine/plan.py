@@ -32,6 +32,11 @@ class Plan:
     logits: str = "all"
     extra_rows: ExtraRows | None = None
 
+    @property
+    def is_chain(self) -> bool:
+        """Returns True for a pass without a tree."""
+        return self.tree_mask is None
+
     @classmethod
     def chain(
         cls,
@@ -97,17 +102,17 @@ def lay_out(plan: Plan, cache: Cache, masks: Masks, context: int, device: torch.
         tree_mask = plan.tree_mask.to(device)
         depth = depth if depth.dim() == 2 else depth[None]
         tree_mask = tree_mask if tree_mask.dim() == 3 else tree_mask[None]
-    tree = None if plan.tree_mask is None else (depth, tree_mask)
+    tree = None if plan.is_chain else (depth, tree_mask)
     extra_rows = None
     if plan.extra_rows is not None:
-        extra_rows = ExtraRowStates(plan.extra_rows, every[-1:] if plan.tree_mask is None else every)
+        extra_rows = ExtraRowStates(plan.extra_rows, every[-1:] if plan.is_chain else every)
         tree_mask, depth = extra_rows.extend(tree_mask, depth)
     size = len(plan.tokens)
     rows = depth.shape[1]
     lengths = cache.lengths[plan.first : plan.first + size]
     end = max(lengths) + rows
     cache.reserve(end)
-    if plan.tree_mask is None and lengths == [0] and extra_rows is None and device.type != "cpu":
+    if plan.is_chain and lengths == [0] and extra_rows is None and device.type != "cpu":
         # A GPU's fastest kernel takes no mask.
         return Layout(plan.first, 1, depth, masks.causal(rows, device), 0, every[None], rows)
     layout = lay_out_at(upload(lengths, device), tree_mask, depth, masks, context, plan.first, end, extra_rows)

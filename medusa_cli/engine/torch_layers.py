@@ -14,14 +14,14 @@ from torch.nn import functional as F
 
 from medusa_cli.engine.attention import behind, columns_read, fused, reads_by_length
 from medusa_cli.engine.cache import Cache
-from medusa_cli.engine.engine import Engine
+from medusa_cli.engine.engine import LayoutEngine
 from medusa_cli.engine.plan import Layout, Plan
 from medusa_cli.model.attention import Masks
 from medusa_cli.model.backbone import Backbone, Layers, Unsupported, padded_pass
-from medusa_cli.model.checks import FAULTS
+from medusa_cli.model.checks import FAULTS, probe_tokens
 
 # Tokens of the passes that compare the layers with the network, at the first positions and at the last.
-PROBE = 12
+TOKENS = 12
 # The allowed difference of states from the network's own, relative to their size, by their type.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
 
@@ -136,7 +136,7 @@ class TorchLayer(nn.Module):
         return x + (y if self.down_norm is None else self.down_norm(y))
 
 
-class TorchEngine(Engine):
+class TorchEngine(LayoutEngine):
     """Runs the layers of a transformers decoder; raises Unsupported if it does not know their parts.
 
     The network's own linear layers are freed one by one as they are joined.
@@ -156,9 +156,9 @@ class TorchEngine(Engine):
         try:
             self._parts = Layers(model)
             self._tables = sorted(set(self._parts.kinds))
-            probe = torch.arange(PROBE, device=backbone.device) * 37 % backbone.vocab_size
-            firsts = (0, max(0, backbone.max_positions - PROBE))
-            expected = {first: self._expected(probe, first) for first in firsts}
+            tokens = probe_tokens(backbone.vocab_size, TOKENS, backbone.device)
+            firsts = (0, max(0, backbone.max_positions - TOKENS))
+            expected = {first: self._expected(tokens, first) for first in firsts}
             self.layers = [self._join(index, layer) for index, layer in enumerate(self._parts.layers)]
         except torch.OutOfMemoryError:
             raise
@@ -170,7 +170,7 @@ class TorchEngine(Engine):
         self.by_length = reads_by_length(backbone.device, self.dtype, self.kv * self.groups, self.kv, self.dim)
         self.weight_bytes = sum(layer.nbytes for layer in self.layers) + backbone.lm_head_weight.nbytes
         self._rotary: dict[int, tuple[Tensor, Tensor]] = {}
-        self._check(probe, expected)
+        self._check(tokens, expected)
 
     def _join(self, index: int, layer: nn.Module) -> TorchLayer:
         kind = self.masks.kinds.index(self.masks.layer_type(index))
@@ -185,14 +185,14 @@ class TorchEngine(Engine):
         return states.float()
 
     @torch.inference_mode()
-    def _check(self, probe: Tensor, expected: dict[int, Tensor]) -> None:
+    def _check(self, tokens: Tensor, expected: dict[int, Tensor]) -> None:
         """Raises Unsupported unless states of a few tokens, by their first position, are the network's own."""
         for first, states in expected.items():
             # Tables of these positions alone take the place of the first ones.
-            positions = first + torch.arange(PROBE, device=probe.device)
+            positions = first + torch.arange(TOKENS, device=tokens.device)
             positions = positions.clamp(max=self.backbone.max_positions - 1)
             self._rotary = {table: self._table(table, positions) for table in range(len(self._tables))}
-            ours = self.forward(Plan.chain(probe, logits="none"), self.new_cache()).hidden.float()
+            ours = self.forward(Plan.chain(tokens, logits="none"), self.new_cache()).hidden.float()
             error = float((ours - states).norm() / states.norm())
             if not error <= TOLERANCE[self.dtype]:
                 raise Unsupported(f"its states differ from the network's own by {error:.2%} from position {first:,} on")

@@ -235,14 +235,6 @@ def stateful_modules(network: nn.Module) -> list[Any]:
     ]
 
 
-def reads_weights(network: nn.Module) -> bool:
-    """Returns True if a module reads the weights of linear layers in it, which then cannot be packed (Mamba does)."""
-    return any(
-        any(type(child) is nn.Linear for child in module.children()) and "weight" in _names_in(type(module).forward)
-        for module in network.modules()
-    )
-
-
 @cache
 def _updates_state(forward: Callable[..., Any]) -> bool:
     return not set(STATE_UPDATES).isdisjoint(_names_in(forward))

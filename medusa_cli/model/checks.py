@@ -30,6 +30,11 @@ PROBE = 6  # tokens of the passes that check a network
 FAULTS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
 
 
+def probe_tokens(vocab_size: int, count: int = PROBE, device: torch.device | str = "cpu") -> Tensor:
+    """Returns tokens [count] for a pass that checks a model: different ones, unless the vocabulary is small."""
+    return torch.arange(count, device=device) * 37 % vocab_size
+
+
 def refuse_unsupported(config: Any) -> None:
     """Raises UserError for a model whose attention, by its config, a tree cannot verify."""
     refuse_by_config(config, config.get_text_config())
