@@ -1,7 +1,7 @@
-"""Losses of both stages: of heads on a frozen model, of heads and model together, and the softmax under them all."""
+"""Losses of both stages: of heads on a frozen model, and of heads and model together."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
@@ -17,9 +17,8 @@ from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.model import Backbone
 from medusa_cli.model import lora as adapter
 from medusa_cli.runs.recipe import TrainRecipe
+from medusa_cli.train.fused_linear import ROWS, LogSoftmax, blockwise_loss, cross_entropy, linear_loss
 
-# Rows of fp32 logits worked on at once: 128 x 12,288 stay in the cache of a CPU.
-ROWS = 128
 # Rows of the whole vocabulary's logits at once: 64 x 49,152 in fp32 are 12 MB, which stay near the cores.
 LM_ROWS = 64
 # Sampled softmax draws this share of its tokens from the less likely ones.
@@ -69,11 +68,13 @@ def stage_2_loss(
     heads = drafter_loss(drafter, backbone, batch, train)
     if not learns and not measure:
         return replace(heads, parts={"lambda_0": weight})
+
     original = None
     # Trained in full, the network keeps no original to compare with.
     if train.tuning != "full" and (train.objective == "kl" or measure):
         with torch.no_grad(), adapter.adapter_off(backbone.model):
             original = batch_of(backbone, drafter, items, dtype)
+
     model, cost = model_loss(backbone, batch, original, train.objective, measure)
     parts = {"lambda_0": weight, "lm": float(model.detach()), **cost}
     return replace(heads, total=model + weight * heads.total, parts=parts)
@@ -126,7 +127,7 @@ def model_loss(
 def lambda_0(progress: float, *, schedule: str, peak: float, share: float) -> tuple[float, bool]:
     """Returns the heads' weight at a share of the training, and True if the backbone learns (Medusa, section 3.2.2).
 
-    constant: the peak throughout. warmup: the heads learn alone for a `share` of the training (always, if it is 1);
+    constant: the peak throughout. warmup: only the heads learn for a `share` of the training (always, if it is 1);
     then the weight rises in a straight line to its peak. sine: it rises as a quarter of a sine to its peak.
     """
     if schedule == "constant":
@@ -143,11 +144,10 @@ def drafter_loss(drafter: HeadDrafter, backbone: Backbone, batch: Batch, train: 
 
     A target outside the draft vocabulary adds nothing to the loss and counts as a miss in the accuracy. Heads that read
     the draft tokens also learn the backbone's own states at their targets' places, by a smooth L1 distance
-    (`train.regress`; EAGLE, arXiv:2401.15077). That part is in the total alone. Heads that do not read them could only
-    learn the mean of the possible states.
+    (`train.regress`; EAGLE, arXiv:2401.15077). Only the total includes that part. Heads that do not read the draft
+    tokens could only learn the mean of the possible states.
     """
     device = batch.next.device
-    heads = range(1, drafter.num_heads + 1)
     index = drafter.vocabulary_index(device)
     bias = drafter.bias(backbone)
     soft = train.soft if drafter.soft is None else drafter.soft
@@ -156,9 +156,9 @@ def drafter_loss(drafter: HeadDrafter, backbone: Backbone, batch: Batch, train: 
     if train.scored is not None and train.scored < len(drafter.draft_ids) and torch.is_grad_enabled():
         rows, index, bias, p = sample_vocabulary(batch, train.scored, index, bias, p)
         scored = cache(partial(torch.index_select, dim=0, index=rows))  # heads may share a matrix
-    regress = 0.0
-    if drafter.regress is not None:  # in stage 2 the backbone's states are no fixed target: they move with the heads
-        regress = (drafter.regress if train.stage == 1 else 0.0) if train.regress is None else train.regress
+    regress = regression_weight(drafter, train)
+
+    heads = range(1, drafter.num_heads + 1)
     positions = [batch.targets(k) for k in heads]
     known = [at[index[batch.next[at + k]] >= 0] for k, at in zip(heads, positions, strict=True)]
     total = torch.zeros((), device=device)
@@ -175,8 +175,20 @@ def drafter_loss(drafter: HeadDrafter, backbone: Backbone, batch: Batch, train: 
             own = batch.hidden[at + k, -drafter.config.hidden_size :].detach()
             loss = loss + regress * F.smooth_l1_loss(states.float(), own.float())
         total = total + train.decay**k * len(at) / max(1, len(batch.learnt)) * loss
-    counted, learnt = (torch.tensor([len(at) for at in kind], device=device) for kind in (positions, known))
+
+    counted = torch.tensor([len(at) for at in positions], device=device)
+    learnt = torch.tensor([len(at) for at in known], device=device)
     return BatchLoss(total, torch.stack(per_head), torch.stack(correct), counted, learnt, len(batch.learnt), {})
+
+
+def regression_weight(drafter: HeadDrafter, train: TrainRecipe) -> float:
+    """Returns the weight of the regression to the backbone's states, 0 for drafters without it."""
+    if drafter.regress is None:
+        return 0.0
+    if train.regress is not None:
+        return train.regress
+    # In stage 2 the backbone's states are not a fixed target: they move with the heads.
+    return drafter.regress if train.stage == 1 else 0.0
 
 
 def sample_vocabulary(
@@ -231,139 +243,3 @@ def teacher_probabilities(drafter: HeadDrafter, backbone: Backbone, batch: Batch
     for block in probabilities.split(ROWS):
         block.copy_(block.float().softmax(-1))
     return probabilities
-
-
-def linear_loss(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    teacher: Tensor | None = None,
-    *,
-    soft: float = 0.0,
-    bias: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Returns the mean loss of softmax(hidden [n, H] @ weight [M, H]^T + bias [M]) and the top-1 hits on targets [n].
-
-    It is the cross-entropy to (1 - soft) * one-hot + soft * teacher [n, M]. The product is in hidden's dtype, the loss
-    in fp32; the bias does not learn. Without rows the loss is zero.
-    """
-    bias = None if bias is None else bias.to(hidden.dtype)
-    hits = torch.zeros((), dtype=torch.long, device=hidden.device)
-
-    def linear(rows: Tensor) -> Tensor:
-        with torch.autocast(rows.device.type, enabled=False):
-            return F.linear(rows, weight.to(rows.dtype), bias)
-
-    def loss(log_q: Tensor, block: slice) -> tuple[Tensor, Tensor]:
-        nonlocal hits
-        hits = hits + (log_q.argmax(-1) == targets[block]).sum()
-        return cross_entropy(log_q, targets[block], None if teacher is None else teacher[block].float(), soft)
-
-    total = blockwise_loss(loss, linear, hidden, [weight])
-    return total / max(1, len(targets)), hits
-
-
-def cross_entropy(log_q: Tensor, targets: Tensor, p: Tensor | None = None, soft: float = 0.0) -> tuple[Tensor, Tensor]:
-    """Returns the summed cross-entropy of rows [n, M] to (1 - soft) * one-hot + soft * p, and its gradient by logits.
-
-    The gradient takes the memory of log_q.
-    """
-    total = -(1.0 - soft) * log_q.gather(1, targets[:, None]).sum()
-    if p is not None and soft:
-        total -= soft * torch.dot(p.view(-1), log_q.view(-1))
-    gradient = log_q.exp_()
-    if p is not None and soft:
-        gradient.sub_(p, alpha=soft)
-    return total, gradient.scatter_add_(1, targets[:, None], gradient.new_full((len(targets), 1), soft - 1.0))
-
-
-class LogSoftmax:
-    """fp32 log-probabilities of blocks of logits, in one buffer that the next block overwrites.
-
-    Fresh memory for every block costs more than the work on it: the system zeroes each page anew.
-    """
-
-    def __init__(self) -> None:
-        self._logits = self._result = torch.empty(0)
-
-    def __call__(self, logits: Tensor) -> Tensor:
-        if self._logits.shape[1:] != logits.shape[1:] or len(self._logits) < len(logits):
-            self._logits, self._result = (logits.new_empty(logits.shape, dtype=torch.float32) for _ in range(2))
-        wide = self._logits[: len(logits)].copy_(logits)
-        return torch.log_softmax(wide, dim=-1, out=self._result[: len(logits)])
-
-    @property
-    def spare(self) -> Tensor:
-        """The second buffer, free once the log-probabilities are made."""
-        return self._logits
-
-
-# Takes fp32 log-probabilities [n, V] and the rows they are of; returns the summed loss and its gradient by the logits
-# [n, V], which may take the memory of the argument.
-RowLoss = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
-
-
-def blockwise_loss(
-    loss: RowLoss,
-    linear: Callable[[Tensor], Tensor],
-    hidden: Tensor,
-    weights: Sequence[Tensor],
-    rows: int | None = None,
-) -> Tensor:
-    """Returns the sum of a loss over the rows of softmax(linear(hidden [n, H])); its gradients are computed with it.
-
-    Logits exist for `rows` rows at a time (None: for all), fp32 ones for ROWS. Gradients reach hidden and the weights,
-    which must be all that `linear` learns by.
-    """
-    total: Tensor = _BlockwiseLoss.apply(
-        loss, linear, rows or max(1, len(hidden)), torch.is_grad_enabled(), hidden, *weights
-    )
-    return total
-
-
-class _BlockwiseLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        loss: RowLoss,
-        linear: Callable[[Tensor], Tensor],
-        rows: int,
-        learning: bool,
-        hidden: Tensor,
-        *weights: Tensor,
-    ) -> Tensor:
-        to_hidden, *to_weights = (learning and needed for needed in ctx.needs_input_grad[4:])
-        leaves = [weight for weight, needed in zip(weights, to_weights, strict=True) if needed]
-        total = torch.zeros((), device=hidden.device)
-        log_softmax = LogSoftmax()
-        hidden_grads: list[Tensor] = []
-        weight_grads: list[Tensor] = []
-        for start in range(0, max(1, len(hidden)), rows):
-            part = hidden[start : start + rows].detach().requires_grad_(to_hidden)
-            with torch.set_grad_enabled(to_hidden or bool(leaves)):
-                logits = linear(part)
-            gradient = logits.detach()
-            for first in range(0, len(part), ROWS):  # the gradient takes the logits' memory, block by block
-                block = gradient[first : first + ROWS]
-                value, slope = loss(log_softmax(block), slice(start + first, start + first + len(block)))
-                total += value
-                block.copy_(slope)
-            if logits.requires_grad:
-                grads = list(torch.autograd.grad(logits, [part, *leaves] if to_hidden else leaves, gradient))
-                if to_hidden:
-                    hidden_grads.append(grads.pop(0))
-                if weight_grads:
-                    torch._foreach_add_(weight_grads, grads)
-                else:
-                    weight_grads = grads
-        by_weight = iter(weight_grads)
-        ctx.save_for_backward(
-            torch.cat(hidden_grads) if to_hidden else None,
-            *(next(by_weight) if needed else None for needed in to_weights),
-        )
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        scaled = (None if saved is None else (saved * grad).to(saved.dtype) for saved in ctx.saved_tensors)
-        return (None, None, None, None, *scaled)
