@@ -71,7 +71,8 @@ def graded(value: float, warn: float, fail: float = math.inf) -> str:
 class Case:
     """A run under examination. called: its name as typed, None for what ships.
 
-    A missing or damaged part raises UserError with the command that makes it. Nothing in the run changes.
+    A missing or damaged part raises UserError with the command that makes it. Nothing in the run
+    changes.
     """
 
     run: Run

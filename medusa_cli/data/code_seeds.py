@@ -25,8 +25,8 @@ CLASS_SIZES = range(600, 3501)
 _UNREADABLE = (OSError, ValueError, SyntaxError, RecursionError, MemoryError)
 SKIPPED = {"test", "tests", "testing", "_vendor", "vendor", "site-packages", "dist-packages", "__pycache__"}
 LANGUAGES = ("JavaScript", "TypeScript", "Java", "C++", "C#", "Go", "Rust", "Ruby", "Kotlin", "Swift")
-# Tokens before the text in front of a gap, the text behind it, and the gap's filling: Qwen's, StarCoder's, DeepSeek's.
-# Seeds have the first.
+# Tokens before the text in front of a gap, the text behind it, and the gap's filling: Qwen's,
+# StarCoder's, DeepSeek's. Seeds have the first.
 FIM = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
@@ -74,7 +74,8 @@ FOLLOWING = {
     "translate": ("Show how to call it, with the expected output.", "Now add comments."),
     "change": ("Summarise the change as a commit message.", "Now show it as a unified diff."),
 }
-# Code in a text: a fence, a line of some language, a traceback, or a word that only programmers use.
+# Code in a text: a fence, a line of some language, a traceback, or a word that only programmers
+# use.
 _CODE = re.compile(
     r"```|Traceback \(most recent call last\)|#include *[<\"]|</(?:div|html|script|body|span)>|\w\([^()\n]*\);\s*$"
     r"|^\s*(?:def \w+\(|class \w+[:({]|import \w+$|from [\w.]+ import |(?:public|private) (?:static|class|void) "
@@ -99,7 +100,8 @@ def is_code(text: str) -> bool:
 def code_seeds(random_seed: int, limit: int | None = None) -> list[Conversation]:
     """Returns prompts from the sources of the standard library and of installed packages, the same for a seed.
 
-    Each source is used once, however many packages have a copy. A smaller limit gives the first of a larger one's.
+    Each source is used once, however many packages have a copy. A smaller limit gives the first of
+    a larger one's.
     """
     seeds: dict[str, Conversation] = {}
     for source in _sources(random_seed):

@@ -30,9 +30,10 @@ ROLES = {
 class Conversation:
     """A conversation: its messages and, once tokenised, its token ids and the answers' spans [start, end).
 
-    A seed holds the system prompt and the user's turns alone. state_rows: first row and number of rows in a file of
-    hidden states, one for every position but the last. states_digest: digest of tokens and rows. raw: the only turn is
-    the prompt itself, without a chat template, such as fill-in-the-middle.
+    A seed holds the system prompt and the user's turns alone. state_rows: first row and number of
+    rows in a file of hidden states, one for every position but the last. states_digest: digest of
+    tokens and rows. raw: the only turn is the prompt itself, without a chat template, such as
+    fill-in-the-middle.
     """
 
     id: str
@@ -184,8 +185,8 @@ def conversation_of(record: Any, backbone: Backbone) -> Conversation:
 def read_conversations(path: Path, backbone: Backbone) -> tuple[list[Conversation], ReadReport]:
     """Reads a JSONL file or a JSON array of conversations; the chat template tokenises those without token ids.
 
-    Malformed and truncated records are counted and skipped. Raises UserError for a missing or empty file, or if no
-    record is left.
+    Malformed and truncated records are counted and skipped. Raises UserError for a missing or empty
+    file, or if no record is left.
     """
     remedy = "make it with `medusa distill`, or give other data with @data"
     if not path.is_file():

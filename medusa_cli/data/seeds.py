@@ -14,24 +14,26 @@ from medusa_cli.errors import UserError
 from medusa_cli.runs.io import HALF, Malformed, ReadReport, is_whole, read_jsonl, usable
 
 HUB = {"ultrachat": "HuggingFaceH4/ultrachat_200k"}
-# ShareGPT's long turns, each asked alone: texts to summarise, translate, extract from, and code to change.
+# ShareGPT's long turns, each asked alone: texts to summarise, translate, extract from, and code to
+# change.
 LONG = "sharegpt-long"
 LONG_TURNS = range(1500, 6001)  # characters, some 400 to 1,500 tokens: most of them text that was pasted in
-# Prompts from the sources of installed packages, and ShareGPT's conversations that open with a programming turn.
+# Prompts from the sources of installed packages, and ShareGPT's conversations that open with a
+# programming turn.
 CODE = "code"
 CODE_TURNS = "sharegpt-code"
 NAMED = (assets.DEFAULT_SEED, LONG, CODE_TURNS, CODE, *HUB)
 log = logging.getLogger(__name__)
-# Seeds are sorted by length within windows of this many batches: neighbours in the batch then have like lengths
-# (attention runs to the longest), while the order over all windows stays mixed.
+# Seeds are sorted by length within windows of this many batches: neighbours in the batch then have
+# like lengths (attention runs to the longest), while the order over all windows stays mixed.
 WINDOW = 8
 
 
 def read_seeds(source: str, random_seed: int = 0, limit: int | None = None) -> tuple[list[Conversation], ReadReport]:
     """Reads the user's side of every usable conversation of a named seed, a .json/.jsonl file or a hub dataset id.
 
-    Truncated and malformed records are counted in the report and skipped. Raises UserError if no record is left.
-    random_seed, limit: of prompts about code, which are made and not read.
+    Truncated and malformed records are counted in the report and skipped. Raises UserError if no
+    record is left. random_seed, limit: of prompts about code, which are made and not read.
     """
     report = ReadReport()
     if source == CODE:

@@ -45,8 +45,8 @@ def _raw(rows: Tensor) -> bytes:
 def read_rows(path: Path, width: int, first: int, count: int) -> Tensor:
     """Returns rows first .. first + count of a file as read-only bf16 [count >= 1, W].
 
-    The rows are mapped and shared between processes: a private mapping counts as memory in full. Raises UserError
-    where the file is too short.
+    The rows are mapped and shared between processes: a private mapping counts as memory in full.
+    Raises UserError where the file is too short.
     """
     row = 2 * width
     with path.open("rb") as file:
@@ -118,8 +118,9 @@ def with_hidden_states(
 ) -> Dataset:
     """Returns the data set of the file `path` with its states: kept while distilling, cached in the run, or computed.
 
-    among: a larger data set, whose states serve if they are cached. world: the processes that share the computation.
-    show: called with a name, the tokens done and their number. Raises UserError for states of other data.
+    among: a larger data set, whose states serve if they are cached. world: the processes that share
+    the computation. show: called with a name, the tokens done and their number. Raises UserError
+    for states of other data.
     """
     world = world or Distributed()
     owner = Run(path.parent).owner
@@ -161,7 +162,8 @@ def states_of(backbone: Backbone, tokens: Sequence[int], taps: Sequence[int]) ->
 def _kept(dataset: Dataset, backbone: Backbone, path: Path, taps: Sequence[int]) -> Dataset | None:
     """Returns the data set with the states that distilling kept beside the file; None if they do not serve here.
 
-    They are those of the model without an adapter, quantized as it was then. Raises UserError for rows of other data.
+    They are those of the model without an adapter, quantized as it was then. Raises UserError for
+    rows of other data.
     """
     origin = describe_distillation(path.parent)
     stored = path.with_name("states.bin")
@@ -208,8 +210,9 @@ def _prefill(
 ) -> None:
     """Computes the states of conversations, all positions but the last, from the rows `starts` on.
 
-    The processes share the conversations, and write to one file of the final size. Over a sharded backbone all run
-    every conversation, and the first one writes. A killed prefill resumes with the conversations that lack their end.
+    The processes share the conversations, and write to one file of the final size. Over a sharded
+    backbone all run every conversation, and the first one writes. A killed prefill resumes with the
+    conversations that lack their end.
     """
     part = path.with_name(f"{path.name}.part")
     width = backbone.hidden_size * len(taps)

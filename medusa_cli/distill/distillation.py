@@ -60,8 +60,9 @@ def distill(
 ) -> dict[str, Any] | None:
     """Answers the seeds of which the run has no conversation; returns counts to the first process, None to the others.
 
-    Of several processes each writes a part, which the first one merges at the end, or at the next start.
-    on_progress: called with a name, the tokens done, an estimate of all, the unit, and the conversations done.
+    Of several processes each writes a part, which the first one merges at the end, or at the next
+    start. on_progress: called with a name, the tokens done, an estimate of all, the unit, and the
+    conversations done.
     """
     shared = processes.size > 1
     with processes.main_process_first():  # it fetches what all read
@@ -129,8 +130,9 @@ def distill(
 class Progress:
     """Counts answer tokens, and estimates how many all conversations will have.
 
-    The first conversations to end are the short ones. So the tokens of all count, those under way too, and at first so
-    do DOUBT conversations of the longest answers, whose weight falls to nothing.
+    The first conversations to end are the short ones. So the tokens of all count, those under way
+    too, and at first so do DOUBT conversations of the longest answers, whose weight falls to
+    nothing.
     """
 
     def __init__(self, seeds: Sequence[Conversation], settings: DistillRecipe, show: Callable[..., None]) -> None:
@@ -234,9 +236,10 @@ def _keep(run: Run, records: "Records", outcome: Outcome, settings: DistillRecip
 class Records:
     """A run's conversations: an append-only file of lines, beside one of state rows of a width.
 
-    kill -9 at any moment loses only the conversations under way, and doubles none: state rows go to disk before the
-    line that names them. Opening drops a cut-off last line, and rows that no line names. Raises UserError, and leaves
-    the files alone, for any other bad line, and where the file has another seed or other settings than the header.
+    kill -9 at any moment loses only the conversations under way, and doubles none: state rows go to
+    disk before the line that names them. Opening drops a cut-off last line, and rows that no line
+    names. Raises UserError, and leaves the files alone, for any other bad line, and where the file
+    has another seed or other settings than the header.
     """
 
     def __init__(self, run: Run, width: int, header: dict[str, Any]) -> None:
@@ -319,8 +322,9 @@ def part_of(run: Run, rank: int) -> Run:
 def merge_parts(run: Run, records: Records) -> None:
     """Moves the conversations of all parts into the run's own file; raises UserError for parts of other settings.
 
-    A part is removed only when all of it is on disk, and known conversations are passed over: killed at any moment,
-    the next merge ends the work. A conversation whose states are not its own is left out, and asked again.
+    A part is removed only when all of it is on disk, and known conversations are passed over:
+    killed at any moment, the next merge ends the work. A conversation whose states are not its own
+    is left out, and asked again.
     """
     width = records.states.width
     for part in map(Run, sorted((run.path / "parts").glob("*"))):

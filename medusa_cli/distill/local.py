@@ -17,11 +17,13 @@ from medusa_cli.model.load import free_memory
 from medusa_cli.runs.io import Malformed
 from medusa_cli.runs.recipe import DistillRecipe
 
-# More rows than this gain little on a GPU and nothing on a CPU, and a batch's last answers keep fewer of them busy.
+# More rows than this gain little on a GPU and nothing on a CPU, and a batch's last answers keep
+# fewer of them busy.
 MAX_BATCH = 64
 # Share of the free memory that caches and states may take: the passes need some too.
 MEMORY_SHARE = 0.7
-# A token is rarely more than so many characters: a prompt that is longer by them is not worth tokenising.
+# A token is rarely more than so many characters: a prompt that is longer by them is not worth
+# tokenising.
 TOKEN_CHARACTERS = 8
 log = logging.getLogger(__name__)
 
@@ -30,7 +32,8 @@ log = logging.getLogger(__name__)
 class Outcome:
     """A seed's conversation and the states [len(tokens) - 1, H * taps] at its positions; servers send none.
 
-    Without a conversation, failure is the reason, or None for a prompt that is too long for the context.
+    Without a conversation, failure is the reason, or None for a prompt that is too long for the
+    context.
     """
 
     id: str
@@ -42,7 +45,8 @@ class Outcome:
 def choose_batch_size(backbone: Backbone, settings: DistillRecipe, processes: int) -> int:
     """Returns how many conversations the free memory holds now, at most MAX_BATCH; logs it where they are fewer.
 
-    Each has keys and values of every layer, and, where these lie in the same memory, its hidden states.
+    Each has keys and values of every layer, and, where these lie in the same memory, its hidden
+    states.
     """
     config = backbone.config  # by the processes of this machine
     shared = backbone.device.type != "cuda"
@@ -75,7 +79,8 @@ def answer_locally(
     decoder = Decoder(backbone, slots=len(slots), taps=with_last_layer(settings.taps))
     while True:
         for index in range(len(slots)):
-            # An answer may end with its very first token, so several turns and seeds may take a slot here.
+            # An answer may end with its very first token, so several turns and seeds may take a
+            # slot here.
             while (current := slots[index]) is None or current.sequence.done:
                 if current is not None:
                     current.end_turn()
@@ -140,8 +145,8 @@ class _Answering:
         prompt = [*self.tokens, *more]
         if len(prompt) + limit > self.context:
             return False
-        # The last token of an answer is decided but not yet run. The prefix of no other text serves: this
-        # conversation's states are kept as they come.
+        # The last token of an answer is decided but not yet run. The prefix of no other text
+        # serves: this conversation's states are kept as they come.
         known = max(0, len(self.tokens) - 1)
         sampling = Sampling.by_name(self.settings.temperature, f"{self.settings.random_seed}:{self.seed.id}")
         self.sequence, first = self.decoder.admit(Request(prompt, limit, sampling, reuse=known), len(self.spans))

@@ -45,9 +45,10 @@ def behind(
 ) -> Tensor:
     """Attends R rows of each of B slots to what the slot held before, and under a mask to one another.
 
-    Flash attention reads no column beyond a slot's length, which is data; the log-sum-exps of both parts merge them.
-    query [B * R, heads, D]; keys, values [B * KV, C, D], which hold the new rows, too; new_keys, new_values
-    [B * R, KV, D]; mask, additive [B, 1, G * R, R]; reads: of `columns_read`. Returns [B * R, heads * D].
+    Flash attention reads no column beyond a slot's length, which is data; the log-sum-exps of both
+    parts merge them. query [B * R, heads, D]; keys, values [B * KV, C, D], which hold the new rows,
+    too; new_keys, new_values [B * R, KV, D]; mask, additive [B, 1, G * R, R]; reads: of
+    `columns_read`. Returns [B * R, heads * D].
     """
     count, heads, dim = query.shape
     kv = new_keys.shape[1]
@@ -55,7 +56,8 @@ def behind(
     size = count // rows
     capacity = keys.shape[1]
     starts, places, used = reads
-    # The cache as rows of KV heads: those of a slot's first head, and as many behind them that no head reads.
+    # The cache as rows of KV heads: those of a slot's first head, and as many behind them that no
+    # head reads.
     shape = (size * kv * capacity - (kv - 1) * capacity, kv, dim)
     strides = (dim, capacity * dim, 1)
     far, far_sum, *_ = torch.ops.aten._flash_attention_forward(
@@ -92,7 +94,8 @@ def merged(far: Tensor, far_sum: Tensor, near: Tensor, near_sum: Tensor) -> Tens
 def columns_read(lengths: Tensor, rows: int, kv: int, capacity: int) -> list[Tensor]:
     """Returns where the R rows and the keys of each slot begin [B + 1], and how many of its columns are read [B]."""
     slots = torch.arange(len(lengths) + 1, dtype=torch.int32, device=lengths.device)
-    # Behind an empty slot the first of the rows is read as if it had been there: a kernel must read some column.
+    # Behind an empty slot the first of the rows is read as if it had been there: a kernel must read
+    # some column.
     used = lengths + 1 if rows == 1 else lengths.clamp(min=1)
     return [slots * rows, slots * (kv * capacity), used.int()]
 

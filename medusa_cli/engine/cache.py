@@ -13,8 +13,9 @@ FIRST_ROWS = 256
 class Cache:
     """S sequences' keys and values [layers, S, KV, C, D].
 
-    Rows of slot s from lengths[s] on are free: a pass writes them, `keep` says which stay. Free rows hold finite
-    numbers, so that a matmul may run over them under a mask. The capacity C doubles as needed.
+    Rows of slot s from lengths[s] on are free: a pass writes them, `keep` says which stay. Free
+    rows hold finite numbers, so that a matmul may run over them under a mask. The capacity C
+    doubles as needed.
     """
 
     def __init__(self, layers: int, slots: int = 1, capacity: int = FIRST_ROWS) -> None:

@@ -1,7 +1,7 @@
 """A transformers decoder as the native library runs it: which weights its layers have, and what they compute.
 
-The layers of most decoders consist of the same parts. A network says which of them it has, and needs no
-weights for that.
+The layers of most decoders consist of the same parts. A network says which of them it has, and
+needs no weights for that.
 """
 
 import math
@@ -43,8 +43,8 @@ class LayerNames:
 class Description:
     """A decoder: its sizes, the names of its parts, and the constants that they compute with.
 
-    activation: the index in ACTIVATIONS. one_more: norms multiply by 1 + w. window: of sliding layers,
-    0 for none. tables: the kinds of rotary positions.
+    activation: the index in ACTIVATIONS. one_more: norms multiply by 1 + w. window: of sliding
+    layers, 0 for none. tables: the kinds of rotary positions.
     """
 
     sizes: dict[str, int]

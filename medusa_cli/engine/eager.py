@@ -73,8 +73,9 @@ class EagerEngine(LayoutEngine):
     def check(self) -> None:
         """Raises UserError unless a verify pass over a small tree gives the network's own logits, up to rounding.
 
-        The tree follows two tokens: the rest of a chain, and a wrong node that no other sees beside its second one. If
-        layers keep a running state, the logits are those of transformers' own decoding.
+        The tree follows two tokens: the rest of a chain, and a wrong node that no other sees beside
+        its second one. If layers keep a running state, the logits are those of transformers' own
+        decoding.
         """
         network = self.backbone.model
         device = self.backbone.device
@@ -121,8 +122,8 @@ class EagerEngine(LayoutEngine):
     def _learn_states(self, tokens: Tensor, own: Tensor, decoded: Tensor) -> None:
         """Finds out what states of layers are good for, from the logits of one pass and of decoding.
 
-        Some layers start afresh where more than one token follows (Jamba's in transformers 5.24), and some decode by
-        another formula than they read a prompt (Nemotron-H's).
+        Some layers start afresh where more than one token follows (Jamba's in transformers 5.24),
+        and some decode by another formula than they read a prompt (Nemotron-H's).
         """
         allowed = self._allowed(STATE_TOLERANCE, STATE_TOLERANCE_16)
         self._decoded_states = float((decoded - own).norm() / own.norm()) <= allowed

@@ -13,7 +13,8 @@ from medusa_cli.engine.plan import Layout, Output, Plan, lay_out
 from medusa_cli.model import Backbone
 from medusa_cli.model.attention import Masks
 
-# Rows of one prefill pass: long enough for full matmul speed, short enough that its mask stays small.
+# Rows of one prefill pass: long enough for full matmul speed, short enough that its mask stays
+# small.
 PREFILL_ROWS = 512
 # On a GPU, whose kernels take no mask for the first piece, and which fewer rows would leave idle.
 GPU_PREFILL_ROWS = 2048
@@ -24,8 +25,9 @@ SCRATCH_ROWS = 256
 class Engine(ABC):
     """Runs a backbone's passes.
 
-    dtype: the type of its states. head: the lm_head, in that type. weight_bytes: bytes of weights that
-    a step over few rows reads. On a CPU the next pass may overwrite the logits of the last one.
+    dtype: the type of its states. head: the lm_head, in that type. weight_bytes: bytes of weights
+    that a step over few rows reads. On a CPU the next pass may overwrite the logits of the last
+    one.
     """
 
     name: ClassVar[str]
@@ -34,8 +36,8 @@ class Engine(ABC):
     weight_bytes: int
     # How the engine has quantized the weights: int8, int4 or None.
     quantize: str | None = None
-    # True if a row of a pass has the same bits in a pass of its own, in a tree, in a batch and in a prompt:
-    # then greedy output over drafts is that of plain decoding in every number type.
+    # True if a row of a pass has the same bits in a pass of its own, in a tree, in a batch and in a
+    # prompt: then greedy output over drafts is that of plain decoding in every number type.
     row_invariant = False
 
     def __init__(self, backbone: Backbone) -> None:
@@ -152,8 +154,8 @@ class LayoutEngine(Engine):
     def logits(self, states: Tensor) -> Tensor:
         """Returns the model's fp32 logits [.., V] of final states [.., H], its factors and caps included.
 
-        A step's logits lie in a buffer that the next step overwrites: new memory costs more than the
-        cast, as the system zeroes each page.
+        A step's logits lie in a buffer that the next step overwrites: new memory costs more than
+        the cast, as the system zeroes each page.
         """
         scores = self.backbone.finish_logits(self.lm_head(states))
         rows = scores.numel() // scores.shape[-1]

@@ -22,8 +22,9 @@ CHUNK = 32
 class ExtraRows:
     """K maps [.., H] -> [.., H]: map k makes a row's k-th extra row of its state after layers[k] layers.
 
-    Pseudo row k (from 1) of a row at position p stands at p + k. It sees the columns of that row, itself
-    and the row's extra rows before it; no other row sees it. layers do not decrease (FIRP, section 3.2).
+    Pseudo row k (from 1) of a row at position p stands at p + k. It sees the columns of that row,
+    itself and the row's extra rows before it; no other row sees it. layers do not decrease (FIRP,
+    section 3.2).
     """
 
     layers: tuple[int, ...]
@@ -134,7 +135,8 @@ _ONE_BY_ONE: WeakKeyDictionary[Backbone, Layers] = WeakKeyDictionary()
 def layers_one_by_one(backbone: Backbone) -> Layers:
     """Returns the parts of a network whose layers may run one by one; raises UserError for any other.
 
-    Some scale their embeddings outside the layers, or give these more than states: a few tokens show it.
+    Some scale their embeddings outside the layers, or give these more than states: a few tokens
+    show it.
     """
     if backbone not in _ONE_BY_ONE:
         try:
@@ -185,8 +187,8 @@ def _by_sequence(rows: Tensor, size: int, length: int) -> tuple[Tensor, Tensor]:
 def _chunk(backbone: Backbone, kind: str, positions: Tensor, step_mask: Tensor, length: int) -> tuple[int, Tensor]:
     """Returns the real columns that extra rows of positions [B, W] read, and their mask [B, 1, W * steps, columns].
 
-    Each sees the real columns up to its own position, and of its extra rows those of step_mask [steps, steps]. A dense
-    mask over all positions' extra rows would be mostly empty.
+    Each sees the real columns up to its own position, and of its extra rows those of step_mask
+    [steps, steps]. A dense mask over all positions' extra rows would be mostly empty.
     """
     steps = len(step_mask)
     size, wide = positions.shape

@@ -50,10 +50,11 @@ def load_backbone(
 ) -> Backbone:
     """Loads a causal LM and its tokenizer for decoding, or, with gradients, to train what its states feed.
 
-    engine "native" runs the library on a CPU, "torch" rewritten layers on a GPU, "eager" transformers' own; "auto" the
-    first of these that can run the model. adapter: a folder from stage 2, merged into the weights or, if bitsandbytes
-    quantized these, kept as a layer of its own. chat: the model needs a chat template. The rest is load_network's.
-    Raises UserError for anything missing or unusable.
+    engine "native" runs the library on a CPU, "torch" rewritten layers on a GPU, "eager"
+    transformers' own; "auto" the first of these that can run the model. adapter: a folder from
+    stage 2, merged into the weights or, if bitsandbytes quantized these, kept as a layer of its
+    own. chat: the model needs a chat template. The rest is load_network's. Raises UserError for
+    anything missing or unusable.
     """
     foreign = options.trust_remote_code and has_own_code(model)  # only the eager engine runs a model's own code
     named = "native" if options.quantize in INTEGER else options.engine
@@ -186,7 +187,8 @@ def _from_network(
 def _dtype_in_memory(model: str, options: LoadOptions, adapter: Path | None) -> str:
     """Returns the type to load a network in before packing: the checkpoint's, unless another is named.
 
-    A merged adapter's sums are rounded to the type they are stored in, so with dtype fp32 they are kept in fp32.
+    A merged adapter's sums are rounded to the type they are stored in, so with dtype fp32 they are
+    kept in fp32.
     """
     if options.dtype != "auto" and not (options.dtype == "fp32" and adapter is None):
         return options.dtype

@@ -152,8 +152,8 @@ class NativeEngine(Engine):
     ) -> Sequence[Tensor]:
         """Runs layers first .. end - 1 on states x [B, R, stride] in place; returns those after the tapped layers.
 
-        Slots from `first_slot` on hold `lengths` [B] rows. positions [B, n] and seen [B or 1, n, n] are of n rows,
-        of which R have entered.
+        Slots from `first_slot` on hold `lengths` [B] rows. positions [B, n] and seen [B or 1, n, n]
+        are of n rows, of which R have entered.
         """
         slots, rows, stride = x.shape
         own_positions = np.ascontiguousarray(positions[:, :rows])
@@ -333,7 +333,8 @@ class NativeEmbedding(nn.Module):
         self.matrix = model.embedding
         self.scale = model.struct.embedding_scale
         self.hidden = model.description.sizes["hidden"]
-        # Has the vocabulary's size, the number type and the device, for code that asks the weight for them.
+        # Has the vocabulary's size, the number type and the device, for code that asks the weight
+        # for them.
         self.weight = torch.empty(model.description.sizes["vocab"], 0)
 
     def forward(self, tokens: Tensor) -> Tensor:

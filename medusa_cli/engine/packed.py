@@ -34,7 +34,8 @@ class MissingWeights(Unsupported):
 class Packed:
     """Packed matrices and fp32 vectors by name.
 
-    memory: the mapped file that holds them, if any. digest: `weights_of` the model they were made of.
+    memory: the mapped file that holds them, if any. digest: `weights_of` the model they were made
+    of.
     """
 
     matrices: dict[str, PackedMatrix] = field(default_factory=dict)

@@ -55,8 +55,8 @@ class Plan:
 class Output:
     """fp32 logits [B, n, V] (or [B, 1, V], or None) and the tapped hidden states [B, n, H * taps] of one pass.
 
-    extra: the final states [B, n, K, H] (of a chain [B, 1, K, H]) of extra rows. best: the likeliest tokens [B, n],
-    where the engine finds them on the way.
+    extra: the final states [B, n, K, H] (of a chain [B, 1, K, H]) of extra rows. best: the
+    likeliest tokens [B, n], where the engine finds them on the way.
     """
 
     logits: Tensor | None
@@ -69,11 +69,12 @@ class Output:
 class Layout:
     """One pass as layers see it: R rows of each of B slots from `first` on, extra rows last.
 
-    positions [B or 1, R]; masks by kind of layer, additive [B, R, L] over a slot's first L columns, empty for a chain
-    that begins a slot (where each row sees those before it); start: the slot's
-    length, if B is 1 and the host knows it; columns [B, R]: where rows are written. lengths [B]: those of the slots,
-    where attention reads no column behind them; the mask of full attention is then [B, R, R], among the rows. tree:
-    depth [B or 1, n] and mask [B or 1, n, n] of a tree's rows, None for a chain.
+    positions [B or 1, R]; masks by kind of layer, additive [B, R, L] over a slot's first L columns,
+    empty for a chain that begins a slot (where each row sees those before it); start: the slot's
+    length, if B is 1 and the host knows it; columns [B, R]: where rows are written. lengths [B]:
+    those of the slots, where attention reads no column behind them; the mask of full attention is
+    then [B, R, R], among the rows. tree: depth [B or 1, n] and mask [B or 1, n, n] of a tree's
+    rows, None for a chain.
     """
 
     first: int
@@ -132,8 +133,8 @@ def lay_out_at(
 ) -> Layout:
     """Returns the layout of rows with tree_mask [B or 1, R, R] and depth [B or 1, R] behind lengths [B].
 
-    by_length: attention reads no column behind the lengths. It reads no value of a tensor, so it can be captured in a
-    CUDA graph.
+    by_length: attention reads no column behind the lengths. It reads no value of a tensor, so it
+    can be captured in a CUDA graph.
     """
     size = len(lengths)
     rows = depth.shape[1]

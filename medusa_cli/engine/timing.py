@@ -29,8 +29,9 @@ SHAPE = (
     "num_hidden_layers",
     "vocab_size",
 )
-# A timing thread computes or spins all the while. If it ran for a smaller share of the time, the machine was busy, and
-# it is timed again after so many seconds: not at each start, which takes longest on a busy machine.
+# A timing thread computes or spins all the while. If it ran for a smaller share of the time, the
+# machine was busy, and it is timed again after so many seconds: not at each start, which takes
+# longest on a busy machine.
 UNDISTURBED = 0.8
 RETRY_AFTER = 3600
 # Bytes copied to measure the memory's bandwidth.

@@ -1,7 +1,7 @@
 """The torch engine for GPUs: a decoder's layers written out over joined matrices, with few operations between them.
 
-Known parts: RMS norms, rotary self-attention with optional norms on queries and keys, a gated MLP, and Gemma's norms
-after attention and MLP. Any other layer is `Unsupported`.
+Known parts: RMS norms, rotary self-attention with optional norms on queries and keys, a gated MLP,
+and Gemma's norms after attention and MLP. Any other layer is `Unsupported`.
 """
 
 import itertools
@@ -20,7 +20,8 @@ from medusa_cli.model.attention import Masks
 from medusa_cli.model.backbone import Backbone, Layers, Unsupported, padded_pass
 from medusa_cli.model.checks import FAULTS, probe_tokens
 
-# Tokens of the passes that compare the layers with the network, at the first positions and at the last.
+# Tokens of the passes that compare the layers with the network, at the first positions and at the
+# last.
 TOKENS = 12
 # The allowed difference of states from the network's own, relative to their size, by their type.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
@@ -233,8 +234,8 @@ class TorchEngine(LayoutEngine):
     ) -> Tensor:
         """Returns the states [B, R, H] after layers first .. end - 1, and after the last layer its norm.
 
-        masks by kind of layer; reads: of `columns_read`, or none; cos, sin by table; columns [B, R]: where each slot
-        gets its rows.
+        masks by kind of layer; reads: of `columns_read`, or none; cos, sin by table; columns [B,
+        R]: where each slot gets its rows.
         """
         assert cache.keys is not None and cache.values is not None
         shape = x.shape

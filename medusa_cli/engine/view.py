@@ -32,8 +32,9 @@ def following(modules: Sequence[Any], view: "View") -> Iterator[None]:
 class View(TransformersCache):
     """The slots of one pass as transformers' layers see them.
 
-    A module with a running state takes a tree level by level. The nodes of a level are a batch of sequences with one
-    new token each, which go on from their parents' states. So a node takes the way of plain decoding.
+    A module with a running state takes a tree level by level. The nodes of a level are a batch of
+    sequences with one new token each, which go on from their parents' states. So a node takes the
+    way of plain decoding.
     """
 
     def __init__(self, cache: LayerCache, layout: Layout, layers: int) -> None:

@@ -3,9 +3,10 @@
     model = AutoModelForCausalLM.from_pretrained(FOLDER)
     model.generate(**inputs, custom_generate=FOLDER, trust_remote_code=True)
 
-A small drafter proposes a tree of tokens, and matches of earlier text propose more. One pass of the model verifies all
-of them and accepts those that it chooses itself. transformers copies this file away from the weights: they are found by
-the folder or hub id that the model was loaded from, or by `drafter=FOLDER`.
+A small drafter proposes a tree of tokens, and matches of earlier text propose more. One pass of the
+model verifies all of them and accepts those that it chooses itself. transformers copies this file
+away from the weights: they are found by the folder or hub id that the model was loaded from, or by
+`drafter=FOLDER`.
 """
 
 import json
@@ -37,7 +38,8 @@ from medusa_cli.tree.tree import Draft, Tree
 
 # FIRP is not among them: its extra rows go through the model's layers.
 KINDS: dict[str, type[HeadDrafter]] = {kind.name: kind for kind in (MedusaHeads, HydraHeads, Amphista, Eagle)}
-# Steps of a trial, and steps until the other way is tried again: the interval doubles up to the longest.
+# Steps of a trial, and steps until the other way is tried again: the interval doubles up to the
+# longest.
 TRY = 6
 RETRY = 48
 LONGEST_RETRY = 768
@@ -57,7 +59,8 @@ def generate(
 ) -> Any:
     """Returns what `model.generate` returns for one prompt, in fewer passes; drafter: the folder or hub id of it.
 
-    drafts: "auto" leaves drafts out while they do not pay on this machine and in this text; "always" drafts every step.
+    drafts: "auto" leaves drafts out while they do not pay on this machine and in this text;
+    "always" drafts every step.
     """
     if drafts not in ("auto", "always"):
         raise ValueError(f"drafts={drafts!r} is unknown: give 'auto' or 'always'")
@@ -93,7 +96,8 @@ def generate(
         name = cache_name(GenerateDecoderOnlyOutput)
         return GenerateDecoderOnlyOutput(sequences=generation.ids, **{name: cache}, **generation.kept)
 
-    # The class's own `generate` prepares prompt, processors and criteria as always, without gradients.
+    # The class's own `generate` prepares prompt, processors and criteria as always, without
+    # gradients.
     return type(model).generate(model, inputs, custom_generate=decode, streamer=streamer, **kwargs)
 
 

@@ -122,7 +122,8 @@ def _engine_config(source: Source) -> dict[str, Any]:
         "eos_token_id": base.eos_token_id,
         "torch_dtype": str(source.tensors["fc.weight"].dtype).removeprefix("torch."),
         AUX_LAYERS: list(own.taps),
-        # Nested, where SGLang reads them, layers count from 0: the layer that gives a state, not the one that takes it.
+        # Nested, where SGLang reads them, layers count from 0: the layer that gives a state, not
+        # the one that takes it.
         "eagle_config": {AUX_LAYERS: [layer - 1 for layer in own.taps], "use_aux_hidden_state": True},
         "num_aux_hidden_states": len(own.taps),
     }
@@ -139,7 +140,8 @@ def import_eagle3(
 ) -> tuple[dict[str, Any], dict[str, Tensor], list[str]]:
     """Reads an EAGLE-3 folder: settings, tensors, notes. Shared key and value heads are copied to every query head.
 
-    Raises UserError for variants of the layer that cannot be run here, and for impossible maps and widths.
+    Raises UserError for variants of the layer that cannot be run here, and for impossible maps and
+    widths.
     """
     plain = _flat(config)
     variants = [key for key in (*VARIANTS, "rope_scaling") if plain.get(key)]

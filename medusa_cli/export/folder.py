@@ -21,7 +21,8 @@ CHECKSUMS = "SHA256SUMS"
 def exporting(folder: Path, overwrite: bool = False) -> Iterator[Path]:
     """Yields an empty folder to fill, which becomes `folder` with its checksums.
 
-    Raises UserError if `folder` is not empty, unless it holds an earlier export and `overwrite` is set.
+    Raises UserError if `folder` is not empty, unless it holds an earlier export and `overwrite` is
+    set.
     """
     if folder.exists() and not folder.is_dir():
         raise UserError(f"@output {folder} is a file", "give the name of a new folder")

@@ -93,8 +93,9 @@ def export_hf(
 ) -> tuple[list[str], list[str]]:
     """Writes the model (an adapter merged), drafter, tree and calibration, the code that decodes with them, a card.
 
-    budget: nodes of the best tree by the calibration; None for the run's own tree. Raises UserError for a kind of
-    drafter that transformers cannot run, or without a tree or a calibration to search one by.
+    budget: nodes of the best tree by the calibration; None for the run's own tree. Raises UserError
+    for a kind of drafter that transformers cannot run, or without a tree or a calibration to search
+    one by.
     """
     if source.kind not in KINDS:
         fault = f"@to hf cannot hold the {source.kind} drafter {source.run.drafter_dir}"

@@ -40,9 +40,10 @@ def import_drafter(
 ) -> tuple[Run, dict[str, Any], list[str]]:
     """Reads a folder, file or hub id in any known layout and writes runs/NAME, by default named after it.
 
-    Returns the run, its drafter's kind and heads with the layout they came in, and notes on changes.
-    trust_remote_code: run the Python files that the model's config may need. Raises UserError, naming the fault, for a
-    checkpoint that does not fit the model, and for a run that has a drafter.
+    Returns the run, its drafter's kind and heads with the layout they came in, and notes on
+    changes. trust_remote_code: run the Python files that the model's config may need. Raises
+    UserError, naming the fault, for a checkpoint that does not fit the model, and for a run that
+    has a drafter.
     """
     folder, files = _fetch(place)
     config = read_object(folder / "config.json", "the config") if (folder / "config.json").is_file() else {}

@@ -22,9 +22,9 @@ KEY = re.compile(r"(\d\d?)\.(\d\d?)\.(linear\.weight|linear\.bias|weight)")
 def export_medusa(source: Source, output: Path, *, overwrite: bool = False) -> tuple[list[str], list[str]]:
     """Writes Medusa heads with a full vocabulary matrix [V, H] each; raises UserError for any other kind.
 
-    Tokens outside a draft vocabulary get the mean of its rows, so that none of them is ever the likeliest. Heads that
-    read the model's lm_head are written without matrices (FasterDecoding's second form). Heads with a conditional bias
-    are refused: the layout cannot hold it.
+    Tokens outside a draft vocabulary get the mean of its rows, so that none of them is ever the
+    likeliest. Heads that read the model's lm_head are written without matrices (FasterDecoding's
+    second form). Heads with a conditional bias are refused: the layout cannot hold it.
     """
     config = source.config
     tensors = source.tensors

@@ -14,7 +14,8 @@ from medusa_cli.runs.io import write_json
 def export_speculators(source: Source, output: Path, *, overwrite: bool = False) -> tuple[list[str], list[str]]:
     """Writes an EAGLE drafter as speculators does; raises UserError for any other kind.
 
-    Read in its source of August 2026 (config.py, models/eagle3). The embeddings are the verifier's, and left out.
+    Read in its source of August 2026 (config.py, models/eagle3). The embeddings are the verifier's,
+    and left out.
     """
     refuse_other_kinds(source, "speculators")
     verifier, notes = served_model(source)

@@ -18,7 +18,8 @@ from medusa_cli.model_files import STATE_UPDATES, checkpoint_files, opened
 
 # Positions of models that bound none, such as Mamba.
 UNBOUNDED = 1 << 20
-# Rotary tables that change beyond the original context: the cached rows would have been turned by the old ones.
+# Rotary tables that change beyond the original context: the cached rows would have been turned by
+# the old ones.
 CHANGING_ROPE = ("longrope", "dynamic")
 # A sample of a tensor: this many windows of this many numbers, from its beginning to its end.
 WINDOWS = 4
@@ -34,8 +35,9 @@ class Unsupported(Exception):
 class Backbone:
     """A frozen causal LM, unmodified but for its attention function, and the engine that runs it.
 
-    weights, adapter: the digests of their files. embedding, lm_head: for a network on the meta device, where only the
-    engine holds weights: a layer that looks tokens up, and a function that returns the lm_head's weight and bias.
+    weights, adapter: the digests of their files. embedding, lm_head: for a network on the meta
+    device, where only the engine holds weights: a layer that looks tokens up, and a function that
+    returns the lm_head's weight and bias.
     """
 
     engine: Any  # an engine.Engine, which this package must not import
@@ -297,7 +299,8 @@ def key_sizes(config: Any) -> tuple[int, int]:
 def usable_positions(config: Any) -> int:
     """Returns the positions a model is run for: its context, or the original one if its rotary tables change there.
 
-    Moshi's is its window: a prompt beyond it sees all of itself in transformers, an answer's tokens the window.
+    Moshi's is its window: a prompt beyond it sees all of itself in transformers, an answer's tokens
+    the window.
     """
     context = int(getattr(config, "max_position_embeddings", None) or UNBOUNDED)
     if config.model_type == "moshi" and config.sliding_window:

@@ -1,6 +1,7 @@
 """Turns conversations into token ids and answer spans; the chat template needs no generation marks.
 
-The template is rendered up to each answer and through it: the difference is the answer with its end token.
+The template is rendered up to each answer and through it: the difference is the answer with its end
+token.
 """
 
 import resource
@@ -29,7 +30,8 @@ class ChatTokenizer(Protocol):
     def eos_ids(self) -> Collection[int]: ...
 
 
-# What a chat template may take: seconds, bytes, and characters beyond a few times those of the messages.
+# What a chat template may take: seconds, bytes, and characters beyond a few times those of the
+# messages.
 MAX_SECONDS = 10.0
 MAX_BYTES = 1 << 30
 MAX_GROWTH = 1 << 20
@@ -40,7 +42,8 @@ def render(
 ) -> str:
     """Returns the text of messages under the chat template; `prompt` adds the beginning of the next answer.
 
-    template: more arguments of transformers' `apply_chat_template`, which passes unknown ones on to the template.
+    template: more arguments of transformers' `apply_chat_template`, which passes unknown ones on to
+    the template.
 
     Raises UserError if the model has no template, Malformed if the template refuses the messages.
     """
@@ -75,8 +78,8 @@ def chat_prompt(model: ChatTokenizer, messages: list[dict[str, Any]], template: 
 def _bounded() -> Iterator[None]:
     """Ends what takes more than MAX_SECONDS or MAX_BYTES more memory, by TimeoutError or MemoryError.
 
-    In the main thread alone: no other can be interrupted, and others need memory meanwhile. A server has a process for
-    it (`serve.templates`).
+    In the main thread alone: no other can be interrupted, and others need memory meanwhile. A
+    server has a process for it (`serve.templates`).
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -146,7 +149,8 @@ def after_answer(model: ChatTokenizer, messages: list[dict[str, str]], *, prompt
 def encode(model: ChatTokenizer, messages: list[dict[str, str]]) -> tuple[list[int], list[tuple[int, int]]]:
     """Returns the token ids of a conversation and the spans [start, end) of its answers with their end tokens.
 
-    Raises UserError for a chat template that is missing or rewrites earlier turns, Malformed if it refuses the roles.
+    Raises UserError for a chat template that is missing or rewrites earlier turns, Malformed if it
+    refuses the roles.
     """
     tokens: list[int] = []
     spans: list[tuple[int, int]] = []
@@ -171,7 +175,8 @@ def _extend(model: ChatTokenizer, tokens: list[int], text: str, messages: list[d
             f"the chat template of {model.id!r} rewrites earlier turns, so answers have no fixed span",
             "use @data with single-turn conversations, or data made by `medusa distill`",
         )
-    # A piece alone may begin with a token of its own (Llama's blank), so it is cut from the whole if it can be.
+    # A piece alone may begin with a token of its own (Llama's blank), so it is cut from the whole
+    # if it can be.
     whole = token_ids(model, longer)
     if whole[: len(tokens)] != tokens:
         whole = [*tokens, *token_ids(model, longer[len(text) :])]
@@ -190,8 +195,8 @@ def fit(
 ) -> tuple[list[int], int]:
     """Returns the token ids of a prompt that leaves room for an answer, and the count of oldest messages left out.
 
-    A system prompt stays; `forgotten` messages stay left out. An answer of `answer` tokens gets a quarter of the
-    context at most. Raises UserError if the question alone does not fit.
+    A system prompt stays; `forgotten` messages stay left out. An answer of `answer` tokens gets a
+    quarter of the context at most. Raises UserError if the question alone does not fit.
     """
     system = list(messages[:1]) if messages and messages[0]["role"] == "system" else []
     turns = list(messages[len(system) :])

@@ -26,7 +26,8 @@ from medusa_cli.model_files import (
 )
 
 PROBE = 6  # tokens of the passes that check a network
-# A pass through a model that does not fit its config, or through code not known here, raises any of these.
+# A pass through a model that does not fit its config, or through code not known here, raises any of
+# these.
 FAULTS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
 
 

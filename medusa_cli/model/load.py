@@ -64,9 +64,10 @@ def load_network(
 ) -> tuple[Any, Any]:
     """Returns the unmodified transformers model, on the device, and its tokenizer.
 
-    device "auto" is CUDA if there is one; dtype "auto" the checkpoint's own, but fp32 on a CPU without instructions for
-    it. "random:SHAPE" has random weights and no tokenizer. shard: see split_layers. chat_template replaces the
-    tokenizer's own. Raises UserError for a model that is missing, damaged or unusable.
+    device "auto" is CUDA if there is one; dtype "auto" the checkpoint's own, but fp32 on a CPU
+    without instructions for it. "random:SHAPE" has random weights and no tokenizer. shard: see
+    split_layers. chat_template replaces the tokenizer's own. Raises UserError for a model that is
+    missing, damaged or unusable.
     """
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar

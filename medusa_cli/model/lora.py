@@ -20,7 +20,8 @@ WEIGHTS = "adapter_model.safetensors"
 ADAPTER_WEIGHTS = "the adapter's weights"
 
 
-# Keys of a saved adapter's config that do not change what its weights mean. Others are empty or false by default.
+# Keys of a saved adapter's config that do not change what its weights mean. Others are empty or
+# false by default.
 NOT_READ = (
     *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
     *("lora_dropout", "fan_in_fan_out", "megatron_config", "megatron_core", "qalora_group_size", "eva_config"),
@@ -32,7 +33,8 @@ NOT_READ = (
 class AdapterConfig:
     """The keys of a saved adapter's config that are used: plain LoRA of one rank over named modules.
 
-    init_lora_weights: names in other words change the model's own weights, too. use_rslora: scale by alpha / sqrt(r).
+    init_lora_weights: names in other words change the model's own weights, too. use_rslora: scale
+    by alpha / sqrt(r).
     """
 
     peft_type: Literal["LORA"]

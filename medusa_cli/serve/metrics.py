@@ -24,8 +24,8 @@ def add_positions(accepted_at: list[int], step: Step) -> None:
 class SpeculativeCounters(Collector):
     """Counts drafts as vLLM does, under its names, which its benches and others read.
 
-    A draft tree counts with all its nodes but the root. vLLM's benches add up all lines of a name, so that those with
-    the time of creation, which a Counter has, would count as well.
+    A draft tree counts with all its nodes but the root. vLLM's benches add up all lines of a name,
+    so that those with the time of creation, which a Counter has, would count as well.
     """
 
     def __init__(self, model: str) -> None:

@@ -48,7 +48,8 @@ class OpenAIFormat:
         self._fingerprint = fingerprint_of(backbone)
         self._stream_usage = body.stream_options.include_usage
         self._continuous = self._stream_usage and body.stream_options.continuous_usage_stats
-        # Log probabilities of prompts come first; they are not among those of the answer unless it echoes the prompt.
+        # Log probabilities of prompts come first; they are not among those of the answer unless it
+        # echoes the prompt.
         scored = body.prompt_logprobs is not None and not (isinstance(body, CompletionRequest) and body.echo)
         self._skip = [len(ticket.request.prompt) if scored else 0 for ticket in tickets]
         names = [tool["function"]["name"] for tool in body.offered] if isinstance(body, ChatRequest) else []
@@ -203,8 +204,8 @@ class OpenAIFormat:
             offsets.append(texts.place(likelihood.token))
             (text, own), *others = texts.row(likelihood, top)
             tokens.append((text, own))
-            # The likeliest comes first: of tokens with one text it is the one that stays. The answer's own is always
-            # among them.
+            # The likeliest comes first: of tokens with one text it is the one that stays. The
+            # answer's own is always among them.
             row = {text: logprob for text, logprob in reversed(others)}
             likeliest.append(None if own is None else row if text in row else {**row, text: own})
         return {
@@ -218,7 +219,8 @@ class OpenAIFormat:
 def speculative_figures(tickets: Sequence[Ticket], by_position: bool = False) -> dict[str, Any]:
     """Returns the counts of draft tokens of one request's answers.
 
-    by_position: and how many steps drafted, how many of them accepted a token at each position, and seconds.
+    by_position: and how many steps drafted, how many of them accepted a token at each position, and
+    seconds.
     """
     stats = Stats()
     for ticket in tickets:

@@ -40,9 +40,9 @@ class Event:
 class Ticket:
     """A request in the queue or in a slot, its answer so far, and the callback that receives its events.
 
-    reused: tokens of the prompt that came from the prefix cache. drafts: steps with draft tokens, and accepted_at of
-    these, by position, those that accepted one there. abandoned: nobody waits for the answer, so the scheduler frees
-    its slot before the next step.
+    reused: tokens of the prompt that came from the prefix cache. drafts: steps with draft tokens,
+    and accepted_at of these, by position, those that accepted one there. abandoned: nobody waits
+    for the answer, so the scheduler frees its slot before the next step.
     """
 
     request: Request
@@ -68,7 +68,8 @@ class Ticket:
 class Scheduler:
     """First come, first served: at most `slots` requests decode side by side, and `waiting` more wait.
 
-    remember: how many of the last answers are looked up for later ones; of at most MAX_REMEMBERED tokens.
+    remember: how many of the last answers are looked up for later ones; of at most MAX_REMEMBERED
+    tokens.
     """
 
     def __init__(self, medusa: Medusa, metrics: Metrics, *, slots: int, waiting: int, remember: int = 0) -> None:
@@ -120,8 +121,9 @@ class Scheduler:
     def run(self) -> None:
         """Decodes in this thread until drained.
 
-        It should be the thread that loaded the model: OpenMP's workers belong to a thread, and a second team of them
-        sleeps between products instead of spinning, so steps on a CPU take half as long again.
+        It should be the thread that loaded the model: OpenMP's workers belong to a thread, and a
+        second team of them sleeps between products instead of spinning, so steps on a CPU take half
+        as long again.
         """
         self.alive = True
         try:

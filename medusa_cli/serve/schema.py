@@ -1,7 +1,7 @@
 """Bodies of requests, in the words of OpenAI, vLLM and llama.cpp.
 
-A field that cannot change the answer is taken (`neutral`); one that would change it and is not served is refused by
-name, never ignored.
+A field that cannot change the answer is taken (`neutral`); one that would change it and is not
+served is refused by name, never ignored.
 """
 
 import json
@@ -21,7 +21,8 @@ MAX_CHOICES = 128
 MAX_NAME = 256
 MAX_TOOLS = 128
 MAX_TOP = 20
-# A field of several forms is checked in the form it was sent in; refusals leave out these names of forms.
+# A field of several forms is checked in the form it was sent in; refusals leave out these names of
+# forms.
 TEXT, LIST, TEXTS, LISTS, OBJECT = FORMS = "<text>", "<list>", "<texts>", "<lists>", "<object>"
 ITEMS = "<message>", "<function_call>", "<function_call_output>"
 FORM = Discriminator(lambda value: LIST if isinstance(value, list) else TEXT)
@@ -46,7 +47,8 @@ class Strict(BaseModel):
         if not isinstance(data, dict):
             return data
         given = {name: value for name, value in data.items() if value is not None}
-        # What one kind of object does not read, another may: declared fields are read, but for values of no effect.
+        # What one kind of object does not read, another may: declared fields are read, but for
+        # values of no effect.
         checks = {
             name: check
             for name, check in cls.no_effect.items()
@@ -140,7 +142,8 @@ class StructuredOutputs(Strict):
 class Speculative(Strict):
     """How drafts are used for one answer.
 
-    enabled: false decodes plainly. figures: count the accepted draft tokens of each position in the usage.
+    enabled: false decodes plainly. figures: count the accepted draft tokens of each position in the
+    usage.
     """
 
     enabled: bool = True

@@ -25,8 +25,8 @@ from medusa_cli.serve.app import build
 from medusa_cli.serve.middleware import Limits
 from medusa_cli.serve.templates import TemplateProcess
 
-# Bytes of a request's line and headers, connections that wait to be accepted, bytes of answers that the system keeps
-# for a client that does not read.
+# Bytes of a request's line and headers, connections that wait to be accepted, bytes of answers that
+# the system keeps for a client that does not read.
 MAX_HEADERS = 64 << 10
 BACKLOG = 128
 SEND_BUFFER = 32 << 10
@@ -105,7 +105,8 @@ class Server:
 class Protocol(H11Protocol):
     """uvicorn's protocol, which has no deadline but that between two requests.
 
-    A connection beyond `Limits.max_connections` ends the one that has waited longest for a whole request.
+    A connection beyond `Limits.max_connections` ends the one that has waited longest for a whole
+    request.
     """
 
     def __init__(self, limits: Limits, **options: Any) -> None:

@@ -1,7 +1,7 @@
 """Tools: how a model is told of them, the grammar of their calls, and the calls that its answer makes as it comes.
 
-Models write calls as Hermes and Qwen, as Llama 3, or as Mistral do; the chat template tells which. A model whose
-template knows no tools is told of them in the system prompt, in Hermes' form.
+Models write calls as Hermes and Qwen, as Llama 3, or as Mistral do; the chat template tells which.
+A model whose template knows no tools is told of them in the system prompt, in Hermes' form.
 """
 
 import json
@@ -145,9 +145,10 @@ _decode = json.JSONDecoder().raw_decode
 def read_calls(text: str, names: Collection[str], last: bool, sent: int = 0) -> tuple[str, list[tuple[str, str]]]:
     """Returns the content of an answer so far, and its calls, by name and arguments, as far as both are certain.
 
-    A call begins with a marker of any style, or with the answer. What is no call of a tool of these names is content.
-    last: the answer ends here; else the arguments of the last call may go on. A call that the end of the answer cuts
-    is content, too, unless it is one of the first `sent`, which the client has.
+    A call begins with a marker of any style, or with the answer. What is no call of a tool of these
+    names is content. last: the answer ends here; else the arguments of the last call may go on. A
+    call that the end of the answer cuts is content, too, unless it is one of the first `sent`,
+    which the client has.
     """
     content = ""
     calls = list[tuple[str, str]]()

@@ -25,10 +25,12 @@ from medusa_cli.tree.search import largest, search
 
 # Positions of a batch: its scores of one head [P, M] are held at once.
 POSITIONS = 512
-# Temperatures tried for a head's confidences, and on how many positions: a smooth curve needs no more.
+# Temperatures tried for a head's confidences, and on how many positions: a smooth curve needs no
+# more.
 TEMPERATURES = tuple(round(0.6 + 0.05 * step, 2) for step in range(29))
 FIT_POSITIONS = 4096
-# The tree over which decoding is simulated. Accuracies measured over 14 nodes promise what 4 to 64 give, within 2.5 %.
+# The tree over which decoding is simulated. Accuracies measured over 14 nodes promise what 4 to 64
+# give, within 2.5 %.
 NODES = 14
 ROUNDS = 3
 # Weight of the share among all positions, in steps.
@@ -36,7 +38,8 @@ PRIOR = 20
 # Ranks of a token beyond the guesses, and past its answer's end.
 MISSED = 1 << 30
 PAST_END = (1 << 30) + 1
-# Held-out conversations by default of a drafter that must run the model for them: 22,000 tokens, a few minutes.
+# Held-out conversations by default of a drafter that must run the model for them: 22,000 tokens, a
+# few minutes.
 WHOLE = 100
 log = logging.getLogger(__name__)
 
@@ -54,8 +57,8 @@ def calibrate(
 ) -> Document:
     """Measures the `top` best guesses of each head of the drafter in a folder; returns the calibration's document.
 
-    data: a file of conversations, all of which are measured; None: those held out in the drafter's training.
-    show: called with a name, the tokens done and their number.
+    data: a file of conversations, all of which are measured; None: those held out in the drafter's
+    training. show: called with a name, the tokens done and their number.
     """
     kind = drafter_kind(folder)
     origin = describe_drafter(folder).provenance
@@ -106,10 +109,10 @@ def measure(
 ) -> Document:
     """Measures every head's `top` best guesses on a data set's held-out items; returns figures by head k.
 
-    accuracies[k][i]: share of the positions where decoding asks head k at which its guess i was the token; a token
-    outside the draft vocabulary counts as missed. counted[k]: positions with a token for head k. temperatures[k]: that
-    of head k's softmax at which its confidences fit (least log loss). roots: simulated steps. Raises UserError where no
-    answer reaches a head.
+    accuracies[k][i]: share of the positions where decoding asks head k at which its guess i was the
+    token; a token outside the draft vocabulary counts as missed. counted[k]: positions with a token
+    for head k. temperatures[k]: that of head k's softmax at which its confidences fit (least log
+    loss). roots: simulated steps. Raises UserError where no answer reaches a head.
     """
     vocabulary = len(drafter.draft_ids)
     if not 1 <= top <= vocabulary:
@@ -158,11 +161,12 @@ def measure(
 def accuracies_at_roots(ranks: Tensor, top: int) -> tuple[list[list[float]], int]:
     """Returns each head's accuracies [K][top] where decoding asks for its guesses, and the number of steps.
 
-    ranks [n, K]: where the right token stands among each head's guesses at the positions of whole answers, given the
-    right ones before. A step begins where the one before failed, which is where guesses are hard, and a head counts
-    where the heads before it were accepted. Decoding is simulated over the best tree of NODES nodes, which follows from
-    the accuracies: three rounds settle both. Few steps reach the last heads, so the share among all positions counts
-    as much as PRIOR more steps.
+    ranks [n, K]: where the right token stands among each head's guesses at the positions of whole
+    answers, given the right ones before. A step begins where the one before failed, which is where
+    guesses are hard, and a head counts where the heads before it were accepted. Decoding is
+    simulated over the best tree of NODES nodes, which follows from the accuracies: three rounds
+    settle both. Few steps reach the last heads, so the share among all positions counts as much as
+    PRIOR more steps.
     """
     known = (ranks != PAST_END).double()
     right = (ranks[..., None] == torch.arange(top)).double()  # [n, K, top]

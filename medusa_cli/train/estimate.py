@@ -34,8 +34,9 @@ def estimate(
 ) -> Document:
     """Returns what `train` with the same arguments will take, and writes nothing.
 
-    tokens_to_run: those whose hidden states are not kept yet, disk_bytes: of these states. memory_bytes: the process's
-    peak so far, which the training's is. seconds: of states, training and validations.
+    tokens_to_run: those whose hidden states are not kept yet, disk_bytes: of these states.
+    memory_bytes: the process's peak so far, which the training's is. seconds: of states, training
+    and validations.
     """
     setup.check_recipe(recipe)
     train = recipe.train

@@ -1,6 +1,7 @@
 """Fused linear cross-entropy: the loss of a linear layer's logits and its gradients, some rows at a time.
 
-The logits of all rows and their gradients never exist together, which saves memory and the time to fill it.
+The logits of all rows and their gradients never exist together, which saves memory and the time to
+fill it.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,8 +13,8 @@ from torch.nn import functional as F
 
 # Rows of fp32 logits worked on at once: 128 x 12,288 stay in the cache of a CPU.
 ROWS = 128
-# Takes fp32 log-probabilities [n, V] and the rows they are of; returns the summed loss and its gradient by the logits
-# [n, V], which may take the memory of the argument.
+# Takes fp32 log-probabilities [n, V] and the rows they are of; returns the summed loss and its
+# gradient by the logits [n, V], which may take the memory of the argument.
 RowLoss = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
 
 
@@ -45,8 +46,8 @@ def linear_loss(
 ) -> tuple[Tensor, Tensor]:
     """Returns the mean loss of softmax(hidden [n, H] @ weight [M, H]^T + bias [M]) and the top-1 hits on targets [n].
 
-    The loss is the cross-entropy to (1 - soft) * one-hot + soft * teacher [n, M], 0 without rows. The matmul is in
-    hidden's dtype, the loss in fp32; the bias does not learn.
+    The loss is the cross-entropy to (1 - soft) * one-hot + soft * teacher [n, M], 0 without rows.
+    The matmul is in hidden's dtype, the loss in fp32; the bias does not learn.
     """
     bias = None if bias is None else bias.to(hidden.dtype)
     hits = torch.zeros((), dtype=torch.long, device=hidden.device)
@@ -108,8 +109,8 @@ def blockwise_loss(
 ) -> Tensor:
     """Returns the sum of a loss over the rows of softmax(linear(hidden [n, H])); computes its gradients, too.
 
-    Logits exist for `rows` rows at a time (None: for all), fp32 ones for ROWS. Gradients reach hidden and the weights,
-    which must be all weights of `linear` that learn.
+    Logits exist for `rows` rows at a time (None: for all), fp32 ones for ROWS. Gradients reach
+    hidden and the weights, which must be all weights of `linear` that learn.
     """
     rows = rows or max(1, len(hidden))
     total: Tensor = _BlockwiseLoss.apply(loss, linear, rows, torch.is_grad_enabled(), hidden, *weights)

@@ -31,9 +31,10 @@ BETAS = (0.9, 0.95)
 class Trainer:
     """Trains a drafter, and in stage 2 its backbone with it; `events()` runs the training and yields what happens.
 
-    The drafter becomes fp32 (master weights) and computes in the recipe's dtype. With resume, the run's checkpoint
-    is resumed: the same steps follow with the same batches and rates. Of several processes each takes a share of
-    every step's micro-batches, so that a step is the same for any number of them.
+    The drafter becomes fp32 (master weights) and computes in the recipe's dtype. With resume, the
+    run's checkpoint is resumed: the same steps follow with the same batches and rates. Of several
+    processes each takes a share of every step's micro-batches, so that a step is the same for any
+    number of them.
     """
 
     def __init__(
@@ -173,7 +174,8 @@ class Trainer:
         sums = []
         for module in modules:
             module.eval()
-        # no_grad, not inference_mode: autocast would keep its cast weights for the next training step.
+        # no_grad, not inference_mode: autocast would keep its cast weights for the next training
+        # step.
         with torch.no_grad():
             for items, counts in self.world.micro_batches(self.validation):
                 loss = self._loss(items)

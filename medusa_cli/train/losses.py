@@ -19,7 +19,8 @@ from medusa_cli.model import lora as adapter
 from medusa_cli.runs.recipe import TrainRecipe
 from medusa_cli.train.fused_linear import ROWS, LogSoftmax, blockwise_loss, cross_entropy, linear_loss
 
-# Rows of the whole vocabulary's logits at once: 64 x 49,152 in fp32 are 12 MB, which stay near the cores.
+# Rows of the whole vocabulary's logits at once: 64 x 49,152 in fp32 are 12 MB, which stay near the
+# cores.
 LM_ROWS = 64
 # Sampled softmax draws this share of its tokens from the less likely ones.
 DRAWN = 0.25
@@ -29,9 +30,9 @@ DRAWN = 0.25
 class BatchLoss:
     """The loss of a micro-batch and its parts.
 
-    total: the value to minimise, a mean over all `positions`; a head without a target at a position adds nothing there.
-    per_head [K]: each head's mean loss over its `learnt` [K] targets. correct, counted [K]: each head's top-1 hits and
-    targets. parts: other parts by name.
+    total: the value to minimise, a mean over all `positions`; a head without a target at a position
+    adds nothing there. per_head [K]: each head's mean loss over its `learnt` [K] targets. correct,
+    counted [K]: each head's top-1 hits and targets. parts: other parts by name.
     """
 
     total: Tensor
@@ -56,9 +57,9 @@ def stage_2_loss(
 ) -> BatchLoss:
     """Returns L = L_LM + lambda_0 * sum of lambda_k L_k (Medusa, equation 2), at a share of the training.
 
-    L_LM is KL(original || trained), where the original is the same network with its adapter off (section 3.3.2), or
-    with objective "ce" the cross-entropy of the answers' tokens. Without gradients the parts of the loss also hold what
-    training changed of the model.
+    L_LM is KL(original || trained), where the original is the same network with its adapter off
+    (section 3.3.2), or with objective "ce" the cross-entropy of the answers' tokens. Without
+    gradients the parts of the loss also hold what training changed of the model.
     """
     dtype = torch.bfloat16 if train.dtype == "bf16" else None
     measure = not torch.is_grad_enabled()
@@ -127,8 +128,9 @@ def model_loss(
 def lambda_0(progress: float, *, schedule: str, peak: float, share: float) -> tuple[float, bool]:
     """Returns the heads' weight at a share of the training, and True if the backbone learns (Medusa, section 3.2.2).
 
-    constant: the peak throughout. warmup: only the heads learn for a `share` of the training (always, if it is 1);
-    then the weight rises in a straight line to its peak. sine: it rises as a quarter of a sine to its peak.
+    constant: the peak throughout. warmup: only the heads learn for a `share` of the training
+    (always, if it is 1); then the weight rises in a straight line to its peak. sine: it rises as a
+    quarter of a sine to its peak.
     """
     if schedule == "constant":
         return peak, True
@@ -142,10 +144,11 @@ def lambda_0(progress: float, *, schedule: str, peak: float, share: float) -> tu
 def drafter_loss(drafter: HeadDrafter, backbone: Backbone, batch: Batch, train: TrainRecipe) -> BatchLoss:
     """Returns the sum over heads k of decay^k times the loss of the token k places on (Medusa, equation 1).
 
-    A target outside the draft vocabulary adds nothing to the loss and counts as a miss in the accuracy. Heads that read
-    the draft tokens also learn the backbone's own states at their targets' places, by a smooth L1 distance
-    (`train.regress`; EAGLE, arXiv:2401.15077). Only the total includes that part. Heads that do not read the draft
-    tokens could only learn the mean of the possible states.
+    A target outside the draft vocabulary adds nothing to the loss and counts as a miss in the
+    accuracy. Heads that read the draft tokens also learn the backbone's own states at their
+    targets' places, by a smooth L1 distance (`train.regress`; EAGLE, arXiv:2401.15077). Only the
+    total includes that part. Heads that do not read the draft tokens could only learn the mean of
+    the possible states.
     """
     device = batch.next.device
     index = drafter.vocabulary_index(device)
@@ -196,7 +199,8 @@ def sample_vocabulary(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Returns `count` rows [m] of the vocabulary to score, and index [V], bias [m] and p [P, m] for those alone.
 
-    index [V] gives each token's row, -1 for none; p are the teacher's probabilities [P, M], if there is one.
+    index [V] gives each token's row, -1 for none; p are the teacher's probabilities [P, M], if
+    there is one.
     """
     size = int(index.max()) + 1
     emitted = index[batch.next[batch.learnt]]
@@ -213,9 +217,9 @@ def sample_vocabulary(
 def sample_rows(mass: Tensor, required: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Returns the rows [m] of a vocabulary that a batch scores, and the log of how many rows each stands for [m].
 
-    The `required` rows [M] and most others by their mass [M] are scored for certain; rows drawn at random stand for the
-    rest (sampled softmax, Jean et al., arXiv:1412.2007). With the log weights added to the scores, the softmax is that
-    over all rows in the mean.
+    The `required` rows [M] and most others by their mass [M] are scored for certain; rows drawn at
+    random stand for the rest (sampled softmax, Jean et al., arXiv:1412.2007). With the log weights
+    added to the scores, the softmax is that over all rows in the mean.
     """
     order = torch.where(required, torch.inf, mass).argsort(descending=True)
     likely = min(count - int(DRAWN * count), int(((mass > 0) | required).sum()))
@@ -230,8 +234,8 @@ def sample_rows(mass: Tensor, required: Tensor, count: int) -> tuple[Tensor, Ten
 def teacher_probabilities(drafter: HeadDrafter, backbone: Backbone, batch: Batch) -> Tensor:
     """Returns the backbone's probabilities [P, M] over the heads' vocabulary at every position.
 
-    In stage 2 they are the adapted model's, by its own lm_head: that model verifies the drafts. The model's own loss,
-    self-distillation's KL, ties it to the original (Medusa, section 3.3.2).
+    In stage 2 they are the adapted model's, by its own lm_head: that model verifies the drafts. The
+    model's own loss, self-distillation's KL, ties it to the original (Medusa, section 3.3.2).
     """
     final = batch.hidden[:, -drafter.config.hidden_size :]
     weight = drafter.of_vocabulary(backbone.lm_head_weight)

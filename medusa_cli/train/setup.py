@@ -59,7 +59,8 @@ def check_recipe(recipe: Recipe) -> None:
             f"train.stage=2 cannot train drafter={kind.name}: its states are computed in a frozen model",
             "use train.stage=1, or another drafter",
         )
-    # Such heads learn beside the lm_head's weight without the adapter, and would score with the merged one.
+    # Such heads learn beside the lm_head's weight without the adapter, and would score with the
+    # merged one.
     if drafter.vocabulary == "shared":
         raise UsageError(
             "train.stage=2 trains the lm_head, which drafter.vocabulary=shared needs unchanged",
@@ -190,8 +191,8 @@ def start_heads(run: Run, start: Run | None, backbone: Backbone, drafter: HeadDr
 def copy_heads(run: Run, backbone: Backbone, drafter: HeadDrafter, adapted: bool) -> bool:
     """Copies the run's drafter into a fresh one of the same shape; returns False if there is no such drafter.
 
-    adapted: heads of stage 2 are copied too, with the adapter that they belong to. The fresh drafter may have more
-    prefix layers and blocks in its heads: these change nothing yet.
+    adapted: heads of stage 2 are copied too, with the adapter that they belong to. The fresh
+    drafter may have more prefix layers and blocks in its heads: these change nothing yet.
     """
     if not (run.drafter_dir / "config.json").is_file():
         return False

@@ -64,12 +64,12 @@ def train(
 ) -> Document | None:
     """Trains the recipe's drafter in a run and saves it there; returns the figures, and the run that the drafter is in.
 
-    The drafter is that of the validation with the highest simulated acceptance, or of the last step without any.
-    data: conversations other than the run's. start: a run whose heads (in stage 2 with their adapter) are trained on.
-    logger: tensorboard, wandb or trackio, which then see the training, too.
-    should_stop is asked before every step; a stopped training leaves a checkpoint for `resume`. show: called with a
-    name, the tokens done and their number, and a `note`. Under torchrun, the processes share every step, and all but
-    the first return None.
+    The drafter is that of the validation with the highest simulated acceptance, or of the last step
+    without any. data: conversations other than the run's. start: a run whose heads (in stage 2 with
+    their adapter) are trained on. logger: tensorboard, wandb or trackio, which then see the
+    training, too. should_stop is asked before every step; a stopped training leaves a checkpoint
+    for `resume`. show: called with a name, the tokens done and their number, and a `note`. Under
+    torchrun, the processes share every step, and all but the first return None.
     """
     setup.check_recipe(recipe)
     keep_freed_memory()
@@ -272,8 +272,9 @@ def _tuned_run(backbone: Backbone, run: Run) -> tuple[Run, dict[str, Any]]:
 def evaluate(run: Run, data: Path, options: LoadOptions, max_samples: int | None = None) -> Validated:
     """Measures a run's heads, and its adapter if it has one, on the first conversations of a file.
 
-    A run of stage 1 is measured as one whose adapter does nothing, but for FIRP, which needs a frozen model. Raises
-    UserError for heads that cannot be read, and for a model tuned in full, which keeps no original to compare with.
+    A run of stage 1 is measured as one whose adapter does nothing, but for FIRP, which needs a
+    frozen model. Raises UserError for heads that cannot be read, and for a model tuned in full,
+    which keeps no original to compare with.
     """
     recipe = load_recipe(run.recipe_path)
     train = recipe.train
