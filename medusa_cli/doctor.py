@@ -36,7 +36,7 @@ from medusa_cli.tree import Tree
 from medusa_cli.tree.io import load_tree, tree_provenance
 from medusa_cli.tree.search import expected_length, largest, search
 
-# From good to bad; a part that cannot be examined is no fault.
+# From good to bad; a part that cannot be examined is not a fault.
 STATUSES = ("pass", "unknown", "warn", "fail")
 SAMPLE = 64  # conversations whose prompts may be decoded
 NODES = 16  # of a tree where the run has none
@@ -69,7 +69,7 @@ def graded(value: float, warn: float, fail: float = math.inf) -> str:
 
 @dataclass
 class Case:
-    """A run under examination. called: its name as typed, None for what ships.
+    """A run under examination. called: its name as typed, None for the drafter that ships.
 
     A missing or damaged part raises UserError with the command that makes it. Nothing in the run
     changes.
@@ -81,7 +81,7 @@ class Case:
     options: LoadOptions = DEFAULT_LOADING
 
     def command(self, name: str, *words: str, **settings: Any) -> str:
-        """Returns a command on this run; for what ships, on a run of the user's own."""
+        """Returns a command on this run; for the drafter that ships, on a run of the user's own."""
         settings = {"run": self.called or "mine", **settings}
         flags = [word for key, value in settings.items() for word in (in_flags(f"@{key}"), str(value))]
         return shlex.join(["medusa", name, *words, *flags])
@@ -93,7 +93,7 @@ class Case:
 
     @property
     def distill_more(self) -> str:
-        """Returns the command that answers as many seeds again beside the run's conversations, in the same settings."""
+        """Returns the command that doubles the run's conversations, in the same settings."""
         data = self.run.data_path
         if self.called is None or not data.is_file() or not (data.parent / HEADER).is_file():
             return self.distill
@@ -220,7 +220,7 @@ def tree(case: Case) -> Finding:
 def _stamped(case: Case, part: str, stamp: str | None, remedy: str) -> Finding:
     if stamp is None and case.called is None:
         return Finding("pass", f"the {part} ships with the drafter")
-    if stamp is None:  # trees given as widths are no drafter's
+    if stamp is None:  # trees given as widths belong to no drafter
         return Finding("unknown", f"the {part} does not name its drafter", remedy)
     if outdated(stamp, case.run.drafter_dir):
         return Finding("fail", f"the {part} was made for an earlier drafter", remedy)
@@ -229,7 +229,7 @@ def _stamped(case: Case, part: str, stamp: str | None, remedy: str) -> Finding:
 
 @torch.inference_mode()
 def check_distilled_by_model(case: Case) -> Finding:
-    """Compares the likelihood of the data's answers with that of the model's own text at temperature 1."""
+    """Compares the likelihood of the data's answers with the likelihood of the model's own text at temperature 1."""
     tokens = 0
     nats = 0.0
     entropy = 0.0
@@ -279,7 +279,7 @@ def over_fitting(case: Case) -> Finding:
 
 
 def training_length(case: Case) -> Finding:
-    """Measures what the second half of the training gave: twice the positions should give about as much again."""
+    """Measures the gain of the training's second half: twice the positions should bring about as much again."""
     checks = case.events("validated")
     end = checks[-1]["total_positions"] if checks else 0
     half = [check for check in checks if end / 4 <= check["total_positions"] <= end / 2]

@@ -177,7 +177,7 @@ def _sources_of(path: Path, name: str, chance: random.Random) -> list[_Source]:
 
 
 def _parses(text: str) -> bool:
-    """Returns False for a part that is no program of its own: lines of a string may hinder its dedenting."""
+    """Returns False for a part that is not a program of its own: lines of a string may hinder its dedenting."""
     try:
         ast.parse(text)
     except _UNREADABLE:

@@ -30,7 +30,7 @@ ROLES = {
 class Conversation:
     """A conversation: its messages and, once tokenised, its token ids and the answers' spans [start, end).
 
-    A seed holds the system prompt and the user's turns alone. state_rows: first row and number of
+    A seed holds only the system prompt and the user's turns. state_rows: first row and number of
     rows in a file of hidden states, one for every position but the last. states_digest: digest of
     tokens and rows. raw: the only turn is the prompt itself, without a chat template, such as
     fill-in-the-middle.
@@ -130,7 +130,7 @@ def id_of(record: dict[str, Any]) -> str:
     """Returns a record's id, or a digest of the record where it has none; raises Malformed for an unusable id."""
     name = record.get("id") or record.get("prompt_id")
     if not isinstance(name, str | int | None):
-        raise Malformed("an id that is no text")
+        raise Malformed("an id that is not text")
     try:
         name = str(name or hashlib.sha256(json.dumps(record, sort_keys=True, default=str).encode()).hexdigest()[:16])
     except RecursionError:

@@ -34,7 +34,7 @@ class Dataset:
 
     digest: names the conversations, their order and the split. states [rows, W]: the rows that
     conversations point into; None: the model runs them in every step. kept: the states were kept
-    while distilling, whatever backbone is loaded. columns [H * taps]: the columns of a row that a
+    while distilling, also if another backbone is loaded. columns [H * taps]: the columns of a row that a
     drafter reads; None: all.
     """
 
@@ -55,7 +55,7 @@ class Dataset:
     def batch(
         self, backbone: Backbone, drafter: HeadDrafter, items: Sequence[Conversation], dtype: torch.dtype | None = None
     ) -> Batch:
-        """Returns conversations as a drafter of a frozen backbone learns from them; dtype None: that of the states."""
+        """Packs conversations for a drafter of a frozen backbone; dtype None keeps the states' type."""
         if self.states is None:
             return batch_of(backbone, drafter, items, dtype)
         starts = [item.state_rows[0] for item in items if item.state_rows is not None]
@@ -95,7 +95,7 @@ class Dataset:
         return batches
 
     def schedule(self, limit: int, epochs: int, seed: int, max_positions: int | None) -> list[list[Conversation]]:
-        """Returns every micro-batch of a training in order, each epoch shuffled anew; at most about max_positions.
+        """Returns every micro-batch of a training in order, shuffled in each epoch; at most about max_positions.
 
         The same for the same seed, so that a resumed training needs only its place in it.
         """

@@ -14,7 +14,7 @@ from medusa_cli.errors import UserError
 from medusa_cli.runs.io import HALF, Malformed, ReadReport, is_whole, read_jsonl, usable
 
 HUB = {"ultrachat": "HuggingFaceH4/ultrachat_200k"}
-# ShareGPT's long turns, each asked alone: texts to summarise, translate, extract from, and code to
+# ShareGPT's long turns, each as a conversation of its own: texts to summarise, translate, extract from, and code to
 # change.
 LONG = "sharegpt-long"
 LONG_TURNS = range(1500, 6001)  # characters, some 400 to 1,500 tokens: most of them text that was pasted in
@@ -121,9 +121,9 @@ def in_order(
 
 
 def distinct(seeds: Sequence[Conversation], answered: Collection[str] = ()) -> list[Conversation]:
-    """Returns the seeds in order, one of those that open with the same prompt; one answered already stays.
+    """Returns the seeds in order, one for each first prompt; one answered already stays.
 
-    Prompts are the same if they differ in case, white space and Unicode form alone.
+    Prompts are the same if they differ only in case, white space and Unicode form.
     """
 
     def normalise(text: str) -> str:

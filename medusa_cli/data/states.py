@@ -160,9 +160,9 @@ def states_of(backbone: Backbone, tokens: Sequence[int], taps: Sequence[int]) ->
 
 
 def _kept(dataset: Dataset, backbone: Backbone, path: Path, taps: Sequence[int]) -> Dataset | None:
-    """Returns the data set with the states that distilling kept beside the file; None if they do not serve here.
+    """Returns the data set with the states that distilling kept beside the file; None if they do not fit.
 
-    They are those of the model without an adapter, quantized as it was then. Raises UserError for
+    The states are the model's without an adapter, quantized as it was then. Raises UserError for
     rows of other data.
     """
     origin = describe_distillation(path.parent)

@@ -81,7 +81,9 @@ def distill(
     asked = distinct(chosen, done) if settings.dedup else chosen
     left = [seed for seed in asked if seed.id not in done]
     if len(asked) < len(chosen):
-        log.info(f"{len(chosen) - len(asked):,} seeds ask what another asks and are left out (@no_dedup keeps them)")
+        log.info(
+            f"{len(chosen) - len(asked):,} seeds repeat another's first prompt and are left out (@no_dedup keeps them)"
+        )
     if len(left) < len(asked):
         log.info(f"resuming: {len(asked) - len(left):,} conversations are there already")
 
@@ -234,7 +236,7 @@ def _keep(run: Run, records: "Records", outcome: Outcome, settings: DistillRecip
 
 
 class Records:
-    """A run's conversations: an append-only file of lines, beside one of state rows of a width.
+    """A run's conversations: an append-only file of lines, and one of state rows of a width.
 
     kill -9 at any moment loses only the conversations under way, and doubles none: state rows go to
     disk before the line that names them. Opening drops a cut-off last line, and rows that no line
@@ -302,7 +304,7 @@ def read_distilled(run: Run) -> Iterator[Conversation]:
 
     def refuse(number: int, reason: str) -> NoReturn:
         raise UserError(
-            f"{run.distill_path} line {number} is no conversation of `medusa distill` ({reason})",
+            f"{run.distill_path} line {number} is not a conversation of `medusa distill` ({reason})",
             "mend or delete that line",
         )
 

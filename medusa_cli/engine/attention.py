@@ -27,7 +27,7 @@ def fused(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, kv: int, sc
         )
         return attended.transpose(1, 2).reshape(-1, heads * dim)
     query = query.reshape(size, kv, -1, dim)
-    # Only products of four dimensions have fused kernels.
+    # Only tensors of four dimensions have fused kernels.
     seen_keys, seen_values = (cached[:, :wide].unflatten(0, (size, kv)) for cached in (keys, values))
     attended = F.scaled_dot_product_attention(query, seen_keys, seen_values, attn_mask=mask, scale=scale)
     return attended.reshape(size, heads, -1, dim).transpose(1, 2).reshape(-1, heads * dim)
@@ -43,7 +43,7 @@ def behind(
     reads: list[Tensor],
     scale: float,
 ) -> Tensor:
-    """Attends R rows of each of B slots to what the slot held before, and under a mask to one another.
+    """Attends R rows of each of B slots to the slot's earlier columns, and under a mask to one another.
 
     Flash attention reads no column beyond a slot's length, which is data; the log-sum-exps of both
     parts merge them. query [B * R, heads, D]; keys, values [B * KV, C, D], which hold the new rows,
@@ -87,7 +87,7 @@ def behind(
 
 
 def merged(far: Tensor, far_sum: Tensor, near: Tensor, near_sum: Tensor) -> Tensor:
-    """Returns what rows see [.., D] in two sets of columns, by what they see in each and its log-sum-exp [..]."""
+    """Merges attention over two sets of columns [.., D] by the log-sum-exp of each [..]."""
     return far + (near_sum - far_sum).sigmoid()[..., None] * (near - far)
 
 
@@ -113,7 +113,7 @@ def visible_behind(lengths: Tensor, tree_mask: Tensor, wide: int) -> Tensor:
 
 @cache
 def reads_by_length(device: torch.device, dtype: torch.dtype, heads: int, kv: int, dim: int) -> bool:
-    """Returns True if `behind` runs on a device and sees what attention under a mask sees."""
+    """Returns True if `behind` runs on a device and gives the results of attention under a mask."""
     if device.type == "cpu":
         return False
     size = 2

@@ -65,7 +65,7 @@ class Cache:
 
     @torch.inference_mode()
     def keep(self, slot: int, path: Sequence[int]) -> None:
-        """Keeps the rows `path` (rising, from 0) of those just written behind a slot's length."""
+        """Keeps the rows `path` (rising, from 0) among the rows just written behind a slot's length."""
         start = self.lengths[slot]
         done = 0
         while done < len(path) and path[done] == done:
@@ -79,7 +79,7 @@ class Cache:
         self.lengths[slot] = start + len(path)
 
     def compact(self, lengths: Tensor, path: Tensor) -> None:
-        """Moves rows lengths[b] + path[b, i] of the first B slots to lengths[b] + i, by tensors alone; path [B, P].
+        """Moves rows lengths[b] + path[b, i] of the first B slots to lengths[b] + i, without the host; path [B, P].
 
         Gathering first makes overlaps safe. `lengths` of the cache stay as they are.
         """

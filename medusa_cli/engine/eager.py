@@ -120,7 +120,7 @@ class EagerEngine(LayoutEngine):
         return self.logits(torch.cat(states).to(self.dtype)).clone()  # of a buffer that the next pass overwrites
 
     def _learn_states(self, tokens: Tensor, own: Tensor, decoded: Tensor) -> None:
-        """Finds out what states of layers are good for, from the logits of one pass and of decoding.
+        """Learns how the layers' states can be used, from the logits of one pass and of decoding.
 
         Some layers start afresh where more than one token follows (Jamba's in transformers 5.24),
         and some decode by another formula than they read a prompt (Nemotron-H's).
@@ -192,5 +192,5 @@ def _bytes_read(backbone: Backbone) -> int:
     head = backbone.model.get_output_embeddings()
     tables = {id(module.weight) for module in text.modules() if isinstance(module, nn.Embedding)}
     read = {id(weight): weight.nbytes for weight in text.parameters() if id(weight) not in tables}
-    read[id(head.weight)] = head.weight.nbytes  # which may be such a table, too
+    read[id(head.weight)] = head.weight.nbytes  # the embedding may be the lm_head, too
     return sum(read.values())

@@ -27,7 +27,7 @@ class LayerCache(Cache):
 
     states [S, ...]: those of each slot after its own rows. node_states [B, R, ...]: those after
     each row of the last tree, in the B slots from `first_node_slot` on. A state cannot be cut back
-    as rows can, so a slot is truncated to a snapshot, or begins anew: `reusable` says to which
+    as rows can, so a slot is truncated to a snapshot, or begins again: `reusable` says to which
     length. by_token: layers with a state must take what follows in a slot token by token.
     decoded_states: False if states after decoding are not those after a prompt, and so of no use to
     another prompt.
@@ -113,7 +113,7 @@ class LayerCache(Cache):
         super().truncate(slot, length)
 
     def _restore(self, slot: int, length: int) -> None:
-        """Sets a slot's states to those after `length` tokens; after none it begins anew."""
+        """Sets a slot's states to the ones after `length` tokens; after none it begins again."""
         if not length:
             return
         latest = self._snapshots[slot][-1:]

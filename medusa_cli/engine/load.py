@@ -48,7 +48,7 @@ def load_backbone(
     shard: bool = False,
     chat: bool = False,
 ) -> Backbone:
-    """Loads a causal LM and its tokenizer for decoding, or, with gradients, to train what its states feed.
+    """Loads a causal LM and its tokenizer for decoding, or, with gradients, to train on its states.
 
     engine "native" runs the library on a CPU, "torch" rewritten layers on a GPU, "eager"
     transformers' own; "auto" the first of these that can run the model. adapter: a folder from

@@ -203,7 +203,7 @@ class NativeEngine(Engine):
         out = self._logits
         if out is None or len(out) < count:
             out = np.empty((max(count, FIRST_LOGITS), wide), np.float32)
-            if count <= SCRATCH_ROWS:  # more are those of a prompt's pieces, which are joined later
+            if count <= SCRATCH_ROWS:  # more belong to a prompt's pieces, which are joined later
                 self._logits = out
 
         best = np.empty((slots, rows), np.int32)

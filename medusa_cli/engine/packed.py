@@ -135,7 +135,7 @@ def _write(file: Any, end: int, data: Bytes) -> list[int]:
 
 
 def read_packed(path: Path, description: Description, int8_rows: bool) -> Packed:
-    """Maps packed weights; raises ValueError for a file that does not hold those of a model."""
+    """Maps packed weights; raises ValueError for a file that does not hold a model's."""
     memory = np.memmap(path, np.uint8, "r")
     start = int.from_bytes(memory[:8].tobytes(), "little")
     if not 8 <= start < memory.nbytes:

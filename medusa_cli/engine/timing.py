@@ -17,7 +17,7 @@ from medusa_cli.errors import UserError
 from medusa_cli.native import cpu_count, instructions, is_available
 from medusa_cli.runs.io import read_object, write_json
 
-# Seconds by size (rows, nodes, levels), and those by name of what was timed.
+# Seconds by size (rows, nodes, levels), by the name of the work.
 Curve = Mapping[Annotated[int, Meta(ge=1, le=1024)], Annotated[float, Meta(gt=0, lt=1e4)]]
 T = TypeVar("T")
 # The fields of a config that a step's time depends on; some families lack some.
@@ -76,12 +76,12 @@ def read_timings(key: str, kind: type[T]) -> T | None:
         kept = _read_file().get(key)
         return None if kept is None else msgspec.convert(kept, kind, str_keys=True)
     except (UserError, ValueError, OverflowError) as reason:
-        log.warning("%s cannot be used; timings are measured anew (%s)", timings_file(), str(reason).split(";")[0])
+        log.warning("%s cannot be used; timings are measured again (%s)", timings_file(), str(reason).split(";")[0])
         return None
 
 
 def keep_timings(key: str, timings: Any) -> None:
-    """Keeps a record of timings beside other keys'; without a writable file they are measured again next time."""
+    """Keeps the timings of a key in the file; without a writable file they are measured again next time."""
     kept: dict[str, Any] = {}
     with suppress(UserError):  # a damaged file is replaced
         kept = _read_file()
@@ -117,7 +117,7 @@ def machine_key(config: Any) -> str:
 
 
 def device_name(device: torch.device) -> str:
-    """Returns a device's name for keys of timings; that of a GPU says its kind, its memory and its driver."""
+    """Returns a device's name for keys of timings: of a GPU its kind, its memory and its driver."""
     if device.type != "cuda":
         return str(device)
     facts = torch.cuda.get_device_properties(device)

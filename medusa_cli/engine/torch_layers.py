@@ -50,7 +50,7 @@ def norm_of(module: Any) -> Norm:
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     weight = getattr(module, "weight", None)
     if eps is None or weight is None or weight.dim() != 1:
-        raise Unsupported(f"{type(module).__name__} is no RMS norm")
+        raise Unsupported(f"{type(module).__name__} is not an RMS norm")
     probe = torch.linspace(-2, 3, 2 * weight.numel(), dtype=weight.dtype, device=weight.device).view(2, -1)
     expected = module(probe).float()
     for gain in (weight.detach().float(), 1 + weight.detach().float()):
@@ -189,7 +189,7 @@ class TorchEngine(LayoutEngine):
     def _check(self, tokens: Tensor, expected: dict[int, Tensor]) -> None:
         """Raises Unsupported unless states of a few tokens, by their first position, are the network's own."""
         for first, states in expected.items():
-            # Tables of these positions alone take the place of the first ones.
+            # Tables of only these positions take the place of the first ones.
             positions = first + torch.arange(TOKENS, device=tokens.device)
             positions = positions.clamp(max=self.backbone.max_positions - 1)
             self._rotary = {table: self._table(table, positions) for table in range(len(self._tables))}

@@ -42,12 +42,12 @@ class View(TransformersCache):
         self._cache = cache
         self._layout = layout
         self._slots = slice(layout.first, layout.first + layout.size)
-        self._now: dict[StateKey, Tensor] = {}  # what the running module reads and writes
+        self._now: dict[StateKey, Tensor] = {}  # states that the running module reads and writes
         cache.node_states = {}
         cache.first_node_slot = layout.first
 
     def follow(self, layer: int, forward: Callable[..., Any], hidden_states: Tensor, *args: Any, **options: Any) -> Any:
-        """Returns what a module makes of states [B, R, H]; `args`, `options`: its other arguments."""
+        """Returns a module's output for states [B, R, H]; `args`, `options`: its other arguments."""
         known = {key: states for key, states in self._cache.states.items() if key[0] == layer}
         run = partial(self._follow_chain if self._layout.tree is None else self._follow_tree, known)
         return run(lambda rows: forward(rows, *args, **options), hidden_states)
@@ -155,7 +155,7 @@ def _by_node(outs: list[Any], places: Sequence[tuple[Tensor, Tensor]], shape: Se
 
 
 class _ViewLayer(CacheLayerMixin):
-    """One layer's keys and values; see CacheLayerMixin for what its methods mean."""
+    """One layer's keys and values; see CacheLayerMixin for its methods."""
 
     is_sliding = False
 

@@ -57,7 +57,7 @@ def generate(
     tokenizer: Any = None,
     **kwargs: Any,
 ) -> Any:
-    """Returns what `model.generate` returns for one prompt, in fewer passes; drafter: the folder or hub id of it.
+    """Returns the result of `model.generate` for one prompt, in fewer passes; drafter: its folder or hub id.
 
     drafts: "auto" leaves drafts out while they do not pay on this machine and in this text;
     "always" drafts every step.
@@ -124,7 +124,7 @@ class DraftSwitch:
         self._steps: list[tuple[float, int]] = []
 
     def record(self, drafts: bool, seconds: float, tokens: int) -> None:
-        """Learns what a step took; several answers of one model may record to one switch."""
+        """Records a step's time; several answers of one model may record to one switch."""
         if drafts != self.drafts:
             return
         self._steps.append((seconds, tokens))
@@ -236,7 +236,7 @@ def tree_masks(model: Any, tree: Tree, start: int, positions: Tensor) -> Any:
 
 
 def keep(cache: DynamicCache, start: int, rows: Tensor) -> None:
-    """Keeps the accepted rows of those from `start` on."""
+    """Keeps the accepted rows among the rows from `start` on."""
     for layer in cache.layers:
         for name in ("keys", "values"):
             every = getattr(layer, name)
@@ -258,7 +258,7 @@ def backbone_of(model: Any) -> Any:
 
 
 class Plain:
-    """torch's own product."""
+    """Multiplies by torch."""
 
     @staticmethod
     def pack(weight: Tensor, bias: Tensor | None = None) -> Any:
@@ -267,7 +267,7 @@ class Plain:
 
 @dataclass
 class Loaded:
-    """A model's drafter with its tree and switch; key: what it was loaded from."""
+    """A model's drafter with its tree and switch; key: the folder or id it was loaded from."""
 
     key: tuple[Any, ...]
     drafter: HeadDrafter

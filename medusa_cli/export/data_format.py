@@ -25,7 +25,7 @@ def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 def export_data(run: Run, output: Path, *, overwrite: bool = False) -> tuple[list[str], list[str]]:
     """Writes a run's conversations twice: as messages, and with token ids and loss masks.
 
-    Prompts without a chat template stand in the second file alone. Raises UserError for a run
+    Prompts without a chat template stand only in the second file. Raises UserError for a run
     without conversations.
     """
     owner = Run(run.data_path.parent)
@@ -36,7 +36,7 @@ def export_data(run: Run, output: Path, *, overwrite: bool = False) -> tuple[lis
     with exporting(output, overwrite) as part:
         write_rows(part / TOKENS, map(speculators_row, conversations))
         write_rows(part / ROWS, (specforge_row(one) for one in conversations if not one.raw))
-    notes = [f"{raw:,} prompts without a chat template are in {TOKENS} alone"] if raw else []
+    notes = [f"{raw:,} prompts without a chat template are only in {TOKENS}"] if raw else []
     return [
         f"SpecForge: --train-data-path {output / ROWS}",
         f"speculators: prepare_data.py --data {output / TOKENS}",

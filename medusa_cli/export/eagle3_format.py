@@ -1,4 +1,4 @@
-"""EAGLE-3 folders: what vLLM, SGLang and llama.cpp's converter read, and SpecForge, speculators and AngelSlim write."""
+"""EAGLE-3 folders, as vLLM, SGLang and llama.cpp read them, and SpecForge, speculators and AngelSlim write them."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,7 +59,7 @@ def export_eagle3(source: Source, output: Path, *, overwrite: bool = False) -> t
 
 
 def refuse_other_kinds(source: Source, form: str) -> None:
-    """Raises UserError for a drafter that is no EAGLE."""
+    """Raises UserError for a drafter that is not EAGLE."""
     if source.kind != KIND:
         raise UserError(
             f"@to {form} cannot hold the {source.kind} drafter {source.run.drafter_dir}",
@@ -164,7 +164,7 @@ def import_eagle3(
     depth = model.num_hidden_layers
     taps = taps or [2, depth // 2, depth - 3]
     if heads % shared:
-        raise UserError(f"num_attention_heads {heads} is no multiple of num_key_value_heads {shared}", AGAIN)
+        raise UserError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {shared}", AGAIN)
     if not all(1 <= layer < depth for layer in taps):
         raise UserError(f"the drafter reads the layers {taps}, the model has {depth}", "give its own @model")
     for name in ("midlayer.self_attn.k_proj.weight", "midlayer.self_attn.v_proj.weight"):

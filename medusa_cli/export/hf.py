@@ -1,4 +1,4 @@
-"""A folder from which transformers alone decodes with drafts: model, drafter, tree, code and a model card."""
+"""A folder from which transformers decodes with drafts: model, drafter, tree, code and a model card."""
 
 import re
 import shutil
@@ -20,7 +20,7 @@ from medusa_cli.tree.tree import Tree
 
 PACKAGE = Path(__file__).parents[1]
 IMPORT = re.compile(r"^( *)from (?:medusa_cli\.([\w.]+)|msgspec) import", re.MULTILINE)
-# Modules that decoding in transformers does without, and what stands for their names.
+# Modules that decoding in transformers does not need; UNUSED defines their names.
 LEFT_OUT = {
     None,
     "decode.sampling",
@@ -58,7 +58,7 @@ CARD = """---
 # {model} with a {kind} drafter
 
 A small drafter proposes a tree of tokens, and n-gram matches propose more. One pass of the model verifies them all.
-Greedy answers are those of the model alone, and so are sampled ones under the same seed, apart from rounding. It takes
+Greedy answers are the model's own, and so are sampled ones under the same seed, apart from rounding. It takes
 one prompt at a time and no beams; other arguments of `generate` work as usual.
 
 ```python
@@ -141,7 +141,7 @@ def _write_code(folder: Path) -> None:
             modules.append(module)
         return f"{indent}from .{module.replace('.', '_')} import"
 
-    for module in modules:  # which grows by what each imports
+    for module in modules:  # which grows by the imports of each
         path = PACKAGE / module.replace(".", "/")
         text = (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text(encoding="utf-8")
         name = "generate" if module == modules[0] else module.replace(".", "_")

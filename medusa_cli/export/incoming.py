@@ -99,7 +99,9 @@ def _fetch(place: str) -> tuple[Path, list[Path]]:
     folder = Path(place).expanduser()
     if folder.is_file():
         if folder.suffix not in SUFFIXES:
-            raise UserError(f"{place} is no {', '.join(SUFFIXES)} file", "give the checkpoint's folder or its weights")
+            raise UserError(
+                f"{place} is not a {', '.join(SUFFIXES)} file", "give the checkpoint's folder or its weights"
+            )
         return folder.parent, [folder]
     if not folder.is_dir():
         if place.startswith((".", "/", "~")) or place.count("/") != 1:

@@ -33,7 +33,7 @@ def export_speculators(source: Source, output: Path, *, overwrite: bool = False)
 
 
 def _config(source: Source, verifier: str) -> dict[str, Any]:
-    """Returns config.json; what a layer might do otherwise is named, as defaults differ between versions."""
+    """Returns config.json; it names every setting of a layer, as defaults differ between versions."""
     base = read_config(source.model, source.trusted)
     own = source.config
     widths = ("hidden_size", "intermediate_size", "num_attention_heads", "head_dim", "vocab_size")

@@ -153,7 +153,7 @@ class Masks:
         return sum(kind is not None for kind in self._by_layer)
 
     def for_network(self, masks: dict[str, Tensor]) -> Any:
-        """Returns masks [B, n, L] by kind as a network takes them: with a dimension of heads, one kind's alone."""
+        """Returns masks [B, 1, n, L] by kind as a network takes them; the mask itself if there is one kind."""
         by_kind = {kind: mask[:, None] for kind, mask in masks.items()}
         if len(by_kind) <= 1:
             return next(iter(by_kind.values()), None)
@@ -161,7 +161,7 @@ class Masks:
         return {**dict.fromkeys(KINDS), **by_kind, **by_name}
 
     def visible(self, kind: str, visible: Tensor, positions: Tensor, columns: Tensor) -> Tensor:
-        """Returns what rows at `positions` see in layers of a kind: `visible` [(B,) n, L] of `columns` [L] in range."""
+        """Limits `visible` [(B,) n, L], the columns that rows see, to the reach of layers of a kind."""
         if kind == FULL:
             return visible
         if kind == CHUNKED:

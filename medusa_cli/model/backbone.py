@@ -67,7 +67,7 @@ class Backbone:
         self.vocab_size: int = self.embedding.weight.shape[0]
         self.device: torch.device = self.embedding.weight.device
         if lm_head is None:
-            # Kept apart from the layer: an engine may pack its weight and free it.
+            # Taken from the layer itself, which an adapter may wrap later.
             head = model.get_output_embeddings()
             parts = head.weight.detach(), None if head.bias is None else head.bias.detach()
             lm_head = partial(tuple, parts)
@@ -82,7 +82,7 @@ class Backbone:
 
     @property
     def has_network(self) -> bool:
-        """Returns False if the engine alone holds the weights."""
+        """Returns False if only the engine holds the weights."""
         return next(self.model.parameters()).device.type != "meta"
 
     @property
@@ -123,7 +123,7 @@ class Backbone:
         return states.to(self.embedding.weight.dtype)  # Mamba's are fp32
 
     def finish_logits(self, scores: Tensor) -> Tensor:
-        """Returns the model's logits [.., V] from its lm_head's product."""
+        """Returns the model's logits [.., V] from its lm_head's scores."""
         return finish_logits(self.config, scores)
 
     def encode_chat(self, messages: list[dict[str, Any]], **template: Any) -> list[int]:
@@ -175,7 +175,7 @@ def text_model(network: Any) -> Any:
 
 
 def auto_class(config: Any) -> Any:
-    """Returns transformers' class that loads a model of a config: some that see images are no causal LMs to it."""
+    """Returns transformers' class that loads a config's model: some that see images are not causal LMs there."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     known = type(config) in AutoModelForCausalLM._model_mapping
@@ -183,7 +183,7 @@ def auto_class(config: Any) -> Any:
     return AutoModelForImageTextToText if sees else AutoModelForCausalLM
 
 
-# What architectures do to the lm_head's product, by the config's field, in their order.
+# Changes that architectures make to the lm_head's scores, by the config's field, in their order.
 LOGIT_CHANGES: dict[str, Callable[[Tensor, float], Tensor]] = {
     "logits_mup_width_multiplier": lambda scores, by: scores / by,
     "logits_scaling": lambda scores, by: scores / by,
@@ -196,7 +196,7 @@ LOGIT_CHANGES: dict[str, Callable[[Tensor, float], Tensor]] = {
 
 
 def finish_logits(config: Any, scores: Tensor) -> Tensor:
-    """Returns a model's logits from its lm_head's product, by its text config; `check_network` verifies them.
+    """Returns a model's logits from its lm_head's scores, by its text config; `check_network` verifies them.
 
     The best token stays the best.
     """
@@ -271,7 +271,7 @@ class Layers:
 
 
 def _special_parts(base: nn.Module, config: Any) -> str | None:
-    """Returns what a text model has that written-out layers know nothing of; None for nothing."""
+    """Names a part of a text model that rewritten layers do not know; None if there is none."""
     if getattr(config, "attn_logit_softcapping", None) is not None:
         return "its attention scores are soft-capped"
     if any(getattr(module, "sinks", None) is not None for module in base.modules()):
@@ -284,7 +284,7 @@ def _special_parts(base: nn.Module, config: Any) -> str | None:
 
 
 def by_layer(config: Any) -> Sequence[Any]:
-    """Returns the text configs of a model's layers, or its own alone."""
+    """Returns the text configs of a model's layers, or the one of the model."""
     layers: Sequence[Any] = getattr(config, "per_layer_config", None) or [config]
     return layers
 
@@ -331,7 +331,7 @@ def identity_of(network: Any, *, id: str, weights: str | None, adapter: str | No
 def weights_of(model: str) -> str | None:
     """Returns the digest of the weights in a model's files, from samples of its tensors; None without files.
 
-    A random model's digest is that of its name: its weights differ at every load.
+    A random model's digest is its name's: its weights differ at every load.
     """
     if model.startswith(RANDOM):
         return hashlib.sha256(model.encode()).hexdigest()[:16]
@@ -378,6 +378,6 @@ def _sample(tensor: Any, shape: Iterable[int]) -> bytes:
 
 
 def _digest(samples: Iterable[bytes]) -> str:
-    """Returns one digest of all samples, whatever the tensors' names, order and ties are."""
+    """Returns one digest of all samples; names, order and ties of the tensors do not change it."""
     each = {hashlib.sha256(sample).digest() for sample in samples}
     return hashlib.sha256(b"".join(sorted(each))).hexdigest()[:16]

@@ -30,7 +30,7 @@ class ChatTokenizer(Protocol):
     def eos_ids(self) -> Collection[int]: ...
 
 
-# What a chat template may take: seconds, bytes, and characters beyond a few times those of the
+# Limits of a chat template: seconds, bytes, and characters beyond a few times those of the
 # messages.
 MAX_SECONDS = 10.0
 MAX_BYTES = 1 << 30
@@ -70,15 +70,15 @@ def chat_prompt(model: ChatTokenizer, messages: list[dict[str, Any]], template: 
     except Malformed as reason:
         raise UserError(
             f"the model {model.id!r} cannot take this conversation: {reason}",
-            "leave the system prompt out, or what the template names",
+            "leave out the system prompt, or the part that the template names",
         ) from reason
 
 
 @contextmanager
 def _bounded() -> Iterator[None]:
-    """Ends what takes more than MAX_SECONDS or MAX_BYTES more memory, by TimeoutError or MemoryError.
+    """Ends a block that takes more than MAX_SECONDS or MAX_BYTES more memory, by TimeoutError or MemoryError.
 
-    In the main thread alone: no other can be interrupted, and others need memory meanwhile. A
+    Only in the main thread: no other can be interrupted, and others need memory meanwhile. A
     server has a process for it (`serve.templates`).
     """
     if threading.current_thread() is not threading.main_thread():
@@ -122,7 +122,7 @@ def check_template(model: ChatTokenizer) -> None:
 def token_ids(model: ChatTokenizer, text: str, *, begin: bool = False) -> list[int]:
     """Returns the token ids of a text, `begin` with special tokens.
 
-    Raises UserError for a text that is no UTF-8, and for ids beyond the model's vocabulary.
+    Raises UserError for text that is not UTF-8, and for ids beyond the model's vocabulary.
     """
     if not is_whole(text):
         raise UserError(f"the text holds {HALF}", "give whole ones, in UTF-8")
@@ -175,7 +175,7 @@ def _extend(model: ChatTokenizer, tokens: list[int], text: str, messages: list[d
             f"the chat template of {model.id!r} rewrites earlier turns, so answers have no fixed span",
             "use @data with single-turn conversations, or data made by `medusa distill`",
         )
-    # A piece alone may begin with a token of its own (Llama's blank), so it is cut from the whole
+    # A piece of its own may begin with a token of its own (Llama's blank), so it is cut from the whole
     # if it can be.
     whole = token_ids(model, longer)
     if whole[: len(tokens)] != tokens:
@@ -196,7 +196,7 @@ def fit(
     """Returns the token ids of a prompt that leaves room for an answer, and the count of oldest messages left out.
 
     A system prompt stays; `forgotten` messages stay left out. An answer of `answer` tokens gets a
-    quarter of the context at most. Raises UserError if the question alone does not fit.
+    quarter of the context at most. Raises UserError if even the question does not fit.
     """
     system = list(messages[:1]) if messages and messages[0]["role"] == "system" else []
     turns = list(messages[len(system) :])

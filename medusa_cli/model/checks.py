@@ -91,13 +91,13 @@ def check_architecture(config: Any, model: str) -> None:
 
 
 def check_files(missing: Sequence[str], owners: Sequence[Any], model: str) -> None:
-    """Raises UserError for tensors missing from a network's files, and for ends of an answer that are no token ids."""
+    """Raises UserError for tensors missing from a network's files, and for ends of an answer that are not token ids."""
     if missing:
         lack = f"its files lack {len(missing)} tensors of the network, such as {shown(missing[0])}"
         raise UserError(f"@model {model!r}: {lack}", AGAIN)
     for id in eos_ids_of(owners):
         if type(id) is not int:
-            raise UserError(f"@model {model!r}: eos_token_id {shown(id)} is no token id", AGAIN)
+            raise UserError(f"@model {model!r}: eos_token_id {shown(id)} is not a token id", AGAIN)
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ TIMEOUT = timedelta(days=7)
 
 @dataclass(frozen=True)
 class Distributed:
-    """This process's rank among `size`, and its rank on its machine; alone it is 0 of 1. Rank 0 writes and prints.
+    """Holds this process's rank among `size` (0 of 1 by default), and on its machine. Rank 0 writes and prints.
 
     sharded: the model's layers are split over the processes, so that all must make the same passes.
     """

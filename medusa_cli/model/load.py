@@ -1,4 +1,4 @@
-"""Loads networks and tokenizers, and checks them; reads what CPU and memory allow."""
+"""Loads networks and tokenizers, and checks them; and asks for the CPU's number types and the free memory."""
 
 import logging
 import os
@@ -87,7 +87,7 @@ def load_network(
         if shard:
             split_layers(network, device)
         return network, None
-    # Weights are read from safetensors alone: a pickle may hold any code.
+    # Weights are read only from safetensors: a pickle may hold any code.
     settings: dict[str, Any] = {"dtype": dtype, "use_safetensors": True}
     if options.quantised:
         from transformers import BitsAndBytesConfig

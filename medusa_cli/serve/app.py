@@ -57,7 +57,7 @@ PAGE = Path(__file__).with_name("index.html")
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
 # Pages that this machine serves, as other servers of models allow them.
 LOCAL_PAGES = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
-# Keeps the likeliest token alone, as OpenAI's 0 does.
+# Keeps only the likeliest token, as OpenAI's 0 does.
 MIN_TOP_P = 1e-9
 REFUSALS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorBody} for status in (400, 401, 403, 404, 408, 413, 429, 500, 503)
@@ -180,7 +180,7 @@ class Handler:
         self._scheduler = scheduler
         self._limits = limits
         self._templates = templates
-        self._rendering = asyncio.Lock()  # a slow chat template holds up other chats alone
+        self._rendering = asyncio.Lock()  # a slow chat template holds up only other chats
         self._encoding = asyncio.Lock()  # two threads must not share a tokenizer
 
     @property
@@ -194,7 +194,7 @@ class Handler:
         return min(self._limits.max_prompt_tokens, self._medusa.backbone.max_positions - 1)
 
     def props(self) -> dict[str, Any]:
-        """Returns what llama.cpp's clients read of a server."""
+        """Returns the properties that llama.cpp's clients read."""
         limits = self._limits
         tokenizer = self._medusa.backbone.tokenizer
         params = {"temperature": limits.temperature, "top_k": 0, "top_p": 1.0, "n_predict": limits.max_new_tokens}
@@ -211,7 +211,7 @@ class Handler:
         }
 
     def slots(self) -> list[dict[str, Any]]:
-        """Returns what each slot does, in llama.cpp's words, without any text."""
+        """Returns each slot's state in llama.cpp's words, without any text."""
         running = self._scheduler.running()
         idle: dict[str, Any] = {"n_ctx": self.context, "speculative": self._scheduler.speculative}
         slots = [{"id": number, **idle, "is_processing": False} for number in range(self._limits.slots)]
@@ -329,18 +329,18 @@ class Handler:
             raise self._refusal(reason, "prompt") from reason
 
     def _stop_ids(self, body: ChatRequest | CompletionRequest) -> set[int] | None:
-        """Returns the tokens that end an answer, None for the model's own alone; raises Refusal."""
+        """Returns the tokens that end an answer, None for only the model's own; raises Refusal."""
         backbone = self._medusa.backbone
         for token in body.stop_token_ids:
             if token >= backbone.vocab_size:
-                text = f"stop_token_ids: {token} is no token id; use ids from 0 to {backbone.vocab_size - 1}"
+                text = f"stop_token_ids: {token} is not a token id; use ids from 0 to {backbone.vocab_size - 1}"
                 raise Refusal(400, text, param="stop_token_ids", code="invalid_value")
         if body.ignore_eos:
             return {*body.stop_token_ids}
         return {*body.stop_token_ids, *backbone.eos_ids} if body.stop_token_ids else None
 
     async def _grammar(self, body: ChatRequest | CompletionRequest) -> Grammar | None:
-        """Returns what the answer must follow, compiled here and not between the steps of others; raises Refusal."""
+        """Compiles the answer's grammar here, not between the steps of other answers; raises Refusal."""
         backbone = self._medusa.backbone
         try:
             grammar = body.followed
@@ -384,7 +384,7 @@ class Handler:
         for name in body.chat_template_kwargs:
             if name in own:
                 param = f"chat_template_kwargs.{name}"
-                raise Refusal(400, f"{param} is no variable of a chat template", param=param, code="unsupported")
+                raise Refusal(400, f"{param} is not a variable of a chat template", param=param, code="unsupported")
         plain = [message.plain for message in body.messages]
         messages, more = describe_tools(self._medusa.backbone, plain, body.offered)
         return self._templates.render(messages, {**body.template, **more})

@@ -132,11 +132,11 @@ def refusal_for_body(errors: Sequence[Mapping[str, Any]]) -> Refusal:
     kind = str(first["type"])
     text = str(first["msg"]).removeprefix("Value error, ")
     if kind == "json_invalid":
-        return Refusal(400, "the body is no JSON", code="invalid_json")
+        return Refusal(400, "the body is not JSON", code="invalid_json")
     if kind == "missing" and not path:
         return Refusal(400, "the body is empty; send a JSON object", code="invalid_json")
     if kind == "model_attributes_type" and not path:
-        fault = "is no JSON object"
+        fault = "is not a JSON object"
         if isinstance(first.get("input"), bytes):  # curl sends it so without a header
             fault = "was not sent as JSON; add the header Content-Type: application/json"
         return Refusal(400, f"the body {fault}", code="invalid_json")

@@ -48,7 +48,7 @@ class OpenAIFormat:
         self._fingerprint = fingerprint_of(backbone)
         self._stream_usage = body.stream_options.include_usage
         self._continuous = self._stream_usage and body.stream_options.continuous_usage_stats
-        # Log probabilities of prompts come first; they are not among those of the answer unless it
+        # Log probabilities of prompts come first; they do not count as the answer's unless it
         # echoes the prompt.
         scored = body.prompt_logprobs is not None and not (isinstance(body, CompletionRequest) and body.echo)
         self._skip = [len(ticket.request.prompt) if scored else 0 for ticket in tickets]
@@ -72,7 +72,7 @@ class OpenAIFormat:
         async with aclosing(events):
             with_ids = self._asked.return_token_ids
             for index, text in enumerate(self._echoes):
-                if self._chat or text or with_ids:  # the role, or what is echoed, comes before the first text
+                if self._chat or text or with_ids:  # the role, or the echoed prompt, comes before the first text
                     delta = {"delta": {"role": "assistant", "content": text}} if self._chat else {"text": text}
                     choice = self._choice(index, delta, None, None)
                     yield sse({**self._body([choice]), **self._prompt_ids(choice, index), **usage()})
@@ -82,7 +82,7 @@ class OpenAIFormat:
                     return
                 if event.pieces or event.likelihoods or event.last or with_ids:
                     yield sse({**self.chunk(index, event), **usage()})
-        if self._stream_usage:  # after the last choice, alone
+        if self._stream_usage:  # after the last choice, in a chunk of its own
             yield sse({**self._body([]), "usage": self._usage()})
         yield "data: [DONE]\n\n"
 
@@ -136,7 +136,7 @@ class OpenAIFormat:
             entries: dict[str, Any] = {}
             for rank, (token, logprob) in enumerate(likelihood.top[:wanted], 1):
                 entries[str(token)] = self._prompt_entry(token, logprob, rank)
-            # Its rank is known among the likeliest alone.
+            # Its rank is known only among the likeliest.
             entries.setdefault(str(likelihood.token), self._prompt_entry(likelihood.token, likelihood.logprob, None))
             rows.append(entries)
         if rows:  # of the first token, which nothing comes before
@@ -258,7 +258,7 @@ def _entry(text: str, logprob: float | None) -> dict[str, Any]:
 
 
 class TokenTexts:
-    """Decodes tokens in their context: decoders of the Llama kind strip the blank of a token decoded alone.
+    """Decodes tokens in their context: Llama's decoder strips the leading blank of a single token.
 
     keep: special tokens that the answer's text shows.
     """

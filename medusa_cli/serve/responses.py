@@ -41,7 +41,7 @@ class AnyTextPart(Strict):
 
 
 class PastItem(Strict):
-    """Has what every item of the past may have."""
+    """Declares the fields that every item of the past may have."""
 
     no_effect = neutral.MARKS
 
@@ -112,7 +112,7 @@ class ChosenTool(Typed):
 
 
 class ResponsesRequest(Common):
-    """Body of /v1/responses: what maps onto a chat. Nothing is stored."""
+    """Body of /v1/responses: the fields that map onto a chat. Nothing is stored."""
 
     no_effect = neutral.RESPONSES
     input: Annotated[

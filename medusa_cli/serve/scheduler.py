@@ -20,7 +20,7 @@ from medusa_cli.serve.metrics import Metrics, add_positions
 # Seconds after which a client whose request was refused may try again.
 RETRY_S = 2
 RESTART_S = 10
-# Tokens of answers that are remembered: they are indexed anew, in 50 ms at most, after each answer.
+# Tokens of answers that are remembered: they are indexed again, in 50 ms at most, after each answer.
 MAX_REMEMBERED = 1 << 17
 log = logging.getLogger(__name__)
 
@@ -122,7 +122,7 @@ class Scheduler:
         """Decodes in this thread until drained.
 
         It should be the thread that loaded the model: OpenMP's workers belong to a thread, and a
-        second team of them sleeps between products instead of spinning, so steps on a CPU take half
+        second team of them sleeps between matmuls instead of spinning, so steps on a CPU take half
         as long again.
         """
         self.alive = True
@@ -212,7 +212,7 @@ class Scheduler:
             self._remember(ticket)
 
     def _remember(self, ticket: Ticket) -> None:
-        """Indexes an answer, after the end of its prompt, beside the last ones; the oldest give way."""
+        """Indexes an answer, after the end of its prompt, with the last ones; the oldest give way."""
         if self._answers.maxlen:
             self._answers.append([*ticket.request.prompt[-MAX_LENGTH:], *ticket.answer.tokens])
             while sum(map(len, self._answers)) > MAX_REMEMBERED:

@@ -29,7 +29,7 @@ FORM = Discriminator(lambda value: LIST if isinstance(value, list) else TEXT)
 StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP)]
 TokenId = Annotated[int, Field(ge=0)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1)]
-Form = TypeVar("Form")  # what chats and responses write differently
+Form = TypeVar("Form")  # of a part that chats and responses write differently
 
 
 class Strict(BaseModel):
@@ -109,7 +109,7 @@ class ResponseFormat(Strict):
 
     @property
     def source(self) -> Source | None:
-        """Returns what the answer must follow."""
+        """Returns the grammar of the answer."""
         if self.type == "text":
             return None
         schema = self.schema_ if self.json_schema is None else self.json_schema.schema_
@@ -128,7 +128,7 @@ class StructuredOutputs(Strict):
 
     @property
     def source(self) -> Source:
-        """Returns what the answer must follow; raises UsageError."""
+        """Returns the grammar of the answer; raises UsageError."""
         if self.choice and self.grammar:
             raise UsageError("@choice and @grammar constrain one answer", "leave one of them out")
         schema = ANY_OBJECT if self.json_object and self.json_ is None else self.json_
@@ -173,7 +173,7 @@ class Common(Strict):
 class Sampled(Common):
     """Fields of chats and completions: sampling, stop criteria, forms of the answer."""
 
-    top_k: int | None = Field(None, ge=0, le=1_000_000, description="0 is no cut; not in OpenAI's API")
+    top_k: int | None = Field(None, ge=0, le=1_000_000, description="0 keeps all; not in OpenAI's API")
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: (
         Annotated[
@@ -222,7 +222,7 @@ class Sampled(Common):
 
     @property
     def forms(self) -> dict[str, Source]:
-        """Returns what the answer must follow, by the fields that say so; raises UsageError."""
+        """Returns the grammar of the answer by the fields that name one; raises UsageError."""
         forms: dict[str, Source] = {}
         if self.structured_outputs is not None:
             forms["structured_outputs"] = self.structured_outputs.source
@@ -239,7 +239,7 @@ class Sampled(Common):
 
     @property
     def followed(self) -> Grammar | None:
-        """Returns what the answer must follow; raises UsageError."""
+        """Returns the grammar of the answer; raises UsageError."""
         forms = self.forms
         if len(forms) > 1:
             first, second, *_ = forms
@@ -313,7 +313,7 @@ class CalledFunction(Strict):
 
     @property
     def plain(self) -> dict[str, Any]:
-        """Returns the call in the form that chat templates take; arguments that are no JSON object stay a text."""
+        """Returns the call in the form that chat templates take; arguments that are not a JSON object stay text."""
         try:
             # Clients write a call without arguments as an empty text.
             value = self.arguments if isinstance(self.arguments, dict) else json.loads(self.arguments or "{}")
@@ -481,7 +481,7 @@ class ChatRequest(Sampled, Conversation):
 
     @property
     def top(self) -> int | None:
-        """Returns how many of the likeliest tokens to report beside each token; None for no log probabilities."""
+        """Returns how many of the likeliest tokens to report with each token; None for no log probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
@@ -509,7 +509,7 @@ class CompletionRequest(Sampled):
         description="0 only with echo, -1: up to the server's limit",
     )
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP)
-    suffix: str = Field("", description="what follows the answer, for models that fill in the middle")
+    suffix: str = Field("", description="text after the answer, for models that fill in the middle")
     add_special_tokens: bool = True
 
     @model_validator(mode="after")

@@ -178,7 +178,7 @@ class Protocol(H11Protocol):
 
 
 class OnceAMinute(logging.Filter):
-    """Passes a message on once a minute, with the count of those dropped since; an OSError without its traceback."""
+    """Passes a message on once a minute, with the count of messages dropped since; an OSError without its traceback."""
 
     def __init__(self, period_s: float = 60) -> None:
         super().__init__()
@@ -219,7 +219,7 @@ def check_certificate(certificate: Path | None, key: Path | None) -> None:
     """Raises UsageError for files that do not serve HTTPS: missing, no PEM, not a pair, or with a password."""
     if certificate is None:
         if key is not None:
-            raise UsageError(f"@ssl_keyfile {key} has no effect alone", "give its @ssl_certfile, too")
+            raise UsageError(f"@ssl_keyfile {key} has no effect without a certificate", "give its @ssl_certfile, too")
         return
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password="")
@@ -233,7 +233,7 @@ def check_certificate(certificate: Path | None, key: Path | None) -> None:
 def listen(host: str, port: int, uds: Path | None = None) -> socket.socket:
     """Returns a socket bound to an address, or to the file `uds`; port 0 is any free one.
 
-    Raises UsageError for what cannot be bound.
+    Raises UsageError for an address that cannot be bound.
     """
     family = socket.AF_UNIX if uds else socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)

@@ -145,7 +145,7 @@ _decode = json.JSONDecoder().raw_decode
 def read_calls(text: str, names: Collection[str], last: bool, sent: int = 0) -> tuple[str, list[tuple[str, str]]]:
     """Returns the content of an answer so far, and its calls, by name and arguments, as far as both are certain.
 
-    A call begins with a marker of any style, or with the answer. What is no call of a tool of these
+    A call begins with a marker of any style, or with the answer. Text that does not call a tool of these
     names is content. last: the answer ends here; else the arguments of the last call may go on. A
     call that the end of the answer cuts is content, too, unless it is one of the first `sent`,
     which the client has.
@@ -160,7 +160,7 @@ def read_calls(text: str, names: Collection[str], last: bool, sent: int = 0) -> 
         start = at if bare else marker.start() if marker else len(text)
         if not (bare or marker or last):  # a marker may be under way
             start -= max(partial_stop(text[at:], marker) for marker in BEGIN)
-        if text[at:start].strip() or (begun and not calls):  # blanks beside a call are none of the content
+        if text[at:start].strip() or (begun and not calls):  # blanks around a call are not content
             content += text[at:start]
         if not (bare or marker):
             return content, calls

@@ -29,7 +29,7 @@ POSITIONS = 512
 # more.
 TEMPERATURES = tuple(round(0.6 + 0.05 * step, 2) for step in range(29))
 FIT_POSITIONS = 4096
-# The tree over which decoding is simulated. Accuracies measured over 14 nodes promise what 4 to 64
+# The tree over which decoding is simulated. Accuracies measured over 14 nodes predict what 4 to 64
 # give, within 2.5 %.
 NODES = 14
 ROUNDS = 3
@@ -111,7 +111,7 @@ def measure(
 
     accuracies[k][i]: share of the positions where decoding asks head k at which its guess i was the
     token; a token outside the draft vocabulary counts as missed. counted[k]: positions with a token
-    for head k. temperatures[k]: that of head k's softmax at which its confidences fit (least log
+    for head k. temperatures[k]: the one of head k's softmax at which its confidences fit (least log
     loss). roots: simulated steps. Raises UserError where no answer reaches a head.
     """
     vocabulary = len(drafter.draft_ids)
@@ -198,7 +198,7 @@ def accepted(ranks: Tensor, tree: Tree) -> Tensor:
 def begins(accepted: Tensor) -> Tensor:
     """Returns True at the positions [n] where steps begin: each ends one token after those that it accepted [n].
 
-    Positions are those of whole answers; no step accepts tokens past its answer.
+    Positions are the ones of whole answers; no step accepts tokens past its answer.
     """
     roots = torch.zeros(len(accepted), dtype=torch.bool)
     at = 0

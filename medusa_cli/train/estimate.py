@@ -1,4 +1,4 @@
-"""Says what a training will take: its data, memory and time, measured on a step or two whose result is thrown away."""
+"""Estimates the data, memory and time of a training from one or two steps whose result is thrown away."""
 
 import time
 from dataclasses import replace
@@ -32,7 +32,7 @@ def estimate(
     data: Path | None = None,
     start: Run | None = None,
 ) -> Document:
-    """Returns what `train` with the same arguments will take, and writes nothing.
+    """Estimates the costs of `train` with the same arguments, and writes nothing.
 
     tokens_to_run: those whose hidden states are not kept yet, disk_bytes: of these states.
     memory_bytes: the process's peak so far, which the training's is. seconds: of states, training
@@ -82,7 +82,7 @@ def estimate(
 
 
 def _take_states(trainer: Trainer) -> float:
-    """Computes the states of the first steps' conversations, for these steps alone; returns seconds a token."""
+    """Computes the states of only the first steps' conversations; returns seconds a token."""
     backbone = trainer.backbone
     taps = trainer.drafter.taps
     rows: list[torch.Tensor] = []

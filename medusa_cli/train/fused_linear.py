@@ -27,7 +27,7 @@ def plain_linear_loss(
     soft: float = 0.0,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns what `linear_loss` returns, as its formula reads; tests compare the two."""
+    """Computes the loss and hits of `linear_loss` as its formula reads; tests compare the two."""
     logits = F.linear(hidden, weight.to(hidden.dtype), bias).float()
     wanted = (1 - soft) * F.one_hot(targets, len(weight)).float()
     if teacher is not None:

@@ -80,7 +80,7 @@ KINDS = {kind.__name__.lower(): kind for kind in (Stepped, Validated, Saved)}
 
 
 class TrainLog:
-    """Appends events to a JSONL file; a resumed training first drops what follows its checkpoint."""
+    """Appends events to a JSONL file; a resumed training first drops the events after its checkpoint."""
 
     def __init__(self, path: Path, resumed_at: int | None = None) -> None:
         self.path = path

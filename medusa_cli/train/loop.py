@@ -29,7 +29,7 @@ BETAS = (0.9, 0.95)
 
 
 class Trainer:
-    """Trains a drafter, and in stage 2 its backbone with it; `events()` runs the training and yields what happens.
+    """Trains a drafter, and in stage 2 its backbone with it; `events()` runs the training and yields its events.
 
     The drafter becomes fp32 (master weights) and computes in the recipe's dtype. With resume, the
     run's checkpoint is resumed: the same steps follow with the same batches and rates. Of several
@@ -120,7 +120,7 @@ class Trainer:
             loss = self._loss(items)
             if not math.isfinite(float(loss.total.detach())):
                 self._refuse(f"the loss is {float(loss.total.detach())}", items)
-            # A token counts the same in whatever micro-batch it is.
+            # A token counts the same in every micro-batch.
             (loss.total * (positions_of(items) / size if counts else 0.0)).backward()
             if counts:
                 sums.append(sums_of(loss))

@@ -59,7 +59,7 @@ def stage_2_loss(
 
     L_LM is KL(original || trained), where the original is the same network with its adapter off
     (section 3.3.2), or with objective "ce" the cross-entropy of the answers' tokens. Without
-    gradients the parts of the loss also hold what training changed of the model.
+    gradients the parts of the loss also say how much training changed the model.
     """
     dtype = torch.bfloat16 if train.dtype == "bf16" else None
     measure = not torch.is_grad_enabled()
@@ -197,7 +197,7 @@ def regression_weight(drafter: HeadDrafter, train: TrainRecipe) -> float:
 def sample_vocabulary(
     batch: Batch, count: int, index: Tensor, bias: Tensor | None, p: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Returns `count` rows [m] of the vocabulary to score, and index [V], bias [m] and p [P, m] for those alone.
+    """Returns `count` rows [m] of the vocabulary to score, and index [V], bias [m] and p [P, m] for only these.
 
     index [V] gives each token's row, -1 for none; p are the teacher's probabilities [P, M], if
     there is one.
@@ -206,7 +206,7 @@ def sample_vocabulary(
     emitted = index[batch.next[batch.learnt]]
     counts = torch.bincount(emitted[emitted >= 0], minlength=size)
     rows, log_weight = sample_rows(counts.float() if p is None else p.sum(0, dtype=torch.float), counts > 0, count)
-    number = rows.new_full((size + 1,), -1)  # of each row among those; the last entry is that of row -1
+    number = rows.new_full((size + 1,), -1)  # of each row among `rows`; the last entry belongs to row -1
     number[rows] = torch.arange(len(rows), device=rows.device)
     if p is not None:
         p = p.index_select(1, rows) * log_weight.exp().to(p.dtype)

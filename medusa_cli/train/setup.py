@@ -59,7 +59,7 @@ def check_recipe(recipe: Recipe) -> None:
             f"train.stage=2 cannot train drafter={kind.name}: its states are computed in a frozen model",
             "use train.stage=1, or another drafter",
         )
-    # Such heads learn beside the lm_head's weight without the adapter, and would score with the
+    # Such heads learn with the lm_head's weight without the adapter, and would score with the
     # merged one.
     if drafter.vocabulary == "shared":
         raise UsageError(
@@ -126,7 +126,7 @@ def engine_for(kind: type[HeadDrafter], train: TrainRecipe, engine: str) -> str:
         return engine
     if engine in ("native", "torch"):
         raise UsageError(
-            f"@engine {engine} cannot run {kind.name} over whole conversations: it packs the layers' weights",
+            f"@engine {engine} cannot run {kind.name} over whole conversations: it does not keep the network's layers",
             "leave @engine out; the trained drafter runs on either engine",
         )
     return "eager"
@@ -156,7 +156,7 @@ def joint_backbone(recipe: Recipe, options: LoadOptions) -> Backbone:
         torch.manual_seed(train.seed)
         adapter.attach(network, rank=train.lora_rank, alpha=train.lora_alpha, dropout=train.lora_dropout)
     backbone = Backbone(network, tokenizer, id=recipe.model, weights=weights_of(recipe.model))
-    attach(backbone, "eager")  # gradients pass through the network's own layers alone
+    attach(backbone, "eager")  # gradients pass only through the network's own layers
     adapter.unfreeze(network, everything=train.tuning == "full")
     if train.gradient_checkpointing:
         network.gradient_checkpointing_enable({"use_reentrant": False})  # a frozen embedding starts no gradient
@@ -182,14 +182,14 @@ def start_heads(run: Run, start: Run | None, backbone: Backbone, drafter: HeadDr
     elif needed:
         raise UserError(
             f"@from {giver.path}: it holds no heads of this model and this shape",
-            "train such heads there, or give its conversations alone as @data",
+            "train such heads there, or give only its conversations as @data",
         )
     else:
         log.info(f"the heads start fresh: {giver.path} holds none of this kind and shape")
 
 
 def copy_heads(run: Run, backbone: Backbone, drafter: HeadDrafter, adapted: bool) -> bool:
-    """Copies the run's drafter into a fresh one of the same shape; returns False if there is no such drafter.
+    """Copies the run's drafter into a new one of the same shape; returns False if there is no such drafter.
 
     adapted: heads of stage 2 are copied too, with the adapter that they belong to. The fresh
     drafter may have more prefix layers and blocks in its heads: these change nothing yet.

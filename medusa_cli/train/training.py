@@ -107,7 +107,7 @@ def train(
 def _load(
     run: Run, recipe: Recipe, options: LoadOptions, source: Path, world: Distributed, show: Callable[..., None]
 ) -> tuple[Backbone, Dataset, HeadDrafter]:
-    """Returns backbone, data set and a fresh drafter; the first process goes ahead and fetches what all read."""
+    """Returns backbone, data set and a new drafter; the first process fetches the files that all read."""
     train = recipe.train
     kind = DRAFTERS[recipe.drafter.name]
     with nullcontext() if train.shard else world.main_process_first():
@@ -177,7 +177,7 @@ def _run(trainer: Trainer, show: Callable[..., None], on_event: OnEvent) -> None
 
 
 def _report(event: Validated) -> None:
-    """Logs a validation; in stage 2 also what the training costs the model, with a warning where that is much."""
+    """Logs a validation; in stage 2 also the cost to the model, with a warning where it is high."""
     text = f"step {event.step}: held-out loss {event.loss:.3f}, top-1 by head {shares(event.accuracies)}, "
     text += f"simulated {event.acceptance:.2f} tokens a step"
     parts = event.parts
@@ -305,7 +305,7 @@ M_MMAP_THRESHOLD = -3
 
 
 def keep_freed_memory() -> None:
-    """Makes glibc use freed memory again, whose pages would else be zeroed anew: 18 % faster on two cores."""
+    """Makes glibc keep freed memory: pages that it returns would be zeroed again. 18 % faster on two cores."""
     if sys.platform.startswith("linux"):
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none
         if mallopt is not None:
