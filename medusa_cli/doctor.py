@@ -64,7 +64,9 @@ class Finding:
 
 def graded(value: float, warn: float, fail: float = math.inf) -> str:
     """Returns the status of a value by two thresholds; larger is worse."""
-    return "fail" if value >= fail else "warn" if value >= warn else "pass"
+    if value >= fail:
+        return "fail"
+    return "warn" if value >= warn else "pass"
 
 
 @dataclass
@@ -278,6 +280,11 @@ def over_fitting(case: Case) -> Finding:
     return Finding(status, text, case.distill_more, figures)
 
 
+def _length_of_chain(accuracies: Sequence[float]) -> float:
+    """Returns the acceptance length of a chain of first guesses, by the accuracy of each."""
+    return expected_length(Tree.chain(len(accuracies)), [[share] for share in accuracies])
+
+
 def training_length(case: Case) -> Finding:
     """Measures the gain of the training's second half: twice the positions should bring about as much again."""
     checks = case.events("validated")
@@ -285,8 +292,8 @@ def training_length(case: Case) -> Finding:
     half = [check for check in checks if end / 4 <= check["total_positions"] <= end / 2]
     if not half:
         return Finding("unknown", "the log has no validation in mid-training", case.command("train"))
-    accuracies = half[-1]["accuracies"], checks[-1]["accuracies"]
-    before, after = (expected_length(Tree.chain(len(part)), [[share] for share in part]) for part in accuracies)
+    before = _length_of_chain(half[-1]["accuracies"])
+    after = _length_of_chain(checks[-1]["accuracies"])
     text = (
         f"the last {end - half[-1]['total_positions']:,} of {end:,} positions raised a chain of first guesses from "
         f"{before:.2f} to {after:.2f} tokens a step; twice as many should give about as much again"

@@ -95,11 +95,15 @@ def messages_of(record: dict[str, Any]) -> list[Message]:
 
 
 def _text_of(content: Any) -> Any:
-    """Returns the text of a message's content; of a list of parts, as OpenAI's, theirs if all are text."""
+    """Returns the text of a message's content, which may be OpenAI's list of parts; None unless all are text."""
     if not isinstance(content, list):
         return content
-    texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content]
-    return "".join(text for text in texts if isinstance(text, str)) if None not in texts else None
+    texts = []
+    for part in content:
+        if not isinstance(part, dict) or part.get("type") != "text" or part.get("text") is None:
+            return None
+        texts.append(part["text"])
+    return "".join(text for text in texts if isinstance(text, str))
 
 
 def specforge_row(conversation: Conversation) -> dict[str, Any]:
@@ -122,7 +126,8 @@ def _spans_of(mask: Any, length: int) -> list[tuple[int, int]]:
     """
     if not isinstance(mask, list) or len(mask) != length or not all(value in (0, 1) for value in mask):
         raise Malformed("a loss_mask that does not fit input_ids")
-    edges = [at for at in range(1, length + 1) if (at < length and bool(mask[at])) != (at > 1 and bool(mask[at - 1]))]
+    learnt = [False, *(bool(value) for value in mask[1:]), False]
+    edges = [at for at in range(1, len(learnt)) if learnt[at] != learnt[at - 1]]
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 

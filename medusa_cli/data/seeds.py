@@ -78,7 +78,8 @@ def seed_of(record: Any) -> Conversation:
     if not isinstance(record, dict):
         raise Malformed("not an object")
     messages = messages_of(record)
-    turns = [message["content"] for message in messages if message["role"] == "user" and message["content"].strip()]
+    turns = [message["content"] for message in messages if message["role"] == "user"]
+    turns = [turn for turn in turns if turn.strip()]
     if not turns:
         raise Malformed("no user turn")
     system = next((message["content"] for message in reversed(messages) if message["role"] == "system"), None)
@@ -100,7 +101,8 @@ def long_turns(seeds: Sequence[Conversation]) -> list[Conversation]:
 def about_code(seeds: Sequence[Conversation]) -> list[Conversation]:
     """Returns the seeds whose first turn is about programming; logs how many turns are."""
     chosen = [seed for seed in seeds if is_code(seed.turns[0])]
-    of_code, turns = (sum(is_code(turn) for seed in group for turn in seed.turns) for group in (chosen, seeds))
+    of_code = sum(is_code(turn) for seed in chosen for turn in seed.turns)
+    turns = sum(is_code(turn) for seed in seeds for turn in seed.turns)
     log.info(
         f"{len(chosen):,} of {len(seeds):,} conversations open with a programming turn; they have {of_code:,} of "
         f"{turns:,} such turns"
@@ -117,7 +119,9 @@ def in_order(
     mixed = mixed[:max_samples]
     size = WINDOW * batch_size
     windows = [mixed[start : start + size] for start in range(0, len(mixed), size)]
-    return [seed for window in windows for seed in sorted(window, key=lambda seed: sum(map(len, seed.turns)))]
+    for window in windows:
+        window.sort(key=lambda seed: sum(map(len, seed.turns)))
+    return [seed for window in windows for seed in window]
 
 
 def distinct(seeds: Sequence[Conversation], answered: Collection[str] = ()) -> list[Conversation]:

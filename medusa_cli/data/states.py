@@ -136,11 +136,10 @@ def with_hidden_states(
     starts = [0, *accumulate(len(item.tokens) - 1 for item in needed)]
     if not world.gather(cached.is_file())[0]:  # all as the first one sees it
         _prefill(cached, backbone, needed, starts, taps, world, show)
+
     rows = {item.id: (start, len(item.tokens) - 1) for item, start in zip(needed, starts, strict=False)}
-    train, held_out = (
-        [replace(item, state_rows=rows[item.id], states_digest=None) for item in part]
-        for part in (dataset.train, dataset.held_out)
-    )
+    train = [replace(item, state_rows=rows[item.id], states_digest=None) for item in dataset.train]
+    held_out = [replace(item, state_rows=rows[item.id], states_digest=None) for item in dataset.held_out]
     states = read_rows(cached, backbone.hidden_size * len(taps), 0, starts[-1])
     return replace(dataset, train=train, held_out=held_out, states=states)
 

@@ -213,10 +213,13 @@ def _fitting(seeds: Sequence[Conversation], settings: DistillRecipe, model: Back
     if settings.system is None:
         return kept
     opening = {"role": "system", "content": settings.system}
-    return [
-        seed if seed.raw or seed.system is not None else replace(seed, messages=[opening, *seed.messages])
-        for seed in kept
-    ]
+
+    def opened(seed: Conversation) -> Conversation:
+        if seed.raw or seed.system is not None:
+            return seed
+        return replace(seed, messages=[opening, *seed.messages])
+
+    return [opened(seed) for seed in kept]
 
 
 def _keep(run: Run, records: "Records", outcome: Outcome, settings: DistillRecipe) -> str:

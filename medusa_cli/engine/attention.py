@@ -126,15 +126,18 @@ def reads_by_length(device: torch.device, dtype: torch.dtype, heads: int, kv: in
     query = 3 * torch.arange(size * rows * heads * dim, device=device).cos().to(dtype).view(-1, heads, dim)
     slots = torch.arange(size, device=device)[:, None]
     columns = lengths[:, None] + every
-    new_keys, new_values = (
-        cached.view(size, kv, capacity, dim).transpose(1, 2)[slots, columns].flatten(0, 1) for cached in (keys, values)
-    )
+
+    def written(cached: Tensor) -> Tensor:
+        by_column = cached.view(size, kv, capacity, dim).transpose(1, 2)
+        return by_column[slots, columns].flatten(0, 1)
+
     tree_mask = (every <= every[:, None]).expand(size, -1, -1)
-    masks = [additive(seen, dtype) for seen in (tree_mask, visible_behind(lengths, tree_mask, capacity))]
-    among, whole = (mask.repeat(1, heads // kv, 1)[:, None] for mask in masks)
+    among = additive(tree_mask, dtype).repeat(1, heads // kv, 1)[:, None]
+    visible = visible_behind(lengths, tree_mask, capacity)
+    whole = additive(visible, dtype).repeat(1, heads // kv, 1)[:, None]
     try:
         reads = columns_read(lengths, rows, kv, capacity)
-        ours = behind(query, keys, values, new_keys, new_values, among, reads, dim**-0.5)
+        ours = behind(query, keys, values, written(keys), written(values), among, reads, dim**-0.5)
     except RuntimeError:
         return False
     expected = fused(query, keys, values, whole, kv, dim**-0.5)

@@ -89,9 +89,8 @@ class Cache:
         for buffer in (self.keys, self.values):
             part = buffer[:, :size]
             shape = (*part.shape[:3], count, part.shape[4])
-            source, target = (
-                rows.view(1, size, 1, count, 1).expand(shape) for rows in (lengths[:, None] + path, columns)
-            )
+            source = (lengths[:, None] + path).view(1, size, 1, count, 1).expand(shape)
+            target = columns.view(1, size, 1, count, 1).expand(shape)
             part.scatter_(3, target, part.gather(3, source))
 
     def reusable(self, slot: int, rows: int) -> int:

@@ -91,9 +91,9 @@ class TorchLayer(nn.Module):
         super().__init__()
         attention = getattr(layer, "self_attn", None)
         mlp = getattr(layer, "mlp", None)
-        if not all(hasattr(attention, name) for name in ("q_proj", "k_proj", "v_proj", "o_proj", "scaling")) or not all(
-            hasattr(mlp, name) for name in ("gate_proj", "up_proj", "down_proj", "act_fn")
-        ):
+        is_attention = all(hasattr(attention, name) for name in ("q_proj", "k_proj", "v_proj", "o_proj", "scaling"))
+        is_gated = all(hasattr(mlp, name) for name in ("gate_proj", "up_proj", "down_proj", "act_fn"))
+        if not (is_attention and is_gated):
             raise Unsupported("its layers are not self-attention and a gated MLP")
         assert attention is not None and mlp is not None
         after = hasattr(layer, "post_feedforward_layernorm")

@@ -164,14 +164,17 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         raise
     except Exception as reason:  # torch and zipfile raise a dozen types for damaged files
         raise UserError(f"{path} is not a complete torch file: {first_line(reason)}", "fetch it again") from reason
-    if not isinstance(tensors, Mapping) or not all(
-        isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in tensors.items()
-    ):
+    if not isinstance(tensors, Mapping) or not all(map(_is_named_tensor, tensors.items())):
         raise UserError(f"{path} is not a state dict of named tensors", "give the file with the heads' state dict")
     for name, tensor in tensors.items():
         if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.dtype not in TYPES:
             raise UserError(f"{path}: the tensor {shown(name)} is sparse or quantised", "save it as plain floats")
     return dict(tensors)
+
+
+def _is_named_tensor(entry: tuple[Any, Any]) -> bool:
+    name, tensor = entry
+    return isinstance(name, str) and isinstance(tensor, Tensor)
 
 
 def _check_unpacked(path: Path) -> None:

@@ -96,12 +96,15 @@ def import_medusa(
             tensors[f"{key[1]}.{key[2]}.linear.bias"] = weight.new_zeros(weight.shape[:1])
     if ids is not None:
         tensors["draft_ids"] = _checked_ids(ids, model.vocab_size)
-    own = any(f"{k}.{layers}.weight" in tensors for k in range(heads))
+    has_matrices = any(f"{k}.{layers}.weight" in tensors for k in range(heads))
+    vocabulary = "own" if has_matrices else "shared"
+    if ids is not None:
+        vocabulary = "draft"
     settings = {
         "medusa_num_heads": heads,
         "medusa_num_layers": layers,
         "medusa_fc_bias": True,
-        "vocabulary": "draft" if ids is not None else "own" if own else "shared",
+        "vocabulary": vocabulary,
         "draft_vocab_size": None if ids is None else len(ids),
         "matrices": "one" if config.get("original_lm_head") else "each",
     }

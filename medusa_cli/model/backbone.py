@@ -224,17 +224,20 @@ def tapped(out: Any, taps: Sequence[int]) -> Tensor:
 
 def eos_ids_of(owners: Iterable[Any]) -> list[Any]:
     """Returns the end-of-answer token ids that configs and tokenizers name."""
-    named = [getattr(owner, "eos_token_id", None) for owner in owners]
-    return [id for ids in named for id in (ids if isinstance(ids, list) else [] if ids is None else [ids])]
+    eos_ids: list[Any] = []
+    for owner in owners:
+        named = getattr(owner, "eos_token_id", None)
+        if isinstance(named, list):
+            eos_ids += named
+        elif named is not None:
+            eos_ids.append(named)
+    return eos_ids
 
 
 def stateful_modules(network: nn.Module) -> list[Any]:
     """Returns the modules that keep a running state in the cache: convolutions, linear attention, Mamba."""
-    return [
-        module
-        for module in network.modules()
-        if type(getattr(module, "layer_idx", None)) is int and _updates_state(type(module).forward)
-    ]
+    layers = [module for module in network.modules() if type(getattr(module, "layer_idx", None)) is int]
+    return [layer for layer in layers if _updates_state(type(layer).forward)]
 
 
 @cache

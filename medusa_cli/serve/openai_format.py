@@ -195,7 +195,10 @@ class OpenAIFormat:
         texts = self._tokens[index]
         if self._chat:
             rows = [texts.row(likelihood, top) for likelihood in likelihoods]
-            content = [{**_entry(*own), "top_logprobs": [_entry(*other) for other in others]} for own, *others in rows]
+            content = []
+            for first, *others in rows:
+                entries = [_entry(*other) for other in others]
+                content.append({**_entry(*first), "top_logprobs": entries})
             return {"content": content, "refusal": None}
         offsets = list[int]()
         tokens = list[TokenLogprob]()
@@ -204,10 +207,12 @@ class OpenAIFormat:
             offsets.append(texts.place(likelihood.token))
             (text, own), *others = texts.row(likelihood, top)
             tokens.append((text, own))
-            # The likeliest comes first: of tokens with one text it is the one that stays. The
-            # answer's own is always among them.
+            # The likeliest comes first: of tokens with one text it is the one that stays.
+            # The answer's own token is always reported.
             row = {text: logprob for text, logprob in reversed(others)}
-            likeliest.append(None if own is None else row if text in row else {**row, text: own})
+            if own is not None:
+                row.setdefault(text, own)
+            likeliest.append(None if own is None else row)
         return {
             "tokens": [text for text, _ in tokens],
             "token_logprobs": [logprob for _, logprob in tokens],

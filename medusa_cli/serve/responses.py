@@ -281,11 +281,14 @@ class ResponsesFormat:
         }
         if body.drafts.figures:
             usage["medusa"] = speculative_figures([self._ticket], by_position=True)
+        status = "in_progress"
+        if ended:
+            status = "incomplete" if cut else "completed"
         return {
             "id": self._id,
             "object": "response",
             "created_at": self._created,
-            "status": ("incomplete" if cut else "completed") if ended else "in_progress",
+            "status": status,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
             "instructions": body.instructions,

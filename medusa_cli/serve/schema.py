@@ -489,7 +489,9 @@ def _form_of_prompt(value: Any) -> str:
     if not isinstance(value, list):
         return TEXT
     first = value[0] if value else None
-    return TEXTS if isinstance(first, str) else LISTS if isinstance(first, list) else LIST
+    if isinstance(first, str):
+        return TEXTS
+    return LISTS if isinstance(first, list) else LIST
 
 
 class CompletionRequest(Sampled):

@@ -235,7 +235,9 @@ def listen(host: str, port: int, uds: Path | None = None) -> socket.socket:
 
     Raises UsageError for an address that cannot be bound.
     """
-    family = socket.AF_UNIX if uds else socket.AF_INET6 if ":" in host else socket.AF_INET
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    if uds:
+        family = socket.AF_UNIX
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)

@@ -156,17 +156,16 @@ def read_calls(text: str, names: Collection[str], last: bool, sent: int = 0) -> 
     begun = False
     while True:
         bare = not (begun or calls) and text[at:].lstrip().startswith("{")
-        marker = None if bare else _BEGIN.search(text, at)
-        start = at if bare else marker.start() if marker else len(text)
-        if not (bare or marker or last):  # a marker may be under way
-            start -= max(partial_stop(text[at:], marker) for marker in BEGIN)
+        start, after = (at, at) if bare else _next_marker(text, at, last)
         if text[at:start].strip() or (begun and not calls):  # blanks around a call are not content
             content += text[at:start]
-        if not (bare or marker):
+        if after is None:
             return content, calls
-        at = marker.end() if marker else start
+        at = after
         begun = begun or bool(content)
-        while True:  # calls, until no other follows; `start`: of the text that is content if no call comes of it
+
+        # Calls, until no other follows. Text from `start` on is content if it does not become a call.
+        while True:
             if between := _BETWEEN.match(text, at):
                 at = between.end()
             if text.startswith(END, at) or (last and at == len(text) and not bare):
@@ -176,21 +175,15 @@ def read_calls(text: str, names: Collection[str], last: bool, sent: int = 0) -> 
                 start, at = marker.span()
                 bare = False
                 continue
-            head = _JSON_HEAD.match(text, at) or _ARGS_HEAD.match(text, at)
-            if head and head[1] in names:
-                end = _end(text, head.end())
-                calls.append((head[1], text[head.end() : end]))
-            elif not head and not bare and (call := _whole_call(text, at, names)):
-                end = _end(text, at)
-                calls.append(call)
-            else:
-                squeezed = "".join(text[at : at + 40].split())[: len(_NAME_HEAD)]
-                hopeless = head or last or END in text[at:] or (bare and squeezed != _NAME_HEAD[: len(squeezed)])
-                if at == len(text) or not hopeless:
+            found = _call_at(text, at, names, bare)
+            if found is None:
+                if at == len(text) or _may_become_call(text, at, bare, last):
                     return content, calls
-                content = content + text[start:at]
+                content += text[start:at]
                 begun = True
                 break
+            call, end = found
+            calls.append(call)
             if end is None:
                 if last and len(calls) > sent:
                     calls.pop()
@@ -199,6 +192,36 @@ def read_calls(text: str, names: Collection[str], last: bool, sent: int = 0) -> 
             start = end
             at = end
             bare = False
+
+
+def _next_marker(text: str, at: int, last: bool) -> tuple[int, int | None]:
+    """Returns the start and end of the next marker from a place on.
+
+    Without one the end is None, and the start is where a marker may be under way, else the text's end.
+    """
+    if found := _BEGIN.search(text, at):
+        return found.span()
+    under_way = 0 if last else max(partial_stop(text[at:], marker) for marker in BEGIN)
+    return len(text) - under_way, None
+
+
+def _call_at(text: str, at: int, names: Collection[str], bare: bool) -> tuple[tuple[str, str], int | None] | None:
+    """Returns the call that begins at a place, and its end (None while it goes on); None for other text."""
+    head = _JSON_HEAD.match(text, at) or _ARGS_HEAD.match(text, at)
+    if head and head[1] in names:
+        end = _end(text, head.end())
+        return (head[1], text[head.end() : end]), end
+    if not head and not bare and (call := _whole_call(text, at, names)):
+        return call, _end(text, at)
+    return None
+
+
+def _may_become_call(text: str, at: int, bare: bool, last: bool) -> bool:
+    """Returns True if the text from a place on, which is not a call yet, may go on as one."""
+    if last or END in text[at:] or _JSON_HEAD.match(text, at) or _ARGS_HEAD.match(text, at):
+        return False
+    squeezed = "".join(text[at : at + 40].split())[: len(_NAME_HEAD)]
+    return not bare or _NAME_HEAD.startswith(squeezed)
 
 
 def _end(text: str, start: int) -> int | None:

@@ -55,6 +55,7 @@ class Trainer:
         self.run = run
         self.should_stop = should_stop
         self.world = world or Distributed()
+
         train = recipe.train
         self.drafter = drafter.to(backbone.device, torch.float32).train()
         self.weights = trained_weights(backbone.model) if train.stage == 2 else {}  # of the backbone, by name
@@ -65,14 +66,17 @@ class Trainer:
         self.peaks = peak_rates(drafter, train)[: 2 if slow else 1]
         self.optimizer = optimizer_of([heads, slow], self.peaks, train, backbone.device.type)
         batches = dataset.schedule(train.batch_tokens, train.epochs, train.seed, train.max_tokens)
-        self.groups = [batches[at : at + train.accumulation] for at in range(0, len(batches), train.accumulation)]
+        firsts = range(0, len(batches), train.accumulation)
+        self.groups = [batches[first : first + train.accumulation] for first in firsts]
         self.sizes = [sum(map(positions_of, group)) for group in self.groups]
+
         self.validation = []
         measured = 0
         for batch in dataset.micro_batches(dataset.held_out, train.batch_tokens):
             if measured < train.validation_tokens:
                 self.validation.append(batch)
                 measured += positions_of(batch)
+
         self.step = 0
         self.best: tuple[int, float] | None = None  # step and simulated acceptance of the best validation
         if resume:
@@ -124,6 +128,7 @@ class Trainer:
             (loss.total * (positions_of(items) / size if counts else 0.0)).backward()
             if counts:
                 sums.append(sums_of(loss))
+
         self.world.add_gradients(self.parameters)
         lr, norm = self._update(group)
         self.step += 1
@@ -140,6 +145,7 @@ class Trainer:
 
     def _loss(self, items: list[Conversation]) -> BatchLoss:
         train = self.recipe.train
+        """Returns the loss of a micro-batch in this step."""
         # 1 in the last step, and in the validation after it.
         progress = min(1.0, self.step / max(1, self.steps - 1))
         with torch.autocast(self.backbone.device.type, torch.bfloat16, enabled=train.dtype == "bf16"):
@@ -301,10 +307,11 @@ def means(sums: Sequence[dict[str, Any]], world: Distributed) -> dict[str, Any]:
     """Returns the means over the micro-batches of all processes: loss, head losses, accuracies, positions, parts."""
     every = [batch for own in world.gather(sums) for batch in own]
     total = {name: sum(batch[name] for batch in every) for name in every[0] if name != "parts"}
+    parts = {name: sum(batch["parts"][name] for batch in every) for name in every[0]["parts"]}
     return {
         "loss": total["loss"] / total["positions"],
         "head_losses": (total["head_losses"] / total["learnt"].clamp(min=1)).tolist(),
         "accuracies": (total["correct"].double() / total["counted"].clamp(min=1)).tolist(),
         "positions": total["positions"],
-        "parts": {name: sum(b["parts"][name] for b in every) / total["positions"] for name in every[0]["parts"]},
+        "parts": {name: part / total["positions"] for name, part in parts.items()},
     }

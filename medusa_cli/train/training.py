@@ -48,6 +48,8 @@ log = logging.getLogger(__name__)
 LEVELLED = 4096  # positions that tell the scale of EAGLE's taps
 GOOD_COVERAGE = 0.95  # of held-out tokens: the rest end a path of drafts
 FAR = 0.05  # nats a token from the original beyond which stage 2 warns
+# Figures of a training that its drafter's files name.
+KEPT_FIGURES = ("steps", "best_step", "positions", "draft_coverage", "validation")
 
 
 def train(
@@ -242,7 +244,7 @@ def _save(trainer: Trainer, source: Path, figures: Document) -> Run:
         identity,
         data={"path": str(source), "digest": dataset.digest, "conversations": dataset.report.read},
         recipe=trainer.recipe.to_dict(),
-        **{key: figures[key] for key in ("steps", "best_step", "positions", "draft_coverage", "validation")},
+        **{key: figures[key] for key in KEPT_FIGURES},
     )
     with replacing_folder(run.drafter_dir) as part:
         trainer.drafter.save(part, written)
@@ -250,8 +252,9 @@ def _save(trainer: Trainer, source: Path, figures: Document) -> Run:
         with replacing(run.distill_path) as part, part.open("w", encoding="utf-8") as out:
             for record in read_jsonl(source, array=True):
                 if isinstance(record, dict):
-                    kept = {key: value for key, value in record.items() if key not in ("state_rows", "states_digest")}
-                    out.write(json.dumps(kept) + "\n")
+                    record.pop("state_rows", None)
+                    record.pop("states_digest", None)
+                    out.write(json.dumps(record) + "\n")
     return run
 
 
