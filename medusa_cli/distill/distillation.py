@@ -1,4 +1,4 @@
-"""Distils a run: seeds are answered by the model or by servers, and any kill is resumed."""
+"""Self-distillation: the model or servers answer the seeds; a killed run resumes."""
 
 import hashlib
 import json
@@ -33,10 +33,12 @@ from medusa_cli.runs.recipe import COLDEST, DistillRecipe, Recipe
 from medusa_cli.runs.resolve import LoadOptions
 from medusa_cli.runs.run import Run, provenance
 
-DOUBT = 16  # conversations
-log = logging.getLogger(__name__)
-
+# Conversations of the longest answers that the estimate of all tokens begins with.
+DOUBT = 16
 HEADER = "distill.json"
+# Counts of conversations that a distillation returns.
+COUNTS = ("failed", "skipped", "dropped", "refused", "new_tokens")
+log = logging.getLogger(__name__)
 
 
 def check_settings(settings: DistillRecipe) -> None:
@@ -75,6 +77,7 @@ def distill(
             merge_parts(run, records)  # of processes that were killed
             run.failed_path.unlink(missing_ok=True)  # failed seeds are asked again
             run.keep_template(recipe.chat_template)
+
     done = set(processes.gather(sorted(records.done) if records else [])[0])
     seeds = _fitting(seeds, settings, model)
     chosen = in_order(seeds, settings.random_seed, settings.batch_size or MAX_BATCH, settings.max_samples)
@@ -99,6 +102,7 @@ def distill(
             counts["new_tokens"] += outcome.conversation.positions if outcome.conversation else 0
             rate = counts["new_tokens"] / (time.perf_counter() - start)
             shown.end()
+
     every = processes.gather((counts, rate))
     with processes.main_process_first():
         if shared and records is not None:
@@ -108,9 +112,21 @@ def distill(
         return None
     counts = sum((count for count, _ in every), Counter())
     rate = sum(rate for _, rate in every)
+    _report(run, counts, min(settings.context, model.max_positions))
+    return {
+        "run": str(run.path),
+        "conversations": len(records.done),
+        "answer_tokens": records.tokens,
+        "duplicates": len(chosen) - len(asked),
+        **{key: counts[key] for key in COUNTS},
+        "tokens_per_s": round(rate, 1),
+    }
+
+
+def _report(run: Run, counts: Counter[str], context: int) -> None:
+    """Logs the conversations that were not kept, and why."""
     if counts["skipped"]:
-        limit = min(settings.context, model.max_positions)
-        log.info(f"{counts['skipped']:,} prompts were skipped: too long for a context of {limit:,} (@context)")
+        log.info(f"{counts['skipped']:,} prompts were skipped: too long for a context of {context:,} (@context)")
     if counts["dropped"]:
         log.info(f"{counts['dropped']:,} conversations were dropped: an answer is too short (@min_answer_tokens)")
     if counts["refused"]:
@@ -119,22 +135,14 @@ def distill(
         log.warning(
             f"{counts['failed']:,} conversations failed, see {run.failed_path}; the same command asks them again"
         )
-    return {
-        "run": str(run.path),
-        "conversations": len(records.done),
-        "answer_tokens": records.tokens,
-        "duplicates": len(chosen) - len(asked),
-        **{key: counts[key] for key in ("failed", "skipped", "dropped", "refused", "new_tokens")},
-        "tokens_per_s": round(rate, 1),
-    }
 
 
 class Progress:
     """Counts answer tokens, and estimates how many all conversations will have.
 
-    The first conversations to end are the short ones. So the tokens of all count, those under way
-    too, and at first so do DOUBT conversations of the longest answers, whose weight falls to
-    nothing.
+    The first conversations to end are the short ones. So the tokens of all count, also of
+    unfinished ones. DOUBT conversations of the longest answers count, too, with a weight that falls
+    to 0.
     """
 
     def __init__(self, seeds: Sequence[Conversation], settings: DistillRecipe, show: Callable[..., None]) -> None:
@@ -165,7 +173,7 @@ class Progress:
 def _source(
     recipe: Recipe, loading: LoadOptions, processes: int
 ) -> tuple[Callable[..., Iterator[Outcome]], Backbone | Tokenizer, DistillRecipe]:
-    """Returns the function that answers seeds, by this machine or by servers, its model, and the settings in force."""
+    """Returns a function that answers seeds, here or by servers, its model, and the settings in force."""
     settings = recipe.distill
     template = recipe.chat_template
     if settings.endpoint is not None:
@@ -191,10 +199,15 @@ def _header(
     shared = {key: getattr(settings, key) for key in keys}
     digest = hashlib.sha256(template.encode()).hexdigest()[:16] if template else None
     rounding = loading.quantize if settings.endpoint is None and loading.quantize != "none" else None
-    changes = changes_of(model) if isinstance(model, Backbone) else []  # servers say nothing of theirs
-    more: dict[str, Any] = {"system": settings.system}
-    more |= {"rounding": rounding, "taps": list(settings.taps), "chat_template": digest, "generation_config": changes}
-    shared |= {key: value for key, value in more.items() if value}
+    optional: dict[str, Any] = {
+        "system": settings.system,
+        "rounding": rounding,
+        "taps": list(settings.taps),
+        "chat_template": digest,
+        # Servers do not tell theirs.
+        "generation_config": changes_of(model) if isinstance(model, Backbone) else [],
+    }
+    shared |= {key: value for key, value in optional.items() if value}
     return provenance(model.identity, seed=settings.seed, settings=shared)
 
 
@@ -308,7 +321,7 @@ def read_distilled(run: Run) -> Iterator[Conversation]:
     def refuse(number: int, reason: str) -> NoReturn:
         raise UserError(
             f"{run.distill_path} line {number} is not a conversation of `medusa distill` ({reason})",
-            "mend or delete that line",
+            "fix or delete that line",
         )
 
     if run.distill_path.exists():

@@ -70,7 +70,7 @@ def answer_locally(
     settings: DistillRecipe,
     on_tokens: Callable[[int], None] = lambda count: None,
 ) -> Iterator[Outcome]:
-    """Lets the backbone answer every seed's turns one after another; yields each seed's outcome as it ends.
+    """Answers every seed's turns one after another with the backbone; yields each seed's outcome as it ends.
 
     on_tokens receives the number of new answer tokens of each step.
     """
@@ -98,6 +98,7 @@ def answer_locally(
                 except Malformed as reason:
                     failure = str(reason)
                 yield current.outcome(failure)
+
         steps = decoder.step()
         if not steps:
             return
@@ -110,7 +111,7 @@ def answer_locally(
 
 
 class _Answering:
-    """A conversation that is being answered: tokens so far, the states of all but the last, and the open answer."""
+    """Answers one conversation: holds its tokens so far, the states of all but the last, and the open answer."""
 
     def __init__(self, seed: Conversation, decoder: Decoder, settings: DistillRecipe) -> None:
         self.seed = seed
@@ -138,6 +139,7 @@ class _Answering:
         text = question if self.seed.raw else lay_out(self.backbone, messages, prompt=True)
         if text is None:
             return False
+
         more = token_ids(self.backbone, text, begin=bool(self.seed.raw))
         limit = self.settings.max_new_tokens
         if more[:1] == self.tokens[-1:]:  # the answer's own end token opens the next prompt
@@ -145,8 +147,9 @@ class _Answering:
         prompt = [*self.tokens, *more]
         if len(prompt) + limit > self.context:
             return False
-        # The last token of an answer is decided but not yet run. The prefix of no other text
-        # serves: this conversation's states are kept as they come.
+
+        # The last token of an answer is chosen but not yet run. Another text's prefix cannot be
+        # reused: this conversation's states are kept as they come.
         known = max(0, len(self.tokens) - 1)
         sampling = Sampling.by_name(self.settings.temperature, f"{self.settings.random_seed}:{self.seed.id}")
         self.sequence, first = self.decoder.admit(Request(prompt, limit, sampling, reuse=known), len(self.spans))
@@ -154,6 +157,7 @@ class _Answering:
             width = self.backbone.hidden_size * len(self.decoder.taps)
             self.states = torch.empty(self.context, width, dtype=torch.bfloat16)
         self.states[self.sequence.reused : len(prompt)] = self.sequence.unread[0].hidden
+
         self.messages = messages
         self.tokens = prompt + first.tokens
         self.answer_start = len(prompt)

@@ -245,21 +245,24 @@ class Handler:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(events.put_nowait, (index, event))
 
+        # Special tokens that the answer's text shows.
         keep = set() if body.skip_special_tokens else {*special_ids(backbone)}
         if isinstance(body, ChatRequest) and body.offered:
             keep |= {*marker_ids(backbone).values()}
         rules: Any = {"keep": keep, "include_stop": body.include_stop_str_in_output}
         if keep or body.stop_token_ids:
             rules["ends"] = {*body.stop_token_ids, *backbone.eos_ids}
-        tickets = [
-            Ticket(request, Answer(backbone, request.stop_strings, **rules), partial(deliver, index))
-            for index, request in enumerate(requests)
-        ]
+        tickets = []
+        for index, request in enumerate(requests):
+            answer_of_choice = Answer(backbone, request.stop_strings, **rules)
+            tickets.append(Ticket(request, answer_of_choice, partial(deliver, index)))
         self._scheduler.submit(tickets)
+
         answer: OpenAIFormat | ResponsesFormat = OpenAIFormat(backbone, body, tickets)
         if original is not None and isinstance(body, ChatRequest):
             original.model = body.model
             answer = ResponsesFormat(original, body, tickets[0])
+
         received = _until_gone(tickets, events, receive)
         if body.stream:
             lines = answer.stream(received)
@@ -293,6 +296,7 @@ class Handler:
         for prompt in prompts:
             if len(prompt) > self.longest_prompt:
                 raise too_long(len(prompt), self.longest_prompt)
+
         grammar = await self._grammar(body)
         scored = body.prompt_logprobs is not None or (isinstance(body, CompletionRequest) and body.echo)
         wanted = [count for count in (body.top, body.prompt_logprobs) if count is not None]
@@ -397,10 +401,13 @@ class Handler:
         if isinstance(body, CompletionRequest) and body.suffix:
             return [infill_ids(backbone, str(prompt), body.suffix) for prompt in body.prompts]
         begin = not isinstance(body, CompletionRequest) or body.add_special_tokens
-        return [
-            token_ids(backbone, prompt, begin=begin) if isinstance(prompt, str) else self._medusa.encode(prompt)
-            for prompt in body.prompts
-        ]
+
+        def encode(prompt: Any) -> list[int]:
+            if isinstance(prompt, str):
+                return token_ids(backbone, prompt, begin=begin)
+            return self._medusa.encode(prompt)
+
+        return [encode(prompt) for prompt in body.prompts]
 
     def _refusal(self, reason: UserError, param: str) -> Refusal:
         """Returns the refusal for an error of the core; clients must not learn the model's path on this machine."""

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Event:
-    """The text and tokens that a step added to an answer; the last event of an answer may carry an error instead."""
+    """Holds the text and tokens that a step added to an answer; its last event may carry an error instead."""
 
     pieces: list[Piece] = field(default_factory=list)
     likelihoods: tuple[Likelihood, ...] = ()
@@ -66,10 +66,10 @@ class Ticket:
 
 
 class Scheduler:
-    """First come, first served: at most `slots` requests decode side by side, and `waiting` more wait.
+    """Decodes requests in the order they come: at most `slots` at a time, while `waiting` more wait.
 
-    remember: how many of the last answers are looked up for later ones; of at most MAX_REMEMBERED
-    tokens.
+    remember: the number of last answers, of at most MAX_REMEMBERED tokens, that later ones are
+    drafted from.
     """
 
     def __init__(self, medusa: Medusa, metrics: Metrics, *, slots: int, waiting: int, remember: int = 0) -> None:
@@ -199,7 +199,7 @@ class Scheduler:
             self._deliver(sequence, step)
 
     def _deliver(self, sequence: Sequence, step: Step) -> None:
-        """Hands a step's text to its client, and ends the request at its finish reason."""
+        """Sends a step's text to its client, and ends the request at its finish reason."""
         ticket = self._running[sequence]
         pieces = ticket.answer.add(step, sequence.finish_reason)
         self._metrics.count(step)

@@ -126,6 +126,7 @@ def measure(
     index = drafter.vocabulary_index(backbone.device)
     total = positions_of(items)
     positions = 0
+
     for conversations in dataset.micro_batches(items, POSITIONS):
         batch = dataset.batch(backbone, drafter, conversations)
         own = torch.full((len(batch.learnt), heads), PAST_END)
@@ -145,6 +146,7 @@ def measure(
         ranks.append(own)
         positions += len(batch.learnt)
         show("calibrating", positions, total)
+
     if not counted.all():
         raise UserError(f"the answers are too short to calibrate {heads} heads", "distil longer or more answers")
     accuracies, roots = accuracies_at_roots(torch.cat(ranks), top)
@@ -187,7 +189,8 @@ def accepted(ranks: Tensor, tree: Tree) -> Tensor:
     children = torch.full((tree.size, max(tree.widths) + 1), -1)  # the last column stands for all misses
     for child in range(1, tree.size):
         children[tree.parents[child], tree.ranks[child]] = child
-    node, depth = (torch.zeros(len(ranks), dtype=torch.long) for _ in range(2))
+    node = torch.zeros(len(ranks), dtype=torch.long)
+    depth = torch.zeros(len(ranks), dtype=torch.long)
     for column in ranks.T[: tree.max_depth]:
         following = children[node, column.clamp(max=children.shape[1] - 1)]
         node = torch.where(node < 0, node, following)

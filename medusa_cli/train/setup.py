@@ -133,7 +133,7 @@ def engine_for(kind: type[HeadDrafter], train: TrainRecipe, engine: str) -> str:
 
 
 def frozen_backbone(recipe: Recipe, options: LoadOptions) -> Backbone:
-    """Loads the recipe's model as it decodes."""
+    """Loads the frozen model with its decoding engine, or with the one that runs whole conversations."""
     kind = DRAFTERS[recipe.drafter.name]
     train = recipe.train
     options = replace(options, engine=engine_for(kind, train, options.engine))
@@ -143,7 +143,7 @@ def frozen_backbone(recipe: Recipe, options: LoadOptions) -> Backbone:
 
 
 def joint_backbone(recipe: Recipe, options: LoadOptions) -> Backbone:
-    """Loads the recipe's model with fresh LoRA (over 4-bit weights for qlora), or with every weight free to learn."""
+    """Loads the recipe's model with a new LoRA adapter (over 4-bit weights for qlora), or with all weights to train."""
     train = recipe.train
     if train.tuning == "qlora":
         options = replace(options, quantize="bnb.nf4")

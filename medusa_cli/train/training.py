@@ -79,12 +79,14 @@ def train(
     options = replace(options, device=world.device(options.device))
     setup.check_loading(recipe.train, options, world)
     source = data or run.data_path
+
     with sole_writer(run.path, "medusa train") if world.first else nullcontext():
         run.keep_template(recipe.chat_template)
         backbone, dataset, drafter = _load(run, recipe, options, source, world, show)
         if not resume:
             setup.start_heads(run, start, backbone, drafter, recipe.train.stage)
         trainer = Trainer(backbone, drafter, dataset, recipe, run, resume=resume, should_stop=should_stop, world=world)
+
         if world.first:
             if not resume:
                 set_aside(run)
@@ -95,15 +97,17 @@ def train(
         else:
             for _ in trainer.events():
                 pass
+
         world.wait()
         world.destroy()
         if not world.first:
             return None
+
         figures = _figures(trainer)
-        ended = trainer.step == trainer.steps
-        if ended:
-            trainer.take_best()
-        return {"run": _save(trainer, source, figures) if ended else run, "stopped": not ended, **figures}
+        if trainer.step < trainer.steps:
+            return {"run": run, "stopped": True, **figures}
+        trainer.take_best()
+        return {"run": _save(trainer, source, figures), "stopped": False, **figures}
 
 
 def _load(
@@ -116,12 +120,14 @@ def _load(
         backbone = (setup.frozen_backbone if train.stage == 1 else setup.joint_backbone)(recipe, options)
     with world.main_process_first():
         run.bind(backbone.identity)
+
     online = train.stage == 2 or setup.runs_model(kind, train)
     dataset = read_dataset(source, backbone, train.validation_fraction, setup.longest(train) if online else None)
     torch.manual_seed(train.seed)
     drafter = setup.build_drafter(backbone, recipe.drafter, dataset)
     if drafter.uses_verify_pass and train.stage == 1 and not train.shard:  # stage 2's dropout differs from pass to pass
         check_extra_rows(backbone)
+
     if not online:
         dataset = with_hidden_states(dataset, run, backbone, source, drafter.taps, world=world, show=show)
     if isinstance(drafter, Eagle):
@@ -135,6 +141,7 @@ def _describe(trainer: Trainer) -> None:
     dataset = trainer.dataset
     train = trainer.recipe.train
     size = trainer.world.size
+
     log.info(
         f"{dataset.report}; {len(dataset.train):,} conversations to train on, {len(dataset.held_out):,} held out; "
         f"{trainer.positions:,} tokens in {trainer.steps:,} steps"
@@ -198,7 +205,8 @@ def _report(event: Validated) -> None:
 def _figures(trainer: Trainer) -> Document:
     """Returns the figures of a training for its result and the drafter's provenance."""
     lines = read_log(trainer.run.path / NAME)
-    steps, checks = ([line for line in lines if line["event"] == kind] for kind in ("stepped", "validated"))
+    steps = [line for line in lines if line["event"] == "stepped"]
+    checks = [line for line in lines if line["event"] == "validated"]
     keys = ("loss", "head_losses", "accuracies", "positions", "parts")
     seconds = sum(line["seconds"] for line in steps)
     best = best_of(checks)
@@ -239,6 +247,7 @@ def _save(trainer: Trainer, source: Path, figures: Document) -> Run:
         identity["adapter"] = adapter.digest(run.adapter_dir)
     elif run.adapter is not None:  # it belonged to the drafter that is replaced now
         shutil.rmtree(run.adapter_dir)
+
     dataset = trainer.dataset
     written = provenance(
         identity,
@@ -248,14 +257,19 @@ def _save(trainer: Trainer, source: Path, figures: Document) -> Run:
     )
     with replacing_folder(run.drafter_dir) as part:
         trainer.drafter.save(part, written)
-    if tuned:  # its states were another model's, so they stay behind
-        with replacing(run.distill_path) as part, part.open("w", encoding="utf-8") as out:
-            for record in read_jsonl(source, array=True):
-                if isinstance(record, dict):
-                    record.pop("state_rows", None)
-                    record.pop("states_digest", None)
-                    out.write(json.dumps(record) + "\n")
+    if tuned:
+        _copy_conversations(source, run)
     return run
+
+
+def _copy_conversations(source: Path, run: Run) -> None:
+    """Writes conversations into the run of a tuned model, without their states, which were another model's."""
+    with replacing(run.distill_path) as part, part.open("w", encoding="utf-8") as out:
+        for record in read_jsonl(source, array=True):
+            if isinstance(record, dict):
+                record.pop("state_rows", None)
+                record.pop("states_digest", None)
+                out.write(json.dumps(record) + "\n")
 
 
 def _tuned_run(backbone: Backbone, run: Run) -> tuple[Run, dict[str, Any]]:
@@ -284,6 +298,7 @@ def evaluate(run: Run, data: Path, options: LoadOptions, max_samples: int | None
     joint = recipe.train.stage == 2
     if joint and train.tuning == "full":
         raise UserError(f"{run.path} was trained in full, and keeps no original to compare with", "leave it out")
+
     frozen = DRAFTERS[recipe.drafter.name].uses_verify_pass
     dtype = train.dtype if options.dtype == "auto" else options.dtype
     changed: dict[str, Any] = {"stage": 1 if frozen else 2, "tuning": train.tuning if joint else "lora"}
@@ -292,6 +307,7 @@ def evaluate(run: Run, data: Path, options: LoadOptions, max_samples: int | None
     changed |= {"max_length": 1024, "batch_tokens": 2048, "validation_tokens": 10_000_000}
     recipe = replace(recipe, train=replace(train, **changed))
     options = replace(options, dtype=dtype, engine="eager", quantize=rounding_in(run.drafter_dir))
+
     backbone = (setup.frozen_backbone if frozen else setup.joint_backbone)(recipe, options)
     dataset = read_dataset(data, backbone, 0.0, setup.longest(recipe.train))
     kept = dataset.train[:max_samples]
