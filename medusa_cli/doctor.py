@@ -43,7 +43,7 @@ NODES = 16  # of a tree where the run has none
 PROMPTS = 8  # decoded, and their longest answer
 TOKENS = 48
 LONGEST_PROMPT = 384  # in tokens: long ones would take the examination's time
-SLIGHT = 0.05  # tokens a step that are not worth a word
+SLIGHT = 0.05  # tokens a step that are not worth a warning
 READ = 8  # conversations that the model reads again, and tokens of each
 LONGEST = 640
 # Settings of a distillation that going on must repeat.
@@ -71,7 +71,7 @@ def graded(value: float, warn: float, fail: float = math.inf) -> str:
 
 @dataclass
 class Case:
-    """A run under examination. called: its name as typed, None for the drafter that ships.
+    """Reads the parts of a run under examination. called: its name as typed, None for the drafter that ships.
 
     A missing or damaged part raises UserError with the command that makes it. Nothing in the run
     changes.
@@ -250,6 +250,7 @@ def check_distilled_by_model(case: Case) -> Finding:
             nats -= float(emitted[rows].sum())
             entropy -= float((log_p[rows].exp() * log_p[rows]).sum())
             first += int((log_p[rows].argmax(-1) == ids[1:][rows]).sum())
+
     if not tokens:
         return Finding("unknown", "no answer of the data fits into the model's context", case.distill)
     text = (
@@ -268,6 +269,7 @@ def over_fitting(case: Case) -> Finding:
         return Finding("unknown", "the training's log has no step or no validation", case.command("train"))
     trained = [fmean(shares) for shares in zip(*(step["accuracies"] for step in steps[-LAST:]), strict=True)]
     held_out = checks[-1]["accuracies"]
+
     gap = fmean(trained) - fmean(held_out)
     losses = [fmean(check["head_losses"]) for check in checks]
     risen = losses[-1] / max(min(losses), 1e-9) - 1

@@ -32,7 +32,7 @@ FIM = (
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
     ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
 )
-# What a repair prompt breaks: tokens and what stands in their place.
+# Tokens that a repair prompt breaks, and their replacements.
 SWAPS = {"==": "!=", "!=": "==", "<": "<=", "<=": "<", ">": ">=", ">=": ">", "+": "-", "-": "+"}
 SWAPS |= {"and": "or", "or": "and", "True": "False", "False": "True", "0": "1", "1": "0"}
 
@@ -161,10 +161,9 @@ def _sources_of(path: Path, name: str, chance: random.Random) -> list[_Source]:
         return []
     lines = text.splitlines()
     found = []
-    for node in [
-        *tree.body,
-        *(child for owner in tree.body if isinstance(owner, ast.ClassDef) for child in owner.body),
-    ]:
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    methods = [child for owner in classes for child in owner.body]
+    for node in [*tree.body, *methods]:
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) or not ast.get_docstring(node):
             continue
         first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
@@ -193,6 +192,7 @@ def _seed(source: _Source, digest: str, chance: random.Random) -> Conversation:
         kind = chance.choices(KINDS, WEIGHTS)[0]
     if kind == "fim":
         return Conversation.from_turns(f"code-fim-{digest}", [_with_gap(source, chance)], raw=True)
+
     code = source.text
     error = ""
     if kind == "repair":
@@ -201,6 +201,7 @@ def _seed(source: _Source, digest: str, chance: random.Random) -> Conversation:
     elif kind == "complete":
         shown = source.head + chance.randrange(1 + (len(source.lines) - source.head) // 2)
         code = "\n".join(source.lines[:shown])
+
     ask = chance.choice(ASKS["trace" if error else kind])
     ask = ask.format(language=chance.choice(LANGUAGES), name=_name_in(source, chance))
     block = f"```python\n{code}\n```"
@@ -236,6 +237,7 @@ def _broken(source: _Source, chance: random.Random) -> tuple[str, str]:
     # The first of a name's tokens assigns it: a misspelt one would be another variable.
     first = {token.string: token for token in reversed(names)}
     names = [token for token in names if token is not first[token.string] and not _assigns(token)]
+
     lines = source.lines
     if names and (not swaps or chance.random() < 0.5):
         token = chance.choice(names)
@@ -256,7 +258,7 @@ def _broken(source: _Source, chance: random.Random) -> tuple[str, str]:
 
 
 def _assigns(token: tokenize.TokenInfo) -> bool:
-    """Returns True if what follows a name on its line makes it an assignment or a keyword, or a dot precedes it."""
+    """Returns True for a name that is assigned or a keyword, by the text after it, or that follows a dot."""
     start = token.start[1]
     end = token.end[1]
     return bool(re.match(r"\s*(?:[-+*/|&]?=(?!=)|,|:|\bin\b)", token.line[end:])) or token.line[:start].endswith(".")

@@ -30,7 +30,7 @@ _GENERATION = re.compile(r"(.+)_gen\d+")
 
 @dataclass(frozen=True)
 class Dataset:
-    """Conversations for training and held out.
+    """Holds conversations to train on and held-out ones.
 
     digest: names the conversations, their order and the split. states [rows, W]: the rows that
     conversations point into; None: the model runs them in every step. kept: the states were kept
@@ -70,7 +70,7 @@ class Dataset:
 
         With states they have at most `limit` learnt positions, in order unless `chance` shuffles
         them. Those that the model runs have at most `limit` tokens with padding, and are of like
-        length. A longer conversation is alone.
+        length. A longer conversation is a batch of its own.
         """
         batches: list[list[Conversation]] = []
         if self.states is None:
@@ -82,6 +82,7 @@ class Dataset:
                 batches[-1].append(item)
             ties.shuffle(batches)
             return batches
+
         order = list(items)
         left = 0
         if chance is not None:
@@ -141,6 +142,7 @@ def split_conversations(
             f"the training data holds no answer of two tokens or more (train.max_length={max_length})",
             "distil more or longer conversations, or raise train.max_length and train.batch_tokens",
         )
+
     held_out = held_out_ids([item.id for item in kept], fraction)
     digest = hashlib.sha256()
     for item in kept:
@@ -155,7 +157,7 @@ def held_out_ids(ids: Sequence[str], fraction: float) -> set[str]:
 
     The hash of an id decides, so that more data moves none. The parts that ShareGPT's long
     conversations are cut into (CsuNKMw_0, CsuNKMw_17), and the turns that speculators makes rows
-    of, go together: beside its other parts in training, a held-out part would be easier than an
+    of, go together: with its other parts in training, a held-out part would be easier than an
     unseen conversation. Of two or more at least one is held out (unless fraction is 0), and never
     all.
     """
@@ -208,8 +210,8 @@ def _pick(
 ) -> Batch:
     """Returns the positions of conversations whose states begin at the rows `starts` of states [rows, W].
 
-    They are those that emit answers' tokens; for a drafter whose layers see prompts, all but the
-    last.
+    These positions emit answers' tokens; for a drafter whose layers see prompts, they are all but
+    the last.
     """
     prompts = drafter.sees_prompt
     rows = []

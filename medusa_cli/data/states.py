@@ -88,7 +88,7 @@ class StateStore:
         self._out.flush()
 
     def truncate(self, rows: int) -> None:
-        """Drops every row from number `rows` on, and any part of a row; makes a shorter file as long with zeros."""
+        """Drops every row from number `rows` on, and any part of a row; pads a shorter file with zeros."""
         self._out.truncate(rows * self._row_bytes)
 
     def sync(self) -> None:

@@ -140,7 +140,7 @@ class DraftSwitch:
 
 
 class Generation:
-    """The tokens so far, chosen and stopped one by one as `generate` does."""
+    """Holds the tokens so far, and chooses and stops them one by one as `generate` does."""
 
     def __init__(self, ids: Tensor, processors: Any, criteria: Any, config: Any, streamer: Any) -> None:
         self.ids = ids
@@ -191,6 +191,7 @@ def run(
     states = tapped(out.hidden_states, drafter.taps, model.device)
     text = prompt[0].tolist()
     new = drafter.first_input(NewTokens(prompt[0], states, generation.choose(out.logits[0, -1]), 0))
+
     while not generation.done:
         began = time.perf_counter()
         start = len(text)
@@ -200,6 +201,7 @@ def run(
             (draft,) = drafter.draft(backbone, [drafter], [new], loaded.tree)
             matches = index.find(text, new.root)
             draft = add_paths(draft, [match.tokens[: int(log(MIN_CHANCE) / log(match.chance))] for match in matches])
+
         positions = start + draft.tree.depth.to(prompt.device)
         out = model(
             draft.tokens[None],
@@ -208,6 +210,7 @@ def run(
             **options,
         )
         path, root = generation.accept(out.logits[0], draft)
+
         rows = torch.tensor(path, device=prompt.device)
         states = tapped(out.hidden_states, drafter.taps, model.device)
         keep(cache, start, rows)
@@ -257,14 +260,6 @@ def backbone_of(model: Any) -> Any:
     )
 
 
-class Plain:
-    """Multiplies by torch."""
-
-    @staticmethod
-    def pack(weight: Tensor, bias: Tensor | None = None) -> Any:
-        return lambda x: F.linear(x, weight, bias)
-
-
 @dataclass
 class Loaded:
     """A model's drafter with its tree and switch; key: the folder or id it was loaded from."""
@@ -287,7 +282,7 @@ def load_drafter(source: str, model: Any) -> Loaded:
         files = [cached_file(source, f"drafter/{name}.json") for name in ("config", "tree")]
     except OSError as reason:
         raise ValueError(f"{source!r} holds no drafter/: name the exported folder with drafter=FOLDER") from reason
-    data, tree = (json.loads(Path(file).read_text("utf-8")) for file in files)
+    data, tree = [json.loads(Path(file).read_text("utf-8")) for file in files]
     kind = KINDS[data["drafter"]]
     data = kind.read_config(data)
     config = kind.config_class(**{f.name: data[f.name] for f in fields(kind.config_class) if f.name in data})
@@ -299,8 +294,7 @@ def load_drafter(source: str, model: Any) -> Loaded:
     if "draft_ids" in tensors:
         drafter.draft_ids.copy_(tensors["draft_ids"])
     drafter.to(model.device, model.dtype).requires_grad_(False)
-    # Its modules multiply as they are.
-    own = {"packed": drafter.get_submodule}
-    vars(drafter).update(own)
+    # Its modules are used as they are, not packed.
+    vars(drafter)["packed"] = drafter.get_submodule
     _loaded[model] = Loaded(key, drafter, Tree.from_json(tree), DraftSwitch())
     return _loaded[model]

@@ -153,6 +153,7 @@ def import_eagle3(
         variants.append("num_hidden_layers")
     if variants:
         raise UserError(f"the layer of this EAGLE-3 drafter is of another kind ({', '.join(variants)})", "give another")
+
     tensors = {name.replace("layers.0.", "midlayer.", 1): tensor for name, tensor in tensors.items()}
     notes = [] if tensors.pop("embed_tokens.weight", None) is None else ["its embeddings are left out for the model's"]
     theirs = convert({key: value for key, value in plain.items() if value}, LayerConfig, "config.json", AGAIN)
@@ -163,6 +164,7 @@ def import_eagle3(
     vocabulary = theirs.draft_vocab_size or model.vocab_size
     depth = model.num_hidden_layers
     taps = taps or [2, depth // 2, depth - 3]
+
     if heads % shared:
         raise UserError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {shared}", AGAIN)
     if not all(1 <= layer < depth for layer in taps):
@@ -171,6 +173,7 @@ def import_eagle3(
         tensor = tensors.get(name)
         if tensor is not None and tensor.dim() and len(tensor) == shared * size:
             tensors[name] = tensor.unflatten(0, (shared, size)).repeat_interleave(heads // shared, 0).flatten(0, 1)
+
     d2t = tensors.pop("d2t", None)
     t2d = tensors.pop("t2d", None)
     if vocabulary != model.vocab_size:

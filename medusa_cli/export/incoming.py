@@ -54,6 +54,7 @@ def import_drafter(
     stored: dict[str, Tensor] = {}
     for file in files:
         stored |= read_tensors(file)
+
     format = _format(stored, config, place)
     name, read = FORMATS[format]
     kind = DRAFTERS[name]
@@ -62,6 +63,7 @@ def import_drafter(
     parsed = convert(kind.read_config(ours), kind.config_class, f"the {kind.name} drafter's config")
     notes += _count_notes(config, parsed.num_heads)
     check_tensors({name: tensors[name] for name in tensors if name != "draft_ids"}, weight_shapes(kind, parsed))
+
     identity = {"id": owner, "architecture": base.model_type, "layers": base.num_hidden_layers}
     identity |= {"hidden_size": base.hidden_size, "vocab_size": base.vocab_size}
     target = Run.open(run or _run_name(place), create=True)
@@ -74,7 +76,8 @@ def import_drafter(
             path = part / kind.weights_file
             # Tensors that share memory, as tied ones do, each get their own.
             form = torch.contiguous_format
-            save_file({name: tensor.detach().clone(memory_format=form) for name, tensor in tensors.items()}, path)
+            copies = {name: tensor.detach().clone(memory_format=form) for name, tensor in tensors.items()}
+            save_file(copies, path)
             path.chmod(0o644)
             write_json(part / "config.json", {"base_model_name_or_path": owner, **ours, "provenance": source})
     return target, {"drafter": kind.name, "format": format, "heads": parsed.num_heads}, notes
@@ -191,14 +194,14 @@ def check_tensors(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int,
     """Raises UserError, naming tensors, unless they have exactly these names and shapes and are finite floats."""
     faults = [f"{name} is missing" for name in shapes if name not in tensors]
     faults += [f"{name} is unknown" for name in tensors if name not in shapes]
-    faults += [
-        f"{name} is {_size(tensors[name].shape)} instead of {_size(shape)}"
-        for name, shape in shapes.items()
-        if name in tensors and tensors[name].shape != shape
-    ]
-    if not faults:  # only now: a tensor of another shape may be too large to look at
-        faults = [f"{name} holds integers" for name, tensor in tensors.items() if not tensor.is_floating_point()]
-        faults = faults or [f"{name} is not finite" for name, tensor in tensors.items() if not tensor.isfinite().all()]
+    for name, shape in shapes.items():
+        if name in tensors and tensors[name].shape != shape:
+            faults.append(f"{name} is {_size(tensors[name].shape)} instead of {_size(shape)}")
+    # Values are read last: a tensor of another shape may be too large for it.
+    if not faults:
+        faults = [f"{name} holds integers" for name in tensors if not tensors[name].is_floating_point()]
+    if not faults:
+        faults = [f"{name} is not finite" for name in tensors if not tensors[name].isfinite().all()]
     if faults:
         more = f" and {len(faults) - LISTED} more" if len(faults) > LISTED else ""
         text = f"the checkpoint does not fit the model: {'; '.join(faults[:LISTED])}{more}"
@@ -228,6 +231,7 @@ def import_hydra(
         raise UserError("grounded_heads=false: these heads do not see earlier draft tokens", "give grounded heads")
     heads = 1 + max(int(key[1]) for key in keys)
     layers = 1 + max(int(key[2]) for key in keys)
+
     notes = []
     names = {}  # theirs -> ours
     for k in range(heads):
@@ -237,6 +241,7 @@ def import_hydra(
             names[f"hydra_mlp.{k}.0.linear.{end}"] = f"blocks.{k}.mix.{end}"
             for layer in range(1, layers):
                 names[f"hydra_mlp.{k}.{layer}.linear.{end}"] = f"blocks.{k}.stack.{layer - 1}.linear.{end}"
+
     tensors = dict(tensors)
     tensors.pop("input_embed_fn.weight", None)  # the model's own
     biases = [tensors.pop(f"hydra_lm_head.{k}.bias", None) for k in range(heads)]

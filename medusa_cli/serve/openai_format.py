@@ -97,8 +97,10 @@ class OpenAIFormat:
                 read = calls.feed(answer.text, last=True)
                 for call in read.get("tool_calls", ()):
                     del call["index"]
-                said = self._echoes[index] + read.get("content", "")
-                message |= {**read, "content": said or (None if calls.count else "")}
+                message |= read
+                message["content"] = self._echoes[index] + read.get("content", "")
+                if calls.count and not message["content"]:
+                    message["content"] = None
             content = {"message": message} if self._chat else {"text": text}
             choices.append(self._choice(index, content, answer.likelihoods, answer.finish_reason, answer.tokens))
         more: dict[str, Any] = {}
@@ -139,7 +141,7 @@ class OpenAIFormat:
             # Its rank is known only among the likeliest.
             entries.setdefault(str(likelihood.token), self._prompt_entry(likelihood.token, likelihood.logprob, None))
             rows.append(entries)
-        if rows:  # of the first token, which nothing comes before
+        if rows:  # nothing predicts the first token
             rows[0] = None
         return self._of_prompt(choice, "prompt_logprobs", rows)
 
