@@ -50,15 +50,16 @@ class ExtraRowStates:
         """Returns who sees whom [B, n + K m, n + K m] and depths [B, n + K m] of rows and extra rows."""
         m = len(self.sources)
         steps = len(self.rows.layers)
-        own = torch.eye(m, dtype=torch.bool, device=tree_mask.device)
-        among = (self.rows.step_mask(tree_mask.device)[:, None, :, None] & own[None, :, None]).view(
-            steps * m, steps * m
-        )
-        below = torch.cat([tree_mask[:, self.sources].repeat(1, steps, 1), among.expand(len(tree_mask), -1, -1)], dim=2)
+        count = steps * m
+        # An extra row sees the rows of its source, and the source's extra rows up to itself.
+        same_source = torch.eye(m, dtype=torch.bool, device=tree_mask.device)
+        step_mask = self.rows.step_mask(tree_mask.device)
+        among = (step_mask[:, None, :, None] & same_source[None, :, None]).view(count, count)
+        of_sources = tree_mask[:, self.sources].repeat(1, steps, 1)
+        below = torch.cat([of_sources, among.expand(len(tree_mask), -1, -1)], dim=2)
+        above = F.pad(tree_mask, (0, count), value=False)
         depths = [depth[:, self.sources] + k for k in range(1, steps + 1)]
-        return torch.cat([F.pad(tree_mask, (0, steps * m), value=False), below], dim=1), torch.cat(
-            [depth, *depths], dim=1
-        )
+        return torch.cat([above, below], dim=1), torch.cat([depth, *depths], dim=1)
 
     def enter(self, layer: int, x: Tensor) -> Tensor:
         """Returns the states [B, rows, H] before a layer with those that enter there appended."""
@@ -112,6 +113,7 @@ def extra_row_states(backbone: Backbone, traced: Trace, extra_rows: ExtraRows, r
         steps = x.shape[2]
         if not steps:
             continue
+
         kind = backbone.masks.layer_type(index)
         if kind not in chunks:
             step_mask = extra_rows.step_mask(positions.device)[:steps, :steps]
@@ -171,7 +173,7 @@ def _compare_layers(backbone: Backbone, parts: Layers) -> None:
         )
     error = difference(parts.base.norm(x)[0].float(), own[0].float())
     if error > (1e-3 if own.dtype == torch.float32 else 0.1):
-        raise Unsupported(f"its states would differ from its own by {error:.2%}")
+        raise Unsupported(f"layers run one by one give states that differ from its own by {error:.2%}")
 
 
 def _by_sequence(rows: Tensor, size: int, length: int) -> tuple[Tensor, Tensor]:

@@ -15,13 +15,13 @@ from medusa_cli.model.attention import FULL, Masks, additive
 
 @dataclass(frozen=True)
 class Plan:
-    """One pass over tokens [B, n] in the B slots of a cache from `first` on, each after its slot's own rows.
+    """Describes a pass over tokens [B, n] in the B slots of a cache from `first` on.
 
-    Row i stands at its slot's length + depth[.., i] and sees all rows of the slot and, of this pass,
-    tree_mask[.., i, :]. depth is [n] or [B, n], tree_mask bool [n, n] or [B, n, n]; both None for a chain. taps: the
-    layers whose outputs are wanted; -1 is the final state after the last norm. logits: of "all" rows, the "last" one,
-    or "none". extra_rows: FIRP's rows beside every row, or a chain's last, which leave nothing in the cache; the tap is
-    -1 then.
+    Row i stands at its slot's length + depth[.., i]. It sees all rows of the slot and, of this pass,
+    tree_mask[.., i, :]. depth is [n] or [B, n], tree_mask bool [n, n] or [B, n, n]; both None for a
+    chain. taps: the layers whose outputs are wanted; -1 is the final state after the last norm.
+    logits: of "all" rows, the "last" one, or "none". extra_rows: FIRP's rows of every row, or of a
+    chain's last one; they leave nothing in the cache, and the tap is -1 then.
     """
 
     tokens: Tensor
@@ -53,7 +53,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Output:
-    """fp32 logits [B, n, V] (or [B, 1, V], or None) and the tapped hidden states [B, n, H * taps] of one pass.
+    """Holds a pass's fp32 logits [B, n, V] (or [B, 1, V], or None) and tapped hidden states [B, n, H * taps].
 
     extra: the final states [B, n, K, H] (of a chain [B, 1, K, H]) of extra rows. best: the
     likeliest tokens [B, n], where the engine finds them on the way.
@@ -67,7 +67,7 @@ class Output:
 
 @dataclass(frozen=True)
 class Layout:
-    """One pass as layers see it: R rows of each of B slots from `first` on, extra rows last.
+    """Describes a pass for layers: R rows of each of B slots from `first` on, extra rows last.
 
     positions [B or 1, R]; masks by kind of layer, additive [B, R, L] over a slot's first L columns,
     empty for a chain that begins a slot (where each row sees those before it); start: the slot's
@@ -104,15 +104,18 @@ def lay_out(plan: Plan, cache: Cache, masks: Masks, context: int, device: torch.
         depth = depth if depth.dim() == 2 else depth[None]
         tree_mask = tree_mask if tree_mask.dim() == 3 else tree_mask[None]
     tree = None if plan.is_chain else (depth, tree_mask)
+
     extra_rows = None
     if plan.extra_rows is not None:
         extra_rows = ExtraRowStates(plan.extra_rows, every[-1:] if plan.is_chain else every)
         tree_mask, depth = extra_rows.extend(tree_mask, depth)
+
     size = len(plan.tokens)
     rows = depth.shape[1]
     lengths = cache.lengths[plan.first : plan.first + size]
     end = max(lengths) + rows
     cache.reserve(end)
+
     if plan.is_chain and lengths == [0] and extra_rows is None and device.type != "cpu":
         # A GPU's fastest kernel takes no mask.
         return Layout(plan.first, 1, depth, masks.causal(rows, device), 0, every[None], rows)
@@ -140,6 +143,7 @@ def lay_out_at(
     rows = depth.shape[1]
     positions = lengths[:, None] + depth
     by_kind = dict[str, Tensor]()
+
     if not by_length or masks.kinds != [FULL]:
         column = torch.arange(wide, device=lengths.device).expand(size, -1)
         if masks.kinds != [FULL]:  # windows count positions
@@ -148,6 +152,7 @@ def lay_out_at(
         by_kind = masks.additive(visible_behind(lengths, tree_mask, wide), positions, column[:, None])
     if by_length:
         by_kind[FULL] = additive(tree_mask.expand(size, -1, -1), masks.dtype)
+
     columns = lengths[:, None] + torch.arange(rows, device=lengths.device)
     positions = positions.clamp(max=context - 1)
     read = lengths if by_length else None
