@@ -104,8 +104,9 @@ bench-gpu: $(READY) ## what was never measured here: the GPU tests, and steps an
 reproduce: $(READY) ## the papers' headlines on the default model, some 80 minutes on two cores
 	$(BIN)/python -m tests.bench.papers
 
-help-page: $(READY) ## write docs/commands.md from the commands' --help
+help-page: $(READY) ## write docs/commands.md and the recipe's keys from --help
 	$(BIN)/python -m tests.helppage > docs/commands.md
+	$(BIN)/python -m tests.recipepage
 
 models-page: $(READY) ## decode with tiny networks of all model types, write docs/models.md
 	mkdir -p build

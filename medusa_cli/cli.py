@@ -38,12 +38,23 @@ def function_of(name: str) -> Any:
     """Returns the function of a command, with its options one by one."""
     from medusa_cli.options import spread_out
 
-    word = f"{name}_" if iskeyword(name) else name
-    return spread_out(getattr(import_module(f"medusa_cli.commands.{word}"), word))
+    return spread_out(getattr(module_of(name), word_of(name)))
+
+
+def module_of(name: str) -> Any:
+    """Imports the module of a command."""
+    return import_module(f"medusa_cli.commands.{word_of(name)}")
+
+
+def word_of(name: str) -> str:
+    """Returns a command's name in Python."""
+    return f"{name}_" if iskeyword(name) else name
 
 
 class Command(TyperCommand):
-    """A command whose help lists its own options first, then shared ones by panel."""
+    """A command whose help lists its own options first, then shared ones by panel, then sections of its own."""
+
+    sections: dict[str, list[tuple[str, str]]] = {}
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Writes a section of options for each panel."""
@@ -56,13 +67,18 @@ class Command(TyperCommand):
             if records:
                 with formatter.section(panel):
                     formatter.write_dl(records)
+        for title, rows in self.sections.items():
+            with formatter.section(title):
+                formatter.write_dl(rows)
 
 
 def load_command(name: str) -> Any:
     """Imports a command and returns it as typer runs it."""
     alone = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
     alone.command(name, cls=Command)(function_of(name))
-    return typer.main.get_command(alone)
+    command: Any = typer.main.get_command(alone)
+    command.sections = getattr(module_of(name), "help_sections", dict)()
+    return command
 
 
 class ErrorBoundary(TyperGroup):

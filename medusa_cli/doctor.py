@@ -36,14 +36,16 @@ from medusa_cli.tree import Tree
 from medusa_cli.tree.io import load_tree, tree_provenance
 from medusa_cli.tree.search import expected_length, largest, search
 
-# From good to bad; a part that cannot be examined is no fault.
+# From good to bad; a part that cannot be examined is not a fault.
 STATUSES = ("pass", "unknown", "warn", "fail")
 SAMPLE = 64  # conversations whose prompts may be decoded
 NODES = 16  # of a tree where the run has none
-PROMPTS, TOKENS = 8, 48  # decoded, and their longest answer
+PROMPTS = 8  # decoded, and their longest answer
+TOKENS = 48
 LONGEST_PROMPT = 384  # in tokens: long ones would take the examination's time
-SLIGHT = 0.05  # tokens a step that are not worth a word
-READ, LONGEST = 8, 640  # conversations that the model reads again, and tokens of each
+SLIGHT = 0.05  # tokens a step that are not worth a warning
+READ = 8  # conversations that the model reads again, and tokens of each
+LONGEST = 640
 # Settings of a distillation that going on must repeat.
 REPEATED = ("seed", "max_new_tokens", "max_turns", "temperature", "random_seed")
 LAST = 50  # steps whose mean is the trained accuracy
@@ -62,14 +64,17 @@ class Finding:
 
 def graded(value: float, warn: float, fail: float = math.inf) -> str:
     """Returns the status of a value by two thresholds; larger is worse."""
-    return "fail" if value >= fail else "warn" if value >= warn else "pass"
+    if value >= fail:
+        return "fail"
+    return "warn" if value >= warn else "pass"
 
 
 @dataclass
 class Case:
-    """A run under examination. called: its name as typed, None for what ships.
+    """Reads the parts of a run under examination. called: its name as typed, None for the drafter that ships.
 
-    A missing or damaged part raises UserError with the command that makes it. Nothing in the run changes.
+    A missing or damaged part raises UserError with the command that makes it. Nothing in the run
+    changes.
     """
 
     run: Run
@@ -78,7 +83,7 @@ class Case:
     options: LoadOptions = DEFAULT_LOADING
 
     def command(self, name: str, *words: str, **settings: Any) -> str:
-        """Returns a command on this run; for what ships, on a run of the user's own."""
+        """Returns a command on this run; for the drafter that ships, on a run of the user's own."""
         settings = {"run": self.called or "mine", **settings}
         flags = [word for key, value in settings.items() for word in (in_flags(f"@{key}"), str(value))]
         return shlex.join(["medusa", name, *words, *flags])
@@ -90,7 +95,7 @@ class Case:
 
     @property
     def distill_more(self) -> str:
-        """Returns the command that answers as many seeds again beside the run's conversations, in the same settings."""
+        """Returns the command that doubles the run's conversations, in the same settings."""
         data = self.run.data_path
         if self.called is None or not data.is_file() or not (data.parent / HEADER).is_file():
             return self.distill
@@ -217,7 +222,7 @@ def tree(case: Case) -> Finding:
 def _stamped(case: Case, part: str, stamp: str | None, remedy: str) -> Finding:
     if stamp is None and case.called is None:
         return Finding("pass", f"the {part} ships with the drafter")
-    if stamp is None:  # trees given as widths are no drafter's
+    if stamp is None:  # trees given as widths belong to no drafter
         return Finding("unknown", f"the {part} does not name its drafter", remedy)
     if outdated(stamp, case.run.drafter_dir):
         return Finding("fail", f"the {part} was made for an earlier drafter", remedy)
@@ -226,9 +231,13 @@ def _stamped(case: Case, part: str, stamp: str | None, remedy: str) -> Finding:
 
 @torch.inference_mode()
 def check_distilled_by_model(case: Case) -> Finding:
-    """Compares the likelihood of the data's answers with that of the model's own text at temperature 1."""
-    tokens, nats, entropy, first = 0, 0.0, 0.0, 0
-    conversations, backbone = case.conversations[:READ], case.backbone
+    """Compares the likelihood of the data's answers with the likelihood of the model's own text at temperature 1."""
+    tokens = 0
+    nats = 0.0
+    entropy = 0.0
+    first = 0
+    conversations = case.conversations[:READ]
+    backbone = case.backbone
     for conversation in conversations:
         end = min(len(conversation.tokens), LONGEST, backbone.max_positions)
         ids = torch.tensor(conversation.tokens[:end], device=backbone.device)
@@ -241,6 +250,7 @@ def check_distilled_by_model(case: Case) -> Finding:
             nats -= float(emitted[rows].sum())
             entropy -= float((log_p[rows].exp() * log_p[rows]).sum())
             first += int((log_p[rows].argmax(-1) == ids[1:][rows]).sum())
+
     if not tokens:
         return Finding("unknown", "no answer of the data fits into the model's context", case.distill)
     text = (
@@ -253,11 +263,13 @@ def check_distilled_by_model(case: Case) -> Finding:
 
 def over_fitting(case: Case) -> Finding:
     """Compares the heads' accuracy on trained and on held-out text, and looks for a rising held-out loss."""
-    steps, checks = case.events("stepped"), case.events("validated")
+    steps = case.events("stepped")
+    checks = case.events("validated")
     if not steps or not checks:
         return Finding("unknown", "the training's log has no step or no validation", case.command("train"))
     trained = [fmean(shares) for shares in zip(*(step["accuracies"] for step in steps[-LAST:]), strict=True)]
     held_out = checks[-1]["accuracies"]
+
     gap = fmean(trained) - fmean(held_out)
     losses = [fmean(check["head_losses"]) for check in checks]
     risen = losses[-1] / max(min(losses), 1e-9) - 1
@@ -270,15 +282,20 @@ def over_fitting(case: Case) -> Finding:
     return Finding(status, text, case.distill_more, figures)
 
 
+def _length_of_chain(accuracies: Sequence[float]) -> float:
+    """Returns the acceptance length of a chain of first guesses, by the accuracy of each."""
+    return expected_length(Tree.chain(len(accuracies)), [[share] for share in accuracies])
+
+
 def training_length(case: Case) -> Finding:
-    """Measures what the second half of the training gave: twice the positions should give about as much again."""
+    """Measures the gain of the training's second half: twice the positions should bring about as much again."""
     checks = case.events("validated")
     end = checks[-1]["total_positions"] if checks else 0
     half = [check for check in checks if end / 4 <= check["total_positions"] <= end / 2]
     if not half:
         return Finding("unknown", "the log has no validation in mid-training", case.command("train"))
-    accuracies = half[-1]["accuracies"], checks[-1]["accuracies"]
-    before, after = (expected_length(Tree.chain(len(part)), [[share] for share in part]) for part in accuracies)
+    before = _length_of_chain(half[-1]["accuracies"])
+    after = _length_of_chain(checks[-1]["accuracies"])
     text = (
         f"the last {end - half[-1]['total_positions']:,} of {end:,} positions raised a chain of first guesses from "
         f"{before:.2f} to {after:.2f} tokens a step; twice as many should give about as much again"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from medusa_cli import cli
-from tests import helppage
+from tests import helppage, recipepage
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -57,6 +57,10 @@ def test_modules_and_functions_of_structure_exist() -> None:
         tree = ast.parse((ROOT / "medusa_cli" / path).read_text(encoding="utf-8"))
         defined = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
         assert not name or name in defined, f"{path} has no {name}"
+
+
+def test_recipe_keys_of_the_docs_are_current() -> None:
+    assert recipepage.PAGE.read_text(encoding="utf-8") == recipepage.page(), "run `make help-page`"
 
 
 def test_help_page_is_current(monkeypatch: pytest.MonkeyPatch) -> None:

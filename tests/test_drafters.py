@@ -184,7 +184,7 @@ def test_loaded_drafters_draft_what_saved_ones_did(kind: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize("kind", OF_STATES)
 def test_the_loss_is_the_decayed_cross_entropy_of_each_head(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("medusa_cli.train.losses.ROWS", 4)  # several blocks, the last one short
+    monkeypatch.setattr("medusa_cli.train.fused_linear.ROWS", 4)  # several blocks, the last one short
     backbone = tiny_backbone(layers=4)
     drafter = drafter_of(backbone, kind).train()
     batch = batch_of(drafter, backbone, [0] * 5 + [1] * 2 + [2] * 7)

@@ -20,7 +20,8 @@ from medusa_cli.runs.io import ReadReport
 from medusa_cli.runs.recipe import TrainRecipe, load_recipe
 from medusa_cli.runs.run import Run
 from medusa_cli.train import Trainer
-from medusa_cli.train.losses import blockwise_loss, drafter_loss, stage_2_loss
+from medusa_cli.train.fused_linear import blockwise_loss, linear_loss, plain_linear_loss
+from medusa_cli.train.losses import drafter_loss, stage_2_loss
 from medusa_cli.tree import Tree
 from tests.helpers import (
     adapted_backbone,
@@ -59,6 +60,27 @@ def test_blockwise_loss_is_that_of_all_rows(rows: int, dtype: torch.dtype) -> No
     for ours, theirs in zip(torch.autograd.grad(loss * 3, [hidden, *linear.parameters()]), expected, strict=True):
         assert ours.dtype == theirs.dtype
         torch.testing.assert_close(ours, theirs, rtol=near, atol=near * float(theirs.abs().max()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("soft", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_linear_loss_is_the_plain_one(dtype: torch.dtype, soft: float, has_bias: bool) -> None:
+    torch.manual_seed(0)
+    hidden = torch.randn(150, 6, dtype=dtype, requires_grad=True)  # a whole block of rows and a part
+    weight = torch.randn(30, 6, requires_grad=True)
+    bias = torch.randn(30, dtype=dtype) if has_bias else None
+    targets = torch.randint(30, (150,))
+    teacher = torch.randn(150, 30).softmax(-1) if soft else None
+    near = 1e-5 if dtype == torch.float32 else 3e-2
+    results = []
+    for function in (linear_loss, plain_linear_loss):
+        loss, hits = function(hidden, weight, targets, teacher, soft=soft, bias=bias)
+        results.append((loss.detach(), int(hits), *torch.autograd.grad(loss, [hidden, weight])))
+    (ours, our_hits, *our_grads), (plain, plain_hits, *plain_grads) = results
+    assert float(ours) == pytest.approx(float(plain), rel=near) and our_hits == plain_hits
+    for given, expected in zip(our_grads, plain_grads, strict=True):
+        torch.testing.assert_close(given, expected, rtol=near, atol=near * float(expected.abs().max()))
 
 
 @pytest.mark.parametrize(

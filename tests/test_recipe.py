@@ -10,7 +10,7 @@ import pytest
 from medusa_cli.distill.distillation import check_settings
 from medusa_cli.errors import LONGEST, UsageError, UserError
 from medusa_cli.runs import recipe as recipes
-from medusa_cli.runs.recipe import Recipe, differences, find_recipe, load_recipe, recipe_of, types
+from medusa_cli.runs.recipe import Recipe, differences, find_recipe, load_recipe, meanings, recipe_of, types
 from medusa_cli.runs.run import Run
 from medusa_cli.train.setup import check_recipe
 
@@ -210,3 +210,9 @@ def test_runs_own_model_is_trained_whatever_the_recipe_names(tmp_path: Path, cap
         chosen(run, "vicuna-7b-medusa1", f"model={named.model}"),
     ):
         assert recipe == named and named.chat_template and not caplog.records
+
+
+def test_every_key_has_a_meaning() -> None:
+    known = meanings()
+    assert set(known) == set(types()) and all(meaning for _, meaning in known.values())
+    assert known["train.lr"][0] == "null" and known["drafter.name"][0] == "medusa"

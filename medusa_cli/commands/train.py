@@ -137,6 +137,14 @@ def train(
     )
 
 
+def help_sections() -> dict[str, list[tuple[str, str]]]:
+    """Returns the keys of a recipe, for --help."""
+    from medusa_cli.runs.recipe import meanings
+
+    rows = [(f"{key}={default}", meaning) for key, (default, meaning) in meanings().items()]
+    return {"Recipe keys, with their defaults": rows}
+
+
 def _estimate(
     target: "Run", plan: "Recipe", loading: LoadFlags, origin: "Run | None", source: Path, json: bool
 ) -> None:

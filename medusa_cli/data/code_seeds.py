@@ -25,14 +25,14 @@ CLASS_SIZES = range(600, 3501)
 _UNREADABLE = (OSError, ValueError, SyntaxError, RecursionError, MemoryError)
 SKIPPED = {"test", "tests", "testing", "_vendor", "vendor", "site-packages", "dist-packages", "__pycache__"}
 LANGUAGES = ("JavaScript", "TypeScript", "Java", "C++", "C#", "Go", "Rust", "Ruby", "Kotlin", "Swift")
-# Tokens before the text in front of a gap, the text behind it, and the gap's filling: Qwen's, StarCoder's, DeepSeek's.
-# Seeds have the first.
+# Tokens before the text in front of a gap, the text behind it, and the gap's filling: Qwen's,
+# StarCoder's, DeepSeek's. Seeds have the first.
 FIM = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
     ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
 )
-# What a repair prompt breaks: tokens and what stands in their place.
+# Tokens that a repair prompt breaks, and their replacements.
 SWAPS = {"==": "!=", "!=": "==", "<": "<=", "<=": "<", ">": ">=", ">=": ">", "+": "-", "-": "+"}
 SWAPS |= {"and": "or", "or": "and", "True": "False", "False": "True", "0": "1", "1": "0"}
 
@@ -74,7 +74,8 @@ FOLLOWING = {
     "translate": ("Show how to call it, with the expected output.", "Now add comments."),
     "change": ("Summarise the change as a commit message.", "Now show it as a unified diff."),
 }
-# Code in a text: a fence, a line of some language, a traceback, or a word that only programmers use.
+# Code in a text: a fence, a line of some language, a traceback, or a word that only programmers
+# use.
 _CODE = re.compile(
     r"```|Traceback \(most recent call last\)|#include *[<\"]|</(?:div|html|script|body|span)>|\w\([^()\n]*\);\s*$"
     r"|^\s*(?:def \w+\(|class \w+[:({]|import \w+$|from [\w.]+ import |(?:public|private) (?:static|class|void) "
@@ -99,7 +100,8 @@ def is_code(text: str) -> bool:
 def code_seeds(random_seed: int, limit: int | None = None) -> list[Conversation]:
     """Returns prompts from the sources of the standard library and of installed packages, the same for a seed.
 
-    Each source is used once, however many packages have a copy. A smaller limit gives the first of a larger one's.
+    Each source is used once, however many packages have a copy. A smaller limit gives the first of
+    a larger one's.
     """
     seeds: dict[str, Conversation] = {}
     for source in _sources(random_seed):
@@ -157,11 +159,11 @@ def _sources_of(path: Path, name: str, chance: random.Random) -> list[_Source]:
         tree = ast.parse(text)
     except _UNREADABLE:
         return []
-    lines, found = text.splitlines(), []
-    for node in [
-        *tree.body,
-        *(child for owner in tree.body if isinstance(owner, ast.ClassDef) for child in owner.body),
-    ]:
+    lines = text.splitlines()
+    found = []
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    methods = [child for owner in classes for child in owner.body]
+    for node in [*tree.body, *methods]:
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) or not ast.get_docstring(node):
             continue
         first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
@@ -174,7 +176,7 @@ def _sources_of(path: Path, name: str, chance: random.Random) -> list[_Source]:
 
 
 def _parses(text: str) -> bool:
-    """Returns False for a part that is no program of its own: lines of a string may hinder its dedenting."""
+    """Returns False for a part that is not a program of its own: lines of a string may hinder its dedenting."""
     try:
         ast.parse(text)
     except _UNREADABLE:
@@ -190,13 +192,16 @@ def _seed(source: _Source, digest: str, chance: random.Random) -> Conversation:
         kind = chance.choices(KINDS, WEIGHTS)[0]
     if kind == "fim":
         return Conversation.from_turns(f"code-fim-{digest}", [_with_gap(source, chance)], raw=True)
-    code, error = source.text, ""
+
+    code = source.text
+    error = ""
     if kind == "repair":
         code, error = _broken(source, chance)
         kind = "explain" if code == source.text else kind  # there is nothing to break
     elif kind == "complete":
         shown = source.head + chance.randrange(1 + (len(source.lines) - source.head) // 2)
         code = "\n".join(source.lines[:shown])
+
     ask = chance.choice(ASKS["trace" if error else kind])
     ask = ask.format(language=chance.choice(LANGUAGES), name=_name_in(source, chance))
     block = f"```python\n{code}\n```"
@@ -232,6 +237,7 @@ def _broken(source: _Source, chance: random.Random) -> tuple[str, str]:
     # The first of a name's tokens assigns it: a misspelt one would be another variable.
     first = {token.string: token for token in reversed(names)}
     names = [token for token in names if token is not first[token.string] and not _assigns(token)]
+
     lines = source.lines
     if names and (not swaps or chance.random() < 0.5):
         token = chance.choice(names)
@@ -252,8 +258,9 @@ def _broken(source: _Source, chance: random.Random) -> tuple[str, str]:
 
 
 def _assigns(token: tokenize.TokenInfo) -> bool:
-    """Returns True if what follows a name on its line makes it an assignment or a keyword, or a dot precedes it."""
-    start, end = token.start[1], token.end[1]
+    """Returns True for a name that is assigned or a keyword, by the text after it, or that follows a dot."""
+    start = token.start[1]
+    end = token.end[1]
     return bool(re.match(r"\s*(?:[-+*/|&]?=(?!=)|,|:|\bin\b)", token.line[end:])) or token.line[:start].endswith(".")
 
 

@@ -30,9 +30,10 @@ ROLES = {
 class Conversation:
     """A conversation: its messages and, once tokenised, its token ids and the answers' spans [start, end).
 
-    A seed holds the system prompt and the user's turns alone. state_rows: first row and number of rows in a file of
-    hidden states, one for every position but the last. states_digest: digest of tokens and rows. raw: the only turn is
-    the prompt itself, without a chat template, such as fill-in-the-middle.
+    A seed holds only the system prompt and the user's turns. state_rows: first row and number of
+    rows in a file of hidden states, one for every position but the last. states_digest: digest of
+    tokens and rows. raw: the only turn is the prompt itself, without a chat template, such as
+    fill-in-the-middle.
     """
 
     id: str
@@ -94,11 +95,15 @@ def messages_of(record: dict[str, Any]) -> list[Message]:
 
 
 def _text_of(content: Any) -> Any:
-    """Returns the text of a message's content; of a list of parts, as OpenAI's, theirs if all are text."""
+    """Returns the text of a message's content, which may be OpenAI's list of parts; None unless all are text."""
     if not isinstance(content, list):
         return content
-    texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content]
-    return "".join(text for text in texts if isinstance(text, str)) if None not in texts else None
+    texts = []
+    for part in content:
+        if not isinstance(part, dict) or part.get("type") != "text" or part.get("text") is None:
+            return None
+        texts.append(part["text"])
+    return "".join(text for text in texts if isinstance(text, str))
 
 
 def specforge_row(conversation: Conversation) -> dict[str, Any]:
@@ -121,7 +126,8 @@ def _spans_of(mask: Any, length: int) -> list[tuple[int, int]]:
     """
     if not isinstance(mask, list) or len(mask) != length or not all(value in (0, 1) for value in mask):
         raise Malformed("a loss_mask that does not fit input_ids")
-    edges = [at for at in range(1, length + 1) if (at < length and bool(mask[at])) != (at > 1 and bool(mask[at - 1]))]
+    learnt = [False, *(bool(value) for value in mask[1:]), False]
+    edges = [at for at in range(1, len(learnt)) if learnt[at] != learnt[at - 1]]
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 
@@ -129,7 +135,7 @@ def id_of(record: dict[str, Any]) -> str:
     """Returns a record's id, or a digest of the record where it has none; raises Malformed for an unusable id."""
     name = record.get("id") or record.get("prompt_id")
     if not isinstance(name, str | int | None):
-        raise Malformed("an id that is no text")
+        raise Malformed("an id that is not text")
     try:
         name = str(name or hashlib.sha256(json.dumps(record, sort_keys=True, default=str).encode()).hexdigest()[:16])
     except RecursionError:
@@ -159,7 +165,8 @@ def conversation_of(record: Any, backbone: Backbone) -> Conversation:
     """Returns a parsed record as a tokenised conversation, cut to the model's context; raises Malformed."""
     if not isinstance(record, dict):
         raise Malformed("not an object")
-    name, limit = id_of(record), backbone.max_positions
+    name = id_of(record)
+    limit = backbone.max_positions
     if isinstance(record.get("input_ids"), list) and "loss_mask" in record:  # speculators'
         ids = record["input_ids"]
         record = {"tokens": ids, "spans": _spans_of(record["loss_mask"], len(ids))}
@@ -183,8 +190,8 @@ def conversation_of(record: Any, backbone: Backbone) -> Conversation:
 def read_conversations(path: Path, backbone: Backbone) -> tuple[list[Conversation], ReadReport]:
     """Reads a JSONL file or a JSON array of conversations; the chat template tokenises those without token ids.
 
-    Malformed and truncated records are counted and skipped. Raises UserError for a missing or empty file, or if no
-    record is left.
+    Malformed and truncated records are counted and skipped. Raises UserError for a missing or empty
+    file, or if no record is left.
     """
     remedy = "make it with `medusa distill`, or give other data with @data"
     if not path.is_file():

@@ -20,8 +20,8 @@ from medusa_cli.errors import UserError
 from medusa_cli.model import Backbone
 from medusa_cli.runs.io import ReadReport
 
-# A part of a ShareGPT conversation, or a turn of one: seven letters and digits, not all of them small letters, and a
-# number or two.
+# A part of a ShareGPT conversation, or a turn of one: seven letters and digits, not all of them
+# small letters, and a number or two.
 _PART = re.compile(r"(?=[a-z]*[A-Z0-9])([A-Za-z0-9]{7})_\d+(?:/\d+)?")
 
 # The turns of a conversation in speculators' data, each a row.
@@ -30,11 +30,12 @@ _GENERATION = re.compile(r"(.+)_gen\d+")
 
 @dataclass(frozen=True)
 class Dataset:
-    """Conversations for training and held out.
+    """Holds conversations to train on and held-out ones.
 
-    digest: names the conversations, their order and the split. states [rows, W]: the rows that conversations point
-    into; None: the model runs them in every step. kept: the states were kept while distilling, whatever backbone is
-    loaded. columns [H * taps]: the columns of a row that a drafter reads; None: all.
+    digest: names the conversations, their order and the split. states [rows, W]: the rows that
+    conversations point into; None: the model runs them in every step. kept: the states were kept
+    while distilling, also if another backbone is loaded. columns [H * taps]: the columns of a row that a
+    drafter reads; None: all.
     """
 
     train: list[Conversation]
@@ -54,7 +55,7 @@ class Dataset:
     def batch(
         self, backbone: Backbone, drafter: HeadDrafter, items: Sequence[Conversation], dtype: torch.dtype | None = None
     ) -> Batch:
-        """Returns conversations as a drafter of a frozen backbone learns from them; dtype None: that of the states."""
+        """Packs conversations for a drafter of a frozen backbone; dtype None keeps the states' type."""
         if self.states is None:
             return batch_of(backbone, drafter, items, dtype)
         starts = [item.state_rows[0] for item in items if item.state_rows is not None]
@@ -67,8 +68,9 @@ class Dataset:
     ) -> list[list[Conversation]]:
         """Returns micro-batches of whole conversations: a part of one would lack what came before it.
 
-        With states they have at most `limit` learnt positions, in order unless `chance` shuffles them. Those that the
-        model runs have at most `limit` tokens with padding, and are of like length. A longer conversation is alone.
+        With states they have at most `limit` learnt positions, in order unless `chance` shuffles
+        them. Those that the model runs have at most `limit` tokens with padding, and are of like
+        length. A longer conversation is a batch of its own.
         """
         batches: list[list[Conversation]] = []
         if self.states is None:
@@ -80,7 +82,9 @@ class Dataset:
                 batches[-1].append(item)
             ties.shuffle(batches)
             return batches
-        order, left = list(items), 0
+
+        order = list(items)
+        left = 0
         if chance is not None:
             chance.shuffle(order)
         for item in order:
@@ -92,7 +96,7 @@ class Dataset:
         return batches
 
     def schedule(self, limit: int, epochs: int, seed: int, max_positions: int | None) -> list[list[Conversation]]:
-        """Returns every micro-batch of a training in order, each epoch shuffled anew; at most about max_positions.
+        """Returns every micro-batch of a training in order, shuffled in each epoch; at most about max_positions.
 
         The same for the same seed, so that a resumed training needs only its place in it.
         """
@@ -115,7 +119,8 @@ def positions_of(items: Sequence[Conversation]) -> int:
 def read_dataset(path: Path, backbone: Backbone, fraction: float, max_length: int | None = None) -> Dataset:
     """Reads a file of conversations and holds a fraction of them out; raises UserError for missing or unusable data.
 
-    Conversations are cut to max_length tokens, and left out without an answer of two tokens: no head could learn it.
+    Conversations are cut to max_length tokens, and left out without an answer of two tokens: no
+    head could learn it.
     """
     return split_conversations(*read_conversations(path, backbone), fraction=fraction, max_length=max_length)
 
@@ -137,6 +142,7 @@ def split_conversations(
             f"the training data holds no answer of two tokens or more (train.max_length={max_length})",
             "distil more or longer conversations, or raise train.max_length and train.batch_tokens",
         )
+
     held_out = held_out_ids([item.id for item in kept], fraction)
     digest = hashlib.sha256()
     for item in kept:
@@ -149,10 +155,11 @@ def split_conversations(
 def held_out_ids(ids: Sequence[str], fraction: float) -> set[str]:
     """Returns the ids of conversations kept from training.
 
-    The hash of an id decides, so that more data moves none. The parts that ShareGPT's long conversations are cut into
-    (CsuNKMw_0, CsuNKMw_17), and the turns that speculators makes rows of, go together: beside its other parts in
-    training, a held-out part would be easier than an unseen conversation. Of two or more at least one is held out
-    (unless fraction is 0), and never all.
+    The hash of an id decides, so that more data moves none. The parts that ShareGPT's long
+    conversations are cut into (CsuNKMw_0, CsuNKMw_17), and the turns that speculators makes rows
+    of, go together: with its other parts in training, a held-out part would be easier than an
+    unseen conversation. Of two or more at least one is held out (unless fraction is 0), and never
+    all.
     """
     parts: dict[str, list[str]] = {}
     for id in ids:
@@ -171,7 +178,8 @@ def _hash(name: str) -> int:
 def frequent_tokens(answers: Sequence[Tensor], size: int, vocab_size: int) -> Tensor:
     """Returns the `size` tokens that stand in the largest number of answers [size], ties by id.
 
-    The number of occurrences would mislead: an answer that repeats itself says one rare token a hundred times.
+    The number of occurrences would mislead: an answer that repeats itself says one rare token a
+    hundred times.
     """
     counts = torch.bincount(torch.cat([answer.unique() for answer in answers]), minlength=vocab_size)
     return counts.argsort(descending=True, stable=True)[:size]
@@ -202,10 +210,15 @@ def _pick(
 ) -> Batch:
     """Returns the positions of conversations whose states begin at the rows `starts` of states [rows, W].
 
-    They are those that emit answers' tokens; for a drafter whose layers see prompts, all but the last.
+    These positions emit answers' tokens; for a drafter whose layers see prompts, they are all but
+    the last.
     """
     prompts = drafter.sees_prompt
-    rows, following, segment, sequence, answers = [], [], [], [], 0
+    rows = []
+    following = []
+    segment = []
+    sequence = []
+    answers = 0
     for number, (start, item) in enumerate(zip(starts, items, strict=True)):
         part = torch.full((len(item.tokens) - 1,), -1)
         for first, end in item.spans:

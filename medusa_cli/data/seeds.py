@@ -14,23 +14,26 @@ from medusa_cli.errors import UserError
 from medusa_cli.runs.io import HALF, Malformed, ReadReport, is_whole, read_jsonl, usable
 
 HUB = {"ultrachat": "HuggingFaceH4/ultrachat_200k"}
-# ShareGPT's long turns, each asked alone: texts to summarise, translate, extract from, and code to change.
+# ShareGPT's long turns, each as a conversation of its own: texts to summarise, translate, extract from, and code to
+# change.
 LONG = "sharegpt-long"
 LONG_TURNS = range(1500, 6001)  # characters, some 400 to 1,500 tokens: most of them text that was pasted in
-# Prompts from the sources of installed packages, and ShareGPT's conversations that open with a programming turn.
-CODE, CODE_TURNS = "code", "sharegpt-code"
+# Prompts from the sources of installed packages, and ShareGPT's conversations that open with a
+# programming turn.
+CODE = "code"
+CODE_TURNS = "sharegpt-code"
 NAMED = (assets.DEFAULT_SEED, LONG, CODE_TURNS, CODE, *HUB)
 log = logging.getLogger(__name__)
-# Seeds are sorted by length within windows of this many batches: neighbours in the batch then have like lengths
-# (attention runs to the longest), while the order over all windows stays mixed.
+# Seeds are sorted by length within windows of this many batches: neighbours in the batch then have
+# like lengths (attention runs to the longest), while the order over all windows stays mixed.
 WINDOW = 8
 
 
 def read_seeds(source: str, random_seed: int = 0, limit: int | None = None) -> tuple[list[Conversation], ReadReport]:
     """Reads the user's side of every usable conversation of a named seed, a .json/.jsonl file or a hub dataset id.
 
-    Truncated and malformed records are counted in the report and skipped. Raises UserError if no record is left.
-    random_seed, limit: of prompts about code, which are made and not read.
+    Truncated and malformed records are counted in the report and skipped. Raises UserError if no
+    record is left. random_seed, limit: of prompts about code, which are made and not read.
     """
     report = ReadReport()
     if source == CODE:
@@ -75,7 +78,8 @@ def seed_of(record: Any) -> Conversation:
     if not isinstance(record, dict):
         raise Malformed("not an object")
     messages = messages_of(record)
-    turns = [message["content"] for message in messages if message["role"] == "user" and message["content"].strip()]
+    turns = [message["content"] for message in messages if message["role"] == "user"]
+    turns = [turn for turn in turns if turn.strip()]
     if not turns:
         raise Malformed("no user turn")
     system = next((message["content"] for message in reversed(messages) if message["role"] == "system"), None)
@@ -97,7 +101,8 @@ def long_turns(seeds: Sequence[Conversation]) -> list[Conversation]:
 def about_code(seeds: Sequence[Conversation]) -> list[Conversation]:
     """Returns the seeds whose first turn is about programming; logs how many turns are."""
     chosen = [seed for seed in seeds if is_code(seed.turns[0])]
-    of_code, turns = (sum(is_code(turn) for seed in group for turn in seed.turns) for group in (chosen, seeds))
+    of_code = sum(is_code(turn) for seed in chosen for turn in seed.turns)
+    turns = sum(is_code(turn) for seed in seeds for turn in seed.turns)
     log.info(
         f"{len(chosen):,} of {len(seeds):,} conversations open with a programming turn; they have {of_code:,} of "
         f"{turns:,} such turns"
@@ -114,13 +119,15 @@ def in_order(
     mixed = mixed[:max_samples]
     size = WINDOW * batch_size
     windows = [mixed[start : start + size] for start in range(0, len(mixed), size)]
-    return [seed for window in windows for seed in sorted(window, key=lambda seed: sum(map(len, seed.turns)))]
+    for window in windows:
+        window.sort(key=lambda seed: sum(map(len, seed.turns)))
+    return [seed for window in windows for seed in window]
 
 
 def distinct(seeds: Sequence[Conversation], answered: Collection[str] = ()) -> list[Conversation]:
-    """Returns the seeds in order, one of those that open with the same prompt; one answered already stays.
+    """Returns the seeds in order, one for each first prompt; one answered already stays.
 
-    Prompts are the same if they differ in case, white space and Unicode form alone.
+    Prompts are the same if they differ only in case, white space and Unicode form.
     """
 
     def normalise(text: str) -> str:

@@ -45,8 +45,8 @@ def _raw(rows: Tensor) -> bytes:
 def read_rows(path: Path, width: int, first: int, count: int) -> Tensor:
     """Returns rows first .. first + count of a file as read-only bf16 [count >= 1, W].
 
-    The rows are mapped and shared between processes: a private mapping counts as memory in full. Raises UserError
-    where the file is too short.
+    The rows are mapped and shared between processes: a private mapping counts as memory in full.
+    Raises UserError where the file is too short.
     """
     row = 2 * width
     with path.open("rb") as file:
@@ -63,7 +63,9 @@ class StateStore:
     """File of rows [W] in bf16, little-endian, without a header; callers keep the numbers of their rows."""
 
     def __init__(self, path: Path, width: int) -> None:
-        self.path, self.width, self._row_bytes = path, width, 2 * width
+        self.path = path
+        self.width = width
+        self._row_bytes = 2 * width
         check_regular(path)
         path.touch(exist_ok=True)
         self._out = path.open("r+b")
@@ -86,7 +88,7 @@ class StateStore:
         self._out.flush()
 
     def truncate(self, rows: int) -> None:
-        """Drops every row from number `rows` on, and any part of a row; makes a shorter file as long with zeros."""
+        """Drops every row from number `rows` on, and any part of a row; pads a shorter file with zeros."""
         self._out.truncate(rows * self._row_bytes)
 
     def sync(self) -> None:
@@ -116,10 +118,12 @@ def with_hidden_states(
 ) -> Dataset:
     """Returns the data set of the file `path` with its states: kept while distilling, cached in the run, or computed.
 
-    among: a larger data set, whose states serve if they are cached. world: the processes that share the computation.
-    show: called with a name, the tokens done and their number. Raises UserError for states of other data.
+    among: a larger data set, whose states serve if they are cached. world: the processes that share
+    the computation. show: called with a name, the tokens done and their number. Raises UserError
+    for states of other data.
     """
-    world, owner = world or Distributed(), Run(path.parent).owner
+    world = world or Distributed()
+    owner = Run(path.parent).owner
     if owner is not None:
         check_backbone(owner, backbone.identity, f"{path}")
     if kept := _kept(dataset, backbone, path, taps):
@@ -132,11 +136,10 @@ def with_hidden_states(
     starts = [0, *accumulate(len(item.tokens) - 1 for item in needed)]
     if not world.gather(cached.is_file())[0]:  # all as the first one sees it
         _prefill(cached, backbone, needed, starts, taps, world, show)
+
     rows = {item.id: (start, len(item.tokens) - 1) for item, start in zip(needed, starts, strict=False)}
-    train, held_out = (
-        [replace(item, state_rows=rows[item.id], states_digest=None) for item in part]
-        for part in (dataset.train, dataset.held_out)
-    )
+    train = [replace(item, state_rows=rows[item.id], states_digest=None) for item in dataset.train]
+    held_out = [replace(item, state_rows=rows[item.id], states_digest=None) for item in dataset.held_out]
     states = read_rows(cached, backbone.hidden_size * len(taps), 0, starts[-1])
     return replace(dataset, train=train, held_out=held_out, states=states)
 
@@ -156,13 +159,16 @@ def states_of(backbone: Backbone, tokens: Sequence[int], taps: Sequence[int]) ->
 
 
 def _kept(dataset: Dataset, backbone: Backbone, path: Path, taps: Sequence[int]) -> Dataset | None:
-    """Returns the data set with the states that distilling kept beside the file; None if they do not serve here.
+    """Returns the data set with the states that distilling kept beside the file; None if they do not fit.
 
-    They are those of the model without an adapter, quantized as it was then. Raises UserError for rows of other data.
+    The states are the model's without an adapter, quantized as it was then. Raises UserError for
+    rows of other data.
     """
-    origin, stored = describe_distillation(path.parent), path.with_name("states.bin")
+    origin = describe_distillation(path.parent)
+    stored = path.with_name("states.bin")
     fits = backbone.adapter is None and origin.settings.get("rounding") == rounding(backbone)
-    layers, items = with_last_layer(origin.taps), _in_order(dataset)
+    layers = with_last_layer(origin.taps)
+    items = _in_order(dataset)
     if not (fits and set(taps) <= set(layers) and stored.is_file() and all(item.state_rows for item in items)):
         return None
     places = [item.state_rows or (0, 0) for item in items]
@@ -203,10 +209,12 @@ def _prefill(
 ) -> None:
     """Computes the states of conversations, all positions but the last, from the rows `starts` on.
 
-    The processes share the conversations, and write to one file of the final size. Over a sharded backbone all run
-    every conversation, and the first one writes. A killed prefill resumes with the conversations that lack their end.
+    The processes share the conversations, and write to one file of the final size. Over a sharded
+    backbone all run every conversation, and the first one writes. A killed prefill resumes with the
+    conversations that lack their end.
     """
-    part, width = path.with_name(f"{path.name}.part"), backbone.hidden_size * len(taps)
+    part = path.with_name(f"{path.name}.part")
+    width = backbone.hidden_size * len(taps)
     with world.main_process_first():
         part.parent.mkdir(parents=True, exist_ok=True)
         store = StateStore(part, width)
@@ -216,7 +224,8 @@ def _prefill(
         # Rows are written in order, so that the last number is the last to come.
         left = world.gather([i for i in range(len(conversations)) if not states[starts[i + 1] - 1, -1]])[0]
         own = left if world.sharded else world.strided_shard(left)
-        count, total = 0, sum(len(conversations[i].tokens) for i in own)
+        count = 0
+        total = sum(len(conversations[i].tokens) for i in own)
         if total:
             log.info(f"computing the hidden states of the data, once: {total:,} tokens to run")
         for i in own:

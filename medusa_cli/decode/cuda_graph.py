@@ -24,6 +24,7 @@ from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.drafters.slots import Fill, LayerSlots, NewTensors
 from medusa_cli.engine import Cache, Engine, Plan
 from medusa_cli.engine.device import upload
+from medusa_cli.engine.engine import LayoutEngine
 from medusa_cli.engine.plan import lay_out_at
 from medusa_cli.engine.timing import best_time
 from medusa_cli.engine.torch_layers import TOLERANCE
@@ -105,7 +106,7 @@ class CudaGraphs:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: LayoutEngine,
         cache: Cache,
         taps: tuple[int, ...],
         drafter: Drafter | None = None,
@@ -124,7 +125,7 @@ class CudaGraphs:
         if engine.backbone.device.type == "cuda":
             self._reserve(engine)
 
-    def _reserve(self, engine: Engine) -> None:
+    def _reserve(self, engine: LayoutEngine) -> None:
         """Makes the cache large enough for the context at once, if the device's memory allows: growing drops graphs."""
         rows = engine.backbone.max_positions + ROWS[-1]
         if rows * self._cache.slots * engine.row_bytes < FREE_SHARE * free_memory(engine.backbone.device):
@@ -279,7 +280,7 @@ class _GraphStep:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: LayoutEngine,
         cache: Cache,
         batch: int,
         rows: int,
@@ -392,13 +393,15 @@ class _GraphStep:
 
 def captures(engine: Engine) -> bool:
     """Returns True if an engine's steps are captured: where that gives the same and is faster, by a trial."""
+    if not isinstance(engine, LayoutEngine):
+        return False
     if engine.captures is None:
         engine.captures = _trial(engine)
     return engine.captures
 
 
 @torch.inference_mode()
-def _trial(engine: Engine) -> bool:
+def _trial(engine: LayoutEngine) -> bool:
     """Compares captured steps, greedy and sampled, with ordinary ones; a failure is logged in one line."""
     device, gains = engine.backbone.device, []
     try:
@@ -427,7 +430,7 @@ def _trial(engine: Engine) -> bool:
     return gains[0] > 1
 
 
-def _equal(engine: Engine, ours: Accepted, plain: Accepted) -> bool:
+def _equal(engine: LayoutEngine, ours: Accepted, plain: Accepted) -> bool:
     """Returns True if two steps gave the same tokens (in fp32) and, up to rounding, the same states."""
     rows = min(len(ours.path), len(plain.path))
     error = float((ours.hidden[:rows] - plain.hidden[:rows]).float().norm() / plain.hidden[:rows].float().norm())
@@ -435,7 +438,7 @@ def _equal(engine: Engine, ours: Accepted, plain: Accepted) -> bool:
     return same and error <= TOLERANCE[engine.dtype]
 
 
-def _draft(engine: Engine, cache: Cache) -> Draft:
+def _draft(engine: LayoutEngine, cache: Cache) -> Draft:
     """Returns a chain of the engine's next tokens after some text in the cache; the last one is wrong."""
     vocabulary = engine.backbone.vocab_size
     out, tokens = engine.forward(Plan.chain(torch.arange(BEFORE) * 37 % vocabulary), cache), []
@@ -448,7 +451,7 @@ def _draft(engine: Engine, cache: Cache) -> Draft:
     return Draft(torch.stack(tokens), Tree.chain(LEVELS))
 
 
-def _ordinary_step(engine: Engine, cache: Cache, draft: Draft, sampling: Sampling) -> Accepted:
+def _ordinary_step(engine: LayoutEngine, cache: Cache, draft: Draft, sampling: Sampling) -> Accepted:
     out = engine.forward(Plan(draft.tokens[None], draft.tree.depth, draft.tree.mask), cache)
     assert out.logits is not None
     ((path, bonus),) = accept(out.logits, [draft], [Sampler(sampling)])
@@ -457,7 +460,7 @@ def _ordinary_step(engine: Engine, cache: Cache, draft: Draft, sampling: Samplin
     return Accepted(path, tokens, bonus, out.hidden[0, upload(path, out.hidden.device)])
 
 
-def _timed(engine: Engine, cache: Cache, step: Callable[[], Accepted | None]) -> tuple[Accepted | None, float]:
+def _timed(engine: LayoutEngine, cache: Cache, step: Callable[[], Accepted | None]) -> tuple[Accepted | None, float]:
     """Returns a step's result after the text and its least seconds."""
     result = step()
 

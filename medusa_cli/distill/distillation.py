@@ -1,4 +1,4 @@
-"""Distils a run: seeds are answered by the model or by servers, and any kill is resumed."""
+"""Self-distillation: the model or servers answer the seeds; a killed run resumes."""
 
 import hashlib
 import json
@@ -33,10 +33,12 @@ from medusa_cli.runs.recipe import COLDEST, DistillRecipe, Recipe
 from medusa_cli.runs.resolve import LoadOptions
 from medusa_cli.runs.run import Run, provenance
 
-DOUBT = 16  # conversations
-log = logging.getLogger(__name__)
-
+# Conversations of the longest answers that the estimate of all tokens begins with.
+DOUBT = 16
 HEADER = "distill.json"
+# Counts of conversations that a distillation returns.
+COUNTS = ("failed", "skipped", "dropped", "refused", "new_tokens")
+log = logging.getLogger(__name__)
 
 
 def check_settings(settings: DistillRecipe) -> None:
@@ -60,8 +62,9 @@ def distill(
 ) -> dict[str, Any] | None:
     """Answers the seeds of which the run has no conversation; returns counts to the first process, None to the others.
 
-    Of several processes each writes a part, which the first one merges at the end, or at the next start.
-    on_progress: called with a name, the tokens done, an estimate of all, the unit, and the conversations done.
+    Of several processes each writes a part, which the first one merges at the end, or at the next
+    start. on_progress: called with a name, the tokens done, an estimate of all, the unit, and the
+    conversations done.
     """
     shared = processes.size > 1
     with processes.main_process_first():  # it fetches what all read
@@ -74,19 +77,24 @@ def distill(
             merge_parts(run, records)  # of processes that were killed
             run.failed_path.unlink(missing_ok=True)  # failed seeds are asked again
             run.keep_template(recipe.chat_template)
+
     done = set(processes.gather(sorted(records.done) if records else [])[0])
     seeds = _fitting(seeds, settings, model)
     chosen = in_order(seeds, settings.random_seed, settings.batch_size or MAX_BATCH, settings.max_samples)
     asked = distinct(chosen, done) if settings.dedup else chosen
     left = [seed for seed in asked if seed.id not in done]
     if len(asked) < len(chosen):
-        log.info(f"{len(chosen) - len(asked):,} seeds ask what another asks and are left out (@no_dedup keeps them)")
+        log.info(
+            f"{len(chosen) - len(asked):,} seeds repeat another's first prompt and are left out (@no_dedup keeps them)"
+        )
     if len(left) < len(asked):
         log.info(f"resuming: {len(asked) - len(left):,} conversations are there already")
 
     share = processes.strided_shard(left)
     own = Records(part_of(run, processes.rank), width, header) if shared or records is None else records
-    counts, start, rate = Counter[str](), time.perf_counter(), 0.0
+    counts = Counter[str]()
+    start = time.perf_counter()
+    rate = 0.0
     shown = Progress(share, settings, on_progress)
     with closing(own):
         for outcome in answer(share, on_tokens=shown.count):
@@ -94,6 +102,7 @@ def distill(
             counts["new_tokens"] += outcome.conversation.positions if outcome.conversation else 0
             rate = counts["new_tokens"] / (time.perf_counter() - start)
             shown.end()
+
     every = processes.gather((counts, rate))
     with processes.main_process_first():
         if shared and records is not None:
@@ -101,10 +110,23 @@ def distill(
             records.close()
     if records is None:
         return None
-    counts, rate = sum((count for count, _ in every), Counter()), sum(rate for _, rate in every)
+    counts = sum((count for count, _ in every), Counter())
+    rate = sum(rate for _, rate in every)
+    _report(run, counts, min(settings.context, model.max_positions))
+    return {
+        "run": str(run.path),
+        "conversations": len(records.done),
+        "answer_tokens": records.tokens,
+        "duplicates": len(chosen) - len(asked),
+        **{key: counts[key] for key in COUNTS},
+        "tokens_per_s": round(rate, 1),
+    }
+
+
+def _report(run: Run, counts: Counter[str], context: int) -> None:
+    """Logs the conversations that were not kept, and why."""
     if counts["skipped"]:
-        limit = min(settings.context, model.max_positions)
-        log.info(f"{counts['skipped']:,} prompts were skipped: too long for a context of {limit:,} (@context)")
+        log.info(f"{counts['skipped']:,} prompts were skipped: too long for a context of {context:,} (@context)")
     if counts["dropped"]:
         log.info(f"{counts['dropped']:,} conversations were dropped: an answer is too short (@min_answer_tokens)")
     if counts["refused"]:
@@ -113,25 +135,19 @@ def distill(
         log.warning(
             f"{counts['failed']:,} conversations failed, see {run.failed_path}; the same command asks them again"
         )
-    return {
-        "run": str(run.path),
-        "conversations": len(records.done),
-        "answer_tokens": records.tokens,
-        "duplicates": len(chosen) - len(asked),
-        **{key: counts[key] for key in ("failed", "skipped", "dropped", "refused", "new_tokens")},
-        "tokens_per_s": round(rate, 1),
-    }
 
 
 class Progress:
     """Counts answer tokens, and estimates how many all conversations will have.
 
-    The first conversations to end are the short ones. So the tokens of all count, those under way too, and at first so
-    do DOUBT conversations of the longest answers, whose weight falls to nothing.
+    The first conversations to end are the short ones. So the tokens of all count, also of
+    unfinished ones. DOUBT conversations of the longest answers count, too, with a weight that falls
+    to 0.
     """
 
     def __init__(self, seeds: Sequence[Conversation], settings: DistillRecipe, show: Callable[..., None]) -> None:
-        self._seeds, self._show = len(seeds), show
+        self._seeds = len(seeds)
+        self._show = show
         turns = sum(min(len(seed.turns), settings.max_turns) for seed in seeds)
         self._most = turns * settings.max_new_tokens
         self.tokens = self.ended = 0
@@ -157,8 +173,9 @@ class Progress:
 def _source(
     recipe: Recipe, loading: LoadOptions, processes: int
 ) -> tuple[Callable[..., Iterator[Outcome]], Backbone | Tokenizer, DistillRecipe]:
-    """Returns the function that answers seeds, by this machine or by servers, its model, and the settings in force."""
-    settings, template = recipe.distill, recipe.chat_template
+    """Returns a function that answers seeds, here or by servers, its model, and the settings in force."""
+    settings = recipe.distill
+    template = recipe.chat_template
     if settings.endpoint is not None:
         tokenizer = Tokenizer(recipe.model, template, trust_remote_code=loading.trust_remote_code)
         servers, silent = connect(settings.endpoint, settings.endpoint_model, tokenizer)
@@ -182,10 +199,15 @@ def _header(
     shared = {key: getattr(settings, key) for key in keys}
     digest = hashlib.sha256(template.encode()).hexdigest()[:16] if template else None
     rounding = loading.quantize if settings.endpoint is None and loading.quantize != "none" else None
-    changes = changes_of(model) if isinstance(model, Backbone) else []  # servers say nothing of theirs
-    more: dict[str, Any] = {"system": settings.system}
-    more |= {"rounding": rounding, "taps": list(settings.taps), "chat_template": digest, "generation_config": changes}
-    shared |= {key: value for key, value in more.items() if value}
+    optional: dict[str, Any] = {
+        "system": settings.system,
+        "rounding": rounding,
+        "taps": list(settings.taps),
+        "chat_template": digest,
+        # Servers do not tell theirs.
+        "generation_config": changes_of(model) if isinstance(model, Backbone) else [],
+    }
+    shared |= {key: value for key, value in optional.items() if value}
     return provenance(model.identity, seed=settings.seed, settings=shared)
 
 
@@ -204,10 +226,13 @@ def _fitting(seeds: Sequence[Conversation], settings: DistillRecipe, model: Back
     if settings.system is None:
         return kept
     opening = {"role": "system", "content": settings.system}
-    return [
-        seed if seed.raw or seed.system is not None else replace(seed, messages=[opening, *seed.messages])
-        for seed in kept
-    ]
+
+    def opened(seed: Conversation) -> Conversation:
+        if seed.raw or seed.system is not None:
+            return seed
+        return replace(seed, messages=[opening, *seed.messages])
+
+    return [opened(seed) for seed in kept]
 
 
 def _keep(run: Run, records: "Records", outcome: Outcome, settings: DistillRecipe) -> str:
@@ -227,15 +252,17 @@ def _keep(run: Run, records: "Records", outcome: Outcome, settings: DistillRecip
 
 
 class Records:
-    """A run's conversations: an append-only file of lines, beside one of state rows of a width.
+    """A run's conversations: an append-only file of lines, and one of state rows of a width.
 
-    kill -9 at any moment loses only the conversations under way, and doubles none: state rows go to disk before the
-    line that names them. Opening drops a cut-off last line, and rows that no line names. Raises UserError, and leaves
-    the files alone, for any other bad line, and where the file has another seed or other settings than the header.
+    kill -9 at any moment loses only the conversations under way, and doubles none: state rows go to
+    disk before the line that names them. Opening drops a cut-off last line, and rows that no line
+    names. Raises UserError, and leaves the files alone, for any other bad line, and where the file
+    has another seed or other settings than the header.
     """
 
     def __init__(self, run: Run, width: int, header: dict[str, Any]) -> None:
-        self.path, self.header = run.distill_path, header
+        self.path = run.distill_path
+        self.header = header
         self.done: set[str] = set()
         self.tokens = rows = 0
         check_regular(self.path)
@@ -293,8 +320,8 @@ def read_distilled(run: Run) -> Iterator[Conversation]:
 
     def refuse(number: int, reason: str) -> NoReturn:
         raise UserError(
-            f"{run.distill_path} line {number} is no conversation of `medusa distill` ({reason})",
-            "mend or delete that line",
+            f"{run.distill_path} line {number} is not a conversation of `medusa distill` ({reason})",
+            "fix or delete that line",
         )
 
     if run.distill_path.exists():
@@ -313,8 +340,9 @@ def part_of(run: Run, rank: int) -> Run:
 def merge_parts(run: Run, records: Records) -> None:
     """Moves the conversations of all parts into the run's own file; raises UserError for parts of other settings.
 
-    A part is removed only when all of it is on disk, and known conversations are passed over: killed at any moment,
-    the next merge ends the work. A conversation whose states are not its own is left out, and asked again.
+    A part is removed only when all of it is on disk, and known conversations are passed over:
+    killed at any moment, the next merge ends the work. A conversation whose states are not its own
+    is left out, and asked again.
     """
     width = records.states.width
     for part in map(Run, sorted((run.path / "parts").glob("*"))):

@@ -1,4 +1,4 @@
-"""Answers from servers of the model, which needs only its tokenizer here."""
+"""Answers of servers that run the model; only its tokenizer is needed here."""
 
 import sys
 import zlib
@@ -23,15 +23,17 @@ from medusa_cli.runs.recipe import DistillRecipe
 
 
 class Tokenizer:
-    """A model's tokenizer, sizes and end tokens without its weights; raises UserError where they cannot be loaded.
+    """Holds a model's tokenizer, sizes and end tokens without weights; raises UserError if they cannot be loaded.
 
-    chat_template takes the place of the tokenizer's own. trust_remote_code lets Python files of the model's run.
+    chat_template replaces the tokenizer's own. trust_remote_code allows the model's Python files to
+    run.
     """
 
     def __init__(self, model: str, chat_template: str | None = None, trust_remote_code: bool = False) -> None:
         from transformers import AutoTokenizer, GenerationConfig
 
-        self.id, source = model, assets.model_dir(model)
+        self.id = model
+        source = assets.model_dir(model)
         config = read_config(model, trust_remote_code)
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
@@ -58,15 +60,16 @@ class Tokenizer:
 def connect(addresses: str, served_name: str | None, tokenizer: Tokenizer) -> tuple[ChatServers, list[str]]:
     """Returns the servers at comma-separated addresses that serve the model, and a line for each that is silent.
 
-    served_name: the model's name on the servers; None: found by asking for one token. Raises UserError where no server
-    answers for the model.
+    served_name: the model's name on the servers; None: found by asking for one token. Raises
+    UserError where no server answers for the model.
     """
     greeting = [{"role": "user", "content": "Hello"}]
     render(tokenizer, greeting, prompt=True)  # raises at once where there is no template
-    servers, name = ChatServers(addresses.split(",")), tokenizer.id
+    servers = ChatServers(addresses.split(","))
+    name = tokenizer.id
     listed, silent = servers.check()
-    # To whoever starts a server a named model is a folder. The folder first: a server that loads what it is asked for
-    # would look for the name on the hub, for minutes.
+    # Someone who starts a server gives a named model as a folder. The folder comes first: a server
+    # that loads models on demand would look for the name on the hub, for minutes.
     local = [assets.model_dir(name)] if name in assets.MODELS else []
     local += [str(Path(name).resolve())] if Path(name).is_dir() else []
     reasons = []
@@ -90,10 +93,10 @@ def answer_remotely(
     settings: DistillRecipe,
     on_tokens: Callable[[int], None] = lambda count: None,
 ) -> Iterator[Outcome]:
-    """Lets the servers answer every seed's turns one after another, several conversations at a time.
+    """Answers every seed's turns one after another by the servers, several conversations at a time.
 
-    Yields each seed's outcome as it ends, without states: training computes those. A seed fails alone. on_tokens
-    receives the number of its answer tokens.
+    Yields each seed's outcome as it ends, without states: training computes them. A seed that fails
+    does not stop the others. on_tokens receives the number of its answer tokens.
     """
     waiting = iter(seeds)
     with ThreadPoolExecutor(max_workers=settings.concurrency) as pool:
@@ -105,7 +108,7 @@ def answer_remotely(
         try:
             while running:
                 done, running = wait(running, return_when=FIRST_COMPLETED)
-                # The servers get their next question before anything is written down: they must not idle.
+                # The servers get their next questions before answers are written: they must not idle.
                 running |= ask(len(done))
                 for outcome in (future.result() for future in done):
                     on_tokens(outcome.conversation.positions if outcome.conversation else 0)
@@ -115,9 +118,9 @@ def answer_remotely(
 
 
 def _converse(servers: ChatServers, tokenizer: Tokenizer, seed: Conversation, settings: DistillRecipe) -> Outcome:
-    """Has one seed's turns answered, each answer becoming history of the next.
+    """Asks the servers one seed's turns; each answer is part of the next prompt.
 
-    A later turn that is too long ends the conversation: servers differ in what they do beyond the context.
+    A later turn that is too long ends the conversation: beyond the context, servers differ.
     """
     messages = [] if seed.system is None else seed.messages[:1]
     options: dict[str, Any] = {"max_tokens": settings.max_new_tokens, "temperature": settings.temperature}

@@ -17,11 +17,13 @@ from medusa_cli.model.load import free_memory
 from medusa_cli.runs.io import Malformed
 from medusa_cli.runs.recipe import DistillRecipe
 
-# More rows than this gain little on a GPU and nothing on a CPU, and a batch's last answers keep fewer of them busy.
+# More rows than this gain little on a GPU and nothing on a CPU, and a batch's last answers keep
+# fewer of them busy.
 MAX_BATCH = 64
 # Share of the free memory that caches and states may take: the passes need some too.
 MEMORY_SHARE = 0.7
-# A token is rarely more than so many characters: a prompt that is longer by them is not worth tokenising.
+# A token is rarely more than so many characters: a prompt that is longer by them is not worth
+# tokenising.
 TOKEN_CHARACTERS = 8
 log = logging.getLogger(__name__)
 
@@ -30,7 +32,8 @@ log = logging.getLogger(__name__)
 class Outcome:
     """A seed's conversation and the states [len(tokens) - 1, H * taps] at its positions; servers send none.
 
-    Without a conversation, failure is the reason, or None for a prompt that is too long for the context.
+    Without a conversation, failure is the reason, or None for a prompt that is too long for the
+    context.
     """
 
     id: str
@@ -42,9 +45,11 @@ class Outcome:
 def choose_batch_size(backbone: Backbone, settings: DistillRecipe, processes: int) -> int:
     """Returns how many conversations the free memory holds now, at most MAX_BATCH; logs it where they are fewer.
 
-    Each has keys and values of every layer, and, where these lie in the same memory, its hidden states.
+    Each has keys and values of every layer, and, where these lie in the same memory, its hidden
+    states.
     """
-    config, shared = backbone.config, backbone.device.type != "cuda"  # by the processes of this machine
+    config = backbone.config  # by the processes of this machine
+    shared = backbone.device.type != "cuda"
     free = free_memory(backbone.device) // (int(os.environ.get("LOCAL_WORLD_SIZE", processes)) if shared else 1)
     context = min(settings.context, backbone.max_positions)
     position: int = backbone.engine.row_bytes
@@ -65,7 +70,7 @@ def answer_locally(
     settings: DistillRecipe,
     on_tokens: Callable[[int], None] = lambda count: None,
 ) -> Iterator[Outcome]:
-    """Lets the backbone answer every seed's turns one after another; yields each seed's outcome as it ends.
+    """Answers every seed's turns one after another with the backbone; yields each seed's outcome as it ends.
 
     on_tokens receives the number of new answer tokens of each step.
     """
@@ -74,7 +79,8 @@ def answer_locally(
     decoder = Decoder(backbone, slots=len(slots), taps=with_last_layer(settings.taps))
     while True:
         for index in range(len(slots)):
-            # An answer may end with its very first token, so several turns and seeds may take a slot here.
+            # An answer may end with its very first token, so several turns and seeds may take a
+            # slot here.
             while (current := slots[index]) is None or current.sequence.done:
                 if current is not None:
                     current.end_turn()
@@ -82,7 +88,8 @@ def answer_locally(
                     current = _Answering(seed, decoder, settings)
                 else:
                     break
-                slots[index], failure = None, None
+                slots[index] = None
+                failure = None
                 try:
                     if current.ask():
                         slots[index] = current
@@ -91,6 +98,7 @@ def answer_locally(
                 except Malformed as reason:
                     failure = str(reason)
                 yield current.outcome(failure)
+
         steps = decoder.step()
         if not steps:
             return
@@ -103,10 +111,13 @@ def answer_locally(
 
 
 class _Answering:
-    """A conversation that is being answered: tokens so far, the states of all but the last, and the open answer."""
+    """Answers one conversation: holds its tokens so far, the states of all but the last, and the open answer."""
 
     def __init__(self, seed: Conversation, decoder: Decoder, settings: DistillRecipe) -> None:
-        self.seed, self.decoder, self.settings, self.backbone = seed, decoder, settings, decoder.backbone
+        self.seed = seed
+        self.decoder = decoder
+        self.settings = settings
+        self.backbone = decoder.backbone
         self.turns = seed.turns[: 1 if seed.raw else settings.max_turns]
         self.context = min(settings.context, self.backbone.max_positions)
         self.messages = [] if seed.system is None else seed.messages[:1]
@@ -128,14 +139,17 @@ class _Answering:
         text = question if self.seed.raw else lay_out(self.backbone, messages, prompt=True)
         if text is None:
             return False
-        more, limit = token_ids(self.backbone, text, begin=bool(self.seed.raw)), self.settings.max_new_tokens
+
+        more = token_ids(self.backbone, text, begin=bool(self.seed.raw))
+        limit = self.settings.max_new_tokens
         if more[:1] == self.tokens[-1:]:  # the answer's own end token opens the next prompt
             more = more[1:]
         prompt = [*self.tokens, *more]
         if len(prompt) + limit > self.context:
             return False
-        # The last token of an answer is decided but not yet run. The prefix of no other text serves: this
-        # conversation's states are kept as they come.
+
+        # The last token of an answer is chosen but not yet run. Another text's prefix cannot be
+        # reused: this conversation's states are kept as they come.
         known = max(0, len(self.tokens) - 1)
         sampling = Sampling.by_name(self.settings.temperature, f"{self.settings.random_seed}:{self.seed.id}")
         self.sequence, first = self.decoder.admit(Request(prompt, limit, sampling, reuse=known), len(self.spans))
@@ -143,7 +157,10 @@ class _Answering:
             width = self.backbone.hidden_size * len(self.decoder.taps)
             self.states = torch.empty(self.context, width, dtype=torch.bfloat16)
         self.states[self.sequence.reused : len(prompt)] = self.sequence.unread[0].hidden
-        self.messages, self.tokens, self.answer_start = messages, prompt + first.tokens, len(prompt)
+
+        self.messages = messages
+        self.tokens = prompt + first.tokens
+        self.answer_start = len(prompt)
         return True
 
     def end_turn(self) -> None:

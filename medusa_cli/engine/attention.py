@@ -9,17 +9,15 @@ from torch.nn import functional as F
 from medusa_cli.model.attention import additive
 
 
-def padded(size: int, multiple: int) -> int:
-    """Returns the next multiple of a number from `size` on."""
-    return -(-size // multiple) * multiple
-
-
 def fused(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, kv: int, scale: float) -> Tensor:
     """Attends queries [B * R, heads, D] to keys and values [B * KV, C, D] by torch's fused attention.
 
     mask [B, 1, G * R, L]; an empty one is causal. Returns [B * R, heads * D].
     """
-    size, wide, heads, dim = mask.shape[0], mask.shape[-1], query.shape[1], query.shape[2]
+    size = mask.shape[0]
+    wide = mask.shape[-1]
+    heads = query.shape[1]
+    dim = query.shape[2]
     query = query.view(size, -1, heads, dim).transpose(1, 2)
     if not mask.numel():
         rows = query.shape[2]
@@ -29,7 +27,7 @@ def fused(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, kv: int, sc
         )
         return attended.transpose(1, 2).reshape(-1, heads * dim)
     query = query.reshape(size, kv, -1, dim)
-    # Only products of four dimensions have fused kernels.
+    # Only tensors of four dimensions have fused kernels.
     seen_keys, seen_values = (cached[:, :wide].unflatten(0, (size, kv)) for cached in (keys, values))
     attended = F.scaled_dot_product_attention(query, seen_keys, seen_values, attn_mask=mask, scale=scale)
     return attended.reshape(size, heads, -1, dim).transpose(1, 2).reshape(-1, heads * dim)
@@ -45,17 +43,23 @@ def behind(
     reads: list[Tensor],
     scale: float,
 ) -> Tensor:
-    """Attends R rows of each of B slots to what the slot held before, and under a mask to one another.
+    """Attends R rows of each of B slots to the slot's earlier columns, and under a mask to one another.
 
-    Flash attention reads no column beyond a slot's length, which is data; the log-sum-exps of both parts merge them.
-    query [B * R, heads, D]; keys, values [B * KV, C, D], which hold the new rows, too; new_keys, new_values
-    [B * R, KV, D]; mask, additive [B, 1, G * R, R]; reads: of `columns_read`. Returns [B * R, heads * D].
+    Flash attention reads no column beyond a slot's length, which is data; the log-sum-exps of both
+    parts merge them. query [B * R, heads, D]; keys, values [B * KV, C, D], which hold the new rows,
+    too; new_keys, new_values [B * R, KV, D]; mask, additive [B, 1, G * R, R]; reads: of
+    `columns_read`. Returns [B * R, heads * D].
     """
-    (count, heads, dim), kv, rows = query.shape, new_keys.shape[1], mask.shape[-1]
-    size, capacity = count // rows, keys.shape[1]
+    count, heads, dim = query.shape
+    kv = new_keys.shape[1]
+    rows = mask.shape[-1]
+    size = count // rows
+    capacity = keys.shape[1]
     starts, places, used = reads
-    # The cache as rows of KV heads: those of a slot's first head, and as many behind them that no head reads.
-    shape, strides = (size * kv * capacity - (kv - 1) * capacity, kv, dim), (dim, capacity * dim, 1)
+    # The cache as rows of KV heads: those of a slot's first head, and as many behind them that no
+    # head reads.
+    shape = (size * kv * capacity - (kv - 1) * capacity, kv, dim)
+    strides = (dim, capacity * dim, 1)
     far, far_sum, *_ = torch.ops.aten._flash_attention_forward(
         query,
         *(cached.as_strided(shape, strides) for cached in (keys, values)),
@@ -83,14 +87,15 @@ def behind(
 
 
 def merged(far: Tensor, far_sum: Tensor, near: Tensor, near_sum: Tensor) -> Tensor:
-    """Returns what rows see [.., D] in two sets of columns, by what they see in each and its log-sum-exp [..]."""
+    """Merges attention over two sets of columns [.., D] by the log-sum-exp of each [..]."""
     return far + (near_sum - far_sum).sigmoid()[..., None] * (near - far)
 
 
 def columns_read(lengths: Tensor, rows: int, kv: int, capacity: int) -> list[Tensor]:
     """Returns where the R rows and the keys of each slot begin [B + 1], and how many of its columns are read [B]."""
     slots = torch.arange(len(lengths) + 1, dtype=torch.int32, device=lengths.device)
-    # Behind an empty slot the first of the rows is read as if it had been there: a kernel must read some column.
+    # Behind an empty slot the first of the rows is read as if it had been there: a kernel must read
+    # some column.
     used = lengths + 1 if rows == 1 else lengths.clamp(min=1)
     return [slots * rows, slots * (kv * capacity), used.int()]
 
@@ -108,24 +113,31 @@ def visible_behind(lengths: Tensor, tree_mask: Tensor, wide: int) -> Tensor:
 
 @cache
 def reads_by_length(device: torch.device, dtype: torch.dtype, heads: int, kv: int, dim: int) -> bool:
-    """Returns True if `behind` runs on a device and sees what attention under a mask sees."""
+    """Returns True if `behind` runs on a device and gives the results of attention under a mask."""
     if device.type == "cpu":
         return False
-    size, rows, capacity = 2, 16, 64
-    lengths, every = torch.tensor([5, 40], device=device), torch.arange(rows, device=device)
+    size = 2
+    rows = 16
+    capacity = 64
+    lengths = torch.tensor([5, 40], device=device)
+    every = torch.arange(rows, device=device)
     wave = torch.arange(2 * size * kv * capacity * dim, device=device).sin().to(dtype)
     keys, values = wave.view(2, size * kv, capacity, dim).unbind()
     query = 3 * torch.arange(size * rows * heads * dim, device=device).cos().to(dtype).view(-1, heads, dim)
-    slots, columns = torch.arange(size, device=device)[:, None], lengths[:, None] + every
-    new_keys, new_values = (
-        cached.view(size, kv, capacity, dim).transpose(1, 2)[slots, columns].flatten(0, 1) for cached in (keys, values)
-    )
+    slots = torch.arange(size, device=device)[:, None]
+    columns = lengths[:, None] + every
+
+    def written(cached: Tensor) -> Tensor:
+        by_column = cached.view(size, kv, capacity, dim).transpose(1, 2)
+        return by_column[slots, columns].flatten(0, 1)
+
     tree_mask = (every <= every[:, None]).expand(size, -1, -1)
-    masks = [additive(seen, dtype) for seen in (tree_mask, visible_behind(lengths, tree_mask, capacity))]
-    among, whole = (mask.repeat(1, heads // kv, 1)[:, None] for mask in masks)
+    among = additive(tree_mask, dtype).repeat(1, heads // kv, 1)[:, None]
+    visible = visible_behind(lengths, tree_mask, capacity)
+    whole = additive(visible, dtype).repeat(1, heads // kv, 1)[:, None]
     try:
         reads = columns_read(lengths, rows, kv, capacity)
-        ours = behind(query, keys, values, new_keys, new_values, among, reads, dim**-0.5)
+        ours = behind(query, keys, values, written(keys), written(values), among, reads, dim**-0.5)
     except RuntimeError:
         return False
     expected = fused(query, keys, values, whole, kv, dim**-0.5)

@@ -13,12 +13,14 @@ FIRST_ROWS = 256
 class Cache:
     """S sequences' keys and values [layers, S, KV, C, D].
 
-    Rows of slot s from lengths[s] on are free: a pass writes them, `keep` says which stay. Free rows hold finite
-    numbers, so that a matmul may run over them under a mask. The capacity C doubles as needed.
+    Rows of slot s from lengths[s] on are free: a pass writes them, `keep` says which stay. Free
+    rows hold finite numbers, so that a matmul may run over them under a mask. The capacity C
+    doubles as needed.
     """
 
     def __init__(self, layers: int, slots: int = 1, capacity: int = FIRST_ROWS) -> None:
-        self.layers, self.slots = layers, slots
+        self.layers = layers
+        self.slots = slots
         self.capacity = max(1, capacity)
         self.lengths = [0] * slots
         self.keys: Tensor | None = None
@@ -51,18 +53,21 @@ class Cache:
         capacity = self.grown(rows)
         if self.keys is not None and self.values is not None:
             used = max(self.lengths)
-            heads, widths = self.values.shape[2], (self.keys.shape[4], self.values.shape[4])
+            heads = self.values.shape[2]
+            widths = (self.keys.shape[4], self.values.shape[4])
             keys, values = self._buffers(heads, *widths, self.values, capacity)
             values[..., :used, :] = self.values[..., :used, :]
             keys[..., :used, :] = self.keys[..., :used, :]
             # Assigned at once: if memory is short, the cache stays as it was.
-            self.keys, self.values = keys, values
+            self.keys = keys
+            self.values = values
         self.capacity = capacity
 
     @torch.inference_mode()
     def keep(self, slot: int, path: Sequence[int]) -> None:
-        """Keeps the rows `path` (rising, from 0) of those just written behind a slot's length."""
-        start, done = self.lengths[slot], 0
+        """Keeps the rows `path` (rising, from 0) among the rows just written behind a slot's length."""
+        start = self.lengths[slot]
+        done = 0
         while done < len(path) and path[done] == done:
             done += 1
         if done < len(path) and self.values is not None and self.keys is not None:
@@ -74,7 +79,7 @@ class Cache:
         self.lengths[slot] = start + len(path)
 
     def compact(self, lengths: Tensor, path: Tensor) -> None:
-        """Moves rows lengths[b] + path[b, i] of the first B slots to lengths[b] + i, by tensors alone; path [B, P].
+        """Moves rows lengths[b] + path[b, i] of the first B slots to lengths[b] + i, without the host; path [B, P].
 
         Gathering first makes overlaps safe. `lengths` of the cache stay as they are.
         """
@@ -84,9 +89,8 @@ class Cache:
         for buffer in (self.keys, self.values):
             part = buffer[:, :size]
             shape = (*part.shape[:3], count, part.shape[4])
-            source, target = (
-                rows.view(1, size, 1, count, 1).expand(shape) for rows in (lengths[:, None] + path, columns)
-            )
+            source = (lengths[:, None] + path).view(1, size, 1, count, 1).expand(shape)
+            target = columns.view(1, size, 1, count, 1).expand(shape)
             part.scatter_(3, target, part.gather(3, source))
 
     def reusable(self, slot: int, rows: int) -> int:

@@ -8,7 +8,7 @@ from transformers.cache_utils import Cache as TransformersCache
 from transformers.cache_utils import DynamicCache
 
 from medusa_cli.engine.cache import FIRST_ROWS, Cache
-from medusa_cli.engine.engine import Engine
+from medusa_cli.engine.engine import LayoutEngine
 from medusa_cli.engine.extra_rows import layers_one_by_one
 from medusa_cli.engine.layer_cache import LayerCache
 from medusa_cli.engine.plan import Layout, Plan
@@ -23,18 +23,20 @@ from medusa_cli.model.backbone import (
     stateful_modules,
     tapped,
 )
-from medusa_cli.model.checks import FAULTS, PROBE, difference
+from medusa_cli.model.checks import FAULTS, PROBE, difference, probe_tokens
 from medusa_cli.model_files import unverifiable
 
 # Bytes for the states after each node of one sequence's tree: larger trees are cut.
 NODE_STATES = 1 << 29
 # The allowed difference of logits relative to their size, in fp32 and in 16 bits.
-TOLERANCE, TOLERANCE_16 = 1e-3, 0.25
+TOLERANCE = 1e-3
+TOLERANCE_16 = 0.25
 # The same for states that go on: rounding gives 1e-5, another formula more than this.
-STATE_TOLERANCE, STATE_TOLERANCE_16 = 1e-4, 0.05
+STATE_TOLERANCE = 1e-4
+STATE_TOLERANCE_16 = 0.05
 
 
-class EagerEngine(Engine):
+class EagerEngine(LayoutEngine):
     """Runs the network itself; passes with extra rows run its layers one by one."""
 
     name = "eager"
@@ -42,7 +44,8 @@ class EagerEngine(Engine):
     def __init__(self, backbone: Backbone) -> None:
         super().__init__(backbone)
         table = backbone.embedding.weight
-        self.dtype, self.masks = table.dtype, backbone.masks
+        self.dtype = table.dtype
+        self.masks = backbone.masks
         self.stateful = stateful_modules(backbone.text_model)
         self.weight_bytes = _bytes_read(backbone)
         self.head = backbone.model.get_output_embeddings()
@@ -53,7 +56,8 @@ class EagerEngine(Engine):
 
     def new_cache(self, slots: int = 1, capacity: int = FIRST_ROWS) -> LayerCache:
         cache = LayerCache(self.masks.layers_with_keys(self.backbone.num_layers), slots, capacity)
-        cache.by_token, cache.decoded_states = self._by_token, self._decoded_states
+        cache.by_token = self._by_token
+        cache.decoded_states = self._decoded_states
         return cache
 
     @property
@@ -69,13 +73,16 @@ class EagerEngine(Engine):
     def check(self) -> None:
         """Raises UserError unless a verify pass over a small tree gives the network's own logits, up to rounding.
 
-        The tree follows two tokens: the rest of a chain, and a wrong node that no other sees beside its second one. If
-        layers keep a running state, the logits are those of transformers' own decoding.
+        The tree follows two tokens: the rest of a chain, and a wrong node that no other sees beside
+        its second one. If layers keep a running state, the logits are those of transformers' own
+        decoding.
         """
-        network, device = self.backbone.model, self.backbone.device
-        chain = torch.arange(PROBE, device=device) * 37 % self.backbone.vocab_size
+        network = self.backbone.model
+        device = self.backbone.device
+        chain = probe_tokens(self.backbone.vocab_size, device=device)
         tokens = torch.cat([chain[2:3], chain[:1], chain[3:]])
-        depth, right = torch.tensor([0, 1, *range(1, PROBE - 2)]), torch.tensor([0, *range(2, PROBE - 1)])
+        depth = torch.tensor([0, 1, *range(1, PROBE - 2)])
+        right = torch.tensor([0, *range(2, PROBE - 1)])
         mask = torch.ones(len(tokens), len(tokens), dtype=torch.bool).tril()
         mask[2:, 1] = False
         try:
@@ -105,17 +112,18 @@ class EagerEngine(Engine):
         """Returns the logits [n, V] of tokens [n] as transformers' `generate` computes them: two, then one by one."""
         text = self.backbone.text_model
         cache = DynamicCache(config=self.backbone.config)
-        states, every = [], torch.arange(len(tokens), device=tokens.device)
+        states = []
+        every = torch.arange(len(tokens), device=tokens.device)
         for place in (every[:2], *every[2:].split(1)):
             places = self._places(cache, place[None])
             states.append(text(input_ids=tokens[place][None], use_cache=True, **places).last_hidden_state[0])
         return self.logits(torch.cat(states).to(self.dtype)).clone()  # of a buffer that the next pass overwrites
 
     def _learn_states(self, tokens: Tensor, own: Tensor, decoded: Tensor) -> None:
-        """Finds out what states of layers are good for, from the logits of one pass and of decoding.
+        """Learns how the layers' states can be used, from the logits of one pass and of decoding.
 
-        Some layers start afresh where more than one token follows (Jamba's in transformers 5.24), and some decode by
-        another formula than they read a prompt (Nemotron-H's).
+        Some layers start afresh where more than one token follows (Jamba's in transformers 5.24),
+        and some decode by another formula than they read a prompt (Nemotron-H's).
         """
         allowed = self._allowed(STATE_TOLERANCE, STATE_TOLERANCE_16)
         self._decoded_states = float((decoded - own).norm() / own.norm()) <= allowed
@@ -155,10 +163,12 @@ class EagerEngine(Engine):
 
     def _layer_by_layer(self, tokens: Tensor, layout: Layout, cache: LayerCache) -> Tensor:
         """Returns final states [B, R, H]; extra rows enter on the way."""
-        backbone, extra_rows = self.backbone, layout.extra_rows
+        backbone = self.backbone
+        extra_rows = layout.extra_rows
         assert extra_rows is not None
         parts = layers_one_by_one(backbone)
-        view, x = View(cache, layout, backbone.num_layers), parts.base.embed_tokens(tokens)
+        view = View(cache, layout, backbone.num_layers)
+        x = parts.base.embed_tokens(tokens)
         tables = {kind: parts.rotary(x, layout.positions, kind) for kind in sorted(set(parts.kinds))}
         for index, (layer, kind) in enumerate(zip(parts.layers, parts.kinds, strict=True)):
             x = extra_rows.enter(index, x)
@@ -178,8 +188,9 @@ class EagerEngine(Engine):
 
 def _bytes_read(backbone: Backbone) -> int:
     """Returns the bytes of weights that a step reads: no tables of embeddings, nothing that sees images."""
-    text, head = backbone.text_model, backbone.model.get_output_embeddings()
+    text = backbone.text_model
+    head = backbone.model.get_output_embeddings()
     tables = {id(module.weight) for module in text.modules() if isinstance(module, nn.Embedding)}
     read = {id(weight): weight.nbytes for weight in text.parameters() if id(weight) not in tables}
-    read[id(head.weight)] = head.weight.nbytes  # which may be such a table, too
+    read[id(head.weight)] = head.weight.nbytes  # the embedding may be the lm_head, too
     return sum(read.values())

@@ -12,7 +12,7 @@ from transformers.cache_utils import DynamicCache
 from medusa_cli.errors import UserError, first_line
 from medusa_cli.model.attention import Attend, cache_name
 from medusa_cli.model.backbone import Backbone, Layers, Unsupported, padded_pass
-from medusa_cli.model.checks import FAULTS, PROBE, difference
+from medusa_cli.model.checks import FAULTS, PROBE, difference, probe_tokens
 
 # Positions whose extra rows attend together: few, so that few of their columns are masked.
 CHUNK = 32
@@ -22,8 +22,9 @@ CHUNK = 32
 class ExtraRows:
     """K maps [.., H] -> [.., H]: map k makes a row's k-th extra row of its state after layers[k] layers.
 
-    Pseudo row k (from 1) of a row at position p stands at p + k. It sees the columns of that row, itself
-    and the row's extra rows before it; no other row sees it. layers do not decrease (FIRP, section 3.2).
+    Pseudo row k (from 1) of a row at position p stands at p + k. It sees the columns of that row,
+    itself and the row's extra rows before it; no other row sees it. layers do not decrease (FIRP,
+    section 3.2).
     """
 
     layers: tuple[int, ...]
@@ -42,20 +43,23 @@ class ExtraRowStates:
     """The extra rows of one pass over B sequences of n rows, made of `sources` [m] of these: K * m a sequence."""
 
     def __init__(self, rows: ExtraRows, sources: Tensor) -> None:
-        self.rows, self.sources = rows, sources
+        self.rows = rows
+        self.sources = sources
 
     def extend(self, tree_mask: Tensor, depth: Tensor) -> tuple[Tensor, Tensor]:
         """Returns who sees whom [B, n + K m, n + K m] and depths [B, n + K m] of rows and extra rows."""
-        m, steps = len(self.sources), len(self.rows.layers)
-        own = torch.eye(m, dtype=torch.bool, device=tree_mask.device)
-        among = (self.rows.step_mask(tree_mask.device)[:, None, :, None] & own[None, :, None]).view(
-            steps * m, steps * m
-        )
-        below = torch.cat([tree_mask[:, self.sources].repeat(1, steps, 1), among.expand(len(tree_mask), -1, -1)], dim=2)
+        m = len(self.sources)
+        steps = len(self.rows.layers)
+        count = steps * m
+        # An extra row sees the rows of its source, and the source's extra rows up to itself.
+        same_source = torch.eye(m, dtype=torch.bool, device=tree_mask.device)
+        step_mask = self.rows.step_mask(tree_mask.device)
+        among = (step_mask[:, None, :, None] & same_source[None, :, None]).view(count, count)
+        of_sources = tree_mask[:, self.sources].repeat(1, steps, 1)
+        below = torch.cat([of_sources, among.expand(len(tree_mask), -1, -1)], dim=2)
+        above = F.pad(tree_mask, (0, count), value=False)
         depths = [depth[:, self.sources] + k for k in range(1, steps + 1)]
-        return torch.cat([F.pad(tree_mask, (0, steps * m), value=False), below], dim=1), torch.cat(
-            [depth, *depths], dim=1
-        )
+        return torch.cat([above, below], dim=1), torch.cat([depth, *depths], dim=1)
 
     def enter(self, layer: int, x: Tensor) -> Tensor:
         """Returns the states [B, rows, H] before a layer with those that enter there appended."""
@@ -64,7 +68,8 @@ class ExtraRowStates:
 
     def split(self, states: Tensor) -> tuple[Tensor, Tensor]:
         """Splits final states [B, n + K m, H] into the rows' [B, n, H] and the extra rows' [B, m, K, H]."""
-        m, steps = len(self.sources), len(self.rows.layers)
+        m = len(self.sources)
+        steps = len(self.rows.layers)
         rows, extra = states.split([states.shape[1] - steps * m, steps * m], dim=1)
         return rows, extra.unflatten(1, (steps, m)).transpose(1, 2)
 
@@ -82,7 +87,8 @@ class Trace:
 @torch.no_grad()
 def trace(backbone: Backbone, tokens: Tensor) -> Trace:
     """Runs a pass over tokens [B, L] and keeps everything that extra rows need, for training."""
-    cache, name = DynamicCache(), cache_name(type(backbone.model).forward)
+    cache = DynamicCache()
+    name = cache_name(type(backbone.model).forward)
     out = padded_pass(backbone, tokens, use_cache=True, output_hidden_states=True, **{name: cache})
     states = (*out.hidden_states[: backbone.num_layers], out.last_hidden_state)
     return Trace(states, *zip(*((layer.keys, layer.values) for layer in cache.layers), strict=True))
@@ -107,6 +113,7 @@ def extra_row_states(backbone: Backbone, traced: Trace, extra_rows: ExtraRows, r
         steps = x.shape[2]
         if not steps:
             continue
+
         kind = backbone.masks.layer_type(index)
         if kind not in chunks:
             step_mask = extra_rows.step_mask(positions.device)[:steps, :steps]
@@ -130,7 +137,8 @@ _ONE_BY_ONE: WeakKeyDictionary[Backbone, Layers] = WeakKeyDictionary()
 def layers_one_by_one(backbone: Backbone) -> Layers:
     """Returns the parts of a network whose layers may run one by one; raises UserError for any other.
 
-    Some scale their embeddings outside the layers, or give these more than states: a few tokens show it.
+    Some scale their embeddings outside the layers, or give these more than states: a few tokens
+    show it.
     """
     if backbone not in _ONE_BY_ONE:
         try:
@@ -150,7 +158,7 @@ def layers_one_by_one(backbone: Backbone) -> Layers:
 @torch.no_grad()
 def _compare_layers(backbone: Backbone, parts: Layers) -> None:
     """Raises Unsupported unless layers that run one by one give the network's own states of a few tokens."""
-    tokens = torch.arange(PROBE, device=backbone.device)[None] * 37 % backbone.vocab_size
+    tokens = probe_tokens(backbone.vocab_size, device=backbone.device)[None]
     positions = torch.arange(PROBE, device=backbone.device)[None]
     own = padded_pass(backbone, tokens).last_hidden_state
     masks = backbone.masks.causal(PROBE, backbone.device)
@@ -165,7 +173,7 @@ def _compare_layers(backbone: Backbone, parts: Layers) -> None:
         )
     error = difference(parts.base.norm(x)[0].float(), own[0].float())
     if error > (1e-3 if own.dtype == torch.float32 else 0.1):
-        raise Unsupported(f"its states would differ from its own by {error:.2%}")
+        raise Unsupported(f"layers run one by one give states that differ from its own by {error:.2%}")
 
 
 def _by_sequence(rows: Tensor, size: int, length: int) -> tuple[Tensor, Tensor]:
@@ -181,10 +189,12 @@ def _by_sequence(rows: Tensor, size: int, length: int) -> tuple[Tensor, Tensor]:
 def _chunk(backbone: Backbone, kind: str, positions: Tensor, step_mask: Tensor, length: int) -> tuple[int, Tensor]:
     """Returns the real columns that extra rows of positions [B, W] read, and their mask [B, 1, W * steps, columns].
 
-    Each sees the real columns up to its own position, and of its extra rows those of step_mask [steps, steps]. A dense
-    mask over all positions' extra rows would be mostly empty.
+    Each sees the real columns up to its own position, and of its extra rows those of step_mask
+    [steps, steps]. A dense mask over all positions' extra rows would be mostly empty.
     """
-    steps, (size, wide), device = len(step_mask), positions.shape, positions.device
+    steps = len(step_mask)
+    size, wide = positions.shape
+    device = positions.device
     far = torch.arange(1, steps + 1, device=device)
     end = min(int(positions.max()) + 1, length)
     columns = torch.arange(end, device=device)

@@ -25,11 +25,12 @@ class Snapshot:
 class LayerCache(Cache):
     """A cache whose layers may have fewer or narrower key heads than its buffers, or running states.
 
-    states [S, ...]: those of each slot after its own rows. node_states [B, R, ...]: those after each row of the last
-    tree, in the B slots from `first_node_slot` on. A state cannot be cut back as rows can, so a slot is truncated to a
-    snapshot, or begins anew: `reusable` says to which length. by_token: layers with a state must take what follows in
-    a slot token by token. decoded_states: False if states after decoding are not those after a prompt, and so of no
-    use to another prompt.
+    states [S, ...]: those of each slot after its own rows. node_states [B, R, ...]: those after
+    each row of the last tree, in the B slots from `first_node_slot` on. A state cannot be cut back
+    as rows can, so a slot is truncated to a snapshot, or begins again: `reusable` says to which
+    length. by_token: layers with a state must take what follows in a slot token by token.
+    decoded_states: False if states after decoding are not those after a prompt, and so of no use to
+    another prompt.
     """
 
     def __init__(self, layers: int, slots: int = 1, capacity: int = FIRST_ROWS) -> None:
@@ -56,7 +57,9 @@ class LayerCache(Cache):
     def keys_and_values(self, layer: int, slots: slice, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Returns a layer's keys and values [B, KV, C, D] in some slots, wide enough for rows as `key` and `value`."""
         place = self._places.setdefault(layer, len(self._places))
-        heads, dim, value_dim = key.shape[1], key.shape[3], value.shape[3]
+        heads = key.shape[1]
+        dim = key.shape[3]
+        value_dim = value.shape[3]
         self._widen(place + 1, heads, dim, value_dim, value)
         assert self.keys is not None and self.values is not None
         return self.keys[place, slots, :heads, :, :dim], self.values[place, slots, :heads, :, :value_dim]
@@ -67,7 +70,8 @@ class LayerCache(Cache):
             self.layers = max(layers, self.layers)
             self.allocate(heads, dim, like, value_dim)
             return
-        keys, values = self.keys, self.values
+        keys = self.keys
+        values = self.values
         wide = max(heads, keys.shape[2]), max(dim, keys.shape[4]), max(value_dim, values.shape[4])
         if layers <= self.layers and wide == (keys.shape[2], keys.shape[4], values.shape[4]):
             return
@@ -109,7 +113,7 @@ class LayerCache(Cache):
         super().truncate(slot, length)
 
     def _restore(self, slot: int, length: int) -> None:
-        """Sets a slot's states to those after `length` tokens; after none it begins anew."""
+        """Sets a slot's states to the ones after `length` tokens; after none it begins again."""
         if not length:
             return
         latest = self._snapshots[slot][-1:]

@@ -1,4 +1,4 @@
-"""Linear layers of drafters when they draft: over 8-bit weights by the native library on a CPU, else as they are."""
+"""Linear layers of drafters when they draft: with int8 weights in the native library on a CPU, else unchanged."""
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ class PlainLinear(nn.Module):
 
 
 def packed_linear(weight: Tensor, bias: Tensor | None = None) -> nn.Module:
-    """Returns the linear layer of a weight [N, K]. Drafts need not be exact: 8 bits halve what is read of bf16."""
+    """Returns a linear layer for a weight [N, K]: int8 halves the bytes read, and drafts need not be exact."""
     weight = weight.detach()
     if weight.device.type != "cpu" or not native.is_available():
         return PlainLinear(weight, None if bias is None else bias.detach())
@@ -35,7 +35,7 @@ def packed_linear(weight: Tensor, bias: Tensor | None = None) -> nn.Module:
 
 
 def pack_linears(module: nn.Module) -> None:
-    """Replaces every plain nn.Linear in a module by its packed layer, in place, for inference alone."""
+    """Replaces every plain nn.Linear in a module by its packed layer, in place, for inference only."""
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear:

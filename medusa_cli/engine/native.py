@@ -1,10 +1,11 @@
 """The native engine: one call of the library runs all layers for the rows of all slots."""
 
+import itertools
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from ctypes import byref
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import torch
@@ -14,25 +15,22 @@ from torch import Tensor, nn
 from medusa_cli.engine.cache import FIRST_ROWS, Cache
 from medusa_cli.engine.engine import SCRATCH_ROWS, Engine
 from medusa_cli.engine.extra_rows import ExtraRowStates
-from medusa_cli.engine.native_model import NativeModel
+from medusa_cli.engine.native_model import NativeModel, padded
 from medusa_cli.engine.plan import Output, Plan
 from medusa_cli.model.backbone import Backbone
 from medusa_cli.native import PackedMatrix, instructions, library
 from medusa_cli.native.library import TILE, UNIT, CacheBuffers, Step
 
-# A float whose bytes the cache keeps.
-FLOAT = 4
-
-
-def padded(size: int, multiple: int) -> int:
-    """Returns the next multiple of a number from `size` on."""
-    return -(-size // multiple) * multiple
+FLOAT_BYTES = 4
+# Rows of logits whose buffer is made at first.
+FIRST_LOGITS = 16
 
 
 class NativeEngine(Engine):
     """Runs a model in the library's structures; states are fp32.
 
-    A row's bits depend neither on the rows beside it nor on the number of threads.
+    A row's bits depend neither on the other rows of a pass nor on the number of threads.
+    int8_rows: states are rounded to 8 bits before a matmul with quantized weights.
     """
 
     name = "native"
@@ -40,28 +38,32 @@ class NativeEngine(Engine):
 
     def __init__(self, backbone: Backbone, model: NativeModel, int8_rows: bool, quantize: str | None = None) -> None:
         super().__init__(backbone)
-        self.model, self.int8_rows, self.quantize = model, int8_rows, quantize
+        self.model = model
+        self.int8_rows = int8_rows
+        self.quantize = quantize
         self.dtype = torch.float32
         self.sizes = model.description.sizes
+        # Numbers of a row in the library's buffers of states.
         self.stride = padded(self.sizes["hidden"], UNIT)
         self.head = NativeLinear(model.head)
-        embedding = model.embedding.nbytes if model.embedding is not model.head else 0
-        self.weight_bytes = model.packed.nbytes - embedding
+        # A step looks a few rows of the embedding up.
+        looked_up = model.embedding.nbytes if model.embedding is not model.head else 0
+        self.weight_bytes = model.packed.nbytes - looked_up
         self._logits: NDArray[np.float32] | None = None
 
     @property
     def title(self) -> str:
-        """Returns the engine, its weights and rows, and its instructions in words."""
-        counts: dict[str, int] = {}
+        """Returns the engine in words: its weights' formats, the largest part first, its rows and instructions."""
+        bytes_of: Counter[str] = Counter()
         for matrix in self.model.packed.matrices.values():
-            counts[matrix.format.name] = counts.get(matrix.format.name, 0) + matrix.nbytes
-        kinds = ", ".join(sorted(counts, key=lambda name: -counts[name]))
+            bytes_of[matrix.format.name] += matrix.nbytes
+        kinds = ", ".join(name for name, _ in bytes_of.most_common())
         rows = "int8" if self.int8_rows else "fp32"
         return f"native engine ({kinds} weights, {rows} rows, {instructions()[0]})"
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Holds torch to one thread: its idle threads spin on the processors that the library's want."""
+        """Limits torch to one thread: its idle threads would spin on the processors that the library needs."""
         count = torch.get_num_threads()
         if count == 1:
             yield
@@ -82,65 +84,63 @@ class NativeEngine(Engine):
     @property
     def row_bytes(self) -> int:
         dim = self.sizes["dim"]
-        return FLOAT * self.sizes["layers"] * self.sizes["kv"] * (dim + padded(dim, TILE))
+        return FLOAT_BYTES * self.sizes["layers"] * self.sizes["kv"] * (dim + padded(dim, TILE))
 
-    @torch.inference_mode()
-    def forward(self, plan: Plan, cache: Cache) -> Output:
+    def run_pass(self, plan: Plan, cache: Cache) -> Output:
         assert isinstance(cache, NativeCache)
-        chain, rows = plan.tree_mask is None, plan.tokens.shape[1]
-        if chain and rows > self.prefill_rows:
-            return self._in_pieces(plan, cache)
-        depth, seen = _rows_of(plan, rows)
+        rows = plan.tokens.shape[1]
+        depth, mask = _depth_and_mask(plan)
         extra_rows = None
         if plan.extra_rows is not None:
-            sources = torch.arange(rows)
-            extra_rows = ExtraRowStates(plan.extra_rows, sources[-1:] if chain else sources)
-            seen, depth = extra_rows.extend(seen, depth)
-        final, tapped = self._run(plan, cache, depth, seen, extra_rows)
-        if chain:
-            for slot in range(plan.first, plan.first + len(plan.tokens)):
-                cache.lengths[slot] += rows
-        hidden = self.sizes["hidden"]
-        states = [tapped[tap] for tap in plan.taps]
-        states = [x[..., :hidden] for x in states]
-        result = states[0] if len(states) == 1 else torch.cat(states, dim=-1)
+            every = torch.arange(rows)
+            extra_rows = ExtraRowStates(plan.extra_rows, every[-1:] if plan.is_chain else every)
+            mask, depth = extra_rows.extend(mask, depth)
+
+        final, by_tap = self._states(plan, cache, depth, mask, extra_rows)
+        tapped = [by_tap[tap][..., : self.sizes["hidden"]] for tap in plan.taps]
+        hidden = tapped[0] if len(tapped) == 1 else torch.cat(tapped, dim=-1)
         extra = None
         if extra_rows is not None:
-            result, extra = extra_rows.split(result)
+            hidden, extra = extra_rows.split(hidden)
             final = final[:, :rows]
         if plan.logits == "none":
-            return Output(None, result, extra)
-        wanted = final if plan.logits == "all" else final[:, -1:]
-        logits, best = self._scores(wanted)
-        return Output(logits, result, extra, best)
+            return Output(None, hidden, extra)
+        logits, best = self._scores(final if plan.logits == "all" else final[:, -1:])
+        return Output(logits, hidden, extra, best)
 
-    def _run(
-        self, plan: Plan, cache: "NativeCache", depth: Tensor, seen: Tensor, extra_rows: ExtraRowStates | None
+    def _states(
+        self, plan: Plan, cache: "NativeCache", depth: Tensor, mask: Tensor, extra_rows: ExtraRowStates | None
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """Returns final states [B, R, stride] and the tapped ones; extra rows enter on the way."""
-        slots, all_rows = len(plan.tokens), depth.shape[1]
-        lengths = np.array(cache.lengths[plan.first : plan.first + slots], np.int64)
-        cache.reserve(int(lengths.max()) + all_rows)
+        """Runs all layers over rows of a depth [B or 1, R], which see each other by a mask [B or 1, R, R].
+
+        Returns the final states [B, R, stride] and the tapped ones; extra rows enter on the way.
+        """
+        lengths = np.array(cache.lengths[plan.first : plan.first + len(plan.tokens)], np.int64)
+        cache.reserve(int(lengths.max()) + depth.shape[1])
         context = self.backbone.max_positions
         positions = np.minimum(lengths[:, None] + depth.numpy(), context - 1).astype(np.int32)
         self.model.reserve(min(context, int(positions.max()) + 1))
-        visible = np.ascontiguousarray(seen.numpy(), np.uint8)
+        visible = np.ascontiguousarray(mask.numpy(), np.uint8)
+
         x = self._embed(plan.tokens)
         last = self.sizes["layers"]
         entries = extra_rows.rows.layers if extra_rows is not None else ()
         cuts = sorted({0, last, *entries})
         # As in the network's own list of states, the last layer's are those after the last norm.
         taps = sorted(set(plan.taps) - {-1, last - 1})
-        tapped: dict[int, Tensor] = {}
-        for first, end in zip(cuts, cuts[1:], strict=False):
+        by_tap: dict[int, Tensor] = {}
+        for first, end in itertools.pairwise(cuts):
             if extra_rows is not None and first in entries:
-                entered = extra_rows.enter(first, x[..., : self.sizes["hidden"]])
-                x = torch.nn.functional.pad(entered, (0, self.stride - self.sizes["hidden"])).contiguous()
-            own = [tap for tap in taps if first <= tap < end]
-            states = self._run_layers(x, cache, plan.first, lengths, positions, visible, first, end, own)
-            tapped |= dict(zip(own, states, strict=True))
-        tapped[-1] = tapped[last - 1] = x
-        return x, tapped
+                x = self._padded(extra_rows.enter(first, x[..., : self.sizes["hidden"]]))
+            here = [tap for tap in taps if first <= tap < end]
+            states = self._run_layers(x, cache, plan.first, lengths, positions, visible, first, end, here)
+            by_tap |= zip(here, states, strict=True)
+        by_tap[-1] = by_tap[last - 1] = x
+        return x, by_tap
+
+    def _padded(self, states: Tensor) -> Tensor:
+        """Returns states [.., H] with zeros up to the library's stride."""
+        return nn.functional.pad(states, (0, self.stride - self.sizes["hidden"])).contiguous()
 
     def _run_layers(
         self,
@@ -154,9 +154,13 @@ class NativeEngine(Engine):
         end: int,
         taps: Sequence[int],
     ) -> Sequence[Tensor]:
-        """Runs layers first .. end - 1 on states x [B, R, stride] in place; returns those after the tapped layers."""
+        """Runs layers first .. end - 1 on states x [B, R, stride] in place; returns those after the tapped layers.
+
+        Slots from `first_slot` on hold `lengths` [B] rows. positions [B, n] and seen [B or 1, n, n]
+        are of n rows, of which R have entered.
+        """
         slots, rows, stride = x.shape
-        own = np.ascontiguousarray(positions[:, :rows])
+        own_positions = np.ascontiguousarray(positions[:, :rows])
         layers = np.array(taps, np.int64)
         tapped = torch.empty(len(taps), slots, rows, stride)
         step = Step(
@@ -164,7 +168,7 @@ class NativeEngine(Engine):
             slots=slots,
             rows=rows,
             lengths=lengths.ctypes.data,
-            positions=own.ctypes.data,
+            positions=own_positions.ctypes.data,
             seen=seen.ctypes.data,
             seen_slot=0 if len(seen) == 1 else seen.shape[1] * seen.shape[2],
             seen_row=seen.shape[2],
@@ -191,15 +195,21 @@ class NativeEngine(Engine):
         return x
 
     def _scores(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns logits [B, n, V] and the best tokens [B, n]; a step's logits are overwritten by the next."""
-        head, states = self.model.head, states.contiguous()
+        """Returns the logits [B, n, V] and best tokens [B, n] of states [B, n, stride].
+
+        The logits of few rows lie in a buffer that the next pass overwrites.
+        """
+        head = self.model.head
+        states = states.contiguous()
         slots, rows, stride = states.shape
-        count, wide = slots * rows, padded(head.shape[0], TILE)
+        count = slots * rows
+        wide = padded(head.shape[0], TILE)
         out = self._logits
         if out is None or len(out) < count:
-            out = np.empty((max(count, 16), wide), np.float32)
-            # Those of a prompt's pieces are joined later.
-            self._logits = out if count <= SCRATCH_ROWS else self._logits
+            out = np.empty((max(count, FIRST_LOGITS), wide), np.float32)
+            if count <= SCRATCH_ROWS:  # more belong to a prompt's pieces, which are joined later
+                self._logits = out
+
         best = np.empty((slots, rows), np.int32)
         code = library().logits(
             byref(head.struct), states.data_ptr(), count, stride, out.ctypes.data, wide, best.ctypes.data
@@ -211,35 +221,31 @@ class NativeEngine(Engine):
     @torch.inference_mode()
     def states_at(self, tokens: Tensor, first: int) -> Tensor:
         """Returns the final states [n, H] of tokens [n] at the positions from `first` on, for a comparison."""
-        cache, count = self.new_cache(), len(tokens)
+        count = len(tokens)
+        cache = self.new_cache()
         cache.reserve(count)
         self.model.reserve(first + count)
+
         x = self._embed(tokens[None])
+        lengths = np.zeros(1, np.int64)
         positions = first + np.arange(count, dtype=np.int32)[None]
         seen = np.tril(np.ones((1, count, count), np.uint8))
-        self._run_layers(x, cache, 0, np.zeros(1, np.int64), positions, seen, 0, self.sizes["layers"], ())
+        self._run_layers(x, cache, 0, lengths, positions, seen, 0, self.sizes["layers"], ())
         return x[0, :, : self.sizes["hidden"]]
 
     def logits_of(self, states: Tensor) -> Tensor:
         """Returns the logits [n, V] of final states [n, H]."""
-        padding = self.stride - self.sizes["hidden"]
-        return self._scores(torch.nn.functional.pad(states[None], (0, padding)))[0][0]
-
-    def lm_head(self, states: Tensor) -> Tensor:
-        scores: Tensor = self.head(states)
-        return scores
-
-    def run(self, *_: Any) -> Any:
-        raise NotImplementedError("the native engine runs plans, not layouts")
+        logits, _ = self._scores(self._padded(states[None]))
+        return logits[0]
 
 
-def _rows_of(plan: Plan, rows: int) -> tuple[Tensor, Tensor]:
-    """Returns depth [B or 1, n] and what rows see of each other [B or 1, n, n]."""
+def _depth_and_mask(plan: Plan) -> tuple[Tensor, Tensor]:
+    """Returns the depth [B or 1, n] of a plan's rows, and which of them see each other [B or 1, n, n]."""
     if plan.depth is None or plan.tree_mask is None:
-        return _chain(rows)
+        return _chain(plan.tokens.shape[1])
     depth = plan.depth if plan.depth.dim() == 2 else plan.depth[None]
-    seen = plan.tree_mask if plan.tree_mask.dim() == 3 else plan.tree_mask[None]
-    return depth, seen
+    mask = plan.tree_mask if plan.tree_mask.dim() == 3 else plan.tree_mask[None]
+    return depth, mask
 
 
 @lru_cache(maxsize=4)
@@ -257,7 +263,8 @@ class NativeCache(Cache):
 
     def _make(self, capacity: int) -> None:
         sizes = self.model.description.sizes
-        kv, dim = sizes["kv"], sizes["dim"]
+        kv = sizes["kv"]
+        dim = sizes["dim"]
         shape = self.layers, self.slots, kv
         self.keys = torch.zeros(*shape, capacity // TILE, dim, TILE)
         self.values = torch.zeros(*shape, capacity, padded(dim, TILE))
@@ -272,7 +279,9 @@ class NativeCache(Cache):
     def reserve(self, rows: int) -> None:
         if rows <= self.capacity:
             return
-        keys, values, used = self.keys, self.values, padded(max(self.lengths), TILE)
+        keys = self.keys
+        values = self.values
+        used = padded(max(self.lengths), TILE)
         assert keys is not None and values is not None
         self._make(self.grown(rows))
         assert self.keys is not None and self.values is not None
@@ -283,7 +292,8 @@ class NativeCache(Cache):
         length = self.lengths[slot]
         if path[-1] != len(path) - 1:
             rows = np.array(path, np.int64)
-            model, buffers = byref(self.model.struct), byref(self.buffers)
+            model = byref(self.model.struct)
+            buffers = byref(self.buffers)
             code = library().keep(model, buffers, slot, length, rows.ctypes.data, len(rows))
             assert code == 0
         self.lengths[slot] = length + len(path)
@@ -300,7 +310,7 @@ class NativeCache(Cache):
 
 
 class NativeLinear(nn.Module):
-    """A linear layer over a packed matrix, for inference alone."""
+    """A linear layer over a packed matrix, for inference only."""
 
     def __init__(self, matrix: PackedMatrix) -> None:
         super().__init__()
@@ -319,14 +329,16 @@ class NativeLinear(nn.Module):
         return y[:, : self.out_features].view(*x.shape[:-1], self.out_features)
 
 
-class LookUp(nn.Module):
-    """Embeds tokens by a packed matrix, as the embedding of a network whose weights the engine alone holds."""
+class NativeEmbedding(nn.Module):
+    """Embeds tokens by a packed matrix, for a network whose weights only the engine holds."""
 
     def __init__(self, model: NativeModel) -> None:
         super().__init__()
-        self.matrix, self.scale = model.embedding, model.struct.embedding_scale
+        self.matrix = model.embedding
+        self.scale = model.struct.embedding_scale
         self.hidden = model.description.sizes["hidden"]
-        # The vocabulary's size, number type and device, for those that ask.
+        # Has the vocabulary's size, the number type and the device, for code that asks the weight
+        # for them.
         self.weight = torch.empty(model.description.sizes["vocab"], 0)
 
     def forward(self, tokens: Tensor) -> Tensor:

@@ -15,13 +15,13 @@ from medusa_cli.model.attention import FULL, Masks, additive
 
 @dataclass(frozen=True)
 class Plan:
-    """One pass over tokens [B, n] in the B slots of a cache from `first` on, each after its slot's own rows.
+    """Describes a pass over tokens [B, n] in the B slots of a cache from `first` on.
 
-    Row i stands at its slot's length + depth[.., i] and sees all rows of the slot and, of this pass,
-    tree_mask[.., i, :]. depth is [n] or [B, n], tree_mask bool [n, n] or [B, n, n]; both None for a chain. taps: the
-    layers whose outputs are wanted; -1 is the final state after the last norm. logits: of "all" rows, the "last" one,
-    or "none". extra_rows: FIRP's rows beside every row, or a chain's last, which leave nothing in the cache; the tap is
-    -1 then.
+    Row i stands at its slot's length + depth[.., i]. It sees all rows of the slot and, of this pass,
+    tree_mask[.., i, :]. depth is [n] or [B, n], tree_mask bool [n, n] or [B, n, n]; both None for a
+    chain. taps: the layers whose outputs are wanted; -1 is the final state after the last norm.
+    logits: of "all" rows, the "last" one, or "none". extra_rows: FIRP's rows of every row, or of a
+    chain's last one; they leave nothing in the cache, and the tap is -1 then.
     """
 
     tokens: Tensor
@@ -31,6 +31,11 @@ class Plan:
     taps: tuple[int, ...] = (-1,)
     logits: str = "all"
     extra_rows: ExtraRows | None = None
+
+    @property
+    def is_chain(self) -> bool:
+        """Returns True for a pass without a tree."""
+        return self.tree_mask is None
 
     @classmethod
     def chain(
@@ -48,10 +53,10 @@ class Plan:
 
 @dataclass(frozen=True)
 class Output:
-    """fp32 logits [B, n, V] (or [B, 1, V], or None) and the tapped hidden states [B, n, H * taps] of one pass.
+    """Holds a pass's fp32 logits [B, n, V] (or [B, 1, V], or None) and tapped hidden states [B, n, H * taps].
 
-    extra: the final states [B, n, K, H] (of a chain [B, 1, K, H]) of extra rows. best: the likeliest tokens [B, n],
-    where the engine finds them on the way.
+    extra: the final states [B, n, K, H] (of a chain [B, 1, K, H]) of extra rows. best: the
+    likeliest tokens [B, n], where the engine finds them on the way.
     """
 
     logits: Tensor | None
@@ -62,13 +67,14 @@ class Output:
 
 @dataclass(frozen=True)
 class Layout:
-    """One pass as layers see it: R rows of each of B slots from `first` on, extra rows last.
+    """Describes a pass for layers: R rows of each of B slots from `first` on, extra rows last.
 
-    positions [B or 1, R]; masks by kind of layer, additive [B, R, L] over a slot's first L columns, empty for a chain
-    that begins a slot (where each row sees those before it); start: the slot's
-    length, if B is 1 and the host knows it; columns [B, R]: where rows are written. lengths [B]: those of the slots,
-    where attention reads no column behind them; the mask of full attention is then [B, R, R], among the rows. tree:
-    depth [B or 1, n] and mask [B or 1, n, n] of a tree's rows, None for a chain.
+    positions [B or 1, R]; masks by kind of layer, additive [B, R, L] over a slot's first L columns,
+    empty for a chain that begins a slot (where each row sees those before it); start: the slot's
+    length, if B is 1 and the host knows it; columns [B, R]: where rows are written. lengths [B]:
+    those of the slots, where attention reads no column behind them; the mask of full attention is
+    then [B, R, R], among the rows. tree: depth [B or 1, n] and mask [B or 1, n, n] of a tree's
+    rows, None for a chain.
     """
 
     first: int
@@ -90,21 +96,27 @@ def lay_out(plan: Plan, cache: Cache, masks: Masks, context: int, device: torch.
     """
     every = torch.arange(plan.tokens.shape[1], device=device)
     if plan.depth is None or plan.tree_mask is None:
-        depth, tree_mask = every[None], (every[:, None] >= every)[None]
+        depth = every[None]
+        tree_mask = (every[:, None] >= every)[None]
     else:
-        depth, tree_mask = plan.depth.to(device), plan.tree_mask.to(device)
+        depth = plan.depth.to(device)
+        tree_mask = plan.tree_mask.to(device)
         depth = depth if depth.dim() == 2 else depth[None]
         tree_mask = tree_mask if tree_mask.dim() == 3 else tree_mask[None]
-    tree = None if plan.tree_mask is None else (depth, tree_mask)
+    tree = None if plan.is_chain else (depth, tree_mask)
+
     extra_rows = None
     if plan.extra_rows is not None:
-        extra_rows = ExtraRowStates(plan.extra_rows, every[-1:] if plan.tree_mask is None else every)
+        extra_rows = ExtraRowStates(plan.extra_rows, every[-1:] if plan.is_chain else every)
         tree_mask, depth = extra_rows.extend(tree_mask, depth)
-    size, rows = len(plan.tokens), depth.shape[1]
+
+    size = len(plan.tokens)
+    rows = depth.shape[1]
     lengths = cache.lengths[plan.first : plan.first + size]
     end = max(lengths) + rows
     cache.reserve(end)
-    if plan.tree_mask is None and lengths == [0] and extra_rows is None and device.type != "cpu":
+
+    if plan.is_chain and lengths == [0] and extra_rows is None and device.type != "cpu":
         # A GPU's fastest kernel takes no mask.
         return Layout(plan.first, 1, depth, masks.causal(rows, device), 0, every[None], rows)
     layout = lay_out_at(upload(lengths, device), tree_mask, depth, masks, context, plan.first, end, extra_rows)
@@ -124,11 +136,14 @@ def lay_out_at(
 ) -> Layout:
     """Returns the layout of rows with tree_mask [B or 1, R, R] and depth [B or 1, R] behind lengths [B].
 
-    by_length: attention reads no column behind the lengths. It reads no value of a tensor, so it can be captured in a
-    CUDA graph.
+    by_length: attention reads no column behind the lengths. It reads no value of a tensor, so it
+    can be captured in a CUDA graph.
     """
-    size, rows = len(lengths), depth.shape[1]
-    positions, by_kind = lengths[:, None] + depth, dict[str, Tensor]()
+    size = len(lengths)
+    rows = depth.shape[1]
+    positions = lengths[:, None] + depth
+    by_kind = dict[str, Tensor]()
+
     if not by_length or masks.kinds != [FULL]:
         column = torch.arange(wide, device=lengths.device).expand(size, -1)
         if masks.kinds != [FULL]:  # windows count positions
@@ -137,6 +152,7 @@ def lay_out_at(
         by_kind = masks.additive(visible_behind(lengths, tree_mask, wide), positions, column[:, None])
     if by_length:
         by_kind[FULL] = additive(tree_mask.expand(size, -1, -1), masks.dtype)
+
     columns = lengths[:, None] + torch.arange(rows, device=lengths.device)
     positions = positions.clamp(max=context - 1)
     read = lengths if by_length else None

@@ -17,7 +17,7 @@ from medusa_cli.errors import UserError
 from medusa_cli.native import cpu_count, instructions, is_available
 from medusa_cli.runs.io import read_object, write_json
 
-# Seconds by size (rows, nodes, levels), and those by name of what was timed.
+# Seconds by size (rows, nodes, levels), by the name of the work.
 Curve = Mapping[Annotated[int, Meta(ge=1, le=1024)], Annotated[float, Meta(gt=0, lt=1e4)]]
 T = TypeVar("T")
 # The fields of a config that a step's time depends on; some families lack some.
@@ -29,9 +29,11 @@ SHAPE = (
     "num_hidden_layers",
     "vocab_size",
 )
-# A timing thread computes or spins all the while. If it ran for a smaller share of the time, the machine was busy, and
-# it is timed again after so many seconds: not at each start, which takes longest on a busy machine.
-UNDISTURBED, RETRY_AFTER = 0.8, 3600
+# A timing thread computes or spins all the while. If it ran for a smaller share of the time, the
+# machine was busy, and it is timed again after so many seconds: not at each start, which takes
+# longest on a busy machine.
+UNDISTURBED = 0.8
+RETRY_AFTER = 3600
 # Bytes copied to measure the memory's bandwidth.
 COPIED_BYTES = 256 * 2**20
 # Its first line names NVIDIA's driver.
@@ -74,12 +76,12 @@ def read_timings(key: str, kind: type[T]) -> T | None:
         kept = _read_file().get(key)
         return None if kept is None else msgspec.convert(kept, kind, str_keys=True)
     except (UserError, ValueError, OverflowError) as reason:
-        log.warning("%s cannot be used; timings are measured anew (%s)", timings_file(), str(reason).split(";")[0])
+        log.warning("%s cannot be used; timings are measured again (%s)", timings_file(), str(reason).split(";")[0])
         return None
 
 
 def keep_timings(key: str, timings: Any) -> None:
-    """Keeps a record of timings beside other keys'; without a writable file they are measured again next time."""
+    """Keeps the timings of a key in the file; without a writable file they are measured again next time."""
     kept: dict[str, Any] = {}
     with suppress(UserError):  # a damaged file is replaced
         kept = _read_file()
@@ -91,7 +93,8 @@ def keep_timings(key: str, timings: Any) -> None:
 
 def watched(measure: Callable[[], T]) -> tuple[T, float | None]:
     """Returns a measurement, and the time if other programs took much of the processor meanwhile, else None."""
-    wall, own = time.perf_counter(), time.thread_time()
+    wall = time.perf_counter()
+    own = time.thread_time()
     measurement = measure()
     busy = time.thread_time() - own < UNDISTURBED * (time.perf_counter() - wall)
     return measurement, time.time() if busy else None
@@ -114,10 +117,11 @@ def machine_key(config: Any) -> str:
 
 
 def device_name(device: torch.device) -> str:
-    """Returns a device's name for keys of timings; that of a GPU says its kind, its memory and its driver."""
+    """Returns a device's name for keys of timings: of a GPU its kind, its memory and its driver."""
     if device.type != "cuda":
         return str(device)
-    facts, driver = torch.cuda.get_device_properties(device), ""
+    facts = torch.cuda.get_device_properties(device)
+    driver = ""
     with suppress(OSError):
         driver = DRIVER.read_text().partition("\n")[0]
     return f"{facts.name}, {facts.total_memory >> 20} MiB, {driver}, CUDA {torch.version.cuda}"

@@ -1,7 +1,7 @@
 """The torch engine for GPUs: a decoder's layers written out over joined matrices, with few operations between them.
 
-Known parts: RMS norms, rotary self-attention with optional norms on queries and keys, a gated MLP, and Gemma's norms
-after attention and MLP. Any other layer is `Unsupported`.
+Known parts: RMS norms, rotary self-attention with optional norms on queries and keys, a gated MLP,
+and Gemma's norms after attention and MLP. Any other layer is `Unsupported`.
 """
 
 import itertools
@@ -14,14 +14,15 @@ from torch.nn import functional as F
 
 from medusa_cli.engine.attention import behind, columns_read, fused, reads_by_length
 from medusa_cli.engine.cache import Cache
-from medusa_cli.engine.engine import Engine
+from medusa_cli.engine.engine import LayoutEngine
 from medusa_cli.engine.plan import Layout, Plan
 from medusa_cli.model.attention import Masks
 from medusa_cli.model.backbone import Backbone, Layers, Unsupported, padded_pass
-from medusa_cli.model.checks import FAULTS
+from medusa_cli.model.checks import FAULTS, probe_tokens
 
-# Tokens of the passes that compare the layers with the network, at the first positions and at the last.
-PROBE = 12
+# Tokens of the passes that compare the layers with the network, at the first positions and at the
+# last.
+TOKENS = 12
 # The allowed difference of states from the network's own, relative to their size, by their type.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
 
@@ -49,7 +50,7 @@ def norm_of(module: Any) -> Norm:
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     weight = getattr(module, "weight", None)
     if eps is None or weight is None or weight.dim() != 1:
-        raise Unsupported(f"{type(module).__name__} is no RMS norm")
+        raise Unsupported(f"{type(module).__name__} is not an RMS norm")
     probe = torch.linspace(-2, 3, 2 * weight.numel(), dtype=weight.dtype, device=weight.device).view(2, -1)
     expected = module(probe).float()
     for gain in (weight.detach().float(), 1 + weight.detach().float()):
@@ -88,16 +89,18 @@ class TorchLayer(nn.Module):
 
     def __init__(self, layer: Any, config: Any, kind: int, table: int) -> None:
         super().__init__()
-        attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
-        if not all(hasattr(attention, name) for name in ("q_proj", "k_proj", "v_proj", "o_proj", "scaling")) or not all(
-            hasattr(mlp, name) for name in ("gate_proj", "up_proj", "down_proj", "act_fn")
-        ):
+        attention = getattr(layer, "self_attn", None)
+        mlp = getattr(layer, "mlp", None)
+        is_attention = all(hasattr(attention, name) for name in ("q_proj", "k_proj", "v_proj", "o_proj", "scaling"))
+        is_gated = all(hasattr(mlp, name) for name in ("gate_proj", "up_proj", "down_proj", "act_fn"))
+        if not (is_attention and is_gated):
             raise Unsupported("its layers are not self-attention and a gated MLP")
         assert attention is not None and mlp is not None
         after = hasattr(layer, "post_feedforward_layernorm")
         if after != hasattr(layer, "pre_feedforward_layernorm"):
             raise Unsupported("its norms are placed in a way not known here")
-        self.kind, self.table = kind, table
+        self.kind = kind
+        self.table = table
         self.dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.heads: int = config.num_attention_heads
         self.kv: int = config.num_key_value_heads
@@ -134,7 +137,7 @@ class TorchLayer(nn.Module):
         return x + (y if self.down_norm is None else self.down_norm(y))
 
 
-class TorchEngine(Engine):
+class TorchEngine(LayoutEngine):
     """Runs the layers of a transformers decoder; raises Unsupported if it does not know their parts.
 
     The network's own linear layers are freed one by one as they are joined.
@@ -144,7 +147,8 @@ class TorchEngine(Engine):
 
     def __init__(self, backbone: Backbone) -> None:
         super().__init__(backbone)
-        model, config = backbone.model, backbone.config
+        model = backbone.model
+        config = backbone.config
         self.dtype = backbone.embedding.weight.dtype
         self.masks = Masks(config, self.dtype)
         self.captures = None if backbone.device.type == "cuda" else False
@@ -153,20 +157,21 @@ class TorchEngine(Engine):
         try:
             self._parts = Layers(model)
             self._tables = sorted(set(self._parts.kinds))
-            probe = torch.arange(PROBE, device=backbone.device) * 37 % backbone.vocab_size
-            firsts = (0, max(0, backbone.max_positions - PROBE))
-            expected = {first: self._expected(probe, first) for first in firsts}
+            tokens = probe_tokens(backbone.vocab_size, TOKENS, backbone.device)
+            firsts = (0, max(0, backbone.max_positions - TOKENS))
+            expected = {first: self._expected(tokens, first) for first in firsts}
             self.layers = [self._join(index, layer) for index, layer in enumerate(self._parts.layers)]
         except torch.OutOfMemoryError:
             raise
         except FAULTS as reason:
             raise Unsupported(str(reason)) from reason
         self.head = model.get_output_embeddings()
-        self.dim, self.norm = self.layers[0].dim, norm_of(self._parts.base.norm)
+        self.dim = self.layers[0].dim
+        self.norm = norm_of(self._parts.base.norm)
         self.by_length = reads_by_length(backbone.device, self.dtype, self.kv * self.groups, self.kv, self.dim)
         self.weight_bytes = sum(layer.nbytes for layer in self.layers) + backbone.lm_head_weight.nbytes
         self._rotary: dict[int, tuple[Tensor, Tensor]] = {}
-        self._check(probe, expected)
+        self._check(tokens, expected)
 
     def _join(self, index: int, layer: nn.Module) -> TorchLayer:
         kind = self.masks.kinds.index(self.masks.layer_type(index))
@@ -181,14 +186,14 @@ class TorchEngine(Engine):
         return states.float()
 
     @torch.inference_mode()
-    def _check(self, probe: Tensor, expected: dict[int, Tensor]) -> None:
+    def _check(self, tokens: Tensor, expected: dict[int, Tensor]) -> None:
         """Raises Unsupported unless states of a few tokens, by their first position, are the network's own."""
         for first, states in expected.items():
-            # Tables of these positions alone take the place of the first ones.
-            positions = first + torch.arange(PROBE, device=probe.device)
+            # Tables of only these positions take the place of the first ones.
+            positions = first + torch.arange(TOKENS, device=tokens.device)
             positions = positions.clamp(max=self.backbone.max_positions - 1)
             self._rotary = {table: self._table(table, positions) for table in range(len(self._tables))}
-            ours = self.forward(Plan.chain(probe, logits="none"), self.new_cache()).hidden.float()
+            ours = self.forward(Plan.chain(tokens, logits="none"), self.new_cache()).hidden.float()
             error = float((ours - states).norm() / states.norm())
             if not error <= TOLERANCE[self.dtype]:
                 raise Unsupported(f"its states differ from the network's own by {error:.2%} from position {first:,} on")
@@ -198,7 +203,8 @@ class TorchEngine(Engine):
         x = self._parts.base.embed_tokens(tokens).to(self.dtype)  # [B, R, H]
         if cache.keys is None:
             cache.allocate(self.kv, self.dim, x)
-        extra_rows, last = layout.extra_rows, len(self.layers)
+        extra_rows = layout.extra_rows
+        last = len(self.layers)
         cuts = {0, last, *(tap + 1 for tap in taps if tap >= 0), *(extra_rows.rows.layers if extra_rows else ())}
         tapped: dict[int, Tensor] = {}
         inputs: tuple[Any, ...] = ()
@@ -228,8 +234,8 @@ class TorchEngine(Engine):
     ) -> Tensor:
         """Returns the states [B, R, H] after layers first .. end - 1, and after the last layer its norm.
 
-        masks by kind of layer; reads: of `columns_read`, or none; cos, sin by table; columns [B, R]: where each slot
-        gets its rows.
+        masks by kind of layer; reads: of `columns_read`, or none; cos, sin by table; columns [B,
+        R]: where each slot gets its rows.
         """
         assert cache.keys is not None and cache.values is not None
         shape = x.shape

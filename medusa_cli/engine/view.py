@@ -32,19 +32,22 @@ def following(modules: Sequence[Any], view: "View") -> Iterator[None]:
 class View(TransformersCache):
     """The slots of one pass as transformers' layers see them.
 
-    A module with a running state takes a tree level by level. The nodes of a level are a batch of sequences with one
-    new token each, which go on from their parents' states. So a node takes the way of plain decoding.
+    A module with a running state takes a tree level by level. The nodes of a level are a batch of
+    sequences with one new token each, which go on from their parents' states. So a node takes the
+    way of plain decoding.
     """
 
     def __init__(self, cache: LayerCache, layout: Layout, layers: int) -> None:
         super().__init__(layers=[_ViewLayer(cache, layout, index) for index in range(layers)])
-        self._cache, self._layout = cache, layout
+        self._cache = cache
+        self._layout = layout
         self._slots = slice(layout.first, layout.first + layout.size)
-        self._now: dict[StateKey, Tensor] = {}  # what the running module reads and writes
-        cache.node_states, cache.first_node_slot = {}, layout.first
+        self._now: dict[StateKey, Tensor] = {}  # states that the running module reads and writes
+        cache.node_states = {}
+        cache.first_node_slot = layout.first
 
     def follow(self, layer: int, forward: Callable[..., Any], hidden_states: Tensor, *args: Any, **options: Any) -> Any:
-        """Returns what a module makes of states [B, R, H]; `args`, `options`: its other arguments."""
+        """Returns a module's output for states [B, R, H]; `args`, `options`: its other arguments."""
         known = {key: states for key, states in self._cache.states.items() if key[0] == layer}
         run = partial(self._follow_chain if self._layout.tree is None else self._follow_tree, known)
         return run(lambda rows: forward(rows, *args, **options), hidden_states)
@@ -152,13 +155,15 @@ def _by_node(outs: list[Any], places: Sequence[tuple[Tensor, Tensor]], shape: Se
 
 
 class _ViewLayer(CacheLayerMixin):
-    """One layer's keys and values; see CacheLayerMixin for what its methods mean."""
+    """One layer's keys and values; see CacheLayerMixin for its methods."""
 
     is_sliding = False
 
     def __init__(self, cache: LayerCache, layout: Layout, index: int) -> None:
         super().__init__()
-        self._cache, self._layout, self._index = cache, layout, index
+        self._cache = cache
+        self._layout = layout
+        self._index = index
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.is_initialized = True

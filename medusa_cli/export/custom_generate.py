@@ -3,9 +3,10 @@
     model = AutoModelForCausalLM.from_pretrained(FOLDER)
     model.generate(**inputs, custom_generate=FOLDER, trust_remote_code=True)
 
-A small drafter proposes a tree of tokens, and matches of earlier text propose more. One pass of the model verifies all
-of them and accepts those that it chooses itself. transformers copies this file away from the weights: they are found by
-the folder or hub id that the model was loaded from, or by `drafter=FOLDER`.
+A small drafter proposes a tree of tokens, and matches of earlier text propose more. One pass of the
+model verifies all of them and accepts those that it chooses itself. transformers copies this file
+away from the weights: they are found by the folder or hub id that the model was loaded from, or by
+`drafter=FOLDER`.
 """
 
 import json
@@ -37,8 +38,11 @@ from medusa_cli.tree.tree import Draft, Tree
 
 # FIRP is not among them: its extra rows go through the model's layers.
 KINDS: dict[str, type[HeadDrafter]] = {kind.name: kind for kind in (MedusaHeads, HydraHeads, Amphista, Eagle)}
-# Steps of a trial, and steps until the other way is tried again: the interval doubles up to the longest.
-TRY, RETRY, LONGEST_RETRY = 6, 48, 768
+# Steps of a trial, and steps until the other way is tried again: the interval doubles up to the
+# longest.
+TRY = 6
+RETRY = 48
+LONGEST_RETRY = 768
 # Tokens of an n-gram match are drafted while they are accepted more often than this.
 MIN_CHANCE = 0.25
 
@@ -53,9 +57,10 @@ def generate(
     tokenizer: Any = None,
     **kwargs: Any,
 ) -> Any:
-    """Returns what `model.generate` returns for one prompt, in fewer passes; drafter: the folder or hub id of it.
+    """Returns the result of `model.generate` for one prompt, in fewer passes; drafter: its folder or hub id.
 
-    drafts: "auto" leaves drafts out while they do not pay on this machine and in this text; "always" drafts every step.
+    drafts: "auto" leaves drafts out while they do not pay on this machine and in this text;
+    "always" drafts every step.
     """
     if drafts not in ("auto", "always"):
         raise ValueError(f"drafts={drafts!r} is unknown: give 'auto' or 'always'")
@@ -91,7 +96,8 @@ def generate(
         name = cache_name(GenerateDecoderOnlyOutput)
         return GenerateDecoderOnlyOutput(sequences=generation.ids, **{name: cache}, **generation.kept)
 
-    # The class's own `generate` prepares prompt, processors and criteria as always, without gradients.
+    # The class's own `generate` prepares prompt, processors and criteria as always, without
+    # gradients.
     return type(model).generate(model, inputs, custom_generate=decode, streamer=streamer, **kwargs)
 
 
@@ -112,12 +118,13 @@ class DraftSwitch:
     """Drafts while that takes less time a token than plain steps; now and then the other way is tried again."""
 
     def __init__(self) -> None:
-        self.drafts, self._retry = True, RETRY
+        self.drafts = True
+        self._retry = RETRY
         self._speeds: dict[bool, float] = {}  # tokens a second with drafts and without, as far as both were tried
         self._steps: list[tuple[float, int]] = []
 
     def record(self, drafts: bool, seconds: float, tokens: int) -> None:
-        """Learns what a step took; several answers of one model may record to one switch."""
+        """Records a step's time; several answers of one model may record to one switch."""
         if drafts != self.drafts:
             return
         self._steps.append((seconds, tokens))
@@ -125,19 +132,24 @@ class DraftSwitch:
             return
         spent, accepted = map(sum, zip(*self._steps[1:], strict=True))  # the first step of a way is slower
         if len(self._speeds) == 2:
-            self._speeds, self._retry = {}, min(2 * self._retry, LONGEST_RETRY)
-        self._speeds[drafts], self._steps = accepted / spent, []
+            self._speeds = {}
+            self._retry = min(2 * self._retry, LONGEST_RETRY)
+        self._speeds[drafts] = accepted / spent
+        self._steps = []
         self.drafts = max(self._speeds, key=self._speeds.__getitem__) if len(self._speeds) == 2 else not drafts
 
 
 class Generation:
-    """The tokens so far, chosen and stopped one by one as `generate` does."""
+    """Holds the tokens so far, and chooses and stops them one by one as `generate` does."""
 
     def __init__(self, ids: Tensor, processors: Any, criteria: Any, config: Any, streamer: Any) -> None:
-        self.ids, self.done = ids, False
+        self.ids = ids
+        self.done = False
         wanted = [name for name in ("scores", "logits") if getattr(config, f"output_{name}")]
         self.kept: dict[str, tuple[Tensor, ...]] = {name: () for name in wanted}  # of each token
-        self._processors, self._criteria, self._streamer = processors, criteria, streamer
+        self._processors = processors
+        self._criteria = criteria
+        self._streamer = streamer
         self._sample = config.do_sample
 
     def choose(self, logits: Tensor) -> int:
@@ -156,7 +168,8 @@ class Generation:
 
     def accept(self, logits: Tensor, draft: Draft) -> tuple[list[int], int]:
         """Follows the children that hold the tokens chosen from logits [N, V]; returns the path and the next token."""
-        tokens, path = draft.tokens.tolist(), [0]
+        tokens = draft.tokens.tolist()
+        path = [0]
         while True:
             token = self.choose(logits[path[-1]])
             child = next((node for node in draft.tree.children[path[-1]] if tokens[node] == token), None)
@@ -170,18 +183,25 @@ def run(
 ) -> DynamicCache:
     """Drafts (switch None: always), verifies, accepts and keeps rows until the answer ends; returns the cache."""
     cache = DynamicCache()  # without a config every layer keeps all rows, so that rejected ones can be removed
-    backbone, drafter, index = backbone_of(model), loaded.drafter.fork(), NgramIndex(ngram_trust())
+    backbone = backbone_of(model)
+    drafter = loaded.drafter.fork()
+    index = NgramIndex(ngram_trust())
     options = {cache_name(type(model).forward): cache, "use_cache": True, "output_hidden_states": True}
     out = model(prompt, logits_to_keep=1, **options)
-    states, text = tapped(out.hidden_states, drafter.taps, model.device), prompt[0].tolist()
+    states = tapped(out.hidden_states, drafter.taps, model.device)
+    text = prompt[0].tolist()
     new = drafter.first_input(NewTokens(prompt[0], states, generation.choose(out.logits[0, -1]), 0))
+
     while not generation.done:
-        began, start, drafts = time.perf_counter(), len(text), switch is None or switch.drafts
+        began = time.perf_counter()
+        start = len(text)
+        drafts = switch is None or switch.drafts
         draft = Draft(prompt.new_tensor([new.root]), Tree.root_only())
         if drafts:
             (draft,) = drafter.draft(backbone, [drafter], [new], loaded.tree)
             matches = index.find(text, new.root)
             draft = add_paths(draft, [match.tokens[: int(log(MIN_CHANCE) / log(match.chance))] for match in matches])
+
         positions = start + draft.tree.depth.to(prompt.device)
         out = model(
             draft.tokens[None],
@@ -190,7 +210,9 @@ def run(
             **options,
         )
         path, root = generation.accept(out.logits[0], draft)
-        rows, states = torch.tensor(path, device=prompt.device), tapped(out.hidden_states, drafter.taps, model.device)
+
+        rows = torch.tensor(path, device=prompt.device)
+        states = tapped(out.hidden_states, drafter.taps, model.device)
         keep(cache, start, rows)
         accepted = NewTokens(draft.tokens[rows], states[rows], root, start)
         # Tokens of steps without drafts wait until the drafter is used again.
@@ -217,7 +239,7 @@ def tree_masks(model: Any, tree: Tree, start: int, positions: Tensor) -> Any:
 
 
 def keep(cache: DynamicCache, start: int, rows: Tensor) -> None:
-    """Keeps the accepted rows of those from `start` on."""
+    """Keeps the accepted rows among the rows from `start` on."""
     for layer in cache.layers:
         for name in ("keys", "values"):
             every = getattr(layer, name)
@@ -238,17 +260,9 @@ def backbone_of(model: Any) -> Any:
     )
 
 
-class Plain:
-    """torch's own product."""
-
-    @staticmethod
-    def pack(weight: Tensor, bias: Tensor | None = None) -> Any:
-        return lambda x: F.linear(x, weight, bias)
-
-
 @dataclass
 class Loaded:
-    """A model's drafter with its tree and switch; key: what it was loaded from."""
+    """A model's drafter with its tree and switch; key: the folder or id it was loaded from."""
 
     key: tuple[Any, ...]
     drafter: HeadDrafter
@@ -268,7 +282,7 @@ def load_drafter(source: str, model: Any) -> Loaded:
         files = [cached_file(source, f"drafter/{name}.json") for name in ("config", "tree")]
     except OSError as reason:
         raise ValueError(f"{source!r} holds no drafter/: name the exported folder with drafter=FOLDER") from reason
-    data, tree = (json.loads(Path(file).read_text("utf-8")) for file in files)
+    data, tree = [json.loads(Path(file).read_text("utf-8")) for file in files]
     kind = KINDS[data["drafter"]]
     data = kind.read_config(data)
     config = kind.config_class(**{f.name: data[f.name] for f in fields(kind.config_class) if f.name in data})
@@ -280,8 +294,7 @@ def load_drafter(source: str, model: Any) -> Loaded:
     if "draft_ids" in tensors:
         drafter.draft_ids.copy_(tensors["draft_ids"])
     drafter.to(model.device, model.dtype).requires_grad_(False)
-    # Its modules multiply as they are.
-    own = {"packed": drafter.get_submodule}
-    vars(drafter).update(own)
+    # Its modules are used as they are, not packed.
+    vars(drafter)["packed"] = drafter.get_submodule
     _loaded[model] = Loaded(key, drafter, Tree.from_json(tree), DraftSwitch())
     return _loaded[model]

@@ -11,7 +11,8 @@ from medusa_cli.errors import UserError
 from medusa_cli.export.folder import exporting
 from medusa_cli.runs.run import Run
 
-ROWS, TOKENS = "conversations.jsonl", "tokens.jsonl"
+ROWS = "conversations.jsonl"
+TOKENS = "tokens.jsonl"
 
 
 def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
@@ -24,7 +25,8 @@ def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 def export_data(run: Run, output: Path, *, overwrite: bool = False) -> tuple[list[str], list[str]]:
     """Writes a run's conversations twice: as messages, and with token ids and loss masks.
 
-    Prompts without a chat template stand in the second file alone. Raises UserError for a run without conversations.
+    Prompts without a chat template stand only in the second file. Raises UserError for a run
+    without conversations.
     """
     owner = Run(run.data_path.parent)
     conversations = list(read_distilled(owner))
@@ -34,7 +36,7 @@ def export_data(run: Run, output: Path, *, overwrite: bool = False) -> tuple[lis
     with exporting(output, overwrite) as part:
         write_rows(part / TOKENS, map(speculators_row, conversations))
         write_rows(part / ROWS, (specforge_row(one) for one in conversations if not one.raw))
-    notes = [f"{raw:,} prompts without a chat template are in {TOKENS} alone"] if raw else []
+    notes = [f"{raw:,} prompts without a chat template are only in {TOKENS}"] if raw else []
     return [
         f"SpecForge: --train-data-path {output / ROWS}",
         f"speculators: prepare_data.py --data {output / TOKENS}",

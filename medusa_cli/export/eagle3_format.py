@@ -1,4 +1,4 @@
-"""EAGLE-3 folders: what vLLM, SGLang and llama.cpp's converter read, and SpecForge, speculators and AngelSlim write."""
+"""EAGLE-3 folders, as vLLM, SGLang and llama.cpp read them, and SpecForge, speculators and AngelSlim write them."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +42,9 @@ class LayerConfig:
 def export_eagle3(source: Source, output: Path, *, overwrite: bool = False) -> tuple[list[str], list[str]]:
     """Writes an EAGLE drafter in the form that other engines read; raises UserError for any other kind."""
     refuse_other_kinds(source, "eagle3")
-    config, tensors, model = source.config, engine_tensors(source), source.model
+    config = source.config
+    tensors = engine_tensors(source)
+    model = source.model
     served, notes = served_model(source)
     if len(config.taps) != 3:
         notes.append(f"it reads {len(config.taps)} layers, and llama.cpp takes exactly 3")
@@ -57,7 +59,7 @@ def export_eagle3(source: Source, output: Path, *, overwrite: bool = False) -> t
 
 
 def refuse_other_kinds(source: Source, form: str) -> None:
-    """Raises UserError for a drafter that is no EAGLE."""
+    """Raises UserError for a drafter that is not EAGLE."""
     if source.kind != KIND:
         raise UserError(
             f"@to {form} cannot hold the {source.kind} drafter {source.run.drafter_dir}",
@@ -101,7 +103,8 @@ def _launch(model: str, folder: Path, tokens: int) -> list[str]:
 
 def _engine_config(source: Source) -> dict[str, Any]:
     """Returns config.json under the engines' names."""
-    base, own = read_config(source.model, source.trusted), source.config
+    base = read_config(source.model, source.trusted)
+    own = source.config
     widths = ("hidden_size", "intermediate_size", "num_attention_heads", "head_dim", "vocab_size")
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
@@ -119,7 +122,8 @@ def _engine_config(source: Source) -> dict[str, Any]:
         "eos_token_id": base.eos_token_id,
         "torch_dtype": str(source.tensors["fc.weight"].dtype).removeprefix("torch."),
         AUX_LAYERS: list(own.taps),
-        # Nested, where SGLang reads them, layers count from 0: the layer that gives a state, not the one that takes it.
+        # Nested, where SGLang reads them, layers count from 0: the layer that gives a state, not
+        # the one that takes it.
         "eagle_config": {AUX_LAYERS: [layer - 1 for layer in own.taps], "use_aux_hidden_state": True},
         "num_aux_hidden_states": len(own.taps),
     }
@@ -136,7 +140,8 @@ def import_eagle3(
 ) -> tuple[dict[str, Any], dict[str, Tensor], list[str]]:
     """Reads an EAGLE-3 folder: settings, tensors, notes. Shared key and value heads are copied to every query head.
 
-    Raises UserError for variants of the layer that cannot be run here, and for impossible maps and widths.
+    Raises UserError for variants of the layer that cannot be run here, and for impossible maps and
+    widths.
     """
     plain = _flat(config)
     variants = [key for key in (*VARIANTS, "rope_scaling") if plain.get(key)]
@@ -148,22 +153,29 @@ def import_eagle3(
         variants.append("num_hidden_layers")
     if variants:
         raise UserError(f"the layer of this EAGLE-3 drafter is of another kind ({', '.join(variants)})", "give another")
+
     tensors = {name.replace("layers.0.", "midlayer.", 1): tensor for name, tensor in tensors.items()}
     notes = [] if tensors.pop("embed_tokens.weight", None) is None else ["its embeddings are left out for the model's"]
     theirs = convert({key: value for key, value in plain.items() if value}, LayerConfig, "config.json", AGAIN)
-    heads, taps = theirs.num_attention_heads, theirs.eagle_aux_hidden_state_layer_ids
-    shared, size = theirs.num_key_value_heads or heads, theirs.head_dim or model.hidden_size // heads
-    vocabulary, depth = theirs.draft_vocab_size or model.vocab_size, model.num_hidden_layers
+    heads = theirs.num_attention_heads
+    taps = theirs.eagle_aux_hidden_state_layer_ids
+    shared = theirs.num_key_value_heads or heads
+    size = theirs.head_dim or model.hidden_size // heads
+    vocabulary = theirs.draft_vocab_size or model.vocab_size
+    depth = model.num_hidden_layers
     taps = taps or [2, depth // 2, depth - 3]
+
     if heads % shared:
-        raise UserError(f"num_attention_heads {heads} is no multiple of num_key_value_heads {shared}", AGAIN)
+        raise UserError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {shared}", AGAIN)
     if not all(1 <= layer < depth for layer in taps):
         raise UserError(f"the drafter reads the layers {taps}, the model has {depth}", "give its own @model")
     for name in ("midlayer.self_attn.k_proj.weight", "midlayer.self_attn.v_proj.weight"):
         tensor = tensors.get(name)
         if tensor is not None and tensor.dim() and len(tensor) == shared * size:
             tensors[name] = tensor.unflatten(0, (shared, size)).repeat_interleave(heads // shared, 0).flatten(0, 1)
-    d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
+
+    d2t = tensors.pop("d2t", None)
+    t2d = tensors.pop("t2d", None)
     if vocabulary != model.vocab_size:
         tensors["draft_ids"] = _checked_map(d2t, t2d, vocabulary, model.vocab_size)
     settings = {

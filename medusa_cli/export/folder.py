@@ -21,7 +21,8 @@ CHECKSUMS = "SHA256SUMS"
 def exporting(folder: Path, overwrite: bool = False) -> Iterator[Path]:
     """Yields an empty folder to fill, which becomes `folder` with its checksums.
 
-    Raises UserError if `folder` is not empty, unless it holds an earlier export and `overwrite` is set.
+    Raises UserError if `folder` is not empty, unless it holds an earlier export and `overwrite` is
+    set.
     """
     if folder.exists() and not folder.is_dir():
         raise UserError(f"@output {folder} is a file", "give the name of a new folder")
@@ -62,7 +63,9 @@ class Source:
     @property
     def bench(self) -> str | None:
         """Returns the newest report of `medusa bench` on this very drafter, in Markdown; None if there is none."""
-        stamp, folder, shipped = stamp_of(self.run.drafter_dir), self.run.bench_dir, Run.pretrained(self.model)
+        stamp = stamp_of(self.run.drafter_dir)
+        folder = self.run.bench_dir
+        shipped = Run.pretrained(self.model)
         if shipped is not None and shipped.path == self.run.path:  # bench writes to a run of the model's name
             folder = Run(RUNS / called(self.model)).bench_dir
         for path in sorted(folder.glob("*.json"), reverse=True):  # named by their time
@@ -81,7 +84,8 @@ def find_source(run: str | None = None, model: str | None = None, trusted: bool 
     path = folder / "config.json"
     if not path.is_file():
         raise UserError(f"{folder} holds no drafter", "run `medusa train` or `medusa import` first")
-    kind, stored = drafter_kind(folder), read_object(path, "the drafter's config")
+    kind = drafter_kind(folder)
+    stored = read_object(path, "the drafter's config")
     config, tensors = read_drafter(kind, folder)
     owner = (target.model or stored.get("base_model_name_or_path")) if run else None
     name = model or (owner if isinstance(owner, str) else DEFAULT_MODEL)

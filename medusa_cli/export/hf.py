@@ -1,4 +1,4 @@
-"""A folder from which transformers alone decodes with drafts: model, drafter, tree, code and a model card."""
+"""A folder from which transformers decodes with drafts: model, drafter, tree, code and a model card."""
 
 import re
 import shutil
@@ -20,7 +20,7 @@ from medusa_cli.tree.tree import Tree
 
 PACKAGE = Path(__file__).parents[1]
 IMPORT = re.compile(r"^( *)from (?:medusa_cli\.([\w.]+)|msgspec) import", re.MULTILINE)
-# Modules that decoding in transformers does without, and what stands for their names.
+# Modules that decoding in transformers does not need; UNUSED defines their names.
 LEFT_OUT = {
     None,
     "decode.sampling",
@@ -65,7 +65,7 @@ CARD = """---
 # {model} with a {kind} drafter
 
 A small drafter proposes a tree of tokens, and n-gram matches propose more. One pass of the model verifies them all.
-Greedy answers are those of the model alone, and so are sampled ones under the same seed, apart from rounding. It takes
+Greedy answers are the model's own, and so are sampled ones under the same seed, apart from rounding. It takes
 one prompt at a time and no beams; other arguments of `generate` work as usual.
 
 ```python
@@ -100,14 +100,16 @@ def export_hf(
 ) -> tuple[list[str], list[str]]:
     """Writes the model (an adapter merged), drafter, tree and calibration, the code that decodes with them, a card.
 
-    budget: nodes of the best tree by the calibration; None for the run's own tree. Raises UserError for a kind of
-    drafter that transformers cannot run, or without a tree or a calibration to search one by.
+    budget: nodes of the best tree by the calibration; None for the run's own tree. Raises UserError
+    for a kind of drafter that transformers cannot run, or without a tree or a calibration to search
+    one by.
     """
     if source.kind not in KINDS:
         fault = f"@to hf cannot hold the {source.kind} drafter {source.run.drafter_dir}"
         raise UserError(fault, f"use a drafter of {', '.join(KINDS)}")
     tree = _tree(source, budget)
-    dtype, stored = checkpoint_dtype(source.model, source.trusted), stored_dtype(source.model, source.trusted)
+    dtype = checkpoint_dtype(source.model, source.trusted)
+    stored = stored_dtype(source.model, source.trusted)
     name = next(name for name, known in DTYPES.items() if known == dtype)
     options = LoadOptions(device="cpu", dtype=name, trust_remote_code=source.trusted)
     network, tokenizer = load_network(source.model, options, chat_template=source.run.chat_template)
@@ -135,7 +137,8 @@ def export_hf(
 
 def _write_code(folder: Path) -> None:
     """Writes the files that decode, flat and with relative imports: transformers copies no others to where it runs."""
-    modules, texts = ["export.custom_generate"], {"unused.py": UNUSED, "requirements.txt": REQUIREMENTS}
+    modules = ["export.custom_generate"]
+    texts = {"unused.py": UNUSED, "requirements.txt": REQUIREMENTS}
 
     def relative(match: re.Match[str]) -> str:
         indent, module = match.groups()
@@ -145,7 +148,7 @@ def _write_code(folder: Path) -> None:
             modules.append(module)
         return f"{indent}from .{module.replace('.', '_')} import"
 
-    for module in modules:  # which grows by what each imports
+    for module in modules:  # which grows by the imports of each
         path = PACKAGE / module.replace(".", "/")
         text = (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text(encoding="utf-8")
         name = "generate" if module == modules[0] else module.replace(".", "_")
@@ -161,7 +164,9 @@ def _name(dtype: torch.dtype | None) -> str:
 
 def _tree(source: Source, budget: int | None) -> Tree:
     """Returns the run's tree, or the best one of so many nodes by the calibration."""
-    path, calibration, heads = source.run.tree_path, source.calibration, source.config.num_heads
+    path = source.run.tree_path
+    calibration = source.calibration
+    heads = source.config.num_heads
     if budget is None and path.is_file():
         tree = load_tree(path)
         if tree.max_depth > heads:

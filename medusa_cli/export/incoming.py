@@ -40,9 +40,10 @@ def import_drafter(
 ) -> tuple[Run, dict[str, Any], list[str]]:
     """Reads a folder, file or hub id in any known layout and writes runs/NAME, by default named after it.
 
-    Returns the run, its drafter's kind and heads with the layout they came in, and notes on changes.
-    trust_remote_code: run the Python files that the model's config may need. Raises UserError, naming the fault, for a
-    checkpoint that does not fit the model, and for a run that has a drafter.
+    Returns the run, its drafter's kind and heads with the layout they came in, and notes on
+    changes. trust_remote_code: run the Python files that the model's config may need. Raises
+    UserError, naming the fault, for a checkpoint that does not fit the model, and for a run that
+    has a drafter.
     """
     folder, files = _fetch(place)
     config = read_object(folder / "config.json", "the config") if (folder / "config.json").is_file() else {}
@@ -53,6 +54,7 @@ def import_drafter(
     stored: dict[str, Tensor] = {}
     for file in files:
         stored |= read_tensors(file)
+
     format = _format(stored, config, place)
     name, read = FORMATS[format]
     kind = DRAFTERS[name]
@@ -61,6 +63,7 @@ def import_drafter(
     parsed = convert(kind.read_config(ours), kind.config_class, f"the {kind.name} drafter's config")
     notes += _count_notes(config, parsed.num_heads)
     check_tensors({name: tensors[name] for name in tensors if name != "draft_ids"}, weight_shapes(kind, parsed))
+
     identity = {"id": owner, "architecture": base.model_type, "layers": base.num_hidden_layers}
     identity |= {"hidden_size": base.hidden_size, "vocab_size": base.vocab_size}
     target = Run.open(run or _run_name(place), create=True)
@@ -73,7 +76,8 @@ def import_drafter(
             path = part / kind.weights_file
             # Tensors that share memory, as tied ones do, each get their own.
             form = torch.contiguous_format
-            save_file({name: tensor.detach().clone(memory_format=form) for name, tensor in tensors.items()}, path)
+            copies = {name: tensor.detach().clone(memory_format=form) for name, tensor in tensors.items()}
+            save_file(copies, path)
             path.chmod(0o644)
             write_json(part / "config.json", {"base_model_name_or_path": owner, **ours, "provenance": source})
     return target, {"drafter": kind.name, "format": format, "heads": parsed.num_heads}, notes
@@ -98,7 +102,9 @@ def _fetch(place: str) -> tuple[Path, list[Path]]:
     folder = Path(place).expanduser()
     if folder.is_file():
         if folder.suffix not in SUFFIXES:
-            raise UserError(f"{place} is no {', '.join(SUFFIXES)} file", "give the checkpoint's folder or its weights")
+            raise UserError(
+                f"{place} is not a {', '.join(SUFFIXES)} file", "give the checkpoint's folder or its weights"
+            )
         return folder.parent, [folder]
     if not folder.is_dir():
         if place.startswith((".", "/", "~")) or place.count("/") != 1:
@@ -121,7 +127,8 @@ def _fetch(place: str) -> tuple[Path, list[Path]]:
 
 def _inside(folder: Path, name: str) -> Path:
     """Returns the path of a file that an index names; raises UserError unless it lies in the folder."""
-    path, root = (folder / name).resolve(), folder.resolve()
+    path = (folder / name).resolve()
+    root = folder.resolve()
     if root.parent.name == "snapshots":  # in the hub's cache files are links to its blobs
         root = root.parents[1]
     if not path.is_relative_to(root):
@@ -160,14 +167,17 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         raise
     except Exception as reason:  # torch and zipfile raise a dozen types for damaged files
         raise UserError(f"{path} is not a complete torch file: {first_line(reason)}", "fetch it again") from reason
-    if not isinstance(tensors, Mapping) or not all(
-        isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in tensors.items()
-    ):
+    if not isinstance(tensors, Mapping) or not all(map(_is_named_tensor, tensors.items())):
         raise UserError(f"{path} is not a state dict of named tensors", "give the file with the heads' state dict")
     for name, tensor in tensors.items():
         if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.dtype not in TYPES:
             raise UserError(f"{path}: the tensor {shown(name)} is sparse or quantised", "save it as plain floats")
     return dict(tensors)
+
+
+def _is_named_tensor(entry: tuple[Any, Any]) -> bool:
+    name, tensor = entry
+    return isinstance(name, str) and isinstance(tensor, Tensor)
 
 
 def _check_unpacked(path: Path) -> None:
@@ -184,14 +194,14 @@ def check_tensors(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int,
     """Raises UserError, naming tensors, unless they have exactly these names and shapes and are finite floats."""
     faults = [f"{name} is missing" for name in shapes if name not in tensors]
     faults += [f"{name} is unknown" for name in tensors if name not in shapes]
-    faults += [
-        f"{name} is {_size(tensors[name].shape)} instead of {_size(shape)}"
-        for name, shape in shapes.items()
-        if name in tensors and tensors[name].shape != shape
-    ]
-    if not faults:  # only now: a tensor of another shape may be too large to look at
-        faults = [f"{name} holds integers" for name, tensor in tensors.items() if not tensor.is_floating_point()]
-        faults = faults or [f"{name} is not finite" for name, tensor in tensors.items() if not tensor.isfinite().all()]
+    for name, shape in shapes.items():
+        if name in tensors and tensors[name].shape != shape:
+            faults.append(f"{name} is {_size(tensors[name].shape)} instead of {_size(shape)}")
+    # Values are read last: a tensor of another shape may be too large for it.
+    if not faults:
+        faults = [f"{name} holds integers" for name in tensors if not tensors[name].is_floating_point()]
+    if not faults:
+        faults = [f"{name} is not finite" for name in tensors if not tensors[name].isfinite().all()]
     if faults:
         more = f" and {len(faults) - LISTED} more" if len(faults) > LISTED else ""
         text = f"the checkpoint does not fit the model: {'; '.join(faults[:LISTED])}{more}"
@@ -219,7 +229,9 @@ def import_hydra(
         raise UserError("the checkpoint has no tensors named hydra_mlp.HEAD.LAYER.linear.weight", "give Hydra heads")
     if "hydra_mlp.0.0.res_connection.weight" not in tensors:
         raise UserError("grounded_heads=false: these heads do not see earlier draft tokens", "give grounded heads")
-    heads, layers = 1 + max(int(key[1]) for key in keys), 1 + max(int(key[2]) for key in keys)
+    heads = 1 + max(int(key[1]) for key in keys)
+    layers = 1 + max(int(key[2]) for key in keys)
+
     notes = []
     names = {}  # theirs -> ours
     for k in range(heads):
@@ -229,6 +241,7 @@ def import_hydra(
             names[f"hydra_mlp.{k}.0.linear.{end}"] = f"blocks.{k}.mix.{end}"
             for layer in range(1, layers):
                 names[f"hydra_mlp.{k}.{layer}.linear.{end}"] = f"blocks.{k}.stack.{layer - 1}.linear.{end}"
+
     tensors = dict(tensors)
     tensors.pop("input_embed_fn.weight", None)  # the model's own
     biases = [tensors.pop(f"hydra_lm_head.{k}.bias", None) for k in range(heads)]

@@ -22,16 +22,19 @@ KEY = re.compile(r"(\d\d?)\.(\d\d?)\.(linear\.weight|linear\.bias|weight)")
 def export_medusa(source: Source, output: Path, *, overwrite: bool = False) -> tuple[list[str], list[str]]:
     """Writes Medusa heads with a full vocabulary matrix [V, H] each; raises UserError for any other kind.
 
-    Tokens outside a draft vocabulary get the mean of its rows, so that none of them is ever the likeliest. Heads that
-    read the model's lm_head are written without matrices (FasterDecoding's second form). Heads with a conditional bias
-    are refused: the layout cannot hold it.
+    Tokens outside a draft vocabulary get the mean of its rows, so that none of them is ever the
+    likeliest. Heads that read the model's lm_head are written without matrices (FasterDecoding's
+    second form). Heads with a conditional bias are refused: the layout cannot hold it.
     """
-    config, tensors, notes = source.config, source.tensors, []
+    config = source.config
+    tensors = source.tensors
+    notes = []
     if source.kind != MedusaHeads.name or config.conditional:
         bias = "'s bias drafter.conditional" if source.kind == MedusaHeads.name else ""
         fault = f"@to medusa cannot hold the {source.kind} drafter {source.run.drafter_dir}{bias}"
         raise UserError(fault, "use @to hf, or another @run")
-    heads, layers = config.num_heads, config.num_layers
+    heads = config.num_heads
+    layers = config.num_layers
     written = {name: weight for name, weight in tensors.items() if ".linear." in name}
     matrices = 0 if config.vocabulary == "shared" else heads * config.vocab_size * config.hidden_size
     size = sum(weight.nbytes for weight in written.values()) + matrices * next(iter(written.values())).itemsize
@@ -82,7 +85,8 @@ def import_medusa(
     keys = [key for name in tensors if (key := KEY.fullmatch(name)) and key[3] == "linear.weight"]
     if not keys:
         raise UserError("the checkpoint has no tensors named HEAD.LAYER.linear.weight", "give Medusa heads")
-    heads, layers = 1 + max(int(key[1]) for key in keys), 1 + max(int(key[2]) for key in keys)
+    heads = 1 + max(int(key[1]) for key in keys)
+    layers = 1 + max(int(key[2]) for key in keys)
     tensors = {re.sub(r"^lm_heads\.(\d+)\.", rf"\1.{layers}.", name): tensor for name, tensor in tensors.items()}
     notes = []
     if not config.get("medusa_fc_bias") and not any(name.endswith(".linear.bias") for name in tensors):
@@ -92,12 +96,15 @@ def import_medusa(
             tensors[f"{key[1]}.{key[2]}.linear.bias"] = weight.new_zeros(weight.shape[:1])
     if ids is not None:
         tensors["draft_ids"] = _checked_ids(ids, model.vocab_size)
-    own = any(f"{k}.{layers}.weight" in tensors for k in range(heads))
+    has_matrices = any(f"{k}.{layers}.weight" in tensors for k in range(heads))
+    vocabulary = "own" if has_matrices else "shared"
+    if ids is not None:
+        vocabulary = "draft"
     settings = {
         "medusa_num_heads": heads,
         "medusa_num_layers": layers,
         "medusa_fc_bias": True,
-        "vocabulary": "draft" if ids is not None else "own" if own else "shared",
+        "vocabulary": vocabulary,
         "draft_vocab_size": None if ids is None else len(ids),
         "matrices": "one" if config.get("original_lm_head") else "each",
     }

@@ -14,7 +14,8 @@ from medusa_cli.runs.io import write_json
 def export_speculators(source: Source, output: Path, *, overwrite: bool = False) -> tuple[list[str], list[str]]:
     """Writes an EAGLE drafter as speculators does; raises UserError for any other kind.
 
-    Read in its source of August 2026 (config.py, models/eagle3). The embeddings are the verifier's, and left out.
+    Read in its source of August 2026 (config.py, models/eagle3). The embeddings are the verifier's,
+    and left out.
     """
     refuse_other_kinds(source, "speculators")
     verifier, notes = served_model(source)
@@ -32,8 +33,9 @@ def export_speculators(source: Source, output: Path, *, overwrite: bool = False)
 
 
 def _config(source: Source, verifier: str) -> dict[str, Any]:
-    """Returns config.json; what a layer might do otherwise is named, as defaults differ between versions."""
-    base, own = read_config(source.model, source.trusted), source.config
+    """Returns config.json; it names every setting of a layer, as defaults differ between versions."""
+    base = read_config(source.model, source.trusted)
+    own = source.config
     widths = ("hidden_size", "intermediate_size", "num_attention_heads", "head_dim", "vocab_size")
     layer = {
         "model_type": "llama",

@@ -13,7 +13,8 @@ from medusa_cli.errors import UserError
 from medusa_cli.layer_kinds import CHUNKED, FULL, KINDS, SLIDING
 
 NAME = "medusa_grouped"
-# Attends query, key and value [B, heads, n, D] at a scaling to [B, n, heads, D]; may take the place of a mask.
+# Attends query, key and value [B, heads, n, D] at a scaling to [B, n, heads, D]; may take the place
+# of a mask.
 Attend = Callable[[Tensor, Tensor, Tensor, float | None], Tensor]
 
 
@@ -29,9 +30,9 @@ def grouped_attention(
 ) -> tuple[Tensor, None]:
     """Attends query [B, G*KV, n, D] to key/value [B, KV, L, D] under an additive mask [B, 1, n, L] to [B, n, G*KV, D].
 
-    The G query heads of a key head become G*n rows of one call: a cache of L positions is read once, not copied G
-    times. An empty mask is causal, for which n is L. options: softcap, a bound of the scores; s_aux [G*KV], the scores
-    of attention sinks.
+    The G query heads of a key head become G*n rows of one call: a cache of L positions is read
+    once, not copied G times. An empty mask is causal, for which n is L. options: softcap, a bound
+    of the scores; s_aux [G*KV], the scores of attention sinks.
     """
     if options.get("position_bias") is not None:
         raise ValueError("its attention adds a bias by relative position")
@@ -152,7 +153,7 @@ class Masks:
         return sum(kind is not None for kind in self._by_layer)
 
     def for_network(self, masks: dict[str, Tensor]) -> Any:
-        """Returns masks [B, n, L] by kind as a network takes them: with a dimension of heads, one kind's alone."""
+        """Returns masks [B, 1, n, L] by kind as a network takes them; the mask itself if there is one kind."""
         by_kind = {kind: mask[:, None] for kind, mask in masks.items()}
         if len(by_kind) <= 1:
             return next(iter(by_kind.values()), None)
@@ -160,7 +161,7 @@ class Masks:
         return {**dict.fromkeys(KINDS), **by_kind, **by_name}
 
     def visible(self, kind: str, visible: Tensor, positions: Tensor, columns: Tensor) -> Tensor:
-        """Returns what rows at `positions` see in layers of a kind: `visible` [(B,) n, L] of `columns` [L] in range."""
+        """Limits `visible` [(B,) n, L], the columns that rows see, to the reach of layers of a kind."""
         if kind == FULL:
             return visible
         if kind == CHUNKED:

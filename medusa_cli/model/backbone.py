@@ -18,10 +18,12 @@ from medusa_cli.model_files import STATE_UPDATES, checkpoint_files, opened
 
 # Positions of models that bound none, such as Mamba.
 UNBOUNDED = 1 << 20
-# Rotary tables that change beyond the original context: the cached rows would have been turned by the old ones.
+# Rotary tables that change beyond the original context: the cached rows would have been turned by
+# the old ones.
 CHANGING_ROPE = ("longrope", "dynamic")
 # A sample of a tensor: this many windows of this many numbers, from its beginning to its end.
-WINDOWS, WIDTH = 4, 64
+WINDOWS = 4
+WIDTH = 64
 # Tensors sampled of a checkpoint: experts may be many thousands.
 MAX_TENSORS = 2000
 
@@ -33,8 +35,9 @@ class Unsupported(Exception):
 class Backbone:
     """A frozen causal LM, unmodified but for its attention function, and the engine that runs it.
 
-    weights, adapter: the digests of their files. embedding, lm_head: for a network on the meta device, where only the
-    engine holds weights: a layer that looks tokens up, and a function that returns the lm_head's weight and bias.
+    weights, adapter: the digests of their files. embedding, lm_head: for a network on the meta
+    device, where only the engine holds weights: a layer that looks tokens up, and a function that
+    returns the lm_head's weight and bias.
     """
 
     engine: Any  # an engine.Engine, which this package must not import
@@ -64,7 +67,7 @@ class Backbone:
         self.vocab_size: int = self.embedding.weight.shape[0]
         self.device: torch.device = self.embedding.weight.device
         if lm_head is None:
-            # Kept apart from the layer: an engine may pack its weight and free it.
+            # Taken from the layer itself, which an adapter may wrap later.
             head = model.get_output_embeddings()
             parts = head.weight.detach(), None if head.bias is None else head.bias.detach()
             lm_head = partial(tuple, parts)
@@ -79,7 +82,7 @@ class Backbone:
 
     @property
     def has_network(self) -> bool:
-        """Returns False if the engine alone holds the weights."""
+        """Returns False if only the engine holds the weights."""
         return next(self.model.parameters()).device.type != "meta"
 
     @property
@@ -120,7 +123,7 @@ class Backbone:
         return states.to(self.embedding.weight.dtype)  # Mamba's are fp32
 
     def finish_logits(self, scores: Tensor) -> Tensor:
-        """Returns the model's logits [.., V] from its lm_head's product."""
+        """Returns the model's logits [.., V] from its lm_head's scores."""
         return finish_logits(self.config, scores)
 
     def encode_chat(self, messages: list[dict[str, Any]], **template: Any) -> list[int]:
@@ -172,7 +175,7 @@ def text_model(network: Any) -> Any:
 
 
 def auto_class(config: Any) -> Any:
-    """Returns transformers' class that loads a model of a config: some that see images are no causal LMs to it."""
+    """Returns transformers' class that loads a config's model: some that see images are not causal LMs there."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     known = type(config) in AutoModelForCausalLM._model_mapping
@@ -180,7 +183,7 @@ def auto_class(config: Any) -> Any:
     return AutoModelForImageTextToText if sees else AutoModelForCausalLM
 
 
-# What architectures do to the lm_head's product, by the config's field, in their order.
+# Changes that architectures make to the lm_head's scores, by the config's field, in their order.
 LOGIT_CHANGES: dict[str, Callable[[Tensor, float], Tensor]] = {
     "logits_mup_width_multiplier": lambda scores, by: scores / by,
     "logits_scaling": lambda scores, by: scores / by,
@@ -193,7 +196,7 @@ LOGIT_CHANGES: dict[str, Callable[[Tensor, float], Tensor]] = {
 
 
 def finish_logits(config: Any, scores: Tensor) -> Tensor:
-    """Returns a model's logits from its lm_head's product, by its text config; `check_network` verifies them.
+    """Returns a model's logits from its lm_head's scores, by its text config; `check_network` verifies them.
 
     The best token stays the best.
     """
@@ -221,25 +224,20 @@ def tapped(out: Any, taps: Sequence[int]) -> Tensor:
 
 def eos_ids_of(owners: Iterable[Any]) -> list[Any]:
     """Returns the end-of-answer token ids that configs and tokenizers name."""
-    named = [getattr(owner, "eos_token_id", None) for owner in owners]
-    return [id for ids in named for id in (ids if isinstance(ids, list) else [] if ids is None else [ids])]
+    eos_ids: list[Any] = []
+    for owner in owners:
+        named = getattr(owner, "eos_token_id", None)
+        if isinstance(named, list):
+            eos_ids += named
+        elif named is not None:
+            eos_ids.append(named)
+    return eos_ids
 
 
 def stateful_modules(network: nn.Module) -> list[Any]:
     """Returns the modules that keep a running state in the cache: convolutions, linear attention, Mamba."""
-    return [
-        module
-        for module in network.modules()
-        if type(getattr(module, "layer_idx", None)) is int and _updates_state(type(module).forward)
-    ]
-
-
-def reads_weights(network: nn.Module) -> bool:
-    """Returns True if a module reads the weights of linear layers in it, which then cannot be packed (Mamba does)."""
-    return any(
-        any(type(child) is nn.Linear for child in module.children()) and "weight" in _names_in(type(module).forward)
-        for module in network.modules()
-    )
+    layers = [module for module in network.modules() if type(getattr(module, "layer_idx", None)) is int]
+    return [layer for layer in layers if _updates_state(type(layer).forward)]
 
 
 @cache
@@ -257,7 +255,8 @@ class Layers:
     """The parts most decoders are made of: embedding, rotary tables, layers, last norm; Unsupported if one lacks."""
 
     def __init__(self, model: Any) -> None:
-        base, config = text_model(model), model.config.get_text_config()
+        base = text_model(model)
+        config = model.config.get_text_config()
         if special := _special_parts(base, config):
             raise Unsupported(special)
         if not all(hasattr(base, name) for name in ("layers", "norm", "rotary_emb", "embed_tokens")):
@@ -275,7 +274,7 @@ class Layers:
 
 
 def _special_parts(base: nn.Module, config: Any) -> str | None:
-    """Returns what a text model has that written-out layers know nothing of; None for nothing."""
+    """Names a part of a text model that rewritten layers do not know; None if there is none."""
     if getattr(config, "attn_logit_softcapping", None) is not None:
         return "its attention scores are soft-capped"
     if any(getattr(module, "sinks", None) is not None for module in base.modules()):
@@ -288,7 +287,7 @@ def _special_parts(base: nn.Module, config: Any) -> str | None:
 
 
 def by_layer(config: Any) -> Sequence[Any]:
-    """Returns the text configs of a model's layers, or its own alone."""
+    """Returns the text configs of a model's layers, or the one of the model."""
     layers: Sequence[Any] = getattr(config, "per_layer_config", None) or [config]
     return layers
 
@@ -303,7 +302,8 @@ def key_sizes(config: Any) -> tuple[int, int]:
 def usable_positions(config: Any) -> int:
     """Returns the positions a model is run for: its context, or the original one if its rotary tables change there.
 
-    Moshi's is its window: a prompt beyond it sees all of itself in transformers, an answer's tokens the window.
+    Moshi's is its window: a prompt beyond it sees all of itself in transformers, an answer's tokens
+    the window.
     """
     context = int(getattr(config, "max_position_embeddings", None) or UNBOUNDED)
     if config.model_type == "moshi" and config.sliding_window:
@@ -334,7 +334,7 @@ def identity_of(network: Any, *, id: str, weights: str | None, adapter: str | No
 def weights_of(model: str) -> str | None:
     """Returns the digest of the weights in a model's files, from samples of its tensors; None without files.
 
-    A random model's digest is that of its name: its weights differ at every load.
+    A random model's digest is its name's: its weights differ at every load.
     """
     if model.startswith(RANDOM):
         return hashlib.sha256(model.encode()).hexdigest()[:16]
@@ -381,6 +381,6 @@ def _sample(tensor: Any, shape: Iterable[int]) -> bytes:
 
 
 def _digest(samples: Iterable[bytes]) -> str:
-    """Returns one digest of all samples, whatever the tensors' names, order and ties are."""
+    """Returns one digest of all samples; names, order and ties of the tensors do not change it."""
     each = {hashlib.sha256(sample).digest() for sample in samples}
     return hashlib.sha256(b"".join(sorted(each))).hexdigest()[:16]

@@ -1,6 +1,7 @@
 """Turns conversations into token ids and answer spans; the chat template needs no generation marks.
 
-The template is rendered up to each answer and through it: the difference is the answer with its end token.
+The template is rendered up to each answer and through it: the difference is the answer with its end
+token.
 """
 
 import resource
@@ -29,8 +30,11 @@ class ChatTokenizer(Protocol):
     def eos_ids(self) -> Collection[int]: ...
 
 
-# What a chat template may take: seconds, bytes, and characters beyond a few times those of the messages.
-MAX_SECONDS, MAX_BYTES, MAX_GROWTH = 10.0, 1 << 30, 1 << 20
+# Limits of a chat template: seconds, bytes, and characters beyond a few times those of the
+# messages.
+MAX_SECONDS = 10.0
+MAX_BYTES = 1 << 30
+MAX_GROWTH = 1 << 20
 
 
 def render(
@@ -38,7 +42,8 @@ def render(
 ) -> str:
     """Returns the text of messages under the chat template; `prompt` adds the beginning of the next answer.
 
-    template: more arguments of transformers' `apply_chat_template`, which passes unknown ones on to the template.
+    template: more arguments of transformers' `apply_chat_template`, which passes unknown ones on to
+    the template.
 
     Raises UserError if the model has no template, Malformed if the template refuses the messages.
     """
@@ -65,16 +70,16 @@ def chat_prompt(model: ChatTokenizer, messages: list[dict[str, Any]], template: 
     except Malformed as reason:
         raise UserError(
             f"the model {model.id!r} cannot take this conversation: {reason}",
-            "leave the system prompt out, or what the template names",
+            "leave out the system prompt, or the part that the template names",
         ) from reason
 
 
 @contextmanager
 def _bounded() -> Iterator[None]:
-    """Ends what takes more than MAX_SECONDS or MAX_BYTES more memory, by TimeoutError or MemoryError.
+    """Ends a block that takes more than MAX_SECONDS or MAX_BYTES more memory, by TimeoutError or MemoryError.
 
-    In the main thread alone: no other can be interrupted, and others need memory meanwhile. A server has a process for
-    it (`serve.templates`).
+    Only in the main thread: no other can be interrupted, and others need memory meanwhile. A
+    server has a process for it (`serve.templates`).
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -117,7 +122,7 @@ def check_template(model: ChatTokenizer) -> None:
 def token_ids(model: ChatTokenizer, text: str, *, begin: bool = False) -> list[int]:
     """Returns the token ids of a text, `begin` with special tokens.
 
-    Raises UserError for a text that is no UTF-8, and for ids beyond the model's vocabulary.
+    Raises UserError for text that is not UTF-8, and for ids beyond the model's vocabulary.
     """
     if not is_whole(text):
         raise UserError(f"the text holds {HALF}", "give whole ones, in UTF-8")
@@ -134,7 +139,8 @@ def after_answer(model: ChatTokenizer, messages: list[dict[str, str]], *, prompt
     """Returns the text after the answer in messages [.., answer, question]; None if the template rewrites the past."""
     before = render(model, messages[:-2], prompt=True)
     whole = render(model, messages, prompt=prompt)
-    answer, rest = messages[-2]["content"], whole.removeprefix(before)
+    answer = messages[-2]["content"]
+    rest = whole.removeprefix(before)
     if not rest.startswith(answer):  # some tokenizers take a blank for a part of the answer's first token
         rest = rest.lstrip()
     return rest.removeprefix(answer) if whole.startswith(before) and rest.startswith(answer) else None
@@ -143,7 +149,8 @@ def after_answer(model: ChatTokenizer, messages: list[dict[str, str]], *, prompt
 def encode(model: ChatTokenizer, messages: list[dict[str, str]]) -> tuple[list[int], list[tuple[int, int]]]:
     """Returns the token ids of a conversation and the spans [start, end) of its answers with their end tokens.
 
-    Raises UserError for a chat template that is missing or rewrites earlier turns, Malformed if it refuses the roles.
+    Raises UserError for a chat template that is missing or rewrites earlier turns, Malformed if it
+    refuses the roles.
     """
     tokens: list[int] = []
     spans: list[tuple[int, int]] = []
@@ -168,7 +175,8 @@ def _extend(model: ChatTokenizer, tokens: list[int], text: str, messages: list[d
             f"the chat template of {model.id!r} rewrites earlier turns, so answers have no fixed span",
             "use @data with single-turn conversations, or data made by `medusa distill`",
         )
-    # A piece alone may begin with a token of its own (Llama's blank), so it is cut from the whole if it can be.
+    # A piece of its own may begin with a token of its own (Llama's blank), so it is cut from the whole
+    # if it can be.
     whole = token_ids(model, longer)
     if whole[: len(tokens)] != tokens:
         whole = [*tokens, *token_ids(model, longer[len(text) :])]
@@ -187,12 +195,13 @@ def fit(
 ) -> tuple[list[int], int]:
     """Returns the token ids of a prompt that leaves room for an answer, and the count of oldest messages left out.
 
-    A system prompt stays; `forgotten` messages stay left out. An answer of `answer` tokens gets a quarter of the
-    context at most. Raises UserError if the question alone does not fit.
+    A system prompt stays; `forgotten` messages stay left out. An answer of `answer` tokens gets a
+    quarter of the context at most. Raises UserError if even the question does not fit.
     """
     system = list(messages[:1]) if messages and messages[0]["role"] == "system" else []
     turns = list(messages[len(system) :])
-    tokens, free = encode([*system, *turns[forgotten:], question]), min(answer, context // 4)
+    tokens = encode([*system, *turns[forgotten:], question])
+    free = min(answer, context // 4)
     if len(tokens) + free > context:
         # Leaves room for two answers, so that not every later turn leaves another one out.
         while forgotten < len(turns) and len(tokens) + 2 * free > context:

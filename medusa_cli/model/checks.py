@@ -26,8 +26,14 @@ from medusa_cli.model_files import (
 )
 
 PROBE = 6  # tokens of the passes that check a network
-# A pass through a model that does not fit its config, or through code not known here, raises any of these.
+# A pass through a model that does not fit its config, or through code not known here, raises any of
+# these.
 FAULTS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
+
+
+def probe_tokens(vocab_size: int, count: int = PROBE, device: torch.device | str = "cpu") -> Tensor:
+    """Returns tokens [count] for a pass that checks a model: different ones, unless the vocabulary is small."""
+    return torch.arange(count, device=device) * 37 % vocab_size
 
 
 def refuse_unsupported(config: Any) -> None:
@@ -85,19 +91,20 @@ def check_architecture(config: Any, model: str) -> None:
 
 
 def check_files(missing: Sequence[str], owners: Sequence[Any], model: str) -> None:
-    """Raises UserError for tensors missing from a network's files, and for ends of an answer that are no token ids."""
+    """Raises UserError for tensors missing from a network's files, and for ends of an answer that are not token ids."""
     if missing:
         lack = f"its files lack {len(missing)} tensors of the network, such as {shown(missing[0])}"
         raise UserError(f"@model {model!r}: {lack}", AGAIN)
     for id in eos_ids_of(owners):
         if type(id) is not int:
-            raise UserError(f"@model {model!r}: eos_token_id {shown(id)} is no token id", AGAIN)
+            raise UserError(f"@model {model!r}: eos_token_id {shown(id)} is not a token id", AGAIN)
 
 
 @torch.no_grad()
 def check_network(network: Any, model: str) -> None:
     """Raises UserError for a network whose logits of a few tokens are not finite, or not its lm_head's own."""
-    table, head = network.get_input_embeddings().weight, network.get_output_embeddings()
+    table = network.get_input_embeddings().weight
+    head = network.get_output_embeddings()
     ids = torch.arange(PROBE, device=table.device)[None] % len(table)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}  # some warn without
     passes: list[Any] = []

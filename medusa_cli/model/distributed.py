@@ -20,7 +20,7 @@ TIMEOUT = timedelta(days=7)
 
 @dataclass(frozen=True)
 class Distributed:
-    """This process's rank among `size`, and its rank on its machine; alone it is 0 of 1. Rank 0 writes and prints.
+    """Holds this process's rank among `size` (0 of 1 by default), and on its machine. Rank 0 writes and prints.
 
     sharded: the model's layers are split over the processes, so that all must make the same passes.
     """
@@ -34,8 +34,8 @@ class Distributed:
     def join(cls, device: str = "auto", backend: str | None = None, sharded: bool = False) -> "Distributed":
         """Reads the launcher's environment variables and joins the process group.
 
-        Tensors on a GPU of the process's own are summed through NCCL. All else, or all with a named backend, goes
-        through gloo. UsageError where there are fewer GPUs than processes.
+        Tensors on a GPU of the process's own are summed through NCCL. All else, or all with a named
+        backend, goes through gloo. UsageError where there are fewer GPUs than processes.
         """
         size = int(os.environ.get("WORLD_SIZE", "1"))
         if size == 1:
@@ -71,8 +71,8 @@ class Distributed:
     def micro_batches(self, items: Sequence[Any]) -> list[tuple[Any, bool]]:
         """Returns this process's strided shard, each item with True if it counts.
 
-        Over a sharded model every process makes as many passes: one that has fewer items repeats the last one, which
-        does not count.
+        Over a sharded model every process makes as many passes: one that has fewer items repeats
+        the last one, which does not count.
         """
         own = [(item, True) for item in self.strided_shard(items)]
         missing = -len(items) % self.size if self.sharded else 0
@@ -129,14 +129,16 @@ class Distributed:
 def split_layers(network: Any, device: str) -> None:
     """Freezes a network and splits the matrices of its decoder layers over all processes.
 
-    At most one whole layer at a time goes from the CPU to the device. Vectors, and tensors outside the layers, stay
-    whole. All processes must then make the same passes. Raises UserError for a network without a list of layers.
+    At most one whole layer at a time goes from the CPU to the device. Vectors, and tensors outside
+    the layers, stay whole. All processes must then make the same passes. Raises UserError for a
+    network without a list of layers.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor
 
-    base, depth = text_model(network), network.config.get_text_config().num_hidden_layers
+    base = text_model(network)
+    depth = network.config.get_text_config().num_hidden_layers
     lists = [module for module in base.modules() if isinstance(module, nn.ModuleList)]
     layers = next((modules for modules in lists if len(modules) == depth), None)
     if layers is None:

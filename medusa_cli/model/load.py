@@ -1,4 +1,4 @@
-"""Loads networks and tokenizers, and checks them; reads what CPU and memory allow."""
+"""Loads networks and tokenizers, and checks them; and asks for the CPU's number types and the free memory."""
 
 import logging
 import os
@@ -64,9 +64,10 @@ def load_network(
 ) -> tuple[Any, Any]:
     """Returns the unmodified transformers model, on the device, and its tokenizer.
 
-    device "auto" is CUDA if there is one; dtype "auto" the checkpoint's own, but fp32 on a CPU without instructions for
-    it. "random:SHAPE" has random weights and no tokenizer. shard: see split_layers. chat_template replaces the
-    tokenizer's own. Raises UserError for a model that is missing, damaged or unusable.
+    device "auto" is CUDA if there is one; dtype "auto" the checkpoint's own, but fp32 on a CPU
+    without instructions for it. "random:SHAPE" has random weights and no tokenizer. shard: see
+    split_layers. chat_template replaces the tokenizer's own. Raises UserError for a model that is
+    missing, damaged or unusable.
     """
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
@@ -86,7 +87,7 @@ def load_network(
         if shard:
             split_layers(network, device)
         return network, None
-    # Weights are read from safetensors alone: a pickle may hold any code.
+    # Weights are read only from safetensors: a pickle may hold any code.
     settings: dict[str, Any] = {"dtype": dtype, "use_safetensors": True}
     if options.quantised:
         from transformers import BitsAndBytesConfig
@@ -98,7 +99,8 @@ def load_network(
             bnb_4bit_compute_dtype=dtype,
         )
         settings["device_map"] = {"": device}
-    source, trusted = assets.model_dir(model), options.trust_remote_code
+    source = assets.model_dir(model)
+    trusted = options.trust_remote_code
     config = read_config(model, trusted, whole=True)
     if trusted and has_own_code(model):
         refuse_unsupported(config)
@@ -281,7 +283,8 @@ def random_config(name: str) -> Any:
 
 
 _STATUS = Path("/proc/self/status")
-_SYSTEM, _CONTAINER = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+_SYSTEM = Path("/proc/meminfo")
+_CONTAINER = Path("/sys/fs/cgroup")
 
 
 def free_memory(device: torch.device) -> int:

@@ -20,7 +20,8 @@ WEIGHTS = "adapter_model.safetensors"
 ADAPTER_WEIGHTS = "the adapter's weights"
 
 
-# Keys of a saved adapter's config that do not change what its weights mean. Others are empty or false by default.
+# Keys of a saved adapter's config that do not change what its weights mean. Others are empty or
+# false by default.
 NOT_READ = (
     *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
     *("lora_dropout", "fan_in_fan_out", "megatron_config", "megatron_core", "qalora_group_size", "eva_config"),
@@ -32,7 +33,8 @@ NOT_READ = (
 class AdapterConfig:
     """The keys of a saved adapter's config that are used: plain LoRA of one rank over named modules.
 
-    init_lora_weights: names in other words change the model's own weights, too. use_rslora: scale by alpha / sqrt(r).
+    init_lora_weights: names in other words change the model's own weights, too. use_rslora: scale
+    by alpha / sqrt(r).
     """
 
     peft_type: Literal["LORA"]
@@ -55,7 +57,7 @@ def attach(network: Any, *, rank: int, alpha: float, dropout: float) -> None:
     names = {name for name, module in network.named_modules() if isinstance(module, nn.Linear)}
     if text_model(network) is network.base_model:
         names = {name.rpartition(".")[2] for name in names}
-    else:  # what sees images has layers of the same names
+    else:  # the part that sees images has layers of the same names
         read = {id(module) for module in (*text_model(network).modules(), network.get_output_embeddings())}
         names = {name for name in names if id(network.get_submodule(name)) in read}
     config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=sorted(names), bias="none")
@@ -145,7 +147,7 @@ def save(network: Any, folder: Path, backbone: str) -> None:
 
 
 def merge(network: Any, folder: Path, beside: bool = False) -> Any:
-    """Returns the network with a saved adapter added to its weights, or `beside` them, as quantised weights need.
+    """Returns the network with a saved adapter merged into its weights, or `beside` quantized ones.
 
     Raises UserError if the adapter does not fit the network.
     """

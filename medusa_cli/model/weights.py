@@ -1,4 +1,4 @@
-"""Where a model's weights come from: a GGUF file, safetensors files, or a network in memory, by transformers' names."""
+"""A model's weights by transformers' names: from a GGUF file, safetensors files, or a network in memory."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ from medusa_cli.model.checks import unloadable
 from medusa_cli.model_files import checkpoint_files, weights_file
 from medusa_cli.native.matrix import Floats, Format, RawMatrix
 
-# What the library cannot hold in a file's own bits is widened to fp32.
+# Other types are widened to fp32.
 FLOAT_TYPES = {torch.float32: Format.F32, torch.float16: Format.F16, torch.bfloat16: Format.BF16}
 
 
@@ -36,7 +36,7 @@ class Weights(ABC):
         """Returns the numbers of a norm or a bias in fp32."""
 
     def release(self) -> None:  # noqa: B027  (most have nothing to release)
-        """Gives memory of what was read back to the system."""
+        """Returns the memory of weights that were read to the system."""
 
 
 class NetworkWeights(Weights):
@@ -137,10 +137,11 @@ class GgufWeights(Weights):
 
 
 class GgufSlice:
-    """A weight of a GGUF file that is read where it is sliced, as safetensors' slices are."""
+    """Reads a weight of a GGUF file when it is sliced, as safetensors' slices do."""
 
     def __init__(self, weights: GgufWeights, name: str) -> None:
-        self.weights, self.name = weights, name
+        self.weights = weights
+        self.name = name
 
     def get_shape(self) -> list[int]:
         names = self.weights.names
@@ -184,7 +185,7 @@ def open_weights(model: str, network: Any) -> Weights:
 
 
 def source_stamp(model: str) -> list[str]:
-    """Returns what tells the files of a model's weights from others."""
+    """Returns the stamps of the files of a model's weights."""
     if (path := weights_file(model)) is not None:
         return [file_stamp(path)]
     return [file_stamp(path) for path in checkpoint_files(model_dir(model))]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import json
 import logging
 import math
 import re
@@ -36,92 +37,192 @@ WORDS = {"int": "a whole number", "float": "a number", "str": "a word", "bool": 
 WORDS |= {"array": "a list of whole numbers such as [1,2]"}
 
 
+def key(default: Any, meaning: str) -> Any:
+    """Returns a field of a recipe with its default, and its meaning for the help and the docs."""
+    return dataclasses.field(default=default, metadata={"meaning": meaning})
+
+
 @dataclass(frozen=True)
 class DrafterRecipe:
-    """The drafter to train. docs/training.md explains every key of a recipe."""
+    """The drafter to train."""
 
-    name: Literal["amphista", "eagle", "firp", "hydra", "medusa"] = "medusa"
-    num_heads: Annotated[int, Meta(ge=1, le=64)] = 5
-    num_layers: Annotated[int, Meta(ge=1, le=16)] = 1
-    vocabulary: Literal["auto", "draft", "own", "shared"] = "auto"
-    draft_vocab_size: Count = 12288
-    matrices: Literal["each", "one"] = "each"
-    prefix_layers: Annotated[int, Meta(ge=0, le=4)] = 0
-    taps: Layers = ()
-    attention_layers: Annotated[int, Meta(ge=0, le=4)] = 1
-    context: Literal["conversation", "answer"] = "conversation"
-    conditional: Rank | None = None
-    layers: Layers | None = None
+    name: Literal["amphista", "eagle", "firp", "hydra", "medusa"] = key(
+        "medusa",
+        "the drafter; drafter=NAME is short for it",
+    )
+    num_heads: Annotated[int, Meta(ge=1, le=64)] = key(
+        5,
+        "heads; head k guesses the token k + 1 places on",
+    )
+    num_layers: Annotated[int, Meta(ge=1, le=16)] = key(1, "residual blocks in each head")
+    vocabulary: Literal["auto", "draft", "own", "shared"] = key(
+        "auto",
+        "tokens that heads score: draft (the most frequent of the data), own (all, a matrix "
+        "a head), shared (all, by the model's lm_head); auto: draft where that is smaller",
+    )
+    draft_vocab_size: Count = key(12288, "tokens of the draft vocabulary")
+    matrices: Literal["each", "one"] = key(
+        "each",
+        "a vocabulary matrix for each head, or one for all",
+    )
+    prefix_layers: Annotated[int, Meta(ge=0, le=4)] = key(
+        0,
+        "Hydra: decoder layers before the heads; 1 is Hydra++",
+    )
+    taps: Layers = key(
+        (),
+        "EAGLE: aux hidden state layers to read; []: a low, a middle and a high one",
+    )
+    attention_layers: Annotated[int, Meta(ge=0, le=4)] = key(
+        1,
+        "Amphista: self-attention layers over the heads",
+    )
+    context: Literal["conversation", "answer"] = key(
+        "conversation",
+        "what Hydra's prefix layers and Amphista's layers see: the conversation or the answer",
+    )
+    conditional: Rank | None = key(
+        None,
+        "Medusa, Amphista, FIRP: rank of a bias from the previous draft token; null: no bias",
+    )
+    layers: Layers | None = key(
+        None,
+        "FIRP: the layer where each head's extra row enters; null: from 1/2 to 5/6 of the depth",
+    )
 
 
 @dataclass(frozen=True)
 class DistillRecipe:
     """The conversations to distil."""
 
-    seed: str = "sharegpt"
-    max_samples: Count | None = None
-    max_new_tokens: Count = 256
-    max_turns: Count = 2
-    temperature: Annotated[float, Meta(ge=0, le=100)] = 0.0
-    random_seed: Seed = 0
-    context: Annotated[int, Meta(ge=16, le=10_000_000)] = 512
-    batch_size: Count | None = None
-    taps: Layers = ()
-    dedup: bool = True
-    system: str | None = None
-    drop_refusals: bool = False
-    min_answer_tokens: Annotated[int, Meta(ge=0)] = 0
-    endpoint: str | None = None
-    endpoint_model: str | None = None
-    concurrency: Annotated[int, Meta(ge=1, le=65_536)] = 8
+    seed: str = key(
+        "sharegpt",
+        "prompts: sharegpt, sharegpt-long, sharegpt-code, code, a file, or a hub data set",
+    )
+    max_samples: Count | None = key(None, "conversations; null: all")
+    max_new_tokens: Count = key(256, "tokens of an answer")
+    max_turns: Count = key(2, "turns of a conversation")
+    temperature: Annotated[float, Meta(ge=0, le=100)] = key(
+        0.0,
+        "sampling temperature; 0 is greedy",
+    )
+    random_seed: Seed = key(0, "seed of the sampling")
+    context: Annotated[int, Meta(ge=16, le=10_000_000)] = key(512, "positions of a conversation")
+    batch_size: Count | None = key(
+        None,
+        "conversations decoded at a time; null: as many as the memory holds, at most 64",
+    )
+    taps: Layers = key((), "aux hidden state layers to keep besides the last state")
+    dedup: bool = key(
+        True,
+        "skip a seed whose first prompt differs from an earlier one only in case or white space",
+    )
+    system: str | None = key(None, "system prompt of seeds that have none")
+    drop_refusals: bool = key(False, "drop conversations with a refusal")
+    min_answer_tokens: Annotated[int, Meta(ge=0)] = key(
+        0,
+        "drop conversations with a shorter answer",
+    )
+    endpoint: str | None = key(None, "URLs of servers that answer in place of this machine")
+    endpoint_model: str | None = key(None, "the model's name on the servers; null: asked of them")
+    concurrency: Annotated[int, Meta(ge=1, le=65_536)] = key(
+        8,
+        "conversations at a time on the servers",
+    )
 
 
 @dataclass(frozen=True)
 class TrainRecipe:
     """The training: sizes are in positions (answer tokens), intervals in optimizer steps."""
 
-    stage: Literal[1, 2] = 1
-    epochs: Annotated[int, Meta(ge=1, le=10_000)] = 2
-    max_tokens: Count | None = 800_000
-    batch_tokens: Annotated[int, Meta(ge=2, le=10_000_000)] = 1024
-    accumulation: Count = 1
-    optimizer: Literal["adamw", "adamw8bit"] = "adamw"
-    lr: Positive | None = None
-    min_lr_ratio: Share = 0.05
-    warmup_steps: Annotated[int, Meta(ge=0)] = 20
-    decay: Share = 0.8
-    soft: Share = 0.0
-    regress: Positive | None = None
-    scored: Annotated[int, Meta(ge=64, le=10_000_000)] | None = None
-    states: Literal["kept", "fresh"] = "kept"
+    stage: Literal[1, 2] = key(1, "1: heads on the frozen model; 2: heads and model")
+    epochs: Annotated[int, Meta(ge=1, le=10_000)] = key(2, "passes over the data")
+    max_tokens: Count | None = key(800_000, "most positions of all passes; null: no bound")
+    batch_tokens: Annotated[int, Meta(ge=2, le=10_000_000)] = key(
+        1024,
+        "positions of a micro-batch of whole conversations; where the model runs: tokens with padding",
+    )
+    accumulation: Count = key(1, "micro-batches of a step")
+    optimizer: Literal["adamw", "adamw8bit"] = key(
+        "adamw",
+        "adamw, or adamw8bit with its state in 8 bits (bitsandbytes)",
+    )
+    lr: Positive | None = key(None, "the heads' peak learning rate; null: the drafter's own")
+    min_lr_ratio: Share = key(0.05, "the last learning rate as a share of the peak")
+    warmup_steps: Annotated[int, Meta(ge=0)] = key(
+        20,
+        "steps in which the rate rises to its peak, at most a tenth of all",
+    )
+    decay: Share = key(0.8, "head k's loss weighs decay^k")
+    soft: Share = key(0.0, "share of the model's own distribution in the targets")
+    regress: Positive | None = key(
+        None,
+        "weight of a regression to the model's own states, for Hydra, and EAGLE on little "
+        "text; null: the drafter's own",
+    )
+    scored: Annotated[int, Meta(ge=64, le=10_000_000)] | None = key(
+        None,
+        "sampled softmax: tokens scored in a batch; null: the whole vocabulary",
+    )
+    states: Literal["kept", "fresh"] = key(
+        "kept",
+        "kept: stage 1 keeps the model's hidden states on disk; fresh: computes them in every step",
+    )
     # Stage 2 (Medusa, section 3.2.2).
-    tuning: Literal["lora", "qlora", "full"] = "lora"
-    lora_rank: Rank = 32
-    lora_alpha: Positive = 16.0
-    lora_dropout: Share = 0.05
-    objective: Literal["kl", "ce"] = "kl"
-    lambda_0: Positive = 0.2
-    schedule: Literal["constant", "warmup", "sine"] = "warmup"
-    heads_first: Share = 0.1
-    backbone_lr: Positive | None = None
-    max_length: Annotated[int, Meta(ge=16)] = 1024
-    gradient_checkpointing: bool = False
+    tuning: Literal["lora", "qlora", "full"] = key(
+        "lora",
+        "stage 2: lora, qlora (the model in 4 bits), or full (all weights; writes a model and a run of its own)",
+    )
+    lora_rank: Rank = key(32, "stage 2: rank of the adapter")
+    lora_alpha: Positive = key(16.0, "stage 2: the adapter's scale times its rank")
+    lora_dropout: Share = key(0.05, "stage 2: dropout before the adapter")
+    objective: Literal["kl", "ce"] = key(
+        "kl",
+        "stage 2: the model's own loss, KL to the original (kl) or cross-entropy (ce)",
+    )
+    lambda_0: Positive = key(0.2, "stage 2: peak weight of the heads' loss")
+    schedule: Literal["constant", "warmup", "sine"] = key(
+        "warmup",
+        "stage 2: of lambda_0: constant, warmup (heads first, then both, rising) or sine",
+    )
+    heads_first: Share = key(
+        0.1,
+        "stage 2, warmup: share of the steps in which only the heads learn",
+    )
+    backbone_lr: Positive | None = key(
+        None,
+        "stage 2: the model's peak learning rate; null: a quarter of the heads'",
+    )
+    max_length: Annotated[int, Meta(ge=16)] = key(
+        1024,
+        "stage 2: tokens after which conversations are cut",
+    )
+    gradient_checkpointing: bool = key(
+        False,
+        "stage 2: compute activations again in the backward pass, to save memory",
+    )
     # Either stage.
-    shard: bool = False
-    validation_fraction: Annotated[float, Meta(ge=0, le=0.5)] = 0.05
-    validation_every: Count = 50
-    validation_tokens: Count = 16_384
-    checkpoint_every: Count = 100
-    seed: Seed = 0
-    dtype: Literal["bf16", "fp32"] = "bf16"
+    shard: bool = key(False, "under torchrun: each process holds a part of the model's layers")
+    validation_fraction: Annotated[float, Meta(ge=0, le=0.5)] = key(
+        0.05,
+        "share of the conversations that is held out",
+    )
+    validation_every: Count = key(50, "steps between validations")
+    validation_tokens: Count = key(16_384, "positions of a validation")
+    checkpoint_every: Count = key(100, "steps between checkpoints")
+    seed: Seed = key(0, "seed of the order, the fresh weights and the dropout")
+    dtype: Literal["bf16", "fp32"] = key("bf16", "number type of the training")
 
 
 @dataclass(frozen=True)
 class Recipe:
     """The model and the sections of a recipe. chat_template is the text of a Jinja template."""
 
-    model: str = "smollm2-135m"
-    chat_template: str | None = None
+    model: str = key("smollm2-135m", "a named model, a folder, a GGUF file, or a Hugging Face id")
+    chat_template: str | None = key(
+        None,
+        "a Jinja file in the recipe's folder, for a tokenizer without a template",
+    )
     drafter: DrafterRecipe = DrafterRecipe()
     distill: DistillRecipe = DistillRecipe()
     train: TrainRecipe = TrainRecipe()
@@ -135,6 +236,18 @@ class Recipe:
         import yaml
 
         return str(yaml.safe_dump(self.to_dict(), sort_keys=False))
+
+
+def meanings() -> dict[str, tuple[str, str]]:
+    """Returns the default, as YAML writes it, and the meaning of every dotted key."""
+    found: dict[str, tuple[str, str]] = {}
+    for section in dataclasses.fields(Recipe):
+        keys = dataclasses.fields(section.default) if dataclasses.is_dataclass(section.default) else [section]
+        prefix = "" if keys == [section] else f"{section.name}."
+        for field in keys:
+            default = field.default if isinstance(field.default, str) else json.dumps(field.default)
+            found[f"{prefix}{field.name}"] = (default, field.metadata["meaning"])
+    return found
 
 
 @cache

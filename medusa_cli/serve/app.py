@@ -57,7 +57,7 @@ PAGE = Path(__file__).with_name("index.html")
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
 # Pages that this machine serves, as other servers of models allow them.
 LOCAL_PAGES = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
-# Keeps the likeliest token alone, as OpenAI's 0 does.
+# Keeps only the likeliest token, as OpenAI's 0 does.
 MIN_TOP_P = 1e-9
 REFUSALS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorBody} for status in (400, 401, 403, 404, 408, 413, 429, 500, 503)
@@ -176,8 +176,11 @@ class Handler:
     """Submits completion requests to the scheduler and formats their answers."""
 
     def __init__(self, medusa: Medusa, scheduler: Scheduler, limits: Limits, templates: TemplateProcess) -> None:
-        self._medusa, self._scheduler, self._limits, self._templates = medusa, scheduler, limits, templates
-        self._rendering = asyncio.Lock()  # a slow chat template holds up other chats alone
+        self._medusa = medusa
+        self._scheduler = scheduler
+        self._limits = limits
+        self._templates = templates
+        self._rendering = asyncio.Lock()  # a slow chat template holds up only other chats
         self._encoding = asyncio.Lock()  # two threads must not share a tokenizer
 
     @property
@@ -191,8 +194,9 @@ class Handler:
         return min(self._limits.max_prompt_tokens, self._medusa.backbone.max_positions - 1)
 
     def props(self) -> dict[str, Any]:
-        """Returns what llama.cpp's clients read of a server."""
-        limits, tokenizer = self._limits, self._medusa.backbone.tokenizer
+        """Returns the properties that llama.cpp's clients read."""
+        limits = self._limits
+        tokenizer = self._medusa.backbone.tokenizer
         params = {"temperature": limits.temperature, "top_k": 0, "top_p": 1.0, "n_predict": limits.max_new_tokens}
         return {
             "default_generation_settings": {"n_ctx": self.context, "params": params},
@@ -207,7 +211,7 @@ class Handler:
         }
 
     def slots(self) -> list[dict[str, Any]]:
-        """Returns what each slot does, in llama.cpp's words, without any text."""
+        """Returns each slot's state in llama.cpp's words, without any text."""
         running = self._scheduler.running()
         idle: dict[str, Any] = {"n_ctx": self.context, "speculative": self._scheduler.speculative}
         slots = [{"id": number, **idle, "is_processing": False} for number in range(self._limits.slots)]
@@ -241,21 +245,24 @@ class Handler:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(events.put_nowait, (index, event))
 
+        # Special tokens that the answer's text shows.
         keep = set() if body.skip_special_tokens else {*special_ids(backbone)}
         if isinstance(body, ChatRequest) and body.offered:
             keep |= {*marker_ids(backbone).values()}
         rules: Any = {"keep": keep, "include_stop": body.include_stop_str_in_output}
         if keep or body.stop_token_ids:
             rules["ends"] = {*body.stop_token_ids, *backbone.eos_ids}
-        tickets = [
-            Ticket(request, Answer(backbone, request.stop_strings, **rules), partial(deliver, index))
-            for index, request in enumerate(requests)
-        ]
+        tickets = []
+        for index, request in enumerate(requests):
+            answer_of_choice = Answer(backbone, request.stop_strings, **rules)
+            tickets.append(Ticket(request, answer_of_choice, partial(deliver, index)))
         self._scheduler.submit(tickets)
+
         answer: OpenAIFormat | ResponsesFormat = OpenAIFormat(backbone, body, tickets)
         if original is not None and isinstance(body, ChatRequest):
             original.model = body.model
             answer = ResponsesFormat(original, body, tickets[0])
+
         received = _until_gone(tickets, events, receive)
         if body.stream:
             lines = answer.stream(received)
@@ -268,7 +275,8 @@ class Handler:
 
     async def tokenize(self, body: TokenizeText | TokenizeChat) -> dict[str, Any]:
         """Returns the token ids of a text or a conversation in vLLM's form; raises Refusal."""
-        [tokens], backbone = await self._encode(body), self._medusa.backbone
+        [tokens] = await self._encode(body)
+        backbone = self._medusa.backbone
         texts = backbone.tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
         return {"count": len(tokens), "max_model_len": self.context, "tokens": tokens, "token_strs": texts}
 
@@ -279,7 +287,8 @@ class Handler:
 
     async def _requests(self, body: ChatRequest | CompletionRequest) -> list[Request]:
         """Returns the decoder's requests, one a choice, within the server's limits."""
-        limits, prompts = self._limits, await self._encode(body)
+        limits = self._limits
+        prompts = await self._encode(body)
         limit = limits.max_new_tokens if body.limit is None else min(body.limit, limits.max_new_tokens)
         if body.truncate_prompt_tokens is not None:
             kept = self.longest_prompt if body.truncate_prompt_tokens < 0 else body.truncate_prompt_tokens
@@ -287,6 +296,7 @@ class Handler:
         for prompt in prompts:
             if len(prompt) > self.longest_prompt:
                 raise too_long(len(prompt), self.longest_prompt)
+
         grammar = await self._grammar(body)
         scored = body.prompt_logprobs is not None or (isinstance(body, CompletionRequest) and body.echo)
         wanted = [count for count in (body.top, body.prompt_logprobs) if count is not None]
@@ -323,18 +333,18 @@ class Handler:
             raise self._refusal(reason, "prompt") from reason
 
     def _stop_ids(self, body: ChatRequest | CompletionRequest) -> set[int] | None:
-        """Returns the tokens that end an answer, None for the model's own alone; raises Refusal."""
+        """Returns the tokens that end an answer, None for only the model's own; raises Refusal."""
         backbone = self._medusa.backbone
         for token in body.stop_token_ids:
             if token >= backbone.vocab_size:
-                text = f"stop_token_ids: {token} is no token id; use ids from 0 to {backbone.vocab_size - 1}"
+                text = f"stop_token_ids: {token} is not a token id; use ids from 0 to {backbone.vocab_size - 1}"
                 raise Refusal(400, text, param="stop_token_ids", code="invalid_value")
         if body.ignore_eos:
             return {*body.stop_token_ids}
         return {*body.stop_token_ids, *backbone.eos_ids} if body.stop_token_ids else None
 
     async def _grammar(self, body: ChatRequest | CompletionRequest) -> Grammar | None:
-        """Returns what the answer must follow, compiled here and not between the steps of others; raises Refusal."""
+        """Compiles the answer's grammar here, not between the steps of other answers; raises Refusal."""
         backbone = self._medusa.backbone
         try:
             grammar = body.followed
@@ -378,7 +388,7 @@ class Handler:
         for name in body.chat_template_kwargs:
             if name in own:
                 param = f"chat_template_kwargs.{name}"
-                raise Refusal(400, f"{param} is no variable of a chat template", param=param, code="unsupported")
+                raise Refusal(400, f"{param} is not a variable of a chat template", param=param, code="unsupported")
         plain = [message.plain for message in body.messages]
         messages, more = describe_tools(self._medusa.backbone, plain, body.offered)
         return self._templates.render(messages, {**body.template, **more})
@@ -391,10 +401,13 @@ class Handler:
         if isinstance(body, CompletionRequest) and body.suffix:
             return [infill_ids(backbone, str(prompt), body.suffix) for prompt in body.prompts]
         begin = not isinstance(body, CompletionRequest) or body.add_special_tokens
-        return [
-            token_ids(backbone, prompt, begin=begin) if isinstance(prompt, str) else self._medusa.encode(prompt)
-            for prompt in body.prompts
-        ]
+
+        def encode(prompt: Any) -> list[int]:
+            if isinstance(prompt, str):
+                return token_ids(backbone, prompt, begin=begin)
+            return self._medusa.encode(prompt)
+
+        return [encode(prompt) for prompt in body.prompts]
 
     def _refusal(self, reason: UserError, param: str) -> Refusal:
         """Returns the refusal for an error of the core; clients must not learn the model's path on this machine."""
@@ -417,7 +430,8 @@ async def _until_gone(
             pass
         abandon()
 
-    watcher, unfinished = asyncio.create_task(watch()), len(tickets)
+    watcher = asyncio.create_task(watch())
+    unfinished = len(tickets)
     try:
         while unfinished:
             index, event = await events.get()

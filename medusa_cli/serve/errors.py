@@ -47,7 +47,10 @@ class Refusal(Exception):
         more: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(_printable(message))
-        self.status, self.param, self.code, self.retry_s = status, param, code, retry_s
+        self.status = status
+        self.param = param
+        self.code = code
+        self.retry_s = retry_s
         self.kind = kind or TYPES.get(status, "invalid_request_error")
         self.more = dict(more or {})
 
@@ -83,7 +86,8 @@ def refusal_for(reason: UserError, param: str | None = None) -> Refusal:
         names = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
         return str(param) if setting in KINDS else names.get(setting, setting)
 
-    text, setting = in_words(reason.text, field), reason.setting
+    text = in_words(reason.text, field)
+    setting = reason.setting
     if setting is not None:
         return Refusal(400, text, param=field(setting), code="invalid_value")
     return Refusal(400, f"{param}: {text}" if param else text, param=param, code="invalid_prompt")
@@ -109,7 +113,8 @@ def failure(reason: Exception) -> Refusal:
 
 def refusal_for_http(path: str, reason: HTTPException) -> Refusal:
     """Returns the refusal for a path or method that is not served, or a body that the web framework could not parse."""
-    status, cause = reason.status_code, reason.__cause__
+    status = reason.status_code
+    cause = reason.__cause__
     if status == 404:
         return Refusal(status, f"the path {shown(path)} is not served", code="not_found")
     if status == 400 and isinstance(cause, UnicodeDecodeError):
@@ -124,13 +129,14 @@ def refusal_for_body(errors: Sequence[Mapping[str, Any]]) -> Refusal:
     first = errors[0]
     path = [cut(str(part), LONGEST_NAME) for part in first["loc"] if part not in ("body", *FORMS, *ITEMS)]
     param = ".".join(path) or None
-    kind, text = str(first["type"]), str(first["msg"]).removeprefix("Value error, ")
+    kind = str(first["type"])
+    text = str(first["msg"]).removeprefix("Value error, ")
     if kind == "json_invalid":
-        return Refusal(400, "the body is no JSON", code="invalid_json")
+        return Refusal(400, "the body is not JSON", code="invalid_json")
     if kind == "missing" and not path:
         return Refusal(400, "the body is empty; send a JSON object", code="invalid_json")
     if kind == "model_attributes_type" and not path:
-        fault = "is no JSON object"
+        fault = "is not a JSON object"
         if isinstance(first.get("input"), bytes):  # curl sends it so without a header
             fault = "was not sent as JSON; add the header Content-Type: application/json"
         return Refusal(400, f"the body {fault}", code="invalid_json")

@@ -4,8 +4,8 @@ from medusa_cli.errors import UsageError
 from medusa_cli.model import Backbone
 from medusa_cli.model.chat_template import token_ids
 
-# Tokens before the prefix, before the suffix, and before the middle: Qwen and others, StarCoder and others, CodeLlama,
-# DeepSeek.
+# Tokens before the prefix, before the suffix, and before the middle: Qwen and others, StarCoder and
+# others, CodeLlama, DeepSeek.
 TOKENS = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),

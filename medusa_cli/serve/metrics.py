@@ -24,8 +24,8 @@ def add_positions(accepted_at: list[int], step: Step) -> None:
 class SpeculativeCounters(Collector):
     """Counts drafts as vLLM does, under its names, which its benches and others read.
 
-    A draft tree counts with all its nodes but the root. vLLM's benches add up all lines of a name, so that those with
-    the time of creation, which a Counter has, would count as well.
+    A draft tree counts with all its nodes but the root. vLLM's benches add up all lines of a name,
+    so that those with the time of creation, which a Counter has, would count as well.
     """
 
     def __init__(self, model: str) -> None:
@@ -49,7 +49,8 @@ class SpeculativeCounters(Collector):
             family = CounterMetricFamily(f"vllm:spec_decode_num_{name}", about, labels=[*self._labels])
             family.add_metric([*self._labels.values()], value)
             yield family
-        name, about = "vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted draft tokens by position"
+        name = "vllm:spec_decode_num_accepted_tokens_per_pos"
+        about = "Accepted draft tokens by position"
         family = CounterMetricFamily(name, about, labels=[*self._labels, "position"])
         for position, value in enumerate(list(self._accepted_at)):
             family.add_metric([*self._labels.values(), str(position)], value)

@@ -34,11 +34,12 @@ log = logging.getLogger(__name__)
 class Limits:
     """Names, keys and limits of a server.
 
-    host: the address or name that the server listens at, "" for a Unix socket. slots: requests that decode side by
-    side. waiting: requests in the queue. max_body: bytes. Seconds that a client may take: head_s for a request's head,
-    body_s for its body, read_s without reading its answer, idle_s between two requests; template_s that the chat
-    template may take. temperature: of requests that name none. remember: answers that are looked up for later ones.
-    cors: origins whose web pages may use the server.
+    host: the address or name that the server listens at, "" for a Unix socket. slots: requests that
+    decode side by side. waiting: requests in the queue. max_body: bytes. Seconds that a client may
+    take: head_s for a request's head, body_s for its body, read_s without reading its answer,
+    idle_s between two requests; template_s that the chat template may take. temperature: of
+    requests that name none. remember: answers that are looked up for later ones. cors: origins
+    whose web pages may use the server.
     """
 
     names: tuple[str, ...]
@@ -66,19 +67,22 @@ class Limits:
 class Middleware:
     """Passes requests on with their whole body.
 
-    Refuses a wrong key, a large body, a slow one, and without a key a foreign Host: a web page whose name
-    was made to point at this machine (DNS rebinding) must not use the model.
+    Refuses a wrong key, a large body, a slow one, and without a key a foreign Host: a web page
+    whose name was made to point at this machine (DNS rebinding) must not use the model.
     """
 
     def __init__(self, app: Any, limits: Limits, metrics: Metrics) -> None:
-        self._app, self._limits, self._metrics = app, limits, metrics
+        self._app = app
+        self._limits = limits
+        self._metrics = metrics
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         path = scope["path"] if scope["path"] in PATHS else "other"
-        headers, started = Headers(scope=scope), time.monotonic()
+        headers = Headers(scope=scope)
+        started = time.monotonic()
         given = headers.get("x-request-id", "")
         request_id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
 

@@ -1,7 +1,8 @@
 """Fields of requests that change no answer here, with the values of which that holds.
 
-Clients send fields of many servers. One that cannot change the answer, or has the value that changes nothing, is taken
-and not used; one that would change it is refused by name, as an unknown one is.
+Clients send fields of many servers. One that cannot change the answer, or has the value that
+changes nothing, is taken and not used; one that would change it is refused by name, as an unknown
+one is.
 """
 
 import logging

@@ -35,16 +35,21 @@ class OpenAIFormat:
     """Formats the answers to one request: all chunks have the same id, time and model, and each choice its index."""
 
     def __init__(self, backbone: Backbone, body: ChatRequest | CompletionRequest, tickets: Sequence[Ticket]) -> None:
-        self._chat, self._tickets, self._n = isinstance(body, ChatRequest), tickets, body.n
-        self._asked, self._backbone = body, backbone
+        self._chat = isinstance(body, ChatRequest)
+        self._tickets = tickets
+        self._n = body.n
+        self._asked = body
+        self._backbone = backbone
         keep = () if body.skip_special_tokens else special_ids(backbone)
         self._tokens = [TokenTexts(backbone, keep) for _ in tickets]
         self._id = f"{'chatcmpl' if self._chat else 'cmpl'}-{uuid.uuid4().hex}"
-        self._created, self._model = int(time.time()), body.model
+        self._created = int(time.time())
+        self._model = body.model
         self._fingerprint = fingerprint_of(backbone)
         self._stream_usage = body.stream_options.include_usage
         self._continuous = self._stream_usage and body.stream_options.continuous_usage_stats
-        # Log probabilities of prompts come first; they are not among those of the answer unless it echoes the prompt.
+        # Log probabilities of prompts come first; they do not count as the answer's unless it
+        # echoes the prompt.
         scored = body.prompt_logprobs is not None and not (isinstance(body, CompletionRequest) and body.echo)
         self._skip = [len(ticket.request.prompt) if scored else 0 for ticket in tickets]
         names = [tool["function"]["name"] for tool in body.offered] if isinstance(body, ChatRequest) else []
@@ -67,7 +72,7 @@ class OpenAIFormat:
         async with aclosing(events):
             with_ids = self._asked.return_token_ids
             for index, text in enumerate(self._echoes):
-                if self._chat or text or with_ids:  # the role, or what is echoed, comes before the first text
+                if self._chat or text or with_ids:  # the role, or the echoed prompt, comes before the first text
                     delta = {"delta": {"role": "assistant", "content": text}} if self._chat else {"text": text}
                     choice = self._choice(index, delta, None, None)
                     yield sse({**self._body([choice]), **self._prompt_ids(choice, index), **usage()})
@@ -77,7 +82,7 @@ class OpenAIFormat:
                     return
                 if event.pieces or event.likelihoods or event.last or with_ids:
                     yield sse({**self.chunk(index, event), **usage()})
-        if self._stream_usage:  # after the last choice, alone
+        if self._stream_usage:  # after the last choice, in a chunk of its own
             yield sse({**self._body([]), "usage": self._usage()})
         yield "data: [DONE]\n\n"
 
@@ -92,8 +97,10 @@ class OpenAIFormat:
                 read = calls.feed(answer.text, last=True)
                 for call in read.get("tool_calls", ()):
                     del call["index"]
-                said = self._echoes[index] + read.get("content", "")
-                message |= {**read, "content": said or (None if calls.count else "")}
+                message |= read
+                message["content"] = self._echoes[index] + read.get("content", "")
+                if calls.count and not message["content"]:
+                    message["content"] = None
             content = {"message": message} if self._chat else {"text": text}
             choices.append(self._choice(index, content, answer.likelihoods, answer.finish_reason, answer.tokens))
         more: dict[str, Any] = {}
@@ -124,16 +131,17 @@ class OpenAIFormat:
 
     def _prompt_logprobs(self, choice: dict[str, Any], index: int) -> dict[str, Any]:
         """Adds the log probabilities of its prompt to a choice, as vLLM does; returns those of a chat."""
-        ticket, wanted = self._tickets[index], self._asked.prompt_logprobs
+        ticket = self._tickets[index]
+        wanted = self._asked.prompt_logprobs
         rows: list[dict[str, Any] | None] = []
         for likelihood in ticket.answer.likelihoods[: len(ticket.request.prompt)]:
             entries: dict[str, Any] = {}
             for rank, (token, logprob) in enumerate(likelihood.top[:wanted], 1):
                 entries[str(token)] = self._prompt_entry(token, logprob, rank)
-            # Its rank is known among the likeliest alone.
+            # Its rank is known only among the likeliest.
             entries.setdefault(str(likelihood.token), self._prompt_entry(likelihood.token, likelihood.logprob, None))
             rows.append(entries)
-        if rows:  # of the first token, which nothing comes before
+        if rows:  # nothing predicts the first token
             rows[0] = None
         return self._of_prompt(choice, "prompt_logprobs", rows)
 
@@ -189,18 +197,24 @@ class OpenAIFormat:
         texts = self._tokens[index]
         if self._chat:
             rows = [texts.row(likelihood, top) for likelihood in likelihoods]
-            content = [{**_entry(*own), "top_logprobs": [_entry(*other) for other in others]} for own, *others in rows]
+            content = []
+            for first, *others in rows:
+                entries = [_entry(*other) for other in others]
+                content.append({**_entry(*first), "top_logprobs": entries})
             return {"content": content, "refusal": None}
-        offsets, tokens = list[int](), list[TokenLogprob]()
+        offsets = list[int]()
+        tokens = list[TokenLogprob]()
         likeliest = list[dict[str, float | None] | None]()
         for likelihood in likelihoods:
             offsets.append(texts.place(likelihood.token))
             (text, own), *others = texts.row(likelihood, top)
             tokens.append((text, own))
-            # The likeliest comes first: of tokens with one text it is the one that stays. The answer's own is always
-            # among them.
+            # The likeliest comes first: of tokens with one text it is the one that stays.
+            # The answer's own token is always reported.
             row = {text: logprob for text, logprob in reversed(others)}
-            likeliest.append(None if own is None else row if text in row else {**row, text: own})
+            if own is not None:
+                row.setdefault(text, own)
+            likeliest.append(None if own is None else row)
         return {
             "tokens": [text for text, _ in tokens],
             "token_logprobs": [logprob for _, logprob in tokens],
@@ -212,7 +226,8 @@ class OpenAIFormat:
 def speculative_figures(tickets: Sequence[Ticket], by_position: bool = False) -> dict[str, Any]:
     """Returns the counts of draft tokens of one request's answers.
 
-    by_position: and how many steps drafted, how many of them accepted a token at each position, and seconds.
+    by_position: and how many steps drafted, how many of them accepted a token at each position, and
+    seconds.
     """
     stats = Stats()
     for ticket in tickets:
@@ -250,7 +265,7 @@ def _entry(text: str, logprob: float | None) -> dict[str, Any]:
 
 
 class TokenTexts:
-    """Decodes tokens in their context: decoders of the Llama kind strip the blank of a token decoded alone.
+    """Decodes tokens in their context: Llama's decoder strips the leading blank of a single token.
 
     keep: special tokens that the answer's text shows.
     """
@@ -283,7 +298,8 @@ class TokenTexts:
         text = self._decode([*self._finished, *self._unfinished]).removeprefix(before)
         if not text.endswith(REPLACEMENT) or len(self._unfinished) >= MAX_CHARACTER_BYTES:
             self._offset += len(text)
-            self._finished, self._unfinished = self._unfinished, []
+            self._finished = self._unfinished
+            self._unfinished = []
         return place
 
     def _in_context(self, token: int) -> str:

@@ -41,7 +41,7 @@ class AnyTextPart(Strict):
 
 
 class PastItem(Strict):
-    """Has what every item of the past may have."""
+    """Declares the fields that every item of the past may have."""
 
     no_effect = neutral.MARKS
 
@@ -112,7 +112,7 @@ class ChosenTool(Typed):
 
 
 class ResponsesRequest(Common):
-    """Body of /v1/responses: what maps onto a chat. Nothing is stored."""
+    """Body of /v1/responses: the fields that map onto a chat. Nothing is stored."""
 
     no_effect = neutral.RESPONSES
     input: Annotated[
@@ -173,10 +173,12 @@ class ResponsesFormat:
     """Formats the answer to one request: its items, a message and calls, and the events that tell of them."""
 
     def __init__(self, body: ResponsesRequest, chat: ChatRequest, ticket: Ticket) -> None:
-        self._body, self._ticket = body, ticket
+        self._body = body
+        self._ticket = ticket
         names = [tool["function"]["name"] for tool in chat.offered]
         self._calls = CallReader(names) if names else None
-        self._id, self._created = _new_id("resp"), int(time.time())
+        self._id = _new_id("resp")
+        self._created = int(time.time())
         self._items: list[dict[str, Any]] = []
         self._open = False  # the last item goes on
         self._sequence = 0
@@ -247,7 +249,9 @@ class ResponsesFormat:
         """Ends the open item, if any; returns the events."""
         if not self._open:
             return []
-        self._open, item, place = False, self._items[-1], self._place()
+        self._open = False
+        item = self._items[-1]
+        place = self._place()
         item["status"] = "incomplete" if self._ticket.answer.finish_reason == "length" else "completed"
         if item["type"] == "message":
             [part] = item["content"]
@@ -262,7 +266,9 @@ class ResponsesFormat:
         return [*events, self._event("response.output_item.done", output_index=place["output_index"], item=dict(item))]
 
     def _response(self, ended: bool = False) -> dict[str, Any]:
-        body, stats, answer = self._body, self._ticket.answer.stats, self._ticket.answer
+        body = self._body
+        stats = self._ticket.answer.stats
+        answer = self._ticket.answer
         cut = ended and answer.finish_reason == "length"
         given = body.model_dump(include={"text", "tools", "tool_choice"}, by_alias=True, exclude_none=True)
         prompt = len(self._ticket.request.prompt)
@@ -275,11 +281,14 @@ class ResponsesFormat:
         }
         if body.drafts.figures:
             usage["medusa"] = speculative_figures([self._ticket], by_position=True)
+        status = "in_progress"
+        if ended:
+            status = "incomplete" if cut else "completed"
         return {
             "id": self._id,
             "object": "response",
             "created_at": self._created,
-            "status": ("incomplete" if cut else "completed") if ended else "in_progress",
+            "status": status,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
             "instructions": body.instructions,

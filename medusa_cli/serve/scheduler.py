@@ -18,15 +18,16 @@ from medusa_cli.serve.errors import Refusal
 from medusa_cli.serve.metrics import Metrics, add_positions
 
 # Seconds after which a client whose request was refused may try again.
-RETRY_S, RESTART_S = 2, 10
-# Tokens of answers that are remembered: they are indexed anew, in 50 ms at most, after each answer.
+RETRY_S = 2
+RESTART_S = 10
+# Tokens of answers that are remembered: they are indexed again, in 50 ms at most, after each answer.
 MAX_REMEMBERED = 1 << 17
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Event:
-    """The text and tokens that a step added to an answer; the last event of an answer may carry an error instead."""
+    """Holds the text and tokens that a step added to an answer; its last event may carry an error instead."""
 
     pieces: list[Piece] = field(default_factory=list)
     likelihoods: tuple[Likelihood, ...] = ()
@@ -39,9 +40,9 @@ class Event:
 class Ticket:
     """A request in the queue or in a slot, its answer so far, and the callback that receives its events.
 
-    reused: tokens of the prompt that came from the prefix cache. drafts: steps with draft tokens, and accepted_at of
-    these, by position, those that accepted one there. abandoned: nobody waits for the answer, so the scheduler frees
-    its slot before the next step.
+    reused: tokens of the prompt that came from the prefix cache. drafts: steps with draft tokens,
+    and accepted_at of these, by position, those that accepted one there. abandoned: nobody waits
+    for the answer, so the scheduler frees its slot before the next step.
     """
 
     request: Request
@@ -65,15 +66,19 @@ class Ticket:
 
 
 class Scheduler:
-    """First come, first served: at most `slots` requests decode side by side, and `waiting` more wait.
+    """Decodes requests in the order they come: at most `slots` at a time, while `waiting` more wait.
 
-    remember: how many of the last answers are looked up for later ones; of at most MAX_REMEMBERED tokens.
+    remember: the number of last answers, of at most MAX_REMEMBERED tokens, that later ones are
+    drafted from.
     """
 
     def __init__(self, medusa: Medusa, metrics: Metrics, *, slots: int, waiting: int, remember: int = 0) -> None:
-        self._medusa, self._metrics = medusa, metrics
-        self._slots, self._max_waiting = slots, waiting
-        self._answers, self._remembered = deque[list[int]](maxlen=remember), Corpus()
+        self._medusa = medusa
+        self._metrics = metrics
+        self._slots = slots
+        self._max_waiting = waiting
+        self._answers = deque[list[int]](maxlen=remember)
+        self._remembered = Corpus()
         if remember and medusa.loaded.policy is not None:
             medusa.loaded.policy.corpora.append(self._remembered)
         self._decoder = medusa.decoder(slots)
@@ -116,8 +121,9 @@ class Scheduler:
     def run(self) -> None:
         """Decodes in this thread until drained.
 
-        It should be the thread that loaded the model: OpenMP's workers belong to a thread, and a second team of them
-        sleeps between products instead of spinning, so steps on a CPU take half as long again.
+        It should be the thread that loaded the model: OpenMP's workers belong to a thread, and a
+        second team of them sleeps between matmuls instead of spinning, so steps on a CPU take half
+        as long again.
         """
         self.alive = True
         try:
@@ -174,7 +180,8 @@ class Scheduler:
                 continue
             self._running[sequence] = ticket
             if first is not None:
-                self._prompt, ticket.reused = None, sequence.reused
+                self._prompt = None
+                ticket.reused = sequence.reused
                 self._metrics.first_token.observe(ticket.seconds)
                 self._metrics.prompt_tokens.inc(len(ticket.request.prompt))
                 self._metrics.reused_tokens.inc(sequence.reused)
@@ -192,7 +199,7 @@ class Scheduler:
             self._deliver(sequence, step)
 
     def _deliver(self, sequence: Sequence, step: Step) -> None:
-        """Hands a step's text to its client, and ends the request at its finish reason."""
+        """Sends a step's text to its client, and ends the request at its finish reason."""
         ticket = self._running[sequence]
         pieces = ticket.answer.add(step, sequence.finish_reason)
         self._metrics.count(step)
@@ -205,7 +212,7 @@ class Scheduler:
             self._remember(ticket)
 
     def _remember(self, ticket: Ticket) -> None:
-        """Indexes an answer, after the end of its prompt, beside the last ones; the oldest give way."""
+        """Indexes an answer, after the end of its prompt, with the last ones; the oldest give way."""
         if self._answers.maxlen:
             self._answers.append([*ticket.request.prompt[-MAX_LENGTH:], *ticket.answer.tokens])
             while sum(map(len, self._answers)) > MAX_REMEMBERED:

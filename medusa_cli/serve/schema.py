@@ -1,7 +1,7 @@
 """Bodies of requests, in the words of OpenAI, vLLM and llama.cpp.
 
-A field that cannot change the answer is taken (`neutral`); one that would change it and is not served is refused by
-name, never ignored.
+A field that cannot change the answer is taken (`neutral`); one that would change it and is not
+served is refused by name, never ignored.
 """
 
 import json
@@ -15,16 +15,21 @@ from medusa_cli.errors import UsageError
 from medusa_cli.serve import neutral
 
 # Each token of an answer is searched for each stop string.
-MAX_STOPS, MAX_STOP = 1024, 1024
-MAX_CHOICES, MAX_NAME, MAX_TOOLS, MAX_TOP = 128, 256, 128, 20
-# A field of several forms is checked in the form it was sent in; refusals leave out these names of forms.
+MAX_STOPS = 1024
+MAX_STOP = 1024
+MAX_CHOICES = 128
+MAX_NAME = 256
+MAX_TOOLS = 128
+MAX_TOP = 20
+# A field of several forms is checked in the form it was sent in; refusals leave out these names of
+# forms.
 TEXT, LIST, TEXTS, LISTS, OBJECT = FORMS = "<text>", "<list>", "<texts>", "<lists>", "<object>"
 ITEMS = "<message>", "<function_call>", "<function_call_output>"
 FORM = Discriminator(lambda value: LIST if isinstance(value, list) else TEXT)
 StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP)]
 TokenId = Annotated[int, Field(ge=0)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1)]
-Form = TypeVar("Form")  # what chats and responses write differently
+Form = TypeVar("Form")  # of a part that chats and responses write differently
 
 
 class Strict(BaseModel):
@@ -42,7 +47,8 @@ class Strict(BaseModel):
         if not isinstance(data, dict):
             return data
         given = {name: value for name, value in data.items() if value is not None}
-        # What one kind of object does not read, another may: declared fields are read, but for values of no effect.
+        # What one kind of object does not read, another may: declared fields are read, but for
+        # values of no effect.
         checks = {
             name: check
             for name, check in cls.no_effect.items()
@@ -103,7 +109,7 @@ class ResponseFormat(Strict):
 
     @property
     def source(self) -> Source | None:
-        """Returns what the answer must follow."""
+        """Returns the grammar of the answer."""
         if self.type == "text":
             return None
         schema = self.schema_ if self.json_schema is None else self.json_schema.schema_
@@ -122,7 +128,7 @@ class StructuredOutputs(Strict):
 
     @property
     def source(self) -> Source:
-        """Returns what the answer must follow; raises UsageError."""
+        """Returns the grammar of the answer; raises UsageError."""
         if self.choice and self.grammar:
             raise UsageError("@choice and @grammar constrain one answer", "leave one of them out")
         schema = ANY_OBJECT if self.json_object and self.json_ is None else self.json_
@@ -136,7 +142,8 @@ class StructuredOutputs(Strict):
 class Speculative(Strict):
     """How drafts are used for one answer.
 
-    enabled: false decodes plainly. figures: count the accepted draft tokens of each position in the usage.
+    enabled: false decodes plainly. figures: count the accepted draft tokens of each position in the
+    usage.
     """
 
     enabled: bool = True
@@ -166,7 +173,7 @@ class Common(Strict):
 class Sampled(Common):
     """Fields of chats and completions: sampling, stop criteria, forms of the answer."""
 
-    top_k: int | None = Field(None, ge=0, le=1_000_000, description="0 is no cut; not in OpenAI's API")
+    top_k: int | None = Field(None, ge=0, le=1_000_000, description="0 keeps all; not in OpenAI's API")
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: (
         Annotated[
@@ -215,7 +222,7 @@ class Sampled(Common):
 
     @property
     def forms(self) -> dict[str, Source]:
-        """Returns what the answer must follow, by the fields that say so; raises UsageError."""
+        """Returns the grammar of the answer by the fields that name one; raises UsageError."""
         forms: dict[str, Source] = {}
         if self.structured_outputs is not None:
             forms["structured_outputs"] = self.structured_outputs.source
@@ -232,7 +239,7 @@ class Sampled(Common):
 
     @property
     def followed(self) -> Grammar | None:
-        """Returns what the answer must follow; raises UsageError."""
+        """Returns the grammar of the answer; raises UsageError."""
         forms = self.forms
         if len(forms) > 1:
             first, second, *_ = forms
@@ -306,7 +313,7 @@ class CalledFunction(Strict):
 
     @property
     def plain(self) -> dict[str, Any]:
-        """Returns the call in the form that chat templates take; arguments that are no JSON object stay a text."""
+        """Returns the call in the form that chat templates take; arguments that are not a JSON object stay text."""
         try:
             # Clients write a call without arguments as an empty text.
             value = self.arguments if isinstance(self.arguments, dict) else json.loads(self.arguments or "{}")
@@ -474,7 +481,7 @@ class ChatRequest(Sampled, Conversation):
 
     @property
     def top(self) -> int | None:
-        """Returns how many of the likeliest tokens to report beside each token; None for no log probabilities."""
+        """Returns how many of the likeliest tokens to report with each token; None for no log probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
@@ -482,7 +489,9 @@ def _form_of_prompt(value: Any) -> str:
     if not isinstance(value, list):
         return TEXT
     first = value[0] if value else None
-    return TEXTS if isinstance(first, str) else LISTS if isinstance(first, list) else LIST
+    if isinstance(first, str):
+        return TEXTS
+    return LISTS if isinstance(first, list) else LIST
 
 
 class CompletionRequest(Sampled):
@@ -502,7 +511,7 @@ class CompletionRequest(Sampled):
         description="0 only with echo, -1: up to the server's limit",
     )
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP)
-    suffix: str = Field("", description="what follows the answer, for models that fill in the middle")
+    suffix: str = Field("", description="text after the answer, for models that fill in the middle")
     add_special_tokens: bool = True
 
     @model_validator(mode="after")

@@ -25,9 +25,11 @@ from medusa_cli.serve.app import build
 from medusa_cli.serve.middleware import Limits
 from medusa_cli.serve.templates import TemplateProcess
 
-# Bytes of a request's line and headers, connections that wait to be accepted, bytes of answers that the system keeps
-# for a client that does not read.
-MAX_HEADERS, BACKLOG, SEND_BUFFER = 64 << 10, 128, 32 << 10
+# Bytes of a request's line and headers, connections that wait to be accepted, bytes of answers that
+# the system keeps for a client that does not read.
+MAX_HEADERS = 64 << 10
+BACKLOG = 128
+SEND_BUFFER = 32 << 10
 # Bytes: a client that reads less within `Limits.read_s` reads nothing.
 MIN_READ = 16 << 10
 # Logs to which anybody who connects can make the server write.
@@ -103,7 +105,8 @@ class Server:
 class Protocol(H11Protocol):
     """uvicorn's protocol, which has no deadline but that between two requests.
 
-    A connection beyond `Limits.max_connections` ends the one that has waited longest for a whole request.
+    A connection beyond `Limits.max_connections` ends the one that has waited longest for a whole
+    request.
     """
 
     def __init__(self, limits: Limits, **options: Any) -> None:
@@ -175,7 +178,7 @@ class Protocol(H11Protocol):
 
 
 class OnceAMinute(logging.Filter):
-    """Passes a message on once a minute, with the count of those dropped since; an OSError without its traceback."""
+    """Passes a message on once a minute, with the count of messages dropped since; an OSError without its traceback."""
 
     def __init__(self, period_s: float = 60) -> None:
         super().__init__()
@@ -183,16 +186,20 @@ class OnceAMinute(logging.Filter):
         self._passed = dict[str, tuple[float, int]]()  # by the message's beginning: when, and how many were dropped
 
     def filter(self, record: logging.LogRecord) -> bool:
-        now, text = time.monotonic(), record.getMessage().split("\n")[0]
+        now = time.monotonic()
+        text = record.getMessage().split("\n")[0]
         last, dropped = self._passed.get(text[:40], (-self._period_s, 0))
         if now - last < self._period_s:
             self._passed[text[:40]] = (last, dropped + 1)
             return False
         self._passed[text[:40]] = (now, 0)
         if isinstance(record.exc_info, tuple) and isinstance(record.exc_info[1], OSError):
-            record.msg, record.args, record.exc_info = f"{text}: {record.exc_info[1]}", (), None
+            record.msg = f"{text}: {record.exc_info[1]}"
+            record.args = ()
+            record.exc_info = None
         if dropped:
-            record.msg, record.args = f"{record.getMessage()} ({dropped:,} more like it before)", ()
+            record.msg = f"{record.getMessage()} ({dropped:,} more like it before)"
+            record.args = ()
         return True
 
 
@@ -212,7 +219,7 @@ def check_certificate(certificate: Path | None, key: Path | None) -> None:
     """Raises UsageError for files that do not serve HTTPS: missing, no PEM, not a pair, or with a password."""
     if certificate is None:
         if key is not None:
-            raise UsageError(f"@ssl_keyfile {key} has no effect alone", "give its @ssl_certfile, too")
+            raise UsageError(f"@ssl_keyfile {key} has no effect without a certificate", "give its @ssl_certfile, too")
         return
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password="")
@@ -226,9 +233,11 @@ def check_certificate(certificate: Path | None, key: Path | None) -> None:
 def listen(host: str, port: int, uds: Path | None = None) -> socket.socket:
     """Returns a socket bound to an address, or to the file `uds`; port 0 is any free one.
 
-    Raises UsageError for what cannot be bound.
+    Raises UsageError for an address that cannot be bound.
     """
-    family = socket.AF_UNIX if uds else socket.AF_INET6 if ":" in host else socket.AF_INET
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    if uds:
+        family = socket.AF_UNIX
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
@@ -239,9 +248,11 @@ def listen(host: str, port: int, uds: Path | None = None) -> socket.socket:
     except (OSError, OverflowError, ValueError, TypeError) as reason:  # a host name that no address can have
         listener.close()
         fault = getattr(reason, "strerror", None) or str(reason)
-        place, remedy = f"@host {host} @port {port}", "give another @port or @host"
+        place = f"@host {host} @port {port}"
+        remedy = "give another @port or @host"
         if uds:
-            place, remedy = f"@uds {uds}", "give another file"
+            place = f"@uds {uds}"
+            remedy = "give another file"
         raise UsageError(f"{place} cannot be bound: {fault}", remedy) from reason
     return listener
 

@@ -14,7 +14,7 @@ from medusa_cli.model.chat_template import chat_prompt, too_much
 
 
 def prepare() -> None:
-    """Starts the process from which the renderers are forked, which imports what they need meanwhile."""
+    """Starts the process from which the renderers are forked, which imports their modules meanwhile."""
     multiprocessing.set_forkserver_preload([__name__])
     forkserver.ensure_running()
 
@@ -37,7 +37,7 @@ class TemplateProcess:
         self._ready = False
 
     def render(self, messages: Sequence[Mapping[str, Any]], template: Mapping[str, Any]) -> str:
-        """Returns the text of a prompt as `chat_prompt` does; raises UserError also for what takes too much."""
+        """Returns a prompt's text as `chat_prompt` does; raises UserError also if it takes too much."""
         try:
             if not self._ready:
                 self._ready = self._connection.recv()
@@ -60,7 +60,7 @@ class TemplateProcess:
 
 
 def _render_all(connection: Connection, model: Any) -> None:
-    """Renders what comes, until the other end is closed."""
+    """Renders prompts until the other end is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server ends it, after the last answer
     try:
         connection.send(True)

@@ -1,7 +1,7 @@
 """Tools: how a model is told of them, the grammar of their calls, and the calls that its answer makes as it comes.
 
-Models write calls as Hermes and Qwen, as Llama 3, or as Mistral do; the chat template tells which. A model whose
-template knows no tools is told of them in the system prompt, in Hermes' form.
+Models write calls as Hermes and Qwen, as Llama 3, or as Mistral do; the chat template tells which.
+A model whose template knows no tools is told of them in the system prompt, in Hermes' form.
 """
 
 import json
@@ -16,7 +16,8 @@ from medusa_cli.decode.grammar import Grammar, inline
 from medusa_cli.model import Backbone
 
 # Tokens of some vocabularies, plain text in others.
-BEGIN, END = ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>"), "</tool_call>"
+BEGIN = ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>")
+END = "</tool_call>"
 MARKERS = (*BEGIN, END, "[ARGS]", "[CALL_ID]")
 MAX_CALLS = 8  # of an answer that must call
 INSTRUCTION = """You may call functions to help with the request. These are their signatures:
@@ -70,7 +71,8 @@ def calls_grammar(backbone: Backbone, tools: Tools, several: bool, answer: Gramm
 
     several: more than one may follow. answer: a JSON schema that the answer may follow instead.
     """
-    style, ids = style_of(template_of(backbone)), marker_ids(backbone)
+    style = style_of(template_of(backbone))
+    ids = marker_ids(backbone)
 
     def literal(text: str) -> str:
         parts = re.split("(" + "|".join(map(re.escape, MARKERS)) + ")", text)
@@ -107,7 +109,8 @@ def describe_tools(
         return list(messages), {"tools": list(tools)} if tools else {}
     rendered: list[Message] = []
     for message in messages:
-        role, text = message["role"], message["content"] or ""
+        role = message["role"]
+        text = message["content"] or ""
         if role == "tool":
             text = f"<tool_response>\n{text}\n</tool_response>"
             if rendered and rendered[-1]["role"] == "user" and rendered[-1]["content"].startswith("<tool_response>"):
@@ -142,51 +145,83 @@ _decode = json.JSONDecoder().raw_decode
 def read_calls(text: str, names: Collection[str], last: bool, sent: int = 0) -> tuple[str, list[tuple[str, str]]]:
     """Returns the content of an answer so far, and its calls, by name and arguments, as far as both are certain.
 
-    A call begins with a marker of any style, or with the answer. What is no call of a tool of these names is content.
-    last: the answer ends here; else the arguments of the last call may go on. A call that the end of the answer cuts
-    is content, too, unless it is one of the first `sent`, which the client has.
+    A call begins with a marker of any style, or with the answer. Text that does not call a tool of these
+    names is content. last: the answer ends here; else the arguments of the last call may go on. A
+    call that the end of the answer cuts is content, too, unless it is one of the first `sent`,
+    which the client has.
     """
-    content, calls, at, begun = "", list[tuple[str, str]](), 0, False
+    content = ""
+    calls = list[tuple[str, str]]()
+    at = 0
+    begun = False
     while True:
         bare = not (begun or calls) and text[at:].lstrip().startswith("{")
-        marker = None if bare else _BEGIN.search(text, at)
-        start = at if bare else marker.start() if marker else len(text)
-        if not (bare or marker or last):  # a marker may be under way
-            start -= max(partial_stop(text[at:], marker) for marker in BEGIN)
-        if text[at:start].strip() or (begun and not calls):  # blanks beside a call are none of the content
+        start, after = (at, at) if bare else _next_marker(text, at, last)
+        if text[at:start].strip() or (begun and not calls):  # blanks around a call are not content
             content += text[at:start]
-        if not (bare or marker):
+        if after is None:
             return content, calls
-        at, begun = marker.end() if marker else start, begun or bool(content)
-        while True:  # calls, until no other follows; `start`: of the text that is content if no call comes of it
+        at = after
+        begun = begun or bool(content)
+
+        # Calls, until no other follows. Text from `start` on is content if it does not become a call.
+        while True:
             if between := _BETWEEN.match(text, at):
                 at = between.end()
             if text.startswith(END, at) or (last and at == len(text) and not bare):
                 at += len(END)
                 break
             if marker := _BEGIN.match(text, at):
-                (start, at), bare = marker.span(), False
+                start, at = marker.span()
+                bare = False
                 continue
-            head = _JSON_HEAD.match(text, at) or _ARGS_HEAD.match(text, at)
-            if head and head[1] in names:
-                end = _end(text, head.end())
-                calls.append((head[1], text[head.end() : end]))
-            elif not head and not bare and (call := _whole_call(text, at, names)):
-                end = _end(text, at)
-                calls.append(call)
-            else:
-                squeezed = "".join(text[at : at + 40].split())[: len(_NAME_HEAD)]
-                hopeless = head or last or END in text[at:] or (bare and squeezed != _NAME_HEAD[: len(squeezed)])
-                if at == len(text) or not hopeless:
+            found = _call_at(text, at, names, bare)
+            if found is None:
+                if at == len(text) or _may_become_call(text, at, bare, last):
                     return content, calls
-                content, begun = content + text[start:at], True
+                content += text[start:at]
+                begun = True
                 break
+            call, end = found
+            calls.append(call)
             if end is None:
                 if last and len(calls) > sent:
                     calls.pop()
                     content += text[start:]
                 return content, calls
-            start, at, bare = end, end, False
+            start = end
+            at = end
+            bare = False
+
+
+def _next_marker(text: str, at: int, last: bool) -> tuple[int, int | None]:
+    """Returns the start and end of the next marker from a place on.
+
+    Without one the end is None, and the start is where a marker may be under way, else the text's end.
+    """
+    if found := _BEGIN.search(text, at):
+        return found.span()
+    under_way = 0 if last else max(partial_stop(text[at:], marker) for marker in BEGIN)
+    return len(text) - under_way, None
+
+
+def _call_at(text: str, at: int, names: Collection[str], bare: bool) -> tuple[tuple[str, str], int | None] | None:
+    """Returns the call that begins at a place, and its end (None while it goes on); None for other text."""
+    head = _JSON_HEAD.match(text, at) or _ARGS_HEAD.match(text, at)
+    if head and head[1] in names:
+        end = _end(text, head.end())
+        return (head[1], text[head.end() : end]), end
+    if not head and not bare and (call := _whole_call(text, at, names)):
+        return call, _end(text, at)
+    return None
+
+
+def _may_become_call(text: str, at: int, bare: bool, last: bool) -> bool:
+    """Returns True if the text from a place on, which is not a call yet, may go on as one."""
+    if last or END in text[at:] or _JSON_HEAD.match(text, at) or _ARGS_HEAD.match(text, at):
+        return False
+    squeezed = "".join(text[at : at + 40].split())[: len(_NAME_HEAD)]
+    return not bare or _NAME_HEAD.startswith(squeezed)
 
 
 def _end(text: str, start: int) -> int | None:
@@ -211,7 +246,8 @@ class CallReader:
     """Splits an answer, as it comes, into its content and its calls of tools."""
 
     def __init__(self, names: Collection[str]) -> None:
-        self._names, self._text = names, ""
+        self._names = names
+        self._text = ""
         self._sent = self._arguments = 0  # characters of the content, and of the last call's arguments, so far
         self.count = 0
 
@@ -220,7 +256,8 @@ class CallReader:
         self._text += text
         content, calls = read_calls(self._text, self._names, last, self.count)
         delta: dict[str, Any] = {"content": content[self._sent :]} if len(content) > self._sent else {}
-        self._sent, parts = max(self._sent, len(content)), []
+        self._sent = max(self._sent, len(content))
+        parts = []
         for index in range(max(0, self.count - 1), len(calls)):
             name, arguments = calls[index]
             if index == self.count:

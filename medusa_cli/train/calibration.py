@@ -25,16 +25,21 @@ from medusa_cli.tree.search import largest, search
 
 # Positions of a batch: its scores of one head [P, M] are held at once.
 POSITIONS = 512
-# Temperatures tried for a head's confidences, and on how many positions: a smooth curve needs no more.
+# Temperatures tried for a head's confidences, and on how many positions: a smooth curve needs no
+# more.
 TEMPERATURES = tuple(round(0.6 + 0.05 * step, 2) for step in range(29))
 FIT_POSITIONS = 4096
-# The tree over which decoding is simulated. Accuracies measured over 14 nodes promise what 4 to 64 give, within 2.5 %.
-NODES, ROUNDS = 14, 3
+# The tree over which decoding is simulated. Accuracies measured over 14 nodes predict what 4 to 64
+# give, within 2.5 %.
+NODES = 14
+ROUNDS = 3
 # Weight of the share among all positions, in steps.
 PRIOR = 20
 # Ranks of a token beyond the guesses, and past its answer's end.
-MISSED, PAST_END = 1 << 30, (1 << 30) + 1
-# Held-out conversations by default of a drafter that must run the model for them: 22,000 tokens, a few minutes.
+MISSED = 1 << 30
+PAST_END = (1 << 30) + 1
+# Held-out conversations by default of a drafter that must run the model for them: 22,000 tokens, a
+# few minutes.
 WHOLE = 100
 log = logging.getLogger(__name__)
 
@@ -52,10 +57,11 @@ def calibrate(
 ) -> Document:
     """Measures the `top` best guesses of each head of the drafter in a folder; returns the calibration's document.
 
-    data: a file of conversations, all of which are measured; None: those held out in the drafter's training.
-    show: called with a name, the tokens done and their number.
+    data: a file of conversations, all of which are measured; None: those held out in the drafter's
+    training. show: called with a name, the tokens done and their number.
     """
-    kind, origin = drafter_kind(folder), describe_drafter(folder).provenance
+    kind = drafter_kind(folder)
+    origin = describe_drafter(folder).provenance
     recipe = load_recipe(run.recipe_path if run.recipe_path.is_file() else None)
     # A run that learnt from conversations elsewhere has none of its own.
     learnt = origin.data.path if origin.data is not None and not run.data_path.is_file() else None
@@ -103,20 +109,24 @@ def measure(
 ) -> Document:
     """Measures every head's `top` best guesses on a data set's held-out items; returns figures by head k.
 
-    accuracies[k][i]: share of the positions where decoding asks head k at which its guess i was the token; a token
-    outside the draft vocabulary counts as missed. counted[k]: positions with a token for head k. temperatures[k]: that
-    of head k's softmax at which its confidences fit (least log loss). roots: simulated steps. Raises UserError where no
-    answer reaches a head.
+    accuracies[k][i]: share of the positions where decoding asks head k at which its guess i was the
+    token; a token outside the draft vocabulary counts as missed. counted[k]: positions with a token
+    for head k. temperatures[k]: the one of head k's softmax at which its confidences fit (least log
+    loss). roots: simulated steps. Raises UserError where no answer reaches a head.
     """
     vocabulary = len(drafter.draft_ids)
     if not 1 <= top <= vocabulary:
         raise UsageError(f"@top {top} is not among the {vocabulary} tokens the heads know", f"use 1 to {vocabulary}")
     drafter.eval()
-    items, heads = dataset.held_out, drafter.num_heads
+    items = dataset.held_out
+    heads = drafter.num_heads
     ranks: list[Tensor] = []
     counted = torch.zeros(heads, dtype=torch.long)
     log_loss = torch.zeros(heads, len(TEMPERATURES), dtype=torch.double)
-    index, total, positions = drafter.vocabulary_index(backbone.device), positions_of(items), 0
+    index = drafter.vocabulary_index(backbone.device)
+    total = positions_of(items)
+    positions = 0
+
     for conversations in dataset.micro_batches(items, POSITIONS):
         batch = dataset.batch(backbone, drafter, conversations)
         own = torch.full((len(batch.learnt), heads), PAST_END)
@@ -126,7 +136,8 @@ def measure(
             if not len(rows):
                 continue
             learnt = batch.learnt_index[rows]
-            scores, targets = scores[learnt], batch.next[rows + ahead]
+            scores = scores[learnt]
+            targets = batch.next[rows + ahead]
             right = drafter.draft_ids[scores.topk(top, dim=-1).indices] == targets[:, None]  # [rows, top]
             own[learnt.cpu(), head] = torch.where(right.any(-1), right.int().argmax(-1), MISSED).cpu()
             counted[head] += len(rows)
@@ -135,6 +146,7 @@ def measure(
         ranks.append(own)
         positions += len(batch.learnt)
         show("calibrating", positions, total)
+
     if not counted.all():
         raise UserError(f"the answers are too short to calibrate {heads} heads", "distil longer or more answers")
     accuracies, roots = accuracies_at_roots(torch.cat(ranks), top)
@@ -151,11 +163,12 @@ def measure(
 def accuracies_at_roots(ranks: Tensor, top: int) -> tuple[list[list[float]], int]:
     """Returns each head's accuracies [K][top] where decoding asks for its guesses, and the number of steps.
 
-    ranks [n, K]: where the right token stands among each head's guesses at the positions of whole answers, given the
-    right ones before. A step begins where the one before failed, which is where guesses are hard, and a head counts
-    where the heads before it were accepted. Decoding is simulated over the best tree of NODES nodes, which follows from
-    the accuracies: three rounds settle both. Few steps reach the last heads, so the share among all positions counts
-    as much as PRIOR more steps.
+    ranks [n, K]: where the right token stands among each head's guesses at the positions of whole
+    answers, given the right ones before. A step begins where the one before failed, which is where
+    guesses are hard, and a head counts where the heads before it were accepted. Decoding is
+    simulated over the best tree of NODES nodes, which follows from the accuracies: three rounds
+    settle both. Few steps reach the last heads, so the share among all positions counts as much as
+    PRIOR more steps.
     """
     known = (ranks != PAST_END).double()
     right = (ranks[..., None] == torch.arange(top)).double()  # [n, K, top]
@@ -176,7 +189,8 @@ def accepted(ranks: Tensor, tree: Tree) -> Tensor:
     children = torch.full((tree.size, max(tree.widths) + 1), -1)  # the last column stands for all misses
     for child in range(1, tree.size):
         children[tree.parents[child], tree.ranks[child]] = child
-    node, depth = (torch.zeros(len(ranks), dtype=torch.long) for _ in range(2))
+    node = torch.zeros(len(ranks), dtype=torch.long)
+    depth = torch.zeros(len(ranks), dtype=torch.long)
     for column in ranks.T[: tree.max_depth]:
         following = children[node, column.clamp(max=children.shape[1] - 1)]
         node = torch.where(node < 0, node, following)
@@ -187,9 +201,11 @@ def accepted(ranks: Tensor, tree: Tree) -> Tensor:
 def begins(accepted: Tensor) -> Tensor:
     """Returns True at the positions [n] where steps begin: each ends one token after those that it accepted [n].
 
-    Positions are those of whole answers; no step accepts tokens past its answer.
+    Positions are the ones of whole answers; no step accepts tokens past its answer.
     """
-    roots, at, lengths = torch.zeros(len(accepted), dtype=torch.bool), 0, accepted.tolist()
+    roots = torch.zeros(len(accepted), dtype=torch.bool)
+    at = 0
+    lengths = accepted.tolist()
     while at < len(lengths):
         roots[at] = True
         at += lengths[at] + 1
@@ -199,7 +215,8 @@ def begins(accepted: Tensor) -> Tensor:
 def _log_losses(scores: Tensor, targets: Tensor) -> Tensor:
     """Returns the summed log losses of targets among scores [n, M] at each temperature; target -1 is left out."""
     known = targets >= 0
-    scores, targets = scores[known], targets[known]
+    scores = scores[known]
+    targets = targets[known]
     picked = scores.gather(1, targets[:, None]).sum()
     sums = [(scores / heat).logsumexp(-1).sum() - picked / heat for heat in TEMPERATURES]
     return torch.stack(sums).cpu().double()

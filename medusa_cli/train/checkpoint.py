@@ -18,13 +18,13 @@ from medusa_cli.runs.run import Run, check_backbone
 from medusa_cli.train.log import NAME
 
 T = TypeVar("T")
-# A resumed training may change these: they do not change what is learnt.
+# A resumed training may change these: they do not change the weights it learns.
 MAY_CHANGE = ("train.checkpoint_every", "train.validation_every", "train.validation_tokens", "train.shard")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A training after some steps, and what it belongs to; data: the data set's digest; arithmetic: of the states."""
+    """Holds a training after some steps; data: the data set's digest; arithmetic: of the states."""
 
     step: int
     tensors: dict[str, Any]
@@ -36,7 +36,7 @@ class Checkpoint:
 
 
 def arithmetic_of(backbone: Backbone, kept: bool) -> dict[str, str | None]:
-    """Returns quantization and number type of the states; kept: they come from distilling, whatever the type here."""
+    """Returns quantization and number type of the states; kept: they come from distilling, in the type used there."""
     arithmetic = {"quantize": rounding(backbone)}
     if not kept:
         arithmetic["dtype"] = next(name for name, kind in DTYPES.items() if kind == backbone.dtype)
@@ -83,7 +83,7 @@ def set_aside(run: Run) -> None:
 
 
 def save(run: Run, checkpoint: Checkpoint) -> None:
-    """Writes a checkpoint and deletes what was set aside; raises UserError if the disk is full."""
+    """Writes a checkpoint and deletes the earlier training set aside; raises UserError if the disk is full."""
     _write(checkpoint_path(run), checkpoint)
     for file in _files(run):
         earlier_path(file).unlink(missing_ok=True)

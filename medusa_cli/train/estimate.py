@@ -1,4 +1,4 @@
-"""Says what a training will take: its data, memory and time, measured on a step or two whose result is thrown away."""
+"""Estimates the data, memory and time of a training from one or two steps whose result is thrown away."""
 
 import time
 from dataclasses import replace
@@ -32,13 +32,16 @@ def estimate(
     data: Path | None = None,
     start: Run | None = None,
 ) -> Document:
-    """Returns what `train` with the same arguments will take, and writes nothing.
+    """Estimates the costs of `train` with the same arguments, and writes nothing.
 
-    tokens_to_run: those whose hidden states are not kept yet, disk_bytes: of these states. memory_bytes: the process's
-    peak so far, which the training's is. seconds: of states, training and validations.
+    tokens_to_run: those whose hidden states are not kept yet, disk_bytes: of these states.
+    memory_bytes: the process's peak so far, which the training's is. seconds: of states, training
+    and validations.
     """
     setup.check_recipe(recipe)
-    train, kind, source = recipe.train, DRAFTERS[recipe.drafter.name], data or run.data_path
+    train = recipe.train
+    kind = DRAFTERS[recipe.drafter.name]
+    source = data or run.data_path
     if train.shard:
         raise UsageError("@dry_run loads the model in one process", "leave @shard out")
     setup.check_loading(train, options, Distributed())
@@ -51,7 +54,8 @@ def estimate(
     if not online:
         dataset = replace(dataset, states=torch.empty(0))  # batches are of positions, as with all states
     trainer = Trainer(backbone, drafter, dataset, recipe, run)
-    missing, prefill = 0, 0.0
+    missing = 0
+    prefill = 0.0
     if not online:
         missing = tokens_to_run(dataset, run, backbone, source, drafter.taps)
         prefill = missing * _take_states(trainer)
@@ -78,10 +82,12 @@ def estimate(
 
 
 def _take_states(trainer: Trainer) -> float:
-    """Computes the states of the first steps' conversations, for these steps alone; returns seconds a token."""
-    backbone, taps = trainer.backbone, trainer.drafter.taps
+    """Computes the states of only the first steps' conversations; returns seconds a token."""
+    backbone = trainer.backbone
+    taps = trainer.drafter.taps
     rows: list[torch.Tensor] = []
-    count, start = 0, time.perf_counter()
+    count = 0
+    start = time.perf_counter()
 
     def with_rows(item: Conversation) -> Conversation:
         nonlocal count

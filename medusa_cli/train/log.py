@@ -80,7 +80,7 @@ KINDS = {kind.__name__.lower(): kind for kind in (Stepped, Validated, Saved)}
 
 
 class TrainLog:
-    """Appends events to a JSONL file; a resumed training first drops what follows its checkpoint."""
+    """Appends events to a JSONL file; a resumed training first drops the events after its checkpoint."""
 
     def __init__(self, path: Path, resumed_at: int | None = None) -> None:
         self.path = path
@@ -146,7 +146,8 @@ def draw_curves(log: Sequence[dict[str, Any]], path: Path, title: str) -> None:
 
 def draw_heat_map(accuracies: Sequence[Sequence[float]], path: Path, title: str) -> None:
     """Draws the accuracy of the i-th guess (column) of each head (row), with the numbers in the cells."""
-    heads, top = len(accuracies), len(accuracies[0])
+    heads = len(accuracies)
+    top = len(accuracies[0])
     with _figure(path, 1, (1.5 + 0.75 * top, 1.4 + 0.6 * heads)) as (figure, (axis,)):
         image = axis.imshow(accuracies, cmap="viridis", aspect="auto", vmin=0)
         for head, row in enumerate(accuracies):

@@ -29,11 +29,12 @@ BETAS = (0.9, 0.95)
 
 
 class Trainer:
-    """Trains a drafter, and in stage 2 its backbone with it; `events()` runs the training and yields what happens.
+    """Trains a drafter, and in stage 2 its backbone with it; `events()` runs the training and yields its events.
 
-    The drafter becomes fp32 (master weights) and computes in the recipe's dtype. With resume, the run's checkpoint
-    is resumed: the same steps follow with the same batches and rates. Of several processes each takes a share of
-    every step's micro-batches, so that a step is the same for any number of them.
+    The drafter becomes fp32 (master weights) and computes in the recipe's dtype. With resume, the
+    run's checkpoint is resumed: the same steps follow with the same batches and rates. Of several
+    processes each takes a share of every step's micro-batches, so that a step is the same for any
+    number of them.
     """
 
     def __init__(
@@ -48,24 +49,34 @@ class Trainer:
         should_stop: Callable[[], bool] = lambda: False,
         world: Distributed | None = None,
     ) -> None:
-        self.backbone, self.dataset, self.recipe, self.run = backbone, dataset, recipe, run
-        self.should_stop, self.world = should_stop, world or Distributed()
+        self.backbone = backbone
+        self.dataset = dataset
+        self.recipe = recipe
+        self.run = run
+        self.should_stop = should_stop
+        self.world = world or Distributed()
+
         train = recipe.train
         self.drafter = drafter.to(backbone.device, torch.float32).train()
         self.weights = trained_weights(backbone.model) if train.stage == 2 else {}  # of the backbone, by name
-        heads, slow = list(trained_weights(drafter).values()), list(self.weights.values())
+        heads = list(trained_weights(drafter).values())
+        slow = list(self.weights.values())
         self.parameters = [*heads, *slow]
         self.world.broadcast(self.parameters)
         self.peaks = peak_rates(drafter, train)[: 2 if slow else 1]
         self.optimizer = optimizer_of([heads, slow], self.peaks, train, backbone.device.type)
         batches = dataset.schedule(train.batch_tokens, train.epochs, train.seed, train.max_tokens)
-        self.groups = [batches[at : at + train.accumulation] for at in range(0, len(batches), train.accumulation)]
+        firsts = range(0, len(batches), train.accumulation)
+        self.groups = [batches[first : first + train.accumulation] for first in firsts]
         self.sizes = [sum(map(positions_of, group)) for group in self.groups]
-        self.validation, measured = [], 0
+
+        self.validation = []
+        measured = 0
         for batch in dataset.micro_batches(dataset.held_out, train.batch_tokens):
             if measured < train.validation_tokens:
                 self.validation.append(batch)
                 measured += positions_of(batch)
+
         self.step = 0
         self.best: tuple[int, float] | None = None  # step and simulated acceptance of the best validation
         if resume:
@@ -103,7 +114,9 @@ class Trainer:
 
     def train_step(self) -> Stepped:
         """Does the next step."""
-        start, group, size = time.perf_counter(), self.groups[self.step], self.sizes[self.step]
+        start = time.perf_counter()
+        group = self.groups[self.step]
+        size = self.sizes[self.step]
         sums = []
         for (number, items), counts in self.world.micro_batches(list(enumerate(group))):
             # The seed belongs to the micro-batch, so that any process drops the same.
@@ -111,10 +124,11 @@ class Trainer:
             loss = self._loss(items)
             if not math.isfinite(float(loss.total.detach())):
                 self._refuse(f"the loss is {float(loss.total.detach())}", items)
-            # A token counts the same in whatever micro-batch it is.
+            # A token counts the same in every micro-batch.
             (loss.total * (positions_of(items) / size if counts else 0.0)).backward()
             if counts:
                 sums.append(sums_of(loss))
+
         self.world.add_gradients(self.parameters)
         lr, norm = self._update(group)
         self.step += 1
@@ -131,6 +145,7 @@ class Trainer:
 
     def _loss(self, items: list[Conversation]) -> BatchLoss:
         train = self.recipe.train
+        """Returns the loss of a micro-batch in this step."""
         # 1 in the last step, and in the validation after it.
         progress = min(1.0, self.step / max(1, self.steps - 1))
         with torch.autocast(self.backbone.device.type, torch.bfloat16, enabled=train.dtype == "bf16"):
@@ -161,10 +176,12 @@ class Trainer:
 
     def validate(self) -> Validated:
         """Returns loss and accuracies on the held-out answers (at most about validation_tokens positions)."""
-        modules, sums = [self.drafter, *([self.backbone.model] if self.weights else [])], []
+        modules = [self.drafter, *([self.backbone.model] if self.weights else [])]
+        sums = []
         for module in modules:
             module.eval()
-        # no_grad, not inference_mode: autocast would keep its cast weights for the next training step.
+        # no_grad, not inference_mode: autocast would keep its cast weights for the next training
+        # step.
         with torch.no_grad():
             for items, counts in self.world.micro_batches(self.validation):
                 loss = self._loss(items)
@@ -290,10 +307,11 @@ def means(sums: Sequence[dict[str, Any]], world: Distributed) -> dict[str, Any]:
     """Returns the means over the micro-batches of all processes: loss, head losses, accuracies, positions, parts."""
     every = [batch for own in world.gather(sums) for batch in own]
     total = {name: sum(batch[name] for batch in every) for name in every[0] if name != "parts"}
+    parts = {name: sum(batch["parts"][name] for batch in every) for name in every[0]["parts"]}
     return {
         "loss": total["loss"] / total["positions"],
         "head_losses": (total["head_losses"] / total["learnt"].clamp(min=1)).tolist(),
         "accuracies": (total["correct"].double() / total["counted"].clamp(min=1)).tolist(),
         "positions": total["positions"],
-        "parts": {name: sum(b["parts"][name] for b in every) / total["positions"] for name in every[0]["parts"]},
+        "parts": {name: part / total["positions"] for name, part in parts.items()},
     }

@@ -1,7 +1,7 @@
-"""Losses of both stages: of heads on a frozen model, of heads and model together, and the softmax under them all."""
+"""Losses of both stages: of heads on a frozen model, and of heads and model together."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
@@ -17,10 +17,10 @@ from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.model import Backbone
 from medusa_cli.model import lora as adapter
 from medusa_cli.runs.recipe import TrainRecipe
+from medusa_cli.train.fused_linear import ROWS, LogSoftmax, blockwise_loss, cross_entropy, linear_loss
 
-# Rows of fp32 logits worked on at once: 128 x 12,288 stay in the cache of a CPU.
-ROWS = 128
-# Rows of the whole vocabulary's logits at once: 64 x 49,152 in fp32 are 12 MB, which stay near the cores.
+# Rows of the whole vocabulary's logits at once: 64 x 49,152 in fp32 are 12 MB, which stay near the
+# cores.
 LM_ROWS = 64
 # Sampled softmax draws this share of its tokens from the less likely ones.
 DRAWN = 0.25
@@ -30,9 +30,9 @@ DRAWN = 0.25
 class BatchLoss:
     """The loss of a micro-batch and its parts.
 
-    total: the value to minimise, a mean over all `positions`; a head without a target at a position adds nothing there.
-    per_head [K]: each head's mean loss over its `learnt` [K] targets. correct, counted [K]: each head's top-1 hits and
-    targets. parts: other parts by name.
+    total: the value to minimise, a mean over all `positions`; a head without a target at a position
+    adds nothing there. per_head [K]: each head's mean loss over its `learnt` [K] targets. correct,
+    counted [K]: each head's top-1 hits and targets. parts: other parts by name.
     """
 
     total: Tensor
@@ -57,9 +57,9 @@ def stage_2_loss(
 ) -> BatchLoss:
     """Returns L = L_LM + lambda_0 * sum of lambda_k L_k (Medusa, equation 2), at a share of the training.
 
-    L_LM is KL(original || trained), where the original is the same network with its adapter off (section 3.3.2), or
-    with objective "ce" the cross-entropy of the answers' tokens. Without gradients the parts of the loss also hold what
-    training changed of the model.
+    L_LM is KL(original || trained), where the original is the same network with its adapter off
+    (section 3.3.2), or with objective "ce" the cross-entropy of the answers' tokens. Without
+    gradients the parts of the loss also say how much training changed the model.
     """
     dtype = torch.bfloat16 if train.dtype == "bf16" else None
     measure = not torch.is_grad_enabled()
@@ -69,11 +69,13 @@ def stage_2_loss(
     heads = drafter_loss(drafter, backbone, batch, train)
     if not learns and not measure:
         return replace(heads, parts={"lambda_0": weight})
+
     original = None
     # Trained in full, the network keeps no original to compare with.
     if train.tuning != "full" and (train.objective == "kl" or measure):
         with torch.no_grad(), adapter.adapter_off(backbone.model):
             original = batch_of(backbone, drafter, items, dtype)
+
     model, cost = model_loss(backbone, batch, original, train.objective, measure)
     parts = {"lambda_0": weight, "lm": float(model.detach()), **cost}
     return replace(heads, total=model + weight * heads.total, parts=parts)
@@ -126,8 +128,9 @@ def model_loss(
 def lambda_0(progress: float, *, schedule: str, peak: float, share: float) -> tuple[float, bool]:
     """Returns the heads' weight at a share of the training, and True if the backbone learns (Medusa, section 3.2.2).
 
-    constant: the peak throughout. warmup: the heads learn alone for a `share` of the training (always, if it is 1);
-    then the weight rises in a straight line to its peak. sine: it rises as a quarter of a sine to its peak.
+    constant: the peak throughout. warmup: only the heads learn for a `share` of the training
+    (always, if it is 1); then the weight rises in a straight line to its peak. sine: it rises as a
+    quarter of a sine to its peak.
     """
     if schedule == "constant":
         return peak, True
@@ -141,28 +144,33 @@ def lambda_0(progress: float, *, schedule: str, peak: float, share: float) -> tu
 def drafter_loss(drafter: HeadDrafter, backbone: Backbone, batch: Batch, train: TrainRecipe) -> BatchLoss:
     """Returns the sum over heads k of decay^k times the loss of the token k places on (Medusa, equation 1).
 
-    A target outside the draft vocabulary adds nothing to the loss and counts as a miss in the accuracy. Heads that read
-    the draft tokens also learn the backbone's own states at their targets' places, by a smooth L1 distance
-    (`train.regress`; EAGLE, arXiv:2401.15077). That part is in the total alone. Heads that do not read them could only
-    learn the mean of the possible states.
+    A target outside the draft vocabulary adds nothing to the loss and counts as a miss in the
+    accuracy. Heads that read the draft tokens also learn the backbone's own states at their
+    targets' places, by a smooth L1 distance (`train.regress`; EAGLE, arXiv:2401.15077). Only the
+    total includes that part. Heads that do not read the draft tokens could only learn the mean of
+    the possible states.
     """
-    device, heads = batch.next.device, range(1, drafter.num_heads + 1)
-    index, bias = drafter.vocabulary_index(device), drafter.bias(backbone)
+    device = batch.next.device
+    index = drafter.vocabulary_index(device)
+    bias = drafter.bias(backbone)
     soft = train.soft if drafter.soft is None else drafter.soft
     p = teacher_probabilities(drafter, backbone, batch) if soft else None
     scored: Callable[[Tensor], Tensor] = nn.Identity()  # the rows of a matrix that are scored
     if train.scored is not None and train.scored < len(drafter.draft_ids) and torch.is_grad_enabled():
         rows, index, bias, p = sample_vocabulary(batch, train.scored, index, bias, p)
         scored = cache(partial(torch.index_select, dim=0, index=rows))  # heads may share a matrix
-    regress = 0.0
-    if drafter.regress is not None:  # in stage 2 the backbone's states are no fixed target: they move with the heads
-        regress = (drafter.regress if train.stage == 1 else 0.0) if train.regress is None else train.regress
+    regress = regression_weight(drafter, train)
+
+    heads = range(1, drafter.num_heads + 1)
     positions = [batch.targets(k) for k in heads]
     known = [at[index[batch.next[at + k]] >= 0] for k, at in zip(heads, positions, strict=True)]
-    total, per_head, correct = torch.zeros((), device=device), [], []
+    total = torch.zeros((), device=device)
+    per_head = []
+    correct = []
     for k, at, states in zip(heads, known, drafter.head_states(backbone, batch, known), strict=True):
         hidden, matrix = drafter.product(backbone, k - 1, states, batch.next[at + k - 1])
-        targets, teacher = index[batch.next[at + k]], None if p is None else p[at + k]
+        targets = index[batch.next[at + k]]
+        teacher = None if p is None else p[at + k]
         loss, hits = linear_loss(hidden, scored(matrix), targets, teacher, soft=soft, bias=bias)
         per_head.append(loss)
         correct.append(hits)
@@ -170,22 +178,35 @@ def drafter_loss(drafter: HeadDrafter, backbone: Backbone, batch: Batch, train: 
             own = batch.hidden[at + k, -drafter.config.hidden_size :].detach()
             loss = loss + regress * F.smooth_l1_loss(states.float(), own.float())
         total = total + train.decay**k * len(at) / max(1, len(batch.learnt)) * loss
-    counted, learnt = (torch.tensor([len(at) for at in kind], device=device) for kind in (positions, known))
+
+    counted = torch.tensor([len(at) for at in positions], device=device)
+    learnt = torch.tensor([len(at) for at in known], device=device)
     return BatchLoss(total, torch.stack(per_head), torch.stack(correct), counted, learnt, len(batch.learnt), {})
+
+
+def regression_weight(drafter: HeadDrafter, train: TrainRecipe) -> float:
+    """Returns the weight of the regression to the backbone's states, 0 for drafters without it."""
+    if drafter.regress is None:
+        return 0.0
+    if train.regress is not None:
+        return train.regress
+    # In stage 2 the backbone's states are not a fixed target: they move with the heads.
+    return drafter.regress if train.stage == 1 else 0.0
 
 
 def sample_vocabulary(
     batch: Batch, count: int, index: Tensor, bias: Tensor | None, p: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Returns `count` rows [m] of the vocabulary to score, and index [V], bias [m] and p [P, m] for those alone.
+    """Returns `count` rows [m] of the vocabulary to score, and index [V], bias [m] and p [P, m] for only these.
 
-    index [V] gives each token's row, -1 for none; p are the teacher's probabilities [P, M], if there is one.
+    index [V] gives each token's row, -1 for none; p are the teacher's probabilities [P, M], if
+    there is one.
     """
     size = int(index.max()) + 1
     emitted = index[batch.next[batch.learnt]]
     counts = torch.bincount(emitted[emitted >= 0], minlength=size)
     rows, log_weight = sample_rows(counts.float() if p is None else p.sum(0, dtype=torch.float), counts > 0, count)
-    number = rows.new_full((size + 1,), -1)  # of each row among those; the last entry is that of row -1
+    number = rows.new_full((size + 1,), -1)  # of each row among `rows`; the last entry belongs to row -1
     number[rows] = torch.arange(len(rows), device=rows.device)
     if p is not None:
         p = p.index_select(1, rows) * log_weight.exp().to(p.dtype)
@@ -196,9 +217,9 @@ def sample_vocabulary(
 def sample_rows(mass: Tensor, required: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Returns the rows [m] of a vocabulary that a batch scores, and the log of how many rows each stands for [m].
 
-    The `required` rows [M] and most others by their mass [M] are scored for certain; rows drawn at random stand for the
-    rest (sampled softmax, Jean et al., arXiv:1412.2007). With the log weights added to the scores, the softmax is that
-    over all rows in the mean.
+    The `required` rows [M] and most others by their mass [M] are scored for certain; rows drawn at
+    random stand for the rest (sampled softmax, Jean et al., arXiv:1412.2007). With the log weights
+    added to the scores, the softmax is that over all rows in the mean.
     """
     order = torch.where(required, torch.inf, mass).argsort(descending=True)
     likely = min(count - int(DRAWN * count), int(((mass > 0) | required).sum()))
@@ -213,11 +234,12 @@ def sample_rows(mass: Tensor, required: Tensor, count: int) -> tuple[Tensor, Ten
 def teacher_probabilities(drafter: HeadDrafter, backbone: Backbone, batch: Batch) -> Tensor:
     """Returns the backbone's probabilities [P, M] over the heads' vocabulary at every position.
 
-    In stage 2 they are the adapted model's, by its own lm_head: that model verifies the drafts. The model's own loss,
-    self-distillation's KL, ties it to the original (Medusa, section 3.3.2).
+    In stage 2 they are the adapted model's, by its own lm_head: that model verifies the drafts. The
+    model's own loss, self-distillation's KL, ties it to the original (Medusa, section 3.3.2).
     """
     final = batch.hidden[:, -drafter.config.hidden_size :]
-    weight, bias = drafter.of_vocabulary(backbone.lm_head_weight), drafter.of_vocabulary(backbone.lm_head_bias)
+    weight = drafter.of_vocabulary(backbone.lm_head_weight)
+    bias = drafter.of_vocabulary(backbone.lm_head_bias)
     change = adapter.weight_change(backbone.model.get_output_embeddings(), drafter.of_vocabulary)
     weight = weight if change is None else weight + change.to(weight.dtype)
     scores = F.linear(final, weight.to(final.dtype), None if bias is None else bias.to(final.dtype))
@@ -225,138 +247,3 @@ def teacher_probabilities(drafter: HeadDrafter, backbone: Backbone, batch: Batch
     for block in probabilities.split(ROWS):
         block.copy_(block.float().softmax(-1))
     return probabilities
-
-
-def linear_loss(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    teacher: Tensor | None = None,
-    *,
-    soft: float = 0.0,
-    bias: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Returns the mean loss of softmax(hidden [n, H] @ weight [M, H]^T + bias [M]) and the top-1 hits on targets [n].
-
-    It is the cross-entropy to (1 - soft) * one-hot + soft * teacher [n, M]. The product is in hidden's dtype, the loss
-    in fp32; the bias does not learn. Without rows the loss is zero.
-    """
-    bias = None if bias is None else bias.to(hidden.dtype)
-    hits = torch.zeros((), dtype=torch.long, device=hidden.device)
-
-    def linear(rows: Tensor) -> Tensor:
-        with torch.autocast(rows.device.type, enabled=False):
-            return F.linear(rows, weight.to(rows.dtype), bias)
-
-    def loss(log_q: Tensor, block: slice) -> tuple[Tensor, Tensor]:
-        nonlocal hits
-        hits = hits + (log_q.argmax(-1) == targets[block]).sum()
-        return cross_entropy(log_q, targets[block], None if teacher is None else teacher[block].float(), soft)
-
-    total = blockwise_loss(loss, linear, hidden, [weight])
-    return total / max(1, len(targets)), hits
-
-
-def cross_entropy(log_q: Tensor, targets: Tensor, p: Tensor | None = None, soft: float = 0.0) -> tuple[Tensor, Tensor]:
-    """Returns the summed cross-entropy of rows [n, M] to (1 - soft) * one-hot + soft * p, and its gradient by logits.
-
-    The gradient takes the memory of log_q.
-    """
-    total = -(1.0 - soft) * log_q.gather(1, targets[:, None]).sum()
-    if p is not None and soft:
-        total -= soft * torch.dot(p.view(-1), log_q.view(-1))
-    gradient = log_q.exp_()
-    if p is not None and soft:
-        gradient.sub_(p, alpha=soft)
-    return total, gradient.scatter_add_(1, targets[:, None], gradient.new_full((len(targets), 1), soft - 1.0))
-
-
-class LogSoftmax:
-    """fp32 log-probabilities of blocks of logits, in one buffer that the next block overwrites.
-
-    Fresh memory for every block costs more than the work on it: the system zeroes each page anew.
-    """
-
-    def __init__(self) -> None:
-        self._logits = self._result = torch.empty(0)
-
-    def __call__(self, logits: Tensor) -> Tensor:
-        if self._logits.shape[1:] != logits.shape[1:] or len(self._logits) < len(logits):
-            self._logits, self._result = (logits.new_empty(logits.shape, dtype=torch.float32) for _ in range(2))
-        wide = self._logits[: len(logits)].copy_(logits)
-        return torch.log_softmax(wide, dim=-1, out=self._result[: len(logits)])
-
-    @property
-    def spare(self) -> Tensor:
-        """The second buffer, free once the log-probabilities are made."""
-        return self._logits
-
-
-# Takes fp32 log-probabilities [n, V] and the rows they are of; returns the summed loss and its gradient by the logits
-# [n, V], which may take the memory of the argument.
-RowLoss = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
-
-
-def blockwise_loss(
-    loss: RowLoss,
-    linear: Callable[[Tensor], Tensor],
-    hidden: Tensor,
-    weights: Sequence[Tensor],
-    rows: int | None = None,
-) -> Tensor:
-    """Returns the sum of a loss over the rows of softmax(linear(hidden [n, H])); its gradients are computed with it.
-
-    Logits exist for `rows` rows at a time (None: for all), fp32 ones for ROWS. Gradients reach hidden and the weights,
-    which must be all that `linear` learns by.
-    """
-    total: Tensor = _BlockwiseLoss.apply(
-        loss, linear, rows or max(1, len(hidden)), torch.is_grad_enabled(), hidden, *weights
-    )
-    return total
-
-
-class _BlockwiseLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        loss: RowLoss,
-        linear: Callable[[Tensor], Tensor],
-        rows: int,
-        learning: bool,
-        hidden: Tensor,
-        *weights: Tensor,
-    ) -> Tensor:
-        to_hidden, *to_weights = (learning and needed for needed in ctx.needs_input_grad[4:])
-        leaves = [weight for weight, needed in zip(weights, to_weights, strict=True) if needed]
-        total, log_softmax = torch.zeros((), device=hidden.device), LogSoftmax()
-        hidden_grads: list[Tensor] = []
-        weight_grads: list[Tensor] = []
-        for start in range(0, max(1, len(hidden)), rows):
-            part = hidden[start : start + rows].detach().requires_grad_(to_hidden)
-            with torch.set_grad_enabled(to_hidden or bool(leaves)):
-                logits = linear(part)
-            gradient = logits.detach()
-            for first in range(0, len(part), ROWS):  # the gradient takes the logits' memory, block by block
-                block = gradient[first : first + ROWS]
-                value, slope = loss(log_softmax(block), slice(start + first, start + first + len(block)))
-                total += value
-                block.copy_(slope)
-            if logits.requires_grad:
-                grads = list(torch.autograd.grad(logits, [part, *leaves] if to_hidden else leaves, gradient))
-                if to_hidden:
-                    hidden_grads.append(grads.pop(0))
-                if weight_grads:
-                    torch._foreach_add_(weight_grads, grads)
-                else:
-                    weight_grads = grads
-        by_weight = iter(weight_grads)
-        ctx.save_for_backward(
-            torch.cat(hidden_grads) if to_hidden else None,
-            *(next(by_weight) if needed else None for needed in to_weights),
-        )
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        scaled = (None if saved is None else (saved * grad).to(saved.dtype) for saved in ctx.saved_tensors)
-        return (None, None, None, None, *scaled)

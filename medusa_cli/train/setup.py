@@ -37,7 +37,9 @@ def longest(train: TrainRecipe) -> int:
 
 def check_recipe(recipe: Recipe) -> None:
     """Raises UsageError for settings that have no effect together or cannot be."""
-    kind, train, drafter = DRAFTERS[recipe.drafter.name], recipe.train, recipe.drafter
+    kind = DRAFTERS[recipe.drafter.name]
+    train = recipe.train
+    drafter = recipe.drafter
     if train.regress and kind.regress is None:
         raise UsageError(
             f"train.regress={train.regress:g} has no effect on {kind.name}: its heads do not read the draft tokens",
@@ -57,7 +59,8 @@ def check_recipe(recipe: Recipe) -> None:
             f"train.stage=2 cannot train drafter={kind.name}: its states are computed in a frozen model",
             "use train.stage=1, or another drafter",
         )
-    # Such heads learn beside the lm_head's weight without the adapter, and would score with the merged one.
+    # Such heads learn with the lm_head's weight without the adapter, and would score with the
+    # merged one.
     if drafter.vocabulary == "shared":
         raise UsageError(
             "train.stage=2 trains the lm_head, which drafter.vocabulary=shared needs unchanged",
@@ -94,7 +97,8 @@ def check_loading(train: TrainRecipe, options: LoadOptions, world: Distributed) 
 
 def build_drafter(backbone: Backbone, recipe: DrafterRecipe, dataset: Dataset) -> HeadDrafter:
     """Returns an untrained drafter; a draft vocabulary holds the tokens of most of the data set's answers."""
-    kind, size = DRAFTERS[recipe.name], recipe.draft_vocab_size
+    kind = DRAFTERS[recipe.name]
+    size = recipe.draft_vocab_size
     vocabulary: str = recipe.vocabulary
     if vocabulary == "auto":
         whole = "own" if "own" in kind.vocabularies else "shared"
@@ -122,22 +126,24 @@ def engine_for(kind: type[HeadDrafter], train: TrainRecipe, engine: str) -> str:
         return engine
     if engine in ("native", "torch"):
         raise UsageError(
-            f"@engine {engine} cannot run {kind.name} over whole conversations: it packs the layers' weights",
+            f"@engine {engine} cannot run {kind.name} over whole conversations: it does not keep the network's layers",
             "leave @engine out; the trained drafter runs on either engine",
         )
     return "eager"
 
 
 def frozen_backbone(recipe: Recipe, options: LoadOptions) -> Backbone:
-    """Loads the recipe's model as it decodes."""
-    kind, train = DRAFTERS[recipe.drafter.name], recipe.train
+    """Loads the frozen model with its decoding engine, or with the one that runs whole conversations."""
+    kind = DRAFTERS[recipe.drafter.name]
+    train = recipe.train
     options = replace(options, engine=engine_for(kind, train, options.engine))
-    template, gradients = recipe.chat_template, runs_model(kind, train)
+    template = recipe.chat_template
+    gradients = runs_model(kind, train)
     return load_backbone(recipe.model, options, gradients=gradients, shard=train.shard, chat_template=template)
 
 
 def joint_backbone(recipe: Recipe, options: LoadOptions) -> Backbone:
-    """Loads the recipe's model with fresh LoRA (over 4-bit weights for qlora), or with every weight free to learn."""
+    """Loads the recipe's model with a new LoRA adapter (over 4-bit weights for qlora), or with all weights to train."""
     train = recipe.train
     if train.tuning == "qlora":
         options = replace(options, quantize="bnb.nf4")
@@ -150,7 +156,7 @@ def joint_backbone(recipe: Recipe, options: LoadOptions) -> Backbone:
         torch.manual_seed(train.seed)
         adapter.attach(network, rank=train.lora_rank, alpha=train.lora_alpha, dropout=train.lora_dropout)
     backbone = Backbone(network, tokenizer, id=recipe.model, weights=weights_of(recipe.model))
-    attach(backbone, "eager")  # gradients pass through the network's own layers alone
+    attach(backbone, "eager")  # gradients pass only through the network's own layers
     adapter.unfreeze(network, everything=train.tuning == "full")
     if train.gradient_checkpointing:
         network.gradient_checkpointing_enable({"use_reentrant": False})  # a frozen embedding starts no gradient
@@ -163,28 +169,30 @@ def start_heads(run: Run, start: Run | None, backbone: Backbone, drafter: HeadDr
 
     Heads that do not fit are left; stage 2 then raises UserError where `start` was named.
     """
-    giver, needed = start or run, stage == 2 and start is not None
+    giver = start or run
+    needed = stage == 2 and start is not None
     if start is None and stage == 1:
         return
     if copy_heads(giver, backbone, drafter, adapted=needed):
-        folder, trained = giver.drafter_dir, rounding_in(giver.drafter_dir)
+        folder = giver.drafter_dir
+        trained = rounding_in(giver.drafter_dir)
         log.info(f"the heads start from {folder}")
         if trained not in (None, backbone.identity.get("rounding")):
             log.warning(f"{folder} was trained on the model quantized by {trained}; @quantize {trained} does so")
     elif needed:
         raise UserError(
             f"@from {giver.path}: it holds no heads of this model and this shape",
-            "train such heads there, or give its conversations alone as @data",
+            "train such heads there, or give only its conversations as @data",
         )
     else:
         log.info(f"the heads start fresh: {giver.path} holds none of this kind and shape")
 
 
 def copy_heads(run: Run, backbone: Backbone, drafter: HeadDrafter, adapted: bool) -> bool:
-    """Copies the run's drafter into a fresh one of the same shape; returns False if there is no such drafter.
+    """Copies the run's drafter into a new one of the same shape; returns False if there is no such drafter.
 
-    adapted: heads of stage 2 are copied too, with the adapter that they belong to. The fresh drafter may have more
-    prefix layers and blocks in its heads: these change nothing yet.
+    adapted: heads of stage 2 are copied too, with the adapter that they belong to. The fresh
+    drafter may have more prefix layers and blocks in its heads: these change nothing yet.
     """
     if not (run.drafter_dir / "config.json").is_file():
         return False

@@ -48,6 +48,8 @@ log = logging.getLogger(__name__)
 LEVELLED = 4096  # positions that tell the scale of EAGLE's taps
 GOOD_COVERAGE = 0.95  # of held-out tokens: the rest end a path of drafts
 FAR = 0.05  # nats a token from the original beyond which stage 2 warns
+# Figures of a training that its drafter's files name.
+KEPT_FIGURES = ("steps", "best_step", "positions", "draft_coverage", "validation")
 
 
 def train(
@@ -64,12 +66,12 @@ def train(
 ) -> Document | None:
     """Trains the recipe's drafter in a run and saves it there; returns the figures, and the run that the drafter is in.
 
-    The drafter is that of the validation with the highest simulated acceptance, or of the last step without any.
-    data: conversations other than the run's. start: a run whose heads (in stage 2 with their adapter) are trained on.
-    logger: tensorboard, wandb or trackio, which then see the training, too.
-    should_stop is asked before every step; a stopped training leaves a checkpoint for `resume`. show: called with a
-    name, the tokens done and their number, and a `note`. Under torchrun, the processes share every step, and all but
-    the first return None.
+    The drafter is that of the validation with the highest simulated acceptance, or of the last step
+    without any. data: conversations other than the run's. start: a run whose heads (in stage 2 with
+    their adapter) are trained on. logger: tensorboard, wandb or trackio, which then see the
+    training, too. should_stop is asked before every step; a stopped training leaves a checkpoint
+    for `resume`. show: called with a name, the tokens done and their number, and a `note`. Under
+    torchrun, the processes share every step, and all but the first return None.
     """
     setup.check_recipe(recipe)
     keep_freed_memory()
@@ -77,12 +79,14 @@ def train(
     options = replace(options, device=world.device(options.device))
     setup.check_loading(recipe.train, options, world)
     source = data or run.data_path
+
     with sole_writer(run.path, "medusa train") if world.first else nullcontext():
         run.keep_template(recipe.chat_template)
         backbone, dataset, drafter = _load(run, recipe, options, source, world, show)
         if not resume:
             setup.start_heads(run, start, backbone, drafter, recipe.train.stage)
         trainer = Trainer(backbone, drafter, dataset, recipe, run, resume=resume, should_stop=should_stop, world=world)
+
         if world.first:
             if not resume:
                 set_aside(run)
@@ -93,32 +97,37 @@ def train(
         else:
             for _ in trainer.events():
                 pass
+
         world.wait()
         world.destroy()
         if not world.first:
             return None
+
         figures = _figures(trainer)
-        ended = trainer.step == trainer.steps
-        if ended:
-            trainer.take_best()
-        return {"run": _save(trainer, source, figures) if ended else run, "stopped": not ended, **figures}
+        if trainer.step < trainer.steps:
+            return {"run": run, "stopped": True, **figures}
+        trainer.take_best()
+        return {"run": _save(trainer, source, figures), "stopped": False, **figures}
 
 
 def _load(
     run: Run, recipe: Recipe, options: LoadOptions, source: Path, world: Distributed, show: Callable[..., None]
 ) -> tuple[Backbone, Dataset, HeadDrafter]:
-    """Returns backbone, data set and a fresh drafter; the first process goes ahead and fetches what all read."""
-    train, kind = recipe.train, DRAFTERS[recipe.drafter.name]
+    """Returns backbone, data set and a new drafter; the first process fetches the files that all read."""
+    train = recipe.train
+    kind = DRAFTERS[recipe.drafter.name]
     with nullcontext() if train.shard else world.main_process_first():
         backbone = (setup.frozen_backbone if train.stage == 1 else setup.joint_backbone)(recipe, options)
     with world.main_process_first():
         run.bind(backbone.identity)
+
     online = train.stage == 2 or setup.runs_model(kind, train)
     dataset = read_dataset(source, backbone, train.validation_fraction, setup.longest(train) if online else None)
     torch.manual_seed(train.seed)
     drafter = setup.build_drafter(backbone, recipe.drafter, dataset)
     if drafter.uses_verify_pass and train.stage == 1 and not train.shard:  # stage 2's dropout differs from pass to pass
         check_extra_rows(backbone)
+
     if not online:
         dataset = with_hidden_states(dataset, run, backbone, source, drafter.taps, world=world, show=show)
     if isinstance(drafter, Eagle):
@@ -129,12 +138,16 @@ def _load(
 
 def _describe(trainer: Trainer) -> None:
     """Logs the size of the training, and the processes that have nothing to do in it."""
-    dataset, train, size = trainer.dataset, trainer.recipe.train, trainer.world.size
+    dataset = trainer.dataset
+    train = trainer.recipe.train
+    size = trainer.world.size
+
     log.info(
         f"{dataset.report}; {len(dataset.train):,} conversations to train on, {len(dataset.held_out):,} held out; "
         f"{trainer.positions:,} tokens in {trainer.steps:,} steps"
     )
-    known, vocabulary = len(trainer.drafter.draft_ids), trainer.backbone.vocab_size
+    known = len(trainer.drafter.draft_ids)
+    vocabulary = trainer.backbone.vocab_size
     covered = _held_out_coverage(trainer)
     if known < vocabulary and covered is not None:
         log.info(
@@ -151,7 +164,9 @@ def _describe(trainer: Trainer) -> None:
 
 def _run(trainer: Trainer, show: Callable[..., None], on_event: OnEvent) -> None:
     """Runs the steps; logs, shows and draws them."""
-    run, total, acceptance = trainer.run, trainer.positions, ""
+    run = trainer.run
+    total = trainer.positions
+    acceptance = ""
     show("training", trainer.positions_done, total)
     with closing(TrainLog(run.path / NAME, trainer.step or None)) as lines:
         for event in trainer.events():
@@ -171,12 +186,13 @@ def _run(trainer: Trainer, show: Callable[..., None], on_event: OnEvent) -> None
 
 
 def _report(event: Validated) -> None:
-    """Logs a validation; in stage 2 also what the training costs the model, with a warning where that is much."""
+    """Logs a validation; in stage 2 also the cost to the model, with a warning where it is high."""
     text = f"step {event.step}: held-out loss {event.loss:.3f}, top-1 by head {shares(event.accuracies)}, "
     text += f"simulated {event.acceptance:.2f} tokens a step"
     parts = event.parts
     if "kl" in parts:
-        perplexity, original = math.exp(parts["nll"]), math.exp(parts["nll_original"])
+        perplexity = math.exp(parts["nll"])
+        original = math.exp(parts["nll_original"])
         text += f"; KL to the original {parts['kl']:.4f} nats, perplexity {perplexity:.3f} (original {original:.3f}), "
         text += f"greedy agreement {parts['agreement']:.1%}"
     elif "nll" in parts:
@@ -189,10 +205,12 @@ def _report(event: Validated) -> None:
 def _figures(trainer: Trainer) -> Document:
     """Returns the figures of a training for its result and the drafter's provenance."""
     lines = read_log(trainer.run.path / NAME)
-    steps, checks = ([line for line in lines if line["event"] == kind] for kind in ("stepped", "validated"))
+    steps = [line for line in lines if line["event"] == "stepped"]
+    checks = [line for line in lines if line["event"] == "validated"]
     keys = ("loss", "head_losses", "accuracies", "positions", "parts")
     seconds = sum(line["seconds"] for line in steps)
-    best, first = best_of(checks), next((line for line in checks if line["step"] == 0), None)
+    best = best_of(checks)
+    first = next((line for line in checks if line["step"] == 0), None)
     return {
         "heads": trainer.drafter.num_heads,
         "steps": trainer.steps,
@@ -217,7 +235,9 @@ def _held_out_coverage(trainer: Trainer) -> float | None:
 
 def _save(trainer: Trainer, source: Path, figures: Document) -> Run:
     """Saves the drafter (and adapter or tuned model) with its provenance; returns the run that they are in."""
-    run, backbone, train = trainer.run, trainer.backbone, trainer.recipe.train
+    run = trainer.run
+    backbone = trainer.backbone
+    train = trainer.recipe.train
     identity = dict(backbone.identity)
     tuned = train.stage == 2 and train.tuning == "full"
     if tuned:
@@ -227,22 +247,29 @@ def _save(trainer: Trainer, source: Path, figures: Document) -> Run:
         identity["adapter"] = adapter.digest(run.adapter_dir)
     elif run.adapter is not None:  # it belonged to the drafter that is replaced now
         shutil.rmtree(run.adapter_dir)
+
     dataset = trainer.dataset
     written = provenance(
         identity,
         data={"path": str(source), "digest": dataset.digest, "conversations": dataset.report.read},
         recipe=trainer.recipe.to_dict(),
-        **{key: figures[key] for key in ("steps", "best_step", "positions", "draft_coverage", "validation")},
+        **{key: figures[key] for key in KEPT_FIGURES},
     )
     with replacing_folder(run.drafter_dir) as part:
         trainer.drafter.save(part, written)
-    if tuned:  # its states were another model's, so they stay behind
-        with replacing(run.distill_path) as part, part.open("w", encoding="utf-8") as out:
-            for record in read_jsonl(source, array=True):
-                if isinstance(record, dict):
-                    kept = {key: value for key, value in record.items() if key not in ("state_rows", "states_digest")}
-                    out.write(json.dumps(kept) + "\n")
+    if tuned:
+        _copy_conversations(source, run)
     return run
+
+
+def _copy_conversations(source: Path, run: Run) -> None:
+    """Writes conversations into the run of a tuned model, without their states, which were another model's."""
+    with replacing(run.distill_path) as part, part.open("w", encoding="utf-8") as out:
+        for record in read_jsonl(source, array=True):
+            if isinstance(record, dict):
+                record.pop("state_rows", None)
+                record.pop("states_digest", None)
+                out.write(json.dumps(record) + "\n")
 
 
 def _tuned_run(backbone: Backbone, run: Run) -> tuple[Run, dict[str, Any]]:
@@ -262,13 +289,16 @@ def _tuned_run(backbone: Backbone, run: Run) -> tuple[Run, dict[str, Any]]:
 def evaluate(run: Run, data: Path, options: LoadOptions, max_samples: int | None = None) -> Validated:
     """Measures a run's heads, and its adapter if it has one, on the first conversations of a file.
 
-    A run of stage 1 is measured as one whose adapter does nothing, but for FIRP, which needs a frozen model. Raises
-    UserError for heads that cannot be read, and for a model tuned in full, which keeps no original to compare with.
+    A run of stage 1 is measured as one whose adapter does nothing, but for FIRP, which needs a
+    frozen model. Raises UserError for heads that cannot be read, and for a model tuned in full,
+    which keeps no original to compare with.
     """
     recipe = load_recipe(run.recipe_path)
-    train, joint = recipe.train, recipe.train.stage == 2
+    train = recipe.train
+    joint = recipe.train.stage == 2
     if joint and train.tuning == "full":
         raise UserError(f"{run.path} was trained in full, and keeps no original to compare with", "leave it out")
+
     frozen = DRAFTERS[recipe.drafter.name].uses_verify_pass
     dtype = train.dtype if options.dtype == "auto" else options.dtype
     changed: dict[str, Any] = {"stage": 1 if frozen else 2, "tuning": train.tuning if joint else "lora"}
@@ -277,6 +307,7 @@ def evaluate(run: Run, data: Path, options: LoadOptions, max_samples: int | None
     changed |= {"max_length": 1024, "batch_tokens": 2048, "validation_tokens": 10_000_000}
     recipe = replace(recipe, train=replace(train, **changed))
     options = replace(options, dtype=dtype, engine="eager", quantize=rounding_in(run.drafter_dir))
+
     backbone = (setup.frozen_backbone if frozen else setup.joint_backbone)(recipe, options)
     dataset = read_dataset(data, backbone, 0.0, setup.longest(recipe.train))
     kept = dataset.train[:max_samples]
@@ -288,11 +319,12 @@ def evaluate(run: Run, data: Path, options: LoadOptions, max_samples: int | None
 
 
 # From glibc's malloc.h. Its own limits are 32 MB for the first and an int for the second.
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+M_TRIM_THRESHOLD = -1
+M_MMAP_THRESHOLD = -3
 
 
 def keep_freed_memory() -> None:
-    """Makes glibc use freed memory again, whose pages would else be zeroed anew: 18 % faster on two cores."""
+    """Makes glibc keep freed memory: pages that it returns would be zeroed again. 18 % faster on two cores."""
     if sys.platform.startswith("linux"):
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none
         if mallopt is not None:

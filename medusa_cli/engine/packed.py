@@ -1,0 +1,205 @@
+"""Packed weights: a model's matrices in the library's tiles, made once and kept in a file that is mapped."""
+
+import json
+import logging
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from medusa_cli.assets import home
+from medusa_cli.engine.description import Description
+from medusa_cli.model.backbone import Unsupported, weights_of
+from medusa_cli.model.weights import Weights, open_weights, source_stamp
+from medusa_cli.native import Format, PackedMatrix, RawMatrix
+from medusa_cli.native.library import library
+from medusa_cli.native.matrix import Bytes, Floats, aligned, pack_tiles, padded_floats
+
+# Of the files: another version of the library packs in another way.
+VERSION = 1
+# Every part of a file begins at a multiple of so many bytes.
+ALIGNMENT = 64
+log = logging.getLogger(__name__)
+
+
+class MissingWeights(Unsupported):
+    """Names a weight that a model's files do not have by the name of transformers' network."""
+
+
+@dataclass
+class Packed:
+    """Packed matrices and fp32 vectors by name.
+
+    memory: the mapped file that holds them, if any. digest: `weights_of` the model they were made
+    of.
+    """
+
+    matrices: dict[str, PackedMatrix] = field(default_factory=dict)
+    vectors: dict[str, Floats] = field(default_factory=dict)
+    memory: Any = None
+    digest: str | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(matrix.nbytes for matrix in self.matrices.values())
+
+    @property
+    def is_quantized(self) -> bool:
+        """Returns True if some matrix is not in a float format."""
+        return any(not matrix.format.is_float for matrix in self.matrices.values())
+
+
+def pack_once(model: str, description: Description, network: Any, quantize: str | None, int8_rows: bool) -> Packed:
+    """Returns the packed weights of a model's files from the cache; the first call writes them there.
+
+    Where the cache cannot be written, they are packed in memory.
+    """
+    path = home() / "packed" / f"{stamp_of(source_stamp(model), quantize)}.bin"
+    try:
+        return read_packed(path, description, int8_rows)
+    except (OSError, ValueError, KeyError, TypeError):  # missing, or damaged
+        pass
+
+    weights = open_weights(model, network)
+    try:
+        log.info("packing the weights of %s, once", model)
+        pack_to_file(path, description, weights, quantize, weights_of(model))
+        return read_packed(path, description, int8_rows)
+    except OSError as reason:
+        log.warning("packed weights cannot be kept in %s: %s", path.parent, reason.strerror)
+        return pack_in_memory(description, weights, quantize, int8_rows)
+
+
+def stamp_of(*parts: Any) -> str:
+    """Returns a digest of all that packed weights depend on."""
+    return sha256(json.dumps([VERSION, *parts], default=str).encode()).hexdigest()[:24]
+
+
+def pack_in_memory(description: Description, weights: Weights, quantize: str | None, int8_rows: bool) -> Packed:
+    """Packs a model's weights; raises MissingWeights."""
+    packed = Packed()
+    for name, raw, bias in _matrices(description, weights, quantize):
+        packed.matrices[name] = PackedMatrix.pack(raw, bias, int8_rows)
+    for name, gain in _gains(description, weights):
+        packed.vectors[name] = padded_floats(gain)
+    return packed
+
+
+def pack_to_file(
+    path: Path, description: Description, weights: Weights, quantize: str | None, digest: str | None
+) -> None:
+    """Writes packed weights, one matrix in memory at a time; raises MissingWeights.
+
+    The file begins with the position of its JSON, which says where each part lies.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    entries: list[dict[str, Any]] = []
+    try:
+        with part.open("wb") as file:
+            file.truncate(8)
+            end = 8
+            for name, raw, bias in _matrices(description, weights, quantize):
+                shape = [len(raw.rows), raw.inputs]
+                entry: dict[str, Any] = {"name": name, "format": raw.format.name, "shape": shape}
+                if bias is not None:
+                    entry["vector"] = _write(file, end, padded_floats(bias).view(np.uint8))
+                    end = sum(entry["vector"])
+                size = library().tiled_bytes(int(raw.format), *shape)
+                entry["tiles"] = _write(file, end, pack_tiles(raw, aligned(size)))
+                end = sum(entry["tiles"])
+                entries.append(entry)
+            for name, gain in _gains(description, weights):
+                place = _write(file, end, padded_floats(gain).view(np.uint8))
+                end = sum(place)
+                entries.append({"name": name, "vector": place})
+            text = json.dumps({"version": VERSION, "digest": digest, "entries": entries}).encode()
+            start, _ = _write(file, end, np.frombuffer(text, np.uint8))
+            file.seek(0)
+            file.write(start.to_bytes(8, "little"))
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _write(file: Any, end: int, data: Bytes) -> list[int]:
+    """Writes bytes from the next aligned position after `end` on; returns that position and their number."""
+    start = -(-end // ALIGNMENT) * ALIGNMENT
+    file.seek(start)
+    file.write(data)
+    return [start, data.nbytes]
+
+
+def read_packed(path: Path, description: Description, int8_rows: bool) -> Packed:
+    """Maps packed weights; raises ValueError for a file that does not hold a model's."""
+    memory = np.memmap(path, np.uint8, "r")
+    start = int.from_bytes(memory[:8].tobytes(), "little")
+    if not 8 <= start < memory.nbytes:
+        raise ValueError("it is cut off")
+    data = json.loads(memory[start:].tobytes())
+    if data["version"] != VERSION:
+        raise ValueError("it is of another version")
+
+    packed = Packed(memory=memory, digest=data["digest"])
+    for entry in data["entries"]:
+        vector = _part(memory, entry["vector"]).view(np.float32) if "vector" in entry else None
+        if "tiles" in entry:
+            format = Format[entry["format"]]
+            shape = tuple(entry["shape"])
+            tiles = _part(memory, entry["tiles"])
+            packed.matrices[entry["name"]] = PackedMatrix(format, shape, tiles, vector, int8_rows)
+        elif vector is not None:
+            packed.vectors[entry["name"]] = vector
+
+    same_matrices = set(packed.matrices) == set(description.matrix_names)
+    if not same_matrices or set(packed.vectors) != set(description.norm_names):
+        raise ValueError("it holds another model")
+    return packed
+
+
+def _part(memory: Any, place: list[int]) -> Bytes:
+    """Returns a part of a mapped file by its position and size; raises ValueError if it lies outside."""
+    start, size = place
+    if start < 0 or size < 0 or start % ALIGNMENT or start + size > memory.nbytes:
+        raise ValueError("it is cut off")
+    part: Bytes = memory[start : start + size]
+    return part
+
+
+def _matrices(
+    description: Description, weights: Weights, quantize: str | None
+) -> Iterator[tuple[str, RawMatrix, Floats | None]]:
+    """Yields the name, values and bias of every matrix of a model; raises MissingWeights."""
+    for name in description.matrix_names:
+        raw = weights.matrix(_stored(name, weights))
+        is_head = name == description.head
+        # An embedding that is not the lm_head, too, is only looked up.
+        if quantize is not None and (is_head or name != description.embedding):
+            raw = raw.rounded(_rounded_format(quantize, is_head))
+        bias = weights.vector(f"{name}.bias") if f"{name}.bias" in weights else None
+        yield name, raw, bias
+        weights.release()
+
+
+def _gains(description: Description, weights: Weights) -> Iterator[tuple[str, Floats]]:
+    """Yields the name of every norm of a model, and the gain it multiplies by; raises MissingWeights."""
+    for name in description.norm_names:
+        gain = weights.vector(_stored(name, weights))
+        yield name, 1 + gain if description.one_more else gain
+
+
+def _stored(name: str, weights: Weights) -> str:
+    """Returns the name of a module's weight; raises MissingWeights if the files lack it."""
+    stored = f"{name}.weight"
+    if stored not in weights:
+        raise MissingWeights(f"its files have no {stored}")
+    return stored
+
+
+def _rounded_format(quantize: str, is_head: bool) -> Format:
+    """Returns the format of rounded weights; the lm_head in 4 bits would change a model ten times as much."""
+    return Format.Q4_1 if quantize == "int4" and not is_head else Format.Q8_0

@@ -1,0 +1,167 @@
+"""Fused linear cross-entropy: the loss of a linear layer's logits and its gradients, some rows at a time.
+
+The logits of all rows and their gradients never exist together, which saves memory and the time to
+fill it.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+# Rows of fp32 logits worked on at once: 128 x 12,288 stay in the cache of a CPU.
+ROWS = 128
+# Takes fp32 log-probabilities [n, V] and the rows they are of; returns the summed loss and its
+# gradient by the logits [n, V], which may take the memory of the argument.
+RowLoss = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
+
+
+def plain_linear_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    teacher: Tensor | None = None,
+    *,
+    soft: float = 0.0,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Computes the loss and hits of `linear_loss` as its formula reads; tests compare the two."""
+    logits = F.linear(hidden, weight.to(hidden.dtype), bias).float()
+    wanted = (1 - soft) * F.one_hot(targets, len(weight)).float()
+    if teacher is not None:
+        wanted = wanted + soft * teacher.float()
+    return F.cross_entropy(logits, wanted), (logits.argmax(-1) == targets).sum()
+
+
+def linear_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    teacher: Tensor | None = None,
+    *,
+    soft: float = 0.0,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Returns the mean loss of softmax(hidden [n, H] @ weight [M, H]^T + bias [M]) and the top-1 hits on targets [n].
+
+    The loss is the cross-entropy to (1 - soft) * one-hot + soft * teacher [n, M], 0 without rows.
+    The matmul is in hidden's dtype, the loss in fp32; the bias does not learn.
+    """
+    bias = None if bias is None else bias.to(hidden.dtype)
+    hits = torch.zeros((), dtype=torch.long, device=hidden.device)
+
+    def linear(rows: Tensor) -> Tensor:
+        with torch.autocast(rows.device.type, enabled=False):
+            return F.linear(rows, weight.to(rows.dtype), bias)
+
+    def loss(log_q: Tensor, block: slice) -> tuple[Tensor, Tensor]:
+        nonlocal hits
+        hits = hits + (log_q.argmax(-1) == targets[block]).sum()
+        return cross_entropy(log_q, targets[block], None if teacher is None else teacher[block].float(), soft)
+
+    total = blockwise_loss(loss, linear, hidden, [weight])
+    return total / max(1, len(targets)), hits
+
+
+def cross_entropy(log_q: Tensor, targets: Tensor, p: Tensor | None = None, soft: float = 0.0) -> tuple[Tensor, Tensor]:
+    """Returns the summed cross-entropy of rows [n, M] to (1 - soft) * one-hot + soft * p, and its gradient by logits.
+
+    The gradient takes the memory of log_q.
+    """
+    total = -(1.0 - soft) * log_q.gather(1, targets[:, None]).sum()
+    if p is not None and soft:
+        total -= soft * torch.dot(p.view(-1), log_q.view(-1))
+    gradient = log_q.exp_()
+    if p is not None and soft:
+        gradient.sub_(p, alpha=soft)
+    return total, gradient.scatter_add_(1, targets[:, None], gradient.new_full((len(targets), 1), soft - 1.0))
+
+
+class LogSoftmax:
+    """fp32 log-probabilities of blocks of logits, in one buffer that the next block overwrites.
+
+    New memory for every block costs more than the work on it, as the system zeroes each page.
+    """
+
+    def __init__(self) -> None:
+        self._logits = self._result = torch.empty(0)
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        if self._logits.shape[1:] != logits.shape[1:] or len(self._logits) < len(logits):
+            self._logits, self._result = (logits.new_empty(logits.shape, dtype=torch.float32) for _ in range(2))
+        wide = self._logits[: len(logits)].copy_(logits)
+        return torch.log_softmax(wide, dim=-1, out=self._result[: len(logits)])
+
+    @property
+    def spare(self) -> Tensor:
+        """Returns the buffer of the logits, free once the log-probabilities are made."""
+        return self._logits
+
+
+def blockwise_loss(
+    loss: RowLoss,
+    linear: Callable[[Tensor], Tensor],
+    hidden: Tensor,
+    weights: Sequence[Tensor],
+    rows: int | None = None,
+) -> Tensor:
+    """Returns the sum of a loss over the rows of softmax(linear(hidden [n, H])); computes its gradients, too.
+
+    Logits exist for `rows` rows at a time (None: for all), fp32 ones for ROWS. Gradients reach
+    hidden and the weights, which must be all weights of `linear` that learn.
+    """
+    rows = rows or max(1, len(hidden))
+    total: Tensor = _BlockwiseLoss.apply(loss, linear, rows, torch.is_grad_enabled(), hidden, *weights)
+    return total
+
+
+class _BlockwiseLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        loss: RowLoss,
+        linear: Callable[[Tensor], Tensor],
+        rows: int,
+        learning: bool,
+        hidden: Tensor,
+        *weights: Tensor,
+    ) -> Tensor:
+        to_hidden, *to_weights = (learning and needed for needed in ctx.needs_input_grad[4:])
+        leaves = [weight for weight, needed in zip(weights, to_weights, strict=True) if needed]
+        total = torch.zeros((), device=hidden.device)
+        log_softmax = LogSoftmax()
+        hidden_grads: list[Tensor] = []
+        weight_grads: list[Tensor] = []
+        for start in range(0, max(1, len(hidden)), rows):
+            part = hidden[start : start + rows].detach().requires_grad_(to_hidden)
+            with torch.set_grad_enabled(to_hidden or bool(leaves)):
+                logits = linear(part)
+            # The gradient takes the logits' memory, block by block.
+            gradient = logits.detach()
+            for first in range(0, len(part), ROWS):
+                block = gradient[first : first + ROWS]
+                value, slope = loss(log_softmax(block), slice(start + first, start + first + len(block)))
+                total += value
+                block.copy_(slope)
+            if logits.requires_grad:
+                inputs = [part, *leaves] if to_hidden else leaves
+                grads = list(torch.autograd.grad(logits, inputs, gradient))
+                if to_hidden:
+                    hidden_grads.append(grads.pop(0))
+                if weight_grads:
+                    torch._foreach_add_(weight_grads, grads)
+                else:
+                    weight_grads = grads
+        by_weight = iter(weight_grads)
+        ctx.save_for_backward(
+            torch.cat(hidden_grads) if to_hidden else None,
+            *(next(by_weight) if needed else None for needed in to_weights),
+        )
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        scaled = (None if saved is None else (saved * grad).to(saved.dtype) for saved in ctx.saved_tensors)
+        return (None, None, None, None, *scaled)
