@@ -54,7 +54,8 @@ def _chosen(scores: Tensor, draft: Draft, sampler: Sampler) -> Path:
 
 def _follow(draft: Draft, choose: Callable[[int], int]) -> Path:
     """Walks from the root to the child that holds the token chosen after its parent, as long as there is one."""
-    tokens, children = draft.ids, draft.tree.children
+    tokens = draft.ids
+    children = draft.tree.children
     path = [0]
     while True:
         token = choose(path[-1])
@@ -92,7 +93,8 @@ def _typical(logits: Tensor, draft: Draft, sampler: Sampler) -> Path:
 
     Of equally long paths the likeliest wins. The bonus token is the model's most likely one.
     """
-    sampling, processors = sampler.sampling, sampler.processors
+    sampling = sampler.sampling
+    processors = sampler.processors
     if processors is not None:
         logits = processors.along(draft, logits)
     log_p = (logits.float() / sampling.temperature).log_softmax(-1)  # [N, V]
@@ -103,14 +105,17 @@ def _typical(logits: Tensor, draft: Draft, sampler: Sampler) -> Path:
     scores = log_p[parents, draft.tokens[1:]]  # [N - 1]
     plausible = (scores.exp() > limit[parents]).tolist()
     totals: list[float | None] = [0.0]
-    best, best_key = 0, (0, 0.0)
+    best = 0
+    best_key = (0, 0.0)
     for node, (score, passes) in enumerate(zip(scores.tolist(), plausible, strict=True), 1):
         above = totals[tree.parents[node]]
         totals.append(above + score if passes and above is not None else None)
         total = totals[-1]
         if total is not None and (tree.depths[node], total) > best_key:
-            best, best_key = node, (tree.depths[node], total)
-    path, bonus = tree.path(best), int(logits[best].float().argmax())
+            best = node
+            best_key = (tree.depths[node], total)
+    path = tree.path(best)
+    bonus = int(logits[best].float().argmax())
     if processors is not None:
         processors.extend([*(draft.ids[node] for node in path[1:]), bonus])
     return path, bonus

@@ -153,10 +153,12 @@ class TextStream:
         text = self._decode(self._ids[self._start :])
         if text.endswith(REPLACEMENT):
             return ""
-        new, self._shown = text[self._shown :], len(text)
+        new = text[self._shown :]
+        self._shown = len(text)
         if new.endswith("\n") or len(self._ids) - self._line >= MAX_LINE_TOKENS:
             # The end of a line is a safe place to start again, so long answers are not decoded over and over.
-            self._start, self._line = self._line, len(self._ids)
+            self._start = self._line
+            self._line = len(self._ids)
             self._shown = len(self._decode(self._ids[self._start :]))
         return new
 
@@ -200,7 +202,8 @@ class Answer:
         self.prompt_tokens = prompt_tokens
         self._stream = TextStream(backbone, keep)
         self._stops = [text for text in stop_strings if text]
-        self._ends, self._include_stop = () if include_stop else ends, include_stop
+        self._ends = () if include_stop else ends
+        self._include_stop = include_stop
         self._waiting: list[Piece] = []
 
     def add(self, step: Step, finish_reason: str | None) -> list[Piece]:
@@ -223,7 +226,9 @@ class Answer:
     def _show(self, finish_reason: str | None) -> list[Piece]:
         if finish_reason and (last := self._stream.flush()):
             self._waiting.append(Piece(last, False))
-        shown, self._waiting, self.finish_reason = self._waiting, [], finish_reason
+        shown = self._waiting
+        self._waiting = []
+        self.finish_reason = finish_reason
         if self._stops:
             text = "".join(piece.text for piece in shown)
             found = [(start, stop) for stop in self._stops if (start := text.find(stop)) >= 0]
@@ -245,7 +250,8 @@ def split(pieces: Sequence[Piece], length: int) -> tuple[list[Piece], list[Piece
     first: list[Piece] = []
     rest: list[Piece] = []
     for piece in pieces:
-        before, after = piece.text[: max(0, length)], piece.text[max(0, length) :]
+        before = piece.text[: max(0, length)]
+        after = piece.text[max(0, length) :]
         first += [Piece(before, piece.accepted)] if before else []
         rest += [Piece(after, piece.accepted)] if after else []
         length -= len(piece.text)

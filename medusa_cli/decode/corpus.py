@@ -29,7 +29,8 @@ def load_corpus(source: str, backbone: Backbone) -> Corpus:
 
     The index lies in the cache and is mapped into memory, not read. Raises UserError for a source without text.
     """
-    files, tokenizer = _files(source), getattr(backbone.tokenizer, "backend_tokenizer", None)
+    files = _files(source)
+    tokenizer = getattr(backbone.tokenizer, "backend_tokenizer", None)
     words = tokenizer.to_str() if tokenizer is not None else repr(sorted(backbone.tokenizer.get_vocab().items()))
     reader = hashlib.sha256(f"{words}{getattr(backbone.tokenizer, 'chat_template', None)}".encode()).hexdigest()
     content = hashlib.sha256()
@@ -53,7 +54,8 @@ def load_corpus(source: str, backbone: Backbone) -> Corpus:
 
 def _files(source: str) -> list[Path]:
     """Returns the files of a corpus in order; raises UserError where there are none."""
-    path, run = Path(source).expanduser(), Run(RUNS / source).distill_path
+    path = Path(source).expanduser()
+    run = Run(RUNS / source).distill_path
     if path.is_file():
         return [path]
     for answers in (Run(path).distill_path, run):
@@ -117,14 +119,16 @@ def _read_index(path: Path, vocab_size: int) -> Corpus | None:
     """Returns the corpus of a kept index; None without one, and for a damaged one."""
     try:
         table = np.load(path, mmap_mode="r")
-        tokens, positions = np.asarray(table[0]), np.asarray(table[1])
+        tokens = np.asarray(table[0])
+        positions = np.asarray(table[1])
         whole = table.dtype == np.int32 and table.shape == (2, len(tokens))
         whole = whole and tokens.min() >= GAP and tokens.max() < vocab_size
         whole = whole and positions.min() >= 0 and positions.max() < len(tokens)
     except (OSError, ValueError, IndexError, EOFError):
         return None
     corpus = Corpus()
-    corpus.tokens, corpus.positions = tokens, positions
+    corpus.tokens = tokens
+    corpus.positions = positions
     return corpus if whole else None
 
 

@@ -82,7 +82,8 @@ def choose(logits: Tensor, params: Tensor, depth: Tensor) -> tuple[Tensor, Tenso
     ids = weights.topk(min(LIKELIEST, weights.shape[-1]), dim=-1).indices.sort(dim=-1).values
     ordered, order = weights.gather(-1, ids).sort(dim=-1, descending=True, stable=True)  # of equals the first id
     ids = ids.gather(-1, order)
-    whole, cut = ordered.shape[-1] == weights.shape[-1], top_k > 0
+    whole = ordered.shape[-1] == weights.shape[-1]
+    cut = top_k > 0
     lowest = ordered.gather(-1, (top_k[..., None].long().clamp(1, ordered.shape[-1]) - 1).expand(*depth.shape, 1))
     kept = ordered.masked_fill((ordered < lowest) & cut[..., None], 0)  # what ties with the k-th stays
     # Without top-k the mass is that of the whole vocabulary.
@@ -112,7 +113,10 @@ class CudaGraphs:
         limits: DynamicTree | None = None,
         capture: Capture | None = None,
     ) -> None:
-        self._engine, self._cache, self._taps, self._capture = engine, cache, taps, capture
+        self._engine = engine
+        self._cache = cache
+        self._taps = taps
+        self._capture = capture
         self._limits = limits
         self._drafter = drafter if isinstance(drafter, HeadDrafter) and drafter.fill is not None else None
         self._slots: LayerSlots | None = None  # of the drafter's layers
@@ -137,7 +141,8 @@ class CudaGraphs:
 
     def warm_up(self) -> None:
         """Captures the graphs of all sizes, so that no step waits for one."""
-        started, batch = time.perf_counter(), 1
+        started = time.perf_counter()
+        batch = 1
         try:
             while batch < 2 * self._cache.slots:
                 for rows in ROWS:
@@ -175,7 +180,9 @@ class CudaGraphs:
 
     def _fail(self, reason: RuntimeError) -> None:
         log.warning("CUDA graphs are given up: %s", first_line(reason))
-        self.failed, self._engine.captures, self._steps = True, False, {}
+        self.failed = True
+        self._engine.captures = False
+        self._steps = {}
 
     def run(
         self,
@@ -185,7 +192,8 @@ class CudaGraphs:
         drafting: Several[Sequence] = (),
     ) -> list[Accepted] | None:
         """Runs the graph that has room for the drafts; see `verify`. drafting: the sequences, if the graph drafts."""
-        cache, size = self._cache, len(drafts)
+        cache = self._cache
+        size = len(drafts)
         batch = min(1 << (size - 1).bit_length(), cache.slots)
         rows = next(rows for rows in ROWS if rows >= max(draft.tree.size for draft in drafts))
         step = self._step(batch, rows, not all(sampler.greedy for sampler in samplers))
@@ -193,7 +201,8 @@ class CudaGraphs:
         results, states = step(cache.lengths, samplers, drafts, guesses, new)
         # The graph's next run overwrites its states.
         states = states[:size].clone()
-        accepted, rest = [], results[:size].tolist()
+        accepted = []
+        rest = results[:size].tolist()
         if not all(count for count, *_ in rest):
             return None
         for sequence, (tokens, _) in zip(drafting, new, strict=True):
@@ -231,7 +240,8 @@ class CudaGraphs:
         if self._buffer is None or cache.values is not self._buffer:
             # A pool whose graphs are gone cannot be used again.
             on_device = self._engine.backbone.device.type == "cuda"
-            self._steps, self._pool = {}, torch.cuda.graph_pool_handle() if on_device else None
+            self._steps = {}
+            self._pool = torch.cuda.graph_pool_handle() if on_device else None
             if self._drafter is not None:
                 layers = self._drafter.decoder_layers
                 self._slots = LayerSlots(layers, cache.slots, cache.capacity + DEPTHS, DEPTHS if layers else 1)
@@ -240,7 +250,8 @@ class CudaGraphs:
             fill = None if self._drafter is None else self._drafter.fill
             step = _GraphStep(self._engine, cache, batch, rows, self._taps, sampled, fill, self._limits, self._slots)
             step.capture(self._capture or (self._captured if self._pool is not None else lambda run: run))
-            self._steps[key], self.count = step, self.count + 1
+            self._steps[key] = step
+            self.count = self.count + 1
         self._buffer = cache.values
         return self._steps[key]
 
@@ -289,19 +300,22 @@ class _GraphStep:
         limits: DynamicTree | None,
         slots: LayerSlots | None,
     ) -> None:
-        device, self._rows, self._count = engine.backbone.device, rows, min(rows, DEPTHS)
-        self._engine, self._cache, self._taps, self._sampled = engine, cache, taps, sampled
+        device = engine.backbone.device
+        self._rows = rows
+        self._count = min(rows, DEPTHS)
+        self._engine = engine
+        self._cache = cache
+        self._taps = taps
+        self._sampled = sampled
         self._fill, self._slots = (fill, slots) if rows > 1 else (None, None)
         self._limits = limits
         reads = 0 if self._slots is None else self._slots.rows
         # Of each slot: its length; of N nodes depths, parents, ranks, tokens, and as bits the nodes that each one sees;
         # what NewTensors has of P new tokens, with their places in `hidden`.
         self._inputs = self._pack([0] * batch, [], []).to(device)  # [B, 1 + 5 N + 3 + 2 P]
-        self.lengths, nodes, self._new = (
-            self._inputs[:, 0],
-            self._inputs[:, 1 : 1 + 5 * rows],
-            self._inputs[:, 1 + 5 * rows :],
-        )
+        self.lengths = self._inputs[:, 0]
+        nodes = self._inputs[:, 1 : 1 + 5 * rows]
+        self._new = self._inputs[:, 1 + 5 * rows :]
         self.depth, self.parents, self.ranks, self.tokens, self.bits = nodes.unflatten(1, (5, rows)).unbind(1)
         width = engine.backbone.hidden_size * len(taps)
         self.hidden = torch.zeros(batch * reads, width, dtype=engine.dtype, device=device)
@@ -311,7 +325,8 @@ class _GraphStep:
 
     def _pack(self, lengths: Several[int], drafts: Several[Draft], new: Several[tuple[NewTokens, list[int]]]) -> Tensor:
         """Returns the slots' lengths, drafts and new tokens (see CudaGraphs._unread) as one tensor of the host."""
-        packed, place = [], 0
+        packed = []
+        place = 0
         for slot, length in enumerate(lengths):
             tree, ids = (drafts[slot].tree, drafts[slot].ids) if slot < len(drafts) else (ROOT_ALONE, [0])
             rest = self._rows - tree.size
@@ -320,10 +335,13 @@ class _GraphStep:
             zeros = [0] * rest
             row = [length, *tree.depths, *zeros, *parents, *tree.ranks, *zeros, *ids, *zeros, *tree.bits, *padding]
             if self._slots is not None:
-                start, places, following = 0, [0], [0]
+                start = 0
+                places = [0]
+                following = [0]
                 if slot < len(new):
                     tokens, following = new[slot]
-                    start, places = tokens.start, [*range(place, place + len(following))]
+                    start = tokens.start
+                    places = [*range(place, place + len(following))]
                     place += len(following)
                 more = [0] * (self._slots.rows - len(following))
                 row += [start, self._slots.held(slot), len(following), *places, *more, *following, *more]
@@ -350,7 +368,8 @@ class _GraphStep:
 
         No node is accepted where the likeliest tokens were too few.
         """
-        device, size = self._inputs.device, len(self._inputs)
+        device = self._inputs.device
+        size = len(self._inputs)
         self._inputs.copy_(upload(self._pack(lengths[:size], drafts, new), device))
         for slot, draft in guesses.items():
             self.tokens[slot, : draft.tree.size] = draft.tokens
@@ -373,8 +392,12 @@ class _GraphStep:
             new = NewTensors(self.hidden[places], following, start, held, count, self._slots.buffers)
             trees = trees if self._limits is None else GrowingTrees(self._limits, *nodes)
             self._fill(engine.backbone, new, trees)
-        depth, parents, tokens, tree_mask = trees.depth, trees.parents, trees.tokens, trees.mask
-        context, wide = engine.backbone.max_positions, self._cache.capacity
+        depth = trees.depth
+        parents = trees.parents
+        tokens = trees.tokens
+        tree_mask = trees.mask
+        context = engine.backbone.max_positions
+        wide = self._cache.capacity
         layout = lay_out_at(self.lengths, tree_mask, depth, engine.masks, context, 0, wide, by_length=engine.by_length)
         states, final = engine.run(tokens, layout, self._cache, self._taps)
         logits = engine.backbone.finish_logits(engine.lm_head(final)).float()
@@ -400,10 +423,12 @@ def captures(engine: Engine) -> bool:
 @torch.inference_mode()
 def _trial(engine: Engine) -> bool:
     """Compares captured steps, greedy and sampled, with ordinary ones; a failure is logged in one line."""
-    device, gains = engine.backbone.device, []
+    device = engine.backbone.device
+    gains = []
     try:
         cache = engine.new_cache()
-        draft, graphs = _draft(engine, cache), CudaGraphs(engine, cache, (-1,))
+        draft = _draft(engine, cache)
+        graphs = CudaGraphs(engine, cache, (-1,))
         for sampling in (Sampling(), Sampling("exact", 0.8, 0.9)):
 
             def graph_step(rule: Sampling = sampling) -> Accepted | None:
@@ -438,7 +463,8 @@ def _equal(engine: Engine, ours: Accepted, plain: Accepted) -> bool:
 def _draft(engine: Engine, cache: Cache) -> Draft:
     """Returns a chain of the engine's next tokens after some text in the cache; the last one is wrong."""
     vocabulary = engine.backbone.vocab_size
-    out, tokens = engine.forward(Plan.chain(torch.arange(BEFORE) * 37 % vocabulary), cache), []
+    out = engine.forward(Plan.chain(torch.arange(BEFORE) * 37 % vocabulary), cache)
+    tokens = []
     for _ in range(LEVELS + 1):
         assert out.logits is not None
         tokens.append(out.logits[0, -1].argmax())

@@ -52,7 +52,9 @@ class Decoder:
 
         cuda_graphs: None decides by a trial. taps: layers whose hidden states a sequence keeps without a drafter.
         """
-        self.backbone, self.engine, self.drafter = backbone, backbone.engine, drafter
+        self.backbone = backbone
+        self.engine = backbone.engine
+        self.drafter = drafter
         self.policy = policy or StaticTreePolicy(ROOT)
         self.taps = taps if drafter is None else drafter.taps
         self.cache = self.engine.new_cache(slots)
@@ -116,13 +118,17 @@ class Decoder:
         yield sequence, step
 
     def _run_prompt(self, sequence: Sequence) -> Generator[tuple[Sequence, None], None, Step]:
-        request, device, seconds = sequence.request, self.backbone.device, 0.0
-        prompt, hidden = list(request.prompt), list[Tensor]()
+        request = sequence.request
+        device = self.backbone.device
+        seconds = 0.0
+        prompt = list(request.prompt)
+        hidden = list[Tensor]()
         scores_prompt = request.scores_prompt
         likely = [Likelihood(prompt[0], math.nan)] if scores_prompt else []
         rows = PROMPT_ROWS if scores_prompt else self.engine.prefill_rows
         for start in range(sequence.reused, len(prompt), rows):
-            started, piece = time.perf_counter(), prompt[start : start + rows]
+            started = time.perf_counter()
+            piece = prompt[start : start + rows]
             last = start + rows >= len(prompt)
             extra_rows = self.drafter.extra_rows(self.policy.max_depth) if last and self.drafter is not None else None
             logits = "all" if scores_prompt else "last" if last else "none"
@@ -174,7 +180,8 @@ class Decoder:
         result = None if graphs is None else self._run_graph(graphs, sequences, proposals, guesses)
         drafts, accepted = result or self._run_pass(sequences, proposals, guesses)
         tokens = [sequence.commit(kept) for sequence, kept in zip(sequences, accepted, strict=True)]
-        count, kept_at = len(sequences), time.perf_counter()
+        count = len(sequences)
+        kept_at = time.perf_counter()
         seconds = (drafted - started) / count, (kept_at - drafted) / count
         steps = [
             Step(new, draft.tree.size, tuple(kept.path), *seconds, kept.likelihoods[: len(new)], draft.looked_up)
@@ -195,7 +202,8 @@ class Decoder:
         The host does not read what a drafter drafts. Without `guesses` the graph drafts.
         """
         if guesses is None:
-            trees, guesses = [outline(tree) for tree, _ in proposals], {}
+            trees = [outline(tree) for tree, _ in proposals]
+            guesses = {}
         else:
             trees = [guesses[i].tree if i in guesses else ROOT for i in range(len(sequences))]
         unread = [unread_draft(s.root, tree) for s, tree in zip(sequences, trees, strict=True)]
@@ -210,17 +218,20 @@ class Decoder:
 
         Without `guesses` it drafts first.
         """
-        guesses, device = self._draft(sequences, proposals) if guesses is None else guesses, self.backbone.device
+        guesses = self._draft(sequences, proposals) if guesses is None else guesses
+        device = self.backbone.device
         known = [guesses.get(i) or Draft(upload([s.root], device), ROOT) for i, s in enumerate(sequences)]
         drafts = self._complete(proposals, known, sequences)
         depth = max(tree.max_depth for tree, _ in proposals)
         extra_rows = None if self.drafter is None else self.drafter.extra_rows(depth)
         out = self.engine.forward(Plan(*batch_drafts(drafts), 0, self.taps, "all", extra_rows), self.cache)
         assert out.logits is not None
-        accepted, samplers = [], [sequence.sampler for sequence in sequences]
+        accepted = []
+        samplers = [sequence.sampler for sequence in sequences]
         for slot, (path, bonus) in enumerate(accept(out.logits, drafts, samplers, out.best)):
             self.cache.keep(slot, path)
-            rows, likely = upload(path, device), tuple[Likelihood, ...]()
+            rows = upload(path, device)
+            likely = tuple[Likelihood, ...]()
             extra = None if out.extra is None else out.extra[slot, path[-1]]
             tokens = [drafts[slot].ids[node] for node in path]
             if (top := sequences[slot].request.top) is not None:
@@ -280,7 +291,8 @@ class Decoder:
 
         At least the prompt's last token is left to run. Raises ValueError where no slot is idle.
         """
-        prompt, reuse = sequence.request.prompt, 0 if sequence.request.scores_prompt else sequence.request.reuse
+        prompt = sequence.request.prompt
+        reuse = 0 if sequence.request.scores_prompt else sequence.request.reuse
         limit = len(prompt) - 1 if reuse is None else min(reuse, len(prompt) - 1)
 
         def share(slot: int) -> tuple[int, int]:

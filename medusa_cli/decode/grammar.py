@@ -113,7 +113,8 @@ def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 def _names_all(part: Mapping[str, Any]) -> bool:
     """Returns True if an object may do with the properties that its schema names, and asks for no others."""
-    properties, required = part.get("properties"), part.get("required", ())
+    properties = part.get("properties")
+    required = part.get("required", ())
     if not isinstance(properties, dict) or not isinstance(required, list | tuple):
         return False
     others = {"additionalProperties", "unevaluatedProperties", "patternProperties", "minProperties"}
@@ -139,7 +140,8 @@ def _combined(schema: Any) -> set[int]:
 
 def _combines(part: Mapping[str, Any]) -> bool:
     """Returns True for a part whose keywords must agree on the properties of an object."""
-    several, shaping = part.get("allOf"), sum(key in part for key in SHAPING)
+    several = part.get("allOf")
+    shaping = sum(key in part for key in SHAPING)
     demands = "properties" not in part and any(key in part for key in DEMANDING)
     return shaping > 1 or (shaping == 1 and demands) or (isinstance(several, list) and len(several) > 1)
 
@@ -291,7 +293,9 @@ class GrammarProcessor(LogitsProcessor):
     """
 
     def __init__(self, matcher: LLMatcher, prompt_length: int, stop_ids: Iterable[int]) -> None:
-        self._matcher, self._prompt_length, self._stop_ids = matcher, prompt_length, list(stop_ids)
+        self._matcher = matcher
+        self._prompt_length = prompt_length
+        self._stop_ids = list(stop_ids)
         self._answer: list[int] = []  # the tokens that the matcher has read
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
@@ -329,7 +333,8 @@ class GrammarProcessor(LogitsProcessor):
 
     def _read(self, text: Tensor) -> bool:
         """Moves the matcher to the end of a text [1, L]; returns False if the grammar does not allow the text."""
-        answer, read = text[0, self._prompt_length :].tolist(), self._answer
+        answer = text[0, self._prompt_length :].tolist()
+        read = self._answer
         shared = shared_length(answer, read)
         if shared < len(read):
             self._matcher.rollback(len(read) - shared)

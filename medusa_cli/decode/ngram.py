@@ -78,7 +78,8 @@ class NgramSource(ABC):
     def learn(self, accepted: Sequence[int]) -> None:
         """Compares the matches of this step, drafted or not, with the tokens that were accepted."""
         for match in self._matches:
-            limit, right = min(len(match.tokens), len(accepted)), shared_length(match.tokens, accepted)
+            limit = min(len(match.tokens), len(accepted))
+            right = shared_length(match.tokens, accepted)
             self.trust[match.length].update(right + (right < limit), right)
         self._matches = []
 
@@ -103,7 +104,8 @@ class NgramIndex(NgramSource):
                 self._after.setdefault((tokens[position - 1], tokens[position]), []).append(position + 1)
         self._indexed = max(self._indexed, len(tokens))
         text = [*tokens, root]
-        pairs, single = self._after.get((tokens[-1], root), ()), self._after.get((root,), ())
+        pairs = self._after.get((tokens[-1], root), ())
+        single = self._after.get((root,), ())
         lengths = {start: _match_length(text, start) for start in (*single[-MAX_POSITIONS:], *pairs[-MAX_POSITIONS:])}
         matches: dict[int, NgramMatch] = {}
         for start in sorted(lengths, key=lambda position: (lengths[position], position), reverse=True):
@@ -141,12 +143,14 @@ class Corpus:
         border = np.full(max(MAX_LENGTH, MAX_TOKENS), GAP, np.int32)
         parts = [part for text in texts for part in (np.asarray(text, np.int32), border[:1])]
         self.tokens = np.concatenate([border, *parts, border])
-        rank, length = np.zeros(len(self.tokens), np.int64), 1  # of each position by the `length` tokens before it
+        rank = np.zeros(len(self.tokens), np.int64)
+        length = 1  # of each position by the `length` tokens before it
         rank[1:] = self.tokens[:-1] - GAP
         while length < MAX_LENGTH:
             pairs = rank * (int(rank.max()) + 1)
             pairs[length:] += rank[:-length]
-            rank, length = np.unique(pairs, return_inverse=True)[1], 2 * length
+            rank = np.unique(pairs, return_inverse=True)[1]
+            length = 2 * length
         self.positions = np.argsort(rank, kind="stable").astype(np.int32)
 
     def __len__(self) -> int:
@@ -159,7 +163,9 @@ class Corpus:
         Of many positions CORPUS_POSITIONS neighbours are compared.
         """
         # Lists: numpy's calls are slow where a model's weights have just run through the processor's cache.
-        wanted, tokens, positions = list(end[: -MAX_LENGTH - 1 : -1]), self.tokens.data, self.positions.data
+        wanted = list(end[: -MAX_LENGTH - 1 : -1])
+        tokens = self.tokens.data
+        positions = self.positions.data
 
         def before(position: int) -> list[int]:
             return tokens[position - MAX_LENGTH : position].tolist()[::-1]
@@ -175,7 +181,8 @@ class Corpus:
         level = 0
         while len(rows) > 1 and level < MAX_TOKENS:
             [(token, _)] = Counter(row[level] for row in rows).most_common(1)
-            rows, level = [row for row in rows if row[level] == token], level + 1
+            rows = [row for row in rows if row[level] == token]
+            level = level + 1
         following = rows[0][: rows[0].index(GAP)] if GAP in rows[0] else rows[0]
         return length, tuple(following)
 
@@ -187,7 +194,8 @@ class CorpusMatches(NgramSource):
 
     def __init__(self, corpus: Corpus, shared: NgramTrust, min_chance: float = 0.0) -> None:
         super().__init__(shared)
-        self._corpus, self._min_chance = corpus, min_chance
+        self._corpus = corpus
+        self._min_chance = min_chance
 
     def find(self, tokens: Sequence[int], root: int) -> list[NgramMatch]:
         length, following = self._corpus.find([*tokens[1 - MAX_LENGTH :], root])
@@ -208,7 +216,9 @@ def likeliest(matches: Iterable[NgramMatch]) -> list[NgramMatch]:
 
 def add_paths(draft: Draft, paths: Sequence[Sequence[int]]) -> Draft:
     """Adds paths of tokens from the root to a draft; tokens that the draft has already are not added twice."""
-    tokens, parents, ranks = list(draft.ids), list(draft.tree.parents), list(draft.tree.ranks)
+    tokens = list(draft.ids)
+    parents = list(draft.tree.parents)
+    ranks = list(draft.tree.ranks)
     children: list[list[int]] = [list(nodes) for nodes in draft.tree.children]
     for path in paths:
         node = 0

@@ -135,7 +135,9 @@ class StaticTreePolicy(DraftPolicy):
 
     def __init__(self, tree: Tree, accuracies: Accuracies = (), ngrams: bool = False) -> None:
         super().__init__(ngrams)
-        self.tree, self.size, self.max_depth = tree, tree.size, tree.max_depth
+        self.tree = tree
+        self.size = tree.size
+        self.max_depth = tree.max_depth
         self.trees = f"tree of {tree.size} nodes"
         assumed = [[UNCALIBRATED / (1 + rank) for rank in range(width)] for width in tree.widths]
         self._chances = node_values(tree, accuracies or assumed)
@@ -146,7 +148,9 @@ class StaticTreePolicy(DraftPolicy):
 
     def _replace_nodes(self, matches: Several[NgramMatch]) -> Proposal:
         """Gives nodes of the tree to matched tokens that are likelier."""
-        ascending, counts, taken = sorted(self._chances[1:]), [0] * len(matches), 0
+        ascending = sorted(self._chances[1:])
+        counts = [0] * len(matches)
+        taken = 0
         while taken < len(ascending):
             chance, best = max((match.chance ** (counts[i] + 1), i) for i, match in enumerate(matches))
             if chance <= max(ascending[taken], MIN_CHANCE) or counts[best] == MAX_TOKENS:
@@ -165,14 +169,18 @@ class DynamicTreePolicy(DraftPolicy):
 
     def __init__(self, tree: DynamicTree, ngrams: bool = False) -> None:
         super().__init__(ngrams)
-        self.tree, self.size, self.max_depth = tree, tree.budget, tree.max_depth
+        self.tree = tree
+        self.size = tree.budget
+        self.max_depth = tree.max_depth
         self.trees = f"dynamic trees of at most {tree.budget} nodes"
 
     def propose(self, sequences: Several[Sequence], matches: Several[Several[NgramMatch]]) -> list[Proposal]:
         return [self._share_budget(of_sequence) if of_sequence else (self.tree, []) for of_sequence in matches]
 
     def _share_budget(self, matches: Several[NgramMatch]) -> Proposal:
-        threshold, left, counts = max(2 * MIN_CHANCE, self.tree.min_chance), self.tree.budget // 2, []
+        threshold = max(2 * MIN_CHANCE, self.tree.min_chance)
+        left = self.tree.budget // 2
+        counts = []
         for match in matches:
             likely = sum(match.chance**level >= threshold for level in range(1, MAX_TOKENS + 1))
             counts.append(min(left, likely))
@@ -242,7 +250,9 @@ class AdaptivePolicy(DraftPolicy):
 
     def _reset(self) -> None:
         self._sequences = [AcceptanceEstimate(1.0, PRIOR, SEQUENCE_DECAY)]
-        self._plain_steps, self._retry_after, self._trial_left = 0, RETRY_STEPS, 0
+        self._plain_steps = 0
+        self._retry_after = RETRY_STEPS
+        self._trial_left = 0
         self._outlier = False
         self._current, _ = self._best()  # an index of `_trees`
 
@@ -266,7 +276,8 @@ class AdaptivePolicy(DraftPolicy):
 
         Plain steps count on: answers may be shorter than the steps between two trials.
         """
-        state, (kind, prior) = super().begin(sampling), sampling_kind(sampling)
+        state = super().begin(sampling)
+        (kind, prior) = sampling_kind(sampling)
         self._retry_after = RETRY_STEPS
         shared = self._kinds.setdefault(kind, AcceptanceEstimate(prior, PRIOR, KIND_DECAY))
         state.acceptance = AcceptanceEstimate(shared.ratio, PRIOR, SEQUENCE_DECAY, shared)
@@ -278,7 +289,8 @@ class AdaptivePolicy(DraftPolicy):
             self._sequences = acceptances
             best, _ = self._best()
             if best or not self._trial_left:  # else the trial goes on: sequences may come and go with every step
-                self._current, self._trial_left = best, 0
+                self._current = best
+                self._trial_left = 0
         # A match of a single token is no likelier than the drafter's own guess.
         chances = [first[0].chance if first and first[0].length >= PAIR else 0.0 for first in matches]
         if not any(chances):
@@ -294,9 +306,13 @@ class AdaptivePolicy(DraftPolicy):
         chances: that a matched token is right if those before it are; 0 without a match. The widest draft sets the
         time of the pass, and the drafter runs for all sequences or for none: sizes are chosen for all together.
         """
-        current, plain, ratio, batch = self._trees[self._current], self._trees[0], self.acceptance, len(chances)
+        current = self._trees[self._current]
+        plain = self._trees[0]
+        ratio = self.acceptance
+        batch = len(chances)
         measured, corrections, _ = self._times(batch)
-        correction, seconds = corrections[self._current], (measured * corrections)[self._current]
+        correction = corrections[self._current]
+        seconds = (measured * corrections)[self._current]
         best_rate = MARGIN * batch * (1 + ratio * (current.expected - 1)) / seconds
         choice = [(current.tree, 0)] * batch
         for options in [(plain,), (current, plain)] if current is not plain else [(plain,)]:
@@ -306,7 +322,8 @@ class AdaptivePolicy(DraftPolicy):
                 seconds = correction * self._measured(rows, options[0].tree.max_depth, batch)
                 rate = sum(tokens for tokens, _, _ in drafts) / seconds
                 if rate > best_rate:
-                    best_rate, choice = rate, [(sized.tree, count) for _, sized, count in drafts]
+                    best_rate = rate
+                    choice = [(sized.tree, count) for _, sized, count in drafts]
         return choice
 
     def record(self, sequences: Several[Sequence], steps: Several[Step]) -> None:
@@ -320,7 +337,8 @@ class AdaptivePolicy(DraftPolicy):
             for sequence, step in zip(sequences, steps, strict=True)
             if not step.looked_up and sequence.draft.acceptance and sequence.draft.speculative
         ]
-        nodes, batch = drafted[0][0].nodes if drafted else 0, len(steps)
+        nodes = drafted[0][0].nodes if drafted else 0
+        batch = len(steps)
         tree = self._index.get(nodes)
         if tree is None or any(step.nodes != nodes for step, _ in drafted):
             return
@@ -336,7 +354,9 @@ class AdaptivePolicy(DraftPolicy):
         else:
             best, rates = self._best()
             if not best or rates[best] > MARGIN * rates[self._current]:
-                self._current, self._plain_steps, self._retry_after = best, 0, RETRY_STEPS
+                self._current = best
+                self._plain_steps = 0
+                self._retry_after = RETRY_STEPS
 
     def _continue_trial(self, tree: int, accepted: bool) -> None:
         if not tree:  # FIRP had no extra rows yet in the trial's first step
@@ -345,7 +365,8 @@ class AdaptivePolicy(DraftPolicy):
         best, rates = self._best()
         if self._trial_left and rates[tree] < MIN_GAIN * rates[0]:
             return
-        self._trial_left, self._current = 0, best
+        self._trial_left = 0
+        self._current = best
         self._retry_after = RETRY_STEPS if best else min(2 * self._retry_after, MAX_RETRY_STEPS)
 
     def _count_plain_step(self) -> None:
@@ -359,15 +380,19 @@ class AdaptivePolicy(DraftPolicy):
         trial_cost = TRIAL_STEPS * (seconds[cheapest] / seconds[0] - 1)  # in plain steps
         if trial_cost > MAX_TRIAL_COST * self._plain_steps:
             return
-        self._plain_steps, self._trial_left, self._current = 0, TRIAL_STEPS, cheapest
+        self._plain_steps = 0
+        self._trial_left = TRIAL_STEPS
+        self._current = cheapest
         for sequence in self._sequences:
             sequence.weight = min(sequence.weight, PRIOR)  # what was observed weighs less
 
     def _correct_time(self, tree: int, seconds: float, batch: int) -> None:
         """Updates the time of steps over a tree. Trees not yet timed take the smallest correction seen."""
         measured, corrections, timed = self._times(batch)
-        ratio, known = min(seconds / measured[tree], MAX_RATIO), corrections[tree] if timed[tree] else 1.0
-        previous, self._outlier = self._outlier, ratio > OUTLIER_RATIO * known
+        ratio = min(seconds / measured[tree], MAX_RATIO)
+        known = corrections[tree] if timed[tree] else 1.0
+        previous = self._outlier
+        self._outlier = ratio > OUTLIER_RATIO * known
         if self._outlier and not previous:
             return
         corrections[tree] = new = (1 - EMA_RATE) * known + EMA_RATE * ratio if timed[tree] else ratio

@@ -130,7 +130,9 @@ class AdditivePenalties(LogitsProcessor):
     """
 
     def __init__(self, prompt_length: int, presence: float, frequency: float) -> None:
-        self._prompt_length, self._presence, self._frequency = prompt_length, presence, frequency
+        self._prompt_length = prompt_length
+        self._presence = presence
+        self._frequency = frequency
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Returns logits [B, V] after the text [B, L]."""
@@ -146,7 +148,9 @@ class SequenceProcessors:
     """
 
     def __init__(self, processors: LogitsProcessorList, text: Tensor, grammar: GrammarProcessor | None = None) -> None:
-        self._processors, self._text, self._grammar = processors, text[None], grammar
+        self._processors = processors
+        self._text = text[None]
+        self._grammar = grammar
 
     def __call__(self, logits: Tensor, following: Tensor | None = None) -> Tensor:
         """Returns the logits [V] after the text and the tokens that follow it, in fp32."""
@@ -177,9 +181,11 @@ def generate_arguments(
     sampling: Sampling, options: LogitsOptions, prompt_length: int, grammar: GrammarProcessor | None = None
 ) -> dict[str, Any]:
     """Returns the arguments of transformers' generate for the same decoding; the rest is the generation config's."""
-    arguments, own = {**NOT_DONE, **options.given}, LogitsProcessorList()
+    arguments = {**NOT_DONE, **options.given}
+    own = LogitsProcessorList()
     arguments.pop("grammar", None)
-    presence, frequency = arguments.pop("presence_penalty", 0.0), arguments.pop("frequency_penalty", 0.0)
+    presence = arguments.pop("presence_penalty", 0.0)
+    frequency = arguments.pop("frequency_penalty", 0.0)
     if presence or frequency:
         own.append(AdditivePenalties(prompt_length, presence, frequency))
     if grammar is not None:  # after all others but temperature and cuts: it has the last word
@@ -212,12 +218,14 @@ def sequence_processors(
 
     Raises UsageError for token ids beyond the vocabulary, UserError for a generation config that is not valid.
     """
-    config, ends = backbone.model.generation_config, sorted(stop_ids) or None
+    config = backbone.model.generation_config
+    ends = sorted(stop_ids) or None
     defaults = {**PROCESSORS, **WARPERS} if sampling.exact else PROCESSORS
     if not options.given and not sampling.min_p and not differing(config, defaults):
         return None
     options.check(backbone)
-    text, length = torch.tensor([list(prompt)], device=backbone.device), len(prompt)
+    text = torch.tensor([list(prompt)], device=backbone.device)
+    length = len(prompt)
     grammar = None
     if options.grammar is not None:
         after = ends or sorted(backbone.eos_ids)

@@ -122,7 +122,8 @@ def candidates(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor | Non
 
     Applies temperature, then top-k, then top-p to logits [.., V].
     """
-    scores, ids = logits.float() / sampling.temperature, None
+    scores = logits.float() / sampling.temperature
+    ids = None
     if 0 < sampling.top_k < scores.shape[-1]:
         scores, ids = _top_k(scores, sampling.top_k)
     probs = scores.softmax(-1)
@@ -197,7 +198,9 @@ class Sampler:
     """
 
     def __init__(self, sampling: Sampling, stream: int = 0, processors: SequenceProcessors | None = None) -> None:
-        self.sampling, self.greedy, self.processors = sampling, sampling.greedy, processors
+        self.sampling = sampling
+        self.greedy = sampling.greedy
+        self.processors = processors
         self.generator = torch.Generator().manual_seed((sampling.seed + stream) % 2**63)
         self._uniforms: list[float] = []
 
@@ -217,7 +220,8 @@ class Sampler:
         # Temperature and cuts are among a sequence's processors.
         weights, ids = candidates(logits, self.sampling) if self.processors is None else (logits.softmax(-1), None)
         if weights.device.type in WITHOUT_DOUBLE:
-            weights, ids = weights.cpu(), None if ids is None else ids.cpu()
+            weights = weights.cpu()
+            ids = None if ids is None else ids.cpu()
         drawn = draw(weights, upload(uniforms, weights.device, torch.double))
         tokens: list[int] = (drawn if ids is None else ids.gather(-1, drawn[:, None])[:, 0]).tolist()
         return tokens

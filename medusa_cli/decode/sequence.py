@@ -104,7 +104,9 @@ class Sequence:
     root: int
 
     def __init__(self, backbone: Backbone, request: Request, number: int, draft: DraftState) -> None:
-        self.request, self.number, self.draft = request, number, draft
+        self.request = request
+        self.number = number
+        self.draft = draft
         draft.speculative = request.speculative
         self.stop = StopCriteria(backbone, request)
         length = max(1, self.stop.left)  # where a prompt is only scored, transformers asks for a token all the same
@@ -141,12 +143,14 @@ class Sequence:
         if drafter is not None:
             own = held if shared else None
             self.drafter = drafter.fork() if own is None or own.drafter is None else own.drafter
-            known, waiting = self.drafter.truncate(shared), [] if own is None else own.unread
+            known = self.drafter.truncate(shared)
+            waiting = [] if own is None else own.unread
             if known < shared and waiting and waiting[0].start <= known and shared <= waiting[-1].end:
                 self.unread = [concat(waiting).part(known, shared)]
             else:
                 shared = known
-        self.reused, self.tokens = shared, list(self.request.prompt[:shared])
+        self.reused = shared
+        self.tokens = list(self.request.prompt[:shared])
 
     def finish_prefill(self, new: NewTokens) -> list[int]:
         """Takes the rest of the prompt; returns the answer's first token."""
@@ -156,7 +160,8 @@ class Sequence:
 
     def take_unread(self) -> NewTokens:
         """Returns the tokens that the drafter has not read, in one piece, and takes them as read."""
-        new, self.unread = self.unread, []
+        new = self.unread
+        self.unread = []
         return concat(new) if len(new) > 1 else new[0]
 
     def commit(self, accepted: Accepted) -> list[int]:

@@ -70,7 +70,8 @@ def measure_step_times(
 
     Disturbances of a machine only add. Tokens are arbitrary: a step's time does not depend on them.
     """
-    heads, late = drafter.num_heads, drafter.uses_verify_pass
+    heads = drafter.num_heads
+    late = drafter.uses_verify_pass
     steps = (1 + late) * (len(sizes) + heads)
     context = max(1, min(context, backbone.max_positions - (heads + 1) * (steps + 1)))
     prompt = (torch.arange(context) % backbone.vocab_size).tolist()

@@ -59,7 +59,8 @@ class Amphista(HeadDrafter):
 
     def __init__(self, config: AmphistaConfig) -> None:
         super().__init__(config)
-        size, heads = config.hidden_size, config.num_heads
+        size = config.hidden_size
+        heads = config.num_heads
         self.stages = nn.ModuleList(AdaptationLayer(size) for _ in range(2))
         self.blocks = nn.ModuleList(residual_blocks(size, config.num_layers) for _ in range(heads))
         self.position = nn.Parameter(torch.zeros(heads, size))
@@ -76,7 +77,10 @@ class Amphista(HeadDrafter):
 
     @torch.inference_mode()
     def fill(self, backbone: Backbone, new: NewTensors, trees: TreeTensors) -> None:
-        x, rows, embedded, adapted = new.hidden.to(self.dtype), new.rows(), self.embed(backbone, new.following), []
+        x = new.hidden.to(self.dtype)
+        rows = new.rows()
+        embedded = self.embed(backbone, new.following)
+        adapted = []
         for stage, cached in zip(self.packed("stages"), new.caches, strict=True):
             x = stage.layer.extend_slots(stage.join(x, embedded), rows, cached)
             adapted.append(new.last(x))
@@ -92,7 +96,8 @@ class Amphista(HeadDrafter):
     @torch.inference_mode()
     def read(self, backbone: Backbone, sequences: "Sequence[Amphista]", new: Sequence[NewTokens]) -> list[Tensor]:
         """Adds the new states to each sequence's caches; returns each stage's states of the last positions [B, H]."""
-        x, positions = torch.cat([tokens.hidden for tokens in new]).to(self.dtype), [range(n.start, n.end) for n in new]
+        x = torch.cat([tokens.hidden for tokens in new]).to(self.dtype)
+        positions = [range(n.start, n.end) for n in new]
         embedded = self.embed(backbone, torch.cat([tokens.following for tokens in new]))
         last = upload(last_of([len(own) for own in positions]), x.device)
         adapted = []
@@ -112,8 +117,10 @@ class Amphista(HeadDrafter):
         return x
 
     def head_states(self, backbone: Backbone, batch: Batch, rows: Sequence[Tensor]) -> Iterator[Tensor]:
-        padding, learnt = Padding(batch.attention_groups), batch.learnt
-        x, embedded = padding.pad(batch.hidden), padding.pad(self.embed(backbone, batch.next).to(batch.hidden.dtype))
+        padding = Padding(batch.attention_groups)
+        learnt = batch.learnt
+        x = padding.pad(batch.hidden)
+        embedded = padding.pad(self.embed(backbone, batch.next).to(batch.hidden.dtype))
         adapted = []
         for stage in self.stages:
             assert isinstance(stage, AdaptationLayer)

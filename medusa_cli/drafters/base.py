@@ -46,7 +46,8 @@ class NewTokens:
 
     def part(self, start: int, end: int) -> "NewTokens":
         """Returns positions start .. end - 1."""
-        first, last = start - self.start, end - self.start
+        first = start - self.start
+        last = end - self.start
         root = self.root if end == self.end else int(self.tokens[last])
         return replace(self, tokens=self.tokens[first:last], hidden=self.hidden[first:last], root=root, start=start)
 
@@ -58,7 +59,8 @@ class NewTokens:
 
 def concat(pieces: Sequence[NewTokens]) -> NewTokens:
     """Joins consecutive pieces into one."""
-    tokens, hidden = torch.cat([p.tokens for p in pieces]), torch.cat([p.hidden for p in pieces])
+    tokens = torch.cat([p.tokens for p in pieces])
+    hidden = torch.cat([p.hidden for p in pieces])
     return replace(pieces[-1], tokens=tokens, hidden=hidden, start=pieces[0].start)
 
 

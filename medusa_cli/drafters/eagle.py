@@ -83,7 +83,8 @@ class Eagle(HeadDrafter):
 
     @classmethod
     def fields_of_model(cls, backbone: Backbone, num_heads: int) -> dict[str, Any]:
-        config, size = backbone.config, backbone.hidden_size
+        config = backbone.config
+        size = backbone.hidden_size
         heads = getattr(config, "num_attention_heads", None) or max(1, size // 64)  # pure Mamba has none
         return {
             "num_layers": 1,
@@ -105,7 +106,8 @@ class Eagle(HeadDrafter):
     ) -> list[Draft]:
         """Drafts level by level; layer and matrix take the rows of all sequences at once."""
         states = self.read(backbone, sequences, new)  # [B, H], then [N, H]
-        caches, layer = [own.caches[0] for own in sequences], self.packed("midlayer")
+        caches = [own.caches[0] for own in sequences]
+        layer = self.packed("midlayer")
         lengths = [cache.length for cache in caches]
         ancestors = [torch.zeros(1, 0, dtype=torch.bool, device=states.device) for _ in new]  # among the tree's rows
 
@@ -130,14 +132,18 @@ class Eagle(HeadDrafter):
         """Adds the new tokens to each sequence's cache; returns the states of the last ones [B, H]."""
         fused = self.packed("fc")(self._lower(torch.cat([tokens.hidden for tokens in new])))
         embedded = self.embed(backbone, torch.cat([tokens.following for tokens in new]))
-        places, caches = [range(tokens.start, tokens.end) for tokens in new], [own.caches[0] for own in sequences]
+        places = [range(tokens.start, tokens.end) for tokens in new]
+        caches = [own.caches[0] for own in sequences]
         return self.packed("midlayer").extend(fused, places, caches, embedded, last=True)
 
     @torch.inference_mode()
     def fill(self, backbone: Backbone, new: NewTensors, trees: TreeTensors) -> None:
         """Drafts level by level; each runs over all nodes, whose states are right as soon as their parents' are."""
-        layer, (cached,), size = self.packed("midlayer"), new.caches, len(new.hidden)
-        fused, embedded = self.packed("fc")(self._lower(new.hidden)), self.embed(backbone, new.following)
+        layer = self.packed("midlayer")
+        (cached,) = new.caches
+        size = len(new.hidden)
+        fused = self.packed("fc")(self._lower(new.hidden))
+        embedded = self.embed(backbone, new.following)
         last = states = new.last(layer.extend_slots(fused, new.rows(), cached, embedded))  # [B, H], then [B * N, H]
 
         def guess(head: int, width: int, temperature: float | None, level: Frontier) -> tuple[Tensor, Tensor]:
@@ -178,7 +184,8 @@ class Eagle(HeadDrafter):
         self.fc.weight.div_(self.levels)  # files hold it for raw states
 
     def head_states(self, backbone: Backbone, batch: Batch, rows: Sequence[Tensor]) -> Iterator[Tensor]:
-        fused, embedded = self.fc(self._lower(batch.hidden)), self.embed(backbone, batch.next)
+        fused = self.fc(self._lower(batch.hidden))
+        embedded = self.embed(backbone, batch.next)
         steps = training_time_test(self.midlayer, fused, embedded, batch.attention_groups, batch.learnt)
         for positions, states in zip(rows, steps, strict=False):
             yield normed(self.norm, states[batch.learnt_index[positions]]).to(batch.hidden.dtype)
@@ -203,7 +210,8 @@ def default_taps(depth: int) -> tuple[int, ...]:
 
 def _extend_ancestor_masks(ancestors: Sequence[Tensor], level: Frontier) -> list[Tensor]:
     """Returns which rows of its sequence's tree each node of a level sees: its parent's, its parent and itself."""
-    masks, start = [], 0
+    masks = []
+    start = 0
     for own, parent_rows in zip(ancestors, level.parent_rows.split(level.counts), strict=True):
         itself = torch.eye(len(parent_rows), dtype=torch.bool, device=parent_rows.device)
         masks.append(torch.cat([own[parent_rows - start], itself], dim=1))
@@ -230,7 +238,8 @@ def training_time_test(
     later = torch.arange(keys.shape[2], device=keys.device) > own.pad(position[:, None])  # [S, W, L]
     mask = keys.new_zeros(1, 1, 1, 1).masked_fill(later[:, None], -torch.inf)
     drafted: list[tuple[Tensor, Tensor]] = []  # keys and values [heads, n, D] of steps 2, 3, ..
-    states, step = states[learnt], 0
+    states = states[learnt]
+    step = 0
     while True:
         # Beyond a conversation's end there is no target: any token may be read there.
         token = (learnt + step).clamp(max=len(embedded) - 1)
@@ -238,7 +247,8 @@ def training_time_test(
         if step:
             drafted.append(layer.keys_values(read, position + step))
         seen = _attend(layer.queries(read, position + step), keys, values, mask, own, drafted)
-        states, step = layer.leave(states, seen), step + 1
+        states = layer.leave(states, seen)
+        step = step + 1
         yield states
 
 

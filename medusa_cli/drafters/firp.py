@@ -114,7 +114,8 @@ def check_extra_rows(backbone: Backbone) -> None:
 
     Some networks scale or shift states outside their layers, which a pass layer by layer does not see.
     """
-    engine, tokens = backbone.engine, torch.arange(PROBE) * 37 % backbone.vocab_size
+    engine = backbone.engine
+    tokens = torch.arange(PROBE) * 37 % backbone.vocab_size
     extra_rows = ExtraRows((max(1, backbone.num_layers // 2),), (lambda x: x,))
     logits = []
     for extra in (None, extra_rows):

@@ -202,7 +202,9 @@ class HeadDrafter(Drafter):
     def logits(self, backbone: Backbone, batch: Batch) -> Iterator[Tensor]:
         """Yields each head's fp32 logits [n, M] at the n positions that are learnt, given the true tokens before."""
         batch = replace(batch, hidden=batch.hidden.to(self.dtype))
-        rows, last, bias = batch.learnt, len(batch.next) - 1, self.bias(backbone)
+        rows = batch.learnt
+        last = len(batch.next) - 1
+        bias = self.bias(backbone)
         bias = None if bias is None else bias.to(self.dtype)
         for head, states in enumerate(self.head_states(backbone, batch, [rows] * self.num_heads)):
             read, matrix = self.product(backbone, head, states, batch.next[(rows + head).clamp(max=last)])
@@ -241,7 +243,8 @@ class HeadDrafter(Drafter):
 
     def score(self, backbone: Backbone, head: int, states: Tensor) -> Tensor:
         """Returns logits fp32 [.., M] of a head for states [.., H]: top-k over bf16 is several times slower."""
-        engine, own = backbone.engine, len(self.matrices) > 0
+        engine = backbone.engine
+        own = len(self.matrices) > 0
         if not self._scorers:  # forks share this very list
             if own:
                 self._scorers += [packed_linear(matrix) for matrix in self.matrices]

@@ -65,7 +65,8 @@ class HydraHeads(HeadDrafter):
 
     def __init__(self, config: HydraConfig) -> None:
         super().__init__(config)
-        size, layers = config.hidden_size, config.num_layers
+        size = config.hidden_size
+        layers = config.num_layers
         self.prefix = nn.ModuleList(DecoderLayer(size) for _ in range(config.prefix_layers))
         self.blocks = nn.ModuleList(HydraHead(size, k, layers, config.raw) for k in range(1, config.num_heads + 1))
         self.sees_prompt = config.context == "conversation"
@@ -83,7 +84,8 @@ class HydraHeads(HeadDrafter):
 
     @torch.inference_mode()
     def fill(self, backbone: Backbone, new: NewTensors, trees: TreeTensors) -> None:
-        x, rows = new.hidden.to(self.dtype), new.rows()
+        x = new.hidden.to(self.dtype)
+        rows = new.rows()
         for layer, cached in zip(self.packed("prefix"), new.caches, strict=True):
             x = layer.extend_slots(x, rows, cached)
         fill_by_level(trees, self.num_heads, self._guesses(backbone, new.last(x)))
@@ -103,9 +105,11 @@ class HydraHeads(HeadDrafter):
         """Returns the states [B, H] that the heads start from."""
         if not self.prefix:
             return torch.cat([tokens.hidden[-1:] for tokens in new]).to(self.dtype)
-        x, positions = torch.cat([tokens.hidden for tokens in new]).to(self.dtype), [range(n.start, n.end) for n in new]
+        x = torch.cat([tokens.hidden for tokens in new]).to(self.dtype)
+        positions = [range(n.start, n.end) for n in new]
         for number, layer in enumerate(self.packed("prefix")):
-            caches, last = [own.caches[number] for own in sequences], number + 1 == len(self.prefix)
+            caches = [own.caches[number] for own in sequences]
+            last = number + 1 == len(self.prefix)
             x = layer.extend(x, positions, caches, last=last)
         return x
 
@@ -116,7 +120,8 @@ class HydraHeads(HeadDrafter):
         return x, self.score(backbone, head, self.packed("blocks")[head](x))
 
     def head_states(self, backbone: Backbone, batch: Batch, rows: Sequence[Tensor]) -> Iterator[Tensor]:
-        context, embedded = batch.hidden, self.embed(backbone, batch.next).to(batch.hidden.dtype)
+        context = batch.hidden
+        embedded = self.embed(backbone, batch.next).to(batch.hidden.dtype)
         if self.prefix:
             padding = Padding(batch.attention_groups)
             x = padding.pad(context)

@@ -31,7 +31,8 @@ def drafter_kind(folder: Path) -> type[HeadDrafter]:
 
 def load_drafter(folder: Path, backbone: Backbone) -> HeadDrafter:
     """Loads the drafter in a folder; raises UserError, naming both models, if it was trained for another backbone."""
-    kind, identity = drafter_kind(folder), describe_drafter(folder).provenance.identity
+    kind = drafter_kind(folder)
+    identity = describe_drafter(folder).provenance.identity
     if identity:
         check_backbone(identity, backbone.identity, f"the drafter in {folder}")
         if identity.get("adapter") != backbone.adapter:

@@ -51,7 +51,8 @@ class LayerCache:
 
     def append(self, keys: Tensor, values: Tensor, positions: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Adds rows [heads, n, D] at positions [n]; returns all keys and values so far."""
-        start, end = self.length, self.length + len(positions)
+        start = self.length
+        end = self.length + len(positions)
         if self.rows is None or self.rows.shape[2] < end:
             self.move(keys.new_empty(2, keys.shape[0], max(64, 2 * end), keys.shape[2]))
         assert self.rows is not None
@@ -183,8 +184,10 @@ class DecoderLayer(SelfAttention):
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns states [S, n, H] of sequences x [S, n, H], each from its first position on."""
-        read, positions = self.reads(x), torch.arange(x.shape[1], device=x.device)
-        q, (k, v) = self.queries(read, positions), self.keys_values(read, positions)
+        read = self.reads(x)
+        positions = torch.arange(x.shape[1], device=x.device)
+        q = self.queries(read, positions)
+        (k, v) = self.keys_values(read, positions)
         return self.leave(x, F.scaled_dot_product_attention(q, k, v, is_causal=x.shape[1] > 1))
 
     def reads(self, x: Tensor, embedded: Tensor | None = None) -> Tensor:
@@ -227,7 +230,9 @@ class DecoderLayer(SelfAttention):
         known = [cache.append(keys, values, own) for cache, keys, values, own in parts]
         if last:
             rows = upload(last_of(counts), x.device)
-            x, q, counts = x[rows], q[:, rows], [1] * len(counts)
+            x = x[rows]
+            q = q[:, rows]
+            counts = [1] * len(counts)
         masks = masks or [None] * len(counts)
         each = zip(q.split(counts, 1), known, masks, strict=True)
         seen = [attend(own, keys, values, mask) for own, (keys, values), mask in each]
@@ -235,7 +240,8 @@ class DecoderLayer(SelfAttention):
 
     def extend_slots(self, x: Tensor, rows: "SlotRows", cached: Tensor, *embedded: Tensor) -> Tensor:
         """Adds rows x [B, n, H] to B slots of a cache [2, S, heads, C, D]; returns the layer's output [B, n, H]."""
-        read, positions = self.reads(x, *embedded), rows.positions[:, None]
+        read = self.reads(x, *embedded)
+        positions = rows.positions[:, None]
         keys, values = self.keys_values(read, positions)
         return self.leave(x, rows.attend(self.queries(read, positions), keys, values, cached[:, : len(x)]))
 

@@ -38,7 +38,8 @@ def draft_by_level(tree: Tree | DynamicTree, new: Sequence[NewTokens], guess: Gu
     """Drafts B trees below the roots of B sequences, the children of one level's nodes at a time."""
     if isinstance(tree, DynamicTree):
         return _grow(tree, new, guess)
-    tokens, count = roots_of(new)[:, None].repeat(1, tree.size), len(new)  # [B, N]
+    tokens = roots_of(new)[:, None].repeat(1, tree.size)
+    count = len(new)  # [B, N]
     for head, level in enumerate(_levels(tree, count, tokens.device)):
         frontier = Frontier([len(level.parents)] * count, level.parent_rows, tokens[:, level.parents].flatten())
         best = guess(head, level.width, None, frontier)[1].unflatten(0, (count, -1))  # [B, n, width]
@@ -47,14 +48,17 @@ def draft_by_level(tree: Tree | DynamicTree, new: Sequence[NewTokens], guess: Gu
 
 
 def _grow(limits: DynamicTree, new: Sequence[NewTokens], guess: Guess) -> list[Draft]:
-    builders, device = [TreeBuilder(limits, tokens.root) for tokens in new], new[0].tokens.device
-    nodes, parent_rows = [[0] for _ in builders], list(range(len(builders)))
+    builders = [TreeBuilder(limits, tokens.root) for tokens in new]
+    device = new[0].tokens.device
+    nodes = [[0] for _ in builders]
+    parent_rows = list(range(len(builders)))
     for head in range(limits.max_depth):
         tokens = [builder.tokens[node] for builder, own in zip(builders, nodes, strict=True) for node in own]
         frontier = Frontier([len(own) for own in nodes], *upload([parent_rows, tokens], device))
         best = guess(head, limits.width, limits.temperature(head), frontier)
         log_p, ids = torch.stack([values.float() for values in best]).tolist()  # one transfer
-        parent_rows, start = [], 0
+        parent_rows = []
+        start = 0
         for number, builder in enumerate(builders):
             row = {node: start + i for i, node in enumerate(nodes[number])}
             end = start + len(row)
@@ -87,7 +91,8 @@ class _Level:
 def _levels(tree: Tree, count: int, device: torch.device) -> list[_Level]:
     """Returns the levels of a tree below its root, for drafts of `count` sequences."""
     depths, parent_of, ranks = map(torch.tensor, (tree.depths, tree.parents, tree.ranks))
-    levels, before = [], torch.tensor([-1])  # the parents of the level before
+    levels = []
+    before = torch.tensor([-1])  # the parents of the level before
     for depth in range(1, tree.max_depth + 1):
         nodes = (depths == depth).nonzero().squeeze(-1)
         parents, rows = parent_of[nodes].unique(return_inverse=True)

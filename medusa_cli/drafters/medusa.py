@@ -25,7 +25,8 @@ class MedusaHeads(HeadDrafter):
 
     def __init__(self, config: HeadsConfig) -> None:
         super().__init__(config)
-        size, layers = config.hidden_size, config.num_layers
+        size = config.hidden_size
+        layers = config.num_layers
         self.blocks = nn.ModuleList(residual_blocks(size, layers) for _ in range(config.num_heads))
 
     @torch.inference_mode()

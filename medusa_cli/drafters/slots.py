@@ -63,7 +63,9 @@ class SlotRows:
     """
 
     def __init__(self, lengths: Tensor, positions: Tensor, tree_mask: Tensor) -> None:
-        self.lengths, self.positions, self._tree_mask = lengths, positions, tree_mask
+        self.lengths = lengths
+        self.positions = positions
+        self._tree_mask = tree_mask
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, cached: Tensor) -> Tensor:
         """Writes keys and values [B, heads, R, D] behind the lengths of `cached` [2, B, heads, C, D].
@@ -71,7 +73,8 @@ class SlotRows:
         Returns what queries [B, heads, R, D] see.
         """
         size, heads, rows, dim = query.shape
-        slots, columns = torch.arange(size, device=query.device)[:, None], torch.arange(rows, device=query.device)
+        slots = torch.arange(size, device=query.device)[:, None]
+        columns = torch.arange(rows, device=query.device)
         for known, new in zip(cached, (keys, values), strict=True):
             known.transpose(1, 2).index_put_((slots, self.lengths[:, None] + columns), new.transpose(1, 2))
         if not reads_by_length(query.device, query.dtype, heads, heads, dim):

@@ -32,7 +32,10 @@ def search(accuracies: Accuracies, budget: int) -> Tree:
         )
     # Ranks by falling accuracy: measured accuracies need not fall strictly with the rank.
     order = [sorted(range(len(head)), key=lambda i: (-head[i], i)) for head in accuracies]
-    parents, ranks, depths, values = [-1], [0], [0], [1.0]
+    parents = [-1]
+    ranks = [0]
+    depths = [0]
+    values = [1.0]
     heap: list[tuple[float, int, int, int]] = []  # (-value, depth, parent, place in the order of ranks)
 
     def offer(parent: int, place: int) -> None:
@@ -66,7 +69,8 @@ def node_values(tree: Tree, accuracies: Accuracies) -> list[float]:
     """Returns each node's chance of acceptance, 1 for the root; 0 for ranks and depths without an accuracy."""
     values = [1.0]
     for node in range(1, tree.size):
-        depth, rank = tree.depths[node] - 1, tree.ranks[node]
+        depth = tree.depths[node] - 1
+        rank = tree.ranks[node]
         known = depth < len(accuracies) and rank < len(accuracies[depth])
         values.append(values[tree.parents[node]] * accuracies[depth][rank] if known else 0.0)
     return values
@@ -122,7 +126,8 @@ class TimedTree(SizedTree):
 
 def budgets(accuracies: Accuracies, step_times: StepTimes) -> list[TimedTree]:
     """Returns the best tree of each size worth trying, over as many of the heads as pay; the root alone first."""
-    limit, best = min(max(step_times.verify), largest(accuracies)), []
+    limit = min(max(step_times.verify), largest(accuracies))
+    best = []
     for nodes in (*range(1, min(limit, DENSE_SIZES) + 1), *range(DENSE_SIZES + STRIDE, limit + 1, STRIDE)):
         some = [accuracies[:heads] for heads in range(1, len(accuracies) + 1)]
         trees = [search(heads, nodes) for heads in some if nodes <= largest(heads)]
@@ -149,7 +154,8 @@ def interpolate(points: Mapping[int, float], x: int) -> float:
     if len(known) == 1 or x <= known[0]:
         return points[known[0]]
     after = min(bisect_left(known, x), len(known) - 1)
-    low, high = known[after - 1], known[after]
+    low = known[after - 1]
+    high = known[after]
     slope = (points[high] - points[low]) / (high - low)
     # Noise may give a negative slope; no step is cheaper for being larger.
     return points[high] + (max(slope, 0.0) if x > high else slope) * (x - high)
@@ -201,7 +207,8 @@ def make_tree(
 
 def missing_accuracies(widths: tuple[int, ...], known: Calibration) -> list[str]:
     """Returns notes on what a tree needs of the heads that they lack, or that was not measured."""
-    notes, deep = [], known.heads is not None and len(widths) > known.heads
+    notes = []
+    deep = known.heads is not None and len(widths) > known.heads
     if known.stale:
         notes.append(f"{known.path} was measured on an earlier drafter of this run: so is the expected length")
     if deep:

@@ -21,7 +21,11 @@ class TreeTensors:
     """
 
     def __init__(self, depth: Tensor, parents: Tensor, ranks: Tensor, tokens: Tensor, mask: Tensor) -> None:
-        self.depth, self.parents, self.ranks, self.tokens, self.mask = depth, parents, ranks, tokens, mask
+        self.depth = depth
+        self.parents = parents
+        self.ranks = ranks
+        self.tokens = tokens
+        self.mask = mask
 
     @property
     def width(self) -> int:
@@ -37,7 +41,8 @@ class TreeTensors:
 
         Returns the number [B, N] that each node's parent had before.
         """
-        parents, width = self.parents.clamp(min=0), ids.shape[-1]
+        parents = self.parents.clamp(min=0)
+        width = ids.shape[-1]
         if head:
             ids = ids.gather(1, parents[..., None].expand(-1, -1, width))
         chosen = ids.expand(-1, self.width, -1).gather(2, self.ranks.clamp(max=width - 1)[..., None])[..., 0]
@@ -55,7 +60,8 @@ class GrowingTrees(TreeTensors):
     def __init__(self, limits: DynamicTree, *outlines: Tensor) -> None:
         super().__init__(*outlines)
         self._limits = limits
-        unread, absent = self.tokens == UNREAD, self.parents == PADDING
+        unread = self.tokens == UNREAD
+        absent = self.parents == PADDING
         self._room = (~absent).sum(1, keepdim=True)
         self._levels = (self.depth * unread).amax(1, keepdim=True)
         known = torch.zeros_like(self.depth, dtype=torch.float).masked_fill(self.parents != ROOT_PARENT, torch.inf)
@@ -69,7 +75,8 @@ class GrowingTrees(TreeTensors):
         return self._limits.temperature(head)
 
     def extend(self, head: int, log_p: Tensor, ids: Tensor) -> Tensor:
-        (_, count), width = self.depth.shape, ids.shape[-1]
+        (_, count) = self.depth.shape
+        width = ids.shape[-1]
         every = torch.arange(count, device=ids.device)
         floor = math.log(self._limits.min_chance) if self._limits.min_chance > 0 else -math.inf
         below = self._values[..., None] + log_p  # [B, N, W]
@@ -81,7 +88,8 @@ class GrowingTrees(TreeTensors):
         nowhere = values.shape[1] - 1
         order = best.indices[:, :count].masked_fill(~kept, nowhere).sort(dim=1).values  # parents before children
         nodes = torch.stack([self.parents, self.ranks, self.depth, self.tokens])  # [4, B, N]
-        ranks, ids = torch.arange(width, device=ids.device).expand(below.shape), ids.expand(below.shape)
+        ranks = torch.arange(width, device=ids.device).expand(below.shape)
+        ids = ids.expand(below.shape)
         children = torch.stack([every[:, None].expand(below.shape), ranks, torch.full_like(ids, head + 1), ids])
         fields = F.pad(torch.cat([nodes, children.flatten(2)], dim=2), (0, 1))
         above, self.ranks, self.depth, self.tokens = fields.gather(2, order.expand(4, -1, -1)).unbind()
@@ -89,7 +97,8 @@ class GrowingTrees(TreeTensors):
         self.parents = torch.where(above < 0, above, torch.searchsorted(order, above))
         self.parents = self.parents.masked_fill(order == nowhere, PADDING)
         # A node that was there sees what it saw, a new one what its parent saw.
-        old, above = order < count, above.clamp(min=0)
+        old = order < count
+        above = above.clamp(min=0)
         source = torch.where(old, order, above)
         mask = self.mask.gather(1, source[..., None].expand(-1, -1, count))
         mask = mask.gather(2, source[:, None].expand(-1, count, -1))

@@ -38,7 +38,8 @@ class Tree:
         """Builds a tree from rank paths, one a node (medusa_choices); raises ValueError for a missing parent."""
         paths = sorted({tuple(path) for path in choices if len(path)}, key=lambda path: (len(path), path))
         index: dict[tuple[int, ...], int] = {(): 0}
-        parents, ranks = [-1], [0]
+        parents = [-1]
+        ranks = [0]
         for path in paths:
             if path[:-1] not in index or path[-1] < 0:
                 raise ValueError(f"the path {list(path)} has a negative rank or no parent")
@@ -105,7 +106,8 @@ class Tree:
     @cached_property
     def mask(self) -> Tensor:
         """Returns the attention mask, bool [N, N]: mask[i, j] where j is i or an ancestor of i."""
-        mask, above = torch.eye(self.size, dtype=torch.bool), torch.tensor([0, *self.parents[1:]])
+        mask = torch.eye(self.size, dtype=torch.bool)
+        above = torch.tensor([0, *self.parents[1:]])
         for _ in range(self.max_depth.bit_length()):  # each pass doubles the generations that a node sees
             mask |= mask[above]
             above = above[above]
@@ -156,7 +158,8 @@ class Tree:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Tree":
         """Reads what to_json wrote; raises ValueError for numbers that are not integers."""
-        parents, ranks = tuple(data["parents"]), tuple(data["ranks"])
+        parents = tuple(data["parents"])
+        ranks = tuple(data["ranks"])
         if not all(type(number) is int for number in (*parents, *ranks)):
             raise ValueError("parents and ranks must be integers")
         return cls(parents, ranks)
@@ -192,7 +195,10 @@ class TreeBuilder:
 
     def __init__(self, limits: DynamicTree, root: int) -> None:
         self._limits = limits
-        self.parents, self._ranks, self._values, self.tokens = [-1], [0], [0.0], [root]
+        self.parents = [-1]
+        self._ranks = [0]
+        self._values = [0.0]
+        self.tokens = [root]
         self._floor = math.log(limits.min_chance) if limits.min_chance > 0 else -math.inf
 
     def extend(
@@ -258,11 +264,14 @@ def batch_drafts(drafts: Sequence[Draft]) -> tuple[Tensor, Tensor, Tensor]:
     first = drafts[0].tree
     if all(draft.tree is first or draft.tree == first for draft in drafts):
         return torch.stack([draft.tokens for draft in drafts]), first.depth, first.mask
-    size, device = max(draft.tree.size for draft in drafts), drafts[0].tokens.device
+    size = max(draft.tree.size for draft in drafts)
+    device = drafts[0].tokens.device
     tokens = torch.zeros(len(drafts), size, dtype=torch.long, device=device)
     depth = torch.zeros(len(drafts), size, dtype=torch.long)
     mask = torch.eye(size, dtype=torch.bool).repeat(len(drafts), 1, 1)
     for i, draft in enumerate(drafts):
         nodes = draft.tree.size
-        tokens[i, :nodes], depth[i, :nodes], mask[i, :nodes, :nodes] = draft.tokens, draft.tree.depth, draft.tree.mask
+        tokens[i, :nodes] = draft.tokens
+        depth[i, :nodes] = draft.tree.depth
+        mask[i, :nodes, :nodes] = draft.tree.mask
     return tokens, depth.to(device), mask.to(device)
