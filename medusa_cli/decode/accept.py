@@ -1,14 +1,13 @@
-"""Acceptance: greedy and exact sampling follow the model's own choice, typical takes what is plausible; estimates."""
+"""Acceptance: greedy and exact sampling follow the model's own choice, typical takes plausible tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from medusa_cli.decode.sampling import Sampler
+from medusa_cli.decode.sampler import Sampler
 from medusa_cli.engine.device import upload
 from medusa_cli.tree import Draft
 from medusa_cli.tree.tree import PADDING, ROOT_PARENT
@@ -119,25 +118,3 @@ def _typical(logits: Tensor, draft: Draft, sampler: Sampler) -> Path:
     if processors is not None:
         processors.extend([*(draft.ids[node] for node in path[1:]), bonus])
     return path, bonus
-
-
-@dataclass(eq=False)
-class AcceptanceEstimate:
-    """Estimates accepted / expected draft tokens; the weight of older ones decays with each update.
-
-    weight: the expected draft tokens that the ratio rests on. shared: the estimate of all sequences alike, which learns
-    the same.
-    """
-
-    ratio: float
-    weight: float
-    decay: float
-    shared: AcceptanceEstimate | None = None
-
-    def update(self, expected: float, accepted: float) -> None:
-        estimate: AcceptanceEstimate | None = self
-        while estimate is not None:
-            known = estimate.decay * estimate.weight
-            estimate.ratio = (known * estimate.ratio + accepted) / (known + expected)
-            estimate.weight = known + expected
-            estimate = estimate.shared

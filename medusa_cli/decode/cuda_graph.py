@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Several
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -17,11 +16,13 @@ from torch import Tensor
 
 from medusa_cli.decode.accept import accept, longest_path
 from medusa_cli.decode.answer import Accepted
-from medusa_cli.decode.sampling import Sampler, Sampling, draw, nucleus
+from medusa_cli.decode.policy import ROOT, Proposal, complete
+from medusa_cli.decode.sampler import Sampler, draw, nucleus
+from medusa_cli.decode.sampling import Sampling
 from medusa_cli.decode.sequence import Sequence
 from medusa_cli.drafters.base import Drafter, NewTokens
 from medusa_cli.drafters.heads import HeadDrafter
-from medusa_cli.drafters.slots import Fill, LayerSlots, NewTensors
+from medusa_cli.drafters.slots import LayerSlots, NewTensors
 from medusa_cli.engine import Cache, Engine, Plan
 from medusa_cli.engine.device import upload
 from medusa_cli.engine.plan import lay_out_at
@@ -30,8 +31,8 @@ from medusa_cli.engine.torch_layers import TOLERANCE
 from medusa_cli.errors import first_line
 from medusa_cli.model.load import free_memory
 from medusa_cli.tree import Draft, DynamicTree, Tree
-from medusa_cli.tree.tensors import GrowingTrees, TreeTensors
-from medusa_cli.tree.tree import PADDING, ROOT_PARENT, UNREAD
+from medusa_cli.tree.tensors import GrowingTrees, TreeTensors, outline
+from medusa_cli.tree.tree import PADDING, ROOT_PARENT, UNREAD, unread_draft
 
 # Nodes that a graph has room for; batches are powers of two.
 ROWS = (1, 16, 64)
@@ -41,7 +42,6 @@ DEPTHS = 32
 FIELDS = 4
 # The likeliest tokens that top-p and top-k choose among.
 LIKELIEST = 1024
-ROOT_ALONE = Tree.root_only()
 # Runs before a capture, in which libraries choose kernels and make workspaces.
 WARM_UPS = 2
 # A larger share of a device's free memory is not reserved for a cache.
@@ -54,7 +54,7 @@ log = logging.getLogger(__name__)
 Capture = Callable[[Callable[[], tuple[Tensor, Tensor]]], Callable[[], tuple[Tensor, Tensor]]]
 
 
-def sampling_params(samplers: Several[Sampler], batch: int, count: int) -> Tensor:
+def sampling_params(samplers: list[Sampler], batch: int, count: int) -> Tensor:
     """Returns each sequence's FIELDS parameters and `count` random numbers [batch, FIELDS + count].
 
     Sequences that are missing in the batch are greedy.
@@ -118,7 +118,7 @@ class CudaGraphs:
         self._taps = taps
         self._capture = capture
         self._limits = limits
-        self._drafter = drafter if isinstance(drafter, HeadDrafter) and drafter.fill is not None else None
+        self._drafter = drafter if isinstance(drafter, HeadDrafter) and drafter.drafts_in_graphs else None
         self._slots: LayerSlots | None = None  # of the drafter's layers
         self._steps: dict[tuple[int, int, bool], _GraphStep] = {}
         self._buffer: Tensor | None = None  # the cache's values when the graphs were captured
@@ -153,30 +153,38 @@ class CudaGraphs:
             self._fail(reason)
         log.info("%d CUDA graphs captured in %.1f s", self.count, time.perf_counter() - started)
 
-    def supports(self, sequences: Several[Sequence]) -> bool:
+    def supports(self, sequences: list[Sequence]) -> bool:
         """Returns True for greedy and exact steps, without processors of logits or log probabilities."""
         samplers = [s.sampler for s in sequences if s.request.top is None and s.sampler.processors is None]
         simple = len(samplers) == len(sequences) and all(s.greedy or s.sampling.exact for s in samplers)
         return not self.failed and simple and all(s.sampling.top_k <= LIKELIEST for s in samplers)
 
-    def verify(
-        self, sequences: Several[Sequence], drafts: Several[Draft], guesses: Mapping[int, Draft]
-    ) -> list[Accepted] | None:
-        """Verifies each sequence's draft and keeps its accepted path.
+    def step(
+        self, sequences: list[Sequence], proposals: list[Proposal], drafted: Mapping[int, Draft] | None
+    ) -> tuple[list[Draft], list[Accepted]] | None:
+        """Takes a step: returns the drafts, and the accepted paths, whose rows stay in the cache.
 
-        drafts: on the host. Tokens that it does not know are those of `guesses`, by the sequence's index; without
-        these the graph drafts them. Returns None if an ordinary step has to take its place: where a draft is too large,
-        a graph failed, or top-p needs more tokens.
+        drafted: the drafter's drafts on the device, by the sequence's index; None: the graph drafts. The host reads no
+        draft token. Returns None if a graph cannot run the step: a draft is too large, a graph failed, or top-p needs
+        more tokens.
         """
+        if drafted is None:
+            trees = [outline(tree) for tree, _ in proposals]
+            drafted = {}
+        else:
+            trees = [drafted[i].tree if i in drafted else ROOT for i in range(len(sequences))]
+        unread = [unread_draft(sequence.root, tree) for sequence, tree in zip(sequences, trees, strict=True)]
+        drafts = complete(self._engine, sequences, proposals, unread)
         if not all(draft.tree.size <= ROWS[-1] and draft.tree.max_depth < DEPTHS for draft in drafts):
             return None
-        drafting = not guesses and any(UNREAD in draft.ids for draft in drafts)
+        drafting = not drafted and any(UNREAD in draft.ids for draft in drafts)
+        samplers = [sequence.sampler for sequence in sequences]
         try:
-            samplers = [sequence.sampler for sequence in sequences]
-            return self.run(samplers, drafts, guesses, sequences if drafting else ())
+            accepted = self.run(samplers, drafts, drafted, sequences if drafting else [])
         except RuntimeError as reason:
             self._fail(reason)
             return None
+        return None if accepted is None else (drafts, accepted)
 
     def _fail(self, reason: RuntimeError) -> None:
         log.warning("CUDA graphs are given up: %s", first_line(reason))
@@ -186,12 +194,12 @@ class CudaGraphs:
 
     def run(
         self,
-        samplers: Several[Sampler],
-        drafts: Several[Draft],
+        samplers: list[Sampler],
+        drafts: list[Draft],
         guesses: Mapping[int, Draft],
-        drafting: Several[Sequence] = (),
+        drafting: Iterable[Sequence] = (),
     ) -> list[Accepted] | None:
-        """Runs the graph that has room for the drafts; see `verify`. drafting: the sequences, if the graph drafts."""
+        """Runs the graph that has room for the drafts; see `step`. drafting: the sequences, if the graph drafts."""
         cache = self._cache
         size = len(drafts)
         batch = min(1 << (size - 1).bit_length(), cache.slots)
@@ -247,8 +255,9 @@ class CudaGraphs:
                 self._slots = LayerSlots(layers, cache.slots, cache.capacity + DEPTHS, DEPTHS if layers else 1)
         key = batch, rows, sampled
         if key not in self._steps:
-            fill = None if self._drafter is None else self._drafter.fill
-            step = _GraphStep(self._engine, cache, batch, rows, self._taps, sampled, fill, self._limits, self._slots)
+            step = _GraphStep(
+                self._engine, cache, batch, rows, self._taps, sampled, self._drafter, self._limits, self._slots
+            )
             step.capture(self._capture or (self._captured if self._pool is not None else lambda run: run))
             self._steps[key] = step
             self.count = self.count + 1
@@ -284,7 +293,7 @@ def _drafter_of(sequence: Sequence) -> HeadDrafter:
 class _GraphStep:
     """One step for a number of sequences and of nodes, on buffers that hold its inputs.
 
-    fill, over slots for the drafter's layers, drafts the tokens that the host does not know; within limits it grows
+    The drafter, over slots for its layers, drafts the tokens that the host does not know; with `limits` it grows
     dynamic trees in their place.
     """
 
@@ -296,7 +305,7 @@ class _GraphStep:
         rows: int,
         taps: tuple[int, ...],
         sampled: bool,
-        fill: Fill | None,
+        drafter: HeadDrafter | None,
         limits: DynamicTree | None,
         slots: LayerSlots | None,
     ) -> None:
@@ -307,7 +316,8 @@ class _GraphStep:
         self._cache = cache
         self._taps = taps
         self._sampled = sampled
-        self._fill, self._slots = (fill, slots) if rows > 1 else (None, None)
+        self._drafter = drafter if rows > 1 else None
+        self._slots = slots if rows > 1 else None
         self._limits = limits
         reads = 0 if self._slots is None else self._slots.rows
         # Of each slot: its length; of N nodes depths, parents, ranks, tokens, and as bits the nodes that each one sees;
@@ -323,12 +333,12 @@ class _GraphStep:
         self._every = torch.arange(rows, device=device)
         self._run_again: Callable[[], tuple[Tensor, Tensor]] = self._run
 
-    def _pack(self, lengths: Several[int], drafts: Several[Draft], new: Several[tuple[NewTokens, list[int]]]) -> Tensor:
+    def _pack(self, lengths: list[int], drafts: list[Draft], new: list[tuple[NewTokens, list[int]]]) -> Tensor:
         """Returns the slots' lengths, drafts and new tokens (see CudaGraphs._unread) as one tensor of the host."""
         packed = []
         place = 0
         for slot, length in enumerate(lengths):
-            tree, ids = (drafts[slot].tree, drafts[slot].ids) if slot < len(drafts) else (ROOT_ALONE, [0])
+            tree, ids = (drafts[slot].tree, drafts[slot].ids) if slot < len(drafts) else (ROOT, [0])
             rest = self._rows - tree.size
             padding = [1 << node if node < 63 else -(1 << 63) for node in range(tree.size, self._rows)]
             parents = [ROOT_PARENT, *tree.parents[1:], *[PADDING] * rest]
@@ -358,11 +368,11 @@ class _GraphStep:
     @torch.inference_mode()
     def __call__(
         self,
-        lengths: Several[int],
-        samplers: Several[Sampler],
-        drafts: Several[Draft],
+        lengths: list[int],
+        samplers: list[Sampler],
+        drafts: list[Draft],
         guesses: Mapping[int, Draft],
-        new: Several[tuple[NewTokens, list[int]]],
+        new: list[tuple[NewTokens, list[int]]],
     ) -> tuple[Tensor, Tensor]:
         """Returns (accepted nodes, bonus, path, its tokens) [B, 2 + 2 P] and the path's states [B, P, H * taps].
 
@@ -386,12 +396,12 @@ class _GraphStep:
         tree_mask = (self.bits[..., None] >> self._every & 1).bool()  # [B, N, N]
         nodes = self.depth, self.parents, self.ranks, self.tokens, tree_mask
         trees = TreeTensors(*nodes)
-        if self._fill is not None and self._slots is not None:
+        if self._drafter is not None and self._slots is not None:
             start, held, count, *_ = self._new.unbind(1)
             places, following = self._new[:, 3:].chunk(2, dim=1)
             new = NewTensors(self.hidden[places], following, start, held, count, self._slots.buffers)
             trees = trees if self._limits is None else GrowingTrees(self._limits, *nodes)
-            self._fill(engine.backbone, new, trees)
+            self._drafter.fill(engine.backbone, new, trees)
         depth = trees.depth
         parents = trees.parents
         tokens = trees.tokens

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from medusa_cli.decode.accept import AcceptanceEstimate
 from medusa_cli.engine.device import upload
 from medusa_cli.tree import Draft, Tree
 
@@ -34,6 +33,28 @@ def shared_length(left: Sequence[int], right: Sequence[int]) -> int:
     """Returns how many first tokens two texts share."""
     pairs = zip(left, right, strict=False)
     return next((count for count, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))
+
+
+@dataclass(eq=False)
+class AcceptanceEstimate:
+    """Estimates accepted / expected draft tokens; the weight of older ones decays with each update.
+
+    weight: the expected draft tokens that the ratio rests on. shared: the estimate of all sequences alike, which learns
+    the same.
+    """
+
+    ratio: float
+    weight: float
+    decay: float
+    shared: AcceptanceEstimate | None = None
+
+    def update(self, expected: float, accepted: float) -> None:
+        estimate: AcceptanceEstimate | None = self
+        while estimate is not None:
+            known = estimate.decay * estimate.weight
+            estimate.ratio = (known * estimate.ratio + accepted) / (known + expected)
+            estimate.weight = known + expected
+            estimate = estimate.shared
 
 
 @dataclass(frozen=True)

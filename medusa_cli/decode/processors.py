@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from collections.abc import Sequence as Several
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,8 +86,8 @@ class LogitsOptions:
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     no_repeat_ngram_size: int | None = None
-    bad_words_ids: Several[Several[int]] | None = None
-    suppress_tokens: Several[int] | None = None
+    bad_words_ids: Sequence[Sequence[int]] | None = None
+    suppress_tokens: Sequence[int] | None = None
     min_new_tokens: int | None = None
     logit_bias: Mapping[int, float] | None = None
     grammar: Grammar | None = None
@@ -163,7 +162,7 @@ class SequenceProcessors:
         paths = [draft.tree.path(node)[1:] for node in range(draft.tree.size)]
         return torch.stack([self(row, draft.tokens[path]) for row, path in zip(logits, paths, strict=True)])
 
-    def extend(self, tokens: Several[int]) -> None:
+    def extend(self, tokens: Sequence[int]) -> None:
         """Adds tokens that were chosen to the text."""
         self._text = torch.cat([self._text, self._text.new_tensor([tokens])], dim=1)
 
@@ -208,7 +207,7 @@ def generate_arguments(
 
 def sequence_processors(
     backbone: Backbone,
-    prompt: Several[int],
+    prompt: Sequence[int],
     max_new_tokens: int,
     stop_ids: Iterable[int],
     sampling: Sampling,

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from collections.abc import Sequence as Several
+from collections import abc
 from dataclasses import dataclass
 
 from medusa_cli.decode.answer import Accepted
-from medusa_cli.decode.policy import DraftState
+from medusa_cli.decode.ngram import AcceptanceEstimate, NgramSource
 from medusa_cli.decode.processors import MODELS_OWN, LogitsOptions, sequence_processors
-from medusa_cli.decode.sampling import Sampler, Sampling
+from medusa_cli.decode.sampler import Sampler
+from medusa_cli.decode.sampling import Sampling
 from medusa_cli.drafters.base import Drafter, NewTokens, concat
 from medusa_cli.engine.device import upload
 from medusa_cli.errors import UsageError, UserError
@@ -27,11 +27,11 @@ class Request:
     Log probabilities are the model's own, before logits_options and temperature, as OpenAI's and vLLM's.
     """
 
-    prompt: Several[int]
+    prompt: abc.Sequence[int]
     max_new_tokens: int
     sampling: Sampling = Sampling()
-    stop_ids: Iterable[int] | None = None
-    stop_strings: Several[str] = ()
+    stop_ids: abc.Iterable[int] | None = None
+    stop_strings: abc.Sequence[str] = ()
     top: int | None = None
     reuse: int | None = None
     logits_options: LogitsOptions = MODELS_OWN
@@ -70,7 +70,7 @@ class StopCriteria:
         self.left = min(request.max_new_tokens, backbone.max_positions - length)
         self.reason: str | None = None
 
-    def truncate(self, tokens: Several[int]) -> list[int]:
+    def truncate(self, tokens: abc.Sequence[int]) -> list[int]:
         """Returns the tokens that belong to the answer, the one that ends it included."""
         kept: list[int] = []
         for token in tokens[: self.left]:
@@ -90,6 +90,18 @@ class StopCriteria:
         # A stop string may be a special token, or end in one.
         texts = [self._tokenizer.decode(tail, skip_special_tokens=skip) for skip in (True, False)]
         return any(stop in text for stop in self._strings for text in texts)
+
+
+@dataclass
+class DraftState:
+    """Holds what a policy knows of one sequence: its acceptance, and the sources of its n-gram matches.
+
+    speculative: False for a sequence that drafts nothing.
+    """
+
+    acceptance: AcceptanceEstimate | None = None
+    ngrams: tuple[NgramSource, ...] = ()
+    speculative: bool = True
 
 
 class Sequence:
@@ -121,7 +133,10 @@ class Sequence:
 
     @property
     def finish_reason(self) -> str | None:
-        """Returns "stop", "length" or "cancelled"; None while the answer goes on. Its grammar's limits cut it off."""
+        """Returns "stop", "length" or "cancelled"; None while the answer goes on.
+
+        It is also "length" for an answer that a limit of the grammar's library cut off.
+        """
         processors = self.sampler.processors
         cut_off = self.stop.reason == "stop" and processors is not None and processors.exhausted
         return "length" if cut_off else self.stop.reason
@@ -129,6 +144,11 @@ class Sequence:
     @property
     def done(self) -> bool:
         return self.stop.reason is not None
+
+    @property
+    def decoding(self) -> bool:
+        """Returns True if the prompt is through and the answer goes on."""
+        return not self.stop.reason and len(self.tokens) >= len(self.request.prompt)
 
     def cancel(self) -> None:
         """Ends the answer where it is, unless it has ended."""
