@@ -15,6 +15,7 @@ from torch import Tensor
 from medusa_cli.data.conversation import read_conversations
 from medusa_cli.distill import Records
 from medusa_cli.drafters import DRAFTERS, load_drafter
+from medusa_cli.drafters.io import save_drafter
 from medusa_cli.errors import LONGEST, UserError
 from medusa_cli.runs.io import read_json
 from medusa_cli.runs.run import Run, provenance
@@ -126,7 +127,7 @@ Tensors = dict[str, Tensor]
 def save(folder: Path, name: str = "medusa") -> Path:
     """Saves a drafter with a draft vocabulary; returns the path of its weights."""
     backbone, kind = tiny_backbone(), DRAFTERS[name]
-    kind.create(backbone, 2, 1, "draft", torch.arange(7, 27)).save(folder, provenance(backbone.identity))
+    save_drafter(kind.create(backbone, 2, 1, "draft", torch.arange(7, 27)), folder, provenance(backbone.identity))
     return folder / kind.weights_file
 
 

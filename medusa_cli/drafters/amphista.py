@@ -1,17 +1,18 @@
 """Amphista: two adaptation layers with caches of their own, and heads that see one another, all drafted at once."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Literal
 
 import torch
-from msgspec import Meta
 from torch import Tensor, nn
 
 from medusa_cli.drafters.base import Batch, NewTokens
-from medusa_cli.drafters.heads import HeadDrafter, HeadsConfig
+from medusa_cli.drafters.expansion import Guess, draft_by_level
+from medusa_cli.drafters.heads import HeadDrafter, HeadsConfig, check_ranges
 from medusa_cli.drafters.layers import DecoderLayer, HeadAttention, Padding, last_of, residual_blocks
-from medusa_cli.drafters.levels import Guess, draft_by_level
 from medusa_cli.drafters.slots import NewTensors, fill_by_level
 from medusa_cli.engine.device import upload
 from medusa_cli.model import Backbone
@@ -26,8 +27,12 @@ class AmphistaConfig(HeadsConfig):
     context: what the adaptation layers see: the "conversation" (section 3.1: positions 1 .. t - 1), or the "answer".
     """
 
-    attention_layers: Annotated[int, Meta(ge=0, le=4)] = 1
+    attention_layers: int = 1
     context: Literal["conversation", "answer"] = "answer"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_ranges(self, attention_layers=(0, 4))
 
 
 class AdaptationLayer(nn.Module):
@@ -51,6 +56,7 @@ class Amphista(HeadDrafter):
     """K heads: the first half reads the first adaptation layer's state, the others the second's (section 3)."""
 
     name = "amphista"
+    drafts_in_graphs = True
     learning_rate = 1e-3
     config_class = AmphistaConfig
     settings = ("num_layers", "matrices", "attention_layers", "context", "conditional")
@@ -70,7 +76,7 @@ class Amphista(HeadDrafter):
 
     @torch.inference_mode()
     def draft(
-        self, backbone: Backbone, sequences: "Sequence[Amphista]", new: Sequence[NewTokens], tree: Tree | DynamicTree
+        self, backbone: Backbone, sequences: Sequence[Amphista], new: Sequence[NewTokens], tree: Tree | DynamicTree
     ) -> list[Draft]:
         """Adapts each sequence's new states, lets the heads see one another, and fills every node at once."""
         return draft_by_level(tree, new, self._guesses(backbone, self.read(backbone, sequences, new), tree.max_depth))
@@ -94,7 +100,7 @@ class Amphista(HeadDrafter):
         return self.at_once(depth, compute, *adapted)
 
     @torch.inference_mode()
-    def read(self, backbone: Backbone, sequences: "Sequence[Amphista]", new: Sequence[NewTokens]) -> list[Tensor]:
+    def read(self, backbone: Backbone, sequences: Sequence[Amphista], new: Sequence[NewTokens]) -> list[Tensor]:
         """Adds the new states to each sequence's caches; returns each stage's states of the last positions [B, H]."""
         x = torch.cat([tokens.hidden for tokens in new]).to(self.dtype)
         positions = [range(n.start, n.end) for n in new]

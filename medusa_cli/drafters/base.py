@@ -1,5 +1,7 @@
 """The contract between a drafter and the decoder, and the records that pass between them."""
 
+from __future__ import annotations
+
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -17,8 +19,6 @@ from medusa_cli.tree import Draft, DynamicTree, Tree
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-    from medusa_cli.drafters.slots import Fill
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,11 @@ class NewTokens:
         """Returns the position of the root."""
         return self.start + len(self.tokens)
 
-    def last(self) -> "NewTokens":
+    def last(self) -> NewTokens:
         """Returns the last position alone; its tensors do not keep a long prompt's alive."""
         return replace(self, tokens=self.tokens[-1:].clone(), hidden=self.hidden[-1:].clone(), start=self.end - 1)
 
-    def part(self, start: int, end: int) -> "NewTokens":
+    def part(self, start: int, end: int) -> NewTokens:
         """Returns positions start .. end - 1."""
         first = start - self.start
         last = end - self.start
@@ -123,7 +123,6 @@ class Drafter(nn.Module, ABC):
     taps: tuple[int, ...] = (-1,)  # the backbone's layers whose output it reads
     uses_verify_pass: ClassVar[bool] = False  # drafts from extra rows of the verify pass before
     num_heads: int
-    fill: "Fill | None" = None  # drafts within a CUDA graph
 
     def first_input(self, prompt: NewTokens) -> NewTokens:
         """Returns the part of the new prompt tokens that the drafter needs: by default the last position."""
@@ -136,7 +135,7 @@ class Drafter(nn.Module, ABC):
         """
         return length
 
-    def fork(self) -> "Self":
+    def fork(self) -> Self:
         """Returns this drafter for another sequence: shared weights, packed copies included, and a state of its own."""
         other = copy.copy(self)
         other.truncate(0)
@@ -148,7 +147,7 @@ class Drafter(nn.Module, ABC):
 
     @abstractmethod
     def draft(
-        self, backbone: Backbone, sequences: "Sequence[Self]", new: Sequence[NewTokens], tree: Tree | DynamicTree
+        self, backbone: Backbone, sequences: Sequence[Self], new: Sequence[NewTokens], tree: Tree | DynamicTree
     ) -> list[Draft]:
         """Drafts a token for every node of B sequences' trees, all of one shape, or grown for this step.
 

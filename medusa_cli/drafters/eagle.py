@@ -1,9 +1,10 @@
 """EAGLE-3: one decoder layer over fused states of three layers, fed with its own states (arXiv:2503.01840)."""
 
+from __future__ import annotations
+
 import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from medusa_cli.drafters.base import Batch, NewTokens, check_layers, with_last_layer
+from medusa_cli.drafters.expansion import Frontier, draft_by_level
 from medusa_cli.drafters.heads import HeadDrafter, HeadsConfig
 from medusa_cli.drafters.layers import DecoderLayer, Padding, normed
-from medusa_cli.drafters.levels import Frontier, draft_by_level
 from medusa_cli.drafters.slots import NewTensors, fill_by_level
 from medusa_cli.model import Backbone
 from medusa_cli.tree import Draft, DynamicTree, Tree
@@ -48,6 +49,7 @@ class Eagle(HeadDrafter):
     """
 
     name = "eagle"
+    drafts_in_graphs = True
     weights_file = "model.safetensors"
     learning_rate = 1e-3
     regress = 0.0
@@ -73,7 +75,7 @@ class Eagle(HeadDrafter):
         self.truncate(0)
 
     @classmethod
-    def create(cls, backbone: Backbone, *settings: Any, **named: Any) -> "Eagle":
+    def create(cls, backbone: Backbone, *settings: Any, **named: Any) -> Eagle:
         drafter = super().create(backbone, *settings, **named)
         # The matrix starts as the lm_head's, so what it reads had best be normed as what that reads.
         gain = backbone.engine.final_gain()
@@ -102,7 +104,7 @@ class Eagle(HeadDrafter):
 
     @torch.inference_mode()
     def draft(
-        self, backbone: Backbone, sequences: "Sequence[Eagle]", new: Sequence[NewTokens], tree: Tree | DynamicTree
+        self, backbone: Backbone, sequences: Sequence[Eagle], new: Sequence[NewTokens], tree: Tree | DynamicTree
     ) -> list[Draft]:
         """Drafts level by level; layer and matrix take the rows of all sequences at once."""
         states = self.read(backbone, sequences, new)  # [B, H], then [N, H]
@@ -128,7 +130,7 @@ class Eagle(HeadDrafter):
                 cache.truncate(tokens.end)
 
     @torch.inference_mode()
-    def read(self, backbone: Backbone, sequences: "Sequence[Eagle]", new: Sequence[NewTokens]) -> Tensor:
+    def read(self, backbone: Backbone, sequences: Sequence[Eagle], new: Sequence[NewTokens]) -> Tensor:
         """Adds the new tokens to each sequence's cache; returns the states of the last ones [B, H]."""
         fused = self.packed("fc")(self._lower(torch.cat([tokens.hidden for tokens in new])))
         embedded = self.embed(backbone, torch.cat([tokens.following for tokens in new]))
@@ -190,12 +192,13 @@ class Eagle(HeadDrafter):
         for positions, states in zip(rows, steps, strict=False):
             yield normed(self.norm, states[batch.learnt_index[positions]]).to(batch.hidden.dtype)
 
-    def save(self, folder: Path, provenance: dict[str, Any]) -> None:
-        """Writes a drafter that reads raw states: the levels are folded into `fc`."""
+    def for_files(self) -> Eagle:
+        """Returns a drafter that reads raw states: the levels are folded into `fc`."""
         folded = copy.deepcopy(self)
         with torch.no_grad():
             folded.fc.weight.mul_(folded.levels)
-        super(Eagle, folded).save(folder, provenance)
+            folded.levels.fill_(1.0)
+        return folded
 
     def named_weights(self) -> dict[str, Tensor]:
         """Returns the weights under the names that serving engines read."""

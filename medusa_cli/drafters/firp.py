@@ -1,5 +1,7 @@
 """FIRP: guessed states of the next tokens enter the backbone's middle layers as extra rows of the verify pass."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -10,8 +12,8 @@ from msgspec import Meta
 from torch import Tensor, nn
 
 from medusa_cli.drafters.base import Batch, NewTokens, check_layers
+from medusa_cli.drafters.expansion import draft_by_level
 from medusa_cli.drafters.heads import HeadDrafter, HeadsConfig
-from medusa_cli.drafters.levels import draft_by_level
 from medusa_cli.engine import Plan
 from medusa_cli.engine.device import upload
 from medusa_cli.engine.extra_rows import ExtraRows, extra_row_states
@@ -80,7 +82,7 @@ class Firp(HeadDrafter):
 
     @torch.inference_mode()
     def draft(
-        self, backbone: Backbone, sequences: "Sequence[Firp]", new: Sequence[NewTokens], tree: Tree | DynamicTree
+        self, backbone: Backbone, sequences: Sequence[Firp], new: Sequence[NewTokens], tree: Tree | DynamicTree
     ) -> list[Draft]:
         """Fills every node from the pseudo states that came with the last accepted tokens."""
 

@@ -1,18 +1,19 @@
 """Hydra heads: head k also reads the tokens drafted before its own, so that the tokens of a path fit together."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Literal
 
 import torch
-from msgspec import Meta
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from medusa_cli.drafters.base import Batch, NewTokens
-from medusa_cli.drafters.heads import HeadDrafter, HeadsConfig
+from medusa_cli.drafters.expansion import Frontier, Guess, draft_by_level
+from medusa_cli.drafters.heads import HeadDrafter, HeadsConfig, check_ranges
 from medusa_cli.drafters.layers import DecoderLayer, Padding, residual_blocks
-from medusa_cli.drafters.levels import Frontier, Guess, draft_by_level
 from medusa_cli.drafters.slots import NewTensors, fill_by_level
 from medusa_cli.model import Backbone
 from medusa_cli.tree import Draft, DynamicTree, Tree
@@ -27,13 +28,14 @@ class HydraConfig(HeadsConfig):
     beside the linear path of each head's input, as the authors' code trains them.
     """
 
-    prefix_layers: Annotated[int, Meta(ge=0, le=4)] = 0
+    prefix_layers: int = 0
     raw: bool = False
     context: Literal["conversation", "answer"] = "answer"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.prefix_layers:  # nothing sees anything, so heads that were asked for otherwise are alike
+        check_ranges(self, prefix_layers=(0, 4))
+        if not self.prefix_layers:  # then `context` has no effect: equal heads get equal configs
             object.__setattr__(self, "context", "answer")
 
 
@@ -58,6 +60,7 @@ class HydraHeads(HeadDrafter):
     """K sequentially dependent heads (Hydra, section 3); with prefix layers before them, Hydra++ (section 4)."""
 
     name = "hydra"
+    drafts_in_graphs = True
     regress = 100.0
     config_class = HydraConfig
     settings = ("num_layers", "matrices", "prefix_layers", "context")
@@ -77,7 +80,7 @@ class HydraHeads(HeadDrafter):
 
     @torch.inference_mode()
     def draft(
-        self, backbone: Backbone, sequences: "Sequence[HydraHeads]", new: Sequence[NewTokens], tree: Tree | DynamicTree
+        self, backbone: Backbone, sequences: Sequence[HydraHeads], new: Sequence[NewTokens], tree: Tree | DynamicTree
     ) -> list[Draft]:
         """Drafts level by level: a node's children are the best guesses of the next head after the node's path."""
         return draft_by_level(tree, new, self._guesses(backbone, self.read(backbone, sequences, new)))
@@ -101,7 +104,7 @@ class HydraHeads(HeadDrafter):
         return guess
 
     @torch.inference_mode()
-    def read(self, backbone: Backbone, sequences: "Sequence[HydraHeads]", new: Sequence[NewTokens]) -> Tensor:
+    def read(self, backbone: Backbone, sequences: Sequence[HydraHeads], new: Sequence[NewTokens]) -> Tensor:
         """Returns the states [B, H] that the heads start from."""
         if not self.prefix:
             return torch.cat([tokens.hidden[-1:] for tokens in new]).to(self.dtype)

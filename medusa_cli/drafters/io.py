@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from medusa_cli.drafters.amphista import Amphista
@@ -14,7 +15,7 @@ from medusa_cli.drafters.hydra import HydraHeads
 from medusa_cli.drafters.medusa import MedusaHeads
 from medusa_cli.errors import UserError, first_line, shown
 from medusa_cli.model import Backbone
-from medusa_cli.runs.io import convert, read_object, read_weights
+from medusa_cli.runs.io import convert, read_object, read_weights, write_json
 from medusa_cli.runs.run import DRAFTER_CONFIG, check_backbone, describe_drafter
 
 DRAFTERS: dict[str, type[HeadDrafter]] = {kind.name: kind for kind in (MedusaHeads, HydraHeads, Amphista, Eagle, Firp)}
@@ -90,3 +91,19 @@ def weight_shapes(kind: type[HeadDrafter], config: Any) -> dict[str, tuple[int, 
             return {name: tuple(weight.shape) for name, weight in kind(config).named_weights().items()}
     except RuntimeError as reason:  # of sizes whose product overflows
         raise UserError(f"{DRAFTER_CONFIG} asks for impossible sizes: {first_line(reason)}", REMEDY) from reason
+
+
+def save_drafter(drafter: HeadDrafter, folder: Path, provenance: dict[str, Any]) -> None:
+    """Writes config.json and the weights in bf16."""
+    folder.mkdir(parents=True, exist_ok=True)
+    named = drafter.for_files().named_weights()
+    weights = {name: weight.detach().cpu().bfloat16().contiguous() for name, weight in named.items()}
+    if drafter.config.vocabulary == "draft":
+        weights["draft_ids"] = drafter.draft_ids.cpu().int()
+    path = folder / drafter.weights_file
+    save_file(weights, path)
+    path.chmod(0o644)  # as readable as the other files
+    owner = provenance.get("backbone", {})
+    base = owner.get("id") if isinstance(owner, dict) else owner
+    config = {"drafter": drafter.name, "base_model_name_or_path": base, **drafter.config_json()}
+    write_json(folder / "config.json", {**config, "provenance": provenance})

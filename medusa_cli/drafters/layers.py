@@ -1,18 +1,19 @@
 """Layers that drafters are built of: residual blocks, attention with a cache of its own, the bias from a token."""
 
+from __future__ import annotations
+
 from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from medusa_cli.engine.attention import behind, columns_read, reads_by_length, visible_behind
 from medusa_cli.engine.device import upload
-
-if TYPE_CHECKING:
-    from medusa_cli.drafters.slots import SlotRows
+from medusa_cli.model.attention import additive
 
 # In drafting the bias is added to so many of a head's best guesses: it rarely lifts others to the top.
 CANDIDATES = 128
@@ -89,6 +90,41 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Any = None) -> Tensor:
 
         mask = causal_lower_right(q.shape[1], keys.shape[1])
     return F.scaled_dot_product_attention(q[None], keys[None], values[None], attn_mask=mask)[0]
+
+
+class SlotRows:
+    """R rows of each of B slots, behind as many rows of a slot as `lengths` [B] says; positions [B, R].
+
+    tree_mask bool [B, R, R]: the rows among themselves; of an empty slot all see the first one.
+    """
+
+    def __init__(self, lengths: Tensor, positions: Tensor, tree_mask: Tensor) -> None:
+        self.lengths = lengths
+        self.positions = positions
+        self._tree_mask = tree_mask
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, cached: Tensor) -> Tensor:
+        """Writes keys and values [B, heads, R, D] behind the lengths of `cached` [2, B, heads, C, D].
+
+        Returns what queries [B, heads, R, D] see.
+        """
+        size, heads, rows, dim = query.shape
+        slots = torch.arange(size, device=query.device)[:, None]
+        columns = torch.arange(rows, device=query.device)
+        for known, new in zip(cached, (keys, values), strict=True):
+            known.transpose(1, 2).index_put_((slots, self.lengths[:, None] + columns), new.transpose(1, 2))
+        if not reads_by_length(query.device, query.dtype, heads, heads, dim):
+            mask = additive(visible_behind(self.lengths, self._tree_mask, cached.shape[3])[:, None], query.dtype)
+            return F.scaled_dot_product_attention(query, cached[0], cached[1], attn_mask=mask)
+        query, keys, values = (x.transpose(1, 2).flatten(0, 1) for x in (query, keys, values))
+        known_keys, known_values = cached.flatten(1, 2)
+        tree_mask = self._tree_mask.clone()
+        # Behind an empty slot column 0 is read, which is the first of these rows: others must not count it twice.
+        tree_mask[:, 1:, 0] &= self.lengths[:, None] > 0
+        mask = additive(tree_mask[:, None], query.dtype)
+        reads = columns_read(self.lengths, rows, heads, cached.shape[3])
+        seen = behind(query, known_keys, known_values, keys, values, mask, reads, dim**-0.5)
+        return seen.view(size, rows, heads, dim).transpose(1, 2)
 
 
 def head_count(hidden_size: int) -> int:
@@ -238,7 +274,7 @@ class DecoderLayer(SelfAttention):
         seen = [attend(own, keys, values, mask) for own, (keys, values), mask in each]
         return self.leave(x, torch.cat(seen, dim=1))
 
-    def extend_slots(self, x: Tensor, rows: "SlotRows", cached: Tensor, *embedded: Tensor) -> Tensor:
+    def extend_slots(self, x: Tensor, rows: SlotRows, cached: Tensor, *embedded: Tensor) -> Tensor:
         """Adds rows x [B, n, H] to B slots of a cache [2, S, heads, C, D]; returns the layer's output [B, n, H]."""
         read = self.reads(x, *embedded)
         positions = rows.positions[:, None]

@@ -1,5 +1,7 @@
 """Medusa heads: K residual heads on the last hidden state; head k drafts the token k places after the next one."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -7,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from medusa_cli.drafters.base import Batch, NewTokens
+from medusa_cli.drafters.expansion import Guess, draft_by_level
 from medusa_cli.drafters.heads import HeadDrafter, HeadsConfig
 from medusa_cli.drafters.layers import residual_blocks
-from medusa_cli.drafters.levels import Guess, draft_by_level
 from medusa_cli.drafters.slots import NewTensors, fill_by_level
 from medusa_cli.model import Backbone
 from medusa_cli.tree import Draft, DynamicTree, Tree
@@ -20,6 +22,7 @@ class MedusaHeads(HeadDrafter):
     """K heads of L residual blocks on the last hidden state, each with its own weights (Medusa, section 3.1.1)."""
 
     name = "medusa"
+    drafts_in_graphs = True
     weights_file = "medusa_lm_head.safetensors"
     settings = ("num_layers", "matrices", "conditional")
 
@@ -31,7 +34,7 @@ class MedusaHeads(HeadDrafter):
 
     @torch.inference_mode()
     def draft(
-        self, backbone: Backbone, sequences: "Sequence[MedusaHeads]", new: Sequence[NewTokens], tree: Tree | DynamicTree
+        self, backbone: Backbone, sequences: Sequence[MedusaHeads], new: Sequence[NewTokens], tree: Tree | DynamicTree
     ) -> list[Draft]:
         hidden = torch.cat([tokens.hidden[-1:] for tokens in new])
         return draft_by_level(tree, new, self._guesses(backbone, hidden, tree.max_depth))

@@ -5,18 +5,14 @@ Nothing here reads a value of a tensor or makes a shape from one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from medusa_cli.drafters.layers import DecoderLayer, LayerCache
-from medusa_cli.drafters.levels import Frontier, Guess
-from medusa_cli.engine.attention import behind, columns_read, reads_by_length, visible_behind
-from medusa_cli.model import Backbone
-from medusa_cli.model.attention import additive
+from medusa_cli.drafters.expansion import Frontier, Guess
+from medusa_cli.drafters.layers import DecoderLayer, LayerCache, SlotRows
 from medusa_cli.tree.tensors import TreeTensors
 
 
@@ -50,45 +46,6 @@ class NewTensors:
     def last(self, x: Tensor) -> Tensor:
         """Returns the rows [B, H] of x [B, P, H] that belong to each sequence's last token."""
         return x.gather(1, (self.count - 1)[:, None, None].expand(-1, -1, x.shape[-1]))[:, 0]
-
-
-# fill(backbone, new, trees): drafts the nodes of the trees whose tokens are not known.
-Fill = Callable[[Backbone, NewTensors, TreeTensors], None]
-
-
-class SlotRows:
-    """R rows of each of B slots, behind as many rows of a slot as `lengths` [B] says; positions [B, R].
-
-    tree_mask bool [B, R, R]: the rows among themselves; of an empty slot all see the first one.
-    """
-
-    def __init__(self, lengths: Tensor, positions: Tensor, tree_mask: Tensor) -> None:
-        self.lengths = lengths
-        self.positions = positions
-        self._tree_mask = tree_mask
-
-    def attend(self, query: Tensor, keys: Tensor, values: Tensor, cached: Tensor) -> Tensor:
-        """Writes keys and values [B, heads, R, D] behind the lengths of `cached` [2, B, heads, C, D].
-
-        Returns what queries [B, heads, R, D] see.
-        """
-        size, heads, rows, dim = query.shape
-        slots = torch.arange(size, device=query.device)[:, None]
-        columns = torch.arange(rows, device=query.device)
-        for known, new in zip(cached, (keys, values), strict=True):
-            known.transpose(1, 2).index_put_((slots, self.lengths[:, None] + columns), new.transpose(1, 2))
-        if not reads_by_length(query.device, query.dtype, heads, heads, dim):
-            mask = additive(visible_behind(self.lengths, self._tree_mask, cached.shape[3])[:, None], query.dtype)
-            return F.scaled_dot_product_attention(query, cached[0], cached[1], attn_mask=mask)
-        query, keys, values = (x.transpose(1, 2).flatten(0, 1) for x in (query, keys, values))
-        known_keys, known_values = cached.flatten(1, 2)
-        tree_mask = self._tree_mask.clone()
-        # Behind an empty slot column 0 is read, which is the first of these rows: others must not count it twice.
-        tree_mask[:, 1:, 0] &= self.lengths[:, None] > 0
-        mask = additive(tree_mask[:, None], query.dtype)
-        reads = columns_read(self.lengths, rows, heads, cached.shape[3])
-        seen = behind(query, known_keys, known_values, keys, values, mask, reads, dim**-0.5)
-        return seen.view(size, rows, heads, dim).transpose(1, 2)
 
 
 class LayerSlots:

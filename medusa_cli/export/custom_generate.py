@@ -238,14 +238,6 @@ def backbone_of(model: Any) -> Any:
     )
 
 
-class Plain:
-    """torch's own product."""
-
-    @staticmethod
-    def pack(weight: Tensor, bias: Tensor | None = None) -> Any:
-        return lambda x: F.linear(x, weight, bias)
-
-
 @dataclass
 class Loaded:
     """A model's drafter with its tree and switch; key: what it was loaded from."""
@@ -280,8 +272,5 @@ def load_drafter(source: str, model: Any) -> Loaded:
     if "draft_ids" in tensors:
         drafter.draft_ids.copy_(tensors["draft_ids"])
     drafter.to(model.device, model.dtype).requires_grad_(False)
-    # Its modules multiply as they are.
-    own = {"packed": drafter.get_submodule}
-    vars(drafter).update(own)
     _loaded[model] = Loaded(key, drafter, Tree.from_json(tree), DraftSwitch())
     return _loaded[model]
