@@ -202,7 +202,7 @@ def test_bytes_that_are_no_weights_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "field", "value", "message"),
     [
-        ("medusa", "medusa_num_layers", 10**12, "expected int <= 16 at num_layers"),
+        ("medusa", "medusa_num_layers", 10**12, "num_layers"),
         ("medusa", "medusa_num_heads", 2.5, "expected int | null, got float at medusa_num_heads"),
         ("medusa", "medusa_num_heads", 3, "tensor '2.1.weight' is missing"),
         ("medusa", "draft_vocab_size", 10**9, "draft_vocab_size"),
@@ -213,9 +213,9 @@ def test_bytes_that_are_no_weights_are_refused(tmp_path: Path) -> None:
         ("medusa", "provenance", "x", "expected object, got str at provenance"),
         ("medusa", "provenance", {"backbone": {"id": ["x"]}}, "got array at provenance.backbone"),
         ("medusa", "drafter", ["medusa"], "got array at drafter"),
-        ("hydra", "prefix_layers", 10**9, "expected int <= 4 at prefix_layers"),
+        ("hydra", "prefix_layers", 10**9, "prefix_layers"),
         ("eagle", "taps", [9], "drafter.taps=[9]"),
-        ("amphista", "attention_layers", -1, "expected int >= 0 at attention_layers"),
+        ("amphista", "attention_layers", -1, "attention_layers"),
         ("firp", "layers", [1], "names 1 layers for 2 heads"),
         ("firp", "layers", ["x", "y"], "expected int, got str at layers"),
     ],

@@ -30,7 +30,7 @@ def check_ranges(config: Any, **ranges: tuple[int, float]) -> None:
         value = getattr(config, name)
         if value is not None and not least <= value <= most:
             limits = f">= {least}" if most == math.inf else f"{least} to {most}"
-            raise ValueError(f"{name} {value} must be {limits}")
+            raise ValueError(f"{name} must be {limits}, not {value}")
 
 
 @dataclass(frozen=True)
