@@ -21,8 +21,8 @@ def accept(
 ) -> list[Path]:
     """Returns each draft's accepted path by the model's logits [B, N, V] after each node; padded rows are not read.
 
-    likeliest: the tokens [B, N] of the largest logits, where they are known. Logits processors work on the nodes that
-    are visited, in their order: drafts change nothing of what they see.
+    likeliest: the tokens [B, N] of the largest logits, where they are known. Logits processors work
+    on the nodes that are visited, in their order: drafts change nothing of what they see.
     """
     fast = any(sampler.greedy and sampler.processors is None for sampler in samplers)
     best: list[list[int]] = []
@@ -69,9 +69,10 @@ def longest_path(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Follows the tokens chosen [B, N] after all nodes of B trees, as a CUDA graph must: it reads no value.
 
-    `accept` stays beside it: on the host it draws at the few nodes alone that it visits, through processors of logits,
-    too. tokens, depth, parents [B, N] and tree_mask [B, N, N] are the trees; paths have at most `length` nodes. Returns
-    the accepted nodes' number and the last one [B, 1], all of them in order [B, P], and which they are [B, N].
+    `accept` stays beside it: on the host it draws at the few nodes alone that it visits, through
+    processors of logits, too. tokens, depth, parents [B, N] and tree_mask [B, N, N] are the trees;
+    paths have at most `length` nodes. Returns the accepted nodes' number and the last one [B, 1],
+    all of them in order [B, P], and which they are [B, N].
     """
     nodes, steps = (torch.arange(count, device=tokens.device) for count in (tokens.shape[1], length))
     matches = (chosen.gather(1, parents.clamp(min=0)) == tokens) | (parents == ROOT_PARENT)

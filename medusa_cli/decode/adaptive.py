@@ -24,7 +24,8 @@ from medusa_cli.tree.search import SizedTree, StepTimes
 MARGIN = 1.03
 # It drafts at all if a tree promises this factor more than plain decoding.
 MIN_GAIN = 1.02
-# A step slower than this factor of its expected time is an outlier, unless the next one is slow, too.
+# A step slower than this factor of its expected time is an outlier, unless the next one is slow,
+# too.
 OUTLIER_RATIO = 1.5
 # Plain steps between two trials of a tree: at first, and at most.
 RETRY_STEPS = 12
@@ -52,8 +53,8 @@ MATCH_LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
 class BatchCosts:
     """Holds the step cost of each of T trees for one batch size.
 
-    measured [T]: seconds as measured before decoding. corrections [T]: factors learnt from steps. timed [T]: True for
-    trees that steps have timed.
+    measured [T]: seconds as measured before decoding. corrections [T]: factors learnt from steps.
+    timed [T]: True for trees that steps have timed.
     """
 
     measured: NDArray[np.float64]
@@ -103,9 +104,10 @@ class StepCosts:
 class AdaptivePolicy(DraftPolicy):
     """Chooses the tree size that gives the most tokens a second, down to plain decoding.
 
-    Tracks one ratio per sequence: accepted / expected draft tokens. A tree then gives 1 + ratio * (expected - 1)
-    tokens a step. Step time is measured per (tree, batch size) and corrected by the steps. All sequences of a pass
-    draft the same tree. A new sequence starts from the estimate of its kind of sampling.
+    Tracks one ratio per sequence: accepted / expected draft tokens. A tree then gives 1 + ratio *
+    (expected - 1) tokens a step. Step time is measured per (tree, batch size) and corrected by the
+    steps. All sequences of a pass draft the same tree. A new sequence starts from the estimate of
+    its kind of sampling.
     """
 
     def __init__(
@@ -191,8 +193,9 @@ class AdaptivePolicy(DraftPolicy):
     def weigh_matches(self, chances: list[float]) -> list[tuple[Tree, int]]:
         """Returns each sequence's tree, and the number of matched tokens to add to it.
 
-        chances: of a matched token to be right if those before it are; 0 without a match. The widest draft sets the
-        time of the pass, and the drafter runs for all sequences or for none: sizes are chosen for all together.
+        chances: of a matched token to be right if those before it are; 0 without a match. The
+        widest draft sets the time of the pass, and the drafter runs for all sequences or for none:
+        sizes are chosen for all together.
         """
         current = self._trees[self._current]
         plain = self._trees[0]
@@ -304,8 +307,8 @@ class MatchedDraft(NamedTuple):
 def best_in_rows(options: Iterable[SizedTree], acceptance: float, chance: float, rows: int) -> MatchedDraft:
     """Returns the draft of at most `rows` nodes with the most expected tokens: a tree of `options` and a match.
 
-    acceptance: ratio of accepted to expected draft tokens. chance: of a matched token; 0 without a match. The
-    drafter's guesses count where the first matched token fails.
+    acceptance: ratio of accepted to expected draft tokens. chance: of a matched token; 0 without a
+    match. The drafter's guesses count where the first matched token fails.
     """
     drafts = []
     for sized in options:

@@ -43,9 +43,9 @@ def likelihoods(logits: Tensor, tokens: Sequence[int], top: int) -> tuple[Likeli
 class Accepted:
     """Holds what a pass gave one sequence.
 
-    path, tokens [A+1]: the accepted nodes, root first, and what they hold. bonus: the token after them. hidden
-    [A+1, H * layers]: the path's states. extra_hidden [K, H]: the last node's extra rows (FIRP). likelihoods: of the
-    new tokens, on request.
+    path, tokens [A+1]: the accepted nodes, root first, and what they hold. bonus: the token after
+    them. hidden [A+1, H * layers]: the path's states. extra_hidden [K, H]: the last node's extra
+    rows (FIRP). likelihoods: of the new tokens, on request.
     """
 
     path: list[int]
@@ -60,8 +60,8 @@ class Accepted:
 class Step:
     """One round of draft, verify, accept, keep: the tokens that it adds to the answer, and its seconds.
 
-    path: the accepted nodes, root first, of a tree of `nodes`; () at prefill. looked_up: draft tokens from n-gram
-    matches.
+    path: the accepted nodes, root first, of a tree of `nodes`; () at prefill. looked_up: draft
+    tokens from n-gram matches.
     """
 
     tokens: list[int]
@@ -136,14 +136,16 @@ class Stats:
 class TextStream:
     """Turns new token ids into the text they add; bytes of an unfinished character wait for the rest.
 
-    All parts together are the text of all ids decoded at once. keep: special tokens that the text shows.
+    All parts together are the text of all ids decoded at once. keep: special tokens that the text
+    shows.
     """
 
     def __init__(self, backbone: Backbone, keep: Collection[int] = ()) -> None:
         self._decode = partial(backbone.decode, keep=keep) if keep else backbone.decode
         self._ids: list[int] = []
-        # Tokens before `_start` are done. Those up to `_line` are decoded again with what follows: Llama decoders strip
-        # a blank from the beginning of what they decode, and it must not be a line's own.
+        # Tokens before `_start` are done. Those up to `_line` are decoded again with what follows:
+        # Llama decoders strip a blank from the beginning of what they decode, and it must not be a
+        # line's own.
         self._start = self._line = 0
         self._shown = 0  # characters of the text since `_start`
 
@@ -156,7 +158,8 @@ class TextStream:
         new = text[self._shown :]
         self._shown = len(text)
         if new.endswith("\n") or len(self._ids) - self._line >= MAX_LINE_TOKENS:
-            # The end of a line is a safe place to start again, so long answers are not decoded over and over.
+            # The end of a line is a safe place to start again, so long answers are not decoded over
+            # and over.
             self._start = self._line
             self._line = len(self._ids)
             self._shown = len(self._decode(self._ids[self._start :]))
@@ -178,10 +181,11 @@ class Piece:
 class Answer:
     """An answer so far: its text, token ids, statistics and, on request, log probabilities.
 
-    finish_reason is None while the answer goes on, then "stop", "length" or "cancelled". A stop string is not part of
-    the text, and text that may begin one waits until that is decided; its tokens, and an end token, are among `tokens`.
-    keep: special tokens that the text shows. ends: tokens that the text does not show if one of them ends the answer.
-    include_stop: the text shows what ended it.
+    finish_reason is None while the answer goes on, then "stop", "length" or "cancelled". A stop
+    string is not part of the text, and text that may begin one waits until that is decided; its
+    tokens, and an end token, are among `tokens`. keep: special tokens that the text shows. ends:
+    tokens that the text does not show if one of them ends the answer. include_stop: the text shows
+    what ended it.
     """
 
     def __init__(

@@ -27,7 +27,8 @@ log = logging.getLogger(__name__)
 def load_corpus(source: str, backbone: Backbone) -> Corpus:
     """Returns the index of a run's answers, a file or a folder; made once for its content and the tokenizer.
 
-    The index lies in the cache and is mapped into memory, not read. Raises UserError for a source without text.
+    The index lies in the cache and is mapped into memory, not read. Raises UserError for a source
+    without text.
     """
     files = _files(source)
     tokenizer = getattr(backbone.tokenizer, "backend_tokenizer", None)

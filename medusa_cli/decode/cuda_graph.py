@@ -1,7 +1,8 @@
 """Whole decoding steps captured as CUDA graphs: draft tokens and trees in, accepted paths out, by tensors alone.
 
-The tree is data: a graph serves every tree of up to so many nodes, and every batch of up to so many sequences. So a few
-graphs, captured before the first step, serve static and dynamic trees and n-gram matches.
+The tree is data: a graph serves every tree of up to so many nodes, and every batch of up to so many
+sequences. So a few graphs, captured before the first step, serve static and dynamic trees and
+n-gram matches.
 """
 
 from __future__ import annotations
@@ -88,7 +89,8 @@ def choose(logits: Tensor, params: Tensor, depth: Tensor) -> tuple[Tensor, Tenso
     kept = ordered.masked_fill((ordered < lowest) & cut[..., None], 0)  # what ties with the k-th stays
     # Without top-k the mass is that of the whole vocabulary.
     kept = kept / kept.sum(-1, keepdim=True).masked_fill(~cut[..., None], 1.0)
-    # Where the k-th has no weight, which cold sampling leaves to few tokens, what ties with it has none either.
+    # Where the k-th has no weight, which cold sampling leaves to few tokens, what ties with it has
+    # none either.
     cut_off = (ordered[..., -1] < lowest[..., 0]) | (lowest[..., 0] == 0)
     enough = torch.where(cut, cut_off, (kept.sum(-1) >= top_p) | (top_p > 1)) | whole
     among = ids.gather(-1, draw(nucleus(kept, top_p[..., None].float()), uniforms)[..., None])[..., 0]
@@ -100,8 +102,8 @@ def choose(logits: Tensor, params: Tensor, depth: Tensor) -> tuple[Tensor, Tenso
 class CudaGraphs:
     """Runs steps over a cache by its first B slots; each reads one small tensor back from the device.
 
-    limits: those of the dynamic trees that it grows, None for static trees. capture: makes a graph of a step; None
-    captures CUDA graphs, and on other devices runs steps as they are.
+    limits: those of the dynamic trees that it grows, None for static trees. capture: makes a graph
+    of a step; None captures CUDA graphs, and on other devices runs steps as they are.
     """
 
     def __init__(
@@ -164,9 +166,9 @@ class CudaGraphs:
     ) -> tuple[list[Draft], list[Accepted]] | None:
         """Takes a step: returns the drafts, and the accepted paths, whose rows stay in the cache.
 
-        drafted: the drafter's drafts on the device, by the sequence's index; None: the graph drafts. The host reads no
-        draft token. Returns None if a graph cannot run the step: a draft is too large, a graph failed, or top-p needs
-        more tokens.
+        drafted: the drafter's drafts on the device, by the sequence's index; None: the graph
+        drafts. The host reads no draft token. Returns None if a graph cannot run the step: a draft
+        is too large, a graph failed, or top-p needs more tokens.
         """
         if drafted is None:
             trees = [outline(tree) for tree, _ in proposals]
@@ -227,7 +229,8 @@ class CudaGraphs:
     def _unread(self, sequence: Sequence, slot: int) -> tuple[NewTokens, list[int]]:
         """Returns the tokens that a graph reads for the drafter of a slot's sequence, and the token after each.
 
-        The drafter reads those at once for which a graph has no room, as after a prompt or many plain steps.
+        The drafter reads those at once for which a graph has no room, as after a prompt or many
+        plain steps.
         """
         drafter = _drafter_of(sequence)
         assert self._slots is not None
@@ -293,8 +296,8 @@ def _drafter_of(sequence: Sequence) -> HeadDrafter:
 class _GraphStep:
     """One step for a number of sequences and of nodes, on buffers that hold its inputs.
 
-    The drafter, over slots for its layers, drafts the tokens that the host does not know; with `limits` it grows
-    dynamic trees in their place.
+    The drafter, over slots for its layers, drafts the tokens that the host does not know; with
+    `limits` it grows dynamic trees in their place.
     """
 
     def __init__(
@@ -320,8 +323,8 @@ class _GraphStep:
         self._slots = slots if rows > 1 else None
         self._limits = limits
         reads = 0 if self._slots is None else self._slots.rows
-        # Of each slot: its length; of N nodes depths, parents, ranks, tokens, and as bits the nodes that each one sees;
-        # what NewTensors has of P new tokens, with their places in `hidden`.
+        # Of each slot: its length; of N nodes depths, parents, ranks, tokens, and as bits the nodes
+        # that each one sees; what NewTensors has of P new tokens, with their places in `hidden`.
         self._inputs = self._pack([0] * batch, [], []).to(device)  # [B, 1 + 5 N + 3 + 2 P]
         self.lengths = self._inputs[:, 0]
         nodes = self._inputs[:, 1 : 1 + 5 * rows]

@@ -31,9 +31,9 @@ PROMPT_ROWS = 256
 class Decoder:
     """Runs sequences in the slots of one cache; `step` advances each of them.
 
-    Without a drafter it decodes plainly, but for n-gram matches that the policy drafts. Greedy and exact sampling give
-    the same tokens and the same distribution as plain decoding. The rows of a done sequence stay in its slot as a
-    cached prefix.
+    Without a drafter it decodes plainly, but for n-gram matches that the policy drafts. Greedy and
+    exact sampling give the same tokens and the same distribution as plain decoding. The rows of a
+    done sequence stay in its slot as a cached prefix.
     """
 
     def __init__(
@@ -48,7 +48,8 @@ class Decoder:
     ) -> None:
         """Prepares a cache of `slots` sequences.
 
-        cuda_graphs: None decides by a trial. taps: layers whose hidden states a sequence keeps without a drafter.
+        cuda_graphs: None decides by a trial. taps: layers whose hidden states a sequence keeps
+        without a drafter.
         """
         self.backbone = backbone
         self.engine = backbone.engine
@@ -76,7 +77,8 @@ class Decoder:
     def run(self, requests: Iterable[Request]) -> Iterator[tuple[Sequence, Step]]:
         """Decodes requests, as many at once as there are slots; request i becomes the sequence of number i.
 
-        A request's answer does not depend on the others. Closing the iterator cancels the running sequences.
+        A request's answer does not depend on the others. Closing the iterator cancels the running
+        sequences.
         """
         try:
             for number, request in enumerate(requests):
@@ -99,8 +101,9 @@ class Decoder:
     def prefill(self, request: Request, number: int = 0) -> Iterator[tuple[Sequence, Step | None]]:
         """Gives a request a slot and runs its prompt, one chunk per item; the last item has the first token's step.
 
-        Other sequences may take steps in between. `number` selects the sequence's random stream. Raises UserError for a
-        prompt longer than the context, UsageError for limits that are not valid.
+        Other sequences may take steps in between. `number` selects the sequence's random stream.
+        Raises UserError for a prompt longer than the context, UsageError for limits that are not
+        valid.
         """
         sequence = Sequence(self.backbone, request, number, self.policy.begin(request.sampling))
         self._check_memory(len(request.prompt) + sequence.stop.left)
@@ -163,8 +166,8 @@ class Decoder:
     def step(self) -> list[tuple[Sequence, Step]]:
         """Drafts, verifies, accepts and keeps for every running sequence; returns each one's step.
 
-        Seconds are each sequence's share. On a GPU those of drafting are the host's, which does not wait for the draft.
-        An error or an interruption cancels the sequences.
+        Seconds are each sequence's share. On a GPU those of drafting are the host's, which does not
+        wait for the draft. An error or an interruption cancels the sequences.
         """
         sequences = self._prefixes.move_running_first()
         if not sequences:

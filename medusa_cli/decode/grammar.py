@@ -25,15 +25,17 @@ from medusa_cli.model import Backbone
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-# One way of writing JSON, the one that models write most: free whitespace lets small models write blanks for ever, and
-# forces fewer tokens. An answer by `oneOf` follows one part of it; whether it follows no other is not checked.
+# One way of writing JSON, the one that models write most: free whitespace lets small models write
+# blanks for ever, and forces fewer tokens. An answer by `oneOf` follows one part of it; whether it
+# follows no other is not checked.
 JSON_OPTIONS: Any = {
     **{"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "},
     **{"coerce_one_of": True},
 }
 KINDS = ("json_schema", "regex", "grammar")
 ANY_OBJECT = {"type": "object"}
-# Keywords of JSON schemas whose values are no schemas, those whose values are schemas by name, and those that combine.
+# Keywords of JSON schemas whose values are no schemas, those whose values are schemas by name, and
+# those that combine.
 VALUES = {"enum", "const", "default", "examples", "required"}
 BY_NAME = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
 # Keywords that say which properties an object has: two of them at once must agree.
@@ -43,7 +45,8 @@ DEMANDING = ("required", "minProperties")
 FORMATS = {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid"}
 CACHED_GRAMMARS = 128
 PRIVATE = "\ue000"  # a character that no text has
-# The parsers of grammars are recursive, over brackets and over rules: a chain of 1,000 references ends the process.
+# The parsers of grammars are recursive, over brackets and over rules: a chain of 1,000 references
+# ends the process.
 MAX_NESTING, MAX_RULES = 100, 250
 
 
@@ -98,8 +101,9 @@ def inline(schema: Mapping[str, Any]) -> str:
 def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a JSON schema whose objects have no properties but those that it names, unless it asks for others.
 
-    Schemas leave `additionalProperties` out, and mean none: small models would write more and more of them. Parts that
-    must agree with others (`allOf`) stay open, and so does what they refer to. Unknown formats are left out.
+    Schemas leave `additionalProperties` out, and mean none: small models would write more and more
+    of them. Parts that must agree with others (`allOf`) stay open, and so does what they refer to.
+    Unknown formats are left out.
     """
     result: dict[str, Any] = json.loads(json.dumps(schema))
     open_parts = _combined(result)
@@ -219,7 +223,8 @@ class GrammarCompiler:
 def _tokenizer_of(backbone: Backbone) -> tuple[LLTokenizer, dict[str, int]]:
     """Returns the tokenizer that grammars are compiled over, and the ids of tokens that are no text in them, by name.
 
-    llguidance takes some added tokens for special ones because of their angle brackets, such as Qwen's `<tool_call>`.
+    llguidance takes some added tokens for special ones because of their angle brackets, such as
+    Qwen's `<tool_call>`.
     """
     tokens = backbone.tokenizer.added_tokens_decoder
     special = {
@@ -235,8 +240,9 @@ def _tokenizer_of(backbone: Backbone) -> tuple[LLTokenizer, dict[str, int]]:
 def _without_names(backbone: Backbone, special: Collection[str]) -> LLTokenizer:
     """Returns a tokenizer that writes the names of special tokens with other tokens.
 
-    By its own rules a tokenizer writes the text `<tool_call>` as that token, and where a grammar forces the text,
-    llguidance would allow nothing else; but its parser takes no special token for text, and refuses it.
+    By its own rules a tokenizer writes the text `<tool_call>` as that token, and where a grammar
+    forces the text, llguidance would allow nothing else; but its parser takes no special token for
+    text, and refuses it.
     """
     from llguidance import LLTokenizer
 
@@ -278,7 +284,8 @@ _compilers: WeakKeyDictionary[Backbone, GrammarCompiler] = WeakKeyDictionary()
 def matcher_of(backbone: Backbone, grammar: Grammar) -> LLMatcher:
     """Returns a grammar's compiled matcher, which must be copied before it is moved.
 
-    Raises UsageError for a grammar that cannot be followed, UserError where the model or this machine cannot.
+    Raises UsageError for a grammar that cannot be followed, UserError where the model or this
+    machine cannot.
     """
     if backbone not in _compilers:
         _compilers[backbone] = GrammarCompiler(backbone)
@@ -288,8 +295,9 @@ def matcher_of(backbone: Backbone, grammar: Grammar) -> LLMatcher:
 class GrammarProcessor(LogitsProcessor):
     """Sets the logits of tokens that the grammar does not allow next to -inf.
 
-    The matcher follows the answer in the text, and goes back where another path of a draft begins. Where one text alone
-    may follow, llguidance allows only the tokens that the tokenizer would write it with.
+    The matcher follows the answer in the text, and goes back where another path of a draft begins.
+    Where one text alone may follow, llguidance allows only the tokens that the tokenizer would
+    write it with.
     """
 
     def __init__(self, matcher: LLMatcher, prompt_length: int, stop_ids: Iterable[int]) -> None:

@@ -16,9 +16,11 @@ from numpy.typing import NDArray
 from medusa_cli.engine.device import upload
 from medusa_cli.tree import Draft, Tree
 
-# Longest match that is told from longer ones, occurrences that are compared, tokens of a match, and matches a step.
+# Longest match that is told from longer ones, occurrences that are compared, tokens of a match, and
+# matches a step.
 MAX_LENGTH, MAX_POSITIONS, MAX_TOKENS, MAX_BRANCHES = 16, 8, 16, 3
-# Prior chance of a matched token by the least length of the match. OTHER is every match but the longest.
+# Prior chance of a matched token by the least length of the match. OTHER is every match but the
+# longest.
 PAIR, OTHER = 2, -1
 PRIOR_BY_LENGTH = {1: 0.3, PAIR: 0.5, 3: 0.6, 4: 0.7, 6: 0.8, 9: 0.9, OTHER: 0.15}
 CORPUS_PRIOR_BY_LENGTH = {PAIR: 0.3, 4: 0.4, 8: 0.5, 16: 0.7}
@@ -39,8 +41,8 @@ def shared_length(left: Sequence[int], right: Sequence[int]) -> int:
 class AcceptanceEstimate:
     """Estimates accepted / expected draft tokens; the weight of older ones decays with each update.
 
-    weight: the expected draft tokens that the ratio rests on. shared: the estimate of all sequences alike, which learns
-    the same.
+    weight: the expected draft tokens that the ratio rests on. shared: the estimate of all sequences
+    alike, which learns the same.
     """
 
     ratio: float
@@ -149,8 +151,8 @@ def _match_length(text: Sequence[int], start: int) -> int:
 class Corpus:
     """Indexes earlier texts: their tokens, and all positions in them, sorted by the tokens before, read backwards.
 
-    tokens, positions int32 [T]: texts between gaps. The longest match of a text's end then stands where that end would
-    be sorted in, which takes some 20 comparisons in ten million tokens.
+    tokens, positions int32 [T]: texts between gaps. The longest match of a text's end then stands
+    where that end would be sorted in, which takes some 20 comparisons in ten million tokens.
     """
 
     tokens: NDArray[np.int32]
@@ -183,7 +185,8 @@ class Corpus:
 
         Of many positions CORPUS_POSITIONS neighbours are compared.
         """
-        # Lists: numpy's calls are slow where a model's weights have just run through the processor's cache.
+        # Lists: numpy's calls are slow where a model's weights have just run through the
+        # processor's cache.
         wanted = list(end[: -MAX_LENGTH - 1 : -1])
         tokens = self.tokens.data
         positions = self.positions.data

@@ -33,16 +33,17 @@ MIN_CORPUS_CHANCE = 0.5
 UNCALIBRATED = 0.3
 
 
-# What one sequence drafts: a tree for the drafter, and paths of tokens that n-gram matches add from the root.
+# What one sequence drafts: a tree for the drafter, and paths of tokens that n-gram matches add from
+# the root.
 Proposal = tuple[Tree | DynamicTree, list[tuple[int, ...]]]
 
 
 class DraftPolicy(ABC):
     """Chooses what each sequence drafts. Several sequences share one policy; each has its own DraftState.
 
-    ngrams: draft n-gram matches of the text (prompt lookup) and of the `corpora`, too. The trust in a match is learnt
-    for its source and length, as in SAM Decoding (arXiv:2411.10666). If a grammar forces the next tokens, only these
-    are drafted.
+    ngrams: draft n-gram matches of the text (prompt lookup) and of the `corpora`, too. The trust in
+    a match is learnt for its source and length, as in SAM Decoding (arXiv:2411.10666). If a grammar
+    forces the next tokens, only these are drafted.
     """
 
     max_depth: int

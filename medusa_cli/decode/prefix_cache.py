@@ -48,7 +48,8 @@ class PrefixCache:
         idle = [slot for slot, previous in enumerate(self._slots) if previous is None or previous.done]
         if not idle:
             raise ValueError(f"all {len(self._slots)} slots are taken")
-        # Of slots that share as much the emptiest is taken: a request may yet begin with the text of another.
+        # Of slots that share as much the emptiest is taken: a request may yet begin with the text
+        # of another.
         slot = max(idle, key=share)
         shared = self._cache.reusable(slot, share(slot)[0])
         sequence.reuse_prefix(self._slots[slot], shared, self._drafter)

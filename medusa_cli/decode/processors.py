@@ -25,8 +25,8 @@ from medusa_cli.errors import UsageError, UserError, first_line, shown
 from medusa_cli.model import Backbone
 from medusa_cli.tree import Draft
 
-# What generate() reads of a generation config, with the values that change nothing. Processors work in every mode,
-# warpers in exact sampling.
+# What generate() reads of a generation config, with the values that change nothing. Processors work
+# in every mode, warpers in exact sampling.
 PROCESSORS: dict[str, Any] = {
     **{"repetition_penalty": 1.0, "encoder_repetition_penalty": 1.0, "exponential_decay_length_penalty": None},
     **{"no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0, "bad_words_ids": None, "sequence_bias": None},
@@ -78,8 +78,9 @@ CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
 class LogitsOptions:
     """Changes of the logits before a token is chosen, by transformers' names; None takes the model's own value.
 
-    presence_penalty, frequency_penalty: see AdditivePenalties. logit_bias: added to the logits of tokens; it replaces
-    the model's sequence_bias. grammar: what the answer must follow. Raises UsageError for values that are not valid.
+    presence_penalty, frequency_penalty: see AdditivePenalties. logit_bias: added to the logits of
+    tokens; it replaces the model's sequence_bias. grammar: what the answer must follow. Raises
+    UsageError for values that are not valid.
     """
 
     repetition_penalty: float | None = None
@@ -143,7 +144,8 @@ class AdditivePenalties(LogitsProcessor):
 class SequenceProcessors:
     """The processors of one sequence, and its text so far: each new token is processed once, in order.
 
-    In exact sampling temperature, top-k and top-p are among them. grammar: the one among them that follows a grammar.
+    In exact sampling temperature, top-k and top-p are among them. grammar: the one among them that
+    follows a grammar.
     """
 
     def __init__(self, processors: LogitsProcessorList, text: Tensor, grammar: GrammarProcessor | None = None) -> None:
@@ -215,7 +217,8 @@ def sequence_processors(
 ) -> SequenceProcessors | None:
     """Returns what generate would apply to a sequence's logits; None if that is nothing but temperature and cuts.
 
-    Raises UsageError for token ids beyond the vocabulary, UserError for a generation config that is not valid.
+    Raises UsageError for token ids beyond the vocabulary, UserError for a generation config that is
+    not valid.
     """
     config = backbone.model.generation_config
     ends = sorted(stop_ids) or None

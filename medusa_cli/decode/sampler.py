@@ -12,7 +12,8 @@ from medusa_cli.decode.processors import SequenceProcessors
 from medusa_cli.decode.sampling import Sampling
 from medusa_cli.engine.device import upload
 
-# A nucleus is rarely larger, and a top-k of this size takes a tenth of the time of sorting the vocabulary.
+# A nucleus is rarely larger, and a top-k of this size takes a tenth of the time of sorting the
+# vocabulary.
 NUCLEUS = 512
 # Up to FLAT weights are summed one by one; more are summed in blocks of BLOCK first.
 FLAT = 2048
@@ -70,8 +71,9 @@ def _likeliest(probs: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
 def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
     """Returns the index [..] where each uniform number [..] falls among weights [.., C], which need not sum to one.
 
-    Inverting the distribution takes one random number a row; exponential races take C. In a vocabulary the sums of
-    blocks say first in which one it falls: running sums in fp64 of all weights of many rows are dear.
+    Inverting the distribution takes one random number a row; exponential races take C. In a
+    vocabulary the sums of blocks say first in which one it falls: running sums in fp64 of all
+    weights of many rows are dear.
     """
     size = weights.shape[-1]
     if size <= FLAT:
@@ -97,8 +99,9 @@ def _invert(weights: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 class Sampler:
     """Chooses the tokens of one sequence by its sampling and its random stream, one uniform number a token.
 
-    The numbers do not depend on the device or on drafts: an answer depends on its seed alone. `stream` selects the
-    random stream; stream 0 draws as the seed alone would. processors: change the logits first, None for none.
+    The numbers do not depend on the device or on drafts: an answer depends on its seed alone.
+    `stream` selects the random stream; stream 0 draws as the seed alone would. processors: change
+    the logits first, None for none.
     """
 
     def __init__(self, sampling: Sampling, stream: int = 0, processors: SequenceProcessors | None = None) -> None:

@@ -90,7 +90,8 @@ def sampling_of(
 ) -> Sampling:
     """Returns the sampling that options ask for; a temperature alone means exact sampling.
 
-    Raises UsageError for top-p, top-k or min-p without a temperature: greedy decoding would not read them.
+    Raises UsageError for top-p, top-k or min-p without a temperature: greedy decoding would not
+    read them.
     """
     if temperature is None:
         temperature = 0.7 if mode in ("exact", "typical") else 0.0
@@ -106,8 +107,8 @@ def sampling_of(
 def sampling_kind(sampling: Sampling) -> tuple[str, float]:
     """Returns the name of all sampling with similar acceptance, and the prior of its acceptance ratio.
 
-    The ratio compares with greedy calibration: the hotter the sampling, the fewer drafts are accepted; top-p and top-k
-    soften that.
+    The ratio compares with greedy calibration: the hotter the sampling, the fewer drafts are
+    accepted; top-p and top-k soften that.
     """
     if sampling.greedy:
         return "greedy", 1.0

@@ -20,11 +20,12 @@ from medusa_cli.model import Backbone
 class Request:
     """Asks for the continuation of a prompt of token ids.
 
-    stop_ids: end tokens, None for the model's own. top: how many of the likeliest tokens to report beside each token,
-    None for no log probabilities. reuse: how many of the prompt's first tokens cached rows may serve, None for all.
-    prompt_logprobs: report the prompt's tokens before the answer's, of which there may be none (max_new_tokens 0).
-    speculative: False decodes plainly, whatever runs beside it.
-    Log probabilities are the model's own, before logits_options and temperature, as OpenAI's and vLLM's.
+    stop_ids: end tokens, None for the model's own. top: how many of the likeliest tokens to report
+    beside each token, None for no log probabilities. reuse: how many of the prompt's first tokens
+    cached rows may serve, None for all. prompt_logprobs: report the prompt's tokens before the
+    answer's, of which there may be none (max_new_tokens 0). speculative: False decodes plainly,
+    whatever runs beside it. Log probabilities are the model's own, before logits_options and
+    temperature, as OpenAI's and vLLM's.
     """
 
     prompt: abc.Sequence[int]
@@ -48,7 +49,8 @@ class StopCriteria:
 
     left: tokens that the answer may still have.
 
-    Raises UsageError for a limit below 1, UserError for a prompt that is empty or fills the context.
+    Raises UsageError for a limit below 1, UserError for a prompt that is empty or fills the
+    context.
     """
 
     def __init__(self, backbone: Backbone, request: Request) -> None:
@@ -85,7 +87,8 @@ class StopCriteria:
         return kept
 
     def _has_stop_string(self) -> bool:
-        # A string of n bytes ends within its last n tokens or so; special tokens add no text, hence the margin.
+        # A string of n bytes ends within its last n tokens or so; special tokens add no text, hence
+        # the margin.
         tail = self._tokens[-(max(len(text.encode()) for text in self._strings) + 8) :]
         # A stop string may be a special token, or end in one.
         texts = [self._tokenizer.decode(tail, skip_special_tokens=skip) for skip in (True, False)]
@@ -107,10 +110,10 @@ class DraftState:
 class Sequence:
     """A prompt and its answer so far, in one slot of the cache. A sequence that is done is its slot's cached prefix.
 
-    tokens: those whose rows are in the slot. root: the next token, decided but not yet in the cache. drafter: a fork
-    with this sequence's state. unread: tokens that the drafter has not read; without a drafter, the last step's. draft:
-    what the draft policy knows of the sequence. reused: tokens of the prompt that the slot held before. `number`
-    selects the random stream.
+    tokens: those whose rows are in the slot. root: the next token, decided but not yet in the
+    cache. drafter: a fork with this sequence's state. unread: tokens that the drafter has not read;
+    without a drafter, the last step's. draft: what the draft policy knows of the sequence. reused:
+    tokens of the prompt that the slot held before. `number` selects the random stream.
     """
 
     root: int

@@ -117,7 +117,8 @@ def step_times_for(
 ) -> StepTimes:
     """Returns the kept step times of a drafter (by its stamp) on this machine, or measures and keeps them.
 
-    Without a drafter, those of the backbone's passes alone. Those of a busy machine are measured again an hour later.
+    Without a drafter, those of the backbone's passes alone. Those of a busy machine are measured
+    again an hour later.
     """
     stamp = WITHOUT if drafter is None else stamp
     key = "|".join(

@@ -24,7 +24,8 @@ from medusa_cli.tree.tensors import TreeTensors
 class AmphistaConfig(HeadsConfig):
     """attention_layers: self-attention layers over the heads; 2 is the paper's alpha variant (appendix A.2.3).
 
-    context: what the adaptation layers see: the "conversation" (section 3.1: positions 1 .. t - 1), or the "answer".
+    context: what the adaptation layers see: the "conversation" (section 3.1: positions 1 .. t - 1),
+    or the "answer".
     """
 
     attention_layers: int = 1

@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 class NewTokens:
     """Tokens [A+1] that were accepted since the drafter's last draft, with their hidden states [A+1, H * taps].
 
-    They stand at positions start .. start + A. root: the next token, decided but not yet in the cache. A prompt is the
-    first such record. extra_hidden: final states [K, H] of the last token's extra rows, where the drafter has some.
+    They stand at positions start .. start + A. root: the next token, decided but not yet in the
+    cache. A prompt is the first such record. extra_hidden: final states [K, H] of the last token's
+    extra rows, where the drafter has some.
     """
 
     tokens: Tensor
@@ -83,10 +84,11 @@ def check_layers(layers: Sequence[int], depth: int, setting: str, *, repeats: bo
 class Batch:
     """P packed training positions: hidden [P, H * taps], next [P] (the token after each), segment [P].
 
-    Head k (from 1) predicts next[p + k] where segment[p + k] == segment[p]. Positions of segment -1, those of prompts,
-    are seen but not learnt. sequence [P]: each position's conversation, which layers with a cache of their own see;
-    None: they see the segment alone. trace, rows [P]: the pass over full sequences [B, L] and the positions in its
-    B * L, for a drafter that uses the verify pass.
+    Head k (from 1) predicts next[p + k] where segment[p + k] == segment[p]. Positions of segment
+    -1, those of prompts, are seen but not learnt. sequence [P]: each position's conversation, which
+    layers with a cache of their own see; None: they see the segment alone. trace, rows [P]: the
+    pass over full sequences [B, L] and the positions in its B * L, for a drafter that uses the
+    verify pass.
     """
 
     hidden: Tensor
@@ -151,6 +153,7 @@ class Drafter(nn.Module, ABC):
     ) -> list[Draft]:
         """Drafts a token for every node of B sequences' trees, all of one shape, or grown for this step.
 
-        sequences: a fork for each. new: its tokens since its last draft, at first the prompt's `first_input`. No tree
-        is deeper than num_heads. FIRP drafts no deeper than the extra rows of the pass before.
+        sequences: a fork for each. new: its tokens since its last draft, at first the prompt's
+        `first_input`. No tree is deeper than num_heads. FIRP drafts no deeper than the extra rows
+        of the pass before.
         """

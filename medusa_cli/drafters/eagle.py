@@ -25,7 +25,8 @@ from medusa_cli.tree.tensors import TreeTensors
 class EagleConfig(HeadsConfig):
     """num_heads: the steps of its training-time test. The last six names are those of serving engines' configs.
 
-    taps: the number of backbone layers below each state that is read. Training reads the last layer's, too.
+    taps: the number of backbone layers below each state that is read. Training reads the last
+    layer's, too.
     """
 
     taps: tuple[int, ...] = ()
@@ -45,7 +46,8 @@ def widest(size: int | Sequence[int]) -> int:
 class Eagle(HeadDrafter):
     """Head k is the k-th step of one decoder layer: its state after k draft tokens gives the next one's scores.
 
-    The layer sees the conversation from its first token: the true rows, and in a draft the rows of a node's ancestors.
+    The layer sees the conversation from its first token: the true rows, and in a draft the rows of
+    a node's ancestors.
     """
 
     name = "eagle"
@@ -77,7 +79,8 @@ class Eagle(HeadDrafter):
     @classmethod
     def create(cls, backbone: Backbone, *settings: Any, **named: Any) -> Eagle:
         drafter = super().create(backbone, *settings, **named)
-        # The matrix starts as the lm_head's, so what it reads had best be normed as what that reads.
+        # The matrix starts as the lm_head's, so what it reads had best be normed as what that
+        # reads.
         gain = backbone.engine.final_gain()
         if gain is not None:
             drafter.norm.weight.data.copy_(gain)
@@ -174,7 +177,8 @@ class Eagle(HeadDrafter):
     def level(self, hidden: Tensor) -> None:
         """Divides each tap by its root mean square over states [n, H * taps] of answers.
 
-        Raw ones differ tenfold, and the layer would need thousands of steps to add as much to a state as it holds.
+        Raw ones differ tenfold, and the layer would need thousands of steps to add as much to a
+        state as it holds.
         """
         size = self.config.hidden_size
         squares = hidden[:, :-size].float().square().unflatten(-1, (-1, size)).mean((0, 2))
@@ -227,10 +231,11 @@ def training_time_test(
 ) -> Iterator[Tensor]:
     """Yields the states [n, H] of steps 1, 2, .. at the n learnt positions (EAGLE-3's training-time test).
 
-    states, embedded [P, H]: fused states and embeddings of the next tokens; conversation [P]; learnt [n]: positions.
-    Step 1 reads the true states at positions 0 .. p. Step k stands for level k of a draft made after position p: it is
-    at position p + k - 1 and reads the state of the step before and the true token there. It sees the true rows
-    0 .. p and its own rows of steps 2 .. k, but no row of another position's draft.
+    states, embedded [P, H]: fused states and embeddings of the next tokens; conversation [P];
+    learnt [n]: positions. Step 1 reads the true states at positions 0 .. p. Step k stands for level
+    k of a draft made after position p: it is at position p + k - 1 and reads the state of the step
+    before and the true token there. It sees the true rows 0 .. p and its own rows of steps 2 .. k,
+    but no row of another position's draft.
     """
     true = Padding(conversation)
     own = Padding(true.sequence[learnt])

@@ -16,8 +16,8 @@ from medusa_cli.tree import Draft, DynamicTree, Tree, TreeBuilder
 class Frontier:
     """The N nodes of B sequences' trees whose children are drafted next, one sequence after another.
 
-    counts [B]: nodes of each sequence. parent_rows [N]: each one's parent among the nodes of the frontier before, or
-    at first the sequences. tokens [N]: what they hold.
+    counts [B]: nodes of each sequence. parent_rows [N]: each one's parent among the nodes of the
+    frontier before, or at first the sequences. tokens [N]: what they hold.
     """
 
     counts: list[int]
@@ -25,7 +25,8 @@ class Frontier:
     tokens: Tensor
 
 
-# guess(head, width, temperature, frontier): log confidences and token ids [N, width] of the children, best first.
+# guess(head, width, temperature, frontier): log confidences and token ids [N, width] of the
+# children, best first.
 Guess = Callable[[int, int, float | None, Frontier], tuple[Tensor, Tensor]]
 
 
@@ -76,7 +77,8 @@ def _grow(limits: DynamicTree, new: Sequence[NewTokens], guess: Guess) -> list[D
 class _Level:
     """The nodes of one depth and their ranks; rows [n]: the number of each one's parent among `parents`.
 
-    parent_rows: each parent's own parent among the parents of the level before, for B sequences one after another.
+    parent_rows: each parent's own parent among the parents of the level before, for B sequences one
+    after another.
     """
 
     width: int

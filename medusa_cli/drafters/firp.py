@@ -34,9 +34,10 @@ class FirpConfig(HeadsConfig):
 class Firp(HeadDrafter):
     """K linear maps; head k's turns a state h of layer t_k at position p into that of position p + k (section 3.2).
 
-    The pseudo state goes on through the layers above, seeing the context, itself and the earlier heads' pseudo states,
-    and through the backbone's own norm and lm_head. Training lets it see the same, where the paper shows it the true
-    states of the tokens in between: so training and drafting agree.
+    The pseudo state goes on through the layers above, seeing the context, itself and the earlier
+    heads' pseudo states, and through the backbone's own norm and lm_head. Training lets it see the
+    same, where the paper shows it the true states of the tokens in between: so training and
+    drafting agree.
     """
 
     name = "firp"
@@ -45,7 +46,8 @@ class Firp(HeadDrafter):
     vocabularies = ("draft", "shared")
     uses_verify_pass = True
     learning_rate = 1e-2  # the maps start as the identity and have far to go
-    # With soft targets alone the loss is the KL divergence of equation 4, up to the target's own entropy.
+    # With soft targets alone the loss is the KL divergence of equation 4, up to the target's own
+    # entropy.
     soft = 1.0
     config: FirpConfig
 
@@ -114,7 +116,8 @@ def spread(heads: int, depth: int) -> tuple[int, ...]:
 def check_extra_rows(backbone: Backbone) -> None:
     """Raises UserError unless a pass with extra rows gives the logits of one without, up to rounding.
 
-    Some networks scale or shift states outside their layers, which a pass layer by layer does not see.
+    Some networks scale or shift states outside their layers, which a pass layer by layer does not
+    see.
     """
     engine = backbone.engine
     tokens = torch.arange(PROBE) * 37 % backbone.vocab_size

@@ -37,8 +37,9 @@ def check_ranges(config: Any, **ranges: tuple[int, float]) -> None:
 class HeadsConfig:
     """The numbers of heads K and layers L, and the vocabulary that the heads score.
 
-    vocabulary "own": all V tokens; "draft": the M most frequent ones; "shared": all, by the backbone's lm_head.
-    matrices: a vocabulary matrix for "each" head or "one" for all. conditional: rank of the bias from the token before.
+    vocabulary "own": all V tokens; "draft": the M most frequent ones; "shared": all, by the
+    backbone's lm_head. matrices: a vocabulary matrix for "each" head or "one" for all. conditional:
+    rank of the bias from the token before.
     """
 
     num_heads: int
@@ -62,12 +63,14 @@ class HeadsConfig:
 class HeadDrafter(Scoring):
     """K heads that end in vocabulary matrices [M, H]: one each, one for all, or the backbone's lm_head.
 
-    A subclass says how the states are made (`head_states`) and how a tree is drafted from them (`draft`).
+    A subclass says how the states are made (`head_states`) and how a tree is drafted from them
+    (`draft`).
     """
 
     name: ClassVar[str]
     learning_rate: ClassVar[float] = 2e-3  # the peak where a recipe names none
-    # Default of train.regress in stage 1; None: its heads do not read the tokens drafted before theirs.
+    # Default of train.regress in stage 1; None: its heads do not read the tokens drafted before
+    # theirs.
     regress: ClassVar[float | None] = None
     soft: ClassVar[float | None] = None  # fixes the share of soft targets; None: train.soft
     weights_file: ClassVar[str] = "drafter.safetensors"
@@ -108,7 +111,8 @@ class HeadDrafter(Scoring):
     ) -> Self:
         """Returns a fresh fp32 drafter, its matrices copied from the lm_head; draft_ids [M] for "draft".
 
-        own: fields of the config that this kind alone has; those that are None or () follow from the model.
+        own: fields of the config that this kind alone has; those that are None or () follow from
+        the model.
         """
         if vocabulary not in cls.vocabularies:
             raise UsageError(

@@ -15,7 +15,8 @@ from medusa_cli.engine.attention import behind, columns_read, reads_by_length, v
 from medusa_cli.engine.device import upload
 from medusa_cli.model.attention import additive
 
-# In drafting the bias is added to so many of a head's best guesses: it rarely lifts others to the top.
+# In drafting the bias is added to so many of a head's best guesses: it rarely lifts others to the
+# top.
 CANDIDATES = 128
 # Score of a fresh row's own token in attention; those of other tokens are about 0 and 1 apart.
 OWN_SCORE = 12.0
@@ -119,7 +120,8 @@ class SlotRows:
         query, keys, values = (x.transpose(1, 2).flatten(0, 1) for x in (query, keys, values))
         known_keys, known_values = cached.flatten(1, 2)
         tree_mask = self._tree_mask.clone()
-        # Behind an empty slot column 0 is read, which is the first of these rows: others must not count it twice.
+        # Behind an empty slot column 0 is read, which is the first of these rows: others must not
+        # count it twice.
         tree_mask[:, 1:, 0] &= self.lengths[:, None] > 0
         mask = additive(tree_mask[:, None], query.dtype)
         reads = columns_read(self.lengths, rows, heads, cached.shape[3])
@@ -171,8 +173,8 @@ class HeadAttention(SelfAttention):
 class DecoderLayer(SelfAttention):
     """A causal decoder layer with rotary positions and a SwiGLU MLP; a fresh one passes its input on.
 
-    embeddings: attention reads [embedding; state] of width 2H, as EAGLE's layer does; its parts have the names that
-    serving engines read.
+    embeddings: attention reads [embedding; state] of width 2H, as EAGLE's layer does; its parts
+    have the names that serving engines read.
     """
 
     def __init__(
@@ -202,7 +204,8 @@ class DecoderLayer(SelfAttention):
     def _start_at_own_token(self, hidden_size: int) -> None:
         """Lets a fresh row attend to itself: its queries and keys are one random projection of its embedding.
 
-        The embedding reaches a state through attention alone, and an even one mixes it with all tokens before.
+        The embedding reaches a state through attention alone, and an even one mixes it with all
+        tokens before.
         """
         q, k = (self.self_attn.get_parameter(f"{name}.weight") for name in ("q_proj", "k_proj"))
         nn.init.zeros_(q)
@@ -256,8 +259,8 @@ class DecoderLayer(SelfAttention):
     ) -> Tensor:
         """Adds rows x [n, H] of B sequences, one after another, to their caches; returns the layer's output [n, H].
 
-        positions: each sequence's. masks: which of all rows [n_i, m_i] its rows see; by default all before them.
-        last: returns each sequence's last row alone [B, H].
+        positions: each sequence's. masks: which of all rows [n_i, m_i] its rows see; by default all
+        before them. last: returns each sequence's last row alone [B, H].
         """
         counts = [len(own) for own in positions]
         flat = upload([position for own in positions for position in own], x.device)
@@ -339,7 +342,8 @@ class Padding:
 class TokenBias(nn.Module):
     """Adds after @ before[token] to the scores [M] of any head; a fresh one adds nothing.
 
-    before [V, r] of the token that is drafted one place earlier, after [M, r] of the guesses; one pair for all heads.
+    before [V, r] of the token that is drafted one place earlier, after [M, r] of the guesses; one
+    pair for all heads.
     """
 
     def __init__(self, tokens: int, guesses: int, rank: int) -> None:
@@ -357,7 +361,8 @@ class TokenBias(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Returns log confidences and indices [N, width] of the best guesses after each of B sequences' tokens.
 
-        scores [B, M] are without the bias. Guesses that are no candidates keep their share without it.
+        scores [B, M] are without the bias. Guesses that are no candidates keep their share without
+        it.
         """
         best = scores.topk(min(max(CANDIDATES, width), scores.shape[-1]), dim=-1)
         pairs = zip(tokens, best.indices, strict=True)

@@ -20,8 +20,9 @@ from medusa_cli.tree.tensors import TreeTensors
 class NewTensors:
     """Up to P tokens of each of B sequences that the drafter has not read.
 
-    hidden [B, P, H * taps]; following [B, P]: the token after each, the root after the last of `count` [B]; start [B]:
-    the first one's position; held [B]: rows of each sequence in the layers' caches, each [2, B, heads, C, D].
+    hidden [B, P, H * taps]; following [B, P]: the token after each, the root after the last of
+    `count` [B]; start [B]: the first one's position; held [B]: rows of each sequence in the layers'
+    caches, each [2, B, heads, C, D].
     """
 
     hidden: Tensor
@@ -51,8 +52,8 @@ class NewTensors:
 class LayerSlots:
     """Holds rows of decoder layers in S slots of C rows, at places that CUDA graphs know.
 
-    The caches of a sequence move in when a graph runs it in a slot. Those that were there keep their rows elsewhere.
-    rows: how many new tokens of a sequence a graph reads.
+    The caches of a sequence move in when a graph runs it in a slot. Those that were there keep
+    their rows elsewhere. rows: how many new tokens of a sequence a graph reads.
     """
 
     def __init__(self, layers: Sequence[DecoderLayer], slots: int, capacity: int, rows: int) -> None:

@@ -21,9 +21,10 @@ Accuracies = Sequence[Sequence[float]]
 def search(accuracies: Accuracies, budget: int) -> Tree:
     """Returns the tree of `budget` nodes, root included, with the greatest expected length.
 
-    accuracies[k][i] is the chance that guess i of head k is right. With independent heads a node's value is the product
-    along its path. A child is never worth more than its parent, so taking the best node each time is optimal. Raises
-    UsageError for a budget below 1 or above the number of nodes there are.
+    accuracies[k][i] is the chance that guess i of head k is right. With independent heads a node's
+    value is the product along its path. A child is never worth more than its parent, so taking the
+    best node each time is optimal. Raises UsageError for a budget below 1 or above the number of
+    nodes there are.
     """
     possible = largest(accuracies)
     if not 1 <= budget <= possible:
@@ -92,8 +93,8 @@ STRIDE = 4
 class StepTimes:
     """Seconds of a step's parts: verifying by rows of a pass, and drafting by levels.
 
-    Verifying covers the pass, acceptance and keeping. A drafter that drafts all levels at once costs the same for each
-    depth.
+    Verifying covers the pass, acceptance and keeping. A drafter that drafts all levels at once
+    costs the same for each depth.
     """
 
     verify: Mapping[int, float]
@@ -141,7 +142,8 @@ def budgets(accuracies: Accuracies, step_times: StepTimes) -> list[TimedTree]:
 def break_even(chosen: TimedTree, step_times: StepTimes) -> float:
     """Returns the chance from which a further node pays: its seconds times the chosen budget's tokens a second.
 
-    The seconds are the mean over the next SPAN nodes, for timing noise is as large as the cost of one.
+    The seconds are the mean over the next SPAN nodes, for timing noise is as large as the cost of
+    one.
     """
     nodes = chosen.tree.size
     seconds = (interpolate(step_times.verify, nodes + SPAN) - interpolate(step_times.verify, nodes)) / SPAN

@@ -16,8 +16,9 @@ from medusa_cli.tree.tree import PADDING, ROOT_PARENT, UNREAD, DynamicTree, Tree
 class TreeTensors:
     """B static trees of up to N nodes each, node 0 the root, which are to hold the best guesses of their ranks.
 
-    depth, parents, ranks, tokens [B, N]; mask bool [B, N, N]: each node sees itself and its ancestors. A node beyond a
-    tree has depth 0 and the parent PADDING. One that is to be drafted has the token UNREAD.
+    depth, parents, ranks, tokens [B, N]; mask bool [B, N, N]: each node sees itself and its
+    ancestors. A node beyond a tree has depth 0 and the parent PADDING. One that is to be drafted
+    has the token UNREAD.
     """
 
     def __init__(self, depth: Tensor, parents: Tensor, ranks: Tensor, tokens: Tensor, mask: Tensor) -> None:
@@ -53,8 +54,9 @@ class TreeTensors:
 class GrowingTrees(TreeTensors):
     """B dynamic trees, which take the place of the UNREAD nodes of static ones (see `outline`).
 
-    As many nodes stay as these have, the likeliest of all levels, by TreeBuilder's rule. Nodes whose tokens are known
-    stay and get no children. A grown one beside them may hold the same token: the longer path is accepted.
+    As many nodes stay as these have, the likeliest of all levels, by TreeBuilder's rule. Nodes
+    whose tokens are known stay and get no children. A grown one beside them may hold the same
+    token: the longer path is accepted.
     """
 
     def __init__(self, limits: DynamicTree, *outlines: Tensor) -> None:

@@ -169,7 +169,8 @@ class Tree:
 class DynamicTree:
     """Limits of a tree that grows in a step: `budget` nodes, root included, none with a chance below `min_chance`.
 
-    A head's confidences are its softmax at its own temperature (1 by default), which `calibrate` fits.
+    A head's confidences are its softmax at its own temperature (1 by default), which `calibrate`
+    fits.
     """
 
     budget: int
@@ -189,8 +190,9 @@ class DynamicTree:
 class TreeBuilder:
     """Grows one step's tree level by level; the best `budget - 1` candidates stay.
 
-    A node's value is the product of the confidences along its path, never more than its parent's: the ancestors of a
-    node among the best are among the best, too. GrowingTrees does the same by tensors, which is slower on a CPU.
+    A node's value is the product of the confidences along its path, never more than its parent's:
+    the ancestors of a node among the best are among the best, too. GrowingTrees does the same by
+    tensors, which is slower on a CPU.
     """
 
     def __init__(self, limits: DynamicTree, root: int) -> None:
@@ -258,8 +260,8 @@ def unread_draft(root: int, tree: Tree) -> Draft:
 def batch_drafts(drafts: Sequence[Draft]) -> tuple[Tensor, Tensor, Tensor]:
     """Returns tokens [B, N], depths and masks of B drafts for one pass, padded to the largest.
 
-    Depths are [N] and the mask is [N, N] if all trees are equal, else [B, N] and [B, N, N]. A padded node sees itself
-    alone, and no node sees it.
+    Depths are [N] and the mask is [N, N] if all trees are equal, else [B, N] and [B, N, N]. A
+    padded node sees itself alone, and no node sees it.
     """
     first = drafts[0].tree
     if all(draft.tree is first or draft.tree == first for draft in drafts):
