@@ -17,7 +17,10 @@ Path = tuple[list[int], int]
 
 
 def accept(
-    logits: Tensor, drafts: Sequence[Draft], samplers: Sequence[Sampler], likeliest: Tensor | None = None
+    logits: Tensor,
+    drafts: Sequence[Draft],
+    samplers: Sequence[Sampler],
+    likeliest: Tensor | None = None,
 ) -> list[Path]:
     """Returns each draft's accepted path by the model's logits [B, N, V] after each node; padded rows are not read.
 

@@ -47,7 +47,10 @@ def load_corpus(source: str, backbone: Backbone) -> Corpus:
         log.info(f"indexing the corpus {source}, once for its content")
         corpus = Corpus(_limited(chain.from_iterable(_texts(file, backbone) for file in files), source))
         if not len(corpus):
-            raise UserError(f"@corpus {source!r} holds no text", "give a run that has distilled, a file or a folder")
+            raise UserError(
+                f"@corpus {source!r} holds no text",
+                "give a run that has distilled, a file or a folder",
+            )
         with suppress(OSError):  # a cache that cannot be written costs time alone
             _write_index(path, name, corpus)
     return corpus

@@ -67,7 +67,15 @@ def sampling_params(samplers: list[Sampler], batch: int, count: int) -> Tensor:
             rows.append([0.0, 1.0, 2.0, 0.0, *[0.0] * count])
         else:
             top_p = sampling.top_p if sampling.top_p < 1 else 2.0  # no sum reaches 2
-            rows.append([1.0, sampling.temperature, top_p, float(sampling.top_k), *sampler.peek_uniforms(count)])
+            rows.append(
+                [
+                    1.0,
+                    sampling.temperature,
+                    top_p,
+                    float(sampling.top_k),
+                    *sampler.peek_uniforms(count),
+                ]
+            )
     rows += [[0.0, 1.0, 2.0, 0.0, *[0.0] * count]] * (batch - len(rows))
     return torch.tensor(rows, dtype=torch.double)
 
@@ -162,7 +170,10 @@ class CudaGraphs:
         return not self.failed and simple and all(s.sampling.top_k <= LIKELIEST for s in samplers)
 
     def step(
-        self, sequences: list[Sequence], proposals: list[Proposal], drafted: Mapping[int, Draft] | None
+        self,
+        sequences: list[Sequence],
+        proposals: list[Proposal],
+        drafted: Mapping[int, Draft] | None,
     ) -> tuple[list[Draft], list[Accepted]] | None:
         """Takes a step: returns the drafts, and the accepted paths, whose rows stay in the cache.
 
@@ -259,7 +270,15 @@ class CudaGraphs:
         key = batch, rows, sampled
         if key not in self._steps:
             step = _GraphStep(
-                self._engine, cache, batch, rows, self._taps, sampled, self._drafter, self._limits, self._slots
+                self._engine,
+                cache,
+                batch,
+                rows,
+                self._taps,
+                sampled,
+                self._drafter,
+                self._limits,
+                self._slots,
             )
             step.capture(self._capture or (self._captured if self._pool is not None else lambda run: run))
             self._steps[key] = step
@@ -346,7 +365,18 @@ class _GraphStep:
             padding = [1 << node if node < 63 else -(1 << 63) for node in range(tree.size, self._rows)]
             parents = [ROOT_PARENT, *tree.parents[1:], *[PADDING] * rest]
             zeros = [0] * rest
-            row = [length, *tree.depths, *zeros, *parents, *tree.ranks, *zeros, *ids, *zeros, *tree.bits, *padding]
+            row = [
+                length,
+                *tree.depths,
+                *zeros,
+                *parents,
+                *tree.ranks,
+                *zeros,
+                *ids,
+                *zeros,
+                *tree.bits,
+                *padding,
+            ]
             if self._slots is not None:
                 start = 0
                 places = [0]
@@ -357,7 +387,15 @@ class _GraphStep:
                     places = [*range(place, place + len(following))]
                     place += len(following)
                 more = [0] * (self._slots.rows - len(following))
-                row += [start, self._slots.held(slot), len(following), *places, *more, *following, *more]
+                row += [
+                    start,
+                    self._slots.held(slot),
+                    len(following),
+                    *places,
+                    *more,
+                    *following,
+                    *more,
+                ]
             packed.append(row)
         return torch.tensor(packed)
 
@@ -411,7 +449,16 @@ class _GraphStep:
         tree_mask = trees.mask
         context = engine.backbone.max_positions
         wide = self._cache.capacity
-        layout = lay_out_at(self.lengths, tree_mask, depth, engine.masks, context, 0, wide, by_length=engine.by_length)
+        layout = lay_out_at(
+            self.lengths,
+            tree_mask,
+            depth,
+            engine.masks,
+            context,
+            0,
+            wide,
+            by_length=engine.by_length,
+        )
         states, final = engine.run(tokens, layout, self._cache, self._taps)
         logits = engine.backbone.finish_logits(engine.lm_head(final)).float()
         if self._sampled:
@@ -455,12 +502,23 @@ def _trial(engine: Engine) -> bool:
             if graphs.failed:
                 return False
             if ours is None or plain is None or not _equal(engine, ours, plain):
-                log.warning("CUDA graphs are not used: captured steps differ from ordinary ones on %s", device)
+                log.warning(
+                    "CUDA graphs are not used: captured steps differ from ordinary ones on %s",
+                    device,
+                )
                 return False
-            log.debug("a captured step takes %.2f ms, an ordinary one %.2f ms", 1e3 * seconds, 1e3 * ordinary)
+            log.debug(
+                "a captured step takes %.2f ms, an ordinary one %.2f ms",
+                1e3 * seconds,
+                1e3 * ordinary,
+            )
             gains.append(ordinary / seconds)
     except RuntimeError as reason:
-        log.warning("CUDA graphs are not used: steps cannot be captured on %s: %s", device, first_line(reason))
+        log.warning(
+            "CUDA graphs are not used: steps cannot be captured on %s: %s",
+            device,
+            first_line(reason),
+        )
         return False
     return gains[0] > 1
 
@@ -469,7 +527,10 @@ def _equal(engine: Engine, ours: Accepted, plain: Accepted) -> bool:
     """Returns True if two steps gave the same tokens (in fp32) and, up to rounding, the same states."""
     rows = min(len(ours.path), len(plain.path))
     error = float((ours.hidden[:rows] - plain.hidden[:rows]).float().norm() / plain.hidden[:rows].float().norm())
-    same = (ours.path, ours.bonus) == (plain.path, plain.bonus) or engine.dtype != torch.float32  # near-ties may flip
+    same = (ours.path, ours.bonus) == (
+        plain.path,
+        plain.bonus,
+    ) or engine.dtype != torch.float32  # near-ties may flip
     return same and error <= TOLERANCE[engine.dtype]
 
 

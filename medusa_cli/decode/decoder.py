@@ -12,7 +12,14 @@ from torch import Tensor
 from medusa_cli.decode.accept import accept
 from medusa_cli.decode.answer import Accepted, Likelihood, Step, likelihoods
 from medusa_cli.decode.cuda_graph import CudaGraphs, captures
-from medusa_cli.decode.policy import ROOT, DraftPolicy, DynamicTreePolicy, Proposal, StaticTreePolicy, complete
+from medusa_cli.decode.policy import (
+    ROOT,
+    DraftPolicy,
+    DynamicTreePolicy,
+    Proposal,
+    StaticTreePolicy,
+    complete,
+)
 from medusa_cli.decode.prefix_cache import PrefixCache
 from medusa_cli.decode.sequence import Request, Sequence
 from medusa_cli.drafters.base import Drafter, NewTokens

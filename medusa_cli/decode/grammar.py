@@ -42,7 +42,18 @@ BY_NAME = {"properties", "patternProperties", "$defs", "definitions", "dependent
 SHAPING = ("properties", "patternProperties", "$ref", "anyOf", "oneOf", "allOf", "enum", "const")
 DEMANDING = ("required", "minProperties")
 # Formats that llguidance follows. By the standard any other is a remark, which constrains nothing.
-FORMATS = {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid"}
+FORMATS = {
+    "date-time",
+    "time",
+    "date",
+    "duration",
+    "email",
+    "hostname",
+    "ipv4",
+    "ipv6",
+    "uri",
+    "uuid",
+}
 CACHED_GRAMMARS = 128
 PRIVATE = "\ue000"  # a character that no text has
 # The parsers of grammars are recursive, over brackets and over rules: a chain of 1,000 references

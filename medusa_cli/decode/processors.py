@@ -28,21 +28,59 @@ from medusa_cli.tree import Draft
 # What generate() reads of a generation config, with the values that change nothing. Processors work
 # in every mode, warpers in exact sampling.
 PROCESSORS: dict[str, Any] = {
-    **{"repetition_penalty": 1.0, "encoder_repetition_penalty": 1.0, "exponential_decay_length_penalty": None},
-    **{"no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0, "bad_words_ids": None, "sequence_bias": None},
-    **{"suppress_tokens": None, "begin_suppress_tokens": None, "min_length": 0, "min_new_tokens": 0},
+    **{
+        "repetition_penalty": 1.0,
+        "encoder_repetition_penalty": 1.0,
+        "exponential_decay_length_penalty": None,
+    },
+    **{
+        "no_repeat_ngram_size": 0,
+        "encoder_no_repeat_ngram_size": 0,
+        "bad_words_ids": None,
+        "sequence_bias": None,
+    },
+    **{
+        "suppress_tokens": None,
+        "begin_suppress_tokens": None,
+        "min_length": 0,
+        "min_new_tokens": 0,
+    },
     **{"forced_bos_token_id": None, "forced_eos_token_id": None, "remove_invalid_values": False},
     **{"renormalize_logits": False, "watermarking_config": None},
 }
-WARPERS: dict[str, Any] = {"min_p": 0.0, "top_h": 1.0, "typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0}
+WARPERS: dict[str, Any] = {
+    "min_p": 0.0,
+    "top_h": 1.0,
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+}
 # Taken from the caller alone: a model does not choose sampling or the length of an answer.
 CALLERS: dict[str, Any] = {
-    **{"do_sample": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0, "max_length": 20, "max_new_tokens": None}
+    **{
+        "do_sample": False,
+        "temperature": 1.0,
+        "top_k": 50,
+        "top_p": 1.0,
+        "max_length": 20,
+        "max_new_tokens": None,
+    }
 }
 # Not done: other searches, other ends, other passes of the model.
 NOT_DONE: dict[str, Any] = {
-    **{"num_beams": 1, "num_beam_groups": 1, "penalty_alpha": None, "dola_layers": None, "constraints": None},
-    **{"force_words_ids": None, "guidance_scale": 1.0, "token_healing": False, "num_return_sequences": 1},
+    **{
+        "num_beams": 1,
+        "num_beam_groups": 1,
+        "penalty_alpha": None,
+        "dola_layers": None,
+        "constraints": None,
+    },
+    **{
+        "force_words_ids": None,
+        "guidance_scale": 1.0,
+        "token_healing": False,
+        "num_return_sequences": 1,
+    },
     **{"stop_strings": None, "max_time": None},
 }
 PENALTY_LIMIT = 2.0  # of OpenAI's penalties
@@ -62,14 +100,23 @@ def _ids(tokens: Iterable[int]) -> bool:
 
 
 CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "repetition_penalty": (lambda value: 0 < value < math.inf, "use a positive number; 1 is no penalty"),
+    "repetition_penalty": (
+        lambda value: 0 < value < math.inf,
+        "use a positive number; 1 is no penalty",
+    ),
     "presence_penalty": (_penalty, f"use a number from -{PENALTY_LIMIT:g} to {PENALTY_LIMIT:g}"),
     "frequency_penalty": (_penalty, f"use a number from -{PENALTY_LIMIT:g} to {PENALTY_LIMIT:g}"),
     "no_repeat_ngram_size": (_count, "use a whole number; 0 allows repetitions"),
-    "bad_words_ids": (lambda words: all(word and _ids(word) for word in words), "use lists of token ids"),
+    "bad_words_ids": (
+        lambda words: all(word and _ids(word) for word in words),
+        "use lists of token ids",
+    ),
     "suppress_tokens": (_ids, "use a list of token ids"),
     "min_new_tokens": (_count, "use a whole number; 0 is no minimum"),
-    "logit_bias": (lambda bias: _ids(bias) and all(map(math.isfinite, bias.values())), "use {token id: number}"),
+    "logit_bias": (
+        lambda bias: _ids(bias) and all(map(math.isfinite, bias.values())),
+        "use {token id: number}",
+    ),
     "grammar": (lambda grammar: isinstance(grammar, Grammar), "use a Grammar"),
 }
 
@@ -112,7 +159,10 @@ class LogitsOptions:
         """Raises UsageError for token ids beyond the vocabulary, and for a grammar that cannot be followed."""
         vocabulary = backbone.vocab_size
         ids = {"bad_words_ids": [id for word in self.bad_words_ids or () for id in word]}
-        ids |= {"suppress_tokens": [*(self.suppress_tokens or ())], "logit_bias": [*(self.logit_bias or ())]}
+        ids |= {
+            "suppress_tokens": [*(self.suppress_tokens or ())],
+            "logit_bias": [*(self.logit_bias or ())],
+        }
         for name, largest in ((name, max(own, default=0)) for name, own in ids.items()):
             if largest >= vocabulary:
                 raise UsageError(f"@{name}: {largest} is no token id", f"use ids from 0 to {vocabulary - 1}")
@@ -179,7 +229,10 @@ class SequenceProcessors:
 
 
 def generate_arguments(
-    sampling: Sampling, options: LogitsOptions, prompt_length: int, grammar: GrammarProcessor | None = None
+    sampling: Sampling,
+    options: LogitsOptions,
+    prompt_length: int,
+    grammar: GrammarProcessor | None = None,
 ) -> dict[str, Any]:
     """Returns the arguments of transformers' generate for the same decoding; the rest is the generation config's."""
     arguments = {**NOT_DONE, **options.given}
@@ -200,7 +253,11 @@ def generate_arguments(
     if options.suppress_tokens is not None:
         arguments["suppress_tokens"] = list(options.suppress_tokens) or None
     if sampling.exact:
-        arguments |= {"temperature": float(sampling.temperature), "top_k": sampling.top_k, "top_p": sampling.top_p}
+        arguments |= {
+            "temperature": float(sampling.temperature),
+            "top_k": sampling.top_k,
+            "top_p": sampling.top_p,
+        }
         arguments |= {} if sampling.min_p is None else {"min_p": sampling.min_p or None}
     else:  # transformers names what a greedy answer does not read
         arguments |= dict.fromkeys(["temperature", "top_k", "top_p", *WARPERS])
@@ -232,7 +289,11 @@ def sequence_processors(
     if options.grammar is not None:
         after = ends or sorted(backbone.eos_ids)
         grammar = GrammarProcessor(matcher_of(backbone, options.grammar).deep_copy(), length, after)
-    arguments = {"eos_token_id": ends, "pad_token_id": 0, **generate_arguments(sampling, options, length, grammar)}
+    arguments = {
+        "eos_token_id": ends,
+        "pad_token_id": 0,
+        **generate_arguments(sampling, options, length, grammar),
+    }
     if ends is None:
         arguments["exponential_decay_length_penalty"] = None
     with warnings.catch_warnings():

@@ -35,7 +35,10 @@ class Sampling:
         if self.mode not in MODES:
             raise UsageError(f"@sampling {self.mode!r} is unknown", f"use one of {', '.join(MODES)}")
         if not 0 <= self.temperature < float("inf"):
-            raise UsageError(f"@temperature {self.temperature} is not valid", "use 0 for greedy, or a positive number")
+            raise UsageError(
+                f"@temperature {self.temperature} is not valid",
+                "use 0 for greedy, or a positive number",
+            )
         if not 0 < self.top_p <= 1:
             raise UsageError(f"@top_p {self.top_p} is not valid", "use a number above 0 and at most 1")
         if self.top_k < 0:
@@ -50,7 +53,8 @@ class Sampling:
                 )
         if not 0 < self.epsilon <= 1 or not self.delta > 0:
             raise UsageError(
-                f"epsilon {self.epsilon} and delta {self.delta} is not valid", "use 0 < epsilon <= 1 and delta > 0"
+                f"epsilon {self.epsilon} and delta {self.delta} is not valid",
+                "use 0 < epsilon <= 1 and delta > 0",
             )
 
     @classmethod
@@ -58,7 +62,11 @@ class Sampling:
         """Returns exact sampling with a seed derived from a name alone; greedy at temperature 0."""
         if temperature == 0:
             return cls()
-        return cls("exact", temperature, seed=int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big"))
+        return cls(
+            "exact",
+            temperature,
+            seed=int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big"),
+        )
 
     @cached_property
     def greedy(self) -> bool:
@@ -98,7 +106,8 @@ def sampling_of(
         for name, value in cuts(top_p, top_k, min_p).items():
             if not temperature:
                 raise UsageError(
-                    f"{name} {value} has no effect without a temperature", f"give @temperature, or leave {name} out"
+                    f"{name} {value} has no effect without a temperature",
+                    f"give @temperature, or leave {name} out",
                 )
     mode = mode or ("exact" if temperature > 0 else "greedy")
     return Sampling(mode, temperature, top_p, top_k, seed=random_seed or 0, min_p=min_p)

@@ -126,7 +126,12 @@ class Sequence:
         self.stop = StopCriteria(backbone, request)
         length = max(1, self.stop.left)  # where a prompt is only scored, transformers asks for a token all the same
         processors = sequence_processors(
-            backbone, request.prompt, length, self.stop.stop_ids, request.sampling, request.logits_options
+            backbone,
+            request.prompt,
+            length,
+            self.stop.stop_ids,
+            request.sampling,
+            request.logits_options,
         )
         self.sampler = Sampler(request.sampling, number, processors)
         self.tokens: list[int] = []

@@ -51,7 +51,11 @@ class NullDrafter(Drafter):
     num_heads = 4
 
     def draft(
-        self, backbone: Backbone, sequences: Sequence[Drafter], new: Sequence[NewTokens], tree: Tree | DynamicTree
+        self,
+        backbone: Backbone,
+        sequences: Sequence[Drafter],
+        new: Sequence[NewTokens],
+        tree: Tree | DynamicTree,
     ) -> list[Draft]:
         assert isinstance(tree, Tree)
         return [Draft(torch.zeros(tree.size, dtype=torch.long, device=backbone.device), tree) for _ in new]

@@ -12,7 +12,13 @@ from torch import Tensor, nn
 from medusa_cli.drafters.base import Batch, NewTokens
 from medusa_cli.drafters.expansion import Guess, draft_by_level
 from medusa_cli.drafters.heads import HeadDrafter, HeadsConfig, check_ranges
-from medusa_cli.drafters.layers import DecoderLayer, HeadAttention, Padding, last_of, residual_blocks
+from medusa_cli.drafters.layers import (
+    DecoderLayer,
+    HeadAttention,
+    Padding,
+    last_of,
+    residual_blocks,
+)
 from medusa_cli.drafters.slots import NewTensors, fill_by_level
 from medusa_cli.engine.device import upload
 from medusa_cli.model import Backbone
@@ -77,7 +83,11 @@ class Amphista(HeadDrafter):
 
     @torch.inference_mode()
     def draft(
-        self, backbone: Backbone, sequences: Sequence[Amphista], new: Sequence[NewTokens], tree: Tree | DynamicTree
+        self,
+        backbone: Backbone,
+        sequences: Sequence[Amphista],
+        new: Sequence[NewTokens],
+        tree: Tree | DynamicTree,
     ) -> list[Draft]:
         """Adapts each sequence's new states, lets the heads see one another, and fills every node at once."""
         return draft_by_level(tree, new, self._guesses(backbone, self.read(backbone, sequences, new), tree.max_depth))

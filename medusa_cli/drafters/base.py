@@ -43,14 +43,25 @@ class NewTokens:
 
     def last(self) -> NewTokens:
         """Returns the last position alone; its tensors do not keep a long prompt's alive."""
-        return replace(self, tokens=self.tokens[-1:].clone(), hidden=self.hidden[-1:].clone(), start=self.end - 1)
+        return replace(
+            self,
+            tokens=self.tokens[-1:].clone(),
+            hidden=self.hidden[-1:].clone(),
+            start=self.end - 1,
+        )
 
     def part(self, start: int, end: int) -> NewTokens:
         """Returns positions start .. end - 1."""
         first = start - self.start
         last = end - self.start
         root = self.root if end == self.end else int(self.tokens[last])
-        return replace(self, tokens=self.tokens[first:last], hidden=self.hidden[first:last], root=root, start=start)
+        return replace(
+            self,
+            tokens=self.tokens[first:last],
+            hidden=self.hidden[first:last],
+            root=root,
+            start=start,
+        )
 
     @property
     def following(self) -> Tensor:
@@ -149,7 +160,11 @@ class Drafter(nn.Module, ABC):
 
     @abstractmethod
     def draft(
-        self, backbone: Backbone, sequences: Sequence[Self], new: Sequence[NewTokens], tree: Tree | DynamicTree
+        self,
+        backbone: Backbone,
+        sequences: Sequence[Self],
+        new: Sequence[NewTokens],
+        tree: Tree | DynamicTree,
     ) -> list[Draft]:
         """Drafts a token for every node of B sequences' trees, all of one shape, or grown for this step.
 

@@ -107,7 +107,11 @@ class Eagle(HeadDrafter):
 
     @torch.inference_mode()
     def draft(
-        self, backbone: Backbone, sequences: Sequence[Eagle], new: Sequence[NewTokens], tree: Tree | DynamicTree
+        self,
+        backbone: Backbone,
+        sequences: Sequence[Eagle],
+        new: Sequence[NewTokens],
+        tree: Tree | DynamicTree,
     ) -> list[Draft]:
         """Drafts level by level; layer and matrix take the rows of all sequences at once."""
         states = self.read(backbone, sequences, new)  # [B, H], then [N, H]
@@ -261,7 +265,12 @@ def training_time_test(
 
 
 def _attend(
-    q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, rows: Padding, drafted: Sequence[tuple[Tensor, Tensor]]
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    rows: Padding,
+    drafted: Sequence[tuple[Tensor, Tensor]],
 ) -> Tensor:
     """Attends from rows q [heads, n, D] to their sequence's keys [S, heads, L, D] and each to its own in `drafted`.
 

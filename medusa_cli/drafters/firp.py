@@ -84,7 +84,11 @@ class Firp(HeadDrafter):
 
     @torch.inference_mode()
     def draft(
-        self, backbone: Backbone, sequences: Sequence[Firp], new: Sequence[NewTokens], tree: Tree | DynamicTree
+        self,
+        backbone: Backbone,
+        sequences: Sequence[Firp],
+        new: Sequence[NewTokens],
+        tree: Tree | DynamicTree,
     ) -> list[Draft]:
         """Fills every node from the pseudo states that came with the last accepted tokens."""
 

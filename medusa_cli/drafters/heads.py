@@ -53,7 +53,12 @@ class HeadsConfig:
 
     def __post_init__(self) -> None:
         check_ranges(self, num_heads=(1, 64), num_layers=(0, 16), conditional=(1, math.inf))
-        check_ranges(self, hidden_size=(1, math.inf), vocab_size=(1, math.inf), draft_vocab_size=(1, math.inf))
+        check_ranges(
+            self,
+            hidden_size=(1, math.inf),
+            vocab_size=(1, math.inf),
+            draft_vocab_size=(1, math.inf),
+        )
         if (self.draft_vocab_size or 0) > self.vocab_size:
             raise ValueError("draft_vocab_size must be <= vocab_size")
         if self.vocabulary == "draft" and self.draft_vocab_size is None:
@@ -75,8 +80,15 @@ class HeadDrafter(Scoring):
     soft: ClassVar[float | None] = None  # fixes the share of soft targets; None: train.soft
     weights_file: ClassVar[str] = "drafter.safetensors"
     config_class: ClassVar[type[HeadsConfig]] = HeadsConfig
-    settings: ClassVar[tuple[str, ...]] = ("num_layers", "matrices")  # the drafter keys of a recipe that not all read
-    vocabularies: ClassVar[tuple[str, ...]] = ("draft", "own", "shared")  # without "own" it has no matrices
+    settings: ClassVar[tuple[str, ...]] = (
+        "num_layers",
+        "matrices",
+    )  # the drafter keys of a recipe that not all read
+    vocabularies: ClassVar[tuple[str, ...]] = (
+        "draft",
+        "own",
+        "shared",
+    )  # without "own" it has no matrices
     reads_next: ClassVar[bool] = False  # the rows of its own decoder layers also see the token after theirs
     drafts_in_graphs: ClassVar[bool] = False  # `fill` drafts within a CUDA graph
     sees_prompt: bool = False  # its own decoder layers see a conversation from its first token
@@ -122,7 +134,11 @@ class HeadDrafter(Scoring):
         ids = None if vocabulary != "draft" or draft_ids is None else draft_ids.sort().values
         fields = {"num_layers": num_layers, "matrices": matrices} | cls.fields_of_model(backbone, num_heads)
         fields |= {key: value for key, value in own.items() if value not in (None, ())}
-        sizes = {"hidden_size": backbone.hidden_size, "vocab_size": backbone.vocab_size, "num_heads": num_heads}
+        sizes = {
+            "hidden_size": backbone.hidden_size,
+            "vocab_size": backbone.vocab_size,
+            "num_heads": num_heads,
+        }
         size = None if ids is None else len(ids)
         config = cls.config_class(vocabulary=vocabulary, draft_vocab_size=size, **sizes, **fields)  # type: ignore[arg-type]
         cls.check_fit(config, backbone)

@@ -81,7 +81,11 @@ class HydraHeads(HeadDrafter):
 
     @torch.inference_mode()
     def draft(
-        self, backbone: Backbone, sequences: Sequence[HydraHeads], new: Sequence[NewTokens], tree: Tree | DynamicTree
+        self,
+        backbone: Backbone,
+        sequences: Sequence[HydraHeads],
+        new: Sequence[NewTokens],
+        tree: Tree | DynamicTree,
     ) -> list[Draft]:
         """Drafts level by level: a node's children are the best guesses of the next head after the node's path."""
         return draft_by_level(tree, new, self._guesses(backbone, self.read(backbone, sequences, new)))

@@ -72,7 +72,10 @@ def read_drafter(kind: type[HeadDrafter], folder: Path) -> tuple[Any, dict[str, 
     """Reads the config and tensors of a drafter's files; raises UserError for files that do not fit each other."""
     path = Path(folder) / "config.json"
     config = convert(
-        kind.read_config(read_object(path, DRAFTER_CONFIG)), kind.config_class, f"{DRAFTER_CONFIG} {path}", REMEDY
+        kind.read_config(read_object(path, DRAFTER_CONFIG)),
+        kind.config_class,
+        f"{DRAFTER_CONFIG} {path}",
+        REMEDY,
     )
     ids = {"draft_ids": (config.draft_vocab_size or 0,)} if config.vocabulary == "draft" else {}
     weights = Path(folder) / kind.weights_file

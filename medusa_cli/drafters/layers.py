@@ -87,7 +87,9 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Any = None) -> Tensor:
     Without a mask each row sees itself and the rows before it.
     """
     if mask is None and q.shape[1] > 1:
-        from torch.nn.attention.bias import causal_lower_right  # brings torch._dynamo, half a second of imports
+        from torch.nn.attention.bias import (
+            causal_lower_right,
+        )  # brings torch._dynamo, half a second of imports
 
         mask = causal_lower_right(q.shape[1], keys.shape[1])
     return F.scaled_dot_product_attention(q[None], keys[None], values[None], attn_mask=mask)[0]
@@ -190,7 +192,13 @@ class DecoderLayer(SelfAttention):
     ) -> None:
         heads = heads or head_count(hidden_size)
         wide = wide or -(-8 * hidden_size // 3 // 64) * 64
-        super().__init__(hidden_size, heads, head_dim or hidden_size // heads, hidden_size * (1 + embeddings), eps)
+        super().__init__(
+            hidden_size,
+            heads,
+            head_dim or hidden_size // heads,
+            hidden_size * (1 + embeddings),
+            eps,
+        )
         self.rope_theta = rope_theta
         if embeddings:
             self.input_layernorm = nn.RMSNorm(hidden_size, eps=eps)

@@ -34,7 +34,11 @@ class MedusaHeads(HeadDrafter):
 
     @torch.inference_mode()
     def draft(
-        self, backbone: Backbone, sequences: Sequence[MedusaHeads], new: Sequence[NewTokens], tree: Tree | DynamicTree
+        self,
+        backbone: Backbone,
+        sequences: Sequence[MedusaHeads],
+        new: Sequence[NewTokens],
+        tree: Tree | DynamicTree,
     ) -> list[Draft]:
         hidden = torch.cat([tokens.hidden[-1:] for tokens in new])
         return draft_by_level(tree, new, self._guesses(backbone, hidden, tree.max_depth))

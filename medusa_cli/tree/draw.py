@@ -21,7 +21,10 @@ def draw_terminal(tree: Tree, accuracies: Accuracies | None = None) -> Any:
     lines = {0: Lines("root: the token already decided")}
     for node in range(1, tree.size):
         strong = values is not None and values[node] >= STRONG
-        label = Text(f"head {tree.depths[node]}, guess {tree.ranks[node] + 1}", "bold green" if strong else "")
+        label = Text(
+            f"head {tree.depths[node]}, guess {tree.ranks[node] + 1}",
+            "bold green" if strong else "",
+        )
         if values is not None:
             label.append(f"  {values[node]:.1%}", "dim")
         lines[node] = lines[tree.parents[node]].add(label)
@@ -52,7 +55,16 @@ def draw_nodes(axes: Any, tree: Tree, values: Sequence[float]) -> None:
         ends = [x[parent], x[node]], [-tree.depths[parent], -tree.depths[node]]
         axes.plot(*ends, color="0.6", linewidth=0.6 + 3.0 * values[node], zorder=1)
     shades = [min(1.0, 0.15 + value / STRONG * 0.85) for value in values]
-    axes.scatter(x, [-depth for depth in tree.depths], c=shades, cmap="viridis_r", vmin=0, vmax=1, s=95, zorder=2)
+    axes.scatter(
+        x,
+        [-depth for depth in tree.depths],
+        c=shades,
+        cmap="viridis_r",
+        vmin=0,
+        vmax=1,
+        s=95,
+        zorder=2,
+    )
     for node in range(tree.size):
         text = str(tree.ranks[node] + 1) if node else ""
         tint = "white" if shades[node] > 0.45 else "black"

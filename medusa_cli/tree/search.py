@@ -29,7 +29,8 @@ def search(accuracies: Accuracies, budget: int) -> Tree:
     possible = largest(accuracies)
     if not 1 <= budget <= possible:
         raise UsageError(
-            f"@budget {budget} is not valid", f"these heads allow 1 to {possible:,} nodes, the root included"
+            f"@budget {budget} is not valid",
+            f"these heads allow 1 to {possible:,} nodes, the root included",
         )
     # Ranks by falling accuracy: measured accuracies need not fall strictly with the rank.
     order = [sorted(range(len(head)), key=lambda i: (-head[i], i)) for head in accuracies]
@@ -129,7 +130,10 @@ def budgets(accuracies: Accuracies, step_times: StepTimes) -> list[TimedTree]:
     """Returns the best tree of each size worth trying, over as many of the heads as pay; the root alone first."""
     limit = min(max(step_times.verify), largest(accuracies))
     best = []
-    for nodes in (*range(1, min(limit, DENSE_SIZES) + 1), *range(DENSE_SIZES + STRIDE, limit + 1, STRIDE)):
+    for nodes in (
+        *range(1, min(limit, DENSE_SIZES) + 1),
+        *range(DENSE_SIZES + STRIDE, limit + 1, STRIDE),
+    ):
         some = [accuracies[:heads] for heads in range(1, len(accuracies) + 1)]
         trees = [search(heads, nodes) for heads in some if nodes <= largest(heads)]
         each = [
@@ -187,7 +191,12 @@ def parse_shape(text: str) -> list[int]:
 
 
 def make_tree(
-    used: Calibration, budget: int | None, widths: list[int] | None, choices: Path | None, source: str, run: str | None
+    used: Calibration,
+    budget: int | None,
+    widths: list[int] | None,
+    choices: Path | None,
+    source: str,
+    run: str | None,
 ) -> tuple[Tree, dict[str, Any]]:
     """Returns the tree that was asked for, and the setting and value that made it; source: the origin of the heads."""
     if widths is not None:

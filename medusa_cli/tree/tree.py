@@ -26,7 +26,10 @@ class Tree:
     ranks: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if len(self.parents) != len(self.ranks) or (self.parents[:1], self.ranks[:1]) != ((-1,), (0,)):
+        if len(self.parents) != len(self.ranks) or (self.parents[:1], self.ranks[:1]) != (
+            (-1,),
+            (0,),
+        ):
             raise ValueError("a tree needs one parent and one rank a node, those of the root being -1 and 0")
         if any(not 0 <= parent < node for node, parent in enumerate(self.parents) if node):
             raise ValueError("every node but the root must come after its parent")
@@ -72,7 +75,10 @@ class Tree:
     def select(cls, parents: Sequence[int], ranks: Sequence[int], nodes: Sequence[int]) -> "Tree":
         """Returns the tree of some nodes, in rising order and each with its parent, of all with these parents."""
         index = {node: i for i, node in enumerate(nodes)}
-        return cls(tuple(index[parents[node]] if node else -1 for node in nodes), tuple(ranks[node] for node in nodes))
+        return cls(
+            tuple(index[parents[node]] if node else -1 for node in nodes),
+            tuple(ranks[node] for node in nodes),
+        )
 
     @cached_property
     def size(self) -> int:
@@ -150,7 +156,11 @@ class Tree:
         """Returns the part of the tree down to a depth."""
         if self.max_depth <= depth:
             return self
-        return Tree.select(self.parents, self.ranks, [node for node in range(self.size) if self.depths[node] <= depth])
+        return Tree.select(
+            self.parents,
+            self.ranks,
+            [node for node in range(self.size) if self.depths[node] <= depth],
+        )
 
     def to_json(self) -> dict[str, Any]:
         return {"parents": list(self.parents), "ranks": list(self.ranks)}
@@ -204,7 +214,10 @@ class TreeBuilder:
         self._floor = math.log(limits.min_chance) if limits.min_chance > 0 else -math.inf
 
     def extend(
-        self, nodes: Sequence[int], log_p: Sequence[Sequence[float]], tokens: Sequence[Sequence[int]]
+        self,
+        nodes: Sequence[int],
+        log_p: Sequence[Sequence[float]],
+        tokens: Sequence[Sequence[int]],
     ) -> list[int]:
         """Adds children of `nodes` by their log confidences, best first, and tokens; returns those worth extending."""
         first = len(self._values)
@@ -221,7 +234,10 @@ class TreeBuilder:
         limit = self._limits.budget - 1
         if len(self._values) - 1 > limit:
             # Equal values stay together; `tree` drops what is too much.
-            self._floor = max(self._floor, sorted(self._values[1:], reverse=True)[limit - 1] if limit else math.inf)
+            self._floor = max(
+                self._floor,
+                sorted(self._values[1:], reverse=True)[limit - 1] if limit else math.inf,
+            )
         return [node for node in range(first, len(self._values)) if self._values[node] >= self._floor]
 
     def tree(self) -> tuple[Tree, list[int]]:
