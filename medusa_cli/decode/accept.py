@@ -1,4 +1,4 @@
-"""Acceptance: greedy and exact sampling follow the model's own choice, typical takes plausible tokens."""
+"""Acceptance: greedy and exact sampling follow the model's choice, typical takes plausible tokens."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def accept(
     """Returns each draft's accepted path by the model's logits [B, N, V] after each node; padded rows are not read.
 
     likeliest: the tokens [B, N] of the largest logits, where they are known. Logits processors work
-    on the nodes that are visited, in their order: drafts change nothing of what they see.
+    on the nodes that are visited, in their order: they see the same text as without drafts.
     """
     fast = any(sampler.greedy and sampler.processors is None for sampler in samplers)
     best: list[list[int]] = []
@@ -70,12 +70,12 @@ def _follow(draft: Draft, choose: Callable[[int], int]) -> Path:
 def longest_path(
     chosen: Tensor, tokens: Tensor, depth: Tensor, parents: Tensor, tree_mask: Tensor, length: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Follows the tokens chosen [B, N] after all nodes of B trees, as a CUDA graph must: it reads no value.
+    """Follows the tokens chosen [B, N] after all nodes of B trees without reading a value, for CUDA graphs.
 
-    `accept` stays beside it: on the host it draws at the few nodes alone that it visits, through
-    processors of logits, too. tokens, depth, parents [B, N] and tree_mask [B, N, N] are the trees;
-    paths have at most `length` nodes. Returns the accepted nodes' number and the last one [B, 1],
-    all of them in order [B, P], and which they are [B, N].
+    `accept` is its twin for the host: it draws only at the nodes that it visits, and runs logits
+    processors. tokens, depth, parents [B, N] and tree_mask [B, N, N] are the trees; paths have at
+    most `length` nodes. Returns the number of accepted nodes and the last one [B, 1], the path in
+    order [B, P], and a mask of the path [B, N].
     """
     nodes, steps = (torch.arange(count, device=tokens.device) for count in (tokens.shape[1], length))
     matches = (chosen.gather(1, parents.clamp(min=0)) == tokens) | (parents == ROOT_PARENT)

@@ -1,4 +1,4 @@
-"""Results of steps: log probabilities, their sums, and an answer's text as its tokens come."""
+"""Results of steps: their sums, log probabilities, and the text of an answer so far."""
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from torch import Tensor
 from medusa_cli.engine.device import upload
 from medusa_cli.model import Backbone
 
-# Decoders write this for bytes of an unfinished character.
+# Tokenizers decode the bytes of an unfinished character to this.
 REPLACEMENT = "\ufffd"
 # Tokens of one line after which decoding starts from a later token.
 MAX_LINE_TOKENS = 256
@@ -18,7 +18,7 @@ MAX_LINE_TOKENS = 256
 
 @dataclass(frozen=True)
 class Likelihood:
-    """A token's log probability in the model's own distribution, and those of the likeliest tokens.
+    """Holds a token's log probability in the model's own distribution, and those of the likeliest tokens.
 
     That is before logits processors, temperature and cuts. A prompt's first token has nan.
     """
@@ -30,7 +30,7 @@ class Likelihood:
 
 @torch.inference_mode()
 def likelihoods(logits: Tensor, tokens: Sequence[int], top: int) -> tuple[Likelihood, ...]:
-    """Returns those of n tokens by the logits [n, V] they were chosen from, beside the `top` likeliest ones."""
+    """Returns the log probabilities of n tokens and of the `top` likeliest ones, by logits [n, V]."""
     log_p = logits[: len(tokens)].float().log_softmax(-1)
     chosen = upload(list(tokens), log_p.device)
     own = log_p.gather(1, chosen[:, None])[:, 0].tolist()
@@ -41,9 +41,9 @@ def likelihoods(logits: Tensor, tokens: Sequence[int], top: int) -> tuple[Likeli
 
 @dataclass(frozen=True)
 class Accepted:
-    """Holds what a pass gave one sequence.
+    """Holds an accepted path of one sequence.
 
-    path, tokens [A+1]: the accepted nodes, root first, and what they hold. bonus: the token after
+    path, tokens [A+1]: the accepted nodes, root first, and their tokens. bonus: the token after
     them. hidden [A+1, H * layers]: the path's states. extra_hidden [K, H]: the last node's extra
     rows (FIRP). likelihoods: of the new tokens, on request.
     """
@@ -74,13 +74,13 @@ class Step:
 
     @property
     def accepted(self) -> int:
-        """Returns the tokens beyond the one of plain decoding; what follows the answer's end is not counted."""
+        """Returns the tokens beyond plain decoding's one, up to the answer's end."""
         return len(self.tokens) - 1
 
 
 @dataclass
 class Stats:
-    """Sums steps; prefill is counted apart from verified steps."""
+    """Sums steps; prefill is counted separately."""
 
     tokens: int = 0
     steps: int = 0
@@ -181,11 +181,11 @@ class Piece:
 class Answer:
     """An answer so far: its text, token ids, statistics and, on request, log probabilities.
 
-    finish_reason is None while the answer goes on, then "stop", "length" or "cancelled". A stop
-    string is not part of the text, and text that may begin one waits until that is decided; its
-    tokens, and an end token, are among `tokens`. keep: special tokens that the text shows. ends:
-    tokens that the text does not show if one of them ends the answer. include_stop: the text shows
-    what ended it.
+    finish_reason: None while the answer goes on, then "stop", "length" or "cancelled". A stop
+    string is not part of the text; a text that may begin one waits. `tokens` has the tokens of a
+    stop string, and the end token. keep: special tokens that the text shows. ends: tokens that the
+    text does not show if one of them ends the answer. include_stop: the text shows the stop string
+    or end token.
     """
 
     def __init__(

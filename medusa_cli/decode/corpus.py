@@ -19,13 +19,15 @@ from medusa_cli.model.chat_template import token_ids
 from medusa_cli.runs.io import Malformed, read_json, read_jsonl, replacing
 from medusa_cli.runs.run import RUNS, Run
 
-# Tokens of a corpus, 8 bytes each in its index; characters of a text that are tokenised at once.
-MAX_CORPUS, CHUNK = 1 << 25, 1 << 20
+# Most tokens of a corpus, 8 bytes each in its index.
+MAX_CORPUS = 1 << 25
+# Characters of a text that are tokenised at once.
+CHUNK = 1 << 20
 log = logging.getLogger(__name__)
 
 
 def load_corpus(source: str, backbone: Backbone) -> Corpus:
-    """Returns the index of a run's answers, a file or a folder; made once for its content and the tokenizer.
+    """Returns the index of a run's answers, a file or a folder, made once per content and tokenizer.
 
     The index lies in the cache and is mapped into memory, not read. Raises UserError for a source
     without text.
@@ -51,7 +53,7 @@ def load_corpus(source: str, backbone: Backbone) -> Corpus:
                 f"@corpus {source!r} holds no text",
                 "give a run that has distilled, a file or a folder",
             )
-        with suppress(OSError):  # a cache that cannot be written costs time alone
+        with suppress(OSError):  # a cache that cannot be written only costs time
             _write_index(path, name, corpus)
     return corpus
 
@@ -66,9 +68,12 @@ def _files(source: str) -> list[Path]:
         if answers.is_file():
             return [answers]
     if not path.is_dir():
-        raise UserError(f"@corpus {source!r} is no file, no folder and no run with answers", "check the path")
-    files = [file for file in sorted(path.rglob("*")) if file.is_file()]
-    files = [file for file in files if not any(part.startswith(".") for part in file.relative_to(path).parts)]
+        raise UserError(f"@corpus {source!r} is not a file, a folder or a run with answers", "check the path")
+    files = []
+    for file in sorted(path.rglob("*")):
+        hidden = any(part.startswith(".") for part in file.relative_to(path).parts)
+        if file.is_file() and not hidden:
+            files.append(file)
     if not files:
         raise UserError(f"@corpus {source!r} is an empty folder", "give one with text files")
     return files

@@ -1,7 +1,7 @@
-"""Whole decoding steps captured as CUDA graphs: draft tokens and trees in, accepted paths out, by tensors alone.
+"""Whole decoding steps captured as CUDA graphs: draft tokens and trees in, accepted paths out.
 
-The tree is data: a graph serves every tree of up to so many nodes, and every batch of up to so many
-sequences. So a few graphs, captured before the first step, serve static and dynamic trees and
+The tree is data: a graph serves all trees up to a number of nodes, and all batches up to a number
+of sequences. So a few graphs, captured before the first step, serve static and dynamic trees and
 n-gram matches.
 """
 
@@ -35,30 +35,32 @@ from medusa_cli.tree import Draft, DynamicTree, Tree
 from medusa_cli.tree.tensors import GrowingTrees, TreeTensors, outline
 from medusa_cli.tree.tree import PADDING, ROOT_PARENT, UNREAD, unread_draft
 
-# Nodes that a graph has room for; batches are powers of two.
+# Sizes of graphs in nodes; batches are powers of two.
 ROWS = (1, 16, 64)
-# Accepted nodes of a path at most, and tokens that a drafter reads in a graph.
+# Most accepted nodes of a path, and most tokens that a drafter reads in a graph.
 DEPTHS = 32
 # Parameters of a sequence before its random numbers: 1 if it samples, temperature, top-p, top-k.
 FIELDS = 4
-# The likeliest tokens that top-p and top-k choose among.
+# Top-p and top-k choose among so many of the likeliest tokens.
 LIKELIEST = 1024
-# Runs before a capture, in which libraries choose kernels and make workspaces.
+# Runs before a capture: in them libraries choose kernels and allocate workspaces.
 WARM_UPS = 2
-# A larger share of a device's free memory is not reserved for a cache.
+# The whole context is reserved only if that takes less than this share of the free memory.
 FREE_SHARE = 0.8
-# The trial: tokens before the step, levels of its draft, laps.
-BEFORE, LEVELS, LAPS = 12, 4, 5
+# The trial: tokens before the step, levels of its draft, and repetitions.
+BEFORE = 12
+LEVELS = 4
+LAPS = 5
 log = logging.getLogger(__name__)
 
-# Makes of a computation on fixed buffers one that runs again on the same buffers.
+# Turns a computation on fixed buffers into a function that replays it.
 Capture = Callable[[Callable[[], tuple[Tensor, Tensor]]], Callable[[], tuple[Tensor, Tensor]]]
 
 
 def sampling_params(samplers: list[Sampler], batch: int, count: int) -> Tensor:
     """Returns each sequence's FIELDS parameters and `count` random numbers [batch, FIELDS + count].
 
-    Sequences that are missing in the batch are greedy.
+    The batch is padded with greedy sequences.
     """
     rows = []
     for sampler in samplers:
@@ -81,9 +83,9 @@ def sampling_params(samplers: list[Sampler], batch: int, count: int) -> Tensor:
 
 
 def choose(logits: Tensor, params: Tensor, depth: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the token after each node [B, N], and False where it would need more than the likeliest tokens.
+    """Returns the token after each node [B, N]; False where LIKELIEST tokens are too few to choose from.
 
-    logits [B, N, V]; params: those of `sampling_params`; depth [B, N] of the nodes.
+    logits [B, N, V]; params: of `sampling_params`; depth [B, N]: of the nodes.
     """
     sampled, temperature, top_p, top_k = (field[:, None] for field in params[:, :FIELDS].unbind(-1))  # [B, 1] each
     uniforms = params[:, FIELDS:].gather(1, depth)  # [B, N]
@@ -94,15 +96,14 @@ def choose(logits: Tensor, params: Tensor, depth: Tensor) -> tuple[Tensor, Tenso
     whole = ordered.shape[-1] == weights.shape[-1]
     cut = top_k > 0
     lowest = ordered.gather(-1, (top_k[..., None].long().clamp(1, ordered.shape[-1]) - 1).expand(*depth.shape, 1))
-    kept = ordered.masked_fill((ordered < lowest) & cut[..., None], 0)  # what ties with the k-th stays
-    # Without top-k the mass is that of the whole vocabulary.
+    kept = ordered.masked_fill((ordered < lowest) & cut[..., None], 0)  # ties with the k-th stay
+    # Without top-k the mass is relative to the whole vocabulary.
     kept = kept / kept.sum(-1, keepdim=True).masked_fill(~cut[..., None], 1.0)
-    # Where the k-th has no weight, which cold sampling leaves to few tokens, what ties with it has
-    # none either.
+    # If the k-th has no weight, as in cold sampling, tokens that tie with it have none either.
     cut_off = (ordered[..., -1] < lowest[..., 0]) | (lowest[..., 0] == 0)
     enough = torch.where(cut, cut_off, (kept.sum(-1) >= top_p) | (top_p > 1)) | whole
     among = ids.gather(-1, draw(nucleus(kept, top_p[..., None].float()), uniforms)[..., None])[..., 0]
-    # A sequence without top-p and top-k draws as if it were alone.
+    # A sequence without top-p and top-k draws from the whole vocabulary.
     drawn = torch.where((top_p < 1) | cut, among, draw(weights, uniforms))
     return torch.where(sampled > 0, drawn, logits.argmax(-1)), enough | (sampled == 0)
 
@@ -110,8 +111,8 @@ def choose(logits: Tensor, params: Tensor, depth: Tensor) -> tuple[Tensor, Tenso
 class CudaGraphs:
     """Runs steps over a cache by its first B slots; each reads one small tensor back from the device.
 
-    limits: those of the dynamic trees that it grows, None for static trees. capture: makes a graph
-    of a step; None captures CUDA graphs, and on other devices runs steps as they are.
+    limits: of the dynamic trees that it grows, None for static trees. capture: makes a graph of a
+    step; None captures CUDA graphs, and on other devices runs steps as they are.
     """
 
     def __init__(
@@ -139,7 +140,7 @@ class CudaGraphs:
             self._reserve(engine)
 
     def _reserve(self, engine: Engine) -> None:
-        """Makes the cache large enough for the context at once, if the device's memory allows: growing drops graphs."""
+        """Reserves the cache for the whole context if memory allows: growing drops graphs."""
         rows = engine.backbone.max_positions + ROWS[-1]
         if rows * self._cache.slots * engine.row_bytes < FREE_SHARE * free_memory(engine.backbone.device):
             self._cache.reserve(rows)
@@ -150,7 +151,7 @@ class CudaGraphs:
         return self._drafter is not None
 
     def warm_up(self) -> None:
-        """Captures the graphs of all sizes, so that no step waits for one."""
+        """Captures the graphs of all sizes before the first step."""
         started = time.perf_counter()
         batch = 1
         try:
@@ -238,10 +239,10 @@ class CudaGraphs:
         return accepted
 
     def _unread(self, sequence: Sequence, slot: int) -> tuple[NewTokens, list[int]]:
-        """Returns the tokens that a graph reads for the drafter of a slot's sequence, and the token after each.
+        """Returns the tokens that a graph reads for a sequence's drafter, and the token after each.
 
-        The drafter reads those at once for which a graph has no room, as after a prompt or many
-        plain steps.
+        If a graph has no room for all, as after a prompt or many plain steps, the drafter reads the
+        first ones here.
         """
         drafter = _drafter_of(sequence)
         assert self._slots is not None
@@ -313,7 +314,7 @@ def _drafter_of(sequence: Sequence) -> HeadDrafter:
 
 
 class _GraphStep:
-    """One step for a number of sequences and of nodes, on buffers that hold its inputs.
+    """Runs steps of one size in sequences and nodes, on buffers that hold the inputs.
 
     The drafter, over slots for its layers, drafts the tokens that the host does not know; with
     `limits` it grows dynamic trees in their place.
@@ -401,9 +402,9 @@ class _GraphStep:
 
     @torch.inference_mode()
     def capture(self, capture: Capture) -> None:
-        """Captures the step; its buffers hold an empty tree behind the slots' texts."""
+        """Captures the step; meanwhile its buffers hold only roots behind the slots' texts."""
         self._inputs.copy_(self._pack(self._cache.lengths[: len(self.lengths)], [], []))
-        self._run()  # makes what is made once, such as the cache's buffers and rotary tables
+        self._run()  # allocates the cache's buffers and rotary tables
         self._run_again = capture(self._run)
 
     @torch.inference_mode()
@@ -417,7 +418,7 @@ class _GraphStep:
     ) -> tuple[Tensor, Tensor]:
         """Returns (accepted nodes, bonus, path, its tokens) [B, 2 + 2 P] and the path's states [B, P, H * taps].
 
-        No node is accepted where the likeliest tokens were too few.
+        A count of 0 accepted nodes means that the likeliest tokens were too few.
         """
         device = self._inputs.device
         size = len(self._inputs)
@@ -474,7 +475,7 @@ class _GraphStep:
 
 
 def captures(engine: Engine) -> bool:
-    """Returns True if an engine's steps are captured: where that gives the same and is faster, by a trial."""
+    """Returns True if a trial shows that an engine's captured steps are equal and faster."""
     if engine.captures is None:
         engine.captures = _trial(engine)
     return engine.captures
@@ -535,7 +536,7 @@ def _equal(engine: Engine, ours: Accepted, plain: Accepted) -> bool:
 
 
 def _draft(engine: Engine, cache: Cache) -> Draft:
-    """Returns a chain of the engine's next tokens after some text in the cache; the last one is wrong."""
+    """Returns a chain of the engine's next tokens after BEFORE tokens; the last one is wrong."""
     vocabulary = engine.backbone.vocab_size
     out = engine.forward(Plan.chain(torch.arange(BEFORE) * 37 % vocabulary), cache)
     tokens = []
@@ -558,7 +559,7 @@ def _ordinary_step(engine: Engine, cache: Cache, draft: Draft, sampling: Samplin
 
 
 def _timed(engine: Engine, cache: Cache, step: Callable[[], Accepted | None]) -> tuple[Accepted | None, float]:
-    """Returns a step's result after the text and its least seconds."""
+    """Returns a step's result and its least seconds."""
     result = step()
 
     def lap() -> None:

@@ -34,14 +34,13 @@ JSON_OPTIONS: Any = {
 }
 KINDS = ("json_schema", "regex", "grammar")
 ANY_OBJECT = {"type": "object"}
-# Keywords of JSON schemas whose values are no schemas, those whose values are schemas by name, and
-# those that combine.
+# Keywords of JSON schemas whose values are not schemas, and those whose values are schemas by name.
 VALUES = {"enum", "const", "default", "examples", "required"}
 BY_NAME = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
-# Keywords that say which properties an object has: two of them at once must agree.
+# Keywords that define the properties of an object: two of them at once must agree.
 SHAPING = ("properties", "patternProperties", "$ref", "anyOf", "oneOf", "allOf", "enum", "const")
 DEMANDING = ("required", "minProperties")
-# Formats that llguidance follows. By the standard any other is a remark, which constrains nothing.
+# Formats that llguidance follows. By the standard, others do not constrain a text.
 FORMATS = {
     "date-time",
     "time",
@@ -58,7 +57,8 @@ CACHED_GRAMMARS = 128
 PRIVATE = "\ue000"  # a character that no text has
 # The parsers of grammars are recursive, over brackets and over rules: a chain of 1,000 references
 # ends the process.
-MAX_NESTING, MAX_RULES = 100, 250
+MAX_NESTING = 100
+MAX_RULES = 250
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,9 @@ class Grammar:
 
     @classmethod
     def of(cls, **sources: Any) -> Grammar | None:
-        """Returns the grammar that is given by its kind, None for none; a JSON schema may be a dict.
+        """Returns the grammar of one source, given by its kind; None without one. A JSON schema may be a dict.
 
-        Raises UsageError for more than one, and for a schema that is no JSON object.
+        Raises UsageError for more than one, and for a schema that is not a JSON object.
         """
         given = {kind: source for kind, source in sources.items() if source is not None}
         if not given:
@@ -82,7 +82,7 @@ class Grammar:
             raise UsageError(f"@{kind} and @{list(given)[1]} constrain one answer", "leave one of them out")
         if kind != "json_schema":
             if not isinstance(source, str) or not source.strip():
-                raise UsageError(f"@{kind} is empty or no text", "give its source")
+                raise UsageError(f"@{kind} is empty or not text", "give its source")
             check_size(kind, source, max(source.count("\n"), source.count("::=")))
             return cls(kind, source)
         try:
@@ -112,8 +112,8 @@ def inline(schema: Mapping[str, Any]) -> str:
 def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a JSON schema whose objects have no properties but those that it names, unless it asks for others.
 
-    Schemas leave `additionalProperties` out, and mean none: small models would write more and more
-    of them. Parts that must agree with others (`allOf`) stay open, and so does what they refer to.
+    Most schemas leave `additionalProperties` out and mean none, and small models would add more and
+    more. Parts that must agree with others (`allOf`) stay open, and so does what they refer to.
     Unknown formats are left out.
     """
     result: dict[str, Any] = json.loads(json.dumps(schema))
@@ -238,11 +238,11 @@ def _tokenizer_of(backbone: Backbone) -> tuple[LLTokenizer, dict[str, int]]:
     Qwen's `<tool_call>`.
     """
     tokens = backbone.tokenizer.added_tokens_decoder
-    special = {
-        token.content: id
-        for id, token in tokens.items()
-        if token.special or (token.content.startswith("<") and token.content.endswith(">"))
-    }
+    special = {}
+    for id, token in tokens.items():
+        bracketed = token.content.startswith("<") and token.content.endswith(">")
+        if token.special or bracketed:
+            special[token.content] = id
     tokenizer = _without_names(backbone, special)
     known = {token.content: id for id, token in tokens.items() if tokenizer.is_special_token(id)}
     return (tokenizer, special) if known == special else (_without_names(backbone, known), known)
@@ -307,8 +307,8 @@ class GrammarProcessor(LogitsProcessor):
     """Sets the logits of tokens that the grammar does not allow next to -inf.
 
     The matcher follows the answer in the text, and goes back where another path of a draft begins.
-    Where one text alone may follow, llguidance allows only the tokens that the tokenizer would
-    write it with.
+    If only one text may follow, llguidance allows only the tokens that the tokenizer writes it
+    with.
     """
 
     def __init__(self, matcher: LLMatcher, prompt_length: int, stop_ids: Iterable[int]) -> None:
@@ -320,7 +320,7 @@ class GrammarProcessor(LogitsProcessor):
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Returns logits [1, V] after the text [1, L]. After a text that the grammar does not allow comes the end."""
         if self._read(input_ids) or self._matcher.is_error():
-            # Beyond the limits of grammars the mask allows nothing but the end.
+            # Beyond the limits of grammars the mask allows only the end.
             bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
             allowed = torch.from_numpy(np.unpackbits(bits, count=scores.shape[-1], bitorder="little")).bool()
             if self._stop_ids and self._matcher.is_accepting():
@@ -337,7 +337,7 @@ class GrammarProcessor(LogitsProcessor):
     def cuts_off(self, text: Tensor) -> bool:
         """Returns True if the text [1, L] ends before the grammar does: at a limit of the library, or at a fault of it.
 
-        The library may refuse a token that it allowed before; after both the end alone is allowed.
+        The library may refuse a token that it allowed before; after both only the end is allowed.
         """
         complete = self._read(text) or self._matcher.is_accepting() or self._matcher.is_stopped()
         return not complete or bool(self._matcher.is_error())

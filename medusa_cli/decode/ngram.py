@@ -1,4 +1,4 @@
-"""N-gram lookup: what followed the text's last tokens before, in it or in a corpus, is drafted again."""
+"""N-gram lookup: drafts the tokens that followed an earlier occurrence of the text's last tokens."""
 
 from __future__ import annotations
 
@@ -16,19 +16,29 @@ from numpy.typing import NDArray
 from medusa_cli.engine.device import upload
 from medusa_cli.tree import Draft, Tree
 
-# Longest match that is told from longer ones, occurrences that are compared, tokens of a match, and
-# matches a step.
-MAX_LENGTH, MAX_POSITIONS, MAX_TOKENS, MAX_BRANCHES = 16, 8, 16, 3
-# Prior chance of a matched token by the least length of the match. OTHER is every match but the
-# longest.
-PAIR, OTHER = 2, -1
+# Longer matches count as this long.
+MAX_LENGTH = 16
+# Occurrences that are compared.
+MAX_POSITIONS = 8
+# Tokens of a match.
+MAX_TOKENS = 16
+# Matches per step.
+MAX_BRANCHES = 3
+# Length of a match of two tokens, and the class of all matches but the longest.
+PAIR = 2
+OTHER = -1
+# Prior chance of a matched token by the least length of the match.
 PRIOR_BY_LENGTH = {1: 0.3, PAIR: 0.5, 3: 0.6, 4: 0.7, 6: 0.8, 9: 0.9, OTHER: 0.15}
 CORPUS_PRIOR_BY_LENGTH = {PAIR: 0.3, 4: 0.4, 8: 0.5, 16: 0.7}
-# Tokens that a prior weighs, and decay of older steps.
-PRIOR, DECAY = 4.0, 0.97
+# Weight of a prior in tokens.
+PRIOR = 4.0
+# Decay of older steps.
+DECAY = 0.97
 MAX_CHANCE = 0.98
-# Occurrences in a corpus that are compared, and the token that stands between its texts.
-CORPUS_POSITIONS, GAP = 32, -1
+# Occurrences in a corpus that are compared.
+CORPUS_POSITIONS = 32
+# The token between the texts of a corpus.
+GAP = -1
 
 
 def shared_length(left: Sequence[int], right: Sequence[int]) -> int:
@@ -42,7 +52,7 @@ class AcceptanceEstimate:
     """Estimates accepted / expected draft tokens; the weight of older ones decays with each update.
 
     weight: the expected draft tokens that the ratio rests on. shared: the estimate of all sequences
-    alike, which learns the same.
+    of a kind, which is updated, too.
     """
 
     ratio: float
@@ -73,29 +83,30 @@ NgramTrust = dict[int, AcceptanceEstimate]
 
 
 def ngram_trust(shared: NgramTrust | None = None, priors: Mapping[int, float] = PRIOR_BY_LENGTH) -> NgramTrust:
-    """Returns the prior trust, or that of a text among others: half way from the prior to what they taught."""
-    return {
-        length: AcceptanceEstimate(prior, PRIOR, DECAY)
-        if shared is None
-        else AcceptanceEstimate((shared[length].ratio + prior) / 2, PRIOR, DECAY, shared[length])
-        for length, prior in priors.items()
-    }
+    """Returns the prior trust; with `shared` the trust of a new text, half way from the prior to `shared`."""
+    if shared is None:
+        return {length: AcceptanceEstimate(prior, PRIOR, DECAY) for length, prior in priors.items()}
+    trust = {}
+    for length, prior in priors.items():
+        known = shared[length]
+        trust[length] = AcceptanceEstimate((known.ratio + prior) / 2, PRIOR, DECAY, known)
+    return trust
 
 
 class NgramSource(ABC):
-    """Finds matches for one text; learns how far they can be trusted, and teaches it to `shared`."""
+    """Finds matches for one text; updates the trust in its matches, and that of all texts (`shared`)."""
 
     priors: ClassVar[Mapping[int, float]] = PRIOR_BY_LENGTH
 
     def __init__(self, shared: NgramTrust) -> None:
         self.trust = ngram_trust(shared, self.priors)
-        self._matches: list[NgramMatch] = []  # of the step under way
+        self._matches: list[NgramMatch] = []  # of the current step
 
     @abstractmethod
     def find(self, tokens: Sequence[int], root: int) -> list[NgramMatch]:
         """Returns matches for the end of the text (`tokens`, then `root`), the longest first, and keeps them.
 
-        Each begins with another token.
+        No two begin with the same token.
         """
 
     def learn(self, accepted: Sequence[int]) -> None:
@@ -129,7 +140,8 @@ class NgramIndex(NgramSource):
         text = [*tokens, root]
         pairs = self._after.get((tokens[-1], root), ())
         single = self._after.get((root,), ())
-        lengths = {start: _match_length(text, start) for start in (*single[-MAX_POSITIONS:], *pairs[-MAX_POSITIONS:])}
+        starts = (*single[-MAX_POSITIONS:], *pairs[-MAX_POSITIONS:])
+        lengths = {start: _match_length(text, start) for start in starts}
         matches: dict[int, NgramMatch] = {}
         for start in sorted(lengths, key=lambda position: (lengths[position], position), reverse=True):
             if len(matches) < MAX_BRANCHES and text[start] not in matches:
@@ -185,8 +197,7 @@ class Corpus:
 
         Of many positions CORPUS_POSITIONS neighbours are compared.
         """
-        # Lists: numpy's calls are slow where a model's weights have just run through the
-        # processor's cache.
+        # Lists: numpy's calls are slow after a pass has replaced the processor's caches.
         wanted = list(end[: -MAX_LENGTH - 1 : -1])
         tokens = self.tokens.data
         positions = self.positions.data
@@ -212,7 +223,7 @@ class Corpus:
 
 
 class CorpusMatches(NgramSource):
-    """Finds the longest match of the text's end in a corpus; those below `min_chance` are scored, not returned."""
+    """Finds the longest match of the text's end in a corpus; matches below `min_chance` only update the trust."""
 
     priors = CORPUS_PRIOR_BY_LENGTH
 
@@ -228,9 +239,9 @@ class CorpusMatches(NgramSource):
 
 
 def likeliest(matches: Iterable[NgramMatch]) -> list[NgramMatch]:
-    """Returns the matches of several sources, likeliest first, each with another first token; long before single ones.
+    """Returns at most MAX_BRANCHES matches with different first tokens, likeliest first.
 
-    At most MAX_BRANCHES.
+    Matches of a single token come last.
     """
     first: dict[int, NgramMatch] = {}
     for match in sorted(matches, key=lambda match: (match.length >= PAIR, match.chance), reverse=True):

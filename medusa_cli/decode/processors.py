@@ -25,8 +25,8 @@ from medusa_cli.errors import UsageError, UserError, first_line, shown
 from medusa_cli.model import Backbone
 from medusa_cli.tree import Draft
 
-# What generate() reads of a generation config, with the values that change nothing. Processors work
-# in every mode, warpers in exact sampling.
+# Fields of a generation config that generate() reads, with their neutral values. Processors work in
+# every mode, warpers in exact sampling.
 PROCESSORS: dict[str, Any] = {
     **{
         "repetition_penalty": 1.0,
@@ -55,7 +55,7 @@ WARPERS: dict[str, Any] = {
     "epsilon_cutoff": 0.0,
     "eta_cutoff": 0.0,
 }
-# Taken from the caller alone: a model does not choose sampling or the length of an answer.
+# Taken only from the caller: a model does not choose sampling or the length of an answer.
 CALLERS: dict[str, Any] = {
     **{
         "do_sample": False,
@@ -66,7 +66,7 @@ CALLERS: dict[str, Any] = {
         "max_new_tokens": None,
     }
 }
-# Not done: other searches, other ends, other passes of the model.
+# Not supported: other searches, stop criteria and passes of the model.
 NOT_DONE: dict[str, Any] = {
     **{
         "num_beams": 1,
@@ -123,10 +123,10 @@ CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 @dataclass(frozen=True)
 class LogitsOptions:
-    """Changes of the logits before a token is chosen, by transformers' names; None takes the model's own value.
+    """Changes the logits before a token is chosen, by transformers' names; None takes the model's own value.
 
     presence_penalty, frequency_penalty: see AdditivePenalties. logit_bias: added to the logits of
-    tokens; it replaces the model's sequence_bias. grammar: what the answer must follow. Raises
+    tokens; it replaces the model's sequence_bias. grammar: constrains the answer. Raises
     UsageError for values that are not valid.
     """
 
@@ -165,7 +165,7 @@ class LogitsOptions:
         }
         for name, largest in ((name, max(own, default=0)) for name, own in ids.items()):
             if largest >= vocabulary:
-                raise UsageError(f"@{name}: {largest} is no token id", f"use ids from 0 to {vocabulary - 1}")
+                raise UsageError(f"@{name}: {largest} is not a token id", f"use ids from 0 to {vocabulary - 1}")
         if self.grammar is not None:
             matcher_of(backbone, self.grammar)
 
@@ -192,7 +192,7 @@ class AdditivePenalties(LogitsProcessor):
 
 
 class SequenceProcessors:
-    """The processors of one sequence, and its text so far: each new token is processed once, in order.
+    """Holds the processors of one sequence and its text so far: each new token is processed once, in order.
 
     In exact sampling temperature, top-k and top-p are among them. grammar: the one among them that
     follows a grammar.
@@ -272,7 +272,7 @@ def sequence_processors(
     sampling: Sampling,
     options: LogitsOptions,
 ) -> SequenceProcessors | None:
-    """Returns what generate would apply to a sequence's logits; None if that is nothing but temperature and cuts.
+    """Returns generate's logits processors for a sequence; None if there are only temperature and cuts.
 
     Raises UsageError for token ids beyond the vocabulary, UserError for a generation config that is
     not valid.
@@ -320,7 +320,7 @@ def sequence_processors(
 
 
 def check_generation_config(backbone: Backbone) -> None:
-    """Logs what the model's generation config sets, and what of that is not done; UserError if it is not valid."""
+    """Logs the settings of the model's generation config; raises UserError if it is not valid."""
     config = backbone.model.generation_config
     for sampling in (Sampling(), Sampling("exact", 1.0)):
         processors = sequence_processors(backbone, [0], 1, backbone.eos_ids, sampling, MODELS_OWN)
@@ -339,7 +339,7 @@ def check_generation_config(backbone: Backbone) -> None:
 
 
 def changes_of(backbone: Backbone) -> list[str]:
-    """Returns what of the model's generation config changes logits, with its values."""
+    """Returns the generation-config fields that change logits, with their values."""
     return differing(backbone.model.generation_config, {**PROCESSORS, **WARPERS})
 
 

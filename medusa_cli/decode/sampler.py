@@ -72,8 +72,8 @@ def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
     """Returns the index [..] where each uniform number [..] falls among weights [.., C], which need not sum to one.
 
     Inverting the distribution takes one random number a row; exponential races take C. In a
-    vocabulary the sums of blocks say first in which one it falls: running sums in fp64 of all
-    weights of many rows are dear.
+    vocabulary the sums of blocks first find its block: running sums in fp64 over all weights of
+    many rows are slow.
     """
     size = weights.shape[-1]
     if size <= FLAT:
@@ -88,9 +88,12 @@ def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def _invert(weights: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns where the running sum of weights [.., C] first exceeds a target [.., 1], and what it exceeds before."""
+    """Returns the index where the running sum of weights [.., C] exceeds a target [.., 1], and the rest.
+
+    The rest is the target less the sum before the index.
+    """
     summed = weights.cumsum(-1)
-    # Rounding must lead to no weight of zero, and not beyond the last one.
+    # Rounding must not select a weight of zero, nor go beyond the last one.
     target = torch.minimum(target.clamp(min=0), torch.nextafter(summed[..., -1:], torch.zeros_like(target)))
     index = torch.searchsorted(summed, target, right=True).clamp(max=weights.shape[-1] - 1)
     return index, target - (summed.gather(-1, index) - weights.gather(-1, index))
@@ -99,9 +102,9 @@ def _invert(weights: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 class Sampler:
     """Chooses the tokens of one sequence by its sampling and its random stream, one uniform number a token.
 
-    The numbers do not depend on the device or on drafts: an answer depends on its seed alone.
-    `stream` selects the random stream; stream 0 draws as the seed alone would. processors: change
-    the logits first, None for none.
+    The numbers do not depend on the device or on drafts: an answer depends only on its seed.
+    `stream` selects the random stream; stream 0 is that of the seed itself. processors: change the
+    logits first; None if there are none.
     """
 
     def __init__(self, sampling: Sampling, stream: int = 0, processors: SequenceProcessors | None = None) -> None:

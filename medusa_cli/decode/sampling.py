@@ -17,7 +17,7 @@ MAX_TEMPERATURE = 100.0
 
 @dataclass(frozen=True)
 class Sampling:
-    """Mode, temperature, top-p and top-k, epsilon and delta of typical acceptance, the seed, and min-p.
+    """Holds mode, temperature, cuts, epsilon and delta of typical acceptance, and the seed.
 
     min_p: None is the model's own, as in its generation config.
     """
@@ -48,7 +48,7 @@ class Sampling:
         for name, value in cuts(self.top_p, self.top_k, self.min_p).items():
             if self.mode == "typical":
                 raise UsageError(
-                    f"{name} {value} has no effect with @sampling typical, which has a rule of its own",
+                    f"{name} {value} has no effect with @sampling typical, which has its own rule",
                     f"leave {name} out, or use @sampling exact",
                 )
         if not 0 < self.epsilon <= 1 or not self.delta > 0:
@@ -59,7 +59,7 @@ class Sampling:
 
     @classmethod
     def by_name(cls, temperature: float, name: str) -> Sampling:
-        """Returns exact sampling with a seed derived from a name alone; greedy at temperature 0."""
+        """Returns exact sampling with a seed derived from a name; greedy at temperature 0."""
         if temperature == 0:
             return cls()
         return cls(
@@ -96,7 +96,7 @@ def sampling_of(
     random_seed: int | None,
     min_p: float | None = None,
 ) -> Sampling:
-    """Returns the sampling that options ask for; a temperature alone means exact sampling.
+    """Returns the sampling of these options; a temperature without a mode means exact sampling.
 
     Raises UsageError for top-p, top-k or min-p without a temperature: greedy decoding would not
     read them.

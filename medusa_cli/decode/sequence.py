@@ -21,11 +21,10 @@ class Request:
     """Asks for the continuation of a prompt of token ids.
 
     stop_ids: end tokens, None for the model's own. top: how many of the likeliest tokens to report
-    beside each token, None for no log probabilities. reuse: how many of the prompt's first tokens
-    cached rows may serve, None for all. prompt_logprobs: report the prompt's tokens before the
-    answer's, of which there may be none (max_new_tokens 0). speculative: False decodes plainly,
-    whatever runs beside it. Log probabilities are the model's own, before logits_options and
-    temperature, as OpenAI's and vLLM's.
+    with each token, None for no log probabilities. reuse: how many of the prompt's first tokens
+    cached rows may serve, None for all. prompt_logprobs: report the prompt's tokens, too; then
+    max_new_tokens may be 0. speculative: False decodes plainly. Log probabilities are the model's
+    own, before logits_options and temperature, as in OpenAI's API and vLLM.
     """
 
     prompt: abc.Sequence[int]
@@ -73,7 +72,7 @@ class StopCriteria:
         self.reason: str | None = None
 
     def truncate(self, tokens: abc.Sequence[int]) -> list[int]:
-        """Returns the tokens that belong to the answer, the one that ends it included."""
+        """Returns the tokens that belong to the answer, its last one included."""
         kept: list[int] = []
         for token in tokens[: self.left]:
             kept.append(token)
@@ -97,7 +96,7 @@ class StopCriteria:
 
 @dataclass
 class DraftState:
-    """Holds what a policy knows of one sequence: its acceptance, and the sources of its n-gram matches.
+    """Holds a policy's state of one sequence: its acceptance, and the sources of its n-gram matches.
 
     speculative: False for a sequence that drafts nothing.
     """
@@ -112,8 +111,8 @@ class Sequence:
 
     tokens: those whose rows are in the slot. root: the next token, decided but not yet in the
     cache. drafter: a fork with this sequence's state. unread: tokens that the drafter has not read;
-    without a drafter, the last step's. draft: what the draft policy knows of the sequence. reused:
-    tokens of the prompt that the slot held before. `number` selects the random stream.
+    without a drafter, those of the last step. draft: the draft policy's state of the sequence.
+    reused: tokens of the prompt that the slot held before. `number` selects the random stream.
     """
 
     root: int
@@ -124,7 +123,7 @@ class Sequence:
         self.draft = draft
         draft.speculative = request.speculative
         self.stop = StopCriteria(backbone, request)
-        length = max(1, self.stop.left)  # where a prompt is only scored, transformers asks for a token all the same
+        length = max(1, self.stop.left)  # transformers asks for a token even if a prompt is only scored
         processors = sequence_processors(
             backbone,
             request.prompt,
@@ -163,7 +162,7 @@ class Sequence:
         self.stop.reason = self.stop.reason or "cancelled"
 
     def reuse_prefix(self, held: Sequence | None, shared: int, drafter: Drafter | None) -> None:
-        """Takes over the first `shared` tokens that a sequence left in the slot, as far as its drafter's state goes.
+        """Takes over the first `shared` tokens of a slot's done sequence, or fewer if its drafter knows fewer.
 
         It may be called again with fewer.
         """
@@ -187,7 +186,7 @@ class Sequence:
         return self.stop.truncate([new.root])
 
     def take_unread(self) -> NewTokens:
-        """Returns the tokens that the drafter has not read, in one piece, and takes them as read."""
+        """Returns the tokens that the drafter has not read, as one record, and marks them as read."""
         new = self.unread
         self.unread = []
         return concat(new) if len(new) > 1 else new[0]

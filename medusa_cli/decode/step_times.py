@@ -1,4 +1,4 @@
-"""The time of whole steps on this machine, measured once for a drafter on a backbone by the loop that decodes."""
+"""Times of whole decoding steps on this machine, measured once for a drafter and a backbone."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -28,17 +28,17 @@ from medusa_cli.tree.search import StepTimes
 
 CONTEXT = 256
 ROUNDS = 4
-# Products go by blocks of rows, so that the cost rises in steps: small sizes are timed one by one.
+# Matmuls run by blocks of rows, so the cost rises in steps: small sizes are timed one by one.
 SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 14, 16, 18, 20, 24, 32, 48, 64)
-# Sizes beyond one that costs so many plain steps are not timed.
+# Sizes above one that costs this many plain steps are not timed.
 HOPELESS = 6.0
-WITHOUT = "no drafter"  # the stamp of its step times
+WITHOUT = "no drafter"  # the stamp of step times without a drafter
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class KeptTimes:
-    """Times as they are kept; `busy` as of KernelTimings."""
+    """Holds step times in the timings file; `busy` as in KernelTimings."""
 
     verify: Curve
     draft: Curve
@@ -46,7 +46,7 @@ class KeptTimes:
 
 
 class NullDrafter(Drafter):
-    """Drafts token 0 on every node, in no time: stands for drafts that no drafter makes, such as n-gram matches."""
+    """Drafts token 0 on every node: its steps cost as much as steps with n-gram matches only."""
 
     num_heads = 4
 
@@ -70,7 +70,7 @@ def measure_step_times(
     sizes: Sequence[int] = SIZES,
     on_progress: Callable[[int], None] = lambda steps: None,
 ) -> StepTimes:
-    """Times steps by nodes of the tree, and drafts by levels, after `context` tokens; returns the least of the rounds.
+    """Times steps by tree size, and drafts by levels, after `context` tokens; returns the least of the rounds.
 
     Disturbances of a machine only add. Tokens are arbitrary: a step's time does not depend on them.
     """
@@ -121,8 +121,8 @@ def step_times_for(
 ) -> StepTimes:
     """Returns the kept step times of a drafter (by its stamp) on this machine, or measures and keeps them.
 
-    Without a drafter, those of the backbone's passes alone. Those of a busy machine are measured
-    again an hour later.
+    Without a drafter these are the passes of the backbone only. Times of a busy machine are
+    measured again an hour later.
     """
     stamp = WITHOUT if drafter is None else stamp
     key = "|".join(

@@ -1,4 +1,4 @@
-"""Amphista: two adaptation layers with caches of their own, and heads that see one another, all drafted at once."""
+"""Amphista: two adaptation layers with caches, and heads that see one another and draft at once."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class AdaptationLayer(nn.Module):
         nn.init.zeros_(self.fc.bias)
 
     def join(self, hidden: Tensor, embedded: Tensor) -> Tensor:
-        """Returns what the decoder layer reads [.., H] of states and of the next tokens' embeddings."""
+        """Returns the decoder layer's input [.., H], from states and the next tokens' embeddings."""
         joined: Tensor = self.fc(torch.cat([hidden, embedded], dim=-1))
         return joined
 

@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NewTokens:
-    """Tokens [A+1] that were accepted since the drafter's last draft, with their hidden states [A+1, H * taps].
+    """Holds the tokens [A+1] accepted since the last draft, with their hidden states [A+1, H * taps].
 
     They stand at positions start .. start + A. root: the next token, decided but not yet in the
-    cache. A prompt is the first such record. extra_hidden: final states [K, H] of the last token's
-    extra rows, where the drafter has some.
+    cache. The first such record is the prompt. extra_hidden: final states [K, H] of the last
+    token's extra rows, where the drafter has some.
     """
 
     tokens: Tensor
@@ -42,7 +42,7 @@ class NewTokens:
         return self.start + len(self.tokens)
 
     def last(self) -> NewTokens:
-        """Returns the last position alone; its tensors do not keep a long prompt's alive."""
+        """Returns only the last position; its tensors do not keep a long prompt's alive."""
         return replace(
             self,
             tokens=self.tokens[-1:].clone(),
@@ -93,11 +93,11 @@ def check_layers(layers: Sequence[int], depth: int, setting: str, *, repeats: bo
 
 @dataclass(frozen=True)
 class Batch:
-    """P packed training positions: hidden [P, H * taps], next [P] (the token after each), segment [P].
+    """Holds P packed training positions: hidden [P, H * taps], next [P] (the token after each), segment [P].
 
     Head k (from 1) predicts next[p + k] where segment[p + k] == segment[p]. Positions of segment
     -1, those of prompts, are seen but not learnt. sequence [P]: each position's conversation, which
-    layers with a cache of their own see; None: they see the segment alone. trace, rows [P]: the
+    layers with a cache of their own see; None: they see only the segment. trace, rows [P]: the
     pass over full sequences [B, L] and the positions in its B * L, for a drafter that uses the
     verify pass.
     """
@@ -116,7 +116,7 @@ class Batch:
 
     @property
     def learnt_index(self) -> Tensor:
-        """Returns the number [P] of each learnt position among those; of no meaning for other positions."""
+        """Returns the index [P] of each learnt position among the learnt ones; undefined for others."""
         return (self.segment >= 0).cumsum(0) - 1
 
     def targets(self, head: int) -> Tensor:
@@ -131,7 +131,7 @@ class Batch:
 
 
 class Drafter(nn.Module, ABC):
-    """Drafts the next tokens of a backbone, which is always an argument: the state dict holds the drafter alone."""
+    """Drafts the next tokens of a backbone, which is always an argument: the state dict holds only the drafter."""
 
     taps: tuple[int, ...] = (-1,)  # the backbone's layers whose output it reads
     uses_verify_pass: ClassVar[bool] = False  # drafts from extra rows of the verify pass before
@@ -149,7 +149,7 @@ class Drafter(nn.Module, ABC):
         return length
 
     def fork(self) -> Self:
-        """Returns this drafter for another sequence: shared weights, packed copies included, and a state of its own."""
+        """Returns this drafter for another sequence: shared weights, packed copies included, and its own state."""
         other = copy.copy(self)
         other.truncate(0)
         return other
@@ -166,7 +166,7 @@ class Drafter(nn.Module, ABC):
         new: Sequence[NewTokens],
         tree: Tree | DynamicTree,
     ) -> list[Draft]:
-        """Drafts a token for every node of B sequences' trees, all of one shape, or grown for this step.
+        """Drafts a token for every node of B sequences' trees: one static tree, or trees grown in this step.
 
         sequences: a fork for each. new: its tokens since its last draft, at first the prompt's
         `first_input`. No tree is deeper than num_heads. FIRP drafts no deeper than the extra rows

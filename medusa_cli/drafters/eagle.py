@@ -60,7 +60,7 @@ class Eagle(HeadDrafter):
     vocabularies = ("draft", "own")
     reads_next = sees_prompt = True
     config: EagleConfig
-    levels: Tensor  # [H * taps], what the states that are fused are multiplied by; ones in a file
+    levels: Tensor  # [H * taps], factors of the states to fuse; ones in a file
 
     def __init__(self, config: EagleConfig) -> None:
         super().__init__(config)
@@ -170,19 +170,19 @@ class Eagle(HeadDrafter):
         return self.score(backbone, 0, self.norm(states))
 
     def embed(self, backbone: Backbone, tokens: Tensor) -> Tensor:
-        """Returns the backbone's embeddings as they are: the layer's own norm scales them."""
+        """Returns the backbone's embeddings unscaled: the layer's own norm scales them."""
         return backbone.embedding(tokens).to(self.dtype)
 
     def _lower(self, hidden: Tensor) -> Tensor:
-        """Returns the states that are fused, levelled and without the last layer's."""
+        """Returns the states to fuse, levelled, without the last layer's."""
         return hidden[..., : -self.config.hidden_size].to(self.dtype) * self.levels.to(self.dtype)
 
     @torch.no_grad()
     def level(self, hidden: Tensor) -> None:
         """Divides each tap by its root mean square over states [n, H * taps] of answers.
 
-        Raw ones differ tenfold, and the layer would need thousands of steps to add as much to a
-        state as it holds.
+        Raw states differ tenfold in size, and training would need thousands of steps to make up for
+        it.
         """
         size = self.config.hidden_size
         squares = hidden[:, :-size].float().square().unflatten(-1, (-1, size)).mean((0, 2))
@@ -220,7 +220,7 @@ def default_taps(depth: int) -> tuple[int, ...]:
 
 
 def _extend_ancestor_masks(ancestors: Sequence[Tensor], level: Frontier) -> list[Tensor]:
-    """Returns which rows of its sequence's tree each node of a level sees: its parent's, its parent and itself."""
+    """Returns the mask of each node of a level: its parent's mask, and itself."""
     masks = []
     start = 0
     for own, parent_rows in zip(ancestors, level.parent_rows.split(level.counts), strict=True):

@@ -1,4 +1,4 @@
-"""Drafting a tree level by level: the one way in which static and dynamic trees are filled."""
+"""Tree expansion: static and dynamic trees are drafted level by level."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,10 +14,10 @@ from medusa_cli.tree import Draft, DynamicTree, Tree, TreeBuilder
 
 @dataclass(frozen=True)
 class Frontier:
-    """The N nodes of B sequences' trees whose children are drafted next, one sequence after another.
+    """Holds the N nodes of B sequences' trees whose children are drafted next, sequence by sequence.
 
     counts [B]: nodes of each sequence. parent_rows [N]: each one's parent among the nodes of the
-    frontier before, or at first the sequences. tokens [N]: what they hold.
+    previous frontier; in the first frontier, its sequence. tokens [N]: their tokens.
     """
 
     counts: list[int]
@@ -75,7 +75,7 @@ def _grow(limits: DynamicTree, new: Sequence[NewTokens], guess: Guess) -> list[D
 
 @dataclass(frozen=True)
 class _Level:
-    """The nodes of one depth and their ranks; rows [n]: the number of each one's parent among `parents`.
+    """Holds the nodes of one depth and their ranks; rows [n]: the index of each one's parent in `parents`.
 
     parent_rows: each parent's own parent among the parents of the level before, for B sequences one
     after another.

@@ -46,7 +46,7 @@ class Firp(HeadDrafter):
     vocabularies = ("draft", "shared")
     uses_verify_pass = True
     learning_rate = 1e-2  # the maps start as the identity and have far to go
-    # With soft targets alone the loss is the KL divergence of equation 4, up to the target's own
+    # With only soft targets the loss is the KL divergence of equation 4, up to the target's own
     # entropy.
     soft = 1.0
     config: FirpConfig

@@ -66,7 +66,7 @@ class HeadsConfig:
 
 
 class HeadDrafter(Scoring):
-    """K heads that end in vocabulary matrices [M, H]: one each, one for all, or the backbone's lm_head.
+    """Has K heads that end in vocabulary matrices [M, H]: one each, one for all, or the backbone's lm_head.
 
     A subclass says how the states are made (`head_states`) and how a tree is drafted from them
     (`draft`).
@@ -74,8 +74,7 @@ class HeadDrafter(Scoring):
 
     name: ClassVar[str]
     learning_rate: ClassVar[float] = 2e-3  # the peak where a recipe names none
-    # Default of train.regress in stage 1; None: its heads do not read the tokens drafted before
-    # theirs.
+    # Default of train.regress in stage 1; None: its heads do not read earlier draft tokens.
     regress: ClassVar[float | None] = None
     soft: ClassVar[float | None] = None  # fixes the share of soft targets; None: train.soft
     weights_file: ClassVar[str] = "drafter.safetensors"
@@ -89,7 +88,7 @@ class HeadDrafter(Scoring):
         "own",
         "shared",
     )  # without "own" it has no matrices
-    reads_next: ClassVar[bool] = False  # the rows of its own decoder layers also see the token after theirs
+    reads_next: ClassVar[bool] = False  # the rows of its decoder layers also see the next token
     drafts_in_graphs: ClassVar[bool] = False  # `fill` drafts within a CUDA graph
     sees_prompt: bool = False  # its own decoder layers see a conversation from its first token
     config: HeadsConfig
@@ -104,7 +103,9 @@ class HeadDrafter(Scoring):
             ids = torch.zeros(config.draft_vocab_size or 0, dtype=torch.long)
         self.register_buffer("draft_ids", ids, persistent=False)
         learnt = config.vocabulary != "shared" and "own" in self.vocabularies
-        count = (1 if config.matrices == "one" else config.num_heads) if learnt else 0
+        count = 0
+        if learnt:
+            count = 1 if config.matrices == "one" else config.num_heads
         self.matrices = nn.ParameterList(nn.Parameter(torch.empty(len(ids), config.hidden_size)) for _ in range(count))
         rank = config.conditional
         self.conditional = TokenBias(config.vocab_size, len(ids), rank) if rank else None
@@ -123,12 +124,12 @@ class HeadDrafter(Scoring):
     ) -> Self:
         """Returns a fresh fp32 drafter, its matrices copied from the lm_head; draft_ids [M] for "draft".
 
-        own: fields of the config that this kind alone has; those that are None or () follow from
-        the model.
+        own: fields of the config that only this kind has; those that are None or () follow from the
+        model.
         """
         if vocabulary not in cls.vocabularies:
             raise UsageError(
-                f"drafter.vocabulary={vocabulary} is none that {cls.name} can score",
+                f"drafter.vocabulary={vocabulary} is not a vocabulary of {cls.name}",
                 f"use one of {', '.join(cls.vocabularies)}",
             )
         ids = None if vocabulary != "draft" or draft_ids is None else draft_ids.sort().values
@@ -176,10 +177,10 @@ class HeadDrafter(Scoring):
         raise NotImplementedError(f"{self.name} does not draft within CUDA graphs")
 
     def truncate(self, length: int) -> int:
-        if not length or not self.sees_prompt:  # every fork has caches of its own, and every prompt another answer
+        if not length or not self.sees_prompt:  # each fork has its own caches
             self.caches = [LayerCache() for _ in self.decoder_layers]
             return length
-        # A last row that saw which token follows goes: it may be another now.
+        # The last row is dropped if it saw the token after it, which may differ now.
         end = min(cache.truncate(length - self.reads_next) for cache in self.caches)
         for cache in self.caches:  # they may end at different positions
             cache.truncate(end)

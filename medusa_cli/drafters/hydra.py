@@ -24,9 +24,8 @@ from medusa_cli.tree.tensors import TreeTensors
 class HydraConfig(HeadsConfig):
     """prefix_layers: causal decoder layers over the accepted states before the heads; 0 is Hydra, 1 Hydra++.
 
-    context: what they see: the "conversation", or the "answer" alone. raw: embeddings as the model
-    has them, and a bias beside the linear path of each head's input, as the authors' code trains
-    them.
+    context: what they see: the "conversation", or only the "answer". raw: embeddings without
+    normalisation, and a bias in the linear path of each head's input, as in the authors' code.
     """
 
     prefix_layers: int = 0

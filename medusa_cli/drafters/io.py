@@ -83,7 +83,7 @@ def read_drafter(kind: type[HeadDrafter], folder: Path) -> tuple[Any, dict[str, 
     if ids:
         known = tensors["draft_ids"]
         if known.min() < 0 or known.max() >= config.vocab_size or len(known.unique()) < len(known):
-            raise UserError(f"draft_ids in {weights} is no set of the model's tokens", REMEDY)
+            raise UserError(f"draft_ids in {weights} is not a set of the model's tokens", REMEDY)
     return config, tensors
 
 
@@ -92,7 +92,7 @@ def weight_shapes(kind: type[HeadDrafter], config: Any) -> dict[str, tuple[int, 
     try:
         with torch.device("meta"):
             return {name: tuple(weight.shape) for name, weight in kind(config).named_weights().items()}
-    except RuntimeError as reason:  # of sizes whose product overflows
+    except RuntimeError as reason:  # sizes that overflow
         raise UserError(f"{DRAFTER_CONFIG} asks for impossible sizes: {first_line(reason)}", REMEDY) from reason
 
 

@@ -1,4 +1,4 @@
-"""Layers that drafters are built of: residual blocks, attention with a cache of its own, the bias from a token."""
+"""Layers of drafters: residual blocks, attention with its own cache, the bias from a token."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from medusa_cli.engine.attention import behind, columns_read, reads_by_length, v
 from medusa_cli.engine.device import upload
 from medusa_cli.model.attention import additive
 
-# In drafting the bias is added to so many of a head's best guesses: it rarely lifts others to the
-# top.
+# In drafting the bias is added only to this many of a head's best guesses: it rarely lifts others.
 CANDIDATES = 128
-# Score of a fresh row's own token in attention; those of other tokens are about 0 and 1 apart.
+# Attention score of a fresh row to itself; scores to other tokens are around 0, with deviation 1.
 OWN_SCORE = 12.0
 
 
@@ -96,7 +95,7 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Any = None) -> Tensor:
 
 
 class SlotRows:
-    """R rows of each of B slots, behind as many rows of a slot as `lengths` [B] says; positions [B, R].
+    """Holds R rows of each of B slots, behind `lengths` [B] rows of the slot; positions [B, R].
 
     tree_mask bool [B, R, R]: the rows among themselves; of an empty slot all see the first one.
     """
@@ -109,7 +108,7 @@ class SlotRows:
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, cached: Tensor) -> Tensor:
         """Writes keys and values [B, heads, R, D] behind the lengths of `cached` [2, B, heads, C, D].
 
-        Returns what queries [B, heads, R, D] see.
+        Returns the attention of queries [B, heads, R, D].
         """
         size, heads, rows, dim = query.shape
         slots = torch.arange(size, device=query.device)[:, None]
@@ -238,7 +237,7 @@ class DecoderLayer(SelfAttention):
         return self.leave(x, F.scaled_dot_product_attention(q, k, v, is_causal=x.shape[1] > 1))
 
     def reads(self, x: Tensor, embedded: Tensor | None = None) -> Tensor:
-        """Returns what attention reads of states and embeddings [.., H]."""
+        """Returns the input of attention, from states and embeddings [.., H]."""
         states = normed(self.hidden_norm, x)
         return states if embedded is None else torch.cat([normed(self.input_layernorm, embedded), states], dim=-1)
 
@@ -251,7 +250,7 @@ class DecoderLayer(SelfAttention):
         return rotate(self.project("k_proj", read), positions, self.rope_theta), self.project("v_proj", read)
 
     def leave(self, x: Tensor, seen: Tensor) -> Tensor:
-        """Returns the layer's output [.., n, H] from its input and what attention saw [.., heads, n, D]."""
+        """Returns the layer's output [.., n, H] from its input and the attention's output [.., heads, n, D]."""
         x = self.add(x, seen)
         read = normed(self.post_attention_layernorm, x)
         return x + self.mlp["down_proj"](F.silu(self.mlp["gate_proj"](read)) * self.mlp["up_proj"](read))
@@ -268,7 +267,7 @@ class DecoderLayer(SelfAttention):
         """Adds rows x [n, H] of B sequences, one after another, to their caches; returns the layer's output [n, H].
 
         positions: each sequence's. masks: which of all rows [n_i, m_i] its rows see; by default all
-        before them. last: returns each sequence's last row alone [B, H].
+        before them. last: returns only each sequence's last row [B, H].
         """
         counts = [len(own) for own in positions]
         flat = upload([position for own in positions for position in own], x.device)
@@ -309,7 +308,7 @@ def owners(counts: Sequence[int], device: torch.device) -> Tensor:
 
 
 def normed(norm: nn.RMSNorm, x: Tensor) -> Tensor:
-    """Normalises in the weight's own type: under autocast the two differ, which torch warns of."""
+    """Normalises in the weight's type: under autocast the types differ, and torch warns."""
     return norm(x.to(norm.weight.dtype))
 
 
@@ -324,7 +323,7 @@ def rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
 
 
 class Padding:
-    """Packed rows [P] of consecutive segments beside the same rows in padded sequences [S, L].
+    """Converts between packed rows [P] of consecutive segments and padded sequences [S, L].
 
     sequence, position [P]: each row's sequence and its position in it.
     """
@@ -360,7 +359,7 @@ class TokenBias(nn.Module):
         self.after = nn.Parameter(torch.zeros(guesses, rank))
 
     def product(self, states: Tensor, matrix: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Widens states [n, H] and a matrix [M, H] so that their product has the bias of tokens [n] in it."""
+        """Widens states [n, H] and a matrix [M, H] so that their matmul includes the bias of tokens [n]."""
         before = F.embedding(tokens, self.before).to(states.dtype)
         return torch.cat([states, before], dim=-1), torch.cat([matrix, self.after.to(matrix.dtype)], dim=-1)
 
@@ -369,8 +368,7 @@ class TokenBias(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Returns log confidences and indices [N, width] of the best guesses after each of B sequences' tokens.
 
-        scores [B, M] are without the bias. Guesses that are no candidates keep their share without
-        it.
+        scores [B, M] are without the bias. Other guesses than the candidates keep their scores.
         """
         best = scores.topk(min(max(CANDIDATES, width), scores.shape[-1]), dim=-1)
         pairs = zip(tokens, best.indices, strict=True)

@@ -38,7 +38,7 @@ class Scoring(Drafter):
         return self._lm_head_rows
 
     def bias(self, backbone: Backbone) -> Tensor | None:
-        """Returns the bias [M] of the lm_head for heads without matrices of their own; None if there is none."""
+        """Returns the bias [M] of the lm_head for heads without their own matrices; None if there is none."""
         return None if len(self.matrices) else self.of_vocabulary(backbone.lm_head_bias)
 
     def of_vocabulary(self, rows: Any) -> Any:
@@ -63,7 +63,7 @@ class Scoring(Drafter):
         return self
 
     def _forget_packed(self) -> None:
-        """Drops what was made of the weights for drafting: they may change now."""
+        """Drops the packed copies of weights, which may change now."""
         self._packed: dict[str, nn.Module] = {}
         self._scorers: list[Callable[[Tensor], Tensor]] = []
         self._lm_head_rows = None
@@ -90,7 +90,7 @@ class Scoring(Drafter):
         """Returns logits fp32 [.., M] of a head for states [.., H]: top-k over bf16 is several times slower."""
         engine = backbone.engine
         own = len(self.matrices) > 0
-        if not self._scorers:  # forks share this very list
+        if not self._scorers:  # forks share this list
             if own:
                 self._scorers += [packed_linear(matrix) for matrix in self.matrices]
             elif self.config.vocabulary == "shared":
@@ -111,7 +111,7 @@ class Scoring(Drafter):
         return log_p, self.draft_ids[best.indices]
 
     def at_once(self, depth: int, compute: Callable[..., Sequence[Tensor]], *inputs: Tensor) -> Guess:
-        """Returns the guesses by scores that no draft token changes, the bias apart.
+        """Returns guesses by scores that do not depend on draft tokens, except for the bias.
 
         compute(*inputs) gives the scores [B, M] of each of `depth` heads.
         """

@@ -1,4 +1,4 @@
-"""Drafting within a CUDA graph: trees, new tokens and the caches of drafters' layers are data of fixed shapes.
+"""Drafting within a CUDA graph: trees, new tokens and drafters' caches are tensors of fixed shapes.
 
 Nothing here reads a value of a tensor or makes a shape from one.
 """
@@ -18,7 +18,7 @@ from medusa_cli.tree.tensors import TreeTensors
 
 @dataclass(frozen=True)
 class NewTensors:
-    """Up to P tokens of each of B sequences that the drafter has not read.
+    """Holds up to P tokens of each of B sequences that the drafter has not read.
 
     hidden [B, P, H * taps]; following [B, P]: the token after each, the root after the last of
     `count` [B]; start [B]: the first one's position; held [B]: rows of each sequence in the layers'
@@ -33,7 +33,7 @@ class NewTensors:
     caches: Sequence[Tensor]
 
     def rows(self) -> SlotRows:
-        """Returns the tokens as rows of decoder layers: each sees those before it."""
+        """Returns the tokens as rows of decoder layers; each sees the earlier ones."""
         every = torch.arange(self.hidden.shape[1], device=self.hidden.device)
         tree_mask = (every <= every[:, None]).expand(len(self.hidden), -1, -1)
         return SlotRows(self.held, self.start[:, None] + every, tree_mask)
@@ -50,10 +50,10 @@ class NewTensors:
 
 
 class LayerSlots:
-    """Holds rows of decoder layers in S slots of C rows, at places that CUDA graphs know.
+    """Holds rows of decoder layers in S slots of C rows, at addresses that CUDA graphs know.
 
-    The caches of a sequence move in when a graph runs it in a slot. Those that were there keep
-    their rows elsewhere. rows: how many new tokens of a sequence a graph reads.
+    The caches of a sequence move in when a graph runs it in a slot. Caches of the slot's previous
+    sequence move out. rows: the most new tokens of a sequence that a graph reads.
     """
 
     def __init__(self, layers: Sequence[DecoderLayer], slots: int, capacity: int, rows: int) -> None:

@@ -8,7 +8,7 @@ from medusa_cli.runs.io import replacing
 from medusa_cli.tree.search import Accuracies, node_values
 from medusa_cli.tree.tree import Tree
 
-# Chances from here on are drawn in the strongest colour.
+# Chances from this one on are drawn in the strongest colour.
 STRONG = 0.3
 
 
@@ -71,7 +71,9 @@ def draw_nodes(axes: Any, tree: Tree, values: Sequence[float]) -> None:
         axes.text(x[node], -tree.depths[node], text, ha="center", va="center", fontsize=6, color=tint)
     for depth in range(tree.max_depth + 1):
         count = tree.depths.count(depth)
-        name = "root" if depth == 0 else f"head {depth}: {count} node{'s' if count > 1 else ''}"
+        name = "root"
+        if depth:
+            name = f"head {depth}: {count} {'nodes' if count > 1 else 'node'}"
         axes.text(min(x) - 1.2, -depth, name, ha="right", va="center", fontsize=8)
     axes.margins(x=0.02, y=0.12)
     axes.axis("off")

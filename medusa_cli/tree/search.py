@@ -85,7 +85,7 @@ def expected_length(tree: Tree, accuracies: Accuracies) -> float:
 
 # Nodes over which the cost of one more is averaged.
 SPAN = 12
-# Sizes are tried one by one up to here, then in strides: products run in blocks of rows.
+# Sizes are tried one by one up to this one, then in strides: matmuls run in blocks of rows.
 DENSE_SIZES = 20
 STRIDE = 4
 
@@ -109,7 +109,7 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class SizedTree:
-    """A tree, and the tokens a step that calibration expects of it."""
+    """Holds a tree and its expected tokens per step, by calibration."""
 
     tree: Tree
     expected: float
@@ -117,7 +117,7 @@ class SizedTree:
 
 @dataclass(frozen=True)
 class TimedTree(SizedTree):
-    """A tree of a size, and the seconds of a step over it, drafting included."""
+    """Adds the seconds of a step over the tree, drafting included."""
 
     seconds: float
 
@@ -127,7 +127,7 @@ class TimedTree(SizedTree):
 
 
 def budgets(accuracies: Accuracies, step_times: StepTimes) -> list[TimedTree]:
-    """Returns the best tree of each size worth trying, over as many of the heads as pay; the root alone first."""
+    """Returns the best tree of each size worth trying, over as many heads as pay; first only the root."""
     limit = min(max(step_times.verify), largest(accuracies))
     best = []
     for nodes in (
@@ -136,10 +136,11 @@ def budgets(accuracies: Accuracies, step_times: StepTimes) -> list[TimedTree]:
     ):
         some = [accuracies[:heads] for heads in range(1, len(accuracies) + 1)]
         trees = [search(heads, nodes) for heads in some if nodes <= largest(heads)]
-        each = [
-            TimedTree(tree, expected_length(tree, accuracies), step_times.step(nodes, tree.max_depth)) for tree in trees
-        ]
-        best.append(max(each, key=lambda budget: budget.tokens_per_s))
+        timed = []
+        for tree in trees:
+            seconds = step_times.step(nodes, tree.max_depth)
+            timed.append(TimedTree(tree, expected_length(tree, accuracies), seconds))
+        best.append(max(timed, key=lambda budget: budget.tokens_per_s))
     return best
 
 
@@ -175,7 +176,7 @@ def parse_budget(text: str | None) -> int | None:
     try:
         return None if text is None else int(text)
     except ValueError as reason:
-        raise UsageError(f"@budget {text!r} is no number of nodes", "give an integer, or auto") from reason
+        raise UsageError(f"@budget {text!r} is not a number of nodes", "give an integer, or auto") from reason
 
 
 def parse_shape(text: str) -> list[int]:
@@ -183,7 +184,7 @@ def parse_shape(text: str) -> list[int]:
     try:
         widths = [int(part) for part in text.split(",")]
     except ValueError as reason:
-        raise UsageError(f"@shape {text!r} is no list of numbers", "give widths such as 4,3,2") from reason
+        raise UsageError(f"@shape {text!r} is not a list of numbers", "give widths such as 4,3,2") from reason
     nodes = 1 + sum(accumulate(widths, mul))
     if min(widths) < 1 or nodes > MAX_NODES:
         raise UsageError(f"@shape {text!r} is not 1 to {MAX_NODES:,} nodes", "give widths such as 4,3,2")

@@ -14,7 +14,7 @@ from medusa_cli.tree.tree import PADDING, ROOT_PARENT, UNREAD, DynamicTree, Tree
 
 
 class TreeTensors:
-    """B static trees of up to N nodes each, node 0 the root, which are to hold the best guesses of their ranks.
+    """Holds B static trees of up to N nodes; each node is to hold its head's guess of its rank.
 
     depth, parents, ranks, tokens [B, N]; mask bool [B, N, N]: each node sees itself and its
     ancestors. A node beyond a tree has depth 0 and the parent PADDING. One that is to be drafted
@@ -30,11 +30,11 @@ class TreeTensors:
 
     @property
     def width(self) -> int:
-        """Returns the guesses that are read below one node."""
+        """Returns the number of guesses read below one node."""
         return self.depth.shape[1]
 
     def temperature(self, head: int) -> float | None:
-        """Returns that of a head's confidences, None where their order is enough."""
+        """Returns the temperature of a head's confidences; None if only their order matters."""
         return None
 
     def extend(self, head: int, log_p: Tensor, ids: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ class TreeTensors:
 
 
 class GrowingTrees(TreeTensors):
-    """B dynamic trees, which take the place of the UNREAD nodes of static ones (see `outline`).
+    """Grows B dynamic trees in place of the UNREAD nodes of static ones (see `outline`).
 
     As many nodes stay as these have, the likeliest of all levels, by TreeBuilder's rule. Nodes
     whose tokens are known stay and get no children. A grown one beside them may hold the same
@@ -98,7 +98,7 @@ class GrowingTrees(TreeTensors):
         self._values = values.gather(1, order)
         self.parents = torch.where(above < 0, above, torch.searchsorted(order, above))
         self.parents = self.parents.masked_fill(order == nowhere, PADDING)
-        # A node that was there sees what it saw, a new one what its parent saw.
+        # An old node keeps its row of the mask; a new one takes its parent's.
         old = order < count
         above = above.clamp(min=0)
         source = torch.where(old, order, above)

@@ -1,4 +1,4 @@
-"""Draft trees: static ones by parents and ranks, dynamic ones that each step grows, and the tokens on their nodes."""
+"""Draft trees: static ones, dynamic ones that grow in each step, and the tokens of their nodes."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# The token of a node whose token the host does not know.
+# Stands for a token that the host does not know.
 UNREAD = -1
 # Parents of the root, and of nodes beyond a tree, where trees are tensors.
-ROOT_PARENT, PADDING = -1, -2
+ROOT_PARENT = -1
+PADDING = -2
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Tree:
             (-1,),
             (0,),
         ):
-            raise ValueError("a tree needs one parent and one rank a node, those of the root being -1 and 0")
+            raise ValueError("a tree needs one parent and one rank per node; the root's are -1 and 0")
         if any(not 0 <= parent < node for node, parent in enumerate(self.parents) if node):
             raise ValueError("every node but the root must come after its parent")
         if any(rank < 0 for rank in self.ranks):
@@ -233,7 +234,7 @@ class TreeBuilder:
                 self.tokens.append(token)
         limit = self._limits.budget - 1
         if len(self._values) - 1 > limit:
-            # Equal values stay together; `tree` drops what is too much.
+            # Equal values stay together; `tree` drops those beyond the budget.
             self._floor = max(
                 self._floor,
                 sorted(self._values[1:], reverse=True)[limit - 1] if limit else math.inf,
@@ -269,7 +270,7 @@ class Draft:
 
 
 def unread_draft(root: int, tree: Tree) -> Draft:
-    """Returns a draft on the host, of which only the root is known there."""
+    """Returns a draft on the host that only knows the root's token."""
     return Draft(torch.tensor([root, *[UNREAD] * (tree.size - 1)]), tree)
 
 
@@ -277,7 +278,7 @@ def batch_drafts(drafts: Sequence[Draft]) -> tuple[Tensor, Tensor, Tensor]:
     """Returns tokens [B, N], depths and masks of B drafts for one pass, padded to the largest.
 
     Depths are [N] and the mask is [N, N] if all trees are equal, else [B, N] and [B, N, N]. A
-    padded node sees itself alone, and no node sees it.
+    padded node sees only itself, and no other node sees it.
     """
     first = drafts[0].tree
     if all(draft.tree is first or draft.tree == first for draft in drafts):
