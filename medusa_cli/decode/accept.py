@@ -1,4 +1,4 @@
-"""Acceptance: greedy and exact sampling follow the model's choice, typical takes plausible tokens."""
+"""Acceptance of draft tokens: by the model's own choice, or typical acceptance."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ def accept(
     samplers: Sequence[Sampler],
     likeliest: Tensor | None = None,
 ) -> list[Path]:
-    """Returns each draft's accepted path by the model's logits [B, N, V] after each node; padded rows are not read.
+    """Returns each draft's accepted path by the model's logits [B, N, V] after each node.
 
-    likeliest: the tokens [B, N] of the largest logits, where they are known. Logits processors work
-    on the nodes that are visited, in their order: they see the same text as without drafts.
+    Padded rows are not read. likeliest: the tokens [B, N] of the largest logits, where they are
+    known. Logits processors work on the nodes that are visited, in their order: they see the same
+    text as without drafts.
     """
     fast = any(sampler.greedy and sampler.processors is None for sampler in samplers)
     best: list[list[int]] = []
@@ -44,7 +45,7 @@ def accept(
 
 
 def _chosen(scores: Tensor, draft: Draft, sampler: Sampler) -> Path:
-    """Follows the sampler's own choices: the same uniform numbers give the same tokens in plain decoding."""
+    """Follows the sampler's choices, which plain decoding makes with the same numbers."""
     if sampler.processors is not None or scores.device.type == "cpu":  # few nodes are visited
         return _follow(draft, lambda node: sampler.choose(scores[node]))
     # Each read of a value waits for the device, so all nodes are drawn at once.
@@ -55,7 +56,7 @@ def _chosen(scores: Tensor, draft: Draft, sampler: Sampler) -> Path:
 
 
 def _follow(draft: Draft, choose: Callable[[int], int]) -> Path:
-    """Walks from the root to the child that holds the token chosen after its parent, as long as there is one."""
+    """Walks from the root to children that hold the token chosen after their parent."""
     tokens = draft.ids
     children = draft.tree.children
     path = [0]
@@ -70,12 +71,12 @@ def _follow(draft: Draft, choose: Callable[[int], int]) -> Path:
 def longest_path(
     chosen: Tensor, tokens: Tensor, depth: Tensor, parents: Tensor, tree_mask: Tensor, length: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Follows the tokens chosen [B, N] after all nodes of B trees without reading a value, for CUDA graphs.
+    """Follows the tokens chosen [B, N] after all nodes of B trees, without reading a value.
 
-    `accept` is its twin for the host: it draws only at the nodes that it visits, and runs logits
-    processors. tokens, depth, parents [B, N] and tree_mask [B, N, N] are the trees; paths have at
-    most `length` nodes. Returns the number of accepted nodes and the last one [B, 1], the path in
-    order [B, P], and a mask of the path [B, N].
+    It serves CUDA graphs; `accept` is its twin for the host: it draws only at the nodes that it
+    visits, and runs logits processors. tokens, depth, parents [B, N] and tree_mask [B, N, N] are
+    the trees; paths have at most `length` nodes. Returns the number of accepted nodes and the last
+    one [B, 1], the path in order [B, P], and a mask of the path [B, N].
     """
     nodes, steps = (torch.arange(count, device=tokens.device) for count in (tokens.shape[1], length))
     matches = (chosen.gather(1, parents.clamp(min=0)) == tokens) | (parents == ROOT_PARENT)

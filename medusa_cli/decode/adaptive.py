@@ -1,4 +1,4 @@
-"""The adaptive policy: the tree size that gives the most tokens a second, down to plain decoding."""
+"""The adaptive policy: it drafts the tree size with the most tokens a second."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class BatchCosts:
 
 
 class StepCosts:
-    """Estimates the seconds of steps: measured times, corrected by the steps of all decoders that share it."""
+    """Estimates the seconds of steps: measured times, corrected by steps of all its decoders."""
 
     def __init__(self, trees: Iterable[Tree], step_times: StepTimes) -> None:
         self._trees = list(trees)
@@ -137,7 +137,10 @@ class AdaptivePolicy(DraftPolicy):
             self.trees = f"trees of a size that pays, {self.size} nodes to begin with"
 
     def _reset(self) -> None:
-        """Starts as a policy without sequences; step costs and estimates by kind of sampling stay."""
+        """Starts as a policy without sequences.
+
+        Step costs and estimates by kind of sampling stay.
+        """
         self._sequences = [AcceptanceEstimate(1.0, PRIOR, SEQUENCE_DECAY)]
         self._plain_steps = 0
         self._retry_after = RETRY_STEPS
@@ -146,7 +149,10 @@ class AdaptivePolicy(DraftPolicy):
         self._current, _ = self._best()  # an index of `_trees`
 
     def fork(self) -> AdaptivePolicy:
-        """Returns this policy for another decoder; both learn the same `costs` and estimates by kind of sampling."""
+        """Returns this policy for another decoder.
+
+        Both learn the same `costs` and estimates by kind of sampling.
+        """
         other = copy.copy(self)
         other._reset()
         return other
@@ -261,7 +267,9 @@ class AdaptivePolicy(DraftPolicy):
         self._retry_after = RETRY_STEPS if best else min(2 * self._retry_after, MAX_RETRY_STEPS)
 
     def _count_plain_step(self) -> None:
-        """Counts plain steps; tries the cheapest tree after `_retry_after` of them, and enough to pay for the trial."""
+        """Counts plain steps; starts a trial of the cheapest tree when enough have passed.
+
+        That is after `_retry_after` steps, and as many as pay for the trial."""
         self._plain_steps += 1
         if self._plain_steps < self._retry_after or len(self._trees) == 1:
             return
@@ -277,7 +285,7 @@ class AdaptivePolicy(DraftPolicy):
             sequence.weight = min(sequence.weight, PRIOR)  # earlier steps weigh less in the trial
 
     def _correct_cost(self, tree: int, seconds: float, batch: int) -> None:
-        """Corrects the cost of steps over a tree, but for the first of slow steps: it may be an outlier."""
+        """Corrects the cost of a tree, except by a single slow step: it may be an outlier."""
         costs = self.costs.of_batch(batch)
         ratio = costs.ratio(tree, seconds)
         after_outlier = self._outlier
@@ -286,7 +294,7 @@ class AdaptivePolicy(DraftPolicy):
             costs.correct(tree, ratio)
 
     def _best(self) -> tuple[int, NDArray[np.float64]]:
-        """Returns the index of the tree with the most tokens a second, and the tokens a second of each tree.
+        """Returns the index of the best tree, and the tokens a second of each tree.
 
         The index is 0, plain decoding, if no tree gives MIN_GAIN times as many.
         """
@@ -297,7 +305,7 @@ class AdaptivePolicy(DraftPolicy):
 
 
 class MatchedDraft(NamedTuple):
-    """A tree with n-gram matches: its number of matched tokens, and the expected tokens of a step."""
+    """Holds a tree, the matched tokens to add, and the expected tokens of a step."""
 
     tree: Tree
     matched: int
@@ -305,10 +313,11 @@ class MatchedDraft(NamedTuple):
 
 
 def best_in_rows(options: Iterable[SizedTree], acceptance: float, chance: float, rows: int) -> MatchedDraft:
-    """Returns the draft of at most `rows` nodes with the most expected tokens: a tree of `options` and a match.
+    """Returns the draft with the most expected tokens: a tree of `options`, and a match.
 
-    acceptance: ratio of accepted to expected draft tokens. chance: of a matched token; 0 without a
-    match. The drafter's guesses count where the first matched token fails.
+    rows: the most nodes. acceptance: ratio of accepted to expected draft tokens. chance: of a
+    matched token; 0 without a match. The drafter's guesses count where the first matched token
+    fails.
     """
     drafts = []
     for sized in options:

@@ -18,7 +18,7 @@ MAX_LINE_TOKENS = 256
 
 @dataclass(frozen=True)
 class Likelihood:
-    """Holds a token's log probability in the model's own distribution, and those of the likeliest tokens.
+    """Holds the log probabilities of a token and of the likeliest tokens, by the model itself.
 
     That is before logits processors, temperature and cuts. A prompt's first token has nan.
     """
@@ -30,7 +30,7 @@ class Likelihood:
 
 @torch.inference_mode()
 def likelihoods(logits: Tensor, tokens: Sequence[int], top: int) -> tuple[Likelihood, ...]:
-    """Returns the log probabilities of n tokens and of the `top` likeliest ones, by logits [n, V]."""
+    """Returns log probabilities of n tokens and of the `top` likeliest ones, by logits [n, V]."""
     log_p = logits[: len(tokens)].float().log_softmax(-1)
     chosen = upload(list(tokens), log_p.device)
     own = log_p.gather(1, chosen[:, None])[:, 0].tolist()
@@ -58,7 +58,7 @@ class Accepted:
 
 @dataclass(frozen=True)
 class Step:
-    """One round of draft, verify, accept, keep: the tokens that it adds to the answer, and its seconds.
+    """Holds a step's tokens and seconds: one round of draft, verify, accept, keep.
 
     path: the accepted nodes, root first, of a tree of `nodes`; () at prefill. looked_up: draft
     tokens from n-gram matches.
@@ -119,7 +119,10 @@ class Stats:
 
     @property
     def acceptance_length(self) -> float:
-        """Returns the tokens a verified step adds, the bonus token included; 1.0 is plain decoding."""
+        """Returns the tokens a verified step adds, the bonus token included.
+
+        1.0 is plain decoding.
+        """
         return 1.0 + self.accepted / self.steps if self.steps else 1.0
 
     @property
@@ -134,10 +137,10 @@ class Stats:
 
 
 class TextStream:
-    """Turns new token ids into the text they add; bytes of an unfinished character wait for the rest.
+    """Turns new token ids into the text they add.
 
-    All parts together are the text of all ids decoded at once. keep: special tokens that the text
-    shows.
+    Bytes of an unfinished character wait for the rest. All parts together are the text of all ids
+    decoded at once. keep: special tokens that the text shows.
     """
 
     def __init__(self, backbone: Backbone, keep: Collection[int] = ()) -> None:
@@ -211,7 +214,10 @@ class Answer:
         self._waiting: list[Piece] = []
 
     def add(self, step: Step, finish_reason: str | None) -> list[Piece]:
-        """Takes a step and the sequence's finish reason, None if it goes on; returns the text that can be shown."""
+        """Takes a step and the sequence's finish reason, None if it goes on.
+
+        Returns the text that can be shown.
+        """
         self.stats.add(step)
         self.tokens += step.tokens
         self.likelihoods += step.likelihoods

@@ -1,4 +1,4 @@
-"""Reads a corpus (a run's answers, chat logs, text, code), and keeps its index for the next start."""
+"""Reads a corpus (a run's answers, chat logs, text, code), and keeps its index."""
 
 import hashlib
 import logging
@@ -27,10 +27,10 @@ log = logging.getLogger(__name__)
 
 
 def load_corpus(source: str, backbone: Backbone) -> Corpus:
-    """Returns the index of a run's answers, a file or a folder, made once per content and tokenizer.
+    """Returns the index of a run's answers, a file or a folder.
 
-    The index lies in the cache and is mapped into memory, not read. Raises UserError for a source
-    without text.
+    The index is made once per content and tokenizer. It lies in the cache and is mapped into
+    memory, not read. Raises UserError for a source without text.
     """
     files = _files(source)
     tokenizer = getattr(backbone.tokenizer, "backend_tokenizer", None)

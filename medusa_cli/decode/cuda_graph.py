@@ -83,9 +83,10 @@ def sampling_params(samplers: list[Sampler], batch: int, count: int) -> Tensor:
 
 
 def choose(logits: Tensor, params: Tensor, depth: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the token after each node [B, N]; False where LIKELIEST tokens are too few to choose from.
+    """Returns the token after each node [B, N].
 
-    logits [B, N, V]; params: of `sampling_params`; depth [B, N]: of the nodes.
+    Also returns a mask [B, N]: False where LIKELIEST tokens are too few to choose from. logits [B,
+    N, V]; params: of `sampling_params`; depth [B, N]: of the nodes.
     """
     sampled, temperature, top_p, top_k = (field[:, None] for field in params[:, :FIELDS].unbind(-1))  # [B, 1] each
     uniforms = params[:, FIELDS:].gather(1, depth)  # [B, N]
@@ -109,10 +110,11 @@ def choose(logits: Tensor, params: Tensor, depth: Tensor) -> tuple[Tensor, Tenso
 
 
 class CudaGraphs:
-    """Runs steps over a cache by its first B slots; each reads one small tensor back from the device.
+    """Runs steps over a cache by its first B slots.
 
-    limits: of the dynamic trees that it grows, None for static trees. capture: makes a graph of a
-    step; None captures CUDA graphs, and on other devices runs steps as they are.
+    Each reads one small tensor back from the device. limits: of the dynamic trees that it grows,
+    None for static trees. capture: makes a graph of a step; None captures CUDA graphs, and on other
+    devices runs steps as they are.
     """
 
     def __init__(
@@ -165,7 +167,7 @@ class CudaGraphs:
         log.info("%d CUDA graphs captured in %.1f s", self.count, time.perf_counter() - started)
 
     def supports(self, sequences: list[Sequence]) -> bool:
-        """Returns True for greedy and exact steps, without processors of logits or log probabilities."""
+        """Returns True for greedy and exact steps without logits processors or log probabilities."""
         samplers = [s.sampler for s in sequences if s.request.top is None and s.sampler.processors is None]
         simple = len(samplers) == len(sequences) and all(s.greedy or s.sampling.exact for s in samplers)
         return not self.failed and simple and all(s.sampling.top_k <= LIKELIEST for s in samplers)
@@ -213,7 +215,10 @@ class CudaGraphs:
         guesses: Mapping[int, Draft],
         drafting: Iterable[Sequence] = (),
     ) -> list[Accepted] | None:
-        """Runs the graph that has room for the drafts; see `step`. drafting: the sequences, if the graph drafts."""
+        """Runs the graph that has room for the drafts; see `step`.
+
+        drafting: the sequences, if the graph drafts.
+        """
         cache = self._cache
         size = len(drafts)
         batch = min(1 << (size - 1).bit_length(), cache.slots)
@@ -357,7 +362,7 @@ class _GraphStep:
         self._run_again: Callable[[], tuple[Tensor, Tensor]] = self._run
 
     def _pack(self, lengths: list[int], drafts: list[Draft], new: list[tuple[NewTokens, list[int]]]) -> Tensor:
-        """Returns the slots' lengths, drafts and new tokens (see CudaGraphs._unread) as one tensor of the host."""
+        """Returns the inputs of a run as one tensor of the host; new: of CudaGraphs._unread."""
         packed = []
         place = 0
         for slot, length in enumerate(lengths):
@@ -416,7 +421,9 @@ class _GraphStep:
         guesses: Mapping[int, Draft],
         new: list[tuple[NewTokens, list[int]]],
     ) -> tuple[Tensor, Tensor]:
-        """Returns (accepted nodes, bonus, path, its tokens) [B, 2 + 2 P] and the path's states [B, P, H * taps].
+        """Returns results [B, 2 + 2 P] and the path's states [B, P, H * taps].
+
+        Results are the number of accepted nodes, the bonus token, the path, and its tokens.
 
         A count of 0 accepted nodes means that the likeliest tokens were too few.
         """
@@ -483,7 +490,10 @@ def captures(engine: Engine) -> bool:
 
 @torch.inference_mode()
 def _trial(engine: Engine) -> bool:
-    """Compares captured steps, greedy and sampled, with ordinary ones; a failure is logged in one line."""
+    """Compares captured steps, greedy and sampled, with ordinary ones.
+
+    A failure is logged in one line.
+    """
     device = engine.backbone.device
     gains = []
     try:
@@ -525,7 +535,7 @@ def _trial(engine: Engine) -> bool:
 
 
 def _equal(engine: Engine, ours: Accepted, plain: Accepted) -> bool:
-    """Returns True if two steps gave the same tokens (in fp32) and, up to rounding, the same states."""
+    """Returns True if two steps agree: in tokens (fp32), and in states up to rounding."""
     rows = min(len(ours.path), len(plain.path))
     error = float((ours.hidden[:rows] - plain.hidden[:rows]).float().norm() / plain.hidden[:rows].float().norm())
     same = (ours.path, ours.bonus) == (

@@ -82,10 +82,10 @@ class Decoder:
         return self._prefixes.free
 
     def run(self, requests: Iterable[Request]) -> Iterator[tuple[Sequence, Step]]:
-        """Decodes requests, as many at once as there are slots; request i becomes the sequence of number i.
+        """Decodes requests, as many at once as there are slots.
 
-        A request's answer does not depend on the others. Closing the iterator cancels the running
-        sequences.
+        Request i becomes the sequence of number i. A request's answer does not depend on the
+        others. Closing the iterator cancels the running sequences.
         """
         try:
             for number, request in enumerate(requests):
@@ -99,18 +99,21 @@ class Decoder:
                 sequence.cancel()
 
     def admit(self, request: Request, number: int = 0) -> tuple[Sequence, Step]:
-        """Runs the prompt of a request; returns its sequence and the step with the answer's first token."""
+        """Runs the prompt of a request.
+
+        Returns its sequence and the step with the answer's first token.
+        """
         *_, (sequence, step) = self.prefill(request, number)
         assert step is not None
         return sequence, step
 
     @torch.inference_mode()
     def prefill(self, request: Request, number: int = 0) -> Iterator[tuple[Sequence, Step | None]]:
-        """Gives a request a slot and runs its prompt, one chunk per item; the last item has the first token's step.
+        """Gives a request a slot and runs its prompt, one chunk per item.
 
-        Other sequences may take steps in between. `number` selects the sequence's random stream.
-        Raises UserError for a prompt longer than the context, UsageError for limits that are not
-        valid.
+        The last item has the first token's step. Other sequences may take steps in between.
+        `number` selects the sequence's random stream. Raises UserError for a prompt longer than the
+        context, UsageError for limits that are not valid.
         """
         sequence = Sequence(self.backbone, request, number, self.policy.begin(request.sampling))
         self._check_memory(len(request.prompt) + sequence.stop.left)
@@ -221,7 +224,10 @@ class Decoder:
     def _plain_step(
         self, sequences: list[Sequence], proposals: list[Proposal], drafted: dict[int, Draft] | None
     ) -> tuple[list[Draft], list[Accepted]]:
-        """Takes a step without a CUDA graph; drafted: the drafter's drafts, None if it has not drafted yet."""
+        """Takes a step without a CUDA graph.
+
+        drafted: the drafter's drafts, None if it has not drafted yet.
+        """
         if drafted is None:
             drafted = self._draft(sequences, proposals)
         roots = [upload([sequence.root], self.backbone.device) for sequence in sequences]
@@ -255,7 +261,10 @@ class Decoder:
         return self.engine.forward(plan, self.cache)
 
     def _keep(self, slot: int, sequence: Sequence, draft: Draft, out: Output, path: list[int], bonus: int) -> Accepted:
-        """Keeps the rows of an accepted path in a slot of the cache; returns the path with its states."""
+        """Keeps the rows of an accepted path in a slot of the cache.
+
+        Returns the path with its states.
+        """
         assert out.logits is not None
         self.cache.keep(slot, path)
         rows = upload(path, self.backbone.device)
@@ -277,11 +286,12 @@ class Decoder:
         return fitting
 
     def _check_memory(self, tokens: int) -> None:
-        """Raises UserError if the device's memory cannot hold a cache of so many tokens per slot."""
+        """Raises UserError if the memory cannot hold a cache of so many tokens per slot."""
         capacity = self.cache.grown(tokens + self.policy.size)
         if capacity == self.cache.capacity:
             return
-        needed = capacity * self.cache.slots * self.engine.row_bytes  # the old cache stays until it is copied
+        # The old cache stays until it is copied.
+        needed = capacity * self.cache.slots * self.engine.row_bytes
         free = free_memory(self.backbone.device)
         if needed > free:
             raise UserError(

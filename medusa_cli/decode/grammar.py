@@ -1,4 +1,4 @@
-"""Grammars that an answer must follow: JSON schemas, regular expressions, Lark and GBNF grammars, by llguidance."""
+"""Grammars of answers, by llguidance: JSON schemas, regular expressions, Lark and GBNF."""
 
 from __future__ import annotations
 
@@ -63,16 +63,20 @@ MAX_RULES = 250
 
 @dataclass(frozen=True)
 class Grammar:
-    """Constrains an answer. kind: "json_schema", "regex" or "grammar" (Lark or GBNF); text: its source."""
+    """Constrains an answer. kind: "json_schema", "regex" or "grammar" (Lark or GBNF).
+
+    text: its source.
+    """
 
     kind: str
     text: str
 
     @classmethod
     def of(cls, **sources: Any) -> Grammar | None:
-        """Returns the grammar of one source, given by its kind; None without one. A JSON schema may be a dict.
+        """Returns the grammar of one source, given by its kind; None without one.
 
-        Raises UsageError for more than one, and for a schema that is not a JSON object.
+        A JSON schema may be a dict. Raises UsageError for more than one, and for a schema that is
+        not a JSON object.
         """
         given = {kind: source for kind, source in sources.items() if source is not None}
         if not given:
@@ -97,7 +101,7 @@ class Grammar:
 
 
 def check_size(kind: str, source: str, rules: int) -> None:
-    """Raises UsageError for a source with too many brackets at once or too many rules for recursive parsers."""
+    """Raises UsageError for a source too nested or with too many rules for recursive parsers."""
     if max(accumulate((letter in "([{") - (letter in ")]}") for letter in source)) > MAX_NESTING:
         raise UsageError(f"@{kind} is nested too deeply", f"use at most {MAX_NESTING} brackets at once")
     if rules > MAX_RULES and kind != "regex":
@@ -110,7 +114,7 @@ def inline(schema: Mapping[str, Any]) -> str:
 
 
 def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a JSON schema whose objects have no properties but those that it names, unless it asks for others.
+    """Returns a JSON schema whose objects have only the properties that it names or asks for.
 
     Most schemas leave `additionalProperties` out and mean none, and small models would add more and
     more. Parts that must agree with others (`allOf`) stay open, and so does what they refer to.
@@ -127,7 +131,7 @@ def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _names_all(part: Mapping[str, Any]) -> bool:
-    """Returns True if an object may do with the properties that its schema names, and asks for no others."""
+    """Returns True if a schema names all the properties that its objects need."""
     properties = part.get("properties")
     required = part.get("required", ())
     if not isinstance(properties, dict) or not isinstance(required, list | tuple):
@@ -137,7 +141,7 @@ def _names_all(part: Mapping[str, Any]) -> bool:
 
 
 def _combined(schema: Any) -> set[int]:
-    """Returns the ids of a schema's parts that must agree with others, with all that they hold or refer to."""
+    """Returns the ids of parts that must agree with others, and of the parts inside them."""
     combined = set[int]()
     todo = [part for part in _parts(schema) if _combines(part)]
     todo.reverse()  # the outer ones first, which hold the others
@@ -207,7 +211,10 @@ class GrammarCompiler:
         self.matcher = lru_cache(CACHED_GRAMMARS)(self._matcher)
 
     def _matcher(self, grammar: Grammar) -> LLMatcher:
-        """Returns a matcher at the beginning of a grammar, for its callers to copy; raises UsageError for a bad one."""
+        """Returns a matcher at the beginning of a grammar, for its callers to copy.
+
+        Raises UsageError for a bad one.
+        """
         from llguidance import LLMatcher, grammar_from
 
         try:
@@ -232,7 +239,7 @@ class GrammarCompiler:
 
 
 def _tokenizer_of(backbone: Backbone) -> tuple[LLTokenizer, dict[str, int]]:
-    """Returns the tokenizer that grammars are compiled over, and the ids of tokens that are no text in them, by name.
+    """Returns the tokenizer of grammars, and the ids of its special tokens by name.
 
     llguidance takes some added tokens for special ones because of their angle brackets, such as
     Qwen's `<tool_call>`.
@@ -318,7 +325,10 @@ class GrammarProcessor(LogitsProcessor):
         self._answer: list[int] = []  # the tokens that the matcher has read
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Returns logits [1, V] after the text [1, L]. After a text that the grammar does not allow comes the end."""
+        """Returns logits [1, V] after the text [1, L].
+
+        After a text that the grammar does not allow comes the end.
+        """
         if self._read(input_ids) or self._matcher.is_error():
             # Beyond the limits of grammars the mask allows only the end.
             bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
@@ -335,7 +345,7 @@ class GrammarProcessor(LogitsProcessor):
         return masked
 
     def cuts_off(self, text: Tensor) -> bool:
-        """Returns True if the text [1, L] ends before the grammar does: at a limit of the library, or at a fault of it.
+        """Returns True if the text [1, L] ends before the grammar does, at a limit of the library.
 
         The library may refuse a token that it allowed before; after both only the end is allowed.
         """
@@ -351,7 +361,10 @@ class GrammarProcessor(LogitsProcessor):
         return tokens + self._stop_ids[:1] if self._matcher.is_stopped() else tokens
 
     def _read(self, text: Tensor) -> bool:
-        """Moves the matcher to the end of a text [1, L]; returns False if the grammar does not allow the text."""
+        """Moves the matcher to the end of a text [1, L].
+
+        Returns False if the grammar does not allow the text.
+        """
         answer = text[0, self._prompt_length :].tolist()
         read = self._answer
         shared = shared_length(answer, read)

@@ -1,4 +1,4 @@
-"""N-gram lookup: drafts the tokens that followed an earlier occurrence of the text's last tokens."""
+"""N-gram lookup: drafts the tokens that followed the text's last tokens before."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class AcceptanceEstimate:
 
 @dataclass(frozen=True)
 class NgramMatch:
-    """Holds the tokens after an earlier occurrence, the class of its length, and the chance of each next token."""
+    """Holds the tokens after an earlier occurrence, its length, and each token's chance."""
 
     tokens: tuple[int, ...]
     length: int
@@ -83,7 +83,7 @@ NgramTrust = dict[int, AcceptanceEstimate]
 
 
 def ngram_trust(shared: NgramTrust | None = None, priors: Mapping[int, float] = PRIOR_BY_LENGTH) -> NgramTrust:
-    """Returns the prior trust; with `shared` the trust of a new text, half way from the prior to `shared`."""
+    """Returns the prior trust; with `shared`, half way from the prior to `shared`."""
     if shared is None:
         return {length: AcceptanceEstimate(prior, PRIOR, DECAY) for length, prior in priors.items()}
     trust = {}
@@ -94,7 +94,10 @@ def ngram_trust(shared: NgramTrust | None = None, priors: Mapping[int, float] = 
 
 
 class NgramSource(ABC):
-    """Finds matches for one text; updates the trust in its matches, and that of all texts (`shared`)."""
+    """Finds matches for one text.
+
+    Updates the trust in its matches, and that of all texts (`shared`).
+    """
 
     priors: ClassVar[Mapping[int, float]] = PRIOR_BY_LENGTH
 
@@ -104,7 +107,7 @@ class NgramSource(ABC):
 
     @abstractmethod
     def find(self, tokens: Sequence[int], root: int) -> list[NgramMatch]:
-        """Returns matches for the end of the text (`tokens`, then `root`), the longest first, and keeps them.
+        """Returns matches for the end of the text (`tokens`, then `root`), longest first.
 
         No two begin with the same token.
         """
@@ -131,7 +134,10 @@ class NgramIndex(NgramSource):
         self._indexed = 0
 
     def find(self, tokens: Sequence[int], root: int) -> list[NgramMatch]:
-        """Returns matches of MAX_TOKENS tokens; one that overlaps the end of the text is continued periodically."""
+        """Returns matches of MAX_TOKENS tokens.
+
+        One that overlaps the end of the text is continued periodically.
+        """
         for position in range(self._indexed, len(tokens)):
             self._after.setdefault((tokens[position],), []).append(position + 1)
             if position:
@@ -161,7 +167,7 @@ def _match_length(text: Sequence[int], start: int) -> int:
 
 
 class Corpus:
-    """Indexes earlier texts: their tokens, and all positions in them, sorted by the tokens before, read backwards.
+    """Indexes earlier texts: all positions, sorted by the tokens before, read backwards.
 
     tokens, positions int32 [T]: texts between gaps. The longest match of a text's end then stands
     where that end would be sorted in, which takes some 20 comparisons in ten million tokens.
@@ -174,7 +180,10 @@ class Corpus:
         self.index(texts)
 
     def index(self, texts: Iterable[Sequence[int]]) -> None:
-        """Indexes these texts and drops those before; takes some 0.4 s and 60 MB a million tokens."""
+        """Indexes these texts and drops those before.
+
+        Takes some 0.4 s and 60 MB a million tokens.
+        """
         border = np.full(max(MAX_LENGTH, MAX_TOKENS), GAP, np.int32)
         parts = [part for text in texts for part in (np.asarray(text, np.int32), border[:1])]
         self.tokens = np.concatenate([border, *parts, border])
@@ -223,7 +232,10 @@ class Corpus:
 
 
 class CorpusMatches(NgramSource):
-    """Finds the longest match of the text's end in a corpus; matches below `min_chance` only update the trust."""
+    """Finds the longest match of the text's end in a corpus.
+
+    Matches below `min_chance` only update the trust.
+    """
 
     priors = CORPUS_PRIOR_BY_LENGTH
 
@@ -250,7 +262,10 @@ def likeliest(matches: Iterable[NgramMatch]) -> list[NgramMatch]:
 
 
 def add_paths(draft: Draft, paths: Sequence[Sequence[int]]) -> Draft:
-    """Adds paths of tokens from the root to a draft; tokens that the draft has already are not added twice."""
+    """Adds paths of tokens from the root to a draft.
+
+    Tokens that the draft has already are not added twice.
+    """
     tokens = list(draft.ids)
     parents = list(draft.tree.parents)
     ranks = list(draft.tree.ranks)

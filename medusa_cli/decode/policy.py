@@ -39,11 +39,11 @@ Proposal = tuple[Tree | DynamicTree, list[tuple[int, ...]]]
 
 
 class DraftPolicy(ABC):
-    """Chooses what each sequence drafts. Several sequences share one policy; each has its own DraftState.
+    """Chooses what each sequence drafts. Several sequences share one policy.
 
-    ngrams: draft n-gram matches of the text (prompt lookup) and of the `corpora`, too. The trust in
-    a match is learnt for its source and length, as in SAM Decoding (arXiv:2411.10666). If a grammar
-    forces the next tokens, only these are drafted.
+    Each has its own DraftState. ngrams: draft n-gram matches of the text (prompt lookup) and of the
+    `corpora`, too. The trust in a match is learnt for its source and length, as in SAM Decoding
+    (arXiv:2411.10666). If a grammar forces the next tokens, only these are drafted.
     """
 
     max_depth: int
@@ -76,7 +76,10 @@ class DraftPolicy(ABC):
         return DraftState(ngrams=(text, *earlier))
 
     def next(self, sequences: list[Sequence]) -> list[Proposal]:
-        """Returns each sequence's next proposal; the root without matches for those that draft nothing."""
+        """Returns each sequence's next proposal.
+
+        Sequences that draft nothing get the root without matches.
+        """
         speculative = [sequence for sequence in sequences if sequence.draft.speculative]
         if len(speculative) == len(sequences):
             return self._next(sequences)
@@ -146,7 +149,10 @@ class StaticTreePolicy(DraftPolicy):
 
 
 class DynamicTreePolicy(DraftPolicy):
-    """Lets the drafter grow a tree of its likeliest guesses in every step; matches take at most half of the budget."""
+    """Lets the drafter grow a tree of its likeliest guesses in every step.
+
+    Matches take at most half of the budget.
+    """
 
     def __init__(self, tree: DynamicTree, ngrams: bool = False) -> None:
         super().__init__(ngrams)
@@ -179,7 +185,7 @@ def _prefixes(matches: list[NgramMatch], counts: list[int]) -> list[tuple[int, .
 
 
 def complete(engine: Engine, sequences: list[Sequence], proposals: list[Proposal], drafts: list[Draft]) -> list[Draft]:
-    """Adds each proposal's n-gram paths to its draft, and cuts the draft to the nodes that a pass takes."""
+    """Adds n-gram paths to each draft, and cuts it to the nodes that a pass takes."""
     completed = []
     for sequence, (_, paths), draft in zip(sequences, proposals, drafts, strict=True):
         if paths:

@@ -1,4 +1,4 @@
-"""The slots of a cache: each holds a running sequence, or a done one whose rows serve as a cached prefix."""
+"""The slots of a cache: each holds a running sequence, or a done one as a cached prefix."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from medusa_cli.engine import Cache
 
 
 class PrefixCache:
-    """Gives sequences slots of a cache; a prompt with the same beginning as a slot's text runs only the rest."""
+    """Gives sequences slots of a cache.
+
+    A prompt with the same beginning as a slot's text runs only the rest.
+    """
 
     def __init__(self, cache: Cache, drafter: Drafter | None) -> None:
         self._cache = cache
@@ -31,9 +34,10 @@ class PrefixCache:
         return self._slots.index(sequence)
 
     def take(self, sequence: Sequence) -> None:
-        """Gives a sequence the idle slot that shares most with its prompt; it takes over those rows.
+        """Gives a sequence the idle slot that shares most with its prompt.
 
-        At least the prompt's last token is left to run. Raises ValueError if no slot is idle.
+        It takes over those rows. At least the prompt's last token is left to run. Raises ValueError
+        if no slot is idle.
         """
         prompt = sequence.request.prompt
         reuse = 0 if sequence.request.scores_prompt else sequence.request.reuse
@@ -60,7 +64,7 @@ class PrefixCache:
         self._cache.truncate(slot, sequence.reused)
 
     def move_running_first(self) -> list[Sequence]:
-        """Moves running sequences from the last slots into idle ones before them: a pass runs over the first slots.
+        """Moves running sequences to the first slots, over which passes run.
 
         Returns the running sequences by slot.
         """

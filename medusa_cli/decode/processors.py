@@ -1,4 +1,4 @@
-"""Logits processors: transformers' own, by the model's generation config and a request's options."""
+"""Logits processors of transformers, by generation config and request."""
 
 from __future__ import annotations
 
@@ -123,11 +123,11 @@ CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 @dataclass(frozen=True)
 class LogitsOptions:
-    """Changes the logits before a token is chosen, by transformers' names; None takes the model's own value.
+    """Changes the logits before a token is chosen, by transformers' names.
 
-    presence_penalty, frequency_penalty: see AdditivePenalties. logit_bias: added to the logits of
-    tokens; it replaces the model's sequence_bias. grammar: constrains the answer. Raises
-    UsageError for values that are not valid.
+    None takes the model's own value. presence_penalty, frequency_penalty: see AdditivePenalties.
+    logit_bias: added to the logits of tokens; it replaces the model's sequence_bias. grammar:
+    constrains the answer. Raises UsageError for values that are not valid.
     """
 
     repetition_penalty: float | None = None
@@ -156,7 +156,7 @@ class LogitsOptions:
         return {name: value for name, value in vars(self).items() if value is not None}
 
     def check(self, backbone: Backbone) -> None:
-        """Raises UsageError for token ids beyond the vocabulary, and for a grammar that cannot be followed."""
+        """Raises UsageError for ids beyond the vocabulary and grammars that cannot be followed."""
         vocabulary = backbone.vocab_size
         ids = {"bad_words_ids": [id for word in self.bad_words_ids or () for id in word]}
         ids |= {
@@ -192,10 +192,10 @@ class AdditivePenalties(LogitsProcessor):
 
 
 class SequenceProcessors:
-    """Holds the processors of one sequence and its text so far: each new token is processed once, in order.
+    """Holds a sequence's processors and its text so far.
 
-    In exact sampling temperature, top-k and top-p are among them. grammar: the one among them that
-    follows a grammar.
+    Each new token is processed once, in order. In exact sampling temperature, top-k and top-p are
+    among them. grammar: the one among them that follows a grammar.
     """
 
     def __init__(self, processors: LogitsProcessorList, text: Tensor, grammar: GrammarProcessor | None = None) -> None:
@@ -210,7 +210,10 @@ class SequenceProcessors:
         return scores[0]
 
     def along(self, draft: Draft, logits: Tensor) -> Tensor:
-        """Returns the logits [N, V] of a draft's nodes, each after its path; the root is the text's last token."""
+        """Returns the logits [N, V] of a draft's nodes, each after its path.
+
+        The root is the text's last token.
+        """
         paths = [draft.tree.path(node)[1:] for node in range(draft.tree.size)]
         return torch.stack([self(row, draft.tokens[path]) for row, path in zip(logits, paths, strict=True)])
 
@@ -234,7 +237,10 @@ def generate_arguments(
     prompt_length: int,
     grammar: GrammarProcessor | None = None,
 ) -> dict[str, Any]:
-    """Returns the arguments of transformers' generate for the same decoding; the rest is the generation config's."""
+    """Returns the arguments of transformers' generate for the same decoding.
+
+    The rest is the generation config's.
+    """
     arguments = {**NOT_DONE, **options.given}
     own = LogitsProcessorList()
     arguments.pop("grammar", None)
@@ -272,10 +278,10 @@ def sequence_processors(
     sampling: Sampling,
     options: LogitsOptions,
 ) -> SequenceProcessors | None:
-    """Returns generate's logits processors for a sequence; None if there are only temperature and cuts.
+    """Returns generate's logits processors for a sequence.
 
-    Raises UsageError for token ids beyond the vocabulary, UserError for a generation config that is
-    not valid.
+    None if there are only temperature and cuts. Raises UsageError for token ids beyond the
+    vocabulary, UserError for a generation config that is not valid.
     """
     config = backbone.model.generation_config
     ends = sorted(stop_ids) or None
@@ -344,7 +350,7 @@ def changes_of(backbone: Backbone) -> list[str]:
 
 
 def differing(config: Any, defaults: Mapping[str, Any]) -> list[str]:
-    """Returns the fields of a generation config that are set to something else, with their values."""
+    """Returns the fields of a generation config that differ from defaults, with values."""
     values = {name: getattr(config, name, None) for name in defaults}
     return [f"{name} {shown(value)}" for name, value in values.items() if value not in (None, defaults[name])]
 

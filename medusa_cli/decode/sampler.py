@@ -23,9 +23,10 @@ WITHOUT_DOUBLE = ("mps",)
 
 
 def candidates(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor | None]:
-    """Returns the weights [.., C] to draw from and their token ids; None for the whole vocabulary in order.
+    """Returns the weights [.., C] to draw from and their token ids.
 
-    Applies temperature, then top-k, then top-p to logits [.., V].
+    Ids are None for the whole vocabulary in order. Applies temperature, then top-k, then top-p to
+    logits [.., V].
     """
     scores = logits.float() / sampling.temperature
     ids = None
@@ -48,7 +49,7 @@ def nucleus(probs: Tensor, top_p: float | Tensor) -> Tensor:
 
 
 def _top_k(scores: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """Returns the k largest scores in falling order, with all that tie with the k-th, as in transformers; token ids."""
+    """Returns the k largest scores in falling order, and ties of the k-th; their token ids."""
     values, ids = scores.topk(top_k, dim=-1)
     lowest = values[..., -1:]
     count = int((scores >= lowest).sum(-1).max())
@@ -59,8 +60,9 @@ def _top_k(scores: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
 
 
 def _likeliest(probs: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
-    """Returns the largest probabilities in falling order, enough to sum to top_p, and their token ids."""
-    if probs.device.type == "cpu" and probs.shape[-1] > NUCLEUS:  # on a GPU reading the sum costs more than a sort
+    """Returns the largest probabilities in falling order that sum to top_p; their token ids."""
+    # On a GPU reading the sum costs more than a sort.
+    if probs.device.type == "cpu" and probs.shape[-1] > NUCLEUS:
         best = probs.topk(NUCLEUS, dim=-1)
         if bool((best.values.sum(-1) > top_p).all()):
             return best.values, best.indices
@@ -69,11 +71,11 @@ def _likeliest(probs: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
 
 
 def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """Returns the index [..] where each uniform number [..] falls among weights [.., C], which need not sum to one.
+    """Returns the index [..] where each uniform number [..] falls among weights [.., C].
 
-    Inverting the distribution takes one random number a row; exponential races take C. In a
-    vocabulary the sums of blocks first find its block: running sums in fp64 over all weights of
-    many rows are slow.
+    Weights need not sum to one. Inverting the distribution takes one random number a row;
+    exponential races take C. In a vocabulary the sums of blocks first find its block: running sums
+    in fp64 over all weights of many rows are slow.
     """
     size = weights.shape[-1]
     if size <= FLAT:
@@ -88,7 +90,7 @@ def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def _invert(weights: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the index where the running sum of weights [.., C] exceeds a target [.., 1], and the rest.
+    """Returns where the running sum of weights [.., C] exceeds a target [.., 1], and the rest.
 
     The rest is the target less the sum before the index.
     """
@@ -100,7 +102,7 @@ def _invert(weights: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Sampler:
-    """Chooses the tokens of one sequence by its sampling and its random stream, one uniform number a token.
+    """Chooses the tokens of one sequence, by one uniform number of its random stream each.
 
     The numbers do not depend on the device or on drafts: an answer depends only on its seed.
     `stream` selects the random stream; stream 0 is that of the seed itself. processors: change the
@@ -137,7 +139,10 @@ class Sampler:
         return tokens
 
     def choose(self, logits: Tensor) -> int:
-        """Returns the next token from one row of logits [V]. With processors this chooses every token, in order."""
+        """Returns the next token from one row of logits [V].
+
+        With processors this chooses every token, in order.
+        """
         if self.processors is not None:
             logits = self.processors(logits)
         if self.sampling.exact:

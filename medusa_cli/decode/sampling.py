@@ -70,12 +70,15 @@ class Sampling:
 
     @cached_property
     def greedy(self) -> bool:
-        """Returns True if every token is the most likely one; temperature 0 is greedy in every mode."""
+        """Returns True if every token is the most likely one.
+
+        Temperature 0 is greedy in every mode.
+        """
         return self.mode == "greedy" or self.temperature < MIN_TEMPERATURE
 
     @cached_property
     def exact(self) -> bool:
-        """Returns True if tokens are drawn from the model's own distribution, after temperature and cuts."""
+        """Returns True if tokens are drawn from the model's distribution (temperature, cuts)."""
         return self.mode == "exact" and not self.greedy
 
 
@@ -114,7 +117,7 @@ def sampling_of(
 
 
 def sampling_kind(sampling: Sampling) -> tuple[str, float]:
-    """Returns the name of all sampling with similar acceptance, and the prior of its acceptance ratio.
+    """Returns the name of sampling with similar acceptance, and its prior acceptance ratio.
 
     The ratio compares with greedy calibration: the hotter the sampling, the fewer drafts are
     accepted; top-p and top-k soften that.

@@ -44,9 +44,9 @@ class Request:
 
 
 class StopCriteria:
-    """Truncates new tokens at the first stop token, stop string or limit; `reason` is then "stop" or "length".
+    """Truncates new tokens at the first stop token, stop string or limit.
 
-    left: tokens that the answer may still have.
+    `reason` is then "stop" or "length". left: tokens that the answer may still have.
 
     Raises UsageError for a limit below 1, UserError for a prompt that is empty or fills the
     context.
@@ -96,7 +96,7 @@ class StopCriteria:
 
 @dataclass
 class DraftState:
-    """Holds a policy's state of one sequence: its acceptance, and the sources of its n-gram matches.
+    """Holds a policy's state of one sequence: its acceptance and its n-gram sources.
 
     speculative: False for a sequence that drafts nothing.
     """
@@ -107,12 +107,13 @@ class DraftState:
 
 
 class Sequence:
-    """A prompt and its answer so far, in one slot of the cache. A sequence that is done is its slot's cached prefix.
+    """A prompt and its answer so far, in one slot of the cache.
 
-    tokens: those whose rows are in the slot. root: the next token, decided but not yet in the
-    cache. drafter: a fork with this sequence's state. unread: tokens that the drafter has not read;
-    without a drafter, those of the last step. draft: the draft policy's state of the sequence.
-    reused: tokens of the prompt that the slot held before. `number` selects the random stream.
+    A sequence that is done is its slot's cached prefix. tokens: those whose rows are in the slot.
+    root: the next token, decided but not yet in the cache. drafter: a fork with this sequence's
+    state. unread: tokens that the drafter has not read; without a drafter, those of the last step.
+    draft: the draft policy's state of the sequence. reused: tokens of the prompt that the slot held
+    before. `number` selects the random stream.
     """
 
     root: int
@@ -123,7 +124,8 @@ class Sequence:
         self.draft = draft
         draft.speculative = request.speculative
         self.stop = StopCriteria(backbone, request)
-        length = max(1, self.stop.left)  # transformers asks for a token even if a prompt is only scored
+        # transformers asks for a token even if a prompt is only scored.
+        length = max(1, self.stop.left)
         processors = sequence_processors(
             backbone,
             request.prompt,
@@ -162,7 +164,9 @@ class Sequence:
         self.stop.reason = self.stop.reason or "cancelled"
 
     def reuse_prefix(self, held: Sequence | None, shared: int, drafter: Drafter | None) -> None:
-        """Takes over the first `shared` tokens of a slot's done sequence, or fewer if its drafter knows fewer.
+        """Takes over the first `shared` tokens of a slot's done sequence.
+
+        They are fewer if its drafter knows fewer.
 
         It may be called again with fewer.
         """
@@ -186,13 +190,13 @@ class Sequence:
         return self.stop.truncate([new.root])
 
     def take_unread(self) -> NewTokens:
-        """Returns the tokens that the drafter has not read, as one record, and marks them as read."""
+        """Returns the drafter's unread tokens as one record, and marks them as read."""
         new = self.unread
         self.unread = []
         return concat(new) if len(new) > 1 else new[0]
 
     def commit(self, accepted: Accepted) -> list[int]:
-        """Takes an accepted path; returns the tokens it adds to the answer, the bonus token last."""
+        """Takes an accepted path; returns the new tokens, the bonus token last."""
         path = upload(accepted.tokens, accepted.hidden.device)
         new = NewTokens(path, accepted.hidden, accepted.bonus, len(self.tokens), accepted.extra_hidden)
         self.tokens += accepted.tokens

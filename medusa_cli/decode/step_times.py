@@ -70,9 +70,10 @@ def measure_step_times(
     sizes: Sequence[int] = SIZES,
     on_progress: Callable[[int], None] = lambda steps: None,
 ) -> StepTimes:
-    """Times steps by tree size, and drafts by levels, after `context` tokens; returns the least of the rounds.
+    """Times steps by tree size, and drafts by levels, after `context` tokens.
 
-    Disturbances of a machine only add. Tokens are arbitrary: a step's time does not depend on them.
+    Returns the least of the rounds. Disturbances of a machine only add. Tokens are arbitrary: a
+    step's time does not depend on them.
     """
     heads = drafter.num_heads
     late = drafter.uses_verify_pass
@@ -119,7 +120,7 @@ def step_times_for(
     again: bool = False,
     on_progress: Callable[[int], None] = lambda steps: None,
 ) -> StepTimes:
-    """Returns the kept step times of a drafter (by its stamp) on this machine, or measures and keeps them.
+    """Returns a drafter's step times on this machine: kept ones, or measured now and kept.
 
     Without a drafter these are the passes of the backbone only. Times of a busy machine are
     measured again an hour later.
@@ -144,7 +145,8 @@ def step_times_for(
     step_times, busy = watched(lambda: measure_step_times(backbone, drafter or NullDrafter(), on_progress=on_progress))
     if stamp is not None:
         keep_timings(key, KeptTimes(step_times.verify, step_times.draft, busy))
-    if busy is not None and backbone.device.type == "cpu":  # a thread that waits for a GPU looks disturbed, too
+    # A thread that waits for a GPU looks disturbed, too.
+    if busy is not None and backbone.device.type == "cpu":
         log.warning(
             "other programs took much of the processor while steps were timed, so the tree may be the wrong one; "
             "steps are timed again an hour from now"
@@ -153,6 +155,6 @@ def step_times_for(
 
 
 def _bushy(nodes: int, depth: int) -> Tree:
-    """Returns a tree of so many nodes: one path as deep as the heads go, and the other nodes below the root."""
+    """Returns a tree of so many nodes: one path of all heads, the other nodes at the root."""
     chain = [[0] * level for level in range(1, min(depth, nodes - 1) + 1)]
     return Tree.from_choices([*chain, *([rank] for rank in range(1, nodes - len(chain)))])

@@ -28,10 +28,10 @@ from medusa_cli.tree.tensors import TreeTensors
 
 @dataclass(frozen=True)
 class AmphistaConfig(HeadsConfig):
-    """attention_layers: self-attention layers over the heads; 2 is the paper's alpha variant (appendix A.2.3).
+    """attention_layers: self-attention layers over the heads.
 
-    context: what the adaptation layers see: the "conversation" (section 3.1: positions 1 .. t - 1),
-    or the "answer".
+    2 is the paper's alpha variant (appendix A.2.3). context: what the adaptation layers see: the
+    "conversation" (section 3.1: positions 1 .. t - 1), or the "answer".
     """
 
     attention_layers: int = 1
@@ -112,7 +112,10 @@ class Amphista(HeadDrafter):
 
     @torch.inference_mode()
     def read(self, backbone: Backbone, sequences: Sequence[Amphista], new: Sequence[NewTokens]) -> list[Tensor]:
-        """Adds the new states to each sequence's caches; returns each stage's states of the last positions [B, H]."""
+        """Adds the new states to each sequence's caches.
+
+        Returns each stage's states of the last positions [B, H].
+        """
         x = torch.cat([tokens.hidden for tokens in new]).to(self.dtype)
         positions = [range(n.start, n.end) for n in new]
         embedded = self.embed(backbone, torch.cat([tokens.following for tokens in new]))

@@ -77,12 +77,15 @@ def concat(pieces: Sequence[NewTokens]) -> NewTokens:
 
 
 def with_last_layer(layers: Sequence[int]) -> tuple[int, ...]:
-    """Returns the taps of a drafter that reads states after these numbers of layers and the last layer's."""
+    """Returns the taps of a drafter that reads states after these layers and after the last."""
     return (*(layer - 1 for layer in layers), -1)
 
 
 def check_layers(layers: Sequence[int], depth: int, setting: str, *, repeats: bool = False) -> None:
-    """Raises UsageError, naming the setting, for layers out of 1 .. depth - 1 or not in rising order."""
+    """Raises UsageError for layers that are not 1 to depth - 1 or not in rising order.
+
+    setting: the name that the error shows. repeats: a layer may be named more than once.
+    """
     rising = list(layers) == sorted(layers if repeats else set(layers))
     if not rising or not all(1 <= layer < depth for layer in layers):
         raise UsageError(
@@ -93,7 +96,9 @@ def check_layers(layers: Sequence[int], depth: int, setting: str, *, repeats: bo
 
 @dataclass(frozen=True)
 class Batch:
-    """Holds P packed training positions: hidden [P, H * taps], next [P] (the token after each), segment [P].
+    """Holds P packed training positions: hidden [P, H * taps], next and segment [P].
+
+    next: the token after each.
 
     Head k (from 1) predicts next[p + k] where segment[p + k] == segment[p]. Positions of segment
     -1, those of prompts, are seen but not learnt. sequence [P]: each position's conversation, which
@@ -116,7 +121,10 @@ class Batch:
 
     @property
     def learnt_index(self) -> Tensor:
-        """Returns the index [P] of each learnt position among the learnt ones; undefined for others."""
+        """Returns the index [P] of each learnt position among the learnt ones.
+
+        Other positions have no valid index.
+        """
         return (self.segment >= 0).cumsum(0) - 1
 
     def targets(self, head: int) -> Tensor:
@@ -131,31 +139,32 @@ class Batch:
 
 
 class Drafter(nn.Module, ABC):
-    """Drafts the next tokens of a backbone, which is always an argument: the state dict holds only the drafter."""
+    """Drafts the next tokens of a backbone, which is always an argument."""
 
     taps: tuple[int, ...] = (-1,)  # the backbone's layers whose output it reads
     uses_verify_pass: ClassVar[bool] = False  # drafts from extra rows of the verify pass before
     num_heads: int
 
     def first_input(self, prompt: NewTokens) -> NewTokens:
-        """Returns the part of the new prompt tokens that the drafter needs: by default the last position."""
+        """Returns the prompt tokens that the drafter needs: by default the last one."""
         return prompt.last()
 
     def truncate(self, length: int) -> int:
-        """Forgets this sequence's state from position `length` on; returns the first position it must be given again.
+        """Forgets this sequence's state from position `length` on.
 
-        State for earlier positions stays valid for any text with the same first `length` tokens.
+        Returns the first position it must be given again. State for earlier positions stays valid
+        for any text with the same first `length` tokens.
         """
         return length
 
     def fork(self) -> Self:
-        """Returns this drafter for another sequence: shared weights, packed copies included, and its own state."""
+        """Returns this drafter for another sequence: shared weights, and its own state."""
         other = copy.copy(self)
         other.truncate(0)
         return other
 
     def extra_rows(self, depth: int) -> ExtraRows | None:
-        """Returns the rows to add to a verify pass, from which a tree of this depth can be drafted after it (FIRP)."""
+        """Returns the rows to add to a verify pass, to draft a tree of this depth next (FIRP)."""
         return None
 
     @abstractmethod
@@ -166,7 +175,7 @@ class Drafter(nn.Module, ABC):
         new: Sequence[NewTokens],
         tree: Tree | DynamicTree,
     ) -> list[Draft]:
-        """Drafts a token for every node of B sequences' trees: one static tree, or trees grown in this step.
+        """Drafts B sequences' trees: a token for each node of a static tree, or trees that grow.
 
         sequences: a fork for each. new: its tokens since its last draft, at first the prompt's
         `first_input`. No tree is deeper than num_heads. FIRP drafts no deeper than the extra rows

@@ -1,4 +1,4 @@
-"""EAGLE-3: one decoder layer over fused states of three layers, fed with its own states (arXiv:2503.01840)."""
+"""EAGLE-3: one decoder layer over fused states of three layers (arXiv:2503.01840)."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from medusa_cli.tree.tensors import TreeTensors
 
 @dataclass(frozen=True)
 class EagleConfig(HeadsConfig):
-    """num_heads: the steps of its training-time test. The last six names are those of serving engines' configs.
+    """num_heads: the steps of its training-time test.
 
-    taps: the number of backbone layers below each state that is read. Training reads the last
-    layer's, too.
+    The last six names are those of serving engines' configs. taps: the number of backbone layers
+    below each state that is read. Training reads the last layer's, too.
     """
 
     taps: tuple[int, ...] = ()
@@ -138,7 +138,10 @@ class Eagle(HeadDrafter):
 
     @torch.inference_mode()
     def read(self, backbone: Backbone, sequences: Sequence[Eagle], new: Sequence[NewTokens]) -> Tensor:
-        """Adds the new tokens to each sequence's cache; returns the states of the last ones [B, H]."""
+        """Adds the new tokens to each sequence's cache.
+
+        Returns the states of the last ones [B, H].
+        """
         fused = self.packed("fc")(self._lower(torch.cat([tokens.hidden for tokens in new])))
         embedded = self.embed(backbone, torch.cat([tokens.following for tokens in new]))
         places = [range(tokens.start, tokens.end) for tokens in new]
@@ -147,7 +150,7 @@ class Eagle(HeadDrafter):
 
     @torch.inference_mode()
     def fill(self, backbone: Backbone, new: NewTensors, trees: TreeTensors) -> None:
-        """Drafts level by level; each runs over all nodes, whose states are right as soon as their parents' are."""
+        """Drafts level by level; each level computes all nodes: states are right after their parents'."""
         layer = self.packed("midlayer")
         (cached,) = new.caches
         size = len(new.hidden)
@@ -214,7 +217,10 @@ class Eagle(HeadDrafter):
 
 
 def default_taps(depth: int) -> tuple[int, ...]:
-    """Returns a low, a middle and a high layer of a model, as EAGLE-3 takes them; fewer of a shallow one."""
+    """Returns a low, a middle and a high layer of a model, as EAGLE-3 takes them.
+
+    A shallow model gives fewer.
+    """
     taps = (2, depth // 2, depth - 3)
     return taps if taps == tuple(sorted(set(taps))) else tuple(range(1, depth))[-3:]
 
@@ -233,13 +239,14 @@ def _extend_ancestor_masks(ancestors: Sequence[Tensor], level: Frontier) -> list
 def training_time_test(
     layer: DecoderLayer, states: Tensor, embedded: Tensor, conversation: Tensor, learnt: Tensor
 ) -> Iterator[Tensor]:
-    """Yields the states [n, H] of steps 1, 2, .. at the n learnt positions (EAGLE-3's training-time test).
+    """Yields the states [n, H] of steps 1, 2 and so on at n positions (training-time test).
 
-    states, embedded [P, H]: fused states and embeddings of the next tokens; conversation [P];
-    learnt [n]: positions. Step 1 reads the true states at positions 0 .. p. Step k stands for level
-    k of a draft made after position p: it is at position p + k - 1 and reads the state of the step
-    before and the true token there. It sees the true rows 0 .. p and its own rows of steps 2 .. k,
-    but no row of another position's draft.
+    states, embedded [P, H]: fused states
+    and embeddings of the next tokens; conversation [P]; learnt [n]: positions. Step 1 reads the
+    true states at positions 0 .. p. Step k stands for level k of a draft made after position p: it
+    is at position p + k - 1 and reads the state of the step before and the true token there. It
+    sees the true rows 0 .. p and its own rows of steps 2 .. k, but no row of another position's
+    draft.
     """
     true = Padding(conversation)
     own = Padding(true.sequence[learnt])
@@ -272,9 +279,10 @@ def _attend(
     rows: Padding,
     drafted: Sequence[tuple[Tensor, Tensor]],
 ) -> Tensor:
-    """Attends from rows q [heads, n, D] to their sequence's keys [S, heads, L, D] and each to its own in `drafted`.
+    """Attends from rows q [heads, n, D] to their sequence's keys, and each to its own drafts.
 
-    Both are in one softmax. mask [S, 1, W, L]; rows: where q's stand among W rows a sequence.
+    Both are in one softmax. keys, values [S, heads, L, D]; mask [S, 1, W, L]; rows: where q's stand
+    among W rows a sequence.
     """
     q = q * q.shape[-1] ** -0.5
     scores = rows.pad(q.transpose(0, 1)).transpose(1, 2) @ keys.transpose(-1, -2) + mask  # [S, heads, W, L]

@@ -75,10 +75,10 @@ def _grow(limits: DynamicTree, new: Sequence[NewTokens], guess: Guess) -> list[D
 
 @dataclass(frozen=True)
 class _Level:
-    """Holds the nodes of one depth and their ranks; rows [n]: the index of each one's parent in `parents`.
+    """Holds the nodes of one depth and their ranks.
 
-    parent_rows: each parent's own parent among the parents of the level before, for B sequences one
-    after another.
+    rows [n]: the index of each one's parent in `parents`. parent_rows: each parent's own parent
+    among the parents of the level before, for B sequences one after another.
     """
 
     width: int

@@ -1,4 +1,4 @@
-"""FIRP: guessed states of the next tokens enter the backbone's middle layers as extra rows of the verify pass."""
+"""FIRP: guessed states of the next tokens are extra rows of the verify pass."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class Firp(HeadDrafter):
 
 
 def spread(heads: int, depth: int) -> tuple[int, ...]:
-    """Returns entry layers of K heads, evenly from a half to five sixths of a depth (the paper's for three heads)."""
+    """Returns entry layers of K heads, evenly from a half to five sixths of the depth."""
     shares = [1 / 2 + (1 / 3) * k / max(heads - 1, 1) for k in range(heads)]
     return tuple(max(1, min(depth - 1, round(share * depth))) for share in shares)
 

@@ -1,4 +1,4 @@
-"""Drafters of K heads that end in vocabulary matrices: their config, fresh ones, and states for training."""
+"""Drafters of K heads with vocabulary matrices: config, creation, training states."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 
 
 def check_ranges(config: Any, **ranges: tuple[int, float]) -> None:
-    """Raises ValueError, naming the field, for a number out of its range; a field may also be None."""
+    """Raises ValueError, naming the field, for a number out of its range.
+
+    A field may also be None.
+    """
     for name, (least, most) in ranges.items():
         value = getattr(config, name)
         if value is not None and not least <= value <= most:
@@ -122,10 +125,10 @@ class HeadDrafter(Scoring):
         matrices: str = "each",
         **own: Any,
     ) -> Self:
-        """Returns a fresh fp32 drafter, its matrices copied from the lm_head; draft_ids [M] for "draft".
+        """Returns a fresh fp32 drafter, its matrices copied from the lm_head.
 
-        own: fields of the config that only this kind has; those that are None or () follow from the
-        model.
+        draft_ids [M] for "draft". own: fields of the config that only this kind has; those that are
+        None or () follow from the model.
         """
         if vocabulary not in cls.vocabularies:
             raise UsageError(
@@ -190,7 +193,9 @@ class HeadDrafter(Scoring):
 
     @torch.no_grad()
     def start_from(self, trained: HeadDrafter) -> None:
-        """Copies the weights and the vocabulary of a trained drafter of the same kind, which may have fewer layers."""
+        """Copies weights and vocabulary of a trained drafter of the same kind.
+
+        It may have fewer layers."""
         weights = dict(trained.named_parameters())
         for name, weight in self.named_parameters():
             if name in weights:
@@ -199,14 +204,14 @@ class HeadDrafter(Scoring):
 
     @abstractmethod
     def head_states(self, backbone: Backbone, batch: Batch, rows: Sequence[Tensor]) -> Iterator[Tensor]:
-        """Yields the states [n, H] of each head in turn at its rows [n] of the batch, for as many heads as `rows` has.
+        """Yields the states [n, H] of each head in turn, at its rows [n] of the batch.
 
         Each head reads the true tokens before its target.
         """
 
     @torch.inference_mode()
     def logits(self, backbone: Backbone, batch: Batch) -> Iterator[Tensor]:
-        """Yields each head's fp32 logits [n, M] at the n positions that are learnt, given the true tokens before."""
+        """Yields each head's fp32 logits [n, M] at the n learnt positions, after true tokens."""
         batch = replace(batch, hidden=batch.hidden.to(self.dtype))
         rows = batch.learnt
         last = len(batch.next) - 1
@@ -223,7 +228,10 @@ class HeadDrafter(Scoring):
         return self
 
     def named_weights(self) -> dict[str, Tensor]:
-        """Returns every weight under its name in the file; the tensors are the parameters themselves."""
+        """Returns every weight under its name in the file.
+
+        The tensors are the parameters themselves.
+        """
         return dict(self.named_parameters())
 
     def config_json(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Hydra heads: head k also reads the tokens drafted before its own, so that the tokens of a path fit together."""
+"""Hydra heads: head k also reads the tokens drafted before its own."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ from medusa_cli.tree.tensors import TreeTensors
 
 @dataclass(frozen=True)
 class HydraConfig(HeadsConfig):
-    """prefix_layers: causal decoder layers over the accepted states before the heads; 0 is Hydra, 1 Hydra++.
+    """prefix_layers: causal decoder layers over the accepted states before the heads.
 
-    context: what they see: the "conversation", or only the "answer". raw: embeddings without
-    normalisation, and a bias in the linear path of each head's input, as in the authors' code.
+    0 is Hydra, 1 Hydra++. context: what they see: the "conversation", or only the "answer". raw:
+    embeddings without normalisation, and a bias in the linear path of each head's input, as in the
+    authors' code.
     """
 
     prefix_layers: int = 0
@@ -40,7 +41,10 @@ class HydraConfig(HeadsConfig):
 
 
 class HydraHead(nn.Module):
-    """Head k: [h; e1; ..; ek] -> R x + SiLU(W x), then L - 1 residual blocks; a fresh head gives h back."""
+    """Head k: [h; e1; ..; ek] -> R x + SiLU(W x), then L - 1 residual blocks.
+
+    A fresh head gives h back.
+    """
 
     def __init__(self, hidden_size: int, tokens: int, layers: int, raw: bool = False) -> None:
         super().__init__()
@@ -57,7 +61,10 @@ class HydraHead(nn.Module):
 
 
 class HydraHeads(HeadDrafter):
-    """K sequentially dependent heads (Hydra, section 3); with prefix layers before them, Hydra++ (section 4)."""
+    """K sequentially dependent heads (Hydra, section 3).
+
+    With prefix layers before them, Hydra++ (section 4).
+    """
 
     name = "hydra"
     drafts_in_graphs = True
@@ -86,7 +93,7 @@ class HydraHeads(HeadDrafter):
         new: Sequence[NewTokens],
         tree: Tree | DynamicTree,
     ) -> list[Draft]:
-        """Drafts level by level: a node's children are the best guesses of the next head after the node's path."""
+        """Drafts level by level: the next head guesses a node's children from its path."""
         return draft_by_level(tree, new, self._guesses(backbone, self.read(backbone, sequences, new)))
 
     @torch.inference_mode()
@@ -98,7 +105,10 @@ class HydraHeads(HeadDrafter):
         fill_by_level(trees, self.num_heads, self._guesses(backbone, new.last(x)))
 
     def _guesses(self, backbone: Backbone, x: Tensor) -> Guess:
-        """Returns the guesses after states x [B, H]; x is then [N, (1 + depth) H], with a path's embeddings."""
+        """Returns the guesses after states x [B, H].
+
+        x is then [N, (1 + depth) H], with a path's embeddings.
+        """
 
         def guess(head: int, width: int, temperature: float | None, level: Frontier) -> tuple[Tensor, Tensor]:
             nonlocal x

@@ -31,7 +31,10 @@ def drafter_kind(folder: Path) -> type[HeadDrafter]:
 
 
 def load_drafter(folder: Path, backbone: Backbone) -> HeadDrafter:
-    """Loads the drafter in a folder; raises UserError, naming both models, if it was trained for another backbone."""
+    """Loads the drafter in a folder.
+
+    Raises UserError, naming both models, if it was trained for another backbone.
+    """
     kind = drafter_kind(folder)
     identity = describe_drafter(folder).provenance.identity
     if identity:
@@ -50,7 +53,10 @@ def load_drafter(folder: Path, backbone: Backbone) -> HeadDrafter:
 
 
 def load_kind(kind: type[HeadDrafter], folder: Path, backbone: Backbone) -> HeadDrafter:
-    """Reads a drafter of a known kind in the backbone's dtype, ready to draft; raises UserError for unusable files."""
+    """Reads a drafter of a known kind in the backbone's dtype, ready to draft.
+
+    Raises UserError for unusable files.
+    """
     config, tensors = read_drafter(kind, folder)
     if (config.hidden_size, config.vocab_size) != (backbone.hidden_size, backbone.vocab_size):
         raise UserError(
@@ -69,7 +75,10 @@ def load_kind(kind: type[HeadDrafter], folder: Path, backbone: Backbone) -> Head
 
 
 def read_drafter(kind: type[HeadDrafter], folder: Path) -> tuple[Any, dict[str, Tensor]]:
-    """Reads the config and tensors of a drafter's files; raises UserError for files that do not fit each other."""
+    """Reads the config and tensors of a drafter's files.
+
+    Raises UserError for files that do not fit each other.
+    """
     path = Path(folder) / "config.json"
     config = convert(
         kind.read_config(read_object(path, DRAFTER_CONFIG)),
@@ -88,7 +97,10 @@ def read_drafter(kind: type[HeadDrafter], folder: Path) -> tuple[Any, dict[str, 
 
 
 def weight_shapes(kind: type[HeadDrafter], config: Any) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of a drafter's weights by its config, without memory; raises UserError for impossible ones."""
+    """Returns the shapes of a drafter's weights by its config, without memory.
+
+    Raises UserError for impossible ones.
+    """
     try:
         with torch.device("meta"):
             return {name: tuple(weight.shape) for name, weight in kind(config).named_weights().items()}

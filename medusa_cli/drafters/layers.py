@@ -22,7 +22,7 @@ OWN_SCORE = 12.0
 
 
 class ResidualBlock(nn.Module):
-    """x + SiLU(W1 x + b) with W1 and b starting at zero, so that a fresh block changes nothing (Medusa, 3.1.1)."""
+    """Adds SiLU(W1 x + b); W1 and b start at zero: a fresh block changes nothing (Medusa, 3.1.1)."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ def residual_blocks(hidden_size: int, count: int) -> nn.Sequential:
 
 
 class LayerCache:
-    """Keys and values [heads, rows, D] of one decoder layer and one sequence, with the position of each row.
+    """Holds keys and values [heads, rows, D] of a decoder layer and a sequence, by position.
 
     Rows come in order of position; some positions may have none, and those of a tree share some.
     """
@@ -131,7 +131,7 @@ class SlotRows:
 
 
 def head_count(hidden_size: int) -> int:
-    """Returns the most heads of at least 64 numbers that share a width evenly, with an even width to rotate."""
+    """Returns the most heads of an even width of at least 64 that share a hidden size."""
     counts = range(max(1, hidden_size // 64), 1, -1)
     return next((count for count in counts if hidden_size % (2 * count) == 0), 1)
 
@@ -153,7 +153,7 @@ class SelfAttention(nn.Module):
         return projected.unflatten(-1, (self.heads, -1)).transpose(-3, -2)
 
     def add(self, x: Tensor, seen: Tensor) -> Tensor:
-        """Returns x [.., n, H] plus the output projection of what attention saw [.., heads, n, D]."""
+        """Adds the output projection of attention [.., heads, n, D] to x [.., n, H]."""
         return x + self.self_attn["o_proj"](seen.transpose(-3, -2).flatten(-2))
 
 
@@ -172,10 +172,10 @@ class HeadAttention(SelfAttention):
 
 
 class DecoderLayer(SelfAttention):
-    """A causal decoder layer with rotary positions and a SwiGLU MLP; a fresh one passes its input on.
+    """A causal decoder layer with rotary positions and a SwiGLU MLP.
 
-    embeddings: attention reads [embedding; state] of width 2H, as EAGLE's layer does; its parts
-    have the names that serving engines read.
+    A fresh one passes its input on. embeddings: attention reads [embedding; state] of width 2H, as
+    EAGLE's layer does; its parts have the names that serving engines read.
     """
 
     def __init__(
@@ -209,7 +209,7 @@ class DecoderLayer(SelfAttention):
 
     @torch.no_grad()
     def _start_at_own_token(self, hidden_size: int) -> None:
-        """Lets a fresh row attend to itself: its queries and keys are one random projection of its embedding.
+        """Lets a fresh row attend to itself: queries and keys start as one random projection.
 
         The embedding reaches a state through attention alone, and an even one mixes it with all
         tokens before.
@@ -264,10 +264,11 @@ class DecoderLayer(SelfAttention):
         masks: Sequence[Tensor | None] | None = None,
         last: bool = False,
     ) -> Tensor:
-        """Adds rows x [n, H] of B sequences, one after another, to their caches; returns the layer's output [n, H].
+        """Adds rows x [n, H] of B sequences, one after another, to their caches.
 
-        positions: each sequence's. masks: which of all rows [n_i, m_i] its rows see; by default all
-        before them. last: returns only each sequence's last row [B, H].
+        Returns the layer's output [n, H]. positions: each sequence's. masks: which of all rows
+        [n_i, m_i] its rows see; by default all before them. last: returns only each sequence's last
+        row [B, H].
         """
         counts = [len(own) for own in positions]
         flat = upload([position for own in positions for position in own], x.device)
@@ -285,7 +286,10 @@ class DecoderLayer(SelfAttention):
         return self.leave(x, torch.cat(seen, dim=1))
 
     def extend_slots(self, x: Tensor, rows: SlotRows, cached: Tensor, *embedded: Tensor) -> Tensor:
-        """Adds rows x [B, n, H] to B slots of a cache [2, S, heads, C, D]; returns the layer's output [B, n, H]."""
+        """Adds rows x [B, n, H] to B slots of a cache [2, S, heads, C, D].
+
+        Returns the layer's output [B, n, H].
+        """
         read = self.reads(x, *embedded)
         positions = rows.positions[:, None]
         keys, values = self.keys_values(read, positions)
@@ -313,7 +317,7 @@ def normed(norm: nn.RMSNorm, x: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
-    """Turns queries or keys [.., n, D] by the angles of positions [.., n], the second half of D with the first."""
+    """Rotates queries or keys [.., n, D] by positions [.., n]; halves of D form the pairs."""
     half = x.shape[-1] // 2
     rates = theta ** (-torch.arange(0, 2 * half, 2, device=x.device).float() / (2 * half))
     angles = positions.float()[..., None] * rates
@@ -366,7 +370,7 @@ class TokenBias(nn.Module):
     def best(
         self, scores: Tensor, tokens: Sequence[Tensor], width: int, temperature: float | None
     ) -> tuple[Tensor, Tensor]:
-        """Returns log confidences and indices [N, width] of the best guesses after each of B sequences' tokens.
+        """Returns log confidences and indices [N, width] of the best guesses after B sequences' tokens.
 
         scores [B, M] are without the bias. Other guesses than the candidates keep their scores.
         """

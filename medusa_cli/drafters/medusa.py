@@ -1,4 +1,4 @@
-"""Medusa heads: K residual heads on the last hidden state; head k drafts the token k places after the next one."""
+"""Medusa heads: K residual heads on the last hidden state."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from medusa_cli.tree.tensors import TreeTensors
 
 
 class MedusaHeads(HeadDrafter):
-    """K heads of L residual blocks on the last hidden state, each with its own weights (Medusa, section 3.1.1)."""
+    """Has K heads of L residual blocks; head k drafts the token k places after the next one (3.1.1)."""
 
     name = "medusa"
     drafts_in_graphs = True

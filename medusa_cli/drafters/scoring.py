@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Scoring(Drafter):
-    """A drafter that scores states by vocabulary matrices [M, H]: its own, or rows of the backbone's lm_head."""
+    """Scores states by vocabulary matrices [M, H]: the drafter's own, or rows of the lm_head."""
 
     config: Any
     matrices: nn.ParameterList  # one per head, one for all, or none: then the lm_head scores
@@ -38,22 +38,28 @@ class Scoring(Drafter):
         return self._lm_head_rows
 
     def bias(self, backbone: Backbone) -> Tensor | None:
-        """Returns the bias [M] of the lm_head for heads without their own matrices; None if there is none."""
+        """Returns the bias [M] of the lm_head for heads without their own matrices.
+
+        None if there is none.
+        """
         return None if len(self.matrices) else self.of_vocabulary(backbone.lm_head_bias)
 
     def of_vocabulary(self, rows: Any) -> Any:
-        """Selects from rows [V, ..] of the model's tokens those that the heads score [M, ..]; None stays None."""
+        """Selects from rows [V, ..] of the model's tokens those that the heads score [M, ..].
+
+        None stays None.
+        """
         whole = rows is None or self.config.vocabulary != "draft"
         return rows if whole else rows[self.draft_ids.to(rows.device)]
 
     def vocabulary_index(self, device: torch.device) -> Tensor:
-        """Returns token id -> row of the vocabulary matrices [V], -1 for tokens outside the draft vocabulary."""
+        """Returns each token id's row of the vocabulary matrices [V]; -1 for other tokens."""
         index = torch.full((self.config.vocab_size,), -1, dtype=torch.long, device=device)
         index[self.draft_ids.to(device)] = torch.arange(len(self.draft_ids), device=device)
         return index
 
     def product(self, backbone: Backbone, head: int, states: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the factors [n, ..] and [M, ..] of a head's scores, from states [n, H] and the tokens before [n]."""
+        """Returns the factors [n, ..] and [M, ..] of a head's scores; before [n]: tokens."""
         matrix = self.matrix(backbone, head)
         return (states, matrix) if self.conditional is None else self.conditional.product(states, matrix, before)
 
@@ -69,7 +75,7 @@ class Scoring(Drafter):
         self._lm_head_rows = None
 
     def packed(self, name: str) -> Any:
-        """Returns the submodule `name` with its linear layers packed for drafting: a copy where they are packed."""
+        """Returns the submodule `name`, or its copy with linear layers packed for drafting."""
         if not packs(next(self.parameters()).device):
             return getattr(self, name)
         if name not in self._packed:
@@ -82,12 +88,12 @@ class Scoring(Drafter):
         return next(self.parameters()).dtype
 
     def embed(self, backbone: Backbone, tokens: Tensor) -> Tensor:
-        """Returns the backbone's embeddings [.., H] at unit root mean square: raw ones are far smaller than states."""
+        """Returns the backbone's embeddings [.., H] at unit root mean square, as states have."""
         embedded = backbone.embedding(tokens).to(self.dtype)
         return F.rms_norm(embedded, embedded.shape[-1:])
 
     def score(self, backbone: Backbone, head: int, states: Tensor) -> Tensor:
-        """Returns logits fp32 [.., M] of a head for states [.., H]: top-k over bf16 is several times slower."""
+        """Returns a head's logits [.., M] for states [.., H], in fp32: top-k over bf16 is slow."""
         engine = backbone.engine
         own = len(self.matrices) > 0
         if not self._scorers:  # forks share this list
@@ -101,7 +107,7 @@ class Scoring(Drafter):
         return scorer(states if own else states.to(backbone.dtype)).float()
 
     def best(self, scores: Tensor, width: int, temperature: float | None) -> tuple[Tensor, Tensor]:
-        """Returns log confidences and token ids [N, width] of the best guesses by scores [N, M], best first.
+        """Returns log confidences and token ids [N, width] of the best guesses by scores [N, M].
 
         Without a temperature, as for static trees, the scores themselves stand for the confidences.
         """

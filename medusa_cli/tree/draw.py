@@ -13,7 +13,7 @@ STRONG = 0.3
 
 
 def draw_terminal(tree: Tree, accuracies: Accuracies | None = None) -> Any:
-    """Returns a rich renderable: one line a node with its rank and, with accuracies, its chance of acceptance."""
+    """Returns a rich renderable: each node's rank and, with accuracies, its chance."""
     from rich.text import Text
     from rich.tree import Tree as Lines
 
@@ -32,7 +32,7 @@ def draw_terminal(tree: Tree, accuracies: Accuracies | None = None) -> Any:
 
 
 def draw_picture(tree: Tree, path: Path, accuracies: Accuracies | None = None) -> None:
-    """Writes the tree as PNG or SVG by the path's suffix: depth downwards, the likeliest branch to the left."""
+    """Writes the tree as PNG or SVG, by the path's suffix."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -48,7 +48,7 @@ def draw_picture(tree: Tree, path: Path, accuracies: Accuracies | None = None) -
 
 
 def draw_nodes(axes: Any, tree: Tree, values: Sequence[float]) -> None:
-    """Draws a tree on matplotlib's axes, its nodes and edges the stronger the larger their values."""
+    """Draws a tree on matplotlib's axes: the larger a node's value, the stronger its colour."""
     x = columns(tree)
     for node in range(1, tree.size):
         parent = tree.parents[node]
@@ -80,7 +80,7 @@ def draw_nodes(axes: Any, tree: Tree, values: Sequence[float]) -> None:
 
 
 def columns(tree: Tree) -> list[float]:
-    """Returns each node's horizontal position: leaves in depth-first order, parents above their children."""
+    """Returns each node's horizontal position: leaves in order, parents above children."""
     x = [0.0] * tree.size
     for column, leaf in enumerate(sorted(tree.leaves, key=tree.path)):
         x[leaf] = float(column)

@@ -1,4 +1,4 @@
-"""Search for the best sparse tree of a node budget by each head's accuracies (Medusa, section 3.3.3)."""
+"""Search for the best sparse tree by each head's accuracies (Medusa, section 3.3.3)."""
 
 import heapq
 from bisect import bisect_left
@@ -68,7 +68,10 @@ def largest(accuracies: Accuracies) -> int:
 
 
 def node_values(tree: Tree, accuracies: Accuracies) -> list[float]:
-    """Returns each node's chance of acceptance, 1 for the root; 0 for ranks and depths without an accuracy."""
+    """Returns each node's chance of acceptance, 1 for the root.
+
+    Nodes without an accuracy have 0.
+    """
     values = [1.0]
     for node in range(1, tree.size):
         depth = tree.depths[node] - 1
@@ -79,7 +82,7 @@ def node_values(tree: Tree, accuracies: Accuracies) -> list[float]:
 
 
 def expected_length(tree: Tree, accuracies: Accuracies) -> float:
-    """Returns the expected tokens a step: the sum of the nodes' chances (the root stands for the bonus token)."""
+    """Returns the expected tokens a step: the sum of the nodes' chances, the root's for the bonus token."""
     return sum(node_values(tree, accuracies))
 
 
@@ -102,7 +105,7 @@ class StepTimes:
     draft: Mapping[int, float]
 
     def step(self, nodes: int, depth: int, batch: int = 1) -> float:
-        """Returns the seconds of a step of `batch` sequences over trees of so many nodes and levels."""
+        """Returns the seconds of a step of `batch` sequences over trees of this size."""
         drafting = interpolate(self.draft, depth) if depth else 0.0
         return interpolate(self.verify, nodes * batch) + drafting
 
@@ -127,7 +130,10 @@ class TimedTree(SizedTree):
 
 
 def budgets(accuracies: Accuracies, step_times: StepTimes) -> list[TimedTree]:
-    """Returns the best tree of each size worth trying, over as many heads as pay; first only the root."""
+    """Returns the best tree of each size worth trying, over as many heads as pay.
+
+    The first tree is the root.
+    """
     limit = min(max(step_times.verify), largest(accuracies))
     best = []
     for nodes in (
@@ -145,10 +151,10 @@ def budgets(accuracies: Accuracies, step_times: StepTimes) -> list[TimedTree]:
 
 
 def break_even(chosen: TimedTree, step_times: StepTimes) -> float:
-    """Returns the chance from which a further node pays: its seconds times the chosen budget's tokens a second.
+    """Returns the chance from which a further node pays.
 
-    The seconds are the mean over the next SPAN nodes, for timing noise is as large as the cost of
-    one.
+    It is the node's seconds times the chosen budget's tokens a second. The seconds are the mean
+    over the next SPAN nodes, for timing noise is as large as the cost of one.
     """
     nodes = chosen.tree.size
     seconds = (interpolate(step_times.verify, nodes + SPAN) - interpolate(step_times.verify, nodes)) / SPAN
@@ -156,7 +162,7 @@ def break_even(chosen: TimedTree, step_times: StepTimes) -> float:
 
 
 def interpolate(points: Mapping[int, float], x: int) -> float:
-    """Returns the value at x: linear between measured points, and with the last slope beyond them."""
+    """Returns the value at x: linear between points, with the last slope beyond them."""
     known = sorted(points)
     if len(known) == 1 or x <= known[0]:
         return points[known[0]]
@@ -180,7 +186,10 @@ def parse_budget(text: str | None) -> int | None:
 
 
 def parse_shape(text: str) -> list[int]:
-    """Returns widths such as 4,3,2; raises UsageError unless all are >= 1 and make a tree of at most MAX_NODES."""
+    """Returns widths such as 4,3,2.
+
+    Raises UsageError unless all are >= 1 and make a tree of at most MAX_NODES.
+    """
     try:
         widths = [int(part) for part in text.split(",")]
     except ValueError as reason:
@@ -199,7 +208,10 @@ def make_tree(
     source: str,
     run: str | None,
 ) -> tuple[Tree, dict[str, Any]]:
-    """Returns the tree that was asked for, and the setting and value that made it; source: the origin of the heads."""
+    """Returns the tree that was asked for, and the setting and value that made it.
+
+    source: the origin of the heads.
+    """
     if widths is not None:
         return Tree.dense(widths), {"shape": widths}
     if choices is not None:

@@ -1,4 +1,4 @@
-"""Draft trees as tensors of fixed shapes, drafted level by level: static ones are filled, dynamic ones grow.
+"""Draft trees as tensors of fixed shapes: static ones are filled, dynamic ones grow.
 
 Nothing here reads a value of a tensor or makes a shape from one, so that CUDA graphs can hold it.
 """
@@ -38,7 +38,7 @@ class TreeTensors:
         return None
 
     def extend(self, head: int, log_p: Tensor, ids: Tensor) -> Tensor:
-        """Takes a head's log confidences and tokens [B, N or 1, W] below nodes of the depth `head`, best first.
+        """Takes a head's log confidences and tokens [B, N or 1, W] below its depth, best first.
 
         Returns the number [B, N] that each node's parent had before.
         """
@@ -110,7 +110,7 @@ class GrowingTrees(TreeTensors):
 
 @lru_cache(maxsize=256)
 def outline(tree: Tree | DynamicTree) -> Tree:
-    """Returns a static tree of as many nodes and levels as a dynamic one may have: a chain, and leaves at the root."""
+    """Returns a static tree of the most nodes and levels of a dynamic one: a chain and leaves."""
     if isinstance(tree, Tree):
         return tree
     chain = min(tree.max_depth, tree.budget - 1)

@@ -39,7 +39,10 @@ class Tree:
 
     @classmethod
     def from_choices(cls, choices: Iterable[Sequence[int]]) -> "Tree":
-        """Builds a tree from rank paths, one a node (medusa_choices); raises ValueError for a missing parent."""
+        """Builds a tree from rank paths, one a node (medusa_choices).
+
+        Raises ValueError for a missing parent.
+        """
         paths = sorted({tuple(path) for path in choices if len(path)}, key=lambda path: (len(path), path))
         index: dict[tuple[int, ...], int] = {(): 0}
         parents = [-1]
@@ -74,7 +77,7 @@ class Tree:
 
     @classmethod
     def select(cls, parents: Sequence[int], ranks: Sequence[int], nodes: Sequence[int]) -> "Tree":
-        """Returns the tree of some nodes, in rising order and each with its parent, of all with these parents."""
+        """Returns the tree of some of these nodes, in rising order, each with its parent."""
         index = {node: i for i, node in enumerate(nodes)}
         return cls(
             tuple(index[parents[node]] if node else -1 for node in nodes),
@@ -104,7 +107,7 @@ class Tree:
 
     @cached_property
     def widths(self) -> tuple[int, ...]:
-        """Returns the guesses of each head that the tree uses: 1 + the highest rank at depths 1 .. max_depth."""
+        """Returns how many guesses of each head the tree uses: 1 + the highest rank per depth."""
         widths = [0] * self.max_depth
         for depth, rank in zip(self.depths[1:], self.ranks[1:], strict=True):
             widths[depth - 1] = max(widths[depth - 1], rank + 1)
@@ -178,7 +181,7 @@ class Tree:
 
 @dataclass(frozen=True)
 class DynamicTree:
-    """Limits of a tree that grows in a step: `budget` nodes, root included, none with a chance below `min_chance`.
+    """Limits a tree that grows in a step: `budget` nodes with the root, chances >= `min_chance`.
 
     A head's confidences are its softmax at its own temperature (1 by default), which `calibrate`
     fits.
@@ -220,7 +223,10 @@ class TreeBuilder:
         log_p: Sequence[Sequence[float]],
         tokens: Sequence[Sequence[int]],
     ) -> list[int]:
-        """Adds children of `nodes` by their log confidences, best first, and tokens; returns those worth extending."""
+        """Adds children of `nodes` by their log confidences, best first, and tokens.
+
+        Returns those worth extending.
+        """
         first = len(self._values)
         for node, row, guesses in zip(nodes, log_p, tokens, strict=True):
             above = self._values[node]
@@ -251,7 +257,10 @@ class TreeBuilder:
 
 @dataclass(frozen=True)
 class Draft:
-    """Draft tokens [N] for the nodes of a tree; tokens[0] is the root. looked_up: nodes from n-gram matches."""
+    """Draft tokens [N] for the nodes of a tree; tokens[0] is the root.
+
+    looked_up: nodes from n-gram matches.
+    """
 
     tokens: Tensor
     tree: Tree
