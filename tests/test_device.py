@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import bias
 
-from medusa_cli.decode import AdaptivePolicy, Decoder, DraftPolicy, Request, Sampling, sampling
+from medusa_cli.decode import AdaptivePolicy, Decoder, DraftPolicy, Request, Sampling, sampler
 from medusa_cli.decode.cuda_graph import CudaGraphs
 from medusa_cli.decode.policy import DynamicTreePolicy, StaticTreePolicy
 from medusa_cli.decode.sampler import Sampler
@@ -184,7 +184,7 @@ class WithoutDouble(Device):
 
 @pytest.mark.parametrize("cut", [{}, {"top_k": 5}, {"top_p": 0.8}], ids=str)
 def test_exact_sampling_needs_no_doubles_of_the_device(cut: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampling, "WITHOUT_DOUBLE", (NAME,))
+    monkeypatch.setattr(sampler, "WITHOUT_DOUBLE", (NAME,))
     logits, rule = 3 * torch.randn(9, 64), Sampling("exact", 0.8, seed=4, **cut)
     uniforms = Sampler(rule).peek_uniforms(9)
     expected = Sampler(rule).sample(logits, uniforms)

@@ -50,7 +50,8 @@ def _chosen(scores: Tensor, draft: Draft, sampler: Sampler) -> Path:
         return _follow(draft, lambda node: sampler.choose(scores[node]))
     # Each read of a value waits for the device, so all nodes are drawn at once.
     uniforms = sampler.peek_uniforms(draft.tree.max_depth + 1)
-    path = _follow(draft, sampler.sample(scores, [uniforms[depth] for depth in draft.tree.depths]).__getitem__)
+    tokens = sampler.sample(scores, [uniforms[depth] for depth in draft.tree.depths])
+    path = _follow(draft, tokens.__getitem__)
     sampler.advance(len(path[0]))
     return path
 
@@ -78,7 +79,8 @@ def longest_path(
     the trees; paths have at most `length` nodes. Returns the number of accepted nodes and the last
     one [B, 1], the path in order [B, P], and a mask of the path [B, N].
     """
-    nodes, steps = (torch.arange(count, device=tokens.device) for count in (tokens.shape[1], length))
+    nodes = torch.arange(tokens.shape[1], device=tokens.device)
+    steps = torch.arange(length, device=tokens.device)
     matches = (chosen.gather(1, parents.clamp(min=0)) == tokens) | (parents == ROOT_PARENT)
     # A node and all its ancestors match. The deepest wins, of equals the first.
     accepted = (matches[:, None] | ~tree_mask).all(-1) & (parents != PADDING)

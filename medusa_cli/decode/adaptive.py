@@ -79,7 +79,8 @@ class BatchCosts:
         new = (1 - EMA_RATE) * self.known(tree) + EMA_RATE * ratio if self.timed[tree] else ratio
         self.corrections[tree] = new
         self.timed[tree] = True
-        self.corrections += FOLLOW_RATE * (new - self.corrections)  # a machine's speed changes for all trees
+        # A machine's speed changes for all trees.
+        self.corrections += FOLLOW_RATE * (new - self.corrections)
         self.corrections[~self.timed] = self.corrections[self.timed].min()
         if not self.timed[0]:
             self.corrections[0] = min(self.corrections[0], 1.0)
@@ -97,7 +98,8 @@ class StepCosts:
         """Returns the costs for a batch size, which learn from steps."""
         if batch not in self._batches:
             measured = np.array([self.measured(tree.size, tree.max_depth, batch) for tree in self._trees])
-            self._batches[batch] = BatchCosts(measured, np.ones(len(measured)), np.zeros(len(measured), bool))
+            count = len(measured)
+            self._batches[batch] = BatchCosts(measured, np.ones(count), np.zeros(count, bool))
         return self._batches[batch]
 
 
@@ -184,7 +186,8 @@ class AdaptivePolicy(DraftPolicy):
         if acceptances and acceptances != self._sequences:
             self._sequences = acceptances
             best, _ = self._best()
-            if best or not self._trial_left:  # else the trial goes on: sequences may come and go with every step
+            # Otherwise the trial goes on: sequences may come and go with every step.
+            if best or not self._trial_left:
                 self._current = best
                 self._trial_left = 0
         # A match of a single token is no likelier than the drafter's own guess.
@@ -209,7 +212,8 @@ class AdaptivePolicy(DraftPolicy):
         batch = len(chances)
         costs = self.costs.of_batch(batch)
         correction = costs.corrections[self._current]
-        best_rate = MARGIN * batch * (1 + ratio * (current.expected - 1)) / costs.seconds[self._current]
+        tokens = batch * (1 + ratio * (current.expected - 1))
+        best_rate = MARGIN * tokens / costs.seconds[self._current]
         choice = [(current.tree, 0)] * batch
         for options in [(plain,)] if current is plain else [(plain,), (current, plain)]:
             first = options[0].tree

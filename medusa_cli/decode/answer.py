@@ -252,7 +252,8 @@ class Answer:
 
 def partial_stop(text: str, stop: str) -> int:
     """Returns how many characters at the end of a text begin a stop string."""
-    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if stop.startswith(text[-n:])), 0)
+    most = min(len(text), len(stop) - 1)
+    return next((n for n in range(most, 0, -1) if stop.startswith(text[-n:])), 0)
 
 
 def split(pieces: Sequence[Piece], length: int) -> tuple[list[Piece], list[Piece]]:

@@ -34,8 +34,11 @@ def load_corpus(source: str, backbone: Backbone) -> Corpus:
     """
     files = _files(source)
     tokenizer = getattr(backbone.tokenizer, "backend_tokenizer", None)
-    words = tokenizer.to_str() if tokenizer is not None else repr(sorted(backbone.tokenizer.get_vocab().items()))
-    reader = hashlib.sha256(f"{words}{getattr(backbone.tokenizer, 'chat_template', None)}".encode()).hexdigest()
+    words = None if tokenizer is None else tokenizer.to_str()
+    if words is None:
+        words = repr(sorted(backbone.tokenizer.get_vocab().items()))
+    template = getattr(backbone.tokenizer, "chat_template", None)
+    reader = hashlib.sha256(f"{words}{template}".encode()).hexdigest()
     content = hashlib.sha256()
     for file in files:
         with file.open("rb") as stream:
@@ -47,7 +50,8 @@ def load_corpus(source: str, backbone: Backbone) -> Corpus:
     corpus = _read_index(path, backbone.vocab_size)
     if corpus is None:
         log.info(f"indexing the corpus {source}, once for its content")
-        corpus = Corpus(_limited(chain.from_iterable(_texts(file, backbone) for file in files), source))
+        texts = chain.from_iterable(_texts(file, backbone) for file in files)
+        corpus = Corpus(_limited(texts, source))
         if not len(corpus):
             raise UserError(
                 f"@corpus {source!r} holds no text",

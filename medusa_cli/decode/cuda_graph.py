@@ -88,22 +88,26 @@ def choose(logits: Tensor, params: Tensor, depth: Tensor) -> tuple[Tensor, Tenso
     Also returns a mask [B, N]: False where LIKELIEST tokens are too few to choose from. logits [B,
     N, V]; params: of `sampling_params`; depth [B, N]: of the nodes.
     """
-    sampled, temperature, top_p, top_k = (field[:, None] for field in params[:, :FIELDS].unbind(-1))  # [B, 1] each
+    fields = params[:, :FIELDS].unbind(-1)
+    sampled, temperature, top_p, top_k = (field[:, None] for field in fields)  # [B, 1] each
     uniforms = params[:, FIELDS:].gather(1, depth)  # [B, N]
     weights = (logits / temperature[..., None].float()).softmax(-1)
     ids = weights.topk(min(LIKELIEST, weights.shape[-1]), dim=-1).indices.sort(dim=-1).values
-    ordered, order = weights.gather(-1, ids).sort(dim=-1, descending=True, stable=True)  # of equals the first id
+    # The sort is stable: of equal weights the first id comes first.
+    ordered, order = weights.gather(-1, ids).sort(dim=-1, descending=True, stable=True)
     ids = ids.gather(-1, order)
     whole = ordered.shape[-1] == weights.shape[-1]
     cut = top_k > 0
-    lowest = ordered.gather(-1, (top_k[..., None].long().clamp(1, ordered.shape[-1]) - 1).expand(*depth.shape, 1))
+    last = top_k[..., None].long().clamp(1, ordered.shape[-1]) - 1
+    lowest = ordered.gather(-1, last.expand(*depth.shape, 1))
     kept = ordered.masked_fill((ordered < lowest) & cut[..., None], 0)  # ties with the k-th stay
     # Without top-k the mass is relative to the whole vocabulary.
     kept = kept / kept.sum(-1, keepdim=True).masked_fill(~cut[..., None], 1.0)
     # If the k-th has no weight, as in cold sampling, tokens that tie with it have none either.
     cut_off = (ordered[..., -1] < lowest[..., 0]) | (lowest[..., 0] == 0)
     enough = torch.where(cut, cut_off, (kept.sum(-1) >= top_p) | (top_p > 1)) | whole
-    among = ids.gather(-1, draw(nucleus(kept, top_p[..., None].float()), uniforms)[..., None])[..., 0]
+    place = draw(nucleus(kept, top_p[..., None].float()), uniforms)
+    among = ids.gather(-1, place[..., None])[..., 0]
     # A sequence without top-p and top-k draws from the whole vocabulary.
     drawn = torch.where((top_p < 1) | cut, among, draw(weights, uniforms))
     return torch.where(sampled > 0, drawn, logits.argmax(-1)), enough | (sampled == 0)
@@ -131,7 +135,9 @@ class CudaGraphs:
         self._taps = taps
         self._capture = capture
         self._limits = limits
-        self._drafter = drafter if isinstance(drafter, HeadDrafter) and drafter.drafts_in_graphs else None
+        self._drafter: HeadDrafter | None = None
+        if isinstance(drafter, HeadDrafter) and drafter.drafts_in_graphs:
+            self._drafter = drafter
         self._slots: LayerSlots | None = None  # of the drafter's layers
         self._steps: dict[tuple[int, int, bool], _GraphStep] = {}
         self._buffer: Tensor | None = None  # the cache's values when the graphs were captured
@@ -144,7 +150,8 @@ class CudaGraphs:
     def _reserve(self, engine: Engine) -> None:
         """Reserves the cache for the whole context if memory allows: growing drops graphs."""
         rows = engine.backbone.max_positions + ROWS[-1]
-        if rows * self._cache.slots * engine.row_bytes < FREE_SHARE * free_memory(engine.backbone.device):
+        needed = rows * self._cache.slots * engine.row_bytes
+        if needed < FREE_SHARE * free_memory(engine.backbone.device):
             self._cache.reserve(rows)
 
     @property
@@ -168,9 +175,9 @@ class CudaGraphs:
 
     def supports(self, sequences: list[Sequence]) -> bool:
         """Returns True for greedy and exact steps without logits processors or log probabilities."""
-        samplers = [s.sampler for s in sequences if s.request.top is None and s.sampler.processors is None]
-        simple = len(samplers) == len(sequences) and all(s.greedy or s.sampling.exact for s in samplers)
-        return not self.failed and simple and all(s.sampling.top_k <= LIKELIEST for s in samplers)
+        if self.failed or any(sequence.request.top is not None for sequence in sequences):
+            return False
+        return all(_is_simple(sequence.sampler) for sequence in sequences)
 
     def step(
         self,
@@ -286,9 +293,12 @@ class CudaGraphs:
                 self._limits,
                 self._slots,
             )
-            step.capture(self._capture or (self._captured if self._pool is not None else lambda run: run))
+            capture = self._capture
+            if capture is None:
+                capture = self._captured if self._pool is not None else lambda run: run
+            step.capture(capture)
             self._steps[key] = step
-            self.count = self.count + 1
+            self.count += 1
         self._buffer = cache.values
         return self._steps[key]
 
@@ -311,6 +321,13 @@ class CudaGraphs:
             return out
 
         return replay
+
+
+def _is_simple(sampler: Sampler) -> bool:
+    """Returns True for greedy and exact sampling that a graph can do."""
+    if sampler.processors is not None or sampler.sampling.top_k > LIKELIEST:
+        return False
+    return sampler.greedy or sampler.sampling.exact
 
 
 def _drafter_of(sequence: Sequence) -> HeadDrafter:
@@ -349,7 +366,8 @@ class _GraphStep:
         self._limits = limits
         reads = 0 if self._slots is None else self._slots.rows
         # Of each slot: its length; of N nodes depths, parents, ranks, tokens, and as bits the nodes
-        # that each one sees; what NewTensors has of P new tokens, with their places in `hidden`.
+        # that each one sees; the fields of NewTensors of P new tokens, with their places in
+        # `hidden`.
         self._inputs = self._pack([0] * batch, [], []).to(device)  # [B, 1 + 5 N + 3 + 2 P]
         self.lengths = self._inputs[:, 0]
         nodes = self._inputs[:, 1 : 1 + 5 * rows]
@@ -366,7 +384,8 @@ class _GraphStep:
         packed = []
         place = 0
         for slot, length in enumerate(lengths):
-            tree, ids = (drafts[slot].tree, drafts[slot].ids) if slot < len(drafts) else (ROOT, [0])
+            tree = drafts[slot].tree if slot < len(drafts) else ROOT
+            ids = drafts[slot].ids if slot < len(drafts) else [0]
             rest = self._rows - tree.size
             padding = [1 << node if node < 63 else -(1 << 63) for node in range(tree.size, self._rows)]
             parents = [ROOT_PARENT, *tree.parents[1:], *[PADDING] * rest]
@@ -509,7 +528,8 @@ def _trial(engine: Engine) -> bool:
             def plain_step(rule: Sampling = sampling) -> Accepted:
                 return _ordinary_step(engine, cache, draft, rule)
 
-            (ours, seconds), (plain, ordinary) = (_timed(engine, cache, step) for step in (graph_step, plain_step))
+            ours, seconds = _timed(engine, cache, graph_step)
+            plain, ordinary = _timed(engine, cache, plain_step)
             if graphs.failed:
                 return False
             if ours is None or plain is None or not _equal(engine, ours, plain):
@@ -537,7 +557,8 @@ def _trial(engine: Engine) -> bool:
 def _equal(engine: Engine, ours: Accepted, plain: Accepted) -> bool:
     """Returns True if two steps agree: in tokens (fp32), and in states up to rounding."""
     rows = min(len(ours.path), len(plain.path))
-    error = float((ours.hidden[:rows] - plain.hidden[:rows]).float().norm() / plain.hidden[:rows].float().norm())
+    expected = plain.hidden[:rows]
+    error = float((ours.hidden[:rows] - expected).float().norm() / expected.float().norm())
     same = (ours.path, ours.bonus) == (
         plain.path,
         plain.bonus,

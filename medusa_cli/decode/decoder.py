@@ -197,7 +197,9 @@ class Decoder:
         graphs = self.cuda_graphs
         if graphs is not None and not graphs.supports(sequences):
             graphs = None
-        drafted = None if graphs is not None and graphs.drafts else self._draft(sequences, proposals)
+        drafted: dict[int, Draft] | None = None  # a graph may draft
+        if graphs is None or not graphs.drafts:
+            drafted = self._draft(sequences, proposals)
         drafted_at = time.perf_counter()
         result = None if graphs is None else graphs.step(sequences, proposals, drafted)
         drafts, accepted = result or self._plain_step(sequences, proposals, drafted)
@@ -236,7 +238,11 @@ class Decoder:
         out = self._verify(drafts, proposals)
         assert out.logits is not None
         paths = accept(out.logits, drafts, [sequence.sampler for sequence in sequences], out.best)
-        return drafts, [self._keep(slot, sequences[slot], drafts[slot], out, *path) for slot, path in enumerate(paths)]
+        accepted = [
+            self._keep(slot, sequence, draft, out, *path)
+            for slot, (sequence, draft, path) in enumerate(zip(sequences, drafts, paths, strict=True))
+        ]
+        return drafts, accepted
 
     def _draft(self, sequences: list[Sequence], proposals: list[Proposal]) -> dict[int, Draft]:
         """Returns the drafter's drafts by the sequence's index; none for the tree of the root."""

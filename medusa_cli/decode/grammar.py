@@ -117,8 +117,8 @@ def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a JSON schema whose objects have only the properties that it names or asks for.
 
     Most schemas leave `additionalProperties` out and mean none, and small models would add more and
-    more. Parts that must agree with others (`allOf`) stay open, and so does what they refer to.
-    Unknown formats are left out.
+    more. Parts that must agree with others (`allOf`) stay open, and so do the parts that they refer
+    to. Unknown formats are left out.
     """
     result: dict[str, Any] = json.loads(json.dumps(schema))
     open_parts = _combined(result)

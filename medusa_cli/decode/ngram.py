@@ -202,7 +202,7 @@ class Corpus:
         return int((self.tokens != GAP).sum())
 
     def find(self, end: Sequence[int]) -> tuple[int, tuple[int, ...]]:
-        """Returns the length of the longest match of a text's end, and what followed it most often.
+        """Returns the length of the longest match of a text's end, and its most frequent continuation.
 
         Of many positions CORPUS_POSITIONS neighbours are compared.
         """

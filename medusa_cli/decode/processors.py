@@ -265,7 +265,7 @@ def generate_arguments(
             "top_p": sampling.top_p,
         }
         arguments |= {} if sampling.min_p is None else {"min_p": sampling.min_p or None}
-    else:  # transformers names what a greedy answer does not read
+    else:  # transformers warns of arguments that a greedy answer does not read
         arguments |= dict.fromkeys(["temperature", "top_k", "top_p", *WARPERS])
     return {**arguments, "do_sample": sampling.exact, "logits_processor": own}
 

@@ -1,4 +1,4 @@
-"""The sampler of a sequence: it chooses tokens from logits, with a random stream of its own."""
+"""The sampler of a sequence: it chooses tokens from logits by its random stream."""
 
 from __future__ import annotations
 
@@ -80,7 +80,8 @@ def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
     size = weights.shape[-1]
     if size <= FLAT:
         weights = weights.double()
-        return _invert(weights, uniforms.to(weights)[..., None] * weights.sum(-1, keepdim=True))[0][..., 0]
+        target = uniforms.to(weights)[..., None] * weights.sum(-1, keepdim=True)
+        return _invert(weights, target)[0][..., 0]
     blocks = F.pad(weights, (0, -size % BLOCK)).unflatten(-1, (-1, BLOCK))
     sums = blocks.sum(-1, dtype=torch.double)
     block, rest = _invert(sums, uniforms.to(sums)[..., None] * sums.sum(-1, keepdim=True))
@@ -96,7 +97,8 @@ def _invert(weights: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """
     summed = weights.cumsum(-1)
     # Rounding must not select a weight of zero, nor go beyond the last one.
-    target = torch.minimum(target.clamp(min=0), torch.nextafter(summed[..., -1:], torch.zeros_like(target)))
+    limit = torch.nextafter(summed[..., -1:], torch.zeros_like(target))
+    target = torch.minimum(target.clamp(min=0), limit)
     index = torch.searchsorted(summed, target, right=True).clamp(max=weights.shape[-1] - 1)
     return index, target - (summed.gather(-1, index) - weights.gather(-1, index))
 
@@ -130,12 +132,18 @@ class Sampler:
     def sample(self, logits: Tensor, uniforms: Sequence[float]) -> list[int]:
         """Returns one token for each row of logits [n, V] by its uniform number."""
         # Temperature and cuts are among a sequence's processors.
-        weights, ids = candidates(logits, self.sampling) if self.processors is None else (logits.softmax(-1), None)
+        ids: Tensor | None = None
+        if self.processors is None:
+            weights, ids = candidates(logits, self.sampling)
+        else:
+            weights = logits.softmax(-1)
         if weights.device.type in WITHOUT_DOUBLE:
             weights = weights.cpu()
             ids = None if ids is None else ids.cpu()
         drawn = draw(weights, upload(uniforms, weights.device, torch.double))
-        tokens: list[int] = (drawn if ids is None else ids.gather(-1, drawn[:, None])[:, 0]).tolist()
+        if ids is not None:
+            drawn = ids.gather(-1, drawn[:, None])[:, 0]
+        tokens: list[int] = drawn.tolist()
         return tokens
 
     def choose(self, logits: Tensor) -> int:

@@ -30,7 +30,7 @@ from medusa_cli.tree.tensors import TreeTensors
 class AmphistaConfig(HeadsConfig):
     """attention_layers: self-attention layers over the heads.
 
-    2 is the paper's alpha variant (appendix A.2.3). context: what the adaptation layers see: the
+    2 is the paper's alpha variant (appendix A.2.3). context: of the adaptation layers: the
     "conversation" (section 3.1: positions 1 .. t - 1), or the "answer".
     """
 
@@ -90,7 +90,8 @@ class Amphista(HeadDrafter):
         tree: Tree | DynamicTree,
     ) -> list[Draft]:
         """Adapts each sequence's new states, lets the heads see one another, and fills every node at once."""
-        return draft_by_level(tree, new, self._guesses(backbone, self.read(backbone, sequences, new), tree.max_depth))
+        adapted = self.read(backbone, sequences, new)
+        return draft_by_level(tree, new, self._guesses(backbone, adapted, tree.max_depth))
 
     @torch.inference_mode()
     def fill(self, backbone: Backbone, new: NewTensors, trees: TreeTensors) -> None:
@@ -128,7 +129,7 @@ class Amphista(HeadDrafter):
         return adapted
 
     def _together(self, adapted: Sequence[Tensor], blocks: nn.ModuleList, attention: nn.ModuleList) -> Tensor:
-        """Returns the heads' states [P, K, H] from those of the two stages, [P, H] each."""
+        """Returns the heads' states [P, K, H] from the states of the two stages, [P, H] each."""
         half = self.num_heads // 2
         apart = [block(adapted[head >= half]) for head, block in enumerate(blocks)]
         x = torch.stack(apart, dim=1) + self.position
@@ -146,6 +147,6 @@ class Amphista(HeadDrafter):
             assert isinstance(stage, AdaptationLayer)
             x = stage.layer(stage.join(x, embedded))
             adapted.append(padding.unpad(x)[learnt])
-        states = self._together(adapted, self.blocks, self.attention)  # [n, K, H] of the positions that are learnt
+        states = self._together(adapted, self.blocks, self.attention)  # [n, K, H], learnt positions
         for head, positions in enumerate(rows):
             yield states[batch.learnt_index[positions], head].to(batch.hidden.dtype)

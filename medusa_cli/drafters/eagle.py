@@ -79,8 +79,7 @@ class Eagle(HeadDrafter):
     @classmethod
     def create(cls, backbone: Backbone, *settings: Any, **named: Any) -> Eagle:
         drafter = super().create(backbone, *settings, **named)
-        # The matrix starts as the lm_head's, so what it reads had best be normed as what that
-        # reads.
+        # The matrix starts as a copy of the lm_head, so its input is normed as the lm_head's.
         gain = backbone.engine.final_gain()
         if gain is not None:
             drafter.norm.weight.data.copy_(gain)
@@ -118,14 +117,16 @@ class Eagle(HeadDrafter):
         caches = [own.caches[0] for own in sequences]
         layer = self.packed("midlayer")
         lengths = [cache.length for cache in caches]
-        ancestors = [torch.zeros(1, 0, dtype=torch.bool, device=states.device) for _ in new]  # among the tree's rows
+        # Which of the tree's rows are ancestors of each node.
+        ancestors = [torch.zeros(1, 0, dtype=torch.bool, device=states.device) for _ in new]
 
         def guess(head: int, width: int, temperature: float | None, level: Frontier) -> tuple[Tensor, Tensor]:
             nonlocal states, ancestors
             if head:
                 ancestors = _extend_ancestor_masks(ancestors, level)
                 masks = [F.pad(own, (length, 0), value=True) for own, length in zip(ancestors, lengths, strict=True)]
-                places = [[tokens.end + head - 1] * count for tokens, count in zip(new, level.counts, strict=True)]
+                positions = [tokens.end + head - 1 for tokens in new]
+                places = [[position] * count for position, count in zip(positions, level.counts, strict=True)]
                 embedded = self.embed(backbone, level.tokens)
                 states = layer.extend(states[level.parent_rows], places, caches, embedded, masks=masks)
             return self.best(self._score(backbone, states), width, temperature)
@@ -156,7 +157,8 @@ class Eagle(HeadDrafter):
         size = len(new.hidden)
         fused = self.packed("fc")(self._lower(new.hidden))
         embedded = self.embed(backbone, new.following)
-        last = states = new.last(layer.extend_slots(fused, new.rows(), cached, embedded))  # [B, H], then [B * N, H]
+        last = new.last(layer.extend_slots(fused, new.rows(), cached, embedded))  # [B, H]
+        states = last  # then [B * N, H]
 
         def guess(head: int, width: int, temperature: float | None, level: Frontier) -> tuple[Tensor, Tensor]:
             nonlocal states
@@ -213,7 +215,8 @@ class Eagle(HeadDrafter):
 
     def named_weights(self) -> dict[str, Tensor]:
         """Returns the weights under the names that serving engines read."""
-        return {"lm_head.weight" if name == "matrices.0" else name: weight for name, weight in self.named_parameters()}
+        renamed = {"matrices.0": "lm_head.weight"}
+        return {renamed.get(name, name): weight for name, weight in self.named_parameters()}
 
 
 def default_taps(depth: int) -> tuple[int, ...]:

@@ -101,7 +101,8 @@ class Firp(HeadDrafter):
             return self.score(backbone, 0, states.flatten(0, 1)).unflatten(0, states.shape[:2]).unbind(0)
 
         states = [tokens.extra_hidden[: tree.max_depth] for tokens in new if tokens.extra_hidden is not None]
-        return draft_by_level(tree, new, self.at_once(tree.max_depth, compute, torch.stack(states, dim=1)))
+        guess = self.at_once(tree.max_depth, compute, torch.stack(states, dim=1))
+        return draft_by_level(tree, new, guess)
 
     def head_states(self, backbone: Backbone, batch: Batch, rows: Sequence[Tensor]) -> Iterator[Tensor]:
         assert batch.trace is not None and batch.rows is not None
@@ -132,7 +133,8 @@ def check_extra_rows(backbone: Backbone) -> None:
         assert out.logits is not None
         logits.append(out.logits[0].clone())  # the next pass may overwrite them
     error = difference(logits[1], logits[0])
-    if error > (1e-3 if engine.dtype == torch.float32 else 0.25) and not quantization_of(backbone.model):
+    tolerance = 1e-3 if engine.dtype == torch.float32 else 0.25
+    if error > tolerance and not quantization_of(backbone.model):
         raise UserError(
             f"the layers of the model {backbone.id!r} cannot be run one by one: its logits then differ by {error:.2g}",
             "use a drafter other than firp, such as drafter=hydra",

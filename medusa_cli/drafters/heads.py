@@ -109,7 +109,8 @@ class HeadDrafter(Scoring):
         count = 0
         if learnt:
             count = 1 if config.matrices == "one" else config.num_heads
-        self.matrices = nn.ParameterList(nn.Parameter(torch.empty(len(ids), config.hidden_size)) for _ in range(count))
+        shape = (len(ids), config.hidden_size)
+        self.matrices = nn.ParameterList(nn.Parameter(torch.empty(shape)) for _ in range(count))
         rank = config.conditional
         self.conditional = TokenBias(config.vocab_size, len(ids), rank) if rank else None
         self._forget_packed()
@@ -218,7 +219,8 @@ class HeadDrafter(Scoring):
         bias = self.bias(backbone)
         bias = None if bias is None else bias.to(self.dtype)
         for head, states in enumerate(self.head_states(backbone, batch, [rows] * self.num_heads)):
-            read, matrix = self.product(backbone, head, states, batch.next[(rows + head).clamp(max=last)])
+            before = batch.next[(rows + head).clamp(max=last)]
+            read, matrix = self.product(backbone, head, states, before)
             yield F.linear(read, matrix.to(read.dtype), bias).float()
 
     # Files
@@ -240,5 +242,5 @@ class HeadDrafter(Scoring):
 
     @classmethod
     def read_config(cls, data: dict[str, Any]) -> dict[str, Any]:
-        """Returns the config's fields from what config_json wrote."""
+        """Returns the config's fields from the output of `config_json`."""
         return data

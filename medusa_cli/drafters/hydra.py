@@ -24,7 +24,7 @@ from medusa_cli.tree.tensors import TreeTensors
 class HydraConfig(HeadsConfig):
     """prefix_layers: causal decoder layers over the accepted states before the heads.
 
-    0 is Hydra, 1 Hydra++. context: what they see: the "conversation", or only the "answer". raw:
+    0 is Hydra, 1 Hydra++. context: their context: the "conversation", or only the "answer". raw:
     embeddings without normalisation, and a bias in the linear path of each head's input, as in the
     authors' code.
     """
@@ -78,12 +78,15 @@ class HydraHeads(HeadDrafter):
         size = config.hidden_size
         layers = config.num_layers
         self.prefix = nn.ModuleList(DecoderLayer(size) for _ in range(config.prefix_layers))
-        self.blocks = nn.ModuleList(HydraHead(size, k, layers, config.raw) for k in range(1, config.num_heads + 1))
+        heads = range(1, config.num_heads + 1)
+        self.blocks = nn.ModuleList(HydraHead(size, k, layers, config.raw) for k in heads)
         self.sees_prompt = config.context == "conversation"
         self.truncate(0)
 
     def embed(self, backbone: Backbone, tokens: Tensor) -> Tensor:
-        return backbone.embedding(tokens).to(self.dtype) if self.config.raw else super().embed(backbone, tokens)
+        if self.config.raw:
+            return backbone.embedding(tokens).to(self.dtype)
+        return super().embed(backbone, tokens)
 
     @torch.inference_mode()
     def draft(
@@ -94,7 +97,8 @@ class HydraHeads(HeadDrafter):
         tree: Tree | DynamicTree,
     ) -> list[Draft]:
         """Drafts level by level: the next head guesses a node's children from its path."""
-        return draft_by_level(tree, new, self._guesses(backbone, self.read(backbone, sequences, new)))
+        states = self.read(backbone, sequences, new)
+        return draft_by_level(tree, new, self._guesses(backbone, states))
 
     @torch.inference_mode()
     def fill(self, backbone: Backbone, new: NewTensors, trees: TreeTensors) -> None:
@@ -145,7 +149,8 @@ class HydraHeads(HeadDrafter):
             for layer in self.prefix:
                 x = layer(x)
             context = padding.unpad(x).to(context.dtype)
-        last = len(batch.next) - 1  # positions too near the end have no target for a head and may read any token
+        # Positions too near the end have no target for a head and may read any token.
+        last = len(batch.next) - 1
         for head, positions in enumerate(rows):
             tokens = [embedded[(positions + i).clamp(max=last)] for i in range(head + 1)]
             yield self.blocks[head](torch.cat([context[positions], *tokens], dim=-1))

@@ -18,7 +18,8 @@ from medusa_cli.model import Backbone
 from medusa_cli.runs.io import convert, read_object, read_weights, write_json
 from medusa_cli.runs.run import DRAFTER_CONFIG, check_backbone, describe_drafter
 
-DRAFTERS: dict[str, type[HeadDrafter]] = {kind.name: kind for kind in (MedusaHeads, HydraHeads, Amphista, Eagle, Firp)}
+KINDS: tuple[type[HeadDrafter], ...] = (MedusaHeads, HydraHeads, Amphista, Eagle, Firp)
+DRAFTERS: dict[str, type[HeadDrafter]] = {kind.name: kind for kind in KINDS}
 REMEDY = "train it again, or give another @drafter"
 
 

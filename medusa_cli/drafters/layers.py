@@ -116,7 +116,8 @@ class SlotRows:
         for known, new in zip(cached, (keys, values), strict=True):
             known.transpose(1, 2).index_put_((slots, self.lengths[:, None] + columns), new.transpose(1, 2))
         if not reads_by_length(query.device, query.dtype, heads, heads, dim):
-            mask = additive(visible_behind(self.lengths, self._tree_mask, cached.shape[3])[:, None], query.dtype)
+            visible = visible_behind(self.lengths, self._tree_mask, cached.shape[3])
+            mask = additive(visible[:, None], query.dtype)
             return F.scaled_dot_product_attention(query, cached[0], cached[1], attn_mask=mask)
         query, keys, values = (x.transpose(1, 2).flatten(0, 1) for x in (query, keys, values))
         known_keys, known_values = cached.flatten(1, 2)
@@ -143,8 +144,10 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.heads = heads
         self.hidden_norm = nn.RMSNorm(hidden_size, eps=eps)
-        read = {name: nn.Linear(read_size, heads * head_dim, bias=False) for name in ("q_proj", "k_proj", "v_proj")}
-        self.self_attn = nn.ModuleDict(read | {"o_proj": nn.Linear(heads * head_dim, hidden_size, bias=False)})
+        width = heads * head_dim
+        layers = {name: nn.Linear(read_size, width, bias=False) for name in ("q_proj", "k_proj", "v_proj")}
+        layers["o_proj"] = nn.Linear(width, hidden_size, bias=False)
+        self.self_attn = nn.ModuleDict(layers)
         nn.init.zeros_(self.self_attn["o_proj"].weight)  # type: ignore[arg-type]
 
     def project(self, name: str, x: Tensor) -> Tensor:
@@ -211,7 +214,7 @@ class DecoderLayer(SelfAttention):
     def _start_at_own_token(self, hidden_size: int) -> None:
         """Lets a fresh row attend to itself: queries and keys start as one random projection.
 
-        The embedding reaches a state through attention alone, and an even one mixes it with all
+        The embedding reaches a state only through attention, and an even one mixes it with all
         tokens before.
         """
         q, k = (self.self_attn.get_parameter(f"{name}.weight") for name in ("q_proj", "k_proj"))
@@ -239,7 +242,9 @@ class DecoderLayer(SelfAttention):
     def reads(self, x: Tensor, embedded: Tensor | None = None) -> Tensor:
         """Returns the input of attention, from states and embeddings [.., H]."""
         states = normed(self.hidden_norm, x)
-        return states if embedded is None else torch.cat([normed(self.input_layernorm, embedded), states], dim=-1)
+        if embedded is None:
+            return states
+        return torch.cat([normed(self.input_layernorm, embedded), states], dim=-1)
 
     def queries(self, read: Tensor, positions: Tensor) -> Tensor:
         """Returns queries [.., heads, n, D] of rows at positions [n]."""
@@ -253,7 +258,8 @@ class DecoderLayer(SelfAttention):
         """Returns the layer's output [.., n, H] from its input and the attention's output [.., heads, n, D]."""
         x = self.add(x, seen)
         read = normed(self.post_attention_layernorm, x)
-        return x + self.mlp["down_proj"](F.silu(self.mlp["gate_proj"](read)) * self.mlp["up_proj"](read))
+        gate = F.silu(self.mlp["gate_proj"](read))
+        return x + self.mlp["down_proj"](gate * self.mlp["up_proj"](read))
 
     def extend(
         self,
@@ -308,7 +314,8 @@ def last_of(counts: Sequence[int]) -> list[int]:
 
 def owners(counts: Sequence[int], device: torch.device) -> Tensor:
     """Returns the number of its run for each row of consecutive runs of rows."""
-    return torch.cat([torch.full((count,), number, device=device) for number, count in enumerate(counts)])
+    runs = [torch.full((count,), number, device=device) for number, count in enumerate(counts)]
+    return torch.cat(runs)
 
 
 def normed(norm: nn.RMSNorm, x: Tensor) -> Tensor:
@@ -365,7 +372,8 @@ class TokenBias(nn.Module):
     def product(self, states: Tensor, matrix: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Widens states [n, H] and a matrix [M, H] so that their matmul includes the bias of tokens [n]."""
         before = F.embedding(tokens, self.before).to(states.dtype)
-        return torch.cat([states, before], dim=-1), torch.cat([matrix, self.after.to(matrix.dtype)], dim=-1)
+        after = self.after.to(matrix.dtype)
+        return torch.cat([states, before], dim=-1), torch.cat([matrix, after], dim=-1)
 
     def best(
         self, scores: Tensor, tokens: Sequence[Tensor], width: int, temperature: float | None
@@ -380,7 +388,8 @@ class TokenBias(nn.Module):
         owner = owners([len(own) for own in tokens], scores.device)
         lifted = best.values[owner] + torch.cat(lifts).float()  # [N, C]
         if temperature is not None:
-            rest = (scores / temperature).scatter(1, best.indices, -torch.inf).logsumexp(-1)[owner, None]
+            others = (scores / temperature).scatter(1, best.indices, -torch.inf)
+            rest = others.logsumexp(-1)[owner, None]
             lifted = lifted / temperature
             lifted = lifted - torch.logaddexp(lifted.logsumexp(-1, keepdim=True), rest)
         chosen = lifted.topk(min(width, lifted.shape[-1]), dim=-1)

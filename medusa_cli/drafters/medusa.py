@@ -45,7 +45,8 @@ class MedusaHeads(HeadDrafter):
 
     @torch.inference_mode()
     def fill(self, backbone: Backbone, new: NewTensors, trees: TreeTensors) -> None:
-        fill_by_level(trees, self.num_heads, self._guesses(backbone, new.last(new.hidden), self.num_heads))
+        guess = self._guesses(backbone, new.last(new.hidden), self.num_heads)
+        fill_by_level(trees, self.num_heads, guess)
 
     def _guesses(self, backbone: Backbone, hidden: Tensor, depth: int) -> Guess:
         def compute(states: Tensor) -> list[Tensor]:

@@ -61,7 +61,9 @@ class Scoring(Drafter):
     def product(self, backbone: Backbone, head: int, states: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the factors [n, ..] and [M, ..] of a head's scores; before [n]: tokens."""
         matrix = self.matrix(backbone, head)
-        return (states, matrix) if self.conditional is None else self.conditional.product(states, matrix, before)
+        if self.conditional is None:
+            return states, matrix
+        return self.conditional.product(states, matrix, before)
 
     def train(self, mode: bool = True) -> Self:
         self._forget_packed()
@@ -113,7 +115,9 @@ class Scoring(Drafter):
         """
         scaled = scores if temperature is None else scores / temperature
         best = scaled.topk(min(width, scaled.shape[-1]), dim=-1)
-        log_p = best.values if temperature is None else best.values - scaled.logsumexp(-1, keepdim=True)
+        log_p = best.values
+        if temperature is not None:
+            log_p = log_p - scaled.logsumexp(-1, keepdim=True)
         return log_p, self.draft_ids[best.indices]
 
     def at_once(self, depth: int, compute: Callable[..., Sequence[Tensor]], *inputs: Tensor) -> Guess:

@@ -42,7 +42,8 @@ class NewTensors:
         """Returns the trees' nodes as rows behind the new ones: a layer that reads next tokens has read the root."""
         tree_mask = trees.mask.clone()
         tree_mask[:, 1:, 0] = False
-        return SlotRows(self.held + self.count, (self.start + self.count)[:, None] + trees.depth - 1, tree_mask)
+        positions = (self.start + self.count)[:, None] + trees.depth - 1
+        return SlotRows(self.held + self.count, positions, tree_mask)
 
     def last(self, x: Tensor) -> Tensor:
         """Returns the rows [B, H] of x [B, P, H] that belong to each sequence's last token."""

@@ -157,7 +157,8 @@ def break_even(chosen: TimedTree, step_times: StepTimes) -> float:
     over the next SPAN nodes, for timing noise is as large as the cost of one.
     """
     nodes = chosen.tree.size
-    seconds = (interpolate(step_times.verify, nodes + SPAN) - interpolate(step_times.verify, nodes)) / SPAN
+    more = interpolate(step_times.verify, nodes + SPAN)
+    seconds = (more - interpolate(step_times.verify, nodes)) / SPAN
     return max(seconds, 0.0) * chosen.tokens_per_s
 
 
@@ -178,7 +179,7 @@ BUDGET = 64
 
 
 def parse_budget(text: str | None) -> int | None:
-    """Returns the named number of nodes; raises UsageError where it is no integer."""
+    """Returns the named number of nodes; raises UsageError if it is not an integer."""
     try:
         return None if text is None else int(text)
     except ValueError as reason:
@@ -230,7 +231,7 @@ def make_tree(
 
 
 def missing_accuracies(widths: tuple[int, ...], known: Calibration) -> list[str]:
-    """Returns notes on what a tree needs of the heads that they lack, or that was not measured."""
+    """Returns notes on heads and guesses of a tree that are missing or were not measured."""
     notes = []
     deep = known.heads is not None and len(widths) > known.heads
     if known.stale:

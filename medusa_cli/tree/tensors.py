@@ -46,8 +46,10 @@ class TreeTensors:
         width = ids.shape[-1]
         if head:
             ids = ids.gather(1, parents[..., None].expand(-1, -1, width))
-        chosen = ids.expand(-1, self.width, -1).gather(2, self.ranks.clamp(max=width - 1)[..., None])[..., 0]
-        self.tokens = torch.where((self.depth == head + 1) & (self.tokens == UNREAD), chosen, self.tokens)
+        ranks = self.ranks.clamp(max=width - 1)[..., None]
+        chosen = ids.expand(-1, self.width, -1).gather(2, ranks)[..., 0]
+        drafted = (self.depth == head + 1) & (self.tokens == UNREAD)
+        self.tokens = torch.where(drafted, chosen, self.tokens)
         return parents
 
 
@@ -55,8 +57,8 @@ class GrowingTrees(TreeTensors):
     """Grows B dynamic trees in place of the UNREAD nodes of static ones (see `outline`).
 
     As many nodes stay as these have, the likeliest of all levels, by TreeBuilder's rule. Nodes
-    whose tokens are known stay and get no children. A grown one beside them may hold the same
-    token: the longer path is accepted.
+    whose tokens are known stay and get no children. A grown sibling may hold the same token: the
+    longer path is accepted.
     """
 
     def __init__(self, limits: DynamicTree, *outlines: Tensor) -> None:
@@ -85,10 +87,12 @@ class GrowingTrees(TreeTensors):
         extended = (self.depth == head) & self._values.isfinite() & (head < self._levels)
         below = below.masked_fill(~extended[..., None] | (below < floor), -torch.inf)
         values = F.pad(torch.cat([self._values, below.flatten(1)], dim=1), (0, 1), value=-torch.inf)
-        best = values.sort(dim=1, descending=True, stable=True)  # of equals the earlier one, which is never deeper
+        # The sort is stable: of equal values the earlier node, which is never deeper, comes first.
+        best = values.sort(dim=1, descending=True, stable=True)
         kept = (best.values[:, :count] > -torch.inf) & (every < self._room)
         nowhere = values.shape[1] - 1
-        order = best.indices[:, :count].masked_fill(~kept, nowhere).sort(dim=1).values  # parents before children
+        # Parents before children.
+        order = best.indices[:, :count].masked_fill(~kept, nowhere).sort(dim=1).values
         nodes = torch.stack([self.parents, self.ranks, self.depth, self.tokens])  # [4, B, N]
         ranks = torch.arange(width, device=ids.device).expand(below.shape)
         ids = ids.expand(below.shape)
@@ -115,4 +119,6 @@ def outline(tree: Tree | DynamicTree) -> Tree:
         return tree
     chain = min(tree.max_depth, tree.budget - 1)
     leaves = tree.budget - 1 - chain if chain else 0
-    return Tree((ROOT_PARENT, *range(chain), *[0] * leaves), (0, *[0] * chain, *range(1, leaves + 1)))
+    parents = (ROOT_PARENT, *range(chain), *[0] * leaves)
+    ranks = (0, *[0] * chain, *range(1, leaves + 1))
+    return Tree(parents, ranks)

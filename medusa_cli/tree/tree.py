@@ -250,7 +250,8 @@ class TreeBuilder:
     def tree(self) -> tuple[Tree, list[int]]:
         """Returns the tree and the tokens of its nodes."""
         # The sort is stable: of equal nodes the earlier one, which is never deeper, comes first.
-        best = sorted(range(1, len(self._values)), key=lambda node: -self._values[node])[: self._limits.budget - 1]
+        best = sorted(range(1, len(self._values)), key=lambda node: -self._values[node])
+        best = best[: self._limits.budget - 1]
         kept = [0, *sorted(node for node in best if self._values[node] >= self._floor)]
         return Tree.select(self.parents, self._ranks, kept), [self.tokens[node] for node in kept]
 
