@@ -24,6 +24,7 @@ from medusa_cli.decode import Decoder, DraftPolicy, Request, Step, policy_of
 from medusa_cli.drafters import Drafter, MedusaHeads, NewTokens
 from medusa_cli.drafters.base import Batch
 from medusa_cli.drafters.heads import HeadDrafter
+from medusa_cli.drafters.io import save_drafter
 from medusa_cli.engine import Cache, ExtraRows, Output, Plan, attach, load_backbone
 from medusa_cli.engine.native import NativeCache
 from medusa_cli.model import Backbone
@@ -352,7 +353,7 @@ def save_run(
     drafter = kind.create(backbone, heads, 1, "own")
     for weight in drafter.parameters():
         weight.data += 0.05 * torch.randn_like(weight)
-    drafter.save(run.drafter_dir, provenance(backbone.identity))
+    save_drafter(drafter, run.drafter_dir, provenance(backbone.identity))
     run.bind(backbone.identity)
     if tree is not None:
         save_tree(run.tree_path, tree, {})

@@ -11,7 +11,7 @@ from medusa_cli.decode import Sampling
 from medusa_cli.decode import accept as accept_many
 from medusa_cli.decode.accept import longest_path
 from medusa_cli.decode.cuda_graph import choose, sampling_params
-from medusa_cli.decode.sampling import NUCLEUS, Sampler, candidates, draw
+from medusa_cli.decode.sampler import NUCLEUS, Sampler, candidates, draw
 from medusa_cli.errors import UsageError
 from medusa_cli.tree import Draft, Tree
 from medusa_cli.tree.tree import PADDING

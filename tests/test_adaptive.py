@@ -7,16 +7,11 @@ import pytest
 import torch
 
 from medusa_cli.decode import AdaptivePolicy, Sampling, Step
-from medusa_cli.decode.accept import AcceptanceEstimate
-from medusa_cli.decode.policy import (
-    MAX_RETRY_STEPS,
-    MAX_TRIAL_COST,
-    RETRY_STEPS,
-    TRIAL_STEPS,
-    DraftState,
-    Proposal,
-    sampling_kind,
-)
+from medusa_cli.decode.adaptive import MAX_RETRY_STEPS, MAX_TRIAL_COST, RETRY_STEPS, TRIAL_STEPS
+from medusa_cli.decode.ngram import AcceptanceEstimate
+from medusa_cli.decode.policy import Proposal
+from medusa_cli.decode.sampling import sampling_kind
+from medusa_cli.decode.sequence import DraftState
 from medusa_cli.tree import Tree
 from medusa_cli.tree.search import SizedTree, StepTimes, budgets
 from tests.helpers import PROMPT, generate, plain, tiny_backbone, tokens_of
@@ -93,7 +88,7 @@ def speedup(
     policy: AdaptivePolicy, chances: Sequence[float], sampling: Sampling = GREEDY, texts: int = 1, length: int = 96
 ) -> float:
     """Returns tokens a second against plain decoding: texts of stretches of `length` tokens, each with its chance."""
-    generator, costs = torch.Generator().manual_seed(1), policy._measured
+    generator, costs = torch.Generator().manual_seed(1), policy.costs.measured
     seconds, count = 0.0, 0
     for _ in range(texts):
         policy = policy.fork()
@@ -129,7 +124,7 @@ def serve(policy: AdaptivePolicy, chances: Sequence[float], length: int, slots: 
         running.append(SimpleNamespace(text=begin(policy), chance=waiting.pop(0), left=length * (1 + len(running))))
     while waiting:
         tree = choose(policy, *(answer.text for answer in running))
-        took = policy._measured(tree.size, tree.max_depth, slots)
+        took = policy.costs.measured(tree.size, tree.max_depth, slots)
         taken = []
         for answer in running:
             right = torch.rand(tree.max_depth, generator=generator) < answer.chance
@@ -144,7 +139,7 @@ def serve(policy: AdaptivePolicy, chances: Sequence[float], length: int, slots: 
         for i, answer in enumerate(running):
             if not answer.left and waiting:
                 running[i] = SimpleNamespace(text=begin(policy), chance=waiting.pop(0), left=length)
-    plain_rate = slots / policy._measured(1, 0, slots)
+    plain_rate = slots / policy.costs.measured(1, 0, slots)
     return tokens / seconds / plain_rate, sum(size > 1 for size in sizes) / len(sizes)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from medusa_cli.drafters.slots import SlotRows
+from medusa_cli.drafters.layers import SlotRows
 from medusa_cli.engine.attention import behind, columns_read, fused, merged, reads_by_length, visible_behind
 from medusa_cli.model.attention import additive
 from tests.device import NAME, STANDS, Device, flash

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from medusa_cli.decode import Decoder, LogitsOptions, Request, Sampling, cuda_graph
-from medusa_cli.decode.policy import AdaptivePolicy, DynamicTreePolicy, SizedTree, StaticTreePolicy, policy_of
-from medusa_cli.decode.sampling import Sampler
+from medusa_cli.decode import AdaptivePolicy, Decoder, LogitsOptions, Request, Sampling, cuda_graph
+from medusa_cli.decode.policy import DynamicTreePolicy, StaticTreePolicy, policy_of
+from medusa_cli.decode.sampler import Sampler
 from medusa_cli.tree import DynamicTree, Tree
-from medusa_cli.tree.search import StepTimes
+from medusa_cli.tree.search import SizedTree, StepTimes
 from medusa_cli.tree.tree import PADDING
 from tests.helpers import (
     FAMILIES,

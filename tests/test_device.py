@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 from torch.nn.attention import bias
 
-from medusa_cli.decode import AdaptivePolicy, Decoder, DraftPolicy, Request, Sampling, sampling
+from medusa_cli.decode import AdaptivePolicy, Decoder, DraftPolicy, Request, Sampling, sampler
 from medusa_cli.decode.cuda_graph import CudaGraphs
-from medusa_cli.decode.policy import DynamicTreePolicy, SizedTree, StaticTreePolicy
-from medusa_cli.decode.sampling import Sampler
+from medusa_cli.decode.policy import DynamicTreePolicy, StaticTreePolicy
+from medusa_cli.decode.sampler import Sampler
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.engine import attach
 from medusa_cli.errors import UserError
 from medusa_cli.model import Backbone
 from medusa_cli.tree import DynamicTree, Tree
-from medusa_cli.tree.search import StepTimes
+from medusa_cli.tree.search import SizedTree, StepTimes
 from tests import helpers
 from tests.device import NAME, Device, Stray
 from tests.helpers import decoder_of, forward, tiny_backbone, tiny_model, tiny_tokenizer, tokens_of
@@ -184,7 +184,7 @@ class WithoutDouble(Device):
 
 @pytest.mark.parametrize("cut", [{}, {"top_k": 5}, {"top_p": 0.8}], ids=str)
 def test_exact_sampling_needs_no_doubles_of_the_device(cut: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampling, "WITHOUT_DOUBLE", (NAME,))
+    monkeypatch.setattr(sampler, "WITHOUT_DOUBLE", (NAME,))
     logits, rule = 3 * torch.randn(9, 64), Sampling("exact", 0.8, seed=4, **cut)
     uniforms = Sampler(rule).peek_uniforms(9)
     expected = Sampler(rule).sample(logits, uniforms)

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from medusa_cli.drafters import DRAFTERS, Batch, Eagle, NewTokens, load_drafter
 from medusa_cli.drafters import layers as blocks
 from medusa_cli.drafters.heads import HeadDrafter
+from medusa_cli.drafters.io import save_drafter
 from medusa_cli.drafters.layers import DecoderLayer, TokenBias
 from medusa_cli.errors import UserError
 from medusa_cli.model import Backbone
@@ -174,7 +175,7 @@ def test_dynamic_trees_keep_budget_and_depth_and_hold_what_static_ones_hold(kind
 def test_loaded_drafters_draft_what_saved_ones_did(kind: str, tmp_path: Path) -> None:
     backbone = tiny_backbone(layers=4)
     drafter = drafter_of(backbone, kind)
-    drafter.save(tmp_path, provenance(backbone.identity))
+    save_drafter(drafter, tmp_path, provenance(backbone.identity))
     loaded = load_drafter(tmp_path, backbone)
     assert type(loaded) is type(drafter) and loaded.config == drafter.config and loaded.taps == drafter.taps
     new = accepted(drafter, backbone, 4)
@@ -393,7 +394,7 @@ def test_levels_of_eagles_taps_are_folded_into_its_files_and_out_again(tmp_path:
     read = drafter._lower(batch.hidden).unflatten(-1, (3, -1))
     assert read.square().mean((0, 2)) == pytest.approx([1.0, 1.0, 1.0], rel=1e-4)
     expected = list(drafter.logits(backbone, batch))
-    drafter.save(tmp_path, provenance(backbone.identity))
+    save_drafter(drafter, tmp_path, provenance(backbone.identity))
     again = drafter_of(backbone, "eagle")
     again.level(batch.hidden[:20])  # other levels
     loaded = load_drafter(tmp_path, backbone)
@@ -405,7 +406,7 @@ def test_levels_of_eagles_taps_are_folded_into_its_files_and_out_again(tmp_path:
 
 def test_drafters_of_another_model_are_refused(tmp_path: Path) -> None:
     backbone, other = tiny_backbone(), tiny_backbone(hidden=64)
-    drafter_of(backbone, "medusa").save(tmp_path, provenance(backbone.identity))
+    save_drafter(drafter_of(backbone, "medusa"), tmp_path, provenance(backbone.identity))
     with pytest.raises(UserError, match="tiny-llama"):
         load_drafter(tmp_path, other)
     change_json(tmp_path / "config.json", provenance={})

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from medusa_cli.drafters import Firp, HydraHeads, MedusaHeads
+from medusa_cli.drafters.io import save_drafter
 from medusa_cli.engine import load_backbone
 from medusa_cli.errors import UserError
 from medusa_cli.export import medusa_format
@@ -40,7 +41,7 @@ def medusa_run(folder: Path, backbone: Backbone, vocabulary: str = "own", layers
     heads = MedusaHeads.create(backbone, 3, layers, vocabulary, ids, **settings)
     for weight in heads.parameters():
         weight.data += 0.1 * torch.randn_like(weight)
-    heads.save(run.drafter_dir, provenance(backbone.identity))
+    save_drafter(heads, run.drafter_dir, provenance(backbone.identity))
     return run
 
 
@@ -149,7 +150,7 @@ def test_what_a_layout_cannot_hold_is_refused(
     else:
         run = save_run(tmp_path / "run", model, kind=HydraHeads)
     if kind == "firp":
-        Firp.create(backbone, 1, 1, "shared", layers=(1,)).save(run.drafter_dir, provenance(backbone.identity))
+        save_drafter(Firp.create(backbone, 1, 1, "shared", layers=(1,)), run.drafter_dir, provenance(backbone.identity))
     done = medusa("export", "--to", format, "--run", f"{run.path}/", "--output", tmp_path / "out", exit_code=1)
     assert kind in done.stderr and f"--to {format}" in done.stderr
     assert not (tmp_path / "out").exists()

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, TextStreamer
 
 from medusa_cli.decode.ngram import NgramIndex
 from medusa_cli.drafters import Amphista, Eagle, HydraHeads, MedusaHeads, load_drafter
+from medusa_cli.drafters.io import save_drafter
 from medusa_cli.engine import load_backbone
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.export import custom_generate
@@ -61,7 +62,7 @@ def drafting(folder: Path, **more: Any) -> dict[str, Any]:
     return {"custom_generate": str(folder), "trust_remote_code": True, **more}
 
 
-def save_drafter(folder: Path, model: str, name: str = "hydra") -> Run:
+def random_run(folder: Path, model: str, name: str = "hydra") -> Run:
     """Saves a run whose random drafter is often right: its tree is wide, the vocabulary small."""
     kind, own = KINDS[name]
     run = save_run(folder, model, tree=Tree.dense([6, 4, 2]), calibrated=True)
@@ -73,7 +74,7 @@ def save_drafter(folder: Path, model: str, name: str = "hydra") -> Run:
     drafter = kind.create(backbone, 3, 1 if kind is Eagle else 2, **settings)
     for weight in drafter.parameters():
         weight.data += 0.05 * torch.randn_like(weight)
-    drafter.save(run.drafter_dir, provenance(backbone.identity))
+    save_drafter(drafter, run.drafter_dir, provenance(backbone.identity))
     return run
 
 
@@ -85,7 +86,7 @@ def export(tmp_path_factory: pytest.TempPathFactory) -> Export:
     def write(name: str = "hydra", family: str = "llama") -> Path:
         if (name, family) not in folders:
             place = tmp_path_factory.mktemp("exported")
-            run = save_drafter(place / "run", save_model(place / "model", layers=4, family=family), name)
+            run = random_run(place / "run", save_model(place / "model", layers=4, family=family), name)
             export_hf(find_source(f"{run.path}/"), place / "out")
             folders[name, family] = place / "out"
         return folders[name, family]
@@ -162,7 +163,7 @@ def test_it_runs_offline_without_this_package(export: Export, tmp_path: Path) ->
 
 def test_the_adapter_is_merged(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model")
-    run = save_drafter(tmp_path / "run", model)
+    run = random_run(tmp_path / "run", model)
     network = AutoModelForCausalLM.from_pretrained(model)
     attach_adapter(network, std=0.2)
     lora.save(network, run.adapter_dir, model)
@@ -180,7 +181,7 @@ def test_the_adapter_is_merged(tmp_path: Path) -> None:
 )
 def test_weights_keep_their_stored_type_if_the_config_names_none(tmp_path: Path, stored, written) -> None:
     model = Path(save_model(tmp_path / "model"))
-    run = save_drafter(tmp_path / "run", str(model), "medusa")
+    run = random_run(tmp_path / "run", str(model), "medusa")
     weights = {name: weight.to(stored) for name, weight in load_file(model / "model.safetensors").items()}
     save_file(weights, model / "model.safetensors", {"format": "pt"})
     config = json.loads((model / "config.json").read_text())
@@ -192,7 +193,7 @@ def test_weights_keep_their_stored_type_if_the_config_names_none(tmp_path: Path,
 
 
 def test_the_tree_is_the_runs_or_of_the_budget(tmp_path: Path) -> None:
-    run = save_drafter(tmp_path / "run", save_model(tmp_path / "model"), "medusa")
+    run = random_run(tmp_path / "run", save_model(tmp_path / "model"), "medusa")
     source = find_source(f"{run.path}/")
     for budget, size in ((5, 5), (None, 1 + 6 + 24 + 48)):
         export_hf(source, tmp_path / str(budget), budget=budget)
@@ -213,7 +214,7 @@ def test_the_tree_is_the_runs_or_of_the_budget(tmp_path: Path) -> None:
 
 
 def test_the_command_writes_checksums_and_replaces_only_exports(tmp_path: Path) -> None:
-    run, other = save_drafter(tmp_path / "run", save_model(tmp_path / "model"), "medusa"), tmp_path / "other"
+    run, other = random_run(tmp_path / "run", save_model(tmp_path / "model"), "medusa"), tmp_path / "other"
     words = ["export", "--to", "hf", "--run", f"{run.path}/", "--output"]
     assert medusa_json(*words, tmp_path / "out")["format"] == "hf"
     assert "--overwrite" in medusa(*words, tmp_path / "out", exit_code=1).stderr
@@ -360,7 +361,7 @@ def test_unsupported_arguments_are_refused_by_name(export: Export) -> None:
 
 def test_models_with_running_states_are_refused(tmp_path: Path) -> None:
     model = save_network(tiny_network("lfm2", vocab_size=64), tmp_path / "model")
-    run = save_drafter(tmp_path / "run", model, "medusa")
+    run = random_run(tmp_path / "run", model, "medusa")
     with pytest.raises(UserError, match="running state"):
         export_hf(find_source(f"{run.path}/"), tmp_path / "out")
     assert not (tmp_path / "out").exists()

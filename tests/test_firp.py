@@ -14,7 +14,7 @@ from medusa_cli.data.packing import batch_of
 from medusa_cli.drafters import Firp
 from medusa_cli.drafters.firp import spread
 from medusa_cli.drafters.heads import HeadDrafter
-from medusa_cli.drafters.io import load_drafter
+from medusa_cli.drafters.io import load_drafter, save_drafter
 from medusa_cli.engine import Output, Plan, attach, load_backbone
 from medusa_cli.engine.extra_rows import extra_row_states, trace
 from medusa_cli.errors import UserError
@@ -178,7 +178,7 @@ def test_a_model_with_factors_outside_its_layers_is_refused(tmp_path: Path) -> N
         backbone = load_backbone(
             save_network(hf.GraniteForCausalLM(config).eval(), tmp_path / name), LoadOptions(dtype="fp32")
         )
-        firp(backbone).save(tmp_path / name / "drafter", provenance(backbone.identity))
+        save_drafter(firp(backbone), tmp_path / name / "drafter", provenance(backbone.identity))
         return backbone
 
     assert load_drafter(tmp_path / "plain" / "drafter", saved("plain", 1.0)).num_heads == 3

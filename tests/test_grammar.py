@@ -19,7 +19,7 @@ from medusa_cli.decode.accept import accept
 from medusa_cli.decode.grammar import Grammar, GrammarProcessor, closed, matcher_of
 from medusa_cli.decode.policy import StaticTreePolicy
 from medusa_cli.decode.processors import SequenceProcessors
-from medusa_cli.decode.sampling import Sampler
+from medusa_cli.decode.sampler import Sampler
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.model import Backbone
 from medusa_cli.tree import Draft, Tree

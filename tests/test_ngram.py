@@ -23,6 +23,7 @@ from medusa_cli.decode.ngram import (
 )
 from medusa_cli.decode.policy import DynamicTreePolicy, StaticTreePolicy, policy_of
 from medusa_cli.drafters.heads import HeadDrafter
+from medusa_cli.drafters.io import save_drafter
 from medusa_cli.engine import load_backbone
 from medusa_cli.model import Backbone
 from medusa_cli.runs.resolve import LoadOptions
@@ -337,6 +338,6 @@ def test_chat_says_that_lookup_has_no_effect_with_firp(tmp_path: Path, tree: str
     model = save_model(tmp_path / "model", layers=4)
     run = save_run(tmp_path / "run", model, heads=3, calibrated=True)
     backbone = load_backbone(model, LoadOptions(dtype="fp32"))
-    drafter_of(backbone, "firp").save(run.drafter_dir, provenance(backbone.identity))
+    save_drafter(drafter_of(backbone, "firp"), run.drafter_dir, provenance(backbone.identity))
     result = medusa("chat", "--run", f"{run.path}/", tree, "--lookup", "--prompt", "w5 w9", "--max-new-tokens", "4")
     assert "firp" in result.stderr and "--lookup" in result.stderr

@@ -17,7 +17,7 @@ from transformers import (
 from medusa_cli.api import Medusa
 from medusa_cli.decode import LogitsOptions, Request, Sampling, accept
 from medusa_cli.decode.processors import AdditivePenalties, SequenceProcessors, sequence_processors
-from medusa_cli.decode.sampling import Sampler
+from medusa_cli.decode.sampler import Sampler
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.model import Backbone
 from medusa_cli.tree import Draft, DynamicTree, Tree

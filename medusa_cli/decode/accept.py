@@ -1,14 +1,13 @@
-"""Acceptance: greedy and exact sampling follow the model's own choice, typical takes what is plausible; estimates."""
+"""Acceptance of draft tokens: by the model's own choice, or typical acceptance."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from medusa_cli.decode.sampling import Sampler
+from medusa_cli.decode.sampler import Sampler
 from medusa_cli.engine.device import upload
 from medusa_cli.tree import Draft
 from medusa_cli.tree.tree import PADDING, ROOT_PARENT
@@ -18,12 +17,16 @@ Path = tuple[list[int], int]
 
 
 def accept(
-    logits: Tensor, drafts: Sequence[Draft], samplers: Sequence[Sampler], likeliest: Tensor | None = None
+    logits: Tensor,
+    drafts: Sequence[Draft],
+    samplers: Sequence[Sampler],
+    likeliest: Tensor | None = None,
 ) -> list[Path]:
-    """Returns each draft's accepted path by the model's logits [B, N, V] after each node; padded rows are not read.
+    """Returns each draft's accepted path by the model's logits [B, N, V] after each node.
 
-    likeliest: the tokens [B, N] of the largest logits, where they are known. Logits processors work on the nodes that
-    are visited, in their order: drafts change nothing of what they see.
+    Padded rows are not read. likeliest: the tokens [B, N] of the largest logits, where they are
+    known. Logits processors work on the nodes that are visited, in their order: they see the same
+    text as without drafts.
     """
     fast = any(sampler.greedy and sampler.processors is None for sampler in samplers)
     best: list[list[int]] = []
@@ -42,19 +45,21 @@ def accept(
 
 
 def _chosen(scores: Tensor, draft: Draft, sampler: Sampler) -> Path:
-    """Follows the sampler's own choices: the same uniform numbers give the same tokens in plain decoding."""
+    """Follows the sampler's choices, which plain decoding makes with the same numbers."""
     if sampler.processors is not None or scores.device.type == "cpu":  # few nodes are visited
         return _follow(draft, lambda node: sampler.choose(scores[node]))
     # Each read of a value waits for the device, so all nodes are drawn at once.
     uniforms = sampler.peek_uniforms(draft.tree.max_depth + 1)
-    path = _follow(draft, sampler.sample(scores, [uniforms[depth] for depth in draft.tree.depths]).__getitem__)
+    tokens = sampler.sample(scores, [uniforms[depth] for depth in draft.tree.depths])
+    path = _follow(draft, tokens.__getitem__)
     sampler.advance(len(path[0]))
     return path
 
 
 def _follow(draft: Draft, choose: Callable[[int], int]) -> Path:
-    """Walks from the root to the child that holds the token chosen after its parent, as long as there is one."""
-    tokens, children = draft.ids, draft.tree.children
+    """Walks from the root to children that hold the token chosen after their parent."""
+    tokens = draft.ids
+    children = draft.tree.children
     path = [0]
     while True:
         token = choose(path[-1])
@@ -67,13 +72,15 @@ def _follow(draft: Draft, choose: Callable[[int], int]) -> Path:
 def longest_path(
     chosen: Tensor, tokens: Tensor, depth: Tensor, parents: Tensor, tree_mask: Tensor, length: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Follows the tokens chosen [B, N] after all nodes of B trees, as a CUDA graph must: it reads no value.
+    """Follows the tokens chosen [B, N] after all nodes of B trees, without reading a value.
 
-    `accept` stays beside it: on the host it draws at the few nodes alone that it visits, through processors of logits,
-    too. tokens, depth, parents [B, N] and tree_mask [B, N, N] are the trees; paths have at most `length` nodes. Returns
-    the accepted nodes' number and the last one [B, 1], all of them in order [B, P], and which they are [B, N].
+    It serves CUDA graphs; `accept` is its twin for the host: it draws only at the nodes that it
+    visits, and runs logits processors. tokens, depth, parents [B, N] and tree_mask [B, N, N] are
+    the trees; paths have at most `length` nodes. Returns the number of accepted nodes and the last
+    one [B, 1], the path in order [B, P], and a mask of the path [B, N].
     """
-    nodes, steps = (torch.arange(count, device=tokens.device) for count in (tokens.shape[1], length))
+    nodes = torch.arange(tokens.shape[1], device=tokens.device)
+    steps = torch.arange(length, device=tokens.device)
     matches = (chosen.gather(1, parents.clamp(min=0)) == tokens) | (parents == ROOT_PARENT)
     # A node and all its ancestors match. The deepest wins, of equals the first.
     accepted = (matches[:, None] | ~tree_mask).all(-1) & (parents != PADDING)
@@ -92,7 +99,8 @@ def _typical(logits: Tensor, draft: Draft, sampler: Sampler) -> Path:
 
     Of equally long paths the likeliest wins. The bonus token is the model's most likely one.
     """
-    sampling, processors = sampler.sampling, sampler.processors
+    sampling = sampler.sampling
+    processors = sampler.processors
     if processors is not None:
         logits = processors.along(draft, logits)
     log_p = (logits.float() / sampling.temperature).log_softmax(-1)  # [N, V]
@@ -103,36 +111,17 @@ def _typical(logits: Tensor, draft: Draft, sampler: Sampler) -> Path:
     scores = log_p[parents, draft.tokens[1:]]  # [N - 1]
     plausible = (scores.exp() > limit[parents]).tolist()
     totals: list[float | None] = [0.0]
-    best, best_key = 0, (0, 0.0)
+    best = 0
+    best_key = (0, 0.0)
     for node, (score, passes) in enumerate(zip(scores.tolist(), plausible, strict=True), 1):
         above = totals[tree.parents[node]]
         totals.append(above + score if passes and above is not None else None)
         total = totals[-1]
         if total is not None and (tree.depths[node], total) > best_key:
-            best, best_key = node, (tree.depths[node], total)
-    path, bonus = tree.path(best), int(logits[best].float().argmax())
+            best = node
+            best_key = (tree.depths[node], total)
+    path = tree.path(best)
+    bonus = int(logits[best].float().argmax())
     if processors is not None:
         processors.extend([*(draft.ids[node] for node in path[1:]), bonus])
     return path, bonus
-
-
-@dataclass(eq=False)
-class AcceptanceEstimate:
-    """Estimates accepted / expected draft tokens; the weight of older ones decays with each update.
-
-    weight: the expected draft tokens that the ratio rests on. shared: the estimate of all sequences alike, which learns
-    the same.
-    """
-
-    ratio: float
-    weight: float
-    decay: float
-    shared: AcceptanceEstimate | None = None
-
-    def update(self, expected: float, accepted: float) -> None:
-        estimate: AcceptanceEstimate | None = self
-        while estimate is not None:
-            known = estimate.decay * estimate.weight
-            estimate.ratio = (known * estimate.ratio + accepted) / (known + expected)
-            estimate.weight = known + expected
-            estimate = estimate.shared

@@ -1,4 +1,4 @@
-"""Results of steps: log probabilities, their sums, and an answer's text as its tokens come."""
+"""Results of steps: their sums, log probabilities, and the text of an answer so far."""
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from torch import Tensor
 from medusa_cli.engine.device import upload
 from medusa_cli.model import Backbone
 
-# Decoders write this for bytes of an unfinished character.
+# Tokenizers decode the bytes of an unfinished character to this.
 REPLACEMENT = "\ufffd"
 # Tokens of one line after which decoding starts from a later token.
 MAX_LINE_TOKENS = 256
@@ -18,7 +18,7 @@ MAX_LINE_TOKENS = 256
 
 @dataclass(frozen=True)
 class Likelihood:
-    """A token's log probability in the model's own distribution, and those of the likeliest tokens.
+    """Holds the log probabilities of a token and of the likeliest tokens, by the model itself.
 
     That is before logits processors, temperature and cuts. A prompt's first token has nan.
     """
@@ -30,7 +30,7 @@ class Likelihood:
 
 @torch.inference_mode()
 def likelihoods(logits: Tensor, tokens: Sequence[int], top: int) -> tuple[Likelihood, ...]:
-    """Returns those of n tokens by the logits [n, V] they were chosen from, beside the `top` likeliest ones."""
+    """Returns log probabilities of n tokens and of the `top` likeliest ones, by logits [n, V]."""
     log_p = logits[: len(tokens)].float().log_softmax(-1)
     chosen = upload(list(tokens), log_p.device)
     own = log_p.gather(1, chosen[:, None])[:, 0].tolist()
@@ -41,11 +41,11 @@ def likelihoods(logits: Tensor, tokens: Sequence[int], top: int) -> tuple[Likeli
 
 @dataclass(frozen=True)
 class Accepted:
-    """Holds what a pass gave one sequence.
+    """Holds an accepted path of one sequence.
 
-    path, tokens [A+1]: the accepted nodes, root first, and what they hold. bonus: the token after them. hidden
-    [A+1, H * layers]: the path's states. extra_hidden [K, H]: the last node's extra rows (FIRP). likelihoods: of the
-    new tokens, on request.
+    path, tokens [A+1]: the accepted nodes, root first, and their tokens. bonus: the token after
+    them. hidden [A+1, H * layers]: the path's states. extra_hidden [K, H]: the last node's extra
+    rows (FIRP). likelihoods: of the new tokens, on request.
     """
 
     path: list[int]
@@ -58,10 +58,10 @@ class Accepted:
 
 @dataclass(frozen=True)
 class Step:
-    """One round of draft, verify, accept, keep: the tokens that it adds to the answer, and its seconds.
+    """Holds a step's tokens and seconds: one round of draft, verify, accept, keep.
 
-    path: the accepted nodes, root first, of a tree of `nodes`; () at prefill. looked_up: draft tokens from n-gram
-    matches.
+    path: the accepted nodes, root first, of a tree of `nodes`; () at prefill. looked_up: draft
+    tokens from n-gram matches.
     """
 
     tokens: list[int]
@@ -74,13 +74,13 @@ class Step:
 
     @property
     def accepted(self) -> int:
-        """Returns the tokens beyond the one of plain decoding; what follows the answer's end is not counted."""
+        """Returns the tokens beyond plain decoding's one, up to the answer's end."""
         return len(self.tokens) - 1
 
 
 @dataclass
 class Stats:
-    """Sums steps; prefill is counted apart from verified steps."""
+    """Sums steps; prefill is counted separately."""
 
     tokens: int = 0
     steps: int = 0
@@ -119,7 +119,10 @@ class Stats:
 
     @property
     def acceptance_length(self) -> float:
-        """Returns the tokens a verified step adds, the bonus token included; 1.0 is plain decoding."""
+        """Returns the tokens a verified step adds, the bonus token included.
+
+        1.0 is plain decoding.
+        """
         return 1.0 + self.accepted / self.steps if self.steps else 1.0
 
     @property
@@ -134,16 +137,18 @@ class Stats:
 
 
 class TextStream:
-    """Turns new token ids into the text they add; bytes of an unfinished character wait for the rest.
+    """Turns new token ids into the text they add.
 
-    All parts together are the text of all ids decoded at once. keep: special tokens that the text shows.
+    Bytes of an unfinished character wait for the rest. All parts together are the text of all ids
+    decoded at once. keep: special tokens that the text shows.
     """
 
     def __init__(self, backbone: Backbone, keep: Collection[int] = ()) -> None:
         self._decode = partial(backbone.decode, keep=keep) if keep else backbone.decode
         self._ids: list[int] = []
-        # Tokens before `_start` are done. Those up to `_line` are decoded again with what follows: Llama decoders strip
-        # a blank from the beginning of what they decode, and it must not be a line's own.
+        # Tokens before `_start` are done. Those up to `_line` are decoded again with what follows:
+        # Llama decoders strip a blank from the beginning of what they decode, and it must not be a
+        # line's own.
         self._start = self._line = 0
         self._shown = 0  # characters of the text since `_start`
 
@@ -153,10 +158,13 @@ class TextStream:
         text = self._decode(self._ids[self._start :])
         if text.endswith(REPLACEMENT):
             return ""
-        new, self._shown = text[self._shown :], len(text)
+        new = text[self._shown :]
+        self._shown = len(text)
         if new.endswith("\n") or len(self._ids) - self._line >= MAX_LINE_TOKENS:
-            # The end of a line is a safe place to start again, so long answers are not decoded over and over.
-            self._start, self._line = self._line, len(self._ids)
+            # The end of a line is a safe place to start again, so long answers are not decoded over
+            # and over.
+            self._start = self._line
+            self._line = len(self._ids)
             self._shown = len(self._decode(self._ids[self._start :]))
         return new
 
@@ -176,10 +184,11 @@ class Piece:
 class Answer:
     """An answer so far: its text, token ids, statistics and, on request, log probabilities.
 
-    finish_reason is None while the answer goes on, then "stop", "length" or "cancelled". A stop string is not part of
-    the text, and text that may begin one waits until that is decided; its tokens, and an end token, are among `tokens`.
-    keep: special tokens that the text shows. ends: tokens that the text does not show if one of them ends the answer.
-    include_stop: the text shows what ended it.
+    finish_reason: None while the answer goes on, then "stop", "length" or "cancelled". A stop
+    string is not part of the text; a text that may begin one waits. `tokens` has the tokens of a
+    stop string, and the end token. keep: special tokens that the text shows. ends: tokens that the
+    text does not show if one of them ends the answer. include_stop: the text shows the stop string
+    or end token.
     """
 
     def __init__(
@@ -200,11 +209,15 @@ class Answer:
         self.prompt_tokens = prompt_tokens
         self._stream = TextStream(backbone, keep)
         self._stops = [text for text in stop_strings if text]
-        self._ends, self._include_stop = () if include_stop else ends, include_stop
+        self._ends = () if include_stop else ends
+        self._include_stop = include_stop
         self._waiting: list[Piece] = []
 
     def add(self, step: Step, finish_reason: str | None) -> list[Piece]:
-        """Takes a step and the sequence's finish reason, None if it goes on; returns the text that can be shown."""
+        """Takes a step and the sequence's finish reason, None if it goes on.
+
+        Returns the text that can be shown.
+        """
         self.stats.add(step)
         self.tokens += step.tokens
         self.likelihoods += step.likelihoods
@@ -223,7 +236,9 @@ class Answer:
     def _show(self, finish_reason: str | None) -> list[Piece]:
         if finish_reason and (last := self._stream.flush()):
             self._waiting.append(Piece(last, False))
-        shown, self._waiting, self.finish_reason = self._waiting, [], finish_reason
+        shown = self._waiting
+        self._waiting = []
+        self.finish_reason = finish_reason
         if self._stops:
             text = "".join(piece.text for piece in shown)
             found = [(start, stop) for stop in self._stops if (start := text.find(stop)) >= 0]
@@ -237,7 +252,8 @@ class Answer:
 
 def partial_stop(text: str, stop: str) -> int:
     """Returns how many characters at the end of a text begin a stop string."""
-    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if stop.startswith(text[-n:])), 0)
+    most = min(len(text), len(stop) - 1)
+    return next((n for n in range(most, 0, -1) if stop.startswith(text[-n:])), 0)
 
 
 def split(pieces: Sequence[Piece], length: int) -> tuple[list[Piece], list[Piece]]:
@@ -245,7 +261,8 @@ def split(pieces: Sequence[Piece], length: int) -> tuple[list[Piece], list[Piece
     first: list[Piece] = []
     rest: list[Piece] = []
     for piece in pieces:
-        before, after = piece.text[: max(0, length)], piece.text[max(0, length) :]
+        before = piece.text[: max(0, length)]
+        after = piece.text[max(0, length) :]
         first += [Piece(before, piece.accepted)] if before else []
         rest += [Piece(after, piece.accepted)] if after else []
         length -= len(piece.text)

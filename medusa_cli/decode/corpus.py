@@ -1,4 +1,4 @@
-"""Reads a corpus (a run's answers, chat logs, text, code), and keeps its index for the next start."""
+"""Reads a corpus (a run's answers, chat logs, text, code), and keeps its index."""
 
 import hashlib
 import logging
@@ -19,19 +19,26 @@ from medusa_cli.model.chat_template import token_ids
 from medusa_cli.runs.io import Malformed, read_json, read_jsonl, replacing
 from medusa_cli.runs.run import RUNS, Run
 
-# Tokens of a corpus, 8 bytes each in its index; characters of a text that are tokenised at once.
-MAX_CORPUS, CHUNK = 1 << 25, 1 << 20
+# Most tokens of a corpus, 8 bytes each in its index.
+MAX_CORPUS = 1 << 25
+# Characters of a text that are tokenised at once.
+CHUNK = 1 << 20
 log = logging.getLogger(__name__)
 
 
 def load_corpus(source: str, backbone: Backbone) -> Corpus:
-    """Returns the index of a run's answers, a file or a folder; made once for its content and the tokenizer.
+    """Returns the index of a run's answers, a file or a folder.
 
-    The index lies in the cache and is mapped into memory, not read. Raises UserError for a source without text.
+    The index is made once per content and tokenizer. It lies in the cache and is mapped into
+    memory, not read. Raises UserError for a source without text.
     """
-    files, tokenizer = _files(source), getattr(backbone.tokenizer, "backend_tokenizer", None)
-    words = tokenizer.to_str() if tokenizer is not None else repr(sorted(backbone.tokenizer.get_vocab().items()))
-    reader = hashlib.sha256(f"{words}{getattr(backbone.tokenizer, 'chat_template', None)}".encode()).hexdigest()
+    files = _files(source)
+    tokenizer = getattr(backbone.tokenizer, "backend_tokenizer", None)
+    words = None if tokenizer is None else tokenizer.to_str()
+    if words is None:
+        words = repr(sorted(backbone.tokenizer.get_vocab().items()))
+    template = getattr(backbone.tokenizer, "chat_template", None)
+    reader = hashlib.sha256(f"{words}{template}".encode()).hexdigest()
     content = hashlib.sha256()
     for file in files:
         with file.open("rb") as stream:
@@ -43,26 +50,34 @@ def load_corpus(source: str, backbone: Backbone) -> Corpus:
     corpus = _read_index(path, backbone.vocab_size)
     if corpus is None:
         log.info(f"indexing the corpus {source}, once for its content")
-        corpus = Corpus(_limited(chain.from_iterable(_texts(file, backbone) for file in files), source))
+        texts = chain.from_iterable(_texts(file, backbone) for file in files)
+        corpus = Corpus(_limited(texts, source))
         if not len(corpus):
-            raise UserError(f"@corpus {source!r} holds no text", "give a run that has distilled, a file or a folder")
-        with suppress(OSError):  # a cache that cannot be written costs time alone
+            raise UserError(
+                f"@corpus {source!r} holds no text",
+                "give a run that has distilled, a file or a folder",
+            )
+        with suppress(OSError):  # a cache that cannot be written only costs time
             _write_index(path, name, corpus)
     return corpus
 
 
 def _files(source: str) -> list[Path]:
     """Returns the files of a corpus in order; raises UserError where there are none."""
-    path, run = Path(source).expanduser(), Run(RUNS / source).distill_path
+    path = Path(source).expanduser()
+    run = Run(RUNS / source).distill_path
     if path.is_file():
         return [path]
     for answers in (Run(path).distill_path, run):
         if answers.is_file():
             return [answers]
     if not path.is_dir():
-        raise UserError(f"@corpus {source!r} is no file, no folder and no run with answers", "check the path")
-    files = [file for file in sorted(path.rglob("*")) if file.is_file()]
-    files = [file for file in files if not any(part.startswith(".") for part in file.relative_to(path).parts)]
+        raise UserError(f"@corpus {source!r} is not a file, a folder or a run with answers", "check the path")
+    files = []
+    for file in sorted(path.rglob("*")):
+        hidden = any(part.startswith(".") for part in file.relative_to(path).parts)
+        if file.is_file() and not hidden:
+            files.append(file)
     if not files:
         raise UserError(f"@corpus {source!r} is an empty folder", "give one with text files")
     return files
@@ -117,14 +132,16 @@ def _read_index(path: Path, vocab_size: int) -> Corpus | None:
     """Returns the corpus of a kept index; None without one, and for a damaged one."""
     try:
         table = np.load(path, mmap_mode="r")
-        tokens, positions = np.asarray(table[0]), np.asarray(table[1])
+        tokens = np.asarray(table[0])
+        positions = np.asarray(table[1])
         whole = table.dtype == np.int32 and table.shape == (2, len(tokens))
         whole = whole and tokens.min() >= GAP and tokens.max() < vocab_size
         whole = whole and positions.min() >= 0 and positions.max() < len(tokens)
     except (OSError, ValueError, IndexError, EOFError):
         return None
     corpus = Corpus()
-    corpus.tokens, corpus.positions = tokens, positions
+    corpus.tokens = tokens
+    corpus.positions = positions
     return corpus if whole else None
 
 

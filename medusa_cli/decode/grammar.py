@@ -1,4 +1,4 @@
-"""Grammars that an answer must follow: JSON schemas, regular expressions, Lark and GBNF grammars, by llguidance."""
+"""Grammars of answers, by llguidance: JSON schemas, regular expressions, Lark and GBNF."""
 
 from __future__ import annotations
 
@@ -25,40 +25,58 @@ from medusa_cli.model import Backbone
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-# One way of writing JSON, the one that models write most: free whitespace lets small models write blanks for ever, and
-# forces fewer tokens. An answer by `oneOf` follows one part of it; whether it follows no other is not checked.
+# One way of writing JSON, the one that models write most: free whitespace lets small models write
+# blanks for ever, and forces fewer tokens. An answer by `oneOf` follows one part of it; whether it
+# follows no other is not checked.
 JSON_OPTIONS: Any = {
     **{"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "},
     **{"coerce_one_of": True},
 }
 KINDS = ("json_schema", "regex", "grammar")
 ANY_OBJECT = {"type": "object"}
-# Keywords of JSON schemas whose values are no schemas, those whose values are schemas by name, and those that combine.
+# Keywords of JSON schemas whose values are not schemas, and those whose values are schemas by name.
 VALUES = {"enum", "const", "default", "examples", "required"}
 BY_NAME = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
-# Keywords that say which properties an object has: two of them at once must agree.
+# Keywords that define the properties of an object: two of them at once must agree.
 SHAPING = ("properties", "patternProperties", "$ref", "anyOf", "oneOf", "allOf", "enum", "const")
 DEMANDING = ("required", "minProperties")
-# Formats that llguidance follows. By the standard any other is a remark, which constrains nothing.
-FORMATS = {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid"}
+# Formats that llguidance follows. By the standard, others do not constrain a text.
+FORMATS = {
+    "date-time",
+    "time",
+    "date",
+    "duration",
+    "email",
+    "hostname",
+    "ipv4",
+    "ipv6",
+    "uri",
+    "uuid",
+}
 CACHED_GRAMMARS = 128
 PRIVATE = "\ue000"  # a character that no text has
-# The parsers of grammars are recursive, over brackets and over rules: a chain of 1,000 references ends the process.
-MAX_NESTING, MAX_RULES = 100, 250
+# The parsers of grammars are recursive, over brackets and over rules: a chain of 1,000 references
+# ends the process.
+MAX_NESTING = 100
+MAX_RULES = 250
 
 
 @dataclass(frozen=True)
 class Grammar:
-    """Constrains an answer. kind: "json_schema", "regex" or "grammar" (Lark or GBNF); text: its source."""
+    """Constrains an answer. kind: "json_schema", "regex" or "grammar" (Lark or GBNF).
+
+    text: its source.
+    """
 
     kind: str
     text: str
 
     @classmethod
     def of(cls, **sources: Any) -> Grammar | None:
-        """Returns the grammar that is given by its kind, None for none; a JSON schema may be a dict.
+        """Returns the grammar of one source, given by its kind; None without one.
 
-        Raises UsageError for more than one, and for a schema that is no JSON object.
+        A JSON schema may be a dict. Raises UsageError for more than one, and for a schema that is
+        not a JSON object.
         """
         given = {kind: source for kind, source in sources.items() if source is not None}
         if not given:
@@ -68,7 +86,7 @@ class Grammar:
             raise UsageError(f"@{kind} and @{list(given)[1]} constrain one answer", "leave one of them out")
         if kind != "json_schema":
             if not isinstance(source, str) or not source.strip():
-                raise UsageError(f"@{kind} is empty or no text", "give its source")
+                raise UsageError(f"@{kind} is empty or not text", "give its source")
             check_size(kind, source, max(source.count("\n"), source.count("::=")))
             return cls(kind, source)
         try:
@@ -83,7 +101,7 @@ class Grammar:
 
 
 def check_size(kind: str, source: str, rules: int) -> None:
-    """Raises UsageError for a source with too many brackets at once or too many rules for recursive parsers."""
+    """Raises UsageError for a source too nested or with too many rules for recursive parsers."""
     if max(accumulate((letter in "([{") - (letter in ")]}") for letter in source)) > MAX_NESTING:
         raise UsageError(f"@{kind} is nested too deeply", f"use at most {MAX_NESTING} brackets at once")
     if rules > MAX_RULES and kind != "regex":
@@ -96,10 +114,11 @@ def inline(schema: Mapping[str, Any]) -> str:
 
 
 def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a JSON schema whose objects have no properties but those that it names, unless it asks for others.
+    """Returns a JSON schema whose objects have only the properties that it names or asks for.
 
-    Schemas leave `additionalProperties` out, and mean none: small models would write more and more of them. Parts that
-    must agree with others (`allOf`) stay open, and so does what they refer to. Unknown formats are left out.
+    Most schemas leave `additionalProperties` out and mean none, and small models would add more and
+    more. Parts that must agree with others (`allOf`) stay open, and so do the parts that they refer
+    to. Unknown formats are left out.
     """
     result: dict[str, Any] = json.loads(json.dumps(schema))
     open_parts = _combined(result)
@@ -112,8 +131,9 @@ def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _names_all(part: Mapping[str, Any]) -> bool:
-    """Returns True if an object may do with the properties that its schema names, and asks for no others."""
-    properties, required = part.get("properties"), part.get("required", ())
+    """Returns True if a schema names all the properties that its objects need."""
+    properties = part.get("properties")
+    required = part.get("required", ())
     if not isinstance(properties, dict) or not isinstance(required, list | tuple):
         return False
     others = {"additionalProperties", "unevaluatedProperties", "patternProperties", "minProperties"}
@@ -121,7 +141,7 @@ def _names_all(part: Mapping[str, Any]) -> bool:
 
 
 def _combined(schema: Any) -> set[int]:
-    """Returns the ids of a schema's parts that must agree with others, with all that they hold or refer to."""
+    """Returns the ids of parts that must agree with others, and of the parts inside them."""
     combined = set[int]()
     todo = [part for part in _parts(schema) if _combines(part)]
     todo.reverse()  # the outer ones first, which hold the others
@@ -139,7 +159,8 @@ def _combined(schema: Any) -> set[int]:
 
 def _combines(part: Mapping[str, Any]) -> bool:
     """Returns True for a part whose keywords must agree on the properties of an object."""
-    several, shaping = part.get("allOf"), sum(key in part for key in SHAPING)
+    several = part.get("allOf")
+    shaping = sum(key in part for key in SHAPING)
     demands = "properties" not in part and any(key in part for key in DEMANDING)
     return shaping > 1 or (shaping == 1 and demands) or (isinstance(several, list) and len(several) > 1)
 
@@ -190,7 +211,10 @@ class GrammarCompiler:
         self.matcher = lru_cache(CACHED_GRAMMARS)(self._matcher)
 
     def _matcher(self, grammar: Grammar) -> LLMatcher:
-        """Returns a matcher at the beginning of a grammar, for its callers to copy; raises UsageError for a bad one."""
+        """Returns a matcher at the beginning of a grammar, for its callers to copy.
+
+        Raises UsageError for a bad one.
+        """
         from llguidance import LLMatcher, grammar_from
 
         try:
@@ -215,16 +239,17 @@ class GrammarCompiler:
 
 
 def _tokenizer_of(backbone: Backbone) -> tuple[LLTokenizer, dict[str, int]]:
-    """Returns the tokenizer that grammars are compiled over, and the ids of tokens that are no text in them, by name.
+    """Returns the tokenizer of grammars, and the ids of its special tokens by name.
 
-    llguidance takes some added tokens for special ones because of their angle brackets, such as Qwen's `<tool_call>`.
+    llguidance takes some added tokens for special ones because of their angle brackets, such as
+    Qwen's `<tool_call>`.
     """
     tokens = backbone.tokenizer.added_tokens_decoder
-    special = {
-        token.content: id
-        for id, token in tokens.items()
-        if token.special or (token.content.startswith("<") and token.content.endswith(">"))
-    }
+    special = {}
+    for id, token in tokens.items():
+        bracketed = token.content.startswith("<") and token.content.endswith(">")
+        if token.special or bracketed:
+            special[token.content] = id
     tokenizer = _without_names(backbone, special)
     known = {token.content: id for id, token in tokens.items() if tokenizer.is_special_token(id)}
     return (tokenizer, special) if known == special else (_without_names(backbone, known), known)
@@ -233,8 +258,9 @@ def _tokenizer_of(backbone: Backbone) -> tuple[LLTokenizer, dict[str, int]]:
 def _without_names(backbone: Backbone, special: Collection[str]) -> LLTokenizer:
     """Returns a tokenizer that writes the names of special tokens with other tokens.
 
-    By its own rules a tokenizer writes the text `<tool_call>` as that token, and where a grammar forces the text,
-    llguidance would allow nothing else; but its parser takes no special token for text, and refuses it.
+    By its own rules a tokenizer writes the text `<tool_call>` as that token, and where a grammar
+    forces the text, llguidance would allow nothing else; but its parser takes no special token for
+    text, and refuses it.
     """
     from llguidance import LLTokenizer
 
@@ -276,7 +302,8 @@ _compilers: WeakKeyDictionary[Backbone, GrammarCompiler] = WeakKeyDictionary()
 def matcher_of(backbone: Backbone, grammar: Grammar) -> LLMatcher:
     """Returns a grammar's compiled matcher, which must be copied before it is moved.
 
-    Raises UsageError for a grammar that cannot be followed, UserError where the model or this machine cannot.
+    Raises UsageError for a grammar that cannot be followed, UserError where the model or this
+    machine cannot.
     """
     if backbone not in _compilers:
         _compilers[backbone] = GrammarCompiler(backbone)
@@ -286,18 +313,24 @@ def matcher_of(backbone: Backbone, grammar: Grammar) -> LLMatcher:
 class GrammarProcessor(LogitsProcessor):
     """Sets the logits of tokens that the grammar does not allow next to -inf.
 
-    The matcher follows the answer in the text, and goes back where another path of a draft begins. Where one text alone
-    may follow, llguidance allows only the tokens that the tokenizer would write it with.
+    The matcher follows the answer in the text, and goes back where another path of a draft begins.
+    If only one text may follow, llguidance allows only the tokens that the tokenizer writes it
+    with.
     """
 
     def __init__(self, matcher: LLMatcher, prompt_length: int, stop_ids: Iterable[int]) -> None:
-        self._matcher, self._prompt_length, self._stop_ids = matcher, prompt_length, list(stop_ids)
+        self._matcher = matcher
+        self._prompt_length = prompt_length
+        self._stop_ids = list(stop_ids)
         self._answer: list[int] = []  # the tokens that the matcher has read
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Returns logits [1, V] after the text [1, L]. After a text that the grammar does not allow comes the end."""
+        """Returns logits [1, V] after the text [1, L].
+
+        After a text that the grammar does not allow comes the end.
+        """
         if self._read(input_ids) or self._matcher.is_error():
-            # Beyond the limits of grammars the mask allows nothing but the end.
+            # Beyond the limits of grammars the mask allows only the end.
             bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
             allowed = torch.from_numpy(np.unpackbits(bits, count=scores.shape[-1], bitorder="little")).bool()
             if self._stop_ids and self._matcher.is_accepting():
@@ -312,9 +345,9 @@ class GrammarProcessor(LogitsProcessor):
         return masked
 
     def cuts_off(self, text: Tensor) -> bool:
-        """Returns True if the text [1, L] ends before the grammar does: at a limit of the library, or at a fault of it.
+        """Returns True if the text [1, L] ends before the grammar does, at a limit of the library.
 
-        The library may refuse a token that it allowed before; after both the end alone is allowed.
+        The library may refuse a token that it allowed before; after both only the end is allowed.
         """
         complete = self._read(text) or self._matcher.is_accepting() or self._matcher.is_stopped()
         return not complete or bool(self._matcher.is_error())
@@ -328,8 +361,12 @@ class GrammarProcessor(LogitsProcessor):
         return tokens + self._stop_ids[:1] if self._matcher.is_stopped() else tokens
 
     def _read(self, text: Tensor) -> bool:
-        """Moves the matcher to the end of a text [1, L]; returns False if the grammar does not allow the text."""
-        answer, read = text[0, self._prompt_length :].tolist(), self._answer
+        """Moves the matcher to the end of a text [1, L].
+
+        Returns False if the grammar does not allow the text.
+        """
+        answer = text[0, self._prompt_length :].tolist()
+        read = self._answer
         shared = shared_length(answer, read)
         if shared < len(read):
             self._matcher.rollback(len(read) - shared)

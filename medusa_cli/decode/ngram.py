@@ -1,4 +1,4 @@
-"""N-gram lookup: what followed the text's last tokens before, in it or in a corpus, is drafted again."""
+"""N-gram lookup: drafts the tokens that followed the text's last tokens before."""
 
 from __future__ import annotations
 
@@ -13,21 +13,32 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from medusa_cli.decode.accept import AcceptanceEstimate
 from medusa_cli.engine.device import upload
 from medusa_cli.tree import Draft, Tree
 
-# Longest match that is told from longer ones, occurrences that are compared, tokens of a match, and matches a step.
-MAX_LENGTH, MAX_POSITIONS, MAX_TOKENS, MAX_BRANCHES = 16, 8, 16, 3
-# Prior chance of a matched token by the least length of the match. OTHER is every match but the longest.
-PAIR, OTHER = 2, -1
+# Longer matches count as this long.
+MAX_LENGTH = 16
+# Occurrences that are compared.
+MAX_POSITIONS = 8
+# Tokens of a match.
+MAX_TOKENS = 16
+# Matches per step.
+MAX_BRANCHES = 3
+# Length of a match of two tokens, and the class of all matches but the longest.
+PAIR = 2
+OTHER = -1
+# Prior chance of a matched token by the least length of the match.
 PRIOR_BY_LENGTH = {1: 0.3, PAIR: 0.5, 3: 0.6, 4: 0.7, 6: 0.8, 9: 0.9, OTHER: 0.15}
 CORPUS_PRIOR_BY_LENGTH = {PAIR: 0.3, 4: 0.4, 8: 0.5, 16: 0.7}
-# Tokens that a prior weighs, and decay of older steps.
-PRIOR, DECAY = 4.0, 0.97
+# Weight of a prior in tokens.
+PRIOR = 4.0
+# Decay of older steps.
+DECAY = 0.97
 MAX_CHANCE = 0.98
-# Occurrences in a corpus that are compared, and the token that stands between its texts.
-CORPUS_POSITIONS, GAP = 32, -1
+# Occurrences in a corpus that are compared.
+CORPUS_POSITIONS = 32
+# The token between the texts of a corpus.
+GAP = -1
 
 
 def shared_length(left: Sequence[int], right: Sequence[int]) -> int:
@@ -36,9 +47,31 @@ def shared_length(left: Sequence[int], right: Sequence[int]) -> int:
     return next((count for count, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))
 
 
+@dataclass(eq=False)
+class AcceptanceEstimate:
+    """Estimates accepted / expected draft tokens; the weight of older ones decays with each update.
+
+    weight: the expected draft tokens that the ratio rests on. shared: the estimate of all sequences
+    of a kind, which is updated, too.
+    """
+
+    ratio: float
+    weight: float
+    decay: float
+    shared: AcceptanceEstimate | None = None
+
+    def update(self, expected: float, accepted: float) -> None:
+        estimate: AcceptanceEstimate | None = self
+        while estimate is not None:
+            known = estimate.decay * estimate.weight
+            estimate.ratio = (known * estimate.ratio + accepted) / (known + expected)
+            estimate.weight = known + expected
+            estimate = estimate.shared
+
+
 @dataclass(frozen=True)
 class NgramMatch:
-    """Holds the tokens after an earlier occurrence, the class of its length, and the chance of each next token."""
+    """Holds the tokens after an earlier occurrence, its length, and each token's chance."""
 
     tokens: tuple[int, ...]
     length: int
@@ -50,35 +83,40 @@ NgramTrust = dict[int, AcceptanceEstimate]
 
 
 def ngram_trust(shared: NgramTrust | None = None, priors: Mapping[int, float] = PRIOR_BY_LENGTH) -> NgramTrust:
-    """Returns the prior trust, or that of a text among others: half way from the prior to what they taught."""
-    return {
-        length: AcceptanceEstimate(prior, PRIOR, DECAY)
-        if shared is None
-        else AcceptanceEstimate((shared[length].ratio + prior) / 2, PRIOR, DECAY, shared[length])
-        for length, prior in priors.items()
-    }
+    """Returns the prior trust; with `shared`, half way from the prior to `shared`."""
+    if shared is None:
+        return {length: AcceptanceEstimate(prior, PRIOR, DECAY) for length, prior in priors.items()}
+    trust = {}
+    for length, prior in priors.items():
+        known = shared[length]
+        trust[length] = AcceptanceEstimate((known.ratio + prior) / 2, PRIOR, DECAY, known)
+    return trust
 
 
 class NgramSource(ABC):
-    """Finds matches for one text; learns how far they can be trusted, and teaches it to `shared`."""
+    """Finds matches for one text.
+
+    Updates the trust in its matches, and that of all texts (`shared`).
+    """
 
     priors: ClassVar[Mapping[int, float]] = PRIOR_BY_LENGTH
 
     def __init__(self, shared: NgramTrust) -> None:
         self.trust = ngram_trust(shared, self.priors)
-        self._matches: list[NgramMatch] = []  # of the step under way
+        self._matches: list[NgramMatch] = []  # of the current step
 
     @abstractmethod
     def find(self, tokens: Sequence[int], root: int) -> list[NgramMatch]:
-        """Returns matches for the end of the text (`tokens`, then `root`), the longest first, and keeps them.
+        """Returns matches for the end of the text (`tokens`, then `root`), longest first.
 
-        Each begins with another token.
+        No two begin with the same token.
         """
 
     def learn(self, accepted: Sequence[int]) -> None:
         """Compares the matches of this step, drafted or not, with the tokens that were accepted."""
         for match in self._matches:
-            limit, right = min(len(match.tokens), len(accepted)), shared_length(match.tokens, accepted)
+            limit = min(len(match.tokens), len(accepted))
+            right = shared_length(match.tokens, accepted)
             self.trust[match.length].update(right + (right < limit), right)
         self._matches = []
 
@@ -96,15 +134,20 @@ class NgramIndex(NgramSource):
         self._indexed = 0
 
     def find(self, tokens: Sequence[int], root: int) -> list[NgramMatch]:
-        """Returns matches of MAX_TOKENS tokens; one that overlaps the end of the text is continued periodically."""
+        """Returns matches of MAX_TOKENS tokens.
+
+        One that overlaps the end of the text is continued periodically.
+        """
         for position in range(self._indexed, len(tokens)):
             self._after.setdefault((tokens[position],), []).append(position + 1)
             if position:
                 self._after.setdefault((tokens[position - 1], tokens[position]), []).append(position + 1)
         self._indexed = max(self._indexed, len(tokens))
         text = [*tokens, root]
-        pairs, single = self._after.get((tokens[-1], root), ()), self._after.get((root,), ())
-        lengths = {start: _match_length(text, start) for start in (*single[-MAX_POSITIONS:], *pairs[-MAX_POSITIONS:])}
+        pairs = self._after.get((tokens[-1], root), ())
+        single = self._after.get((root,), ())
+        starts = (*single[-MAX_POSITIONS:], *pairs[-MAX_POSITIONS:])
+        lengths = {start: _match_length(text, start) for start in starts}
         matches: dict[int, NgramMatch] = {}
         for start in sorted(lengths, key=lambda position: (lengths[position], position), reverse=True):
             if len(matches) < MAX_BRANCHES and text[start] not in matches:
@@ -124,10 +167,10 @@ def _match_length(text: Sequence[int], start: int) -> int:
 
 
 class Corpus:
-    """Indexes earlier texts: their tokens, and all positions in them, sorted by the tokens before, read backwards.
+    """Indexes earlier texts: all positions, sorted by the tokens before, read backwards.
 
-    tokens, positions int32 [T]: texts between gaps. The longest match of a text's end then stands where that end would
-    be sorted in, which takes some 20 comparisons in ten million tokens.
+    tokens, positions int32 [T]: texts between gaps. The longest match of a text's end then stands
+    where that end would be sorted in, which takes some 20 comparisons in ten million tokens.
     """
 
     tokens: NDArray[np.int32]
@@ -137,16 +180,21 @@ class Corpus:
         self.index(texts)
 
     def index(self, texts: Iterable[Sequence[int]]) -> None:
-        """Indexes these texts and drops those before; takes some 0.4 s and 60 MB a million tokens."""
+        """Indexes these texts and drops those before.
+
+        Takes some 0.4 s and 60 MB a million tokens.
+        """
         border = np.full(max(MAX_LENGTH, MAX_TOKENS), GAP, np.int32)
         parts = [part for text in texts for part in (np.asarray(text, np.int32), border[:1])]
         self.tokens = np.concatenate([border, *parts, border])
-        rank, length = np.zeros(len(self.tokens), np.int64), 1  # of each position by the `length` tokens before it
+        rank = np.zeros(len(self.tokens), np.int64)
+        length = 1  # of each position by the `length` tokens before it
         rank[1:] = self.tokens[:-1] - GAP
         while length < MAX_LENGTH:
             pairs = rank * (int(rank.max()) + 1)
             pairs[length:] += rank[:-length]
-            rank, length = np.unique(pairs, return_inverse=True)[1], 2 * length
+            rank = np.unique(pairs, return_inverse=True)[1]
+            length = 2 * length
         self.positions = np.argsort(rank, kind="stable").astype(np.int32)
 
     def __len__(self) -> int:
@@ -154,12 +202,14 @@ class Corpus:
         return int((self.tokens != GAP).sum())
 
     def find(self, end: Sequence[int]) -> tuple[int, tuple[int, ...]]:
-        """Returns the length of the longest match of a text's end, and what followed it most often.
+        """Returns the length of the longest match of a text's end, and its most frequent continuation.
 
         Of many positions CORPUS_POSITIONS neighbours are compared.
         """
-        # Lists: numpy's calls are slow where a model's weights have just run through the processor's cache.
-        wanted, tokens, positions = list(end[: -MAX_LENGTH - 1 : -1]), self.tokens.data, self.positions.data
+        # Lists: numpy's calls are slow after a pass has replaced the processor's caches.
+        wanted = list(end[: -MAX_LENGTH - 1 : -1])
+        tokens = self.tokens.data
+        positions = self.positions.data
 
         def before(position: int) -> list[int]:
             return tokens[position - MAX_LENGTH : position].tolist()[::-1]
@@ -175,19 +225,24 @@ class Corpus:
         level = 0
         while len(rows) > 1 and level < MAX_TOKENS:
             [(token, _)] = Counter(row[level] for row in rows).most_common(1)
-            rows, level = [row for row in rows if row[level] == token], level + 1
+            rows = [row for row in rows if row[level] == token]
+            level = level + 1
         following = rows[0][: rows[0].index(GAP)] if GAP in rows[0] else rows[0]
         return length, tuple(following)
 
 
 class CorpusMatches(NgramSource):
-    """Finds the longest match of the text's end in a corpus; those below `min_chance` are scored, not returned."""
+    """Finds the longest match of the text's end in a corpus.
+
+    Matches below `min_chance` only update the trust.
+    """
 
     priors = CORPUS_PRIOR_BY_LENGTH
 
     def __init__(self, corpus: Corpus, shared: NgramTrust, min_chance: float = 0.0) -> None:
         super().__init__(shared)
-        self._corpus, self._min_chance = corpus, min_chance
+        self._corpus = corpus
+        self._min_chance = min_chance
 
     def find(self, tokens: Sequence[int], root: int) -> list[NgramMatch]:
         length, following = self._corpus.find([*tokens[1 - MAX_LENGTH :], root])
@@ -196,9 +251,9 @@ class CorpusMatches(NgramSource):
 
 
 def likeliest(matches: Iterable[NgramMatch]) -> list[NgramMatch]:
-    """Returns the matches of several sources, likeliest first, each with another first token; long before single ones.
+    """Returns at most MAX_BRANCHES matches with different first tokens, likeliest first.
 
-    At most MAX_BRANCHES.
+    Matches of a single token come last.
     """
     first: dict[int, NgramMatch] = {}
     for match in sorted(matches, key=lambda match: (match.length >= PAIR, match.chance), reverse=True):
@@ -207,8 +262,13 @@ def likeliest(matches: Iterable[NgramMatch]) -> list[NgramMatch]:
 
 
 def add_paths(draft: Draft, paths: Sequence[Sequence[int]]) -> Draft:
-    """Adds paths of tokens from the root to a draft; tokens that the draft has already are not added twice."""
-    tokens, parents, ranks = list(draft.ids), list(draft.tree.parents), list(draft.tree.ranks)
+    """Adds paths of tokens from the root to a draft.
+
+    Tokens that the draft has already are not added twice.
+    """
+    tokens = list(draft.ids)
+    parents = list(draft.tree.parents)
+    ranks = list(draft.tree.ranks)
     children: list[list[int]] = [list(nodes) for nodes in draft.tree.children]
     for path in paths:
         node = 0

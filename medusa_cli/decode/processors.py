@@ -1,12 +1,11 @@
-"""Logits processors: transformers' own, by the model's generation config and a request's options."""
+"""Logits processors of transformers, by generation config and request."""
 
 from __future__ import annotations
 
 import logging
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from collections.abc import Sequence as Several
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,24 +25,62 @@ from medusa_cli.errors import UsageError, UserError, first_line, shown
 from medusa_cli.model import Backbone
 from medusa_cli.tree import Draft
 
-# What generate() reads of a generation config, with the values that change nothing. Processors work in every mode,
-# warpers in exact sampling.
+# Fields of a generation config that generate() reads, with their neutral values. Processors work in
+# every mode, warpers in exact sampling.
 PROCESSORS: dict[str, Any] = {
-    **{"repetition_penalty": 1.0, "encoder_repetition_penalty": 1.0, "exponential_decay_length_penalty": None},
-    **{"no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0, "bad_words_ids": None, "sequence_bias": None},
-    **{"suppress_tokens": None, "begin_suppress_tokens": None, "min_length": 0, "min_new_tokens": 0},
+    **{
+        "repetition_penalty": 1.0,
+        "encoder_repetition_penalty": 1.0,
+        "exponential_decay_length_penalty": None,
+    },
+    **{
+        "no_repeat_ngram_size": 0,
+        "encoder_no_repeat_ngram_size": 0,
+        "bad_words_ids": None,
+        "sequence_bias": None,
+    },
+    **{
+        "suppress_tokens": None,
+        "begin_suppress_tokens": None,
+        "min_length": 0,
+        "min_new_tokens": 0,
+    },
     **{"forced_bos_token_id": None, "forced_eos_token_id": None, "remove_invalid_values": False},
     **{"renormalize_logits": False, "watermarking_config": None},
 }
-WARPERS: dict[str, Any] = {"min_p": 0.0, "top_h": 1.0, "typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0}
-# Taken from the caller alone: a model does not choose sampling or the length of an answer.
-CALLERS: dict[str, Any] = {
-    **{"do_sample": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0, "max_length": 20, "max_new_tokens": None}
+WARPERS: dict[str, Any] = {
+    "min_p": 0.0,
+    "top_h": 1.0,
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
 }
-# Not done: other searches, other ends, other passes of the model.
+# Taken only from the caller: a model does not choose sampling or the length of an answer.
+CALLERS: dict[str, Any] = {
+    **{
+        "do_sample": False,
+        "temperature": 1.0,
+        "top_k": 50,
+        "top_p": 1.0,
+        "max_length": 20,
+        "max_new_tokens": None,
+    }
+}
+# Not supported: other searches, stop criteria and passes of the model.
 NOT_DONE: dict[str, Any] = {
-    **{"num_beams": 1, "num_beam_groups": 1, "penalty_alpha": None, "dola_layers": None, "constraints": None},
-    **{"force_words_ids": None, "guidance_scale": 1.0, "token_healing": False, "num_return_sequences": 1},
+    **{
+        "num_beams": 1,
+        "num_beam_groups": 1,
+        "penalty_alpha": None,
+        "dola_layers": None,
+        "constraints": None,
+    },
+    **{
+        "force_words_ids": None,
+        "guidance_scale": 1.0,
+        "token_healing": False,
+        "num_return_sequences": 1,
+    },
     **{"stop_strings": None, "max_time": None},
 }
 PENALTY_LIMIT = 2.0  # of OpenAI's penalties
@@ -63,32 +100,42 @@ def _ids(tokens: Iterable[int]) -> bool:
 
 
 CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "repetition_penalty": (lambda value: 0 < value < math.inf, "use a positive number; 1 is no penalty"),
+    "repetition_penalty": (
+        lambda value: 0 < value < math.inf,
+        "use a positive number; 1 is no penalty",
+    ),
     "presence_penalty": (_penalty, f"use a number from -{PENALTY_LIMIT:g} to {PENALTY_LIMIT:g}"),
     "frequency_penalty": (_penalty, f"use a number from -{PENALTY_LIMIT:g} to {PENALTY_LIMIT:g}"),
     "no_repeat_ngram_size": (_count, "use a whole number; 0 allows repetitions"),
-    "bad_words_ids": (lambda words: all(word and _ids(word) for word in words), "use lists of token ids"),
+    "bad_words_ids": (
+        lambda words: all(word and _ids(word) for word in words),
+        "use lists of token ids",
+    ),
     "suppress_tokens": (_ids, "use a list of token ids"),
     "min_new_tokens": (_count, "use a whole number; 0 is no minimum"),
-    "logit_bias": (lambda bias: _ids(bias) and all(map(math.isfinite, bias.values())), "use {token id: number}"),
+    "logit_bias": (
+        lambda bias: _ids(bias) and all(map(math.isfinite, bias.values())),
+        "use {token id: number}",
+    ),
     "grammar": (lambda grammar: isinstance(grammar, Grammar), "use a Grammar"),
 }
 
 
 @dataclass(frozen=True)
 class LogitsOptions:
-    """Changes of the logits before a token is chosen, by transformers' names; None takes the model's own value.
+    """Changes the logits before a token is chosen, by transformers' names.
 
-    presence_penalty, frequency_penalty: see AdditivePenalties. logit_bias: added to the logits of tokens; it replaces
-    the model's sequence_bias. grammar: what the answer must follow. Raises UsageError for values that are not valid.
+    None takes the model's own value. presence_penalty, frequency_penalty: see AdditivePenalties.
+    logit_bias: added to the logits of tokens; it replaces the model's sequence_bias. grammar:
+    constrains the answer. Raises UsageError for values that are not valid.
     """
 
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     no_repeat_ngram_size: int | None = None
-    bad_words_ids: Several[Several[int]] | None = None
-    suppress_tokens: Several[int] | None = None
+    bad_words_ids: Sequence[Sequence[int]] | None = None
+    suppress_tokens: Sequence[int] | None = None
     min_new_tokens: int | None = None
     logit_bias: Mapping[int, float] | None = None
     grammar: Grammar | None = None
@@ -109,13 +156,16 @@ class LogitsOptions:
         return {name: value for name, value in vars(self).items() if value is not None}
 
     def check(self, backbone: Backbone) -> None:
-        """Raises UsageError for token ids beyond the vocabulary, and for a grammar that cannot be followed."""
+        """Raises UsageError for ids beyond the vocabulary and grammars that cannot be followed."""
         vocabulary = backbone.vocab_size
         ids = {"bad_words_ids": [id for word in self.bad_words_ids or () for id in word]}
-        ids |= {"suppress_tokens": [*(self.suppress_tokens or ())], "logit_bias": [*(self.logit_bias or ())]}
+        ids |= {
+            "suppress_tokens": [*(self.suppress_tokens or ())],
+            "logit_bias": [*(self.logit_bias or ())],
+        }
         for name, largest in ((name, max(own, default=0)) for name, own in ids.items()):
             if largest >= vocabulary:
-                raise UsageError(f"@{name}: {largest} is no token id", f"use ids from 0 to {vocabulary - 1}")
+                raise UsageError(f"@{name}: {largest} is not a token id", f"use ids from 0 to {vocabulary - 1}")
         if self.grammar is not None:
             matcher_of(backbone, self.grammar)
 
@@ -130,7 +180,9 @@ class AdditivePenalties(LogitsProcessor):
     """
 
     def __init__(self, prompt_length: int, presence: float, frequency: float) -> None:
-        self._prompt_length, self._presence, self._frequency = prompt_length, presence, frequency
+        self._prompt_length = prompt_length
+        self._presence = presence
+        self._frequency = frequency
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Returns logits [B, V] after the text [B, L]."""
@@ -140,13 +192,16 @@ class AdditivePenalties(LogitsProcessor):
 
 
 class SequenceProcessors:
-    """The processors of one sequence, and its text so far: each new token is processed once, in order.
+    """Holds a sequence's processors and its text so far.
 
-    In exact sampling temperature, top-k and top-p are among them. grammar: the one among them that follows a grammar.
+    Each new token is processed once, in order. In exact sampling temperature, top-k and top-p are
+    among them. grammar: the one among them that follows a grammar.
     """
 
     def __init__(self, processors: LogitsProcessorList, text: Tensor, grammar: GrammarProcessor | None = None) -> None:
-        self._processors, self._text, self._grammar = processors, text[None], grammar
+        self._processors = processors
+        self._text = text[None]
+        self._grammar = grammar
 
     def __call__(self, logits: Tensor, following: Tensor | None = None) -> Tensor:
         """Returns the logits [V] after the text and the tokens that follow it, in fp32."""
@@ -155,11 +210,14 @@ class SequenceProcessors:
         return scores[0]
 
     def along(self, draft: Draft, logits: Tensor) -> Tensor:
-        """Returns the logits [N, V] of a draft's nodes, each after its path; the root is the text's last token."""
+        """Returns the logits [N, V] of a draft's nodes, each after its path.
+
+        The root is the text's last token.
+        """
         paths = [draft.tree.path(node)[1:] for node in range(draft.tree.size)]
         return torch.stack([self(row, draft.tokens[path]) for row, path in zip(logits, paths, strict=True)])
 
-    def extend(self, tokens: Several[int]) -> None:
+    def extend(self, tokens: Sequence[int]) -> None:
         """Adds tokens that were chosen to the text."""
         self._text = torch.cat([self._text, self._text.new_tensor([tokens])], dim=1)
 
@@ -174,12 +232,20 @@ class SequenceProcessors:
 
 
 def generate_arguments(
-    sampling: Sampling, options: LogitsOptions, prompt_length: int, grammar: GrammarProcessor | None = None
+    sampling: Sampling,
+    options: LogitsOptions,
+    prompt_length: int,
+    grammar: GrammarProcessor | None = None,
 ) -> dict[str, Any]:
-    """Returns the arguments of transformers' generate for the same decoding; the rest is the generation config's."""
-    arguments, own = {**NOT_DONE, **options.given}, LogitsProcessorList()
+    """Returns the arguments of transformers' generate for the same decoding.
+
+    The rest is the generation config's.
+    """
+    arguments = {**NOT_DONE, **options.given}
+    own = LogitsProcessorList()
     arguments.pop("grammar", None)
-    presence, frequency = arguments.pop("presence_penalty", 0.0), arguments.pop("frequency_penalty", 0.0)
+    presence = arguments.pop("presence_penalty", 0.0)
+    frequency = arguments.pop("frequency_penalty", 0.0)
     if presence or frequency:
         own.append(AdditivePenalties(prompt_length, presence, frequency))
     if grammar is not None:  # after all others but temperature and cuts: it has the last word
@@ -193,36 +259,47 @@ def generate_arguments(
     if options.suppress_tokens is not None:
         arguments["suppress_tokens"] = list(options.suppress_tokens) or None
     if sampling.exact:
-        arguments |= {"temperature": float(sampling.temperature), "top_k": sampling.top_k, "top_p": sampling.top_p}
+        arguments |= {
+            "temperature": float(sampling.temperature),
+            "top_k": sampling.top_k,
+            "top_p": sampling.top_p,
+        }
         arguments |= {} if sampling.min_p is None else {"min_p": sampling.min_p or None}
-    else:  # transformers names what a greedy answer does not read
+    else:  # transformers warns of arguments that a greedy answer does not read
         arguments |= dict.fromkeys(["temperature", "top_k", "top_p", *WARPERS])
     return {**arguments, "do_sample": sampling.exact, "logits_processor": own}
 
 
 def sequence_processors(
     backbone: Backbone,
-    prompt: Several[int],
+    prompt: Sequence[int],
     max_new_tokens: int,
     stop_ids: Iterable[int],
     sampling: Sampling,
     options: LogitsOptions,
 ) -> SequenceProcessors | None:
-    """Returns what generate would apply to a sequence's logits; None if that is nothing but temperature and cuts.
+    """Returns generate's logits processors for a sequence.
 
-    Raises UsageError for token ids beyond the vocabulary, UserError for a generation config that is not valid.
+    None if there are only temperature and cuts. Raises UsageError for token ids beyond the
+    vocabulary, UserError for a generation config that is not valid.
     """
-    config, ends = backbone.model.generation_config, sorted(stop_ids) or None
+    config = backbone.model.generation_config
+    ends = sorted(stop_ids) or None
     defaults = {**PROCESSORS, **WARPERS} if sampling.exact else PROCESSORS
     if not options.given and not sampling.min_p and not differing(config, defaults):
         return None
     options.check(backbone)
-    text, length = torch.tensor([list(prompt)], device=backbone.device), len(prompt)
+    text = torch.tensor([list(prompt)], device=backbone.device)
+    length = len(prompt)
     grammar = None
     if options.grammar is not None:
         after = ends or sorted(backbone.eos_ids)
         grammar = GrammarProcessor(matcher_of(backbone, options.grammar).deep_copy(), length, after)
-    arguments = {"eos_token_id": ends, "pad_token_id": 0, **generate_arguments(sampling, options, length, grammar)}
+    arguments = {
+        "eos_token_id": ends,
+        "pad_token_id": 0,
+        **generate_arguments(sampling, options, length, grammar),
+    }
     if ends is None:
         arguments["exponential_decay_length_penalty"] = None
     with warnings.catch_warnings():
@@ -249,7 +326,7 @@ def sequence_processors(
 
 
 def check_generation_config(backbone: Backbone) -> None:
-    """Logs what the model's generation config sets, and what of that is not done; UserError if it is not valid."""
+    """Logs the settings of the model's generation config; raises UserError if it is not valid."""
     config = backbone.model.generation_config
     for sampling in (Sampling(), Sampling("exact", 1.0)):
         processors = sequence_processors(backbone, [0], 1, backbone.eos_ids, sampling, MODELS_OWN)
@@ -268,12 +345,12 @@ def check_generation_config(backbone: Backbone) -> None:
 
 
 def changes_of(backbone: Backbone) -> list[str]:
-    """Returns what of the model's generation config changes logits, with its values."""
+    """Returns the generation-config fields that change logits, with their values."""
     return differing(backbone.model.generation_config, {**PROCESSORS, **WARPERS})
 
 
 def differing(config: Any, defaults: Mapping[str, Any]) -> list[str]:
-    """Returns the fields of a generation config that are set to something else, with their values."""
+    """Returns the fields of a generation config that differ from defaults, with values."""
     values = {name: getattr(config, name, None) for name in defaults}
     return [f"{name} {shown(value)}" for name, value in values.items() if value not in (None, defaults[name])]
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from collections.abc import Sequence as Several
+from collections import abc
 from dataclasses import dataclass
 
 from medusa_cli.decode.answer import Accepted
-from medusa_cli.decode.policy import DraftState
+from medusa_cli.decode.ngram import AcceptanceEstimate, NgramSource
 from medusa_cli.decode.processors import MODELS_OWN, LogitsOptions, sequence_processors
-from medusa_cli.decode.sampling import Sampler, Sampling
+from medusa_cli.decode.sampler import Sampler
+from medusa_cli.decode.sampling import Sampling
 from medusa_cli.drafters.base import Drafter, NewTokens, concat
 from medusa_cli.engine.device import upload
 from medusa_cli.errors import UsageError, UserError
@@ -20,18 +20,18 @@ from medusa_cli.model import Backbone
 class Request:
     """Asks for the continuation of a prompt of token ids.
 
-    stop_ids: end tokens, None for the model's own. top: how many of the likeliest tokens to report beside each token,
-    None for no log probabilities. reuse: how many of the prompt's first tokens cached rows may serve, None for all.
-    prompt_logprobs: report the prompt's tokens before the answer's, of which there may be none (max_new_tokens 0).
-    speculative: False decodes plainly, whatever runs beside it.
-    Log probabilities are the model's own, before logits_options and temperature, as OpenAI's and vLLM's.
+    stop_ids: end tokens, None for the model's own. top: how many of the likeliest tokens to report
+    with each token, None for no log probabilities. reuse: how many of the prompt's first tokens
+    cached rows may serve, None for all. prompt_logprobs: report the prompt's tokens, too; then
+    max_new_tokens may be 0. speculative: False decodes plainly. Log probabilities are the model's
+    own, before logits_options and temperature, as in OpenAI's API and vLLM.
     """
 
-    prompt: Several[int]
+    prompt: abc.Sequence[int]
     max_new_tokens: int
     sampling: Sampling = Sampling()
-    stop_ids: Iterable[int] | None = None
-    stop_strings: Several[str] = ()
+    stop_ids: abc.Iterable[int] | None = None
+    stop_strings: abc.Sequence[str] = ()
     top: int | None = None
     reuse: int | None = None
     logits_options: LogitsOptions = MODELS_OWN
@@ -44,11 +44,12 @@ class Request:
 
 
 class StopCriteria:
-    """Truncates new tokens at the first stop token, stop string or limit; `reason` is then "stop" or "length".
+    """Truncates new tokens at the first stop token, stop string or limit.
 
-    left: tokens that the answer may still have.
+    `reason` is then "stop" or "length". left: tokens that the answer may still have.
 
-    Raises UsageError for a limit below 1, UserError for a prompt that is empty or fills the context.
+    Raises UsageError for a limit below 1, UserError for a prompt that is empty or fills the
+    context.
     """
 
     def __init__(self, backbone: Backbone, request: Request) -> None:
@@ -70,8 +71,8 @@ class StopCriteria:
         self.left = min(request.max_new_tokens, backbone.max_positions - length)
         self.reason: str | None = None
 
-    def truncate(self, tokens: Several[int]) -> list[int]:
-        """Returns the tokens that belong to the answer, the one that ends it included."""
+    def truncate(self, tokens: abc.Sequence[int]) -> list[int]:
+        """Returns the tokens that belong to the answer, its last one included."""
         kept: list[int] = []
         for token in tokens[: self.left]:
             kept.append(token)
@@ -85,31 +86,53 @@ class StopCriteria:
         return kept
 
     def _has_stop_string(self) -> bool:
-        # A string of n bytes ends within its last n tokens or so; special tokens add no text, hence the margin.
+        # A string of n bytes ends within its last n tokens or so; special tokens add no text, hence
+        # the margin.
         tail = self._tokens[-(max(len(text.encode()) for text in self._strings) + 8) :]
         # A stop string may be a special token, or end in one.
         texts = [self._tokenizer.decode(tail, skip_special_tokens=skip) for skip in (True, False)]
         return any(stop in text for stop in self._strings for text in texts)
 
 
-class Sequence:
-    """A prompt and its answer so far, in one slot of the cache. A sequence that is done is its slot's cached prefix.
+@dataclass
+class DraftState:
+    """Holds a policy's state of one sequence: its acceptance and its n-gram sources.
 
-    tokens: those whose rows are in the slot. root: the next token, decided but not yet in the cache. drafter: a fork
-    with this sequence's state. unread: tokens that the drafter has not read; without a drafter, the last step's. draft:
-    what the draft policy knows of the sequence. reused: tokens of the prompt that the slot held before. `number`
-    selects the random stream.
+    speculative: False for a sequence that drafts nothing.
+    """
+
+    acceptance: AcceptanceEstimate | None = None
+    ngrams: tuple[NgramSource, ...] = ()
+    speculative: bool = True
+
+
+class Sequence:
+    """A prompt and its answer so far, in one slot of the cache.
+
+    A sequence that is done is its slot's cached prefix. tokens: those whose rows are in the slot.
+    root: the next token, decided but not yet in the cache. drafter: a fork with this sequence's
+    state. unread: tokens that the drafter has not read; without a drafter, those of the last step.
+    draft: the draft policy's state of the sequence. reused: tokens of the prompt that the slot held
+    before. `number` selects the random stream.
     """
 
     root: int
 
     def __init__(self, backbone: Backbone, request: Request, number: int, draft: DraftState) -> None:
-        self.request, self.number, self.draft = request, number, draft
+        self.request = request
+        self.number = number
+        self.draft = draft
         draft.speculative = request.speculative
         self.stop = StopCriteria(backbone, request)
-        length = max(1, self.stop.left)  # where a prompt is only scored, transformers asks for a token all the same
+        # transformers asks for a token even if a prompt is only scored.
+        length = max(1, self.stop.left)
         processors = sequence_processors(
-            backbone, request.prompt, length, self.stop.stop_ids, request.sampling, request.logits_options
+            backbone,
+            request.prompt,
+            length,
+            self.stop.stop_ids,
+            request.sampling,
+            request.logits_options,
         )
         self.sampler = Sampler(request.sampling, number, processors)
         self.tokens: list[int] = []
@@ -119,7 +142,10 @@ class Sequence:
 
     @property
     def finish_reason(self) -> str | None:
-        """Returns "stop", "length" or "cancelled"; None while the answer goes on. Its grammar's limits cut it off."""
+        """Returns "stop", "length" or "cancelled"; None while the answer goes on.
+
+        It is also "length" for an answer that a limit of the grammar's library cut off.
+        """
         processors = self.sampler.processors
         cut_off = self.stop.reason == "stop" and processors is not None and processors.exhausted
         return "length" if cut_off else self.stop.reason
@@ -128,12 +154,19 @@ class Sequence:
     def done(self) -> bool:
         return self.stop.reason is not None
 
+    @property
+    def decoding(self) -> bool:
+        """Returns True if the prompt is through and the answer goes on."""
+        return not self.stop.reason and len(self.tokens) >= len(self.request.prompt)
+
     def cancel(self) -> None:
         """Ends the answer where it is, unless it has ended."""
         self.stop.reason = self.stop.reason or "cancelled"
 
     def reuse_prefix(self, held: Sequence | None, shared: int, drafter: Drafter | None) -> None:
-        """Takes over the first `shared` tokens that a sequence left in the slot, as far as its drafter's state goes.
+        """Takes over the first `shared` tokens of a slot's done sequence.
+
+        They are fewer if its drafter knows fewer.
 
         It may be called again with fewer.
         """
@@ -141,12 +174,14 @@ class Sequence:
         if drafter is not None:
             own = held if shared else None
             self.drafter = drafter.fork() if own is None or own.drafter is None else own.drafter
-            known, waiting = self.drafter.truncate(shared), [] if own is None else own.unread
+            known = self.drafter.truncate(shared)
+            waiting = [] if own is None else own.unread
             if known < shared and waiting and waiting[0].start <= known and shared <= waiting[-1].end:
                 self.unread = [concat(waiting).part(known, shared)]
             else:
                 shared = known
-        self.reused, self.tokens = shared, list(self.request.prompt[:shared])
+        self.reused = shared
+        self.tokens = list(self.request.prompt[:shared])
 
     def finish_prefill(self, new: NewTokens) -> list[int]:
         """Takes the rest of the prompt; returns the answer's first token."""
@@ -155,12 +190,13 @@ class Sequence:
         return self.stop.truncate([new.root])
 
     def take_unread(self) -> NewTokens:
-        """Returns the tokens that the drafter has not read, in one piece, and takes them as read."""
-        new, self.unread = self.unread, []
+        """Returns the drafter's unread tokens as one record, and marks them as read."""
+        new = self.unread
+        self.unread = []
         return concat(new) if len(new) > 1 else new[0]
 
     def commit(self, accepted: Accepted) -> list[int]:
-        """Takes an accepted path; returns the tokens it adds to the answer, the bonus token last."""
+        """Takes an accepted path; returns the new tokens, the bonus token last."""
         path = upload(accepted.tokens, accepted.hidden.device)
         new = NewTokens(path, accepted.hidden, accepted.bonus, len(self.tokens), accepted.extra_hidden)
         self.tokens += accepted.tokens

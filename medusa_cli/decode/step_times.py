@@ -1,4 +1,4 @@
-"""The time of whole steps on this machine, measured once for a drafter on a backbone by the loop that decodes."""
+"""Times of whole decoding steps on this machine, measured once for a drafter and a backbone."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -28,17 +28,17 @@ from medusa_cli.tree.search import StepTimes
 
 CONTEXT = 256
 ROUNDS = 4
-# Products go by blocks of rows, so that the cost rises in steps: small sizes are timed one by one.
+# Matmuls run by blocks of rows, so the cost rises in steps: small sizes are timed one by one.
 SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 14, 16, 18, 20, 24, 32, 48, 64)
-# Sizes beyond one that costs so many plain steps are not timed.
+# Sizes above one that costs this many plain steps are not timed.
 HOPELESS = 6.0
-WITHOUT = "no drafter"  # the stamp of its step times
+WITHOUT = "no drafter"  # the stamp of step times without a drafter
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class KeptTimes:
-    """Times as they are kept; `busy` as of KernelTimings."""
+    """Holds step times in the timings file; `busy` as in KernelTimings."""
 
     verify: Curve
     draft: Curve
@@ -46,12 +46,16 @@ class KeptTimes:
 
 
 class NullDrafter(Drafter):
-    """Drafts token 0 on every node, in no time: stands for drafts that no drafter makes, such as n-gram matches."""
+    """Drafts token 0 on every node: its steps cost as much as steps with n-gram matches only."""
 
     num_heads = 4
 
     def draft(
-        self, backbone: Backbone, sequences: Sequence[Drafter], new: Sequence[NewTokens], tree: Tree | DynamicTree
+        self,
+        backbone: Backbone,
+        sequences: Sequence[Drafter],
+        new: Sequence[NewTokens],
+        tree: Tree | DynamicTree,
     ) -> list[Draft]:
         assert isinstance(tree, Tree)
         return [Draft(torch.zeros(tree.size, dtype=torch.long, device=backbone.device), tree) for _ in new]
@@ -66,11 +70,13 @@ def measure_step_times(
     sizes: Sequence[int] = SIZES,
     on_progress: Callable[[int], None] = lambda steps: None,
 ) -> StepTimes:
-    """Times steps by nodes of the tree, and drafts by levels, after `context` tokens; returns the least of the rounds.
+    """Times steps by tree size, and drafts by levels, after `context` tokens.
 
-    Disturbances of a machine only add. Tokens are arbitrary: a step's time does not depend on them.
+    Returns the least of the rounds. Disturbances of a machine only add. Tokens are arbitrary: a
+    step's time does not depend on them.
     """
-    heads, late = drafter.num_heads, drafter.uses_verify_pass
+    heads = drafter.num_heads
+    late = drafter.uses_verify_pass
     steps = (1 + late) * (len(sizes) + heads)
     context = max(1, min(context, backbone.max_positions - (heads + 1) * (steps + 1)))
     prompt = (torch.arange(context) % backbone.vocab_size).tolist()
@@ -114,9 +120,10 @@ def step_times_for(
     again: bool = False,
     on_progress: Callable[[int], None] = lambda steps: None,
 ) -> StepTimes:
-    """Returns the kept step times of a drafter (by its stamp) on this machine, or measures and keeps them.
+    """Returns a drafter's step times on this machine: kept ones, or measured now and kept.
 
-    Without a drafter, those of the backbone's passes alone. Those of a busy machine are measured again an hour later.
+    Without a drafter these are the passes of the backbone only. Times of a busy machine are
+    measured again an hour later.
     """
     stamp = WITHOUT if drafter is None else stamp
     key = "|".join(
@@ -138,7 +145,8 @@ def step_times_for(
     step_times, busy = watched(lambda: measure_step_times(backbone, drafter or NullDrafter(), on_progress=on_progress))
     if stamp is not None:
         keep_timings(key, KeptTimes(step_times.verify, step_times.draft, busy))
-    if busy is not None and backbone.device.type == "cpu":  # a thread that waits for a GPU looks disturbed, too
+    # A thread that waits for a GPU looks disturbed, too.
+    if busy is not None and backbone.device.type == "cpu":
         log.warning(
             "other programs took much of the processor while steps were timed, so the tree may be the wrong one; "
             "steps are timed again an hour from now"
@@ -147,6 +155,6 @@ def step_times_for(
 
 
 def _bushy(nodes: int, depth: int) -> Tree:
-    """Returns a tree of so many nodes: one path as deep as the heads go, and the other nodes below the root."""
+    """Returns a tree of so many nodes: one path of all heads, the other nodes at the root."""
     chain = [[0] * level for level in range(1, min(depth, nodes - 1) + 1)]
     return Tree.from_choices([*chain, *([rank] for rank in range(1, nodes - len(chain)))])

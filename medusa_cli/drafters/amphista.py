@@ -1,17 +1,24 @@
-"""Amphista: two adaptation layers with caches of their own, and heads that see one another, all drafted at once."""
+"""Amphista: two adaptation layers with caches, and heads that see one another and draft at once."""
+
+from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Literal
 
 import torch
-from msgspec import Meta
 from torch import Tensor, nn
 
 from medusa_cli.drafters.base import Batch, NewTokens
-from medusa_cli.drafters.heads import HeadDrafter, HeadsConfig
-from medusa_cli.drafters.layers import DecoderLayer, HeadAttention, Padding, last_of, residual_blocks
-from medusa_cli.drafters.levels import Guess, draft_by_level
+from medusa_cli.drafters.expansion import Guess, draft_by_level
+from medusa_cli.drafters.heads import HeadDrafter, HeadsConfig, check_ranges
+from medusa_cli.drafters.layers import (
+    DecoderLayer,
+    HeadAttention,
+    Padding,
+    last_of,
+    residual_blocks,
+)
 from medusa_cli.drafters.slots import NewTensors, fill_by_level
 from medusa_cli.engine.device import upload
 from medusa_cli.model import Backbone
@@ -21,13 +28,18 @@ from medusa_cli.tree.tensors import TreeTensors
 
 @dataclass(frozen=True)
 class AmphistaConfig(HeadsConfig):
-    """attention_layers: self-attention layers over the heads; 2 is the paper's alpha variant (appendix A.2.3).
+    """attention_layers: self-attention layers over the heads.
 
-    context: what the adaptation layers see: the "conversation" (section 3.1: positions 1 .. t - 1), or the "answer".
+    2 is the paper's alpha variant (appendix A.2.3). context: of the adaptation layers: the
+    "conversation" (section 3.1: positions 1 .. t - 1), or the "answer".
     """
 
-    attention_layers: Annotated[int, Meta(ge=0, le=4)] = 1
+    attention_layers: int = 1
     context: Literal["conversation", "answer"] = "answer"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_ranges(self, attention_layers=(0, 4))
 
 
 class AdaptationLayer(nn.Module):
@@ -42,7 +54,7 @@ class AdaptationLayer(nn.Module):
         nn.init.zeros_(self.fc.bias)
 
     def join(self, hidden: Tensor, embedded: Tensor) -> Tensor:
-        """Returns what the decoder layer reads [.., H] of states and of the next tokens' embeddings."""
+        """Returns the decoder layer's input [.., H], from states and the next tokens' embeddings."""
         joined: Tensor = self.fc(torch.cat([hidden, embedded], dim=-1))
         return joined
 
@@ -51,6 +63,7 @@ class Amphista(HeadDrafter):
     """K heads: the first half reads the first adaptation layer's state, the others the second's (section 3)."""
 
     name = "amphista"
+    drafts_in_graphs = True
     learning_rate = 1e-3
     config_class = AmphistaConfig
     settings = ("num_layers", "matrices", "attention_layers", "context", "conditional")
@@ -59,7 +72,8 @@ class Amphista(HeadDrafter):
 
     def __init__(self, config: AmphistaConfig) -> None:
         super().__init__(config)
-        size, heads = config.hidden_size, config.num_heads
+        size = config.hidden_size
+        heads = config.num_heads
         self.stages = nn.ModuleList(AdaptationLayer(size) for _ in range(2))
         self.blocks = nn.ModuleList(residual_blocks(size, config.num_layers) for _ in range(heads))
         self.position = nn.Parameter(torch.zeros(heads, size))
@@ -69,14 +83,22 @@ class Amphista(HeadDrafter):
 
     @torch.inference_mode()
     def draft(
-        self, backbone: Backbone, sequences: "Sequence[Amphista]", new: Sequence[NewTokens], tree: Tree | DynamicTree
+        self,
+        backbone: Backbone,
+        sequences: Sequence[Amphista],
+        new: Sequence[NewTokens],
+        tree: Tree | DynamicTree,
     ) -> list[Draft]:
         """Adapts each sequence's new states, lets the heads see one another, and fills every node at once."""
-        return draft_by_level(tree, new, self._guesses(backbone, self.read(backbone, sequences, new), tree.max_depth))
+        adapted = self.read(backbone, sequences, new)
+        return draft_by_level(tree, new, self._guesses(backbone, adapted, tree.max_depth))
 
     @torch.inference_mode()
     def fill(self, backbone: Backbone, new: NewTensors, trees: TreeTensors) -> None:
-        x, rows, embedded, adapted = new.hidden.to(self.dtype), new.rows(), self.embed(backbone, new.following), []
+        x = new.hidden.to(self.dtype)
+        rows = new.rows()
+        embedded = self.embed(backbone, new.following)
+        adapted = []
         for stage, cached in zip(self.packed("stages"), new.caches, strict=True):
             x = stage.layer.extend_slots(stage.join(x, embedded), rows, cached)
             adapted.append(new.last(x))
@@ -90,9 +112,13 @@ class Amphista(HeadDrafter):
         return self.at_once(depth, compute, *adapted)
 
     @torch.inference_mode()
-    def read(self, backbone: Backbone, sequences: "Sequence[Amphista]", new: Sequence[NewTokens]) -> list[Tensor]:
-        """Adds the new states to each sequence's caches; returns each stage's states of the last positions [B, H]."""
-        x, positions = torch.cat([tokens.hidden for tokens in new]).to(self.dtype), [range(n.start, n.end) for n in new]
+    def read(self, backbone: Backbone, sequences: Sequence[Amphista], new: Sequence[NewTokens]) -> list[Tensor]:
+        """Adds the new states to each sequence's caches.
+
+        Returns each stage's states of the last positions [B, H].
+        """
+        x = torch.cat([tokens.hidden for tokens in new]).to(self.dtype)
+        positions = [range(n.start, n.end) for n in new]
         embedded = self.embed(backbone, torch.cat([tokens.following for tokens in new]))
         last = upload(last_of([len(own) for own in positions]), x.device)
         adapted = []
@@ -103,7 +129,7 @@ class Amphista(HeadDrafter):
         return adapted
 
     def _together(self, adapted: Sequence[Tensor], blocks: nn.ModuleList, attention: nn.ModuleList) -> Tensor:
-        """Returns the heads' states [P, K, H] from those of the two stages, [P, H] each."""
+        """Returns the heads' states [P, K, H] from the states of the two stages, [P, H] each."""
         half = self.num_heads // 2
         apart = [block(adapted[head >= half]) for head, block in enumerate(blocks)]
         x = torch.stack(apart, dim=1) + self.position
@@ -112,13 +138,15 @@ class Amphista(HeadDrafter):
         return x
 
     def head_states(self, backbone: Backbone, batch: Batch, rows: Sequence[Tensor]) -> Iterator[Tensor]:
-        padding, learnt = Padding(batch.attention_groups), batch.learnt
-        x, embedded = padding.pad(batch.hidden), padding.pad(self.embed(backbone, batch.next).to(batch.hidden.dtype))
+        padding = Padding(batch.attention_groups)
+        learnt = batch.learnt
+        x = padding.pad(batch.hidden)
+        embedded = padding.pad(self.embed(backbone, batch.next).to(batch.hidden.dtype))
         adapted = []
         for stage in self.stages:
             assert isinstance(stage, AdaptationLayer)
             x = stage.layer(stage.join(x, embedded))
             adapted.append(padding.unpad(x)[learnt])
-        states = self._together(adapted, self.blocks, self.attention)  # [n, K, H] of the positions that are learnt
+        states = self._together(adapted, self.blocks, self.attention)  # [n, K, H], learnt positions
         for head, positions in enumerate(rows):
             yield states[batch.learnt_index[positions], head].to(batch.hidden.dtype)

@@ -1,5 +1,7 @@
 """The contract between a drafter and the decoder, and the records that pass between them."""
 
+from __future__ import annotations
+
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -18,15 +20,14 @@ from medusa_cli.tree import Draft, DynamicTree, Tree
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from medusa_cli.drafters.slots import Fill
-
 
 @dataclass(frozen=True)
 class NewTokens:
-    """Tokens [A+1] that were accepted since the drafter's last draft, with their hidden states [A+1, H * taps].
+    """Holds the tokens [A+1] accepted since the last draft, with their hidden states [A+1, H * taps].
 
-    They stand at positions start .. start + A. root: the next token, decided but not yet in the cache. A prompt is the
-    first such record. extra_hidden: final states [K, H] of the last token's extra rows, where the drafter has some.
+    They stand at positions start .. start + A. root: the next token, decided but not yet in the
+    cache. The first such record is the prompt. extra_hidden: final states [K, H] of the last
+    token's extra rows, where the drafter has some.
     """
 
     tokens: Tensor
@@ -40,15 +41,27 @@ class NewTokens:
         """Returns the position of the root."""
         return self.start + len(self.tokens)
 
-    def last(self) -> "NewTokens":
-        """Returns the last position alone; its tensors do not keep a long prompt's alive."""
-        return replace(self, tokens=self.tokens[-1:].clone(), hidden=self.hidden[-1:].clone(), start=self.end - 1)
+    def last(self) -> NewTokens:
+        """Returns only the last position; its tensors do not keep a long prompt's alive."""
+        return replace(
+            self,
+            tokens=self.tokens[-1:].clone(),
+            hidden=self.hidden[-1:].clone(),
+            start=self.end - 1,
+        )
 
-    def part(self, start: int, end: int) -> "NewTokens":
+    def part(self, start: int, end: int) -> NewTokens:
         """Returns positions start .. end - 1."""
-        first, last = start - self.start, end - self.start
+        first = start - self.start
+        last = end - self.start
         root = self.root if end == self.end else int(self.tokens[last])
-        return replace(self, tokens=self.tokens[first:last], hidden=self.hidden[first:last], root=root, start=start)
+        return replace(
+            self,
+            tokens=self.tokens[first:last],
+            hidden=self.hidden[first:last],
+            root=root,
+            start=start,
+        )
 
     @property
     def following(self) -> Tensor:
@@ -58,17 +71,21 @@ class NewTokens:
 
 def concat(pieces: Sequence[NewTokens]) -> NewTokens:
     """Joins consecutive pieces into one."""
-    tokens, hidden = torch.cat([p.tokens for p in pieces]), torch.cat([p.hidden for p in pieces])
+    tokens = torch.cat([p.tokens for p in pieces])
+    hidden = torch.cat([p.hidden for p in pieces])
     return replace(pieces[-1], tokens=tokens, hidden=hidden, start=pieces[0].start)
 
 
 def with_last_layer(layers: Sequence[int]) -> tuple[int, ...]:
-    """Returns the taps of a drafter that reads states after these numbers of layers and the last layer's."""
+    """Returns the taps of a drafter that reads states after these layers and after the last."""
     return (*(layer - 1 for layer in layers), -1)
 
 
 def check_layers(layers: Sequence[int], depth: int, setting: str, *, repeats: bool = False) -> None:
-    """Raises UsageError, naming the setting, for layers out of 1 .. depth - 1 or not in rising order."""
+    """Raises UsageError for layers that are not 1 to depth - 1 or not in rising order.
+
+    setting: the name that the error shows. repeats: a layer may be named more than once.
+    """
     rising = list(layers) == sorted(layers if repeats else set(layers))
     if not rising or not all(1 <= layer < depth for layer in layers):
         raise UsageError(
@@ -79,12 +96,13 @@ def check_layers(layers: Sequence[int], depth: int, setting: str, *, repeats: bo
 
 @dataclass(frozen=True)
 class Batch:
-    """P packed training positions: hidden [P, H * taps], next [P] (the token after each), segment [P].
+    """Holds P packed training positions: hidden [P, H * taps], next and segment [P].
 
-    Head k (from 1) predicts next[p + k] where segment[p + k] == segment[p]. Positions of segment -1, those of prompts,
-    are seen but not learnt. sequence [P]: each position's conversation, which layers with a cache of their own see;
-    None: they see the segment alone. trace, rows [P]: the pass over full sequences [B, L] and the positions in its
-    B * L, for a drafter that uses the verify pass.
+    next: the token after each. Head k (from 1) predicts next[p + k] where segment[p + k] ==
+    segment[p]. Positions of segment -1, those of prompts, are seen but not learnt. sequence [P]:
+    each position's conversation, for layers with a cache; None: they see only the segment. trace,
+    rows [P]: the pass over full sequences [B, L] and the positions in its B * L, for a drafter that
+    uses the verify pass.
     """
 
     hidden: Tensor
@@ -101,7 +119,10 @@ class Batch:
 
     @property
     def learnt_index(self) -> Tensor:
-        """Returns the number [P] of each learnt position among those; of no meaning for other positions."""
+        """Returns the index [P] of each learnt position among the learnt ones.
+
+        Other positions have no valid index.
+        """
         return (self.segment >= 0).cumsum(0) - 1
 
     def targets(self, head: int) -> Tensor:
@@ -116,40 +137,45 @@ class Batch:
 
 
 class Drafter(nn.Module, ABC):
-    """Drafts the next tokens of a backbone, which is always an argument: the state dict holds the drafter alone."""
+    """Drafts the next tokens of a backbone, which is always an argument."""
 
     taps: tuple[int, ...] = (-1,)  # the backbone's layers whose output it reads
     uses_verify_pass: ClassVar[bool] = False  # drafts from extra rows of the verify pass before
     num_heads: int
-    fill: "Fill | None" = None  # drafts within a CUDA graph
 
     def first_input(self, prompt: NewTokens) -> NewTokens:
-        """Returns the part of the new prompt tokens that the drafter needs: by default the last position."""
+        """Returns the prompt tokens that the drafter needs: by default the last one."""
         return prompt.last()
 
     def truncate(self, length: int) -> int:
-        """Forgets this sequence's state from position `length` on; returns the first position it must be given again.
+        """Forgets this sequence's state from position `length` on.
 
-        State for earlier positions stays valid for any text with the same first `length` tokens.
+        Returns the first position it must be given again. State for earlier positions stays valid
+        for any text with the same first `length` tokens.
         """
         return length
 
-    def fork(self) -> "Self":
-        """Returns this drafter for another sequence: shared weights, packed copies included, and a state of its own."""
+    def fork(self) -> Self:
+        """Returns this drafter for another sequence: shared weights, and its own state."""
         other = copy.copy(self)
         other.truncate(0)
         return other
 
     def extra_rows(self, depth: int) -> ExtraRows | None:
-        """Returns the rows to add to a verify pass, from which a tree of this depth can be drafted after it (FIRP)."""
+        """Returns the rows to add to a verify pass, to draft a tree of this depth next (FIRP)."""
         return None
 
     @abstractmethod
     def draft(
-        self, backbone: Backbone, sequences: "Sequence[Self]", new: Sequence[NewTokens], tree: Tree | DynamicTree
+        self,
+        backbone: Backbone,
+        sequences: Sequence[Self],
+        new: Sequence[NewTokens],
+        tree: Tree | DynamicTree,
     ) -> list[Draft]:
-        """Drafts a token for every node of B sequences' trees, all of one shape, or grown for this step.
+        """Drafts B sequences' trees: a token for each node of a static tree, or trees that grow.
 
-        sequences: a fork for each. new: its tokens since its last draft, at first the prompt's `first_input`. No tree
-        is deeper than num_heads. FIRP drafts no deeper than the extra rows of the pass before.
+        sequences: a fork for each. new: its tokens since its last draft, at first the prompt's
+        `first_input`. No tree is deeper than num_heads. FIRP drafts no deeper than the extra rows
+        of the pass before.
         """

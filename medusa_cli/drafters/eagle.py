@@ -1,9 +1,10 @@
-"""EAGLE-3: one decoder layer over fused states of three layers, fed with its own states (arXiv:2503.01840)."""
+"""EAGLE-3: one decoder layer over fused states of three layers (arXiv:2503.01840)."""
+
+from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from medusa_cli.drafters.base import Batch, NewTokens, check_layers, with_last_layer
+from medusa_cli.drafters.expansion import Frontier, draft_by_level
 from medusa_cli.drafters.heads import HeadDrafter, HeadsConfig
 from medusa_cli.drafters.layers import DecoderLayer, Padding, normed
-from medusa_cli.drafters.levels import Frontier, draft_by_level
 from medusa_cli.drafters.slots import NewTensors, fill_by_level
 from medusa_cli.model import Backbone
 from medusa_cli.tree import Draft, DynamicTree, Tree
@@ -22,9 +23,10 @@ from medusa_cli.tree.tensors import TreeTensors
 
 @dataclass(frozen=True)
 class EagleConfig(HeadsConfig):
-    """num_heads: the steps of its training-time test. The last six names are those of serving engines' configs.
+    """num_heads: the steps of its training-time test.
 
-    taps: the number of backbone layers below each state that is read. Training reads the last layer's, too.
+    The last six names are those of serving engines' configs. taps: the number of backbone layers
+    below each state that is read. Training reads the last layer's, too.
     """
 
     taps: tuple[int, ...] = ()
@@ -44,10 +46,12 @@ def widest(size: int | Sequence[int]) -> int:
 class Eagle(HeadDrafter):
     """Head k is the k-th step of one decoder layer: its state after k draft tokens gives the next one's scores.
 
-    The layer sees the conversation from its first token: the true rows, and in a draft the rows of a node's ancestors.
+    The layer sees the conversation from its first token: the true rows, and in a draft the rows of
+    a node's ancestors.
     """
 
     name = "eagle"
+    drafts_in_graphs = True
     weights_file = "model.safetensors"
     learning_rate = 1e-3
     regress = 0.0
@@ -56,7 +60,7 @@ class Eagle(HeadDrafter):
     vocabularies = ("draft", "own")
     reads_next = sees_prompt = True
     config: EagleConfig
-    levels: Tensor  # [H * taps], what the states that are fused are multiplied by; ones in a file
+    levels: Tensor  # [H * taps], factors of the states to fuse; ones in a file
 
     def __init__(self, config: EagleConfig) -> None:
         super().__init__(config)
@@ -73,9 +77,9 @@ class Eagle(HeadDrafter):
         self.truncate(0)
 
     @classmethod
-    def create(cls, backbone: Backbone, *settings: Any, **named: Any) -> "Eagle":
+    def create(cls, backbone: Backbone, *settings: Any, **named: Any) -> Eagle:
         drafter = super().create(backbone, *settings, **named)
-        # The matrix starts as the lm_head's, so what it reads had best be normed as what that reads.
+        # The matrix starts as a copy of the lm_head, so its input is normed as the lm_head's.
         gain = backbone.engine.final_gain()
         if gain is not None:
             drafter.norm.weight.data.copy_(gain)
@@ -83,7 +87,8 @@ class Eagle(HeadDrafter):
 
     @classmethod
     def fields_of_model(cls, backbone: Backbone, num_heads: int) -> dict[str, Any]:
-        config, size = backbone.config, backbone.hidden_size
+        config = backbone.config
+        size = backbone.hidden_size
         heads = getattr(config, "num_attention_heads", None) or max(1, size // 64)  # pure Mamba has none
         return {
             "num_layers": 1,
@@ -101,20 +106,27 @@ class Eagle(HeadDrafter):
 
     @torch.inference_mode()
     def draft(
-        self, backbone: Backbone, sequences: "Sequence[Eagle]", new: Sequence[NewTokens], tree: Tree | DynamicTree
+        self,
+        backbone: Backbone,
+        sequences: Sequence[Eagle],
+        new: Sequence[NewTokens],
+        tree: Tree | DynamicTree,
     ) -> list[Draft]:
         """Drafts level by level; layer and matrix take the rows of all sequences at once."""
         states = self.read(backbone, sequences, new)  # [B, H], then [N, H]
-        caches, layer = [own.caches[0] for own in sequences], self.packed("midlayer")
+        caches = [own.caches[0] for own in sequences]
+        layer = self.packed("midlayer")
         lengths = [cache.length for cache in caches]
-        ancestors = [torch.zeros(1, 0, dtype=torch.bool, device=states.device) for _ in new]  # among the tree's rows
+        # Which of the tree's rows are ancestors of each node.
+        ancestors = [torch.zeros(1, 0, dtype=torch.bool, device=states.device) for _ in new]
 
         def guess(head: int, width: int, temperature: float | None, level: Frontier) -> tuple[Tensor, Tensor]:
             nonlocal states, ancestors
             if head:
                 ancestors = _extend_ancestor_masks(ancestors, level)
                 masks = [F.pad(own, (length, 0), value=True) for own, length in zip(ancestors, lengths, strict=True)]
-                places = [[tokens.end + head - 1] * count for tokens, count in zip(new, level.counts, strict=True)]
+                positions = [tokens.end + head - 1 for tokens in new]
+                places = [[position] * count for position, count in zip(positions, level.counts, strict=True)]
                 embedded = self.embed(backbone, level.tokens)
                 states = layer.extend(states[level.parent_rows], places, caches, embedded, masks=masks)
             return self.best(self._score(backbone, states), width, temperature)
@@ -126,19 +138,27 @@ class Eagle(HeadDrafter):
                 cache.truncate(tokens.end)
 
     @torch.inference_mode()
-    def read(self, backbone: Backbone, sequences: "Sequence[Eagle]", new: Sequence[NewTokens]) -> Tensor:
-        """Adds the new tokens to each sequence's cache; returns the states of the last ones [B, H]."""
+    def read(self, backbone: Backbone, sequences: Sequence[Eagle], new: Sequence[NewTokens]) -> Tensor:
+        """Adds the new tokens to each sequence's cache.
+
+        Returns the states of the last ones [B, H].
+        """
         fused = self.packed("fc")(self._lower(torch.cat([tokens.hidden for tokens in new])))
         embedded = self.embed(backbone, torch.cat([tokens.following for tokens in new]))
-        places, caches = [range(tokens.start, tokens.end) for tokens in new], [own.caches[0] for own in sequences]
+        places = [range(tokens.start, tokens.end) for tokens in new]
+        caches = [own.caches[0] for own in sequences]
         return self.packed("midlayer").extend(fused, places, caches, embedded, last=True)
 
     @torch.inference_mode()
     def fill(self, backbone: Backbone, new: NewTensors, trees: TreeTensors) -> None:
-        """Drafts level by level; each runs over all nodes, whose states are right as soon as their parents' are."""
-        layer, (cached,), size = self.packed("midlayer"), new.caches, len(new.hidden)
-        fused, embedded = self.packed("fc")(self._lower(new.hidden)), self.embed(backbone, new.following)
-        last = states = new.last(layer.extend_slots(fused, new.rows(), cached, embedded))  # [B, H], then [B * N, H]
+        """Drafts level by level; each level computes all nodes: states are right after their parents'."""
+        layer = self.packed("midlayer")
+        (cached,) = new.caches
+        size = len(new.hidden)
+        fused = self.packed("fc")(self._lower(new.hidden))
+        embedded = self.embed(backbone, new.following)
+        last = new.last(layer.extend_slots(fused, new.rows(), cached, embedded))  # [B, H]
+        states = last  # then [B * N, H]
 
         def guess(head: int, width: int, temperature: float | None, level: Frontier) -> tuple[Tensor, Tensor]:
             nonlocal states
@@ -155,18 +175,19 @@ class Eagle(HeadDrafter):
         return self.score(backbone, 0, self.norm(states))
 
     def embed(self, backbone: Backbone, tokens: Tensor) -> Tensor:
-        """Returns the backbone's embeddings as they are: the layer's own norm scales them."""
+        """Returns the backbone's embeddings unscaled: the layer's own norm scales them."""
         return backbone.embedding(tokens).to(self.dtype)
 
     def _lower(self, hidden: Tensor) -> Tensor:
-        """Returns the states that are fused, levelled and without the last layer's."""
+        """Returns the states to fuse, levelled, without the last layer's."""
         return hidden[..., : -self.config.hidden_size].to(self.dtype) * self.levels.to(self.dtype)
 
     @torch.no_grad()
     def level(self, hidden: Tensor) -> None:
         """Divides each tap by its root mean square over states [n, H * taps] of answers.
 
-        Raw ones differ tenfold, and the layer would need thousands of steps to add as much to a state as it holds.
+        Raw states differ tenfold in size, and training would need thousands of steps to make up for
+        it.
         """
         size = self.config.hidden_size
         squares = hidden[:, :-size].float().square().unflatten(-1, (-1, size)).mean((0, 2))
@@ -178,32 +199,39 @@ class Eagle(HeadDrafter):
         self.fc.weight.div_(self.levels)  # files hold it for raw states
 
     def head_states(self, backbone: Backbone, batch: Batch, rows: Sequence[Tensor]) -> Iterator[Tensor]:
-        fused, embedded = self.fc(self._lower(batch.hidden)), self.embed(backbone, batch.next)
+        fused = self.fc(self._lower(batch.hidden))
+        embedded = self.embed(backbone, batch.next)
         steps = training_time_test(self.midlayer, fused, embedded, batch.attention_groups, batch.learnt)
         for positions, states in zip(rows, steps, strict=False):
             yield normed(self.norm, states[batch.learnt_index[positions]]).to(batch.hidden.dtype)
 
-    def save(self, folder: Path, provenance: dict[str, Any]) -> None:
-        """Writes a drafter that reads raw states: the levels are folded into `fc`."""
+    def for_files(self) -> Eagle:
+        """Returns a drafter that reads raw states: the levels are folded into `fc`."""
         folded = copy.deepcopy(self)
         with torch.no_grad():
             folded.fc.weight.mul_(folded.levels)
-        super(Eagle, folded).save(folder, provenance)
+            folded.levels.fill_(1.0)
+        return folded
 
     def named_weights(self) -> dict[str, Tensor]:
         """Returns the weights under the names that serving engines read."""
-        return {"lm_head.weight" if name == "matrices.0" else name: weight for name, weight in self.named_parameters()}
+        renamed = {"matrices.0": "lm_head.weight"}
+        return {renamed.get(name, name): weight for name, weight in self.named_parameters()}
 
 
 def default_taps(depth: int) -> tuple[int, ...]:
-    """Returns a low, a middle and a high layer of a model, as EAGLE-3 takes them; fewer of a shallow one."""
+    """Returns a low, a middle and a high layer of a model, as EAGLE-3 takes them.
+
+    A shallow model gives fewer.
+    """
     taps = (2, depth // 2, depth - 3)
     return taps if taps == tuple(sorted(set(taps))) else tuple(range(1, depth))[-3:]
 
 
 def _extend_ancestor_masks(ancestors: Sequence[Tensor], level: Frontier) -> list[Tensor]:
-    """Returns which rows of its sequence's tree each node of a level sees: its parent's, its parent and itself."""
-    masks, start = [], 0
+    """Returns the mask of each node of a level: its parent's mask, and itself."""
+    masks = []
+    start = 0
     for own, parent_rows in zip(ancestors, level.parent_rows.split(level.counts), strict=True):
         itself = torch.eye(len(parent_rows), dtype=torch.bool, device=parent_rows.device)
         masks.append(torch.cat([own[parent_rows - start], itself], dim=1))
@@ -214,12 +242,14 @@ def _extend_ancestor_masks(ancestors: Sequence[Tensor], level: Frontier) -> list
 def training_time_test(
     layer: DecoderLayer, states: Tensor, embedded: Tensor, conversation: Tensor, learnt: Tensor
 ) -> Iterator[Tensor]:
-    """Yields the states [n, H] of steps 1, 2, .. at the n learnt positions (EAGLE-3's training-time test).
+    """Yields the states [n, H] of steps 1, 2 and so on at n positions (training-time test).
 
-    states, embedded [P, H]: fused states and embeddings of the next tokens; conversation [P]; learnt [n]: positions.
-    Step 1 reads the true states at positions 0 .. p. Step k stands for level k of a draft made after position p: it is
-    at position p + k - 1 and reads the state of the step before and the true token there. It sees the true rows
-    0 .. p and its own rows of steps 2 .. k, but no row of another position's draft.
+    states, embedded [P, H]: fused states
+    and embeddings of the next tokens; conversation [P]; learnt [n]: positions. Step 1 reads the
+    true states at positions 0 .. p. Step k stands for level k of a draft made after position p: it
+    is at position p + k - 1 and reads the state of the step before and the true token there. It
+    sees the true rows 0 .. p and its own rows of steps 2 .. k, but no row of another position's
+    draft.
     """
     true = Padding(conversation)
     own = Padding(true.sequence[learnt])
@@ -230,7 +260,8 @@ def training_time_test(
     later = torch.arange(keys.shape[2], device=keys.device) > own.pad(position[:, None])  # [S, W, L]
     mask = keys.new_zeros(1, 1, 1, 1).masked_fill(later[:, None], -torch.inf)
     drafted: list[tuple[Tensor, Tensor]] = []  # keys and values [heads, n, D] of steps 2, 3, ..
-    states, step = states[learnt], 0
+    states = states[learnt]
+    step = 0
     while True:
         # Beyond a conversation's end there is no target: any token may be read there.
         token = (learnt + step).clamp(max=len(embedded) - 1)
@@ -238,16 +269,23 @@ def training_time_test(
         if step:
             drafted.append(layer.keys_values(read, position + step))
         seen = _attend(layer.queries(read, position + step), keys, values, mask, own, drafted)
-        states, step = layer.leave(states, seen), step + 1
+        states = layer.leave(states, seen)
+        step = step + 1
         yield states
 
 
 def _attend(
-    q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, rows: Padding, drafted: Sequence[tuple[Tensor, Tensor]]
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    rows: Padding,
+    drafted: Sequence[tuple[Tensor, Tensor]],
 ) -> Tensor:
-    """Attends from rows q [heads, n, D] to their sequence's keys [S, heads, L, D] and each to its own in `drafted`.
+    """Attends from rows q [heads, n, D] to their sequence's keys, and each to its own drafts.
 
-    Both are in one softmax. mask [S, 1, W, L]; rows: where q's stand among W rows a sequence.
+    Both are in one softmax. keys, values [S, heads, L, D]; mask [S, 1, W, L]; rows: where q's stand
+    among W rows a sequence.
     """
     q = q * q.shape[-1] ** -0.5
     scores = rows.pad(q.transpose(0, 1)).transpose(1, 2) @ keys.transpose(-1, -2) + mask  # [S, heads, W, L]

@@ -1,4 +1,6 @@
-"""FIRP: guessed states of the next tokens enter the backbone's middle layers as extra rows of the verify pass."""
+"""FIRP: guessed states of the next tokens are extra rows of the verify pass."""
+
+from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -10,8 +12,8 @@ from msgspec import Meta
 from torch import Tensor, nn
 
 from medusa_cli.drafters.base import Batch, NewTokens, check_layers
+from medusa_cli.drafters.expansion import draft_by_level
 from medusa_cli.drafters.heads import HeadDrafter, HeadsConfig
-from medusa_cli.drafters.levels import draft_by_level
 from medusa_cli.engine import Plan
 from medusa_cli.engine.device import upload
 from medusa_cli.engine.extra_rows import ExtraRows, extra_row_states
@@ -32,9 +34,10 @@ class FirpConfig(HeadsConfig):
 class Firp(HeadDrafter):
     """K linear maps; head k's turns a state h of layer t_k at position p into that of position p + k (section 3.2).
 
-    The pseudo state goes on through the layers above, seeing the context, itself and the earlier heads' pseudo states,
-    and through the backbone's own norm and lm_head. Training lets it see the same, where the paper shows it the true
-    states of the tokens in between: so training and drafting agree.
+    The pseudo state goes on through the layers above, seeing the context, itself and the earlier
+    heads' pseudo states, and through the backbone's own norm and lm_head. Training lets it see the
+    same, where the paper shows it the true states of the tokens in between: so training and
+    drafting agree.
     """
 
     name = "firp"
@@ -43,7 +46,8 @@ class Firp(HeadDrafter):
     vocabularies = ("draft", "shared")
     uses_verify_pass = True
     learning_rate = 1e-2  # the maps start as the identity and have far to go
-    # With soft targets alone the loss is the KL divergence of equation 4, up to the target's own entropy.
+    # With only soft targets the loss is the KL divergence of equation 4, up to the target's own
+    # entropy.
     soft = 1.0
     config: FirpConfig
 
@@ -80,7 +84,11 @@ class Firp(HeadDrafter):
 
     @torch.inference_mode()
     def draft(
-        self, backbone: Backbone, sequences: "Sequence[Firp]", new: Sequence[NewTokens], tree: Tree | DynamicTree
+        self,
+        backbone: Backbone,
+        sequences: Sequence[Firp],
+        new: Sequence[NewTokens],
+        tree: Tree | DynamicTree,
     ) -> list[Draft]:
         """Fills every node from the pseudo states that came with the last accepted tokens."""
 
@@ -93,7 +101,8 @@ class Firp(HeadDrafter):
             return self.score(backbone, 0, states.flatten(0, 1)).unflatten(0, states.shape[:2]).unbind(0)
 
         states = [tokens.extra_hidden[: tree.max_depth] for tokens in new if tokens.extra_hidden is not None]
-        return draft_by_level(tree, new, self.at_once(tree.max_depth, compute, torch.stack(states, dim=1)))
+        guess = self.at_once(tree.max_depth, compute, torch.stack(states, dim=1))
+        return draft_by_level(tree, new, guess)
 
     def head_states(self, backbone: Backbone, batch: Batch, rows: Sequence[Tensor]) -> Iterator[Tensor]:
         assert batch.trace is not None and batch.rows is not None
@@ -103,7 +112,7 @@ class Firp(HeadDrafter):
 
 
 def spread(heads: int, depth: int) -> tuple[int, ...]:
-    """Returns entry layers of K heads, evenly from a half to five sixths of a depth (the paper's for three heads)."""
+    """Returns entry layers of K heads, evenly from a half to five sixths of the depth."""
     shares = [1 / 2 + (1 / 3) * k / max(heads - 1, 1) for k in range(heads)]
     return tuple(max(1, min(depth - 1, round(share * depth))) for share in shares)
 
@@ -112,9 +121,11 @@ def spread(heads: int, depth: int) -> tuple[int, ...]:
 def check_extra_rows(backbone: Backbone) -> None:
     """Raises UserError unless a pass with extra rows gives the logits of one without, up to rounding.
 
-    Some networks scale or shift states outside their layers, which a pass layer by layer does not see.
+    Some networks scale or shift states outside their layers, which a pass layer by layer does not
+    see.
     """
-    engine, tokens = backbone.engine, torch.arange(PROBE) * 37 % backbone.vocab_size
+    engine = backbone.engine
+    tokens = torch.arange(PROBE) * 37 % backbone.vocab_size
     extra_rows = ExtraRows((max(1, backbone.num_layers // 2),), (lambda x: x,))
     logits = []
     for extra in (None, extra_rows):
@@ -122,7 +133,8 @@ def check_extra_rows(backbone: Backbone) -> None:
         assert out.logits is not None
         logits.append(out.logits[0].clone())  # the next pass may overwrite them
     error = difference(logits[1], logits[0])
-    if error > (1e-3 if engine.dtype == torch.float32 else 0.25) and not quantization_of(backbone.model):
+    tolerance = 1e-3 if engine.dtype == torch.float32 else 0.25
+    if error > tolerance and not quantization_of(backbone.model):
         raise UserError(
             f"the layers of the model {backbone.id!r} cannot be run one by one: its logits then differ by {error:.2g}",
             "use a drafter other than firp, such as drafter=hydra",

@@ -1,18 +1,19 @@
-"""Hydra heads: head k also reads the tokens drafted before its own, so that the tokens of a path fit together."""
+"""Hydra heads: head k also reads the tokens drafted before its own."""
+
+from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Literal
 
 import torch
-from msgspec import Meta
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from medusa_cli.drafters.base import Batch, NewTokens
-from medusa_cli.drafters.heads import HeadDrafter, HeadsConfig
+from medusa_cli.drafters.expansion import Frontier, Guess, draft_by_level
+from medusa_cli.drafters.heads import HeadDrafter, HeadsConfig, check_ranges
 from medusa_cli.drafters.layers import DecoderLayer, Padding, residual_blocks
-from medusa_cli.drafters.levels import Frontier, Guess, draft_by_level
 from medusa_cli.drafters.slots import NewTensors, fill_by_level
 from medusa_cli.model import Backbone
 from medusa_cli.tree import Draft, DynamicTree, Tree
@@ -21,24 +22,29 @@ from medusa_cli.tree.tensors import TreeTensors
 
 @dataclass(frozen=True)
 class HydraConfig(HeadsConfig):
-    """prefix_layers: causal decoder layers over the accepted states before the heads; 0 is Hydra, 1 Hydra++.
+    """prefix_layers: causal decoder layers over the accepted states before the heads.
 
-    context: what they see: the "conversation", or the "answer" alone. raw: embeddings as the model has them, and a bias
-    beside the linear path of each head's input, as the authors' code trains them.
+    0 is Hydra, 1 Hydra++. context: their context: the "conversation", or only the "answer". raw:
+    embeddings without normalisation, and a bias in the linear path of each head's input, as in the
+    authors' code.
     """
 
-    prefix_layers: Annotated[int, Meta(ge=0, le=4)] = 0
+    prefix_layers: int = 0
     raw: bool = False
     context: Literal["conversation", "answer"] = "answer"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.prefix_layers:  # nothing sees anything, so heads that were asked for otherwise are alike
+        check_ranges(self, prefix_layers=(0, 4))
+        if not self.prefix_layers:  # then `context` has no effect: equal heads get equal configs
             object.__setattr__(self, "context", "answer")
 
 
 class HydraHead(nn.Module):
-    """Head k: [h; e1; ..; ek] -> R x + SiLU(W x), then L - 1 residual blocks; a fresh head gives h back."""
+    """Head k: [h; e1; ..; ek] -> R x + SiLU(W x), then L - 1 residual blocks.
+
+    A fresh head gives h back.
+    """
 
     def __init__(self, hidden_size: int, tokens: int, layers: int, raw: bool = False) -> None:
         super().__init__()
@@ -55,9 +61,13 @@ class HydraHead(nn.Module):
 
 
 class HydraHeads(HeadDrafter):
-    """K sequentially dependent heads (Hydra, section 3); with prefix layers before them, Hydra++ (section 4)."""
+    """K sequentially dependent heads (Hydra, section 3).
+
+    With prefix layers before them, Hydra++ (section 4).
+    """
 
     name = "hydra"
+    drafts_in_graphs = True
     regress = 100.0
     config_class = HydraConfig
     settings = ("num_layers", "matrices", "prefix_layers", "context")
@@ -65,31 +75,44 @@ class HydraHeads(HeadDrafter):
 
     def __init__(self, config: HydraConfig) -> None:
         super().__init__(config)
-        size, layers = config.hidden_size, config.num_layers
+        size = config.hidden_size
+        layers = config.num_layers
         self.prefix = nn.ModuleList(DecoderLayer(size) for _ in range(config.prefix_layers))
-        self.blocks = nn.ModuleList(HydraHead(size, k, layers, config.raw) for k in range(1, config.num_heads + 1))
+        heads = range(1, config.num_heads + 1)
+        self.blocks = nn.ModuleList(HydraHead(size, k, layers, config.raw) for k in heads)
         self.sees_prompt = config.context == "conversation"
         self.truncate(0)
 
     def embed(self, backbone: Backbone, tokens: Tensor) -> Tensor:
-        return backbone.embedding(tokens).to(self.dtype) if self.config.raw else super().embed(backbone, tokens)
+        if self.config.raw:
+            return backbone.embedding(tokens).to(self.dtype)
+        return super().embed(backbone, tokens)
 
     @torch.inference_mode()
     def draft(
-        self, backbone: Backbone, sequences: "Sequence[HydraHeads]", new: Sequence[NewTokens], tree: Tree | DynamicTree
+        self,
+        backbone: Backbone,
+        sequences: Sequence[HydraHeads],
+        new: Sequence[NewTokens],
+        tree: Tree | DynamicTree,
     ) -> list[Draft]:
-        """Drafts level by level: a node's children are the best guesses of the next head after the node's path."""
-        return draft_by_level(tree, new, self._guesses(backbone, self.read(backbone, sequences, new)))
+        """Drafts level by level: the next head guesses a node's children from its path."""
+        states = self.read(backbone, sequences, new)
+        return draft_by_level(tree, new, self._guesses(backbone, states))
 
     @torch.inference_mode()
     def fill(self, backbone: Backbone, new: NewTensors, trees: TreeTensors) -> None:
-        x, rows = new.hidden.to(self.dtype), new.rows()
+        x = new.hidden.to(self.dtype)
+        rows = new.rows()
         for layer, cached in zip(self.packed("prefix"), new.caches, strict=True):
             x = layer.extend_slots(x, rows, cached)
         fill_by_level(trees, self.num_heads, self._guesses(backbone, new.last(x)))
 
     def _guesses(self, backbone: Backbone, x: Tensor) -> Guess:
-        """Returns the guesses after states x [B, H]; x is then [N, (1 + depth) H], with a path's embeddings."""
+        """Returns the guesses after states x [B, H].
+
+        x is then [N, (1 + depth) H], with a path's embeddings.
+        """
 
         def guess(head: int, width: int, temperature: float | None, level: Frontier) -> tuple[Tensor, Tensor]:
             nonlocal x
@@ -99,13 +122,15 @@ class HydraHeads(HeadDrafter):
         return guess
 
     @torch.inference_mode()
-    def read(self, backbone: Backbone, sequences: "Sequence[HydraHeads]", new: Sequence[NewTokens]) -> Tensor:
+    def read(self, backbone: Backbone, sequences: Sequence[HydraHeads], new: Sequence[NewTokens]) -> Tensor:
         """Returns the states [B, H] that the heads start from."""
         if not self.prefix:
             return torch.cat([tokens.hidden[-1:] for tokens in new]).to(self.dtype)
-        x, positions = torch.cat([tokens.hidden for tokens in new]).to(self.dtype), [range(n.start, n.end) for n in new]
+        x = torch.cat([tokens.hidden for tokens in new]).to(self.dtype)
+        positions = [range(n.start, n.end) for n in new]
         for number, layer in enumerate(self.packed("prefix")):
-            caches, last = [own.caches[number] for own in sequences], number + 1 == len(self.prefix)
+            caches = [own.caches[number] for own in sequences]
+            last = number + 1 == len(self.prefix)
             x = layer.extend(x, positions, caches, last=last)
         return x
 
@@ -116,14 +141,16 @@ class HydraHeads(HeadDrafter):
         return x, self.score(backbone, head, self.packed("blocks")[head](x))
 
     def head_states(self, backbone: Backbone, batch: Batch, rows: Sequence[Tensor]) -> Iterator[Tensor]:
-        context, embedded = batch.hidden, self.embed(backbone, batch.next).to(batch.hidden.dtype)
+        context = batch.hidden
+        embedded = self.embed(backbone, batch.next).to(batch.hidden.dtype)
         if self.prefix:
             padding = Padding(batch.attention_groups)
             x = padding.pad(context)
             for layer in self.prefix:
                 x = layer(x)
             context = padding.unpad(x).to(context.dtype)
-        last = len(batch.next) - 1  # positions too near the end have no target for a head and may read any token
+        # Positions too near the end have no target for a head and may read any token.
+        last = len(batch.next) - 1
         for head, positions in enumerate(rows):
             tokens = [embedded[(positions + i).clamp(max=last)] for i in range(head + 1)]
             yield self.blocks[head](torch.cat([context[positions], *tokens], dim=-1))

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from medusa_cli.drafters.amphista import Amphista
@@ -14,10 +15,11 @@ from medusa_cli.drafters.hydra import HydraHeads
 from medusa_cli.drafters.medusa import MedusaHeads
 from medusa_cli.errors import UserError, first_line, shown
 from medusa_cli.model import Backbone
-from medusa_cli.runs.io import convert, read_object, read_weights
+from medusa_cli.runs.io import convert, read_object, read_weights, write_json
 from medusa_cli.runs.run import DRAFTER_CONFIG, check_backbone, describe_drafter
 
-DRAFTERS: dict[str, type[HeadDrafter]] = {kind.name: kind for kind in (MedusaHeads, HydraHeads, Amphista, Eagle, Firp)}
+KINDS: tuple[type[HeadDrafter], ...] = (MedusaHeads, HydraHeads, Amphista, Eagle, Firp)
+DRAFTERS: dict[str, type[HeadDrafter]] = {kind.name: kind for kind in KINDS}
 REMEDY = "train it again, or give another @drafter"
 
 
@@ -30,8 +32,12 @@ def drafter_kind(folder: Path) -> type[HeadDrafter]:
 
 
 def load_drafter(folder: Path, backbone: Backbone) -> HeadDrafter:
-    """Loads the drafter in a folder; raises UserError, naming both models, if it was trained for another backbone."""
-    kind, identity = drafter_kind(folder), describe_drafter(folder).provenance.identity
+    """Loads the drafter in a folder.
+
+    Raises UserError, naming both models, if it was trained for another backbone.
+    """
+    kind = drafter_kind(folder)
+    identity = describe_drafter(folder).provenance.identity
     if identity:
         check_backbone(identity, backbone.identity, f"the drafter in {folder}")
         if identity.get("adapter") != backbone.adapter:
@@ -48,7 +54,10 @@ def load_drafter(folder: Path, backbone: Backbone) -> HeadDrafter:
 
 
 def load_kind(kind: type[HeadDrafter], folder: Path, backbone: Backbone) -> HeadDrafter:
-    """Reads a drafter of a known kind in the backbone's dtype, ready to draft; raises UserError for unusable files."""
+    """Reads a drafter of a known kind in the backbone's dtype, ready to draft.
+
+    Raises UserError for unusable files.
+    """
     config, tensors = read_drafter(kind, folder)
     if (config.hidden_size, config.vocab_size) != (backbone.hidden_size, backbone.vocab_size):
         raise UserError(
@@ -67,10 +76,16 @@ def load_kind(kind: type[HeadDrafter], folder: Path, backbone: Backbone) -> Head
 
 
 def read_drafter(kind: type[HeadDrafter], folder: Path) -> tuple[Any, dict[str, Tensor]]:
-    """Reads the config and tensors of a drafter's files; raises UserError for files that do not fit each other."""
+    """Reads the config and tensors of a drafter's files.
+
+    Raises UserError for files that do not fit each other.
+    """
     path = Path(folder) / "config.json"
     config = convert(
-        kind.read_config(read_object(path, DRAFTER_CONFIG)), kind.config_class, f"{DRAFTER_CONFIG} {path}", REMEDY
+        kind.read_config(read_object(path, DRAFTER_CONFIG)),
+        kind.config_class,
+        f"{DRAFTER_CONFIG} {path}",
+        REMEDY,
     )
     ids = {"draft_ids": (config.draft_vocab_size or 0,)} if config.vocabulary == "draft" else {}
     weights = Path(folder) / kind.weights_file
@@ -78,14 +93,33 @@ def read_drafter(kind: type[HeadDrafter], folder: Path) -> tuple[Any, dict[str, 
     if ids:
         known = tensors["draft_ids"]
         if known.min() < 0 or known.max() >= config.vocab_size or len(known.unique()) < len(known):
-            raise UserError(f"draft_ids in {weights} is no set of the model's tokens", REMEDY)
+            raise UserError(f"draft_ids in {weights} is not a set of the model's tokens", REMEDY)
     return config, tensors
 
 
 def weight_shapes(kind: type[HeadDrafter], config: Any) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of a drafter's weights by its config, without memory; raises UserError for impossible ones."""
+    """Returns the shapes of a drafter's weights by its config, without memory.
+
+    Raises UserError for impossible ones.
+    """
     try:
         with torch.device("meta"):
             return {name: tuple(weight.shape) for name, weight in kind(config).named_weights().items()}
-    except RuntimeError as reason:  # of sizes whose product overflows
+    except RuntimeError as reason:  # sizes that overflow
         raise UserError(f"{DRAFTER_CONFIG} asks for impossible sizes: {first_line(reason)}", REMEDY) from reason
+
+
+def save_drafter(drafter: HeadDrafter, folder: Path, provenance: dict[str, Any]) -> None:
+    """Writes config.json and the weights in bf16."""
+    folder.mkdir(parents=True, exist_ok=True)
+    named = drafter.for_files().named_weights()
+    weights = {name: weight.detach().cpu().bfloat16().contiguous() for name, weight in named.items()}
+    if drafter.config.vocabulary == "draft":
+        weights["draft_ids"] = drafter.draft_ids.cpu().int()
+    path = folder / drafter.weights_file
+    save_file(weights, path)
+    path.chmod(0o644)  # as readable as the other files
+    owner = provenance.get("backbone", {})
+    base = owner.get("id") if isinstance(owner, dict) else owner
+    config = {"drafter": drafter.name, "base_model_name_or_path": base, **drafter.config_json()}
+    write_json(folder / "config.json", {**config, "provenance": provenance})

@@ -1,27 +1,28 @@
-"""Layers that drafters are built of: residual blocks, attention with a cache of its own, the bias from a token."""
+"""Layers of drafters: residual blocks, attention with its own cache, the bias from a token."""
+
+from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from medusa_cli.engine.attention import behind, columns_read, reads_by_length, visible_behind
 from medusa_cli.engine.device import upload
+from medusa_cli.model.attention import additive
 
-if TYPE_CHECKING:
-    from medusa_cli.drafters.slots import SlotRows
-
-# In drafting the bias is added to so many of a head's best guesses: it rarely lifts others to the top.
+# In drafting the bias is added only to this many of a head's best guesses: it rarely lifts others.
 CANDIDATES = 128
-# Score of a fresh row's own token in attention; those of other tokens are about 0 and 1 apart.
+# Attention score of a fresh row to itself; scores to other tokens are around 0, with deviation 1.
 OWN_SCORE = 12.0
 
 
 class ResidualBlock(nn.Module):
-    """x + SiLU(W1 x + b) with W1 and b starting at zero, so that a fresh block changes nothing (Medusa, 3.1.1)."""
+    """Adds SiLU(W1 x + b); W1 and b start at zero: a fresh block changes nothing (Medusa, 3.1.1)."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
@@ -39,7 +40,7 @@ def residual_blocks(hidden_size: int, count: int) -> nn.Sequential:
 
 
 class LayerCache:
-    """Keys and values [heads, rows, D] of one decoder layer and one sequence, with the position of each row.
+    """Holds keys and values [heads, rows, D] of a decoder layer and a sequence, by position.
 
     Rows come in order of position; some positions may have none, and those of a tree share some.
     """
@@ -51,7 +52,8 @@ class LayerCache:
 
     def append(self, keys: Tensor, values: Tensor, positions: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Adds rows [heads, n, D] at positions [n]; returns all keys and values so far."""
-        start, end = self.length, self.length + len(positions)
+        start = self.length
+        end = self.length + len(positions)
         if self.rows is None or self.rows.shape[2] < end:
             self.move(keys.new_empty(2, keys.shape[0], max(64, 2 * end), keys.shape[2]))
         assert self.rows is not None
@@ -84,14 +86,53 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Any = None) -> Tensor:
     Without a mask each row sees itself and the rows before it.
     """
     if mask is None and q.shape[1] > 1:
-        from torch.nn.attention.bias import causal_lower_right  # brings torch._dynamo, half a second of imports
+        from torch.nn.attention.bias import (
+            causal_lower_right,
+        )  # brings torch._dynamo, half a second of imports
 
         mask = causal_lower_right(q.shape[1], keys.shape[1])
     return F.scaled_dot_product_attention(q[None], keys[None], values[None], attn_mask=mask)[0]
 
 
+class SlotRows:
+    """Holds R rows of each of B slots, behind `lengths` [B] rows of the slot; positions [B, R].
+
+    tree_mask bool [B, R, R]: the rows among themselves; of an empty slot all see the first one.
+    """
+
+    def __init__(self, lengths: Tensor, positions: Tensor, tree_mask: Tensor) -> None:
+        self.lengths = lengths
+        self.positions = positions
+        self._tree_mask = tree_mask
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, cached: Tensor) -> Tensor:
+        """Writes keys and values [B, heads, R, D] behind the lengths of `cached` [2, B, heads, C, D].
+
+        Returns the attention of queries [B, heads, R, D].
+        """
+        size, heads, rows, dim = query.shape
+        slots = torch.arange(size, device=query.device)[:, None]
+        columns = torch.arange(rows, device=query.device)
+        for known, new in zip(cached, (keys, values), strict=True):
+            known.transpose(1, 2).index_put_((slots, self.lengths[:, None] + columns), new.transpose(1, 2))
+        if not reads_by_length(query.device, query.dtype, heads, heads, dim):
+            visible = visible_behind(self.lengths, self._tree_mask, cached.shape[3])
+            mask = additive(visible[:, None], query.dtype)
+            return F.scaled_dot_product_attention(query, cached[0], cached[1], attn_mask=mask)
+        query, keys, values = (x.transpose(1, 2).flatten(0, 1) for x in (query, keys, values))
+        known_keys, known_values = cached.flatten(1, 2)
+        tree_mask = self._tree_mask.clone()
+        # Behind an empty slot column 0 is read, which is the first of these rows: others must not
+        # count it twice.
+        tree_mask[:, 1:, 0] &= self.lengths[:, None] > 0
+        mask = additive(tree_mask[:, None], query.dtype)
+        reads = columns_read(self.lengths, rows, heads, cached.shape[3])
+        seen = behind(query, known_keys, known_values, keys, values, mask, reads, dim**-0.5)
+        return seen.view(size, rows, heads, dim).transpose(1, 2)
+
+
 def head_count(hidden_size: int) -> int:
-    """Returns the most heads of at least 64 numbers that share a width evenly, with an even width to rotate."""
+    """Returns the most heads of an even width of at least 64 that share a hidden size."""
     counts = range(max(1, hidden_size // 64), 1, -1)
     return next((count for count in counts if hidden_size % (2 * count) == 0), 1)
 
@@ -103,8 +144,10 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.heads = heads
         self.hidden_norm = nn.RMSNorm(hidden_size, eps=eps)
-        read = {name: nn.Linear(read_size, heads * head_dim, bias=False) for name in ("q_proj", "k_proj", "v_proj")}
-        self.self_attn = nn.ModuleDict(read | {"o_proj": nn.Linear(heads * head_dim, hidden_size, bias=False)})
+        width = heads * head_dim
+        layers = {name: nn.Linear(read_size, width, bias=False) for name in ("q_proj", "k_proj", "v_proj")}
+        layers["o_proj"] = nn.Linear(width, hidden_size, bias=False)
+        self.self_attn = nn.ModuleDict(layers)
         nn.init.zeros_(self.self_attn["o_proj"].weight)  # type: ignore[arg-type]
 
     def project(self, name: str, x: Tensor) -> Tensor:
@@ -113,7 +156,7 @@ class SelfAttention(nn.Module):
         return projected.unflatten(-1, (self.heads, -1)).transpose(-3, -2)
 
     def add(self, x: Tensor, seen: Tensor) -> Tensor:
-        """Returns x [.., n, H] plus the output projection of what attention saw [.., heads, n, D]."""
+        """Adds the output projection of attention [.., heads, n, D] to x [.., n, H]."""
         return x + self.self_attn["o_proj"](seen.transpose(-3, -2).flatten(-2))
 
 
@@ -132,10 +175,10 @@ class HeadAttention(SelfAttention):
 
 
 class DecoderLayer(SelfAttention):
-    """A causal decoder layer with rotary positions and a SwiGLU MLP; a fresh one passes its input on.
+    """A causal decoder layer with rotary positions and a SwiGLU MLP.
 
-    embeddings: attention reads [embedding; state] of width 2H, as EAGLE's layer does; its parts have the names that
-    serving engines read.
+    A fresh one passes its input on. embeddings: attention reads [embedding; state] of width 2H, as
+    EAGLE's layer does; its parts have the names that serving engines read.
     """
 
     def __init__(
@@ -151,7 +194,13 @@ class DecoderLayer(SelfAttention):
     ) -> None:
         heads = heads or head_count(hidden_size)
         wide = wide or -(-8 * hidden_size // 3 // 64) * 64
-        super().__init__(hidden_size, heads, head_dim or hidden_size // heads, hidden_size * (1 + embeddings), eps)
+        super().__init__(
+            hidden_size,
+            heads,
+            head_dim or hidden_size // heads,
+            hidden_size * (1 + embeddings),
+            eps,
+        )
         self.rope_theta = rope_theta
         if embeddings:
             self.input_layernorm = nn.RMSNorm(hidden_size, eps=eps)
@@ -163,9 +212,10 @@ class DecoderLayer(SelfAttention):
 
     @torch.no_grad()
     def _start_at_own_token(self, hidden_size: int) -> None:
-        """Lets a fresh row attend to itself: its queries and keys are one random projection of its embedding.
+        """Lets a fresh row attend to itself: queries and keys start as one random projection.
 
-        The embedding reaches a state through attention alone, and an even one mixes it with all tokens before.
+        The embedding reaches a state only through attention, and an even one mixes it with all
+        tokens before.
         """
         q, k = (self.self_attn.get_parameter(f"{name}.weight") for name in ("q_proj", "k_proj"))
         nn.init.zeros_(q)
@@ -183,14 +233,18 @@ class DecoderLayer(SelfAttention):
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns states [S, n, H] of sequences x [S, n, H], each from its first position on."""
-        read, positions = self.reads(x), torch.arange(x.shape[1], device=x.device)
-        q, (k, v) = self.queries(read, positions), self.keys_values(read, positions)
+        read = self.reads(x)
+        positions = torch.arange(x.shape[1], device=x.device)
+        q = self.queries(read, positions)
+        (k, v) = self.keys_values(read, positions)
         return self.leave(x, F.scaled_dot_product_attention(q, k, v, is_causal=x.shape[1] > 1))
 
     def reads(self, x: Tensor, embedded: Tensor | None = None) -> Tensor:
-        """Returns what attention reads of states and embeddings [.., H]."""
+        """Returns the input of attention, from states and embeddings [.., H]."""
         states = normed(self.hidden_norm, x)
-        return states if embedded is None else torch.cat([normed(self.input_layernorm, embedded), states], dim=-1)
+        if embedded is None:
+            return states
+        return torch.cat([normed(self.input_layernorm, embedded), states], dim=-1)
 
     def queries(self, read: Tensor, positions: Tensor) -> Tensor:
         """Returns queries [.., heads, n, D] of rows at positions [n]."""
@@ -201,10 +255,11 @@ class DecoderLayer(SelfAttention):
         return rotate(self.project("k_proj", read), positions, self.rope_theta), self.project("v_proj", read)
 
     def leave(self, x: Tensor, seen: Tensor) -> Tensor:
-        """Returns the layer's output [.., n, H] from its input and what attention saw [.., heads, n, D]."""
+        """Returns the layer's output [.., n, H] from its input and the attention's output [.., heads, n, D]."""
         x = self.add(x, seen)
         read = normed(self.post_attention_layernorm, x)
-        return x + self.mlp["down_proj"](F.silu(self.mlp["gate_proj"](read)) * self.mlp["up_proj"](read))
+        gate = F.silu(self.mlp["gate_proj"](read))
+        return x + self.mlp["down_proj"](gate * self.mlp["up_proj"](read))
 
     def extend(
         self,
@@ -215,10 +270,11 @@ class DecoderLayer(SelfAttention):
         masks: Sequence[Tensor | None] | None = None,
         last: bool = False,
     ) -> Tensor:
-        """Adds rows x [n, H] of B sequences, one after another, to their caches; returns the layer's output [n, H].
+        """Adds rows x [n, H] of B sequences, one after another, to their caches.
 
-        positions: each sequence's. masks: which of all rows [n_i, m_i] its rows see; by default all before them.
-        last: returns each sequence's last row alone [B, H].
+        Returns the layer's output [n, H]. positions: each sequence's. masks: which of all rows
+        [n_i, m_i] its rows see; by default all before them. last: returns only each sequence's last
+        row [B, H].
         """
         counts = [len(own) for own in positions]
         flat = upload([position for own in positions for position in own], x.device)
@@ -227,15 +283,21 @@ class DecoderLayer(SelfAttention):
         known = [cache.append(keys, values, own) for cache, keys, values, own in parts]
         if last:
             rows = upload(last_of(counts), x.device)
-            x, q, counts = x[rows], q[:, rows], [1] * len(counts)
+            x = x[rows]
+            q = q[:, rows]
+            counts = [1] * len(counts)
         masks = masks or [None] * len(counts)
         each = zip(q.split(counts, 1), known, masks, strict=True)
         seen = [attend(own, keys, values, mask) for own, (keys, values), mask in each]
         return self.leave(x, torch.cat(seen, dim=1))
 
-    def extend_slots(self, x: Tensor, rows: "SlotRows", cached: Tensor, *embedded: Tensor) -> Tensor:
-        """Adds rows x [B, n, H] to B slots of a cache [2, S, heads, C, D]; returns the layer's output [B, n, H]."""
-        read, positions = self.reads(x, *embedded), rows.positions[:, None]
+    def extend_slots(self, x: Tensor, rows: SlotRows, cached: Tensor, *embedded: Tensor) -> Tensor:
+        """Adds rows x [B, n, H] to B slots of a cache [2, S, heads, C, D].
+
+        Returns the layer's output [B, n, H].
+        """
+        read = self.reads(x, *embedded)
+        positions = rows.positions[:, None]
         keys, values = self.keys_values(read, positions)
         return self.leave(x, rows.attend(self.queries(read, positions), keys, values, cached[:, : len(x)]))
 
@@ -252,16 +314,17 @@ def last_of(counts: Sequence[int]) -> list[int]:
 
 def owners(counts: Sequence[int], device: torch.device) -> Tensor:
     """Returns the number of its run for each row of consecutive runs of rows."""
-    return torch.cat([torch.full((count,), number, device=device) for number, count in enumerate(counts)])
+    runs = [torch.full((count,), number, device=device) for number, count in enumerate(counts)]
+    return torch.cat(runs)
 
 
 def normed(norm: nn.RMSNorm, x: Tensor) -> Tensor:
-    """Normalises in the weight's own type: under autocast the two differ, which torch warns of."""
+    """Normalises in the weight's type: under autocast the types differ, and torch warns."""
     return norm(x.to(norm.weight.dtype))
 
 
 def rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
-    """Turns queries or keys [.., n, D] by the angles of positions [.., n], the second half of D with the first."""
+    """Rotates queries or keys [.., n, D] by positions [.., n]; halves of D form the pairs."""
     half = x.shape[-1] // 2
     rates = theta ** (-torch.arange(0, 2 * half, 2, device=x.device).float() / (2 * half))
     angles = positions.float()[..., None] * rates
@@ -271,7 +334,7 @@ def rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
 
 
 class Padding:
-    """Packed rows [P] of consecutive segments beside the same rows in padded sequences [S, L].
+    """Converts between packed rows [P] of consecutive segments and padded sequences [S, L].
 
     sequence, position [P]: each row's sequence and its position in it.
     """
@@ -297,7 +360,8 @@ class Padding:
 class TokenBias(nn.Module):
     """Adds after @ before[token] to the scores [M] of any head; a fresh one adds nothing.
 
-    before [V, r] of the token that is drafted one place earlier, after [M, r] of the guesses; one pair for all heads.
+    before [V, r] of the token that is drafted one place earlier, after [M, r] of the guesses; one
+    pair for all heads.
     """
 
     def __init__(self, tokens: int, guesses: int, rank: int) -> None:
@@ -306,16 +370,17 @@ class TokenBias(nn.Module):
         self.after = nn.Parameter(torch.zeros(guesses, rank))
 
     def product(self, states: Tensor, matrix: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Widens states [n, H] and a matrix [M, H] so that their product has the bias of tokens [n] in it."""
+        """Widens states [n, H] and a matrix [M, H] so that their matmul includes the bias of tokens [n]."""
         before = F.embedding(tokens, self.before).to(states.dtype)
-        return torch.cat([states, before], dim=-1), torch.cat([matrix, self.after.to(matrix.dtype)], dim=-1)
+        after = self.after.to(matrix.dtype)
+        return torch.cat([states, before], dim=-1), torch.cat([matrix, after], dim=-1)
 
     def best(
         self, scores: Tensor, tokens: Sequence[Tensor], width: int, temperature: float | None
     ) -> tuple[Tensor, Tensor]:
-        """Returns log confidences and indices [N, width] of the best guesses after each of B sequences' tokens.
+        """Returns log confidences and indices [N, width] of the best guesses after B sequences' tokens.
 
-        scores [B, M] are without the bias. Guesses that are no candidates keep their share without it.
+        scores [B, M] are without the bias. Other guesses than the candidates keep their scores.
         """
         best = scores.topk(min(max(CANDIDATES, width), scores.shape[-1]), dim=-1)
         pairs = zip(tokens, best.indices, strict=True)
@@ -323,7 +388,8 @@ class TokenBias(nn.Module):
         owner = owners([len(own) for own in tokens], scores.device)
         lifted = best.values[owner] + torch.cat(lifts).float()  # [N, C]
         if temperature is not None:
-            rest = (scores / temperature).scatter(1, best.indices, -torch.inf).logsumexp(-1)[owner, None]
+            others = (scores / temperature).scatter(1, best.indices, -torch.inf)
+            rest = others.logsumexp(-1)[owner, None]
             lifted = lifted / temperature
             lifted = lifted - torch.logaddexp(lifted.logsumexp(-1, keepdim=True), rest)
         chosen = lifted.topk(min(width, lifted.shape[-1]), dim=-1)

@@ -1,4 +1,6 @@
-"""Medusa heads: K residual heads on the last hidden state; head k drafts the token k places after the next one."""
+"""Medusa heads: K residual heads on the last hidden state."""
+
+from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -7,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from medusa_cli.drafters.base import Batch, NewTokens
+from medusa_cli.drafters.expansion import Guess, draft_by_level
 from medusa_cli.drafters.heads import HeadDrafter, HeadsConfig
 from medusa_cli.drafters.layers import residual_blocks
-from medusa_cli.drafters.levels import Guess, draft_by_level
 from medusa_cli.drafters.slots import NewTensors, fill_by_level
 from medusa_cli.model import Backbone
 from medusa_cli.tree import Draft, DynamicTree, Tree
@@ -17,27 +19,34 @@ from medusa_cli.tree.tensors import TreeTensors
 
 
 class MedusaHeads(HeadDrafter):
-    """K heads of L residual blocks on the last hidden state, each with its own weights (Medusa, section 3.1.1)."""
+    """Has K heads of L residual blocks; head k drafts the token k places after the next one (3.1.1)."""
 
     name = "medusa"
+    drafts_in_graphs = True
     weights_file = "medusa_lm_head.safetensors"
     settings = ("num_layers", "matrices", "conditional")
 
     def __init__(self, config: HeadsConfig) -> None:
         super().__init__(config)
-        size, layers = config.hidden_size, config.num_layers
+        size = config.hidden_size
+        layers = config.num_layers
         self.blocks = nn.ModuleList(residual_blocks(size, layers) for _ in range(config.num_heads))
 
     @torch.inference_mode()
     def draft(
-        self, backbone: Backbone, sequences: "Sequence[MedusaHeads]", new: Sequence[NewTokens], tree: Tree | DynamicTree
+        self,
+        backbone: Backbone,
+        sequences: Sequence[MedusaHeads],
+        new: Sequence[NewTokens],
+        tree: Tree | DynamicTree,
     ) -> list[Draft]:
         hidden = torch.cat([tokens.hidden[-1:] for tokens in new])
         return draft_by_level(tree, new, self._guesses(backbone, hidden, tree.max_depth))
 
     @torch.inference_mode()
     def fill(self, backbone: Backbone, new: NewTensors, trees: TreeTensors) -> None:
-        fill_by_level(trees, self.num_heads, self._guesses(backbone, new.last(new.hidden), self.num_heads))
+        guess = self._guesses(backbone, new.last(new.hidden), self.num_heads)
+        fill_by_level(trees, self.num_heads, guess)
 
     def _guesses(self, backbone: Backbone, hidden: Tensor, depth: int) -> Guess:
         def compute(states: Tensor) -> list[Tensor]:
@@ -53,7 +62,8 @@ class MedusaHeads(HeadDrafter):
     def named_weights(self) -> dict[str, Tensor]:
         """Returns the weights under the names of the layout that serving engines read.
 
-        They are "{k}.{layer}.linear.weight" and ".bias", and "{k}.{L}.weight" for the vocabulary matrix.
+        They are "{k}.{layer}.linear.weight" and ".bias", and "{k}.{L}.weight" for the vocabulary
+        matrix.
         """
         weights: dict[str, Tensor] = {}
         for name, weight in self.named_parameters():

@@ -1,31 +1,28 @@
-"""Drafting within a CUDA graph: trees, new tokens and the caches of drafters' layers are data of fixed shapes.
+"""Drafting within a CUDA graph: trees, new tokens and drafters' caches are tensors of fixed shapes.
 
 Nothing here reads a value of a tensor or makes a shape from one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from medusa_cli.drafters.layers import DecoderLayer, LayerCache
-from medusa_cli.drafters.levels import Frontier, Guess
-from medusa_cli.engine.attention import behind, columns_read, reads_by_length, visible_behind
-from medusa_cli.model import Backbone
-from medusa_cli.model.attention import additive
+from medusa_cli.drafters.expansion import Frontier, Guess
+from medusa_cli.drafters.layers import DecoderLayer, LayerCache, SlotRows
 from medusa_cli.tree.tensors import TreeTensors
 
 
 @dataclass(frozen=True)
 class NewTensors:
-    """Up to P tokens of each of B sequences that the drafter has not read.
+    """Holds up to P tokens of each of B sequences that the drafter has not read.
 
-    hidden [B, P, H * taps]; following [B, P]: the token after each, the root after the last of `count` [B]; start [B]:
-    the first one's position; held [B]: rows of each sequence in the layers' caches, each [2, B, heads, C, D].
+    hidden [B, P, H * taps]; following [B, P]: the token after each, the root after the last of
+    `count` [B]; start [B]: the first one's position; held [B]: rows of each sequence in the layers'
+    caches, each [2, B, heads, C, D].
     """
 
     hidden: Tensor
@@ -36,7 +33,7 @@ class NewTensors:
     caches: Sequence[Tensor]
 
     def rows(self) -> SlotRows:
-        """Returns the tokens as rows of decoder layers: each sees those before it."""
+        """Returns the tokens as rows of decoder layers; each sees the earlier ones."""
         every = torch.arange(self.hidden.shape[1], device=self.hidden.device)
         tree_mask = (every <= every[:, None]).expand(len(self.hidden), -1, -1)
         return SlotRows(self.held, self.start[:, None] + every, tree_mask)
@@ -45,54 +42,19 @@ class NewTensors:
         """Returns the trees' nodes as rows behind the new ones: a layer that reads next tokens has read the root."""
         tree_mask = trees.mask.clone()
         tree_mask[:, 1:, 0] = False
-        return SlotRows(self.held + self.count, (self.start + self.count)[:, None] + trees.depth - 1, tree_mask)
+        positions = (self.start + self.count)[:, None] + trees.depth - 1
+        return SlotRows(self.held + self.count, positions, tree_mask)
 
     def last(self, x: Tensor) -> Tensor:
         """Returns the rows [B, H] of x [B, P, H] that belong to each sequence's last token."""
         return x.gather(1, (self.count - 1)[:, None, None].expand(-1, -1, x.shape[-1]))[:, 0]
 
 
-# fill(backbone, new, trees): drafts the nodes of the trees whose tokens are not known.
-Fill = Callable[[Backbone, NewTensors, TreeTensors], None]
-
-
-class SlotRows:
-    """R rows of each of B slots, behind as many rows of a slot as `lengths` [B] says; positions [B, R].
-
-    tree_mask bool [B, R, R]: the rows among themselves; of an empty slot all see the first one.
-    """
-
-    def __init__(self, lengths: Tensor, positions: Tensor, tree_mask: Tensor) -> None:
-        self.lengths, self.positions, self._tree_mask = lengths, positions, tree_mask
-
-    def attend(self, query: Tensor, keys: Tensor, values: Tensor, cached: Tensor) -> Tensor:
-        """Writes keys and values [B, heads, R, D] behind the lengths of `cached` [2, B, heads, C, D].
-
-        Returns what queries [B, heads, R, D] see.
-        """
-        size, heads, rows, dim = query.shape
-        slots, columns = torch.arange(size, device=query.device)[:, None], torch.arange(rows, device=query.device)
-        for known, new in zip(cached, (keys, values), strict=True):
-            known.transpose(1, 2).index_put_((slots, self.lengths[:, None] + columns), new.transpose(1, 2))
-        if not reads_by_length(query.device, query.dtype, heads, heads, dim):
-            mask = additive(visible_behind(self.lengths, self._tree_mask, cached.shape[3])[:, None], query.dtype)
-            return F.scaled_dot_product_attention(query, cached[0], cached[1], attn_mask=mask)
-        query, keys, values = (x.transpose(1, 2).flatten(0, 1) for x in (query, keys, values))
-        known_keys, known_values = cached.flatten(1, 2)
-        tree_mask = self._tree_mask.clone()
-        # Behind an empty slot column 0 is read, which is the first of these rows: others must not count it twice.
-        tree_mask[:, 1:, 0] &= self.lengths[:, None] > 0
-        mask = additive(tree_mask[:, None], query.dtype)
-        reads = columns_read(self.lengths, rows, heads, cached.shape[3])
-        seen = behind(query, known_keys, known_values, keys, values, mask, reads, dim**-0.5)
-        return seen.view(size, rows, heads, dim).transpose(1, 2)
-
-
 class LayerSlots:
-    """Holds rows of decoder layers in S slots of C rows, at places that CUDA graphs know.
+    """Holds rows of decoder layers in S slots of C rows, at addresses that CUDA graphs know.
 
-    The caches of a sequence move in when a graph runs it in a slot. Those that were there keep their rows elsewhere.
-    rows: how many new tokens of a sequence a graph reads.
+    The caches of a sequence move in when a graph runs it in a slot. Caches of the slot's previous
+    sequence move out. rows: the most new tokens of a sequence that a graph reads.
     """
 
     def __init__(self, layers: Sequence[DecoderLayer], slots: int, capacity: int, rows: int) -> None:

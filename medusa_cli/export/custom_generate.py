@@ -294,7 +294,5 @@ def load_drafter(source: str, model: Any) -> Loaded:
     if "draft_ids" in tensors:
         drafter.draft_ids.copy_(tensors["draft_ids"])
     drafter.to(model.device, model.dtype).requires_grad_(False)
-    # Its modules are used as they are, not packed.
-    vars(drafter)["packed"] = drafter.get_submodule
     _loaded[model] = Loaded(key, drafter, Tree.from_json(tree), DraftSwitch())
     return _loaded[model]

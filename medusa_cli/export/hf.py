@@ -19,36 +19,27 @@ from medusa_cli.tree.search import expected_length, largest, search
 from medusa_cli.tree.tree import Tree
 
 PACKAGE = Path(__file__).parents[1]
-IMPORT = re.compile(r"^( *)from (?:medusa_cli\.([\w.]+)|msgspec) import", re.MULTILINE)
-# Modules that decoding in transformers does not need; UNUSED defines their names.
-LEFT_OUT = {
-    None,
-    "decode.sampling",
-    "drafters.slots",
-    "engine.extra_rows",
-    "engine.linear",
-    "model",
-    "runs.io",
-    "tree.tensors",
-}
-UNUSED = '''"""Names for training, files, packed weights and CUDA graphs, which `generate` does not use."""
+IMPORT = re.compile(r"^( *)from medusa_cli\.([\w.]+) import(.*\n)", re.MULTILINE)
+# Modules of which the files that decode read only types: annotations are never evaluated.
+TYPES = {"engine.extra_rows", "model"}
+# Stands for engine/linear.py, which packs weights by the native library.
+LINEAR = '''"""Linear layers of drafters when they draft: as they are."""
+
+from torch.nn import functional as F
 
 
-import torch
+def packs(device):
+    """Returns False: weights are not packed."""
+    return False
 
 
-class Meta:
-    def __init__(self, **limits):
-        pass
+def pack_linears(module):
+    """Leaves the layers of a module as they are."""
 
 
-Backbone = ExtraRows = Fill = NewTensors = Sampler = Sampling = SlotRows = object
-Trace = TreeTensors = object
 def packed_linear(weight, bias=None):
-    return lambda x: torch.nn.functional.linear(x, weight, bias)
-
-
-fill_by_level = pack_linears = packs = write_json = None
+    """Returns the linear layer of a weight [N, K]."""
+    return lambda x: F.linear(x, weight, bias)
 '''
 REQUIREMENTS = "transformers>=5.20\nsafetensors\n"
 # Nodes of the tree if the run has a calibration and no tree.
@@ -138,15 +129,16 @@ def export_hf(
 def _write_code(folder: Path) -> None:
     """Writes the files that decode, flat and with relative imports: transformers copies no others to where it runs."""
     modules = ["export.custom_generate"]
-    texts = {"unused.py": UNUSED, "requirements.txt": REQUIREMENTS}
+    texts = {"engine_linear.py": LINEAR, "requirements.txt": REQUIREMENTS}
 
     def relative(match: re.Match[str]) -> str:
-        indent, module = match.groups()
-        if module in LEFT_OUT:
-            return f"{indent}from .unused import"
-        if module not in modules:
+        indent, module, names = match.groups()
+        if module in TYPES:
+            return ""
+        name = module.replace(".", "_")
+        if module not in modules and f"{name}.py" not in texts:
             modules.append(module)
-        return f"{indent}from .{module.replace('.', '_')} import"
+        return f"{indent}from .{name} import{names}"
 
     for module in modules:  # which grows by the imports of each
         path = PACKAGE / module.replace(".", "/")

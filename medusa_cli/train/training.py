@@ -19,6 +19,7 @@ from medusa_cli.data.states import with_hidden_states
 from medusa_cli.drafters import DRAFTERS, Eagle
 from medusa_cli.drafters.firp import check_extra_rows
 from medusa_cli.drafters.heads import HeadDrafter
+from medusa_cli.drafters.io import save_drafter
 from medusa_cli.errors import UserError
 from medusa_cli.model import Backbone
 from medusa_cli.model import lora as adapter
@@ -256,7 +257,7 @@ def _save(trainer: Trainer, source: Path, figures: Document) -> Run:
         **{key: figures[key] for key in KEPT_FIGURES},
     )
     with replacing_folder(run.drafter_dir) as part:
-        trainer.drafter.save(part, written)
+        save_drafter(trainer.drafter, part, written)
     if tuned:
         _copy_conversations(source, run)
     return run

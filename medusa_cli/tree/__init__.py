@@ -1,4 +1,4 @@
-"""Draft trees: what they are, the best static tree, files and drawings."""
+"""Draft trees: static and dynamic ones, the search for the best, files and drawings."""
 
 from medusa_cli.tree.tree import Draft, DynamicTree, Tree, TreeBuilder
 

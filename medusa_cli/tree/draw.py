@@ -8,12 +8,12 @@ from medusa_cli.runs.io import replacing
 from medusa_cli.tree.search import Accuracies, node_values
 from medusa_cli.tree.tree import Tree
 
-# Chances from here on are drawn in the strongest colour.
+# Chances from this one on are drawn in the strongest colour.
 STRONG = 0.3
 
 
 def draw_terminal(tree: Tree, accuracies: Accuracies | None = None) -> Any:
-    """Returns a rich renderable: one line a node with its rank and, with accuracies, its chance of acceptance."""
+    """Returns a rich renderable: each node's rank and, with accuracies, its chance."""
     from rich.text import Text
     from rich.tree import Tree as Lines
 
@@ -21,7 +21,10 @@ def draw_terminal(tree: Tree, accuracies: Accuracies | None = None) -> Any:
     lines = {0: Lines("root: the token already decided")}
     for node in range(1, tree.size):
         strong = values is not None and values[node] >= STRONG
-        label = Text(f"head {tree.depths[node]}, guess {tree.ranks[node] + 1}", "bold green" if strong else "")
+        label = Text(
+            f"head {tree.depths[node]}, guess {tree.ranks[node] + 1}",
+            "bold green" if strong else "",
+        )
         if values is not None:
             label.append(f"  {values[node]:.1%}", "dim")
         lines[node] = lines[tree.parents[node]].add(label)
@@ -29,7 +32,7 @@ def draw_terminal(tree: Tree, accuracies: Accuracies | None = None) -> Any:
 
 
 def draw_picture(tree: Tree, path: Path, accuracies: Accuracies | None = None) -> None:
-    """Writes the tree as PNG or SVG by the path's suffix: depth downwards, the likeliest branch to the left."""
+    """Writes the tree as PNG or SVG, by the path's suffix."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -45,28 +48,39 @@ def draw_picture(tree: Tree, path: Path, accuracies: Accuracies | None = None) -
 
 
 def draw_nodes(axes: Any, tree: Tree, values: Sequence[float]) -> None:
-    """Draws a tree on matplotlib's axes, its nodes and edges the stronger the larger their values."""
+    """Draws a tree on matplotlib's axes: the larger a node's value, the stronger its colour."""
     x = columns(tree)
     for node in range(1, tree.size):
         parent = tree.parents[node]
         ends = [x[parent], x[node]], [-tree.depths[parent], -tree.depths[node]]
         axes.plot(*ends, color="0.6", linewidth=0.6 + 3.0 * values[node], zorder=1)
     shades = [min(1.0, 0.15 + value / STRONG * 0.85) for value in values]
-    axes.scatter(x, [-depth for depth in tree.depths], c=shades, cmap="viridis_r", vmin=0, vmax=1, s=95, zorder=2)
+    axes.scatter(
+        x,
+        [-depth for depth in tree.depths],
+        c=shades,
+        cmap="viridis_r",
+        vmin=0,
+        vmax=1,
+        s=95,
+        zorder=2,
+    )
     for node in range(tree.size):
         text = str(tree.ranks[node] + 1) if node else ""
         tint = "white" if shades[node] > 0.45 else "black"
         axes.text(x[node], -tree.depths[node], text, ha="center", va="center", fontsize=6, color=tint)
     for depth in range(tree.max_depth + 1):
         count = tree.depths.count(depth)
-        name = "root" if depth == 0 else f"head {depth}: {count} node{'s' if count > 1 else ''}"
+        name = "root"
+        if depth:
+            name = f"head {depth}: {count} {'nodes' if count > 1 else 'node'}"
         axes.text(min(x) - 1.2, -depth, name, ha="right", va="center", fontsize=8)
     axes.margins(x=0.02, y=0.12)
     axes.axis("off")
 
 
 def columns(tree: Tree) -> list[float]:
-    """Returns each node's horizontal position: leaves in depth-first order, parents above their children."""
+    """Returns each node's horizontal position: leaves in order, parents above children."""
     x = [0.0] * tree.size
     for column, leaf in enumerate(sorted(tree.leaves, key=tree.path)):
         x[leaf] = float(column)

@@ -20,7 +20,7 @@ def save_tree(path: Path, tree: Tree, provenance: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class TreeProvenance:
-    """The drafter that a tree was searched for, and the chance from which a node pays on the machine of the search."""
+    """Holds the drafter of a tree's search, and the chance from which a node paid there."""
 
     drafter_stamp: str | None = None
     break_even: float = 0.0
@@ -51,7 +51,10 @@ class TreeFile:
 
 
 def load_tree(path: Path) -> Tree:
-    """Reads a tree from {"parents", "ranks"}, {"choices": [[...]]} or a bare list of choices; raises UserError."""
+    """Reads a tree from {"parents", "ranks"}, {"choices": [[...]]} or a bare list of choices.
+
+    Raises UserError for other files.
+    """
     try:
         tree = _read(path).tree()
     except ValueError as reason:

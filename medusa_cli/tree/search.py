@@ -1,4 +1,4 @@
-"""Search for the best sparse tree of a node budget by each head's accuracies (Medusa, section 3.3.3)."""
+"""Search for the best sparse tree by each head's accuracies (Medusa, section 3.3.3)."""
 
 import heapq
 from bisect import bisect_left
@@ -21,18 +21,23 @@ Accuracies = Sequence[Sequence[float]]
 def search(accuracies: Accuracies, budget: int) -> Tree:
     """Returns the tree of `budget` nodes, root included, with the greatest expected length.
 
-    accuracies[k][i] is the chance that guess i of head k is right. With independent heads a node's value is the product
-    along its path. A child is never worth more than its parent, so taking the best node each time is optimal. Raises
-    UsageError for a budget below 1 or above the number of nodes there are.
+    accuracies[k][i] is the chance that guess i of head k is right. With independent heads a node's
+    value is the product along its path. A child is never worth more than its parent, so taking the
+    best node each time is optimal. Raises UsageError for a budget below 1 or above the number of
+    nodes there are.
     """
     possible = largest(accuracies)
     if not 1 <= budget <= possible:
         raise UsageError(
-            f"@budget {budget} is not valid", f"these heads allow 1 to {possible:,} nodes, the root included"
+            f"@budget {budget} is not valid",
+            f"these heads allow 1 to {possible:,} nodes, the root included",
         )
     # Ranks by falling accuracy: measured accuracies need not fall strictly with the rank.
     order = [sorted(range(len(head)), key=lambda i: (-head[i], i)) for head in accuracies]
-    parents, ranks, depths, values = [-1], [0], [0], [1.0]
+    parents = [-1]
+    ranks = [0]
+    depths = [0]
+    values = [1.0]
     heap: list[tuple[float, int, int, int]] = []  # (-value, depth, parent, place in the order of ranks)
 
     def offer(parent: int, place: int) -> None:
@@ -63,23 +68,27 @@ def largest(accuracies: Accuracies) -> int:
 
 
 def node_values(tree: Tree, accuracies: Accuracies) -> list[float]:
-    """Returns each node's chance of acceptance, 1 for the root; 0 for ranks and depths without an accuracy."""
+    """Returns each node's chance of acceptance, 1 for the root.
+
+    Nodes without an accuracy have 0.
+    """
     values = [1.0]
     for node in range(1, tree.size):
-        depth, rank = tree.depths[node] - 1, tree.ranks[node]
+        depth = tree.depths[node] - 1
+        rank = tree.ranks[node]
         known = depth < len(accuracies) and rank < len(accuracies[depth])
         values.append(values[tree.parents[node]] * accuracies[depth][rank] if known else 0.0)
     return values
 
 
 def expected_length(tree: Tree, accuracies: Accuracies) -> float:
-    """Returns the expected tokens a step: the sum of the nodes' chances (the root stands for the bonus token)."""
+    """Returns the expected tokens a step: the sum of the nodes' chances, the root's for the bonus token."""
     return sum(node_values(tree, accuracies))
 
 
 # Nodes over which the cost of one more is averaged.
 SPAN = 12
-# Sizes are tried one by one up to here, then in strides: products run in blocks of rows.
+# Sizes are tried one by one up to this one, then in strides: matmuls run in blocks of rows.
 DENSE_SIZES = 20
 STRIDE = 4
 
@@ -88,22 +97,22 @@ STRIDE = 4
 class StepTimes:
     """Seconds of a step's parts: verifying by rows of a pass, and drafting by levels.
 
-    Verifying covers the pass, acceptance and keeping. A drafter that drafts all levels at once costs the same for each
-    depth.
+    Verifying covers the pass, acceptance and keeping. A drafter that drafts all levels at once
+    costs the same for each depth.
     """
 
     verify: Mapping[int, float]
     draft: Mapping[int, float]
 
     def step(self, nodes: int, depth: int, batch: int = 1) -> float:
-        """Returns the seconds of a step of `batch` sequences over trees of so many nodes and levels."""
+        """Returns the seconds of a step of `batch` sequences over trees of this size."""
         drafting = interpolate(self.draft, depth) if depth else 0.0
         return interpolate(self.verify, nodes * batch) + drafting
 
 
 @dataclass(frozen=True)
 class SizedTree:
-    """A tree, and the tokens a step that calibration expects of it."""
+    """Holds a tree and its expected tokens per step, by calibration."""
 
     tree: Tree
     expected: float
@@ -111,7 +120,7 @@ class SizedTree:
 
 @dataclass(frozen=True)
 class TimedTree(SizedTree):
-    """A tree of a size, and the seconds of a step over it, drafting included."""
+    """Adds the seconds of a step over the tree, drafting included."""
 
     seconds: float
 
@@ -121,35 +130,46 @@ class TimedTree(SizedTree):
 
 
 def budgets(accuracies: Accuracies, step_times: StepTimes) -> list[TimedTree]:
-    """Returns the best tree of each size worth trying, over as many of the heads as pay; the root alone first."""
-    limit, best = min(max(step_times.verify), largest(accuracies)), []
-    for nodes in (*range(1, min(limit, DENSE_SIZES) + 1), *range(DENSE_SIZES + STRIDE, limit + 1, STRIDE)):
+    """Returns the best tree of each size worth trying, over as many heads as pay.
+
+    The first tree is the root.
+    """
+    limit = min(max(step_times.verify), largest(accuracies))
+    best = []
+    for nodes in (
+        *range(1, min(limit, DENSE_SIZES) + 1),
+        *range(DENSE_SIZES + STRIDE, limit + 1, STRIDE),
+    ):
         some = [accuracies[:heads] for heads in range(1, len(accuracies) + 1)]
         trees = [search(heads, nodes) for heads in some if nodes <= largest(heads)]
-        each = [
-            TimedTree(tree, expected_length(tree, accuracies), step_times.step(nodes, tree.max_depth)) for tree in trees
-        ]
-        best.append(max(each, key=lambda budget: budget.tokens_per_s))
+        timed = []
+        for tree in trees:
+            seconds = step_times.step(nodes, tree.max_depth)
+            timed.append(TimedTree(tree, expected_length(tree, accuracies), seconds))
+        best.append(max(timed, key=lambda budget: budget.tokens_per_s))
     return best
 
 
 def break_even(chosen: TimedTree, step_times: StepTimes) -> float:
-    """Returns the chance from which a further node pays: its seconds times the chosen budget's tokens a second.
+    """Returns the chance from which a further node pays.
 
-    The seconds are the mean over the next SPAN nodes, for timing noise is as large as the cost of one.
+    It is the node's seconds times the chosen budget's tokens a second. The seconds are the mean
+    over the next SPAN nodes, for timing noise is as large as the cost of one.
     """
     nodes = chosen.tree.size
-    seconds = (interpolate(step_times.verify, nodes + SPAN) - interpolate(step_times.verify, nodes)) / SPAN
+    more = interpolate(step_times.verify, nodes + SPAN)
+    seconds = (more - interpolate(step_times.verify, nodes)) / SPAN
     return max(seconds, 0.0) * chosen.tokens_per_s
 
 
 def interpolate(points: Mapping[int, float], x: int) -> float:
-    """Returns the value at x: linear between measured points, and with the last slope beyond them."""
+    """Returns the value at x: linear between points, with the last slope beyond them."""
     known = sorted(points)
     if len(known) == 1 or x <= known[0]:
         return points[known[0]]
     after = min(bisect_left(known, x), len(known) - 1)
-    low, high = known[after - 1], known[after]
+    low = known[after - 1]
+    high = known[after]
     slope = (points[high] - points[low]) / (high - low)
     # Noise may give a negative slope; no step is cheaper for being larger.
     return points[high] + (max(slope, 0.0) if x > high else slope) * (x - high)
@@ -159,19 +179,22 @@ BUDGET = 64
 
 
 def parse_budget(text: str | None) -> int | None:
-    """Returns the named number of nodes; raises UsageError where it is no integer."""
+    """Returns the named number of nodes; raises UsageError if it is not an integer."""
     try:
         return None if text is None else int(text)
     except ValueError as reason:
-        raise UsageError(f"@budget {text!r} is no number of nodes", "give an integer, or auto") from reason
+        raise UsageError(f"@budget {text!r} is not a number of nodes", "give an integer, or auto") from reason
 
 
 def parse_shape(text: str) -> list[int]:
-    """Returns widths such as 4,3,2; raises UsageError unless all are >= 1 and make a tree of at most MAX_NODES."""
+    """Returns widths such as 4,3,2.
+
+    Raises UsageError unless all are >= 1 and make a tree of at most MAX_NODES.
+    """
     try:
         widths = [int(part) for part in text.split(",")]
     except ValueError as reason:
-        raise UsageError(f"@shape {text!r} is no list of numbers", "give widths such as 4,3,2") from reason
+        raise UsageError(f"@shape {text!r} is not a list of numbers", "give widths such as 4,3,2") from reason
     nodes = 1 + sum(accumulate(widths, mul))
     if min(widths) < 1 or nodes > MAX_NODES:
         raise UsageError(f"@shape {text!r} is not 1 to {MAX_NODES:,} nodes", "give widths such as 4,3,2")
@@ -179,9 +202,17 @@ def parse_shape(text: str) -> list[int]:
 
 
 def make_tree(
-    used: Calibration, budget: int | None, widths: list[int] | None, choices: Path | None, source: str, run: str | None
+    used: Calibration,
+    budget: int | None,
+    widths: list[int] | None,
+    choices: Path | None,
+    source: str,
+    run: str | None,
 ) -> tuple[Tree, dict[str, Any]]:
-    """Returns the tree that was asked for, and the setting and value that made it; source: the origin of the heads."""
+    """Returns the tree that was asked for, and the setting and value that made it.
+
+    source: the origin of the heads.
+    """
     if widths is not None:
         return Tree.dense(widths), {"shape": widths}
     if choices is not None:
@@ -200,8 +231,9 @@ def make_tree(
 
 
 def missing_accuracies(widths: tuple[int, ...], known: Calibration) -> list[str]:
-    """Returns notes on what a tree needs of the heads that they lack, or that was not measured."""
-    notes, deep = [], known.heads is not None and len(widths) > known.heads
+    """Returns notes on heads and guesses of a tree that are missing or were not measured."""
+    notes = []
+    deep = known.heads is not None and len(widths) > known.heads
     if known.stale:
         notes.append(f"{known.path} was measured on an earlier drafter of this run: so is the expected length")
     if deep:

@@ -1,4 +1,4 @@
-"""Draft trees as tensors of fixed shapes, drafted level by level: static ones are filled, dynamic ones grow.
+"""Draft trees as tensors of fixed shapes: static ones are filled, dynamic ones grow.
 
 Nothing here reads a value of a tensor or makes a shape from one, so that CUDA graphs can hold it.
 """
@@ -14,48 +14,58 @@ from medusa_cli.tree.tree import PADDING, ROOT_PARENT, UNREAD, DynamicTree, Tree
 
 
 class TreeTensors:
-    """B static trees of up to N nodes each, node 0 the root, which are to hold the best guesses of their ranks.
+    """Holds B static trees of up to N nodes; each node is to hold its head's guess of its rank.
 
-    depth, parents, ranks, tokens [B, N]; mask bool [B, N, N]: each node sees itself and its ancestors. A node beyond a
-    tree has depth 0 and the parent PADDING. One that is to be drafted has the token UNREAD.
+    depth, parents, ranks, tokens [B, N]; mask bool [B, N, N]: each node sees itself and its
+    ancestors. A node beyond a tree has depth 0 and the parent PADDING. One that is to be drafted
+    has the token UNREAD.
     """
 
     def __init__(self, depth: Tensor, parents: Tensor, ranks: Tensor, tokens: Tensor, mask: Tensor) -> None:
-        self.depth, self.parents, self.ranks, self.tokens, self.mask = depth, parents, ranks, tokens, mask
+        self.depth = depth
+        self.parents = parents
+        self.ranks = ranks
+        self.tokens = tokens
+        self.mask = mask
 
     @property
     def width(self) -> int:
-        """Returns the guesses that are read below one node."""
+        """Returns the number of guesses read below one node."""
         return self.depth.shape[1]
 
     def temperature(self, head: int) -> float | None:
-        """Returns that of a head's confidences, None where their order is enough."""
+        """Returns the temperature of a head's confidences; None if only their order matters."""
         return None
 
     def extend(self, head: int, log_p: Tensor, ids: Tensor) -> Tensor:
-        """Takes a head's log confidences and tokens [B, N or 1, W] below nodes of the depth `head`, best first.
+        """Takes a head's log confidences and tokens [B, N or 1, W] below its depth, best first.
 
         Returns the number [B, N] that each node's parent had before.
         """
-        parents, width = self.parents.clamp(min=0), ids.shape[-1]
+        parents = self.parents.clamp(min=0)
+        width = ids.shape[-1]
         if head:
             ids = ids.gather(1, parents[..., None].expand(-1, -1, width))
-        chosen = ids.expand(-1, self.width, -1).gather(2, self.ranks.clamp(max=width - 1)[..., None])[..., 0]
-        self.tokens = torch.where((self.depth == head + 1) & (self.tokens == UNREAD), chosen, self.tokens)
+        ranks = self.ranks.clamp(max=width - 1)[..., None]
+        chosen = ids.expand(-1, self.width, -1).gather(2, ranks)[..., 0]
+        drafted = (self.depth == head + 1) & (self.tokens == UNREAD)
+        self.tokens = torch.where(drafted, chosen, self.tokens)
         return parents
 
 
 class GrowingTrees(TreeTensors):
-    """B dynamic trees, which take the place of the UNREAD nodes of static ones (see `outline`).
+    """Grows B dynamic trees in place of the UNREAD nodes of static ones (see `outline`).
 
-    As many nodes stay as these have, the likeliest of all levels, by TreeBuilder's rule. Nodes whose tokens are known
-    stay and get no children. A grown one beside them may hold the same token: the longer path is accepted.
+    As many nodes stay as these have, the likeliest of all levels, by TreeBuilder's rule. Nodes
+    whose tokens are known stay and get no children. A grown sibling may hold the same token: the
+    longer path is accepted.
     """
 
     def __init__(self, limits: DynamicTree, *outlines: Tensor) -> None:
         super().__init__(*outlines)
         self._limits = limits
-        unread, absent = self.tokens == UNREAD, self.parents == PADDING
+        unread = self.tokens == UNREAD
+        absent = self.parents == PADDING
         self._room = (~absent).sum(1, keepdim=True)
         self._levels = (self.depth * unread).amax(1, keepdim=True)
         known = torch.zeros_like(self.depth, dtype=torch.float).masked_fill(self.parents != ROOT_PARENT, torch.inf)
@@ -69,27 +79,32 @@ class GrowingTrees(TreeTensors):
         return self._limits.temperature(head)
 
     def extend(self, head: int, log_p: Tensor, ids: Tensor) -> Tensor:
-        (_, count), width = self.depth.shape, ids.shape[-1]
+        (_, count) = self.depth.shape
+        width = ids.shape[-1]
         every = torch.arange(count, device=ids.device)
         floor = math.log(self._limits.min_chance) if self._limits.min_chance > 0 else -math.inf
         below = self._values[..., None] + log_p  # [B, N, W]
         extended = (self.depth == head) & self._values.isfinite() & (head < self._levels)
         below = below.masked_fill(~extended[..., None] | (below < floor), -torch.inf)
         values = F.pad(torch.cat([self._values, below.flatten(1)], dim=1), (0, 1), value=-torch.inf)
-        best = values.sort(dim=1, descending=True, stable=True)  # of equals the earlier one, which is never deeper
+        # The sort is stable: of equal values the earlier node, which is never deeper, comes first.
+        best = values.sort(dim=1, descending=True, stable=True)
         kept = (best.values[:, :count] > -torch.inf) & (every < self._room)
         nowhere = values.shape[1] - 1
-        order = best.indices[:, :count].masked_fill(~kept, nowhere).sort(dim=1).values  # parents before children
+        # Parents before children.
+        order = best.indices[:, :count].masked_fill(~kept, nowhere).sort(dim=1).values
         nodes = torch.stack([self.parents, self.ranks, self.depth, self.tokens])  # [4, B, N]
-        ranks, ids = torch.arange(width, device=ids.device).expand(below.shape), ids.expand(below.shape)
+        ranks = torch.arange(width, device=ids.device).expand(below.shape)
+        ids = ids.expand(below.shape)
         children = torch.stack([every[:, None].expand(below.shape), ranks, torch.full_like(ids, head + 1), ids])
         fields = F.pad(torch.cat([nodes, children.flatten(2)], dim=2), (0, 1))
         above, self.ranks, self.depth, self.tokens = fields.gather(2, order.expand(4, -1, -1)).unbind()
         self._values = values.gather(1, order)
         self.parents = torch.where(above < 0, above, torch.searchsorted(order, above))
         self.parents = self.parents.masked_fill(order == nowhere, PADDING)
-        # A node that was there sees what it saw, a new one what its parent saw.
-        old, above = order < count, above.clamp(min=0)
+        # An old node keeps its row of the mask; a new one takes its parent's.
+        old = order < count
+        above = above.clamp(min=0)
         source = torch.where(old, order, above)
         mask = self.mask.gather(1, source[..., None].expand(-1, -1, count))
         mask = mask.gather(2, source[:, None].expand(-1, count, -1))
@@ -99,9 +114,11 @@ class GrowingTrees(TreeTensors):
 
 @lru_cache(maxsize=256)
 def outline(tree: Tree | DynamicTree) -> Tree:
-    """Returns a static tree of as many nodes and levels as a dynamic one may have: a chain, and leaves at the root."""
+    """Returns a static tree of the most nodes and levels of a dynamic one: a chain and leaves."""
     if isinstance(tree, Tree):
         return tree
     chain = min(tree.max_depth, tree.budget - 1)
     leaves = tree.budget - 1 - chain if chain else 0
-    return Tree((ROOT_PARENT, *range(chain), *[0] * leaves), (0, *[0] * chain, *range(1, leaves + 1)))
+    parents = (ROOT_PARENT, *range(chain), *[0] * leaves)
+    ranks = (0, *[0] * chain, *range(1, leaves + 1))
+    return Tree(parents, ranks)

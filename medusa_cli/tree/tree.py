@@ -1,4 +1,4 @@
-"""Draft trees: static ones by parents and ranks, dynamic ones that each step grows, and the tokens on their nodes."""
+"""Draft trees: static ones, dynamic ones that grow in each step, and the tokens of their nodes."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# The token of a node whose token the host does not know.
+# Stands for a token that the host does not know.
 UNREAD = -1
 # Parents of the root, and of nodes beyond a tree, where trees are tensors.
-ROOT_PARENT, PADDING = -1, -2
+ROOT_PARENT = -1
+PADDING = -2
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,11 @@ class Tree:
     ranks: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if len(self.parents) != len(self.ranks) or (self.parents[:1], self.ranks[:1]) != ((-1,), (0,)):
-            raise ValueError("a tree needs one parent and one rank a node, those of the root being -1 and 0")
+        if len(self.parents) != len(self.ranks) or (self.parents[:1], self.ranks[:1]) != (
+            (-1,),
+            (0,),
+        ):
+            raise ValueError("a tree needs one parent and one rank per node; the root's are -1 and 0")
         if any(not 0 <= parent < node for node, parent in enumerate(self.parents) if node):
             raise ValueError("every node but the root must come after its parent")
         if any(rank < 0 for rank in self.ranks):
@@ -35,10 +39,14 @@ class Tree:
 
     @classmethod
     def from_choices(cls, choices: Iterable[Sequence[int]]) -> "Tree":
-        """Builds a tree from rank paths, one a node (medusa_choices); raises ValueError for a missing parent."""
+        """Builds a tree from rank paths, one a node (medusa_choices).
+
+        Raises ValueError for a missing parent.
+        """
         paths = sorted({tuple(path) for path in choices if len(path)}, key=lambda path: (len(path), path))
         index: dict[tuple[int, ...], int] = {(): 0}
-        parents, ranks = [-1], [0]
+        parents = [-1]
+        ranks = [0]
         for path in paths:
             if path[:-1] not in index or path[-1] < 0:
                 raise ValueError(f"the path {list(path)} has a negative rank or no parent")
@@ -69,9 +77,12 @@ class Tree:
 
     @classmethod
     def select(cls, parents: Sequence[int], ranks: Sequence[int], nodes: Sequence[int]) -> "Tree":
-        """Returns the tree of some nodes, in rising order and each with its parent, of all with these parents."""
+        """Returns the tree of some of these nodes, in rising order, each with its parent."""
         index = {node: i for i, node in enumerate(nodes)}
-        return cls(tuple(index[parents[node]] if node else -1 for node in nodes), tuple(ranks[node] for node in nodes))
+        return cls(
+            tuple(index[parents[node]] if node else -1 for node in nodes),
+            tuple(ranks[node] for node in nodes),
+        )
 
     @cached_property
     def size(self) -> int:
@@ -96,7 +107,7 @@ class Tree:
 
     @cached_property
     def widths(self) -> tuple[int, ...]:
-        """Returns the guesses of each head that the tree uses: 1 + the highest rank at depths 1 .. max_depth."""
+        """Returns how many guesses of each head the tree uses: 1 + the highest rank per depth."""
         widths = [0] * self.max_depth
         for depth, rank in zip(self.depths[1:], self.ranks[1:], strict=True):
             widths[depth - 1] = max(widths[depth - 1], rank + 1)
@@ -105,7 +116,8 @@ class Tree:
     @cached_property
     def mask(self) -> Tensor:
         """Returns the attention mask, bool [N, N]: mask[i, j] where j is i or an ancestor of i."""
-        mask, above = torch.eye(self.size, dtype=torch.bool), torch.tensor([0, *self.parents[1:]])
+        mask = torch.eye(self.size, dtype=torch.bool)
+        above = torch.tensor([0, *self.parents[1:]])
         for _ in range(self.max_depth.bit_length()):  # each pass doubles the generations that a node sees
             mask |= mask[above]
             above = above[above]
@@ -148,7 +160,11 @@ class Tree:
         """Returns the part of the tree down to a depth."""
         if self.max_depth <= depth:
             return self
-        return Tree.select(self.parents, self.ranks, [node for node in range(self.size) if self.depths[node] <= depth])
+        return Tree.select(
+            self.parents,
+            self.ranks,
+            [node for node in range(self.size) if self.depths[node] <= depth],
+        )
 
     def to_json(self) -> dict[str, Any]:
         return {"parents": list(self.parents), "ranks": list(self.ranks)}
@@ -156,7 +172,8 @@ class Tree:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Tree":
         """Reads what to_json wrote; raises ValueError for numbers that are not integers."""
-        parents, ranks = tuple(data["parents"]), tuple(data["ranks"])
+        parents = tuple(data["parents"])
+        ranks = tuple(data["ranks"])
         if not all(type(number) is int for number in (*parents, *ranks)):
             raise ValueError("parents and ranks must be integers")
         return cls(parents, ranks)
@@ -164,9 +181,10 @@ class Tree:
 
 @dataclass(frozen=True)
 class DynamicTree:
-    """Limits of a tree that grows in a step: `budget` nodes, root included, none with a chance below `min_chance`.
+    """Limits a tree that grows in a step: `budget` nodes with the root, chances >= `min_chance`.
 
-    A head's confidences are its softmax at its own temperature (1 by default), which `calibrate` fits.
+    A head's confidences are its softmax at its own temperature (1 by default), which `calibrate`
+    fits.
     """
 
     budget: int
@@ -186,19 +204,29 @@ class DynamicTree:
 class TreeBuilder:
     """Grows one step's tree level by level; the best `budget - 1` candidates stay.
 
-    A node's value is the product of the confidences along its path, never more than its parent's: the ancestors of a
-    node among the best are among the best, too. GrowingTrees does the same by tensors, which is slower on a CPU.
+    A node's value is the product of the confidences along its path, never more than its parent's:
+    the ancestors of a node among the best are among the best, too. GrowingTrees does the same by
+    tensors, which is slower on a CPU.
     """
 
     def __init__(self, limits: DynamicTree, root: int) -> None:
         self._limits = limits
-        self.parents, self._ranks, self._values, self.tokens = [-1], [0], [0.0], [root]
+        self.parents = [-1]
+        self._ranks = [0]
+        self._values = [0.0]
+        self.tokens = [root]
         self._floor = math.log(limits.min_chance) if limits.min_chance > 0 else -math.inf
 
     def extend(
-        self, nodes: Sequence[int], log_p: Sequence[Sequence[float]], tokens: Sequence[Sequence[int]]
+        self,
+        nodes: Sequence[int],
+        log_p: Sequence[Sequence[float]],
+        tokens: Sequence[Sequence[int]],
     ) -> list[int]:
-        """Adds children of `nodes` by their log confidences, best first, and tokens; returns those worth extending."""
+        """Adds children of `nodes` by their log confidences, best first, and tokens.
+
+        Returns those worth extending.
+        """
         first = len(self._values)
         for node, row, guesses in zip(nodes, log_p, tokens, strict=True):
             above = self._values[node]
@@ -212,21 +240,28 @@ class TreeBuilder:
                 self.tokens.append(token)
         limit = self._limits.budget - 1
         if len(self._values) - 1 > limit:
-            # Equal values stay together; `tree` drops what is too much.
-            self._floor = max(self._floor, sorted(self._values[1:], reverse=True)[limit - 1] if limit else math.inf)
+            # Equal values stay together; `tree` drops those beyond the budget.
+            self._floor = max(
+                self._floor,
+                sorted(self._values[1:], reverse=True)[limit - 1] if limit else math.inf,
+            )
         return [node for node in range(first, len(self._values)) if self._values[node] >= self._floor]
 
     def tree(self) -> tuple[Tree, list[int]]:
         """Returns the tree and the tokens of its nodes."""
         # The sort is stable: of equal nodes the earlier one, which is never deeper, comes first.
-        best = sorted(range(1, len(self._values)), key=lambda node: -self._values[node])[: self._limits.budget - 1]
+        best = sorted(range(1, len(self._values)), key=lambda node: -self._values[node])
+        best = best[: self._limits.budget - 1]
         kept = [0, *sorted(node for node in best if self._values[node] >= self._floor)]
         return Tree.select(self.parents, self._ranks, kept), [self.tokens[node] for node in kept]
 
 
 @dataclass(frozen=True)
 class Draft:
-    """Draft tokens [N] for the nodes of a tree; tokens[0] is the root. looked_up: nodes from n-gram matches."""
+    """Draft tokens [N] for the nodes of a tree; tokens[0] is the root.
+
+    looked_up: nodes from n-gram matches.
+    """
 
     tokens: Tensor
     tree: Tree
@@ -245,24 +280,27 @@ class Draft:
 
 
 def unread_draft(root: int, tree: Tree) -> Draft:
-    """Returns a draft on the host, of which only the root is known there."""
+    """Returns a draft on the host that only knows the root's token."""
     return Draft(torch.tensor([root, *[UNREAD] * (tree.size - 1)]), tree)
 
 
 def batch_drafts(drafts: Sequence[Draft]) -> tuple[Tensor, Tensor, Tensor]:
     """Returns tokens [B, N], depths and masks of B drafts for one pass, padded to the largest.
 
-    Depths are [N] and the mask is [N, N] if all trees are equal, else [B, N] and [B, N, N]. A padded node sees itself
-    alone, and no node sees it.
+    Depths are [N] and the mask is [N, N] if all trees are equal, else [B, N] and [B, N, N]. A
+    padded node sees only itself, and no other node sees it.
     """
     first = drafts[0].tree
     if all(draft.tree is first or draft.tree == first for draft in drafts):
         return torch.stack([draft.tokens for draft in drafts]), first.depth, first.mask
-    size, device = max(draft.tree.size for draft in drafts), drafts[0].tokens.device
+    size = max(draft.tree.size for draft in drafts)
+    device = drafts[0].tokens.device
     tokens = torch.zeros(len(drafts), size, dtype=torch.long, device=device)
     depth = torch.zeros(len(drafts), size, dtype=torch.long)
     mask = torch.eye(size, dtype=torch.bool).repeat(len(drafts), 1, 1)
     for i, draft in enumerate(drafts):
         nodes = draft.tree.size
-        tokens[i, :nodes], depth[i, :nodes], mask[i, :nodes, :nodes] = draft.tokens, draft.tree.depth, draft.tree.mask
+        tokens[i, :nodes] = draft.tokens
+        depth[i, :nodes] = draft.tree.depth
+        mask[i, :nodes, :nodes] = draft.tree.mask
     return tokens, depth.to(device), mask.to(device)

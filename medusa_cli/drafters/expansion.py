@@ -1,4 +1,4 @@
-"""Drafting a tree level by level: the one way in which static and dynamic trees are filled."""
+"""Tree expansion: static and dynamic trees are drafted level by level."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,10 +14,10 @@ from medusa_cli.tree import Draft, DynamicTree, Tree, TreeBuilder
 
 @dataclass(frozen=True)
 class Frontier:
-    """The N nodes of B sequences' trees whose children are drafted next, one sequence after another.
+    """Holds the N nodes of B sequences' trees whose children are drafted next, sequence by sequence.
 
-    counts [B]: nodes of each sequence. parent_rows [N]: each one's parent among the nodes of the frontier before, or
-    at first the sequences. tokens [N]: what they hold.
+    counts [B]: nodes of each sequence. parent_rows [N]: each one's parent among the nodes of the
+    previous frontier; in the first frontier, its sequence. tokens [N]: their tokens.
     """
 
     counts: list[int]
@@ -25,7 +25,8 @@ class Frontier:
     tokens: Tensor
 
 
-# guess(head, width, temperature, frontier): log confidences and token ids [N, width] of the children, best first.
+# guess(head, width, temperature, frontier): log confidences and token ids [N, width] of the
+# children, best first.
 Guess = Callable[[int, int, float | None, Frontier], tuple[Tensor, Tensor]]
 
 
@@ -38,7 +39,8 @@ def draft_by_level(tree: Tree | DynamicTree, new: Sequence[NewTokens], guess: Gu
     """Drafts B trees below the roots of B sequences, the children of one level's nodes at a time."""
     if isinstance(tree, DynamicTree):
         return _grow(tree, new, guess)
-    tokens, count = roots_of(new)[:, None].repeat(1, tree.size), len(new)  # [B, N]
+    tokens = roots_of(new)[:, None].repeat(1, tree.size)
+    count = len(new)  # [B, N]
     for head, level in enumerate(_levels(tree, count, tokens.device)):
         frontier = Frontier([len(level.parents)] * count, level.parent_rows, tokens[:, level.parents].flatten())
         best = guess(head, level.width, None, frontier)[1].unflatten(0, (count, -1))  # [B, n, width]
@@ -47,14 +49,17 @@ def draft_by_level(tree: Tree | DynamicTree, new: Sequence[NewTokens], guess: Gu
 
 
 def _grow(limits: DynamicTree, new: Sequence[NewTokens], guess: Guess) -> list[Draft]:
-    builders, device = [TreeBuilder(limits, tokens.root) for tokens in new], new[0].tokens.device
-    nodes, parent_rows = [[0] for _ in builders], list(range(len(builders)))
+    builders = [TreeBuilder(limits, tokens.root) for tokens in new]
+    device = new[0].tokens.device
+    nodes = [[0] for _ in builders]
+    parent_rows = list(range(len(builders)))
     for head in range(limits.max_depth):
         tokens = [builder.tokens[node] for builder, own in zip(builders, nodes, strict=True) for node in own]
         frontier = Frontier([len(own) for own in nodes], *upload([parent_rows, tokens], device))
         best = guess(head, limits.width, limits.temperature(head), frontier)
         log_p, ids = torch.stack([values.float() for values in best]).tolist()  # one transfer
-        parent_rows, start = [], 0
+        parent_rows = []
+        start = 0
         for number, builder in enumerate(builders):
             row = {node: start + i for i, node in enumerate(nodes[number])}
             end = start + len(row)
@@ -70,9 +75,10 @@ def _grow(limits: DynamicTree, new: Sequence[NewTokens], guess: Guess) -> list[D
 
 @dataclass(frozen=True)
 class _Level:
-    """The nodes of one depth and their ranks; rows [n]: the number of each one's parent among `parents`.
+    """Holds the nodes of one depth and their ranks.
 
-    parent_rows: each parent's own parent among the parents of the level before, for B sequences one after another.
+    rows [n]: the index of each one's parent in `parents`. parent_rows: each parent's own parent
+    among the parents of the level before, for B sequences one after another.
     """
 
     width: int
@@ -87,7 +93,8 @@ class _Level:
 def _levels(tree: Tree, count: int, device: torch.device) -> list[_Level]:
     """Returns the levels of a tree below its root, for drafts of `count` sequences."""
     depths, parent_of, ranks = map(torch.tensor, (tree.depths, tree.parents, tree.ranks))
-    levels, before = [], torch.tensor([-1])  # the parents of the level before
+    levels = []
+    before = torch.tensor([-1])  # the parents of the level before
     for depth in range(1, tree.max_depth + 1):
         nodes = (depths == depth).nonzero().squeeze(-1)
         parents, rows = parent_of[nodes].unique(return_inverse=True)

@@ -1,0 +1,163 @@
+"""The sampler of a sequence: it chooses tokens from logits by its random stream."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from medusa_cli.decode.processors import SequenceProcessors
+from medusa_cli.decode.sampling import Sampling
+from medusa_cli.engine.device import upload
+
+# A nucleus is rarely larger, and a top-k of this size takes a tenth of the time of sorting the
+# vocabulary.
+NUCLEUS = 512
+# Up to FLAT weights are summed one by one; more are summed in blocks of BLOCK first.
+FLAT = 2048
+BLOCK = 128
+# Devices without fp64: the host draws.
+WITHOUT_DOUBLE = ("mps",)
+
+
+def candidates(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor | None]:
+    """Returns the weights [.., C] to draw from and their token ids.
+
+    Ids are None for the whole vocabulary in order. Applies temperature, then top-k, then top-p to
+    logits [.., V].
+    """
+    scores = logits.float() / sampling.temperature
+    ids = None
+    if 0 < sampling.top_k < scores.shape[-1]:
+        scores, ids = _top_k(scores, sampling.top_k)
+    probs = scores.softmax(-1)
+    if sampling.top_p < 1:
+        if ids is None:
+            probs, ids = _likeliest(probs, sampling.top_p)
+        probs = nucleus(probs, sampling.top_p)
+    return probs, ids
+
+
+def nucleus(probs: Tensor, top_p: float | Tensor) -> Tensor:
+    """Sets probabilities (in falling order) outside the nucleus to zero.
+
+    A token stays while the mass before it is below top_p, so the most likely one always stays.
+    """
+    return probs.masked_fill(probs.cumsum(-1) - probs >= top_p, 0)
+
+
+def _top_k(scores: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """Returns the k largest scores in falling order, and ties of the k-th; their token ids."""
+    values, ids = scores.topk(top_k, dim=-1)
+    lowest = values[..., -1:]
+    count = int((scores >= lowest).sum(-1).max())
+    if count > top_k:
+        values, ids = scores.topk(count, dim=-1)
+        values = values.masked_fill(values < lowest, -torch.inf)
+    return values, ids
+
+
+def _likeliest(probs: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
+    """Returns the largest probabilities in falling order that sum to top_p; their token ids."""
+    # On a GPU reading the sum costs more than a sort.
+    if probs.device.type == "cpu" and probs.shape[-1] > NUCLEUS:
+        best = probs.topk(NUCLEUS, dim=-1)
+        if bool((best.values.sum(-1) > top_p).all()):
+            return best.values, best.indices
+    ordered = probs.sort(dim=-1, descending=True)
+    return ordered.values, ordered.indices
+
+
+def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """Returns the index [..] where each uniform number [..] falls among weights [.., C].
+
+    Weights need not sum to one. Inverting the distribution takes one random number a row;
+    exponential races take C. In a vocabulary the sums of blocks first find its block: running sums
+    in fp64 over all weights of many rows are slow.
+    """
+    size = weights.shape[-1]
+    if size <= FLAT:
+        weights = weights.double()
+        target = uniforms.to(weights)[..., None] * weights.sum(-1, keepdim=True)
+        return _invert(weights, target)[0][..., 0]
+    blocks = F.pad(weights, (0, -size % BLOCK)).unflatten(-1, (-1, BLOCK))
+    sums = blocks.sum(-1, dtype=torch.double)
+    block, rest = _invert(sums, uniforms.to(sums)[..., None] * sums.sum(-1, keepdim=True))
+    inside = blocks.gather(-2, block[..., None].expand(*block.shape, BLOCK))[..., 0, :]
+    place, _ = _invert(inside.double(), rest)
+    return (block * BLOCK + place).clamp(max=size - 1)[..., 0]
+
+
+def _invert(weights: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns where the running sum of weights [.., C] exceeds a target [.., 1], and the rest.
+
+    The rest is the target less the sum before the index.
+    """
+    summed = weights.cumsum(-1)
+    # Rounding must not select a weight of zero, nor go beyond the last one.
+    limit = torch.nextafter(summed[..., -1:], torch.zeros_like(target))
+    target = torch.minimum(target.clamp(min=0), limit)
+    index = torch.searchsorted(summed, target, right=True).clamp(max=weights.shape[-1] - 1)
+    return index, target - (summed.gather(-1, index) - weights.gather(-1, index))
+
+
+class Sampler:
+    """Chooses the tokens of one sequence, by one uniform number of its random stream each.
+
+    The numbers do not depend on the device or on drafts: an answer depends only on its seed.
+    `stream` selects the random stream; stream 0 is that of the seed itself. processors: change the
+    logits first; None if there are none.
+    """
+
+    def __init__(self, sampling: Sampling, stream: int = 0, processors: SequenceProcessors | None = None) -> None:
+        self.sampling = sampling
+        self.greedy = sampling.greedy
+        self.processors = processors
+        self.generator = torch.Generator().manual_seed((sampling.seed + stream) % 2**63)
+        self._uniforms: list[float] = []
+
+    def peek_uniforms(self, count: int) -> list[float]:
+        """Returns the random numbers of the next `count` tokens."""
+        missing = count - len(self._uniforms)
+        if missing > 0:
+            self._uniforms += torch.rand(missing, generator=self.generator, dtype=torch.double).tolist()
+        return self._uniforms[:count]
+
+    def advance(self, count: int) -> None:
+        """Drops the numbers of `count` tokens that were chosen."""
+        del self._uniforms[:count]
+
+    def sample(self, logits: Tensor, uniforms: Sequence[float]) -> list[int]:
+        """Returns one token for each row of logits [n, V] by its uniform number."""
+        # Temperature and cuts are among a sequence's processors.
+        ids: Tensor | None = None
+        if self.processors is None:
+            weights, ids = candidates(logits, self.sampling)
+        else:
+            weights = logits.softmax(-1)
+        if weights.device.type in WITHOUT_DOUBLE:
+            weights = weights.cpu()
+            ids = None if ids is None else ids.cpu()
+        drawn = draw(weights, upload(uniforms, weights.device, torch.double))
+        if ids is not None:
+            drawn = ids.gather(-1, drawn[:, None])[:, 0]
+        tokens: list[int] = drawn.tolist()
+        return tokens
+
+    def choose(self, logits: Tensor) -> int:
+        """Returns the next token from one row of logits [V].
+
+        With processors this chooses every token, in order.
+        """
+        if self.processors is not None:
+            logits = self.processors(logits)
+        if self.sampling.exact:
+            (token,) = self.sample(logits[None], self.peek_uniforms(1))
+            self.advance(1)
+        else:
+            token = int(logits.float().argmax())
+        if self.processors is not None:
+            self.processors.extend([token])
+        return token

@@ -1,0 +1,139 @@
+"""Scores of draft tokens: a drafter's vocabulary matrices, and its weights packed for drafting."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from medusa_cli.drafters.base import Drafter
+from medusa_cli.drafters.expansion import Frontier, Guess
+from medusa_cli.drafters.layers import TokenBias, owners
+from medusa_cli.engine.linear import pack_linears, packed_linear, packs
+from medusa_cli.model import Backbone
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class Scoring(Drafter):
+    """Scores states by vocabulary matrices [M, H]: the drafter's own, or rows of the lm_head."""
+
+    config: Any
+    matrices: nn.ParameterList  # one per head, one for all, or none: then the lm_head scores
+    conditional: TokenBias | None
+    draft_ids: Tensor  # [M], token ids of the scores
+    _lm_head_rows: Tensor | None  # of a draft vocabulary, for heads without matrices
+
+    def matrix(self, backbone: Backbone, head: int) -> Tensor:
+        """Returns the vocabulary matrix [M, H] of a head (from 0)."""
+        if len(self.matrices):
+            return self.matrices[head if len(self.matrices) > 1 else 0]
+        if self._lm_head_rows is None:
+            self._lm_head_rows = self.of_vocabulary(backbone.lm_head_weight)
+        return self._lm_head_rows
+
+    def bias(self, backbone: Backbone) -> Tensor | None:
+        """Returns the bias [M] of the lm_head for heads without their own matrices.
+
+        None if there is none.
+        """
+        return None if len(self.matrices) else self.of_vocabulary(backbone.lm_head_bias)
+
+    def of_vocabulary(self, rows: Any) -> Any:
+        """Selects from rows [V, ..] of the model's tokens those that the heads score [M, ..].
+
+        None stays None.
+        """
+        whole = rows is None or self.config.vocabulary != "draft"
+        return rows if whole else rows[self.draft_ids.to(rows.device)]
+
+    def vocabulary_index(self, device: torch.device) -> Tensor:
+        """Returns each token id's row of the vocabulary matrices [V]; -1 for other tokens."""
+        index = torch.full((self.config.vocab_size,), -1, dtype=torch.long, device=device)
+        index[self.draft_ids.to(device)] = torch.arange(len(self.draft_ids), device=device)
+        return index
+
+    def product(self, backbone: Backbone, head: int, states: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the factors [n, ..] and [M, ..] of a head's scores; before [n]: tokens."""
+        matrix = self.matrix(backbone, head)
+        if self.conditional is None:
+            return states, matrix
+        return self.conditional.product(states, matrix, before)
+
+    def train(self, mode: bool = True) -> Self:
+        self._forget_packed()
+        super().train(mode)
+        return self
+
+    def _forget_packed(self) -> None:
+        """Drops the packed copies of weights, which may change now."""
+        self._packed: dict[str, nn.Module] = {}
+        self._scorers: list[Callable[[Tensor], Tensor]] = []
+        self._lm_head_rows = None
+
+    def packed(self, name: str) -> Any:
+        """Returns the submodule `name`, or its copy with linear layers packed for drafting."""
+        if not packs(next(self.parameters()).device):
+            return getattr(self, name)
+        if name not in self._packed:
+            self._packed[name] = copy.deepcopy(getattr(self, name))
+            pack_linears(self._packed[name])
+        return self._packed[name]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.parameters()).dtype
+
+    def embed(self, backbone: Backbone, tokens: Tensor) -> Tensor:
+        """Returns the backbone's embeddings [.., H] at unit root mean square, as states have."""
+        embedded = backbone.embedding(tokens).to(self.dtype)
+        return F.rms_norm(embedded, embedded.shape[-1:])
+
+    def score(self, backbone: Backbone, head: int, states: Tensor) -> Tensor:
+        """Returns a head's logits [.., M] for states [.., H], in fp32: top-k over bf16 is slow."""
+        engine = backbone.engine
+        own = len(self.matrices) > 0
+        if not self._scorers:  # forks share this list
+            if own:
+                self._scorers += [packed_linear(matrix) for matrix in self.matrices]
+            elif self.config.vocabulary == "shared":
+                self._scorers.append(engine.lm_head)
+            else:
+                self._scorers.append(packed_linear(self.matrix(backbone, 0), self.bias(backbone)))
+        scorer = self._scorers[head if len(self._scorers) > 1 else 0]
+        return scorer(states if own else states.to(backbone.dtype)).float()
+
+    def best(self, scores: Tensor, width: int, temperature: float | None) -> tuple[Tensor, Tensor]:
+        """Returns log confidences and token ids [N, width] of the best guesses by scores [N, M].
+
+        Without a temperature, as for static trees, the scores themselves stand for the confidences.
+        """
+        scaled = scores if temperature is None else scores / temperature
+        best = scaled.topk(min(width, scaled.shape[-1]), dim=-1)
+        log_p = best.values
+        if temperature is not None:
+            log_p = log_p - scaled.logsumexp(-1, keepdim=True)
+        return log_p, self.draft_ids[best.indices]
+
+    def at_once(self, depth: int, compute: Callable[..., Sequence[Tensor]], *inputs: Tensor) -> Guess:
+        """Returns guesses by scores that do not depend on draft tokens, except for the bias.
+
+        compute(*inputs) gives the scores [B, M] of each of `depth` heads.
+        """
+        scores = torch.stack(list(compute(*inputs)))
+
+        def guess(head: int, width: int, temperature: float | None, level: Frontier) -> tuple[Tensor, Tensor]:
+            if self.conditional is None:
+                log_p, ids = self.best(scores[head], width, temperature)
+                owner = owners(level.counts, ids.device)
+                return log_p[owner], ids[owner]
+            tokens = level.tokens.split(level.counts)
+            log_p, indices = self.conditional.best(scores[head], tokens, width, temperature)
+            return log_p, self.draft_ids[indices]
+
+        return guess
