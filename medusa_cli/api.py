@@ -26,7 +26,6 @@ from medusa_cli.decode import (
     Stats,
     policy_of,
 )
-from medusa_cli.decode.corpus import load_corpus
 from medusa_cli.decode.grammar import Grammar
 from medusa_cli.decode.policy import UNCALIBRATED, StaticTreePolicy
 from medusa_cli.decode.processors import MODELS_OWN, check_generation_config
@@ -161,8 +160,6 @@ def load_drafting(
         assert tree is not None
         policy = StaticTreePolicy(tree, _calibration(choice).accuracies if choice.lookup else ())
     policy.ngrams = choice.lookup and not (drafter is not None and drafter.uses_verify_pass)
-    if policy.ngrams and choice.corpus is not None:
-        policy.corpora = [load_corpus(choice.corpus, backbone)]
     if drafter is not None and choice.lookup_named and not policy.ngrams:
         log.warning("@lookup has no effect with a %s drafter", drafter.name)
     return drafter, policy
@@ -275,7 +272,6 @@ class Medusa:
         run: str | Path | None = None,
         tree: str | Path | None = None,
         lookup: bool | None = None,
-        corpus: str | Path | None = None,
         device: str = "auto",
         dtype: str = "auto",
         engine: str = "auto",
@@ -286,8 +282,8 @@ class Medusa:
         """Loads a model (a name, a folder, a GGUF file, a hub id) with its drafter; arguments mean what options mean.
 
         drafter: a run, a folder, a hub id; "auto": the run's, else the one that ships; None: plain decoding. lookup:
-        whether n-gram matches are drafted, also without a drafter. corpus: a run, file or folder that they come from,
-        too. model: None takes the run's, else the default one. chat_template: a Jinja file, or its text.
+        whether n-gram matches are drafted, also without a drafter. model: None takes the run's, else the default one.
+        chat_template: a Jinja file, or its text.
         Raises UserError for what does not exist or does not fit.
         """
         source, folder = (None, None) if drafter in (None, "auto") else find_drafter(str(drafter))
@@ -300,7 +296,6 @@ class Medusa:
             None if tree is None else str(tree),
             need_drafter=drafter is not None,
             lookup=lookup,
-            corpus=None if corpus is None else str(corpus),
         )
         if chat_template is not None:
             choice = replace(choice, chat_template=template_text(str(chat_template)))

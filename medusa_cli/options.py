@@ -67,10 +67,6 @@ _TREE = (
     "a medusa_choices list. [default: auto]"
 )
 _LOOKUP = "Draft n-gram matches of the text, too, or alone without a drafter. [default: with --tree auto]"
-_CORPUS = (
-    "Look up earlier answers and texts, too: a run's answers, a file of conversations (.json, .jsonl) or of text, or a "
-    "folder of files, such as a code base."
-)
 _DTYPE = (
     "Number type of the weights: auto (as in the files), bf16, fp16, or fp32 (which also multiplies with fp32 rows)."
 )
@@ -161,7 +157,6 @@ class DraftFlags:
     drafter: Drafter = None
     tree: Annotated[Text, _drafting("--tree auto|static[:N]|dynamic[:N]|FILE", _TREE)] = None
     lookup: Annotated[bool | None, _drafting("--lookup/--no-lookup", _LOOKUP)] = None
-    corpus: Annotated[Text, _drafting("--corpus FILE|FOLDER|RUN", _CORPUS)] = None
 
     def choose(self, need_drafter: bool = True) -> Choice:
         """Returns the files that belong together; raises UserError for missing ones, and a model that is refused."""
@@ -172,16 +167,14 @@ class DraftFlags:
             self.tree,
             need_drafter=need_drafter,
             lookup=self.lookup,
-            corpus=self.corpus,
         )
         check_model_files(choice.model)
         return choice
 
     def or_plain(self, baseline: bool, chat_template: Path | None = None) -> Choice:
         """Returns the files, or with --baseline those of plain decoding, and a template's text."""
-        for flag, given in (("--lookup", self.lookup), ("--corpus", self.corpus)):
-            if baseline and given:
-                raise UsageError(f"--baseline and {flag} exclude each other", "leave one of them out")
+        if baseline and self.lookup:
+            raise UsageError("--baseline and --lookup exclude each other", "leave one of them out")
         choice = self.choose(need_drafter=not baseline)
         return choice if chat_template is None else replace(choice, chat_template=template_text(str(chat_template)))
 

@@ -180,7 +180,7 @@ def test_sampling_reports_quality_and_no_identity(place: Path) -> None:
     assert set(document["quality"]) == {"ar", "medusa"}
 
 
-@pytest.mark.parametrize("words", ["bench --questions q.jsonl --limit 1", "demo --limit 1", "bench --steps 9"])
+@pytest.mark.parametrize("words", ["bench --questions q.jsonl --limit 1", "demo --limit 1"])
 def test_only_one_copy_of_the_weights_is_loaded(place: Path, monkeypatch: pytest.MonkeyPatch, words: str) -> None:
     alive: list[int] = []
     networks: list[weakref.ref] = []
@@ -195,8 +195,8 @@ def test_only_one_copy_of_the_weights_is_loaded(place: Path, monkeypatch: pytest
     monkeypatch.setattr("medusa_cli.assets.mt_bench_path", lambda: place / "q.jsonl")
     for module in (running, engine_load):
         monkeypatch.setattr(module, "load_network", counted)
-    short = [] if "--steps" in words else ["--max-new-tokens", "2"]
-    medusa(*words.split(), "--run", place / "mine", "--dtype", "fp32", *short)
+    common = ["--run", place / "mine", "--dtype", "fp32", "--engine", "eager", "--max-new-tokens", "2"]
+    medusa(*words.split(), *common)
     assert alive == [0, 0]
 
 
@@ -237,7 +237,7 @@ def test_results_are_printed_before_they_are_saved(place: Path, tmp_path: Path) 
 
 
 def test_every_method_answers_alike_alone_and_in_batches(place: Path) -> None:
-    names, before = ["hf", "ar", "medusa", "medusa-dynamic"], set((place / "mine" / "bench").glob("*.json"))
+    names, before = ["hf", "ar", "medusa"], set((place / "mine" / "bench").glob("*.json"))
     single = bench_json(place, "--tree", "static", "--methods", "hf-lookup," + ",".join(names))
     batched = bench_json(place, "--tree", "static", "--methods", ",".join(names), "--batch-size", "3")
     assert len(set((place / "mine" / "bench").glob("*.json")) - before) == 2
@@ -256,7 +256,6 @@ def test_every_method_answers_alike_alone_and_in_batches(place: Path) -> None:
     assert drafted["acceptance_length"] >= 1 and low <= drafted["speedup"] <= high
     assert (used["kind"], used["nodes"], used["dynamic"], used["lookup"]) == ("medusa", 6, False, False)
     assert used["drafter"] == str(place / "mine" / "drafter") and used["tree"] == str(place / "mine/tree.json")
-    assert single["drafting"]["medusa-dynamic"]["dynamic"]
     reached = [share["reached"] for share in drafted["by_position"]]
     assert len(reached) <= TREE.max_depth and reached == sorted(reached, reverse=True)
 
@@ -276,20 +275,24 @@ def test_drafters_of_several_kinds_stand_side_by_side(place: Path, tmp_path: Pat
     save_run(tmp_path / "mine" / "hydra", model, kind=HydraHeads, calibrated=True)
     save_run(tmp_path / "mine" / "second", model, heads=2, tree=Tree.chain(2))
     words = ["--run", str(outer.path), "--limit", "2", "--methods"]
-    document = bench_json(place, *words, "ar,medusa,hydra,second,medusa-dynamic", "--tree", "static")
+    document = bench_json(place, *words, "ar,medusa,hydra,second", "--tree", "static")
     assert all(figures["identical"] == 2 for figures in document["methods"].values())
     used = {name: (part["kind"], part["nodes"], part["dynamic"]) for name, part in document["drafting"].items()}
-    of_medusa = {"medusa": ("medusa", 6, False), "medusa-dynamic": ("medusa", 6, True)}
-    assert used == {**of_medusa, "hydra": ("hydra", 6, False), "second": ("medusa", 3, False)}
+    assert used == {
+        "medusa": ("medusa", 6, False),
+        "hydra": ("hydra", 6, False),
+        "second": ("medusa", 3, False),
+    }
     other = bench_json(place, *words, "hydra", "--tree", "static:5", "--lookup")["drafting"]["hydra"]
     assert other["lookup"] and other["nodes"] == 5
     refused(place, 1, "amphista", *words, "medusa,amphista")
     refused(place, 1, "calibrate", *words, "medusa,hydra", "--tree", "static:5")
     refused(place, 2, "--tree static:200", *words, "hydra", "--tree", "static:200")
     refused(place, 2, "--drafter", *words, "ar,medusa,hydra", "--drafter", str(outer.drafter_dir))
-    # Without a drafter by its name, medusa-dynamic is over the run's own.
+    # Without a drafter by its name, medusa is the run's own; dynamic trees are of any size.
     words[1] = str(outer.path / "hydra")
-    assert bench_json(place, *words, "medusa-dynamic")["drafting"]["medusa-dynamic"]["kind"] == "hydra"
+    own = bench_json(place, *words, "medusa", "--tree", "dynamic:9")["drafting"]["medusa"]
+    assert (own["kind"], own["nodes"], own["dynamic"]) == ("hydra", 9, True)
 
 
 def test_assisted_generation_needs_a_draft_model_of_the_same_vocabulary(place: Path, tmp_path: Path) -> None:
@@ -323,7 +326,6 @@ def test_quantized_weights_are_compared_with_the_plain_models_answers(place: Pat
     assert document["engine"] == "native" and "Q8_0" in document["kernel"]
     assert 0.5 < document["quality"]["hf"]["agreement"] <= 1
     assert bench_json(place, *words)["quality"] is None
-    refused(place, 2, "int8", "--quantize", "int8", "--methods", "ar")  # over fp32
 
 
 # Refusals

@@ -156,11 +156,10 @@ MISTAKES = [
     (2, f"{SWEEP} width", "--sweep 'width'"),
     (2, f"{SWEEP} nodes --values 2,x", "--values '2,x'"),
     (2, f"{SWEEP} nodes --values 9999", "--values 9999"),
-    (2, f"{SWEEP} heads --values 7", "--values 7"),
     (2, f"{SWEEP} context --values 5000", "--values 5000"),
     (2, f"{SWEEP} temperature --values -1", "--values"),
     (2, f"{SWEEP} nodes --tree static", "--tree"),
-    (2, f"{SWEEP} batch --batch-size 2", "--batch-size"),
+    (2, f"{SWEEP} temperature --temperature 1", "--temperature"),
     (2, f"{SWEEP} nodes --methods ar", "--methods"),
     (2, f"{MACHINE} 5000", "--context"),
     (2, f"{MACHINE} 20,510", "--context"),
@@ -183,7 +182,6 @@ MISTAKES = [
     (1, "serve --run /no/such/run", "/no/such/run"),
     (2, "serve --baseline --lookup", "--lookup"),
     (2, "serve --baseline --remember 4", "--remember"),
-    (2, "chat --no-lookup --corpus here", "--corpus"),
 ]
 
 

@@ -20,13 +20,12 @@ from medusa_cli.runs.resolve import Choice, choose
 from medusa_cli.runs.run import Run, describe_drafter
 
 TRANSFORMERS = ("hf", "hf-lookup", "hf-assisted")
-DRAFTED = ("medusa", "medusa-alone", "medusa-text", "medusa-dynamic", "lookup", *sorted(set(DRAFTERS) - {"medusa"}))
+DRAFTED = ("medusa", "medusa-alone", "lookup", *sorted(set(DRAFTERS) - {"medusa"}))
 LLAMA = ("llama.cpp", "llama.cpp-ngram")
 METHODS = (*TRANSFORMERS, "ar", *DRAFTED, *LLAMA)
 # Methods that decode one sequence at a time only.
 UNBATCHED = ("hf-lookup", "hf-assisted", *LLAMA)
 LOOKUP_TOKENS = 10  # of transformers' prompt lookup
-DYNAMIC_NODES = 16  # of medusa-dynamic's trees, for a run without a tree
 OnTokens = Callable[[list[int]], None]
 # Continues prompts side by side, at most so many new tokens each, and passes new tokens on as they come if it can.
 Method = Callable[[Sequence[Sequence[int]], int, OnTokens], list[Measurement]]
@@ -58,7 +57,6 @@ def choose_files(
     drafter: Path | None,
     tree: str | None,
     lookup: bool | None,
-    corpus: str | None = None,
 ) -> tuple[Choice, dict[str, Choice]]:
     """Returns the files that the methods share, and those that each method drafts with.
 
@@ -76,20 +74,14 @@ def choose_files(
                 f"run `medusa train drafter={name} --run runs/{run or 'NAME'}/{name}` and give @run {run or 'NAME'}",
             )
         source = str(outer.path / name) if name in inner else run
-        files[name] = choose(model, source, None, tree, lookup=lookup, corpus=corpus)
+        files[name] = choose(model, source, None, tree, lookup=lookup)
     own = "medusa" not in files and any(name.startswith("medusa") for name in names)
     if drafter is not None and not own:
         text = f"@drafter {drafter} has no effect with @methods {','.join(names)}"
         raise UsageError(text, "leave one of them out")
-    shared = choose(model, run, drafter, tree, need_drafter=own, lookup=lookup if own else None, corpus=corpus)
+    shared = choose(model, run, drafter, tree, need_drafter=own, lookup=lookup if own else None)
     medusa = files.get("medusa", shared)
-    nodes = medusa.dynamic if medusa.dynamic is not None else 0 if medusa.tree else DYNAMIC_NODES
-    files |= {
-        "medusa": medusa,
-        "medusa-alone": replace(medusa, lookup=False),
-        "medusa-text": replace(medusa, corpus=None),
-        "medusa-dynamic": replace(medusa, auto=False, dynamic=nodes),
-    }
+    files |= {"medusa": medusa, "medusa-alone": replace(medusa, lookup=False)}
     return shared, {name: files[name] for name in names if name in files and files[name].drafter}
 
 

@@ -83,8 +83,7 @@ class Choice:
     auto: a tree of the size that pays here. static: nodes of a tree searched by the calibration (None: that of the file
     `tree`). dynamic: nodes of a tree grown for every step (0: as many as the static one has; None: static). adapter:
     what stage 2 added to the model. lookup: draft n-gram matches, too, or alone without a drafter; lookup_named: on
-    request, not only by `auto`. chat_template: a Jinja template in place of the model's and the run's. corpus: a run, a
-    file or a folder whose text is looked up, too.
+    request, not only by `auto`. chat_template: a Jinja template in place of the model's and the run's.
     """
 
     model: str
@@ -99,7 +98,6 @@ class Choice:
     lookup: bool = False
     lookup_named: bool = False
     chat_template: str | None = None
-    corpus: str | None = None
 
     @property
     def template(self) -> str | None:
@@ -120,19 +118,15 @@ def choose(
     *,
     need_drafter: bool = True,
     lookup: bool | None = None,
-    corpus: str | None = None,
 ) -> Choice:
     """Returns what was named, else the run's, else what ships for the model; raises UserError for missing files.
 
-    lookup None: with `auto` trees, or a corpus.
+    lookup None: with `auto` trees.
     """
-    if corpus is not None and lookup is False:
-        raise UsageError(f"@corpus {corpus} has no effect without @lookup", "leave one of them out")
-    lookup = True if corpus is not None else lookup
     target = Run.open(run) if run else None
     name = model if model is not None else (target.model if target else None) or DEFAULT_MODEL
     adapter = target.adapter if target else None
-    plain = Choice(name, run=target, adapter=adapter, lookup=bool(lookup), corpus=corpus)
+    plain = Choice(name, run=target, adapter=adapter, lookup=bool(lookup))
     choice = replace(plain, **_parse_tree(tree))
     if not need_drafter:
         return plain
