@@ -93,7 +93,7 @@ def load_model(
     check_generation_config(backbone)
     if choice.run is not None:
         choice.run.bind(backbone.identity)
-    if choice.drafter is None and not choice.lookup:
+    if choice.drafter is None and not choice.ngrams:
         return LoadedModel(backbone)
     return LoadedModel(backbone, *load_drafting(choice, backbone, tree, on_progress))
 
@@ -103,27 +103,28 @@ def static_tree(choice: Choice) -> Tree | None:
 
     Warns if the tree was made for another drafter.
     """
-    if choice.drafter is None or (choice.auto and choice.calibration is not None and choice.calibration.is_file()):
+    tree = choice.tree
+    if choice.drafter is None or (tree.kind == "auto" and choice.calibrated):
         return None
-    if choice.static is not None:
+    if tree.searched and tree.nodes is not None:
         accuracies = _calibration(choice).accuracies
-        if choice.static > largest(accuracies):
+        if tree.nodes > largest(accuracies):
             limit = f"these heads allow 1 to {largest(accuracies):,} nodes, the root included"
-            raise UsageError(f"@tree static:{choice.static} is not valid", limit)
-        return search(accuracies, choice.static)
-    if choice.tree is None:
-        return None if choice.auto else Tree.root_only()
-    if outdated(tree_provenance(choice.tree).drafter_stamp, choice.drafter):
+            raise UsageError(f"@tree {tree} is not valid", limit)
+        return search(accuracies, tree.nodes)
+    if tree.file is None:
+        return Tree.root_only()
+    if outdated(tree_provenance(tree.file).drafter_stamp, choice.drafter):
         log.warning(
-            f"the tree {choice.tree} was made for another drafter than {choice.drafter}, perhaps an earlier one; "
+            f"the tree {tree.file} was made for another drafter than {choice.drafter}, perhaps an earlier one; "
             "`medusa calibrate` and `medusa tree` make one that fits"
         )
-    return load_tree(choice.tree)
+    return load_tree(tree.file)
 
 
 def _calibration(choice: Choice) -> Calibration:
     """Returns the heads' measured accuracies, if any; warns if they were measured on another drafter."""
-    if choice.calibration is None or choice.drafter is None or not choice.calibration.is_file():
+    if choice.calibration is None or choice.drafter is None or not choice.calibrated:
         return Calibration()
     calibration = read_calibration(choice.calibration, choice.drafter)
     if calibration.stale:
@@ -137,32 +138,49 @@ def _calibration(choice: Choice) -> Calibration:
 def load_drafting(
     choice: Choice, backbone: Backbone, tree: Tree | None, on_progress: Callable[[int], None] = lambda steps: None
 ) -> tuple[Drafter | None, DraftPolicy]:
-    """Loads the chosen drafter and makes its policy, or without one that of n-gram matches alone.
+    """Loads the chosen drafter and makes its policy, or without one that of n-gram matches only.
 
     Matches do not pay with FIRP, whose nodes cost extra rows each: warns if they were named. Raises UserError where
     drafter and tree do not fit.
     """
     drafter = None if choice.drafter is None else load_drafter(choice.drafter, backbone)
     if drafter is not None and tree is not None:
-        check_fit(tree, drafter, str(choice.tree or f"static:{choice.static}"))
+        check_fit(tree, drafter, str(choice.tree.file or choice.tree))
     policy: DraftPolicy
-    if drafter is None or choice.auto:
-        stamp = None if choice.drafter is None else stamp_of(choice.drafter)
-        step_times = step_times_for(backbone, drafter, stamp, on_progress=on_progress)
-        sized = [] if drafter is None else _sized_trees(choice, drafter, tree, step_times)
-        policy = AdaptivePolicy(sized, step_times)
-    elif tree is not None and choice.dynamic is not None:
-        # If `tree --budget auto` measured from which chance a node pays, that chance decides.
-        paying = tree_provenance(choice.tree).break_even if choice.tree else 0.0
-        nodes = choice.dynamic or (max(MAX_PAYING_NODES, tree.size) if paying else tree.size)
-        policy = policy_of(DynamicTree(nodes, drafter.num_heads, tuple(_calibration(choice).temperatures), paying))
+    if drafter is None or choice.tree.kind == "auto":
+        policy = _adaptive_policy(choice, backbone, drafter, tree, on_progress)
     else:
         assert tree is not None
-        policy = StaticTreePolicy(tree, _calibration(choice).accuracies if choice.lookup else ())
-    policy.ngrams = choice.lookup and not (drafter is not None and drafter.uses_verify_pass)
-    if drafter is not None and choice.lookup_named and not policy.ngrams:
+        if choice.tree.kind == "dynamic":
+            policy = policy_of(_dynamic_tree(choice, drafter, tree))
+        else:
+            policy = StaticTreePolicy(tree, _calibration(choice).accuracies if choice.ngrams else ())
+    policy.ngrams = choice.ngrams and not (drafter is not None and drafter.uses_verify_pass)
+    if drafter is not None and choice.lookup and not policy.ngrams:
         log.warning("@lookup has no effect with a %s drafter", drafter.name)
     return drafter, policy
+
+
+def _adaptive_policy(
+    choice: Choice, backbone: Backbone, drafter: Drafter | None, tree: Tree | None, on_progress: Callable[[int], None]
+) -> AdaptivePolicy:
+    """Returns the policy of `auto`, by the times of steps on this machine."""
+    stamp = None if choice.drafter is None else stamp_of(choice.drafter)
+    step_times = step_times_for(backbone, drafter, stamp, on_progress=on_progress)
+    trees = [] if drafter is None else _sized_trees(choice, drafter, tree, step_times)
+    return AdaptivePolicy(trees, step_times)
+
+
+def _dynamic_tree(choice: Choice, drafter: Drafter, tree: Tree) -> DynamicTree:
+    """Returns the dynamic tree of the chosen size, by default that of the static tree.
+
+    If `tree --budget auto` measured from which chance a node pays, that chance decides.
+    """
+    paying = tree_provenance(choice.tree.file).break_even if choice.tree.file else 0.0
+    nodes = choice.tree.nodes
+    if nodes is None:
+        nodes = max(MAX_PAYING_NODES, tree.size) if paying else tree.size
+    return DynamicTree(nodes, drafter.num_heads, tuple(_calibration(choice).temperatures), paying)
 
 
 def _sized_trees(choice: Choice, drafter: Drafter, tree: Tree | None, step_times: StepTimes) -> list[SizedTree]:

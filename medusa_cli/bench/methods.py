@@ -66,14 +66,19 @@ def choose_files(
     outer = Run.open(run) if run else Run.pretrained(model or DEFAULT_MODEL)
     inner = {name for name in names if run and outer is not None and _kind(outer.path / name)}
     named = [name for name in names if name in DRAFTERS or name in inner]
+    if named == ["medusa"]:
+        named = []
     files = {}
-    for name in named if named != ["medusa"] else ():
-        if outer is None or (name not in inner and _kind(outer.path) != name):
+    for name in named:
+        if outer is not None and name in inner:
+            source: str | None = str(outer.path / name)
+        elif outer is not None and _kind(outer.path) == name:
+            source = run
+        else:
             raise UserError(
                 f"@methods {name}: there is no {name} drafter in {outer.path if outer else 'any run'}",
                 f"run `medusa train drafter={name} --run runs/{run or 'NAME'}/{name}` and give @run {run or 'NAME'}",
             )
-        source = str(outer.path / name) if name in inner else run
         files[name] = choose(model, source, None, tree, lookup=lookup)
     own = "medusa" not in files and any(name.startswith("medusa") for name in names)
     if drafter is not None and not own:

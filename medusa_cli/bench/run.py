@@ -236,7 +236,7 @@ def _describe(choice: Choice, drafter: Drafter | None, policy: DraftPolicy) -> d
         "drafter": str(choice.drafter),
         "kind": drafter.name,
         STAMP: stamp_of(choice.drafter),
-        "tree": str(choice.tree) if choice.tree else None,
+        "tree": str(choice.tree.file) if choice.tree.file else None,
         "dynamic": isinstance(policy, DynamicTreePolicy),
         "lookup": policy.ngrams,
         "nodes": policy.size,

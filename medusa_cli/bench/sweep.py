@@ -20,7 +20,7 @@ from medusa_cli.errors import UsageError, UserError
 from medusa_cli.model import lora
 from medusa_cli.model.backbone import weights_of
 from medusa_cli.runs.io import read_object, write_json
-from medusa_cli.runs.resolve import Choice, read_calibration
+from medusa_cli.runs.resolve import Choice, TreeChoice, read_calibration
 from medusa_cli.runs.run import provenance
 from medusa_cli.tree.search import Accuracies, largest
 
@@ -92,19 +92,16 @@ def sweep(base: Bench, axis: str, values: Sequence[float], folder: Path, watch: 
 
 def _points(base: Bench, axis: str, values: Sequence[float]) -> Iterator[Point]:
     """Yields the points of a sweep; raises UsageError for values that do not fit the drafter."""
-    sampling, drafted = base.sampling, base.drafts["medusa"]
-
-    def over(**tree: Any) -> Bench:
-        """Returns the bench over another tree; n-gram drafts are added on request only."""
-        settings = {"static": None, "dynamic": None, "tree": None, "auto": False, "lookup": drafted.lookup_named}
-        return replace(base, drafts={"medusa": replace(drafted, **(settings | tree))})
-
+    sampling = base.sampling
+    drafted = base.drafts["medusa"]
     if axis == "nodes":
         limit = largest(_accuracies(drafted))
         if max(values) > limit:
             raise UsageError(f"@values {max(values):g}: these heads allow {limit:,} nodes", "use no more")
-        for kind in ("static", "dynamic"):
-            yield from ((kind, size, over(**{kind: int(size)})) for size in values)
+        for tree in (TreeChoice("static"), TreeChoice("dynamic")):
+            for size in values:
+                choice = replace(drafted, tree=replace(tree, nodes=int(size)))
+                yield tree.kind, size, replace(base, drafts={"medusa": choice})
     elif axis == "epsilon":
         typical = replace(sampling, mode="typical", temperature=sampling.temperature or 0.7)
         for value in values:
@@ -128,7 +125,7 @@ def _accuracies(choice: Choice) -> Accuracies:
 def _digest(bench: Bench) -> str:
     """Returns a digest of everything that a point's figures depend on."""
     choice = bench.drafts["medusa"]
-    files = [choice.tree, choice.calibration, choice.drafter and choice.drafter / "config.json"]
+    files = [choice.tree.file, choice.calibration, choice.drafter and choice.drafter / "config.json"]
     contents = [hashlib.sha256(path.read_bytes()).hexdigest() for path in files if path and path.is_file()]
     model = [weights_of(choice.model), choice.adapter and lora.digest(choice.adapter)]
     facts = [__version__, environment(torch.device("cpu")), model, contents, asdict(bench)]

@@ -73,7 +73,7 @@ def serve(
     from medusa_cli.serve.server import Server, check_certificate, listen
 
     choice = drafting.or_plain(baseline, chat_template)
-    if remember and not choice.lookup:
+    if remember and not choice.ngrams:
         raise UsageError(f"--remember {remember} has no effect without n-gram drafts", "leave it out, or give --lookup")
     check_certificate(ssl_certfile, ssl_keyfile)
     templates.prepare()
