@@ -80,7 +80,12 @@ class Case:
     def command(self, name: str, *words: str, **settings: Any) -> str:
         """Returns a command on this run; for what ships, on a run of the user's own."""
         settings = {"run": self.called or "mine", **settings}
-        flags = [word for key, value in settings.items() for word in (in_flags(f"@{key}"), str(value))]
+        flags: list[str] = []
+        for key, value in settings.items():
+            if "." in key:
+                flags.append(f"{key}={value}")
+            else:
+                flags += [in_flags(f"@{key}"), str(value)]
         return shlex.join(["medusa", name, *words, *flags])
 
     @property
@@ -97,7 +102,7 @@ class Case:
         header = read_object(data.parent / HEADER, "the distillation's header")
         known = {"seed": header.get("seed"), **dict(header.get("settings") or {})}
         usual = vars(DistillRecipe())
-        same = {key: known[key] for key in REPEATED if known.get(key) not in (None, usual[key])}
+        same = {f"distill.{key}": known[key] for key in REPEATED if known.get(key) not in (None, usual[key])}
         with data.open("rb") as lines:
             count = sum(1 for _ in lines)
         run = self.called if data == self.run.distill_path else str(data.parent)

@@ -142,7 +142,7 @@ def words(bare: str, tmp_path: Path) -> list[str]:
 
 def test_every_command_on_a_run_uses_the_template_of_its_distillation(words: list[str], tmp_path: Path) -> None:
     run, other = str(tmp_path / "run"), str(tmp_path / "other")
-    done = medusa(*words, "--recipe", tmp_path / "recipe.yaml")
+    done = medusa(*words, tmp_path / "recipe.yaml")
     assert json.loads(done.stdout)["conversations"] == 12
     # The template lays out conversations without token ids as well.
     lines = [json.loads(line) for line in Path(run, "distill.jsonl").read_text().splitlines()]

@@ -127,7 +127,7 @@ MISTAKES = [
     (1, f"{TRAIN} --from nowhere/at/all", "--from"),
     (1, f"{TRAIN} --from {{place}}/model", "--from"),
     (2, f"{TRAIN} distill.seed=\udcff", "distill.seed"),
-    (2, f"{TRAIN} --shard", "--shard"),
+    (2, f"{TRAIN} train.shard=true", "train.shard"),
     (2, f"{TRAIN} --tuning qlora", "--tuning qlora"),
     (2, f"{TRAIN} --schedule sine", "--schedule sine"),
     (2, f"{JOINT} --tuning full", "train.objective=kl"),
@@ -276,8 +276,8 @@ def test_a_setting_is_a_flag_a_keyword_or_a_field() -> None:
     error = UsageError("@max_new_tokens 0 is too small", "use 1 or more, or another @run")
     assert in_flags(error.text) == "--max-new-tokens 0 is too small; use 1 or more, or another --run"
     assert str(error) == "max_new_tokens 0 is too small; use 1 or more, or another run"
-    assert in_flags("left out (@no_dedup keeps them; @min_answer_tokens too) [@context]") == (
-        "left out (--no-dedup keeps them; --min-answer-tokens too) [--context]"
+    assert in_flags("left out (@no_resume keeps them; @max_samples too) [@run]") == (
+        "left out (--no-resume keeps them; --max-samples too) [--run]"
     )
     refusal = refusal_for(error, "prompt")
     assert (refusal.param, refusal.code) == ("max_tokens", "invalid_value") and str(refusal).startswith("max_tokens 0")

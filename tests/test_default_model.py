@@ -80,7 +80,7 @@ KINDS = {
 def answers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with some of the default model's own answers, which every drafter learns from a little."""
     run = tmp_path_factory.mktemp("answers")
-    medusa_json("distill", "--run", f"{run}/", "--max-samples", "192", "--max-new-tokens", "96", "--max-turns", "1")
+    medusa_json("distill", "--run", f"{run}/", "--max-samples", "192", "--max-new-tokens", "96", "distill.max_turns=1")
     return run
 
 

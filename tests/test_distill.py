@@ -490,10 +490,11 @@ def test_resume_continues_with_the_runs_model_and_begins_nothing(words: list[str
 def test_duplicates_and_short_answers_are_left_out(words: list[str], tmp_path: Path) -> None:
     seeds = [{"id": f"k{i}", "messages": [{"role": "user", "content": f"w{i % 9}"}]} for i in range(12)]
     words += ["--seed", str(write_lines(tmp_path / "more.jsonl", seeds)), "--max-new-tokens", "40"]
-    first = medusa_json(*words, "--min-answer-tokens", "40")
+    first = medusa_json(*words, "distill.min_answer_tokens=40")
     assert first["duplicates"] == 3 and first["conversations"] + first["dropped"] == 9 and first["dropped"] > 0
     rest = medusa_json(*words)
     assert rest["conversations"] == 9 and rest["dropped"] == 0
+    assert medusa_json(*words, "distill.dedup=false")["conversations"] == 12
 
 
 def test_a_system_prompt_is_set_and_part_of_the_settings(words: list[str], tmp_path: Path) -> None:
@@ -515,15 +516,15 @@ def test_refusals_are_dropped_on_request(words: list[str], monkeypatch: pytest.M
     ("flags", "code"),
     [
         (["--max-new-tokens", "512"], 2),
-        (["--context", "16", "--max-new-tokens", "15"], 1),  # too short for every prompt
+        (["distill.context=16", "--max-new-tokens", "15"], 1),  # too short for every prompt
     ],
 )
 def test_context_without_room_for_an_answer_is_named(words: list[str], flags: list[str], code: int) -> None:
     result = medusa(*words, *flags, exit_code=code)
-    assert "--context" in result.stderr and not result.stdout
+    assert "distill.context" in result.stderr and not result.stdout
 
 
-def test_batch_size_comes_from_the_flag_the_recipe_or_the_memory(
+def test_batch_size_comes_from_the_setting_the_recipe_or_the_memory(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes: list[int | None] = []
@@ -536,9 +537,9 @@ def test_batch_size_comes_from_the_flag_the_recipe_or_the_memory(
     monkeypatch.setattr("medusa_cli.distill.distillation.answer_locally", answer)
     monkeypatch.setattr("medusa_cli.distill.local.free_memory", lambda device: int(5.5 * slot / 0.7))
     recipe = write(tmp_path / "recipe.yaml", "distill: {batch_size: 7}\n")
-    words += ["--context", "64"]
-    for more in ([], ["--recipe", recipe], ["--recipe", recipe, "--batch-size", "3"]):
-        assert ("--batch-size" in medusa(*words, *more).stderr) == (not more)
+    words += ["distill.context=64"]
+    for more in ([], [recipe], [recipe, "distill.batch_size=3"]):
+        assert ("distill.batch_size" in medusa(*words, *more).stderr) == (not more)
     assert sizes == [5, 7, 3]
 
 

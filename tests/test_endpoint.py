@@ -167,7 +167,7 @@ def words(model: str, tmp_path: Path) -> list[str]:
     ]
     seeds = write_lines(tmp_path / "seeds.jsonl", records)
     return ["distill", "--seed", str(seeds), "--run", str(tmp_path / "run"), "--model", model, "--max-new-tokens", "16",
-            "--concurrency", "3"]  # fmt: skip
+            "distill.concurrency=3"]  # fmt: skip
 
 
 def ids(run: Path) -> list[str]:
@@ -180,7 +180,7 @@ def test_server_that_dies_half_way_costs_no_sample_and_doubles_none(
     monkeypatch.setenv("MEDUSA_API_KEY", "secret")
     monkeypatch.setattr("medusa_cli.runs.http.ATTEMPTS", 2)
     run = tmp_path / "run"
-    words += ["--endpoint", server.url, "--endpoint-model", "served"]
+    words += ["--endpoint", server.url, "distill.endpoint_model=served"]
     server.fault = lambda number, body: 500 if number > 9 else None
     first = medusa_json(*words)
     assert 0 < first["conversations"] < len(SEEDS) and first["failed"] == len(SEEDS) - first["conversations"]
@@ -199,7 +199,7 @@ def test_one_of_two_servers_may_die_half_way_and_be_away_at_the_next_start(
     server: ChatServer, other: ChatServer, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("medusa_cli.runs.http.ATTEMPTS", 3)
-    words += ["--endpoint", f"{server.url},{other.url}", "--endpoint-model", "served"]
+    words += ["--endpoint", f"{server.url},{other.url}", "distill.endpoint_model=served"]
 
     def die(number: int, body: dict) -> int | None:
         if number == 5:
@@ -232,6 +232,6 @@ def test_model_that_the_server_does_not_know_is_named_at_once(
     server: ChatServer, words: list[str], tmp_path: Path
 ) -> None:
     server.fault = lambda number, body: 400
-    failed = medusa(*words, "--endpoint", server.url, "--endpoint-model", "other", exit_code=1)
+    failed = medusa(*words, "--endpoint", server.url, "distill.endpoint_model=other", exit_code=1)
     assert "'other'" in failed.stderr and "400" in failed.stderr
     assert len(server.requests) == 1 and not (tmp_path / "run" / "distill.jsonl").exists()

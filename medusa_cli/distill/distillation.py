@@ -45,8 +45,8 @@ def check_settings(settings: DistillRecipe) -> None:
         raise UsageError(f"distill.temperature={settings.temperature} is too close to 0", "use 0 for greedy")
     if settings.max_new_tokens >= settings.context:
         raise UsageError(
-            f"@max_new_tokens {settings.max_new_tokens} leaves no room for a prompt in @context {settings.context}",
-            "lower @max_new_tokens or raise @context",
+            f"@max_new_tokens {settings.max_new_tokens} leaves no room for a prompt",
+            f"lower it, or raise distill.context={settings.context}",
         )
 
 
@@ -80,7 +80,7 @@ def distill(
     asked = distinct(chosen, done) if settings.dedup else chosen
     left = [seed for seed in asked if seed.id not in done]
     if len(asked) < len(chosen):
-        log.info(f"{len(chosen) - len(asked):,} seeds ask what another asks and are left out (@no_dedup keeps them)")
+        log.info(f"{len(chosen) - len(asked):,} seeds repeat another and are left out (distill.dedup=false keeps them)")
     if len(left) < len(asked):
         log.info(f"resuming: {len(asked) - len(left):,} conversations are there already")
 
@@ -104,9 +104,11 @@ def distill(
     counts, rate = sum((count for count, _ in every), Counter()), sum(rate for _, rate in every)
     if counts["skipped"]:
         limit = min(settings.context, model.max_positions)
-        log.info(f"{counts['skipped']:,} prompts were skipped: too long for a context of {limit:,} (@context)")
+        log.info(f"{counts['skipped']:,} prompts were skipped: too long for a context of {limit:,} (distill.context)")
     if counts["dropped"]:
-        log.info(f"{counts['dropped']:,} conversations were dropped: an answer is too short (@min_answer_tokens)")
+        log.info(
+            f"{counts['dropped']:,} conversations were dropped: an answer is too short (distill.min_answer_tokens)"
+        )
     if counts["refused"]:
         log.info(f"{counts['refused']:,} conversations were dropped: an answer is a refusal (distill.drop_refusals)")
     if counts["failed"]:

@@ -79,7 +79,7 @@ def connect(addresses: str, served_name: str | None, tokenizer: Tokenizer) -> tu
             reasons.append(f"as {servers.model!r}: {reason.message}")
     raise UserError(
         f"the model {name!r} is not served {'; '.join(reasons)}",
-        "give the name it is served under as @endpoint_model",
+        "give the name it is served under as distill.endpoint_model",
     )
 
 

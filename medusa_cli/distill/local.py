@@ -54,7 +54,7 @@ def choose_batch_size(backbone: Backbone, settings: DistillRecipe, processes: in
     if count < MAX_BATCH:
         log.info(
             f"{count} conversations at a time: {free / 1e9:.1f} GB are free for their {context:,} positions each; "
-            "@batch_size N takes others"
+            "distill.batch_size=N takes others"
         )
     return count
 

@@ -275,7 +275,7 @@ def _check_engine(named: str | None, options: LoadOptions, foreign: bool, shard:
         return
     flag = f"@quantize {options.quantize}" if options.quantize in INTEGER else f"@engine {named}"
     if shard:
-        raise UsageError(f"{flag} cannot run layers split by @shard", "leave one of them out")
+        raise UsageError(f"{flag} cannot run layers split by train.shard=true", "leave one of them out")
     if foreign:
         raise UsageError(f"{flag} cannot run the own code of {model!r}", "use @engine auto or eager")
     device = torch.device(resolve_device(options.device)).type

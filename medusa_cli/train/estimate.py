@@ -40,7 +40,7 @@ def estimate(
     setup.check_recipe(recipe)
     train, kind, source = recipe.train, DRAFTERS[recipe.drafter.name], data or run.data_path
     if train.shard:
-        raise UsageError("@dry_run loads the model in one process", "leave @shard out")
+        raise UsageError("@dry_run loads the model in one process", "leave train.shard=true out")
     setup.check_loading(train, options, Distributed())
     backbone = (setup.frozen_backbone if train.stage == 1 else setup.joint_backbone)(recipe, options)
     online = train.stage == 2 or setup.runs_model(kind, train)
