@@ -21,7 +21,7 @@ from medusa_cli.runs.run import DEFAULT_RUN
 if TYPE_CHECKING:
     from medusa_cli.api import LoadedModel
     from medusa_cli.bench.questions import Question
-    from medusa_cli.decode import LogitsOptions, Sampling
+    from medusa_cli.decode import Sampling
     from medusa_cli.decode.grammar import Grammar
 
 
@@ -90,8 +90,6 @@ _SAMPLING = (
 )
 _TOP_P = "Sample from the likeliest tokens of total probability P."
 _TOP_K = "Sample from the N likeliest tokens; 0 is all."
-_MIN_P = "Sample from tokens at least P times as likely as the likeliest one. [default: the model's, else 0]"
-_PENALTY = "Divide the logits of tokens of the text by X, or multiply negative ones. [default: the model's, else 1]"
 _JUDGE = (
     "Let a model behind an OpenAI-compatible server grade the answers, and compare pairs in both orders. It gets the "
     "key in MEDUSA_API_KEY."
@@ -188,8 +186,6 @@ class SamplingFlags:
     sampling: Annotated[Text, _sampling("--sampling MODE", _SAMPLING)] = None
     top_p: Annotated[float, _sampling("--top-p P", _TOP_P, show_default=True)] = 1.0
     top_k: Annotated[int, _sampling("--top-k N", _TOP_K, show_default=True)] = 0
-    min_p: Annotated[float | None, _sampling("--min-p P", _MIN_P)] = None
-    repetition_penalty: Annotated[float | None, _sampling("--repetition-penalty X", _PENALTY)] = None
     random_seed: RandomSeed = None
 
     @property
@@ -197,14 +193,7 @@ class SamplingFlags:
         """Returns the sampling parameters; raises UsageError for values that are not valid together."""
         from medusa_cli.decode.sampling import sampling_of
 
-        return sampling_of(self.sampling, self.temperature, self.top_p, self.top_k, self.random_seed, min_p=self.min_p)
-
-    @property
-    def logits_options(self) -> "LogitsOptions":
-        """Returns the changes of the logits; raises UsageError for values that are not valid."""
-        from medusa_cli.decode import LogitsOptions
-
-        return LogitsOptions(self.repetition_penalty)
+        return sampling_of(self.sampling, self.temperature, self.top_p, self.top_k, self.random_seed)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from medusa_cli.bench.methods import Method, check_llama
 from medusa_cli.bench.questions import Question
 from medusa_cli.bench.run import answer_all, first_difference, save
 from medusa_cli.bench.stats import Measurement, Result, bootstrap, by_position, rate, ratio_of_rates, summarise
-from medusa_cli.decode import LogitsOptions, Sampling, Step
+from medusa_cli.decode import Sampling, Step
 from medusa_cli.drafters import HydraHeads
 from medusa_cli.engine import load as engine_load
 from medusa_cli.errors import UsageError, UserError
@@ -203,14 +203,14 @@ def test_only_one_copy_of_the_weights_is_loaded(place: Path, monkeypatch: pytest
 def test_all_methods_decode_by_the_models_own_config(place: Path, tmp_path: Path) -> None:
     model = shutil.copytree(place / "model", tmp_path / "model")
     rules = json.loads((model / "generation_config.json").read_text())
-    rules |= {"no_repeat_ngram_size": 2, "min_new_tokens": 9}
+    rules |= {"no_repeat_ngram_size": 2, "min_new_tokens": 9, "repetition_penalty": 1.4}
     (model / "generation_config.json").write_text(json.dumps(rules))
-    words = ["--methods", "hf,hf-lookup,ar,medusa", "--limit", "2", "--repetition-penalty", "1.4"]
+    words = ["--methods", "hf,hf-lookup,ar,medusa", "--limit", "2"]
     document = bench_json(place, "--model", str(model), *words)
     assert {figures["identical"] for figures in document["methods"].values()} == {2}
     bare = bench_json(place, "--methods", "ar", "--limit", "2")
     turns = [[row["turns"] for row in own["methods"]["ar"]["answers"]] for own in (document, bare)]
-    assert turns[0] != turns[1] and document["sampling"]["repetition_penalty"] == 1.4
+    assert turns[0] != turns[1]
 
 
 @pytest.mark.parametrize(("named", "kept"), [(".", "x1"), ("../mine", "mine")])
@@ -303,21 +303,18 @@ def test_assisted_generation_needs_a_draft_model_of_the_same_vocabulary(place: P
 
 
 @pytest.mark.parametrize(
-    ("installed", "model", "file", "sampling", "penalty", "named"),
+    ("installed", "model", "file", "sampling", "named"),
     [
-        (True, "smollm2-135m", None, Sampling(), None, None),
-        (True, "other", None, Sampling(), None, "gguf"),
-        (True, "other", Path("some.gguf"), Sampling("exact", 0.7), None, "temperature"),
-        (True, "smollm2-135m", None, Sampling(), 1.1, "repetition_penalty"),
-        (False, "smollm2-135m", None, Sampling(), None, "xllamacpp"),
+        (True, "smollm2-135m", None, Sampling(), None),
+        (True, "other", None, Sampling(), "gguf"),
+        (True, "other", Path("some.gguf"), Sampling("exact", 0.7), "temperature"),
+        (False, "smollm2-135m", None, Sampling(), "xllamacpp"),
     ],
 )
-def test_llama_cpp_decodes_greedily_from_a_known_file(
-    monkeypatch, installed, model, file, sampling, penalty, named
-) -> None:
+def test_llama_cpp_decodes_greedily_from_a_known_file(monkeypatch, installed, model, file, sampling, named) -> None:
     monkeypatch.setattr("medusa_cli.bench.methods.has_package", lambda name: installed)
     with pytest.raises(UsageError, match=named) if named else nullcontext():
-        check_llama("llama.cpp", model, file, sampling, LogitsOptions(penalty))
+        check_llama("llama.cpp", model, file, sampling)
 
 
 def test_quantized_weights_are_compared_with_the_plain_models_answers(place: Path) -> None:

@@ -11,8 +11,8 @@ import torch
 
 from medusa_cli.assets import DEFAULT_MODEL, MODELS, has_package
 from medusa_cli.bench.stats import Measurement
-from medusa_cli.decode import Decoder, DraftPolicy, LogitsOptions, Request, Sampling
-from medusa_cli.decode.processors import generate_arguments
+from medusa_cli.decode import Decoder, DraftPolicy, Request, Sampling
+from medusa_cli.decode.processors import MODELS_OWN, generate_arguments
 from medusa_cli.drafters import DRAFTERS, Drafter
 from medusa_cli.errors import UsageError, UserError, first_line
 from medusa_cli.model import Backbone
@@ -36,7 +36,7 @@ def split_names(text: str) -> list[str]:
     return list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
 
 
-def check_llama(name: str, model: str, gguf: Path | None, sampling: Sampling, options: LogitsOptions) -> None:
+def check_llama(name: str, model: str, gguf: Path | None, sampling: Sampling) -> None:
     """Raises UsageError if llama.cpp is not installed, has no file to read, or would not decode greedily as it is."""
     if not has_package("xllamacpp"):
         raise UsageError(
@@ -46,8 +46,6 @@ def check_llama(name: str, model: str, gguf: Path | None, sampling: Sampling, op
         raise UsageError(f"@methods {name}: no GGUF file of {model!r} is known", "give @gguf FILE")
     if not sampling.greedy:
         raise UsageError(f"@methods {name} is compared in greedy decoding only", "leave @temperature out")
-    if option := next(iter(options.given), None):
-        raise UsageError(f"@methods {name} is compared without @{option}", f"leave @{option} out")
 
 
 def choose_files(
@@ -101,7 +99,6 @@ def our_method(
     drafter: Drafter | None,
     policy: DraftPolicy | None,
     sampling: Sampling,
-    options: LogitsOptions,
     batch_size: int,
 ) -> Method:
     """Returns our decoding loop, plain without a policy."""
@@ -110,7 +107,7 @@ def our_method(
     def answer(prompts: Sequence[Sequence[int]], max_new_tokens: int, on_tokens: OnTokens) -> list[Measurement]:
         decoder.clear_prefix_cache()  # the other methods run every prompt from its beginning, too
         answers = [Measurement([[]]) for _ in prompts]
-        requests = (Request(prompt, max_new_tokens, sampling, logits_options=options) for prompt in prompts)
+        requests = (Request(prompt, max_new_tokens, sampling) for prompt in prompts)
         for sequence, step in decoder.run(requests):
             answers[sequence.number].add(step)
             on_tokens(step.tokens)
@@ -119,9 +116,7 @@ def our_method(
     return answer
 
 
-def transformers_method(
-    backbone: Backbone, sampling: Sampling, options: LogitsOptions, lookup: bool = False, assistant: Any = None
-) -> Method:
+def transformers_method(backbone: Backbone, sampling: Sampling, lookup: bool = False, assistant: Any = None) -> Method:
     """Returns transformers' generate on the unmodified model; several prompts are padded on the left.
 
     lookup: with its prompt lookup. assistant: a smaller model of the same vocabulary that drafts.
@@ -147,7 +142,7 @@ def transformers_method(
                 pad_token_id=pad,
                 streamer=streamer,
                 **drafting,
-                **generate_arguments(rule, options, width),
+                **generate_arguments(rule, MODELS_OWN, width),
             )
         return [Measurement([_until_end(row, ends)]) for row in out[:, width:].tolist()]  # tolist waits for the device
 

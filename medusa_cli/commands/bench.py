@@ -87,7 +87,6 @@ def bench(
         batch_size,
         gguf,
         draft_model,
-        sampling.logits_options,
     )
     console.info(
         f"{len(questions)} of {count} questions of {which.title}, up to {tokens} new tokens a turn, "
