@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from medusa_cli import assets
-from medusa_cli.api import LoadedModel, Medusa, check_fit
+from medusa_cli.api import Medusa
 from medusa_cli.bench.questions import read_questions, spread
 from medusa_cli.bench.stats import bootstrap, rate
 from medusa_cli.data.conversation import Conversation, read_conversations
@@ -26,10 +25,13 @@ from medusa_cli.drafters import load_drafter
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.engine import Plan, load_backbone
 from medusa_cli.errors import UserError, in_flags, of_system, shown
+from medusa_cli.files import assets
+from medusa_cli.files.io import read_object
+from medusa_cli.loading import LoadedModel, check_fit
 from medusa_cli.model import Backbone
-from medusa_cli.runs.io import read_object
+from medusa_cli.runs.load_options import DEFAULT_LOADING, LoadOptions
 from medusa_cli.runs.recipe import DistillRecipe, TrainRecipe, load_recipe
-from medusa_cli.runs.resolve import DEFAULT_LOADING, Calibration, LoadOptions, read_calibration
+from medusa_cli.runs.resolve import Calibration, read_calibration
 from medusa_cli.runs.run import Provenance, Run, check_backbone, describe_drafter, outdated
 from medusa_cli.train.log import NAME, read_log
 from medusa_cli.tree import Tree

@@ -10,19 +10,21 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from medusa_cli import assets, console
-from medusa_cli.assets import DEFAULT_MODEL, DEFAULT_SEED
+from medusa_cli import console
 from medusa_cli.errors import UsageError
-from medusa_cli.model_files import check_model_files
+from medusa_cli.files import assets
+from medusa_cli.files.assets import DEFAULT_MODEL, DEFAULT_SEED
+from medusa_cli.files.model_files import check_model_files
+from medusa_cli.runs.load_options import LoadOptions
 from medusa_cli.runs.recipe import COLDEST, template_text
-from medusa_cli.runs.resolve import Choice, LoadOptions, choose
+from medusa_cli.runs.resolve import Choice, choose
 from medusa_cli.runs.run import DEFAULT_RUN
 
 if TYPE_CHECKING:
-    from medusa_cli.api import LoadedModel
     from medusa_cli.bench.questions import Question
     from medusa_cli.decode import Sampling
     from medusa_cli.decode.grammar import Grammar
+    from medusa_cli.loading import LoadedModel
 
 
 def flag(usage: str, help: str, panel: str | None = None, **more: Any) -> Any:
@@ -212,7 +214,7 @@ class GrammarFlags:
         if self.json_schema is self.regex is self.grammar_file is None:
             return None
         from medusa_cli.decode.grammar import Grammar
-        from medusa_cli.runs.io import read_text
+        from medusa_cli.files.io import read_text
 
         schema, grammar = (path and read_text(path) for path in (self.json_schema, self.grammar_file))
         return Grammar.of(json_schema=schema, regex=self.regex, grammar=grammar)
@@ -259,8 +261,8 @@ class QuestionFlags:
 
     def chosen(self) -> "tuple[list[Question], int]":
         """Returns the questions to ask and the size of the set; raises UserError for an unreadable set."""
-        from medusa_cli.assets import mt_bench_path
         from medusa_cli.bench.questions import CODING, of_categories, read_questions, spread
+        from medusa_cli.files.assets import mt_bench_path
 
         source: str | Path | None = CODING if self.coding else self.questions
         if source is None:
@@ -299,7 +301,7 @@ def spread_out(command: Callable[..., None]) -> Callable[..., None]:
 
 def load(choice: Choice, loading: LoadFlags, *, chat: bool = False) -> "LoadedModel":
     """Loads what was chosen, for `chat` if so asked, with a bar for the steps that are timed on the way."""
-    from medusa_cli.api import load_model
+    from medusa_cli.loading import load_model
 
     with console.progress("timing steps", unit="steps") as advance:
         loaded = load_model(choice, loading, chat=chat, on_progress=advance)

@@ -35,7 +35,7 @@ from medusa_cli.export.folder import find_source
 from medusa_cli.export.medusa_format import export_medusa
 from medusa_cli.model import lora as adapter
 from medusa_cli.model.load import load_network
-from medusa_cli.runs.resolve import LoadOptions
+from medusa_cli.runs.load_options import LoadOptions
 from tests.helpers import medusa, save_model, save_questions, save_run
 
 # A case takes a fraction of a second: bounds on processor time, and on the clock of a busy machine.

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import transformers as hf
-from medusa_cli.engine.autotune import machine_key
 from torch import Tensor
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -21,9 +20,10 @@ from medusa_cli.decode import Request
 from medusa_cli.decode.policy import StaticTreePolicy
 from medusa_cli.drafters import NewTokens
 from medusa_cli.engine import load_backbone
+from medusa_cli.engine.timing import machine_key
 from medusa_cli.errors import UserError
 from medusa_cli.model import Backbone
-from medusa_cli.runs.resolve import LoadOptions
+from medusa_cli.runs.load_options import LoadOptions
 from medusa_cli.tree import Draft, Tree
 from tests.helpers import SPARSE, Oracle, answer, decoder_of, save_network, steps_of, tokens_of
 

@@ -192,7 +192,7 @@ def test_only_one_copy_of_the_weights_is_loaded(place: Path, monkeypatch: pytest
         return network, tokenizer
 
     monkeypatch.chdir(place)
-    monkeypatch.setattr("medusa_cli.assets.mt_bench_path", lambda: place / "q.jsonl")
+    monkeypatch.setattr("medusa_cli.files.assets.mt_bench_path", lambda: place / "q.jsonl")
     for module in (running, engine_load):
         monkeypatch.setattr(module, "load_network", counted)
     common = ["--run", place / "mine", "--dtype", "fp32", "--engine", "eager", "--max-new-tokens", "2"]
@@ -349,7 +349,7 @@ def test_files_that_do_not_fit_are_refused(place: Path, tmp_path: Path) -> None:
 
 
 def test_the_demo_shows_both_answers_and_the_table(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("medusa_cli.assets.mt_bench_path", lambda: place / "q.jsonl")
+    monkeypatch.setattr("medusa_cli.files.assets.mt_bench_path", lambda: place / "q.jsonl")
     words = ["demo", "--run", str(place / "mine"), "--dtype", "fp32", "--limit", "2", "--max-new-tokens", "12"]
     done = medusa(*words)
     assert done.stdout.count("--- plain decoding") == done.stdout.count("--- with drafts") == 4  # of two turns each

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
-from medusa_cli import Medusa, assets
+from medusa_cli import Medusa
 from medusa_cli.data.conversation import conversation_of, messages_of
 from medusa_cli.distill.endpoint import Tokenizer
 from medusa_cli.errors import UserError
+from medusa_cli.files import assets
+from medusa_cli.files.io import Malformed, read_jsonl
 from medusa_cli.model import chat_template
 from medusa_cli.model.chat_template import encode, token_ids
-from medusa_cli.runs.io import Malformed, read_jsonl
 from medusa_cli.runs.recipe import load_recipe
 from medusa_cli.runs.run import Run
 from tests.helpers import CHAT_TEMPLATE, medusa, save_model, tiny_backbone, tiny_tokenizer, write_lines

@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from medusa_cli import assets
-from medusa_cli.assets import DEFAULT_MODEL
 from medusa_cli.bench.questions import read_questions
+from medusa_cli.device import has_bf16
 from medusa_cli.engine import load_backbone
+from medusa_cli.files import assets
+from medusa_cli.files.assets import DEFAULT_MODEL
+from medusa_cli.files.io import read_json
 from medusa_cli.model import Backbone
-from medusa_cli.model.load import has_bf16
-from medusa_cli.runs.io import read_json
-from medusa_cli.runs.resolve import LoadOptions
+from medusa_cli.runs.load_options import LoadOptions
 from medusa_cli.runs.run import Run
 from medusa_cli.tree import DynamicTree
 from medusa_cli.tree.io import load_tree

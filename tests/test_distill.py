@@ -14,18 +14,18 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
+from medusa_cli import device as memory
 from medusa_cli.data.code_seeds import FIM, KINDS, code_seeds, fim_tokens, is_code, with_fim_tokens
 from medusa_cli.data.conversation import Conversation
 from medusa_cli.data.seeds import distinct, in_order, read_seeds
 from medusa_cli.data.states import StateStore, read_rows
+from medusa_cli.device import free_memory
 from medusa_cli.distill import Outcome, Records, answer_locally
 from medusa_cli.distill.distillation import Progress, merge_parts, part_of
 from medusa_cli.distill.filters import is_refusal
 from medusa_cli.distill.local import choose_batch_size
 from medusa_cli.errors import UserError
 from medusa_cli.model import Backbone
-from medusa_cli.model import load as memory
-from medusa_cli.model.load import free_memory
 from medusa_cli.runs.recipe import DistillRecipe
 from medusa_cli.runs.run import Run
 from tests.helpers import (
@@ -176,7 +176,7 @@ def test_seeds_are_read_from_every_form(tmp_path: Path) -> None:
 
 
 def test_large_array_is_read_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("medusa_cli.runs.io.CHUNK", 7)
+    monkeypatch.setattr("medusa_cli.files.io.CHUNK", 7)
     records = [{"id": f"s{i}", "messages": [{"role": "user", "content": f"w{i} " * i}]} for i in range(1, 6)]
     seeds, report = read_seeds(write(tmp_path / "a.json", json.dumps(records)))
     assert [read.id for read in seeds] == [f"s{i}" for i in range(1, 6)] and not report.skipped
@@ -207,7 +207,7 @@ def test_long_turns_of_sharegpt_are_seeds_of_their_own(tmp_path: Path, monkeypat
     turns = ["short", "long " * 400, "too long " * 1000, "text " * 500]
     record = {"id": "a_1", "conversations": [{"from": "human", "value": turn} for turn in turns]}
     path = write(tmp_path / "a.json", json.dumps([record]))
-    monkeypatch.setattr("medusa_cli.assets.sharegpt_path", lambda: Path(path))
+    monkeypatch.setattr("medusa_cli.files.assets.sharegpt_path", lambda: Path(path))
     assert read_seeds("sharegpt-long")[0] == [seed("a_1/1", turns[1:2]), seed("a_1/3", turns[3:])]
 
 
@@ -219,7 +219,7 @@ def test_ultrachat_names_its_hub_dataset(monkeypatch: pytest.MonkeyPatch) -> Non
         messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "x"}]
         yield {"prompt_id": "p1", "messages": messages}
 
-    monkeypatch.setattr("medusa_cli.assets.hub_rows", rows)
+    monkeypatch.setattr("medusa_cli.files.assets.hub_rows", rows)
     assert read_seeds("ultrachat")[0] == [seed("p1", ["hello"])]
     assert asked == ["HuggingFaceH4/ultrachat_200k"]
 
@@ -310,7 +310,7 @@ def test_sharegpts_programming_conversations_can_be_chosen(tmp_path: Path, monke
     turns = ["Write a poem", "Why does `print(x)` fail in my Python script?", "Web search results: see a.org/css"]
     records = [{"id": f"k{i}", "conversations": [{"from": "human", "value": turn}]} for i, turn in enumerate(turns)]
     path = write(tmp_path / "a.json", json.dumps(records))
-    monkeypatch.setattr("medusa_cli.assets.sharegpt_path", lambda: Path(path))
+    monkeypatch.setattr("medusa_cli.files.assets.sharegpt_path", lambda: Path(path))
     assert [chosen.id for chosen in read_seeds("sharegpt-code")[0]] == ["k1"]
 
 

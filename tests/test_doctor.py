@@ -15,8 +15,8 @@ from medusa_cli.data.packing import held_out_ids
 from medusa_cli.decode import Stats
 from medusa_cli.decode.sampling import sampling_of
 from medusa_cli.doctor import CHECKS, STATUSES, Case, Finding, examine
+from medusa_cli.files.io import write_json
 from medusa_cli.model import Backbone
-from medusa_cli.runs.io import write_json
 from medusa_cli.runs.run import STAMP, Run, provenance, stamp_of
 from medusa_cli.train.log import Stepped, TrainLog, Validated
 from medusa_cli.tree.io import save_tree
@@ -244,7 +244,7 @@ def test_without_a_run_it_examines_what_ships(
     for path in (sound.calibration_path, sound.tree_path):
         shutil.copy(path, shipped.path)
     questions = Path(save_questions(tmp_path / "q.jsonl"))
-    monkeypatch.setattr("medusa_cli.assets.mt_bench_path", lambda: questions)
+    monkeypatch.setattr("medusa_cli.files.assets.mt_bench_path", lambda: questions)
     monkeypatch.setattr(Run, "pretrained", classmethod(lambda cls, name: shipped))
     case = case_of(shipped, backbone, None)
     findings = {name: look(case, name) for name in ("backbone", "acceptance", "own words", "tree")}

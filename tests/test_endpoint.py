@@ -14,10 +14,10 @@ from medusa_cli.distill import Outcome
 from medusa_cli.distill.endpoint import Tokenizer, answer_remotely, connect, tokenise
 from medusa_cli.engine import load_backbone
 from medusa_cli.errors import UserError
-from medusa_cli.runs.http import ChatServers
-from medusa_cli.runs.io import Malformed
+from medusa_cli.files.chat_servers import ChatServers
+from medusa_cli.files.io import Malformed
+from medusa_cli.runs.load_options import LoadOptions
 from medusa_cli.runs.recipe import DistillRecipe
-from medusa_cli.runs.resolve import LoadOptions
 from medusa_cli.runs.run import Run
 from tests.helpers import ChatServer, medusa, medusa_json, write_lines
 
@@ -46,7 +46,7 @@ RULES = DistillRecipe(max_new_tokens=16, concurrency=4)
 
 @pytest.fixture(autouse=True)
 def pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("medusa_cli.runs.http.FIRST_PAUSE", 0.01)
+    monkeypatch.setattr("medusa_cli.files.chat_servers.FIRST_PAUSE", 0.01)
 
 
 def answers(urls: str, model: str, seeds: list[Conversation] = SEEDS, rules: DistillRecipe = RULES) -> list[Outcome]:
@@ -122,7 +122,7 @@ def test_busy_servers_are_asked_again_and_refusals_are_not(server: ChatServer, m
 def test_failing_server_is_left_alone_and_the_other_takes_its_work(
     server: ChatServer, other: ChatServer, model: str, pause: float, headers: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("medusa_cli.runs.http.FIRST_PAUSE", pause)
+    monkeypatch.setattr("medusa_cli.files.chat_servers.FIRST_PAUSE", pause)
     server.fault, server.headers = lambda number, body: 503 if number > 4 else None, headers
     assert [c.id for c in conversations(answers(f"{server.url},{other.url}", model))] == IDS
     assert len(server.requests) <= 4 + 4  # those under way when it began to fail
@@ -178,7 +178,7 @@ def test_server_that_dies_half_way_costs_no_sample_and_doubles_none(
     server: ChatServer, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MEDUSA_API_KEY", "secret")
-    monkeypatch.setattr("medusa_cli.runs.http.ATTEMPTS", 2)
+    monkeypatch.setattr("medusa_cli.files.chat_servers.ATTEMPTS", 2)
     run = tmp_path / "run"
     words += ["--endpoint", server.url, "distill.endpoint_model=served"]
     server.fault = lambda number, body: 500 if number > 9 else None
@@ -198,7 +198,7 @@ def test_server_that_dies_half_way_costs_no_sample_and_doubles_none(
 def test_one_of_two_servers_may_die_half_way_and_be_away_at_the_next_start(
     server: ChatServer, other: ChatServer, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("medusa_cli.runs.http.ATTEMPTS", 3)
+    monkeypatch.setattr("medusa_cli.files.chat_servers.ATTEMPTS", 3)
     words += ["--endpoint", f"{server.url},{other.url}", "distill.endpoint_model=served"]
 
     def die(number: int, body: dict) -> int | None:

@@ -16,8 +16,8 @@ from medusa_cli.drafters import MedusaHeads
 from medusa_cli.engine import load_backbone
 from medusa_cli.errors import UserError
 from medusa_cli.model import Backbone
+from medusa_cli.runs.load_options import LoadOptions
 from medusa_cli.runs.recipe import DistillRecipe
-from medusa_cli.runs.resolve import LoadOptions
 from medusa_cli.runs.run import Run
 from tests import forked, helpers
 from tests.helpers import forward, load_dataset, medusa, save_model, tiny_backbone, write_lines

@@ -18,12 +18,13 @@ from typer.testing import Result
 
 from medusa_cli.bench import sweep as sweeping
 from medusa_cli.bench.questions import Question
-from medusa_cli.bench.steps import ROWS, copy_bandwidth, time_rows
+from medusa_cli.bench.steps import ROWS, time_rows
 from medusa_cli.bench.sweep import fill
+from medusa_cli.device import copy_bandwidth
 from medusa_cli.engine import attach, load_backbone
 from medusa_cli.model import Backbone
 from medusa_cli.model import load as model_load
-from medusa_cli.runs.resolve import LoadOptions
+from medusa_cli.runs.load_options import LoadOptions
 from tests.bench import gpu_steps
 from tests.helpers import (
     medusa,

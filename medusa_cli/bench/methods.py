@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from medusa_cli.assets import DEFAULT_MODEL, MODELS, has_package
 from medusa_cli.bench.stats import Measurement
 from medusa_cli.decode import Decoder, DraftPolicy, Request, Sampling
 from medusa_cli.decode.processors import MODELS_OWN, generate_arguments
 from medusa_cli.drafters import DRAFTERS, Drafter
 from medusa_cli.errors import UsageError, UserError, first_line
+from medusa_cli.files.assets import DEFAULT_MODEL, MODELS, has_package
 from medusa_cli.model import Backbone
 from medusa_cli.runs.resolve import Choice, choose
 from medusa_cli.runs.run import Run, describe_drafter

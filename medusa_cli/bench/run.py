@@ -17,8 +17,6 @@ from typing import Any
 
 import torch
 
-from medusa_cli.api import load_drafting, static_tree
-from medusa_cli.assets import gguf_path
 from medusa_cli.bench.methods import (
     LLAMA,
     METHODS,
@@ -36,14 +34,17 @@ from medusa_cli.decode import DraftPolicy, Sampling
 from medusa_cli.decode.answer import likelihoods
 from medusa_cli.decode.policy import DynamicTreePolicy
 from medusa_cli.decode.processors import check_generation_config
+from medusa_cli.device import processor
 from medusa_cli.drafters import Drafter
 from medusa_cli.engine import Plan, load_backbone
-from medusa_cli.engine.timing import processor
 from medusa_cli.errors import UsageError, UserError
+from medusa_cli.files.assets import gguf_path
+from medusa_cli.files.io import write_json
+from medusa_cli.loading import load_drafting, static_tree
 from medusa_cli.model import Backbone
 from medusa_cli.model.load import DTYPES, load_network, resolve_device, resolve_dtype
-from medusa_cli.runs.io import write_json
-from medusa_cli.runs.resolve import Choice, LoadOptions
+from medusa_cli.runs.load_options import LoadOptions
+from medusa_cli.runs.resolve import Choice
 from medusa_cli.runs.run import STAMP, provenance, stamp_of
 
 PACKAGES = ("torch", "transformers", "numpy", "peft", "bitsandbytes", "xllamacpp")

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from medusa_cli import assets, console, options
+from medusa_cli import console, options
 from medusa_cli.commands.report import JudgeFlags
 from medusa_cli.errors import UsageError
+from medusa_cli.files import assets
+from medusa_cli.files.io import Document
 from medusa_cli.options import DraftFlags, LoadFlags, OutputFlags, QuestionFlags, SamplingFlags, flag
-from medusa_cli.runs.io import Document
-from medusa_cli.runs.resolve import as_trained
+from medusa_cli.runs.load_options import as_trained
 from medusa_cli.runs.run import RUNS, Run, called
 
 if TYPE_CHECKING:

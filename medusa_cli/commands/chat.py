@@ -9,9 +9,9 @@ import typer
 
 from medusa_cli import console
 from medusa_cli.errors import INTERRUPTED, UsageError, UserError, in_flags, of_system
-from medusa_cli.model_files import check_chat_template
+from medusa_cli.files.io import write_json
+from medusa_cli.files.model_files import check_chat_template
 from medusa_cli.options import ChatTemplate, DraftFlags, GrammarFlags, LoadFlags, OutputFlags, SamplingFlags, flag, load
-from medusa_cli.runs.io import write_json
 
 if TYPE_CHECKING:
     from medusa_cli.api import Chat

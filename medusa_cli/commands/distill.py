@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
-from medusa_cli import assets, console, options
+from medusa_cli import console, options
 from medusa_cli.errors import UsageError, UserError
+from medusa_cli.files import assets
 from medusa_cli.options import LoadFlags, OutputFlags, flag
 from medusa_cli.runs.run import DEFAULT_RUN
 

@@ -4,8 +4,9 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-from medusa_cli import assets, console, options
+from medusa_cli import console, options
 from medusa_cli.errors import UsageError
+from medusa_cli.files import assets
 from medusa_cli.options import DraftFlags, LoadFlags
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")

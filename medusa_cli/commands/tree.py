@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from medusa_cli import assets, console, options
-from medusa_cli.assets import DEFAULT_MODEL
+from medusa_cli import console, options
 from medusa_cli.errors import UsageError, UserError, in_flags
+from medusa_cli.files import assets
+from medusa_cli.files.assets import DEFAULT_MODEL
 from medusa_cli.options import LoadFlags, OutputFlags, flag
-from medusa_cli.runs.resolve import Calibration, as_trained, find_calibration
+from medusa_cli.runs.load_options import as_trained
+from medusa_cli.runs.resolve import Calibration, find_calibration
 from medusa_cli.runs.run import DEFAULT_RUN, STAMP, Run, provenance, sole_writer, stamp_of
 
 if TYPE_CHECKING:

@@ -19,16 +19,14 @@ from medusa_cli.decode.accept import accept, longest_path
 from medusa_cli.decode.answer import Accepted
 from medusa_cli.decode.sampling import Sampler, Sampling, draw, nucleus
 from medusa_cli.decode.sequence import Sequence
+from medusa_cli.device import best_time, free_memory, upload
 from medusa_cli.drafters.base import Drafter, NewTokens
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.drafters.slots import Fill, LayerSlots, NewTensors
 from medusa_cli.engine import Cache, Engine, Plan
-from medusa_cli.engine.device import upload
 from medusa_cli.engine.plan import lay_out_at
-from medusa_cli.engine.timing import best_time
 from medusa_cli.engine.torch_layers import TOLERANCE
 from medusa_cli.errors import first_line
-from medusa_cli.model.load import free_memory
 from medusa_cli.tree import Draft, DynamicTree, Tree
 from medusa_cli.tree.tensors import GrowingTrees, TreeTensors
 from medusa_cli.tree.tree import PADDING, ROOT_PARENT, UNREAD

@@ -16,12 +16,11 @@ from medusa_cli.decode.cuda_graph import CudaGraphs, captures
 from medusa_cli.decode.ngram import add_paths, shared_length
 from medusa_cli.decode.policy import ROOT, DraftPolicy, DynamicTreePolicy, Proposal, StaticTreePolicy
 from medusa_cli.decode.sequence import Request, Sequence
+from medusa_cli.device import free_memory, upload
 from medusa_cli.drafters.base import Drafter, NewTokens
 from medusa_cli.engine import Plan
-from medusa_cli.engine.device import upload
 from medusa_cli.errors import UserError
 from medusa_cli.model import Backbone
-from medusa_cli.model.load import free_memory
 from medusa_cli.tree import Draft
 from medusa_cli.tree.tensors import outline
 from medusa_cli.tree.tree import batch_drafts, unread_draft

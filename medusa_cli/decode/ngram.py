@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from medusa_cli.decode.accept import AcceptanceEstimate
-from medusa_cli.engine.device import upload
+from medusa_cli.device import upload
 from medusa_cli.tree import Draft, Tree
 
 # Longest match that is told from longer ones, occurrences that are compared, tokens of a match, and matches a step.

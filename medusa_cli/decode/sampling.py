@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from medusa_cli.engine.device import upload
+from medusa_cli.device import upload
 from medusa_cli.errors import UsageError
 
 if TYPE_CHECKING:

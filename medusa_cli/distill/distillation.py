@@ -26,11 +26,11 @@ from medusa_cli.distill.local import MAX_BATCH, Outcome, answer_locally, choose_
 from medusa_cli.drafters.base import check_layers
 from medusa_cli.engine import load_backbone
 from medusa_cli.errors import UsageError, UserError
+from medusa_cli.files.io import Malformed, check_regular, read_jsonl, read_object, repair_jsonl, write_json
 from medusa_cli.model import Backbone
 from medusa_cli.model.distributed import Distributed
-from medusa_cli.runs.io import Malformed, check_regular, read_jsonl, read_object, repair_jsonl, write_json
+from medusa_cli.runs.load_options import LoadOptions
 from medusa_cli.runs.recipe import COLDEST, DistillRecipe, Recipe
-from medusa_cli.runs.resolve import LoadOptions
 from medusa_cli.runs.run import Run, provenance
 
 DOUBT = 16  # conversations

@@ -8,12 +8,12 @@ import torch
 from msgspec import Meta
 from torch import Tensor, nn
 
+from medusa_cli.device import upload
 from medusa_cli.drafters.base import Batch, NewTokens
 from medusa_cli.drafters.heads import HeadDrafter, HeadsConfig
 from medusa_cli.drafters.layers import DecoderLayer, HeadAttention, Padding, last_of, residual_blocks
 from medusa_cli.drafters.levels import Guess, draft_by_level
 from medusa_cli.drafters.slots import NewTensors, fill_by_level
-from medusa_cli.engine.device import upload
 from medusa_cli.model import Backbone
 from medusa_cli.tree import Draft, DynamicTree, Tree
 from medusa_cli.tree.tensors import TreeTensors

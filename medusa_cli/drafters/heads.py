@@ -18,8 +18,8 @@ from medusa_cli.drafters.layers import DecoderLayer, LayerCache, TokenBias, owne
 from medusa_cli.drafters.levels import Frontier, Guess
 from medusa_cli.engine.linear import pack_linears, packed_linear, packs
 from medusa_cli.errors import UsageError
+from medusa_cli.files.io import write_json
 from medusa_cli.model import Backbone
-from medusa_cli.runs.io import write_json
 
 if TYPE_CHECKING:
     from typing_extensions import Self

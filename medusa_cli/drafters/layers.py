@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from medusa_cli.engine.device import upload
+from medusa_cli.device import upload
 
 if TYPE_CHECKING:
     from medusa_cli.drafters.slots import SlotRows

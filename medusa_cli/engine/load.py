@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from medusa_cli.assets import RANDOM, home
 from medusa_cli.engine.eager import EagerEngine
 from medusa_cli.engine.engine import Engine
 from medusa_cli.engine.native import LookUp, NativeEngine
@@ -33,6 +32,7 @@ from medusa_cli.engine.native_model import (
 from medusa_cli.engine.plan import Plan
 from medusa_cli.engine.torch_layers import TorchEngine
 from medusa_cli.errors import UsageError, UserError, first_line
+from medusa_cli.files.assets import RANDOM, home
 from medusa_cli.model import Backbone, lora
 from medusa_cli.model.backbone import Unsupported, padded_pass, usable_positions, weights_of
 from medusa_cli.model.chat_template import check_template, try_template
@@ -47,7 +47,7 @@ from medusa_cli.model.load import (
 )
 from medusa_cli.model.weights import NetworkWeights, has_files, open_weights, source_stamp
 from medusa_cli.native import is_available, why_unavailable
-from medusa_cli.runs.resolve import DEFAULT_LOADING, INTEGER, LoadOptions
+from medusa_cli.runs.load_options import DEFAULT_LOADING, INTEGER, LoadOptions
 
 log = logging.getLogger(__name__)
 

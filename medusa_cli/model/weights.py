@@ -11,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from medusa_cli.assets import file_stamp, model_dir
-from medusa_cli.gguf import GgufNames, read_header
-from medusa_cli.model_files import checkpoint_files, weights_file
+from medusa_cli.files.assets import file_stamp, model_dir
+from medusa_cli.files.gguf import GgufNames, read_header
+from medusa_cli.files.model_files import checkpoint_files, weights_file
 from medusa_cli.native.matrix import Floats, Format, RawMatrix
 
 # What the library cannot hold in a file's own bits is widened to fp32.

@@ -18,7 +18,7 @@ import msgspec
 from msgspec import Meta
 
 from medusa_cli.errors import UsageError, UserError, shown
-from medusa_cli.runs.io import is_whole, parse_yaml, read_text, read_yaml
+from medusa_cli.files.io import is_whole, parse_yaml, read_text, read_yaml
 from medusa_cli.runs.run import Run
 
 SHARED = Path("share", "medusa-cli", "recipes")  # of an installed package

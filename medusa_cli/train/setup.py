@@ -18,8 +18,8 @@ from medusa_cli.model import lora as adapter
 from medusa_cli.model.backbone import weights_of
 from medusa_cli.model.distributed import Distributed
 from medusa_cli.model.load import load_network
+from medusa_cli.runs.load_options import LoadOptions
 from medusa_cli.runs.recipe import DrafterRecipe, Recipe, TrainRecipe
-from medusa_cli.runs.resolve import LoadOptions
 from medusa_cli.runs.run import Run, check_backbone, describe_drafter, rounding_in
 
 log = logging.getLogger(__name__)
