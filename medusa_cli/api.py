@@ -2,193 +2,33 @@
 
 import asyncio
 import gc
-import logging
 import secrets
 import threading
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from numbers import Integral
 from pathlib import Path
-from typing import Any, Protocol, TypedDict
-
-from typing_extensions import Unpack
+from typing import Any, Protocol
 
 from medusa_cli.decode import (
-    AdaptivePolicy,
     Answer,
     Decoder,
-    DraftPolicy,
     LogitsOptions,
     Piece,
     Request,
     Stats,
-    policy_of,
 )
-from medusa_cli.decode.corpus import load_corpus
 from medusa_cli.decode.grammar import Grammar
-from medusa_cli.decode.policy import UNCALIBRATED, StaticTreePolicy
-from medusa_cli.decode.processors import MODELS_OWN, check_generation_config
 from medusa_cli.decode.sampling import Sampling, sampling_of
-from medusa_cli.decode.step_times import step_times_for
-from medusa_cli.drafters import Drafter, load_drafter
-from medusa_cli.engine import load_backbone
 from medusa_cli.errors import UsageError, UserError, shown
+from medusa_cli.loading import LoadedModel, load_model
 from medusa_cli.model import Backbone
 from medusa_cli.model.chat_template import check_system, fit, token_ids
+from medusa_cli.runs.load_options import LoadOptions
 from medusa_cli.runs.recipe import template_text
-from medusa_cli.runs.resolve import (
-    DEFAULT_LOADING,
-    Calibration,
-    Choice,
-    LoadOptions,
-    as_trained,
-    choose,
-    find_drafter,
-    read_calibration,
-)
-from medusa_cli.runs.run import outdated, stamp_of
-from medusa_cli.tree import DynamicTree, Tree
-from medusa_cli.tree.io import load_tree, tree_provenance
-from medusa_cli.tree.search import SizedTree, StepTimes, budgets, largest, search
-
-# Most nodes of a dynamic tree whose nodes pay by a measured chance.
-MAX_PAYING_NODES = 32
-log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class LoadedModel:
-    """A backbone and, unless decoding is plain, a drafter and the policy that decides what is drafted."""
-
-    backbone: Backbone
-    drafter: Drafter | None = None
-    policy: DraftPolicy | None = None
-
-    @property
-    def description(self) -> str:
-        """Returns number type, engine and policy in one line."""
-        backbone = self.backbone
-        dtype = str(backbone.dtype).removeprefix("torch.")
-        policy = self.policy.description if self.policy is not None else "plain decoding"
-        drafter = f"{self.drafter.name} drafter, " if self.drafter is not None else ""
-        return f"{backbone.id} in {dtype} on {backbone.device}, {backbone.engine.title}, {drafter}{policy}"
-
-
-def load_model(
-    choice: Choice,
-    options: LoadOptions = DEFAULT_LOADING,
-    *,
-    chat: bool = False,
-    on_progress: Callable[[int], None] = lambda steps: None,
-) -> LoadedModel:
-    """Loads what was chosen; raises UserError where drafter, tree and model do not fit.
-
-    chat: the model needs a chat template. on_progress receives the number of steps timed, if `--tree auto` meets a
-    drafter for the first time on this machine.
-    """
-    tree = static_tree(choice)  # files that are unusable are refused before the model is loaded
-    options = as_trained(options, choice.trained)
-    backbone = load_backbone(choice.model, options, adapter=choice.adapter, chat_template=choice.template, chat=chat)
-    check_generation_config(backbone)
-    if choice.run is not None:
-        choice.run.bind(backbone.identity)
-    if choice.drafter is None and not choice.lookup:
-        return LoadedModel(backbone)
-    return LoadedModel(backbone, *load_drafting(choice, backbone, tree, on_progress))
-
-
-def static_tree(choice: Choice) -> Tree | None:
-    """Returns the chosen static tree, read or searched; None for plain decoding, and for `auto` with a calibration.
-
-    Warns if the tree was made for another drafter.
-    """
-    if choice.drafter is None or (choice.auto and choice.calibration is not None and choice.calibration.is_file()):
-        return None
-    if choice.static is not None:
-        accuracies = _calibration(choice).accuracies
-        if choice.static > largest(accuracies):
-            limit = f"these heads allow 1 to {largest(accuracies):,} nodes, the root included"
-            raise UsageError(f"@tree static:{choice.static} is not valid", limit)
-        return search(accuracies, choice.static)
-    if choice.tree is None:
-        return None if choice.auto else Tree.root_only()
-    if outdated(tree_provenance(choice.tree).drafter_stamp, choice.drafter):
-        log.warning(
-            f"the tree {choice.tree} was made for another drafter than {choice.drafter}, perhaps an earlier one; "
-            "`medusa calibrate` and `medusa tree` make one that fits"
-        )
-    return load_tree(choice.tree)
-
-
-def _calibration(choice: Choice) -> Calibration:
-    """Returns the heads' measured accuracies, if any; warns if they were measured on another drafter."""
-    if choice.calibration is None or choice.drafter is None or not choice.calibration.is_file():
-        return Calibration()
-    calibration = read_calibration(choice.calibration, choice.drafter)
-    if calibration.stale:
-        log.warning(
-            f"{choice.calibration} was measured on another drafter than {choice.drafter}, perhaps an earlier one; "
-            "`medusa calibrate` measures this one"
-        )
-    return calibration
-
-
-def load_drafting(
-    choice: Choice, backbone: Backbone, tree: Tree | None, on_progress: Callable[[int], None] = lambda steps: None
-) -> tuple[Drafter | None, DraftPolicy]:
-    """Loads the chosen drafter and makes its policy, or without one that of n-gram matches alone.
-
-    Matches do not pay with FIRP, whose nodes cost extra rows each: warns if they were named. Raises UserError where
-    drafter and tree do not fit.
-    """
-    drafter = None if choice.drafter is None else load_drafter(choice.drafter, backbone)
-    if drafter is not None and tree is not None:
-        check_fit(tree, drafter, str(choice.tree or f"static:{choice.static}"))
-    policy: DraftPolicy
-    if drafter is None or choice.auto:
-        stamp = None if choice.drafter is None else stamp_of(choice.drafter)
-        step_times = step_times_for(backbone, drafter, stamp, on_progress=on_progress)
-        sized = [] if drafter is None else _sized_trees(choice, drafter, tree, step_times)
-        policy = AdaptivePolicy(sized, step_times)
-    elif tree is not None and choice.dynamic is not None:
-        # If `tree --budget auto` measured from which chance a node pays, that chance decides.
-        paying = tree_provenance(choice.tree).break_even if choice.tree else 0.0
-        nodes = choice.dynamic or (max(MAX_PAYING_NODES, tree.size) if paying else tree.size)
-        policy = policy_of(DynamicTree(nodes, drafter.num_heads, tuple(_calibration(choice).temperatures), paying))
-    else:
-        assert tree is not None
-        policy = StaticTreePolicy(tree, _calibration(choice).accuracies if choice.lookup else ())
-    policy.ngrams = choice.lookup and not (drafter is not None and drafter.uses_verify_pass)
-    if policy.ngrams and choice.corpus is not None:
-        policy.corpora = [load_corpus(choice.corpus, backbone)]
-    if drafter is not None and choice.lookup_named and not policy.ngrams:
-        log.warning("@lookup has no effect with a %s drafter", drafter.name)
-    return drafter, policy
-
-
-def _sized_trees(choice: Choice, drafter: Drafter, tree: Tree | None, step_times: StepTimes) -> list[SizedTree]:
-    """Returns the best tree of each size by calibration; without one, the given tree."""
-    accuracies = _calibration(choice).accuracies[: drafter.num_heads]
-    if tree is not None and not accuracies:
-        return [SizedTree(tree, 1 + UNCALIBRATED * tree.max_depth)]
-    known = len(getattr(drafter, "draft_ids", ())) or None
-    return list(budgets([row[:known] for row in accuracies], step_times))
-
-
-def check_fit(tree: Tree, drafter: Any, name: str) -> None:
-    """Raises UserError if a tree (`name`: its file or option) needs more heads or guesses than the drafter has."""
-    if tree.max_depth > drafter.num_heads:
-        raise UserError(
-            f"the tree {name} is {tree.max_depth} deep, the drafter has {drafter.num_heads} heads",
-            f"make a tree with `medusa tree --heads {drafter.num_heads}`, or give another @tree",
-        )
-    vocabulary = len(getattr(drafter, "draft_ids", ())) or None
-    if vocabulary is not None and max(tree.widths, default=0) > vocabulary:
-        raise UserError(
-            f"the tree {name} uses guess {max(tree.widths)}, the heads know {vocabulary} tokens", "use a narrower tree"
-        )
+from medusa_cli.runs.resolve import choose, find_drafter
 
 
 class Array(Protocol):
@@ -204,33 +44,95 @@ MAX_IDLE = 2
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
-class Rules(TypedDict, total=False):
-    """The keyword arguments of `Medusa.request`."""
+@dataclass(frozen=True, kw_only=True)
+class GenerationOptions:
+    """How a prompt is answered: the keyword arguments of `Medusa.request`. Raises UsageError for invalid values.
 
-    max_new_tokens: int
-    sampling: str | None
-    temperature: float | None
-    top_p: float
-    top_k: int
-    min_p: float | None
-    seed: int | None
-    stop: str | Sequence[str]
-    stop_ids: Iterable[int] | None
-    logprobs: int | None
-    prompt_logprobs: bool
-    repetition_penalty: float | None
-    presence_penalty: float | None
-    frequency_penalty: float | None
-    no_repeat_ngram_size: int | None
-    bad_words_ids: Sequence[Sequence[int]] | None
-    suppress_tokens: Sequence[int] | None
-    min_new_tokens: int | None
-    logit_bias: Mapping[int, float] | None
-    json_schema: Mapping[str, Any] | str | None
-    regex: str | None
-    grammar: str | None
-    speculative: bool
-    raw: bool
+    Decoding is greedy without a temperature. stop: strings that end the answer. stop_ids: end tokens in place of the
+    model's own. logprobs: how many of the likeliest tokens to report with each; the model's own, before what follows.
+    prompt_logprobs: report the prompt's tokens before the answer's, of which there may then be none. min_p and
+    repetition_penalty to logit_bias: None takes what the model's generation config says (LogitsOptions). json_schema,
+    regex, grammar (Lark or GBNF): what the answer must follow. speculative: False decodes plainly. raw: a text is
+    continued as it is.
+    """
+
+    max_new_tokens: int = MAX_NEW_TOKENS
+    sampling: str | None = None
+    temperature: float | None = None
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | Sequence[str] = ()
+    stop_ids: Iterable[int] | None = None
+    logprobs: int | None = None
+    prompt_logprobs: bool = False
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    no_repeat_ngram_size: int | None = None
+    bad_words_ids: Sequence[Sequence[int]] | None = None
+    suppress_tokens: Sequence[int] | None = None
+    min_new_tokens: int | None = None
+    logit_bias: Mapping[int, float] | None = None
+    json_schema: Mapping[str, Any] | str | None = None
+    regex: str | None = None
+    grammar: str | Grammar | None = None
+    speculative: bool = True
+    raw: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("max_new_tokens", "top_k", "seed", "logprobs"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, Integral)):
+                raise UsageError(f"@{name} {shown(value)} is not a whole number", "give an int")
+        if self.logprobs is not None and self.logprobs < 0:
+            raise UsageError(f"@logprobs {self.logprobs} is not valid", "use 0 or more, or None")
+        self.sampled(0)
+
+    def sampled(self, seed: int) -> Sampling:
+        """Returns the sampling parameters with a seed; raises UsageError for values that are not valid together."""
+        return sampling_of(self.sampling, self.temperature, self.top_p, self.top_k, seed, self.min_p)
+
+    def request(self, prompt: Sequence[int], backbone: Backbone) -> Request:
+        """Returns the request of a prompt's tokens; raises UsageError for values that do not fit the model."""
+        logits_options = self.logits_options
+        logits_options.check(backbone)
+        if self.min_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
+            raise UsageError(
+                f"@min_new_tokens {self.min_new_tokens} is more than @max_new_tokens {self.max_new_tokens}",
+                "use a smaller one",
+            )
+        seed = secrets.randbits(62) if self.seed is None else self.seed
+        return Request(
+            tuple(prompt),
+            self.max_new_tokens,
+            self.sampled(seed),
+            None if self.stop_ids is None else frozenset(self.stop_ids),
+            (self.stop,) if isinstance(self.stop, str) else tuple(self.stop),
+            self.logprobs,
+            logits_options=logits_options,
+            prompt_logprobs=self.prompt_logprobs,
+            speculative=self.speculative,
+        )
+
+    @property
+    def logits_options(self) -> LogitsOptions:
+        """Returns the changes of the logits."""
+        grammar = self.grammar
+        if not isinstance(grammar, Grammar):
+            grammar = Grammar.of(json_schema=self.json_schema, regex=self.regex, grammar=grammar)
+        return LogitsOptions(
+            self.repetition_penalty,
+            self.presence_penalty,
+            self.frequency_penalty,
+            self.no_repeat_ngram_size,
+            self.bad_words_ids,
+            self.suppress_tokens,
+            self.min_new_tokens,
+            self.logit_bias,
+            grammar,
+        )
 
 
 class Medusa:
@@ -275,7 +177,6 @@ class Medusa:
         run: str | Path | None = None,
         tree: str | Path | None = None,
         lookup: bool | None = None,
-        corpus: str | Path | None = None,
         device: str = "auto",
         dtype: str = "auto",
         engine: str = "auto",
@@ -286,8 +187,8 @@ class Medusa:
         """Loads a model (a name, a folder, a GGUF file, a hub id) with its drafter; arguments mean what options mean.
 
         drafter: a run, a folder, a hub id; "auto": the run's, else the one that ships; None: plain decoding. lookup:
-        whether n-gram matches are drafted, also without a drafter. corpus: a run, file or folder that they come from,
-        too. model: None takes the run's, else the default one. chat_template: a Jinja file, or its text.
+        whether n-gram matches are drafted, also without a drafter. model: None takes the run's, else the default one.
+        chat_template: a Jinja file, or its text.
         Raises UserError for what does not exist or does not fit.
         """
         source, folder = (None, None) if drafter in (None, "auto") else find_drafter(str(drafter))
@@ -300,121 +201,64 @@ class Medusa:
             None if tree is None else str(tree),
             need_drafter=drafter is not None,
             lookup=lookup,
-            corpus=None if corpus is None else str(corpus),
         )
         if chat_template is not None:
             choice = replace(choice, chat_template=template_text(str(chat_template)))
         loaded = load_model(choice, LoadOptions(device, dtype, engine, quantize, trust_remote_code))
         return cls(loaded)
 
-    def request(
-        self,
-        prompt: Prompt,
-        *,
-        max_new_tokens: int = MAX_NEW_TOKENS,
-        sampling: str | None = None,
-        temperature: float | None = None,
-        top_p: float = 1.0,
-        top_k: int = 0,
-        min_p: float | None = None,
-        seed: int | None = None,
-        stop: str | Sequence[str] = (),
-        stop_ids: Iterable[int] | None = None,
-        logprobs: int | None = None,
-        prompt_logprobs: bool = False,
-        repetition_penalty: float | None = None,
-        presence_penalty: float | None = None,
-        frequency_penalty: float | None = None,
-        no_repeat_ngram_size: int | None = None,
-        bad_words_ids: Sequence[Sequence[int]] | None = None,
-        suppress_tokens: Sequence[int] | None = None,
-        min_new_tokens: int | None = None,
-        logit_bias: Mapping[int, float] | None = None,
-        json_schema: Mapping[str, Any] | str | None = None,
-        regex: str | None = None,
-        grammar: str | Grammar | None = None,
-        speculative: bool = True,
-        raw: bool = False,
-    ) -> Request:
+    def request(self, prompt: Prompt, options: GenerationOptions | None = None, **changes: Any) -> Request:
         """Returns the request that stream, generate and batch decode.
 
-        prompt: messages (role, content), token ids, or a text. A text is a user's message; with raw, or without a chat
-        template, it is continued as it is. Decoding is greedy without a temperature. stop: strings that end the answer.
-        stop_ids: end tokens in place of the model's own. logprobs: how many of the likeliest tokens to report beside
-        each; the model's own, before what follows. prompt_logprobs: report the prompt's tokens before the answer's, of
-        which there may then be none. min_p and repetition_penalty to logit_bias: None takes what the model's
-        generation config says (LogitsOptions). json_schema, regex, grammar (Lark or GBNF): what the answer
-        must follow. speculative: False decodes plainly. Raises UsageError for invalid values.
+        prompt: messages (role, content), token ids, or a text. A text is a user's message; with `raw`, or without a
+        chat template, it is continued as it is. changes: fields of GenerationOptions. Raises UsageError for invalid
+        values.
         """
-        numbers = {"max_new_tokens": max_new_tokens, "top_k": top_k, "seed": seed, "logprobs": logprobs}
-        for name, value in numbers.items():
-            if value is not None and (isinstance(value, bool) or not isinstance(value, Integral)):
-                raise UsageError(f"@{name} {shown(value)} is no whole number", "give an int")
-        if logprobs is not None and logprobs < 0:
-            raise UsageError(f"@logprobs {logprobs} is not valid", "use 0 or more, or None")
-        logits_options = LogitsOptions(
-            repetition_penalty,
-            presence_penalty,
-            frequency_penalty,
-            no_repeat_ngram_size,
-            bad_words_ids,
-            suppress_tokens,
-            min_new_tokens,
-            logit_bias,
-            grammar
-            if isinstance(grammar, Grammar)
-            else Grammar.of(json_schema=json_schema, regex=regex, grammar=grammar),
-        )
-        logits_options.check(self.backbone)
-        if min_new_tokens is not None and min_new_tokens > max_new_tokens:
-            raise UsageError(
-                f"@min_new_tokens {min_new_tokens} is more than @max_new_tokens {max_new_tokens}", "use a smaller one"
-            )
-        return Request(
-            tuple(self.encode(prompt, raw=raw)),
-            max_new_tokens,
-            sampling_of(sampling, temperature, top_p, top_k, secrets.randbits(62) if seed is None else seed, min_p),
-            None if stop_ids is None else frozenset(stop_ids),
-            (stop,) if isinstance(stop, str) else tuple(stop),
-            logprobs,
-            logits_options=logits_options,
-            prompt_logprobs=prompt_logprobs,
-            speculative=speculative,
-        )
+        options = _with(options, "request", changes)
+        return options.request(self.encode(prompt, raw=options.raw), self.backbone)
 
-    def stream(self, prompt: Prompt | Request, **rules: Unpack[Rules]) -> "Stream":
-        """Returns the answer's text as it comes; rules are those of `request`. The prompt runs before this returns."""
-        _check_names("stream", rules)
-        return Stream(self, prompt if isinstance(prompt, Request) else self.request(prompt, **rules))
+    def stream(self, prompt: Prompt | Request, options: GenerationOptions | None = None, **changes: Any) -> "Stream":
+        """Returns the answer's text as it comes; takes what `request` takes. The prompt runs before this returns."""
+        options = _with(options, "stream", changes)
+        return Stream(self, prompt if isinstance(prompt, Request) else self.request(prompt, options))
 
-    async def astream(self, prompt: Prompt | Request, **rules: Unpack[Rules]) -> AsyncIterator[str]:
+    async def astream(
+        self, prompt: Prompt | Request, options: GenerationOptions | None = None, **changes: Any
+    ) -> AsyncIterator[str]:
         """Yields the answer's text as it comes, its steps run in a thread of their own: other tasks go on meanwhile."""
-        _check_names("astream", rules)
+        chosen = _with(options, "astream", changes)
         run = asyncio.get_running_loop().run_in_executor
-        stream = await run(self.thread, lambda: self.stream(prompt, **rules))
+        stream = await run(self.thread, lambda: self.stream(prompt, chosen))
         with stream:
             while (text := await run(self.thread, next, stream, None)) is not None:
                 yield text
 
-    def generate(self, prompt: Prompt | Request, **rules: Unpack[Rules]) -> Answer:
-        """Returns the whole answer; rules are those of `request`."""
-        _check_names("generate", rules)
-        with self.stream(prompt, **rules) as stream:
+    def generate(self, prompt: Prompt | Request, options: GenerationOptions | None = None, **changes: Any) -> Answer:
+        """Returns the whole answer; takes what `request` takes."""
+        with self.stream(prompt, _with(options, "generate", changes)) as stream:
             for _ in stream:
                 pass
         return stream.answer
 
-    def chat(self, messages: Sequence[Mapping[str, str]], **rules: Unpack[Rules]) -> Answer:
+    def chat(
+        self, messages: Sequence[Mapping[str, str]], options: GenerationOptions | None = None, **changes: Any
+    ) -> Answer:
         """Answers a conversation's last message. Later turns of a conversation run only what is new."""
-        _check_names("chat", rules)
-        return self.generate(messages, **rules)
+        return self.generate(messages, _with(options, "chat", changes))
 
-    def batch(self, prompts: Sequence[Prompt], *, batch_size: int = 8, **rules: Unpack[Rules]) -> list[Answer]:
+    def batch(
+        self,
+        prompts: Sequence[Prompt],
+        options: GenerationOptions | None = None,
+        *,
+        batch_size: int = 8,
+        **changes: Any,
+    ) -> list[Answer]:
         """Answers many prompts, batch_size at a time; prompt i uses random stream i."""
-        _check_names("batch", rules)
+        options = _with(options, "batch", changes)
         if batch_size < 1:
             raise UsageError(f"@batch_size {batch_size} is too small", "use 1 or more")
-        requests = [self.request(prompt, **rules) for prompt in prompts]
+        requests = [self.request(prompt, options) for prompt in prompts]
         answers = [Answer(self.backbone, request.stop_strings, len(request.prompt)) for request in requests]
         with self.lock:
             decoder = self.decoder(max(1, min(batch_size, len(requests))))
@@ -521,25 +365,15 @@ class Stream:
 class Chat:
     """A conversation with a model; the oldest turns are left out when the context is full.
 
-    raw: each text is continued as it is, whatever came before.
+    With `options.raw` each text is continued as it is, whatever came before.
     """
 
     last: Answer
 
-    def __init__(
-        self,
-        medusa: Medusa,
-        sampling: Sampling,
-        logits_options: LogitsOptions = MODELS_OWN,
-        max_new_tokens: int = MAX_NEW_TOKENS,
-        stop_strings: Sequence[str] = (),
-        system: str | None = None,
-        raw: bool = False,
-    ) -> None:
-        logits_options.check(medusa.backbone)
-        self.medusa, self.raw = medusa, raw
-        self.sampling, self.logits_options = sampling, logits_options
-        self.max_new_tokens, self.stop_strings = max_new_tokens, stop_strings
+    def __init__(self, medusa: Medusa, options: GenerationOptions, system: str | None = None) -> None:
+        options.logits_options.check(medusa.backbone)
+        self.medusa = medusa
+        self.options = options
         self.total = Stats()
         self.clear(system)
 
@@ -553,19 +387,20 @@ class Chat:
     @contextmanager
     def stream(self, text: str) -> Iterator[Stream]:
         """Yields the answer to a message as it comes, and keeps both when the block ends."""
-        question, backbone = {"role": "user", "content": text}, self.medusa.backbone
-        limits = {"context": backbone.max_positions, "answer": self.max_new_tokens, "forgotten": self.forgotten}
-        if self.raw:
+        question = {"role": "user", "content": text}
+        backbone = self.medusa.backbone
+        if self.options.raw:
             prompt = self.medusa.encode(text, raw=True)
         else:
-            prompt, self.forgotten = fit(backbone.encode_chat, self.messages, question, **limits)
-        request = Request(
-            tuple(prompt),
-            self.max_new_tokens,
-            self.sampling,
-            stop_strings=self.stop_strings,
-            logits_options=self.logits_options,
-        )
+            prompt, self.forgotten = fit(
+                backbone.encode_chat,
+                self.messages,
+                question,
+                context=backbone.max_positions,
+                answer=self.options.max_new_tokens,
+                forgotten=self.forgotten,
+            )
+        request = self.options.request(prompt, backbone)
         with self.medusa.stream(request) as stream:
             yield stream
         self.last = stream.answer
@@ -581,8 +416,9 @@ def _message(message: Mapping[str, str]) -> dict[str, str]:
     return dict(message)
 
 
-def _check_names(method: str, rules: Mapping[str, Any]) -> None:
-    """Raises TypeError for a keyword argument that `request` does not take, as Python does for a method's own."""
-    for name in rules:
-        if name not in Rules.__annotations__:
+def _with(options: GenerationOptions | None, method: str, changes: Mapping[str, Any]) -> GenerationOptions:
+    """Returns the options with a method's keyword arguments; raises TypeError for others, as Python does."""
+    for name in changes:
+        if name not in GenerationOptions.__dataclass_fields__:
             raise TypeError(f"Medusa.{method}() got an unexpected keyword argument {name!r}")
+    return replace(options or GenerationOptions(), **changes)

@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from medusa_cli import assets
-from medusa_cli.api import LoadedModel, Medusa, check_fit
+from medusa_cli.api import Medusa
 from medusa_cli.bench.questions import read_questions, spread
 from medusa_cli.bench.stats import bootstrap, rate
 from medusa_cli.data.conversation import Conversation, read_conversations
@@ -26,10 +25,13 @@ from medusa_cli.drafters import load_drafter
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.engine import Plan, load_backbone
 from medusa_cli.errors import UserError, in_flags, of_system, shown
+from medusa_cli.files import assets
+from medusa_cli.files.io import read_object
+from medusa_cli.loading import LoadedModel, check_fit
 from medusa_cli.model import Backbone
-from medusa_cli.runs.io import read_object
+from medusa_cli.runs.load_options import DEFAULT_LOADING, LoadOptions
 from medusa_cli.runs.recipe import DistillRecipe, TrainRecipe, load_recipe
-from medusa_cli.runs.resolve import DEFAULT_LOADING, Calibration, LoadOptions, read_calibration
+from medusa_cli.runs.resolve import Calibration, read_calibration
 from medusa_cli.runs.run import Provenance, Run, check_backbone, describe_drafter, outdated
 from medusa_cli.train.log import NAME, read_log
 from medusa_cli.tree import Tree
@@ -85,7 +87,12 @@ class Case:
     def command(self, name: str, *words: str, **settings: Any) -> str:
         """Returns a command on this run; for the drafter that ships, on a run of the user's own."""
         settings = {"run": self.called or "mine", **settings}
-        flags = [word for key, value in settings.items() for word in (in_flags(f"@{key}"), str(value))]
+        flags: list[str] = []
+        for key, value in settings.items():
+            if "." in key:
+                flags.append(f"{key}={value}")
+            else:
+                flags += [in_flags(f"@{key}"), str(value)]
         return shlex.join(["medusa", name, *words, *flags])
 
     @property
@@ -102,7 +109,7 @@ class Case:
         header = read_object(data.parent / HEADER, "the distillation's header")
         known = {"seed": header.get("seed"), **dict(header.get("settings") or {})}
         usual = vars(DistillRecipe())
-        same = {key: known[key] for key in REPEATED if known.get(key) not in (None, usual[key])}
+        same = {f"distill.{key}": known[key] for key in REPEATED if known.get(key) not in (None, usual[key])}
         with data.open("rb") as lines:
             count = sum(1 for _ in lines)
         run = self.called if data == self.run.distill_path else str(data.parent)

@@ -10,19 +10,21 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from medusa_cli import assets, console
-from medusa_cli.assets import DEFAULT_MODEL, DEFAULT_SEED
+from medusa_cli import console
 from medusa_cli.errors import UsageError
-from medusa_cli.model_files import check_model_files
+from medusa_cli.files import assets
+from medusa_cli.files.assets import DEFAULT_MODEL, DEFAULT_SEED
+from medusa_cli.files.model_files import check_model_files
+from medusa_cli.runs.load_options import LoadOptions
 from medusa_cli.runs.recipe import COLDEST, template_text
-from medusa_cli.runs.resolve import Choice, LoadOptions, choose
+from medusa_cli.runs.resolve import Choice, choose
 from medusa_cli.runs.run import DEFAULT_RUN
 
 if TYPE_CHECKING:
-    from medusa_cli.api import LoadedModel
     from medusa_cli.bench.questions import Question
-    from medusa_cli.decode import LogitsOptions, Sampling
+    from medusa_cli.decode import Sampling
     from medusa_cli.decode.grammar import Grammar
+    from medusa_cli.loading import LoadedModel
 
 
 def flag(usage: str, help: str, panel: str | None = None, **more: Any) -> Any:
@@ -67,10 +69,6 @@ _TREE = (
     "a medusa_choices list. [default: auto]"
 )
 _LOOKUP = "Draft n-gram matches of the text, too, or alone without a drafter. [default: with --tree auto]"
-_CORPUS = (
-    "Look up earlier answers and texts, too: a run's answers, a file of conversations (.json, .jsonl) or of text, or a "
-    "folder of files, such as a code base."
-)
 _DTYPE = (
     "Number type of the weights: auto (as in the files), bf16, fp16, or fp32 (which also multiplies with fp32 rows)."
 )
@@ -94,8 +92,6 @@ _SAMPLING = (
 )
 _TOP_P = "Sample from the likeliest tokens of total probability P."
 _TOP_K = "Sample from the N likeliest tokens; 0 is all."
-_MIN_P = "Sample from tokens at least P times as likely as the likeliest one. [default: the model's, else 0]"
-_PENALTY = "Divide the logits of tokens of the text by X, or multiply negative ones. [default: the model's, else 1]"
 _JUDGE = (
     "Let a model behind an OpenAI-compatible server grade the answers, and compare pairs in both orders. It gets the "
     "key in MEDUSA_API_KEY."
@@ -161,7 +157,6 @@ class DraftFlags:
     drafter: Drafter = None
     tree: Annotated[Text, _drafting("--tree auto|static[:N]|dynamic[:N]|FILE", _TREE)] = None
     lookup: Annotated[bool | None, _drafting("--lookup/--no-lookup", _LOOKUP)] = None
-    corpus: Annotated[Text, _drafting("--corpus FILE|FOLDER|RUN", _CORPUS)] = None
 
     def choose(self, need_drafter: bool = True) -> Choice:
         """Returns the files that belong together; raises UserError for missing ones, and a model that is refused."""
@@ -172,16 +167,14 @@ class DraftFlags:
             self.tree,
             need_drafter=need_drafter,
             lookup=self.lookup,
-            corpus=self.corpus,
         )
         check_model_files(choice.model)
         return choice
 
     def or_plain(self, baseline: bool, chat_template: Path | None = None) -> Choice:
         """Returns the files, or with --baseline those of plain decoding, and a template's text."""
-        for flag, given in (("--lookup", self.lookup), ("--corpus", self.corpus)):
-            if baseline and given:
-                raise UsageError(f"--baseline and {flag} exclude each other", "leave one of them out")
+        if baseline and self.lookup:
+            raise UsageError("--baseline and --lookup exclude each other", "leave one of them out")
         choice = self.choose(need_drafter=not baseline)
         return choice if chat_template is None else replace(choice, chat_template=template_text(str(chat_template)))
 
@@ -195,8 +188,6 @@ class SamplingFlags:
     sampling: Annotated[Text, _sampling("--sampling MODE", _SAMPLING)] = None
     top_p: Annotated[float, _sampling("--top-p P", _TOP_P, show_default=True)] = 1.0
     top_k: Annotated[int, _sampling("--top-k N", _TOP_K, show_default=True)] = 0
-    min_p: Annotated[float | None, _sampling("--min-p P", _MIN_P)] = None
-    repetition_penalty: Annotated[float | None, _sampling("--repetition-penalty X", _PENALTY)] = None
     random_seed: RandomSeed = None
 
     @property
@@ -204,14 +195,7 @@ class SamplingFlags:
         """Returns the sampling parameters; raises UsageError for values that are not valid together."""
         from medusa_cli.decode.sampling import sampling_of
 
-        return sampling_of(self.sampling, self.temperature, self.top_p, self.top_k, self.random_seed, min_p=self.min_p)
-
-    @property
-    def logits_options(self) -> "LogitsOptions":
-        """Returns the changes of the logits; raises UsageError for values that are not valid."""
-        from medusa_cli.decode import LogitsOptions
-
-        return LogitsOptions(self.repetition_penalty)
+        return sampling_of(self.sampling, self.temperature, self.top_p, self.top_k, self.random_seed)
 
 
 @dataclass(frozen=True)
@@ -230,7 +214,7 @@ class GrammarFlags:
         if self.json_schema is self.regex is self.grammar_file is None:
             return None
         from medusa_cli.decode.grammar import Grammar
-        from medusa_cli.runs.io import read_text
+        from medusa_cli.files.io import read_text
 
         schema, grammar = (path and read_text(path) for path in (self.json_schema, self.grammar_file))
         return Grammar.of(json_schema=schema, regex=self.regex, grammar=grammar)
@@ -277,8 +261,8 @@ class QuestionFlags:
 
     def chosen(self) -> "tuple[list[Question], int]":
         """Returns the questions to ask and the size of the set; raises UserError for an unreadable set."""
-        from medusa_cli.assets import mt_bench_path
         from medusa_cli.bench.questions import CODING, of_categories, read_questions, spread
+        from medusa_cli.files.assets import mt_bench_path
 
         source: str | Path | None = CODING if self.coding else self.questions
         if source is None:
@@ -317,7 +301,7 @@ def spread_out(command: Callable[..., None]) -> Callable[..., None]:
 
 def load(choice: Choice, loading: LoadFlags, *, chat: bool = False) -> "LoadedModel":
     """Loads what was chosen, for `chat` if so asked, with a bar for the steps that are timed on the way."""
-    from medusa_cli.api import load_model
+    from medusa_cli.loading import load_model
 
     with console.progress("timing steps", unit="steps") as advance:
         loaded = load_model(choice, loading, chat=chat, on_progress=advance)

@@ -21,7 +21,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Keeps timings of the machine beside pytest's cache; fetched files are read in their place."""
     if hasattr(config, "workerinput"):  # one of several processes, which inherits the first one's folder
         return
-    from medusa_cli.assets import home
+    from medusa_cli.files.assets import home
 
     cache = getattr(config, "cache", None)  # absent with -p no:cacheprovider
     fetched, apart = home(), Path(cache.mkdir("home") if cache else tempfile.mkdtemp(prefix="medusa-home-"))
@@ -65,7 +65,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def backbone(model: str) -> Any:
     """Returns the module's model in fp32 on the eager engine."""
     from medusa_cli.engine import load_backbone
-    from medusa_cli.runs.resolve import LoadOptions
+    from medusa_cli.runs.load_options import LoadOptions
 
     return load_backbone(model, LoadOptions(dtype="fp32", engine="eager"))
 

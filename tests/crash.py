@@ -38,7 +38,7 @@ WARM += ("medusa_cli.options", "medusa_cli.distill", "medusa_cli.bench", "rich.t
 HIDDEN = 32  # of the tiny model
 PLACE = ("--run", "r", "--dtype", "fp32", "--device", "cpu", "--quiet")
 DISTILL = ("distill", "--seed", "seeds.json", "--model", "model", *PLACE)
-DISTILL += ("--max-new-tokens", "12", "--context", "96", "--batch-size", "1")
+DISTILL += ("--max-new-tokens", "12", "distill.context=96", "distill.batch_size=1")
 TRAIN = ("train", *PLACE, "drafter.num_heads=2", "drafter.vocabulary=draft", "drafter.draft_vocab_size=24")
 TRAIN += ("train.epochs=2", "train.batch_tokens=96", "train.checkpoint_every=1", "train.validation_every=3")
 # Adaptive trees follow the clock, so a static one.

@@ -35,7 +35,7 @@ from medusa_cli.export.folder import find_source
 from medusa_cli.export.medusa_format import export_medusa
 from medusa_cli.model import lora as adapter
 from medusa_cli.model.load import load_network
-from medusa_cli.runs.resolve import LoadOptions
+from medusa_cli.runs.load_options import LoadOptions
 from tests.helpers import medusa, save_model, save_questions, save_run
 
 # A case takes a fraction of a second: bounds on processor time, and on the clock of a busy machine.
@@ -53,7 +53,8 @@ TREE = "tree --run {run} --budget 4 --json"
 TRAIN = "train --run {run} --dtype fp32 --quiet train.max_tokens=32 train.batch_tokens=16 drafter.num_heads=3"
 TRAIN += " drafter.vocabulary=draft drafter.draft_vocab_size=20"
 DISTILL = (
-    f"distill --run {{run}} {SHORT} --model {{home}}/model --seed {{home}}/seeds.json --max-turns 1 --batch-size 2"
+    f"distill --run {{run}} {SHORT} --model {{home}}/model --seed {{home}}/seeds.json"
+    " distill.max_turns=1 distill.batch_size=2"
 )
 IMPORT = "--run {home}/new/ --model {home}/model --json"
 BENCH = f"bench --run {{run}} --questions {{home}}/questions.jsonl {SHORT} --methods ar --limit 1"

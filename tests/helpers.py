@@ -27,10 +27,10 @@ from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.drafters.io import save_drafter
 from medusa_cli.engine import Cache, ExtraRows, Output, Plan, attach, load_backbone
 from medusa_cli.engine.native import NativeCache
+from medusa_cli.files.io import write_json
 from medusa_cli.model import Backbone
 from medusa_cli.model import lora as adapter
-from medusa_cli.runs.io import write_json
-from medusa_cli.runs.resolve import LoadOptions
+from medusa_cli.runs.load_options import LoadOptions
 from medusa_cli.runs.run import Run, provenance
 from medusa_cli.tree import Draft, DynamicTree, Tree
 from medusa_cli.tree.io import save_tree

@@ -23,7 +23,7 @@ from medusa_cli.engine import load_backbone
 from medusa_cli.engine.timing import machine_key
 from medusa_cli.errors import UserError
 from medusa_cli.model import Backbone
-from medusa_cli.runs.resolve import LoadOptions
+from medusa_cli.runs.load_options import LoadOptions
 from medusa_cli.tree import Draft, Tree
 from tests.helpers import SPARSE, Oracle, answer, decoder_of, save_network, steps_of, tokens_of
 

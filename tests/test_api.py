@@ -5,7 +5,6 @@ import gc
 import re
 import weakref
 from collections.abc import Callable
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import pytest
 import torch
 
 from medusa_cli import Medusa
-from medusa_cli.api import Rules
+from medusa_cli.api import GenerationOptions
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.runs import resolve
 from medusa_cli.runs.run import Run
@@ -165,9 +164,11 @@ def test_an_unknown_keyword_names_the_method(medusa: Medusa, method: str) -> Non
         asyncio.run(anext(answer))  # an async generator begins when it is asked
 
 
-def test_rules_are_the_keywords_of_a_request() -> None:
-    keywords = {name for name, parameter in signature(Medusa.request).parameters.items() if parameter.kind == 3}
-    assert keywords == set(Rules.__annotations__)
+def test_options_are_taken_whole_or_as_keywords(medusa: Medusa) -> None:
+    options = GenerationOptions(max_new_tokens=9, temperature=0.8, seed=3)
+    expected = medusa.generate(IDS, max_new_tokens=9, temperature=0.8, seed=3).tokens
+    assert medusa.generate(IDS, options).tokens == medusa.batch([IDS], options)[0].tokens == expected
+    assert medusa.generate(IDS, options, max_new_tokens=4).tokens == expected[:4]
 
 
 def test_async_streams_take_turns(medusa: Medusa) -> None:

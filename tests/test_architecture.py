@@ -19,6 +19,7 @@ LAYERS = [
     {"serve", "export", "doctor"},
     {"distill", "train", "bench"},
     {"api"},
+    {"loading"},
     {"decode"},
     {"data"},
     {"drafters"},
@@ -26,8 +27,9 @@ LAYERS = [
     {"engine"},
     {"model"},
     {"native"},
+    {"device"},
 ]
-LEAVES = {"runs", "assets", "gguf", "model_files", "layer_kinds", "errors"}
+LEAVES = {"runs", "files", "errors"}
 SPOKEN = {"__main__", "cli", "commands", "options", "console"}  # the command line's own
 HEAVY = {"torch", "transformers", "matplotlib", "numpy", "datasets", "peft", "bitsandbytes", "huggingface_hub"}
 

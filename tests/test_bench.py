@@ -17,7 +17,7 @@ from medusa_cli.bench.methods import Method, check_llama
 from medusa_cli.bench.questions import Question
 from medusa_cli.bench.run import answer_all, first_difference, save
 from medusa_cli.bench.stats import Measurement, Result, bootstrap, by_position, rate, ratio_of_rates, summarise
-from medusa_cli.decode import LogitsOptions, Sampling, Step
+from medusa_cli.decode import Sampling, Step
 from medusa_cli.drafters import HydraHeads
 from medusa_cli.engine import load as engine_load
 from medusa_cli.errors import UsageError, UserError
@@ -192,7 +192,7 @@ def test_only_one_copy_of_the_weights_is_loaded(place: Path, monkeypatch: pytest
         return network, tokenizer
 
     monkeypatch.chdir(place)
-    monkeypatch.setattr("medusa_cli.assets.mt_bench_path", lambda: place / "q.jsonl")
+    monkeypatch.setattr("medusa_cli.files.assets.mt_bench_path", lambda: place / "q.jsonl")
     for module in (running, engine_load):
         monkeypatch.setattr(module, "load_network", counted)
     medusa(*words.split(), "--run", place / "mine", "--dtype", "fp32", "--max-new-tokens", "2")
@@ -203,14 +203,14 @@ def test_only_one_copy_of_the_weights_is_loaded(place: Path, monkeypatch: pytest
 def test_all_methods_decode_by_the_models_own_config(place: Path, tmp_path: Path) -> None:
     model = shutil.copytree(place / "model", tmp_path / "model")
     rules = json.loads((model / "generation_config.json").read_text())
-    rules |= {"no_repeat_ngram_size": 2, "min_new_tokens": 9}
+    rules |= {"no_repeat_ngram_size": 2, "min_new_tokens": 9, "repetition_penalty": 1.4}
     (model / "generation_config.json").write_text(json.dumps(rules))
-    words = ["--methods", "hf,hf-lookup,ar,medusa", "--limit", "2", "--repetition-penalty", "1.4"]
+    words = ["--methods", "hf,hf-lookup,ar,medusa", "--limit", "2"]
     document = bench_json(place, "--model", str(model), *words)
     assert {figures["identical"] for figures in document["methods"].values()} == {2}
     bare = bench_json(place, "--methods", "ar", "--limit", "2")
     turns = [[row["turns"] for row in own["methods"]["ar"]["answers"]] for own in (document, bare)]
-    assert turns[0] != turns[1] and document["sampling"]["repetition_penalty"] == 1.4
+    assert turns[0] != turns[1]
 
 
 @pytest.mark.parametrize(("named", "kept"), [(".", "x1"), ("../mine", "mine")])
@@ -237,7 +237,7 @@ def test_results_are_printed_before_they_are_saved(place: Path, tmp_path: Path) 
 
 
 def test_every_method_answers_alike_alone_and_in_batches(place: Path) -> None:
-    names, before = ["hf", "ar", "medusa", "medusa-dynamic"], set((place / "mine" / "bench").glob("*.json"))
+    names, before = ["hf", "ar", "medusa"], set((place / "mine" / "bench").glob("*.json"))
     single = bench_json(place, "--tree", "static", "--methods", "hf-lookup," + ",".join(names))
     batched = bench_json(place, "--tree", "static", "--methods", ",".join(names), "--batch-size", "3")
     assert len(set((place / "mine" / "bench").glob("*.json")) - before) == 2
@@ -256,7 +256,6 @@ def test_every_method_answers_alike_alone_and_in_batches(place: Path) -> None:
     assert drafted["acceptance_length"] >= 1 and low <= drafted["speedup"] <= high
     assert (used["kind"], used["nodes"], used["dynamic"], used["lookup"]) == ("medusa", 6, False, False)
     assert used["drafter"] == str(place / "mine" / "drafter") and used["tree"] == str(place / "mine/tree.json")
-    assert single["drafting"]["medusa-dynamic"]["dynamic"]
     reached = [share["reached"] for share in drafted["by_position"]]
     assert len(reached) <= TREE.max_depth and reached == sorted(reached, reverse=True)
 
@@ -276,20 +275,24 @@ def test_drafters_of_several_kinds_stand_side_by_side(place: Path, tmp_path: Pat
     save_run(tmp_path / "mine" / "hydra", model, kind=HydraHeads, calibrated=True)
     save_run(tmp_path / "mine" / "second", model, heads=2, tree=Tree.chain(2))
     words = ["--run", str(outer.path), "--limit", "2", "--methods"]
-    document = bench_json(place, *words, "ar,medusa,hydra,second,medusa-dynamic", "--tree", "static")
+    document = bench_json(place, *words, "ar,medusa,hydra,second", "--tree", "static")
     assert all(figures["identical"] == 2 for figures in document["methods"].values())
     used = {name: (part["kind"], part["nodes"], part["dynamic"]) for name, part in document["drafting"].items()}
-    of_medusa = {"medusa": ("medusa", 6, False), "medusa-dynamic": ("medusa", 6, True)}
-    assert used == {**of_medusa, "hydra": ("hydra", 6, False), "second": ("medusa", 3, False)}
+    assert used == {
+        "medusa": ("medusa", 6, False),
+        "hydra": ("hydra", 6, False),
+        "second": ("medusa", 3, False),
+    }
     other = bench_json(place, *words, "hydra", "--tree", "static:5", "--lookup")["drafting"]["hydra"]
     assert other["lookup"] and other["nodes"] == 5
     refused(place, 1, "amphista", *words, "medusa,amphista")
     refused(place, 1, "calibrate", *words, "medusa,hydra", "--tree", "static:5")
     refused(place, 2, "--tree static:200", *words, "hydra", "--tree", "static:200")
     refused(place, 2, "--drafter", *words, "ar,medusa,hydra", "--drafter", str(outer.drafter_dir))
-    # Without a drafter by its name, medusa-dynamic is over the run's own.
+    # Without a drafter by its name, medusa is the run's own; dynamic trees are of any size.
     words[1] = str(outer.path / "hydra")
-    assert bench_json(place, *words, "medusa-dynamic")["drafting"]["medusa-dynamic"]["kind"] == "hydra"
+    own = bench_json(place, *words, "medusa", "--tree", "dynamic:9")["drafting"]["medusa"]
+    assert (own["kind"], own["nodes"], own["dynamic"]) == ("hydra", 9, True)
 
 
 def test_assisted_generation_needs_a_draft_model_of_the_same_vocabulary(place: Path, tmp_path: Path) -> None:
@@ -300,21 +303,18 @@ def test_assisted_generation_needs_a_draft_model_of_the_same_vocabulary(place: P
 
 
 @pytest.mark.parametrize(
-    ("installed", "model", "file", "sampling", "penalty", "named"),
+    ("installed", "model", "file", "sampling", "named"),
     [
-        (True, "smollm2-135m", None, Sampling(), None, None),
-        (True, "other", None, Sampling(), None, "gguf"),
-        (True, "other", Path("some.gguf"), Sampling("exact", 0.7), None, "temperature"),
-        (True, "smollm2-135m", None, Sampling(), 1.1, "repetition_penalty"),
-        (False, "smollm2-135m", None, Sampling(), None, "xllamacpp"),
+        (True, "smollm2-135m", None, Sampling(), None),
+        (True, "other", None, Sampling(), "gguf"),
+        (True, "other", Path("some.gguf"), Sampling("exact", 0.7), "temperature"),
+        (False, "smollm2-135m", None, Sampling(), "xllamacpp"),
     ],
 )
-def test_llama_cpp_decodes_greedily_from_a_known_file(
-    monkeypatch, installed, model, file, sampling, penalty, named
-) -> None:
+def test_llama_cpp_decodes_greedily_from_a_known_file(monkeypatch, installed, model, file, sampling, named) -> None:
     monkeypatch.setattr("medusa_cli.bench.methods.has_package", lambda name: installed)
     with pytest.raises(UsageError, match=named) if named else nullcontext():
-        check_llama("llama.cpp", model, file, sampling, LogitsOptions(penalty))
+        check_llama("llama.cpp", model, file, sampling)
 
 
 def test_quantized_weights_are_compared_with_the_plain_models_answers(place: Path) -> None:
@@ -349,7 +349,7 @@ def test_files_that_do_not_fit_are_refused(place: Path, tmp_path: Path) -> None:
 
 
 def test_the_demo_shows_both_answers_and_the_table(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("medusa_cli.assets.mt_bench_path", lambda: place / "q.jsonl")
+    monkeypatch.setattr("medusa_cli.files.assets.mt_bench_path", lambda: place / "q.jsonl")
     words = ["demo", "--run", str(place / "mine"), "--dtype", "fp32", "--limit", "2", "--max-new-tokens", "12"]
     done = medusa(*words)
     assert done.stdout.count("--- plain decoding") == done.stdout.count("--- with drafts") == 4  # of two turns each

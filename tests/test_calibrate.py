@@ -12,8 +12,8 @@ from torch import Tensor
 
 from medusa_cli.data.packing import Dataset
 from medusa_cli.errors import UsageError, UserError
+from medusa_cli.files.io import ReadReport
 from medusa_cli.model import Backbone
-from medusa_cli.runs.io import ReadReport
 from medusa_cli.runs.run import Run
 from medusa_cli.train.calibration import MISSED, accuracies_at_roots, measure
 from tests.helpers import answers_of, conversation, medusa, medusa_json, save_model, tiny_backbone, write_lines

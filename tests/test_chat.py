@@ -50,10 +50,15 @@ def test_one_prompt_prints_the_answer_alone_on_stdout(place: Path) -> None:
     assert document["acceptance_length"] >= 1 and document["tokens"] <= 15
 
 
-def test_penalty_and_min_p_change_the_answer_alike_with_and_without_drafts(place: Path) -> None:
-    for words in (["--repetition-penalty", "1.8"], ["--temperature", "1.5", "--min-p", "0.9"]):
-        drafted, plain = (chat(place, "--prompt", "w1 w2", *words, *more) for more in ([], ["--baseline"]))
-        assert drafted.stdout == plain.stdout != chat(place, "--prompt", "w1 w2", *words[:-2]).stdout
+def test_cuts_and_stop_strings_change_the_answer_alike_with_and_without_drafts(place: Path) -> None:
+    sampled = ["--prompt", "w1 w2", "--temperature", "1.5", "--random-seed", "3"]
+    free = chat(place, *sampled).stdout
+    for words in (["--top-p", "0.1"], ["--top-k", "1"], ["--stop", free.split()[3]]):
+        drafted, plain = (chat(place, *sampled, *words, *more).stdout for more in ([], ["--baseline"]))
+        assert drafted == plain != free
+    assert plain.split() == free.split()[:3]
+    stops = ["--stop", free.split()[3], "--stop", free.split()[2]]
+    assert chat(place, *sampled, *stops).stdout.split() == free.split()[:2]
 
 
 def test_raw_continues_each_text_as_it_is(place: Path) -> None:

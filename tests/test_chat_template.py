@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
-from medusa_cli import Medusa, assets
+from medusa_cli import Medusa
 from medusa_cli.data.conversation import conversation_of, messages_of
 from medusa_cli.distill.endpoint import Tokenizer
 from medusa_cli.errors import UserError
+from medusa_cli.files import assets
+from medusa_cli.files.io import Malformed, read_jsonl
 from medusa_cli.model import chat_template
 from medusa_cli.model.chat_template import encode, token_ids
-from medusa_cli.runs.io import Malformed, read_jsonl
 from medusa_cli.runs.recipe import load_recipe
 from medusa_cli.runs.run import Run
 from tests.helpers import CHAT_TEMPLATE, medusa, save_model, tiny_backbone, tiny_tokenizer, write_lines
@@ -142,7 +143,7 @@ def words(bare: str, tmp_path: Path) -> list[str]:
 
 def test_every_command_on_a_run_uses_the_template_of_its_distillation(words: list[str], tmp_path: Path) -> None:
     run, other = str(tmp_path / "run"), str(tmp_path / "other")
-    done = medusa(*words, "--recipe", tmp_path / "recipe.yaml")
+    done = medusa(*words, tmp_path / "recipe.yaml")
     assert json.loads(done.stdout)["conversations"] == 12
     # The template lays out conversations without token ids as well.
     lines = [json.loads(line) for line in Path(run, "distill.jsonl").read_text().splitlines()]

@@ -97,9 +97,7 @@ MISTAKES = [
     (2, "chat --quantize int3", "--quantize"),
     (2, "chat --tree dynamic:²", "--tree"),
     (2, "chat --temperature 1e-300", "--temperature"),
-    (2, "chat --repetition-penalty 0", "--repetition-penalty"),
-    (2, "bench --repetition-penalty nan", "--repetition-penalty"),
-    (2, "chat --min-p 0.1", "--min-p"),
+    (2, "chat --top-p 0.1", "--top-p"),
     (2, f"chat --random-seed {10**30}", "--random-seed"),
     (2, "chat --run \udcff", "--run"),
     (2, "chat --run ..", "--run"),
@@ -127,7 +125,7 @@ MISTAKES = [
     (1, f"{TRAIN} --from nowhere/at/all", "--from"),
     (1, f"{TRAIN} --from {{place}}/model", "--from"),
     (2, f"{TRAIN} distill.seed=\udcff", "distill.seed"),
-    (2, f"{TRAIN} --shard", "--shard"),
+    (2, f"{TRAIN} train.shard=true", "train.shard"),
     (2, f"{TRAIN} --tuning qlora", "--tuning qlora"),
     (2, f"{TRAIN} --schedule sine", "--schedule sine"),
     (2, f"{JOINT} --tuning full", "train.objective=kl"),
@@ -156,11 +154,10 @@ MISTAKES = [
     (2, f"{SWEEP} width", "--sweep 'width'"),
     (2, f"{SWEEP} nodes --values 2,x", "--values '2,x'"),
     (2, f"{SWEEP} nodes --values 9999", "--values 9999"),
-    (2, f"{SWEEP} heads --values 7", "--values 7"),
     (2, f"{SWEEP} context --values 5000", "--values 5000"),
     (2, f"{SWEEP} temperature --values -1", "--values"),
     (2, f"{SWEEP} nodes --tree static", "--tree"),
-    (2, f"{SWEEP} batch --batch-size 2", "--batch-size"),
+    (2, f"{SWEEP} temperature --temperature 1", "--temperature"),
     (2, f"{SWEEP} nodes --methods ar", "--methods"),
     (2, f"{MACHINE} 5000", "--context"),
     (2, f"{MACHINE} 20,510", "--context"),
@@ -183,7 +180,6 @@ MISTAKES = [
     (1, "serve --run /no/such/run", "/no/such/run"),
     (2, "serve --baseline --lookup", "--lookup"),
     (2, "serve --baseline --remember 4", "--remember"),
-    (2, "chat --no-lookup --corpus here", "--corpus"),
 ]
 
 
@@ -278,8 +274,8 @@ def test_a_setting_is_a_flag_a_keyword_or_a_field() -> None:
     error = UsageError("@max_new_tokens 0 is too small", "use 1 or more, or another @run")
     assert in_flags(error.text) == "--max-new-tokens 0 is too small; use 1 or more, or another --run"
     assert str(error) == "max_new_tokens 0 is too small; use 1 or more, or another run"
-    assert in_flags("left out (@no_dedup keeps them; @min_answer_tokens too) [@context]") == (
-        "left out (--no-dedup keeps them; --min-answer-tokens too) [--context]"
+    assert in_flags("left out (@no_resume keeps them; @max_samples too) [@run]") == (
+        "left out (--no-resume keeps them; --max-samples too) [--run]"
     )
     refusal = refusal_for(error, "prompt")
     assert (refusal.param, refusal.code) == ("max_tokens", "invalid_value") and str(refusal).startswith("max_tokens 0")

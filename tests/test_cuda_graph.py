@@ -282,7 +282,7 @@ def test_trial_decides_once_on_cuda_graphs(
     backbone.engine.captures = None
     clock, trials = [0.0], []
     run, ordinary_step = cuda_graph.CudaGraphs.run, cuda_graph._ordinary_step
-    monkeypatch.setattr("medusa_cli.engine.timing.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("medusa_cli.device.time.perf_counter", lambda: clock[0])
 
     def graph_step(self: Any, *args: Any) -> Any:
         trials.append(1)

@@ -16,9 +16,9 @@ from medusa_cli.data.states import StateStore
 from medusa_cli.drafters import MedusaHeads
 from medusa_cli.engine import attach
 from medusa_cli.errors import UserError
+from medusa_cli.files.io import ReadReport
 from medusa_cli.model import Backbone
 from medusa_cli.model.chat_template import encode
-from medusa_cli.runs.io import ReadReport
 from medusa_cli.runs.run import Run
 from tests import helpers
 from tests.helpers import (

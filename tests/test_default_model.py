@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from medusa_cli import assets
-from medusa_cli.assets import DEFAULT_MODEL
 from medusa_cli.bench.questions import read_questions
+from medusa_cli.device import has_bf16
 from medusa_cli.engine import load_backbone
+from medusa_cli.files import assets
+from medusa_cli.files.assets import DEFAULT_MODEL
+from medusa_cli.files.io import read_json
 from medusa_cli.model import Backbone
-from medusa_cli.model.load import has_bf16
-from medusa_cli.runs.io import read_json
-from medusa_cli.runs.resolve import LoadOptions
+from medusa_cli.runs.load_options import LoadOptions
 from medusa_cli.runs.run import Run
 from medusa_cli.tree import DynamicTree
 from medusa_cli.tree.io import load_tree
@@ -80,7 +80,7 @@ KINDS = {
 def answers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with some of the default model's own answers, which every drafter learns from a little."""
     run = tmp_path_factory.mktemp("answers")
-    medusa_json("distill", "--run", f"{run}/", "--max-samples", "192", "--max-new-tokens", "96", "--max-turns", "1")
+    medusa_json("distill", "--run", f"{run}/", "--max-samples", "192", "--max-new-tokens", "96", "distill.max_turns=1")
     return run
 
 

@@ -14,18 +14,18 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
+from medusa_cli import device as memory
 from medusa_cli.data.code_seeds import FIM, KINDS, code_seeds, fim_tokens, is_code, with_fim_tokens
 from medusa_cli.data.conversation import Conversation
 from medusa_cli.data.seeds import distinct, in_order, read_seeds
 from medusa_cli.data.states import StateStore, read_rows
+from medusa_cli.device import free_memory
 from medusa_cli.distill import Outcome, Records, answer_locally
 from medusa_cli.distill.distillation import Progress, merge_parts, part_of
 from medusa_cli.distill.filters import is_refusal
 from medusa_cli.distill.local import choose_batch_size
 from medusa_cli.errors import UserError
 from medusa_cli.model import Backbone
-from medusa_cli.model import load as memory
-from medusa_cli.model.load import free_memory
 from medusa_cli.runs.recipe import DistillRecipe
 from medusa_cli.runs.run import Run
 from tests.helpers import (
@@ -176,7 +176,7 @@ def test_seeds_are_read_from_every_form(tmp_path: Path) -> None:
 
 
 def test_large_array_is_read_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("medusa_cli.runs.io.CHUNK", 7)
+    monkeypatch.setattr("medusa_cli.files.io.CHUNK", 7)
     records = [{"id": f"s{i}", "messages": [{"role": "user", "content": f"w{i} " * i}]} for i in range(1, 6)]
     seeds, report = read_seeds(write(tmp_path / "a.json", json.dumps(records)))
     assert [read.id for read in seeds] == [f"s{i}" for i in range(1, 6)] and not report.skipped
@@ -207,7 +207,7 @@ def test_long_turns_of_sharegpt_are_seeds_of_their_own(tmp_path: Path, monkeypat
     turns = ["short", "long " * 400, "too long " * 1000, "text " * 500]
     record = {"id": "a_1", "conversations": [{"from": "human", "value": turn} for turn in turns]}
     path = write(tmp_path / "a.json", json.dumps([record]))
-    monkeypatch.setattr("medusa_cli.assets.sharegpt_path", lambda: Path(path))
+    monkeypatch.setattr("medusa_cli.files.assets.sharegpt_path", lambda: Path(path))
     assert read_seeds("sharegpt-long")[0] == [seed("a_1/1", turns[1:2]), seed("a_1/3", turns[3:])]
 
 
@@ -219,7 +219,7 @@ def test_ultrachat_names_its_hub_dataset(monkeypatch: pytest.MonkeyPatch) -> Non
         messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "x"}]
         yield {"prompt_id": "p1", "messages": messages}
 
-    monkeypatch.setattr("medusa_cli.assets.hub_rows", rows)
+    monkeypatch.setattr("medusa_cli.files.assets.hub_rows", rows)
     assert read_seeds("ultrachat")[0] == [seed("p1", ["hello"])]
     assert asked == ["HuggingFaceH4/ultrachat_200k"]
 
@@ -310,7 +310,7 @@ def test_sharegpts_programming_conversations_can_be_chosen(tmp_path: Path, monke
     turns = ["Write a poem", "Why does `print(x)` fail in my Python script?", "Web search results: see a.org/css"]
     records = [{"id": f"k{i}", "conversations": [{"from": "human", "value": turn}]} for i, turn in enumerate(turns)]
     path = write(tmp_path / "a.json", json.dumps(records))
-    monkeypatch.setattr("medusa_cli.assets.sharegpt_path", lambda: Path(path))
+    monkeypatch.setattr("medusa_cli.files.assets.sharegpt_path", lambda: Path(path))
     assert [chosen.id for chosen in read_seeds("sharegpt-code")[0]] == ["k1"]
 
 
@@ -490,10 +490,11 @@ def test_resume_continues_with_the_runs_model_and_begins_nothing(words: list[str
 def test_duplicates_and_short_answers_are_left_out(words: list[str], tmp_path: Path) -> None:
     seeds = [{"id": f"k{i}", "messages": [{"role": "user", "content": f"w{i % 9}"}]} for i in range(12)]
     words += ["--seed", str(write_lines(tmp_path / "more.jsonl", seeds)), "--max-new-tokens", "40"]
-    first = medusa_json(*words, "--min-answer-tokens", "40")
+    first = medusa_json(*words, "distill.min_answer_tokens=40")
     assert first["duplicates"] == 3 and first["conversations"] + first["dropped"] == 9 and first["dropped"] > 0
     rest = medusa_json(*words)
     assert rest["conversations"] == 9 and rest["dropped"] == 0
+    assert medusa_json(*words, "distill.dedup=false")["conversations"] == 12
 
 
 def test_a_system_prompt_is_set_and_part_of_the_settings(words: list[str], tmp_path: Path) -> None:
@@ -515,15 +516,15 @@ def test_refusals_are_dropped_on_request(words: list[str], monkeypatch: pytest.M
     ("flags", "code"),
     [
         (["--max-new-tokens", "512"], 2),
-        (["--context", "16", "--max-new-tokens", "15"], 1),  # too short for every prompt
+        (["distill.context=16", "--max-new-tokens", "15"], 1),  # too short for every prompt
     ],
 )
 def test_context_without_room_for_an_answer_is_named(words: list[str], flags: list[str], code: int) -> None:
     result = medusa(*words, *flags, exit_code=code)
-    assert "--context" in result.stderr and not result.stdout
+    assert "distill.context" in result.stderr and not result.stdout
 
 
-def test_batch_size_comes_from_the_flag_the_recipe_or_the_memory(
+def test_batch_size_comes_from_the_setting_the_recipe_or_the_memory(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes: list[int | None] = []
@@ -536,9 +537,9 @@ def test_batch_size_comes_from_the_flag_the_recipe_or_the_memory(
     monkeypatch.setattr("medusa_cli.distill.distillation.answer_locally", answer)
     monkeypatch.setattr("medusa_cli.distill.local.free_memory", lambda device: int(5.5 * slot / 0.7))
     recipe = write(tmp_path / "recipe.yaml", "distill: {batch_size: 7}\n")
-    words += ["--context", "64"]
-    for more in ([], ["--recipe", recipe], ["--recipe", recipe, "--batch-size", "3"]):
-        assert ("--batch-size" in medusa(*words, *more).stderr) == (not more)
+    words += ["distill.context=64"]
+    for more in ([], [recipe], [recipe, "distill.batch_size=3"]):
+        assert ("distill.batch_size" in medusa(*words, *more).stderr) == (not more)
     assert sizes == [5, 7, 3]
 
 

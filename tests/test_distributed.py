@@ -1,4 +1,4 @@
-"""Two processes, each with the whole model or a part of it (--shard), train what one process trains."""
+"""Two processes, each with the whole model or a part of it (train.shard), train what one process trains."""
 
 import json
 import shutil
@@ -21,8 +21,8 @@ from medusa_cli.engine import attach, load_backbone
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.model import Backbone, lora
 from medusa_cli.model.distributed import Distributed, split_layers
+from medusa_cli.runs.load_options import LoadOptions
 from medusa_cli.runs.recipe import TrainRecipe, load_recipe
-from medusa_cli.runs.resolve import LoadOptions
 from medusa_cli.train.losses import drafter_loss
 from medusa_cli.train.setup import check_loading
 from tests import forked, helpers
@@ -133,7 +133,7 @@ def test_split_training_equals_whole_training(tmp_path: Path, family: str, words
     whole, split = save_conversations(tmp_path / "whole"), save_conversations(tmp_path / "split")
     # One micro-batch to validate on, and one conversation alone in the last step: two processes cannot share them.
     words = [*words, "train.validation_tokens=20"]
-    for run, size, flags in ((whole, 1, []), (split, 2, ["--shard"])):
+    for run, size, flags in ((whole, 1, []), (split, 2, ["train.shard=true"])):
         done = train(size, model, run, *words, *flags)
         assert done.returncode == 0, done.stderr
     assert_equal_losses(split, whole)
@@ -158,12 +158,12 @@ def test_killed_training_resumes_split_and_whole(tmp_path: Path) -> None:
     assert train(1, model, whole, *words).returncode == 0
     log = split / "train.jsonl"
     forked.run_and_kill(
-        [*training(model, split, *words), "--shard"],
+        [*training(model, split, *words), "train.shard=true"],
         lambda: log.is_file() and log.read_text().count('"saved"') >= 3,
     )
     assert len(losses(split)) < len(losses(whole))
     shutil.copytree(split, resumed)
-    for run, size, flag in ((split, 2, "--shard"), (resumed, 1, "--no-shard")):
+    for run, size, flag in ((split, 2, "train.shard=true"), (resumed, 1, "train.shard=false")):
         done = train(size, model, run, *words, flag, "--resume")
         assert done.returncode == 0, done.stderr
         assert_equal_losses(run, whole)

@@ -14,10 +14,10 @@ from medusa_cli.distill import Outcome
 from medusa_cli.distill.endpoint import Tokenizer, answer_remotely, connect, tokenise
 from medusa_cli.engine import load_backbone
 from medusa_cli.errors import UserError
-from medusa_cli.runs.http import ChatServers
-from medusa_cli.runs.io import Malformed
+from medusa_cli.files.chat_servers import ChatServers
+from medusa_cli.files.io import Malformed
+from medusa_cli.runs.load_options import LoadOptions
 from medusa_cli.runs.recipe import DistillRecipe
-from medusa_cli.runs.resolve import LoadOptions
 from medusa_cli.runs.run import Run
 from tests.helpers import ChatServer, medusa, medusa_json, write_lines
 
@@ -46,7 +46,7 @@ RULES = DistillRecipe(max_new_tokens=16, concurrency=4)
 
 @pytest.fixture(autouse=True)
 def pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("medusa_cli.runs.http.FIRST_PAUSE", 0.01)
+    monkeypatch.setattr("medusa_cli.files.chat_servers.FIRST_PAUSE", 0.01)
 
 
 def answers(urls: str, model: str, seeds: list[Conversation] = SEEDS, rules: DistillRecipe = RULES) -> list[Outcome]:
@@ -122,7 +122,7 @@ def test_busy_servers_are_asked_again_and_refusals_are_not(server: ChatServer, m
 def test_failing_server_is_left_alone_and_the_other_takes_its_work(
     server: ChatServer, other: ChatServer, model: str, pause: float, headers: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("medusa_cli.runs.http.FIRST_PAUSE", pause)
+    monkeypatch.setattr("medusa_cli.files.chat_servers.FIRST_PAUSE", pause)
     server.fault, server.headers = lambda number, body: 503 if number > 4 else None, headers
     assert [c.id for c in conversations(answers(f"{server.url},{other.url}", model))] == IDS
     assert len(server.requests) <= 4 + 4  # those under way when it began to fail
@@ -167,7 +167,7 @@ def words(model: str, tmp_path: Path) -> list[str]:
     ]
     seeds = write_lines(tmp_path / "seeds.jsonl", records)
     return ["distill", "--seed", str(seeds), "--run", str(tmp_path / "run"), "--model", model, "--max-new-tokens", "16",
-            "--concurrency", "3"]  # fmt: skip
+            "distill.concurrency=3"]  # fmt: skip
 
 
 def ids(run: Path) -> list[str]:
@@ -178,9 +178,9 @@ def test_server_that_dies_half_way_costs_no_sample_and_doubles_none(
     server: ChatServer, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MEDUSA_API_KEY", "secret")
-    monkeypatch.setattr("medusa_cli.runs.http.ATTEMPTS", 2)
+    monkeypatch.setattr("medusa_cli.files.chat_servers.ATTEMPTS", 2)
     run = tmp_path / "run"
-    words += ["--endpoint", server.url, "--endpoint-model", "served"]
+    words += ["--endpoint", server.url, "distill.endpoint_model=served"]
     server.fault = lambda number, body: 500 if number > 9 else None
     first = medusa_json(*words)
     assert 0 < first["conversations"] < len(SEEDS) and first["failed"] == len(SEEDS) - first["conversations"]
@@ -198,8 +198,8 @@ def test_server_that_dies_half_way_costs_no_sample_and_doubles_none(
 def test_one_of_two_servers_may_die_half_way_and_be_away_at_the_next_start(
     server: ChatServer, other: ChatServer, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("medusa_cli.runs.http.ATTEMPTS", 3)
-    words += ["--endpoint", f"{server.url},{other.url}", "--endpoint-model", "served"]
+    monkeypatch.setattr("medusa_cli.files.chat_servers.ATTEMPTS", 3)
+    words += ["--endpoint", f"{server.url},{other.url}", "distill.endpoint_model=served"]
 
     def die(number: int, body: dict) -> int | None:
         if number == 5:
@@ -232,6 +232,6 @@ def test_model_that_the_server_does_not_know_is_named_at_once(
     server: ChatServer, words: list[str], tmp_path: Path
 ) -> None:
     server.fault = lambda number, body: 400
-    failed = medusa(*words, "--endpoint", server.url, "--endpoint-model", "other", exit_code=1)
+    failed = medusa(*words, "--endpoint", server.url, "distill.endpoint_model=other", exit_code=1)
     assert "'other'" in failed.stderr and "400" in failed.stderr
     assert len(server.requests) == 1 and not (tmp_path / "run" / "distill.jsonl").exists()

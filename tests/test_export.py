@@ -22,7 +22,7 @@ from medusa_cli.export.incoming import import_drafter
 from medusa_cli.export.medusa_format import export_medusa
 from medusa_cli.export.speculators_format import export_speculators
 from medusa_cli.model import Backbone
-from medusa_cli.runs.resolve import LoadOptions
+from medusa_cli.runs.load_options import LoadOptions
 from medusa_cli.runs.run import STAMP, Run, provenance, stamp_of
 from tests.checkpoints import EAGLE, H, V, draft_of, eagle3, write
 from tests.helpers import change_json, medusa, save_model, save_run

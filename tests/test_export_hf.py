@@ -25,7 +25,7 @@ from medusa_cli.export.custom_generate import DraftSwitch, generate
 from medusa_cli.export.folder import find_source
 from medusa_cli.export.hf import export_hf
 from medusa_cli.model import lora
-from medusa_cli.runs.resolve import LoadOptions
+from medusa_cli.runs.load_options import LoadOptions
 from medusa_cli.runs.run import Run, provenance
 from medusa_cli.tree import Tree
 from medusa_cli.tree.io import load_tree, save_tree

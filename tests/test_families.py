@@ -13,10 +13,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 from medusa_cli.engine import load, load_backbone
 from medusa_cli.engine.timing import machine_key
 from medusa_cli.errors import UserError
+from medusa_cli.files.model_files import refuse_by_source
 from medusa_cli.model import Backbone
 from medusa_cli.model.load import load_network
-from medusa_cli.model_files import refuse_by_source
-from medusa_cli.runs.resolve import LoadOptions
+from medusa_cli.runs.load_options import LoadOptions
 from tests.helpers import PROMPT, SPARSE, Oracle, generate, plain, save_network, tokens_of
 
 COUNT = 32

@@ -13,14 +13,15 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from medusa_cli import Medusa, assets
+from medusa_cli import Medusa
 from medusa_cli.bench.methods import LLAMA, llama_method
 from medusa_cli.drafters import MedusaHeads
 from medusa_cli.engine import load_backbone
 from medusa_cli.errors import UserError
-from medusa_cli.gguf import read_header
+from medusa_cli.files import assets
+from medusa_cli.files.gguf import read_header
 from medusa_cli.model.backbone import weights_of
-from medusa_cli.runs.resolve import LoadOptions
+from medusa_cli.runs.load_options import LoadOptions
 from medusa_cli.tree import Tree
 from tests.helpers import (
     CHAT_TEMPLATE,
@@ -227,7 +228,7 @@ def test_metadata_is_written_once_and_again_when_the_file_changes(
     write_gguf(file)
     before, digest = Path(assets.model_dir(str(file))), weights_of(str(file))
     with monkeypatch.context() as patch:
-        patch.setattr("medusa_cli.gguf.write_metadata", lambda *_: pytest.fail("it was written again"))
+        patch.setattr("medusa_cli.files.gguf.write_metadata", lambda *_: pytest.fail("it was written again"))
         assert assets.model_dir(str(file)) == str(before)
     write_gguf(file, seed=1)
     after = Path(assets.model_dir(str(file)))

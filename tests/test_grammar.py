@@ -12,8 +12,7 @@ import torch
 from tokenizers import AddedToken
 from transformers import LogitsProcessorList, TemperatureLogitsWarper
 
-from medusa_cli import assets
-from medusa_cli.api import LoadedModel, Medusa
+from medusa_cli.api import Medusa
 from medusa_cli.decode import LogitsOptions, Sampling, Step
 from medusa_cli.decode.accept import accept
 from medusa_cli.decode.grammar import Grammar, GrammarProcessor, closed, matcher_of
@@ -21,6 +20,8 @@ from medusa_cli.decode.policy import StaticTreePolicy
 from medusa_cli.decode.processors import SequenceProcessors
 from medusa_cli.decode.sampler import Sampler
 from medusa_cli.errors import UsageError, UserError
+from medusa_cli.files import assets
+from medusa_cli.loading import LoadedModel
 from medusa_cli.model import Backbone
 from medusa_cli.tree import Draft, Tree
 from tests.helpers import (

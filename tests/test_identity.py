@@ -10,12 +10,12 @@ from safetensors.torch import load_file
 
 from medusa_cli.engine import load_backbone
 from medusa_cli.errors import UserError
+from medusa_cli.files.io import read_json, write_json
 from medusa_cli.model import load
 from medusa_cli.model import lora as adapter
 from medusa_cli.model.backbone import weights_of
 from medusa_cli.model.load import load_network
-from medusa_cli.runs.io import read_json, write_json
-from medusa_cli.runs.resolve import LoadOptions
+from medusa_cli.runs.load_options import LoadOptions
 from medusa_cli.runs.run import Run, check_backbone
 from tests.helpers import attach_adapter, save_model, tiny_model, tiny_tokenizer
 

@@ -16,12 +16,12 @@ from medusa_cli import engine as engines
 from medusa_cli.data.packing import Dataset, held_out_ids, split_conversations
 from medusa_cli.drafters import MedusaHeads
 from medusa_cli.errors import UserError
+from medusa_cli.files.io import ReadReport
 from medusa_cli.model import Backbone
 from medusa_cli.model import lora as adapter
 from medusa_cli.model.load import load_network
-from medusa_cli.runs.io import ReadReport
+from medusa_cli.runs.load_options import LoadOptions
 from medusa_cli.runs.recipe import load_recipe
-from medusa_cli.runs.resolve import LoadOptions
 from medusa_cli.runs.run import Run
 from medusa_cli.train import Trainer
 from medusa_cli.train.log import read_log

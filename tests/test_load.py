@@ -15,7 +15,7 @@ from medusa_cli.engine import load_backbone
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.model import lora
 from medusa_cli.model.load import load_network
-from medusa_cli.runs.resolve import LoadOptions
+from medusa_cli.runs.load_options import LoadOptions
 from tests.helpers import change_json, forward, generate_plain, medusa, python, save_model, save_network, tokens_of
 
 FP32 = LoadOptions(dtype="fp32")

@@ -15,7 +15,7 @@ from medusa_cli.engine import attach, load_backbone
 from medusa_cli.errors import UserError
 from medusa_cli.model import Backbone, lora
 from medusa_cli.model.backbone import LOGIT_CHANGES, text_model
-from medusa_cli.runs.resolve import LoadOptions
+from medusa_cli.runs.load_options import LoadOptions
 from medusa_cli.train.losses import model_loss, teacher_probabilities
 from tests.helpers import SPARSE, answer, assert_distributed, decoder_of, forward, save_network, tokens_of
 from tests.models import PROMPTS, Known, tiny_network

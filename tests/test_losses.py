@@ -15,8 +15,8 @@ from medusa_cli.drafters import Firp, HydraHeads, MedusaHeads
 from medusa_cli.drafters.base import Batch, NewTokens
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.engine import attach
+from medusa_cli.files.io import ReadReport
 from medusa_cli.model import Backbone
-from medusa_cli.runs.io import ReadReport
 from medusa_cli.runs.recipe import TrainRecipe, load_recipe
 from medusa_cli.runs.run import Run
 from medusa_cli.train import Trainer

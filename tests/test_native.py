@@ -14,14 +14,14 @@ import pytest
 import torch
 import transformers
 
-from medusa_cli.assets import home
 from medusa_cli.engine import Plan, attach, load_backbone
 from medusa_cli.engine.linear import packed_linear
 from medusa_cli.errors import UsageError
+from medusa_cli.files.assets import home
 from medusa_cli.model import Backbone
 from medusa_cli.native import Format, PackedMatrix, RawMatrix, cpu_count, instructions, is_available, library
 from medusa_cli.native.matrix import facts
-from medusa_cli.runs.resolve import LoadOptions
+from medusa_cli.runs.load_options import LoadOptions
 from medusa_cli.tree import DynamicTree, Tree
 from tests.helpers import (
     FAMILIES,

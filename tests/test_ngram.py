@@ -26,7 +26,7 @@ from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.drafters.io import save_drafter
 from medusa_cli.engine import load_backbone
 from medusa_cli.model import Backbone
-from medusa_cli.runs.resolve import LoadOptions
+from medusa_cli.runs.load_options import LoadOptions
 from medusa_cli.runs.run import provenance
 from medusa_cli.tree import Draft, DynamicTree, Tree
 from medusa_cli.tree.search import SizedTree, StepTimes, node_values, search

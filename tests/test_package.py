@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from medusa_cli import cli
-from medusa_cli.assets import EXTRAS
+from medusa_cli.files.assets import EXTRAS
 from tests.helpers import medusa, python, save_model, save_run
 
 ROOT = Path(__file__).parent.parent

@@ -9,9 +9,9 @@ from medusa_cli.data.conversation import Conversation
 from medusa_cli.data.packing import Dataset, batch_of, positions_of, read_dataset, split_conversations
 from medusa_cli.drafters import DRAFTERS, NewTokens
 from medusa_cli.drafters.heads import HeadDrafter
+from medusa_cli.files.io import ReadReport
 from medusa_cli.model import Backbone
 from medusa_cli.model.chat_template import encode
-from medusa_cli.runs.io import ReadReport
 from medusa_cli.runs.recipe import TrainRecipe, load_recipe
 from medusa_cli.runs.run import Run
 from medusa_cli.train.calibration import measure

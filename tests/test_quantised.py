@@ -8,7 +8,7 @@ import torch
 from medusa_cli.engine import attach, load_backbone
 from medusa_cli.model import Backbone, lora
 from medusa_cli.model.load import load_network
-from medusa_cli.runs.resolve import LoadOptions
+from medusa_cli.runs.load_options import LoadOptions
 from medusa_cli.runs.run import rounding_in
 from tests.helpers import (
     PROMPT,

@@ -17,7 +17,7 @@ from medusa_cli.distill import Records
 from medusa_cli.drafters import DRAFTERS, load_drafter
 from medusa_cli.drafters.io import save_drafter
 from medusa_cli.errors import LONGEST, UserError
-from medusa_cli.runs.io import read_json
+from medusa_cli.files.io import read_json
 from medusa_cli.runs.run import Run, provenance
 from medusa_cli.train.log import Validated, read_log
 from tests.helpers import change_json, medusa, save_model, save_run, tiny_backbone
@@ -46,7 +46,7 @@ def test_what_is_no_file_or_too_large_is_named_and_not_waited_for(
         with pytest.raises(UserError, match=message):
             read_json(path)
     (tmp_path / "large.json").write_text("[]" + " " * 100)
-    monkeypatch.setattr("medusa_cli.runs.io.MAX_BYTES", 100)
+    monkeypatch.setattr("medusa_cli.files.io.MAX_BYTES", 100)
     with pytest.raises(UserError, match="is larger than"):
         read_json(tmp_path / "large.json")
 

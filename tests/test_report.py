@@ -22,7 +22,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("report")
     model = save_model(folder / "model")
     save_questions(folder / "q.jsonl", 6)
-    methods = ["--methods", "hf,ar,medusa,medusa-dynamic"]
+    methods = ["--methods", "hf,ar,medusa,medusa-alone"]
     for name, words in (("mine", ["--report"]), ("other", [])):
         save_run(folder / name, model, calibrated=True)
         bench(folder, "--run", folder / name, "--tree", "static", *methods, *words)

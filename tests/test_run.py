@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from medusa_cli.errors import UserError
-from medusa_cli.runs.io import TEMPORARY, replacing, replacing_folder, restore, write_atomic
+from medusa_cli.files.io import TEMPORARY, replacing, replacing_folder, restore, write_atomic
 from medusa_cli.runs.run import LOCK, Run, sole_writer
 from tests.helpers import conversation, medusa, save_model, save_run, write_lines
 
 WRITER = """
 import pathlib, sys
-from medusa_cli.runs.io import replacing
+from medusa_cli.files.io import replacing
 from medusa_cli.runs.run import sole_writer
 folder = pathlib.Path(sys.argv[1])
 with sole_writer(folder, "medusa distill"), replacing(folder / "train.png") as part:

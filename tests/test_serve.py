@@ -102,3 +102,25 @@ def test_a_model_is_served_under_the_name_of_its_folder_or_link(
     monkeypatch.chdir(tmp_path / "x1")
     medusa("serve", "--model", model, "--baseline", "--port", "0", "--dtype", "fp32", exit_code=1)
     assert names == [name]
+
+
+def test_flags_of_access_and_limits_reach_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = list[Limits]()
+
+    def record(medusa: Medusa, limits: Limits) -> None:
+        seen.append(limits)
+        raise UserError("enough", "no more")
+
+    monkeypatch.setattr(server, "Server", record)
+    monkeypatch.setenv("MEDUSA_API_KEY", "of-the-environment")
+    words = ["--model", save_model(tmp_path / "model"), "--baseline", "--port", "0", "--dtype", "fp32"]
+    more = ["--api-key", "first", "--api-key", "second", "--cors", "https://chat.example", "--cors", "*"]
+    more += ["--access-log", "--max-body", "3", "--max-prompt-tokens", "40", "--uds", tmp_path / "socket"]
+    medusa("serve", *words, *more, exit_code=1)
+    medusa("serve", *words, exit_code=1)
+    given, bare = seen
+    assert given.api_keys == ("first", "second") and bare.api_keys == ("of-the-environment",)
+    assert given.cors == ("https://chat.example", "*") and bare.cors == ()
+    assert given.access_log and not bare.access_log
+    assert given.max_body == 3 << 10 and given.max_prompt_tokens == 40
+    assert given.host == "" and bare.host == "127.0.0.1"

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken
 
-from medusa_cli.api import LoadedModel, Medusa
+from medusa_cli.api import Medusa
+from medusa_cli.loading import LoadedModel
 from medusa_cli.serve import neutral
 from medusa_cli.serve.infill import TOKENS, infill_ids
 from medusa_cli.serve.schema import ChatRequest, CompletionRequest

@@ -16,8 +16,8 @@ from medusa_cli.drafters import MedusaHeads
 from medusa_cli.engine import load_backbone
 from medusa_cli.errors import UserError
 from medusa_cli.model import Backbone
+from medusa_cli.runs.load_options import LoadOptions
 from medusa_cli.runs.recipe import DistillRecipe
-from medusa_cli.runs.resolve import LoadOptions
 from medusa_cli.runs.run import Run
 from tests import forked, helpers
 from tests.helpers import forward, load_dataset, medusa, save_model, tiny_backbone, write_lines
@@ -33,7 +33,7 @@ def seed(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def distill(model: str, seed: str, run: Path) -> list[str]:
     words = ["distill", "--seed", seed, "--model", model, "--dtype", "fp32", "--json", "--device", "cpu"]
-    return [*words, "--max-new-tokens", "120", "--batch-size", "2", "--run-dir", str(run)]
+    return [*words, "--max-new-tokens", "120", "distill.batch_size=2", "--run-dir", str(run)]
 
 
 def finish(size: int, words: list[str], place: Path) -> dict:
@@ -124,7 +124,7 @@ def distilled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_model(place / "model", layers=4)
     seeds = [{"id": f"s{i}", "messages": [{"role": "user", "content": f"w{i} w{i + 1}"}] * 2} for i in range(8)]
     write_lines(place / "seeds.jsonl", seeds)
-    medusa(*distill_words(place, "kept", "--taps", "1,3"))
+    medusa(*distill_words(place, "kept", "distill.taps=[1,3]"))
     medusa(*distill_words(place, "final"))
     return place
 
@@ -139,7 +139,7 @@ def place(distilled: Path, tmp_path: Path) -> Path:
 
 def distill_words(place: Path, name: str, *more: str) -> list[str]:
     flags = ("--seed", (place / "seeds.jsonl").resolve(), "--run", place / name, "--model", place / "model")
-    short = ("--quiet", "--dtype", "fp32", "--max-new-tokens", "8", "--context", "96")
+    short = ("--quiet", "--dtype", "fp32", "--max-new-tokens", "8", "distill.context=96")
     return ["distill", *map(str, flags), *short, *more]
 
 
@@ -195,8 +195,8 @@ def test_drafters_of_kept_layers_need_no_prefill(place: Path) -> None:
 
 
 def test_distillation_resumes_with_its_own_layers_only(place: Path) -> None:
-    medusa(*distill_words(place, "kept", "--taps", "1,3"))
-    medusa(*distill_words(place, "kept", "--taps", "2"), exit_code=1)
+    medusa(*distill_words(place, "kept", "distill.taps=[1,3]"))
+    medusa(*distill_words(place, "kept", "distill.taps=[2]"), exit_code=1)
 
 
 def test_joined_distillations_train(place: Path) -> None:
@@ -209,7 +209,7 @@ def test_joined_distillations_train(place: Path) -> None:
 
 
 def test_several_processes_keep_the_states_that_one_keeps(place: Path) -> None:
-    done = forked.run(distill_words(place, "two", "--taps", "1,3"), place / "output", size=2)
+    done = forked.run(distill_words(place, "two", "distill.taps=[1,3]"), place / "output", size=2)
     assert done.returncode == 0, done.stderr
     backbone = load_backbone(str(place / "model"), LoadOptions(dtype="fp32"))
     batches = []
@@ -223,7 +223,8 @@ def test_several_processes_keep_the_states_that_one_keeps(place: Path) -> None:
     assert torch.allclose(batches[0][1].hidden, batches[1][1].hidden, rtol=2**-6, atol=1e-3)
 
 
-@pytest.mark.parametrize("words", [["4"], ["3,1"], ["low"], ["1", "--endpoint", "http://127.0.0.1:9"]])
+@pytest.mark.parametrize("words", [["[4]"], ["[3,1]"], ["low"], ["[1]", "--endpoint", "http://127.0.0.1:9"]])
 def test_layers_that_cannot_be_kept_are_refused(place: Path, words: list[str]) -> None:
-    done = medusa(*distill_words(place, "new", "--taps", *words), exit_code=2)
+    taps, *more = words
+    done = medusa(*distill_words(place, "new", f"distill.taps={taps}", *more), exit_code=2)
     assert "taps" in done.stderr and not (place / "new" / "distill.jsonl").exists()

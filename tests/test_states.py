@@ -15,7 +15,7 @@ from medusa_cli.engine.layer_cache import SNAPSHOTS, LayerCache
 from medusa_cli.engine.view import View
 from medusa_cli.errors import UserError
 from medusa_cli.model import Backbone
-from medusa_cli.runs.resolve import LoadOptions
+from medusa_cli.runs.load_options import LoadOptions
 from medusa_cli.tree import Tree
 from tests.helpers import SPARSE, answer, decoder_of, forward, plain, save_network, steps_of, tokens_of
 from tests.models import CHAIN, COUNT, PROMPTS, RULES, Known, generated, tiny_network

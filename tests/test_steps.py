@@ -18,12 +18,13 @@ from typer.testing import Result
 
 from medusa_cli.bench import sweep as sweeping
 from medusa_cli.bench.questions import Question
-from medusa_cli.bench.steps import ROWS, copy_bandwidth, time_rows
+from medusa_cli.bench.steps import ROWS, time_rows
 from medusa_cli.bench.sweep import fill
+from medusa_cli.device import copy_bandwidth
 from medusa_cli.engine import attach, load_backbone
 from medusa_cli.model import Backbone
 from medusa_cli.model import load as model_load
-from medusa_cli.runs.resolve import LoadOptions
+from medusa_cli.runs.load_options import LoadOptions
 from tests.bench import gpu_steps
 from tests.helpers import (
     medusa,
@@ -175,24 +176,22 @@ def series(document: dict) -> dict[str, list[float]]:
         ("nodes", "2,13", {"ar": [2, 13], "medusa, static": [2, 13], "medusa, dynamic": [2, 13]}),
         ("epsilon", "0.05,0.2", {"ar": [0.05, 0.2], "medusa": [0.05, 0.2]}),
         ("temperature", "0,0.7", {"ar": [0, 0.7], "medusa, exact": [0, 0.7], "medusa, typical": [0.7]}),
-        ("heads", None, {"ar": [1, 2, 3], "medusa": [1, 2, 3]}),
-        ("batch", "1,2", {"ar": [1, 2], "medusa": [1, 2]}),
         ("context", "40,90", {"ar": [40, 90], "medusa": [40, 90]}),
     ],
 )
-def test_every_axis_has_its_points(place: Path, axis: str, values: str | None, expected: dict) -> None:
-    more = [] if values is None else ["--values", values]
-    document = json.loads(sweep(place, axis, *more).stdout)
+def test_every_axis_has_its_points(place: Path, axis: str, values: str, expected: dict) -> None:
+    document = json.loads(sweep(place, axis, "--values", values).stdout)
     assert series(document) == expected
     assert all(point["acceptance_length"] >= 1 and point["questions"] == 1 for point in document["points"])
     sampled = [point["nll"] is not None for point in document["points"] if point["x"]]
     assert all(sampled) if axis in ("epsilon", "temperature") else not any(sampled)
     before = points(place)
-    assert json.loads(sweep(place, axis, *more).stdout)["points"] == document["points"] and points(place) == before
-    # The trees are the question of these axes: n-gram drafts are added on request only.
+    again = json.loads(sweep(place, axis, "--values", values).stdout)
+    assert again["points"] == document["points"] and points(place) == before
+    # The trees are the question of this axis: n-gram drafts are added on request only.
     benches = [json.loads((place / "mine/bench/sweep" / name).read_text())["bench"] for name in before]
     lookups = {bench["drafting"]["medusa"]["lookup"] for bench in benches}
-    assert lookups == {axis not in ("nodes", "heads")}
+    assert lookups == {axis != "nodes"}
     if axis == "nodes":
         assert sorted(bench["drafting"]["medusa"]["nodes"] for bench in benches) == [2, 2, 13, 13]
         sweep(place, axis, "--lookup", "--values", "2")
@@ -207,17 +206,17 @@ def test_known_points_are_measured_again_only_after_a_change(place: Path, monkey
     def measured(*more: str) -> int:
         """Returns how many points a sweep measures."""
         before = len(points(place))
-        sweep(place, "batch", "--values", *more)
+        sweep(place, "context", "--values", *more)
         return len(points(place)) - before
 
-    assert measured("1,2") == 2 and measured("1,2,3") == 1 and measured("1,2", "--max-new-tokens", "9") == 2
-    assert measured("2", "--no-lookup") == 1
+    assert measured("40,50") == 2 and measured("40,50,60") == 1 and measured("40,50", "--max-new-tokens", "9") == 2
+    assert measured("50", "--no-lookup") == 1
     (place / "q.jsonl").write_text('{"turns": ["w3"]}')
-    assert measured("2") == 1
+    assert measured("50") == 1
     (place / "mine/calibration.json").write_text('{"accuracies": [[0.4, 0.2, 0.1]]}')
-    assert measured("2") == 1
+    assert measured("50") == 1
     monkeypatch.setattr(sweeping, "weights_of", lambda model: "trained further")
-    assert measured("2") == 1 and measured("2") == 0
+    assert measured("50") == 1 and measured("50") == 0
 
 
 def test_a_sweep_killed_at_any_point_goes_on_and_measures_none_twice(place: Path) -> None:

@@ -21,8 +21,8 @@ from medusa_cli.drafters import DRAFTERS, MedusaHeads, load_drafter
 from medusa_cli.drafters.io import load_kind
 from medusa_cli.errors import UserError
 from medusa_cli.model import Backbone
+from medusa_cli.runs.load_options import LoadOptions
 from medusa_cli.runs.recipe import load_recipe
-from medusa_cli.runs.resolve import LoadOptions
 from medusa_cli.runs.run import Run
 from medusa_cli.train import Trainer, train
 from medusa_cli.train.checkpoint import best_path, checkpoint_path, earlier_path, load
@@ -540,7 +540,7 @@ def test_a_logger_sees_every_step_and_validation(
 ) -> None:
     package = Events()
     monkeypatch.setitem(sys.modules, name, package)
-    monkeypatch.setattr("medusa_cli.assets.has_package", lambda package: True)
+    monkeypatch.setattr("medusa_cli.files.assets.has_package", lambda package: True)
     medusa(*words_of(run, model, "--logger", name))
     lines = [line for line in read_log(run.path / "train.jsonl") if line["event"] != "saved"]
     assert [step for _, step in package.notes] == [line["step"] for line in lines] and package.ended
@@ -577,7 +577,7 @@ def test_a_missing_logger_is_one_line_that_names_its_extra(
     from medusa_cli.commands.train import LOGGERS as names
 
     assert set(names) == set(LOGGERS)
-    monkeypatch.setattr("medusa_cli.assets.has_package", lambda package: package not in names)
+    monkeypatch.setattr("medusa_cli.files.assets.has_package", lambda package: package not in names)
     for name in names:
         assert medusa(*words_of(run, model, "--logger", name), exit_code=1).stderr.strip().endswith(f"[{name}]'")
     medusa(*words_of(run, model, "--logger", "other"), exit_code=2)

@@ -12,7 +12,7 @@ import torch
 from medusa_cli.decode.ngram import add_paths
 from medusa_cli.decode.step_times import measure_step_times
 from medusa_cli.errors import UsageError, UserError
-from medusa_cli.runs.io import write_json
+from medusa_cli.files.io import write_json
 from medusa_cli.tree import DynamicTree, Tree, TreeBuilder
 from medusa_cli.tree.draw import draw_picture, draw_terminal
 from medusa_cli.tree.io import load_tree, save_tree

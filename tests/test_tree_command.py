@@ -9,7 +9,7 @@ import pytest
 from typer.testing import Result
 
 from medusa_cli.decode import step_times
-from medusa_cli.runs.io import write_json
+from medusa_cli.files.io import write_json
 from medusa_cli.runs.run import STAMP, Run, provenance, stamp_of
 from medusa_cli.tree import Tree
 from medusa_cli.tree.io import load_tree, save_tree

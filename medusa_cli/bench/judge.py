@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from medusa_cli.bench.questions import Question
 from medusa_cli.errors import UserError
-from medusa_cli.runs.http import ChatServers
-from medusa_cli.runs.io import read_jsonl, repair_jsonl, write_json
+from medusa_cli.files.chat_servers import ChatServers
+from medusa_cli.files.io import read_jsonl, repair_jsonl, write_json
 
 GRADE = (
     "You grade answers of an assistant. Judge the assistant's last answer: is it helpful, relevant, correct, deep, "

@@ -9,24 +9,23 @@ from typing import Any
 
 import torch
 
-from medusa_cli.assets import DEFAULT_MODEL, MODELS, has_package
 from medusa_cli.bench.stats import Measurement
-from medusa_cli.decode import Decoder, DraftPolicy, LogitsOptions, Request, Sampling
-from medusa_cli.decode.processors import generate_arguments
+from medusa_cli.decode import Decoder, DraftPolicy, Request, Sampling
+from medusa_cli.decode.processors import MODELS_OWN, generate_arguments
 from medusa_cli.drafters import DRAFTERS, Drafter
 from medusa_cli.errors import UsageError, UserError, first_line
+from medusa_cli.files.assets import DEFAULT_MODEL, MODELS, has_package
 from medusa_cli.model import Backbone
 from medusa_cli.runs.resolve import Choice, choose
 from medusa_cli.runs.run import Run, describe_drafter
 
 TRANSFORMERS = ("hf", "hf-lookup", "hf-assisted")
-DRAFTED = ("medusa", "medusa-alone", "medusa-text", "medusa-dynamic", "lookup", *sorted(set(DRAFTERS) - {"medusa"}))
+DRAFTED = ("medusa", "medusa-alone", "lookup", *sorted(set(DRAFTERS) - {"medusa"}))
 LLAMA = ("llama.cpp", "llama.cpp-ngram")
 METHODS = (*TRANSFORMERS, "ar", *DRAFTED, *LLAMA)
 # Methods that decode one sequence at a time only.
 UNBATCHED = ("hf-lookup", "hf-assisted", *LLAMA)
 LOOKUP_TOKENS = 10  # of transformers' prompt lookup
-DYNAMIC_NODES = 16  # of medusa-dynamic's trees, for a run without a tree
 OnTokens = Callable[[list[int]], None]
 # Continues prompts side by side, at most so many new tokens each, and passes new tokens on as they come if it can.
 Method = Callable[[Sequence[Sequence[int]], int, OnTokens], list[Measurement]]
@@ -37,7 +36,7 @@ def split_names(text: str) -> list[str]:
     return list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
 
 
-def check_llama(name: str, model: str, gguf: Path | None, sampling: Sampling, options: LogitsOptions) -> None:
+def check_llama(name: str, model: str, gguf: Path | None, sampling: Sampling) -> None:
     """Raises UsageError if llama.cpp is not installed, has no file to read, or would not decode greedily as it is."""
     if not has_package("xllamacpp"):
         raise UsageError(
@@ -47,8 +46,6 @@ def check_llama(name: str, model: str, gguf: Path | None, sampling: Sampling, op
         raise UsageError(f"@methods {name}: no GGUF file of {model!r} is known", "give @gguf FILE")
     if not sampling.greedy:
         raise UsageError(f"@methods {name} is compared in greedy decoding only", "leave @temperature out")
-    if option := next(iter(options.given), None):
-        raise UsageError(f"@methods {name} is compared without @{option}", f"leave @{option} out")
 
 
 def choose_files(
@@ -58,7 +55,6 @@ def choose_files(
     drafter: Path | None,
     tree: str | None,
     lookup: bool | None,
-    corpus: str | None = None,
 ) -> tuple[Choice, dict[str, Choice]]:
     """Returns the files that the methods share, and those that each method drafts with.
 
@@ -68,28 +64,27 @@ def choose_files(
     outer = Run.open(run) if run else Run.pretrained(model or DEFAULT_MODEL)
     inner = {name for name in names if run and outer is not None and _kind(outer.path / name)}
     named = [name for name in names if name in DRAFTERS or name in inner]
+    if named == ["medusa"]:
+        named = []
     files = {}
-    for name in named if named != ["medusa"] else ():
-        if outer is None or (name not in inner and _kind(outer.path) != name):
+    for name in named:
+        if outer is not None and name in inner:
+            source: str | None = str(outer.path / name)
+        elif outer is not None and _kind(outer.path) == name:
+            source = run
+        else:
             raise UserError(
                 f"@methods {name}: there is no {name} drafter in {outer.path if outer else 'any run'}",
                 f"run `medusa train drafter={name} --run runs/{run or 'NAME'}/{name}` and give @run {run or 'NAME'}",
             )
-        source = str(outer.path / name) if name in inner else run
-        files[name] = choose(model, source, None, tree, lookup=lookup, corpus=corpus)
+        files[name] = choose(model, source, None, tree, lookup=lookup)
     own = "medusa" not in files and any(name.startswith("medusa") for name in names)
     if drafter is not None and not own:
         text = f"@drafter {drafter} has no effect with @methods {','.join(names)}"
         raise UsageError(text, "leave one of them out")
-    shared = choose(model, run, drafter, tree, need_drafter=own, lookup=lookup if own else None, corpus=corpus)
+    shared = choose(model, run, drafter, tree, need_drafter=own, lookup=lookup if own else None)
     medusa = files.get("medusa", shared)
-    nodes = medusa.dynamic if medusa.dynamic is not None else 0 if medusa.tree else DYNAMIC_NODES
-    files |= {
-        "medusa": medusa,
-        "medusa-alone": replace(medusa, lookup=False),
-        "medusa-text": replace(medusa, corpus=None),
-        "medusa-dynamic": replace(medusa, auto=False, dynamic=nodes),
-    }
+    files |= {"medusa": medusa, "medusa-alone": replace(medusa, lookup=False)}
     return shared, {name: files[name] for name in names if name in files and files[name].drafter}
 
 
@@ -104,7 +99,6 @@ def our_method(
     drafter: Drafter | None,
     policy: DraftPolicy | None,
     sampling: Sampling,
-    options: LogitsOptions,
     batch_size: int,
 ) -> Method:
     """Returns our decoding loop, plain without a policy."""
@@ -113,7 +107,7 @@ def our_method(
     def answer(prompts: Sequence[Sequence[int]], max_new_tokens: int, on_tokens: OnTokens) -> list[Measurement]:
         decoder.clear_prefix_cache()  # the other methods run every prompt from its beginning, too
         answers = [Measurement([[]]) for _ in prompts]
-        requests = (Request(prompt, max_new_tokens, sampling, logits_options=options) for prompt in prompts)
+        requests = (Request(prompt, max_new_tokens, sampling) for prompt in prompts)
         for sequence, step in decoder.run(requests):
             answers[sequence.number].add(step)
             on_tokens(step.tokens)
@@ -122,9 +116,7 @@ def our_method(
     return answer
 
 
-def transformers_method(
-    backbone: Backbone, sampling: Sampling, options: LogitsOptions, lookup: bool = False, assistant: Any = None
-) -> Method:
+def transformers_method(backbone: Backbone, sampling: Sampling, lookup: bool = False, assistant: Any = None) -> Method:
     """Returns transformers' generate on the unmodified model; several prompts are padded on the left.
 
     lookup: with its prompt lookup. assistant: a smaller model of the same vocabulary that drafts.
@@ -150,7 +142,7 @@ def transformers_method(
                 pad_token_id=pad,
                 streamer=streamer,
                 **drafting,
-                **generate_arguments(rule, options, width),
+                **generate_arguments(rule, MODELS_OWN, width),
             )
         return [Measurement([_until_end(row, ends)]) for row in out[:, width:].tolist()]  # tolist waits for the device
 

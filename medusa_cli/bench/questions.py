@@ -6,10 +6,10 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from medusa_cli import assets
 from medusa_cli.data.conversation import messages_of
 from medusa_cli.errors import UsageError, UserError
-from medusa_cli.runs.io import Malformed, read_jsonl
+from medusa_cli.files import assets
+from medusa_cli.files.io import Malformed, read_jsonl
 
 # Ours: nobody trains on them. Prompts of `distill --seed code` come from other sources.
 CODING = Path(__file__).with_name("coding.jsonl")

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from medusa_cli import __version__
 from medusa_cli.errors import UserError, first_line
-from medusa_cli.runs.io import Document, read_object, write_atomic
+from medusa_cli.files.io import Document, read_object, write_atomic
 
 LISTED = 40  # differences in the table
 Interval = tuple[float, float] | None

@@ -17,8 +17,6 @@ from typing import Any
 
 import torch
 
-from medusa_cli.api import load_drafting, static_tree
-from medusa_cli.assets import gguf_path
 from medusa_cli.bench.methods import (
     LLAMA,
     METHODS,
@@ -32,18 +30,21 @@ from medusa_cli.bench.methods import (
 )
 from medusa_cli.bench.questions import Question
 from medusa_cli.bench.stats import Measurement, Result, reference_of, summarise
-from medusa_cli.decode import DraftPolicy, LogitsOptions, Sampling
+from medusa_cli.decode import DraftPolicy, Sampling
 from medusa_cli.decode.answer import likelihoods
 from medusa_cli.decode.policy import DynamicTreePolicy
-from medusa_cli.decode.processors import MODELS_OWN, check_generation_config
+from medusa_cli.decode.processors import check_generation_config
+from medusa_cli.device import processor
 from medusa_cli.drafters import Drafter
 from medusa_cli.engine import Plan, load_backbone
-from medusa_cli.engine.timing import processor
 from medusa_cli.errors import UsageError, UserError
+from medusa_cli.files.assets import gguf_path
+from medusa_cli.files.io import write_json
+from medusa_cli.loading import load_drafting, static_tree
 from medusa_cli.model import Backbone
 from medusa_cli.model.load import DTYPES, load_network, resolve_device, resolve_dtype
-from medusa_cli.runs.io import write_json
-from medusa_cli.runs.resolve import Choice, LoadOptions
+from medusa_cli.runs.load_options import LoadOptions
+from medusa_cli.runs.resolve import Choice
 from medusa_cli.runs.run import STAMP, provenance, stamp_of
 
 PACKAGES = ("torch", "transformers", "numpy", "peft", "bitsandbytes", "xllamacpp")
@@ -80,7 +81,6 @@ class Bench:
     batch_size: int = 1
     gguf: Path | None = None
     draft_model: str | None = None
-    logits_options: LogitsOptions = MODELS_OWN
 
     def __post_init__(self) -> None:
         names, text = self.methods, ",".join(self.methods)
@@ -91,7 +91,7 @@ class Bench:
             remedy = "leave it out, or use @batch_size 1"
             raise UsageError(f"@methods {alone[0]} decodes one sequence at a time", remedy)
         for name in (name for name in names if name in LLAMA):
-            check_llama(name, self.choice.model, self.gguf, self.sampling, self.logits_options)
+            check_llama(name, self.choice.model, self.gguf, self.sampling)
         if "hf-assisted" in names and self.draft_model is None:
             raise UsageError("@methods hf-assisted needs a model that drafts", "give @draft_model NAME")
         for flag, value, readers in (
@@ -131,7 +131,6 @@ class Bench:
             for name, (drafter, policy) in loaded.items()
             if drafter is not None
         ]
-        rules = {**vars(self.sampling), **self.logits_options.given}
         summary = summarise(results, differences)
         for name, figures in summary["methods"].items():
             for row, result in zip(figures["answers"], results, strict=True):
@@ -148,7 +147,7 @@ class Bench:
             "kernel": backbone.engine.title,
             "row_invariant": backbone.engine.row_invariant,
             "device": str(backbone.device),
-            "sampling": {name: value for name, value in rules.items() if value is not None},
+            "sampling": {name: value for name, value in vars(self.sampling).items() if value is not None},
             **summary,
             "environment": environment(backbone.device),
             "quality": likelihood(backbone, results) if asks_quality else None,
@@ -166,7 +165,6 @@ class Bench:
             name: transformers_method(
                 backbone,
                 self.sampling,
-                self.logits_options,
                 name == "hf-lookup",
                 assistant if name == "hf-assisted" else None,
             )
@@ -224,8 +222,7 @@ class Bench:
                 if name == "lookup":
                     alone = replace(self.choice, drafter=None, lookup=True)
                     _, policy = load_drafting(alone, backbone, None)
-                rules = self.sampling, self.logits_options
-                methods[name] = our_method(backbone, drafter, policy, *rules, self.batch_size)
+                methods[name] = our_method(backbone, drafter, policy, self.sampling, self.batch_size)
         return methods
 
 
@@ -236,7 +233,7 @@ def _describe(choice: Choice, drafter: Drafter | None, policy: DraftPolicy) -> d
         "drafter": str(choice.drafter),
         "kind": drafter.name,
         STAMP: stamp_of(choice.drafter),
-        "tree": str(choice.tree) if choice.tree else None,
+        "tree": str(choice.tree.file) if choice.tree.file else None,
         "dynamic": isinstance(policy, DynamicTreePolicy),
         "lookup": policy.ngrams,
         "nodes": policy.size,

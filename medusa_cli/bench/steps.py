@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from medusa_cli.device import best_time, copy_bandwidth
 from medusa_cli.engine import Cache, Engine, Plan
-from medusa_cli.engine.timing import best_time, copy_bandwidth, watched
+from medusa_cli.engine.timing import watched
 from medusa_cli.errors import UsageError
 from medusa_cli.model import Backbone
 from medusa_cli.tree import Tree

@@ -13,18 +13,16 @@ import torch
 from transformers import AutoConfig, AutoTokenizer
 
 from medusa_cli import __version__
-from medusa_cli.api import static_tree
-from medusa_cli.assets import model_dir
 from medusa_cli.bench.questions import Question
 from medusa_cli.bench.run import Bench, Watch, environment, unwatched
 from medusa_cli.errors import UsageError, UserError
+from medusa_cli.files.assets import model_dir
+from medusa_cli.files.io import read_object, write_json
 from medusa_cli.model import lora
 from medusa_cli.model.backbone import weights_of
-from medusa_cli.runs.io import read_object, write_json
-from medusa_cli.runs.resolve import Choice, read_calibration
+from medusa_cli.runs.resolve import Choice, TreeChoice, read_calibration
 from medusa_cli.runs.run import provenance
-from medusa_cli.tree.io import save_tree
-from medusa_cli.tree.search import Accuracies, largest, search
+from medusa_cli.tree.search import Accuracies, largest
 
 
 class Axis(NamedTuple):
@@ -37,15 +35,12 @@ class Axis(NamedTuple):
 
 AXES = {
     "nodes": Axis("nodes of the tree, root included", (2, 4, 8, 16, 32, 64), ("tree",)),
-    "heads": Axis("heads drafted with", ()),
     "epsilon": Axis("epsilon of typical acceptance (delta is its root)", (0.01, 0.05, 0.09, 0.15, 0.25), ("sampling",)),
     "temperature": Axis("temperature", (0, 0.3, 0.7, 1.0), ("sampling", "temperature")),
-    "batch": Axis("questions side by side", (1, 2, 4, 8), ("batch_size",)),
     "context": Axis("tokens of the prompt", (128, 512, 1024)),
 }
 FIGURES = ("tokens_per_s", "tokens_per_s_95", "acceptance_length", "acceptance_length_95", "overhead", "questions")
 METHODS = {"hf", "hf-lookup", "ar", "medusa"}
-DEFAULT_NODES = 16  # of a sweep over heads, for a run without a tree
 TEMPLATE_TOKENS = 64
 Point = tuple[str, float, Bench]  # series, value of the axis, and the bench to run
 log = logging.getLogger(__name__)
@@ -72,7 +67,7 @@ def sweep(base: Bench, axis: str, values: Sequence[float], folder: Path, watch: 
     if "medusa" not in base.drafts or not METHODS.issuperset(base.methods):
         text = f"@methods {','.join(base.methods)} cannot be swept"
         raise UsageError(text, "use medusa, and hf, hf-lookup or ar beside it")
-    points = list(_points(base, axis, values, folder / "sweep"))
+    points = list(_points(base, axis, values))
     document, rows, known = dict[str, Any](), list[dict[str, Any]](), 0
     for number, (series, x, bench) in enumerate(points, 1):
         path = folder / "sweep" / f"{_digest(bench)}.json"
@@ -95,30 +90,18 @@ def sweep(base: Bench, axis: str, values: Sequence[float], folder: Path, watch: 
     return document
 
 
-def _points(base: Bench, axis: str, values: Sequence[float], folder: Path) -> Iterator[Point]:
+def _points(base: Bench, axis: str, values: Sequence[float]) -> Iterator[Point]:
     """Yields the points of a sweep; raises UsageError for values that do not fit the drafter."""
-    sampling, drafted = base.sampling, base.drafts["medusa"]
-
-    def over(**tree: Any) -> Bench:
-        """Returns the bench over another tree; n-gram drafts are added on request only."""
-        settings = {"static": None, "dynamic": None, "tree": None, "auto": False, "lookup": drafted.lookup_named}
-        return replace(base, drafts={"medusa": replace(drafted, **(settings | tree))})
-
+    sampling = base.sampling
+    drafted = base.drafts["medusa"]
     if axis == "nodes":
         limit = largest(_accuracies(drafted))
         if max(values) > limit:
             raise UsageError(f"@values {max(values):g}: these heads allow {limit:,} nodes", "use no more")
-        for kind in ("static", "dynamic"):
-            yield from ((kind, size, over(**{kind: int(size)})) for size in values)
-    elif axis == "heads":
-        accuracies, own = _accuracies(drafted), static_tree(drafted)
-        nodes = own.size if own is not None else DEFAULT_NODES
-        if values and max(values) > len(accuracies):
-            raise UsageError(f"@values {max(values):g}: the drafter has {len(accuracies)} heads", "use no more")
-        for count in map(int, values or range(1, len(accuracies) + 1)):
-            path = folder / f"{count}-heads.tree.json"
-            save_tree(path, search(accuracies[:count], min(nodes, largest(accuracies[:count]))), {})
-            yield "", count, over(tree=path)
+        for tree in (TreeChoice("static"), TreeChoice("dynamic")):
+            for size in values:
+                choice = replace(drafted, tree=replace(tree, nodes=int(size)))
+                yield tree.kind, size, replace(base, drafts={"medusa": choice})
     elif axis == "epsilon":
         typical = replace(sampling, mode="typical", temperature=sampling.temperature or 0.7)
         for value in values:
@@ -128,8 +111,6 @@ def _points(base: Bench, axis: str, values: Sequence[float], folder: Path) -> It
             for value in values:
                 if value or mode == "exact":  # at 0 all modes are greedy
                     yield mode, value, replace(base, sampling=replace(sampling, mode=mode, temperature=value))
-    elif axis == "batch":
-        yield from (("", value, replace(base, batch_size=int(value))) for value in values)
     else:
         yield from (("", value, replace(base, questions=_long_questions(base, int(value)))) for value in values)
 
@@ -144,7 +125,7 @@ def _accuracies(choice: Choice) -> Accuracies:
 def _digest(bench: Bench) -> str:
     """Returns a digest of everything that a point's figures depend on."""
     choice = bench.drafts["medusa"]
-    files = [choice.tree, choice.calibration, choice.drafter and choice.drafter / "config.json"]
+    files = [choice.tree.file, choice.calibration, choice.drafter and choice.drafter / "config.json"]
     contents = [hashlib.sha256(path.read_bytes()).hexdigest() for path in files if path and path.is_file()]
     model = [weights_of(choice.model), choice.adapter and lora.digest(choice.adapter)]
     facts = [__version__, environment(torch.device("cpu")), model, contents, asdict(bench)]

@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from medusa_cli import assets as store
 from medusa_cli import console
 from medusa_cli.errors import UsageError
+from medusa_cli.files import assets as store
 from medusa_cli.options import OutputFlags
 
 _FETCH: dict[str, Callable[[], str | Path | None]] = {

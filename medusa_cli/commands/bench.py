@@ -1,4 +1,4 @@
-"""`medusa bench`: measures decoding methods on questions; sweeps, pass times, a judge and a page on request."""
+"""`medusa bench`: measures decoding methods on questions; sweeps, a judge and a page on request."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from medusa_cli import assets, console, options
+from medusa_cli import console, options
 from medusa_cli.commands.report import JudgeFlags
 from medusa_cli.errors import UsageError
+from medusa_cli.files import assets
+from medusa_cli.files.io import Document
 from medusa_cli.options import DraftFlags, LoadFlags, OutputFlags, QuestionFlags, SamplingFlags, flag
-from medusa_cli.runs.io import Document
-from medusa_cli.runs.resolve import as_trained
+from medusa_cli.runs.load_options import as_trained
 from medusa_cli.runs.run import RUNS, Run, called
 
 if TYPE_CHECKING:
@@ -23,15 +24,13 @@ if TYPE_CHECKING:
 MAX_NEW_TOKENS = 256
 METHODS = (
     "Of hf (transformers' generate), hf-lookup (its prompt lookup), hf-assisted (its assisted generation), ar (our "
-    "plain loop), medusa (the drafter, as --tree, --lookup and --corpus say), medusa-alone (without n-gram drafts), "
-    "medusa-text (without those of --corpus), medusa-dynamic (over dynamic trees), lookup (n-gram drafts alone), "
-    "llama.cpp, llama.cpp-ngram (with its n-gram drafts), and drafters by name, such as hydra: of the run inside the "
-    "run by that name, or the run's own. [default: "
-    "hf,ar,medusa, with --sweep ar,medusa]"
+    "plain loop), medusa (the drafter, as --tree and --lookup say), medusa-alone (without n-gram drafts), lookup "
+    "(n-gram drafts only), llama.cpp, llama.cpp-ngram (with its n-gram drafts), and drafters by name, such as hydra: "
+    "of the run inside the run by that name, or the run's own. [default: hf,ar,medusa, with --sweep ar,medusa]"
 )
-SWEEP = "One bench a value of nodes, epsilon, temperature, heads, batch or context; resumes a killed one."
+SWEEP = "One bench a value of nodes, epsilon, temperature or context; resumes a killed one."
 GGUF = "The file that llama.cpp reads. [default: the model's, if it is a GGUF file or the default one]"
-swept = partial(flag, panel="Sweeps and pass times")
+swept = partial(flag, panel="Sweeps")
 other = partial(flag, panel="Methods of other programs")
 
 
@@ -73,7 +72,7 @@ def bench(
         raise UsageError(f"--{name.replace('_', '-')} is set by --sweep {sweep}", "leave it out")
     names = split_names(methods or ("hf,ar,medusa" if sweep is None else "ar,medusa"))
     files = drafting.model, drafting.run, drafting.drafter, drafting.tree
-    choice, drafts = choose_files(names, *files, drafting.lookup, drafting.corpus)
+    choice, drafts = choose_files(names, *files, drafting.lookup)
     questions, count = which.chosen()
     loading = as_trained(loading, choice.trained)
     tokens = sampling.max_new_tokens or MAX_NEW_TOKENS
@@ -89,7 +88,6 @@ def bench(
         batch_size,
         gguf,
         draft_model,
-        sampling.logits_options,
     )
     console.info(
         f"{len(questions)} of {count} questions of {which.title}, up to {tokens} new tokens a turn, "

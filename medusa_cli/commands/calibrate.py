@@ -5,8 +5,9 @@ from typing import Annotated
 
 import typer
 
-from medusa_cli import assets, console, options
+from medusa_cli import console, options
 from medusa_cli.errors import UserError
+from medusa_cli.files import assets
 from medusa_cli.options import LoadFlags, OutputFlags, flag
 from medusa_cli.runs.run import DEFAULT_RUN
 
@@ -36,7 +37,7 @@ def calibrate(
     `medusa train` held out. Accuracies of another drafter, or on other conversations, are shown, and saved where
     --output says: the run's own calibration, which `medusa tree` builds on, stays.
     """
-    from medusa_cli.runs.io import write_json
+    from medusa_cli.files.io import write_json
     from medusa_cli.runs.recipe import load_recipe
     from medusa_cli.runs.run import Run, sole_writer
 
@@ -53,7 +54,7 @@ def calibrate(
     name = model or target.model or load_recipe(target.recipe_path if target.recipe_path.is_file() else None).model
     console.info(f"loading {loading.of(name)}")
 
-    from medusa_cli.runs.resolve import as_trained
+    from medusa_cli.runs.load_options import as_trained
     from medusa_cli.train.calibration import calibrate as measure
     from medusa_cli.train.log import draw_heat_map
 

@@ -2,7 +2,6 @@
 
 import io
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,9 +9,9 @@ import typer
 
 from medusa_cli import console
 from medusa_cli.errors import INTERRUPTED, UsageError, UserError, in_flags, of_system
-from medusa_cli.model_files import check_chat_template
+from medusa_cli.files.io import write_json
+from medusa_cli.files.model_files import check_chat_template
 from medusa_cli.options import ChatTemplate, DraftFlags, GrammarFlags, LoadFlags, OutputFlags, SamplingFlags, flag, load
-from medusa_cli.runs.io import write_json
 
 if TYPE_CHECKING:
     from medusa_cli.api import Chat
@@ -57,11 +56,20 @@ def chat(
     choice = drafting.or_plain(baseline, chat_template)
     if not (raw or choice.template):
         check_chat_template(choice.model)  # before torch is imported, which takes a second
-    from medusa_cli.api import Chat, Medusa
+    from medusa_cli.api import Chat, GenerationOptions, Medusa
 
-    options = replace(sampling.logits_options, grammar=constraint.grammar)
-    rules = (sampling.sampled, options, sampling.max_new_tokens or MAX_NEW_TOKENS, tuple(stop or ()))
-    session = Chat(Medusa(load(choice, loading, chat=not raw)), *rules, system, raw=raw)
+    options = GenerationOptions(
+        max_new_tokens=sampling.max_new_tokens or MAX_NEW_TOKENS,
+        sampling=sampling.sampling,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        seed=sampling.random_seed or 0,
+        stop=tuple(stop or ()),
+        grammar=constraint.grammar,
+        raw=raw,
+    )
+    session = Chat(Medusa(load(choice, loading, chat=not raw)), options, system)
     if prompt is None:
         raise typer.Exit(1 if converse(session, show_accepted) else 0)
     stopped = answer(session, prompt, show_accepted, silent=printing.json)

@@ -9,8 +9,8 @@ import typer
 
 from medusa_cli import console, options
 from medusa_cli.errors import UsageError, UserError
+from medusa_cli.files.io import Document
 from medusa_cli.options import LoadFlags, OutputFlags, flag
-from medusa_cli.runs.io import Document
 from medusa_cli.runs.run import Run
 
 DATA = "Measure every run anew on this file's conversations (JSON or JSONL)."

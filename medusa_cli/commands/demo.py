@@ -11,7 +11,7 @@ from rich.text import Text
 
 from medusa_cli import console, options
 from medusa_cli.options import DraftFlags, LoadFlags, OutputFlags, flag
-from medusa_cli.runs.resolve import as_trained
+from medusa_cli.runs.load_options import as_trained
 
 if TYPE_CHECKING:
     from medusa_cli.bench.run import OnTokens
@@ -38,11 +38,11 @@ def demo(
     printing.configure()
     choice = drafting.choose()
 
-    from medusa_cli.assets import mt_bench_path
     from medusa_cli.bench.questions import read_questions, spread
     from medusa_cli.bench.run import Bench, unwatched
     from medusa_cli.commands.bench import show
     from medusa_cli.decode import Sampling
+    from medusa_cli.files.assets import mt_bench_path
 
     tokens = max_new_tokens or MAX_NEW_TOKENS
     questions = spread(read_questions(mt_bench_path())[0], limit)

@@ -9,11 +9,11 @@ from rich.table import Table
 from rich.text import Text
 
 from medusa_cli import console, options
-from medusa_cli.assets import DEFAULT_MODEL
 from medusa_cli.console import visible
 from medusa_cli.errors import UserError
+from medusa_cli.files.assets import DEFAULT_MODEL
 from medusa_cli.options import LoadFlags, OutputFlags, flag
-from medusa_cli.runs.resolve import as_trained
+from medusa_cli.runs.load_options import as_trained
 from medusa_cli.runs.run import Run
 
 COLOURS = {"pass": "green", "unknown": "dim", "warn": "yellow", "fail": "bold red"}

@@ -3,8 +3,8 @@
 from typing import Annotated
 
 from medusa_cli import console, options
-from medusa_cli.assets import DEFAULT_MODEL
 from medusa_cli.errors import UsageError
+from medusa_cli.files.assets import DEFAULT_MODEL
 from medusa_cli.options import LoadFlags, OutputFlags, flag
 
 
@@ -23,8 +23,8 @@ def machine(
 
     from medusa_cli import native
     from medusa_cli.bench.steps import time_passes
+    from medusa_cli.device import processor
     from medusa_cli.engine import load_backbone
-    from medusa_cli.engine.timing import processor
 
     words = context.split(",")
     if not all(word.isdigit() and int(word) for word in words):

@@ -6,10 +6,11 @@ from typing import Annotated
 
 import typer
 
-from medusa_cli import assets, console, options
+from medusa_cli import console, options
 from medusa_cli.errors import UsageError, UserError
+from medusa_cli.files import assets
+from medusa_cli.files.io import Document
 from medusa_cli.options import OutputFlags, flag
-from medusa_cli.runs.io import Document
 from medusa_cli.runs.run import Run
 
 RUNS = "Runs with a bench: NAME (runs/NAME), a folder, or a bench's .json file. Several stand side by side."

@@ -4,8 +4,9 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-from medusa_cli import assets, console, options
+from medusa_cli import console, options
 from medusa_cli.errors import UsageError
+from medusa_cli.files import assets
 from medusa_cli.options import DraftFlags, LoadFlags
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -73,7 +74,7 @@ def serve(
     from medusa_cli.serve.server import Server, check_certificate, listen
 
     choice = drafting.or_plain(baseline, chat_template)
-    if remember and not choice.lookup:
+    if remember and not choice.ngrams:
         raise UsageError(f"--remember {remember} has no effect without n-gram drafts", "leave it out, or give --lookup")
     check_certificate(ssl_certfile, ssl_keyfile)
     templates.prepare()

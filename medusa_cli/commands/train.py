@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from medusa_cli import assets, console, options
+from medusa_cli import console, options
 from medusa_cli.errors import INTERRUPTED, UsageError, UserError
-from medusa_cli.model_files import check_model_files
+from medusa_cli.files import assets
+from medusa_cli.files.model_files import check_model_files
 from medusa_cli.options import LoadFlags, OutputFlags, flag
 from medusa_cli.runs.run import DEFAULT_RUN
 
@@ -30,7 +31,6 @@ _FROM = (
 )
 _LOGGER = "Show the training in tensorboard, wandb or trackio, too."
 _DRY_RUN = "Say what the training will take, data, memory and time, measured on two steps; write nothing."
-_SHARD = "Under torchrun: split the frozen model's layers over the processes. [default: --no-shard]"
 Words = Annotated[list[str] | None, typer.Argument(metavar="[RECIPE.yaml] [KEY=VALUE ...]", help=_RECIPE)]
 
 
@@ -44,11 +44,9 @@ def train(
     stage: Annotated[int | None, flag("--stage N", _STAGE)] = None,
     schedule: Annotated[str | None, flag("--schedule NAME", _SCHEDULE)] = None,
     tuning: Annotated[str | None, flag("--tuning METHOD", "Stage 2: lora, qlora (4-bit model) or full.")] = None,
-    shard: Annotated[bool | None, flag("--shard/--no-shard", _SHARD)] = None,
     resume: Annotated[bool, flag("--resume", "Resume from the run's checkpoint.")] = False,
     logger: Annotated[str | None, flag("--logger NAME", _LOGGER)] = None,
     dry_run: Annotated[bool, flag("--dry-run", _DRY_RUN)] = False,
-    random_seed: options.RandomSeed = None,
     loading: LoadFlags,
     printing: OutputFlags,
 ) -> None:
@@ -76,8 +74,12 @@ def train(
     if origin is not None and not (origin.drafter_dir.is_dir() or origin.data_path.is_file()):
         raise UserError(f"--from {start}: it holds neither heads nor conversations", "give a run that was trained")
     target = Run.open(run, create=data is not None or origin is not None or Run.inside(run))
-    flags: dict[str, Any] = {"train.seed": random_seed, "model": model, "train.stage": stage, "train.shard": shard}
-    flags |= {"train.schedule": schedule, "train.tuning": tuning}
+    flags: dict[str, Any] = {
+        "model": model,
+        "train.stage": stage,
+        "train.schedule": schedule,
+        "train.tuning": tuning,
+    }
     # A run resumed by its own recipe computes as that says: --dtype is then the model's alone.
     if loading.dtype in ("bf16", "fp32") and not (resume and all("=" in word for word in words)):
         flags["train.dtype"] = loading.dtype

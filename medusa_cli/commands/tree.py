@@ -1,27 +1,43 @@
 """`medusa tree`: finds the draft tree with the most expected tokens, draws it and saves it."""
 
+from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import mul
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from medusa_cli import assets, console, options
-from medusa_cli.assets import DEFAULT_MODEL
+from medusa_cli import console, options
 from medusa_cli.errors import UsageError, UserError, in_flags
+from medusa_cli.files import assets
+from medusa_cli.files.assets import DEFAULT_MODEL
 from medusa_cli.options import LoadFlags, OutputFlags, flag
-from medusa_cli.runs.resolve import as_trained, find_calibration
-from medusa_cli.runs.run import STAMP, Run, provenance, sole_writer, stamp_of
+from medusa_cli.runs.load_options import as_trained
+from medusa_cli.runs.resolve import Calibration, find_calibration
+from medusa_cli.runs.run import DEFAULT_RUN, STAMP, Run, provenance, sole_writer, stamp_of
 
 if TYPE_CHECKING:
+    from medusa_cli.tree import Tree
     from medusa_cli.tree.search import StepTimes
 
 CALIBRATION = "From `medusa calibrate`. [default: the run's calibration.json]"
 BUDGET = "Nodes, the root included; auto: the size with most expected tokens a second on this machine. [default: 64]"
 CHOICES = "A tree file or medusa_choices list to draw and save."
 OUTPUT = "Where to save it, and a picture beside it. [default: the run's tree.json]"
+DEFAULT_BUDGET = 64
 DRAWN_NODES = 256
 # Sizes that are shown beside the chosen one: a plain step, and those that are usual elsewhere.
 USUAL_SIZES = (1, 4, 8, 16, 32, 64)
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A tree, the setting and value that made it, and the sizes that were compared with it."""
+
+    tree: "Tree"
+    made_by: dict[str, Any]
+    sizes: list[dict[str, Any]] = field(default_factory=list)
 
 
 def tree(
@@ -45,84 +61,147 @@ def tree(
     of the default run, or else of the drafter that ships, whose tree is drawn but not saved.
     """
     printing.configure()
-    from medusa_cli.tree import search
-    from medusa_cli.tree.draw import draw_picture, draw_terminal
+    from medusa_cli.tree.draw import draw_picture
     from medusa_cli.tree.io import save_tree
+    from medusa_cli.tree.search import expected_length
 
     sources = {"--budget": budget, "--shape": shape, "--choices": choices}
     given = [flag for flag, value in sources.items() if value is not None]
     if len(given) > 1:
         raise UsageError(f"{' and '.join(given)} exclude each other", "give one of them")
-    widths = search.parse_shape(shape) if shape is not None else None
+    widths = parse_shape(shape) if shape is not None else None
     target, known, source = find_calibration(run, calibration)
     if target is not None and output is None:
         ctx.with_resource(sole_writer(target.path, "medusa tree"))
-    used, sizes = known.first(heads), list[dict[str, Any]]()
-    if budget == "auto":
+    used = known.first(heads)
+    if widths is not None or choices is not None:
+        chosen = as_given(widths, choices)
+    elif budget == "auto":
         timed = target or (Run.pretrained(DEFAULT_MODEL) if calibration is None else None)
-        if timed is None or not (timed.drafter_dir / "config.json").is_file():
-            raise UserError("--budget auto needs a drafter to time", "give the --run that holds one")
-        if not used.accuracies:
-            raise UserError(f"the run {timed.path} has no calibration.json", "run `medusa calibrate` first")
-        used.check_current()
-        step_times = time_run(timed, as_trained(loading, timed.drafter_dir), measure)
-        budgets = search.budgets(used.accuracies, step_times)
-        best = max(budgets, key=lambda size: size.tokens_per_s)
-        chosen, chance = best.tree, round(search.break_even(best, step_times), 4)
-        recipe = {"budget": "auto", "step_ms": round(1e3 * best.seconds, 2), "break_even": chance}
-        for size in (best, *(size for size in budgets if size.tree.size in USUAL_SIZES)):
-            row = {"nodes": size.tree.size, "depth": size.tree.max_depth, "expected_acceptance_length": size.expected}
-            sizes.append({**row, "step_ms": 1e3 * size.seconds, "tokens_per_s": size.tokens_per_s})
+        chosen = by_time(used, timed, loading, measure)
     else:
-        chosen, recipe = search.make_tree(used, search.parse_budget(budget), widths, choices, source, run)
-    if heads is not None and chosen.max_depth > heads:
-        chosen = chosen.truncate(heads)
-    console.info(f"{chosen.size:,} nodes for {source}; --budget N makes another size")
-    notes = [in_flags(note) for note in search.missing_accuracies(chosen.widths, known)]
+        chosen = by_budget(used, budget, source, run)
+    found = chosen.tree
+    if heads is not None and found.max_depth > heads:
+        found = found.truncate(heads)
+    console.info(f"{found.size:,} nodes for {source}; --budget N makes another size")
+    notes = [in_flags(note) for note in missing_accuracies(found.widths, known)]
     for note in notes:
         console.warn(note)
 
-    expected = search.expected_length(chosen, used.accuracies) if used.accuracies else None
-    calibrated = known.path
+    expected = expected_length(found, used.accuracies) if used.accuracies else None
     output = output or (target.tree_path if target else None)
-    picture = output.with_suffix(".png") if output and assets.has_package("matplotlib") else None
+    picture = None
     if output is not None:
-        facts = {"calibration": calibrated, "expected_acceptance_length": expected, **recipe}
-        stamp = {STAMP: known.drafter_stamp} if widths is None and choices is None else {}  # a shape is no drafter's
-        save_tree(output, chosen, provenance(known.backbone, **facts, **stamp))
-    if picture is not None:
-        draw_picture(chosen, picture, used.accuracies or None)
-    per_depth = [chosen.depths.count(depth) for depth in range(chosen.max_depth + 1)]
+        facts = {"calibration": known.path, "expected_acceptance_length": expected, **chosen.made_by}
+        if widths is None and choices is None:  # those are no drafter's
+            facts[STAMP] = known.drafter_stamp
+        save_tree(output, found, provenance(known.backbone, **facts))
+        if assets.has_package("matplotlib"):
+            picture = output.with_suffix(".png")
+            draw_picture(found, picture, used.accuracies or None)
+    report = {
+        "nodes": found.size,
+        "nodes_per_depth": [found.depths.count(depth) for depth in range(found.max_depth + 1)],
+        "expected_acceptance_length": expected,
+        "heads": used.heads,
+        "calibration": known.path,
+        "output": str(output) if output else None,
+        "picture": str(picture) if picture else None,
+        "warnings": notes,
+        "budgets": chosen.sizes,
+    }
     if printing.json:
-        report = {
-            "nodes": chosen.size,
-            "nodes_per_depth": per_depth,
-            "expected_acceptance_length": expected,
-            "heads": used.heads,
-            "calibration": calibrated,
-            "output": str(output) if output else None,
-            "picture": str(picture) if picture else None,
-            "warnings": notes,
-            "budgets": sizes,
-        }
-        console.emit_json({**report, **chosen.to_json(), "choices": chosen.choices})
-        return
-    if chosen.size <= DRAWN_NODES:
-        console.result(draw_terminal(chosen, used.accuracies or None))
+        console.emit_json({**report, **found.to_json(), "choices": found.choices})
     else:
-        console.info(f"{chosen.size:,} nodes are too many to draw here; see the picture")
-    ranks = ("root", *(f"top {width}" for width in chosen.widths))
-    rows = [(str(depth), str(count), ranks[depth]) for depth, count in enumerate(per_depth)]
+        show(found, used, report)
+
+
+def show(tree: "Tree", used: Calibration, report: dict[str, Any]) -> None:
+    """Draws the tree and prints its report."""
+    from medusa_cli.tree.draw import draw_terminal
+
+    if tree.size <= DRAWN_NODES:
+        console.result(draw_terminal(tree, used.accuracies or None))
+    else:
+        console.info(f"{tree.size:,} nodes are too many to draw here; see the picture")
+    ranks = ("root", *(f"top {width}" for width in tree.widths))
+    rows = [(str(depth), str(count), ranks[depth]) for depth, count in enumerate(report["nodes_per_depth"])]
     console.result(console.grid("Nodes per depth", ("depth", "nodes", "guesses used"), rows))
-    if sizes:
+    if report["budgets"]:
         form = ("{nodes}", "{depth}", "{expected_acceptance_length:.2f}", "{step_ms:.1f}", "{tokens_per_s:.1f}")
-        table = [tuple(cell.format(**row) for cell in form) for row in sizes]
+        table = [tuple(cell.format(**row) for cell in form) for row in report["budgets"]]
         head = ("nodes", "heads used", "tokens a step", "ms a step", "tokens/s")
         console.result(console.grid("Sizes on this machine, the chosen size first", head, table))
+    expected = report["expected_acceptance_length"]
     length = "unknown without a calibration" if expected is None else f"{expected:.2f} tokens a step"
-    console.result(f"{chosen.size:,} nodes, expected acceptance length: {length}")
-    saved = " and ".join(str(path) for path in (output, picture) if path is not None)
+    console.result(f"{tree.size:,} nodes, expected acceptance length: {length}")
+    saved = " and ".join(path for path in (report["output"], report["picture"]) if path is not None)
     console.result(f"saved: {saved}" if saved else "not saved; give --output FILE to keep it")
+
+
+def as_given(widths: list[int] | None, choices: Path | None) -> Chosen:
+    """Returns the tree of --shape or --choices."""
+    from medusa_cli.tree import Tree
+    from medusa_cli.tree.io import load_tree
+
+    if widths is not None:
+        return Chosen(Tree.dense(widths), {"shape": widths})
+    assert choices is not None
+    return Chosen(load_tree(choices), {"choices": str(choices)})
+
+
+def by_budget(used: Calibration, budget: str | None, source: str, run: str | None) -> Chosen:
+    """Returns the best tree of so many nodes by the accuracies; source: the origin of the heads."""
+    from medusa_cli.tree.io import MAX_NODES
+    from medusa_cli.tree.search import largest, search
+
+    try:
+        nodes = None if budget is None else int(budget)
+    except ValueError as reason:
+        raise UsageError(f"@budget {budget!r} is not a valid number of nodes", "give an integer, or auto") from reason
+    if not used.accuracies:
+        raise UserError(
+            f"{source} has no calibration.json",
+            f"run `medusa calibrate --run {run or DEFAULT_RUN}` first, or give @shape 4,3,2",
+        )
+    used.check_current()
+    possible = largest(used.accuracies)
+    if nodes is None:
+        nodes = min(DEFAULT_BUDGET, possible)
+    if MAX_NODES < nodes <= possible:
+        raise UsageError(f"@budget {nodes} is more than one step can verify", f"use 1 to {MAX_NODES:,}")
+    return Chosen(search(used.accuracies, nodes), {"budget": nodes})
+
+
+def by_time(used: Calibration, run: Run | None, loading: LoadFlags, again: bool) -> Chosen:
+    """Returns the tree of the size with the most expected tokens a second on this machine."""
+    from medusa_cli.tree.search import break_even, budgets
+
+    if run is None or not (run.drafter_dir / "config.json").is_file():
+        raise UserError("--budget auto needs a drafter to time", "give the --run that holds one")
+    if not used.accuracies:
+        raise UserError(f"the run {run.path} has no calibration.json", "run `medusa calibrate` first")
+    used.check_current()
+    step_times = time_run(run, as_trained(loading, run.drafter_dir), again)
+    timed = budgets(used.accuracies, step_times)
+    best = max(timed, key=lambda size: size.tokens_per_s)
+    made_by = {
+        "budget": "auto",
+        "step_ms": round(1e3 * best.seconds, 2),
+        "break_even": round(break_even(best, step_times), 4),
+    }
+    sizes = [
+        {
+            "nodes": size.tree.size,
+            "depth": size.tree.max_depth,
+            "expected_acceptance_length": size.expected,
+            "step_ms": 1e3 * size.seconds,
+            "tokens_per_s": size.tokens_per_s,
+        }
+        for size in (best, *(size for size in timed if size.tree.size in USUAL_SIZES))
+    ]
+    return Chosen(best.tree, made_by, sizes)
 
 
 def time_run(run: Run, loading: LoadFlags, again: bool) -> "StepTimes":
@@ -137,3 +216,32 @@ def time_run(run: Run, loading: LoadFlags, again: bool) -> "StepTimes":
         backbone = load_backbone(model, loading, adapter=run.adapter)
         drafter = load_drafter(run.drafter_dir, backbone)
         return step_times_for(backbone, drafter, stamp_of(run.drafter_dir), again=again, on_progress=advance)
+
+
+def parse_shape(text: str) -> list[int]:
+    """Returns widths such as 4,3,2; raises UsageError unless all are >= 1 and make a tree of at most MAX_NODES."""
+    from medusa_cli.tree.io import MAX_NODES
+
+    try:
+        widths = [int(part) for part in text.split(",")]
+    except ValueError as reason:
+        raise UsageError(f"@shape {text!r} is not a valid list of numbers", "give widths such as 4,3,2") from reason
+    nodes = 1 + sum(accumulate(widths, mul))
+    if min(widths) < 1 or nodes > MAX_NODES:
+        raise UsageError(f"@shape {text!r} is not 1 to {MAX_NODES:,} nodes", "give widths such as 4,3,2")
+    return widths
+
+
+def missing_accuracies(widths: tuple[int, ...], known: Calibration) -> list[str]:
+    """Lists what a tree needs of the heads that they lack, or that was not measured."""
+    notes = []
+    if known.stale:
+        notes.append(f"{known.path} was measured on an earlier drafter of this run: so is the expected length")
+    if known.heads is not None and len(widths) > known.heads:
+        notes.append(
+            f"the tree is {len(widths)} deep, there are {known.heads} heads; @heads {known.heads} truncates it"
+        )
+    for head, (width, row) in enumerate(zip(widths, known.accuracies, strict=False), start=1):
+        if width > len(row):
+            notes.append(f"head {head}: the tree uses {width} guesses, {len(row)} were calibrated; the others count 0")
+    return notes

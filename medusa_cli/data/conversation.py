@@ -12,9 +12,9 @@ import msgspec
 from msgspec import Meta
 
 from medusa_cli.errors import UserError
+from medusa_cli.files.io import HALF, Malformed, ReadReport, is_whole, read_jsonl, usable
 from medusa_cli.model import Backbone
 from medusa_cli.model.chat_template import Message, encode
-from medusa_cli.runs.io import HALF, Malformed, ReadReport, is_whole, read_jsonl, usable
 
 Count = Annotated[int, Meta(ge=0, lt=2**48)]
 

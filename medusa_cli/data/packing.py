@@ -17,8 +17,8 @@ from medusa_cli.drafters.base import Batch
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.engine.extra_rows import trace
 from medusa_cli.errors import UserError
+from medusa_cli.files.io import ReadReport
 from medusa_cli.model import Backbone
-from medusa_cli.runs.io import ReadReport
 
 # A part of a ShareGPT conversation, or a turn of one: seven letters and digits, not all of them
 # small letters, and a number or two.

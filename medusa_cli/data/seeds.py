@@ -7,11 +7,11 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from medusa_cli import assets
 from medusa_cli.data.code_seeds import code_seeds, is_code
 from medusa_cli.data.conversation import Conversation, id_of, messages_of
 from medusa_cli.errors import UserError
-from medusa_cli.runs.io import HALF, Malformed, ReadReport, is_whole, read_jsonl, usable
+from medusa_cli.files import assets
+from medusa_cli.files.io import HALF, Malformed, ReadReport, is_whole, read_jsonl, usable
 
 HUB = {"ultrachat": "HuggingFaceH4/ultrachat_200k"}
 # ShareGPT's long turns, each as a conversation of its own: texts to summarise, translate, extract from, and code to

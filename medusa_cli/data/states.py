@@ -20,10 +20,10 @@ from medusa_cli.data.packing import Dataset
 from medusa_cli.drafters.base import with_last_layer
 from medusa_cli.engine import Plan
 from medusa_cli.errors import UserError
+from medusa_cli.files.io import check_regular
 from medusa_cli.model import Backbone
 from medusa_cli.model.backbone import quantization_of
 from medusa_cli.model.distributed import Distributed
-from medusa_cli.runs.io import check_regular
 from medusa_cli.runs.run import Run, check_backbone, describe_distillation
 
 log = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from medusa_cli.decode.sampler import Sampler
-from medusa_cli.engine.device import upload
+from medusa_cli.device import upload
 from medusa_cli.tree import Draft
 from medusa_cli.tree.tree import PADDING, ROOT_PARENT
 

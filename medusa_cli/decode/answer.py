@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from medusa_cli.engine.device import upload
+from medusa_cli.device import upload
 from medusa_cli.model import Backbone
 
 # Tokenizers decode the bytes of an unfinished character to this.

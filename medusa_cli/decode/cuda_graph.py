@@ -21,17 +21,15 @@ from medusa_cli.decode.policy import ROOT, Proposal, complete
 from medusa_cli.decode.sampler import Sampler, draw, nucleus
 from medusa_cli.decode.sampling import Sampling
 from medusa_cli.decode.sequence import Sequence
+from medusa_cli.device import best_time, free_memory, upload
 from medusa_cli.drafters.base import Drafter, NewTokens
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.drafters.slots import LayerSlots, NewTensors
 from medusa_cli.engine import Cache, Engine, Plan
-from medusa_cli.engine.device import upload
 from medusa_cli.engine.engine import LayoutEngine
 from medusa_cli.engine.plan import lay_out_at
-from medusa_cli.engine.timing import best_time
 from medusa_cli.engine.torch_layers import TOLERANCE
 from medusa_cli.errors import first_line
-from medusa_cli.model.load import free_memory
 from medusa_cli.tree import Draft, DynamicTree, Tree
 from medusa_cli.tree.tensors import GrowingTrees, TreeTensors, outline
 from medusa_cli.tree.tree import PADDING, ROOT_PARENT, UNREAD, unread_draft

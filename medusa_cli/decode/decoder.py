@@ -22,12 +22,11 @@ from medusa_cli.decode.policy import (
 )
 from medusa_cli.decode.prefix_cache import PrefixCache
 from medusa_cli.decode.sequence import Request, Sequence
+from medusa_cli.device import free_memory, upload
 from medusa_cli.drafters.base import Drafter, NewTokens
 from medusa_cli.engine import Output, Plan
-from medusa_cli.engine.device import upload
 from medusa_cli.errors import UserError
 from medusa_cli.model import Backbone
-from medusa_cli.model.load import free_memory
 from medusa_cli.tree import Draft
 from medusa_cli.tree.tree import batch_drafts
 

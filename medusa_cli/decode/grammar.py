@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor
 
-from medusa_cli.assets import need_extra
 from medusa_cli.decode.ngram import shared_length
 from medusa_cli.errors import UsageError, UserError, first_line
+from medusa_cli.files.assets import need_extra
 from medusa_cli.model import Backbone
 
 if TYPE_CHECKING:

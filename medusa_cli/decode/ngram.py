@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from medusa_cli.engine.device import upload
+from medusa_cli.device import upload
 from medusa_cli.tree import Draft, Tree
 
 # Longer matches count as this long.

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from medusa_cli.decode.processors import SequenceProcessors
 from medusa_cli.decode.sampling import Sampling
-from medusa_cli.engine.device import upload
+from medusa_cli.device import upload
 
 # A nucleus is rarely larger, and a top-k of this size takes a tenth of the time of sorting the
 # vocabulary.

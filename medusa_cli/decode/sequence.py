@@ -10,8 +10,8 @@ from medusa_cli.decode.ngram import AcceptanceEstimate, NgramSource
 from medusa_cli.decode.processors import MODELS_OWN, LogitsOptions, sequence_processors
 from medusa_cli.decode.sampler import Sampler
 from medusa_cli.decode.sampling import Sampling
+from medusa_cli.device import upload
 from medusa_cli.drafters.base import Drafter, NewTokens, concat
-from medusa_cli.engine.device import upload
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.model import Backbone
 

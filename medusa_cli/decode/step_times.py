@@ -11,16 +11,9 @@ from medusa_cli.decode.cuda_graph import captures
 from medusa_cli.decode.decoder import Decoder
 from medusa_cli.decode.policy import DraftPolicy, policy_of
 from medusa_cli.decode.sequence import Request
+from medusa_cli.device import device_name
 from medusa_cli.drafters.base import Drafter, NewTokens
-from medusa_cli.engine.timing import (
-    Curve,
-    device_name,
-    is_doubtful,
-    keep_timings,
-    machine_key,
-    read_timings,
-    watched,
-)
+from medusa_cli.engine.timing import Curve, is_doubtful, keep_timings, machine_key, read_timings, watched
 from medusa_cli.model import Backbone
 from medusa_cli.model.backbone import quantization_of
 from medusa_cli.tree import Draft, DynamicTree, Tree

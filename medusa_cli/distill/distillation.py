@@ -26,11 +26,11 @@ from medusa_cli.distill.local import MAX_BATCH, Outcome, answer_locally, choose_
 from medusa_cli.drafters.base import check_layers
 from medusa_cli.engine import load_backbone
 from medusa_cli.errors import UsageError, UserError
+from medusa_cli.files.io import Malformed, check_regular, read_jsonl, read_object, repair_jsonl, write_json
 from medusa_cli.model import Backbone
 from medusa_cli.model.distributed import Distributed
-from medusa_cli.runs.io import Malformed, check_regular, read_jsonl, read_object, repair_jsonl, write_json
+from medusa_cli.runs.load_options import LoadOptions
 from medusa_cli.runs.recipe import COLDEST, DistillRecipe, Recipe
-from medusa_cli.runs.resolve import LoadOptions
 from medusa_cli.runs.run import Run, provenance
 
 # Conversations of the longest answers that the estimate of all tokens begins with.
@@ -47,8 +47,8 @@ def check_settings(settings: DistillRecipe) -> None:
         raise UsageError(f"distill.temperature={settings.temperature} is too close to 0", "use 0 for greedy")
     if settings.max_new_tokens >= settings.context:
         raise UsageError(
-            f"@max_new_tokens {settings.max_new_tokens} leaves no room for a prompt in @context {settings.context}",
-            "lower @max_new_tokens or raise @context",
+            f"@max_new_tokens {settings.max_new_tokens} leaves no room for a prompt",
+            f"lower it, or raise distill.context={settings.context}",
         )
 
 
@@ -84,9 +84,7 @@ def distill(
     asked = distinct(chosen, done) if settings.dedup else chosen
     left = [seed for seed in asked if seed.id not in done]
     if len(asked) < len(chosen):
-        log.info(
-            f"{len(chosen) - len(asked):,} seeds repeat another's first prompt and are left out (@no_dedup keeps them)"
-        )
+        log.info(f"{len(chosen) - len(asked):,} seeds repeat another and are left out (distill.dedup=false keeps them)")
     if len(left) < len(asked):
         log.info(f"resuming: {len(asked) - len(left):,} conversations are there already")
 
@@ -126,9 +124,11 @@ def distill(
 def _report(run: Run, counts: Counter[str], context: int) -> None:
     """Logs the conversations that were not kept, and why."""
     if counts["skipped"]:
-        log.info(f"{counts['skipped']:,} prompts were skipped: too long for a context of {context:,} (@context)")
+        log.info(f"{counts['skipped']:,} prompts were skipped: too long for a context of {context:,} (distill.context)")
     if counts["dropped"]:
-        log.info(f"{counts['dropped']:,} conversations were dropped: an answer is too short (@min_answer_tokens)")
+        log.info(
+            f"{counts['dropped']:,} conversations were dropped: an answer is too short (distill.min_answer_tokens)"
+        )
     if counts["refused"]:
         log.info(f"{counts['refused']:,} conversations were dropped: an answer is a refusal (distill.drop_refusals)")
     if counts["failed"]:

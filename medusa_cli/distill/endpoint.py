@@ -9,16 +9,16 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from medusa_cli import assets
 from medusa_cli.data.conversation import Conversation
 from medusa_cli.distill.local import TOKEN_CHARACTERS, Outcome
 from medusa_cli.errors import UserError
+from medusa_cli.files import assets
+from medusa_cli.files.chat_servers import ChatServers
+from medusa_cli.files.io import Malformed
 from medusa_cli.model.backbone import eos_ids_of
 from medusa_cli.model.chat_template import ChatTokenizer, Message, encode, render, token_ids
 from medusa_cli.model.checks import unloadable
 from medusa_cli.model.load import read_config
-from medusa_cli.runs.http import ChatServers
-from medusa_cli.runs.io import Malformed
 from medusa_cli.runs.recipe import DistillRecipe
 
 
@@ -82,7 +82,7 @@ def connect(addresses: str, served_name: str | None, tokenizer: Tokenizer) -> tu
             reasons.append(f"as {servers.model!r}: {reason.message}")
     raise UserError(
         f"the model {name!r} is not served {'; '.join(reasons)}",
-        "give the name it is served under as @endpoint_model",
+        "give the name it is served under as distill.endpoint_model",
     )
 
 

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from medusa_cli.data.conversation import Conversation
 from medusa_cli.decode import Decoder, Request, Sampling
+from medusa_cli.device import free_memory
 from medusa_cli.drafters.base import with_last_layer
+from medusa_cli.files.io import Malformed
 from medusa_cli.model import Backbone
 from medusa_cli.model.chat_template import after_answer, render, token_ids
-from medusa_cli.model.load import free_memory
-from medusa_cli.runs.io import Malformed
 from medusa_cli.runs.recipe import DistillRecipe
 
 # More rows than this gain little on a GPU and nothing on a CPU, and a batch's last answers keep
@@ -59,7 +59,7 @@ def choose_batch_size(backbone: Backbone, settings: DistillRecipe, processes: in
     if count < MAX_BATCH:
         log.info(
             f"{count} conversations at a time: {free / 1e9:.1f} GB are free for their {context:,} positions each; "
-            "@batch_size N takes others"
+            "distill.batch_size=N takes others"
         )
     return count
 

@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from medusa_cli.device import upload
 from medusa_cli.drafters.base import Batch, NewTokens
 from medusa_cli.drafters.expansion import Guess, draft_by_level
 from medusa_cli.drafters.heads import HeadDrafter, HeadsConfig, check_ranges
@@ -20,7 +21,6 @@ from medusa_cli.drafters.layers import (
     residual_blocks,
 )
 from medusa_cli.drafters.slots import NewTensors, fill_by_level
-from medusa_cli.engine.device import upload
 from medusa_cli.model import Backbone
 from medusa_cli.tree import Draft, DynamicTree, Tree
 from medusa_cli.tree.tensors import TreeTensors

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor, nn
 
-from medusa_cli.engine.device import upload
+from medusa_cli.device import upload
 from medusa_cli.engine.extra_rows import ExtraRows, Trace
 from medusa_cli.errors import UsageError
 from medusa_cli.model import Backbone

@@ -7,8 +7,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from medusa_cli.device import upload
 from medusa_cli.drafters.base import NewTokens
-from medusa_cli.engine.device import upload
 from medusa_cli.tree import Draft, DynamicTree, Tree, TreeBuilder
 
 

@@ -11,11 +11,11 @@ import torch
 from msgspec import Meta
 from torch import Tensor, nn
 
+from medusa_cli.device import upload
 from medusa_cli.drafters.base import Batch, NewTokens, check_layers
 from medusa_cli.drafters.expansion import draft_by_level
 from medusa_cli.drafters.heads import HeadDrafter, HeadsConfig
 from medusa_cli.engine import Plan
-from medusa_cli.engine.device import upload
 from medusa_cli.engine.extra_rows import ExtraRows, extra_row_states
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.model import Backbone

@@ -14,8 +14,9 @@ from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.drafters.hydra import HydraHeads
 from medusa_cli.drafters.medusa import MedusaHeads
 from medusa_cli.errors import UserError, first_line, shown
+from medusa_cli.files.io import convert, read_object, write_json
+from medusa_cli.files.weights import read_weights
 from medusa_cli.model import Backbone
-from medusa_cli.runs.io import convert, read_object, read_weights, write_json
 from medusa_cli.runs.run import DRAFTER_CONFIG, check_backbone, describe_drafter
 
 KINDS: tuple[type[HeadDrafter], ...] = (MedusaHeads, HydraHeads, Amphista, Eagle, Firp)

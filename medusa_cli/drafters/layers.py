@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from medusa_cli.device import upload
 from medusa_cli.engine.attention import behind, columns_read, reads_by_length, visible_behind
-from medusa_cli.engine.device import upload
 from medusa_cli.model.attention import additive
 
 # In drafting the bias is added only to this many of a head's best guesses: it rarely lifts others.

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from medusa_cli.engine.device import upload
+from medusa_cli.device import upload
 
 FIRST_ROWS = 256
 

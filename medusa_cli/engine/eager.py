@@ -14,6 +14,7 @@ from medusa_cli.engine.layer_cache import LayerCache
 from medusa_cli.engine.plan import Layout, Plan
 from medusa_cli.engine.view import View, following
 from medusa_cli.errors import first_line
+from medusa_cli.files.model_files import unverifiable
 from medusa_cli.model.attention import NAME, cache_name
 from medusa_cli.model.backbone import (
     Backbone,
@@ -24,7 +25,6 @@ from medusa_cli.model.backbone import (
     tapped,
 )
 from medusa_cli.model.checks import FAULTS, PROBE, difference, probe_tokens
-from medusa_cli.model_files import unverifiable
 
 # Bytes for the states after each node of one sequence's tree: larger trees are cut.
 NODE_STATES = 1 << 29

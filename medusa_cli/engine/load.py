@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from medusa_cli.assets import RANDOM
 from medusa_cli.engine.description import Description
 from medusa_cli.engine.eager import EagerEngine
 from medusa_cli.engine.engine import Engine
@@ -19,6 +18,7 @@ from medusa_cli.engine.plan import Plan
 from medusa_cli.engine.torch_layers import TorchEngine
 from medusa_cli.engine.twin import verified
 from medusa_cli.errors import UsageError, UserError
+from medusa_cli.files.assets import RANDOM
 from medusa_cli.model import Backbone, lora
 from medusa_cli.model.backbone import Unsupported, weights_of
 from medusa_cli.model.chat_template import check_template, try_template
@@ -33,7 +33,7 @@ from medusa_cli.model.load import (
 )
 from medusa_cli.model.weights import NetworkWeights, has_files
 from medusa_cli.native import is_available, why_unavailable
-from medusa_cli.runs.resolve import DEFAULT_LOADING, INTEGER, LoadOptions
+from medusa_cli.runs.load_options import DEFAULT_LOADING, INTEGER, LoadOptions
 
 log = logging.getLogger(__name__)
 
@@ -237,7 +237,7 @@ def _check_engine(named: str | None, options: LoadOptions, foreign: bool, shard:
         return
     flag = _flag(options)
     if shard:
-        raise UsageError(f"{flag} cannot run layers split by @shard", "leave one of them out")
+        raise UsageError(f"{flag} cannot run layers split by train.shard=true", "leave one of them out")
     if foreign:
         raise UsageError(f"{flag} cannot run the code that {model!r} brings along", "use @engine auto or eager")
     device = torch.device(resolve_device(options.device)).type

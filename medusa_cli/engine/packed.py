@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from medusa_cli.assets import home
 from medusa_cli.engine.description import Description
+from medusa_cli.files.assets import home
 from medusa_cli.model.backbone import Unsupported, weights_of
 from medusa_cli.model.weights import Weights, open_weights, source_stamp
 from medusa_cli.native import Format, PackedMatrix, RawMatrix

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from medusa_cli.device import upload
 from medusa_cli.engine.attention import visible_behind
 from medusa_cli.engine.cache import Cache
-from medusa_cli.engine.device import upload
 from medusa_cli.engine.extra_rows import ExtraRows, ExtraRowStates
 from medusa_cli.model.attention import FULL, Masks, additive
 

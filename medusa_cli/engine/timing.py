@@ -1,7 +1,6 @@
-"""Times work on this machine, and keeps the times of decoding steps in one file."""
+"""Keeps the times of decoding steps on this machine in one file."""
 
 import logging
-import platform
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -12,10 +11,11 @@ import msgspec
 import torch
 from msgspec import Meta
 
-from medusa_cli.assets import home
+from medusa_cli.device import processor
 from medusa_cli.errors import UserError
+from medusa_cli.files.assets import home
+from medusa_cli.files.io import read_object, write_json
 from medusa_cli.native import cpu_count, instructions, is_available
-from medusa_cli.runs.io import read_object, write_json
 
 # Seconds by size (rows, nodes, levels), by the name of the work.
 Curve = Mapping[Annotated[int, Meta(ge=1, le=1024)], Annotated[float, Meta(gt=0, lt=1e4)]]
@@ -29,41 +29,10 @@ SHAPE = (
     "num_hidden_layers",
     "vocab_size",
 )
-# A timing thread computes or spins all the while. If it ran for a smaller share of the time, the
-# machine was busy, and it is timed again after so many seconds: not at each start, which takes
-# longest on a busy machine.
-UNDISTURBED = 0.8
-RETRY_AFTER = 3600
-# Bytes copied to measure the memory's bandwidth.
-COPIED_BYTES = 256 * 2**20
-# Its first line names NVIDIA's driver.
-DRIVER = Path("/proc/driver/nvidia/version")
+# A timing thread computes or spins all the while. If it ran for a smaller share of the time, the machine was busy, and
+# it is timed again after so many seconds: not at each start, which takes longest on a busy machine.
+UNDISTURBED, RETRY_AFTER = 0.8, 3600
 log = logging.getLogger(__name__)
-
-
-def best_time(device: torch.device, work: Callable[[], object], laps: int = 6) -> float:
-    """Returns the seconds of the fastest lap: disturbances of a machine only add, and the first lap warms up."""
-    best = float("inf")
-    for _ in range(laps):
-        synchronize(device)
-        start = time.perf_counter()
-        work()
-        synchronize(device)
-        best = min(best, time.perf_counter() - start)
-    return best
-
-
-def copy_bandwidth(device: torch.device) -> float:
-    """Returns the bytes a second, read and written, that a plain copy moves."""
-    source = torch.ones(COPIED_BYTES // 4, device=device)
-    target = torch.empty_like(source)
-    return 2 * COPIED_BYTES / best_time(device, lambda: target.copy_(source))
-
-
-def synchronize(device: torch.device) -> None:
-    """Waits until a CUDA device has finished its work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def timings_file() -> Path:
@@ -114,24 +83,3 @@ def machine_key(config: Any) -> str:
     shape = [config.model_type, *(getattr(config, name, None) for name in SHAPE)]
     can = instructions()[0] if is_available() else torch.backends.cpu.get_cpu_capability()
     return "|".join((processor(), can, str(cpu_count()), torch.__version__, "x".join(map(str, shape))))
-
-
-def device_name(device: torch.device) -> str:
-    """Returns a device's name for keys of timings: of a GPU its kind, its memory and its driver."""
-    if device.type != "cuda":
-        return str(device)
-    facts = torch.cuda.get_device_properties(device)
-    driver = ""
-    with suppress(OSError):
-        driver = DRIVER.read_text().partition("\n")[0]
-    return f"{facts.name}, {facts.total_memory >> 20} MiB, {driver}, CUDA {torch.version.cuda}"
-
-
-def processor() -> str:
-    """Returns the processor's name as the system gives it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith(("model name", "Model"))]
-    return next((name for name in names if not name.isdigit()), platform.processor() or platform.machine())

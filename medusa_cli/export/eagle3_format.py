@@ -9,11 +9,11 @@ from msgspec import Meta
 from safetensors.torch import save_file
 from torch import Tensor
 
-from medusa_cli import assets
 from medusa_cli.errors import UserError
 from medusa_cli.export.folder import Source, exporting
+from medusa_cli.files import assets
+from medusa_cli.files.io import convert, write_json
 from medusa_cli.model.load import read_config
-from medusa_cli.runs.io import convert, write_json
 
 KIND = "eagle"
 AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"

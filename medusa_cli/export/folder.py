@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
-from medusa_cli.assets import DEFAULT_MODEL, sha256_of
 from medusa_cli.drafters.io import drafter_kind, read_drafter
 from medusa_cli.errors import UserError
-from medusa_cli.runs.io import read_object, replacing_folder
+from medusa_cli.files.assets import DEFAULT_MODEL, sha256_of
+from medusa_cli.files.io import read_object, replacing_folder
 from medusa_cli.runs.run import RUNS, STAMP, Run, called, stamp_of
 
 CHECKSUMS = "SHA256SUMS"

@@ -13,7 +13,7 @@ from medusa_cli.export.folder import Source, exporting
 from medusa_cli.model import lora
 from medusa_cli.model.backbone import stateful_modules
 from medusa_cli.model.load import DTYPES, checkpoint_dtype, load_network, stored_dtype
-from medusa_cli.runs.resolve import LoadOptions
+from medusa_cli.runs.load_options import LoadOptions
 from medusa_cli.tree.io import MAX_NODES, load_tree, save_tree
 from medusa_cli.tree.search import expected_length, largest, search
 from medusa_cli.tree.tree import Tree

@@ -13,13 +13,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from medusa_cli import assets
 from medusa_cli.drafters.io import DRAFTERS, weight_shapes
 from medusa_cli.errors import UserError, first_line, shown
 from medusa_cli.export import eagle3_format as eagle3
 from medusa_cli.export import medusa_format as medusa
+from medusa_cli.files import assets
+from medusa_cli.files.io import convert, read_object, replacing_folder, write_json
+from medusa_cli.files.weights import FLOATS, INTEGERS, read_weights
 from medusa_cli.model.load import read_config
-from medusa_cli.runs.io import FLOATS, INTEGERS, convert, read_object, read_weights, replacing_folder, write_json
 from medusa_cli.runs.run import Run, provenance, sole_writer
 
 SUFFIXES = (".safetensors", ".pt", ".bin")

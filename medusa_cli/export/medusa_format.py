@@ -12,7 +12,7 @@ from torch import Tensor
 from medusa_cli.drafters import MedusaHeads
 from medusa_cli.errors import UserError
 from medusa_cli.export.folder import Source, exporting
-from medusa_cli.runs.io import write_json
+from medusa_cli.files.io import write_json
 
 log = logging.getLogger(__name__)
 # Two digits at most: a hostile name must not make us count to a billion.

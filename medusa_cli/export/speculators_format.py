@@ -7,8 +7,8 @@ from safetensors.torch import save_file
 
 from medusa_cli.export.eagle3_format import AUX_LAYERS, VARIANTS, engine_tensors, refuse_other_kinds, served_model
 from medusa_cli.export.folder import Source, exporting
+from medusa_cli.files.io import write_json
 from medusa_cli.model.load import read_config
-from medusa_cli.runs.io import write_json
 
 
 def export_speculators(source: Source, output: Path, *, overwrite: bool = False) -> tuple[list[str], list[str]]:

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from medusa_cli.assets import RANDOM, model_dir
 from medusa_cli.errors import UserError
+from medusa_cli.files.assets import RANDOM, model_dir
+from medusa_cli.files.model_files import STATE_UPDATES, checkpoint_files, opened
 from medusa_cli.model.attention import NAME, Masks, register
 from medusa_cli.model.chat_template import chat_prompt, token_ids
-from medusa_cli.model_files import STATE_UPDATES, checkpoint_files, opened
 
 # Positions of models that bound none, such as Mamba.
 UNBOUNDED = 1 << 20

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from medusa_cli.errors import UserError, first_line
-from medusa_cli.model_files import no_chat_template
-from medusa_cli.runs.io import HALF, Malformed, is_whole
+from medusa_cli.files.io import HALF, Malformed, is_whole
+from medusa_cli.files.model_files import no_chat_template
 
 Message = dict[str, str]
 

@@ -8,15 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from medusa_cli import assets
 from medusa_cli.errors import UserError, first_line, shown
-from medusa_cli.layer_kinds import STATEFUL
-from medusa_cli.model.backbone import auto_class, eos_ids_of, finish_logits, stateful_modules, text_model
-from medusa_cli.model_files import (
+from medusa_cli.files import assets
+from medusa_cli.files.model_files import (
     AGAIN,
     ATTENTION_FLAGS,
     OUTSIDE,
     PREFIX_LM,
+    STATEFUL,
     foreign_logits,
     layer_kinds,
     no_attention,
@@ -24,6 +23,7 @@ from medusa_cli.model_files import (
     tensors_of,
     unverifiable,
 )
+from medusa_cli.model.backbone import auto_class, eos_ids_of, finish_logits, stateful_modules, text_model
 
 PROBE = 6  # tokens of the passes that check a network
 # A pass through a model that does not fit its config, or through code not known here, raises any of

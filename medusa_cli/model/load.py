@@ -1,18 +1,17 @@
 """Loads networks and tokenizers, and checks them; and asks for the CPU's number types and the free memory."""
 
 import logging
-import os
-import resource
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from medusa_cli import assets
-from medusa_cli.assets import RANDOM
+from medusa_cli.device import has_bf16
 from medusa_cli.errors import UsageError, UserError
+from medusa_cli.files import assets
+from medusa_cli.files.assets import RANDOM
+from medusa_cli.files.model_files import check_tokenizer, config_fields, model_file, tensors_of, weights_file
 from medusa_cli.model.backbone import auto_class, text_config
 from medusa_cli.model.checks import (
     check_architecture,
@@ -22,8 +21,7 @@ from medusa_cli.model.checks import (
     unloadable,
 )
 from medusa_cli.model.distributed import split_layers
-from medusa_cli.model_files import check_tokenizer, config_fields, model_file, tensors_of, weights_file
-from medusa_cli.runs.resolve import DEFAULT_LOADING, LoadOptions
+from medusa_cli.runs.load_options import DEFAULT_LOADING, LoadOptions
 
 # As safetensors names them.
 FLOATS = {"BF16": torch.bfloat16, "F32": torch.float32, "F16": torch.float16, "F64": torch.float64}
@@ -47,16 +45,6 @@ SHAPES = {
     "3b": (128256, 3072, 8192, 28, 24, 8, 4096),  # Llama-3.2-3B
     "llama-2-7b": (32000, 4096, 11008, 32, 32, 32, 4096),
 }
-
-
-def limited() -> bool:
-    """Returns True if MEDUSA_CPU=avx2 asks to do without AVX-512 and bf16 instructions."""
-    return os.environ.get("MEDUSA_CPU", "").lower() == "avx2"
-
-
-def has_bf16() -> bool:
-    """Returns True if the CPU has bf16 instructions: without them bf16 is many times slower than fp32."""
-    return not limited() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def load_network(
@@ -280,43 +268,3 @@ def random_config(name: str) -> Any:
     if shape not in SHAPES:
         raise UsageError(f"@model {name!r}: the shape {shape!r} is unknown", f"use {', '.join(SHAPES)}")
     return LlamaConfig(**dict(zip(FIELDS, SHAPES[shape], strict=True)), dtype="bfloat16")
-
-
-_STATUS = Path("/proc/self/status")
-_SYSTEM = Path("/proc/meminfo")
-_CONTAINER = Path("/sys/fs/cgroup")
-
-
-def free_memory(device: torch.device) -> int:
-    """Returns the free bytes of a CUDA device, else of this machine or its container."""
-    if device.type == "cuda":
-        # What torch keeps for later is free as well.
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(torch.cuda.mem_get_info(device)[0]) + cached
-    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    system = _numbers(_SYSTEM)
-    free = 1024 * system["MemAvailable"] if "MemAvailable" in system else whole // 2
-    try:
-        allowed = int((_CONTAINER / "memory.max").read_text())
-        taken = int((_CONTAINER / "memory.current").read_text())
-    except (OSError, ValueError):  # no container, or no limit
-        return free
-    # The page cache counts as taken, but is given up when needed.
-    return max(0, min(free, allowed - taken + _numbers(_CONTAINER / "memory.stat").get("inactive_file", 0)))
-
-
-def _numbers(path: Path) -> dict[str, int]:
-    """Returns the numbers of a file of lines "name number ..."; none if there is no file."""
-    lines = [line.replace(":", " ").split() for line in path.read_text().splitlines()] if path.is_file() else []
-    return {line[0]: int(line[1]) for line in lines if len(line) > 1 and line[1].isdigit()}
-
-
-def peak_memory(device: torch.device) -> int:
-    """Returns the peak bytes since the process started."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    marks = _numbers(_STATUS)
-    if "VmHWM" in marks:
-        return 1024 * marks["VmHWM"]
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else 1024 * peak

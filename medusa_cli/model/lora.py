@@ -13,8 +13,9 @@ from msgspec import Meta
 from torch import Tensor, nn
 
 from medusa_cli.errors import UserError, first_line, shown
+from medusa_cli.files.io import AGAIN, convert, read_object, replacing_folder
+from medusa_cli.files.weights import read_weights
 from medusa_cli.model.backbone import text_model
-from medusa_cli.runs.io import AGAIN, convert, read_object, read_weights, replacing_folder
 
 WEIGHTS = "adapter_model.safetensors"
 ADAPTER_WEIGHTS = "the adapter's weights"

@@ -11,10 +11,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from medusa_cli.assets import file_stamp, model_dir
-from medusa_cli.gguf import GgufNames, read_header
+from medusa_cli.files.assets import file_stamp, model_dir
+from medusa_cli.files.gguf import GgufNames, read_header
+from medusa_cli.files.model_files import checkpoint_files, weights_file
 from medusa_cli.model.checks import unloadable
-from medusa_cli.model_files import checkpoint_files, weights_file
 from medusa_cli.native.matrix import Floats, Format, RawMatrix
 
 # Other types are widened to fp32.

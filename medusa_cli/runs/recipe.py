@@ -19,7 +19,7 @@ import msgspec
 from msgspec import Meta
 
 from medusa_cli.errors import UsageError, UserError, shown
-from medusa_cli.runs.io import is_whole, parse_yaml, read_text, read_yaml
+from medusa_cli.files.io import is_whole, parse_yaml, read_text, read_yaml
 from medusa_cli.runs.run import Run
 
 SHARED = Path("share", "medusa-cli", "recipes")  # of an installed package
@@ -402,36 +402,43 @@ def differences(old: dict[str, Any], new: Recipe, sections: Sequence[str]) -> li
     return [key for key, value in after if before.get(key) != value]
 
 
+def split_words(words: Sequence[str]) -> tuple[str | None, dict[str, str]]:
+    """Returns the recipe's file, if one is given, and the text of each KEY=VALUE setting."""
+    files = [word for word in words if "=" not in word or word.endswith((".yaml", ".yml"))]
+    if len(files) > 1:
+        raise UsageError(f"{files[1]!r} is a second recipe", "give one recipe file and KEY=VALUE settings")
+    settings = {}
+    for word in words:
+        if word not in files:
+            key, _, value = word.partition("=")
+            settings[key.strip()] = value
+    return next(iter(files), None), settings
+
+
 def recipe_of(run: Run, words: Sequence[str], flags: Mapping[str, Any], resume: bool, origin: Run) -> Recipe:
     """Returns the recipe of a command: its file (a resumed run's own by default), KEY=VALUE words, then flags.
 
     Unless words or flags name them, model and chat template are those of the run `origin`, if it has them.
     """
-    files = [word for word in words if "=" not in word or word.endswith((".yaml", ".yml"))]
-    if len(files) > 1:
-        raise UsageError(f"{files[1]!r} is a second recipe", "give one recipe file and KEY=VALUE settings")
-    settings = [word for word in words if word not in files]
-    settings += [f"{key}={value}" for key, value in flags.items() if value is not None]
-    if resume and not files and run.recipe_path.is_file():
-        recipe = load_recipe(run.recipe_path, settings)
+    file, settings = split_words(words)
+    settings |= {key: str(value) for key, value in flags.items() if value is not None}
+    overrides = [f"{key}={value}" for key, value in settings.items()]
+    if resume and file is None and run.recipe_path.is_file():
+        recipe = load_recipe(run.recipe_path, overrides)
     else:
-        recipe = load_recipe(files[0] if files else None, settings)
-        if origin.model not in (None, recipe.model) and not _sets("model", settings):
-            recipe = _of_model(recipe, str(origin.model), files, settings)
+        recipe = load_recipe(file, overrides)
+        if origin.model not in (None, recipe.model) and "model" not in settings:
+            recipe = _of_model(recipe, str(origin.model), file, keep_template="chat_template" in settings)
     return dataclasses.replace(recipe, chat_template=run.template_with(recipe.chat_template or origin.chat_template))
 
 
-def _of_model(recipe: Recipe, model: str, files: Sequence[str], settings: Sequence[str]) -> Recipe:
+def _of_model(recipe: Recipe, model: str, file: str | None, keep_template: bool) -> Recipe:
     """Returns a recipe for a run's model, and says so if its file names another one, whose chat template is left."""
-    if files and "model" in read_yaml(find_recipe(files[0]), "the recipe"):
+    if file is not None and "model" in read_yaml(find_recipe(file), "the recipe"):
         log.warning(
-            f"the recipe {files[0]} is for the model {recipe.model}, and the run's is {model}, which is taken; "
+            f"the recipe {file} is for the model {recipe.model}, and the run's is {model}, which is taken; "
             f"@model {recipe.model} takes the recipe's"
         )
-        if not _sets("chat_template", settings):
+        if not keep_template:
             recipe = dataclasses.replace(recipe, chat_template=None)
     return dataclasses.replace(recipe, model=model)
-
-
-def _sets(key: str, settings: Sequence[str]) -> bool:
-    return any(setting.partition("=")[0].strip() == key for setting in settings)

@@ -2,104 +2,89 @@
 
 import logging
 import os
-import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
 
-from medusa_cli.assets import DEFAULT_MODEL, check_hub, gguf_path
 from medusa_cli.errors import UsageError, UserError
-from medusa_cli.model_files import check_model_files
-from medusa_cli.runs.io import read_as
-from medusa_cli.runs.run import DEFAULT_RUN, RUNS, Identity, Run, describe_drafter, outdated, rounding_in
+from medusa_cli.files.assets import DEFAULT_MODEL, check_hub, gguf_path
+from medusa_cli.files.io import read_as
+from medusa_cli.files.model_files import check_model_files
+from medusa_cli.runs.run import DEFAULT_RUN, RUNS, Identity, Run, describe_drafter, outdated
 
 log = logging.getLogger(__name__)
 MAX_NODES = 256  # of --tree static:N and dynamic:N; far fewer pay anywhere
-# Quantization of weights by the native engine, and by bitsandbytes.
-INTEGER, BITSANDBYTES = ("int8", "int4"), ("bnb.int8", "bnb.nf4")
-WORDS = {
-    "dtype": ("auto", "bf16", "fp16", "fp32"),
-    "engine": ("auto", "eager", "native", "torch"),
-    "rows": ("auto", "fp32", "int8"),
-    "quantize": ("none", *INTEGER, *BITSANDBYTES),
-}
 
 
 @dataclass(frozen=True)
-class LoadOptions:
-    """Options of loading a model: device, number type, engine, quantization, and if its own code may run.
+class TreeChoice:
+    """The draft tree that was asked for.
 
-    rows: the number type in which the native engine multiplies states with quantized weights.
+    kind: "auto" (the size that pays here), "static", "dynamic" (grown for every step) or "file". nodes: of a static
+    tree, which is searched by the calibration, or of a dynamic one; None: as many as the file's tree has. file: the
+    named tree, or the run's.
     """
 
-    device: str = "auto"
-    dtype: str = "auto"
-    engine: str = "auto"
-    quantize: str | None = None
-    trust_remote_code: bool = False
-    rows: str = "auto"
+    kind: str = "auto"
+    nodes: int | None = None
+    file: Path | None = None
 
-    def __post_init__(self) -> None:
-        if not re.fullmatch(r"auto|cpu|mps|cuda(:[0-9]+)?", self.device):
-            raise UsageError(f"@device {self.device!r} is unknown", "use auto, cpu, mps, cuda or cuda:N")
-        for name, words in WORDS.items():
-            if (value := getattr(self, name)) not in (*words, None):
-                raise UsageError(f"@{name} {value!r} is unknown", f"use one of {', '.join(words)}")
-        if self.quantize in INTEGER and self.engine == "eager":
-            raise UsageError(f"@quantize {self.quantize} needs the native engine", "leave @engine out")
+    def __str__(self) -> str:
+        if self.kind == "file":
+            return str(self.file)
+        return self.kind if self.nodes is None else f"{self.kind}:{self.nodes}"
 
     @property
-    def quantised(self) -> bool:
-        """Returns True if bitsandbytes quantizes the weights."""
-        return self.quantize in BITSANDBYTES
+    def searched(self) -> bool:
+        """Returns True if the tree is searched by the calibration for its number of nodes."""
+        return self.kind == "static" and self.nodes is not None
+
+    @classmethod
+    def parse(cls, text: str | None) -> "TreeChoice":
+        """Reads auto (None), static[:N], dynamic[:N] or a file's name; raises UserError for anything else."""
+        if text in (None, "auto"):
+            return cls()
+        kind, colon, number = text.partition(":")
+        if kind in ("static", "dynamic"):
+            return cls(kind, _parse_nodes(text, number) if colon else None)
+        if not Path(text).is_file():
+            raise UserError(f"@tree {text!r} is no file", "use auto, static, static:N, dynamic, dynamic:N or a file")
+        return cls("file", file=Path(text))
 
 
-DEFAULT_LOADING = LoadOptions()
-Options = TypeVar("Options", bound=LoadOptions)
-
-
-def as_trained(options: Options, drafter: Path | None) -> Options:
-    """Returns the options with the quantization that a folder's drafter was trained on, unless one is given.
-
-    Warns if another one is given.
-    """
-    trained = rounding_in(drafter) if drafter is not None else None
-    if trained in (None, options.quantize):
-        return options
-    if options.quantize is None:
-        log.info(f"quantizing the model by {trained}, as {drafter} was trained on it; @quantize none loads it whole")
-        return replace(options, quantize=trained)
-    log.warning(
-        f"{drafter} was trained on the model quantized by {trained}: its drafts, and an adapter beside it, fit other "
-        f"weights less; @quantize {trained} loads those"
-    )
-    return options
+def _parse_nodes(tree: str, number: str) -> int:
+    if number.isascii() and number.isdigit() and 1 <= int(number) <= MAX_NODES:
+        return int(number)
+    raise UsageError(f"@tree {tree!r}: {number!r} is not a valid number of nodes", f"use 1 to {MAX_NODES}")
 
 
 @dataclass(frozen=True)
 class Choice:
     """The model's name, the files of drafter and tree, and the run.
 
-    auto: a tree of the size that pays here. static: nodes of a tree searched by the calibration (None: that of the file
-    `tree`). dynamic: nodes of a tree grown for every step (0: as many as the static one has; None: static). adapter:
-    what stage 2 added to the model. lookup: draft n-gram matches, too, or alone without a drafter; lookup_named: on
-    request, not only by `auto`. chat_template: a Jinja template in place of the model's and the run's. corpus: a run, a
-    file or a folder whose text is looked up, too.
+    adapter: what stage 2 added to the model. lookup: draft n-gram matches, too, or only those without a drafter; None:
+    with the tree `auto`. chat_template: a Jinja template in place of the model's and the run's.
     """
 
     model: str
     drafter: Path | None = None
-    tree: Path | None = None
+    tree: TreeChoice = TreeChoice()
     run: Run | None = None
-    dynamic: int | None = None
     calibration: Path | None = None
     adapter: Path | None = None
-    static: int | None = None
-    auto: bool = False
-    lookup: bool = False
-    lookup_named: bool = False
+    lookup: bool | None = None
     chat_template: str | None = None
-    corpus: str | None = None
+
+    @property
+    def ngrams(self) -> bool:
+        """Returns True if n-gram matches are drafted."""
+        if self.lookup is None:
+            return self.drafter is not None and self.tree.kind == "auto"
+        return self.lookup
+
+    @property
+    def calibrated(self) -> bool:
+        """Returns True if the drafter's accuracies were measured."""
+        return self.calibration is not None and self.calibration.is_file()
 
     @property
     def template(self) -> str | None:
@@ -120,73 +105,65 @@ def choose(
     *,
     need_drafter: bool = True,
     lookup: bool | None = None,
-    corpus: str | None = None,
 ) -> Choice:
-    """Returns what was named, else the run's, else what ships for the model; raises UserError for missing files.
+    """Resolves model, drafter and tree: those named, else the run's, else the pretrained ones.
 
-    lookup None: with `auto` trees, or a corpus.
+    Raises UserError for missing files.
     """
-    if corpus is not None and lookup is False:
-        raise UsageError(f"@corpus {corpus} has no effect without @lookup", "leave one of them out")
-    lookup = True if corpus is not None else lookup
     target = Run.open(run) if run else None
-    name = model if model is not None else (target.model if target else None) or DEFAULT_MODEL
-    adapter = target.adapter if target else None
-    plain = Choice(name, run=target, adapter=adapter, lookup=bool(lookup), corpus=corpus)
-    choice = replace(plain, **_parse_tree(tree))
+    if model is None:
+        model = (target.model if target else None) or DEFAULT_MODEL
+    asked = TreeChoice.parse(tree)
+    plain = Choice(model, run=target, adapter=target.adapter if target else None, lookup=lookup)
     if not need_drafter:
         return plain
-    source = target or Run.pretrained(name)
+    source = target or Run.pretrained(model)
     if drafter is not None and source is not None and drafter.resolve() == source.drafter_dir.resolve():
         drafter = None  # the one that is taken in any case
     if drafter is not None:
-        choice = replace(choice, adapter=None)
+        plain = replace(plain, adapter=None)
         source = target  # the tree and temperatures that ship fit no other drafter
     folder = drafter or (source.drafter_dir if source else None)
-    if folder is None and lookup:
-        return plain
     if folder is None:
-        if gguf_path(name) is None:  # unpacking one takes its time
-            check_model_files(name)
-        raise UserError(
-            f"no drafter ships for the model {name!r}",
-            f"train one with `medusa distill --model {name}` and `medusa train`, then give its @run; @lookup drafts "
-            "without one",
-        )
+        if lookup:
+            return plain
+        raise _no_drafter(model)
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder} holds no drafter", "run `medusa train` first, or give another @drafter or @run")
-    calibrated = source is not None and source.calibration_path.is_file()
-    if choice.static is not None and not calibrated:
-        remedy = "run `medusa calibrate` first" if source else "give the @run that it belongs to"
-        raise UserError(f"@tree {tree}: {folder} is not calibrated", remedy)
-    file = choice.tree
-    if choice.static is None and file is None and source is not None and source.tree_path.is_file():
-        file = source.tree_path
-    if file is None and not (choice.static or choice.dynamic or (choice.auto and calibrated)):
-        remedy = f"make one with `medusa tree --run {run}`" if run else "give the @run that it belongs to"
-        raise UserError(f"there is no tree for {folder}", f"{remedy}, or give @tree FILE")
     return replace(
-        choice,
+        plain,
         drafter=folder,
-        tree=file,
+        tree=_with_file(asked, folder, source, run),
         calibration=source.calibration_path if source else None,
-        lookup=choice.auto if lookup is None else lookup,
-        lookup_named=bool(lookup),
     )
 
 
-def _parse_tree(tree: str | None) -> dict[str, Any]:
-    """Returns the fields of a Choice that words for a tree set: auto, file, nodes of a static or a dynamic tree."""
-    kind, colon, number = (tree or "auto").partition(":")
-    if tree in (None, "auto", "static"):
-        return {"auto": kind == "auto"}
-    if kind not in ("static", "dynamic"):
-        if not Path(str(tree)).is_file():
-            raise UserError(f"@tree {tree!r} is no file", "use auto, static, static:N, dynamic, dynamic:N or a file")
-        return {"tree": Path(str(tree))}
-    if colon and (not (number.isascii() and number.isdigit()) or not 1 <= int(number) <= MAX_NODES):
-        raise UsageError(f"@tree {tree!r}: {number!r} is no number of nodes", f"use 1 to {MAX_NODES}")
-    return {kind: int(number) if colon else 0}
+def _no_drafter(model: str) -> UserError:
+    if gguf_path(model) is None:  # unpacking one takes its time
+        check_model_files(model)
+    return UserError(
+        f"no drafter ships for the model {model!r}",
+        f"train one with `medusa distill --model {model}` and `medusa train`, then give its @run; @lookup drafts "
+        "without one",
+    )
+
+
+def _with_file(tree: TreeChoice, folder: Path, source: Run | None, run: str | None) -> TreeChoice:
+    """Returns the tree with the file of the run `source`; raises UserError for a drafter that lacks what it needs."""
+    if tree.kind == "file":
+        return tree
+    calibrated = source is not None and source.calibration_path.is_file()
+    if tree.searched:
+        if calibrated:
+            return tree
+        remedy = "run `medusa calibrate` first" if source else "give the @run that it belongs to"
+        raise UserError(f"@tree {tree}: {folder} is not calibrated", remedy)
+    if source is not None and source.tree_path.is_file():
+        return replace(tree, file=source.tree_path)
+    if tree.nodes is not None or (tree.kind == "auto" and calibrated):
+        return tree
+    remedy = f"make one with `medusa tree --run {run}`" if run else "give the @run that it belongs to"
+    raise UserError(f"there is no tree for {folder}", f"{remedy}, or give @tree FILE")
 
 
 def find_drafter(name: str) -> tuple[str | None, Path | None]:

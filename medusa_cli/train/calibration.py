@@ -14,10 +14,10 @@ from medusa_cli.drafters import drafter_kind, load_drafter
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.engine import load_backbone
 from medusa_cli.errors import UsageError, UserError
+from medusa_cli.files.io import Document
 from medusa_cli.model import Backbone
-from medusa_cli.runs.io import Document
+from medusa_cli.runs.load_options import DEFAULT_LOADING, LoadOptions
 from medusa_cli.runs.recipe import load_recipe
-from medusa_cli.runs.resolve import DEFAULT_LOADING, LoadOptions
 from medusa_cli.runs.run import STAMP, Run, describe_drafter, provenance, stamp_of
 from medusa_cli.train.setup import engine_for, longest, runs_model
 from medusa_cli.tree import Tree

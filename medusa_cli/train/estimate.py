@@ -9,13 +9,13 @@ import torch
 from medusa_cli.data.conversation import Conversation
 from medusa_cli.data.packing import Dataset, positions_of, read_dataset
 from medusa_cli.data.states import states_of, tokens_to_run
+from medusa_cli.device import peak_memory
 from medusa_cli.drafters import DRAFTERS
 from medusa_cli.errors import UsageError
+from medusa_cli.files.io import Document
 from medusa_cli.model.distributed import Distributed
-from medusa_cli.model.load import peak_memory
-from medusa_cli.runs.io import Document
+from medusa_cli.runs.load_options import DEFAULT_LOADING, LoadOptions
 from medusa_cli.runs.recipe import Recipe
-from medusa_cli.runs.resolve import DEFAULT_LOADING, LoadOptions
 from medusa_cli.runs.run import Run
 from medusa_cli.train import setup
 from medusa_cli.train.loop import Trainer
@@ -43,7 +43,7 @@ def estimate(
     kind = DRAFTERS[recipe.drafter.name]
     source = data or run.data_path
     if train.shard:
-        raise UsageError("@dry_run loads the model in one process", "leave @shard out")
+        raise UsageError("@dry_run loads the model in one process", "leave train.shard=true out")
     setup.check_loading(train, options, Distributed())
     backbone = (setup.frozen_backbone if train.stage == 1 else setup.joint_backbone)(recipe, options)
     online = train.stage == 2 or setup.runs_model(kind, train)

@@ -12,7 +12,7 @@ from typing import Any
 
 from msgspec import convert
 
-from medusa_cli.runs.io import Malformed, read_jsonl, replacing, write_atomic
+from medusa_cli.files.io import Malformed, read_jsonl, replacing, write_atomic
 
 NAME = "train.jsonl"
 

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from medusa_cli.data.conversation import Conversation
 from medusa_cli.data.packing import Dataset, positions_of
+from medusa_cli.device import peak_memory
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.errors import UserError
 from medusa_cli.model import Backbone
 from medusa_cli.model.distributed import Distributed
-from medusa_cli.model.load import peak_memory
 from medusa_cli.model.lora import trained_weights
 from medusa_cli.runs.recipe import Recipe, TrainRecipe
 from medusa_cli.runs.run import Run

@@ -18,8 +18,8 @@ from medusa_cli.model import lora as adapter
 from medusa_cli.model.backbone import weights_of
 from medusa_cli.model.distributed import Distributed
 from medusa_cli.model.load import load_network
+from medusa_cli.runs.load_options import LoadOptions
 from medusa_cli.runs.recipe import DrafterRecipe, Recipe, TrainRecipe
-from medusa_cli.runs.resolve import LoadOptions
 from medusa_cli.runs.run import Run, check_backbone, describe_drafter, rounding_in
 
 log = logging.getLogger(__name__)
@@ -83,16 +83,16 @@ def check_loading(train: TrainRecipe, options: LoadOptions, world: Distributed) 
         return
     if world.size == 1:
         raise UsageError(
-            "@shard splits the model over several processes, and there is one",
+            "train.shard=true splits the model over several processes, and there is one",
             "start it as `torchrun --nproc_per_node N -m medusa_cli train ... --run-dir RUN`, or use train.shard=false",
         )
     if tuning == "full":
         raise UsageError(
-            "@shard splits frozen weights, and train.tuning=full trains them all",
+            "train.shard=true splits frozen weights, and train.tuning=full trains them all",
             "use train.tuning=lora, or train.shard=false",
         )
     if quantised:
-        raise UsageError("@shard cannot split quantised weights", "train in whole weights, or use train.shard=false")
+        raise UsageError("train.shard=true cannot split quantised weights", "train in whole weights, or leave it out")
 
 
 def build_drafter(backbone: Backbone, recipe: DrafterRecipe, dataset: Dataset) -> HeadDrafter:

@@ -21,13 +21,13 @@ from medusa_cli.drafters.firp import check_extra_rows
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.drafters.io import save_drafter
 from medusa_cli.errors import UserError
+from medusa_cli.files.io import Document, read_jsonl, replacing, replacing_folder, write_atomic, write_json
 from medusa_cli.model import Backbone
 from medusa_cli.model import lora as adapter
 from medusa_cli.model.backbone import identity_of, weights_of
 from medusa_cli.model.distributed import Distributed
-from medusa_cli.runs.io import Document, read_jsonl, replacing, replacing_folder, write_atomic, write_json
+from medusa_cli.runs.load_options import DEFAULT_LOADING, LoadOptions
 from medusa_cli.runs.recipe import Recipe, load_recipe
-from medusa_cli.runs.resolve import DEFAULT_LOADING, LoadOptions
 from medusa_cli.runs.run import Run, provenance, rounding_in, sole_writer
 from medusa_cli.train import setup
 from medusa_cli.train.checkpoint import set_aside

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from medusa_cli.runs.io import replacing
+from medusa_cli.files.io import replacing
 from medusa_cli.tree.search import Accuracies, node_values
 from medusa_cli.tree.tree import Tree
 

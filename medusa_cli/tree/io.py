@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from medusa_cli.errors import UserError
-from medusa_cli.runs.io import convert, read_json, write_json
+from medusa_cli.files.io import convert, read_json, write_json
 from medusa_cli.tree.tree import Tree
 
 # A step verifies all nodes at once under an N x N mask: no machine gains from more.

@@ -4,15 +4,8 @@ import heapq
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from operator import mul
-from pathlib import Path
-from typing import Any
 
-from medusa_cli.errors import UsageError, UserError
-from medusa_cli.runs.resolve import Calibration
-from medusa_cli.runs.run import DEFAULT_RUN
-from medusa_cli.tree.io import MAX_NODES, load_tree
+from medusa_cli.errors import UsageError
 from medusa_cli.tree.tree import Tree
 
 Accuracies = Sequence[Sequence[float]]
@@ -173,74 +166,3 @@ def interpolate(points: Mapping[int, float], x: int) -> float:
     slope = (points[high] - points[low]) / (high - low)
     # Noise may give a negative slope; no step is cheaper for being larger.
     return points[high] + (max(slope, 0.0) if x > high else slope) * (x - high)
-
-
-BUDGET = 64
-
-
-def parse_budget(text: str | None) -> int | None:
-    """Returns the named number of nodes; raises UsageError if it is not an integer."""
-    try:
-        return None if text is None else int(text)
-    except ValueError as reason:
-        raise UsageError(f"@budget {text!r} is not a number of nodes", "give an integer, or auto") from reason
-
-
-def parse_shape(text: str) -> list[int]:
-    """Returns widths such as 4,3,2.
-
-    Raises UsageError unless all are >= 1 and make a tree of at most MAX_NODES.
-    """
-    try:
-        widths = [int(part) for part in text.split(",")]
-    except ValueError as reason:
-        raise UsageError(f"@shape {text!r} is not a list of numbers", "give widths such as 4,3,2") from reason
-    nodes = 1 + sum(accumulate(widths, mul))
-    if min(widths) < 1 or nodes > MAX_NODES:
-        raise UsageError(f"@shape {text!r} is not 1 to {MAX_NODES:,} nodes", "give widths such as 4,3,2")
-    return widths
-
-
-def make_tree(
-    used: Calibration,
-    budget: int | None,
-    widths: list[int] | None,
-    choices: Path | None,
-    source: str,
-    run: str | None,
-) -> tuple[Tree, dict[str, Any]]:
-    """Returns the tree that was asked for, and the setting and value that made it.
-
-    source: the origin of the heads.
-    """
-    if widths is not None:
-        return Tree.dense(widths), {"shape": widths}
-    if choices is not None:
-        return load_tree(choices), {"choices": str(choices)}
-    if not used.accuracies:
-        raise UserError(
-            f"{source} has no calibration.json",
-            f"run `medusa calibrate --run {run or DEFAULT_RUN}` first, or give @shape 4,3,2",
-        )
-    used.check_current()
-    possible = largest(used.accuracies)
-    nodes = min(BUDGET, possible) if budget is None else budget
-    if MAX_NODES < nodes <= possible:
-        raise UsageError(f"@budget {nodes} is more than one step can verify", f"use 1 to {MAX_NODES:,}")
-    return search(used.accuracies, nodes), {"budget": nodes}
-
-
-def missing_accuracies(widths: tuple[int, ...], known: Calibration) -> list[str]:
-    """Returns notes on heads and guesses of a tree that are missing or were not measured."""
-    notes = []
-    deep = known.heads is not None and len(widths) > known.heads
-    if known.stale:
-        notes.append(f"{known.path} was measured on an earlier drafter of this run: so is the expected length")
-    if deep:
-        notes.append(
-            f"the tree is {len(widths)} deep, there are {known.heads} heads; @heads {known.heads} truncates it"
-        )
-    for head, (width, row) in enumerate(zip(widths, known.accuracies, strict=False), start=1):
-        if width > len(row):
-            notes.append(f"head {head}: the tree uses {width} guesses, {len(row)} were calibrated; the others count 0")
-    return notes

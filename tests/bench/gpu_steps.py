@@ -18,13 +18,12 @@ import torch
 
 from medusa_cli.decode import Decoder, Request, policy_of
 from medusa_cli.decode.step_times import NullDrafter, measure_step_times
+from medusa_cli.device import copy_bandwidth, upload
 from medusa_cli.drafters import Drafter, MedusaHeads, NewTokens
 from medusa_cli.engine import Plan, load_backbone
-from medusa_cli.engine.device import upload
-from medusa_cli.engine.timing import copy_bandwidth
 from medusa_cli.model import Backbone
 from medusa_cli.model.load import resolve_device
-from medusa_cli.runs.resolve import LoadOptions
+from medusa_cli.runs.load_options import LoadOptions
 from medusa_cli.tree import Draft, DynamicTree, Tree
 
 ROWS = (1, 4, 8, 16, 32, 64)

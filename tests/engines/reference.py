@@ -7,12 +7,13 @@ import argparse
 import json
 import time
 
-from medusa_cli import Medusa, assets
+from medusa_cli import Medusa
 from medusa_cli.bench.questions import read_questions, spread
 from medusa_cli.drafters import load_drafter
 from medusa_cli.engine import load_backbone
+from medusa_cli.files import assets
 from medusa_cli.model import Backbone
-from medusa_cli.runs.resolve import LoadOptions
+from medusa_cli.runs.load_options import LoadOptions
 from medusa_cli.runs.run import Run
 from medusa_cli.tree import Tree
 from tests.helpers import generate, generate_plain

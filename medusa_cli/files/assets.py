@@ -18,8 +18,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from medusa_cli import gguf
 from medusa_cli.errors import UsageError, UserError, first_line
+from medusa_cli.files import gguf
 
 log = logging.getLogger(__name__)
 DEFAULT_MODEL = "smollm2-135m"

@@ -1,4 +1,4 @@
-"""Atomic writes of files and folders, and bounded readers of JSON, JSONL, YAML and weights."""
+"""Atomic writes of files and folders, and bounded readers of JSON, JSONL and YAML."""
 
 import errno
 import fcntl
@@ -7,19 +7,16 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import yaml
 
-from medusa_cli.errors import UserError, first_line, shown
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from medusa_cli.errors import UserError, shown
 
 # The prefix of files that are not whole yet; the next writer removes those that a killed one left.
 TEMPORARY = ".medusa-part-"
@@ -370,50 +367,6 @@ def read_yaml(path: Path, what: str) -> Any:
         mark = getattr(reason, "problem_mark", None)
         problem = getattr(reason, "problem", None) or str(reason).splitlines()[0]
         line = f" (line {mark.line + 1})" if mark else ""
-        raise UserError(f"{what} {path} is no YAML: {problem}{line}", "mend the file") from reason
+        raise UserError(f"{what} {path} is not valid YAML: {problem}{line}", "fix the file") from reason
     except (ValueError, OverflowError) as reason:
-        raise UserError(f"{what} {path} cannot be used: {shown(str(reason))}", "mend the file") from reason
-
-
-FLOATS = ("BF16", "F16", "F32", "F64")
-INTEGERS = ("I32", "I64")
-
-
-def read_weights(
-    path: Path,
-    what: str,
-    shapes: Mapping[str, Sequence[int]] | None = None,
-    ids: Mapping[str, Sequence[int]] = {},
-    types: Sequence[str] = FLOATS,
-) -> "dict[str, Tensor]":
-    """Returns the tensors named in `shapes` (None: all there are), of `types`, and in `ids`, integers; others are left.
-
-    Raises UserError for the first tensor that is missing, of another shape or type, or not finite. Nothing is
-    allocated before all names, shapes and types are right.
-    """
-    import torch
-    from safetensors import SafetensorError, safe_open
-
-    name, remedy = f"{what} {path}", "make the file again with the command that made it, or give another"
-    if not path.is_file():
-        raise UserError(f"{name} does not exist or is no file", remedy)
-    try:
-        with safe_open(path, framework="pt") as file:
-            slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118  (it is no mapping)
-            if shapes is None:
-                shapes = {key: part.get_shape() for key, part in slices.items()}
-            for key, shape in {**shapes, **ids}.items():
-                tensor, kinds = f"{name}: the tensor {key!r}", INTEGERS if key in ids else types
-                if key not in slices:
-                    raise UserError(f"{tensor} is missing", remedy)
-                if slices[key].get_dtype() not in kinds:
-                    raise UserError(f"{tensor} is of type {slices[key].get_dtype()}, not {' or '.join(kinds)}", remedy)
-                if list(slices[key].get_shape()) != list(shape):
-                    raise UserError(f"{tensor} is of shape {slices[key].get_shape()}, not {list(shape)}", remedy)
-            tensors = {key: file.get_tensor(key) for key in (*shapes, *ids)}
-    except (SafetensorError, OSError) as reason:
-        raise UserError(f"{name} cannot be read: {first_line(reason)}", remedy) from reason
-    for key, value in tensors.items():
-        if value.is_floating_point() and not torch.isfinite(value).all():
-            raise UserError(f"{name}: the tensor {key!r} holds numbers that are not finite", remedy)
-    return tensors
+        raise UserError(f"{what} {path} cannot be used: {shown(str(reason))}", "fix the file") from reason

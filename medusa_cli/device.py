@@ -1,0 +1,123 @@
+"""The machine: its processor and memory, the time that work takes, and copies to a device."""
+
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+# Bytes copied to measure the memory's bandwidth.
+COPIED_BYTES = 256 * 2**20
+# Its first line names NVIDIA's driver.
+DRIVER = Path("/proc/driver/nvidia/version")
+_STATUS = Path("/proc/self/status")
+_SYSTEM = Path("/proc/meminfo")
+_CONTAINER = Path("/sys/fs/cgroup")
+
+
+def upload(values: Sequence[object] | Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """Returns numbers of the host as a tensor on a device.
+
+    A copy from pageable memory waits for all earlier work of a GPU; one from pinned memory does not.
+    """
+    tensor = torch.as_tensor(values, dtype=dtype)
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
+def best_time(device: torch.device, work: Callable[[], object], laps: int = 6) -> float:
+    """Returns the seconds of the fastest lap: disturbances of a machine only add, and the first lap warms up."""
+    best = float("inf")
+    for _ in range(laps):
+        synchronize(device)
+        start = time.perf_counter()
+        work()
+        synchronize(device)
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Returns the bytes a second, read and written, that a plain copy moves."""
+    source = torch.ones(COPIED_BYTES // 4, device=device)
+    target = torch.empty_like(source)
+    return 2 * COPIED_BYTES / best_time(device, lambda: target.copy_(source))
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits until a CUDA device has finished its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def has_bf16() -> bool:
+    """Returns True if the CPU has bf16 instructions: without them bf16 is many times slower than fp32.
+
+    MEDUSA_CPU=avx2 asks to do without them.
+    """
+    allowed = os.environ.get("MEDUSA_CPU", "").lower() != "avx2"
+    return allowed and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def free_memory(device: torch.device) -> int:
+    """Returns the free bytes of a CUDA device, else of this machine or its container."""
+    if device.type == "cuda":
+        # What torch keeps for later is free as well.
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + cached
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    system = _numbers(_SYSTEM)
+    free = 1024 * system["MemAvailable"] if "MemAvailable" in system else whole // 2
+    try:
+        allowed = int((_CONTAINER / "memory.max").read_text())
+        taken = int((_CONTAINER / "memory.current").read_text())
+    except (OSError, ValueError):  # no container, or no limit
+        return free
+    # The page cache counts as taken, but is given up when needed.
+    return max(0, min(free, allowed - taken + _numbers(_CONTAINER / "memory.stat").get("inactive_file", 0)))
+
+
+def _numbers(path: Path) -> dict[str, int]:
+    """Returns the numbers of a file of lines "name number ..."; none if there is no file."""
+    lines = [line.replace(":", " ").split() for line in path.read_text().splitlines()] if path.is_file() else []
+    return {line[0]: int(line[1]) for line in lines if len(line) > 1 and line[1].isdigit()}
+
+
+def peak_memory(device: torch.device) -> int:
+    """Returns the peak bytes since the process started."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    marks = _numbers(_STATUS)
+    if "VmHWM" in marks:
+        return 1024 * marks["VmHWM"]
+    import resource  # not on every system
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak
+
+
+def device_name(device: torch.device) -> str:
+    """Returns a device's name for keys of timings; that of a GPU says its kind, its memory and its driver."""
+    if device.type != "cuda":
+        return str(device)
+    facts = torch.cuda.get_device_properties(device)
+    driver = ""
+    with suppress(OSError):
+        driver = DRIVER.read_text().partition("\n")[0]
+    return f"{facts.name}, {facts.total_memory >> 20} MiB, {driver}, CUDA {torch.version.cuda}"
+
+
+def processor() -> str:
+    """Returns the processor's name as the system gives it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith(("model name", "Model"))]
+    return next((name for name in names if not name.isdigit()), platform.processor() or platform.machine())

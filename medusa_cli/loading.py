@@ -1,0 +1,178 @@
+"""Loads what was chosen: the backbone, its drafter and the draft policy."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from medusa_cli.decode import (
+    AdaptivePolicy,
+    DraftPolicy,
+    policy_of,
+)
+from medusa_cli.decode.policy import UNCALIBRATED, StaticTreePolicy
+from medusa_cli.decode.processors import check_generation_config
+from medusa_cli.decode.step_times import step_times_for
+from medusa_cli.drafters import Drafter, load_drafter
+from medusa_cli.engine import load_backbone
+from medusa_cli.errors import UsageError, UserError
+from medusa_cli.model import Backbone
+from medusa_cli.runs.load_options import DEFAULT_LOADING, LoadOptions, as_trained
+from medusa_cli.runs.resolve import Calibration, Choice, read_calibration
+from medusa_cli.runs.run import outdated, stamp_of
+from medusa_cli.tree import DynamicTree, Tree
+from medusa_cli.tree.io import load_tree, tree_provenance
+from medusa_cli.tree.search import SizedTree, StepTimes, budgets, largest, search
+
+# Most nodes of a dynamic tree whose nodes pay by a measured chance.
+MAX_PAYING_NODES = 32
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A backbone and, unless decoding is plain, a drafter and the policy that decides what is drafted."""
+
+    backbone: Backbone
+    drafter: Drafter | None = None
+    policy: DraftPolicy | None = None
+
+    @property
+    def description(self) -> str:
+        """Returns number type, engine and policy in one line."""
+        backbone = self.backbone
+        dtype = str(backbone.dtype).removeprefix("torch.")
+        policy = self.policy.description if self.policy is not None else "plain decoding"
+        drafter = f"{self.drafter.name} drafter, " if self.drafter is not None else ""
+        return f"{backbone.id} in {dtype} on {backbone.device}, {backbone.engine.title}, {drafter}{policy}"
+
+
+def load_model(
+    choice: Choice,
+    options: LoadOptions = DEFAULT_LOADING,
+    *,
+    chat: bool = False,
+    on_progress: Callable[[int], None] = lambda steps: None,
+) -> LoadedModel:
+    """Loads what was chosen; raises UserError where drafter, tree and model do not fit.
+
+    chat: the model needs a chat template. on_progress receives the number of steps timed, if `--tree auto` meets a
+    drafter for the first time on this machine.
+    """
+    tree = static_tree(choice)  # files that are unusable are refused before the model is loaded
+    options = as_trained(options, choice.trained)
+    backbone = load_backbone(choice.model, options, adapter=choice.adapter, chat_template=choice.template, chat=chat)
+    check_generation_config(backbone)
+    if choice.run is not None:
+        choice.run.bind(backbone.identity)
+    if choice.drafter is None and not choice.ngrams:
+        return LoadedModel(backbone)
+    return LoadedModel(backbone, *load_drafting(choice, backbone, tree, on_progress))
+
+
+def static_tree(choice: Choice) -> Tree | None:
+    """Returns the chosen static tree, read or searched; None for plain decoding, and for `auto` with a calibration.
+
+    Warns if the tree was made for another drafter.
+    """
+    tree = choice.tree
+    if choice.drafter is None or (tree.kind == "auto" and choice.calibrated):
+        return None
+    if tree.searched and tree.nodes is not None:
+        accuracies = _calibration(choice).accuracies
+        if tree.nodes > largest(accuracies):
+            limit = f"these heads allow 1 to {largest(accuracies):,} nodes, the root included"
+            raise UsageError(f"@tree {tree} is not valid", limit)
+        return search(accuracies, tree.nodes)
+    if tree.file is None:
+        return Tree.root_only()
+    if outdated(tree_provenance(tree.file).drafter_stamp, choice.drafter):
+        log.warning(
+            f"the tree {tree.file} was made for another drafter than {choice.drafter}, perhaps an earlier one; "
+            "`medusa calibrate` and `medusa tree` make one that fits"
+        )
+    return load_tree(tree.file)
+
+
+def _calibration(choice: Choice) -> Calibration:
+    """Returns the heads' measured accuracies, if any; warns if they were measured on another drafter."""
+    if choice.calibration is None or choice.drafter is None or not choice.calibrated:
+        return Calibration()
+    calibration = read_calibration(choice.calibration, choice.drafter)
+    if calibration.stale:
+        log.warning(
+            f"{choice.calibration} was measured on another drafter than {choice.drafter}, perhaps an earlier one; "
+            "`medusa calibrate` measures this one"
+        )
+    return calibration
+
+
+def load_drafting(
+    choice: Choice, backbone: Backbone, tree: Tree | None, on_progress: Callable[[int], None] = lambda steps: None
+) -> tuple[Drafter | None, DraftPolicy]:
+    """Loads the chosen drafter and makes its policy, or without one that of n-gram matches only.
+
+    Matches do not pay with FIRP, whose nodes cost extra rows each: warns if they were named. Raises UserError where
+    drafter and tree do not fit.
+    """
+    drafter = None if choice.drafter is None else load_drafter(choice.drafter, backbone)
+    if drafter is not None and tree is not None:
+        check_fit(tree, drafter, str(choice.tree.file or choice.tree))
+    policy: DraftPolicy
+    if drafter is None or choice.tree.kind == "auto":
+        policy = _adaptive_policy(choice, backbone, drafter, tree, on_progress)
+    else:
+        assert tree is not None
+        if choice.tree.kind == "dynamic":
+            policy = policy_of(_dynamic_tree(choice, drafter, tree))
+        else:
+            policy = StaticTreePolicy(tree, _calibration(choice).accuracies if choice.ngrams else ())
+    policy.ngrams = choice.ngrams and not (drafter is not None and drafter.uses_verify_pass)
+    if drafter is not None and choice.lookup and not policy.ngrams:
+        log.warning("@lookup has no effect with a %s drafter", drafter.name)
+    return drafter, policy
+
+
+def _adaptive_policy(
+    choice: Choice, backbone: Backbone, drafter: Drafter | None, tree: Tree | None, on_progress: Callable[[int], None]
+) -> AdaptivePolicy:
+    """Returns the policy of `auto`, by the times of steps on this machine."""
+    stamp = None if choice.drafter is None else stamp_of(choice.drafter)
+    step_times = step_times_for(backbone, drafter, stamp, on_progress=on_progress)
+    trees = [] if drafter is None else _sized_trees(choice, drafter, tree, step_times)
+    return AdaptivePolicy(trees, step_times)
+
+
+def _dynamic_tree(choice: Choice, drafter: Drafter, tree: Tree) -> DynamicTree:
+    """Returns the dynamic tree of the chosen size, by default that of the static tree.
+
+    If `tree --budget auto` measured from which chance a node pays, that chance decides.
+    """
+    paying = tree_provenance(choice.tree.file).break_even if choice.tree.file else 0.0
+    nodes = choice.tree.nodes
+    if nodes is None:
+        nodes = max(MAX_PAYING_NODES, tree.size) if paying else tree.size
+    return DynamicTree(nodes, drafter.num_heads, tuple(_calibration(choice).temperatures), paying)
+
+
+def _sized_trees(choice: Choice, drafter: Drafter, tree: Tree | None, step_times: StepTimes) -> list[SizedTree]:
+    """Returns the best tree of each size by calibration; without one, the given tree."""
+    accuracies = _calibration(choice).accuracies[: drafter.num_heads]
+    if tree is not None and not accuracies:
+        return [SizedTree(tree, 1 + UNCALIBRATED * tree.max_depth)]
+    known = len(getattr(drafter, "draft_ids", ())) or None
+    return list(budgets([row[:known] for row in accuracies], step_times))
+
+
+def check_fit(tree: Tree, drafter: Any, name: str) -> None:
+    """Raises UserError if a tree (`name`: its file or option) needs more heads or guesses than the drafter has."""
+    if tree.max_depth > drafter.num_heads:
+        raise UserError(
+            f"the tree {name} is {tree.max_depth} deep, the drafter has {drafter.num_heads} heads",
+            f"make a tree with `medusa tree --heads {drafter.num_heads}`, or give another @tree",
+        )
+    vocabulary = len(getattr(drafter, "draft_ids", ())) or None
+    if vocabulary is not None and max(tree.widths, default=0) > vocabulary:
+        raise UserError(
+            f"the tree {name} uses guess {max(tree.widths)}, the heads know {vocabulary} tokens", "use a narrower tree"
+        )

@@ -1,0 +1,71 @@
+"""Options of loading a model, which decide its number type, its engine and its quantization."""
+
+import logging
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+from medusa_cli.errors import UsageError
+from medusa_cli.runs.run import rounding_in
+
+log = logging.getLogger(__name__)
+# Quantization of weights by the native engine, and by bitsandbytes.
+INTEGER, BITSANDBYTES = ("int8", "int4"), ("bnb.int8", "bnb.nf4")
+WORDS = {
+    "dtype": ("auto", "bf16", "fp16", "fp32"),
+    "engine": ("auto", "eager", "native", "torch"),
+    "rows": ("auto", "fp32", "int8"),
+    "quantize": ("none", *INTEGER, *BITSANDBYTES),
+}
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """Options of loading a model: device, number type, engine, quantization, and if its own code may run.
+
+    rows: the number type in which the native engine multiplies states with quantized weights.
+    """
+
+    device: str = "auto"
+    dtype: str = "auto"
+    engine: str = "auto"
+    quantize: str | None = None
+    trust_remote_code: bool = False
+    rows: str = "auto"
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"auto|cpu|mps|cuda(:[0-9]+)?", self.device):
+            raise UsageError(f"@device {self.device!r} is unknown", "use auto, cpu, mps, cuda or cuda:N")
+        for name, words in WORDS.items():
+            if (value := getattr(self, name)) not in (*words, None):
+                raise UsageError(f"@{name} {value!r} is unknown", f"use one of {', '.join(words)}")
+        if self.quantize in INTEGER and self.engine == "eager":
+            raise UsageError(f"@quantize {self.quantize} needs the native engine", "leave @engine out")
+
+    @property
+    def quantised(self) -> bool:
+        """Returns True if bitsandbytes quantizes the weights."""
+        return self.quantize in BITSANDBYTES
+
+
+DEFAULT_LOADING = LoadOptions()
+Options = TypeVar("Options", bound=LoadOptions)
+
+
+def as_trained(options: Options, drafter: Path | None) -> Options:
+    """Returns the options with the quantization that a folder's drafter was trained on, unless one is given.
+
+    Warns if another one is given.
+    """
+    trained = rounding_in(drafter) if drafter is not None else None
+    if trained in (None, options.quantize):
+        return options
+    if options.quantize is None:
+        log.info(f"quantizing the model by {trained}, as {drafter} was trained on it; @quantize none loads it whole")
+        return replace(options, quantize=trained)
+    log.warning(
+        f"{drafter} was trained on the model quantized by {trained}: its drafts, and an adapter beside it, fit other "
+        f"weights less; @quantize {trained} loads those"
+    )
+    return options
