@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from medusa_cli import cli
+from medusa_cli.runs.run import Run
 from tests import helppage
 
 ROOT = Path(__file__).parent.parent
