@@ -85,7 +85,7 @@ _QUANTIZE = (
     "(bitsandbytes), or none. [default: as the drafter was trained]"
 )
 _TEMPERATURE = "Sampling temperature; 0 is greedy. [default: 0, or 0.7 with --sampling exact or typical]"
-_TOKENS = "Longest answer in tokens. [default: 512 in chat, 256 in distill and bench, 128 in demo]"
+_TOKENS = "Longest answer in tokens. [default: 512 in chat, 256 in distill and bench, 96 in demo]"
 _SAMPLING = (
     "greedy, exact (the model's own distribution) or typical (Medusa's looser acceptance). [default: greedy, or exact "
     "with a --temperature]"

@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-import re
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +14,6 @@ import torch
 from medusa_cli import Medusa
 from medusa_cli.api import GenerationOptions
 from medusa_cli.errors import UsageError, UserError
-from medusa_cli.runs import resolve
-from medusa_cli.runs.run import Run
 from tests.helpers import generate_plain, python, save_model, save_run, tokens_of
 
 PAGE = Path(__file__).parent.parent / "docs" / "python.md"
@@ -47,22 +44,6 @@ def medusa(place: Path) -> Medusa:
 def alone(medusa: Medusa, prompt: list[int], count: int = 24, **rules) -> list[int]:
     steps = generate_plain(medusa.backbone, prompt, max_new_tokens=count, **rules)
     return tokens_of(steps)
-
-
-def test_the_page_runs_as_written(
-    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(place)
-    monkeypatch.setenv("MEDUSA_HOME", str(place / "home"))
-    monkeypatch.setattr(resolve, "DEFAULT_MODEL", str(place / "model"))
-    monkeypatch.setattr(Run, "pretrained", lambda model: Run(place / "runs" / "mine"))
-    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    assert len(blocks) >= 5
-    names: dict[str, object] = {}
-    for block in blocks:
-        exec(compile(block, str(PAGE), "exec"), names)
-    assert "drafter" in capsys.readouterr().out  # what `words` says of the run
-    assert names["stream"].answer.finish_reason in ("stop", "length")
 
 
 def test_stream_is_plain_decoding(medusa: Medusa) -> None:

@@ -1,5 +1,6 @@
 """`medusa bench` and `medusa demo`: figures by hand, identity, histories, batches, every method, refusals."""
 
+import io
 import json
 import shutil
 import weakref
@@ -11,13 +12,16 @@ from typing import Any
 
 import pytest
 import torch
+from rich.text import Text
 
+from medusa_cli import console
 from medusa_cli.bench import run as running
 from medusa_cli.bench.methods import Method, check_llama
 from medusa_cli.bench.questions import Question
 from medusa_cli.bench.run import answer_all, first_difference, save
 from medusa_cli.bench.stats import Measurement, Result, bootstrap, by_position, rate, ratio_of_rates, summarise
-from medusa_cli.decode import Sampling, Step
+from medusa_cli.commands import demo
+from medusa_cli.decode import Piece, Sampling, Step
 from medusa_cli.drafters import HydraHeads
 from medusa_cli.engine import load as engine_load
 from medusa_cli.errors import UsageError, UserError
@@ -180,7 +184,7 @@ def test_sampling_reports_quality_and_no_identity(place: Path) -> None:
     assert set(document["quality"]) == {"ar", "medusa"}
 
 
-@pytest.mark.parametrize("words", ["bench --questions q.jsonl --limit 1", "demo --limit 1"])
+@pytest.mark.parametrize("words", ["bench --questions q.jsonl --limit 1", "demo"])
 def test_only_one_copy_of_the_weights_is_loaded(place: Path, monkeypatch: pytest.MonkeyPatch, words: str) -> None:
     alive: list[int] = []
     networks: list[weakref.ref] = []
@@ -192,7 +196,6 @@ def test_only_one_copy_of_the_weights_is_loaded(place: Path, monkeypatch: pytest
         return network, tokenizer
 
     monkeypatch.chdir(place)
-    monkeypatch.setattr("medusa_cli.files.assets.mt_bench_path", lambda: place / "q.jsonl")
     for module in (running, engine_load):
         monkeypatch.setattr(module, "load_network", counted)
     medusa(*words.split(), "--run", place / "mine", "--dtype", "fp32", "--max-new-tokens", "2")
@@ -348,10 +351,76 @@ def test_files_that_do_not_fit_are_refused(place: Path, tmp_path: Path) -> None:
 # The demo
 
 
-def test_the_demo_shows_both_answers_and_the_table(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("medusa_cli.files.assets.mt_bench_path", lambda: place / "q.jsonl")
-    words = ["demo", "--run", str(place / "mine"), "--dtype", "fp32", "--limit", "2", "--max-new-tokens", "12"]
-    done = medusa(*words)
-    assert done.stdout.count("--- plain decoding") == done.stdout.count("--- with drafts") == 4  # of two turns each
-    document = json.loads(medusa(*words, "--json").stdout)
-    assert document["methods"]["medusa"]["identical"] == 2
+WIDTHS = {"wide": 120, "narrow": 60}
+
+
+def demo_words(place: Path) -> list[str]:
+    return ["demo", "--run", str(place / "mine"), "--dtype", "fp32", "--max-new-tokens", "12"]
+
+
+def test_demo_compares_each_answer_and_adds_transformers(place: Path) -> None:
+    document = json.loads(medusa(*demo_words(place), "--json").stdout)
+    assert len(document["answers"]) == len(demo.QUESTIONS)
+    assert all(answer["identical"] and answer["text"] for answer in document["answers"])
+    rows = document["methods"]
+    assert list(rows) == ["ar", "medusa", "hf"]  # a folder has no GGUF file for llama.cpp
+    assert {row["identical"] for row in rows.values()} == {3}
+    assert {row["questions"] for row in rows.values()} == {3}
+    assert rows["ar"]["tokens"] == rows["medusa"]["tokens"] == rows["hf"]["tokens"]
+
+
+def test_demo_without_a_drafter_looks_up(place: Path) -> None:
+    words = ["demo", "--model", str(place / "model"), "--lookup", "--dtype", "fp32", "--max-new-tokens", "4"]
+    assert list(json.loads(medusa(*words, "--json").stdout)["methods"]) == ["ar", "lookup", "hf"]
+
+
+def test_piped_demo_prints_each_answer_once_and_nothing_moves(place: Path) -> None:
+    text = json.loads(medusa(*demo_words(place), "--json").stdout)["answers"][0]["text"]
+    done = medusa(*demo_words(place))
+    assert done.stdout.count(demo.QUESTIONS[0]) == 1 and done.stdout.count(text) == 1
+    assert "\x1b" not in done.output
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_demo_colours_drafts_in_panes_that_fit(place: Path, monkeypatch: pytest.MonkeyPatch, width: str) -> None:
+    screen = console.Screen(
+        file=io.StringIO(), force_terminal=True, color_system="standard", width=WIDTHS[width], height=30
+    )
+    monkeypatch.setattr(console, "out", screen)
+    medusa(*demo_words(place), "--quiet")
+    shown = screen.file.getvalue()
+    lines = [Text.from_ansi(line) for line in shown.splitlines()]
+    assert max(line.cell_len for line in lines) <= WIDTHS[width]
+    beside = [line for line in lines if demo.TITLES["ar"] in line.plain and demo.TITLES["medusa"] in line.plain]
+    assert len(beside) == (3 if width == "wide" else 0)
+
+
+def side(*steps: list[int]) -> demo.Side:
+    measured = Measurement([[]], seconds=1.0)
+    made = demo.Side("side", measured)
+    for step in steps:
+        measured.turns[0] += step
+        made.add([Piece(f"t{token} ", token is not step[-1]) for token in step])
+    return made
+
+
+def test_demo_marks_accepted_tokens_and_says_where_answers_part(capsys: pytest.CaptureFixture[str]) -> None:
+    drafted = side([5], [6, 7, 8])
+    assert [drafted.text.plain[span.start : span.end] for span in drafted.text.spans] == ["t6 ", "t7 "]
+    demo.show_answers(side([5], [6], [7], [8]), drafted)
+    assert "t5 t6 t7 t8" in (same := capsys.readouterr().out) and same.count("t5") == 1
+    demo.show_answers(side([5], [6], [9]), drafted)
+    assert (parted := capsys.readouterr().out).count("t5") == 2 and "token 2" in parted
+
+
+def test_demo_explains_other_programs_only_where_they_differ(capsys: pytest.CaptureFixture[str]) -> None:
+    plain = Measurement([[1, 2], [3]], 1.0)
+    measured = {"ar": plain, "hf": Measurement([[1, 9], [3]], 2.0)}
+    rows = {name: demo.figures_of(name, measured) for name in measured}
+    assert rows["hf"]["identical"] == 1 and rows["hf"]["speedup"] == 0.5
+    captions = []
+    for identical in (1, 2):
+        rows["hf"]["identical"] = identical
+        console.result(demo.closing_table(rows, "facts"))
+        captions.append(capsys.readouterr().out.rpartition("facts.")[2].strip())
+    assert captions[0] and not captions[1]

@@ -1,33 +1,222 @@
-"""Checks the documents: commands parse, links resolve, named files, functions and targets exist."""
+"""Checks the documents: their code runs, links resolve, named files, functions and targets exist."""
 
 import ast
+import json
 import re
 import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
 from medusa_cli import cli
-from tests import helppage, recipepage
+from medusa_cli.runs.run import Run
+from tests import helppage
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
 TARGETS = set(re.findall(r"^([a-z0-9-]+):.*##", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
 
+MODEL = "my-org/my-model"  # of the examples; a tiny one here
+# Commands that are parsed and not run, by what they contain, and why.
+PARSED_ONLY = {
+    "medusa serve": "it serves until it is stopped; tests/serving.py runs servers",
+    "--endpoint": "it asks a server; test_endpoint.py has one",
+    "--judge": "it asks a server; test_bench.py has one",
+    "nvidia/SPEED-Bench": "it fetches a data set from the hub",
+    "openai/gsm8k": "it fetches a data set from the hub",
+    "openai/openai_humaneval": "it fetches a data set from the hub",
+    "random:1b": "a random model of this size takes minutes",
+    "llama.cpp": "it needs xllamacpp",
+    "qlora": "it needs a GPU, or minutes",
+    "--logger": "it needs the logger's package",
+    "--sweep": "a sweep takes a bench a point; test_bench.py runs each axis",
+    "smollm2-135m": "a recipe of hours for this model",
+    "medusa doctor": "it decodes with the drafter that ships; test_doctor.py runs all checks",
+}
+# Flags that make a command short enough for a test: of a flag given twice the last one counts.
+SHORT = {
+    "bench": ["--limit", "1", "--max-new-tokens", "4"],
+    "chat": ["--max-new-tokens", "4"],
+    "distill": ["--max-samples", "4", "--max-new-tokens", "4"],
+    "train": ["train.max_tokens=200", "train.batch_tokens=100", "train.max_length=100"],
+}
 
-def shell_lines(page: Path) -> list[str]:
-    """Returns the lines of a page's shell blocks that call medusa."""
-    blocks = re.findall(r"^```sh\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-    return [line for block in blocks for line in block.splitlines() if line.startswith("medusa ")]
+
+class Block(NamedTuple):
+    """A code block of a page, by the word of its fence and the line at which it begins."""
+
+    page: Path
+    line: int
+    kind: str
+    code: str
 
 
-@pytest.mark.parametrize(("page", "line"), [(page.name, line) for page in PAGES for line in shell_lines(page)])
-def test_documented_command_parses(page: str, line: str) -> None:
-    name, *words = shlex.split(line, comments=True)[1:]
-    cli.load_command(name).make_context(name, words)
+def blocks_of(page: Path) -> Iterator[Block]:
+    """Yields the fenced blocks of a page; a block that is only indented fails, as nothing tells what it is."""
+    lines = page.read_text(encoding="utf-8").splitlines()
+    opened = None
+    for number, line in enumerate(lines, 1):
+        if line.lstrip().startswith("```"):
+            if opened is None:
+                opened = number
+            else:
+                yield Block(page, opened, lines[opened - 1].strip("` "), "\n".join(lines[opened : number - 1]) + "\n")
+                opened = None
+        elif opened is None:
+            assert not line.startswith("    "), f"{page.name}:{number} has a code block without a fence"
+    assert opened is None, f"{page.name}:{opened} is never closed"
+
+
+BLOCKS = [block for page in PAGES for block in blocks_of(page)]
+SHELL = [block for block in BLOCKS if block.kind == "sh"]
+PYTHON = [block for block in BLOCKS if block.kind in ("python", "py")]
+
+
+def commands_of(block: Block) -> list[list[str]]:
+    """Returns the words of a shell block's commands, without comments."""
+    lines = block.code.replace("\\\n", " ").splitlines()
+    return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+def test_each_block_is_of_a_kind_that_runs() -> None:
+    assert len(SHELL) > 20 and len(PYTHON) > 10
+    # Help texts are compared with the program's own below.
+    rest = {block.page.name for block in BLOCKS if block not in SHELL and block not in PYTHON}
+    assert rest == {"commands.md"}
+
+
+@pytest.mark.parametrize("block", SHELL, ids=lambda block: f"{block.page.name}:{block.line}")
+def test_shell_block_parses(block: Block) -> None:
+    done = subprocess.run(["bash", "-n"], input=block.code, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    extras = set(re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE))
+    for program, *words in commands_of(block):
+        if program == "medusa":
+            cli.load_command(words[0]).make_context(words[0], words[1:])
+        elif program == "make":
+            assert words[0] in TARGETS
+        elif program == "pip":
+            assert set(re.findall(r"\w+", " ".join(re.findall(r"\[(.*?)\]", words[-1])))) <= extras
+        else:
+            assert program in ("cat", "source"), f"nothing checks {program}"
+
+
+@pytest.fixture(scope="module")
+def sandbox(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Makes a folder with what the pages' examples name: models, runs, questions, prompts."""
+    from medusa_cli.drafters import Eagle
+    from tests.helpers import byte_tokenizer, save_conversations, save_questions, save_run, tiny_model, write_lines
+    from tests.test_gguf import write_gguf
+
+    folder = tmp_path_factory.mktemp("docs")
+    model = folder / "my-org" / "my-model"
+    tiny_model(vocab=320, positions=2048).save_pretrained(model)
+    byte_tokenizer(320).save_pretrained(model)
+    shutil.copytree(model, folder / "my-org" / "base-model")
+    for name in ("mine", "other", "default"):
+        save_run(folder / "runs" / name, str(model), calibrated=True)
+        save_conversations(folder / "runs" / name)
+    save_run(folder / "runs" / "eagle", str(model), kind=Eagle)
+    for name in ("monday", "tuesday"):
+        save_conversations(folder / "runs" / name, 12)
+    shutil.copytree(ROOT / "recipes", folder / "recipes")
+    turns = [{"from": "human", "value": "What is a tree?"}, {"from": "gpt", "value": "A plant."}]
+    write_lines(folder / "prompts.jsonl", [{"id": str(i), "conversations": turns} for i in range(3)])
+    messages = [{"role": "user", "content": "One?"}, {"role": "assistant", "content": "Two and three."}]
+    write_lines(folder / "held-out.jsonl", [{"id": str(i), "messages": messages} for i in range(3)])
+    (folder / "spec_bench").mkdir()
+    save_questions(folder / "spec_bench" / "question.jsonl")
+    schema = {"type": "object", "properties": {"age": {"enum": [1, 2]}}, "required": ["age"]}
+    (folder / "person.json").write_text(json.dumps(schema))
+    write_gguf(folder / "model.gguf")
+    return folder
+
+
+@pytest.fixture
+def place(sandbox: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Enters a copy of the sandbox, whose model is the default one and has a drafter that ships."""
+    from medusa_cli.runs import resolve
+
+    folder = shutil.copytree(sandbox, tmp_path / "place")
+    model = str(folder / "my-org" / "my-model")
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("MEDUSA_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(resolve, "DEFAULT_MODEL", model)
+    monkeypatch.setattr(Run, "pretrained", lambda model: Run(folder / "runs" / "mine"))
+    monkeypatch.setattr("medusa_cli.files.assets.mt_bench_path", lambda: folder / "spec_bench" / "question.jsonl")
+    monkeypatch.setattr("medusa_cli.files.assets.sharegpt_path", lambda: folder / "prompts.jsonl")
+    return folder
+
+
+def with_model(words: list[str]) -> list[str]:
+    """Returns a command with the tiny model in the place of the default one, if it would take that."""
+    name = words[0]
+    run = words[words.index("--run") + 1] if "--run" in words else None
+    new = name in ("bench", "chat", "demo", "distill", "export", "machine") and run is None
+    new = new or (name == "train" and run is not None and not Path("runs", run).exists())
+    return [*words, "--model", MODEL] if new and "--model" not in words else words
+
+
+@pytest.mark.parametrize("name", sorted({block.page.name for block in SHELL}))
+def test_commands_of_a_page_run_in_order(place: Path, name: str) -> None:
+    from tests.helpers import medusa
+
+    for block in (block for block in SHELL if block.page.name == name):
+        for program, *words in commands_of(block):
+            if program == "cat":
+                [*sources, _, target] = words
+                Path(target).write_text("".join(Path(source).read_text() for source in sources))
+            if program != "medusa" or any(part in " ".join([program, *words]) for part in PARSED_ONLY):
+                continue
+            short = [] if "--dry-run" in words else SHORT.get(words[0], [])
+            medusa(*with_model(words), *short, input="w1 w2\n" if words[0] == "chat" else None)
+
+
+def run_python(*blocks: Block) -> dict[str, Any]:
+    """Runs Python blocks in order, as one program; returns its names."""
+    names: dict[str, Any] = {}
+    for block in blocks:
+        code = "\n" * block.line + block.code  # so that tracebacks name the line
+        exec(compile(code, str(block.page), "exec"), names)
+    return names
+
+
+def test_python_pages_are_those_that_are_run() -> None:
+    # tests/test_integrations.py runs each program of integrations.md with what it needs.
+    assert {block.page.name for block in PYTHON} == {"README.md", "python.md", "serve.md", "integrations.md"}
+
+
+def test_python_of_the_readme_runs(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    [block] = [block for block in PYTHON if block.page.name == "README.md"]
+    code = block.code.replace('"smollm2-135m"', repr(MODEL))
+    assert code != block.code
+    names = run_python(block._replace(code=code))
+    assert names["text"] is not None
+
+
+def test_python_page_runs(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("llguidance")
+    names = run_python(*(block for block in PYTHON if block.page.name == "python.md"))
+    assert "drafter" in capsys.readouterr().out  # of the run's description
+    assert names["stream"].answer.finish_reason in ("stop", "length")
+    assert Path("runs/mine/drafter") == names["trained"]["run"].drafter_dir
+
+
+def test_python_of_the_server_runs(place: Path) -> None:
+    pytest.importorskip("openai")
+    from medusa_cli import Medusa
+    from tests.serving import Served, serving
+
+    [block] = [block for block in PYTHON if block.page.name == "serve.md"]
+    with serving(Medusa.from_pretrained(dtype="fp32"), names=("smollm2-135m",)) as server:
+        port = Served(server.port).port
+        names = run_python(block._replace(code=block.code.replace(":8000/", f":{port}/")))
+    assert names["answer"].choices[0].finish_reason in ("stop", "length")
 
 
 def anchors(page: Path) -> set[str]:

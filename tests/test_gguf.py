@@ -195,6 +195,14 @@ def test_other_engines_read_the_same_numbers(file: Path, kind: Kind) -> None:
     torch.testing.assert_close(forward(backbone, ids).logits, network(ids[None]).logits[0], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("engine", ["native", "eager"])
+def test_a_file_without_an_lm_head_shares_the_embeddings(file: Path, engine: str) -> None:
+    write_gguf(file, leave_out="lm_head")
+    backbone = load_backbone(str(file), LoadOptions(dtype="fp32", engine=engine))
+    embeddings = gguf.GGUFReader(file).tensors[0].data
+    torch.testing.assert_close(backbone.lm_head_weight, torch.from_numpy(np.array(embeddings)))
+
+
 @pytest.mark.parametrize("kind", [Kind.F32, Kind.F16, Kind.BF16], ids=lambda kind: kind.name)
 def test_the_same_weights_in_another_file_have_the_same_digest(file: Path, tmp_path: Path, kind: Kind) -> None:
     network = write_gguf(file, kind)

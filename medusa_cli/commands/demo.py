@@ -1,104 +1,286 @@
-"""`medusa demo`: the same questions decoded plain and with drafts, side by side."""
+"""`medusa demo`: three questions, answered plain and with drafts side by side; then other programs in a table."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
-from rich.columns import Columns
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
+from rich.table import Table
 from rich.text import Text
 
 from medusa_cli import console, options
-from medusa_cli.options import DraftFlags, LoadFlags, OutputFlags, flag
+from medusa_cli.files.assets import gguf_path, has_package
+from medusa_cli.files.model_files import check_chat_template
+from medusa_cli.options import DraftFlags, LoadFlags, OutputFlags, load
 from medusa_cli.runs.load_options import as_trained
+from medusa_cli.runs.resolve import Choice
 
 if TYPE_CHECKING:
-    from medusa_cli.bench.run import OnTokens
-    from medusa_cli.bench.stats import Result
+    from medusa_cli.api import Medusa
+    from medusa_cli.bench.stats import Measurement, Result
+    from medusa_cli.decode import Decoder, Piece, Request
     from medusa_cli.model import Backbone
 
-MAX_NEW_TOKENS = 128
-QUESTIONS = 3
-HEADINGS = {"hf": "plain decoding (transformers' generate)", "medusa": "with drafts (medusa)"}
+QUESTIONS = (
+    "Why is the sky blue? Explain it to a child.",
+    "Write a Python function that checks if a word is a palindrome, and show how to call it.",
+    "Write a short, friendly email that moves tomorrow's meeting to Friday at ten.",
+)
+MAX_NEW_TOKENS = 96
+WARM_UP_TOKENS = 8
+TITLES = {"ar": "plain decoding", "medusa": "with drafts", "lookup": "with n-gram drafts"}
+OTHERS = {"hf": "transformers", "llama.cpp": "llama.cpp"}
+SIDE_BY_SIDE = 88  # columns of a terminal from which on two panes fit beside each other
+REFRESH_S = 0.1
+
+Measurements = Mapping[str, "Measurement"]
 
 
 def demo(
     *,
-    limit: Annotated[int, flag("--limit N", "MT-Bench questions over the categories.", show_default=True)] = QUESTIONS,
     max_new_tokens: options.MaxNewTokens = None,
     drafting: DraftFlags,
     loading: LoadFlags,
     printing: OutputFlags,
 ) -> None:
-    """Watch MT-Bench questions being answered plain and with drafts, and see what it gains.
+    """Watch three questions being answered plain and with drafts, and see that only the speed differs.
 
-    Greedy decoding; the closing table is that of `medusa bench`. Under five minutes on two cores.
+    Greedy decoding. Accepted draft tokens are green. A table then adds transformers, and llama.cpp where xllamacpp is
+    installed and the model has a GGUF file. Under a minute with the default model on two cores.
     """
     printing.configure()
     choice = drafting.choose()
-
-    from medusa_cli.bench.questions import read_questions, spread
-    from medusa_cli.bench.run import Bench, unwatched
-    from medusa_cli.commands.bench import show
-    from medusa_cli.decode import Sampling
-    from medusa_cli.files.assets import mt_bench_path
+    if not choice.template:
+        check_chat_template(choice.model)  # before torch is imported, which takes a second
+    from medusa_cli.api import Medusa
 
     tokens = max_new_tokens or MAX_NEW_TOKENS
-    questions = spread(read_questions(mt_bench_path())[0], limit)
-    console.info(
-        f"{len(questions)} MT-Bench questions, up to {tokens} new tokens a turn (--limit N, --max-new-tokens N)"
-    )
-    loading = as_trained(loading, choice.trained)
-    title, methods = "Plain and drafted decoding, greedy", ["hf", "ar", "medusa"]
-    drafts = {"medusa": choice} if choice.drafter else {}
-    bench = Bench(choice, drafts, methods, questions, tokens, Sampling(), title, loading)
-    with console.terminated():
-        document = bench.run(unwatched if printing.json or printing.quiet else panes)
+    with console.terminated(), Medusa(load(choice, loading, chat=True)) as medusa:
+        facts = loading.of(medusa.loaded.description)
+        drafted = "medusa" if medusa.loaded.drafter is not None else "lookup"
+        live = not (printing.json or printing.quiet)
+        ours, texts = answer_questions(medusa, drafted, tokens, live)
+    measured = ours | answer_by_others(choice, loading, tokens)
+    figures = {name: figures_of(name, measured) for name in measured}
     if printing.json:
-        console.emit_json(document)
+        answers = [
+            {"question": question, "text": text, "identical": first == second}
+            for question, text, first, second in zip(
+                QUESTIONS, texts, ours["ar"].turns, ours[drafted].turns, strict=True
+            )
+        ]
+        console.emit_json({"facts": facts, "max_new_tokens": tokens, "answers": answers, "methods": figures})
         return
-    show(document)
-    drafted = document["methods"]["medusa"]
-    console.result(f"answers identical to plain decoding: {drafted['identical']} of {drafted['questions']}")
+    console.result(closing_table(figures, facts))
+
+
+def answer_questions(
+    medusa: "Medusa", drafted: str, max_new_tokens: int, live: bool
+) -> tuple[dict[str, "Measurement"], list[str]]:
+    """Answers all questions plain and with drafts, and shows both; returns the measurements and the plain texts.
+
+    live: show the texts as they grow, too.
+    """
+    from medusa_cli.bench.stats import Measurement
+    from medusa_cli.decode import Decoder
+
+    decoders = {"ar": Decoder(medusa.backbone), drafted: medusa.decoder()}
+    measured = {name: Measurement() for name in decoders}
+    for decoder in decoders.values():
+        warm_up = medusa.request(QUESTIONS[0], max_new_tokens=min(WARM_UP_TOKENS, max_new_tokens))
+        for _ in decoder.run([warm_up]):
+            pass
+    plain_texts = []
+    for question in QUESTIONS:
+        console.result(Text(f"\n{question}", style="bold") if console.out.is_terminal else f"\n{question}\n")
+        request = medusa.request(question, max_new_tokens=max_new_tokens)
+        sides = {name: Side(TITLES[name], Measurement([[]])) for name in decoders}
+        with streaming(live) as show:
+            for name, decoder in decoders.items():
+                for pieces in timed_steps(decoder, request, medusa.backbone, sides[name].measured):
+                    sides[name].add(pieces)
+                    show(list(sides.values()))
+        show_answers(sides["ar"], sides[drafted])
+        plain_texts.append(sides["ar"].text.plain)
+        for name, side in sides.items():
+            measured[name].extend(side.measured)
+    return measured, plain_texts
+
+
+@dataclass
+class Side:
+    """One way's answer as it is shown: its name, what was measured, and its text with coloured draft tokens."""
+
+    name: str
+    measured: "Measurement"
+    text: Text = field(default_factory=Text)
+
+    @property
+    def title(self) -> str:
+        rate = rate_of(self.measured)
+        return f"{self.name}, {rate:.1f} tokens/s" if rate else self.name
+
+    def add(self, pieces: Sequence["Piece"]) -> None:
+        for piece in pieces:
+            self.text.append(piece.text, "bold green" if piece.accepted else "")
+
+
+def timed_steps(
+    decoder: "Decoder", request: "Request", backbone: "Backbone", measured: "Measurement"
+) -> Iterator[list["Piece"]]:
+    """Yields the text of each step of one request, and adds the steps to a measurement, but not the time of showing."""
+    from medusa_cli.decode import Answer
+
+    decoder.clear_prefix_cache()  # each way runs the whole prompt
+    answer = Answer(backbone)
+    steps = decoder.run([request])
+    while True:
+        start = time.perf_counter()
+        item = next(steps, None)
+        measured.seconds += time.perf_counter() - start
+        if item is None:
+            return
+        sequence, step = item
+        measured.add(step)
+        yield answer.add(step, sequence.finish_reason)
+
+
+def rate_of(measured: "Measurement") -> float:
+    """Returns tokens a second, prefill included."""
+    return measured.tokens / measured.seconds if measured.seconds else 0.0
 
 
 @contextmanager
-def panes(backbone: "Backbone", turns: int) -> "Iterator[OnTokens]":
-    """Shows plain answers, which come first, and drafted ones: two panes that fill; without a terminal as text."""
-    out, current = console.out, list[int]()  # current: tokens of the turn under way
-    live = Live(console=out, refresh_per_second=12, transient=True)
+def streaming(live: bool) -> Iterator[Callable[[Sequence[Side]], None]]:
+    """Yields what shows two growing answers in their panes; it shows nothing without a terminal."""
+    out = console.out
+    if not live or not out.is_terminal or out.plain:
+        yield lambda sides: None
+        return
+    due = 0.0
+    # Drawn between steps: a thread that draws would slow the steps down.
+    with Live(console=out, auto_refresh=False, transient=True) as screen:
 
-    def show(name: str, results: "Sequence[Result]", new: list[int]) -> None:
-        if name not in HEADINGS:
-            return
-        [result] = results
-        turn = len(result.answers[name].turns) - (0 if new else 1)
-        current.extend(new)
-        texts = {}
-        for method, heading in HEADINGS.items():
-            answer = result.answers.get(method)
-            known = answer.turns if answer else []
-            ids = known[turn] if turn < len(known) else current if method == name else []
-            speed = f", {answer.tokens / answer.seconds:.1f} tokens/s" if answer and answer.seconds else ""
-            # Half a character at the end waits for the rest.
-            texts[heading + speed] = backbone.tokenizer.decode(ids, skip_special_tokens=True).rstrip("\ufffd")
-        if live.is_started:
-            # A panel taller than the screen would flicker: while text streams, only its end is shown.
-            limit = max(4, out.height - 6) * (out.width // 2 - 5)
-            live.update(_panels({title: text[-limit:] for title, text in texts.items()}))
-        if new:
-            return
-        current.clear()
-        if name == "medusa":
-            console.result(f"\n{result.question.category}: {result.question.turns[turn]}")
-            text = "\n".join(f"--- {title}\n{text}" for title, text in texts.items())
-            console.result(_panels(texts) if out.is_terminal else text)
+        def show(sides: Sequence[Side]) -> None:
+            nonlocal due
+            if time.monotonic() < due:
+                return
+            # A pane taller than the screen would flicker, so only the end of its text is shown.
+            lines = out.height - 6
+            width = out.width // 2 - 4
+            if out.width < SIDE_BY_SIDE:
+                lines = lines // 2 - 2
+                width = out.width - 4
+            screen.update(panes(sides, max(1, lines) * width), refresh=True)
+            due = time.monotonic() + REFRESH_S
 
-    with live if out.is_terminal and not out.plain else nullcontext():
         yield show
 
 
-def _panels(texts: Mapping[str, str]) -> Columns:
-    """Returns texts side by side under their titles."""
-    return Columns(Panel(Text(text), title=title, width=console.out.width // 2 - 1) for title, text in texts.items())
+def panes(sides: Sequence[Side], letters: int = sys.maxsize) -> RenderableType:
+    """Returns answers side by side, or one below the other in a narrow terminal; of each at most its last letters."""
+    panels = [Panel(side.text[max(0, len(side.text) - letters) :], title=side.title) for side in sides]
+    if console.out.width < SIDE_BY_SIDE:
+        return Group(*panels)
+    table = Table.grid(expand=True)
+    for _ in panels:
+        table.add_column(ratio=1)
+    table.add_row(*panels)
+    return table
+
+
+def show_answers(plain: Side, drafted: Side) -> None:
+    """Prints both complete answers, and if they are the same; where nobody watches, the same answer once."""
+    expected = plain.measured.turns[0]
+    actual = drafted.measured.turns[0]
+    if console.out.is_terminal:
+        console.result(panes([plain, drafted]))
+    else:
+        shown = [plain] if expected == actual else [plain, drafted]
+        console.result("\n\n".join(side.text.plain for side in shown) + "\n")
+    if expected != actual:
+        place = first_difference(expected, actual)
+        text = f"not identical: they part at token {place}; `medusa machine` says if this engine promises the same"
+        console.result(Text(text, style="bold red") if console.out.is_terminal else text)
+        return
+    text = f"identical: the same {len(expected)} tokens"
+    gain = rate_of(drafted.measured) / rate_of(plain.measured)
+    length = drafted.measured.stats.acceptance_length
+    text += f", {gain:.2f} x as fast, {length:.2f} tokens a step"
+    console.result(Text(text, style="bold green") if console.out.is_terminal else text)
+
+
+def first_difference(first: Sequence[int], second: Sequence[int]) -> int:
+    """Returns the number of tokens at the beginning that two answers share."""
+    for place, (token, other) in enumerate(zip(first, second, strict=False)):
+        if token != other:
+            return place
+    return min(len(first), len(second))
+
+
+def answer_by_others(choice: Choice, loading: LoadFlags, max_new_tokens: int) -> dict[str, "Measurement"]:
+    """Asks transformers, and llama.cpp if it can, the same questions; returns their measurements."""
+    from medusa_cli.bench.questions import Question
+    from medusa_cli.bench.run import Bench
+    from medusa_cli.bench.stats import Measurement
+    from medusa_cli.decode import Sampling
+
+    names = ["hf"]
+    if has_package("xllamacpp") and gguf_path(choice.model) is not None:
+        names.append("llama.cpp")
+    questions = [Question(str(number), "demo", (text,)) for number, text in enumerate(QUESTIONS, 1)]
+    loading = as_trained(loading, choice.trained)
+    bench = Bench(choice, {}, names, questions, max_new_tokens, Sampling(), "demo", loading)
+    measured = {name: Measurement() for name in names}
+    title = " and ".join(OTHERS[name] for name in names)
+    with console.progress(title, len(names) * len(questions), "answers") as advance:
+
+        def on_tokens(name: str, results: "Sequence[Result]", new: list[int]) -> None:
+            if not new:  # the answer is complete
+                measured[name].extend(results[0].answers[name])
+                advance(1)
+
+        bench.run(lambda backbone, turns: nullcontext(on_tokens))
+    return measured
+
+
+def figures_of(name: str, measured: Measurements) -> dict[str, Any]:
+    """Returns a method's row of the closing table; `identical` counts answers that are plain decoding's."""
+    own, plain = measured[name], measured["ar"]
+    pairs = zip(own.turns, plain.turns, strict=True)
+    return {
+        "tokens": own.tokens,
+        "seconds": round(own.seconds, 4),
+        "tokens_per_s": round(rate_of(own), 2),
+        "speedup": round(rate_of(own) / rate_of(plain), 4),
+        "acceptance_length": round(own.stats.acceptance_length, 4),
+        "identical": sum(answer == expected for answer, expected in pairs),
+        "questions": len(own.turns),
+    }
+
+
+def closing_table(figures: Mapping[str, Mapping[str, Any]], facts: str) -> RenderableType:
+    """Returns speed and agreement of all methods, and why other programs' answers may differ."""
+    names = TITLES | OTHERS
+    rows = [
+        [
+            names[name],
+            f"{row['tokens_per_s']:.1f}",
+            f"{row['speedup']:.2f} x",
+            f"{row['acceptance_length']:.2f}",
+            "" if name == "ar" else f"{row['identical']} of {row['questions']}",
+        ]
+        for name, row in figures.items()
+    ]
+    caption = f"{facts}."
+    if any(figures[name]["identical"] < figures[name]["questions"] for name in figures.keys() & OTHERS):
+        caption += (
+            " Other programs round in another order or width, so a near-tie of two tokens may fall the other way."
+        )
+    head = ("method", "tokens/s", "over plain", "tokens a step", "same answers")
+    return console.grid("The same questions, greedy", head, rows, left=("method",), caption=caption)

@@ -180,6 +180,7 @@ def _network_of_gguf(path: Path, config: Any, dtype: torch.dtype) -> Any:
 
     with init_empty_weights(include_buffers=False):
         network = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    network.tie_weights()  # accelerate's context gives tied layers a weight each
     weights = GgufWeights(path, network)
     state = {name: values.to(dtype) for name, values in weights.items()}
     network.load_state_dict(state, strict=False, assign=True)
