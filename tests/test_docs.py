@@ -15,7 +15,7 @@ import pytest
 
 from medusa_cli import cli
 from medusa_cli.runs.run import Run
-from tests import helppage
+from tests import helppage, recipepage
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
