@@ -94,7 +94,7 @@ def read_drafter(kind: type[HeadDrafter], folder: Path) -> tuple[Any, dict[str, 
     if ids:
         known = tensors["draft_ids"]
         if known.min() < 0 or known.max() >= config.vocab_size or len(known.unique()) < len(known):
-            raise UserError(f"draft_ids in {weights} is not a set of the model's tokens", REMEDY)
+            raise UserError(f"draft_ids in {weights} is no set of the model's tokens", REMEDY)
     return config, tensors
 
 
