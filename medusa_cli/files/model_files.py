@@ -13,22 +13,8 @@ from msgspec import Meta
 from medusa_cli.errors import UserError
 from medusa_cli.files.assets import RANDOM, gguf_path, model_dir
 from medusa_cli.files.io import convert, read_as, read_object
+from medusa_cli.files.layer_kinds import KINDS, STATEFUL
 
-# Attention under a mask: over all that precedes, over a window, and over a chunk of positions.
-FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
-# Layers with a running state of constant size, and layers without memory, as configs call them.
-STATEFUL = ("conv", "linear_attention", "mamba", "mamba2", "recurrent")
-WITHOUT_MEMORY = ("mlp", "moe")
-# The attention of each kind of layer in a config; None if it has none. Layers of any other kind are refused.
-KINDS: dict[str, str | None] = {
-    FULL: FULL,
-    "attention": FULL,
-    "hybrid": FULL,
-    SLIDING: SLIDING,
-    "hybrid_sliding": SLIDING,
-    CHUNKED: CHUNKED,
-    **dict.fromkeys((*STATEFUL, *WITHOUT_MEMORY)),
-}
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 # What the names of all tokenizers' files have in common.
 TOKENIZER_FILES = ("token", "vocab", "spiece", "tekken")

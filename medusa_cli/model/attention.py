@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from medusa_cli.errors import UserError
-from medusa_cli.files.model_files import CHUNKED, FULL, KINDS, SLIDING
+from medusa_cli.files.layer_kinds import CHUNKED, FULL, KINDS, SLIDING
 
 NAME = "medusa_grouped"
 # Attends query, key and value [B, heads, n, D] at a scaling to [B, n, heads, D]; may take the place

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from medusa_cli.errors import UserError, first_line, shown
 from medusa_cli.files import assets
+from medusa_cli.files.layer_kinds import STATEFUL
 from medusa_cli.files.model_files import (
     AGAIN,
     ATTENTION_FLAGS,
     OUTSIDE,
     PREFIX_LM,
-    STATEFUL,
     foreign_logits,
     layer_kinds,
     no_attention,
