@@ -169,7 +169,9 @@ def place(sandbox: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
 def form_of(words: list[str]) -> tuple[str, ...]:
     """Returns a command without the values of its flags and settings."""
     names = {word.partition("=")[0] for word in words[1:] if word.startswith("-") or "=" in word}
-    return (words[0], *sorted(names))
+    kinds = [word for word in words[1:] if word.startswith("recipes/")]
+    kinds += [words[words.index("--to") + 1]] if "--to" in words else []
+    return (words[0], *sorted(names), *kinds)
 
 
 def runnable() -> dict[str, list[list[str]]]:
