@@ -109,8 +109,10 @@ def test_batch_of_the_papers_recipe_fits_the_memory(monkeypatch: pytest.MonkeyPa
     def size(gigabytes: int, context: int, taps: int = 0, device: str = "cuda", **config: int) -> int:
         monkeypatch.setattr("medusa_cli.distill.local.free_memory", lambda device: gigabytes * 10**9)
         vicuna = LlamaConfig(hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, **config)
+        heads = vicuna.num_key_value_heads
+        engine = SimpleNamespace(row_bytes=2 * 32 * heads * 128 * 2)
         backbone: Any = SimpleNamespace(
-            config=vicuna, dtype=torch.bfloat16, device=torch.device(device), max_positions=4096
+            config=vicuna, dtype=torch.bfloat16, device=torch.device(device), max_positions=4096, engine=engine
         )
         return choose_batch_size(backbone, settings(context=context, taps=(1,) * taps), 1)
 
@@ -533,7 +535,7 @@ def test_batch_size_comes_from_the_setting_the_recipe_or_the_memory(
         sizes.append(settings.batch_size)
         return iter([Outcome("a", Conversation("a", [], [1, 2], [(1, 2)]))])
 
-    slot = (2 * 2 * 2 * 8 + 32) * 4 * 64  # of the tiny model in fp32, its states included
+    slot = (2 * 2 * (8 + 16) + 32) * 4 * 64  # of the tiny model: padded values, and its states
     monkeypatch.setattr("medusa_cli.distill.distillation.answer_locally", answer)
     monkeypatch.setattr("medusa_cli.distill.local.free_memory", lambda device: int(5.5 * slot / 0.7))
     recipe = write(tmp_path / "recipe.yaml", "distill: {batch_size: 7}\n")

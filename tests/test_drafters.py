@@ -268,6 +268,7 @@ def test_fresh_heads_guess_what_the_lm_head_says(kind: str) -> None:
 
 
 @pytest.mark.usefixtures("exact")
+@pytest.mark.usefixtures("exact")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_fresh_eagle_guesses_what_the_lm_head_says_of_its_highest_state(family: str) -> None:
     backbone = tiny_backbone(family, layers=4, engine="native")

@@ -12,6 +12,7 @@ from medusa_cli.engine.cache import FIRST_ROWS, Cache
 from medusa_cli.engine.plan import Layout, Output, Plan, lay_out
 from medusa_cli.model import Backbone
 from medusa_cli.model.attention import Masks
+from medusa_cli.model.load import DTYPES
 
 # Rows of one prefill pass: long enough for full matmul speed, short enough that its mask stays
 # small.
@@ -51,6 +52,11 @@ class Engine(ABC):
     def new_cache(self, slots: int = 1, capacity: int = FIRST_ROWS) -> Cache:
         """Returns empty slots of `capacity` rows, which grow as needed."""
         return Cache(self.backbone.num_layers, slots, capacity)
+
+    @property
+    def number_type(self) -> str:
+        """Returns the name of the weights' number type, as `--dtype` has it."""
+        return next(name for name, dtype in DTYPES.items() if dtype == self.dtype)
 
     def alone(self) -> AbstractContextManager[None]:
         """Returns a context in which torch leaves the processors to the engine's own threads, if it has some."""

@@ -18,7 +18,7 @@ from medusa_cli.engine.extra_rows import ExtraRowStates
 from medusa_cli.engine.native_model import NativeModel, padded
 from medusa_cli.engine.plan import Output, Plan
 from medusa_cli.model.backbone import Backbone
-from medusa_cli.native import PackedMatrix, instructions, library
+from medusa_cli.native import Format, PackedMatrix, instructions, library
 from medusa_cli.native.library import TILE, UNIT, CacheBuffers, Step
 
 FLOAT_BYTES = 4
@@ -73,6 +73,18 @@ class NativeEngine(Engine):
             yield
         finally:
             torch.set_num_threads(count)
+
+    @property
+    def number_type(self) -> str:
+        """Returns the type of float weights; of quantized ones "auto", or "fp32" with fp32 rows."""
+        formats = {
+            self.model.packed.matrices[layer.matrices["query"]].format for layer in self.model.description.layers
+        }
+        if formats == {Format.BF16}:
+            return "bf16"
+        if formats == {Format.F16}:
+            return "fp16"
+        return "auto" if self.int8_rows else "fp32"
 
     def final_gain(self) -> Tensor:
         gain = self.model.packed.vectors[self.model.description.norm]

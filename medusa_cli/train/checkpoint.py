@@ -12,7 +12,6 @@ from medusa_cli.data.states import rounding
 from medusa_cli.errors import UsageError, UserError, first_line
 from medusa_cli.files.io import replacing
 from medusa_cli.model import Backbone
-from medusa_cli.model.load import DTYPES
 from medusa_cli.runs.recipe import Recipe, differences
 from medusa_cli.runs.run import Run, check_backbone
 from medusa_cli.train.log import NAME
@@ -39,7 +38,7 @@ def arithmetic_of(backbone: Backbone, kept: bool) -> dict[str, str | None]:
     """Returns quantization and number type of the states; kept: they come from distilling, in the type used there."""
     arithmetic = {"quantize": rounding(backbone)}
     if not kept:
-        arithmetic["dtype"] = next(name for name, kind in DTYPES.items() if kind == backbone.dtype)
+        arithmetic["dtype"] = backbone.engine.number_type
     return arithmetic
 
 
