@@ -36,6 +36,7 @@ PARSED_ONLY = {
     "--logger": "it needs the logger's package",
     "--sweep": "a sweep takes a bench a point; test_bench.py runs each axis",
     "smollm2-135m-hydra": "a training of hours, whose steps need each other",
+    "static:64": "the tiny heads allow 40 nodes",
     "vicuna.jinja": "the tiny tokenizer does not bring its texts back",
     "runs/smollm2/": "it follows that training",
     "medusa doctor": "it decodes with the drafter that ships; test_doctor.py runs all checks",
