@@ -14,6 +14,7 @@ from medusa_cli.drafters import layers as blocks
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.drafters.io import save_drafter
 from medusa_cli.drafters.layers import DecoderLayer, TokenBias
+from medusa_cli.engine import attach
 from medusa_cli.errors import UserError
 from medusa_cli.model import Backbone
 from medusa_cli.runs.recipe import TrainRecipe, load_recipe
@@ -271,8 +272,9 @@ def test_fresh_heads_guess_what_the_lm_head_says(kind: str) -> None:
 @pytest.mark.usefixtures("exact")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_fresh_eagle_guesses_what_the_lm_head_says_of_its_highest_state(family: str) -> None:
-    backbone = tiny_backbone(family, layers=4, engine="native")
+    backbone = tiny_backbone(family, layers=4)
     torch.nn.init.uniform_(backbone.model.base_model.norm.weight, 0.5, 2.0)
+    attach(backbone, "native")
     drafter = Eagle.create(backbone, 2, 1, "own").eval()
     new = accepted(drafter, backbone, 1)
     draft = drafted(drafter, backbone, new, Tree.from_choices([[0], [1]]))
