@@ -295,7 +295,7 @@ the tokens of transformers' own `generate`. The type is the `model_type` of a mo
 `text_config`. Types that are not listed are checked in the same way when they are loaded: a verify pass over a small
 tree must give the network's own logits.
 
-- **Engine.** `fast` runs the layers that it knows, `eager` transformers' own; see [engines](engines.md).
+- **Engine.** `native` runs the layers that it knows, `eager` transformers' own; see [engines](engines.md).
 - **Images.** A model that sees images answers text: images have no way in.
 - **Running states.** Convolutions, Mamba and linear attention keep a state in place of keys. Every node of a tree has
   its own, so such layers run a tree level by level, and large states limit its nodes (512 MB a tree). A state cannot

@@ -78,8 +78,8 @@ def read_only(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_read_only_cache_serves_its_files(cache: Path, request: pytest.FixtureRequest) -> None:
     member = cache / "files" / assets.MT_BENCH.sha256[:12] / "question.jsonl"
-    wheel = assets.MODELS[assets.DEFAULT_MODEL]
-    file = cache / "files" / wheel.sha256[:12] / Path(wheel.member).name
+    named = assets.MODELS[assets.DEFAULT_MODEL]
+    file = cache / "files" / named.parts[0].sha256[:12] / named.name
     for path in (member, file):
         path.parent.mkdir(parents=True)
         path.write_text("{}")
@@ -96,7 +96,7 @@ def test_a_read_only_cache_names_the_missing_file(read_only: Path) -> None:
     result = medusa("assets", "mt-bench", "--quiet", exit_code=1)
     assert result.stdout == "" and result.stderr.count("\n") == 1
     assert str(read_only) in result.stderr and "question.jsonl" in result.stderr and "MEDUSA_HOME" in result.stderr
-    with pytest.raises(UserError, match=Path(assets.MODELS[assets.DEFAULT_MODEL].member).name):
+    with pytest.raises(UserError, match=assets.MODELS[assets.DEFAULT_MODEL].name):
         assets.model_dir(assets.DEFAULT_MODEL)
 
 

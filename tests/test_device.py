@@ -156,6 +156,9 @@ def test_simulated_device_tells_stray_looks_and_tensors(
             monkeypatch.setattr(backbone.engine, "lm_head", stray)
             with pytest.raises(Stray):
                 decoder.step()
+            # The error has ended the sequence.
+            monkeypatch.setattr(backbone.engine, "lm_head", run)
+            decoder.admit(REQUESTS[0])
 
 
 @pytest.mark.parametrize("engine", ["eager", "torch"])

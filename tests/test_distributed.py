@@ -242,9 +242,9 @@ def test_heads_without_a_target_still_run_backward() -> None:
     [
         ([], {}, 1, "shard"),
         (["train.stage=2", "train.tuning=full"], {}, 2, "train.tuning=full"),
-        (["train.stage=2", "train.tuning=qlora"], {}, 2, "shard cannot split"),
-        ([], {"quantize": "bnb.nf4"}, 2, "shard cannot split"),
-        ([], {"quantize": "bnb.int8"}, 2, "shard cannot split"),
+        (["train.stage=2", "train.tuning=qlora"], {}, 2, "cannot split"),
+        ([], {"quantize": "bnb.nf4"}, 2, "cannot split"),
+        ([], {"quantize": "bnb.int8"}, 2, "cannot split"),
     ],
 )
 def test_shard_is_refused_with_other_settings(words: list[str], options: dict, size: int, match: str) -> None:

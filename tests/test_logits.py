@@ -57,8 +57,8 @@ def test_logits_are_the_networks_own(kind: str, fields: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("kind", "fields"), [CHANGED[0], CHANGED[3]])
-def test_logits_of_the_fast_engine_are_the_networks_own(kind: str, fields: dict[str, Any]) -> None:
-    network, backbone = network_and_backbone(kind, fields, "fast")
+def test_logits_of_the_torch_engine_are_the_networks_own(kind: str, fields: dict[str, Any]) -> None:
+    network, backbone = network_and_backbone(kind, fields, "torch")
     assert torch.allclose(forward(backbone, IDS).logits, logits_of(network), atol=1e-4)
 
 

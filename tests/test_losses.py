@@ -152,6 +152,7 @@ def test_soft_targets_know_the_bias_of_the_lm_head(vocabulary: str) -> None:
     assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-4)
 
 
+@pytest.mark.usefixtures("exact")
 def test_shared_heads_guess_with_the_bias_of_the_lm_head() -> None:
     backbone = biased_backbone()
     heads = MedusaHeads.create(backbone, 2, 1, "shared").eval()

@@ -90,8 +90,9 @@ class BdistWheel(bdist_wheel):
     """Makes a wheel for any Python 3 on one platform."""
 
     def finalize_options(self) -> None:
+        # Files of one platform: they go to the wheel's root.
+        self.distribution.has_ext_modules = lambda: True
         super().finalize_options()
-        self.root_is_pure = False
 
     def get_tag(self) -> tuple[str, str, str]:
         *_, platform_tag = super().get_tag()
