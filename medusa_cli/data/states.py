@@ -192,7 +192,8 @@ def _in_order(dataset: Dataset) -> list[Conversation]:
 def _cache_path(run: Run, backbone: Backbone, items: Sequence[Conversation], taps: Sequence[int]) -> Path:
     """Returns where a run keeps the states of conversations: the name is a digest of all that they depend on."""
     owner = {key: value for key, value in backbone.identity.items() if key not in ("id", "weights")}
-    digest = hashlib.sha256(json.dumps([owner, rounding(backbone), backbone.engine.number_type, list(taps)]).encode())
+    numbers = [rounding(backbone), str(backbone.dtype), backbone.engine.number_type]
+    digest = hashlib.sha256(json.dumps([owner, *numbers, list(taps)]).encode())
     for item in items:
         digest.update(json.dumps(item.tokens).encode())
     return run.cache_dir / f"states-{digest.hexdigest()[:16]}.bin"

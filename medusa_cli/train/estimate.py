@@ -77,7 +77,7 @@ def estimate(
         "disk_bytes": 2 * missing * backbone.hidden_size * len(drafter.taps),
         "parameters": sum(weight.numel() for weight in trainer.parameters),
         "memory_bytes": peak_memory(backbone.device),
-        "seconds": {name: round(value, 1) for name, value in seconds.items()},
+        "seconds": {name: round(value, 3) for name, value in seconds.items()},
     }
 
 
