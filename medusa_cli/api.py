@@ -46,7 +46,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationOptions:
-    """How a prompt is answered: the keyword arguments of `Medusa.request`. Raises UsageError for invalid values.
+    """Holds the options of an answer, the keyword arguments of `Medusa.request`; UsageError for invalid values.
 
     Decoding is greedy without a temperature. stop: strings that end the answer. stop_ids: end tokens in place of the
     model's own. logprobs: how many of the likeliest tokens to report with each; the model's own, before what follows.

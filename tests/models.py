@@ -247,7 +247,7 @@ def ways(network: Any, backbone: Backbone) -> dict[str, bool]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a model type runs: its engine, None if it is refused; the ways that gave other tokens than `generate`."""
+    """Holds a model type's engine, None if it is refused, and the ways that gave other tokens than `generate`."""
 
     engine: str | None
     wrong: tuple[str, ...] = ()

@@ -113,12 +113,12 @@ class _Reader:
             limit = SIZES.get(key.rpartition(".")[2])
             if limit is not None and not (type(value) is int and 1 <= value <= limit):
                 raise ValueError(f"its {shown(key)} is {shown(value)}")
-        found = [self.tensor() for _ in range(tensors)]
+        named = [self.tensor() for _ in range(tensors)]
         alignment = header.metadata.get("general.alignment", 32)
         if type(alignment) is not int or alignment < 1:
             raise ValueError(f"its alignment is {shown(alignment)}")
         begin = -(-self.position // alignment) * alignment
-        for name, tensor in found:
+        for name, tensor in named:
             if name in header.tensors:
                 raise ValueError(f"it has two tensors {shown(name)}")
             header.tensors[name] = replace(tensor, start=begin + tensor.start, end=begin + tensor.end)

@@ -81,11 +81,6 @@ class Backbone:
         return self.embedding.weight.dtype if engine is None else engine.dtype
 
     @property
-    def has_network(self) -> bool:
-        """Returns False if only the engine holds the weights."""
-        return next(self.model.parameters()).device.type != "meta"
-
-    @property
     def lm_head_weight(self) -> Tensor:
         """Returns the lm_head's weight [V, H]."""
         return self._lm_head()[0]

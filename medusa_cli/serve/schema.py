@@ -140,7 +140,7 @@ class StructuredOutputs(Strict):
 
 
 class Speculative(Strict):
-    """How drafts are used for one answer.
+    """Says if an answer uses drafts, and if it reports their figures.
 
     enabled: false decodes plainly. figures: count the accepted draft tokens of each position in the
     usage.
