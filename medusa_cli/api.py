@@ -92,7 +92,9 @@ class GenerationOptions:
 
     def sampled(self, seed: int) -> Sampling:
         """Returns the sampling parameters with a seed; raises UsageError for values that are not valid together."""
-        return sampling_of(self.sampling, self.temperature, self.top_p, self.top_k, seed, self.min_p)
+        return sampling_of(
+            self.sampling, self.temperature, self.top_p, self.top_k, seed, self.min_p
+        )
 
     def request(self, prompt: Sequence[int], backbone: Backbone) -> Request:
         """Returns the request of a prompt's tokens; raises UsageError for values that do not fit the model."""
@@ -207,7 +209,9 @@ class Medusa:
         loaded = load_model(choice, LoadOptions(device, dtype, engine, quantize, trust_remote_code))
         return cls(loaded)
 
-    def request(self, prompt: Prompt, options: GenerationOptions | None = None, **changes: Any) -> Request:
+    def request(
+        self, prompt: Prompt, options: GenerationOptions | None = None, **changes: Any
+    ) -> Request:
         """Returns the request that stream, generate and batch decode.
 
         prompt: messages (role, content), token ids, or a text. A text is a user's message; with `raw`, or without a
@@ -217,10 +221,14 @@ class Medusa:
         options = _with(options, "request", changes)
         return options.request(self.encode(prompt, raw=options.raw), self.backbone)
 
-    def stream(self, prompt: Prompt | Request, options: GenerationOptions | None = None, **changes: Any) -> "Stream":
+    def stream(
+        self, prompt: Prompt | Request, options: GenerationOptions | None = None, **changes: Any
+    ) -> "Stream":
         """Returns the answer's text as it comes; takes what `request` takes. The prompt runs before this returns."""
         options = _with(options, "stream", changes)
-        return Stream(self, prompt if isinstance(prompt, Request) else self.request(prompt, options))
+        return Stream(
+            self, prompt if isinstance(prompt, Request) else self.request(prompt, options)
+        )
 
     async def astream(
         self, prompt: Prompt | Request, options: GenerationOptions | None = None, **changes: Any
@@ -233,7 +241,9 @@ class Medusa:
             while (text := await run(self.thread, next, stream, None)) is not None:
                 yield text
 
-    def generate(self, prompt: Prompt | Request, options: GenerationOptions | None = None, **changes: Any) -> Answer:
+    def generate(
+        self, prompt: Prompt | Request, options: GenerationOptions | None = None, **changes: Any
+    ) -> Answer:
         """Returns the whole answer; takes what `request` takes."""
         with self.stream(prompt, _with(options, "generate", changes)) as stream:
             for _ in stream:
@@ -241,7 +251,10 @@ class Medusa:
         return stream.answer
 
     def chat(
-        self, messages: Sequence[Mapping[str, str]], options: GenerationOptions | None = None, **changes: Any
+        self,
+        messages: Sequence[Mapping[str, str]],
+        options: GenerationOptions | None = None,
+        **changes: Any,
     ) -> Answer:
         """Answers a conversation's last message. Later turns of a conversation run only what is new."""
         return self.generate(messages, _with(options, "chat", changes))
@@ -259,12 +272,16 @@ class Medusa:
         if batch_size < 1:
             raise UsageError(f"@batch_size {batch_size} is too small", "use 1 or more")
         requests = [self.request(prompt, options) for prompt in prompts]
-        answers = [Answer(self.backbone, request.stop_strings, len(request.prompt)) for request in requests]
+        answers = [
+            Answer(self.backbone, request.stop_strings, len(request.prompt)) for request in requests
+        ]
         with self.lock:
             decoder = self.decoder(max(1, min(batch_size, len(requests))))
             for sequence, step in decoder.run(requests):
                 answers[sequence.number].add(step, sequence.finish_reason)
-                if answers[sequence.number].finish_reason:  # a stop string may end the text before its last token
+                if answers[
+                    sequence.number
+                ].finish_reason:  # a stop string may end the text before its last token
                     sequence.cancel()
         return answers
 
@@ -280,11 +297,19 @@ class Medusa:
                 [items] = items  # a tokenizer's array has a row for each text
             if items and all(isinstance(message, Mapping) for message in items):
                 return self.backbone.encode_chat([_message(message) for message in items])
-            ids = [int(token) for token in items if isinstance(token, Integral) and not isinstance(token, bool)]
-            if len(ids) == len(items) and all(0 <= token < self.backbone.vocab_size for token in ids):
+            ids = [
+                int(token)
+                for token in items
+                if isinstance(token, Integral) and not isinstance(token, bool)
+            ]
+            if len(ids) == len(items) and all(
+                0 <= token < self.backbone.vocab_size for token in ids
+            ):
                 return ids
         last = self.backbone.vocab_size - 1
-        remedy = f"give a text, messages, or token ids from 0 to {last}, and several prompts to `batch`"
+        remedy = (
+            f"give a text, messages, or token ids from 0 to {last}, and several prompts to `batch`"
+        )
         raise UsageError("the prompt has an invalid type", remedy)
 
     def decoder(self, slots: int = 1) -> Decoder:
@@ -370,7 +395,9 @@ class Chat:
 
     last: Answer
 
-    def __init__(self, medusa: Medusa, options: GenerationOptions, system: str | None = None) -> None:
+    def __init__(
+        self, medusa: Medusa, options: GenerationOptions, system: str | None = None
+    ) -> None:
         options.logits_options.check(medusa.backbone)
         self.medusa = medusa
         self.options = options
@@ -410,13 +437,20 @@ class Chat:
 
 def _message(message: Mapping[str, str]) -> dict[str, str]:
     if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
-        raise UsageError(f"{shown(dict(message))} is not a message", 'give {"role": ..., "content": ...}, both texts')
+        raise UsageError(
+            f"{shown(dict(message))} is not a message",
+            'give {"role": ..., "content": ...}, both texts',
+        )
     if message["role"] not in ROLES:
-        raise UsageError(f"the role {shown(message['role'])} is unknown", f"use one of {', '.join(ROLES)}")
+        raise UsageError(
+            f"the role {shown(message['role'])} is unknown", f"use one of {', '.join(ROLES)}"
+        )
     return dict(message)
 
 
-def _with(options: GenerationOptions | None, method: str, changes: Mapping[str, Any]) -> GenerationOptions:
+def _with(
+    options: GenerationOptions | None, method: str, changes: Mapping[str, Any]
+) -> GenerationOptions:
     """Returns the options with a method's keyword arguments; raises TypeError for others, as Python does."""
     for name in changes:
         if name not in GenerationOptions.__dataclass_fields__:

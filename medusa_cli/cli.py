@@ -62,7 +62,9 @@ class Command(TyperCommand):
         for param in self.get_params(ctx):
             if (record := param.get_help_record(ctx)) is not None:
                 kind = "Arguments" if param.param_type_name == "argument" else "Options"
-                panels.setdefault(getattr(param, "rich_help_panel", None) or kind, []).append(record)
+                panels.setdefault(getattr(param, "rich_help_panel", None) or kind, []).append(
+                    record
+                )
         for panel, records in panels.items():
             if records:
                 with formatter.section(panel):
@@ -85,7 +87,9 @@ class ErrorBoundary(TyperGroup):
     """Runs a command; an exception becomes one line on stderr, after a traceback with --debug."""
 
     def __init__(self, **attrs: Any) -> None:
-        super().__init__(**{**attrs, "commands": dict.fromkeys(COMMANDS)})  # each is imported when it is asked for
+        super().__init__(
+            **{**attrs, "commands": dict.fromkeys(COMMANDS)}
+        )  # each is imported when it is asked for
 
     def get_command(self, ctx: Any, name: str) -> Any:
         return load_command(name) if name in COMMANDS else None
@@ -138,10 +142,17 @@ def explain(reason: Exception) -> tuple[str, int]:
         case ModuleNotFoundError() if message := missing_package(reason.name):
             return message, 1
         # safetensors and torch have their own types for it.
-        case _ if any(os.strerror(fault) in str(reason) for fault in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)):
+        case _ if any(
+            os.strerror(fault) in str(reason) for fault in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        ):
             return "no disk space left; free some space or choose another --run, then run again", 1
-        case _ if type(reason).__name__ in ("MemoryError", "OutOfMemoryError") or "DefaultCPUAllocator" in str(reason):
-            return in_flags(OUT_OF_MEMORY), 1  # torch has two types of its own, which must not be imported here
+        case _ if type(reason).__name__ in (
+            "MemoryError",
+            "OutOfMemoryError",
+        ) or "DefaultCPUAllocator" in str(reason):
+            return in_flags(
+                OUT_OF_MEMORY
+            ), 1  # torch has two types of its own, which must not be imported here
     text = f"{type(reason).__name__}: {reason}".removesuffix(": ")
     return f"internal error: {text} (run again with --debug for the traceback)", 1
 
@@ -166,7 +177,10 @@ def _version(asked: bool) -> None:
 def _root(
     context: typer.Context,
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+        bool,
+        typer.Option(
+            "--version", callback=_version, is_eager=True, help="Print the version and exit."
+        ),
     ] = False,
 ) -> None:
     """Make a language model decode several tokens a step, with the same output.

@@ -56,27 +56,44 @@ class Screen(Console):
     """
 
     def __init__(self, **options: Any) -> None:
-        self.plain = bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") in ("dumb", "unknown")
+        self.plain = bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") in (
+            "dumb",
+            "unknown",
+        )
         colours = None if self.plain else "auto"
-        super().__init__(**{"highlight": False, "markup": False, "emoji": False, "color_system": colours, **options})
+        super().__init__(
+            **{
+                "highlight": False,
+                "markup": False,
+                "emoji": False,
+                "color_system": colours,
+                **options,
+            }
+        )
 
     def render_str(self, text: str, **options: Any) -> Text:
         return super().render_str(visible(text), **options)  # before it is measured
 
-    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
         for text, style, control in super().render(renderable, options):
             yield Segment(text if control else visible(text), style, control)
 
 
 out, err = Screen(), Screen(stderr=True)
-_mode = SimpleNamespace(quiet=False, json=False, column=0)  # column: of the cursor behind streamed text
+_mode = SimpleNamespace(
+    quiet=False, json=False, column=0
+)  # column: of the cursor behind streamed text
 
 
 def configure(quiet: bool = False, json: bool = False) -> None:
     """Sets what is printed: quiet drops info and progress, json replaces results by `emit_json`'s document."""
     _mode.quiet, _mode.json = quiet, json
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # for letters that its encoding lacks, as stderr does
+        sys.stdout.reconfigure(
+            errors="backslashreplace"
+        )  # for letters that its encoding lacks, as stderr does
     # Libraries quote the files of a model in logs and warnings.
     logging.setLogRecordFactory(_Record)
     warnings.formatwarning = _format_warning
@@ -130,7 +147,9 @@ def error(message: str) -> None:
 
 def _print_line(kind: str, message: str, style: str) -> None:
     # Cut after control characters are spelled out, which makes the message longer.
-    err.print(Text(cut(visible(f"{kind}: {' '.join(message.split())}")), style=style), soft_wrap=True)
+    err.print(
+        Text(cut(visible(f"{kind}: {' '.join(message.split())}")), style=style), soft_wrap=True
+    )
 
 
 def result(renderable: RenderableType) -> None:
@@ -152,7 +171,11 @@ def emit_json(obj: Any) -> None:
 
 
 def grid(
-    title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[str] = (), caption: str = ""
+    title: str,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    left: Sequence[str] = (),
+    caption: str = "",
 ) -> Group:
     """Returns a table of cells, right-justified except the columns in `left`.
 
@@ -171,7 +194,9 @@ def grid(
     for table, part in zip(tables, parts, strict=True):
         for i in part:
             justify: JustifyMethod = "left" if columns[i] in left else "right"
-            table.add_column(columns[i], justify=justify, width=min(widths[i], out.width // 2), overflow="fold")
+            table.add_column(
+                columns[i], justify=justify, width=min(widths[i], out.width // 2), overflow="fold"
+            )
         for line in lines:
             table.add_row(*(line[i] for i in part))
     return Group(*tables, *([Text(visible(caption), style="italic")] if caption else []))
@@ -187,7 +212,11 @@ def stream(pieces: Iterable[tuple[str, str]]) -> None:
     elif not any(style for _, style in pieces):
         out.file.write(visible(plain))  # not by rich, which would make blanks of tabs
     else:
-        out.print(Text.assemble(*((visible(piece), style) for piece, style in pieces)), end="", soft_wrap=True)
+        out.print(
+            Text.assemble(*((visible(piece), style) for piece, style in pieces)),
+            end="",
+            soft_wrap=True,
+        )
     out.file.flush()
 
 
@@ -226,9 +255,13 @@ class _Lines:
 
     def __init__(self) -> None:
         self._due = time.monotonic() + LINE_S
-        self._begun: dict[str, tuple[float, int]] = {}  # by name: when it began, and what had been done
+        self._begun: dict[
+            str, tuple[float, int]
+        ] = {}  # by name: when it began, and what had been done
 
-    def show(self, name: str, done: int, total: float | None, unit: str = "tokens", note: str = "") -> None:
+    def show(
+        self, name: str, done: int, total: float | None, unit: str = "tokens", note: str = ""
+    ) -> None:
         now = time.monotonic()
         begun, before = self._begun.setdefault(name, (now, done))
         if now < self._due:
@@ -239,7 +272,11 @@ class _Lines:
         if done > before:
             rate = (done - before) / (now - begun)
             text += f", {rate:,.0f}/s" if rate >= 10 else f", {rate:.2g}/s"
-            text += f", {timedelta(seconds=round((total - done) / rate))} left" if total is not None else ""
+            text += (
+                f", {timedelta(seconds=round((total - done) / rate))} left"
+                if total is not None
+                else ""
+            )
         info(text)
 
 
@@ -250,17 +287,26 @@ def _progress() -> Iterator[Progress | _Lines]:
         with terminated():
             yield _Lines()
         return
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), _Rate(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        _Rate(),
+        TimeRemainingColumn(),
+    )
     with terminated(), Progress(*columns, console=err, disable=_mode.quiet) as shown:
         yield shown
 
 
 @contextmanager
-def progress(description: str, total: float | None = None, unit: str = "tokens") -> Iterator[Callable[[int], None]]:
+def progress(
+    description: str, total: float | None = None, unit: str = "tokens"
+) -> Iterator[Callable[[int], None]]:
     """Shows one bar, and yields the function that counts more units as done."""
     with _progress() as shown:
         if isinstance(shown, Progress):
-            yield partial(shown.advance, shown.add_task(visible(description), total=total, unit=unit))
+            yield partial(
+                shown.advance, shown.add_task(visible(description), total=total, unit=unit)
+            )
             return
         lines, done = shown, 0
 
@@ -371,7 +417,9 @@ def footer() -> Iterator[Callable[[str], None]]:
             # Behind a full line terminals wrap at the next letter, and many forget that when the cursor comes back.
             return
         # Save the cursor, go to the last row, clear it, write dimmed, and come back.
-        write(f"\x1b7\x1b[{err.height};1H\x1b[2K\x1b[2m{visible(text)[: err.width - 1]}\x1b[0m\x1b8")
+        write(
+            f"\x1b7\x1b[{err.height};1H\x1b[2K\x1b[2m{visible(text)[: err.width - 1]}\x1b[0m\x1b8"
+        )
 
     _mode.column = 0
     with terminated():

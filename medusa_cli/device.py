@@ -20,7 +20,9 @@ _SYSTEM = Path("/proc/meminfo")
 _CONTAINER = Path("/sys/fs/cgroup")
 
 
-def upload(values: Sequence[object] | Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+def upload(
+    values: Sequence[object] | Tensor, device: torch.device, dtype: torch.dtype | None = None
+) -> Tensor:
     """Returns numbers of the host as a tensor on a device.
 
     A copy from pageable memory waits for all earlier work of a GPU; one from pinned memory does not.
@@ -80,12 +82,18 @@ def free_memory(device: torch.device) -> int:
     except (OSError, ValueError):  # no container, or no limit
         return free
     # The page cache counts as taken, but is given up when needed.
-    return max(0, min(free, allowed - taken + _numbers(_CONTAINER / "memory.stat").get("inactive_file", 0)))
+    return max(
+        0, min(free, allowed - taken + _numbers(_CONTAINER / "memory.stat").get("inactive_file", 0))
+    )
 
 
 def _numbers(path: Path) -> dict[str, int]:
     """Returns the numbers of a file of lines "name number ..."; none if there is no file."""
-    lines = [line.replace(":", " ").split() for line in path.read_text().splitlines()] if path.is_file() else []
+    lines = (
+        [line.replace(":", " ").split() for line in path.read_text().splitlines()]
+        if path.is_file()
+        else []
+    )
     return {line[0]: int(line[1]) for line in lines if len(line) > 1 and line[1].isdigit()}
 
 
@@ -119,5 +127,9 @@ def processor() -> str:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith(("model name", "Model"))]
-    return next((name for name in names if not name.isdigit()), platform.processor() or platform.machine())
+    names = [
+        line.partition(":")[2].strip() for line in lines if line.startswith(("model name", "Model"))
+    ]
+    return next(
+        (name for name in names if not name.isdigit()), platform.processor() or platform.machine()
+    )

@@ -98,7 +98,9 @@ class Case:
     @property
     def distill(self) -> str:
         """Returns the command that distills other data into a new run: settings in a run cannot change."""
-        return self.command("distill", run=f"{self.called}-new" if self.called else "mine", model=self.model)
+        return self.command(
+            "distill", run=f"{self.called}-new" if self.called else "mine", model=self.model
+        )
 
     @property
     def distill_more(self) -> str:
@@ -109,7 +111,11 @@ class Case:
         header = read_object(data.parent / HEADER, "the distillation's header")
         known = {"seed": header.get("seed"), **dict(header.get("settings") or {})}
         usual = vars(DistillRecipe())
-        same = {f"distill.{key}": known[key] for key in REPEATED if known.get(key) not in (None, usual[key])}
+        same = {
+            f"distill.{key}": known[key]
+            for key in REPEATED
+            if known.get(key) not in (None, usual[key])
+        }
         with data.open("rb") as lines:
             count = sum(1 for _ in lines)
         run = self.called if data == self.run.distill_path else str(data.parent)
@@ -124,13 +130,17 @@ class Case:
     @cached_property
     def provenance(self) -> Provenance:
         """Returns the provenance of the drafter."""
-        return describe_drafter(self.need(self.run.drafter_dir / "config.json", "train").parent).provenance
+        return describe_drafter(
+            self.need(self.run.drafter_dir / "config.json", "train").parent
+        ).provenance
 
     @cached_property
     def backbone(self) -> Backbone:
         """Returns the model as it decodes with this run."""
         template = self.run.chat_template
-        return load_backbone(self.model, self.options, adapter=self.run.adapter, chat_template=template)
+        return load_backbone(
+            self.model, self.options, adapter=self.run.adapter, chat_template=template
+        )
 
     @cached_property
     def drafter(self) -> HeadDrafter:
@@ -155,7 +165,11 @@ class Case:
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         """Returns the training's events of a kind."""
-        return [line for line in read_log(self.need(self.run.path / NAME, "train")) if line["event"] == kind]
+        return [
+            line
+            for line in read_log(self.need(self.run.path / NAME, "train"))
+            if line["event"] == kind
+        ]
 
     @cached_property
     def conversations(self) -> list[Conversation]:
@@ -183,7 +197,11 @@ class Case:
     def _prompts(self) -> list[list[int]]:
         """Returns token ids of held-out prompts; of MT-Bench's first questions if the drafter came without data."""
         if self.run.data_path.is_file():
-            texts = [conversation.turns[0] for conversation in self.conversations[:SAMPLE] if conversation.turns]
+            texts = [
+                conversation.turns[0]
+                for conversation in self.conversations[:SAMPLE]
+                if conversation.turns
+            ]
         else:
             questions = spread(read_questions(assets.mt_bench_path())[0], PROMPTS)
             texts = [question.turns[0] for question in questions]
@@ -199,14 +217,21 @@ def backbone(case: Case) -> Finding:
     """Compares the model that decodes with the one that the drafter was trained on: weights, adapter, quantization."""
     before = case.provenance.identity
     if not before:
-        return Finding("unknown", "the drafter does not name the model it was trained on", case.command("train"))
+        return Finding(
+            "unknown",
+            "the drafter does not name the model it was trained on",
+            case.command("train"),
+        )
     try:
         check_backbone(before, case.backbone.identity, "the drafter")
     except UserError as reason:
         return Finding("fail", reason.message, case.command("train"))
     now = {**case.backbone.identity, "rounding": rounding(case.backbone)}
     quantize = case.command("chat", quantize=before.get("rounding") or "none")
-    for key, status, remedy in (("adapter", "fail", case.command("train")), ("rounding", "warn", quantize)):
+    for key, status, remedy in (
+        ("adapter", "fail", case.command("train")),
+        ("rounding", "warn", quantize),
+    ):
         if before.get(key) != now.get(key):
             text = f"the drafter was trained on a model with {key} {before.get(key)}, it runs with {now.get(key)}"
             return Finding(status, text, remedy)
@@ -248,7 +273,9 @@ def check_distilled_by_model(case: Case) -> Finding:
     for conversation in conversations:
         end = min(len(conversation.tokens), LONGEST, backbone.max_positions)
         ids = torch.tensor(conversation.tokens[:end], device=backbone.device)
-        logits = backbone.engine.forward(Plan.chain(ids, logits="all"), backbone.engine.new_cache()).logits[0]
+        logits = backbone.engine.forward(
+            Plan.chain(ids, logits="all"), backbone.engine.new_cache()
+        ).logits[0]
         log_p = logits[:-1].float().log_softmax(-1)  # row i emits token i + 1
         emitted = log_p.gather(1, ids[1:, None])[:, 0]
         for start, stop in conversation.spans:
@@ -259,13 +286,24 @@ def check_distilled_by_model(case: Case) -> Finding:
             first += int((log_p[rows].argmax(-1) == ids[1:][rows]).sum())
 
     if not tokens:
-        return Finding("unknown", "no answer of the data fits into the model's context", case.distill)
+        return Finding(
+            "unknown", "no answer of the data fits into the model's context", case.distill
+        )
     text = (
         f"the model gives {tokens:,} tokens of answers {-nats / tokens:.2f} nats a token, its own text "
         f"{-entropy / tokens:.2f}; {first / tokens:.0%} are its first choice"
     )
-    figures = {"logprob": -nats / tokens, "expected_logprob": -entropy / tokens, "greedy_agreement": first / tokens}
-    return Finding(graded((nats - entropy) / tokens, 0.2, 1.0), text, case.distill, {**figures, "tokens": tokens})
+    figures = {
+        "logprob": -nats / tokens,
+        "expected_logprob": -entropy / tokens,
+        "greedy_agreement": first / tokens,
+    }
+    return Finding(
+        graded((nats - entropy) / tokens, 0.2, 1.0),
+        text,
+        case.distill,
+        {**figures, "tokens": tokens},
+    )
 
 
 def over_fitting(case: Case) -> Finding:
@@ -273,8 +311,13 @@ def over_fitting(case: Case) -> Finding:
     steps = case.events("stepped")
     checks = case.events("validated")
     if not steps or not checks:
-        return Finding("unknown", "the training's log has no step or no validation", case.command("train"))
-    trained = [fmean(shares) for shares in zip(*(step["accuracies"] for step in steps[-LAST:]), strict=True)]
+        return Finding(
+            "unknown", "the training's log has no step or no validation", case.command("train")
+        )
+    trained = [
+        fmean(shares)
+        for shares in zip(*(step["accuracies"] for step in steps[-LAST:]), strict=True)
+    ]
     held_out = checks[-1]["accuracies"]
 
     gap = fmean(trained) - fmean(held_out)
@@ -300,7 +343,9 @@ def training_length(case: Case) -> Finding:
     end = checks[-1]["total_positions"] if checks else 0
     half = [check for check in checks if end / 4 <= check["total_positions"] <= end / 2]
     if not half:
-        return Finding("unknown", "the log has no validation in mid-training", case.command("train"))
+        return Finding(
+            "unknown", "the log has no validation in mid-training", case.command("train")
+        )
     before = _length_of_chain(half[-1]["accuracies"])
     after = _length_of_chain(checks[-1]["accuracies"])
     text = (
@@ -310,7 +355,12 @@ def training_length(case: Case) -> Finding:
     figures = {"positions": end, "tokens_a_step": after, "tokens_a_step_before": before}
     status = graded(after / before - 1, 0.03)
     if over_fitting(case).status in ("warn", "fail"):
-        return Finding(status, f"{text}, of other conversations: the heads over-fit these", case.distill_more, figures)
+        return Finding(
+            status,
+            f"{text}, of other conversations: the heads over-fit these",
+            case.distill_more,
+            figures,
+        )
     recipe = case.run.recipe_path if case.run.recipe_path.is_file() else None
     settings = f"train.max_tokens={2 * end}", f"train.epochs={2 * load_recipe(recipe).train.epochs}"
     remedy = case.command("train", *([str(recipe)] if recipe else []), *settings)
@@ -325,13 +375,28 @@ def acceptance(case: Case) -> Finding:
     """Compares the measured acceptance length with the one that calibration and tree predict."""
     stats = case.decoded
     length = 1 + sum(part.accepted for part in stats) / sum(part.steps for part in stats)
-    low, high = bootstrap([[part.steps + part.accepted, part.steps] for part in stats], rate) or (length, length)
+    low, high = bootstrap([[part.steps + part.accepted, part.steps] for part in stats], rate) or (
+        length,
+        length,
+    )
     text = f"{length:.2f} ({low:.2f}-{high:.2f}) tokens a step on {len(stats)} prompts"
-    figures = {"measured": length, "interval": [low, high], "nodes": case.tree.size, "prompts": len(stats)}
+    figures = {
+        "measured": length,
+        "interval": [low, high],
+        "nodes": case.tree.size,
+        "prompts": len(stats),
+    }
     if not case.run.calibration_path.is_file():
-        return Finding("unknown", f"{text}; without a calibration none is expected", case.command("calibrate"), figures)
+        return Finding(
+            "unknown",
+            f"{text}; without a calibration none is expected",
+            case.command("calibrate"),
+            figures,
+        )
     expected = figures["expected"] = expected_length(case.tree, case.heads.accuracies)
-    short = (expected - high) / max(expected - 1, 1e-9)  # of what drafts should add, beyond the interval
+    short = (expected - high) / max(
+        expected - 1, 1e-9
+    )  # of what drafts should add, beyond the interval
     status = graded(short, 0.1, 0.4) if expected - high > SLIGHT else "pass"
     # What ships is calibrated; other prompts than its data's need data of their own.
     remedy = case.command("calibrate") if case.called else case.distill

@@ -30,7 +30,9 @@ def shown(value: Any) -> str:
 
 def cut(text: str, longest: int = LONGEST) -> str:
     """Returns a text without its middle beyond the longest that it may be: the end holds the remedy."""
-    return text if len(text) <= longest else f"{text[: longest // 2]} ... {text[5 - longest // 2 :]}"
+    return (
+        text if len(text) <= longest else f"{text[: longest // 2]} ... {text[5 - longest // 2 :]}"
+    )
 
 
 def first_line(reason: BaseException) -> str:
@@ -73,14 +75,26 @@ class UsageError(UserError):
 
 def of_system(reason: OSError) -> UserError:
     """Returns the error of a file that the system refuses."""
-    path = str(reason.filename2 or reason.filename or "")  # filename2: the target that a temporary file replaces
+    path = str(
+        reason.filename2 or reason.filename or ""
+    )  # filename2: the target that a temporary file replaces
     match reason.errno:
-        case errno.ENOSPC | errno.EDQUOT | errno.EFBIG:  # the last: a quota, ulimit, or a file system's limit
-            return UserError(f"no disk space left to write {path}".rstrip(), "free some space or choose another @run")
+        case (
+            errno.ENOSPC | errno.EDQUOT | errno.EFBIG
+        ):  # the last: a quota, ulimit, or a file system's limit
+            return UserError(
+                f"no disk space left to write {path}".rstrip(),
+                "free some space or choose another @run",
+            )
         case errno.EACCES | errno.EPERM | errno.EROFS:
-            return UserError(f"no permission to use {path}".rstrip(), "change its permissions or give another path")
+            return UserError(
+                f"no permission to use {path}".rstrip(),
+                "change its permissions or give another path",
+            )
         case errno.ENOMEM:
             return UserError(*OUT_OF_MEMORY.split("; "))
         case errno.ENOENT | errno.ENOTDIR | errno.EISDIR | errno.EEXIST if path:
-            return UserError(f"{path}: {(reason.strerror or 'cannot be used').lower()}", "check the path")
+            return UserError(
+                f"{path}: {(reason.strerror or 'cannot be used').lower()}", "check the path"
+            )
     return UserError(f"{path or type(reason).__name__}: {reason.strerror or reason}")

@@ -61,7 +61,9 @@ def load_model(
     """
     tree = static_tree(choice)  # files that are unusable are refused before the model is loaded
     options = as_trained(options, choice.trained)
-    backbone = load_backbone(choice.model, options, adapter=choice.adapter, chat_template=choice.template, chat=chat)
+    backbone = load_backbone(
+        choice.model, options, adapter=choice.adapter, chat_template=choice.template, chat=chat
+    )
     check_generation_config(backbone)
     if choice.run is not None:
         choice.run.bind(backbone.identity)
@@ -108,7 +110,10 @@ def _calibration(choice: Choice) -> Calibration:
 
 
 def load_drafting(
-    choice: Choice, backbone: Backbone, tree: Tree | None, on_progress: Callable[[int], None] = lambda steps: None
+    choice: Choice,
+    backbone: Backbone,
+    tree: Tree | None,
+    on_progress: Callable[[int], None] = lambda steps: None,
 ) -> tuple[Drafter | None, DraftPolicy]:
     """Loads the chosen drafter and makes its policy, or without one that of n-gram matches only.
 
@@ -126,7 +131,9 @@ def load_drafting(
         if choice.tree.kind == "dynamic":
             policy = policy_of(_dynamic_tree(choice, drafter, tree))
         else:
-            policy = StaticTreePolicy(tree, _calibration(choice).accuracies if choice.ngrams else ())
+            policy = StaticTreePolicy(
+                tree, _calibration(choice).accuracies if choice.ngrams else ()
+            )
     policy.ngrams = choice.ngrams and not (drafter is not None and drafter.uses_verify_pass)
     if drafter is not None and choice.lookup and not policy.ngrams:
         log.warning("@lookup has no effect with a %s drafter", drafter.name)
@@ -134,7 +141,11 @@ def load_drafting(
 
 
 def _adaptive_policy(
-    choice: Choice, backbone: Backbone, drafter: Drafter | None, tree: Tree | None, on_progress: Callable[[int], None]
+    choice: Choice,
+    backbone: Backbone,
+    drafter: Drafter | None,
+    tree: Tree | None,
+    on_progress: Callable[[int], None],
 ) -> AdaptivePolicy:
     """Returns the policy of `auto`, by the times of steps on this machine."""
     stamp = None if choice.drafter is None else stamp_of(choice.drafter)
@@ -155,7 +166,9 @@ def _dynamic_tree(choice: Choice, drafter: Drafter, tree: Tree) -> DynamicTree:
     return DynamicTree(nodes, drafter.num_heads, tuple(_calibration(choice).temperatures), paying)
 
 
-def _sized_trees(choice: Choice, drafter: Drafter, tree: Tree | None, step_times: StepTimes) -> list[SizedTree]:
+def _sized_trees(
+    choice: Choice, drafter: Drafter, tree: Tree | None, step_times: StepTimes
+) -> list[SizedTree]:
     """Returns the best tree of each size by calibration; without one, the given tree."""
     accuracies = _calibration(choice).accuracies[: drafter.num_heads]
     if tree is not None and not accuracies:
@@ -174,5 +187,6 @@ def check_fit(tree: Tree, drafter: Any, name: str) -> None:
     vocabulary = len(getattr(drafter, "draft_ids", ())) or None
     if vocabulary is not None and max(tree.widths, default=0) > vocabulary:
         raise UserError(
-            f"the tree {name} uses guess {max(tree.widths)}, the heads know {vocabulary} tokens", "use a narrower tree"
+            f"the tree {name} uses guess {max(tree.widths)}, the heads know {vocabulary} tokens",
+            "use a narrower tree",
         )

@@ -31,7 +31,9 @@ def flag(usage: str, help: str, panel: str | None = None, **more: Any) -> Any:
     """Returns an option from its flags and metavar, such as "--run NAME"; most help texts name the default."""
     flags = [word for word in usage.split() if word.startswith("-")]
     metavar = next((word for word in usage.split() if not word.startswith("-")), None)
-    return typer.Option(*flags, metavar=metavar, help=help, rich_help_panel=panel, **{"show_default": False, **more})
+    return typer.Option(
+        *flags, metavar=metavar, help=help, rich_help_panel=panel, **{"show_default": False, **more}
+    )
 
 
 _drafting = partial(flag, panel="Drafting")
@@ -68,9 +70,12 @@ _TREE = (
     "best tree of N nodes by the calibration. dynamic: grown for every step, of N nodes. FILE: from `medusa tree`, or "
     "a medusa_choices list. [default: auto]"
 )
-_LOOKUP = "Draft n-gram matches of the text, too, or alone without a drafter. [default: with --tree auto]"
+_LOOKUP = (
+    "Draft n-gram matches of the text, too, or alone without a drafter. [default: with --tree auto]"
+)
 _DTYPE = (
-    "Number type of the weights: auto (as in the files), bf16, fp16, or fp32 (which also multiplies with fp32 rows)."
+    "Number type of the weights: auto (as in the files), bf16, fp16, or fp32 "
+    "(which also multiplies with fp32 rows)."
 )
 _ENGINE = (
     "native: the compiled step (CPU). torch: joined layers (GPU). eager: transformers' layers. auto: the first that "
@@ -84,7 +89,9 @@ _QUANTIZE = (
     "Quantize the model's weights, which changes its answers: int8 or int4 (native engine, CPU), bnb.int8 or bnb.nf4 "
     "(bitsandbytes), or none. [default: as the drafter was trained]"
 )
-_TEMPERATURE = "Sampling temperature; 0 is greedy. [default: 0, or 0.7 with --sampling exact or typical]"
+_TEMPERATURE = (
+    "Sampling temperature; 0 is greedy. [default: 0, or 0.7 with --sampling exact or typical]"
+)
 _TOKENS = "Longest answer in tokens. [default: 512 in chat, 256 in distill and bench, 96 in demo]"
 _SAMPLING = (
     "greedy, exact (the model's own distribution) or typical (Medusa's looser acceptance). [default: greedy, or exact "
@@ -104,28 +111,49 @@ _QUESTIONS = (
 Text = str | None
 # torchrun takes "--run" for a beginning of its own "--run-path" and refuses it: hence the second name.
 Run = Annotated[str, flag("--run --run-dir NAME", _RUN, show_default=True)]
-RunOrShipped = Annotated[Text, flag("--run NAME", f"{_RUN} [default: the drafter that ships for the model]")]
-RunOrDefault = Annotated[Text, flag("--run NAME", f"{_RUN} [default: {DEFAULT_RUN}, else the drafter that ships]")]
+RunOrShipped = Annotated[
+    Text, flag("--run NAME", f"{_RUN} [default: the drafter that ships for the model]")
+]
+RunOrDefault = Annotated[
+    Text, flag("--run NAME", f"{_RUN} [default: {DEFAULT_RUN}, else the drafter that ships]")
+]
 RunOrNew = Annotated[Text, flag("--run NAME", "The run to write. [default: named after PATH|ID]")]
 Model = Annotated[Text, model_flag(f"the run's, else {DEFAULT_MODEL}")]
 ModelOfDrafter = Annotated[Text, model_flag("the one that its config names")]
 Drafter = Annotated[
-    Path | None, flag("--drafter FOLDER", "A saved drafter. [default: the run's drafter/, else the one that ships]")
+    Path | None,
+    flag(
+        "--drafter FOLDER",
+        "A saved drafter. [default: the run's drafter/, else the one that ships]",
+    ),
 ]
-TrustRemoteCode = Annotated[bool, _loading("--trust-remote-code", "Run the Python files that come with the model.")]
+TrustRemoteCode = Annotated[
+    bool, _loading("--trust-remote-code", "Run the Python files that come with the model.")
+]
 ChatTemplate = Annotated[
-    Path | None, flag("--chat-template FILE", "Jinja template in place of the model's own.", dir_okay=False)
+    Path | None,
+    flag("--chat-template FILE", "Jinja template in place of the model's own.", dir_okay=False),
 ]
 Seed = Annotated[Text, flag("--seed NAME|FILE|ID", f"{_SEED} [default: {DEFAULT_SEED}]")]
 RandomSeed = Annotated[
-    int | None, _sampling("--random-seed N", "Seed of the random generator. [default: 0]", min=0, max=2**62)
+    int | None,
+    _sampling("--random-seed N", "Seed of the random generator. [default: 0]", min=0, max=2**62),
 ]
 MaxSamples = Annotated[
-    int | None, flag("--max-samples N", "Use at most N conversations. [default: all, or as the command prints]", min=1)
+    int | None,
+    flag(
+        "--max-samples N",
+        "Use at most N conversations. [default: all, or as the command prints]",
+        min=1,
+    ),
 ]
 MaxNewTokens = Annotated[int | None, _sampling("--max-new-tokens N", _TOKENS, min=1)]
-Temperature = Annotated[float | None, _sampling("--temperature T", _TEMPERATURE, callback=check_temperature)]
-BatchSize = Annotated[int, flag("--batch-size N", "Conversations decoded at once.", show_default=True, min=1)]
+Temperature = Annotated[
+    float | None, _sampling("--temperature T", _TEMPERATURE, callback=check_temperature)
+]
+BatchSize = Annotated[
+    int, flag("--batch-size N", "Conversations decoded at once.", show_default=True, min=1)
+]
 Quiet = Annotated[bool, _output("--quiet", "Print results, warnings and errors only.")]
 Debug = Annotated[bool, _output("--debug", "Print the traceback of an error.")]
 Judge = Annotated[Text, flag("--judge URL", _JUDGE)]
@@ -136,7 +164,9 @@ JudgeModel = Annotated[Text, flag("--judge-model NAME", "The model that judges."
 class LoadFlags(LoadOptions):
     """Flags of loading a model; `quantize` None stands for the way in which the drafter was trained."""
 
-    device: Annotated[str, _loading("--device NAME", "auto, cpu, cuda[:N], mps.", show_default=True)] = "auto"
+    device: Annotated[
+        str, _loading("--device NAME", "auto, cpu, cuda[:N], mps.", show_default=True)
+    ] = "auto"
     dtype: Annotated[str, _loading("--dtype TYPE", _DTYPE, show_default=True)] = "auto"
     engine: Annotated[str, _loading("--engine NAME", _ENGINE, show_default=True)] = "auto"
     quantize: Annotated[Text, _loading("--quantize METHOD", _QUANTIZE)] = None
@@ -145,7 +175,11 @@ class LoadFlags(LoadOptions):
 
     def of(self, model: str) -> str:
         """Returns a model's name for messages, with a note if its own code runs."""
-        return f"{model}, its own code trusted (--trust-remote-code)" if self.trust_remote_code else model
+        return (
+            f"{model}, its own code trusted (--trust-remote-code)"
+            if self.trust_remote_code
+            else model
+        )
 
 
 @dataclass(frozen=True)
@@ -176,7 +210,11 @@ class DraftFlags:
         if baseline and self.lookup:
             raise UsageError("--baseline and --lookup exclude each other", "leave one of them out")
         choice = self.choose(need_drafter=not baseline)
-        return choice if chat_template is None else replace(choice, chat_template=template_text(str(chat_template)))
+        return (
+            choice
+            if chat_template is None
+            else replace(choice, chat_template=template_text(str(chat_template)))
+        )
 
 
 @dataclass(frozen=True)
@@ -195,17 +233,24 @@ class SamplingFlags:
         """Returns the sampling parameters; raises UsageError for values that are not valid together."""
         from medusa_cli.decode.sampling import sampling_of
 
-        return sampling_of(self.sampling, self.temperature, self.top_p, self.top_k, self.random_seed)
+        return sampling_of(
+            self.sampling, self.temperature, self.top_p, self.top_k, self.random_seed
+        )
 
 
 @dataclass(frozen=True)
 class GrammarFlags:
     """Flags of what an answer must follow."""
 
-    json_schema: Annotated[Path | None, _grammar("--json-schema FILE", "Answer in JSON by the schema in FILE.")] = None
+    json_schema: Annotated[
+        Path | None, _grammar("--json-schema FILE", "Answer in JSON by the schema in FILE.")
+    ] = None
     regex: Annotated[Text, _grammar("--regex TEXT", "Answer by a regular expression.")] = None
     grammar_file: Annotated[
-        Path | None, _grammar("--grammar FILE", "Answer by the grammar in FILE, in Lark's or llama.cpp's form (GBNF).")
+        Path | None,
+        _grammar(
+            "--grammar FILE", "Answer by the grammar in FILE, in Lark's or llama.cpp's form (GBNF)."
+        ),
     ] = None
 
     @property
@@ -216,7 +261,9 @@ class GrammarFlags:
         from medusa_cli.decode.grammar import Grammar
         from medusa_cli.files.io import read_text
 
-        schema, grammar = (path and read_text(path) for path in (self.json_schema, self.grammar_file))
+        schema, grammar = (
+            path and read_text(path) for path in (self.json_schema, self.grammar_file)
+        )
         return Grammar.of(json_schema=schema, regex=self.regex, grammar=grammar)
 
 
@@ -224,7 +271,9 @@ class GrammarFlags:
 class OutputFlags:
     """Flags of the command's output."""
 
-    json: Annotated[bool, _output("--json", "Print one JSON document on stdout instead of text.")] = False
+    json: Annotated[
+        bool, _output("--json", "Print one JSON document on stdout instead of text.")
+    ] = False
     quiet: Quiet = False
     debug: Debug = False
 
@@ -238,16 +287,27 @@ class OutputFlags:
 class QuestionFlags:
     """Flags of the questions to ask; MT-Bench's by default."""
 
-    mt_bench: Annotated[bool, flag("--mt-bench", "The 80 MT-Bench questions of two turns. [default]")] = False
-    coding: Annotated[bool, flag("--coding", "40 questions about code, of two turns, that come with this program.")] = (
-        False
-    )
+    mt_bench: Annotated[
+        bool, flag("--mt-bench", "The 80 MT-Bench questions of two turns. [default]")
+    ] = False
+    coding: Annotated[
+        bool,
+        flag("--coding", "40 questions about code, of two turns, that come with this program."),
+    ] = False
     questions: Annotated[Text, flag("--questions FILE|ID", _QUESTIONS)] = None
-    category: Annotated[Text, flag("--category LIST", "Only these categories, such as math,coding.")] = None
-    limit: Annotated[int | None, flag("--limit N", "At most N questions over the categories. [default: all]")] = None
+    category: Annotated[
+        Text, flag("--category LIST", "Only these categories, such as math,coding.")
+    ] = None
+    limit: Annotated[
+        int | None, flag("--limit N", "At most N questions over the categories. [default: all]")
+    ] = None
 
     def __post_init__(self) -> None:
-        sets = {"--mt-bench": self.mt_bench, "--coding": self.coding, "--questions": self.questions is not None}
+        sets = {
+            "--mt-bench": self.mt_bench,
+            "--coding": self.coding,
+            "--questions": self.questions is not None,
+        }
         given = [name for name, value in sets.items() if value]
         if len(given) > 1:
             raise UsageError(f"{given[0]} and {given[1]} exclude each other", "give one of them")
@@ -280,11 +340,18 @@ def spread_out(command: Callable[..., None]) -> Callable[..., None]:
     parameters: list[Parameter] = []
     for name, parameter in signature(command).parameters.items():
         if name not in groups:
-            parameters.append(parameter.replace(annotation=hints[name], kind=Parameter.KEYWORD_ONLY))
+            parameters.append(
+                parameter.replace(annotation=hints[name], kind=Parameter.KEYWORD_ONLY)
+            )
             continue
         kinds = get_type_hints(hints[name], include_extras=True)
         parameters += [
-            Parameter(field.name, Parameter.KEYWORD_ONLY, default=field.default, annotation=kinds[field.name])
+            Parameter(
+                field.name,
+                Parameter.KEYWORD_ONLY,
+                default=field.default,
+                annotation=kinds[field.name],
+            )
             for field in fields(hints[name])
         ]
 
@@ -293,7 +360,11 @@ def spread_out(command: Callable[..., None]) -> Callable[..., None]:
             values[name] = kind(**{field.name: values.pop(field.name) for field in fields(kind)})
         command(**values)
 
-    run.__name__, run.__doc__, run.__module__ = command.__name__, command.__doc__, command.__module__
+    run.__name__, run.__doc__, run.__module__ = (
+        command.__name__,
+        command.__doc__,
+        command.__module__,
+    )
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     return run

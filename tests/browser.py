@@ -9,7 +9,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
 
 
 class Browser:
@@ -19,7 +21,13 @@ class Browser:
         assert CHROMIUM is not None
         commands, self._commands = os.pipe()
         self._replies, replies = os.pipe()
-        flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--remote-debugging-pipe"]
+        flags = [
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--disable-dev-shm-usage",
+            "--remote-debugging-pipe",
+        ]
         words = [CHROMIUM, *flags, f"--user-data-dir={folder}", "about:blank"]
         command = ["bash", "-c", f'exec "$@" 3<&{commands} 4>&{replies}', "-", *words]
         log = (folder.parent / "chromium.log").open("wb")
@@ -29,7 +37,11 @@ class Browser:
         log.close()
         self._unread, self._count, self._session = b"", 0, {}
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        self._session = {"sessionId": self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]}
+        self._session = {
+            "sessionId": self.call("Target.attachToTarget", targetId=target, flatten=True)[
+                "sessionId"
+            ]
+        }
         self.call("Page.enable")
 
     def call(self, method: str, **params: Any) -> Any:
@@ -51,8 +63,12 @@ class Browser:
 
     def run(self, script: str) -> Any:
         """Returns the value of an expression in the page."""
-        reply = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
-        return reply["result"].get("value") if "exceptionDetails" not in reply else self._fail(reply)
+        reply = self.call(
+            "Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True
+        )
+        return (
+            reply["result"].get("value") if "exceptionDetails" not in reply else self._fail(reply)
+        )
 
     def until(self, script: str, seconds: float = 60) -> None:
         """Waits until an expression is true."""

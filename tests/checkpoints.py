@@ -35,7 +35,11 @@ def vllm_names(tensors: dict[str, Tensor], layers: int = 2) -> dict[str, Tensor]
     renamed = {}
     for name, tensor in tensors.items():
         k, layer, *rest = name.split(".")
-        renamed[f"lm_heads.{k}.weight" if int(layer) == layers else f"blocks.{k}.layers.{layer}.{rest[-1]}"] = tensor
+        renamed[
+            f"lm_heads.{k}.weight"
+            if int(layer) == layers
+            else f"blocks.{k}.layers.{layer}.{rest[-1]}"
+        ] = tensor
     return renamed
 
 

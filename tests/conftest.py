@@ -19,12 +19,17 @@ if threading.current_thread() is threading.main_thread():
 
 def pytest_configure(config: pytest.Config) -> None:
     """Keeps timings of the machine beside pytest's cache; fetched files are read in their place."""
-    if hasattr(config, "workerinput"):  # one of several processes, which inherits the first one's folder
+    if hasattr(
+        config, "workerinput"
+    ):  # one of several processes, which inherits the first one's folder
         return
     from medusa_cli.files.assets import home
 
     cache = getattr(config, "cache", None)  # absent with -p no:cacheprovider
-    fetched, apart = home(), Path(cache.mkdir("home") if cache else tempfile.mkdtemp(prefix="medusa-home-"))
+    fetched, apart = (
+        home(),
+        Path(cache.mkdir("home") if cache else tempfile.mkdtemp(prefix="medusa-home-")),
+    )
     for name in ("downloads", "files", "models"):
         if (fetched / name).is_dir() and not (apart / name).exists():
             (apart / name).unlink(missing_ok=True)

@@ -33,16 +33,42 @@ from tests.forked import RUN, Child, end, free_port, start
 from tests.helpers import save_model, save_questions, save_run
 
 # Imported once here, not by each fork.
-WARM = ("transformers.models.llama.modeling_llama", "matplotlib.pyplot", "peft", "medusa_cli.train.loop", "gguf")
+WARM = (
+    "transformers.models.llama.modeling_llama",
+    "matplotlib.pyplot",
+    "peft",
+    "medusa_cli.train.loop",
+    "gguf",
+)
 WARM += ("medusa_cli.options", "medusa_cli.distill", "medusa_cli.bench", "rich.table")
 HIDDEN = 32  # of the tiny model
 PLACE = ("--run", "r", "--dtype", "fp32", "--device", "cpu", "--quiet")
 DISTILL = ("distill", "--seed", "seeds.json", "--model", "model", *PLACE)
 DISTILL += ("--max-new-tokens", "12", "distill.context=96", "distill.batch_size=1")
-TRAIN = ("train", *PLACE, "drafter.num_heads=2", "drafter.vocabulary=draft", "drafter.draft_vocab_size=24")
-TRAIN += ("train.epochs=2", "train.batch_tokens=96", "train.checkpoint_every=1", "train.validation_every=3")
+TRAIN = (
+    "train",
+    *PLACE,
+    "drafter.num_heads=2",
+    "drafter.vocabulary=draft",
+    "drafter.draft_vocab_size=24",
+)
+TRAIN += (
+    "train.epochs=2",
+    "train.batch_tokens=96",
+    "train.checkpoint_every=1",
+    "train.validation_every=3",
+)
 # Adaptive trees follow the clock, so a static one.
-BENCH = ("bench", *PLACE, "--questions", "questions.jsonl", "--tree", "static", "--methods", "ar,medusa")
+BENCH = (
+    "bench",
+    *PLACE,
+    "--questions",
+    "questions.jsonl",
+    "--tree",
+    "static",
+    "--methods",
+    "ar,medusa",
+)
 BENCH += ("--max-new-tokens", "8")
 
 Facts = list[tuple[str, str]]  # a name and a digest of each thing
@@ -62,9 +88,15 @@ def conversations(run: Path) -> Facts:
     facts, rows, states = [], 0, StateStore(run / "states.bin", HIDDEN)
     for line in lines_of(run / "distill.jsonl"):
         own = (
-            read_rows(run / "states.bin", HIDDEN, *line["state_rows"]).contiguous().view(torch.uint8).numpy().tobytes()
+            read_rows(run / "states.bin", HIDDEN, *line["state_rows"])
+            .contiguous()
+            .view(torch.uint8)
+            .numpy()
+            .tobytes()
         )
-        facts.append((line["id"], digest([line["messages"], line["tokens"], line["spans"], digest(own)])))
+        facts.append(
+            (line["id"], digest([line["messages"], line["tokens"], line["spans"], digest(own)]))
+        )
         rows += line["state_rows"][1]
     return [*facts, ("state rows", str(states.rows - rows))]
 
@@ -72,8 +104,13 @@ def conversations(run: Path) -> Facts:
 def training(run: Path) -> Facts:
     """Returns every step of the log, and the weights."""
     kept = ("loss", "accuracies", "positions", "total_positions", "lr")
-    steps = [line for line in lines_of(run / "train.jsonl") if line["event"] in ("stepped", "validated")]
-    facts = [(f"{step['event']} {step['step']}", digest({key: step.get(key) for key in kept})) for step in steps]
+    steps = [
+        line for line in lines_of(run / "train.jsonl") if line["event"] in ("stepped", "validated")
+    ]
+    facts = [
+        (f"{step['event']} {step['step']}", digest({key: step.get(key) for key in kept}))
+        for step in steps
+    ]
     return facts + files("drafter/*.safetensors", "adapter/*.safetensors")(run)
 
 
@@ -91,7 +128,9 @@ def files(*patterns: str) -> Callable[[Path], Facts]:
         return digest(document)
 
     def facts(run: Path) -> Facts:
-        paths = [path for pattern in patterns for path in sorted(run.glob(pattern)) if path.is_file()]
+        paths = [
+            path for pattern in patterns for path in sorted(run.glob(pattern)) if path.is_file()
+        ]
         return [(str(path.relative_to(run)), content(path)) for path in paths]
 
     return facts
@@ -101,16 +140,25 @@ def benched(run: Path) -> Facts:
     """Returns each method's answers in the last bench, not its speed."""
     methods = json.loads(max(run.glob("bench/*.json")).read_text())["methods"]
     return [
-        (name, digest([method["tokens"], method.get("identical"), round(method["acceptance_length"], 6)]))
+        (
+            name,
+            digest(
+                [method["tokens"], method.get("identical"), round(method["acceptance_length"], 6)]
+            ),
+        )
         for name, method in methods.items()
     ]
 
 
 def exported(run: Path) -> Facts:
     """Returns the exported files; fails if their checksums are wrong."""
-    sums = dict(reversed(line.split("  ", 1)) for line in (run / "out" / CHECKSUMS).read_text().splitlines())
+    sums = dict(
+        reversed(line.split("  ", 1)) for line in (run / "out" / CHECKSUMS).read_text().splitlines()
+    )
     paths = [path for path in (run / "out").rglob("*") if path.is_file() and path.name != CHECKSUMS]
-    assert sums == {str(p.relative_to(run / "out")): hashlib.sha256(p.read_bytes()).hexdigest() for p in paths}
+    assert sums == {
+        str(p.relative_to(run / "out")): hashlib.sha256(p.read_bytes()).hexdigest() for p in paths
+    }
     return files("out/**/*")(run)
 
 
@@ -148,7 +196,14 @@ class Job:
         words = [*self.words, *(["--resume"] if resume else [])]
         port = free_port() if self.size > 1 else 0
         return [
-            start(words, place, die_at=die_at if rank == victim else 0, rank=rank, size=self.size, port=port)
+            start(
+                words,
+                place,
+                die_at=die_at if rank == victim else 0,
+                rank=rank,
+                size=self.size,
+                port=port,
+            )
             for rank in range(self.size)
         ]
 
@@ -169,9 +224,21 @@ JOBS = (
     Job("calibrate", ("calibrate", *PLACE, "--top", "5"), files("calibration.*")),
     Job("tree", ("tree", "--run", "r", "--quiet", "--budget", "5"), files("tree.*")),
     Job("bench", BENCH, benched),
-    Job("report", ("report", "r", "--quiet", "--output", f"{RUN}/page.html"), files("page.html", "page.md")),
-    Job("export", ("export", "--run", "r", "--output", f"{RUN}/out", "--overwrite", "--quiet"), exported),
-    Job("train, stage 2", (*TRAIN, "--stage", "2", "train.lora_rank=2", "train.max_length=96"), training),
+    Job(
+        "report",
+        ("report", "r", "--quiet", "--output", f"{RUN}/page.html"),
+        files("page.html", "page.md"),
+    ),
+    Job(
+        "export",
+        ("export", "--run", "r", "--output", f"{RUN}/out", "--overwrite", "--quiet"),
+        exported,
+    ),
+    Job(
+        "train, stage 2",
+        (*TRAIN, "--stage", "2", "train.lora_rank=2", "train.max_length=96"),
+        training,
+    ),
     Job(
         "import",
         ("import", "theirs", "--run", "r", "--model", "model", "--quiet"),
@@ -205,7 +272,10 @@ def prepare(place: Path) -> None:
     shutil.rmtree(run.path)
     draw = random.Random(0)
     prompts = [" ".join(f"w{draw.randrange(57)}" for _ in range(4)) for _ in range(24)]
-    seeds = [{"id": f"s{n}", "messages": [{"role": "user", "content": text}]} for n, text in enumerate(prompts)]
+    seeds = [
+        {"id": f"s{n}", "messages": [{"role": "user", "content": text}]}
+        for n, text in enumerate(prompts)
+    ]
     (place / "seeds.json").write_text(json.dumps(seeds))
     save_questions(place / "questions.jsonl", 2)
 
@@ -230,7 +300,10 @@ def learn(scratch: Path, jobs: Sequence[Job]) -> list[Known]:
         facts, seconds = job.finish(place, time.time())
         operations = [int((place / f"operations-{rank}").read_text()) for rank in range(job.size)]
         known.append(Known(job, base, facts, seconds, operations))
-        print(f"{job.name}: {seconds:.1f} s, {sum(operations)} file operations, {len(facts)} facts", flush=True)
+        print(
+            f"{job.name}: {seconds:.1f} s, {sum(operations)} file operations, {len(facts)} facts",
+            flush=True,
+        )
         assert facts, f"{job.name} left nothing"
         if job.size > 1:
             assert sorted(facts) == sorted(known[0].facts), f"{job.name} differs from distill"
@@ -252,10 +325,18 @@ class Count:
 
     def compare(self, name: str, expected: Facts, actual: Facts) -> None:
         """Counts facts that are lost, doubled or changed."""
-        want, have, values = Counter(key for key, _ in expected), Counter(key for key, _ in actual), dict(expected)
+        want, have, values = (
+            Counter(key for key, _ in expected),
+            Counter(key for key, _ in actual),
+            dict(expected),
+        )
         lost, doubled = (want - have).total(), (have - want).total()
         changed = sum(values.get(key, value) != value for key, value in actual)
-        self.lost, self.doubled, self.changed = self.lost + lost, self.doubled + doubled, self.changed + changed
+        self.lost, self.doubled, self.changed = (
+            self.lost + lost,
+            self.doubled + doubled,
+            self.changed + changed,
+        )
         if lost or doubled or changed:
             self.faults.append(f"{name}: {lost} lost, {doubled} doubled, {changed} changed")
 
@@ -272,7 +353,9 @@ def strike(known: Known, place: Path, count: Count, draw: random.Random, begun: 
     job = known.job
     if draw.random() < 0.5:
         victim = draw.randrange(job.size)
-        children = job.start(place, begun, die_at=draw.randint(1, known.operations[victim]), victim=victim)
+        children = job.start(
+            place, begun, die_at=draw.randint(1, known.operations[victim]), victim=victim
+        )
         hit = end(children)
     else:
         children = job.start(place, begun)
@@ -285,7 +368,9 @@ def strike(known: Known, place: Path, count: Count, draw: random.Random, begun: 
     count.faults += [f"{job.name}: {name} is half written" for name in half_written(place / RUN)]
 
 
-def crash(known: Sequence[Known], scratch: Path, kills: int, draw: random.Random, count: Count) -> None:
+def crash(
+    known: Sequence[Known], scratch: Path, kills: int, draw: random.Random, count: Count
+) -> None:
     """Kills commands in turn, one to three times each, and compares their files after each."""
     turn = 0
     while count.kills.total() < kills and len(count.faults) < 10:
@@ -322,10 +407,14 @@ def contend(known: Sequence[Known], scratch: Path, rounds: int, count: Count) ->
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.crash", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.crash", description=__doc__.split("\n")[0]
+    )
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=20, help="rounds of several writers")
-    parser.add_argument("--only", default="", metavar="NAME", help="kill the commands whose names begin so")
+    parser.add_argument(
+        "--only", default="", metavar="NAME", help="kill the commands whose names begin so"
+    )
     parser.add_argument("--random-seed", type=int, default=random.SystemRandom().randrange(1 << 32))
     asked = parser.parse_args()
     torch.set_num_threads(1)

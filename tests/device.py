@@ -19,12 +19,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 NAME = "meta"
 aten: Any = torch.ops.aten
 # These look composite to torch, but are one kernel (the last one a copy) on a GPU.
-WHOLE = {aten.linear.default, aten.matmul.default, aten.scaled_dot_product_attention.default, aten.rms_norm.default}
+WHOLE = {
+    aten.linear.default,
+    aten.matmul.default,
+    aten.scaled_dot_product_attention.default,
+    aten.rms_norm.default,
+}
 # Kernels that CUDA alone has; one of them pads the rows of its log-sum-exp to a multiple.
 PADDED = 32
 
 
-def flash(query: Tensor, key: Tensor, value: Tensor, *args: Any, scale: float, seqused_k: Tensor) -> tuple[Any, ...]:
+def flash(
+    query: Tensor, key: Tensor, value: Tensor, *args: Any, scale: float, seqused_k: Tensor
+) -> tuple[Any, ...]:
     """Attends rows [T, heads, D] of several slots to as many of their keys [rows, KV, D] as seqused_k says."""
     starts, places, *_ = args
     seen, sums = [], []
@@ -32,18 +39,29 @@ def flash(query: Tensor, key: Tensor, value: Tensor, *args: Any, scale: float, s
         rows = query[starts[slot] : starts[slot + 1]].transpose(0, 1)[None]
         columns = slice(int(places[slot]), int(places[slot]) + used)
         known = (
-            x[columns].transpose(0, 1)[None].repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value)
+            x[columns].transpose(0, 1)[None].repeat_interleave(query.shape[1] // x.shape[1], 1)
+            for x in (key, value)
         )
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(rows, *known, scale=scale)
         seen.append(out[0].transpose(0, 1))
         sums.append(lse[0])
-    return torch.cat(seen), torch.cat(sums, dim=1), query.new_zeros(2), query.new_zeros(0), query.new_zeros(0)
+    return (
+        torch.cat(seen),
+        torch.cat(sums, dim=1),
+        query.new_zeros(2),
+        query.new_zeros(0),
+        query.new_zeros(0),
+    )
 
 
-def efficient(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, *args: Any, scale: float) -> tuple[Any, ...]:
+def efficient(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor, *args: Any, scale: float
+) -> tuple[Any, ...]:
     """Attends under a mask; the rows of the log-sum-exp are padded."""
     assert args == (True,) and bias.shape[:-2] == query.shape[:-2]
-    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, attn_mask=bias, scale=scale)
+    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, attn_mask=bias, scale=scale
+    )
     return (
         out,
         nn.functional.pad(lse, (0, -lse.shape[-1] % PADDED), value=torch.nan),
@@ -52,22 +70,42 @@ def efficient(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, *args: An
     )
 
 
-STANDS = {aten._flash_attention_forward.default: flash, aten._scaled_dot_product_efficient_attention.default: efficient}
-FREE = {"empty", "new_empty", "empty_like", "empty_strided", "lift_fresh", "detach_", "_unsafe_view", "_reshape_alias"}
+STANDS = {
+    aten._flash_attention_forward.default: flash,
+    aten._scaled_dot_product_efficient_attention.default: efficient,
+}
+FREE = {
+    "empty",
+    "new_empty",
+    "empty_like",
+    "empty_strided",
+    "lift_fresh",
+    "detach_",
+    "_unsafe_view",
+    "_reshape_alias",
+}
 
 
 def leaves(value: Any) -> list[Any]:
     """Returns what an operation's arguments hold; torch's own functions take most of these tests' time."""
     if isinstance(value, dict):
         value = list(value.values())
-    return [leaf for item in value for leaf in leaves(item)] if isinstance(value, list | tuple) else [value]
+    return (
+        [leaf for item in value for leaf in leaves(item)]
+        if isinstance(value, list | tuple)
+        else [value]
+    )
 
 
 def mapped(change: Any, value: Any) -> Any:
     """Returns the arguments or results of an operation, each changed."""
     if isinstance(value, dict):
         return {key: mapped(change, item) for key, item in value.items()}
-    return type(value)(mapped(change, item) for item in value) if isinstance(value, list | tuple) else change(value)
+    return (
+        type(value)(mapped(change, item) for item in value)
+        if isinstance(value, list | tuple)
+        else change(value)
+    )
 
 
 class Stray(Exception):
@@ -82,7 +120,11 @@ class Remote(Tensor):
 
     @staticmethod
     def __new__(cls, inner: Tensor) -> Remote:
-        sizes = {"strides": inner.stride(), "storage_offset": inner.storage_offset(), "dtype": inner.dtype}
+        sizes = {
+            "strides": inner.stride(),
+            "storage_offset": inner.storage_offset(),
+            "dtype": inner.dtype,
+        }
         # A view of an ordinary tensor cannot be one of inference mode.
         with torch.inference_mode(False):
             remote = Tensor._make_wrapper_subclass(cls, inner.size(), device=NAME, **sizes)  # type: ignore[attr-defined]
@@ -160,7 +202,11 @@ class Device(TorchDispatchMode):
             events.append(str(what))
         elif events is not self.kernels:
             ours = [frame for frame in traceback.extract_stack() if "medusa_cli" in frame.filename]
-            line = f"{what} at {ours[-1].filename.rpartition('medusa_cli/')[2]}:{ours[-1].lineno}" if ours else what
+            line = (
+                f"{what} at {ours[-1].filename.rpartition('medusa_cli/')[2]}:{ours[-1].lineno}"
+                if ours
+                else what
+            )
             if self.capturing:
                 raise Stray(f"a CUDA graph cannot hold {line}")
             events.append(line)
@@ -172,7 +218,9 @@ class Device(TorchDispatchMode):
         target = kwargs.get("device")
         if not remote and (target is None or torch.device(target).type != NAME):
             return func(*args, **kwargs)
-        if func not in WHOLE and func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
+        if func not in WHOLE and func.has_kernel_for_dispatch_key(
+            torch._C.DispatchKey.CompositeImplicitAutograd
+        ):
             with self, torch._C.DisableTorchFunction():
                 return func.decompose(*args, **kwargs)
         here = bool(remote) if target is None else torch.device(target).type == NAME
@@ -180,7 +228,9 @@ class Device(TorchDispatchMode):
             source = given[-1]
             if func is aten.copy_.default:
                 here = isinstance(given[0], Remote)
-            blocking = not (kwargs.get("non_blocking") or (func is aten.copy_.default and args[2:] == (True,)))
+            blocking = not (
+                kwargs.get("non_blocking") or (func is aten.copy_.default and args[2:] == (True,))
+            )
             if isinstance(source, Remote) and here:
                 self._record(self.kernels, func)
             elif here:
@@ -192,21 +242,32 @@ class Device(TorchDispatchMode):
         else:
             if any(value.dim() and not isinstance(value, Remote) for value in given):
                 raise Stray(f"{func} mixes tensors of the host and of the device")
-            looks = bool({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags))
+            looks = bool(
+                {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags)
+            )
             if func._opname.startswith("index"):  # by places they are of fixed shapes
-                looks = any(getattr(value, "dtype", None) == torch.bool for value in leaves(args[1:2]))
+                looks = any(
+                    getattr(value, "dtype", None) == torch.bool for value in leaves(args[1:2])
+                )
             if looks:
                 self._record(self.waits, func)
             returns = func._schema.returns
-            view = returns and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+            view = returns and all(
+                r.alias_info is not None and not r.alias_info.is_write for r in returns
+            )
             if not view and func._opname not in FREE:
                 self._record(self.kernels, func)
         if target is not None:
             kwargs["device"] = "cpu"
-        values, named = mapped(lambda value: value.inner if isinstance(value, Remote) else value, (args, kwargs))
+        values, named = mapped(
+            lambda value: value.inner if isinstance(value, Remote) else value, (args, kwargs)
+        )
         out = STANDS.get(func, func)(*values, **named)
         known = {id(value.inner): value for value in remote}
         known |= {id(value): value for value in given if not isinstance(value, Remote)}
         if not here:
             return out
-        return mapped(lambda x: known[id(x)] if id(x) in known else Remote(x) if isinstance(x, Tensor) else x, out)
+        return mapped(
+            lambda x: known[id(x)] if id(x) in known else Remote(x) if isinstance(x, Tensor) else x,
+            out,
+        )

@@ -18,7 +18,15 @@ RUN = Path("runs/r")  # in the folder that a command is started in
 PATIENCE = 600.0
 # How a user starts two processes.
 TWO = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-FILE_EVENTS = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate", "os.listdir"}
+FILE_EVENTS = {
+    "open",
+    "os.rename",
+    "os.remove",
+    "os.rmdir",
+    "os.mkdir",
+    "os.truncate",
+    "os.listdir",
+}
 FILE_METHODS = {"write", "flush", "truncate"}
 
 
@@ -41,7 +49,15 @@ def run(words: Command, place: Path, size: int = 1) -> CompletedProcess[str]:
     place.mkdir(parents=True, exist_ok=True)
     port = free_port()
     children = [
-        start(words, place, die_at=None, rank=rank, size=size, port=port, results=place / f"results-{rank}.txt")
+        start(
+            words,
+            place,
+            die_at=None,
+            rank=rank,
+            size=size,
+            port=port,
+            results=place / f"results-{rank}.txt",
+        )
         for rank in range(size)
     ]
     end(children)
@@ -84,7 +100,9 @@ def start(
         sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
         if size > 1:
             variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_PORT": port}
-            os.environ.update({key: str(value) for key, value in variables.items()}, MASTER_ADDR="127.0.0.1")
+            os.environ.update(
+                {key: str(value) for key, value in variables.items()}, MASTER_ADDR="127.0.0.1"
+            )
         operations = [0] if die_at is None else count_operations(die_at)
         try:
             words() if callable(words) else cli.app(list(words))

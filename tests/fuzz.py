@@ -83,7 +83,10 @@ FILES: dict[str, tuple[str, ...]] = {
     "theirs/medusa_lm_head.safetensors": (f"import {{home}}/theirs {IMPORT}",),
     "heads.pt": (f"import {{home}}/heads.pt {IMPORT}",),
     "model/chat_template.jinja": (f"chat --model {{home}}/model {PLAIN}",),
-    **{f"model/{name}": (CHAT,) for name in ("config.json", "generation_config.json", "tokenizer.json")},
+    **{
+        f"model/{name}": (CHAT,)
+        for name in ("config.json", "generation_config.json", "tokenizer.json")
+    },
     "model/tokenizer_config.json": (CHAT,),
     "model/model.safetensors": (CHAT,),
     "shards/model.safetensors.index.json": (SHARDS,),
@@ -105,20 +108,87 @@ COMMANDS: dict[str, str] = {
     "report": REPORT,
     "serve": "serve --run {run}/ --port 0 --dtype fp32 --tree static",
 }
-KINDS = [*COMMANDS, *(f"{name}#{index}" for name, lines in FILES.items() for index in range(len(lines)))]
+KINDS = [
+    *COMMANDS,
+    *(f"{name}#{index}" for name, lines in FILES.items() for index in range(len(lines))),
+]
 # These would leave the machine, wait for others, ask for one that is not here, or print tracebacks.
-LEFT_OUT = {"--endpoint", "--judge", "--host", "--device", "--quantize", "--gguf", "--help", "--debug"}
+LEFT_OUT = {
+    "--endpoint",
+    "--judge",
+    "--host",
+    "--device",
+    "--quantize",
+    "--gguf",
+    "--help",
+    "--debug",
+}
 DEEP, LONG = "\0deep", "\0long"  # what json.dumps does not write; put in by `dumped`
-NASTY: list[Any] = [None, True, False, 0, 1, -1, 2, 3.5, -0.5, 1e-300, 1e300, float("nan"), float("inf"), LONG, DEEP]
-NASTY += [2**31, 2**63, -(2**63), 10**12, 10**30, "", "x", "1", "-1", "²", "\x00", "\x1b]0;x\x07", "\ud800", "é" * 300]
-NASTY += ["x" * 100_000, "/etc/passwd", "../..", "{%", [], {}, [[]], [None], [0], [-1], [[0], [0]], {"": 0}, {"id": []}]
+NASTY: list[Any] = [
+    None,
+    True,
+    False,
+    0,
+    1,
+    -1,
+    2,
+    3.5,
+    -0.5,
+    1e-300,
+    1e300,
+    float("nan"),
+    float("inf"),
+    LONG,
+    DEEP,
+]
+NASTY += [
+    2**31,
+    2**63,
+    -(2**63),
+    10**12,
+    10**30,
+    "",
+    "x",
+    "1",
+    "-1",
+    "²",
+    "\x00",
+    "\x1b]0;x\x07",
+    "\ud800",
+    "é" * 300,
+]
+NASTY += [
+    "x" * 100_000,
+    "/etc/passwd",
+    "../..",
+    "{%",
+    [],
+    {},
+    [[]],
+    [None],
+    [0],
+    [-1],
+    [[0], [0]],
+    {"": 0},
+    {"id": []},
+]
 NASTY += [list(range(2000))]
-WORDS = (
-    "x 0 1 -1 2.5 1e-300 1e300 nan inf ² auto all a=b 1,2 , 1,,2 / . .. /dev/null /dev/full /nowhere/x ~ {home} {run}"
-)
+WORDS = "x 0 1 -1 2.5 1e-300 1e300 nan inf ² auto all a=b 1,2 , 1,,2 / . .. "
+WORDS += "/dev/null /dev/full /nowhere/x ~ {home} {run}"
 WORDS += " {run}/tree.json é dynamic dynamic:0 dynamic:² static:9 greedy exact typical medusa ar hf -- train.lr=["
-WORDS += " drafter=hydra train.stage=2 {run}/distill.jsonl {run}/pipe " + " ".join(("9" * 40, "9" * 5000, "x" * 5000))
-YAML = ("2020-01-01", "&a [*a, *a]", "*a", "!!python/name:os.system", "{a: 1, a: 2}", "0x" + "f" * 5000, ".inf", "1e-3")
+WORDS += " drafter=hydra train.stage=2 {run}/distill.jsonl {run}/pipe " + " ".join(
+    ("9" * 40, "9" * 5000, "x" * 5000)
+)
+YAML = (
+    "2020-01-01",
+    "&a [*a, *a]",
+    "*a",
+    "!!python/name:os.system",
+    "{a: 1, a: 2}",
+    "0x" + "f" * 5000,
+    ".inf",
+    "1e-3",
+)
 Draw = Callable[..., Any]
 
 
@@ -131,7 +201,9 @@ class Case:
     data: bytes = b""
 
     def __repr__(self) -> str:
-        content = self.data if len(self.data) < 600 else self.data[:300] + b" ... " + self.data[-300:]
+        content = (
+            self.data if len(self.data) < 600 else self.data[:300] + b" ... " + self.data[-300:]
+        )
         return f"{self.name} = {content!r}; " * bool(self.name) + f"medusa {self.words!a}"
 
 
@@ -145,17 +217,26 @@ class Ground:
         model = save_model(self.home / "model")
         shutil.copytree(model, self.home / "shards")
         (self.home / "shards" / "model.safetensors").unlink()
-        load_network(model, LoadOptions(dtype="bf16"))[0].save_pretrained(self.home / "shards", max_shard_size="20KB")
+        load_network(model, LoadOptions(dtype="bf16"))[0].save_pretrained(
+            self.home / "shards", max_shard_size="20KB"
+        )
         run = save_run(self.home / "run", model, calibrated=True)
         shutil.copytree(run.drafter_dir, Path(save_run(self.home / "joint", model).path) / "kept")
         network, _ = load_network(model, LoadOptions(dtype="fp32"))
         adapter.attach(network, rank=2, alpha=4.0, dropout=0.0)
         adapter.save(network, self.home / "joint" / "adapter", model)
-        seeds = [{"id": f"s{n}", "messages": [{"role": "user", "content": f"w{n} w{n + 1}"}]} for n in range(6)]
-        (self.home / "seeds.json").write_text("".join(json.dumps(record) + "\n" for record in seeds))
+        seeds = [
+            {"id": f"s{n}", "messages": [{"role": "user", "content": f"w{n} w{n + 1}"}]}
+            for n in range(6)
+        ]
+        (self.home / "seeds.json").write_text(
+            "".join(json.dumps(record) + "\n" for record in seeds)
+        )
         save_questions(self.home / "questions.jsonl")
         export_medusa(find_source(f"{run.path}/"), self.home / "theirs")
-        torch.save(load_file(self.home / "theirs" / "medusa_lm_head.safetensors"), self.home / "heads.pt")
+        torch.save(
+            load_file(self.home / "theirs" / "medusa_lm_head.safetensors"), self.home / "heads.pt"
+        )
         # Measurements of the machine are kept however busy it is.
         with patch("medusa_cli.engine.timing.UNDISTURBED", 0.0):
             for line in (DISTILL, TRAIN, *FILES["cache/timings.json"], BENCH):
@@ -205,7 +286,10 @@ def limits() -> Iterator[None]:
 
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    timers = ((signal.SIGPROF, signal.ITIMER_PROF, SECONDS), (signal.SIGALRM, signal.ITIMER_REAL, WAITED))
+    timers = (
+        (signal.SIGPROF, signal.ITIMER_PROF, SECONDS),
+        (signal.SIGALRM, signal.ITIMER_REAL, WAITED),
+    )
     before = [signal.signal(number, late) for number, _, _ in timers]
     for _, timer, seconds in timers:
         signal.setitimer(timer, seconds)
@@ -238,9 +322,15 @@ def changed_bytes(draw: Draw, whole: bytes) -> bytes:
     data = bytearray(whole)
     for _ in range(draw(st.integers(1, 4))):
         near = st.integers(0, min(len(data), 400))
-        at = draw(st.one_of(near, near.map(lambda back: len(data) - back), st.integers(0, len(data))))
+        at = draw(
+            st.one_of(near, near.map(lambda back: len(data) - back), st.integers(0, len(data)))
+        )
         end = min(len(data), at + draw(st.sampled_from((1, 1, 2, 8, 64, len(data)))))
-        new = draw(st.sampled_from((b"\xff", b"\x00", b"[", b"{", b'"', b"-", b"9" * 30, b"e9", b"null", b"\n")))
+        new = draw(
+            st.sampled_from(
+                (b"\xff", b"\x00", b"[", b"{", b'"', b"-", b"9" * 30, b"e9", b"null", b"\n")
+            )
+        )
         change = draw(st.sampled_from(("set", "cut", "double", "insert")))
         if change == "set":
             data[at : at + 1] = bytes([draw(st.integers(0, 255))])
@@ -254,7 +344,9 @@ def changed_bytes(draw: Draw, whole: bytes) -> bytes:
 @st.composite
 def changed_values(draw: Draw, whole: bytes) -> bytes:
     """Draws JSON, or a line of JSONL, with a value replaced, a key left out, or a key twice."""
-    lines = [whole] if not whole.startswith(b"{") or b"\n" in whole.strip()[:3] else whole.split(b"\n")
+    lines = (
+        [whole] if not whole.startswith(b"{") or b"\n" in whole.strip()[:3] else whole.split(b"\n")
+    )
     number = draw(st.integers(0, len(lines) - 1))
     number = number if lines[number].strip() else 0
     document = json.loads(lines[number])
@@ -295,7 +387,11 @@ def paths_of(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]
 
 def dumped(document: Any) -> bytes:
     text = json.dumps(document)
-    return text.replace(json.dumps(DEEP), "[" * 3000 + "]" * 3000).replace(json.dumps(LONG), "9" * 5000).encode()
+    return (
+        text.replace(json.dumps(DEEP), "[" * 3000 + "]" * 3000)
+        .replace(json.dumps(LONG), "9" * 5000)
+        .encode()
+    )
 
 
 @st.composite
@@ -303,7 +399,11 @@ def changed_recipe(draw: Draw, whole: bytes) -> bytes:
     """Draws YAML with the value of a key replaced, or a line doubled."""
     lines = whole.decode().split("\n")
     place = draw(st.sampled_from([place for place, line in enumerate(lines) if ":" in line]))
-    value = draw(st.one_of(st.sampled_from(YAML), st.sampled_from(NASTY).map(lambda value: dumped(value).decode())))
+    value = draw(
+        st.one_of(
+            st.sampled_from(YAML), st.sampled_from(NASTY).map(lambda value: dumped(value).decode())
+        )
+    )
     lines[place] = f"{lines[place].partition(':')[0]}: {value}"
     if draw(st.integers(0, 5)) == 0:
         lines.insert(place, lines[place])
@@ -316,9 +416,21 @@ def changed_tensors(draw: Draw, whole: bytes) -> bytes:
     tensors = load(whole)
     name = draw(st.sampled_from(sorted(tensors)))
     changes: list[Callable[[torch.Tensor], torch.Tensor]] = [
-        *(lambda x: x * float("nan"), lambda x: x * float("inf"), lambda x: x * 1e30, lambda x: x * 0, lambda x: -x),
+        *(
+            lambda x: x * float("nan"),
+            lambda x: x * float("inf"),
+            lambda x: x * 1e30,
+            lambda x: x * 0,
+            lambda x: -x,
+        ),
         *(lambda x: x.to(torch.int8), lambda x: x.bool(), lambda x: x.double(), lambda x: x.long()),
-        *(lambda x: x[:1], lambda x: x[..., :0], lambda x: x.flatten(), lambda x: x[None], lambda x: x[::2]),
+        *(
+            lambda x: x[:1],
+            lambda x: x[..., :0],
+            lambda x: x.flatten(),
+            lambda x: x[None],
+            lambda x: x[::2],
+        ),
     ]
     tensor = draw(st.sampled_from(changes))(tensors.pop(name).float()).contiguous()
     key = draw(st.sampled_from((name, name, name, "other", "")))
@@ -345,14 +457,20 @@ def flags(command: str) -> st.SearchStrategy[tuple[str, ...]]:
     """Draws one to three flags of a command with any word for a value."""
     plain, valued = [], []
     for param in load_command(command).params:
-        names = [name for name in getattr(param, "opts", ()) if name.startswith("--") and name not in LEFT_OUT]
+        names = [
+            name
+            for name in getattr(param, "opts", ())
+            if name.startswith("--") and name not in LEFT_OUT
+        ]
         if param.param_type_name == "option" and names:
             (plain if param.is_flag else valued).append(names[0])
     fixed = st.sampled_from([*WORDS.split(), "", " ", "\x1b[2J", "\udcff"])
     word = st.one_of(fixed, st.integers(-3, 70).map(str), st.text(max_size=8))
     pair = st.tuples(st.sampled_from(sorted(valued)), word)
     alone = st.one_of(st.sampled_from(sorted(plain)), word).map(lambda text: (text,))
-    return st.lists(st.one_of(pair, pair, pair, alone), min_size=1, max_size=3).map(lambda groups: sum(groups, ()))
+    return st.lists(st.one_of(pair, pair, pair, alone), min_size=1, max_size=3).map(
+        lambda groups: sum(groups, ())
+    )
 
 
 def fuzz(number: int, seconds: float) -> tuple[int, int, list[str]]:
@@ -378,7 +496,11 @@ def block(ground: Ground, kind: str, number: int, end: float) -> list[str]:
 
     @seed(number)
     @settings(
-        max_examples=BLOCK, deadline=None, database=None, phases=[Phase.generate], suppress_health_check=EVERYTHING
+        max_examples=BLOCK,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=EVERYTHING,
     )
     @given(st.data())
     def fuzzed(data: st.DataObject) -> None:
@@ -401,13 +523,18 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**31))
     asked = parser.parse_args()
-    print(f"fuzzing for {asked.seconds:g} s in {asked.processes} processes, --seed {asked.seed}", flush=True)
+    print(
+        f"fuzzing for {asked.seconds:g} s in {asked.processes} processes, --seed {asked.seed}",
+        flush=True,
+    )
     seeds = [asked.seed * 1000 + rank for rank in range(asked.processes)]
     with ProcessPoolExecutor(asked.processes) as pool:
         done = list(pool.map(fuzz, seeds, [asked.seconds] * asked.processes))
     counts, peaks, faults = zip(*done, strict=True)
     count, peak, faults = sum(counts), max(peaks) << 10, sum(faults, [])
-    print(f"{count:,} cases, {len(faults)} faults, at most {peak / 1e9:.2f} GB held; --seed {asked.seed}")
+    print(
+        f"{count:,} cases, {len(faults)} faults, at most {peak / 1e9:.2f} GB held; --seed {asked.seed}"
+    )
     sys.exit(bool(faults) or peak > MEMORY)
 
 

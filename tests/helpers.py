@@ -45,7 +45,9 @@ ROLES = ("system", "user", "assistant")
 END_ID = SPECIAL.index("<end>")
 PROMPT = [5, 9, 20, 11, 7]
 TREE = Tree.from_choices([[0], [1], [0, 0], [0, 1], [0, 0, 0]])  # of what save_run writes
-SPARSE = Tree.from_choices([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 1, 0], [0, 0, 0, 0]])
+SPARSE = Tree.from_choices(
+    [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 1, 0], [0, 0, 0, 0]]
+)
 
 
 def medusa(*words: Any, exit_code: int | None = 0, input: str | bytes | None = None) -> Result:
@@ -58,7 +60,9 @@ def medusa(*words: Any, exit_code: int | None = 0, input: str | bytes | None = N
 def program(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Runs `medusa WORDS` in a process of its own."""
     command = [sys.executable, "-m", "medusa_cli", *words]
-    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment}, check=False)
+    return subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, **environment}, check=False
+    )
 
 
 def python(code: str, **how: Any) -> subprocess.CompletedProcess[str]:
@@ -77,7 +81,9 @@ def tiny_tokenizer(vocab: int = 64) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     words = [*SPECIAL, *ROLES, *(f"w{i}" for i in range(vocab - len(SPECIAL) - len(ROLES)))]
-    inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    inner = Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>")
+    )
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=inner,
@@ -91,7 +97,10 @@ def tiny_tokenizer(vocab: int = 64) -> Any:
     return tokenizer
 
 
-JSON_WORDS = ['{"name": "Ada", "age": 36, "tags": ["new", "sale"], "nested": {"kind": "city"}}, ', "true false null "]
+JSON_WORDS = [
+    '{"name": "Ada", "age": 36, "tags": ["new", "sale"], "nested": {"kind": "city"}}, ',
+    "true false null ",
+]
 
 
 def byte_tokenizer(vocab: int = 320) -> Any:
@@ -104,10 +113,15 @@ def byte_tokenizer(vocab: int = 320) -> Any:
     inner.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab, special_tokens=list(SPECIAL), initial_alphabet=alphabet, show_progress=False
+        vocab_size=vocab,
+        special_tokens=list(SPECIAL),
+        initial_alphabet=alphabet,
+        show_progress=False,
     )
     inner.train_from_iterator(JSON_WORDS * 8, trainer)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="<end>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="<pad>", eos_token="<end>"
+    )
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
 
@@ -120,7 +134,13 @@ def byte_backbone(family: str = "llama", **shape: Any) -> Backbone:
 
 
 def tiny_model(
-    family: str = "llama", *, vocab: int = 64, hidden: int = 32, layers: int = 2, positions: int = 512, seed: int = 0
+    family: str = "llama",
+    *,
+    vocab: int = 64,
+    hidden: int = 32,
+    layers: int = 2,
+    positions: int = 512,
+    seed: int = 0,
 ) -> Any:
     """Returns a random fp32 causal LM of a family, whose greedy text is not one token repeated."""
     import transformers as hf
@@ -156,16 +176,23 @@ def tiny_model(
     return model_class(config_class(**common | own)).eval()
 
 
-def tiny_backbone(family: str = "llama", *, vocab: int = 64, engine: str = "eager", **shape: int) -> Backbone:
+def tiny_backbone(
+    family: str = "llama", *, vocab: int = 64, engine: str = "eager", **shape: int
+) -> Backbone:
     """Returns a backbone over tiny_model, in fp32."""
-    backbone = Backbone(tiny_model(family, vocab=vocab, **shape), tiny_tokenizer(vocab), id=f"tiny-{family}")
+    backbone = Backbone(
+        tiny_model(family, vocab=vocab, **shape), tiny_tokenizer(vocab), id=f"tiny-{family}"
+    )
     attach(backbone, engine)
     return backbone
 
 
 def guesses(heads: HeadDrafter, backbone: Backbone, batch: Batch, top: int) -> torch.Tensor:
     """Returns the token ids of each head's best guesses at the trained positions, best first, [n, K, top]."""
-    return torch.stack([heads.draft_ids[scores.topk(top).indices] for scores in heads.logits(backbone, batch)], dim=1)
+    return torch.stack(
+        [heads.draft_ids[scores.topk(top).indices] for scores in heads.logits(backbone, batch)],
+        dim=1,
+    )
 
 
 def load_dataset(
@@ -188,7 +215,10 @@ def random_conversations(count: int = 12, length: int = 30) -> list[Conversation
 def save_conversations(folder: Path, count: int = 30) -> Path:
     """Makes a run's folder with random conversations."""
     items = random_conversations(count)
-    write_lines(folder / "distill.jsonl", [{"id": c.id, "tokens": c.tokens, "spans": c.spans} for c in items])
+    write_lines(
+        folder / "distill.jsonl",
+        [{"id": c.id, "tokens": c.tokens, "spans": c.spans} for c in items],
+    )
     return folder
 
 
@@ -237,7 +267,9 @@ def forward(
     plan = Plan(torch.as_tensor(tokens)[None], *shape, slot, tuple(taps), logits, extra_rows)
     out = backbone.engine.forward(plan, backbone.engine.new_cache() if cache is None else cache)
     return Output(
-        None if out.logits is None else out.logits[0], out.hidden[0], None if out.extra is None else out.extra[0]
+        None if out.logits is None else out.logits[0],
+        out.hidden[0],
+        None if out.extra is None else out.extra[0],
     )
 
 
@@ -258,7 +290,9 @@ def rows_of(cache: Cache, slot: int = 0) -> Tensor:
     return torch.stack([keys, values])[:, :, :, : cache.lengths[slot]]
 
 
-def drafted(drafter: Drafter, backbone: Backbone, new: NewTokens, shape: Tree | DynamicTree) -> Draft:
+def drafted(
+    drafter: Drafter, backbone: Backbone, new: NewTokens, shape: Tree | DynamicTree
+) -> Draft:
     """Returns the draft for one sequence, whose state is the drafter's own."""
     [draft] = drafter.draft(backbone, [drafter], [new], shape)
     return draft
@@ -286,14 +320,22 @@ class Oracle(Drafter):
     def first_input(self, prompt: NewTokens) -> NewTokens:
         return prompt
 
-    def draft(self, backbone: Backbone, sequences, new: Sequence[NewTokens], tree: Tree) -> list[Draft]:
+    def draft(
+        self, backbone: Backbone, sequences, new: Sequence[NewTokens], tree: Tree
+    ) -> list[Draft]:
         self.drafts += len(new)
-        return [own.guess(backbone, tokens, tree) for own, tokens in zip(sequences, new, strict=True)]
+        return [
+            own.guess(backbone, tokens, tree) for own, tokens in zip(sequences, new, strict=True)
+        ]
 
     def guess(self, backbone: Backbone, new: NewTokens, tree: Tree) -> Draft:
         assert new.hidden.shape == (len(new.tokens), backbone.hidden_size)
         if new.start == 0:
-            self.prompt = next(prompt for prompt in self.known if (*prompt,) == (*new.tokens[: len(prompt)].tolist(),))
+            self.prompt = next(
+                prompt
+                for prompt in self.known
+                if (*prompt,) == (*new.tokens[: len(prompt)].tolist(),)
+            )
         answer, right = self.known[self.prompt]
         done = new.end - len(self.prompt)
         assert answer[done : done + 1] in ([new.root], [])
@@ -365,7 +407,9 @@ def save_run(
 def save_questions(path: Path, count: int = 4) -> str:
     """Saves questions of two turns in two categories, and one malformed line."""
     lines = [
-        json.dumps({"question_id": i, "category": "ab"[i % 2], "turns": [f"w{i} w{i + 1}", f"w{i + 9}"]})
+        json.dumps(
+            {"question_id": i, "category": "ab"[i % 2], "turns": [f"w{i} w{i + 1}", f"w{i + 9}"]}
+        )
         for i in range(count)
     ]
     path.write_text("\n".join([*lines, '{"question_id": 99}']) + "\n")
@@ -381,7 +425,14 @@ def save_bench(folder: Path) -> Path:
 
 def bench(folder: Path, *words: Any, exit_code: int = 0) -> Result:
     """Runs `medusa bench` in fp32 over what save_bench wrote."""
-    common = ["--questions", str(folder / "q.jsonl"), "--run", str(folder / "mine"), "--dtype", "fp32"]
+    common = [
+        "--questions",
+        str(folder / "q.jsonl"),
+        "--run",
+        str(folder / "mine"),
+        "--dtype",
+        "fp32",
+    ]
     return medusa("bench", *common, "--max-new-tokens", "20", *words, exit_code=exit_code)
 
 
@@ -410,7 +461,9 @@ def tokens_of(steps: Iterable[Step]) -> list[int]:
 Drafting = DraftPolicy | Tree | DynamicTree | None
 
 
-def decoder_of(backbone: Backbone, drafter: Drafter | None = None, policy: Drafting = None, **options: Any) -> Decoder:
+def decoder_of(
+    backbone: Backbone, drafter: Drafter | None = None, policy: Drafting = None, **options: Any
+) -> Decoder:
     """Returns a decoder over a policy, or over one tree."""
     tree = isinstance(policy, Tree | DynamicTree)
     return Decoder(backbone, drafter, policy_of(policy) if tree else policy, **options)
@@ -428,7 +481,11 @@ def answer(decoder: Decoder, prompt: Sequence[int], **rules: Any) -> Iterator[St
 
 
 def generate(
-    backbone: Backbone, drafter: Drafter | None, policy: Drafting, prompt: Sequence[int], **rules: Any
+    backbone: Backbone,
+    drafter: Drafter | None,
+    policy: Drafting,
+    prompt: Sequence[int],
+    **rules: Any,
 ) -> Iterator[Step]:
     """Yields the steps of one prompt; without a drafter decoding is plain."""
     yield from answer(decoder_of(backbone, drafter, policy), prompt, **rules)
@@ -497,7 +554,9 @@ class ChatServer:
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 with lock:
-                    outer.requests.append({**body, "path": self.path, "key": self.headers.get("Authorization")})
+                    outer.requests.append(
+                        {**body, "path": self.path, "key": self.headers.get("Authorization")}
+                    )
                     number = len(outer.requests)
                     outer.together += 1
                     outer.most_together = max(outer.most_together, outer.together)
@@ -507,7 +566,9 @@ class ChatServer:
                 if status := outer.fault(number, body):
                     return self._send(status, {"error": "spoilt"})
                 text, reason = outer.say(body)
-                self._send(200, {"choices": [{"message": {"content": text}, "finish_reason": reason}]})
+                self._send(
+                    200, {"choices": [{"message": {"content": text}, "finish_reason": reason}]}
+                )
 
             def _send(self, status: int, document: dict) -> None:
                 data = json.dumps(document).encode()
@@ -520,7 +581,9 @@ class ChatServer:
 
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.http.server_port}"
-        threading.Thread(target=lambda: self.http.serve_forever(poll_interval=0.01), daemon=True).start()
+        threading.Thread(
+            target=lambda: self.http.serve_forever(poll_interval=0.01), daemon=True
+        ).start()
 
     def stop(self) -> None:
         """Answers pending requests and refuses every connection from now on."""

@@ -16,7 +16,9 @@ Generated from the commands' `--help` by `make help-page`; do not edit.
 def help_of(name: str) -> str:
     """Returns a command's help text, WIDTH columns wide, without colours."""
     command = cli.load_command(name)
-    context = command.make_context(f"medusa {name}", [], resilient_parsing=True, terminal_width=WIDTH)
+    context = command.make_context(
+        f"medusa {name}", [], resilient_parsing=True, terminal_width=WIDTH
+    )
     text = re.sub(r"\x1b\[[0-9;]*m", "", command.get_help(context))
     return "\n".join(line.rstrip() for line in text.splitlines())
 
@@ -24,7 +26,9 @@ def help_of(name: str) -> str:
 def page() -> str:
     """Returns the page as Markdown, one section a command."""
     os.environ.pop("MEDUSA_HOME", None)
-    return "\n".join([HEAD, *(f"## {name}\n\n```text\n{help_of(name)}\n```\n" for name in cli.COMMANDS)])
+    return "\n".join(
+        [HEAD, *(f"## {name}\n\n```text\n{help_of(name)}\n```\n" for name in cli.COMMANDS)]
+    )
 
 
 if __name__ == "__main__":

@@ -49,7 +49,12 @@ SMALL = {
 }  # fmt: skip
 LINEAR_LAYERS = [LINEAR, LINEAR, FULL, LINEAR]
 CONV_LAYERS = ["conv", "conv", FULL, "conv"]
-ATTENTION_AT = {"attn_layer_period": 4, "attn_layer_offset": 2, "expert_layer_period": 2, "expert_layer_offset": 1}
+ATTENTION_AT = {
+    "attn_layer_period": 4,
+    "attn_layer_offset": 2,
+    "expert_layer_period": 2,
+    "expert_layer_offset": 1,
+}
 # What some types want beside these, or in their place; OUT leaves a field as it is.
 OUT: Any = object()
 OWN: dict[str, dict[str, Any]] = {
@@ -137,7 +142,11 @@ class Known(Oracle):
 
     def guess(self, backbone: Backbone, new: NewTokens, tree: Tree) -> Draft:
         read, end = new.tokens.tolist(), new.end
-        fits = (text for text in self.texts if text[new.start : end] == read and text[end : end + 1] == [new.root])
+        fits = (
+            text
+            for text in self.texts
+            if text[new.start : end] == read and text[end : end + 1] == [new.root]
+        )
         text = next(fits, [])
         tokens = [new.root]
         for node in range(1, tree.size):
@@ -156,7 +165,9 @@ def tiny_config(kind: str, **own: Any) -> Any:
     def settable(name: str) -> bool:
         field = getattr(config_class, name, None)
         try:
-            return hasattr(default, name) and not (isinstance(field, property) and field.fset is None)
+            return hasattr(default, name) and not (
+                isinstance(field, property) and field.fset is None
+            )
         except RuntimeError:  # it is set layer by layer
             return True
 
@@ -184,7 +195,9 @@ def tiny_wrapper(kind: str) -> Any:
     """Returns a config of a model type that sees images too, with a tiny text part."""
     config_class = CONFIG_MAPPING[kind]
     default = config_class()
-    parts: dict[str, Any] = {"text_config": tiny_config(default.get_text_config().model_type).to_dict()}
+    parts: dict[str, Any] = {
+        "text_config": tiny_config(default.get_text_config().model_type).to_dict()
+    }
     vision = getattr(default, "vision_config", None)
     if vision is not None:
         own = {name: value for name, value in SMALL_VISION.items() if hasattr(vision, name)}
@@ -260,7 +273,9 @@ class Outcome:
 
 
 STATES = "running states"
-PROMPT_STATES = "running states, by another formula in decoding: a prompt reuses prompts, but no answers"
+PROMPT_STATES = (
+    "running states, by another formula in decoding: a prompt reuses prompts, but no answers"
+)
 
 
 def survey(kind: str) -> Outcome:
@@ -308,7 +323,9 @@ def page(rows: dict[str, str]) -> str:
     """Returns the page as Markdown, one section a group, of each type's row."""
     parts = [HEAD]
     for group, kinds in NAMED.items():
-        parts.append(f"## {group[0].upper()}{group[1:]}\n\n| type | engine | drafts | notes |\n|---|---|---|---|")
+        parts.append(
+            f"## {group[0].upper()}{group[1:]}\n\n| type | engine | drafts | notes |\n|---|---|---|---|"
+        )
         parts += [rows[kind] for kind in kinds]
         parts[-1] += "\n"
     return "\n".join(parts)

@@ -8,7 +8,12 @@ PERSON: dict[str, Any] = {
     "properties": {
         "name": {"type": "string", "maxLength": 8},
         "age": {"type": "integer", "minimum": 0, "maximum": 150},
-        "tags": {"type": "array", "items": {"enum": ["new", "old", "sale"]}, "minItems": 1, "maxItems": 3},
+        "tags": {
+            "type": "array",
+            "items": {"enum": ["new", "old", "sale"]},
+            "minItems": 1,
+            "maxItems": 3,
+        },
         "nested": {"anyOf": [{"$ref": "#/$defs/place"}, {"type": "null"}]},
     },
     "required": ["name", "age", "tags", "nested"],
@@ -49,7 +54,9 @@ QUESTIONS: list[tuple[str, dict[str, Any]]] = [
             name=_text(40),
             age={"type": "integer", "minimum": 0, "maximum": 120},
             email=_text(40),
-            address=_object(street=_text(40), city=_text(30), country={"enum": ["France", "Germany", "Italy"]}),
+            address=_object(
+                street=_text(40), city=_text(30), country={"enum": ["France", "Germany", "Italy"]}
+            ),
             hobbies=_list(_text(20), 1, 3),
         ),
     ),
@@ -83,7 +90,20 @@ QUESTIONS: list[tuple[str, dict[str, Any]]] = [
         ),
     ),
 ]
-NAMES = ("name", "age", "city", "tags", "price", "kind", "items", "address", "is_open", "übung", "a b", 'q"uote')
+NAMES = (
+    "name",
+    "age",
+    "city",
+    "tags",
+    "price",
+    "kind",
+    "items",
+    "address",
+    "is_open",
+    "übung",
+    "a b",
+    'q"uote',
+)
 
 
 def random_schema(chance: random.Random, depth: int = 3) -> dict[str, Any]:
@@ -91,19 +111,31 @@ def random_schema(chance: random.Random, depth: int = 3) -> dict[str, Any]:
     names = chance.sample(NAMES, chance.randint(1, 4))
     required = [name for name in names if chance.random() < 0.8]
     properties = {name: _random(chance, depth - 1) for name in names}
-    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": required,
+        "additionalProperties": False,
+    }
 
 
 def _random(chance: random.Random, depth: int) -> dict[str, Any]:
     smallest = chance.randint(-50, 50)
     leaves: list[dict[str, Any]] = [
         {"type": "string", "minLength": chance.randint(0, 3), "maxLength": chance.randint(4, 20)},
-        {"type": "string", "pattern": chance.choice(["^[A-Z]{3}-[0-9]{4}$", "^(yes|no|maybe)$", "^[a-z]{2,9}$"])},
+        {
+            "type": "string",
+            "pattern": chance.choice(["^[A-Z]{3}-[0-9]{4}$", "^(yes|no|maybe)$", "^[a-z]{2,9}$"]),
+        },
         {"type": "string", "format": chance.choice(["date", "uuid", "ipv4"])},
         {"type": "integer", "minimum": smallest, "maximum": smallest + chance.randint(0, 900)},
         {"type": "number", "minimum": 0, "maximum": 10, "multipleOf": 0.25},
         {"type": "boolean"},
-        {"enum": chance.sample(["red", "green", 7, None, True, 'a "b"', 1.5, "ß"], chance.randint(1, 4))},
+        {
+            "enum": chance.sample(
+                ["red", "green", 7, None, True, 'a "b"', 1.5, "ß"], chance.randint(1, 4)
+            )
+        },
         {"const": chance.choice(["fixed", 42, None, [1, 2], {"k": "v"}])},
         {"type": ["boolean", "null"]},
     ]
@@ -113,8 +145,18 @@ def _random(chance: random.Random, depth: int) -> dict[str, Any]:
     return chance.choice(
         [
             random_schema(chance, depth),
-            {"type": "array", "items": items, "minItems": chance.randint(0, 2), "maxItems": chance.randint(2, 4)},
+            {
+                "type": "array",
+                "items": items,
+                "minItems": chance.randint(0, 2),
+                "maxItems": chance.randint(2, 4),
+            },
             {"anyOf": [_random(chance, depth - 1), _random(chance, depth - 1)]},
-            {"type": "array", "prefixItems": [items, _random(chance, 0)], "items": False, "minItems": 2},
+            {
+                "type": "array",
+                "prefixItems": [items, _random(chance, 0)],
+                "items": False,
+                "minItems": 2,
+            },
         ]
     )

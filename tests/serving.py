@@ -43,7 +43,15 @@ class Served:
         """Returns OpenAI's client."""
         from openai import OpenAI
 
-        return OpenAI(**{"base_url": f"{self.url}/v1", "api_key": "none", "max_retries": 0, "timeout": 60, **options})
+        return OpenAI(
+            **{
+                "base_url": f"{self.url}/v1",
+                "api_key": "none",
+                "max_retries": 0,
+                "timeout": 60,
+                **options,
+            }
+        )
 
     def request(
         self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
@@ -52,20 +60,32 @@ class Served:
         data = body if isinstance(body, str | bytes | None) else json.dumps(body)
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         try:
-            connection.request(method, path, data, {"Content-Type": "application/json", **(headers or {})})
+            connection.request(
+                method, path, data, {"Content-Type": "application/json", **(headers or {})}
+            )
             response = connection.getresponse()
-            return response.status, {k.lower(): v for k, v in response.getheaders()}, response.read().decode()
+            return (
+                response.status,
+                {k.lower(): v for k, v in response.getheaders()},
+                response.read().decode(),
+            )
         finally:
             connection.close()
 
-    def post(self, body: Any, path: str = "/v1/completions", **headers: str) -> tuple[int, dict[str, str], Any]:
+    def post(
+        self, body: Any, path: str = "/v1/completions", **headers: str
+    ) -> tuple[int, dict[str, str], Any]:
         status, answered, text = self.request("POST", path, body, headers)
         return status, answered, json.loads(text)
 
     def number(self, name: str) -> float:
         """Returns a number of /metrics."""
         lines = self.request("GET", "/metrics")[2].splitlines()
-        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.split("{")[0].split(" ")[0] == name)
+        return sum(
+            float(line.rsplit(" ", 1)[1])
+            for line in lines
+            if line.split("{")[0].split(" ")[0] == name
+        )
 
     def until(self, name: str, value: float, seconds: float = 60) -> None:
         """Waits until a number of /metrics has this value."""
@@ -94,7 +114,9 @@ def serving(medusa: Medusa, uds: Path | None = None, **settings: Any) -> Iterato
         assert not thread.is_alive(), "the server did not stop"
 
 
-def start(words: list[str], log: Path, prefix: Sequence[str] = ()) -> tuple[subprocess.Popen[bytes], int]:
+def start(
+    words: list[str], log: Path, prefix: Sequence[str] = ()
+) -> tuple[subprocess.Popen[bytes], int]:
     """Starts `medusa serve` on a free port, its stderr in a file; returns the process and the port."""
     command = [*prefix, sys.executable, "-m", "medusa_cli", "serve", "--port", "0", *words]
     with log.open("wb") as file:

@@ -23,7 +23,12 @@ from typing import Any
 
 from tests.serving import MODEL, Served, start, tiny_medusa
 
-MALFORMED = ("{", '{"model": "tiny"}', '{"model": "tiny", "prompt": [1], "n": 0}', '{"model": "tiny", "prompt": [99]}')
+MALFORMED = (
+    "{",
+    '{"model": "tiny"}',
+    '{"model": "tiny", "prompt": [1], "n": 0}',
+    '{"model": "tiny", "prompt": [99]}',
+)
 # Allowed growth of memory from the middle to the end, as a share: allocators wander. Bytes of the log. Times slower.
 GROWTH, MAX_LOG, SLOWER = 0.03, 1 << 20, 2
 SILENT, HALF_HEADED, SLOW = 300, 300, 100
@@ -31,7 +36,9 @@ SILENT, HALF_HEADED, SLOW = 300, 300, 100
 
 def memory_of(process: subprocess.Popen[str]) -> int:
     """Returns the resident bytes of a process."""
-    return int(Path(f"/proc/{process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return int(Path(f"/proc/{process.pid}/statm").read_text().split()[1]) * os.sysconf(
+        "SC_PAGE_SIZE"
+    )
 
 
 def harass(port: int, ready: Any) -> None:
@@ -86,7 +93,9 @@ def ask(port: int, number: int, answers: dict[tuple[int, ...], str]) -> str | No
         return None if response.status == 400 else f"malformed, answered {response.status}"
     if response.status != 200:
         return f"answered {response.status}: {text}"
-    documents = [line[6:] for line in text.splitlines() if line.startswith("data: {")] if stream else [text]
+    documents = (
+        [line[6:] for line in text.splitlines() if line.startswith("data: {")] if stream else [text]
+    )
     answer = "".join(json.loads(document)["choices"][0]["text"] for document in documents)
     return None if answer == answers[prompt] else f"{answer!r} is not {answers[prompt]!r}"
 
@@ -97,7 +106,10 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=32)
     args = parser.parse_args()
     wrong, levels = list[str](), list[int]()
-    seconds: tuple[list[float], list[float]] = ([], [])  # of requests before and beside hostile clients
+    seconds: tuple[list[float], list[float]] = (
+        [],
+        [],
+    )  # of requests before and beside hostile clients
     with tempfile.TemporaryDirectory() as folder:
         medusa = tiny_medusa(Path(folder))
         prompts = [(8 + n % 40, 9 + n % 7, 60 - n % 30) for n in range(64)]
@@ -133,7 +145,9 @@ def main() -> None:
     middle = sorted(levels[len(levels) // 2 :][:5])[2] if len(levels) > 10 else levels[0]
     end = sorted(levels[-5:])[2] if len(levels) > 10 else levels[-1]
     growth = end / middle - 1
-    (calm_s, calm_p99), (hostile_s, hostile_p99) = ((median(s), max(quantiles(s, n=100))) for s in seconds)
+    (calm_s, calm_p99), (hostile_s, hostile_p99) = (
+        (median(s), max(quantiles(s, n=100))) for s in seconds
+    )
     print("\n".join(wrong[:20]), file=sys.stderr)
     print(
         f"{args.requests} requests by {args.clients} clients in {total:.0f} s: {len(wrong)} wrong, "

@@ -20,7 +20,9 @@ from tests.helpers import assert_distributed
 VOCAB = 7
 
 
-def accept(logits: torch.Tensor, draft: Draft, sampling: Sampling, generator: torch.Generator) -> tuple[list[int], int]:
+def accept(
+    logits: torch.Tensor, draft: Draft, sampling: Sampling, generator: torch.Generator
+) -> tuple[list[int], int]:
     """Accepts one draft with these random numbers."""
     rule = Sampler(sampling)
     rule.generator = generator
@@ -53,7 +55,9 @@ def random_case(seed: int, sharpness: float = 2.0) -> tuple[torch.Tensor, Draft]
     chance = random.Random(seed)
     tree = random_tree(chance, 14)
     tokens = torch.tensor([chance.randrange(VOCAB) for _ in range(tree.size)])
-    logits = sharpness * torch.randn(tree.size, VOCAB, generator=torch.Generator().manual_seed(seed))
+    logits = sharpness * torch.randn(
+        tree.size, VOCAB, generator=torch.Generator().manual_seed(seed)
+    )
     return logits, Draft(tokens, tree)
 
 
@@ -76,10 +80,16 @@ def test_greedy_takes_the_longest_path_of_argmaxes(seed: int) -> None:
     assert bonus == int(best[accepted[-1]])
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling("exact", 1.0, seed=4), Sampling("exact", 0.7, 0.8, 5)])
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), Sampling("exact", 1.0, seed=4), Sampling("exact", 0.7, 0.8, 5)]
+)
 def test_tensors_accept_the_paths_of_the_host(sampling: Sampling) -> None:
     """Random trees of many sizes, padded to one: the tensors' path is that of the walk from node to node."""
-    drafts, logits, samplers = [], torch.zeros(60, 20, VOCAB), [Sampler(sampling, stream) for stream in range(60)]
+    drafts, logits, samplers = (
+        [],
+        torch.zeros(60, 20, VOCAB),
+        [Sampler(sampling, stream) for stream in range(60)],
+    )
     tree_mask = torch.eye(20, dtype=torch.bool).repeat(60, 1, 1)
     tokens, depth, parents = torch.zeros(3, 60, 20, dtype=torch.long).unbind()
     parents.fill_(PADDING)
@@ -89,20 +99,33 @@ def test_tensors_accept_the_paths_of_the_host(sampling: Sampling) -> None:
         while max(tree.ranks) >= VOCAB:
             tree = random_tree(chance, tree.size)
         starts = [chance.randrange(VOCAB) for _ in range(tree.size)]  # siblings differ
-        ids = [(starts[parent] + rank) % VOCAB for parent, rank in zip(tree.parents, tree.ranks, strict=True)]
+        ids = [
+            (starts[parent] + rank) % VOCAB
+            for parent, rank in zip(tree.parents, tree.ranks, strict=True)
+        ]
         drafts.append(Draft(torch.tensor(ids), tree))
-        logits[i, : tree.size] = 2 * torch.randn(tree.size, VOCAB, generator=torch.Generator().manual_seed(i))
+        logits[i, : tree.size] = 2 * torch.randn(
+            tree.size, VOCAB, generator=torch.Generator().manual_seed(i)
+        )
         tokens[i, : tree.size], depth[i, : tree.size] = drafts[-1].tokens, tree.depth
-        parents[i, : tree.size], tree_mask[i, : tree.size, : tree.size] = torch.tensor(tree.parents), tree.mask
+        parents[i, : tree.size], tree_mask[i, : tree.size, : tree.size] = (
+            torch.tensor(tree.parents),
+            tree.mask,
+        )
     params = sampling_params(samplers, 60, 20)
-    chosen, certain = choose(logits, params, depth) if sampling.exact else (logits.argmax(-1), torch.ones(()))
+    chosen, certain = (
+        choose(logits, params, depth) if sampling.exact else (logits.argmax(-1), torch.ones(()))
+    )
     assert certain.all()
     count, last, path, on_path = longest_path(chosen, tokens, depth, parents, tree_mask, 12)
     expected = accept_many(logits, drafts, samplers)
     assert max(len(nodes) for nodes, _ in expected) >= 3
     for i, (nodes, bonus) in enumerate(expected):
         assert path[i, : int(count[i])].tolist() == nodes == on_path[i].nonzero()[:, 0].tolist()
-        assert path[i, int(count[i]) :].tolist() == [*range(int(count[i]), 12)] and chosen[i, last[i]] == bonus
+        assert (
+            path[i, int(count[i]) :].tolist() == [*range(int(count[i]), 12)]
+            and chosen[i, last[i]] == bonus
+        )
 
 
 def test_token_zero_is_a_token_like_any_other() -> None:
@@ -150,14 +173,20 @@ def test_exact_sampling_keeps_the_distribution(top_p: float, top_k: int) -> None
     rule = Sampling("exact", 0.9, top_p, top_k)
     # The target depends on the last token alone, as a bigram model's would.
     bigram = 1.5 * torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(3))
-    draft = Draft(torch.tensor([0, 1, 2, 2, 3, 1, 4]), tree)  # token 2 twice below the root, on purpose
+    draft = Draft(
+        torch.tensor([0, 1, 2, 2, 3, 1, 4]), tree
+    )  # token 2 twice below the root, on purpose
     probs = target_probs(bigram, rule).double()
     generator = torch.Generator().manual_seed(7)
     seen = torch.zeros(VOCAB, VOCAB, dtype=torch.double)
     for _ in range(runs):
         accepted, bonus = accept(bigram[draft.tokens], draft, rule, generator)
         out = [*(int(draft.tokens[n]) for n in accepted[1:]), bonus]
-        second = out[1] if len(out) > 1 else int(torch.multinomial(probs[out[0]], 1, generator=generator))
+        second = (
+            out[1]
+            if len(out) > 1
+            else int(torch.multinomial(probs[out[0]], 1, generator=generator))
+        )
         seen[out[0], second] += 1
     assert_distributed(seen, runs * probs[0][:, None] * probs)
 
@@ -167,7 +196,9 @@ CUTS = [(1.0, 0), (0.9, 0), (0.01, 0), (1.0, 5), (0.7, 40), (0.999, 3 * NUCLEUS)
 
 @pytest.mark.parametrize(("top_p", "top_k"), CUTS)
 @pytest.mark.parametrize("sharpness", [0.1, 3.0])  # a nucleus of nearly all tokens, and one of few
-def test_candidates_are_the_distribution_after_its_cuts(top_p: float, top_k: int, sharpness: float) -> None:
+def test_candidates_are_the_distribution_after_its_cuts(
+    top_p: float, top_k: int, sharpness: float
+) -> None:
     logits = sharpness * torch.randn(3, 4 * NUCLEUS, generator=torch.Generator().manual_seed(1))
     rule = Sampling("exact", 0.8, top_p, top_k)
     weights, ids = candidates(logits, rule)
@@ -188,15 +219,22 @@ def test_all_that_tie_with_the_last_of_top_k_stay() -> None:
 @pytest.mark.parametrize("size", [5000, 5120])
 def test_draw_among_many_weights_is_that_of_their_running_sum(size: int) -> None:
     generator = torch.Generator().manual_seed(0)
-    weights = torch.rand(3, 4, size, generator=generator) * (torch.rand(3, 4, size, generator=generator) > 0.7)
+    weights = torch.rand(3, 4, size, generator=generator) * (
+        torch.rand(3, 4, size, generator=generator) > 0.7
+    )
     weights[..., :200] = weights[..., -200:] = 0
     summed = weights[0, 0].double().cumsum(0)
-    for draws in (torch.rand(300, generator=generator, dtype=torch.double), torch.tensor([0.0, 1 - 2.0**-53]).double()):
+    for draws in (
+        torch.rand(300, generator=generator, dtype=torch.double),
+        torch.tensor([0.0, 1 - 2.0**-53]).double(),
+    ):
         expected = torch.searchsorted(summed, draws * summed[-1] * (1 - 2.0**-52), right=True)
         drawn = draw(weights[0, 0].expand(len(draws), -1), draws)
         assert torch.equal(drawn, expected) and (weights[0, 0][drawn] > 0).all()
     drawn = draw(weights, torch.full((3, 4), 0.5, dtype=torch.double))
-    assert drawn.tolist() == [[int(draw(row, torch.tensor(0.5))) for row in rows] for rows in weights]
+    assert drawn.tolist() == [
+        [int(draw(row, torch.tensor(0.5))) for row in rows] for rows in weights
+    ]
     assert draw(torch.full((2, size), torch.nan), torch.rand(2)).max() < size  # no place beyond
 
 

@@ -30,14 +30,18 @@ def adaptive(*trees: SizedTree) -> AdaptivePolicy:
 
 def begin(policy: AdaptivePolicy, sampling: Sampling = GREEDY) -> SimpleNamespace:
     """Returns what a policy reads of a sequence that begins."""
-    return SimpleNamespace(draft=policy.begin(sampling), tokens=[], root=0, sampler=SimpleNamespace(processors=None))
+    return SimpleNamespace(
+        draft=policy.begin(sampling), tokens=[], root=0, sampler=SimpleNamespace(processors=None)
+    )
 
 
 def choose(policy: AdaptivePolicy, *sequences: SimpleNamespace) -> Tree:
     return policy.next(sequences or [begin(policy)])[0][0]
 
 
-def record(policy: AdaptivePolicy, sequence: SimpleNamespace, tree: Tree, accepted: int, seconds: float) -> None:
+def record(
+    policy: AdaptivePolicy, sequence: SimpleNamespace, tree: Tree, accepted: int, seconds: float
+) -> None:
     path = tuple(range(accepted + 1))
     policy.record([sequence], [Step([1] * len(path), tree.size, path, verify_s=seconds)])
 
@@ -78,14 +82,23 @@ def test_retry_interval_doubles() -> None:
         elif run:
             rests.append(run)
             run = 0
-    paid_by = round(TRIAL_STEPS * (SECONDS[SMALL.size] / SECONDS[ROOT.size] - 1) / MAX_TRIAL_COST)  # plain steps
-    assert rests[:4] == [max(paid_by, RETRY_STEPS * 2**i) for i in range(4)] and max(rests) == MAX_RETRY_STEPS
+    paid_by = round(
+        TRIAL_STEPS * (SECONDS[SMALL.size] / SECONDS[ROOT.size] - 1) / MAX_TRIAL_COST
+    )  # plain steps
+    assert (
+        rests[:4] == [max(paid_by, RETRY_STEPS * 2**i) for i in range(4)]
+        and max(rests) == MAX_RETRY_STEPS
+    )
     drafted = [size for size in sizes[first:] if size > 1]
     assert set(drafted) == {SMALL.size} and len(drafted) <= TRIAL_STEPS * (len(rests) + 1)
 
 
 def speedup(
-    policy: AdaptivePolicy, chances: Sequence[float], sampling: Sampling = GREEDY, texts: int = 1, length: int = 96
+    policy: AdaptivePolicy,
+    chances: Sequence[float],
+    sampling: Sampling = GREEDY,
+    texts: int = 1,
+    length: int = 96,
 ) -> float:
     """Returns tokens a second against plain decoding: texts of stretches of `length` tokens, each with its chance."""
     generator, costs = torch.Generator().manual_seed(1), policy.costs.measured
@@ -97,7 +110,12 @@ def speedup(
             tokens = 0
             while tokens < length:
                 tree = choose(policy, text)
-                accepted = int((torch.rand(tree.max_depth, generator=generator) < chance).long().cumprod(0).sum())
+                accepted = int(
+                    (torch.rand(tree.max_depth, generator=generator) < chance)
+                    .long()
+                    .cumprod(0)
+                    .sum()
+                )
                 took = costs(tree.size, tree.max_depth)
                 record(policy, text, tree, accepted, took)
                 seconds, tokens = seconds + took, tokens + 1 + accepted
@@ -107,21 +125,34 @@ def speedup(
 
 def test_policy_finds_its_way_back_after_a_stretch_that_fails() -> None:
     """Simulates texts of 400 tokens that no draft fits, then 400 that drafts fit, at fair accuracies and costs."""
-    accuracies, costs = [[0.5], [0.44], [0.41], [0.40]], StepTimes({1: 1.0, 2: 1.1, 5: 1.4, 64: 6.0}, {1: 0.1, 4: 0.3})
+    accuracies, costs = (
+        [[0.5], [0.44], [0.41], [0.40]],
+        StepTimes({1: 1.0, 2: 1.1, 5: 1.4, 64: 6.0}, {1: 0.1, 4: 0.3}),
+    )
     policy = AdaptivePolicy(budgets(accuracies, costs), costs)
     assert speedup(policy, [0.0, 0.7], texts=20, length=400) >= 1.12
     assert speedup(policy, [0.0] * 10, texts=3, length=400) >= 0.995
 
 
-def serve(policy: AdaptivePolicy, chances: Sequence[float], length: int, slots: int = 1) -> tuple[float, float]:
+def serve(
+    policy: AdaptivePolicy, chances: Sequence[float], length: int, slots: int = 1
+) -> tuple[float, float]:
     """Decodes answers of so many tokens, each as soon as a slot is free.
 
     chances: that a draft token is right, for each answer. Returns the speedup and the share of drafted steps.
     """
-    generator, waiting, running = torch.Generator().manual_seed(1), list(chances), list[SimpleNamespace]()
+    generator, waiting, running = (
+        torch.Generator().manual_seed(1),
+        list(chances),
+        list[SimpleNamespace](),
+    )
     seconds, tokens, sizes = 0.0, 0, []
     while len(running) < slots:
-        running.append(SimpleNamespace(text=begin(policy), chance=waiting.pop(0), left=length * (1 + len(running))))
+        running.append(
+            SimpleNamespace(
+                text=begin(policy), chance=waiting.pop(0), left=length * (1 + len(running))
+            )
+        )
     while waiting:
         tree = choose(policy, *(answer.text for answer in running))
         took = policy.costs.measured(tree.size, tree.max_depth, slots)
@@ -154,7 +185,9 @@ def test_short_and_frequent_answers_find_their_way_back(length: int, slots: int)
 
 @pytest.mark.parametrize("sampling", [GREEDY, HOT], ids=["greedy", "hot"])
 @pytest.mark.parametrize("chance", [0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3])
-def test_drafter_that_does_not_pay_costs_at_most_three_percent(chance: float, sampling: Sampling) -> None:
+def test_drafter_that_does_not_pay_costs_at_most_three_percent(
+    chance: float, sampling: Sampling
+) -> None:
     assert speedup(adaptive(), [chance], sampling, texts=8) >= 0.97
     assert speedup(adaptive(), [0.7], sampling, texts=8) > 1.3  # and one that does is not given up
 
@@ -234,7 +267,9 @@ class Alternating(AdaptivePolicy):
     turn = 0
 
     def __init__(self) -> None:
-        super().__init__([SizedTree(LARGE, 1.9), SizedTree(SMALL, 1.7)], StepTimes(SECONDS, {1: 0.0, 3: 0.0}))
+        super().__init__(
+            [SizedTree(LARGE, 1.9), SizedTree(SMALL, 1.7)], StepTimes(SECONDS, {1: 0.0, 3: 0.0})
+        )
 
     def propose(self, sequences, matches) -> list[Proposal]:
         self.turn += 1

@@ -74,20 +74,26 @@ def test_few_decoders_outlive_many_streams_at_once(place: Path) -> None:
     del streams, stream
     gc.collect()
     assert sum(decoder() is not None for decoder in decoders) == len(medusa.idle) <= 2
-    with medusa.stream([*IDS, 4, 9], max_new_tokens=8, stop_ids=()) as stream:  # the last one's prefix is there
+    with medusa.stream(
+        [*IDS, 4, 9], max_new_tokens=8, stop_ids=()
+    ) as stream:  # the last one's prefix is there
         assert stream.reused == len(IDS) + 1
 
 
 def test_batch_gives_each_prompt_what_it_gets_alone(medusa: Medusa) -> None:
     prompts = [IDS, [8], [30, 31, 32], [6, 6, 50], [12, 50]]
     answers = medusa.batch(prompts, batch_size=2, max_new_tokens=16)
-    assert [answer.tokens for answer in answers] == [alone(medusa, prompt, 16) for prompt in prompts]
+    assert [answer.tokens for answer in answers] == [
+        alone(medusa, prompt, 16) for prompt in prompts
+    ]
     assert medusa.batch([]) == []
 
 
 def test_answers_depend_on_the_seed(medusa: Medusa) -> None:
     rules = {"max_new_tokens": 24, "temperature": 1.5, "stop_ids": ()}
-    first, again, other, *unseeded = (medusa.generate(IDS, seed=seed, **rules).tokens for seed in (1, 1, 2, None, None))
+    first, again, other, *unseeded = (
+        medusa.generate(IDS, seed=seed, **rules).tokens for seed in (1, 1, 2, None, None)
+    )
     assert first == again != other and unseeded[0] != unseeded[1]
 
 
@@ -124,14 +130,21 @@ def test_interrupted_stream_ends(medusa: Medusa, monkeypatch: pytest.MonkeyPatch
         with pytest.raises(KeyboardInterrupt):
             next(stream)
     assert list(stream) == [] and stream.answer.finish_reason == "cancelled" and decoder.free_slots
-    assert medusa.generate(IDS, max_new_tokens=40, stop_ids=()).tokens == alone(medusa, IDS, 40, stop_ids=())
+    assert medusa.generate(IDS, max_new_tokens=40, stop_ids=()).tokens == alone(
+        medusa, IDS, 40, stop_ids=()
+    )
     assert stream.answer.text == "".join(texts)
 
 
 @pytest.mark.parametrize("array", [np.array, torch.tensor])
 def test_arrays_are_prompts(medusa: Medusa, array: Callable[[list], Any]) -> None:
     tokens = medusa.generate(IDS, max_new_tokens=8).tokens
-    for prompt in (array(IDS), array([IDS]), list(array(IDS).tolist()), [np.int64(token) for token in IDS]):
+    for prompt in (
+        array(IDS),
+        array([IDS]),
+        list(array(IDS).tolist()),
+        [np.int64(token) for token in IDS],
+    ):
         assert medusa.generate(prompt, max_new_tokens=8).tokens == tokens
     answers = medusa.batch(array([IDS, IDS[::-1]]), max_new_tokens=8)
     assert answers[0].tokens == tokens != answers[1].tokens
@@ -148,7 +161,9 @@ def test_an_unknown_keyword_names_the_method(medusa: Medusa, method: str) -> Non
 def test_options_are_taken_whole_or_as_keywords(medusa: Medusa) -> None:
     options = GenerationOptions(max_new_tokens=9, temperature=0.8, seed=3)
     expected = medusa.generate(IDS, max_new_tokens=9, temperature=0.8, seed=3).tokens
-    assert medusa.generate(IDS, options).tokens == medusa.batch([IDS], options)[0].tokens == expected
+    assert (
+        medusa.generate(IDS, options).tokens == medusa.batch([IDS], options)[0].tokens == expected
+    )
     assert medusa.generate(IDS, options, max_new_tokens=4).tokens == expected[:4]
 
 
@@ -165,7 +180,9 @@ def test_async_streams_take_turns(medusa: Medusa) -> None:
     async def both() -> list[str]:
         return list(await asyncio.gather(read(0), read(1)))
 
-    assert asyncio.run(both()) == [medusa.generate(IDS[n:], max_new_tokens=12, stop_ids=()).text for n in (0, 1)]
+    assert asyncio.run(both()) == [
+        medusa.generate(IDS[n:], max_new_tokens=12, stop_ids=()).text for n in (0, 1)
+    ]
     assert order != sorted(order) and order != sorted(order, reverse=True)
 
 
@@ -179,7 +196,9 @@ def test_closing_frees_the_model(place: Path) -> None:
     medusa.close()
 
 
-@pytest.mark.parametrize(("name", "value"), [(name, value) for name in REFUSED for value in REFUSED[name]])
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, value) for name in REFUSED for value in REFUSED[name]]
+)
 def test_refusals_name_the_argument(medusa: Medusa, name: str, value: Any) -> None:
     with pytest.raises(UsageError, match=f"^{name}"):
         medusa.stream(IDS, **{name: value})
@@ -189,7 +208,12 @@ def test_refusals_name_the_argument(medusa: Medusa, name: str, value: Any) -> No
     "prompt",
     [
         *([], [5, -1], [5, 64], [{"role": "user"}], ["w1"], [True], [5.0], None, 5),
-        *([{"role": "x", "content": "w1"}], np.array([[5, 9], [5, 9]]), torch.tensor(5), torch.tensor([5.0])),
+        *(
+            [{"role": "x", "content": "w1"}],
+            np.array([[5, 9], [5, 9]]),
+            torch.tensor(5),
+            torch.tensor([5.0]),
+        ),
     ],
     ids=repr,
 )
@@ -238,7 +262,9 @@ def test_drafters_folder_needs_a_tree(place: Path) -> None:
     run = place / "runs" / "mine"
     with pytest.raises(UserError, match="there is no tree"):
         Medusa.from_pretrained(place / "model", drafter=run / "drafter")
-    loaded = Medusa.from_pretrained(place / "model", drafter=run / "drafter", tree=run / "tree.json", dtype="fp32")
+    loaded = Medusa.from_pretrained(
+        place / "model", drafter=run / "drafter", tree=run / "tree.json", dtype="fp32"
+    )
     assert "tree of 6 nodes" in loaded.loaded.description
 
 

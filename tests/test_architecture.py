@@ -31,14 +31,26 @@ LAYERS = [
 ]
 LEAVES = {"runs", "files", "errors"}
 SPOKEN = {"__main__", "cli", "commands", "options", "console"}  # the command line's own
-HEAVY = {"torch", "transformers", "matplotlib", "numpy", "datasets", "peft", "bitsandbytes", "huggingface_hub"}
+HEAVY = {
+    "torch",
+    "transformers",
+    "matplotlib",
+    "numpy",
+    "datasets",
+    "peft",
+    "bitsandbytes",
+    "huggingface_hub",
+}
 
 
 def name_of(path: Path) -> str:
     return ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
 
 
-TREES = {name_of(path): ast.parse(path.read_text(encoding="utf-8")) for path in sorted(PACKAGE.rglob("*.py"))}
+TREES = {
+    name_of(path): ast.parse(path.read_text(encoding="utf-8"))
+    for path in sorted(PACKAGE.rglob("*.py"))
+}
 MODULES = pytest.mark.parametrize("name", TREES)
 
 
@@ -65,7 +77,9 @@ def at_import(tree: ast.AST) -> Iterator[ast.AST]:
 
 def ours(names: Iterator[str]) -> set[str]:
     """Returns the top-level names within the package."""
-    return {name.split(".")[1] for name in names if name.startswith("medusa_cli.")} - {"__version__"}
+    return {name.split(".")[1] for name in names if name.startswith("medusa_cli.")} - {
+        "__version__"
+    }
 
 
 def allowed(top: str) -> set[str]:
@@ -73,7 +87,12 @@ def allowed(top: str) -> set[str]:
     if top in LEAVES | {"console"}:
         return LEAVES if top != "errors" else set()
     layer = next(i for i, tops in enumerate(LAYERS) if top in tops)
-    return set().union(*LAYERS[layer + 1 :]) | LEAVES | {top} | ({"console"} if top in SPOKEN else set())
+    return (
+        set().union(*LAYERS[layer + 1 :])
+        | LEAVES
+        | {top}
+        | ({"console"} if top in SPOKEN else set())
+    )
 
 
 @MODULES
@@ -87,13 +106,19 @@ def test_imports(name: str) -> None:
     assert ours(iter(names)) <= allowed(top)
     for imported in names:
         assert not imported.endswith(".*")
-        assert not imported.startswith("medusa_cli.") or "._" not in imported.replace("__", ""), imported
+        assert not imported.startswith("medusa_cli.") or "._" not in imported.replace("__", ""), (
+            imported
+        )
     if top in SPOKEN | LEAVES:
         assert not {imported.split(".")[0] for imported in first} & HEAVY
         assert not ours(iter(first)) & set().union(*LAYERS[4:])
     for node in nodes:
-        assert not isinstance(node, ast.ExceptHandler) or node.type is not None, f"line {node.lineno}: bare except"
-        called = node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
+        assert not isinstance(node, ast.ExceptHandler) or node.type is not None, (
+            f"line {node.lineno}: bare except"
+        )
+        called = (
+            node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
+        )
         # The build of the library is no part of the program.
         speaks = top in ("console", "options") or name == "native.build"
         assert called != "print" or speaks, f"line {node.lineno}: print"
@@ -104,9 +129,14 @@ def test_no_imports_go_in_a_circle() -> None:
 
     def module(imported: str) -> str | None:
         imported = imported.removeprefix("medusa_cli.")
-        return next((name for name in (imported, imported.rpartition(".")[0]) if name in known), None)
+        return next(
+            (name for name in (imported, imported.rpartition(".")[0]) if name in known), None
+        )
 
-    used = {name: {module(other) for other in imports(at_import(tree))} - {None, name} for name, tree in known.items()}
+    used = {
+        name: {module(other) for other in imports(at_import(tree))} - {None, name}
+        for name, tree in known.items()
+    }
     TopologicalSorter(used).prepare()  # names the circle
 
 
@@ -115,5 +145,7 @@ def test_help_imports_no_command_and_nothing_heavy() -> None:
     code += "print(*sys.modules, file=sys.stderr)"
     done = python(code, check=True)
     loaded = done.stderr.split()
-    assert "Commands:" in done.stdout and not {name.split(".")[0] for name in loaded} & (HEAVY | {"rich"})
+    assert "Commands:" in done.stdout and not {name.split(".")[0] for name in loaded} & (
+        HEAVY | {"rich"}
+    )
     assert not [name for name in loaded if name.startswith("medusa_cli.commands")]

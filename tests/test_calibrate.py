@@ -16,7 +16,15 @@ from medusa_cli.files.io import ReadReport
 from medusa_cli.model import Backbone
 from medusa_cli.runs.run import Run
 from medusa_cli.train.calibration import MISSED, accuracies_at_roots, measure
-from tests.helpers import answers_of, conversation, medusa, medusa_json, save_model, tiny_backbone, write_lines
+from tests.helpers import (
+    answers_of,
+    conversation,
+    medusa,
+    medusa_json,
+    save_model,
+    tiny_backbone,
+    write_lines,
+)
 
 
 class Oracle(torch.nn.Module):
@@ -39,10 +47,14 @@ class Oracle(torch.nn.Module):
             yield -((self.draft_ids - first[:, None]) % 64).float()
 
 
-def measured(drafter: Any, *answers: list[int] | Tensor, states: Tensor | None = None, top: int = 1) -> Any:
+def measured(
+    drafter: Any, *answers: list[int] | Tensor, states: Tensor | None = None, top: int = 1
+) -> Any:
     """Returns the calibration of a stub on answers, whose rows follow one another."""
     states = torch.zeros(sum(map(len, answers)), 32).bfloat16() if states is None else states
-    return measure(tiny_backbone(), drafter, Dataset([], answers_of(*answers), ReadReport(), "", states), top)
+    return measure(
+        tiny_backbone(), drafter, Dataset([], answers_of(*answers), ReadReport(), "", states), top
+    )
 
 
 def test_right_ranks_are_counted_within_each_answer_alone() -> None:
@@ -57,7 +69,9 @@ class Unlucky(Oracle):
 
     def logits(self, backbone: Backbone, batch) -> Iterator[Tensor]:
         (scores,) = super().logits(backbone, batch)
-        yield torch.where(torch.arange(len(scores))[:, None] % 3 == 0, scores.roll(1, dims=1), scores)
+        yield torch.where(
+            torch.arange(len(scores))[:, None] % 3 == 0, scores.roll(1, dims=1), scores
+        )
 
 
 def test_accuracies_are_those_where_steps_begin() -> None:
@@ -92,11 +106,15 @@ def test_fitted_temperature_is_that_of_the_draws(heat: float) -> None:
     torch.manual_seed(0)
     count, draws = 255, 16
     scores = 2 * torch.randn(count, 64)
-    tokens = torch.multinomial((scores / heat).softmax(-1), draws, replacement=True)  # [count, draws]
+    tokens = torch.multinomial(
+        (scores / heat).softmax(-1), draws, replacement=True
+    )  # [count, draws]
     # Answers of two tokens: head 1 guesses the second from the first's state, which names its row of scores.
     answers = tokens.flatten()[:, None].expand(-1, 2)
     states = torch.arange(count).repeat_interleave(2 * draws)[:, None].expand(-1, 32).bfloat16()
-    assert measured(Unsure(scores), *answers, states=states)["temperatures"][0] == pytest.approx(heat, abs=0.101)
+    assert measured(Unsure(scores), *answers, states=states)["temperatures"][0] == pytest.approx(
+        heat, abs=0.101
+    )
 
 
 def test_impossible_measurements_are_refused() -> None:
@@ -111,7 +129,9 @@ def test_impossible_measurements_are_refused() -> None:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Returns a folder with a tiny model and a run whose heads were trained for a few steps."""
     place = tmp_path_factory.mktemp("calibrate")
-    write_lines(place / "run" / "distill.jsonl", [conversation(n, turns=1 + n % 2) for n in range(40)])
+    write_lines(
+        place / "run" / "distill.jsonl", [conversation(n, turns=1 + n % 2) for n in range(40)]
+    )
     train(place / "run", "--model", save_model(place / "model"))
     return place
 
@@ -140,7 +160,11 @@ def others(tmp_path: Path) -> Path:
 def test_command_writes_accuracies_and_a_heat_map(run: Run, trained: Path) -> None:
     document = calibrate(run, "--top", "4")
     assert document == json.loads(run.calibration_path.read_text())
-    assert (document["heads"], document["top"], document["backbone"]["id"]) == (2, 4, str(trained / "model"))
+    assert (document["heads"], document["top"], document["backbone"]["id"]) == (
+        2,
+        4,
+        str(trained / "model"),
+    )
     assert [len(row) for row in document["accuracies"]] == [4, 4]
     assert all(0 <= value <= 1 for row in document["accuracies"] for value in row)
     # The same split as the training's.
@@ -184,7 +208,9 @@ def test_nothing_held_out_is_refused_before_states_are_computed(run: Run) -> Non
     assert not (run.path / "cache").exists()
 
 
-def test_runs_calibration_is_written_for_its_own_drafter_and_data_alone(run: Run, others: Path, tmp_path: Path) -> None:
+def test_runs_calibration_is_written_for_its_own_drafter_and_data_alone(
+    run: Run, others: Path, tmp_path: Path
+) -> None:
     drafter, kept = shutil.copytree(run.drafter_dir, tmp_path / "drafter"), tmp_path / "kept.json"
     for more in (["--data", others], ["--drafter", drafter]):
         calibrate(run, *more)

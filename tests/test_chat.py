@@ -43,7 +43,10 @@ def short(place: Path, *words: str, **how: Any) -> Result:
 
 
 def test_one_prompt_prints_the_answer_alone_on_stdout(place: Path) -> None:
-    drafted, plain = chat(place, "--prompt", "w1 w2"), chat(place, "--prompt", "w1 w2", "--baseline")
+    drafted, plain = (
+        chat(place, "--prompt", "w1 w2"),
+        chat(place, "--prompt", "w1 w2", "--baseline"),
+    )
     assert drafted.stdout == plain.stdout != "" and "tokens a step" in drafted.stderr
     document = json.loads(chat(place, "--prompt", "w1 w2", "--json").stdout)
     assert document["answer"] + "\n" == plain.stdout
@@ -54,7 +57,9 @@ def test_cuts_and_stop_strings_change_the_answer_alike_with_and_without_drafts(p
     sampled = ["--prompt", "w1 w2", "--temperature", "1.5", "--random-seed", "3"]
     free = chat(place, *sampled).stdout
     for words in (["--top-p", "0.1"], ["--top-k", "1"], ["--stop", free.split()[3]]):
-        drafted, plain = (chat(place, *sampled, *words, *more).stdout for more in ([], ["--baseline"]))
+        drafted, plain = (
+            chat(place, *sampled, *words, *more).stdout for more in ([], ["--baseline"])
+        )
         assert drafted == plain != free
     assert plain.split() == free.split()[:3]
     stops = ["--stop", free.split()[3], "--stop", free.split()[2]]
@@ -62,11 +67,24 @@ def test_cuts_and_stop_strings_change_the_answer_alike_with_and_without_drafts(p
 
 
 def test_raw_continues_each_text_as_it_is(place: Path) -> None:
-    words = ["chat", "--model", place / "model", "--dtype", "fp32", "--baseline", "--max-new-tokens", "9", "--quiet"]
+    words = [
+        "chat",
+        "--model",
+        place / "model",
+        "--dtype",
+        "fp32",
+        "--baseline",
+        "--max-new-tokens",
+        "9",
+        "--quiet",
+    ]
     loaded = Medusa.from_pretrained(place / "model", drafter=None, dtype="fp32")
     expected = [loaded.generate(text, raw=True, max_new_tokens=9).text for text in ("w1 w2", "w7")]
     assert medusa(*words, "--raw", input="w1 w2\nw7\n").stdout.splitlines() == expected
-    assert "--system" in medusa(*words, "--raw", "--system", "w1", "--prompt", "w2", exit_code=2).stderr
+    assert (
+        "--system"
+        in medusa(*words, "--raw", "--system", "w1", "--prompt", "w2", exit_code=2).stderr
+    )
 
 
 def test_a_template_takes_the_place_of_the_models(place: Path, tmp_path: Path) -> None:
@@ -79,11 +97,24 @@ def test_a_template_takes_the_place_of_the_models(place: Path, tmp_path: Path) -
         ["--run", f"{place / 'mine'}/", "--model", place / "model"],
     ):
         assert medusa(*words, *more, "--chat-template", file).stdout == raw
-    assert "--chat-template" in medusa(*words, "--chat-template", tmp_path / "none", exit_code=1).stderr
+    assert (
+        "--chat-template"
+        in medusa(*words, "--chat-template", tmp_path / "none", exit_code=1).stderr
+    )
 
 
 def test_a_model_without_a_drafter_needs_lookup_or_baseline(place: Path) -> None:
-    words = ["chat", "--model", place / "model", "--dtype", "fp32", "--prompt", "w1 w2 w1 w2", "--max-new-tokens", "15"]
+    words = [
+        "chat",
+        "--model",
+        place / "model",
+        "--dtype",
+        "fp32",
+        "--prompt",
+        "w1 w2 w1 w2",
+        "--max-new-tokens",
+        "15",
+    ]
     assert "--lookup" in medusa(*words, exit_code=1).stderr
     drafted, plain = medusa(*words, "--lookup"), medusa(*words, "--baseline")
     assert drafted.stdout == plain.stdout != "" and "n-grams" in drafted.stderr
@@ -95,7 +126,11 @@ def test_piped_lines_are_answered_with_history(place: Path, tmp_path: Path) -> N
     shown = chat(place, input=f"w1\nw2\n/save {saved}\n/stats\n/help\n/exit\nw3\n")
     messages = json.loads(saved.read_text())["messages"]
     assert [message["role"] for message in messages] == ["user", "assistant"] * 2
-    assert "tokens/s" in shown.stdout and "/system TEXT" in shown.stdout and messages[1]["content"] in shown.stdout
+    assert (
+        "tokens/s" in shown.stdout
+        and "/system TEXT" in shown.stdout
+        and messages[1]["content"] in shown.stdout
+    )
 
 
 def test_system_and_clear_begin_anew(place: Path, tmp_path: Path) -> None:
@@ -109,7 +144,11 @@ def test_system_and_clear_begin_anew(place: Path, tmp_path: Path) -> None:
 
 def test_a_bad_line_costs_that_line_and_the_exit_code(place: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    shown = chat(place, input=f"/bogus\n/save\n/save {tmp_path}/file/x.json\n/save {tmp_path}\nw1\n", exit_code=1)
+    shown = chat(
+        place,
+        input=f"/bogus\n/save\n/save {tmp_path}/file/x.json\n/save {tmp_path}\nw1\n",
+        exit_code=1,
+    )
     errors = [line for line in shown.stderr.splitlines() if line.startswith("error:")]
     assert len(errors) == 4 and shown.stdout.strip()
     assert str(tmp_path) in errors[3] and ".medusa-part" not in errors[3]
@@ -142,8 +181,21 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_conversation(
 def test_ctrl_c_ends_a_single_answer_with_130(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model", positions=20_000)
     for path in tmp_path.glob("model/*config.json"):  # nothing but Ctrl-C may end it
-        path.write_text(re.sub(r'"eos_token(_id)?": [^,\n]+', r'"eos_token\1": null', path.read_text()))
-    words = ["chat", "--model", model, "--baseline", "--dtype", "fp32", "--max-new-tokens", "19000", "--prompt", "w1"]
+        path.write_text(
+            re.sub(r'"eos_token(_id)?": [^,\n]+', r'"eos_token\1": null', path.read_text())
+        )
+    words = [
+        "chat",
+        "--model",
+        model,
+        "--baseline",
+        "--dtype",
+        "fp32",
+        "--max-new-tokens",
+        "19000",
+        "--prompt",
+        "w1",
+    ]
     process = subprocess.Popen(
         [sys.executable, "-m", "medusa_cli", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
@@ -158,10 +210,14 @@ def test_a_prompt_that_fills_the_context_is_refused(place: Path) -> None:
     assert "context of 512" in chat(place, "--prompt", "w1 " * 600, exit_code=1).stderr
 
 
-def test_accepted_tokens_are_coloured_on_request(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accepted_tokens_are_coloured_on_request(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     wide = Screen(force_terminal=True, color_system="standard", width=200)
     monkeypatch.setattr(console, "out", wide)
-    steps = iter([[Piece("w2 ", False)], [Piece("w3 ", True), Piece("w4 ", True), Piece("w5", False)], None])
+    steps = iter(
+        [[Piece("w2 ", False)], [Piece("w3 ", True), Piece("w4 ", True), Piece("w5", False)], None]
+    )
     monkeypatch.setattr(Stream, "step", lambda stream: next(steps))
     with wide.capture() as shown:
         chat(place, "--prompt", "w1 w2", "--show-accepted", "--quiet")
@@ -178,7 +234,9 @@ def test_streamed_pieces_split_no_character(size: int) -> None:
     data = list(text.encode())
     stream = TextStream(Bytes())  # type: ignore[arg-type]
     pieces = [stream.add(data[i : i + size]) for i in range(0, len(data), size)]
-    assert "".join(pieces) + stream.flush() == text and not any("\ufffd" in piece for piece in pieces)
+    assert "".join(pieces) + stream.flush() == text and not any(
+        "\ufffd" in piece for piece in pieces
+    )
 
 
 def encode(messages: list[dict[str, str]]) -> list[int]:
@@ -188,7 +246,9 @@ def encode(messages: list[dict[str, str]]) -> list[int]:
 
 def turns(count: int) -> list[dict[str, str]]:
     """Returns turns of eight tokens, question and answer."""
-    return [{"role": role, "content": "xxx"} for _ in range(count) for role in ("user", "assistant")]
+    return [
+        {"role": role, "content": "xxx"} for _ in range(count) for role in ("user", "assistant")
+    ]
 
 
 @pytest.mark.parametrize(
@@ -199,8 +259,12 @@ def turns(count: int) -> list[dict[str, str]]:
         (1000, 2, (18, 2)),  # a forgotten turn stays so
     ],
 )
-def test_the_oldest_turns_are_left_out(context: int, forgotten: int, expected: tuple[int, int]) -> None:
-    tokens, left_out = fit(encode, turns(3), QUESTION, context=context, answer=8, forgotten=forgotten)
+def test_the_oldest_turns_are_left_out(
+    context: int, forgotten: int, expected: tuple[int, int]
+) -> None:
+    tokens, left_out = fit(
+        encode, turns(3), QUESTION, context=context, answer=8, forgotten=forgotten
+    )
     assert (len(tokens), left_out) == expected
 
 
@@ -209,7 +273,10 @@ def test_every_turn_of_a_long_chat_is_answered(place: Path, tmp_path: Path) -> N
     lines = [f"w{number} w9" for number in range(30)]
     shown = short(place, "--system", "w5", input="\n".join([*lines, f"/save {saved}"]) + "\n")
     assert shown.exit_code == 0 and "error" not in shown.stderr, shown.stderr
-    assert shown.stderr.count("tokens a step") == 30 and shown.stderr.count("context of 64 tokens is full") >= 2
+    assert (
+        shown.stderr.count("tokens a step") == 30
+        and shown.stderr.count("context of 64 tokens is full") >= 2
+    )
     system, *messages = json.loads(saved.read_text())["messages"]
     assert system["content"] == "w5" and [message["content"] for message in messages[::2]] == lines
 

@@ -18,7 +18,14 @@ from medusa_cli.model import chat_template
 from medusa_cli.model.chat_template import encode, token_ids
 from medusa_cli.runs.recipe import load_recipe
 from medusa_cli.runs.run import Run
-from tests.helpers import CHAT_TEMPLATE, medusa, save_model, tiny_backbone, tiny_tokenizer, write_lines
+from tests.helpers import (
+    CHAT_TEMPLATE,
+    medusa,
+    save_model,
+    tiny_backbone,
+    tiny_tokenizer,
+    write_lines,
+)
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 SYSTEM = (
@@ -31,7 +38,9 @@ CONVERSATIONS = 100
 def test_spans_are_the_answers_of_real_conversations() -> None:
     model = Tokenizer(assets.DEFAULT_MODEL)
     decode, checked = model.tokenizer.decode, 0
-    for record in itertools.islice(read_jsonl(assets.sharegpt_path(), array=True), 4 * CONVERSATIONS):
+    for record in itertools.islice(
+        read_jsonl(assets.sharegpt_path(), array=True), 4 * CONVERSATIONS
+    ):
         try:
             messages = messages_of(record)[:8]
             tokens, spans = encode(model, messages)
@@ -40,10 +49,15 @@ def test_spans_are_the_answers_of_real_conversations() -> None:
         if len(spans) < 2 or messages[0]["role"] != "user":
             continue
         answers = [m["content"] for m in messages if m["role"] == "assistant"]
-        assert [decode(tokens[start:end]) for start, end in spans] == [f"{text}<|im_end|>" for text in answers]
+        assert [decode(tokens[start:end]) for start, end in spans] == [
+            f"{text}<|im_end|>" for text in answers
+        ]
         # The other tokens are the template's rendering of the conversation with empty answers.
         last = max(i for i, m in enumerate(messages) if m["role"] == "assistant")
-        silent = [{**m, "content": "" if m["role"] == "assistant" else m["content"]} for m in messages[: last + 1]]
+        silent = [
+            {**m, "content": "" if m["role"] == "assistant" else m["content"]}
+            for m in messages[: last + 1]
+        ]
         expected = model.tokenizer.apply_chat_template(silent, tokenize=False)
         inside = {i for start, end in spans for i in range(start, end)}
         rest = decode([token for i, token in enumerate(tokens) if i not in inside])
@@ -59,11 +73,22 @@ def llama_tokenizer() -> Any:
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = ["<unk>", "<end>", "\u2581", *(f"\u2581{word}" for word in ("USER:", "BOT:", "w1", "w2", "w3", "w4"))]
-    inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-    inner.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    words = [
+        "<unk>",
+        "<end>",
+        "\u2581",
+        *(f"\u2581{word}" for word in ("USER:", "BOT:", "w1", "w2", "w3", "w4")),
+    ]
+    inner = Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>")
+    )
+    inner.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    )
     inner.pre_tokenizer = pre_tokenizers.Split("\u2581", "merged_with_next")
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>", eos_token="<end>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=inner, unk_token="<unk>", eos_token="<end>"
+    )
     tokenizer.chat_template = (
         "{% for m in messages %}{{ 'USER: ' + m['content'] + ' BOT:' if m['role'] == 'user' else ' ' + m['content'] + "
         "eos_token }}{% endfor %}"
@@ -79,7 +104,9 @@ def test_answers_have_their_tokens_of_the_whole_conversation() -> None:
     turns = (("user", "w1"), ("assistant", "w2 w3"), ("user", "w4"), ("assistant", "w1"))
     messages = [{"role": role, "content": text} for role, text in turns]
     tokens, spans = encode(LlamaLike(), messages)
-    assert tokens == LlamaLike.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
+    assert tokens == LlamaLike.tokenizer.apply_chat_template(
+        messages, tokenize=True, return_dict=False
+    )
     names = [LlamaLike.tokenizer.convert_ids_to_tokens(tokens[start:end]) for start, end in spans]
     assert names == [["\u2581w2", "\u2581w3", "<end>"], ["\u2581w1", "<end>"]]
 
@@ -93,7 +120,9 @@ def test_half_a_character_makes_a_record_malformed(record: dict) -> None:
         conversation_of(record, tiny_backbone())
 
 
-@pytest.mark.parametrize("template", [None, "{{ 1 / 0 }}", "{{ messages + 1 }}", "{{ messages[0].x.y }}", "{{ {"])
+@pytest.mark.parametrize(
+    "template", [None, "{{ 1 / 0 }}", "{{ messages + 1 }}", "{{ messages[0].x.y }}", "{{ {"]
+)
 def test_missing_or_failing_template_is_refused(template: str | None) -> None:
     backbone = tiny_backbone()
     backbone.tokenizer.chat_template = template
@@ -103,9 +132,13 @@ def test_missing_or_failing_template_is_refused(template: str | None) -> None:
 
 def test_token_ids_beyond_the_models_vocabulary_are_refused() -> None:
     backbone = tiny_backbone()
-    backbone.tokenizer.add_special_tokens({"additional_special_tokens": [f"<more{i}>" for i in range(300)]})
+    backbone.tokenizer.add_special_tokens(
+        {"additional_special_tokens": [f"<more{i}>" for i in range(300)]}
+    )
     assert token_ids(backbone, "w1")
-    with pytest.raises(UserError, match=rf"gives token \d+, and the model has {backbone.vocab_size}"):
+    with pytest.raises(
+        UserError, match=rf"gives token \d+, and the model has {backbone.vocab_size}"
+    ):
         token_ids(backbone, "w1 <more299>")
 
 
@@ -135,20 +168,32 @@ def words(bare: str, tmp_path: Path) -> list[str]:
     """Returns `distill` with seeds, beside a recipe that names the model and a template."""
     (tmp_path / "tiny.jinja").write_text(CHAT_TEMPLATE)
     (tmp_path / "recipe.yaml").write_text(f"model: {bare}\nchat_template: tiny.jinja\n")
-    rows = [{"id": f"k{i}", "messages": [{"role": "user", "content": f"w{i}"}] * 2} for i in range(12)]
+    rows = [
+        {"id": f"k{i}", "messages": [{"role": "user", "content": f"w{i}"}] * 2} for i in range(12)
+    ]
     seeds = str(write_lines(tmp_path / "seed.jsonl", rows))
     return ["distill", "--seed", seeds, "--dtype", "fp32", "--max-new-tokens", "8", "--run", str(tmp_path / "run"),
             "--json"]  # fmt: skip
 
 
-def test_every_command_on_a_run_uses_the_template_of_its_distillation(words: list[str], tmp_path: Path) -> None:
+def test_every_command_on_a_run_uses_the_template_of_its_distillation(
+    words: list[str], tmp_path: Path
+) -> None:
     run, other = str(tmp_path / "run"), str(tmp_path / "other")
     done = medusa(*words, tmp_path / "recipe.yaml")
     assert json.loads(done.stdout)["conversations"] == 12
     # The template lays out conversations without token ids as well.
     lines = [json.loads(line) for line in Path(run, "distill.jsonl").read_text().splitlines()]
-    raw = write_lines(tmp_path / "raw.jsonl", [{"id": line["id"], "messages": line["messages"]} for line in lines])
-    settings = ["--dtype", "fp32", "drafter.vocabulary=own", "drafter.num_heads=2", "train.max_tokens=64"]
+    raw = write_lines(
+        tmp_path / "raw.jsonl", [{"id": line["id"], "messages": line["messages"]} for line in lines]
+    )
+    settings = [
+        "--dtype",
+        "fp32",
+        "drafter.vocabulary=own",
+        "drafter.num_heads=2",
+        "train.max_tokens=64",
+    ]
     for more in (["--run", run], ["--run", f"{run}/inner", "--data", raw],
                  ["--run", other, "--from", run, "train.stage=2", "--data", raw]):  # fmt: skip
         medusa("train", *more, *settings)
@@ -160,7 +205,9 @@ def test_every_command_on_a_run_uses_the_template_of_its_distillation(words: lis
     assert Run(Path(run)).chat_template == Run(Path(run, "inner")).chat_template == CHAT_TEMPLATE
 
 
-def test_distillation_continues_with_its_own_template_alone(words: list[str], bare: str, tmp_path: Path) -> None:
+def test_distillation_continues_with_its_own_template_alone(
+    words: list[str], bare: str, tmp_path: Path
+) -> None:
     words = [*words, "--model", bare]
     assert "chat template" in medusa(*words, exit_code=1).stderr
     template, other = tmp_path / "tiny.jinja", tmp_path / "other.jinja"

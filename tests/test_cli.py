@@ -15,7 +15,16 @@ from medusa_cli import __version__, cli
 from medusa_cli.commands import assets as assets_command
 from medusa_cli.errors import LONGEST, UsageError, UserError, in_flags
 from medusa_cli.serve.errors import refusal_for
-from tests.helpers import medusa, medusa_json, program, python, save_conversations, save_model, save_run, write_lines
+from tests.helpers import (
+    medusa,
+    medusa_json,
+    program,
+    python,
+    save_conversations,
+    save_model,
+    save_run,
+    write_lines,
+)
 
 LONG = "x" * 5000
 
@@ -183,18 +192,30 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize(("code", "words", "named"), MISTAKES, ids=[ascii(words)[:60] for _, words, _ in MISTAKES])
+@pytest.mark.parametrize(
+    ("code", "words", "named"), MISTAKES, ids=[ascii(words)[:60] for _, words, _ in MISTAKES]
+)
 def test_a_wrong_command_line_is_one_short_line(
-    code: int, words: str | list[str], named: str, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    code: int,
+    words: str | list[str],
+    named: str,
+    place: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     if code == 2 and "--context" not in words:
-        monkeypatch.setattr("medusa_cli.engine.load.load_network", lambda *_, **__: pytest.fail("a model was loaded"))
+        monkeypatch.setattr(
+            "medusa_cli.engine.load.load_network",
+            lambda *_, **__: pytest.fail("a model was loaded"),
+        )
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "default").mkdir(parents=True)
     words = words.format(place=place).split(" ") if isinstance(words, str) else words
     shown = medusa(*words, exit_code=code)
-    assert shown.stdout == "" and shown.stderr.startswith("error: ") and shown.stderr.count("\n") == 1
+    assert (
+        shown.stdout == "" and shown.stderr.startswith("error: ") and shown.stderr.count("\n") == 1
+    )
     assert named in shown.stderr and len(shown.stderr) <= LONGEST + len("\n")
 
 
@@ -210,9 +231,17 @@ def test_a_wrong_command_line_is_one_short_line(
         (FileNotFoundError(errno.ENOENT, "No such file or directory", "a.json"), 1, "a.json"),
         (OSError("the model cannot be found"), 1, "the model cannot be found"),
         (RuntimeError("I/O error: No space left on device (os error 28)"), 1, "disk space"),
-        (IsADirectoryError(errno.EISDIR, "Is a directory", ".out.x1", None, "out"), 1, "error: out: "),
+        (
+            IsADirectoryError(errno.EISDIR, "Is a directory", ".out.x1", None, "out"),
+            1,
+            "error: out: ",
+        ),
         (OSError(errno.ENOMEM, "Cannot allocate memory"), 1, "out of memory"),
-        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"), 1, "out of memory"),
+        (
+            RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"),
+            1,
+            "out of memory",
+        ),
         (MemoryError(), 1, "out of memory"),
         (typer.Abort(), 1, "aborted"),
         (ZeroDivisionError("division\nby zero"), 1, "ZeroDivisionError: division by zero"),
@@ -220,7 +249,9 @@ def test_a_wrong_command_line_is_one_short_line(
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
 )
-def test_a_failure_is_one_line(monkeypatch: pytest.MonkeyPatch, reason: BaseException, code: int, named: str) -> None:
+def test_a_failure_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, reason: BaseException, code: int, named: str
+) -> None:
     fails(monkeypatch, reason)
     shown = medusa("assets", "--quiet", exit_code=code)
     assert shown.stdout == "" and named in shown.stderr
@@ -247,7 +278,9 @@ def test_signal_exit_codes(number: int, code: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "resumes"), [(["distill"], True), (["bench", "--sweep", "nodes"], True), (["bench"], False)], ids=str
+    ("words", "resumes"),
+    [(["distill"], True), (["bench", "--sweep", "nodes"], True), (["bench"], False)],
+    ids=str,
 )
 def test_interrupted_command_that_resumes_says_so(
     words: list[str], resumes: bool, monkeypatch: pytest.MonkeyPatch
@@ -267,28 +300,43 @@ def test_a_command_that_stops_on_request_keeps_its_code(monkeypatch: pytest.Monk
 
 def test_a_closed_pipe_is_quiet() -> None:
     command = f"{sys.executable} -m medusa_cli --help | true"
-    assert subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=os.environ).stderr == ""
+    assert (
+        subprocess.run(
+            ["bash", "-c", command], capture_output=True, text=True, env=os.environ
+        ).stderr
+        == ""
+    )
 
 
 def test_a_setting_is_a_flag_a_keyword_or_a_field() -> None:
     error = UsageError("@max_new_tokens 0 is too small", "use 1 or more, or another @run")
-    assert in_flags(error.text) == "--max-new-tokens 0 is too small; use 1 or more, or another --run"
+    assert (
+        in_flags(error.text) == "--max-new-tokens 0 is too small; use 1 or more, or another --run"
+    )
     assert str(error) == "max_new_tokens 0 is too small; use 1 or more, or another run"
     assert in_flags("left out (@no_resume keeps them; @max_samples too) [@run]") == (
         "left out (--no-resume keeps them; --max-samples too) [--run]"
     )
     refusal = refusal_for(error, "prompt")
-    assert (refusal.param, refusal.code) == ("max_tokens", "invalid_value") and str(refusal).startswith("max_tokens 0")
-    assert refusal_for(UserError("it is too long", "give another @model"), "prompt").param == "prompt"
+    assert (refusal.param, refusal.code) == ("max_tokens", "invalid_value") and str(
+        refusal
+    ).startswith("max_tokens 0")
+    assert (
+        refusal_for(UserError("it is too long", "give another @model"), "prompt").param == "prompt"
+    )
 
 
-@pytest.mark.parametrize("text", ["me@example.org", "the file '@run' is none", "@scope/name", "@run.json (a@run)"])
+@pytest.mark.parametrize(
+    "text", ["me@example.org", "the file '@run' is none", "@scope/name", "@run.json (a@run)"]
+)
 def test_text_that_only_looks_like_a_setting_stays(text: str) -> None:
     assert in_flags(UserError(text).text) == str(UserError(text)) == text
 
 
 def test_assets_prints_paths(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     paths = {"sharegpt": tmp_path / "s.json", "mt-bench": tmp_path / "q.jsonl"}
-    monkeypatch.setattr(assets_command, "_FETCH", {name: lambda path=path: path for name, path in paths.items()})
+    monkeypatch.setattr(
+        assets_command, "_FETCH", {name: lambda path=path: path for name, path in paths.items()}
+    )
     assert medusa_json("assets") == {name: str(path) for name, path in paths.items()}
     assert medusa("assets", "mt-bench").stdout == f"mt-bench: {paths['mt-bench']}\n"

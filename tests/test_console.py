@@ -24,11 +24,17 @@ from medusa_cli.errors import LONGEST, TERMINATED
 
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b31m\rname\x08\x7f\u202egnp\udcff"
 HARMLESS = "tab\there, Grüße, 世界 🙂 [bold]no markup[/bold] :smile:"
-CONTROLS = [chr(code) for code in (*range(0x20), *range(0x7F, 0xA0), 0x202E, 0xDCFF) if chr(code) not in "\n\t"]
+CONTROLS = [
+    chr(code)
+    for code in (*range(0x20), *range(0x7F, 0xA0), 0x202E, 0xDCFF)
+    if chr(code) not in "\n\t"
+]
 
 
 @pytest.mark.parametrize("quiet", [False, True])
-def test_results_on_stdout_the_rest_on_stderr(quiet: bool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_results_on_stdout_the_rest_on_stderr(
+    quiet: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
     console.configure(quiet=quiet)
     for say in (console.result, console.info, console.warn, console.error):
         say("first\n  second" if say is console.error else "a text")
@@ -54,7 +60,9 @@ def test_text_is_no_markup_and_is_never_wrapped(capsys: pytest.CaptureFixture[st
     assert shown.err.count("\n") == shown.out.count("\n") == 1 and "[default: 2]" in shown.out
 
 
-def test_a_pipe_gets_results_as_they_are_and_no_progress(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pipe_gets_results_as_they_are_and_no_progress(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     console.result("a\x1b[2J\r\tb")
     console.stream([("c\x1b[2J", "bold green")])
     with console.progress("training", total=10) as advance:
@@ -70,8 +78,12 @@ def test_text_that_stdout_cannot_encode_is_no_error() -> None:
 
 
 @pytest.mark.parametrize("say", [console.warn, console.error])
-@pytest.mark.parametrize("value", ["x" * 100_000, "\x1b" * LONGEST, "x\n" * 200], ids=["long", "controls", "lines"])
-def test_a_message_keeps_its_ends(say: Callable[[str], None], value: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "value", ["x" * 100_000, "\x1b" * LONGEST, "x\n" * 200], ids=["long", "controls", "lines"]
+)
+def test_a_message_keeps_its_ends(
+    say: Callable[[str], None], value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     say(f"the value {value} is not valid; give a shorter one")
     text = capsys.readouterr().err
     assert len(text) <= LONGEST + len("\n") and text.count("\n") == 1
@@ -98,15 +110,21 @@ def harmless(terminal: io.StringIO) -> str:
 
 
 def test_control_characters_are_spelled_out() -> None:
-    assert visible(HOSTILE) == "\\x1b]0;owned\\x07\\x1b[2J\\x9b31m\\x0dname\\x08\\x7f\\u202egnp\\udcff"
+    assert (
+        visible(HOSTILE) == "\\x1b]0;owned\\x07\\x1b[2J\\x9b31m\\x0dname\\x08\\x7f\\u202egnp\\udcff"
+    )
     assert visible(HARMLESS + "\n") == HARMLESS + "\n"
 
 
 @pytest.mark.parametrize("say", [console.info, console.warn, console.error, console.result])
-def test_messages_and_results_are_escaped(say: Callable[[str], None], terminal: io.StringIO) -> None:
+def test_messages_and_results_are_escaped(
+    say: Callable[[str], None], terminal: io.StringIO
+) -> None:
     say(HOSTILE)
     say(HARMLESS.replace("\t", " "))
-    assert "\\x1b]0;owned\\x07\\x1b[2J" in harmless(terminal) and HARMLESS.replace("\t", " ") in harmless(terminal)
+    assert "\\x1b]0;owned\\x07\\x1b[2J" in harmless(terminal) and HARMLESS.replace(
+        "\t", " "
+    ) in harmless(terminal)
 
 
 def test_streamed_text_is_escaped_and_keeps_its_tabs(terminal: io.StringIO) -> None:
@@ -139,9 +157,21 @@ class Terminal:
 
     def __init__(self, code: str, **settings: str) -> None:
         self.master, slave = pty.openpty()
-        environment = {**os.environ, "TERM": "xterm", "LINES": "24", "COLUMNS": "80", "NO_COLOR": "", **settings}
+        environment = {
+            **os.environ,
+            "TERM": "xterm",
+            "LINES": "24",
+            "COLUMNS": "80",
+            "NO_COLOR": "",
+            **settings,
+        }
         self.process = subprocess.Popen(
-            [sys.executable, "-c", code], stdin=slave, stdout=slave, stderr=slave, env=environment, close_fds=True
+            [sys.executable, "-c", code],
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            env=environment,
+            close_fds=True,
         )
         os.close(slave)
         self.text = ""
@@ -161,7 +191,8 @@ class Terminal:
 
 START = "import logging, time, warnings\nfrom medusa_cli import console\nconsole.configure()\n"
 FOOTER = (
-    f"{START}with console.footer() as footer: footer('12 tokens'); console.stream([('ready\\n', '')]); time.sleep(99)"
+    f"{START}with console.footer() as footer: footer('12 tokens'); "
+    "console.stream([('ready\\n', '')]); time.sleep(99)"
 )
 BAR = f"{START}with console.progress('ready', total=2): time.sleep(99)"
 LIBRARIES = f"""{START}
@@ -186,7 +217,9 @@ console.result(console.grid("title", ("a", "b"), [("1", "2")]))
 """
 
 
-def test_footer_is_left_alone_while_the_cursor_stands_behind_a_full_line(terminal: io.StringIO) -> None:
+def test_footer_is_left_alone_while_the_cursor_stands_behind_a_full_line(
+    terminal: io.StringIO,
+) -> None:
     """Terminals that save the cursor there come back without the pending line break: the next letter is lost."""
     drawn = []
     with console.footer() as footer:
@@ -235,12 +268,20 @@ def test_messages_of_libraries_are_escaped_and_brief() -> None:
     assert "\x1b]0;" not in text and text.count("\\x1b]0;owned\\x07") >= 3
     console.configure()
     report = "the tensor x is missing\n" * 45 + "x" * 100_000
-    logged = logging.getLogRecordFactory()("x", logging.WARNING, "x.py", 1, report, (), None).getMessage()
+    logged = logging.getLogRecordFactory()(
+        "x", logging.WARNING, "x.py", 1, report, (), None
+    ).getMessage()
     for text in (logged, warnings.formatwarning(report, UserWarning, "x.py", 1)):
-        assert "the tensor x is missing" in text and len(text.splitlines()) == 5 and len(text) <= LONGEST + 1
+        assert (
+            "the tensor x is missing" in text
+            and len(text.splitlines()) == 5
+            and len(text) <= LONGEST + 1
+        )
 
 
-@pytest.mark.parametrize(("code", "restored"), [(FOOTER, "\x1b7\x1b[r"), (BAR, "\x1b[?25h")], ids=["footer", "bar"])
+@pytest.mark.parametrize(
+    ("code", "restored"), [(FOOTER, "\x1b7\x1b[r"), (BAR, "\x1b[?25h")], ids=["footer", "bar"]
+)
 def test_sigterm_leaves_the_terminal_as_it_was(code: str, restored: str) -> None:
     seen = Terminal(code)
     before = seen.until("ready")

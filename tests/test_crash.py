@@ -14,10 +14,22 @@ from tests.crash import JOBS, Count, crash, learn, prepare
 
 @pytest.mark.slow
 def test_nothing_is_lost_doubled_or_changed_by_kills() -> None:
-    words = [sys.executable, "-m", "tests.crash", "--kills", "16", "--rounds", "4", "--random-seed", "17"]
+    words = [
+        sys.executable,
+        "-m",
+        "tests.crash",
+        "--kills",
+        "16",
+        "--rounds",
+        "4",
+        "--random-seed",
+        "17",
+    ]
     done = subprocess.run(words, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"^1[67] kills \(.*0 lost, 0 doubled, 0 changed, 0 files left", done.stdout, re.MULTILINE)
+    assert re.search(
+        r"^1[67] kills \(.*0 lost, 0 doubled, 0 changed, 0 files left", done.stdout, re.MULTILINE
+    )
 
 
 @pytest.mark.slow

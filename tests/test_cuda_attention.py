@@ -7,7 +7,14 @@ import torch
 from torch import Tensor
 
 from medusa_cli.drafters.layers import SlotRows
-from medusa_cli.engine.attention import behind, columns_read, fused, merged, reads_by_length, visible_behind
+from medusa_cli.engine.attention import (
+    behind,
+    columns_read,
+    fused,
+    merged,
+    reads_by_length,
+    visible_behind,
+)
 from medusa_cli.model.attention import additive
 from tests.device import NAME, STANDS, Device, flash
 
@@ -26,18 +33,27 @@ def case(rows: int, heads: int, kv: int) -> tuple[Tensor, ...]:
     tree_mask |= torch.eye(rows, dtype=torch.bool)
     columns = torch.tensor(LENGTHS)[:, None] + torch.arange(rows)
     slots = torch.arange(SIZE)[:, None]
-    new = [x.view(SIZE, kv, CAPACITY, DIM).transpose(1, 2)[slots, columns].flatten(0, 1) for x in (keys, values)]
+    new = [
+        x.view(SIZE, kv, CAPACITY, DIM).transpose(1, 2)[slots, columns].flatten(0, 1)
+        for x in (keys, values)
+    ]
     return query, keys, values, *new, tree_mask
 
 
 def test_merge_of_prefix_and_tree_is_attention_to_both() -> None:
-    query, key, value = torch.randn(2, 4, 9, DIM), torch.randn(2, 4, 40, DIM), torch.randn(2, 4, 40, DIM)
+    query, key, value = (
+        torch.randn(2, 4, 9, DIM),
+        torch.randn(2, 4, 40, DIM),
+        torch.randn(2, 4, 40, DIM),
+    )
     mask = torch.zeros(9, 9).masked_fill(torch.rand(9, 9) > 0.6, -torch.inf).fill_diagonal_(0)
     parts = [
         attention(query, key[:, :, :31], value[:, :, :31]),
         attention(query, key[:, :, 31:], value[:, :, 31:], attn_mask=mask.expand(2, 4, -1, -1)),
     ]
-    whole, _ = attention(query, key, value, attn_mask=torch.cat([torch.zeros(9, 31), mask], 1).expand(2, 4, -1, -1))
+    whole, _ = attention(
+        query, key, value, attn_mask=torch.cat([torch.zeros(9, 31), mask], 1).expand(2, 4, -1, -1)
+    )
     (far, far_sum), (near, near_sum) = parts
     assert torch.allclose(merged(far, far_sum, near, near_sum), whole, atol=1e-6)
 
@@ -47,7 +63,9 @@ def test_merge_of_prefix_and_tree_is_attention_to_both() -> None:
 def test_columns_behind_the_lengths_are_not_read(rows: int, heads: int, kv: int) -> None:
     query, keys, values, new_keys, new_values, tree_mask = case(rows, heads, kv)
     lengths = torch.tensor(LENGTHS)
-    whole = additive(visible_behind(lengths, tree_mask, CAPACITY), torch.float32).repeat(1, heads // kv, 1)[:, None]
+    whole = additive(visible_behind(lengths, tree_mask, CAPACITY), torch.float32).repeat(
+        1, heads // kv, 1
+    )[:, None]
     expected = fused(query, keys, values, whole, kv, DIM**-0.5)
     for slot, length in enumerate(LENGTHS):
         for cached in (keys, values):
@@ -86,6 +104,9 @@ def test_device_without_the_kernels_reads_under_a_mask(monkeypatch: pytest.Monke
     assert not reads_by_length.__wrapped__(torch.device("cpu"), *sizes)
     with Device():
         assert reads_by_length.__wrapped__(torch.device(NAME), *sizes)
-        for kernels in ({}, {**STANDS, FLASH: lambda *args, **named: tuple(2 * x for x in flash(*args, **named))}):
+        for kernels in (
+            {},
+            {**STANDS, FLASH: lambda *args, **named: tuple(2 * x for x in flash(*args, **named))},
+        ):
             monkeypatch.setattr("tests.device.STANDS", kernels)
             assert not reads_by_length.__wrapped__(torch.device(NAME), *sizes)

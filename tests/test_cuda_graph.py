@@ -64,13 +64,17 @@ class StandIn:
 def graphs(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     """Captures the steps of every decoder with cuda_graphs=True by a stand-in."""
     stand_in, init = StandIn(), cuda_graph.CudaGraphs.__init__
-    monkeypatch.setattr(cuda_graph.CudaGraphs, "__init__", lambda self, *args: init(self, *args, capture=stand_in))
+    monkeypatch.setattr(
+        cuda_graph.CudaGraphs, "__init__", lambda self, *args: init(self, *args, capture=stand_in)
+    )
     return stand_in
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_graph_steps_give_the_tokens_of_ordinary_ones(family: str, sampling: Sampling, graphs: StandIn) -> None:
+def test_graph_steps_give_the_tokens_of_ordinary_ones(
+    family: str, sampling: Sampling, graphs: StandIn
+) -> None:
     backbone = tiny_backbone(family, engine="torch")
     expected = plain(backbone, 40, sampling=sampling)
     decoder = decoder_of(backbone, Oracle(expected, 0.6), SPARSE, cuda_graphs=True)
@@ -90,24 +94,32 @@ def test_trees_of_every_policy_run_in_the_same_graphs(policy: str, graphs: Stand
     trees = [SizedTree(SPARSE.truncate(2), 1.5), SizedTree(SPARSE, 2.0)]
     policies = {
         "dynamic": DynamicTreePolicy(DynamicTree(12, 4), ngrams=True),
-        "adaptive": AdaptivePolicy(trees, StepTimes({1: 1.0, 9: 1.1}, {1: 0.1, 3: 0.1}), ngrams=True),
+        "adaptive": AdaptivePolicy(
+            trees, StepTimes({1: 1.0, 9: 1.1}, {1: 0.1, 3: 0.1}), ngrams=True
+        ),
         "n-grams": StaticTreePolicy(SPARSE, ngrams=True),
     }
     decoder = Decoder(backbone, medusa_drafter(backbone), policies[policy], cuda_graphs=True)
     captured = graphs.captured
     steps = list(answer(decoder, prompt, max_new_tokens=60, stop_ids=()))
     assert tokens_of(steps) == expected and graphs.runs == len(steps) - 1
-    assert len({(step.nodes, step.looked_up) for step in steps}) > 1 and graphs.captured == captured == 2 * len(
-        cuda_graph.ROWS
-    )
+    assert len(
+        {(step.nodes, step.looked_up) for step in steps}
+    ) > 1 and graphs.captured == captured == 2 * len(cuda_graph.ROWS)
 
 
-@pytest.mark.parametrize(("kind", "dynamic"), [("medusa", False), ("eagle-draft", False), ("eagle-draft", True)])
+@pytest.mark.parametrize(
+    ("kind", "dynamic"), [("medusa", False), ("eagle-draft", False), ("eagle-draft", True)]
+)
 def test_few_graphs_serve_sequences_of_all_sampling_and_trees_side_by_side(
     kind: str, dynamic: bool, graphs: StandIn
 ) -> None:
     backbone = tiny_backbone("qwen3", layers=4, engine="torch")
-    tree = DynamicTreePolicy(DynamicTree(20, 3), ngrams=True) if dynamic else StaticTreePolicy(SHALLOW, ngrams=True)
+    tree = (
+        DynamicTreePolicy(DynamicTree(20, 3), ngrams=True)
+        if dynamic
+        else StaticTreePolicy(SHALLOW, ngrams=True)
+    )
     decoder = Decoder(backbone, drafter_of(backbone, kind), tree, slots=8, cuda_graphs=True)
     before = graphs.captured
     assert before <= 24
@@ -128,7 +140,9 @@ DYNAMIC = DynamicTree(12, 3, (0.5,), min_chance=0.01, width=6)
     ("kind", "shape"),
     [
         *itertools.product(["hydra++", "hydra++-prompt", "amphista-prompt", "amphista"], [SHALLOW]),
-        *itertools.product(["medusa", "medusa-bias", "hydra", "hydra++", "amphista-prompt"], [DYNAMIC]),
+        *itertools.product(
+            ["medusa", "medusa-bias", "hydra", "hydra++", "amphista-prompt"], [DYNAMIC]
+        ),
         *itertools.product(["eagle-draft"], [SHALLOW, DYNAMIC]),
     ],
 )
@@ -147,31 +161,43 @@ def test_graphs_draft_what_drafters_draft(
 
     def record_fill(*args: Any) -> None:
         fill(*args)
-        for tokens, parents in zip(args[-1].tokens.tolist(), args[-1].parents.tolist(), strict=True):
+        for tokens, parents in zip(
+            args[-1].tokens.tolist(), args[-1].parents.tolist(), strict=True
+        ):
             size = len(parents) - parents.count(PADDING)
             drafts[-1].add((*tokens[:size], *parents[:size]))
 
     monkeypatch.setattr(type(drafter), "draft", record_draft)
     monkeypatch.setattr(type(drafter), "fill", record_fill)
     requests = [Request([5 + i, 9, 20, 11, 7] * (1 + i), 10 + 3 * i, stop_ids=()) for i in range(5)]
-    requests += [replace(requests[i], prompt=[*requests[i].prompt, 12, 9], max_new_tokens=14) for i in (4, 0)]
+    requests += [
+        replace(requests[i], prompt=[*requests[i].prompt, 12, 9], max_new_tokens=14) for i in (4, 0)
+    ]
     requests[2:2] = [Request([9, 9, 21], 6, sampling=Sampling("typical", 0.7), stop_ids=())]
     for captured in (False, True):
         drafts.append(set[tuple[int, ...]]())
         decoder = Decoder(backbone, drafter, policy_of(shape), slots=3, cuda_graphs=captured)
         before = graphs.captured
-        steps.append([(s.number, tuple(step.tokens), step.path) for s, step in decoder.run(requests)])
+        steps.append(
+            [(s.number, tuple(step.tokens), step.path) for s, step in decoder.run(requests)]
+        )
         assert graphs.captured == before
     assert steps[0] == steps[1] and graphs.runs > 20
     assert len(drafts[0]) > 50 and drafts[0] <= drafts[1]
 
 
-def test_drafter_reads_at_once_what_a_graph_has_no_room_for(graphs: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafter_reads_at_once_what_a_graph_has_no_room_for(
+    graphs: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
     backbone, read = tiny_backbone("qwen3", layers=4, engine="torch"), []
-    decoder = Decoder(backbone, drafter_of(backbone, "eagle-draft"), StaticTreePolicy(SHALLOW), cuda_graphs=True)
+    decoder = Decoder(
+        backbone, drafter_of(backbone, "eagle-draft"), StaticTreePolicy(SHALLOW), cuda_graphs=True
+    )
     inner = type(decoder.drafter).read
     monkeypatch.setattr(
-        type(decoder.drafter), "read", lambda *args: read.append(len(args[3][0].tokens)) or inner(*args)
+        type(decoder.drafter),
+        "read",
+        lambda *args: read.append(len(args[3][0].tokens)) or inner(*args),
     )
     prompt = [8 + i % 40 for i in range(cuda_graph.DEPTHS + 9)]
     assert tokens_of(answer(decoder, prompt, max_new_tokens=40, stop_ids=())) == tokens_of(
@@ -219,7 +245,9 @@ def test_failed_graph_is_given_up_and_the_step_runs_as_usual(graphs: StandIn, ca
     assert backbone.engine.captures is False
 
 
-@pytest.mark.parametrize("sampling", [Sampling("exact", 1.2, 0.95, seed=5), Sampling("exact", 1.2, 1.0, 6, seed=5)])
+@pytest.mark.parametrize(
+    "sampling", [Sampling("exact", 1.2, 0.95, seed=5), Sampling("exact", 1.2, 1.0, 6, seed=5)]
+)
 def test_step_that_needs_more_than_the_likeliest_tokens_runs_as_usual(
     sampling: Sampling, graphs: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -227,7 +255,10 @@ def test_step_that_needs_more_than_the_likeliest_tokens_runs_as_usual(
     backbone = tiny_backbone(engine="torch")
     expected = plain(backbone, 40, sampling=sampling)
     decoder = decoder_of(backbone, Oracle(expected, 0.6), SPARSE, cuda_graphs=True)
-    assert tokens_of(answer(decoder, PROMPT, max_new_tokens=40, stop_ids=(), sampling=sampling)) == expected
+    assert (
+        tokens_of(answer(decoder, PROMPT, max_new_tokens=40, stop_ids=(), sampling=sampling))
+        == expected
+    )
 
 
 def test_typical_acceptance_processors_and_firp_run_without_graphs(graphs: StandIn) -> None:
@@ -235,19 +266,29 @@ def test_typical_acceptance_processors_and_firp_run_without_graphs(graphs: Stand
     decoder, sampling = decoder_of(backbone, cuda_graphs=True), Sampling("typical", 0.7)
     assert len(list(answer(decoder, PROMPT, max_new_tokens=5, stop_ids=(), sampling=sampling))) == 5
     options = LogitsOptions(repetition_penalty=1.3)
-    assert len(list(answer(decoder, PROMPT, max_new_tokens=5, stop_ids=(), logits_options=options))) == 5
+    assert (
+        len(list(answer(decoder, PROMPT, max_new_tokens=5, stop_ids=(), logits_options=options)))
+        == 5
+    )
     rides = decoder_of(backbone, drafter_of(backbone, "firp"), SPARSE, cuda_graphs=True)
     assert not graphs.runs and rides.cuda_graphs is None
 
 
-@pytest.mark.parametrize("sampling", [sampling for sampling in SAMPLINGS.values() if not sampling.greedy])
+@pytest.mark.parametrize(
+    "sampling", [sampling for sampling in SAMPLINGS.values() if not sampling.greedy]
+)
 def test_chosen_tokens_are_distributed_as_the_target(sampling: Sampling) -> None:
     nodes, draws = 3, 4000
     logits = 1.5 * torch.randn(nodes, 12, generator=torch.Generator().manual_seed(3))
     logits = (2 * logits).round() / 2  # with ties
-    tree, samplers = Tree.from_choices([[0], [1]]), [Sampler(sampling, stream) for stream in range(draws)]
+    tree, samplers = (
+        Tree.from_choices([[0], [1]]),
+        [Sampler(sampling, stream) for stream in range(draws)],
+    )
     params = cuda_graph.sampling_params(samplers, draws, tree.max_depth + 1)
-    chosen, certain = cuda_graph.choose(logits.expand(draws, -1, -1), params, tree.depth.expand(draws, -1))
+    chosen, certain = cuda_graph.choose(
+        logits.expand(draws, -1, -1), params, tree.depth.expand(draws, -1)
+    )
     assert certain.all()
     expected = draws * target_probs(logits, sampling).double()
     for node in range(nodes):
@@ -257,12 +298,18 @@ def test_chosen_tokens_are_distributed_as_the_target(sampling: Sampling) -> None
 @pytest.mark.parametrize("temperature", [0.05, 0.1])
 def test_cold_sampling_with_top_k_needs_no_ordinary_step(temperature: float) -> None:
     sampling, nodes = Sampling("exact", temperature, top_k=40, seed=3), 200
-    logits = 5 * torch.randn(nodes, 3000, generator=torch.Generator().manual_seed(2))  # as spread as a model's
+    logits = 5 * torch.randn(
+        nodes, 3000, generator=torch.Generator().manual_seed(2)
+    )  # as spread as a model's
     samplers = [Sampler(sampling, stream) for stream in range(nodes)]
     params = cuda_graph.sampling_params(samplers, nodes, 1)
-    chosen, certain = cuda_graph.choose(logits[:, None], params, torch.zeros(nodes, 1, dtype=torch.long))
+    chosen, certain = cuda_graph.choose(
+        logits[:, None], params, torch.zeros(nodes, 1, dtype=torch.long)
+    )
     assert certain.all()
-    assert chosen[:, 0].tolist() == [Sampler(sampling, stream).choose(row) for stream, row in enumerate(logits)]
+    assert chosen[:, 0].tolist() == [
+        Sampler(sampling, stream).choose(row) for stream, row in enumerate(logits)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -276,7 +323,12 @@ def test_cold_sampling_with_top_k_needs_no_ordinary_step(temperature: float) -> 
     ids=["faster", "slower", "fails", "differs"],
 )
 def test_trial_decides_once_on_cuda_graphs(
-    seconds: float, fault: str | None, captured: bool, logged: str, monkeypatch: pytest.MonkeyPatch, caplog: Any
+    seconds: float,
+    fault: str | None,
+    captured: bool,
+    logged: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: Any,
 ) -> None:
     backbone = tiny_backbone(engine="torch")
     backbone.engine.captures = None

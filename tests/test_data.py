@@ -11,7 +11,13 @@ import pytest
 import torch
 
 from medusa_cli.data.conversation import Conversation, read_conversations
-from medusa_cli.data.packing import Dataset, coverage, frequent_tokens, held_out_ids, split_conversations
+from medusa_cli.data.packing import (
+    Dataset,
+    coverage,
+    frequent_tokens,
+    held_out_ids,
+    split_conversations,
+)
 from medusa_cli.data.states import StateStore
 from medusa_cli.drafters import MedusaHeads
 from medusa_cli.engine import attach
@@ -52,7 +58,9 @@ def bf16_backbone(engine: str) -> Backbone:
     quantize = engine if engine in ("int8", "int4") else None
     attach(backbone, "native" if quantize or engine == "native" else "eager", quantize=quantize)
     if engine == "bnb.nf4":
-        backbone.model.config.quantization_config = SimpleNamespace(load_in_4bit=True, load_in_8bit=False)
+        backbone.model.config.quantization_config = SimpleNamespace(
+            load_in_4bit=True, load_in_8bit=False
+        )
     return backbone
 
 
@@ -60,7 +68,9 @@ def test_spans_are_answers_with_their_end_token(backbone: Backbone) -> None:
     messages = [{"role": "system", "content": "w1"}, *conversation(3, turns=2)["messages"]]
     tokens, spans = encode(backbone, messages)
     assert tokens == backbone.encode_chat(messages, add_generation_prompt=False)
-    for (start, end), message in zip(spans, [m for m in messages if m["role"] == "assistant"], strict=True):
+    for (start, end), message in zip(
+        spans, [m for m in messages if m["role"] == "assistant"], strict=True
+    ):
         assert tokens[end - 1] == END_ID
         assert backbone.tokenizer.decode(tokens[start : end - 1]) == message["content"]
         assert tokens[:start][-2:] == backbone.encode_chat([{"role": "user", "content": "w1"}])[-2:]
@@ -68,7 +78,9 @@ def test_spans_are_answers_with_their_end_token(backbone: Backbone) -> None:
 
 def test_template_that_rewrites_earlier_turns_is_refused(backbone: Backbone) -> None:
     last_only = "(' ' + m['content'] + ' <end> ' if loop.last else ' ')"
-    backbone.tokenizer.chat_template = f"{{% for m in messages %}}{{{{ m['role'] + {last_only} }}}}{{% endfor %}}"
+    backbone.tokenizer.chat_template = (
+        f"{{% for m in messages %}}{{{{ m['role'] + {last_only} }}}}{{% endfor %}}"
+    )
     with pytest.raises(UserError, match="rewrites earlier turns"):
         encode(backbone, conversation(1, turns=2)["messages"])
 
@@ -82,7 +94,9 @@ def test_states_are_those_that_emit_each_answer_token(run: Run, backbone: Backbo
     heads = MedusaHeads.create(backbone, 1, 1, "own")
     batch = dataset.batch(backbone, heads, [item])
     assert batch.next.tolist() == tokens[start:end]
-    assert torch.equal(batch.hidden, helpers.forward(backbone, tokens).hidden[start - 1 : end - 1].bfloat16())
+    assert torch.equal(
+        batch.hidden, helpers.forward(backbone, tokens).hidden[start - 1 : end - 1].bfloat16()
+    )
     seen.clear()
     again = load_dataset(run, backbone, show=lambda *progress: seen.append(progress))
     assert torch.equal(again.states, dataset.states) and not seen  # the cached file was used
@@ -102,7 +116,10 @@ def test_killed_prefill_resumes_with_whole_conversations(run: Run, backbone: Bac
     with pytest.raises(KeyboardInterrupt):
         load_dataset(run, backbone, show=killed)
     (part,) = (run.path / "cache").iterdir()
-    width, positions = 2 * backbone.hidden_size, len(encode(backbone, conversation(0)["messages"])[0]) - 1
+    width, positions = (
+        2 * backbone.hidden_size,
+        len(encode(backbone, conversation(0)["messages"])[0]) - 1,
+    )
     with part.open("r+b") as out:  # as if the first was written in part
         out.seek(width * positions - 3)
         out.write(bytes(3))
@@ -118,7 +135,9 @@ def test_kept_states_must_belong_to_the_data(run: Run, backbone: Backbone) -> No
     records, row = [], 0
     for n in range(6):
         tokens, spans = encode(backbone, conversation(n, turns=2)["messages"])
-        records.append({"id": f"c{n}", "tokens": tokens, "spans": spans, "state_rows": [row, len(tokens) - 1]})
+        records.append(
+            {"id": f"c{n}", "tokens": tokens, "spans": spans, "state_rows": [row, len(tokens) - 1]}
+        )
         row += len(tokens) - 1
     write_lines(run.distill_path, records)
     with closing(StateStore(run.states_path, backbone.hidden_size)) as store:
@@ -134,7 +153,9 @@ def test_kept_states_must_belong_to_the_data(run: Run, backbone: Backbone) -> No
 
 
 def test_states_belong_to_the_quantization_of_the_model(run: Run, tmp_path: Path) -> None:
-    backbones = {engine: bf16_backbone(engine) for engine in ("eager", "native", "int8", "int4", "bnb.nf4")}
+    backbones = {
+        engine: bf16_backbone(engine) for engine in ("eager", "native", "int8", "int4", "bnb.nf4")
+    }
     counts = []
     for backbone in backbones.values():
         load_dataset(run, backbone)
@@ -143,7 +164,10 @@ def test_states_belong_to_the_quantization_of_the_model(run: Run, tmp_path: Path
     tokens, spans = encode(backbones["eager"], conversation(0)["messages"])
     count = len(tokens) - 1
     kept = Run.open(f"{tmp_path}/kept", create=True)
-    lines = [{"id": f"c{n}", "tokens": tokens, "spans": spans, "state_rows": [n * count, count]} for n in range(4)]
+    lines = [
+        {"id": f"c{n}", "tokens": tokens, "spans": spans, "state_rows": [n * count, count]}
+        for n in range(4)
+    ]
     write_lines(kept.distill_path, lines)
     rows = torch.randn(4 * count, backbones["eager"].hidden_size).bfloat16()
     with closing(StateStore(kept.states_path, rows.shape[1])) as store:
@@ -162,7 +186,9 @@ def test_bad_records_are_counted_and_bad_files_refused(run: Run, backbone: Backb
     lines += ['{"id": "x", "tokens": [1, 99999], "spans": [[1, 2]]}']
     lines += ['{"id": "y", "tokens": [1, 2, 3], "spans": [[2, 9]]}']
     lines += ['{"messages": [{"role": "wizard", "content": "w1"}]}']
-    lines += ['{"conversations": [{"from": "human", "value": "w1"}, {"from": "gpt", "value": "w2 w3"}]}']
+    lines += [
+        '{"conversations": [{"from": "human", "value": "w1"}, {"from": "gpt", "value": "w2 w3"}]}'
+    ]
     run.distill_path.write_text("\n".join(lines))
     report = load_dataset(run, backbone).report
     assert report.read == 2 and sum(report.skipped.values()) == len(report.skipped) == 5
@@ -170,7 +196,11 @@ def test_bad_records_are_counted_and_bad_files_refused(run: Run, backbone: Backb
     report = load_dataset(run, backbone).report
     assert (report.read, report.skipped) == (2, {"cut off": 1})
     short = json.dumps({"id": "c", "tokens": [5, 6, 7], "spans": [[2, 3]]})
-    refused = (("", "is empty"), ("{}", "no usable conversation"), (short, "no answer of two tokens or more"))
+    refused = (
+        ("", "is empty"),
+        ("{}", "no usable conversation"),
+        (short, "no answer of two tokens or more"),
+    )
     for text, part in refused:
         run.distill_path.write_text(text)
         with pytest.raises(UserError, match=part):
@@ -188,7 +218,12 @@ def test_rows_of_specforge_and_speculators_are_read(tmp_path: Path, backbone: Ba
         {"id": "specforge", "conversations": [{"role": "user", "content": "w1 w2"}, answer]},
         {"id": "parts", "messages": [{"role": "user", "content": parts}, answer]},
         {"id": "image", "messages": [{"role": "user", "content": image}, answer]},
-        {"id": "masked", "input_ids": [9, 8, 7, 6, 5, 4], "loss_mask": [0, 0, 1, 1, 0, 1], "conversations": []},
+        {
+            "id": "masked",
+            "input_ids": [9, 8, 7, 6, 5, 4],
+            "loss_mask": [0, 0, 1, 1, 0, 1],
+            "conversations": [],
+        },
         {"id": "all", "input_ids": [9, 8, 7], "loss_mask": [1, 1, 1]},
         {"id": "short", "input_ids": [9, 8, 7], "loss_mask": [0, 1]},
         {"id": "none", "input_ids": [9, 8, 7], "loss_mask": [0, 0, 0]},
@@ -196,13 +231,20 @@ def test_rows_of_specforge_and_speculators_are_read(tmp_path: Path, backbone: Ba
     ]
     read, report = read_conversations(write_lines(tmp_path / "rows.jsonl", rows), backbone)
     known = {item.id: item for item in read}
-    assert set(known) == {"specforge", "parts", "masked", "all"} and sum(report.skipped.values()) == 4
+    assert (
+        set(known) == {"specforge", "parts", "masked", "all"} and sum(report.skipped.values()) == 4
+    )
     assert known["specforge"].tokens == known["parts"].tokens and len(known["parts"].spans) == 1
-    assert known["masked"].tokens == [9, 8, 7, 6, 5, 4] and known["masked"].spans == [(2, 4), (5, 6)]
+    assert known["masked"].tokens == [9, 8, 7, 6, 5, 4] and known["masked"].spans == [
+        (2, 4),
+        (5, 6),
+    ]
     assert known["all"].spans == [(1, 3)]  # nothing comes before the first token
 
 
-def test_conversations_go_out_as_rows_and_come_back(run: Run, backbone: Backbone, tmp_path: Path) -> None:
+def test_conversations_go_out_as_rows_and_come_back(
+    run: Run, backbone: Backbone, tmp_path: Path
+) -> None:
     raw = Conversation("raw", [{"role": "user", "content": "w1"}], [9, 8, 7], [(1, 3)], raw=True)
     before = [*read_conversations(run.distill_path, backbone)[0], raw]
     run.distill_path.write_text("".join(f"{item.to_json()}\n" for item in before))
@@ -211,9 +253,16 @@ def test_conversations_go_out_as_rows_and_come_back(run: Run, backbone: Backbone
     for file, wanted in (("tokens.jsonl", before), ("conversations.jsonl", before[:-1])):
         after, report = read_conversations(tmp_path / "out" / file, backbone)
         assert not report.skipped
-        assert [(a.id, a.tokens, a.spans) for a in after] == [(b.id, b.tokens, b.spans) for b in wanted]
-    lines = [json.loads(line) for line in (tmp_path / "out" / "conversations.jsonl").read_text().splitlines()]
-    assert all(message.keys() == {"role", "content"} for line in lines for message in line["conversations"])
+        assert [(a.id, a.tokens, a.spans) for a in after] == [
+            (b.id, b.tokens, b.spans) for b in wanted
+        ]
+    lines = [
+        json.loads(line)
+        for line in (tmp_path / "out" / "conversations.jsonl").read_text().splitlines()
+    ]
+    assert all(
+        message.keys() == {"role", "content"} for line in lines for message in line["conversations"]
+    )
     empty = Run.open(f"{tmp_path}/empty", create=True)
     words = ("export", "--to", "data", "--run", f"{empty.path}/", "--output", tmp_path / "none")
     assert "distill" in medusa(*words, exit_code=1).stderr
@@ -243,7 +292,9 @@ def test_parts_of_a_conversation_stay_together() -> None:
     names = {id[:7] for id in ids}
     assert 40 < len(names) < 120
     assert ids == {f"{name}_{part}" for name in names for part in range(4)}
-    turns = held_out_ids([f"A{n:06d}_{part}/{turn}" for n in range(400) for part in range(4) for turn in (0, 7)], 0.2)
+    turns = held_out_ids(
+        [f"A{n:06d}_{part}/{turn}" for n in range(400) for part in range(4) for turn in (0, 7)], 0.2
+    )
     assert {id.partition("/")[0] for id in turns} == ids
     # Numbered names are no parts: each conversation goes its own way.
     for kind in ("example", "c", "sharegpt", "conversation7"):
@@ -251,12 +302,17 @@ def test_parts_of_a_conversation_stay_together() -> None:
     # Of few conversations one is held out, and never all.
     parts = ["A000001_0", "A000001_1", "B000001_0", "B000001_1"]
     for fraction in (1e-9, 0.5, 1.0):
-        assert held_out_ids(parts, fraction) in ({"A000001_0", "A000001_1"}, {"B000001_0", "B000001_1"})
+        assert held_out_ids(parts, fraction) in (
+            {"A000001_0", "A000001_1"},
+            {"B000001_0", "B000001_1"},
+        )
     assert held_out_ids(parts, 0.0) == held_out_ids(parts[:2], 1.0) == set()
 
 
 def packed(*lengths: int) -> Dataset:
-    return Dataset(answers_of(*map(range, lengths)), [], ReadReport(), "", torch.zeros(sum(lengths), 4))
+    return Dataset(
+        answers_of(*map(range, lengths)), [], ReadReport(), "", torch.zeros(sum(lengths), 4)
+    )
 
 
 def test_micro_batches_hold_whole_conversations_up_to_their_limit() -> None:
@@ -268,7 +324,9 @@ def test_micro_batches_hold_whole_conversations_up_to_their_limit() -> None:
 def test_batches_that_the_model_runs_hold_no_more_tokens_than_allowed() -> None:
     dataset = replace(packed(*range(3, 43)), states=None)
     batches = dataset.micro_batches(dataset.train, 64, random.Random(1))
-    assert sorted(item.id for batch in batches for item in batch) == sorted(item.id for item in dataset.train)
+    assert sorted(item.id for batch in batches for item in batch) == sorted(
+        item.id for item in dataset.train
+    )
     assert all(max(len(item.tokens) for item in batch) * len(batch) <= 64 for batch in batches)
 
 
@@ -294,5 +352,11 @@ def test_schedule_is_the_same_for_a_seed_and_bounded() -> None:
 def test_frequent_tokens_stand_in_most_answers() -> None:
     answers = [torch.tensor(tokens) for tokens in ([7, 3], [9, 9, 9, 9, 7], [3, 7, 5])]
     ids = frequent_tokens(answers, 3, 12)
-    assert ids.tolist() == [7, 3, 5]  # 9 stands there most often, in one answer, and 5 has the smaller id
-    assert coverage(ids, answers) == pytest.approx(6 / 10) and coverage(torch.arange(64), answers) == 1
+    assert ids.tolist() == [
+        7,
+        3,
+        5,
+    ]  # 9 stands there most often, in one answer, and 5 has the smaller id
+    assert (
+        coverage(ids, answers) == pytest.approx(6 / 10) and coverage(torch.arange(64), answers) == 1
+    )

@@ -31,22 +31,42 @@ from tests.helpers import (
 )
 from tests.test_drafters import drafter_of
 
-TREES = {"dense": Tree.dense([3, 2, 2]), "chain": Tree.chain(4), "sparse": SPARSE, "root": Tree.root_only()}
+TREES = {
+    "dense": Tree.dense([3, 2, 2]),
+    "chain": Tree.chain(4),
+    "sparse": SPARSE,
+    "root": Tree.root_only(),
+}
 SHALLOW = SPARSE.truncate(3)
-PROMPTS = [[5, 9, 20, 11, 7], [8], [30, 31, 32, 33, 34, 35, 36, 37, 38, 39, 40], [6, 6, 50], [12, 50], [9, 8, 7, 6]]
+PROMPTS = [
+    [5, 9, 20, 11, 7],
+    [8],
+    [30, 31, 32, 33, 34, 35, 36, 37, 38, 39, 40],
+    [6, 6, 50],
+    [12, 50],
+    [9, 8, 7, 6],
+]
 
 
-def drafted(backbone: Backbone, drafter: Drafter | None, tree: Any, count: int = 60, **rules: Any) -> list[Step]:
+def drafted(
+    backbone: Backbone, drafter: Drafter | None, tree: Any, count: int = 60, **rules: Any
+) -> list[Step]:
     """Returns the steps after PROMPT."""
-    return list(generate(backbone, drafter, tree, PROMPT, max_new_tokens=count, **{"stop_ids": (), **rules}))
+    return list(
+        generate(backbone, drafter, tree, PROMPT, max_new_tokens=count, **{"stop_ids": (), **rules})
+    )
 
 
 def alone(backbone: Backbone, prompt: Sequence[int], count: int = 40, **rules: Any) -> list[int]:
     """Returns the tokens of plain decoding."""
-    return tokens_of(generate_plain(backbone, prompt, max_new_tokens=count, **{"stop_ids": (), **rules}))
+    return tokens_of(
+        generate_plain(backbone, prompt, max_new_tokens=count, **{"stop_ids": (), **rules})
+    )
 
 
-def together(backbone: Backbone, drafter: Drafter | None, tree: Any, prompts: Any = PROMPTS, **rules: Any) -> Any:
+def together(
+    backbone: Backbone, drafter: Drafter | None, tree: Any, prompts: Any = PROMPTS, **rules: Any
+) -> Any:
     """Returns each prompt's tokens and steps, four prompts at a time."""
     rules = {"stop_ids": (), "max_new_tokens": 40, "batch_size": 4, **rules}
     steps = generate_batch(backbone, drafter, tree, prompts, **rules)
@@ -55,7 +75,9 @@ def together(backbone: Backbone, drafter: Drafter | None, tree: Any, prompts: An
 
 def alike(ours: Sequence[Step], theirs: Sequence[Step]) -> bool:
     """Compares step by step what was drafted and what was accepted of it."""
-    ours, theirs = ([(step.tokens, step.nodes, step.path) for step in steps] for steps in (ours, theirs))
+    ours, theirs = (
+        [(step.tokens, step.nodes, step.path) for step in steps] for steps in (ours, theirs)
+    )
     return ours == theirs
 
 
@@ -100,7 +122,11 @@ def test_stop_string_ends_the_answer_at_the_token_that_completes_it(drafts: bool
     backbone = tiny_backbone()
     whole = plain(backbone, 60)
     text = backbone.decode(whole[6:8])
-    tokens = tokens_of(drafted(backbone, Oracle(whole, 1.0) if drafts else None, TREES["dense"], stop_strings=[text]))
+    tokens = tokens_of(
+        drafted(
+            backbone, Oracle(whole, 1.0) if drafts else None, TREES["dense"], stop_strings=[text]
+        )
+    )
     assert tokens == whole[: len(tokens)] and len(tokens) <= 8
     assert text in backbone.decode(tokens) and text not in backbone.decode(tokens[:-1])
 
@@ -116,7 +142,9 @@ def test_stop_string_whose_characters_take_several_tokens_each() -> None:
 
     criteria = StopCriteria(tiny_backbone(), Request(PROMPT, 60, stop_ids=(), stop_strings=[stop]))
     criteria._tokenizer = Bytes()
-    assert len(criteria.truncate(list(range(60)))) == len(stop.encode()) and criteria.reason == "stop"
+    assert (
+        len(criteria.truncate(list(range(60)))) == len(stop.encode()) and criteria.reason == "stop"
+    )
 
 
 def test_stop_string_may_be_a_special_token() -> None:
@@ -146,16 +174,22 @@ def test_answer_ends_within_the_context() -> None:
 
 
 @pytest.mark.parametrize("drafts", [False, True])
-def test_cache_is_no_larger_than_the_context_needs(drafts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_is_no_larger_than_the_context_needs(
+    drafts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     backbone = tiny_backbone(positions=300)
     caches: list[Cache] = []
     inner = backbone.engine.new_cache
     monkeypatch.setattr(
-        backbone.engine, "new_cache", lambda *given, **how: caches.append(inner(*given, **how)) or caches[-1]
+        backbone.engine,
+        "new_cache",
+        lambda *given, **how: caches.append(inner(*given, **how)) or caches[-1],
     )
     steps = drafted(backbone, medusa_drafter(backbone) if drafts else None, SPARSE, 1_000_000)
     assert len(tokens_of(steps)) == 300 - len(PROMPT)
-    assert len(caches) == 1 and 300 <= caches[0].capacity < 2 * (300 + SPARSE.size)  # capacities double
+    assert len(caches) == 1 and 300 <= caches[0].capacity < 2 * (
+        300 + SPARSE.size
+    )  # capacities double
 
 
 def test_prompts_and_limits_are_checked() -> None:
@@ -173,7 +207,11 @@ def test_one_backbone_pass_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     backbone, shapes = tiny_backbone(), []
     base = backbone.model.base_model
     inner = base.forward
-    monkeypatch.setattr(base, "forward", lambda *a, **k: shapes.append(tuple(k["input_ids"].shape)) or inner(*a, **k))
+    monkeypatch.setattr(
+        base,
+        "forward",
+        lambda *a, **k: shapes.append(tuple(k["input_ids"].shape)) or inner(*a, **k),
+    )
     assert len(drafted(backbone, medusa_drafter(backbone), SPARSE, 40)) == len(shapes)
     shapes.clear()
     together(backbone, medusa_drafter(backbone), SPARSE, PROMPTS[:3], batch_size=3)
@@ -195,7 +233,9 @@ def test_sampling_depends_on_the_seed_and_typical_accepts_more() -> None:
     assert Stats.of(drafted(backbone, heads, SPARSE, 40, sampling=loose)).acceptance_length > 3
 
 
-@pytest.mark.parametrize("cuts", [{}, {"top_p": 0.8}, {"top_k": 6}], ids=["whole", "nucleus", "top-k"])
+@pytest.mark.parametrize(
+    "cuts", [{}, {"top_p": 0.8}, {"top_k": 6}], ids=["whole", "nucleus", "top-k"]
+)
 def test_sampling_gives_what_plain_sampling_with_the_seed_gives(cuts: dict) -> None:
     backbone = tiny_backbone("qwen3")
     sampling = Sampling("exact", 1.2, seed=5, **cuts)
@@ -230,23 +270,36 @@ def test_plain_batches_of_any_size() -> None:
 
 @pytest.mark.parametrize("engine", ["eager", "native", "torch"])
 @pytest.mark.parametrize("mode", ["exact", "typical"])
-@pytest.mark.parametrize("tree", [SHALLOW, DynamicTree(9, 3), None], ids=["static", "dynamic", "plain"])
+@pytest.mark.parametrize(
+    "tree", [SHALLOW, DynamicTree(9, 3), None], ids=["static", "dynamic", "plain"]
+)
 def test_sampled_row_draws_with_the_seed_plus_its_number(
     mode: str, engine: str, tree: Tree | DynamicTree | None
 ) -> None:
     backbone = tiny_backbone(engine=engine)
     drafter = None if tree is None else drafter_of(backbone, "hydra")
-    sampling, prompts = Sampling(mode, 1.0, seed=3, epsilon=0.01, delta=0.05), [*PROMPTS, PROMPTS[0]]
-    tokens, steps = together(backbone, drafter, tree, prompts, batch_size=3, max_new_tokens=25, sampling=sampling)
+    sampling, prompts = (
+        Sampling(mode, 1.0, seed=3, epsilon=0.01, delta=0.05),
+        [*PROMPTS, PROMPTS[0]],
+    )
+    tokens, steps = together(
+        backbone, drafter, tree, prompts, batch_size=3, max_new_tokens=25, sampling=sampling
+    )
     for number, prompt in enumerate(prompts):
-        rules = {"max_new_tokens": 25, "stop_ids": (), "sampling": replace(sampling, seed=3 + number)}
+        rules = {
+            "max_new_tokens": 25,
+            "stop_ids": (),
+            "sampling": replace(sampling, seed=3 + number),
+        }
         assert alike(steps[number], list(generate(backbone, drafter, tree, prompt, **rules)))
     assert (tokens[0] != tokens[-1]) == (mode == "exact")
 
 
 @pytest.mark.parametrize("engine", ["eager", "native", "torch"])
 @pytest.mark.parametrize("tree", [SHALLOW, DynamicTree(9, 3)], ids=["static", "dynamic"])
-def test_cancelled_row_leaves_the_others_as_they_were(engine: str, tree: Tree | DynamicTree) -> None:
+def test_cancelled_row_leaves_the_others_as_they_were(
+    engine: str, tree: Tree | DynamicTree
+) -> None:
     backbone = tiny_backbone("qwen3", engine=engine)
     drafter = drafter_of(backbone, "hydra++")
     limits: dict[str, Any] = {"max_new_tokens": 30, "stop_ids": ()}
@@ -276,26 +329,34 @@ def test_cancelled_row_leaves_the_others_as_they_were(engine: str, tree: Tree | 
         step()
     for number in range(4):
         sampling = Sampling("exact", 1.0, seed=3 + number)
-        whole = tokens_of(generate(backbone, drafter, tree, PROMPTS[number], sampling=sampling, **limits))
+        whole = tokens_of(
+            generate(backbone, drafter, tree, PROMPTS[number], sampling=sampling, **limits)
+        )
         assert answers[number] == (whole if number else whole[: len(cancelled)]), number
     assert answers[0] == cancelled and len(cancelled) < 30 and decoder.step() == []
 
 
 @pytest.mark.parametrize("engine", ["eager", "native", "torch"])
 @pytest.mark.parametrize("kind", [None, "eagle-draft", "firp"])
-def test_pieces_of_a_prompt_let_others_take_steps(kind: str | None, engine: str, monkeypatch: Any) -> None:
+def test_pieces_of_a_prompt_let_others_take_steps(
+    kind: str | None, engine: str, monkeypatch: Any
+) -> None:
     monkeypatch.setattr("medusa_cli.engine.engine.PREFILL_ROWS", 4)
     backbone = tiny_backbone("qwen3", layers=4, engine=engine)
     decoder = decoder_of(backbone, kind and drafter_of(backbone, kind), SHALLOW, slots=3)
     long, answers = [*range(5, 26)], dict[int, list[int]]()
     # The second one ends while the prompt is run, whose slot then moves.
     for number, count in enumerate((40, 3)):
-        answers[number] = list(decoder.admit(Request(PROMPTS[0], count, stop_ids=()), number)[1].tokens)
+        answers[number] = list(
+            decoder.admit(Request(PROMPTS[0], count, stop_ids=()), number)[1].tokens
+        )
     pieces = 0
     for sequence, first in decoder.prefill(Request(long, 20, stop_ids=()), 2):
         pieces += 1
         if first is None:
-            assert not sequence.done and sequence not in decoder.sequences and decoder.free_slots <= 1
+            assert (
+                not sequence.done and sequence not in decoder.sequences and decoder.free_slots <= 1
+            )
             for other, step in decoder.step():
                 answers[other.number] += step.tokens
         else:
@@ -324,17 +385,23 @@ def test_prompt_given_up_between_its_pieces_frees_the_slot(monkeypatch: Any) -> 
 
 
 @pytest.mark.parametrize("kind", [None, "medusa", "eagle-draft"])
-def test_interrupted_step_ends_its_answers_and_leaves_a_right_prefix(kind: str | None, monkeypatch: Any) -> None:
+def test_interrupted_step_ends_its_answers_and_leaves_a_right_prefix(
+    kind: str | None, monkeypatch: Any
+) -> None:
     backbone = tiny_backbone(layers=4)
     expected, drafter = plain(backbone, 20), None if kind is None else drafter_of(backbone, kind)
     decoder = decoder_of(backbone, drafter, SPARSE.truncate(3) if kind else None, slots=2)
     sequences = [decoder.admit(Request(PROMPT, 20, stop_ids=()), number)[0] for number in range(2)]
     decoder.step()
     with monkeypatch.context() as patch:
-        patch.setattr(sequences[0], "commit", lambda accepted: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(
+            sequences[0], "commit", lambda accepted: (_ for _ in ()).throw(KeyboardInterrupt)
+        )
         with pytest.raises(KeyboardInterrupt):
             decoder.step()
-    assert [sequence.finish_reason for sequence in sequences] == ["cancelled"] * 2 and decoder.step() == []
+    assert [sequence.finish_reason for sequence in sequences] == [
+        "cancelled"
+    ] * 2 and decoder.step() == []
     assert tokens_of(answer(decoder, PROMPT, max_new_tokens=20, stop_ids=())) == expected
 
 
@@ -344,7 +411,12 @@ def test_context_limit_of_one_row_leaves_the_others_alone() -> None:
     expected = [alone(backbone, prompt, 100) for prompt in prompts]
     assert [len(tokens) for tokens in expected] == [10, 31, 27]
     known = {tuple(p): (a, 0.7) for p, a in zip(prompts, expected, strict=True)}
-    assert together(backbone, Oracle([], 0, known), SPARSE, prompts, max_new_tokens=100, batch_size=2)[0] == expected
+    assert (
+        together(backbone, Oracle([], 0, known), SPARSE, prompts, max_new_tokens=100, batch_size=2)[
+            0
+        ]
+        == expected
+    )
 
 
 def test_stops_and_limits_are_each_rows_own() -> None:

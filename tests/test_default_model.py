@@ -38,15 +38,31 @@ def test_shipped_drafter_is_small_whole_and_has_provenance() -> None:
     assert sum(path.stat().st_size for path in run.path.rglob("*") if path.is_file()) <= 60_000_000
     config = read_json(run.drafter_dir / "config.json")
     provenance = config["provenance"]
-    assert provenance["backbone"]["id"] == DEFAULT_MODEL and provenance["recipe"]["train"]["stage"] == 1
+    assert (
+        provenance["backbone"]["id"] == DEFAULT_MODEL
+        and provenance["recipe"]["train"]["stage"] == 1
+    )
     calibration = read_json(run.calibration_path)
     tree = load_tree(run.tree_path)
-    assert tree.max_depth <= config["num_heads"] == calibration["heads"] == len(calibration["temperatures"])
+    assert (
+        tree.max_depth
+        <= config["num_heads"]
+        == calibration["heads"]
+        == len(calibration["temperatures"])
+    )
     assert expected_length(tree, calibration["accuracies"]) > 2.2
 
 
 def test_drafted_answers_equal_plain_ones_in_fp32_and_take_fewer_steps() -> None:
-    words = ["chat", "--dtype", "fp32", "--max-new-tokens", "48", "--prompt", "Name three primary colours and why."]
+    words = [
+        "chat",
+        "--dtype",
+        "fp32",
+        "--max-new-tokens",
+        "48",
+        "--prompt",
+        "Name three primary colours and why.",
+    ]
     drafted, plain = medusa_json(*words, "--tree", "static"), medusa_json(*words, "--baseline")
     assert drafted["answer"] == plain["answer"] and drafted["tokens"] == plain["tokens"]
     assert drafted["acceptance_length"] > 1.3 and plain["acceptance_length"] == 1
@@ -62,7 +78,16 @@ def test_bf16_runs_on_real_questions() -> None:
 
 @pytest.mark.slow
 def test_twenty_questions_are_token_identical_in_fp32() -> None:
-    words = ["--limit", "20", "--max-new-tokens", "256", "--methods", "ar,medusa", "--dtype", "fp32"]
+    words = [
+        "--limit",
+        "20",
+        "--max-new-tokens",
+        "256",
+        "--methods",
+        "ar,medusa",
+        "--dtype",
+        "fp32",
+    ]
     document = medusa_json("bench", "--mt-bench", *words)
     assert document["methods"]["medusa"]["identical"] == 20
 
@@ -80,17 +105,39 @@ KINDS = {
 def answers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with some of the default model's own answers, which every drafter learns from a little."""
     run = tmp_path_factory.mktemp("answers")
-    medusa_json("distill", "--run", f"{run}/", "--max-samples", "192", "--max-new-tokens", "96", "distill.max_turns=1")
+    medusa_json(
+        "distill",
+        "--run",
+        f"{run}/",
+        "--max-samples",
+        "192",
+        "--max-new-tokens",
+        "96",
+        "distill.max_turns=1",
+    )
     return run
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_drafter_is_token_identical_in_fp32_and_takes_fewer_steps(kind: str, answers: Path) -> None:
+def test_every_drafter_is_token_identical_in_fp32_and_takes_fewer_steps(
+    kind: str, answers: Path
+) -> None:
     run = f"{answers}/{kind}"
-    medusa_json("train", *KINDS[kind], "train.max_tokens=15000", "train.warmup_steps=2", "--run", run)
+    medusa_json(
+        "train", *KINDS[kind], "train.max_tokens=15000", "train.warmup_steps=2", "--run", run
+    )
     medusa_json("calibrate", "--run", run)
-    words = ["--limit", "4", "--max-new-tokens", "64", "--methods", "ar,medusa", "--tree", "static:16"]
+    words = [
+        "--limit",
+        "4",
+        "--max-new-tokens",
+        "64",
+        "--methods",
+        "ar,medusa",
+        "--tree",
+        "static:16",
+    ]
     document = medusa_json("bench", "--mt-bench", "--run", run, "--dtype", "fp32", *words)
     measured = document["methods"]["medusa"]
     assert measured["identical"] == measured["questions"] == 4
@@ -111,7 +158,11 @@ def decoded(request: pytest.FixtureRequest) -> tuple[Backbone, list[list[int]], 
     texts = " ".join(question.turns[0] for question in read_questions(assets.mt_bench_path())[0])
     tokens = backbone.tokenizer(texts)["input_ids"]
     prompts = [tokens[:length] for length in LENGTHS]
-    return backbone, prompts, [tokens_of(generate_plain(backbone, prompt, **ANSWER)) for prompt in prompts]
+    return (
+        backbone,
+        prompts,
+        [tokens_of(generate_plain(backbone, prompt, **ANSWER)) for prompt in prompts],
+    )
 
 
 @pytest.mark.slow
@@ -123,11 +174,15 @@ def test_random_heads_of_every_kind_give_the_plain_answer_in_every_number_type(
     backbone, prompts, answers = decoded
     assert backbone.engine.row_invariant
     drafter = drafter_of(backbone, kind)
-    if few := drafter.config.draft_vocab_size:  # the commonest tokens, so that some guesses are right
+    if (
+        few := drafter.config.draft_vocab_size
+    ):  # the commonest tokens, so that some guesses are right
         drafter.draft_ids.copy_(torch.tensor(sum(answers, [])).bincount().topk(few).indices)
     steps = [list(generate(backbone, drafter, TREES[0], prompt, **ANSWER)) for prompt in prompts]
     assert [tokens_of(own) for own in steps] == answers
-    assert not few or sum(map(len, steps)) < sum(map(len, answers))  # some draft tokens were accepted
+    assert not few or sum(map(len, steps)) < sum(
+        map(len, answers)
+    )  # some draft tokens were accepted
     for tree in TREES:
         together = generate_batch(backbone, drafter, tree, prompts, batch_size=2, **ANSWER)
         assert [tokens_of(own) for own in together] == answers

@@ -27,7 +27,9 @@ TREE = Tree.from_choices([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]])
 PROMPT = [5, 9, 20, 11, 7, 5, 9, 20, 11]  # with matches for its end
 REQUESTS = [
     Request(PROMPT, max_new_tokens=10, stop_ids=()),
-    Request(PROMPT[2:], max_new_tokens=9, stop_ids=(), sampling=Sampling("exact", 0.9, 0.9, seed=3)),
+    Request(
+        PROMPT[2:], max_new_tokens=9, stop_ids=(), sampling=Sampling("exact", 0.9, 0.9, seed=3)
+    ),
 ]
 POLICIES: dict[str, Callable[[], DraftPolicy]] = {
     "static": lambda: StaticTreePolicy(TREE),
@@ -74,15 +76,22 @@ def device(backbone: Backbone, monkeypatch: pytest.MonkeyPatch) -> Iterator[Devi
             return replay
 
         init = CudaGraphs.__init__
-        monkeypatch.setattr(CudaGraphs, "__init__", lambda self, *args: init(self, *args, capture=capture))
-        monkeypatch.setattr(CudaGraphs, "warm_up", lambda self: None)  # each is captured when it is first used
+        monkeypatch.setattr(
+            CudaGraphs, "__init__", lambda self, *args: init(self, *args, capture=capture)
+        )
+        monkeypatch.setattr(
+            CudaGraphs, "warm_up", lambda self: None
+        )  # each is captured when it is first used
         yield device
 
 
 @pytest.fixture(scope="module")
 def expected() -> list[list[int]]:
     """Returns the answers of plain decoding on the CPU."""
-    return [tokens_of(steps) for steps in helpers.steps_of(decoder_of(tiny_backbone("qwen3", layers=4)), REQUESTS)]
+    return [
+        tokens_of(steps)
+        for steps in helpers.steps_of(decoder_of(tiny_backbone("qwen3", layers=4)), REQUESTS)
+    ]
 
 
 def drafter_on(device: Device, kind: str) -> HeadDrafter:
@@ -92,7 +101,9 @@ def drafter_on(device: Device, kind: str) -> HeadDrafter:
     return drafter
 
 
-def steps_of(decoder: Decoder, device: Device) -> tuple[list[list[int]], list[tuple[int, list[str]]]]:
+def steps_of(
+    decoder: Decoder, device: Device
+) -> tuple[list[list[int]], list[tuple[int, list[str]]]]:
     """Returns the answers to REQUESTS side by side; launches and waits of each step that is no graph's first."""
     tokens: list[list[int]] = []
     for number, request in enumerate(REQUESTS):
@@ -113,7 +124,9 @@ def steps_of(decoder: Decoder, device: Device) -> tuple[list[list[int]], list[tu
 def test_captured_steps_wait_once_for_the_device(
     kind: str, policy: str, backbone: Backbone, device: Device, expected: list[list[int]]
 ) -> None:
-    decoder = Decoder(backbone, drafter_on(device, kind), POLICIES[policy](), slots=2, cuda_graphs=True)
+    decoder = Decoder(
+        backbone, drafter_on(device, kind), POLICIES[policy](), slots=2, cuda_graphs=True
+    )
     assert decoder.drafter.packed("matrices") is decoder.drafter.matrices  # weights are held once
     tokens, records = steps_of(decoder, device)
     assert tokens == expected and records and decoder.cuda_graphs.count
@@ -126,7 +139,9 @@ def test_steps_without_graphs_keep_to_the_device(
     kind: str, backbone: Backbone, device: Device, expected: list[list[int]]
 ) -> None:
     for policy in ("n-grams", "dynamic"):
-        decoder = Decoder(backbone, drafter_on(device, kind), POLICIES[policy](), slots=2, cuda_graphs=False)
+        decoder = Decoder(
+            backbone, drafter_on(device, kind), POLICIES[policy](), slots=2, cuda_graphs=False
+        )
         tokens, records = steps_of(decoder, device)
         assert tokens == expected and all(len(waits) <= 14 for _, waits in records)
 
@@ -152,7 +167,10 @@ def test_simulated_device_tells_stray_looks_and_tensors(
         decoder.step()
         assert len(device.waits) == 2
     else:
-        for stray in (lambda states: run(states * states.sum().item()), lambda states: run(states + torch.ones(1))):
+        for stray in (
+            lambda states: run(states * states.sum().item()),
+            lambda states: run(states + torch.ones(1)),
+        ):
             monkeypatch.setattr(backbone.engine, "lm_head", stray)
             with pytest.raises(Stray):
                 decoder.step()
@@ -166,7 +184,9 @@ def test_simulated_device_tells_stray_looks_and_tensors(
 def test_first_piece_of_a_prompt_needs_no_mask_on_a_gpu(
     family: str, engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("medusa_cli.engine.engine.GPU_PREFILL_ROWS", 12)  # more than a sliding window
+    monkeypatch.setattr(
+        "medusa_cli.engine.engine.GPU_PREFILL_ROWS", 12
+    )  # more than a sliding window
     prompt = torch.arange(5, 35)
     expected = forward(tiny_backbone(family, layers=4, engine=engine), prompt)
     with Device() as device:
@@ -186,7 +206,9 @@ class WithoutDouble(Device):
 
 
 @pytest.mark.parametrize("cut", [{}, {"top_k": 5}, {"top_p": 0.8}], ids=str)
-def test_exact_sampling_needs_no_doubles_of_the_device(cut: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exact_sampling_needs_no_doubles_of_the_device(
+    cut: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sampler, "WITHOUT_DOUBLE", (NAME,))
     logits, rule = 3 * torch.randn(9, 64), Sampling("exact", 0.8, seed=4, **cut)
     uniforms = Sampler(rule).peek_uniforms(9)
@@ -197,9 +219,14 @@ def test_exact_sampling_needs_no_doubles_of_the_device(cut: dict[str, Any], monk
         assert Sampler(rule).choose(remote[0]) == Sampler(rule).choose(logits[0])
 
 
-def test_request_beyond_the_devices_memory_is_refused_at_admission(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_request_beyond_the_devices_memory_is_refused_at_admission(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     backbone = tiny_backbone()
-    decoder, row = decoder_of(backbone, slots=2), 2 * 2 * 2 * 8 * 4  # keys and values, layers, heads, width, fp32
+    decoder, row = (
+        decoder_of(backbone, slots=2),
+        2 * 2 * 2 * 8 * 4,
+    )  # keys and values, layers, heads, width, fp32
     assert backbone.engine.row_bytes == row
     long, short = Request(PROMPT, 300, stop_ids=()), Request(PROMPT, 20, stop_ids=())
     monkeypatch.setattr("medusa_cli.decode.decoder.free_memory", lambda device: 2 * 512 * row - 1)

@@ -45,12 +45,20 @@ CPU = torch.device("cpu")
 
 
 def settings(**changes) -> DistillRecipe:
-    return replace(DistillRecipe(max_new_tokens=12, batch_size=4, context=128, max_turns=3), **changes)
+    return replace(
+        DistillRecipe(max_new_tokens=12, batch_size=4, context=128, max_turns=3), **changes
+    )
 
 
-def answers(backbone: Backbone, seeds: Sequence[Conversation], rules: DistillRecipe) -> dict[str, Outcome]:
+def answers(
+    backbone: Backbone, seeds: Sequence[Conversation], rules: DistillRecipe
+) -> dict[str, Outcome]:
     """Returns the outcomes that have a conversation, by id."""
-    return {outcome.id: outcome for outcome in answer_locally(backbone, seeds, rules) if outcome.conversation}
+    return {
+        outcome.id: outcome
+        for outcome in answer_locally(backbone, seeds, rules)
+        if outcome.conversation
+    }
 
 
 # Answers.
@@ -68,7 +76,10 @@ def test_every_answer_equals_decoding_that_conversation_alone() -> None:
         assert conversation.tokens[: len(first)] == first
         out = forward(backbone, conversation.tokens)
         for start, end in conversation.spans:
-            assert out.logits[start - 1 : end - 1].argmax(-1).tolist() == conversation.tokens[start:end]
+            assert (
+                out.logits[start - 1 : end - 1].argmax(-1).tolist()
+                == conversation.tokens[start:end]
+            )
         assert len(states) == len(conversation.tokens) - 1  # the last token has not been run
         assert torch.allclose(states.float(), out.hidden[:-1], rtol=2**-8, atol=1e-4)  # bf16
 
@@ -87,10 +98,19 @@ def test_samples_depend_on_the_conversation_and_the_seed_alone() -> None:
 
 def test_too_long_and_refused_prompts_cost_nothing_else() -> None:
     backbone = tiny_backbone()
-    refuse = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+    refuse = (
+        "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+    )
     backbone.tokenizer.chat_template = refuse + CHAT_TEMPLATE
-    seeds = [seed("system", ["w1"], "w2"), seed("half", ["w1 \ud83d"]), seed("long", ["w1 " * 300]), *SEEDS[:2]]
-    outcomes = {outcome.id: outcome for outcome in answer_locally(backbone, seeds, settings(batch_size=1))}
+    seeds = [
+        seed("system", ["w1"], "w2"),
+        seed("half", ["w1 \ud83d"]),
+        seed("long", ["w1 " * 300]),
+        *SEEDS[:2],
+    ]
+    outcomes = {
+        outcome.id: outcome for outcome in answer_locally(backbone, seeds, settings(batch_size=1))
+    }
     assert [id for id, outcome in outcomes.items() if outcome.conversation] == ["s0", "s1"]
     assert [id for id, outcome in outcomes.items() if outcome.failure] == ["system", "half"]
     assert outcomes["long"] == Outcome("long") and "no system role" in outcomes["system"].failure
@@ -102,21 +122,35 @@ def test_turns_follow_where_the_template_adds_a_blank_that_decoding_drops() -> N
         "{% for m in messages %}{{ '<start> ' + m['role'] + ': ' + m['content'] + ' <end> ' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<start> assistant:' }}{% endif %}"
     )
-    assert len(answers(backbone, [seed("a", ["w1", "w2"])], settings())["a"].conversation.spans) == 2
+    assert (
+        len(answers(backbone, [seed("a", ["w1", "w2"])], settings())["a"].conversation.spans) == 2
+    )
 
 
 def test_batch_of_the_papers_recipe_fits_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    def size(gigabytes: int, context: int, taps: int = 0, device: str = "cuda", **config: int) -> int:
-        monkeypatch.setattr("medusa_cli.distill.local.free_memory", lambda device: gigabytes * 10**9)
-        vicuna = LlamaConfig(hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, **config)
+    def size(
+        gigabytes: int, context: int, taps: int = 0, device: str = "cuda", **config: int
+    ) -> int:
+        monkeypatch.setattr(
+            "medusa_cli.distill.local.free_memory", lambda device: gigabytes * 10**9
+        )
+        vicuna = LlamaConfig(
+            hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, **config
+        )
         heads = vicuna.num_key_value_heads
         engine = SimpleNamespace(row_bytes=2 * 32 * heads * 128 * 2)
         backbone: Any = SimpleNamespace(
-            config=vicuna, dtype=torch.bfloat16, device=torch.device(device), max_positions=4096, engine=engine
+            config=vicuna,
+            dtype=torch.bfloat16,
+            device=torch.device(device),
+            max_positions=4096,
+            engine=engine,
         )
         return choose_batch_size(backbone, settings(context=context, taps=(1,) * taps), 1)
 
-    slot = 2 * 32 * 4096 * 4096 * 2  # keys and values of 4,096 positions in bf16: 2.1 GB, 137 GB for 64
+    slot = (
+        2 * 32 * 4096 * 4096 * 2
+    )  # keys and values of 4,096 positions in bf16: 2.1 GB, 137 GB for 64
     assert 16 <= size(64, 4096) < 64 and size(64, 4096) * slot < 64 * 10**9
     assert (size(1, 4096), size(64, 512)) == (1, 64)
     sizes = [size(30, 4096, num_key_value_heads=8)]
@@ -166,7 +200,10 @@ def write(path: Path, text: str) -> str:
 
 
 def test_seeds_are_read_from_every_form(tmp_path: Path) -> None:
-    share = {"id": "a", "conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "r"}]}
+    share = {
+        "id": "a",
+        "conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "r"}],
+    }
     chat = {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]}
     for text in (
         json.dumps([share, chat]),
@@ -174,12 +211,20 @@ def test_seeds_are_read_from_every_form(tmp_path: Path) -> None:
         f"{json.dumps(share)}\n\n{json.dumps(chat)}\n",
     ):
         seeds, report = read_seeds(write(tmp_path / "a.json", text))
-        assert seeds[0] == seed("a", ["q"]) and seeds[1].system == "s" and seeds[1].turns == ["q"] and report.read == 2
+        assert (
+            seeds[0] == seed("a", ["q"])
+            and seeds[1].system == "s"
+            and seeds[1].turns == ["q"]
+            and report.read == 2
+        )
 
 
 def test_large_array_is_read_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("medusa_cli.files.io.CHUNK", 7)
-    records = [{"id": f"s{i}", "messages": [{"role": "user", "content": f"w{i} " * i}]} for i in range(1, 6)]
+    records = [
+        {"id": f"s{i}", "messages": [{"role": "user", "content": f"w{i} " * i}]}
+        for i in range(1, 6)
+    ]
     seeds, report = read_seeds(write(tmp_path / "a.json", json.dumps(records)))
     assert [read.id for read in seeds] == [f"s{i}" for i in range(1, 6)] and not report.skipped
 
@@ -187,7 +232,9 @@ def test_large_array_is_read_in_chunks(tmp_path: Path, monkeypatch: pytest.Monke
 def test_malformed_records_are_counted_and_skipped(tmp_path: Path) -> None:
     good = {"id": "a", "conversations": [{"from": "human", "value": "q"}]}
     odd = {"id": "b", "conversations": [{"from": "martian", "value": "q"}]}
-    text = json.dumps([good, odd, {"id": "c"}, {"id": "d", "conversations": [{"from": "gpt", "value": "r"}]}])
+    text = json.dumps(
+        [good, odd, {"id": "c"}, {"id": "d", "conversations": [{"from": "gpt", "value": "r"}]}]
+    )
     seeds, report = read_seeds(write(tmp_path / "a.json", text[:-1] + ', {"id": "e", "conv'))
     assert [read.id for read in seeds] == ["a"] and report.skipped["cut off"] == 1
     assert sum(report.skipped.values()) == 4
@@ -205,7 +252,9 @@ def test_seed_without_a_conversation_is_refused(tmp_path: Path, text: str | None
         read_seeds("nowhere.jsonl" if text is None else write(tmp_path / "a.json", text))
 
 
-def test_long_turns_of_sharegpt_are_seeds_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_turns_of_sharegpt_are_seeds_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     turns = ["short", "long " * 400, "too long " * 1000, "text " * 500]
     record = {"id": "a_1", "conversations": [{"from": "human", "value": turn} for turn in turns]}
     path = write(tmp_path / "a.json", json.dumps([record]))
@@ -228,7 +277,11 @@ def test_ultrachat_names_its_hub_dataset(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def function(name: str, body: str) -> str:
     doc = "Adds up what a list of rows holds, and leaves out those that are empty or have no number in them at all."
-    lines = [f"def {name}(rows, limit=10):", f'    """{doc}"""', *(f"    {line}" for line in body.splitlines())]
+    lines = [
+        f"def {name}(rows, limit=10):",
+        f'    """{doc}"""',
+        *(f"    {line}" for line in body.splitlines()),
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -272,12 +325,18 @@ def test_code_seeds_are_the_same_for_a_seed_and_hold_no_source_twice(sources: Pa
 
 def test_a_repair_prompt_has_one_fault_and_its_traceback_points_at_it(sources: Path) -> None:
     originals = {path.read_text().strip() for path in sources.rglob("m*.py")}
-    prompts = [seed.turns[0] for number in range(6) for seed in code_seeds(number) if "-repair-" in seed.id]
+    prompts = [
+        seed.turns[0] for number in range(6) for seed in code_seeds(number) if "-repair-" in seed.id
+    ]
     assert any("Traceback" in prompt for prompt in prompts)
     for prompt in prompts:
         code = prompt.split("```")[1].removeprefix("python\n").strip()
         original = next(text for text in originals if text.splitlines()[0] == code.splitlines()[0])
-        changed = [pair for pair in zip(code.splitlines(), original.splitlines(), strict=True) if pair[0] != pair[1]]
+        changed = [
+            pair
+            for pair in zip(code.splitlines(), original.splitlines(), strict=True)
+            if pair[0] != pair[1]
+        ]
         assert len(changed) == 1 and "#" not in changed[0][0]
         if "Traceback" in prompt:
             assert f"    {changed[0][0].strip()}\nNameError" in prompt
@@ -289,12 +348,20 @@ def test_fill_in_the_middle_takes_the_tokenizers_tokens_and_needs_them(sources: 
 
     seeds = code_seeds(0)
     raw = [seed for seed in seeds if seed.raw]
-    assert raw and with_fim_tokens(seeds, vocabulary("w1")) == [seed for seed in seeds if not seed.raw]
+    assert raw and with_fim_tokens(seeds, vocabulary("w1")) == [
+        seed for seed in seeds if not seed.raw
+    ]
     assert fim_tokens(vocabulary(*FIM[0])) == FIM[0]
-    for before, after in zip(raw, [s for s in with_fim_tokens(seeds, vocabulary(*FIM[1])) if s.raw], strict=True):
+    for before, after in zip(
+        raw, [s for s in with_fim_tokens(seeds, vocabulary(*FIM[1])) if s.raw], strict=True
+    ):
         prefix, rest = after.turns[0].removeprefix(FIM[1][0]).split(FIM[1][1])
         assert before.turns[0].startswith(FIM[0][0] + prefix) and rest.endswith(FIM[1][2])
-        original = next(path.read_text() for path in sources.rglob("m*.py") if path.read_text().startswith(prefix))
+        original = next(
+            path.read_text()
+            for path in sources.rglob("m*.py")
+            if path.read_text().startswith(prefix)
+        )
         assert original.rstrip().endswith(rest.removesuffix(FIM[1][2]).rstrip())
 
 
@@ -308,22 +375,34 @@ def test_a_raw_prompt_is_asked_without_the_chat_template() -> None:
     assert "raw" not in json.loads(replace(conversation, raw=None).to_json())
 
 
-def test_sharegpts_programming_conversations_can_be_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    turns = ["Write a poem", "Why does `print(x)` fail in my Python script?", "Web search results: see a.org/css"]
-    records = [{"id": f"k{i}", "conversations": [{"from": "human", "value": turn}]} for i, turn in enumerate(turns)]
+def test_sharegpts_programming_conversations_can_be_chosen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns = [
+        "Write a poem",
+        "Why does `print(x)` fail in my Python script?",
+        "Web search results: see a.org/css",
+    ]
+    records = [
+        {"id": f"k{i}", "conversations": [{"from": "human", "value": turn}]}
+        for i, turn in enumerate(turns)
+    ]
     path = write(tmp_path / "a.json", json.dumps(records))
     monkeypatch.setattr("medusa_cli.files.assets.sharegpt_path", lambda: Path(path))
     assert [chosen.id for chosen in read_seeds("sharegpt-code")[0]] == ["k1"]
 
 
 @pytest.mark.parametrize(
-    "text", ["#include <stdio.h>", "def f(x):", "Fix this:\n\n```\nx\n```", "a C++ class", "the SQL"]
+    "text",
+    ["#include <stdio.h>", "def f(x):", "Fix this:\n\n```\nx\n```", "a C++ class", "the SQL"],
 )
 def test_code_is_recognised(text: str) -> None:
     assert is_code(text)
 
 
-@pytest.mark.parametrize("text", ["Plan my trip to Java", "the dress code of a ball", "https://a.org/html is down"])
+@pytest.mark.parametrize(
+    "text", ["Plan my trip to Java", "the dress code of a ball", "https://a.org/html is down"]
+)
 def test_other_turns_are_not_code(text: str) -> None:
     assert not is_code(text)
 
@@ -379,10 +458,14 @@ def test_rows_come_back_in_bf16_and_a_torn_one_is_dropped(tmp_path: Path) -> Non
         assert again.append(first) == 4
         path.rename(tmp_path / "other.bin")
         assert again.rows == 7
-    assert torch.equal(read_rows(tmp_path / "other.bin", 6, 3, 4), torch.cat([second[:1], first.bfloat16()]))
+    assert torch.equal(
+        read_rows(tmp_path / "other.bin", 6, 3, 4), torch.cat([second[:1], first.bfloat16()])
+    )
 
 
-def test_rows_are_read_without_a_right_to_write_and_without_memory_of_their_own(tmp_path: Path) -> None:
+def test_rows_are_read_without_a_right_to_write_and_without_memory_of_their_own(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "states.bin"
     path.write_bytes(torch.arange(12).bfloat16().view(torch.uint8).numpy().tobytes())
     path.chmod(0o400)
@@ -412,7 +495,10 @@ def test_torn_line_and_orphan_states_are_dropped_on_resume(run: Run) -> None:
 
 
 def test_last_line_that_lacks_its_line_break_alone_is_kept(run: Run) -> None:
-    lines = [f'{{"id": "{name}", "messages": [], "tokens": [1, 2], "spans": [[1, 2]]}}\n' for name in "ab"]
+    lines = [
+        f'{{"id": "{name}", "messages": [], "tokens": [1, 2], "spans": [[1, 2]]}}\n'
+        for name in "ab"
+    ]
     run.distill_path.write_text("".join(lines).rstrip())
     with closing(Records(run, 4, {})) as records:
         assert records.done == {"a", "b"} and run.distill_path.read_text() == "".join(lines)
@@ -438,10 +524,16 @@ def test_changed_states_are_refused_and_computed_again(run: Run) -> None:
 
 
 def test_damaged_part_of_several_processes_is_asked_again(run: Run) -> None:
-    part, width, header = part_of(run, 0), tiny_backbone().hidden_size, {"seed": "x", "settings": {}}
+    part, width, header = (
+        part_of(run, 0),
+        tiny_backbone().hidden_size,
+        {"seed": "x", "settings": {}},
+    )
     outcomes = distilled(part, SEEDS[:4])
     rows = len(outcomes[3].states) * width * 2
-    part.states_path.write_bytes(bytes(part.states_path.stat().st_size - rows) + part.states_path.read_bytes()[-rows:])
+    part.states_path.write_bytes(
+        bytes(part.states_path.stat().st_size - rows) + part.states_path.read_bytes()[-rows:]
+    )
     with closing(Records(run, width, header)) as records:
         merge_parts(run, records)
         assert records.done == {outcomes[3].id}
@@ -456,8 +548,12 @@ def test_other_settings_do_not_mix_into_a_file(run: Run) -> None:
 # The command.
 
 
-def test_the_models_own_penalties_are_part_of_the_provenance(words: list[str], tmp_path: Path) -> None:
-    (tmp_path / "model" / "generation_config.json").write_text('{"repetition_penalty": 1.3, "temperature": 0.6}')
+def test_the_models_own_penalties_are_part_of_the_provenance(
+    words: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "model" / "generation_config.json").write_text(
+        '{"repetition_penalty": 1.3, "temperature": 0.6}'
+    )
     medusa(*words, "--max-samples", "1", "--quiet")
     header = json.loads((tmp_path / "run" / "distill.json").read_text())
     assert header["settings"]["generation_config"] == ["repetition_penalty 1.3"]
@@ -479,7 +575,9 @@ def test_rounded_model_does_not_continue_the_whole_ones_data(words: list[str]) -
     assert medusa_json(*words, "--engine", "native")["conversations"] == 6
 
 
-def test_resume_continues_with_the_runs_model_and_begins_nothing(words: list[str], tmp_path: Path) -> None:
+def test_resume_continues_with_the_runs_model_and_begins_nothing(
+    words: list[str], tmp_path: Path
+) -> None:
     medusa(*words, "--resume", exit_code=1)
     assert not (tmp_path / "run").exists()
     (tmp_path / "run").mkdir()
@@ -490,10 +588,16 @@ def test_resume_continues_with_the_runs_model_and_begins_nothing(words: list[str
 
 
 def test_duplicates_and_short_answers_are_left_out(words: list[str], tmp_path: Path) -> None:
-    seeds = [{"id": f"k{i}", "messages": [{"role": "user", "content": f"w{i % 9}"}]} for i in range(12)]
+    seeds = [
+        {"id": f"k{i}", "messages": [{"role": "user", "content": f"w{i % 9}"}]} for i in range(12)
+    ]
     words += ["--seed", str(write_lines(tmp_path / "more.jsonl", seeds)), "--max-new-tokens", "40"]
     first = medusa_json(*words, "distill.min_answer_tokens=40")
-    assert first["duplicates"] == 3 and first["conversations"] + first["dropped"] == 9 and first["dropped"] > 0
+    assert (
+        first["duplicates"] == 3
+        and first["conversations"] + first["dropped"] == 9
+        and first["dropped"] > 0
+    )
     rest = medusa_json(*words)
     assert rest["conversations"] == 9 and rest["dropped"] == 0
     assert medusa_json(*words, "distill.dedup=false")["conversations"] == 12
@@ -509,7 +613,12 @@ def test_a_system_prompt_is_set_and_part_of_the_settings(words: list[str], tmp_p
 
 def test_refusals_are_dropped_on_request(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("medusa_cli.distill.filters.is_refusal", lambda answer: True)
-    assert medusa_json(*words, "--drop-refusals", "--max-samples", "3", "--keep-refusals")["conversations"] == 3
+    assert (
+        medusa_json(*words, "--drop-refusals", "--max-samples", "3", "--keep-refusals")[
+            "conversations"
+        ]
+        == 3
+    )
     rest = medusa_json(*words, "--drop-refusals")
     assert (rest["conversations"], rest["refused"]) == (3, 3)
 
@@ -521,7 +630,9 @@ def test_refusals_are_dropped_on_request(words: list[str], monkeypatch: pytest.M
         (["distill.context=16", "--max-new-tokens", "15"], 1),  # too short for every prompt
     ],
 )
-def test_context_without_room_for_an_answer_is_named(words: list[str], flags: list[str], code: int) -> None:
+def test_context_without_room_for_an_answer_is_named(
+    words: list[str], flags: list[str], code: int
+) -> None:
     result = medusa(*words, *flags, exit_code=code)
     assert "distill.context" in result.stderr and not result.stdout
 
@@ -537,7 +648,9 @@ def test_batch_size_comes_from_the_setting_the_recipe_or_the_memory(
 
     slot = (2 * 2 * (8 + 16) + 32) * 4 * 64  # of the tiny model: padded values, and its states
     monkeypatch.setattr("medusa_cli.distill.distillation.answer_locally", answer)
-    monkeypatch.setattr("medusa_cli.distill.local.free_memory", lambda device: int(5.5 * slot / 0.7))
+    monkeypatch.setattr(
+        "medusa_cli.distill.local.free_memory", lambda device: int(5.5 * slot / 0.7)
+    )
     recipe = write(tmp_path / "recipe.yaml", "distill: {batch_size: 7}\n")
     words += ["distill.context=64"]
     for more in ([], [recipe], [recipe, "distill.batch_size=3"]):
@@ -550,7 +663,11 @@ def test_estimate_of_all_tokens_falls_steadily_and_ends_at_what_was_made() -> No
     seeds = [seed(f"s{number}", ["w1"]) for number in range(60)]
     lengths = [1 + 7 * number % 40 for number in range(60)]
     totals: list[int] = []
-    shown = Progress(seeds, DistillRecipe(max_new_tokens=40), lambda name, done, total, *rest: totals.append(total))
+    shown = Progress(
+        seeds,
+        DistillRecipe(max_new_tokens=40),
+        lambda name, done, total, *rest: totals.append(total),
+    )
     waiting, running = list(lengths), list[int]()
     while waiting or running:
         while waiting and len(running) < 8:
@@ -568,5 +685,7 @@ def test_estimate_of_all_tokens_falls_steadily_and_ends_at_what_was_made() -> No
 def test_tokens_are_counted_while_conversations_are_under_way() -> None:
     counted: list[int] = []
     outcomes = list(answer_locally(tiny_backbone(), SEEDS, settings(), counted.append))
-    assert sum(counted) == sum(outcome.conversation.positions for outcome in outcomes if outcome.conversation)
+    assert sum(counted) == sum(
+        outcome.conversation.positions for outcome in outcomes if outcome.conversation
+    )
     assert len(counted) > len(SEEDS)

@@ -29,12 +29,35 @@ from tests import forked, helpers
 from tests.helpers import save_conversations, save_model, tiny_model
 from tests.test_firp import backbone_of
 
-COMMON = ["--device", "cpu", "--dtype", "fp32", "--json", "drafter.num_heads=2", "drafter.vocabulary=own"]
-SMALL = ["train.batch_tokens=64", "train.accumulation=2", "train.validation_every=2", "train.lora_rank=4"]
+COMMON = [
+    "--device",
+    "cpu",
+    "--dtype",
+    "fp32",
+    "--json",
+    "drafter.num_heads=2",
+    "drafter.vocabulary=own",
+]
+SMALL = [
+    "train.batch_tokens=64",
+    "train.accumulation=2",
+    "train.validation_every=2",
+    "train.lora_rank=4",
+]
 
 
 def training(model: str, run: Path, *words: str) -> list[str]:
-    return ["train", "--run-dir", str(run), "--model", model, "train.epochs=1", *COMMON, *SMALL, *words]
+    return [
+        "train",
+        "--run-dir",
+        str(run),
+        "--model",
+        model,
+        "train.epochs=1",
+        *COMMON,
+        *SMALL,
+        *words,
+    ]
 
 
 def train(size: int, model: str, run: Path, *words: str) -> CompletedProcess[str]:
@@ -78,7 +101,10 @@ def test_two_processes_equal_one(tmp_path: Path, words: list[str]) -> None:
     assert warned == [False, words == ["train.accumulation=1"]]
     assert_equal_losses(tmp_path / "two", tmp_path / "one")
     # Whoever computed them, the states are the same.
-    kept = [{path.name: path.read_bytes() for path in (tmp_path / name / "cache").glob("*")} for name in ("one", "two")]
+    kept = [
+        {path.name: path.read_bytes() for path in (tmp_path / name / "cache").glob("*")}
+        for name in ("one", "two")
+    ]
     assert kept[0] == kept[1] and len(kept[0]) == ("--stage" not in words)
 
 
@@ -91,7 +117,11 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: asked["gpus"])
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: asked.update(device=device))
-    monkeypatch.setattr(torch.distributed, "init_process_group", lambda name, **more: asked.update(name=name, **more))
+    monkeypatch.setattr(
+        torch.distributed,
+        "init_process_group",
+        lambda name, **more: asked.update(name=name, **more),
+    )
     return asked
 
 
@@ -120,7 +150,12 @@ def test_more_processes_than_gpus_are_refused(joined: dict[str, Any]) -> None:
 
 
 JOINT = ["--stage", "2", "train.lora_dropout=0", "train.backbone_lr=0.01"]
-FIRP = ["drafter=firp", "drafter.num_heads=1", "drafter.vocabulary=draft", "drafter.draft_vocab_size=40"]
+FIRP = [
+    "drafter=firp",
+    "drafter.num_heads=1",
+    "drafter.vocabulary=draft",
+    "drafter.draft_vocab_size=40",
+]
 
 
 @pytest.mark.parametrize(
@@ -128,7 +163,9 @@ FIRP = ["drafter=firp", "drafter.num_heads=1", "drafter.vocabulary=draft", "draf
     [("llama", []), ("llama", FIRP), ("qwen2", [*JOINT, "train.gradient_checkpointing=true"])],
     ids=["stage-1", "firp", "stage-2"],
 )
-def test_split_training_equals_whole_training(tmp_path: Path, family: str, words: list[str]) -> None:
+def test_split_training_equals_whole_training(
+    tmp_path: Path, family: str, words: list[str]
+) -> None:
     model = save_model(tmp_path / "model", family=family)
     whole, split = save_conversations(tmp_path / "whole"), save_conversations(tmp_path / "split")
     # One micro-batch to validate on, and one conversation alone in the last step: two processes cannot share them.
@@ -146,7 +183,10 @@ def test_split_training_equals_whole_training(tmp_path: Path, family: str, words
         assert all(torch.allclose(weight, theirs[name], atol=1e-4) for name, weight in ours.items())
     for path in (whole / "drafter").glob("*.safetensors"):
         ours, theirs = load_file(split / "drafter" / path.name), load_file(path)
-        assert all(torch.allclose(ours[name], weight, rtol=0.01, atol=1e-3) for name, weight in theirs.items())
+        assert all(
+            torch.allclose(ours[name], weight, rtol=0.01, atol=1e-3)
+            for name, weight in theirs.items()
+        )
 
 
 @pytest.mark.slow
@@ -178,7 +218,9 @@ def check_families() -> None:
             computed(family, tokens, split) for split in (False, True)
         )
         assert name == split_name
-        assert all(torch.allclose(*pair, atol=1e-5) for pair in zip(states, split_states, strict=True))
+        assert all(
+            torch.allclose(*pair, atol=1e-5) for pair in zip(states, split_states, strict=True)
+        )
         assert not torch.allclose(states[0], states[1], atol=1e-2)
         for key, gradient in gradients.items():  # the lm_head's is not reached by the states
             pair = (gradient, split_gradients[key])
@@ -186,13 +228,17 @@ def check_families() -> None:
         assert sum(gradient is not None for gradient in gradients.values()) > 20
 
 
-def computed(family: str, tokens: torch.Tensor, split: bool) -> tuple[dict, list[torch.Tensor], dict]:
+def computed(
+    family: str, tokens: torch.Tensor, split: bool
+) -> tuple[dict, list[torch.Tensor], dict]:
     """Returns a model's identity, states with and without its adapter and taps, and the adapter's gradients."""
     network = tiny_model(family)
     if split:
         split_layers(network, "cpu")
         parts = [weight for weight in network.parameters() if isinstance(weight, DTensor)]
-        assert parts and 2 * sum(part.to_local().numel() for part in parts) == sum(part.numel() for part in parts)
+        assert parts and 2 * sum(part.to_local().numel() for part in parts) == sum(
+            part.numel() for part in parts
+        )
         for layer in (network.get_input_embeddings(), network.get_output_embeddings()):
             assert not isinstance(layer.weight, DTensor)
     torch.manual_seed(0)
@@ -209,7 +255,11 @@ def computed(family: str, tokens: torch.Tensor, split: bool) -> tuple[dict, list
         original = backbone.states(tokens)
     (states * states.detach().sin()).sum().backward()
     tapped = helpers.forward(backbone, tokens[0], taps=(0, -1)).hidden
-    return backbone.identity, [states, original, tapped], {key: weight.grad for key, weight in weights.items()}
+    return (
+        backbone.identity,
+        [states, original, tapped],
+        {key: weight.grad for key, weight in weights.items()},
+    )
 
 
 def test_split_layers_hold_half_and_compute_the_same(tmp_path: Path) -> None:
@@ -219,7 +269,9 @@ def test_split_layers_hold_half_and_compute_the_same(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("count", range(8))
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_processes_take_the_same_number_of_batches_and_each_item_counts_once(count: int, size: int) -> None:
+def test_processes_take_the_same_number_of_batches_and_each_item_counts_once(
+    count: int, size: int
+) -> None:
     items = [f"i{n}" for n in range(count)]
     batches = [Distributed(rank, size, sharded=True).micro_batches(items) for rank in range(size)]
     assert len({len(batch) for batch in batches}) == 1
@@ -230,7 +282,9 @@ def test_processes_take_the_same_number_of_batches_and_each_item_counts_once(cou
 def test_heads_without_a_target_still_run_backward() -> None:
     backbone = backbone_of()
     drafter = Firp.create(backbone, 2, vocabulary="draft", draft_ids=torch.tensor([7, 8]))
-    item = Conversation("c", tokens=[5, 6, 9, 10, 11, 12], spans=[(3, 6)])  # no token of the draft vocabulary
+    item = Conversation(
+        "c", tokens=[5, 6, 9, 10, 11, 12], spans=[(3, 6)]
+    )  # no token of the draft vocabulary
     loss = drafter_loss(drafter, backbone, batch_of(backbone, drafter, [item]), TrainRecipe()).total
     assert float(loss.detach()) == 0 and loss.requires_grad
     loss.backward()
@@ -247,11 +301,15 @@ def test_heads_without_a_target_still_run_backward() -> None:
         ([], {"quantize": "bnb.int8"}, 2, "cannot split"),
     ],
 )
-def test_shard_is_refused_with_other_settings(words: list[str], options: dict, size: int, match: str) -> None:
+def test_shard_is_refused_with_other_settings(
+    words: list[str], options: dict, size: int, match: str
+) -> None:
     loading = LoadOptions(**options)
     check_loading(load_recipe(None, words).train, loading, Distributed(0, size))
     with pytest.raises(UsageError, match=match):
-        check_loading(load_recipe(None, [*words, "train.shard=true"]).train, loading, Distributed(0, size))
+        check_loading(
+            load_recipe(None, [*words, "train.shard=true"]).train, loading, Distributed(0, size)
+        )
 
 
 def test_engines_and_networks_that_cannot_be_split_are_refused() -> None:

@@ -19,7 +19,9 @@ from tests import helppage, recipepage
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
-TARGETS = set(re.findall(r"^([a-z0-9-]+):.*##", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+TARGETS = set(
+    re.findall(r"^([a-z0-9-]+):.*##", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+)
 
 MODEL = "my-org/my-model"  # of the examples; a tiny one here
 # Commands that are parsed and not run, by what they contain, and why.
@@ -46,7 +48,12 @@ SHORT = {
     "bench": ["--limit", "1", "--max-new-tokens", "4"],
     "chat": ["--max-new-tokens", "4"],
     "distill": ["--max-samples", "4", "--max-new-tokens", "24"],
-    "train": ["train.max_tokens=200", "train.batch_tokens=100", "train.max_length=100", "drafter.vocabulary=own"],
+    "train": [
+        "train.max_tokens=200",
+        "train.batch_tokens=100",
+        "train.max_length=100",
+        "drafter.vocabulary=own",
+    ],
 }
 
 
@@ -68,10 +75,17 @@ def blocks_of(page: Path) -> Iterator[Block]:
             if opened is None:
                 opened = number
             else:
-                yield Block(page, opened, lines[opened - 1].strip("` "), "\n".join(lines[opened : number - 1]) + "\n")
+                yield Block(
+                    page,
+                    opened,
+                    lines[opened - 1].strip("` "),
+                    "\n".join(lines[opened : number - 1]) + "\n",
+                )
                 opened = None
         elif opened is None:
-            assert not line.startswith("    "), f"{page.name}:{number} has a code block without a fence"
+            assert not line.startswith("    "), (
+                f"{page.name}:{number} has a code block without a fence"
+            )
     assert opened is None, f"{page.name}:{opened} is never closed"
 
 
@@ -95,9 +109,15 @@ def test_each_block_is_of_a_kind_that_runs() -> None:
 
 @pytest.mark.parametrize("block", SHELL, ids=lambda block: f"{block.page.name}:{block.line}")
 def test_shell_block_parses(block: Block) -> None:
-    done = subprocess.run(["bash", "-n"], input=block.code, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["bash", "-n"], input=block.code, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
-    extras = set(re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE))
+    extras = set(
+        re.findall(
+            r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE
+        )
+    )
     for program, *words in commands_of(block):
         if program == "medusa":
             cli.load_command(words[0]).make_context(words[0], words[1:])
@@ -137,15 +157,26 @@ def sandbox(tmp_path_factory: pytest.TempPathFactory) -> Path:
         save_conversations(folder / "runs" / name, 12)
     shutil.copytree(ROOT / "recipes", folder / "recipes")
     turns = [{"from": "human", "value": "What is a tree?"}, {"from": "gpt", "value": "A plant."}]
-    write_lines(folder / "prompts.jsonl", [{"id": str(i), "conversations": turns} for i in range(3)])
-    messages = [{"role": "user", "content": "One?"}, {"role": "assistant", "content": "Two and three."}]
+    write_lines(
+        folder / "prompts.jsonl", [{"id": str(i), "conversations": turns} for i in range(3)]
+    )
+    messages = [
+        {"role": "user", "content": "One?"},
+        {"role": "assistant", "content": "Two and three."},
+    ]
     write_lines(folder / "held-out.jsonl", [{"id": str(i), "messages": messages} for i in range(3)])
     (folder / "spec_bench").mkdir()
     save_questions(folder / "spec_bench" / "question.jsonl")
     schema = {"type": "object", "properties": {"age": {"enum": [1, 2]}}, "required": ["age"]}
     (folder / "person.json").write_text(json.dumps(schema))
     write_gguf(folder / "model.gguf")
-    words = ["--questions", folder / "spec_bench" / "question.jsonl", *SHORT["bench"], "--methods", "ar,medusa"]
+    words = [
+        "--questions",
+        folder / "spec_bench" / "question.jsonl",
+        *SHORT["bench"],
+        "--methods",
+        "ar,medusa",
+    ]
     medusa("bench", "--run", folder / "runs" / "mine", *words)
     shutil.copytree(folder / "runs" / "mine" / "bench", folder / "runs" / "other" / "bench")
     return folder
@@ -163,7 +194,9 @@ def place(sandbox: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     monkeypatch.setattr(resolve, "DEFAULT_MODEL", model)
     shipped = Run(folder / "runs" / "mine")
     monkeypatch.setattr(Run, "pretrained", lambda name: shipped if name in (MODEL, model) else None)
-    monkeypatch.setattr("medusa_cli.files.assets.mt_bench_path", lambda: folder / "spec_bench" / "question.jsonl")
+    monkeypatch.setattr(
+        "medusa_cli.files.assets.mt_bench_path", lambda: folder / "spec_bench" / "question.jsonl"
+    )
     monkeypatch.setattr("medusa_cli.files.assets.sharegpt_path", lambda: folder / "prompts.jsonl")
     return folder
 
@@ -224,7 +257,12 @@ def run_python(*blocks: Block) -> dict[str, Any]:
 
 def test_python_pages_are_those_that_are_run() -> None:
     # tests/test_integrations.py runs each program of integrations.md with what it needs.
-    assert {block.page.name for block in PYTHON} == {"README.md", "python.md", "serve.md", "integrations.md"}
+    assert {block.page.name for block in PYTHON} == {
+        "README.md",
+        "python.md",
+        "serve.md",
+        "integrations.md",
+    }
 
 
 def test_python_of_the_readme_runs(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,20 +308,28 @@ def test_links_and_names_resolve(page: Path) -> None:
         assert not anchor or anchor in anchors(target), f"{link}#{anchor}"
     for name in re.findall(r"\brecipes/[\w.+-]+\.(?:yaml|jinja)", text):
         assert (ROOT / name).is_file(), name
-    for first, second in re.findall(r"^make ([a-z0-9-]+)|`make ([a-z0-9-]+)[` ]", text, re.MULTILINE):
+    for first, second in re.findall(
+        r"^make ([a-z0-9-]+)|`make ([a-z0-9-]+)[` ]", text, re.MULTILINE
+    ):
         assert (first or second) in TARGETS
 
 
 def test_structure_names_every_module_and_what_exists() -> None:
     text = (ROOT / "docs/structure.md").read_text(encoding="utf-8")
     named = re.findall(r"`([a-z_]+/[\w/]+\.py|[a-z_]+\.py)(?::(\w+))?`", text)
-    modules = {str(path.relative_to(ROOT / "medusa_cli")) for path in (ROOT / "medusa_cli").rglob("*.py")}
+    modules = {
+        str(path.relative_to(ROOT / "medusa_cli")) for path in (ROOT / "medusa_cli").rglob("*.py")
+    }
     # Its first row on commands stands for all of them.
-    expected = {name for name in modules if not name.startswith("commands/") and not name.endswith("__.py")}
+    expected = {
+        name for name in modules if not name.startswith("commands/") and not name.endswith("__.py")
+    }
     assert not expected - {path for path, _ in named}
     for path, name in named:
         tree = ast.parse((ROOT / "medusa_cli" / path).read_text(encoding="utf-8"))
-        defined = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+        defined = {
+            node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)
+        }
         assert not name or name in defined, f"{path} has no {name}"
 
 
@@ -293,11 +339,24 @@ def test_recipe_keys_of_the_docs_are_current() -> None:
 
 def test_help_page_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEDUSA_HOME", "")  # the page unsets it: put back at the end
-    assert (ROOT / "docs/commands.md").read_text(encoding="utf-8") == helppage.page(), "run `make help-page`"
+    assert (ROOT / "docs/commands.md").read_text(encoding="utf-8") == helppage.page(), (
+        "run `make help-page`"
+    )
 
 
-@pytest.mark.skipif(shutil.which("mkdocs", path=str(Path(sys.executable).parent)) is None, reason="needs mkdocs")
+@pytest.mark.skipif(
+    shutil.which("mkdocs", path=str(Path(sys.executable).parent)) is None, reason="needs mkdocs"
+)
 def test_site_builds_without_warnings(tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    words = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--quiet",
+        "--site-dir",
+        str(tmp_path / "site"),
+    ]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -27,7 +27,10 @@ from tests.helpers import TREE, change_json, generate_plain, medusa, save_questi
 def sound(model: str, backbone: Backbone) -> Run:
     """A sound run: conversations in the model's own words, a drafter, a calibration and a tree of that drafter."""
     run = save_run(Path(model).with_name("run"), model, calibrated=True)
-    write_json(run.calibration_path, {"accuracies": [[0.3, 0.1, 0.05]] * 3, STAMP: stamp_of(run.drafter_dir)})
+    write_json(
+        run.calibration_path,
+        {"accuracies": [[0.3, 0.1, 0.05]] * 3, STAMP: stamp_of(run.drafter_dir)},
+    )
     save_tree(run.tree_path, TREE, provenance({}, **{STAMP: stamp_of(run.drafter_dir)}))
     write_data(run, [own(backbone, number) for number in range(12)])
     write_log(run)
@@ -51,7 +54,9 @@ def own(backbone: Backbone, number: int, temperature: float = 0.0) -> dict[str, 
     messages = [{"role": "user", "content": f"w{number} w{number + 1}"}]
     prompt = backbone.encode_chat(messages)
     sampling = sampling_of(None, temperature or None, 1.0, 0, number)
-    steps = generate_plain(backbone, prompt, max_new_tokens=40 if temperature else 24, sampling=sampling)
+    steps = generate_plain(
+        backbone, prompt, max_new_tokens=40 if temperature else 24, sampling=sampling
+    )
     tokens = [token for step in steps for token in step.tokens]
     messages.append({"role": "assistant", "content": backbone.decode(tokens)})
     spans = [[len(prompt), len(prompt) + len(tokens)]]
@@ -70,7 +75,12 @@ def change_data(run: Run, change: Callable[[dict[str, Any]], None]) -> None:
 
 
 def write_log(
-    run: Run, *, error: Callable[[int], float] = lambda n: 0.4, gap: float = 0.02, rise: float = 0.0, count: int = 10
+    run: Run,
+    *,
+    error: Callable[[int], float] = lambda n: 0.4,
+    gap: float = 0.02,
+    rise: float = 0.0,
+    count: int = 10,
 ) -> None:
     """A training's log: held-out errors by positions, a gap to the trained ones, a rise of the last held-out loss."""
     log = TrainLog(run.path / "train.jsonl")
@@ -79,14 +89,20 @@ def write_log(
         held_out = [1 - error(positions), 1 - 1.2 * error(positions)]
         losses = [2.0 * (1 + rise) if number == count else 2.0] * 2
         trained = [share + gap for share in held_out]
-        log.write(Stepped(number, count, 1.0, [2.0, 2.0], trained, 1e-3, 1.0, 1000, positions, 1.0, {}))
+        log.write(
+            Stepped(number, count, 1.0, [2.0, 2.0], trained, 1e-3, 1.0, 1000, positions, 1.0, {})
+        )
         log.write(Validated(number, 1.0, losses, held_out, 100, positions, {}))
     log.close()
 
 
 def look(case: Case, name: str) -> Finding:
     finding = examine(case, name)
-    assert finding.name == name and finding.text and (finding.remedy == "") == (finding.status == "pass")
+    assert (
+        finding.name == name
+        and finding.text
+        and (finding.remedy == "") == (finding.status == "pass")
+    )
     return finding
 
 
@@ -101,12 +117,18 @@ def test_a_missing_part_is_unknown_and_its_command_is_named(name: str, tmp_path:
     calibrated = dict.fromkeys(("calibration", "acceptance"), "calibrate")
     trained = dict.fromkeys(("backbone", "over-fitting", "training length"), "train")
     command = {**calibrated, **trained, "tree": "tree"}.get(name, "distill")
-    assert finding.status == "unknown" and finding.remedy.startswith(f"medusa {command} --run empty")
+    assert finding.status == "unknown" and finding.remedy.startswith(
+        f"medusa {command} --run empty"
+    )
 
 
 @pytest.mark.parametrize(
     ("path", "name"),
-    [("calibration.json", "calibration"), ("tree.json", "tree"), ("drafter/config.json", "backbone")]
+    [
+        ("calibration.json", "calibration"),
+        ("tree.json", "tree"),
+        ("drafter/config.json", "backbone"),
+    ]
     + [("distill.jsonl", "own words")],
 )
 def test_damaged_parts_are_unknown_and_name_their_file(case: Case, path: str, name: str) -> None:
@@ -127,21 +149,30 @@ def test_damaged_parts_are_unknown_and_name_their_file(case: Case, path: str, na
 def test_another_model_than_the_drafter_was_trained_on_is_found(
     case: Case, change: Callable[[Any], None], status: str, part: str
 ) -> None:
-    change_json(case.run.drafter_dir / "config.json", lambda config: change(config["provenance"]["backbone"]))
+    change_json(
+        case.run.drafter_dir / "config.json",
+        lambda config: change(config["provenance"]["backbone"]),
+    )
     finding = look(case, "backbone")
     assert finding.status == status and part in finding.text
 
 
 @pytest.mark.parametrize(("name", "command"), [("calibration", "calibrate"), ("tree", "tree")])
 def test_a_part_of_an_earlier_drafter_is_found(case: Case, name: str, command: str) -> None:
-    change_json(case.run.drafter_dir / "config.json", lambda config: config["provenance"].update(created="2001-01-01"))
+    change_json(
+        case.run.drafter_dir / "config.json",
+        lambda config: config["provenance"].update(created="2001-01-01"),
+    )
     finding = look(case, name)
     assert finding.status == "fail" and finding.remedy.startswith(f"medusa {command}")
 
 
 def test_conversations_held_out_in_training_come_first(case: Case) -> None:
     recipe = {"train": {"validation_fraction": 0.5}}
-    change_json(case.run.drafter_dir / "config.json", lambda config: config["provenance"].update(recipe=recipe))
+    change_json(
+        case.run.drafter_dir / "config.json",
+        lambda config: config["provenance"].update(recipe=recipe),
+    )
     change_data(case.run, lambda record: record.pop("id"))
     records, _ = read_conversations(case.run.distill_path, case.backbone)
     held_out = held_out_ids([record.id for record in records], 0.5)
@@ -159,7 +190,9 @@ def test_text_that_the_model_would_not_write_is_found(case: Case) -> None:
 
     def replace(record: dict[str, Any]) -> None:
         [(start, end)] = record["spans"]
-        record["tokens"][start:end] = torch.randint(8, 60, (end - start,), generator=chance).tolist()
+        record["tokens"][start:end] = torch.randint(
+            8, 60, (end - start,), generator=chance
+        ).tolist()
 
     change_data(case.run, replace)
     finding = look(case_of(case.run, case.backbone), "own words")
@@ -169,9 +202,17 @@ def test_text_that_the_model_would_not_write_is_found(case: Case) -> None:
 
 @pytest.mark.parametrize(
     ("words", "status"),
-    [({"gap": 0.06}, "warn"), ({"gap": 0.2}, "fail"), ({"rise": 0.04}, "warn"), ({"rise": 0.2}, "fail"), ({}, "pass")],
+    [
+        ({"gap": 0.06}, "warn"),
+        ({"gap": 0.2}, "fail"),
+        ({"rise": 0.04}, "warn"),
+        ({"rise": 0.2}, "fail"),
+        ({}, "pass"),
+    ],
 )
-def test_heads_that_know_their_own_text_better_are_found(case: Case, words: dict[str, float], status: str) -> None:
+def test_heads_that_know_their_own_text_better_are_found(
+    case: Case, words: dict[str, float], status: str
+) -> None:
     write_log(case.run, **words)  # type: ignore[arg-type]
     assert look(case, "over-fitting").status == status
 
@@ -191,11 +232,19 @@ def test_a_curve_that_still_falls_asks_for_more_positions(
 ) -> None:
     write_log(case.run, error=error, count=count)
     finding = look(case, "training length")
-    assert finding.status == status and ("train.max_tokens=20000" in finding.remedy) == (status == "warn")
+    assert finding.status == status and ("train.max_tokens=20000" in finding.remedy) == (
+        status == "warn"
+    )
 
 
 def test_remedy_of_over_fitting_asks_other_seeds_beside_the_same(case: Case) -> None:
-    settings = {"max_new_tokens": 256, "max_turns": 1, "temperature": 0.0, "random_seed": 3, "taps": []}
+    settings = {
+        "max_new_tokens": 256,
+        "max_turns": 1,
+        "temperature": 0.0,
+        "random_seed": 3,
+        "taps": [],
+    }
     write_json(case.run.path / "distill.json", {"seed": "sharegpt", "settings": settings})
     count = len(case.run.distill_path.read_text().splitlines())
     write_log(case.run, error=lambda n: 3.0 * n**-0.25, gap=0.2)
@@ -225,15 +274,28 @@ def test_the_command_examines_a_run_and_leaves_it_as_it_is(
     sound: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MEDUSA_HOME", str(tmp_path / "home"))
-    before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in sound.path.rglob("*") if path.is_file()}
+    before = {
+        path: (path.stat().st_mtime_ns, path.read_bytes())
+        for path in sound.path.rglob("*")
+        if path.is_file()
+    }
     document = json.loads(medusa("doctor", "--dtype", "fp32", "--run", sound.path, "--json").stdout)
     assert [finding["name"] for finding in document["findings"]] == list(CHECKS)
-    assert document["status"] == max((finding["status"] for finding in document["findings"]), key=STATUSES.index)
+    assert document["status"] == max(
+        (finding["status"] for finding in document["findings"]), key=STATUSES.index
+    )
     figures = {finding["name"]: finding["figures"] for finding in document["findings"]}
     assert figures["acceptance"]["measured"] >= 1 and figures["acceptance"]["prompts"] == 8
-    after = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in sound.path.rglob("*") if path.is_file()}
+    after = {
+        path: (path.stat().st_mtime_ns, path.read_bytes())
+        for path in sound.path.rglob("*")
+        if path.is_file()
+    }
     assert after == before
-    assert "acceptance" not in medusa("doctor", "--dtype", "fp32", "--run", sound.path, "--quick").stdout
+    assert (
+        "acceptance"
+        not in medusa("doctor", "--dtype", "fp32", "--run", sound.path, "--quick").stdout
+    )
 
 
 def test_without_a_run_it_examines_what_ships(
@@ -249,6 +311,8 @@ def test_without_a_run_it_examines_what_ships(
     case = case_of(shipped, backbone, None)
     findings = {name: look(case, name) for name in ("backbone", "acceptance", "own words", "tree")}
     assert findings["acceptance"].figures["prompts"] == 4
-    assert findings["own words"].status == "unknown" and "--run mine" in findings["own words"].remedy
+    assert (
+        findings["own words"].status == "unknown" and "--run mine" in findings["own words"].remedy
+    )
     assert findings["backbone"].status == findings["tree"].status == "pass"
     medusa("doctor", "--dtype", "fp32", "--quick", "--model", sound.model)

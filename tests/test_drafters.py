@@ -43,7 +43,9 @@ from tests.helpers import (
 )
 from tests.test_training import SETTINGS
 
-TREE = Tree.from_choices([[0], [1], [2], [0, 0], [0, 3], [1, 1], [2, 0], [0, 0, 2], [1, 1, 0], [1, 1, 1]])
+TREE = Tree.from_choices(
+    [[0], [1], [2], [0, 0], [0, 3], [1, 1], [2, 0], [0, 0, 2], [1, 1, 0], [1, 1, 1]]
+)
 SHAPES = {"static": TREE, "dynamic": DynamicTree(20, 3), "sure": DynamicTree(6, 3, min_chance=0.05)}
 # The kind, and its settings; the draft vocabulary has 24 of 64 tokens.
 DRAFT = {"vocabulary": "draft"}
@@ -65,7 +67,9 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "firp": ("firp", {"vocabulary": "shared", "layers": (1, 2, 3)}),
     "firp-draft": ("firp", {**DRAFT, "conditional": 5}),
 }
-OF_STATES = [kind for kind in KINDS if not kind.startswith("firp")]  # that draft from the last layer's states
+OF_STATES = [
+    kind for kind in KINDS if not kind.startswith("firp")
+]  # that draft from the last layer's states
 
 
 def drafter_of(backbone: Backbone, kind: str, moved: bool = True) -> HeadDrafter:
@@ -105,7 +109,10 @@ def test_greedy_output_is_identical_in_every_family(family: str) -> None:
     for kind in ("medusa", "hydra++-prompt", "amphista-prompt", "eagle-draft", "firp"):
         drafter = drafter_of(backbone, kind)
         for shape in (TREE, DynamicTree(9, 3)):
-            assert tokens_of(generate(backbone, drafter, shape, PROMPT, **rules)) == expected, (kind, shape)
+            assert tokens_of(generate(backbone, drafter, shape, PROMPT, **rules)) == expected, (
+                kind,
+                shape,
+            )
 
 
 @pytest.mark.usefixtures("exact")
@@ -118,7 +125,9 @@ def test_drafts_are_the_guesses_of_training(kind: str, shape: str) -> None:
     drafter.seen = []
     list(generate(backbone, drafter, SHAPES[shape], PROMPT, max_new_tokens=30, stop_ids=()))
     assert (
-        any(len(new.tokens) > 1 for new, _ in drafter.seen[1:]) or kind == "medusa" or "draft" in kind
+        any(len(new.tokens) > 1 for new, _ in drafter.seen[1:])
+        or kind == "medusa"
+        or "draft" in kind
     )  # some drafts were accepted
     hidden, following = drafter.seen[0][0].hidden[:0], []
     for number, (new, draft) in enumerate(drafter.seen):
@@ -131,7 +140,9 @@ def test_drafts_are_the_guesses_of_training(kind: str, shape: str) -> None:
             states = torch.cat([hidden, torch.randn(len(path), hidden.shape[1])])
             segment = torch.full((len(tokens),), -1)
             segment[len(following) - 1 :] = 0
-            truth = Batch(states, tokens, segment, sequence=torch.zeros(len(tokens), dtype=torch.long))
+            truth = Batch(
+                states, tokens, segment, sequence=torch.zeros(len(tokens), dtype=torch.long)
+            )
             ranked = guesses(drafter, backbone, truth, len(drafter.draft_ids))[0]
             for head, node in enumerate(path):
                 assert draft.tokens[node] == ranked[head, draft.tree.ranks[node]], (number, node)
@@ -152,7 +163,9 @@ def test_sequences_of_a_batch_take_the_steps_that_each_takes_alone(
     for prompt, steps in zip(prompts, together, strict=True):
         alone = list(generate(backbone, drafter, SHAPES[shape], prompt, **rules))
         # A sequence that read another's state would draft otherwise.
-        assert [(s.tokens, s.nodes, s.path) for s in steps] == [(s.tokens, s.nodes, s.path) for s in alone]
+        assert [(s.tokens, s.nodes, s.path) for s in steps] == [
+            (s.tokens, s.nodes, s.path) for s in alone
+        ]
         assert tokens_of(steps) == tokens_of(generate_plain(backbone, prompt, **rules))
 
 
@@ -163,11 +176,20 @@ def test_dynamic_trees_keep_budget_and_depth_and_hold_what_static_ones_hold(kind
     new = accepted(drafter, backbone, 1)
     for budget, depth in ((1, 3), (2, 1), (9, 1), (30, 3)):
         draft = drafted(drafter.fork(), backbone, new, DynamicTree(budget, depth))
-        assert draft.tree.size <= budget and draft.tree.max_depth <= depth and draft.tokens[0] == new.root
+        assert (
+            draft.tree.size <= budget
+            and draft.tree.max_depth <= depth
+            and draft.tokens[0] == new.root
+        )
         if draft.tree.max_depth:
-            assert torch.equal(drafted(drafter.fork(), backbone, new, draft.tree).tokens, draft.tokens)
+            assert torch.equal(
+                drafted(drafter.fork(), backbone, new, draft.tree).tokens, draft.tokens
+            )
     heats = ((50.0,) * 3, (0.05,) * 3)
-    hot, cold = (drafted(drafter.fork(), backbone, new, DynamicTree(9, 3, temperatures=heat)) for heat in heats)
+    hot, cold = (
+        drafted(drafter.fork(), backbone, new, DynamicTree(9, 3, temperatures=heat))
+        for heat in heats
+    )
     # Sure heads go deep, unsure heads go wide.
     assert cold.tree.max_depth > hot.tree.max_depth or max(hot.tree.widths) > max(cold.tree.widths)
 
@@ -178,20 +200,33 @@ def test_loaded_drafters_draft_what_saved_ones_did(kind: str, tmp_path: Path) ->
     drafter = drafter_of(backbone, kind)
     save_drafter(drafter, tmp_path, provenance(backbone.identity))
     loaded = load_drafter(tmp_path, backbone)
-    assert type(loaded) is type(drafter) and loaded.config == drafter.config and loaded.taps == drafter.taps
+    assert (
+        type(loaded) is type(drafter)
+        and loaded.config == drafter.config
+        and loaded.taps == drafter.taps
+    )
     new = accepted(drafter, backbone, 4)
     ours, theirs = (drafted(each, backbone, new, TREE).tokens for each in (drafter, loaded))
     assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("kind", OF_STATES)
-def test_the_loss_is_the_decayed_cross_entropy_of_each_head(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("medusa_cli.train.fused_linear.ROWS", 4)  # several blocks, the last one short
+def test_the_loss_is_the_decayed_cross_entropy_of_each_head(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "medusa_cli.train.fused_linear.ROWS", 4
+    )  # several blocks, the last one short
     backbone = tiny_backbone(layers=4)
     drafter = drafter_of(backbone, kind).train()
     batch = batch_of(drafter, backbone, [0] * 5 + [1] * 2 + [2] * 7)
-    batch.next[::4] = next(token for token in range(64) if token not in drafter.draft_ids[1:])  # perhaps no target
-    index, rows_of = drafter.vocabulary_index(torch.device("cpu")), [batch.targets(k) for k in (1, 2, 3)]
+    batch.next[::4] = next(
+        token for token in range(64) if token not in drafter.draft_ids[1:]
+    )  # perhaps no target
+    index, rows_of = (
+        drafter.vocabulary_index(torch.device("cpu")),
+        [batch.targets(k) for k in (1, 2, 3)],
+    )
     final = batch.hidden[:, -backbone.hidden_size :]
     p = (final @ drafter.of_vocabulary(backbone.lm_head_weight).T).softmax(-1)
     losses = drafter_loss(drafter, backbone, batch, TrainRecipe(decay=0.7, soft=0.4, regress=0.0))
@@ -207,11 +242,16 @@ def test_the_loss_is_the_decayed_cross_entropy_of_each_head(kind: str, monkeypat
             float(loss.detach()) / int(known.sum()), rel=1e-4
         )
         assert int(losses.correct[k - 1]) == int((log_q.argmax(-1) == targets).sum())
-        assert (int(losses.counted[k - 1]), int(losses.learnt[k - 1])) == (len(rows), int(known.sum()))
+        assert (int(losses.counted[k - 1]), int(losses.learnt[k - 1])) == (
+            len(rows),
+            int(known.sum()),
+        )
         expected = expected + 0.7**k * loss / len(batch.next)
     assert float(losses.total.detach()) == pytest.approx(float(expected.detach()), rel=1e-4)
     weights = list(drafter.parameters())
-    ours, theirs = (torch.autograd.grad(total, weights, retain_graph=True) for total in (losses.total, expected))
+    ours, theirs = (
+        torch.autograd.grad(total, weights, retain_graph=True) for total in (losses.total, expected)
+    )
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(ours, theirs, strict=True))
     assert all(gradient.any() for gradient in ours)
 
@@ -224,7 +264,9 @@ def test_autoregressive_heads_regress_to_the_models_states(kind: str) -> None:
 
     def loss(stage: int = 1, **train: Any) -> float:
         return float(
-            drafter_loss(drafter, backbone, batch, TrainRecipe(stage=stage, decay=0.5, **train)).total.detach()
+            drafter_loss(
+                drafter, backbone, batch, TrainRecipe(stage=stage, decay=0.5, **train)
+            ).total.detach()
         )
 
     rows_of, apart = [batch.targets(k) for k in (1, 2, 3)], 0.0
@@ -250,22 +292,30 @@ def test_prompts_are_seen_and_not_learnt() -> None:
     backbone = tiny_backbone(layers=4)
     drafter = drafter_of(backbone, "eagle-draft").train()
     batch = batch_of(drafter, backbone, [-1] * 4 + [0] * 8)
-    batch = Batch(batch.hidden, batch.next, batch.segment, sequence=torch.zeros(12, dtype=torch.long))
+    batch = Batch(
+        batch.hidden, batch.next, batch.segment, sequence=torch.zeros(12, dtype=torch.long)
+    )
     other = Batch(batch.hidden, batch.next.clone(), batch.segment, sequence=batch.sequence)
     other.next[:4] = batch.next[:4].flip(0)
-    losses, again = (drafter_loss(drafter, backbone, each, TrainRecipe(regress=0.0)) for each in (batch, other))
+    losses, again = (
+        drafter_loss(drafter, backbone, each, TrainRecipe(regress=0.0)) for each in (batch, other)
+    )
     assert losses.counted.tolist() == again.counted.tolist() == [7, 6, 5]
     assert not torch.equal(losses.total, again.total)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in OF_STATES if not kind.startswith(("eagle", "hydra-raw"))])
+@pytest.mark.parametrize(
+    "kind", [kind for kind in OF_STATES if not kind.startswith(("eagle", "hydra-raw"))]
+)
 def test_fresh_heads_guess_what_the_lm_head_says(kind: str) -> None:
     backbone = tiny_backbone(layers=4)
     drafter = drafter_of(backbone, kind, moved=False)
     batch = batch_of(drafter, backbone, [0] * 5)
     scores = batch.hidden @ drafter.of_vocabulary(backbone.lm_head_weight).T
     expected = drafter.draft_ids[scores.topk(4).indices]
-    assert all(torch.equal(best, expected) for best in guesses(drafter, backbone, batch, 4).unbind(1))
+    assert all(
+        torch.equal(best, expected) for best in guesses(drafter, backbone, batch, 4).unbind(1)
+    )
 
 
 @pytest.mark.usefixtures("exact")
@@ -286,7 +336,9 @@ def steps_of(kind: str, shape: Tree | DynamicTree) -> list[Any]:
     """Returns the steps of two sequences side by side."""
     backbone = tiny_backbone(layers=4)
     drafter, prompts = drafter_of(backbone, kind).requires_grad_(False), [[5, 9, 23, 17, 8], [7, 6]]
-    together = generate_batch(backbone, drafter, shape, prompts, batch_size=2, max_new_tokens=16, stop_ids=())
+    together = generate_batch(
+        backbone, drafter, shape, prompts, batch_size=2, max_new_tokens=16, stop_ids=()
+    )
     return [[(step.tokens, step.path, step.nodes) for step in steps] for steps in together]
 
 
@@ -352,10 +404,15 @@ def test_the_training_time_test_is_one_pass_under_the_papers_mask() -> None:
             keys, values = layer.keys_values(every, positions)
             q = layer.queries(every[-count:], positions[-count:])
             mask = tree_mask[end - count : end, :end]
-            states = layer.leave(states, F.scaled_dot_product_attention(q, keys, values, attn_mask=mask))
+            states = layer.leave(
+                states, F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
+            )
             own = sequence[learnt[level]] == number
             wanted = drafter.norm(states)[learnt[level][own] - int(rows[0])]
-            assert len(wanted) and torch.allclose(yielded[level][own], wanted, atol=1e-4), (number, level)
+            assert len(wanted) and torch.allclose(yielded[level][own], wanted, atol=1e-4), (
+                number,
+                level,
+            )
 
 
 def test_a_bias_from_the_token_before_is_a_low_rank_product() -> None:
@@ -369,7 +426,9 @@ def test_a_bias_from_the_token_before_is_a_low_rank_product() -> None:
         torch.nn.init.normal_(bias.after)
 
 
-def test_confidences_after_a_token_are_shares_of_all_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_confidences_after_a_token_are_shares_of_all_guesses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     torch.manual_seed(0)
     bias, scores, tokens = TokenBias(40, 90, 6), 3 * torch.randn(2, 90), torch.tensor([3, 3, 17])
     torch.nn.init.normal_(bias.after)
@@ -459,7 +518,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in DRAFTERS:
         run = ["--run", folder / "run" / name, "--quiet"]
         own = ["train.batch_tokens=128"] if name == "firp" else []
-        medusa("train", f"drafter={name}", *SETTINGS, *own, *run, "--model", model, "--dtype", "fp32")
+        medusa(
+            "train", f"drafter={name}", *SETTINGS, *own, *run, "--model", model, "--dtype", "fp32"
+        )
         medusa("calibrate", *run, "--dtype", "fp32", "--top", "4")
         medusa("tree", *run, "--budget", "9")
     return folder
@@ -467,7 +528,17 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_each_drafter_answers_in_chat_what_the_model_does(place: Path, name: str) -> None:
-    words = ["--run", place / "run" / name, "--dtype", "fp32", "--prompt", "w3", "--max-new-tokens", "20", "--json"]
+    words = [
+        "--run",
+        place / "run" / name,
+        "--dtype",
+        "fp32",
+        "--prompt",
+        "w3",
+        "--max-new-tokens",
+        "20",
+        "--json",
+    ]
     plain = json.loads(medusa("chat", *words, "--baseline").stdout)
     for tree in ([], ["--tree", "dynamic"]):
         answer = json.loads(medusa("chat", *words, *tree).stdout)
@@ -476,21 +547,38 @@ def test_each_drafter_answers_in_chat_what_the_model_does(place: Path, name: str
 
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_each_drafter_is_compared_as_it_is_calibrated(place: Path, name: str) -> None:
-    run, data = place / "run" / name, write_lines(place / "other.jsonl", [conversation(n) for n in range(50, 56)])
+    run, data = (
+        place / "run" / name,
+        write_lines(place / "other.jsonl", [conversation(n) for n in range(50, 56)]),
+    )
     words = ["--data", data, "--dtype", "fp32"]
     [row] = medusa_json("compare", run, *words)
-    calibrated = medusa_json("calibrate", "--run", run, *words, "--top", "1", "--output", place / "c.json")
-    assert row["kl"] == 0 and row["accuracies"] == pytest.approx(sum(calibrated["accuracies"], []), abs=1e-6)
+    calibrated = medusa_json(
+        "calibrate", "--run", run, *words, "--top", "1", "--output", place / "c.json"
+    )
+    assert row["kl"] == 0 and row["accuracies"] == pytest.approx(
+        sum(calibrated["accuracies"], []), abs=1e-6
+    )
 
 
 def test_all_drafters_run_in_one_bench_and_each_learnt_something(place: Path) -> None:
     methods = ["ar", *sorted(DRAFTERS)]
-    words = ["--run", place / "run", "--questions", place / "q.jsonl", "--dtype", "fp32", "--tree", "static"]
+    words = [
+        "--run",
+        place / "run",
+        "--questions",
+        place / "q.jsonl",
+        "--dtype",
+        "fp32",
+        "--tree",
+        "static",
+    ]
     words += ["--methods", ",".join(methods), "--max-new-tokens", "20", "--json", "--quiet"]
     methods_run = json.loads(medusa("bench", *words).stdout)["methods"]
     assert list(methods_run) == methods
     for name in DRAFTERS:
         assert methods_run[name]["identical"] == methods_run[name]["questions"] == 4, name
         assert (
-            methods_run[name]["tokens"] == methods_run["ar"]["tokens"] and methods_run[name]["acceptance_length"] > 1
+            methods_run[name]["tokens"] == methods_run["ar"]["tokens"]
+            and methods_run[name]["acceptance_length"] > 1
         ), name

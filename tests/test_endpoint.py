@@ -49,25 +49,38 @@ def pause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("medusa_cli.files.chat_servers.FIRST_PAUSE", 0.01)
 
 
-def answers(urls: str, model: str, seeds: list[Conversation] = SEEDS, rules: DistillRecipe = RULES) -> list[Outcome]:
+def answers(
+    urls: str, model: str, seeds: list[Conversation] = SEEDS, rules: DistillRecipe = RULES
+) -> list[Outcome]:
     """Returns the outcomes of the seeds at servers, addresses with commas between."""
     servers = ChatServers(urls.split(","), "served")
     return list(answer_remotely(servers, Tokenizer(model), seeds, rules))
 
 
 def conversations(outcomes: list[Outcome]) -> list[Conversation]:
-    return sorted((outcome.conversation for outcome in outcomes if outcome.conversation), key=lambda c: c.id)
+    return sorted(
+        (outcome.conversation for outcome in outcomes if outcome.conversation), key=lambda c: c.id
+    )
 
 
-def test_turns_follow_one_another_and_conversations_run_side_by_side(server: ChatServer, model: str) -> None:
+def test_turns_follow_one_another_and_conversations_run_side_by_side(
+    server: ChatServer, model: str
+) -> None:
     answered = conversations(answers(server.url, model))
     assert [conversation.id for conversation in answered] == IDS
     assert 1 < server.most_together <= 4
     backbone = load_backbone(model, LoadOptions(dtype="fp32"))
     for conversation in answered:
         messages = conversation.messages
-        assert [message["role"] for message in messages] == ["user", "assistant", "user", "assistant"]
-        assert messages[3]["content"] == "w3 " + messages[2]["content"]  # three messages came before it
+        assert [message["role"] for message in messages] == [
+            "user",
+            "assistant",
+            "user",
+            "assistant",
+        ]
+        assert (
+            messages[3]["content"] == "w3 " + messages[2]["content"]
+        )  # three messages came before it
         for (start, end), message in zip(conversation.spans, messages[1::2], strict=True):
             assert backbone.decode(conversation.tokens[start:end]).strip() == message["content"]
             assert conversation.tokens[end - 1] in backbone.eos_ids
@@ -76,15 +89,23 @@ def test_turns_follow_one_another_and_conversations_run_side_by_side(server: Cha
     assert (sent["model"], sent["max_tokens"], sent["stream"]) == ("served", 16, False)
 
 
-def test_draws_depend_on_the_random_seed_and_the_conversation(server: ChatServer, model: str) -> None:
+def test_draws_depend_on_the_random_seed_and_the_conversation(
+    server: ChatServer, model: str
+) -> None:
     def sent(random_seed: int, temperature: float) -> dict[str, Any]:
         server.requests.clear()
         rules = replace(RULES, random_seed=random_seed, temperature=temperature)
         assert len(conversations(answers(server.url, model, SEEDS[:3], rules))) == 3
-        return {request["messages"][0]["content"]: request.get("seed") for request in server.requests}
+        return {
+            request["messages"][0]["content"]: request.get("seed") for request in server.requests
+        }
 
     first = sent(1, 0.7)
-    assert first == sent(1, 0.7) and len(set(first.values())) == 3 and all(0 <= n < 2**31 for n in first.values())
+    assert (
+        first == sent(1, 0.7)
+        and len(set(first.values())) == 3
+        and all(0 <= n < 2**31 for n in first.values())
+    )
     assert not set(first.values()) & set(sent(2, 0.7).values())
     assert set(sent(1, 0.0).values()) == {None}
 
@@ -113,14 +134,21 @@ def test_busy_servers_are_asked_again_and_refusals_are_not(server: ChatServer, m
         return 503 if text.startswith("w13") and seen[text] < 3 else None
 
     server.fault = spoil
-    failed = {outcome.id: outcome.failure for outcome in answers(server.url, model) if outcome.failure}
+    failed = {
+        outcome.id: outcome.failure for outcome in answers(server.url, model) if outcome.failure
+    }
     assert list(failed) == ["s12"] and "422" in failed["s12"]
     assert seen["w12 w13"] == 1 and seen["w13 w14"] == 4  # two refusals, then both turns
 
 
 @pytest.mark.parametrize(("pause", "headers"), [(60.0, {}), (0.0, {"Retry-After": "60"})])
 def test_failing_server_is_left_alone_and_the_other_takes_its_work(
-    server: ChatServer, other: ChatServer, model: str, pause: float, headers: dict, monkeypatch: pytest.MonkeyPatch
+    server: ChatServer,
+    other: ChatServer,
+    model: str,
+    pause: float,
+    headers: dict,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("medusa_cli.files.chat_servers.FIRST_PAUSE", pause)
     server.fault, server.headers = lambda number, body: 503 if number > 4 else None, headers
@@ -145,7 +173,10 @@ def test_prompts_without_room_for_an_answer_are_not_asked(server: ChatServer, mo
         seed("whole", ["w14", "w15"]),
     ]
     outcomes = answers(server.url, model, seeds, replace(RULES, context=100, concurrency=1))
-    assert [outcome.id for outcome in outcomes if outcome == Outcome(outcome.id)] == ["long", "endless"]
+    assert [outcome.id for outcome in outcomes if outcome == Outcome(outcome.id)] == [
+        "long",
+        "endless",
+    ]
     assert [(c.id, len(c.spans)) for c in conversations(outcomes)] == [("later", 1), ("whole", 2)]
     assert len(server.requests) == 3
 
@@ -156,14 +187,17 @@ def test_answer_cut_by_its_length_has_no_end_token(model: str) -> None:
     whole, cut = (tokenise(tokenizer, "x", messages, [ended]) for ended in (True, False))
     assert whole.spans[0][1] == cut.spans[0][1] + 1 and whole.tokens == cut.tokens
     with pytest.raises(Malformed):
-        tokenise(tokenizer, "x", [messages[0], {"role": "assistant", "content": "unknown words"}], [True])
+        tokenise(
+            tokenizer, "x", [messages[0], {"role": "assistant", "content": "unknown words"}], [True]
+        )
 
 
 @pytest.fixture
 def words(model: str, tmp_path: Path) -> list[str]:
     """Returns the command without --endpoint."""
     records = [
-        {"id": seed.id, "messages": [{"role": "user", "content": turn} for turn in seed.turns]} for seed in SEEDS
+        {"id": seed.id, "messages": [{"role": "user", "content": turn} for turn in seed.turns]}
+        for seed in SEEDS
     ]
     seeds = write_lines(tmp_path / "seeds.jsonl", records)
     return ["distill", "--seed", str(seeds), "--run", str(tmp_path / "run"), "--model", model, "--max-new-tokens", "16",
@@ -171,7 +205,9 @@ def words(model: str, tmp_path: Path) -> list[str]:
 
 
 def ids(run: Path) -> list[str]:
-    return sorted(json.loads(line)["id"] for line in (run / "distill.jsonl").read_text().splitlines())
+    return sorted(
+        json.loads(line)["id"] for line in (run / "distill.jsonl").read_text().splitlines()
+    )
 
 
 def test_server_that_dies_half_way_costs_no_sample_and_doubles_none(
@@ -183,20 +219,29 @@ def test_server_that_dies_half_way_costs_no_sample_and_doubles_none(
     words += ["--endpoint", server.url, "distill.endpoint_model=served"]
     server.fault = lambda number, body: 500 if number > 9 else None
     first = medusa_json(*words)
-    assert 0 < first["conversations"] < len(SEEDS) and first["failed"] == len(SEEDS) - first["conversations"]
+    assert (
+        0 < first["conversations"] < len(SEEDS)
+        and first["failed"] == len(SEEDS) - first["conversations"]
+    )
     assert len((run / "distill-failed.jsonl").read_text().splitlines()) == first["failed"]
     assert server.requests[0]["key"] == "Bearer secret"
     server.fault = lambda number, body: None
     assert medusa_json(*words)["failed"] == 0
     assert not (run / "distill-failed.jsonl").exists() and ids(run) == IDS
     # What came from the server trains: the states are computed here, and the run learns whose they are.
-    medusa("train", "--run", run, "--dtype", "fp32", "drafter.vocabulary=own", "drafter.num_heads=2")
+    medusa(
+        "train", "--run", run, "--dtype", "fp32", "drafter.vocabulary=own", "drafter.num_heads=2"
+    )
     assert json.loads((run / "run.json").read_text())["backbone"]["weights"]
     assert Run(run).drafter_dir.is_dir()
 
 
 def test_one_of_two_servers_may_die_half_way_and_be_away_at_the_next_start(
-    server: ChatServer, other: ChatServer, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: ChatServer,
+    other: ChatServer,
+    words: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("medusa_cli.files.chat_servers.ATTEMPTS", 3)
     words += ["--endpoint", f"{server.url},{other.url}", "distill.endpoint_model=served"]
@@ -213,14 +258,23 @@ def test_one_of_two_servers_may_die_half_way_and_be_away_at_the_next_start(
     assert ids(tmp_path / "run") == IDS
 
 
-def test_seeds_that_the_template_refuses_are_counted_as_failed(words: list[str], model: str, tmp_path: Path) -> None:
+def test_seeds_that_the_template_refuses_are_counted_as_failed(
+    words: list[str], model: str, tmp_path: Path
+) -> None:
     refusing = Path(shutil.copytree(model, tmp_path / "refusing")) / "chat_template.jinja"
-    refusal = "{% if 'w13' in messages[0]['content'] %}{{ raise_exception('no thirteen') }}{% endif %}"
+    refusal = (
+        "{% if 'w13' in messages[0]['content'] %}{{ raise_exception('no thirteen') }}{% endif %}"
+    )
     refusing.write_text(refusal + refusing.read_text())
-    summary = medusa_json(*words, "--model", refusing.parent, "--dtype", "fp32", "--max-new-tokens", "4")
+    summary = medusa_json(
+        *words, "--model", refusing.parent, "--dtype", "fp32", "--max-new-tokens", "4"
+    )
     assert (summary["failed"], summary["conversations"]) == (2, len(SEEDS) - 2)
     failed = map(json.loads, (tmp_path / "run" / "distill-failed.jsonl").read_text().splitlines())
-    assert sorted((line["id"], "no thirteen" in line["reason"]) for line in failed) == [("s12", True), ("s13", True)]
+    assert sorted((line["id"], "no thirteen" in line["reason"]) for line in failed) == [
+        ("s12", True),
+        ("s13", True),
+    ]
 
 
 @pytest.mark.parametrize("address", ["http://127.0.0.1:9", "nowhere at all"])

@@ -50,12 +50,16 @@ def reference(network: Any, *parts: torch.Tensor) -> tuple[torch.Tensor, torch.T
     return out.logits[0], torch.cat([first, middle, last], dim=-1)
 
 
-def assert_close(out: Output, expected: tuple[torch.Tensor, torch.Tensor], atol: float = 1e-4) -> None:
+def assert_close(
+    out: Output, expected: tuple[torch.Tensor, torch.Tensor], atol: float = 1e-4
+) -> None:
     assert torch.allclose(out.logits, expected[0], atol=atol, rtol=1e-4)
     assert torch.allclose(out.hidden, expected[1], atol=atol, rtol=1e-4)
 
 
-def last(expected: tuple[torch.Tensor, torch.Tensor], rows: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+def last(
+    expected: tuple[torch.Tensor, torch.Tensor], rows: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
     return expected[0][-rows:], expected[1][-rows:]
 
 
@@ -99,7 +103,9 @@ def test_slots_verify_and_keep_on_their_own(engine: str, family: str) -> None:
     assert cache.lengths == [len(kept[2]), len(kept[1]), len(kept[0]), 0]
     before = rows_of(cache, 0).clone()
     after = backbone.engine.forward(Plan(torch.tensor([[10], [11]]), first=1), cache)
-    assert torch.equal(rows_of(cache, 0), before)  # a pass over later slots leaves earlier ones alone
+    assert torch.equal(
+        rows_of(cache, 0), before
+    )  # a pass over later slots leaves earlier ones alone
     for row, text in zip(after.logits[:, 0], ([*kept[1], 10], [*kept[0], 11]), strict=True):
         assert torch.allclose(row, forward(alone, text).logits[-1], atol=1e-4)
 
@@ -114,7 +120,11 @@ def test_long_prompts_in_pieces_equal_the_plain_model(engine: str, family: str) 
     expected = reference(network, ids)
     assert_close(forward(backbone, ids, cache, slot=1, taps=TAPS), expected, 1e-3)
     after = backbone.engine.forward(Plan(torch.tensor([[8]]), first=1, taps=TAPS), cache)
-    assert_close(Output(after.logits[0], after.hidden[0], None), last(reference(network, ids, torch.tensor([8]))), 1e-3)
+    assert_close(
+        Output(after.logits[0], after.hidden[0], None),
+        last(reference(network, ids, torch.tensor([8]))),
+        1e-3,
+    )
     out = forward(backbone, ids, logits="last")
     assert torch.allclose(out.logits, expected[0][-1:], atol=1e-3)
 
@@ -151,7 +161,10 @@ def test_values_of_another_width_stay_when_the_cache_grows() -> None:
 @ENGINES
 def test_accepted_states_equal_those_of_a_plain_pass(engine: str) -> None:
     backbone = tiny_backbone("qwen3", engine=engine)
-    cache, decoder = prefilled(backbone, PROMPT), decoder_of(backbone, Oracle(plain(backbone, 60), 0.8), SPARSE)
+    cache, decoder = (
+        prefilled(backbone, PROMPT),
+        decoder_of(backbone, Oracle(plain(backbone, 60), 0.8), SPARSE),
+    )
     sequence, _ = decoder.admit(Request(PROMPT, max_new_tokens=40, stop_ids=()))
     accepted = 0
     while decoder.sequences:
@@ -162,8 +175,14 @@ def test_accepted_states_equal_those_of_a_plain_pass(engine: str) -> None:
         assert out.logits.argmax(-1).tolist() == step.tokens
         if decoder.sequences:
             [pending] = sequence.unread[-1:]
-            assert sequence.tokens[before:] == pending.tokens.tolist() == path and pending.start == before
-            assert torch.allclose(pending.hidden, out.hidden, atol=1e-4) and pending.root == step.tokens[-1]
+            assert (
+                sequence.tokens[before:] == pending.tokens.tolist() == path
+                and pending.start == before
+            )
+            assert (
+                torch.allclose(pending.hidden, out.hidden, atol=1e-4)
+                and pending.root == step.tokens[-1]
+            )
         accepted += step.accepted
     assert accepted > 10
 
@@ -173,7 +192,9 @@ def test_layers_with_other_key_heads_decode_as_the_network() -> None:
     attention = model.model.layers[1].self_attn
     for name in ("k_proj", "v_proj"):
         linear = getattr(attention, name)
-        setattr(attention, name, nn.Linear(linear.in_features, linear.out_features // 2, bias=False))
+        setattr(
+            attention, name, nn.Linear(linear.in_features, linear.out_features // 2, bias=False)
+        )
     attention.num_key_value_groups *= 2
     expected, backbone = reference(model, torch.tensor(PROMPT)), Backbone(model)
     attach(backbone).check()
@@ -200,7 +221,9 @@ def test_the_lm_heads_bias_is_kept(engine: str) -> None:
     ours, theirs = (Backbone(network) for network in (model, copy.deepcopy(model)))
     attach(ours, engine)
     attach(theirs)
-    assert torch.allclose(forward(ours, [5, 6, 7]).logits, forward(theirs, [5, 6, 7]).logits, atol=1e-4)
+    assert torch.allclose(
+        forward(ours, [5, 6, 7]).logits, forward(theirs, [5, 6, 7]).logits, atol=1e-4
+    )
 
 
 @pytest.mark.gpu

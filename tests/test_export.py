@@ -33,7 +33,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_model(tmp_path_factory.mktemp("model"), layers=5)
 
 
-def medusa_run(folder: Path, backbone: Backbone, vocabulary: str = "own", layers: int = 2, **settings: Any) -> Run:
+def medusa_run(
+    folder: Path, backbone: Backbone, vocabulary: str = "own", layers: int = 2, **settings: Any
+) -> Run:
     """Saves a run with random Medusa heads of a vocabulary."""
     run = save_run(folder, backbone.id)
     torch.manual_seed(2)
@@ -52,12 +54,16 @@ def test_size_of_heads_with_full_matrices_is_told_before_they_are_written(
     run = medusa_run(tmp_path / "run", backbone, "draft")
     told: list[str] = []
     full_matrix = medusa_format._full_matrix
-    monkeypatch.setattr(medusa_format, "_full_matrix", lambda *args: told.append(caplog.text) or full_matrix(*args))
+    monkeypatch.setattr(
+        medusa_format, "_full_matrix", lambda *args: told.append(caplog.text) or full_matrix(*args)
+    )
     with caplog.at_level(logging.INFO):
         export_medusa(find_source(str(run.path) + "/"), tmp_path / "out")
     file = tmp_path / "out" / MedusaHeads.weights_file
     figure = re.search(r"takes (\S+) GB", told[0])
-    assert figure is not None and float(figure[1]) * 1e9 == pytest.approx(file.stat().st_size, rel=0.1)
+    assert figure is not None and float(figure[1]) * 1e9 == pytest.approx(
+        file.stat().st_size, rel=0.1
+    )
 
 
 def eagle_run(folder: Path, model: str) -> Run:
@@ -78,7 +84,8 @@ def weights_of(folder: Path) -> dict[str, Tensor]:
 def same(tensors: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     """Returns True if two files hold the same names, types and bits."""
     return tensors.keys() == other.keys() and all(
-        tensors[name].dtype == other[name].dtype and torch.equal(tensors[name], other[name]) for name in tensors
+        tensors[name].dtype == other[name].dtype and torch.equal(tensors[name], other[name])
+        for name in tensors
     )
 
 
@@ -100,10 +107,18 @@ def draft_tokens(run: Run, backbone: Backbone) -> list[int]:
 def test_medusa_heads_are_written_for_engines_and_come_back(
     tmp_path: Path, model: str, backbone: Backbone, vocabulary: str, settings: dict[str, Any]
 ) -> None:
-    run, layers = medusa_run(tmp_path / "run", backbone, vocabulary, **settings), settings.get("layers", 2)
+    run, layers = (
+        medusa_run(tmp_path / "run", backbone, vocabulary, **settings),
+        settings.get("layers", 2),
+    )
     launch, _ = export_medusa(source_of(run), tmp_path / "out")
     tensors = load_file(tmp_path / "out" / "medusa_lm_head.safetensors")
-    blocks = {f"{k}.{layer}.linear.{end}" for k in range(3) for layer in range(layers) for end in ("weight", "bias")}
+    blocks = {
+        f"{k}.{layer}.linear.{end}"
+        for k in range(3)
+        for layer in range(layers)
+        for end in ("weight", "bias")
+    }
     matrices = {f"{k}.{layers}.weight" for k in range(3)} if vocabulary != "shared" else set()
     assert tensors.keys() == blocks | matrices
     assert all(tensors[matrix].shape == (V, H) for matrix in matrices)
@@ -127,7 +142,9 @@ def test_medusa_heads_are_written_for_engines_and_come_back(
         assert torch.equal(tensors[f"2.{layers}.weight"][narrow["draft_ids"].long()], narrow[last])
 
 
-def test_no_token_outside_the_draft_vocabulary_is_the_likeliest(tmp_path: Path, backbone: Backbone) -> None:
+def test_no_token_outside_the_draft_vocabulary_is_the_likeliest(
+    tmp_path: Path, backbone: Backbone
+) -> None:
     run = medusa_run(tmp_path / "run", backbone, "draft")
     weights = weights_of(run.drafter_dir)
     weights["0.2.weight"] += 2  # so that some states have no logit above 0
@@ -140,7 +157,13 @@ def test_no_token_outside_the_draft_vocabulary_is_the_likeliest(tmp_path: Path, 
 
 @pytest.mark.parametrize(
     ("format", "kind"),
-    [("medusa", "hydra"), ("medusa", "conditional"), ("eagle3", "hydra"), ("speculators", "hydra"), ("hf", "firp")],
+    [
+        ("medusa", "hydra"),
+        ("medusa", "conditional"),
+        ("eagle3", "hydra"),
+        ("speculators", "hydra"),
+        ("hf", "firp"),
+    ],
 )
 def test_what_a_layout_cannot_hold_is_refused(
     tmp_path: Path, model: str, backbone: Backbone, format: str, kind: str
@@ -150,8 +173,14 @@ def test_what_a_layout_cannot_hold_is_refused(
     else:
         run = save_run(tmp_path / "run", model, kind=HydraHeads)
     if kind == "firp":
-        save_drafter(Firp.create(backbone, 1, 1, "shared", layers=(1,)), run.drafter_dir, provenance(backbone.identity))
-    done = medusa("export", "--to", format, "--run", f"{run.path}/", "--output", tmp_path / "out", exit_code=1)
+        save_drafter(
+            Firp.create(backbone, 1, 1, "shared", layers=(1,)),
+            run.drafter_dir,
+            provenance(backbone.identity),
+        )
+    done = medusa(
+        "export", "--to", format, "--run", f"{run.path}/", "--output", tmp_path / "out", exit_code=1
+    )
     assert kind in done.stderr and f"--to {format}" in done.stderr
     assert not (tmp_path / "out").exists()
 
@@ -164,13 +193,18 @@ def test_an_eagle3_folder_is_the_one_that_engines_read(tmp_path: Path, model: st
         "num_key_value_heads": 4,
         "head_dim": 8,
         "tie_word_embeddings": False,
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2], "use_aux_hidden_state": True},
+        "eagle_config": {
+            "eagle_aux_hidden_state_layer_ids": [0, 1, 2],
+            "use_aux_hidden_state": True,
+        },
         "max_position_embeddings": 512,
         "torch_dtype": "bfloat16",
     }
     assert {key: config[key] for key in wanted} == wanted
     tensors = weights_of(tmp_path / "out")
-    assert tensors["fc.weight"].shape == (H, 3 * H) and tensors["midlayer.self_attn.k_proj.weight"].shape == (H, 2 * H)
+    assert tensors["fc.weight"].shape == (H, 3 * H) and tensors[
+        "midlayer.self_attn.k_proj.weight"
+    ].shape == (H, 2 * H)
     assert tensors["d2t"].dtype == torch.int64 and tensors["t2d"].dtype == torch.bool
     # target = i + d2t[i], in rising order
     assert torch.equal(tensors["t2d"].nonzero()[:, 0], torch.arange(24) + tensors["d2t"])
@@ -188,7 +222,9 @@ def test_an_eagle3_drafter_comes_back_bit_for_bit(
     change_json(tmp_path / "out" / "config.json", lambda config: config.pop(left_out))
     back = import_drafter(str(tmp_path / "out"), f"{tmp_path}/back", model)[0]
     assert same(weights_of(back.drafter_dir), weights_of(run.drafter_dir))
-    configs = [json.loads((folder.drafter_dir / "config.json").read_text()) for folder in (back, run)]
+    configs = [
+        json.loads((folder.drafter_dir / "config.json").read_text()) for folder in (back, run)
+    ]
     assert {**configs[0], "provenance": 0} == {**configs[1], "provenance": 0}
     assert draft_tokens(back, backbone) == draft_tokens(run, backbone)
 
@@ -200,18 +236,32 @@ def test_a_speculators_checkpoint_is_the_librarys_and_comes_back(
     launch, notes = export_speculators(source_of(run), tmp_path / "out")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     own = config["speculators_config"]
-    assert config["speculators_model_type"] == own["algorithm"] == "eagle3" and config["draft_vocab_size"] == 24
+    assert (
+        config["speculators_model_type"] == own["algorithm"] == "eagle3"
+        and config["draft_vocab_size"] == 24
+    )
     assert own["verifier"] == {"name_or_path": model, "architectures": ["LlamaForCausalLM"]}
-    assert own["default_proposal_method"] in [method["proposal_type"] for method in own["proposal_methods"]]
-    assert config["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3] and config["norm_before_residual"] is False
+    assert own["default_proposal_method"] in [
+        method["proposal_type"] for method in own["proposal_methods"]
+    ]
+    assert (
+        config["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3]
+        and config["norm_before_residual"] is False
+    )
     layer = config["transformer_layer_config"]
     assert (layer["model_type"], layer["hidden_size"], layer["vocab_size"]) == ("llama", H, V)
     tensors = weights_of(tmp_path / "out")
-    shapes = {"fc.weight": (H, 3 * H), "lm_head.weight": (24, H), "layers.0.self_attn.q_proj.weight": (H, 2 * H)}
+    shapes = {
+        "fc.weight": (H, 3 * H),
+        "lm_head.weight": (24, H),
+        "layers.0.self_attn.q_proj.weight": (H, 2 * H),
+    }
     shapes |= {"layers.0.hidden_norm.weight": (H,), "norm.weight": (H,), "d2t": (24,), "t2d": (V,)}
     assert {name: tuple(tensors[name].shape) for name in shapes} == shapes
     assert all(str(tmp_path / "out") in line for line in launch) and not notes
-    back = import_drafter(str(tmp_path / "out"), f"{tmp_path}/back", None)[0]  # its config names the model
+    back = import_drafter(str(tmp_path / "out"), f"{tmp_path}/back", None)[
+        0
+    ]  # its config names the model
     assert same(weights_of(back.drafter_dir), weights_of(run.drafter_dir))
     assert draft_tokens(back, backbone) == draft_tokens(run, backbone)
 
@@ -232,13 +282,19 @@ def test_the_newest_report_on_this_drafter_is_found(
     run = save_run(tmp_path / "x1", model)  # beside a model's files: bench reports to runs/NAME
     folder = tmp_path / "runs" / "x1" / "bench"
     folder.mkdir(parents=True)
-    for name, stamp in (("2026-01", "old"), ("2026-02", stamp_of(run.drafter_dir)), ("2026-03", "another drafter")):
+    for name, stamp in (
+        ("2026-01", "old"),
+        ("2026-02", stamp_of(run.drafter_dir)),
+        ("2026-03", "another drafter"),
+    ):
         (folder / f"{name}.json").write_text(json.dumps({"drafting": {"medusa": {STAMP: stamp}}}))
         (folder / f"{name}.md").write_text(f"the table of {name}")
     assert Source(run, str(run.path), "medusa", None, {}).bench == "the table of 2026-02"
 
 
-def test_a_failed_write_leaves_the_earlier_export(tmp_path: Path, backbone: Backbone, monkeypatch) -> None:
+def test_a_failed_write_leaves_the_earlier_export(
+    tmp_path: Path, backbone: Backbone, monkeypatch
+) -> None:
     source = source_of(medusa_run(tmp_path / "run", backbone))
     export_medusa(source, tmp_path / "out")
     before = (tmp_path / "out" / "SHA256SUMS").read_text()

@@ -86,7 +86,9 @@ def export(tmp_path_factory: pytest.TempPathFactory) -> Export:
     def write(name: str = "hydra", family: str = "llama") -> Path:
         if (name, family) not in folders:
             place = tmp_path_factory.mktemp("exported")
-            run = random_run(place / "run", save_model(place / "model", layers=4, family=family), name)
+            run = random_run(
+                place / "run", save_model(place / "model", layers=4, family=family), name
+            )
             export_hf(find_source(f"{run.path}/"), place / "out")
             folders[name, family] = place / "out"
         return folders[name, family]
@@ -107,20 +109,26 @@ def compare(folder: Path, prompt: torch.Tensor = PROMPT, **settings) -> int:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_every_kind_drafts_as_in_our_own_decoding(export: Export, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_kind_drafts_as_in_our_own_decoding(
+    export: Export, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder, passes = export(name), list[int]()
     assert compare(folder) < 48
     model = AutoModelForCausalLM.from_pretrained(folder)
     model.register_forward_hook(lambda *_: passes.append(1))
     monkeypatch.setattr(NgramIndex, "find", lambda index, text, root: [])
     answer = generate(PROMPT, model=model, drafter=str(folder), drafts="always", max_new_tokens=48)
-    backbone = load_backbone(str(folder.parent / "model"), LoadOptions(dtype="fp32", engine="eager"))
+    backbone = load_backbone(
+        str(folder.parent / "model"), LoadOptions(dtype="fp32", engine="eager")
+    )
     drafter, tree = (
         load_drafter(folder.parent / "run" / "drafter", backbone),
         load_tree(folder / "drafter" / "tree.json"),
     )
     steps = list(decode(backbone, drafter, tree, PROMPT[0].tolist(), max_new_tokens=48))
-    assert [token for step in steps for token in step.tokens] == answer[0, PROMPT.shape[1] :].tolist()
+    assert [token for step in steps for token in step.tokens] == answer[
+        0, PROMPT.shape[1] :
+    ].tolist()
     assert len(passes) == len(steps)
 
 
@@ -169,7 +177,9 @@ def test_the_adapter_is_merged(tmp_path: Path) -> None:
     lora.save(network, run.adapter_dir, model)
     export_hf(find_source(f"{run.path}/"), tmp_path / "out")
     compare(tmp_path / "out")
-    plain, exported = (AutoModelForCausalLM.from_pretrained(folder) for folder in (model, tmp_path / "out"))
+    plain, exported = (
+        AutoModelForCausalLM.from_pretrained(folder) for folder in (model, tmp_path / "out")
+    )
     assert not torch.allclose(plain(PROMPT).logits, exported(PROMPT).logits, atol=1e-2)
     merged = lora.merge(plain, run.adapter_dir)(PROMPT).logits
     torch.testing.assert_close(merged, exported(PROMPT).logits, atol=1e-3, rtol=1e-3)
@@ -177,18 +187,28 @@ def test_the_adapter_is_merged(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("stored", "written"),
-    [(torch.float32, torch.float32), (torch.float16, torch.float16), (torch.float64, torch.bfloat16)],
+    [
+        (torch.float32, torch.float32),
+        (torch.float16, torch.float16),
+        (torch.float64, torch.bfloat16),
+    ],
 )
-def test_weights_keep_their_stored_type_if_the_config_names_none(tmp_path: Path, stored, written) -> None:
+def test_weights_keep_their_stored_type_if_the_config_names_none(
+    tmp_path: Path, stored, written
+) -> None:
     model = Path(save_model(tmp_path / "model"))
     run = random_run(tmp_path / "run", str(model), "medusa")
-    weights = {name: weight.to(stored) for name, weight in load_file(model / "model.safetensors").items()}
+    weights = {
+        name: weight.to(stored) for name, weight in load_file(model / "model.safetensors").items()
+    }
     save_file(weights, model / "model.safetensors", {"format": "pt"})
     config = json.loads((model / "config.json").read_text())
     untyped = {key: value for key, value in config.items() if key not in ("dtype", "torch_dtype")}
     (model / "config.json").write_text(json.dumps(untyped))
     _, notes = export_hf(find_source(f"{run.path}/"), tmp_path / "out")
-    assert {weight.dtype for weight in load_file(tmp_path / "out" / "model.safetensors").values()} == {written}
+    assert {
+        weight.dtype for weight in load_file(tmp_path / "out" / "model.safetensors").values()
+    } == {written}
     assert len(notes) == (stored != written)
 
 
@@ -214,15 +234,25 @@ def test_the_tree_is_the_runs_or_of_the_budget(tmp_path: Path) -> None:
 
 
 def test_the_command_writes_checksums_and_replaces_only_exports(tmp_path: Path) -> None:
-    run, other = random_run(tmp_path / "run", save_model(tmp_path / "model"), "medusa"), tmp_path / "other"
+    run, other = (
+        random_run(tmp_path / "run", save_model(tmp_path / "model"), "medusa"),
+        tmp_path / "other",
+    )
     words = ["export", "--to", "hf", "--run", f"{run.path}/", "--output"]
     assert medusa_json(*words, tmp_path / "out")["format"] == "hf"
     assert "--overwrite" in medusa(*words, tmp_path / "out", exit_code=1).stderr
     medusa(*words, tmp_path / "out", "--overwrite")
     sums = [line.split("  ") for line in (tmp_path / "out" / "SHA256SUMS").read_text().splitlines()]
-    files = [path for path in (tmp_path / "out").rglob("*") if path.is_file() and path.name != "SHA256SUMS"]
+    files = [
+        path
+        for path in (tmp_path / "out").rglob("*")
+        if path.is_file() and path.name != "SHA256SUMS"
+    ]
     assert {tmp_path / "out" / name for _, name in sums} == set(files)
-    assert all(hashlib.sha256((tmp_path / "out" / name).read_bytes()).hexdigest() == digest for digest, name in sums)
+    assert all(
+        hashlib.sha256((tmp_path / "out" / name).read_bytes()).hexdigest() == digest
+        for digest, name in sums
+    )
     other.mkdir()
     (other / "thesis.txt").write_text("not an export")
     medusa(*words, other, "--overwrite", exit_code=1)
@@ -282,8 +312,13 @@ def test_left_padding_scores_and_logits(export: Export) -> None:
     settings = {"max_new_tokens": 20, "return_dict_in_generate": True, "attention_mask": mask}
     for wanted, other in (("scores", "logits"), ("logits", "scores")):
         settings |= {f"output_{wanted}": True, f"output_{other}": False, "repetition_penalty": 1.3}
-        plain, drafted = (model.generate(padded, **how, **settings) for how in ({}, drafting(folder)))
-        assert drafted.sequences.tolist() == plain.sequences.tolist() and getattr(drafted, other) is None
+        plain, drafted = (
+            model.generate(padded, **how, **settings) for how in ({}, drafting(folder))
+        )
+        assert (
+            drafted.sequences.tolist() == plain.sequences.tolist()
+            and getattr(drafted, other) is None
+        )
         rows = torch.cat(getattr(drafted, wanted))
         torch.testing.assert_close(rows, torch.cat(getattr(plain, wanted)), atol=1e-4, rtol=1e-4)
         assert not rows.requires_grad
@@ -298,13 +333,17 @@ def test_the_streamer_gets_every_token(export: Export) -> None:
         def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
             pieces.append(text)
 
-    answer = model.generate(PROMPT, max_new_tokens=20, streamer=Kept(tiny_tokenizer(), skip_prompt=True))
+    answer = model.generate(
+        PROMPT, max_new_tokens=20, streamer=Kept(tiny_tokenizer(), skip_prompt=True)
+    )
     assert "".join(pieces).split() == tiny_tokenizer().decode(answer[0, PROMPT.shape[1] :]).split()
 
 
 def test_stop_strings_end_an_answer_as_in_plain_generate(export: Export) -> None:
     folder, tokenizer = export(), tiny_tokenizer()
-    tokenizer.add_tokens("abcdef")  # before which StopStringCriteria sets every token, to see what it adds
+    tokenizer.add_tokens(
+        "abcdef"
+    )  # before which StopStringCriteria sets every token, to see what it adds
     model, how = AutoModelForCausalLM.from_pretrained(folder), drafting(folder)
     full = model.generate(PROMPT, max_new_tokens=40)
     settings = {"max_new_tokens": 40, "stop_strings": [tokenizer.decode(full[0, 20:22])]}
@@ -337,7 +376,10 @@ def test_interleaved_answers_of_one_model_keep_their_own_texts(export: Export, n
         def end(self) -> None:
             pass
 
-    assert [generate(PROMPT, model=model, streamer=Between(), **settings).tolist(), *answers] == alone
+    assert [
+        generate(PROMPT, model=model, streamer=Between(), **settings).tolist(),
+        *answers,
+    ] == alone
 
 
 def test_unsupported_arguments_are_refused_by_name(export: Export) -> None:
@@ -347,7 +389,9 @@ def test_unsupported_arguments_are_refused_by_name(export: Export) -> None:
     with pytest.raises(ValueError, match="drafter="):
         model.generate(PROMPT, **how)
     how["drafter"] = str(folder)
-    assert model.generate(PROMPT, **how).tolist() == model.generate(PROMPT, max_new_tokens=8).tolist()
+    assert (
+        model.generate(PROMPT, **how).tolist() == model.generate(PROMPT, max_new_tokens=8).tolist()
+    )
     for wrong, part in (
         ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states"),
         ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),

@@ -8,7 +8,10 @@ import pytest
 import torch
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+)
 
 from medusa_cli.engine import load, load_backbone
 from medusa_cli.engine.timing import machine_key
@@ -50,7 +53,9 @@ def small_config(kind: str) -> Any:
     def settable(name: str) -> bool:
         field = getattr(config_class, name, None)
         try:
-            return hasattr(default, name) and not (isinstance(field, property) and field.fset is None)
+            return hasattr(default, name) and not (
+                isinstance(field, property) and field.fset is None
+            )
         except RuntimeError:  # it is set layer by layer
             return False
 
@@ -83,7 +88,9 @@ def small_network(kind: str) -> tuple[Any, list[int]]:
 def assert_decodes(backbone: Backbone, expected: list[int]) -> None:
     """Decodes plain, and over a tree of which some drafts are right."""
     assert plain(backbone, COUNT) == expected
-    drafted = generate(backbone, Oracle(expected, 0.6), SPARSE, PROMPT, max_new_tokens=COUNT, stop_ids=())
+    drafted = generate(
+        backbone, Oracle(expected, 0.6), SPARSE, PROMPT, max_new_tokens=COUNT, stop_ids=()
+    )
     assert tokens_of(drafted) == expected
     assert machine_key(backbone.config)
 
@@ -91,7 +98,9 @@ def assert_decodes(backbone: Backbone, expected: list[int]) -> None:
 @pytest.mark.parametrize("kind", DECODING)
 def test_family_decodes_as_its_own_generate(kind: str, tmp_path: Path) -> None:
     network, expected = small_network(kind)
-    assert_decodes(load_backbone(save_network(network, tmp_path), LoadOptions(dtype="fp32")), expected)
+    assert_decodes(
+        load_backbone(save_network(network, tmp_path), LoadOptions(dtype="fp32")), expected
+    )
 
 
 def test_moshi_is_not_run_beyond_its_window(tmp_path: Path) -> None:
@@ -111,7 +120,9 @@ def test_family_that_only_the_eager_engine_runs_is_read_once(
 ) -> None:
     loads: list[str] = []
     monkeypatch.setattr(
-        load, "load_network", lambda *args, **options: loads.append(kind) or load_network(*args, **options)
+        load,
+        "load_network",
+        lambda *args, **options: loads.append(kind) or load_network(*args, **options),
     )
     network, _ = small_network(kind)
     backbone = load_backbone(save_network(network.to(dtype), tmp_path))
@@ -135,10 +146,15 @@ def refused_by_source(kind: str) -> bool:
 
 
 def test_source_of_a_class_whose_attention_can_be_replaced_refuses_no_model() -> None:
-    classes = {kind: getattr(transformers, str(name), None) for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()}
+    classes = {
+        kind: getattr(transformers, str(name), None)
+        for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()
+    }
     able = [kind for kind, network in classes.items() if getattr(network, "_supports_sdpa", False)]
     assert len(able) > 100 and not [kind for kind in able if refused_by_source(kind)]
-    assert refused_by_source("xglm") and refused_by_source("rwkv") and not refused_by_source("mamba")
+    assert (
+        refused_by_source("xglm") and refused_by_source("rwkv") and not refused_by_source("mamba")
+    )
 
 
 @pytest.mark.slow
@@ -150,7 +166,9 @@ def test_every_architecture_decodes_or_is_refused(tmp_path: Path) -> None:
         except Exception:  # not every architecture can be made tiny this way
             continue
         try:
-            backbone = load_backbone(save_network(network, tmp_path / kind), LoadOptions(dtype="fp32"))
+            backbone = load_backbone(
+                save_network(network, tmp_path / kind), LoadOptions(dtype="fp32")
+            )
         except UserError:
             refused.append(kind)
             continue

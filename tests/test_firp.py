@@ -48,7 +48,9 @@ def backbone_of(family: str = "llama", engine: str = "eager", positions: int = 5
     return tiny_backbone(family, layers=DEPTH, engine=engine, positions=positions)
 
 
-def firp(backbone: Backbone, heads: int = 3, vocabulary: str = "shared", scale: float = 0.3, **own: Any) -> Firp:
+def firp(
+    backbone: Backbone, heads: int = 3, vocabulary: str = "shared", scale: float = 0.3, **own: Any
+) -> Firp:
     torch.manual_seed(0)
     ids = torch.randperm(backbone.vocab_size)[:24] if vocabulary == "draft" else None
     drafter = Firp.create(backbone, heads, vocabulary=vocabulary, draft_ids=ids, **own)
@@ -72,10 +74,18 @@ def reference(family: str, drafter: Firp, tokens: list[int], positions: int = 51
         rows = torch.arange(x.shape[1])
         seen = rows[:, None] >= rows
         kind = (getattr(config, "layer_types", None) or [None] * DEPTH)[index]
-        if kind == "sliding_attention" or (kind is None and getattr(config, "sliding_window", None)):
+        if kind == "sliding_attention" or (
+            kind is None and getattr(config, "sliding_window", None)
+        ):
             seen &= rows[:, None] - rows < config.sliding_window
-        mask = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)[None, None]
-        tables = base.rotary_emb(x, rows[None], kind) if family == "gemma3" else base.rotary_emb(x, rows[None])
+        mask = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)[
+            None, None
+        ]
+        tables = (
+            base.rotary_emb(x, rows[None], kind)
+            if family == "gemma3"
+            else base.rotary_emb(x, rows[None])
+        )
         x = layer(x, attention_mask=mask, position_embeddings=tables, position_ids=rows[None])
     return base.norm(x)[0, n:]
 
@@ -87,7 +97,9 @@ def test_extra_rows_in_a_tree_are_those_of_each_path_alone(family: str, engine: 
     drafter = firp(backbone, layers=[2, 3, 3])
     cache = backbone.engine.new_cache(1, 4)  # grows
     out = forward(backbone, PROMPT, cache, logits="last", extra_rows=drafter.extra_rows(3))
-    assert out.logits is not None and out.logits.shape[0] == 1 and out.hidden.shape[0] == len(PROMPT)
+    assert (
+        out.logits is not None and out.logits.shape[0] == 1 and out.hidden.shape[0] == len(PROMPT)
+    )
     assert torch.allclose(out.extra[-1], reference(family, drafter, PROMPT), atol=1e-4)
     tokens = torch.arange(20, 20 + TREE.size)
     out = forward(backbone, tokens, cache, TREE, extra_rows=drafter.extra_rows(3))
@@ -112,8 +124,12 @@ class Watched(Recording, Firp):
 
 
 @pytest.mark.parametrize("engine", ["eager", "native", "torch"])
-@pytest.mark.parametrize("shape", [Tree.dense([12, 4, 2]), DynamicTree(60, 3)], ids=["static", "dynamic"])
-def test_drafts_come_from_the_extra_rows_of_the_accepted_path(engine: str, shape: Tree | DynamicTree) -> None:
+@pytest.mark.parametrize(
+    "shape", [Tree.dense([12, 4, 2]), DynamicTree(60, 3)], ids=["static", "dynamic"]
+)
+def test_drafts_come_from_the_extra_rows_of_the_accepted_path(
+    engine: str, shape: Tree | DynamicTree
+) -> None:
     backbone = backbone_of("llama", engine)
     drafter = firp(backbone, layers=[2, 3, 4])
     drafter.__class__ = Watched
@@ -141,7 +157,9 @@ def test_a_step_is_one_backbone_pass(engine: str, shape: Tree | DynamicTree) -> 
 
     def counted(plan: Plan, cache: Any) -> Output:
         out = inner(plan, cache)
-        rows.append((plan.tokens.shape[1], 0 if out.extra is None else out.extra[0, ..., 0].numel()))
+        rows.append(
+            (plan.tokens.shape[1], 0 if out.extra is None else out.extra[0, ..., 0].numel())
+        )
         return out
 
     backbone.engine.forward = counted
@@ -161,7 +179,9 @@ def test_a_model_whose_layers_are_unknown_is_refused() -> None:
     backbone = Backbone(hf.GPT2LMHeadModel(config).eval(), id="tiny-gpt2")
     attach(backbone)
     drafter = firp(backbone)
-    with pytest.raises(UserError, match="cannot be run one by one: its parts are not named as in Llama"):
+    with pytest.raises(
+        UserError, match="cannot be run one by one: its parts are not named as in Llama"
+    ):
         next(generate(backbone, drafter, TREE, PROMPT, max_new_tokens=5))
 
 
@@ -170,13 +190,16 @@ def test_a_model_with_factors_outside_its_layers_is_refused(tmp_path: Path) -> N
     import transformers as hf
 
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4}
-    config = hf.GraniteConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128)
+    config = hf.GraniteConfig(
+        **sizes, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128
+    )
 
     def saved(name: str, embedding_multiplier: float) -> Backbone:
         torch.manual_seed(0)
         config.embedding_multiplier = embedding_multiplier
         backbone = load_backbone(
-            save_network(hf.GraniteForCausalLM(config).eval(), tmp_path / name), LoadOptions(dtype="fp32")
+            save_network(hf.GraniteForCausalLM(config).eval(), tmp_path / name),
+            LoadOptions(dtype="fp32"),
         )
         save_drafter(firp(backbone), tmp_path / name / "drafter", provenance(backbone.identity))
         return backbone
@@ -197,7 +220,11 @@ def conversations(*lengths: int) -> list[Conversation]:
     items = []
     for i, length in enumerate(lengths):
         tokens = [chance.randrange(5, 60) for _ in range(length)]
-        items.append(Conversation(f"c{i}", tokens=tokens, spans=[(3, length // 2), (length // 2 + 1, length)]))
+        items.append(
+            Conversation(
+                f"c{i}", tokens=tokens, spans=[(3, length // 2), (length // 2 + 1, length)]
+            )
+        )
     return items
 
 
@@ -209,7 +236,9 @@ def test_training_sees_the_states_that_decoding_does(family: str, monkeypatch) -
     items = conversations(13, 22, 9)
     batch = batch_of(backbone, drafter, items)
     with torch.no_grad():
-        result = extra_row_states(backbone, batch.trace, drafter.rows_of(list(drafter.steps)), batch.rows)
+        result = extra_row_states(
+            backbone, batch.trace, drafter.rows_of(list(drafter.steps)), batch.rows
+        )
     row = 0
     for item in items:
         for start, end in item.spans:
@@ -231,7 +260,9 @@ def test_loss_is_the_kl_to_the_models_distribution(vocabulary: str) -> None:
     batch = batch_of(backbone, drafter, [item])
     drafter.train()
     losses = drafter_loss(drafter, backbone, batch, TrainRecipe(decay=0.7))
-    states = extra_row_states(backbone, batch.trace, drafter.rows_of(list(drafter.steps)), batch.rows)
+    states = extra_row_states(
+        backbone, batch.trace, drafter.rows_of(list(drafter.steps)), batch.rows
+    )
     rows = backbone.lm_head_weight[drafter.draft_ids]
     known = drafter.vocabulary_index(torch.device("cpu")) >= 0
     total: Any = 0.0
@@ -244,11 +275,15 @@ def test_loss_is_the_kl_to_the_models_distribution(vocabulary: str) -> None:
                 divergence = (target.exp() * (target - result)).sum()
                 terms.append(divergence - (target.exp() * target).sum())
         mean = sum(terms) / len(terms)
-        assert float(losses.per_head[k - 1].detach()) == pytest.approx(float(mean.detach()), rel=1e-4)
+        assert float(losses.per_head[k - 1].detach()) == pytest.approx(
+            float(mean.detach()), rel=1e-4
+        )
         assert int(losses.counted[k - 1]) == count - k
         total = total + 0.7**k * sum(terms) / count
     given = torch.autograd.grad(losses.total, list(drafter.parameters()))
-    for ours, theirs in zip(given, torch.autograd.grad(total, list(drafter.parameters())), strict=True):
+    for ours, theirs in zip(
+        given, torch.autograd.grad(total, list(drafter.parameters())), strict=True
+    ):
         assert torch.allclose(ours, theirs, atol=1e-5)
     assert all(weight.grad is None for weight in backbone.model.parameters())
 
@@ -261,7 +296,9 @@ def test_trace_stops_at_the_answers_and_sees_no_other_conversation() -> None:
     pair, alone = batch_of(backbone, drafter, items), batch_of(backbone, drafter, items[:1])
     with torch.no_grad():
         mixed = extra_row_states(backbone, pair.trace, extra_rows, pair.rows)[: len(alone.next)]
-        assert torch.allclose(mixed, extra_row_states(backbone, alone.trace, extra_rows, alone.rows), atol=1e-5)
+        assert torch.allclose(
+            mixed, extra_row_states(backbone, alone.trace, extra_rows, alone.rows), atol=1e-5
+        )
     traces = trace(backbone, torch.tensor([items[0].tokens]))
     assert len(traces.states) == DEPTH + 1 and len(traces.keys) == DEPTH
 

@@ -49,7 +49,9 @@ def save_with_code(folder: Path, kind: str = "own-kind", *, tokenizer: bool = Fa
 @pytest.fixture(autouse=True)
 def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Sets the folder from which transformers runs files."""
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(
+        "transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules")
+    )
     yield
     sys.path[:] = [path for path in sys.path if path != str(tmp_path / "modules")]
 
@@ -61,12 +63,24 @@ def ran(tmp_path: Path) -> Path:
 
 
 def chat(model: str, *words: str, exit_code: int | None = 0) -> Result:
-    common = ["--model", model, "--dtype", "fp32", "--baseline", "--prompt", "w1", "--max-new-tokens", "4"]
+    common = [
+        "--model",
+        model,
+        "--dtype",
+        "fp32",
+        "--baseline",
+        "--prompt",
+        "w1",
+        "--max-new-tokens",
+        "4",
+    ]
     return medusa("chat", *common, *words, input="y\ny\ny\n", exit_code=exit_code)
 
 
 @pytest.mark.parametrize("place", ["model", "tokenizer", "model, asked line by line"])
-def test_code_is_not_run_and_no_line_of_a_chat_is_consent(tmp_path: Path, ran: Path, place: str) -> None:
+def test_code_is_not_run_and_no_line_of_a_chat_is_consent(
+    tmp_path: Path, ran: Path, place: str
+) -> None:
     model = save_with_code(tmp_path / "model", tokenizer=place == "tokenizer")
     words = ["chat", "--model", model, "--dtype", "fp32", "--baseline"]
     asking = {"input": "y\ny\ny\n", "exit_code": None}
@@ -115,7 +129,9 @@ def test_commands_run_code_with_the_flag_alone(
     write(tmp_path / "theirs", "medusa_lm_head.pt", medusa_heads(), {})
     save_with_code(tmp_path / "model")
     monkeypatch.setenv("MEDUSA_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr("medusa_cli.serve.server.Server", lambda *_: SimpleNamespace(run=lambda listener: None))
+    monkeypatch.setattr(
+        "medusa_cli.serve.server.Server", lambda *_: SimpleNamespace(run=lambda listener: None)
+    )
     words = [name, *(word.format(model=model, home=tmp_path) for word in LOADING[name])]
     assert FLAG in medusa(*words, exit_code=1).stderr and not ran.exists()
     medusa(*words, FLAG)
@@ -127,7 +143,17 @@ def test_every_command_that_takes_a_model_has_the_flag() -> None:
     for name in COMMANDS:
         flags[name] = {flag for option in load_command(name).params for flag in option.opts}
     loading = {name for name, words in flags.items() if words & {"--model", "--drafter"}}
-    assert loading >= {"chat", "bench", "serve", "machine", "export", "import", "train", "distill", "calibrate"}
+    assert loading >= {
+        "chat",
+        "bench",
+        "serve",
+        "machine",
+        "export",
+        "import",
+        "train",
+        "distill",
+        "calibrate",
+    }
     assert all(FLAG in flags[name] for name in loading), loading
 
 
@@ -145,8 +171,13 @@ def test_adapter_of_a_kind_that_names_code_is_refused(tmp_path: Path) -> None:
         lora.merge(tiny_model(), save_adapter(tmp_path, peft_type="PROMPT_TUNING"))
 
 
-def test_modules_that_an_adapter_names_are_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modules_that_an_adapter_names_are_not_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "medusa_foreign.py").write_text("raise AssertionError('foreign code ran')\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    lora.merge(tiny_model(), save_adapter(tmp_path, megatron_config={"a": 1}, megatron_core="medusa_foreign"))
+    lora.merge(
+        tiny_model(),
+        save_adapter(tmp_path, megatron_config={"a": 1}, megatron_core="medusa_foreign"),
+    )
     assert "medusa_foreign" not in sys.modules

@@ -20,7 +20,12 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
 
 
 def test_unchanged_files_give_results(ground: Ground) -> None:
-    for line in (COMMANDS["chat"], COMMANDS["tree"], COMMANDS["train"], *FILES["joint/adapter/adapter_config.json"]):
+    for line in (
+        COMMANDS["chat"],
+        COMMANDS["tree"],
+        COMMANDS["train"],
+        *FILES["joint/adapter/adapter_config.json"],
+    ):
         medusa(*ground.filled(line.split()))
 
 

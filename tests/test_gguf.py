@@ -145,24 +145,37 @@ def refused(path: Path, *parts: str) -> None:
 def test_a_file_is_decoded_as_the_weights_that_it_holds(file: Path, kind: Kind) -> None:
     network = write_gguf(file, kind)
     ids = network.generate(
-        torch.tensor([PROMPT]), max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0
+        torch.tensor([PROMPT]),
+        max_new_tokens=24,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
     )
     backbone = load_backbone(str(file), FP32)
     steps = generate_plain(backbone, PROMPT, max_new_tokens=24, stop_ids=())
     assert tokens_of(steps) == ids[0, len(PROMPT) :].tolist()
-    assert backbone.eos_ids == {END} and backbone.tokenizer.decode(backbone.tokenizer.encode("ab c")) == "ab c"
+    assert (
+        backbone.eos_ids == {END}
+        and backbone.tokenizer.decode(backbone.tokenizer.encode("ab c")) == "ab c"
+    )
 
 
 def test_factors_of_rotary_frequencies_are_read(file: Path) -> None:
     factors = np.array([1, 1.5, 4, 8], np.float32)
-    network = write_gguf(file, change=lambda writer: writer.add_tensor("rope_freqs.weight", factors))
+    network = write_gguf(
+        file, change=lambda writer: writer.add_tensor("rope_freqs.weight", factors)
+    )
     network.model.rotary_emb.inv_freq /= torch.from_numpy(factors)
     backbone, ids = load_backbone(str(file), FP32), torch.arange(5, 55)
     assert backbone.max_positions == network.config.max_position_embeddings
-    torch.testing.assert_close(forward(backbone, ids).logits, network(ids[None]).logits[0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        forward(backbone, ids).logits, network(ids[None]).logits[0], rtol=1e-4, atol=1e-5
+    )
     plain = tokens_of(generate_plain(backbone, PROMPT, max_new_tokens=24, stop_ids=()))
     write_gguf(file)
-    assert plain != tokens_of(generate_plain(load_backbone(str(file), FP32), PROMPT, max_new_tokens=24, stop_ids=()))
+    assert plain != tokens_of(
+        generate_plain(load_backbone(str(file), FP32), PROMPT, max_new_tokens=24, stop_ids=())
+    )
 
 
 @EACH_KIND
@@ -170,13 +183,17 @@ def test_the_bits_of_a_file_are_multiplied_as_they_are(file: Path, kind: Kind) -
     network = write_gguf(file, kind)
     backbone = load_backbone(str(file), LoadOptions(rows="fp32"))
     packed = backbone.engine.model.packed.matrices
-    assert backbone.engine.name == "native" and {matrix.format.name for matrix in packed.values()} == {kind.name}
+    assert backbone.engine.name == "native" and {
+        matrix.format.name for matrix in packed.values()
+    } == {kind.name}
     for name, weight in network.named_parameters():
         if weight.dim() == 2:
             ours = packed[name.removesuffix(".weight")].embed(np.arange(len(weight)))
             assert np.array_equal(ours, weight.detach().numpy()), name
     ids = torch.arange(5, 55)
-    torch.testing.assert_close(forward(backbone, ids).logits, network(ids[None]).logits[0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        forward(backbone, ids).logits, network(ids[None]).logits[0], rtol=1e-4, atol=1e-4
+    )
     rounded = load_backbone(str(file))  # rows of 8 bits, where weights have few
     with torch.inference_mode():
         expected = network(ids[None]).logits[0]
@@ -184,7 +201,9 @@ def test_the_bits_of_a_file_are_multiplied_as_they_are(file: Path, kind: Kind) -
     drafter = MedusaHeads.create(rounded, 2, 1, "own").eval()
     for tree in (Tree.dense([2, 1]), Tree.dense([4, 2])):
         drafted = generate(rounded, drafter, tree, PROMPT, max_new_tokens=24, stop_ids=())
-        assert tokens_of(drafted) == tokens_of(generate_plain(rounded, PROMPT, max_new_tokens=24, stop_ids=()))
+        assert tokens_of(drafted) == tokens_of(
+            generate_plain(rounded, PROMPT, max_new_tokens=24, stop_ids=())
+        )
 
 
 @EACH_KIND
@@ -192,7 +211,9 @@ def test_other_engines_read_the_same_numbers(file: Path, kind: Kind) -> None:
     network = write_gguf(file, kind)
     backbone = load_backbone(str(file), LoadOptions(dtype="fp32", engine="eager"))
     ids = torch.arange(5, 30)
-    torch.testing.assert_close(forward(backbone, ids).logits, network(ids[None]).logits[0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        forward(backbone, ids).logits, network(ids[None]).logits[0], rtol=1e-4, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize("engine", ["native", "eager"])
@@ -204,7 +225,9 @@ def test_a_file_without_an_lm_head_shares_the_embeddings(file: Path, engine: str
 
 
 @pytest.mark.parametrize("kind", [Kind.F32, Kind.F16, Kind.BF16], ids=lambda kind: kind.name)
-def test_the_same_weights_in_another_file_have_the_same_digest(file: Path, tmp_path: Path, kind: Kind) -> None:
+def test_the_same_weights_in_another_file_have_the_same_digest(
+    file: Path, tmp_path: Path, kind: Kind
+) -> None:
     network = write_gguf(file, kind)
     folder = Path(assets.model_dir(str(file)))
     assert not list(folder.glob("*.safetensors"))  # weights are read from the file
@@ -236,7 +259,9 @@ def test_metadata_is_written_once_and_again_when_the_file_changes(
     write_gguf(file)
     before, digest = Path(assets.model_dir(str(file))), weights_of(str(file))
     with monkeypatch.context() as patch:
-        patch.setattr("medusa_cli.files.gguf.write_metadata", lambda *_: pytest.fail("it was written again"))
+        patch.setattr(
+            "medusa_cli.files.gguf.write_metadata", lambda *_: pytest.fail("it was written again")
+        )
         assert assets.model_dir(str(file)) == str(before)
     write_gguf(file, seed=1)
     after = Path(assets.model_dir(str(file)))
@@ -249,7 +274,12 @@ def test_metadata_is_written_once_and_again_when_the_file_changes(
 
 def test_files_beside_it_are_not_read(file: Path) -> None:
     write_gguf(file)
-    for name in ("adapter_config.json", "config.json", "tokenizer_config.json", "generation_config.json"):
+    for name in (
+        "adapter_config.json",
+        "config.json",
+        "tokenizer_config.json",
+        "generation_config.json",
+    ):
         file.with_name(name).write_text("{")
     load_backbone(str(file), FP32)
 
@@ -282,9 +312,26 @@ def turned(writer: gguf.GGUFWriter) -> None:
         ({"change": lambda writer: writer.add_tokenizer_model("no_such")}, "no_such"),
         ({"leave_out": "layers.1.mlp.up_proj", "change": integers}, "ffn_up"),
         ({"leave_out": "layers.1.mlp.up_proj", "change": turned}, "ffn_up"),
-        ({"change": lambda writer: writer.add_tensor("rope_freqs.weight", np.ones(3, np.float32))}, "rope_freqs"),
-        ({"change": lambda writer: writer.add_tensor("rope_freqs.weight", np.zeros(4, np.float32))}, "rope_freqs"),
-        ({"change": lambda writer: writer.add_tensor("rope_freqs.bias", np.ones(4, np.float32))}, "rope_freqs.bias"),
+        (
+            {
+                "change": lambda writer: writer.add_tensor(
+                    "rope_freqs.weight", np.ones(3, np.float32)
+                )
+            },
+            "rope_freqs",
+        ),
+        (
+            {
+                "change": lambda writer: writer.add_tensor(
+                    "rope_freqs.weight", np.zeros(4, np.float32)
+                )
+            },
+            "rope_freqs",
+        ),
+        (
+            {"change": lambda writer: writer.add_tensor("rope_freqs.bias", np.ones(4, np.float32))},
+            "rope_freqs.bias",
+        ),
         ({"change": lambda writer: writer.add_string("llama.rope.scaling.type", "yarn")}, "yarn"),
         ({"change": lambda writer: writer.add_uint16("split.count", 3)}, "part"),
         ({"change": lambda writer: writer.add_uint32("general.alignment", 0)}, "alignment"),
@@ -300,7 +347,14 @@ def test_files_that_would_not_be_read_whole_are_refused(
 
 
 @pytest.mark.parametrize(
-    "name", ["embedding_length", "feed_forward_length", "vocab_size", "attention.head_count", "context_length"]
+    "name",
+    [
+        "embedding_length",
+        "feed_forward_length",
+        "vocab_size",
+        "attention.head_count",
+        "context_length",
+    ],
 )
 def test_impossible_sizes_are_refused(file: Path, name: str) -> None:
     write_gguf(file)

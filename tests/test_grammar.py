@@ -58,7 +58,9 @@ DRAFTED: dict[str, tuple[str, Any]] = {
 def answers(backbone: Backbone, grammar: Grammar, drafted: str | None, **rules: Any) -> list[Step]:
     """Returns the steps of an answer that follows a grammar."""
     kind, policy = DRAFTED[drafted] if drafted else (None, None)
-    drafter = kind and (medusa_drafter(backbone) if kind == "medusa" else drafter_of(backbone, kind))
+    drafter = kind and (
+        medusa_drafter(backbone) if kind == "medusa" else drafter_of(backbone, kind)
+    )
     rules = {"max_new_tokens": 400, "logits_options": LogitsOptions(grammar=grammar), **rules}
     return list(generate(backbone, drafter, policy, PROMPT, **rules))
 
@@ -79,7 +81,9 @@ def test_random_schemas_are_followed() -> None:
     for number in range(12):
         schema = random_schema(chance)
         for sampling in (Sampling(), Sampling("exact", 1.0, seed=number), Sampling("typical", 0.7)):
-            tokens = tokens_of(answers(backbone, Grammar.of(json_schema=schema), "n-grams", sampling=sampling))
+            tokens = tokens_of(
+                answers(backbone, Grammar.of(json_schema=schema), "n-grams", sampling=sampling)
+            )
             assert tokens[-1] == END_ID, schema
             jsonschema.validate(schema, json.loads(backbone.decode(tokens)))
 
@@ -125,7 +129,15 @@ def test_sampling_keeps_the_constrained_distribution() -> None:
     # Some drafts are allowed and some are not.
     tree = Tree.from_choices([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]])
     encode = backbone.tokenizer.encode
-    guesses = [encode("{")[0], encode("t")[0], 7, encode('"')[0], encode("r")[0], encode("r")[0], encode("a")[0]]
+    guesses = [
+        encode("{")[0],
+        encode("t")[0],
+        7,
+        encode('"')[0],
+        encode("r")[0],
+        encode("r")[0],
+        encode("a")[0],
+    ]
     draft, seen = Draft(torch.tensor([0, *guesses]), tree), Counter[str]()
 
     def mass(text: str, last: int) -> dict[str, float]:
@@ -151,7 +163,9 @@ def test_sampling_keeps_the_constrained_distribution() -> None:
     expected = {word: runs * share for word, share in mass("", 0).items()}
     assert set(seen) <= set(expected) == set(LANGUAGE)
     assert min(expected.values()) > 5
-    assert_distributed(torch.tensor([seen[word] for word in expected]), torch.tensor([*expected.values()]))
+    assert_distributed(
+        torch.tensor([seen[word] for word in expected]), torch.tensor([*expected.values()])
+    )
 
 
 def test_forced_tokens_are_drafted_to_the_end() -> None:
@@ -159,7 +173,9 @@ def test_forced_tokens_are_drafted_to_the_end() -> None:
     schema = {"type": "object", "properties": {"kind": {"const": "city"}}, "required": ["kind"]}
     grammar = Grammar.of(json_schema={**schema, "additionalProperties": False})
     steps = answers(backbone, grammar, "heads")
-    assert backbone.decode(tokens_of(steps)) == '{"kind": "city"}' and tokens_of(steps)[-1] == END_ID
+    assert (
+        backbone.decode(tokens_of(steps)) == '{"kind": "city"}' and tokens_of(steps)[-1] == END_ID
+    )
     assert len(steps) <= 4 and len(answers(backbone, grammar, None)) == len(tokens_of(steps))
 
 
@@ -169,7 +185,9 @@ def test_the_grammar_has_the_last_word() -> None:
     grammar = Grammar.of(regex="yes")
     options = LogitsOptions(grammar=grammar, suppress_tokens=[*range(4, 320)], min_new_tokens=40)
     for sampling in (Sampling(), Sampling("exact", 0.8, 0.9, 5, seed=2)):
-        tokens = tokens_of(answers(backbone, grammar, "heads", logits_options=options, sampling=sampling))
+        tokens = tokens_of(
+            answers(backbone, grammar, "heads", logits_options=options, sampling=sampling)
+        )
         assert backbone.decode(tokens) == "yes"
 
 
@@ -212,9 +230,16 @@ def test_an_answer_that_the_limits_of_grammars_cut_off_says_so(source: dict[str,
 
 def test_objects_have_no_other_properties_than_named_ones() -> None:
     part = {"type": "object", "properties": {"const": {"type": "string"}}}
-    schema = {"properties": {"enum": part, "free": {**part, "additionalProperties": True}}, "default": part}
+    schema = {
+        "properties": {"enum": part, "free": {**part, "additionalProperties": True}},
+        "default": part,
+    }
     done = closed({**schema, "$defs": {"A": part}, "anyOf": [part]})
-    assert done == {**schema, "$defs": {"A": part}, "anyOf": [part]}  # combined ones are left as they are
+    assert done == {
+        **schema,
+        "$defs": {"A": part},
+        "anyOf": [part],
+    }  # combined ones are left as they are
     done = closed({"$defs": {"A": part}, "anyOf": [part, {"allOf": [part, {}]}], "items": schema})
     shut = {**part, "additionalProperties": False}
     assert done["$defs"]["A"] == done["anyOf"][0] == done["items"]["properties"]["enum"] == shut
@@ -224,20 +249,44 @@ def test_objects_have_no_other_properties_than_named_ones() -> None:
 
 
 def _has(*names: str) -> dict[str, Any]:
-    return {"type": "object", "properties": {name: {"type": "boolean"} for name in names}, "required": [*names]}
+    return {
+        "type": "object",
+        "properties": {name: {"type": "boolean"} for name in names},
+        "required": [*names],
+    }
 
 
 # Schemas that closed objects would make unsatisfiable.
 OPEN: list[dict[str, Any]] = [
-    {"allOf": [{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/B"}], "$defs": {"A": _has("a"), "B": _has("b")}},
-    {"allOf": [{"$ref": "#/$defs/A"}, _has("c")], "$defs": {"A": {"allOf": [{"$ref": "#/$defs/B"}]}, "B": _has("b")}},
-    {"$ref": "#/definitions/A", "properties": {"b": {}}, "required": ["b"], "definitions": {"A": _has("a")}},
-    {"$ref": "#/$defs/a~1b%25", "anyOf": [{"$ref": "#/$defs/B"}], "$defs": {"a/b%": _has("a"), "B": _has("b")}},
+    {
+        "allOf": [{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/B"}],
+        "$defs": {"A": _has("a"), "B": _has("b")},
+    },
+    {
+        "allOf": [{"$ref": "#/$defs/A"}, _has("c")],
+        "$defs": {"A": {"allOf": [{"$ref": "#/$defs/B"}]}, "B": _has("b")},
+    },
+    {
+        "$ref": "#/definitions/A",
+        "properties": {"b": {}},
+        "required": ["b"],
+        "definitions": {"A": _has("a")},
+    },
+    {
+        "$ref": "#/$defs/a~1b%25",
+        "anyOf": [{"$ref": "#/$defs/B"}],
+        "$defs": {"a/b%": _has("a"), "B": _has("b")},
+    },
     {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a", "b"]},
     {**_has("a"), "minProperties": 2},
     {**_has("a"), "enum": [{"a": True, "b": 1}]},
     {"$ref": "#/$defs/A", "required": ["b"], "$defs": {"A": _has("a")}},
-    {"type": "array", "items": {"allOf": [_has("a"), {"$ref": "#/$defs/B"}]}, "minItems": 1, "$defs": {"B": _has("b")}},
+    {
+        "type": "array",
+        "items": {"allOf": [_has("a"), {"$ref": "#/$defs/B"}]},
+        "minItems": 1,
+        "$defs": {"B": _has("b")},
+    },
 ]
 
 
@@ -256,11 +305,15 @@ def test_unknown_formats_are_remarks(format: str) -> None:
     schema = {"type": "string", "format": format, "maxLength": 5}
     tokens = tokens_of(answers(byte_backbone(), Grammar.of(json_schema=schema), None))
     assert tokens[-1] == END_ID
-    assert closed({"properties": {"format": {"format": "date"}}})["properties"]["format"] == {"format": "date"}
+    assert closed({"properties": {"format": {"format": "date"}}})["properties"]["format"] == {
+        "format": "date"
+    }
 
 
 def test_one_of_overlapping_parts_is_followed() -> None:
-    schema = {"oneOf": [{"type": "integer", "maximum": 9, "minimum": 0}, {"type": "number", "maximum": 9}]}
+    schema = {
+        "oneOf": [{"type": "integer", "maximum": 9, "minimum": 0}, {"type": "number", "maximum": 9}]
+    }
     backbone = byte_backbone()
     tokens = tokens_of(answers(backbone, Grammar.of(json_schema=schema), None, max_new_tokens=40))
     assert float(backbone.decode(tokens)) <= 9
@@ -269,8 +322,13 @@ def test_one_of_overlapping_parts_is_followed() -> None:
 def bracketed_backbone() -> Backbone:
     """Returns a tiny model whose vocabulary has `<tool_call>` as Qwen's: an added token that is not special."""
     backbone = byte_backbone()
-    backbone.tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in ADDED])
-    tokenizer, backbone = backbone.tokenizer, tiny_backbone(vocab=len(backbone.tokenizer), positions=2048)
+    backbone.tokenizer.add_tokens(
+        [AddedToken(text, special=False, normalized=False) for text in ADDED]
+    )
+    tokenizer, backbone = (
+        backbone.tokenizer,
+        tiny_backbone(vocab=len(backbone.tokenizer), positions=2048),
+    )
     backbone.tokenizer = tokenizer
     return backbone
 
@@ -286,9 +344,13 @@ BRACKETED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("source", "text"), BRACKETED, ids=[str(source) for source, _ in BRACKETED])
+@pytest.mark.parametrize(
+    ("source", "text"), BRACKETED, ids=[str(source) for source, _ in BRACKETED]
+)
 @pytest.mark.parametrize("drafted", [None, "heads"])
-def test_texts_that_are_added_tokens_are_followed(source: dict[str, Any], text: str, drafted: str | None) -> None:
+def test_texts_that_are_added_tokens_are_followed(
+    source: dict[str, Any], text: str, drafted: str | None
+) -> None:
     backbone = bracketed_backbone()
     tokens = tokens_of(answers(backbone, Grammar.of(**source), drafted))
     assert tokens[-1] == END_ID and backbone.decode(tokens) == text
@@ -296,7 +358,9 @@ def test_texts_that_are_added_tokens_are_followed(source: dict[str, Any], text: 
     assert (backbone.tokenizer.convert_tokens_to_ids("<tool_call>") in tokens) == named
 
 
-def test_an_answer_ends_where_the_parser_refuses_what_it_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_ends_where_the_parser_refuses_what_it_allowed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class Refusing:
         """Follows a grammar, but takes no third token."""
 
@@ -322,8 +386,12 @@ def test_an_answer_ends_where_the_parser_refuses_what_it_allowed(monkeypatch: py
     matcher = Refusing(matcher_of(backbone, Grammar.of(regex="[ab]{9}")))
     monkeypatch.setattr("medusa_cli.decode.processors.matcher_of", lambda *_: matcher)
     answer = Medusa(LoadedModel(backbone)).generate(PROMPT, max_new_tokens=30, regex="[ab]{9}")
-    assert answer.tokens[-1] == END_ID and len(answer.tokens) <= 4 and answer.finish_reason == "length"
-    answer = Medusa(LoadedModel(backbone)).generate(PROMPT, max_new_tokens=30, regex="[ab]{9}", stop_ids=())
+    assert (
+        answer.tokens[-1] == END_ID and len(answer.tokens) <= 4 and answer.finish_reason == "length"
+    )
+    answer = Medusa(LoadedModel(backbone)).generate(
+        PROMPT, max_new_tokens=30, regex="[ab]{9}", stop_ids=()
+    )
     assert set(answer.text) <= {"a", "b"} and answer.finish_reason == "length"
 
 
@@ -347,7 +415,14 @@ CHAIN = {
         ({"regex": ""}, "regex"),
         ({"grammar": "start: x"}, "grammar"),
         ({"grammar": "root ::= ("}, "grammar"),
-        ({"grammar": "start: a0" + "".join(f"\na{i}: a{i + 1}" for i in range(9999)) + '\na9999: "y"'}, "grammar"),
+        (
+            {
+                "grammar": "start: a0"
+                + "".join(f"\na{i}: a{i + 1}" for i in range(9999))
+                + '\na9999: "y"'
+            },
+            "grammar",
+        ),
         ({"json_schema": CHAIN}, "json_schema"),
         ({"grammar": "start: " + 9999 * "(" + '"a"' + 9999 * ")"}, "grammar"),
         ({"regex": 9999 * "(" + "a" + 9999 * ")"}, "regex"),
@@ -365,7 +440,9 @@ def test_bad_grammars_are_named(sources: dict[str, Any], name: str) -> None:
     assert raised.value.setting == name and "\n" not in raised.value.text
 
 
-def test_a_missing_package_and_a_foreign_tokenizer_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_and_a_foreign_tokenizer_are_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     grammar = Grammar.of(regex="a")
     assert grammar is not None
     with pytest.raises(UserError, match="tokenizer"):
@@ -386,7 +463,10 @@ def test_chat_answers_by_a_form(model: str, tmp_path: Path) -> None:
     (tmp_path / "schema.json").write_text(json.dumps(PERSON))
     (tmp_path / "grammar.lark").write_text('start: "yes" | "no"')
     common = ["chat", "--model", model, "--lookup", "--dtype", "fp32", "--prompt", "Ada"]
-    jsonschema.validate(PERSON, json.loads(medusa_json(*common, "--json-schema", tmp_path / "schema.json")["answer"]))
+    jsonschema.validate(
+        PERSON,
+        json.loads(medusa_json(*common, "--json-schema", tmp_path / "schema.json")["answer"]),
+    )
     assert medusa_json(*common, "--grammar", tmp_path / "grammar.lark")["answer"] in ("yes", "no")
     assert re.fullmatch("[ab]{4}", medusa_json(*common, "--regex", "[ab]{4}")["answer"])
 
@@ -399,7 +479,9 @@ def test_chat_answers_by_a_form(model: str, tmp_path: Path) -> None:
         (["--regex", "a", "--json-schema", "SCHEMA"], 2, "--regex"),
     ],
 )
-def test_chat_names_a_bad_form(model: str, tmp_path: Path, words: list[str], code: int, name: str) -> None:
+def test_chat_names_a_bad_form(
+    model: str, tmp_path: Path, words: list[str], code: int, name: str
+) -> None:
     (tmp_path / "schema.json").write_text(json.dumps(PERSON))
     words = [str(tmp_path / "schema.json") if word == "SCHEMA" else word for word in words]
     common = ["chat", "--model", model, "--baseline", "--dtype", "fp32", "--prompt", "Ada"]

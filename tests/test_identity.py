@@ -44,7 +44,10 @@ def fine_tuned(model: str, folder: Path) -> str:
 
 
 def test_fine_tune_of_linear_layers_has_another_identity(model: str, tmp_path: Path) -> None:
-    original, tuned = (load_backbone(name, FP32).identity for name in (model, fine_tuned(model, tmp_path / "tuned")))
+    original, tuned = (
+        load_backbone(name, FP32).identity
+        for name in (model, fine_tuned(model, tmp_path / "tuned"))
+    )
     assert original["weights"] != tuned["weights"]
     with pytest.raises(UserError, match="the drafter"):
         check_backbone(original, tuned, "the drafter")
@@ -61,7 +64,10 @@ def test_every_way_to_load_a_checkpoint_gives_the_same_digest(model: str, tmp_pa
     rounded = [LoadOptions(quantize=method) for method in ("bnb.nf4", "bnb.int8")]
     identities += [load_backbone(model, option).identity for option in rounded]
     assert len({identity["weights"] for identity in identities}) == 1
-    assert [identity.get("rounding") for identity in identities] == [None] * 4 + ["bnb.nf4", "bnb.int8"]
+    assert [identity.get("rounding") for identity in identities] == [None] * 4 + [
+        "bnb.nf4",
+        "bnb.int8",
+    ]
     for identity in identities:
         check_backbone(identities[0], identity, "the run")
 
@@ -87,7 +93,9 @@ def test_sampled_tensors_do_not_depend_on_the_number_of_files(
     assert weights_of(model) == weights_of(parts) != whole
 
 
-@pytest.mark.parametrize("files", [[], {}, {"a": 3}, {"a": None, "b": "x"}, {"a": ["x"]}, {"a": "x" * 5000}, {"a": ""}])
+@pytest.mark.parametrize(
+    "files", [[], {}, {"a": 3}, {"a": None, "b": "x"}, {"a": ["x"]}, {"a": "x" * 5000}, {"a": ""}]
+)
 def test_hostile_index_is_refused_by_its_name(model: str, tmp_path: Path, files: object) -> None:
     folder = Path(shutil.copytree(model, tmp_path / "parts"))
     (folder / "model.safetensors").unlink()
@@ -109,7 +117,9 @@ def test_random_model_is_identified_by_its_name(monkeypatch: pytest.MonkeyPatch)
     for name in ("small", "other"):
         monkeypatch.setitem(load.SHAPES, name, (64, 32, 64, 2, 4, 2, 128))
     options = LoadOptions(dtype="fp32", engine="eager")
-    small, again, other = (load_backbone(f"random:{name}", options) for name in ("small", "small", "other"))
+    small, again, other = (
+        load_backbone(f"random:{name}", options) for name in ("small", "small", "other")
+    )
     assert small.identity["weights"] == again.identity["weights"] != other.identity["weights"]
 
 

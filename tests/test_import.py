@@ -15,7 +15,17 @@ from torch import Tensor
 from medusa_cli.errors import UserError
 from medusa_cli.export.incoming import INDEX, import_drafter, read_tensors
 from medusa_cli.model import Backbone
-from tests.checkpoints import EAGLE, H, V, draft_of, eagle3, hydra_heads, medusa_heads, vllm_names, write
+from tests.checkpoints import (
+    EAGLE,
+    H,
+    V,
+    draft_of,
+    eagle3,
+    hydra_heads,
+    medusa_heads,
+    vllm_names,
+    write,
+)
 from tests.helpers import TREE, medusa, save_model
 from tests.test_run import writing
 
@@ -40,19 +50,27 @@ def take(
 
 def refuse(folder: Path, model: str, part: str) -> None:
     """Asserts that the import of `theirs` ends in one line that names `part`, and writes no drafter."""
-    done = medusa("import", folder / "theirs", "--model", model, "--run", f"{folder}/run", exit_code=1)
-    assert "internal error" not in done.stderr and done.stderr.count("\n") == 1 and part in done.stderr
+    done = medusa(
+        "import", folder / "theirs", "--model", model, "--run", f"{folder}/run", exit_code=1
+    )
+    assert (
+        "internal error" not in done.stderr and done.stderr.count("\n") == 1 and part in done.stderr
+    )
     assert not (folder / "run" / "drafter").exists()
 
 
-def medusa_reference(tensors: Tensors, hidden: Tensor, root: int, lm_head: Tensor | None = None) -> list[int]:
+def medusa_reference(
+    tensors: Tensors, hidden: Tensor, root: int, lm_head: Tensor | None = None
+) -> list[int]:
     """Returns the tokens of TREE by FasterDecoding's heads, computed from their state dict."""
     ranked = []
     for k in range(3):
         x = hidden
         for layer in range(2):
             name = f"{k}.{layer}.linear"
-            x = x + torch.nn.functional.silu(x @ tensors[f"{name}.weight"].float().T + tensors[f"{name}.bias"].float())
+            x = x + torch.nn.functional.silu(
+                x @ tensors[f"{name}.weight"].float().T + tensors[f"{name}.bias"].float()
+            )
         matrix = lm_head if lm_head is not None else tensors[f"{k}.2.weight"].float()
         ranked.append((x @ matrix.T)[0].argsort(descending=True).tolist())
     return [root, *(ranked[len(path) - 1][path[-1]] for path in TREE.choices)]
@@ -64,25 +82,41 @@ def test_fasterdecoding_heads_draft_as_their_own_code(
 ) -> None:
     tensors = medusa_heads()
     *_, kept = take(tmp_path, model, tensors, {"medusa_num_heads": 3, "medusa_num_layers": 2}, file)
-    assert all(torch.equal(kept[name], tensors[name]) and kept[name].dtype == torch.float16 for name in tensors)
+    assert all(
+        torch.equal(kept[name], tensors[name]) and kept[name].dtype == torch.float16
+        for name in tensors
+    )
     tokens, hidden, root = draft_of(tmp_path / "run" / "drafter", backbone)
     assert tokens == medusa_reference(tensors, hidden, root)
 
 
-def test_the_second_form_reads_the_models_own_lm_head(tmp_path: Path, model: str, backbone: Backbone) -> None:
+def test_the_second_form_reads_the_models_own_lm_head(
+    tmp_path: Path, model: str, backbone: Backbone
+) -> None:
     tensors = medusa_heads(vocabulary=None)
     take(tmp_path, None, tensors, {"base_model_name_or_path": model})
     tokens, hidden, root = draft_of(tmp_path / "run" / "drafter", backbone)
     assert tokens == medusa_reference(tensors, hidden, root, backbone.lm_head_weight)
 
 
-def test_vllm_names_token_map_and_missing_biases(tmp_path: Path, model: str, backbone: Backbone) -> None:
+def test_vllm_names_token_map_and_missing_biases(
+    tmp_path: Path, model: str, backbone: Backbone
+) -> None:
     tensors, ids = medusa_heads(vocabulary=20), torch.randperm(V)[:20]
-    theirs = {name: tensor for name, tensor in vllm_names(tensors).items() if "bias" not in name} | {"token_map": ids}
-    _, notes, kept = take(tmp_path, model, theirs, {"num_heads": 3, "vocab_size": V}, "model.safetensors")
+    theirs = {
+        name: tensor for name, tensor in vllm_names(tensors).items() if "bias" not in name
+    } | {"token_map": ids}
+    _, notes, kept = take(
+        tmp_path, model, theirs, {"num_heads": 3, "vocab_size": V}, "model.safetensors"
+    )
     assert len(notes) == 1
-    assert torch.equal(kept["1.2.weight"], tensors["1.2.weight"]) and not kept["2.1.linear.bias"].any()
-    flat = {name: torch.zeros_like(tensor) if "bias" in name else tensor for name, tensor in tensors.items()}
+    assert (
+        torch.equal(kept["1.2.weight"], tensors["1.2.weight"]) and not kept["2.1.linear.bias"].any()
+    )
+    flat = {
+        name: torch.zeros_like(tensor) if "bias" in name else tensor
+        for name, tensor in tensors.items()
+    }
     tokens, hidden, root = draft_of(tmp_path / "run" / "drafter", backbone)
     expected = medusa_reference(flat, hidden, root)
     assert tokens == [root, *ids[torch.tensor(expected[1:])].tolist()]
@@ -90,25 +124,41 @@ def test_vllm_names_token_map_and_missing_biases(tmp_path: Path, model: str, bac
 
 def test_tied_matrices_become_one_each(tmp_path: Path, model: str) -> None:
     tensors = medusa_heads()
-    for head in (1, 2):  # several names for one storage, as in a state dict of heads that share a matrix
+    for head in (
+        1,
+        2,
+    ):  # several names for one storage, as in a state dict of heads that share a matrix
         tensors[f"{head}.2.weight"] = tensors["0.2.weight"]
     facts, notes, kept = take(tmp_path, model, tensors, {"medusa_num_heads": 2})
     assert torch.equal(kept["2.2.weight"], tensors["0.2.weight"])
     assert facts["heads"] == 3 and len(notes) == 1  # more heads than the config counts
 
 
-def test_hydra_heads_draft_as_their_own_code(tmp_path: Path, model: str, backbone: Backbone) -> None:
+def test_hydra_heads_draft_as_their_own_code(
+    tmp_path: Path, model: str, backbone: Backbone
+) -> None:
     tensors = hydra_heads()
-    take(tmp_path, model, tensors, {"hydra_num_heads": 3, "grounded_heads": True}, "hydra_lm_head.pt")
+    take(
+        tmp_path, model, tensors, {"hydra_num_heads": 3, "grounded_heads": True}, "hydra_lm_head.pt"
+    )
     tokens, hidden, root = draft_of(tmp_path / "run" / "drafter", backbone)
 
     def best(path: list[int], rank: int) -> int:
         k = len(path) - 1
         x = torch.cat([hidden[0], *(backbone.embedding.weight[token] for token in path)])
-        y = x @ tensors[f"hydra_mlp.{k}.0.linear.weight"].T + tensors[f"hydra_mlp.{k}.0.linear.bias"]
-        r = x @ tensors[f"hydra_mlp.{k}.0.res_connection.weight"].T + tensors[f"hydra_mlp.{k}.0.res_connection.bias"]
+        y = (
+            x @ tensors[f"hydra_mlp.{k}.0.linear.weight"].T
+            + tensors[f"hydra_mlp.{k}.0.linear.bias"]
+        )
+        r = (
+            x @ tensors[f"hydra_mlp.{k}.0.res_connection.weight"].T
+            + tensors[f"hydra_mlp.{k}.0.res_connection.bias"]
+        )
         x = r + torch.nn.functional.silu(y)
-        y = x @ tensors[f"hydra_mlp.{k}.1.linear.weight"].T + tensors[f"hydra_mlp.{k}.1.linear.bias"]
+        y = (
+            x @ tensors[f"hydra_mlp.{k}.1.linear.weight"].T
+            + tensors[f"hydra_mlp.{k}.1.linear.bias"]
+        )
         x = x + torch.nn.functional.silu(y)
         return int((tensors[f"hydra_lm_head.{k}.weight"] @ x).argsort(descending=True)[rank])
 
@@ -125,14 +175,21 @@ def test_hydra_biases_that_are_left_out_are_noted(tmp_path: Path, model: str) ->
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
-def test_eagle3_folders_become_eagle_drafters(tmp_path: Path, model: str, backbone: Backbone, file: str) -> None:
+def test_eagle3_folders_become_eagle_drafters(
+    tmp_path: Path, model: str, backbone: Backbone, file: str
+) -> None:
     theirs = eagle3()
     facts, _, kept = take(tmp_path, model, theirs, EAGLE, file)
     assert (facts["drafter"], facts["format"]) == ("eagle", "eagle3")
     draft_of(tmp_path / "run" / "drafter", backbone)
     # Every query head gets a copy of its shared keys.
-    each, shared = kept["midlayer.self_attn.k_proj.weight"], theirs["midlayer.self_attn.k_proj.weight"]
-    assert torch.equal(each.unflatten(0, (2, 2, 8)), shared.unflatten(0, (2, 1, 8)).expand(2, 2, 8, 2 * H))
+    each, shared = (
+        kept["midlayer.self_attn.k_proj.weight"],
+        theirs["midlayer.self_attn.k_proj.weight"],
+    )
+    assert torch.equal(
+        each.unflatten(0, (2, 2, 8)), shared.unflatten(0, (2, 1, 8)).expand(2, 2, 8, 2 * H)
+    )
 
 
 @pytest.mark.parametrize("name", ["heads-1.7b", "link"])
@@ -146,13 +203,20 @@ def test_a_run_is_named_after_its_folder_or_file(
     assert import_drafter(f"{name}/{FILE}", model=model)[0].path.name == "medusa_lm_head"
 
 
-def test_an_imported_run_goes_through_calibrate_tree_chat_and_bench(tmp_path: Path, model: str) -> None:
+def test_an_imported_run_goes_through_calibrate_tree_chat_and_bench(
+    tmp_path: Path, model: str
+) -> None:
     write(tmp_path / "theirs", FILE, medusa_heads())
     run = f"{tmp_path}/run"
     medusa("import", tmp_path / "theirs", "--run", run, "--model", model)
     talks, questions = tmp_path / "talks.jsonl", tmp_path / "questions.jsonl"
-    turns = [{"from": "human", "value": "w1 w2 w3"}, {"from": "gpt", "value": " ".join(f"w{i}" for i in range(30))}]
-    talks.write_text("\n".join(json.dumps({"id": str(i), "conversations": turns}) for i in range(3)) + "\n")
+    turns = [
+        {"from": "human", "value": "w1 w2 w3"},
+        {"from": "gpt", "value": " ".join(f"w{i}" for i in range(30))},
+    ]
+    talks.write_text(
+        "\n".join(json.dumps({"id": str(i), "conversations": turns}) for i in range(3)) + "\n"
+    )
     questions.write_text(json.dumps({"question_id": 1, "category": "a", "turns": ["w1 w2"]}) + "\n")
     common = ("--run", run, "--dtype", "fp32")
     medusa("calibrate", *common, "--data", talks, "--top", "4")
@@ -173,9 +237,17 @@ def mapped(ids: Tensor) -> Tensors:
 
 
 UNFIT: dict[str, tuple[Callable[[], Tensors], dict | None, str]] = {
-    "missing": (lambda: medusa_heads() | {"1.0.linear.bias": None}, {"medusa_fc_bias": True}, "1.0.linear.bias"),
+    "missing": (
+        lambda: medusa_heads() | {"1.0.linear.bias": None},
+        {"medusa_fc_bias": True},
+        "1.0.linear.bias",
+    ),
     "extra": (lambda: {**medusa_heads(), "0.0.extra": torch.zeros(3)}, None, "0.0.extra"),
-    "vocabulary": (lambda: {**medusa_heads(), "2.2.weight": torch.zeros(V + 1, H)}, None, "2.2.weight is 65x32"),
+    "vocabulary": (
+        lambda: {**medusa_heads(), "2.2.weight": torch.zeros(V + 1, H)},
+        None,
+        "2.2.weight is 65x32",
+    ),
     "width": (lambda: first(torch.zeros(16, 16)), None, f"{FIRST} is 16x16"),
     "not finite": (lambda: first(torch.full((H, H), float("nan"))), None, FIRST),
     "too few heads": (medusa_heads, {"medusa_num_heads": 4}, "4 heads"),
@@ -184,7 +256,11 @@ UNFIT: dict[str, tuple[Callable[[], Tensors], dict | None, str]] = {
         None,
         "1000000000",
     ),
-    "a head of many digits": (lambda: {**medusa_heads(), "9" * 5000 + ".0.linear.weight": torch.zeros(1)}, None, "999"),
+    "a head of many digits": (
+        lambda: {**medusa_heads(), "9" * 5000 + ".0.linear.weight": torch.zeros(1)},
+        None,
+        "999",
+    ),
     "no axes": (lambda: first(torch.tensor(1.0)), None, FIRST),
     "integers": (lambda: first(torch.ones(H, H, dtype=torch.int8)), None, FIRST),
     "eight-bit floats": (lambda: first(torch.ones(H, H).to(torch.float8_e4m3fn)), None, FIRST),
@@ -208,7 +284,9 @@ UNFIT: dict[str, tuple[Callable[[], Tensors], dict | None, str]] = {
 
 
 @pytest.mark.parametrize("name", UNFIT)
-def test_unfit_tensors_are_named_and_nothing_is_written(tmp_path: Path, model: str, name: str) -> None:
+def test_unfit_tensors_are_named_and_nothing_is_written(
+    tmp_path: Path, model: str, name: str
+) -> None:
     tensors, config, part = UNFIT[name]
     present = {name: tensor for name, tensor in tensors().items() if tensor is not None}
     write(tmp_path / "theirs", FILE, present, config)
@@ -232,10 +310,15 @@ def test_unfit_tensors_are_named_and_nothing_is_written(tmp_path: Path, model: s
         ({"draft_vocab_size": 23}, "d2t"),
         ({"eagle_aux_hidden_state_layer_ids": "abc"}, "layer_ids"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}, "9"),
-        ({"speculators_config": {"proposal_methods": [{"speculative_tokens": 10**12}]}}, "num_heads"),
+        (
+            {"speculators_config": {"proposal_methods": [{"speculative_tokens": 10**12}]}},
+            "num_heads",
+        ),
     ],
 )
-def test_unfit_eagle3_configs_are_refused(tmp_path: Path, model: str, change: dict, part: str) -> None:
+def test_unfit_eagle3_configs_are_refused(
+    tmp_path: Path, model: str, change: dict, part: str
+) -> None:
     write(tmp_path / "theirs", "model.safetensors", eagle3(), {**EAGLE, **change})
     refuse(tmp_path, model, part)
 
@@ -262,7 +345,9 @@ def test_no_pickle_is_executed(tmp_path: Path, model: str, way: str) -> None:
     refuse(tmp_path, model, str(path))
     assert not touched.exists()
     # The trap works: a reader that executes pickles springs it.
-    torch.load(path, weights_only=False) if way != "plain pickle" else pickle.loads(path.read_bytes())
+    torch.load(path, weights_only=False) if way != "plain pickle" else pickle.loads(
+        path.read_bytes()
+    )
     assert touched.exists()
 
 
@@ -285,7 +370,11 @@ def test_damaged_files_and_pipes_are_refused_at_once(tmp_path: Path, model: str)
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
         refuse(tmp_path, model, file)
         path.unlink()
-    for data in ((1 << 62).to_bytes(8, "little") + b"{", (64).to_bytes(8, "little") + b"{" * 64, b""):
+    for data in (
+        (1 << 62).to_bytes(8, "little") + b"{",
+        (64).to_bytes(8, "little") + b"{" * 64,
+        b"",
+    ):
         path.write_bytes(data)
         refuse(tmp_path, model, path.name)
     path.unlink()
@@ -298,14 +387,22 @@ def test_damaged_files_and_pipes_are_refused_at_once(tmp_path: Path, model: str)
 def test_an_index_cannot_name_files_outside_its_folder(tmp_path: Path, model: str) -> None:
     cache = tmp_path / "models--a--b"  # the hub's own links to its blobs are followed
     plain, snapshot = tmp_path / "theirs", cache / "snapshots" / "0123"
-    for path in (plain / "part.safetensors", tmp_path / "outside.safetensors", cache / "blobs" / "sum"):
+    for path in (
+        plain / "part.safetensors",
+        tmp_path / "outside.safetensors",
+        cache / "blobs" / "sum",
+    ):
         path.parent.mkdir(parents=True, exist_ok=True)
         save_file(medusa_heads(), path)
     snapshot.mkdir(parents=True)
     (snapshot / "blob.safetensors").symlink_to(cache / "blobs" / "sum")
     for folder in (plain, snapshot):
         (folder / "link.safetensors").symlink_to(tmp_path / "outside.safetensors")
-        for name in ("../outside.safetensors", str(tmp_path / "outside.safetensors"), "link.safetensors"):
+        for name in (
+            "../outside.safetensors",
+            str(tmp_path / "outside.safetensors"),
+            "link.safetensors",
+        ):
             (folder / INDEX).write_text(json.dumps({"weight_map": {FIRST: name}}))
             with pytest.raises(UserError, match="outside"):
                 import_drafter(str(folder), f"{tmp_path}/run", model)

@@ -57,7 +57,10 @@ def test_gradio(monkeypatch: pytest.MonkeyPatch) -> None:
     interface = lambda answer: SimpleNamespace(launch=lambda: shown.append(answer))  # noqa: E731
     monkeypatch.setitem(sys.modules, "gradio", SimpleNamespace(ChatInterface=interface))
     names = program("A page with gradio")
-    turns = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": [{"type": "text", "text": "w2"}]}]
+    turns = [
+        {"role": "user", "content": "w1"},
+        {"role": "assistant", "content": [{"type": "text", "text": "w2"}]},
+    ]
     *_, last = shown[0]("w3", turns)
     messages = [turns[0], {"role": "assistant", "content": "w2"}, {"role": "user", "content": "w3"}]
     assert last == names["medusa"].chat(messages, max_new_tokens=200).text
@@ -85,7 +88,9 @@ class ChatOpenAI:
 
     def invoke(self, text: str) -> SimpleNamespace:
         messages = [{"role": "user", "content": text}]
-        return SimpleNamespace(content=self.chat.create(messages=messages, **self.body).choices[0].message.content)
+        return SimpleNamespace(
+            content=self.chat.create(messages=messages, **self.body).choices[0].message.content
+        )
 
     def stream(self, text: str) -> Iterator[SimpleNamespace]:
         messages = [{"role": "user", "content": text}]
@@ -103,7 +108,8 @@ def test_langchain(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
         monkeypatch.setattr(Port, "number", Served(server.port).port)
         program("LangChain")
     answers = [
-        medusa.generate(f"Name {name}.", max_new_tokens=60).text for name in ("a mythical animal", "another one")
+        medusa.generate(f"Name {name}.", max_new_tokens=60).text
+        for name in ("a mythical animal", "another one")
     ]
     assert capsys.readouterr().out == "\n".join(answers)
 

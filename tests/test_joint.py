@@ -45,7 +45,13 @@ from tests.helpers import (
     write_lines,
 )
 
-SETTINGS = ["train.stage=2", "train.dtype=fp32", "train.lora_rank=4", "train.lora_alpha=8", "train.lora_dropout=0"]
+SETTINGS = [
+    "train.stage=2",
+    "train.dtype=fp32",
+    "train.lora_rank=4",
+    "train.lora_alpha=8",
+    "train.lora_dropout=0",
+]
 
 
 def joint(*words: str) -> tuple[Backbone, MedusaHeads, Dataset, Callable[..., BatchLoss]]:
@@ -70,7 +76,9 @@ def test_padded_rows_equal_each_sequence_alone(family: str) -> None:
 
 
 @pytest.mark.parametrize("objective", ["kl", "ce"])
-def test_joint_loss_is_that_of_the_model_plus_lambda_0_times_that_of_the_heads(objective: str) -> None:
+def test_joint_loss_is_that_of_the_model_plus_lambda_0_times_that_of_the_heads(
+    objective: str,
+) -> None:
     backbone, heads, data, loss = joint(f"train.objective={objective}", "train.schedule=constant")
     items = data.train[:3]
     result = loss(items, 0.5)
@@ -82,17 +90,27 @@ def test_joint_loss_is_that_of_the_model_plus_lambda_0_times_that_of_the_heads(o
                 original = helpers.forward(backbone, item.tokens)
             for start, end in item.spans:
                 for at in range(start, end):
-                    log_p, log_q = out.logits[at - 1].log_softmax(-1), original.logits[at - 1].log_softmax(-1)
+                    log_p, log_q = (
+                        out.logits[at - 1].log_softmax(-1),
+                        original.logits[at - 1].log_softmax(-1),
+                    )
                     kl = (log_q.exp() * (log_q - log_p)).sum()
                     model.append(kl if objective == "kl" else -log_p[item.tokens[at]])
                     for k in (1, 2):
                         if at + k < end:
                             state = heads.blocks[k - 1](out.hidden[at - 1])
                             scores = heads.matrices[k - 1] @ state
-                            terms[k - 1].append(F.cross_entropy(scores[None], torch.tensor([item.tokens[at + k]])))
-    expected = sum(model) / len(model) + 0.2 * sum(0.8 ** (k + 1) * sum(t) / len(model) for k, t in enumerate(terms))
+                            terms[k - 1].append(
+                                F.cross_entropy(scores[None], torch.tensor([item.tokens[at + k]]))
+                            )
+    expected = sum(model) / len(model) + 0.2 * sum(
+        0.8 ** (k + 1) * sum(t) / len(model) for k, t in enumerate(terms)
+    )
     assert float(result.total.detach()) == pytest.approx(float(expected.detach()), rel=1e-4)
-    assert result.positions == sum(item.positions for item in items) and result.parts["lambda_0"] == 0.2
+    assert (
+        result.positions == sum(item.positions for item in items)
+        and result.parts["lambda_0"] == 0.2
+    )
 
 
 def test_the_lambda_0_schedules() -> None:
@@ -119,7 +137,16 @@ def test_every_linear_layer_learns_at_the_backbones_rate() -> None:
     backbone, heads, *_ = joint()
     learnt = adapter.trained_weights(backbone.model)
     names = {name.split(".lora_")[0].rpartition(".")[2] for name in learnt}
-    assert names == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"}
+    assert names == {
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+        "lm_head",
+    }
     assert all("lora_" in name for name in learnt)
     fast, slow = peak_rates(heads, load_recipe().train)
     assert fast == pytest.approx(4 * slow)
@@ -148,19 +175,44 @@ def place(tmp_path: Path) -> tuple[str, str]:
 
 def train(place: tuple[str, str], *words: str, exit_code: int = 0) -> Result:
     model, run = place
-    common = ["--run", run, "--model", model, "--dtype", "fp32", "drafter.num_heads=2", "drafter.vocabulary=own"]
-    small = ["train.batch_tokens=96", "train.epochs=1", "train.lora_rank=4", "train.validation_every=4"]
+    common = [
+        "--run",
+        run,
+        "--model",
+        model,
+        "--dtype",
+        "fp32",
+        "drafter.num_heads=2",
+        "drafter.vocabulary=own",
+    ]
+    small = [
+        "train.batch_tokens=96",
+        "train.epochs=1",
+        "train.lora_rank=4",
+        "train.validation_every=4",
+    ]
     return medusa("train", *common, *small, *words, exit_code=exit_code)
 
 
 def test_stage_2_starts_from_stage_1_and_its_model_decodes(place: tuple[str, str]) -> None:
     model, run = place
     first = train(place, "--json")
-    words = ("--stage", "2", "--schedule", "sine", "--tuning", "lora", "--json", "train.backbone_lr=0.01")
+    words = (
+        "--stage",
+        "2",
+        "--schedule",
+        "sine",
+        "--tuning",
+        "lora",
+        "--json",
+        "train.backbone_lr=0.01",
+    )
     done = train(place, *words)
     assert "the heads start from" in done.stderr and "step 0: held-out loss" in done.stderr
     summary = json.loads(done.stdout)
-    assert summary["expected_acceptance_at_start"] == json.loads(first.stdout)["expected_acceptance"]
+    assert (
+        summary["expected_acceptance_at_start"] == json.loads(first.stdout)["expected_acceptance"]
+    )
     assert summary["validation"]["parts"]["kl"] >= 0
     config = json.loads((Path(run) / "drafter" / "config.json").read_text())
     assert config["provenance"]["backbone"]["adapter"] == adapter.digest(Path(run) / "adapter")
@@ -168,12 +220,33 @@ def test_stage_2_starts_from_stage_1_and_its_model_decodes(place: tuple[str, str
     assert saved["r"] == 4 and "lm_head" in saved["target_modules"]
     medusa("calibrate", "--run", run, "--top", "3")
     medusa("tree", "--run", run, "--budget", "5")
-    questions = write_lines(Path(run) / "q.jsonl", [{"question_id": 1, "category": "a", "turns": ["w1 w2"]}])
-    words = ("--run", run, "--questions", questions, "--dtype", "fp32", "--max-new-tokens", "16", "--json")
+    questions = write_lines(
+        Path(run) / "q.jsonl", [{"question_id": 1, "category": "a", "turns": ["w1 w2"]}]
+    )
+    words = (
+        "--run",
+        run,
+        "--questions",
+        questions,
+        "--dtype",
+        "fp32",
+        "--max-new-tokens",
+        "16",
+        "--json",
+    )
     methods = json.loads(medusa("bench", *words).stdout)["methods"]
     assert methods["hf"]["identical"] == methods["medusa"]["identical"] == 1
     # Without the adapter the drafter is refused, and a new stage-1 training drops it.
-    words = ("--drafter", f"{run}/drafter", "--tree", f"{run}/tree.json", "--model", model, "--prompt", "w1")
+    words = (
+        "--drafter",
+        f"{run}/drafter",
+        "--tree",
+        f"{run}/tree.json",
+        "--model",
+        model,
+        "--prompt",
+        "w1",
+    )
     assert "adapter" in medusa("chat", *words, exit_code=1).stderr
     train(place)
     assert not (Path(run) / "adapter").exists()
@@ -181,7 +254,9 @@ def test_stage_2_starts_from_stage_1_and_its_model_decodes(place: tuple[str, str
 
 @pytest.mark.filterwarnings("error::FutureWarning")  # users should see none
 def test_merged_adapter_computes_the_same(tmp_path: Path) -> None:
-    model = save_model(tmp_path / "model", family="qwen2")  # tied: the trap is a merge into the embeddings
+    model = save_model(
+        tmp_path / "model", family="qwen2"
+    )  # tied: the trap is a merge into the embeddings
     network, _ = load_network(model, LoadOptions(dtype="fp32"))
     embedding = network.get_input_embeddings().weight.clone()
     attach_adapter(network)
@@ -194,7 +269,9 @@ def test_merged_adapter_computes_the_same(tmp_path: Path) -> None:
         original = helpers.forward(unmerged, ids).logits
     assert not torch.allclose(expected, original, atol=1e-2)
     for engine in ("eager", "native"):
-        merged = engines.load_backbone(model, LoadOptions(dtype="fp32", engine=engine), adapter=tmp_path / "adapter")
+        merged = engines.load_backbone(
+            model, LoadOptions(dtype="fp32", engine=engine), adapter=tmp_path / "adapter"
+        )
         assert torch.allclose(helpers.forward(merged, ids).logits, expected, atol=1e-4)
         assert torch.equal(merged.embedding(torch.arange(len(embedding))), embedding)
     plain = engines.load_backbone(model, LoadOptions(dtype="fp32"))
@@ -221,29 +298,59 @@ def test_validation_does_not_depend_on_batches(tmp_path: Path) -> None:
         torch.manual_seed(0)
         heads = MedusaHeads.create(backbone, 2, 1, "own")
         item = Trainer(backbone, heads, data, recipe, Run(tmp_path / "run")).validate()
-        result.append([*item.head_losses, *item.accuracies, item.parts["nll"], item.parts["agreement"]])
-    assert result[1] == pytest.approx(result[0], rel=1e-4) and result[2] == pytest.approx(result[0], rel=1e-4)
+        result.append(
+            [*item.head_losses, *item.accuracies, item.parts["nll"], item.parts["agreement"]]
+        )
+    assert result[1] == pytest.approx(result[0], rel=1e-4) and result[2] == pytest.approx(
+        result[0], rel=1e-4
+    )
 
 
-def test_fully_tuned_model_gets_a_run_of_its_own(place: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fully_tuned_model_gets_a_run_of_its_own(
+    place: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     _, run = place
     # A JSON array, with what is no conversation in it and a line separator in an answer.
     lines = [json.loads(line) for line in Path(run, "distill.jsonl").read_text().splitlines()]
-    messages = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2\u2028 w3 w4"}]
+    messages = [
+        {"role": "user", "content": "w1"},
+        {"role": "assistant", "content": "w2\u2028 w3 w4"},
+    ]
     other = Path(run, "other.json")
-    other.write_text(json.dumps([*lines, "nothing", {"id": "odd", "messages": messages}], ensure_ascii=False))
-    words = ["--stage", "2", "--tuning", "full", "train.objective=ce", "train.validation_fraction=0.4"]
+    other.write_text(
+        json.dumps([*lines, "nothing", {"id": "odd", "messages": messages}], ensure_ascii=False)
+    )
+    words = [
+        "--stage",
+        "2",
+        "--tuning",
+        "full",
+        "train.objective=ce",
+        "train.validation_fraction=0.4",
+    ]
     done = train(place, *words, "--data", str(other))
-    assert f"--run {run}/tuned" in done.stdout.replace("\n", " ") and Path(run, "train.png").is_file()
-    validation = [line for line in read_log(Path(run, "train.jsonl")) if line["event"] == "validated"][-1]
-    copied = [json.loads(line) for line in Path(run, "tuned", "distill.jsonl").read_bytes().split(b"\n")[:-1]]
+    assert (
+        f"--run {run}/tuned" in done.stdout.replace("\n", " ") and Path(run, "train.png").is_file()
+    )
+    validation = [
+        line for line in read_log(Path(run, "train.jsonl")) if line["event"] == "validated"
+    ][-1]
+    copied = [
+        json.loads(line)
+        for line in Path(run, "tuned", "distill.jsonl").read_bytes().split(b"\n")[:-1]
+    ]
     assert copied == [*lines, {"id": "odd", "messages": messages}]
     beside = compared(run)[0]
     assert beside["kl"] is None and beside["agreement"] is None  # the original is gone
     assert "in full" in medusa("compare", run, "--data", f"{run}/distill.jsonl", exit_code=1).stderr
     tuned = Path(run) / "tuned"
-    assert medusa_json("calibrate", "--run", tuned, "--top", "3")["positions"] == validation["positions"]
-    medusa("chat", "--run", tuned, "--tree", "static:4", "--prompt", "w1 w2", "--max-new-tokens", "8")
+    assert (
+        medusa_json("calibrate", "--run", tuned, "--top", "3")["positions"]
+        == validation["positions"]
+    )
+    medusa(
+        "chat", "--run", tuned, "--tree", "static:4", "--prompt", "w1 w2", "--max-new-tokens", "8"
+    )
     # An earlier tuned model stays until the new one is whole.
     before = {path: path.read_bytes() for path in tuned.rglob("*") if path.is_file()}
     backbone = tiny_backbone()
@@ -254,13 +361,21 @@ def test_fully_tuned_model_gets_a_run_of_its_own(place: tuple[str, str], monkeyp
 
 
 def test_length_without_a_token_to_learn_is_refused(place: tuple[str, str], tmp_path: Path) -> None:
-    data = write_lines(tmp_path / "long.jsonl", [{"id": "a", "tokens": list(range(8, 38)), "spans": [[20, 30]]}])
+    data = write_lines(
+        tmp_path / "long.jsonl", [{"id": "a", "tokens": list(range(8, 38)), "spans": [[20, 30]]}]
+    )
     done = train(place, "--stage", "2", "train.max_length=16", "--data", str(data), exit_code=1)
     assert "train.max_length" in done.stderr
 
 
 def test_model_far_from_the_original_is_warned_of(place: tuple[str, str]) -> None:
-    far = ["train.objective=ce", "train.backbone_lr=0.05", "train.lambda_0=1", "--schedule", "constant"]
+    far = [
+        "train.objective=ce",
+        "train.backbone_lr=0.05",
+        "train.lambda_0=1",
+        "--schedule",
+        "constant",
+    ]
     for words, warned in ((far, True), (["train.backbone_lr=0"], False)):
         assert ("moves away" in train(place, "--stage", "2", *words).stderr) == warned
 
@@ -274,7 +389,13 @@ def test_runs_of_both_stages_are_compared(place: tuple[str, str], tmp_path: Path
     train(place)
     for name, words in {
         "medusa2": ["--schedule", "sine"],
-        "direct": ["--schedule", "constant", "train.objective=ce", "train.lambda_0=1", "train.backbone_lr=0.01"],
+        "direct": [
+            "--schedule",
+            "constant",
+            "train.objective=ce",
+            "train.lambda_0=1",
+            "train.backbone_lr=0.01",
+        ],
     }.items():
         done = train((model, str(tmp_path / name)), "--stage", "2", "--from", run, *words)
         assert f"the heads start from {run}/drafter" in done.stderr
@@ -286,14 +407,23 @@ def test_runs_of_both_stages_are_compared(place: tuple[str, str], tmp_path: Path
     lines = [json.loads(line) for line in Path(run, "distill.jsonl").read_text().splitlines()]
     out = held_out_ids([line["id"] for line in lines], 0.05)
     held_out = write_lines(tmp_path / "held.jsonl", [line for line in lines if line["id"] in out])
-    trained = write_lines(tmp_path / "trained.jsonl", [line for line in lines if line["id"] not in out])
-    on_held, few = compared(*runs, "--data", held_out), compared(*runs, "--data", trained, "--max-samples", "2")
+    trained = write_lines(
+        tmp_path / "trained.jsonl", [line for line in lines if line["id"] not in out]
+    )
+    on_held, few = (
+        compared(*runs, "--data", held_out),
+        compared(*runs, "--data", trained, "--max-samples", "2"),
+    )
     for again, row in zip(on_held, rows, strict=True):
         assert again["kl"] == pytest.approx(row["kl"], rel=1e-3, abs=1e-5)
         assert again["accuracies"] == pytest.approx(row["accuracies"])
         assert again["measured"] == row["measured"]
     assert on_held[0]["agreement"] == 1 and few[2]["kl"] != on_held[2]["kl"]
-    for words, code in ((["--max-samples", "2"], 2), (["--dtype", "fp16"], 2), (["--data", "gone"], 1)):
+    for words, code in (
+        (["--max-samples", "2"], 2),
+        (["--dtype", "fp16"], 2),
+        (["--data", "gone"], 1),
+    ):
         assert words[-2] in medusa("compare", *runs, *words, exit_code=code).stderr
 
 
@@ -306,14 +436,27 @@ def test_stage_2_starts_from_heads_and_adapter(place: tuple[str, str], tmp_path:
     done = train((model, str(again)), *words, "train.backbone_lr=0")
     assert "the heads start from" in done.stderr
     (before,), (row,) = compared(first), compared(again)
-    assert row["kl"] == pytest.approx(before["kl"], rel=1e-3) and row["accuracies"] == before["accuracies"]
+    assert (
+        row["kl"] == pytest.approx(before["kl"], rel=1e-3)
+        and row["accuracies"] == before["accuracies"]
+    )
     # With heads_first=1 the heads learn alone, and the adapter stays.
     train((model, str(last)), *words[:-1], "--schedule", "warmup", "train.heads_first=1")
-    for part, same in ((f"adapter/{adapter.WEIGHTS}", True), (f"drafter/{MedusaHeads.weights_file}", False)):
+    for part, same in (
+        (f"adapter/{adapter.WEIGHTS}", True),
+        (f"drafter/{MedusaHeads.weights_file}", False),
+    ):
         theirs, ours = (load_file(place / part) for place in (first, last))
-        assert all(torch.equal(ours[name], weight) == same for name, weight in theirs.items() if "weight" in name)
+        assert all(
+            torch.equal(ours[name], weight) == same
+            for name, weight in theirs.items()
+            if "weight" in name
+        )
     assert compared(last)[0]["lambda_0"] == "heads alone"
-    assert "train.lora_rank" in train((model, str(again)), *words, "train.lora_rank=2", exit_code=1).stderr
+    assert (
+        "train.lora_rank"
+        in train((model, str(again)), *words, "train.lora_rank=2", exit_code=1).stderr
+    )
     third = str(tmp_path / "third")
     words = ["--stage", "2", "--from", run, "drafter.num_heads=1"]
     assert "--from" in train((model, third), *words, exit_code=1).stderr

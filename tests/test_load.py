@@ -16,7 +16,16 @@ from medusa_cli.errors import UsageError, UserError
 from medusa_cli.model import lora
 from medusa_cli.model.load import load_network
 from medusa_cli.runs.load_options import LoadOptions
-from tests.helpers import change_json, forward, generate_plain, medusa, python, save_model, save_network, tokens_of
+from tests.helpers import (
+    change_json,
+    forward,
+    generate_plain,
+    medusa,
+    python,
+    save_model,
+    save_network,
+    tokens_of,
+)
 
 FP32 = LoadOptions(dtype="fp32")
 WEIGHTS = "model.safetensors"
@@ -39,9 +48,12 @@ def infinite(tensors: dict[str, torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "match"), [(infinite, "not finite"), (lambda tensors: tensors.pop(MATRIX), f"lack 1 tensors.*{MATRIX}")]
+    ("damage", "match"),
+    [(infinite, "not finite"), (lambda tensors: tensors.pop(MATRIX), f"lack 1 tensors.*{MATRIX}")],
 )
-def test_damaged_tensors_are_refused(model: Path, damage: Callable[[dict[str, torch.Tensor]], Any], match: str) -> None:
+def test_damaged_tensors_are_refused(
+    model: Path, damage: Callable[[dict[str, torch.Tensor]], Any], match: str
+) -> None:
     tensors = load((model / WEIGHTS).read_bytes())
     damage(tensors)
     save_file(tensors, model / WEIGHTS, metadata={"format": "pt"})
@@ -61,7 +73,12 @@ def test_bytes_that_are_no_weights_are_refused(model: Path, data: bytes) -> None
         ("config.json", "hidden_size", -1, "hidden_size"),
         ("config.json", "vocab_size", "64", "vocab_size"),
         ("config.json", "hidden_size", 48, "embed_tokens"),
-        ("config.json", "hidden_size", 640_000, "embed_tokens"),  # weights of this size would fill any memory
+        (
+            "config.json",
+            "hidden_size",
+            640_000,
+            "embed_tokens",
+        ),  # weights of this size would fill any memory
         ("config.json", "intermediate_size", 10_000_000, "gate_proj"),
         ("config.json", "num_hidden_layers", 900, "could not be loaded"),
         ("config.json", "hidden_act", "no_such", "could not be loaded"),
@@ -70,13 +87,17 @@ def test_bytes_that_are_no_weights_are_refused(model: Path, data: bytes) -> None
         ("tokenizer_config.json", "model_max_length", "x", "could not be loaded"),
     ],
 )
-def test_impossible_settings_are_refused(model: Path, name: str, field: str, value: Any, match: str) -> None:
+def test_impossible_settings_are_refused(
+    model: Path, name: str, field: str, value: Any, match: str
+) -> None:
     change_json(model / name, **{field: value})
     assert_refused(model, match)
 
 
 def test_adapter_beside_a_model_is_refused_unopened(model: Path) -> None:
-    (model / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "/etc"}')
+    (model / "adapter_config.json").write_text(
+        '{"peft_type": "LORA", "base_model_name_or_path": "/etc"}'
+    )
     assert_refused(model, "adapter_config.json")
 
 
@@ -93,7 +114,13 @@ def test_pickled_weights_are_refused_unopened(model: Path, tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("device", "mps"), ("device", "cuda:64"), ("device", "tpu9"), ("dtype", "int3"), ("engine", "slow")],
+    [
+        ("device", "mps"),
+        ("device", "cuda:64"),
+        ("device", "tpu9"),
+        ("dtype", "int3"),
+        ("engine", "slow"),
+    ],
 )
 def test_unknown_devices_types_and_engines_are_usage_errors(name: str, value: str) -> None:
     with pytest.raises(UsageError, match=f"{name} '{value}'"):
@@ -122,7 +149,9 @@ def test_folders_that_hold_no_model_are_refused(tmp_path: Path) -> None:
         (hf.DeepseekV4Config(), "'deepseek_v4' .*indexer.*DeepSeek V3"),
     ],
 )
-def test_models_that_a_tree_cannot_verify_are_refused_by_their_config(config: Any, match: str, tmp_path: Path) -> None:
+def test_models_that_a_tree_cannot_verify_are_refused_by_their_config(
+    config: Any, match: str, tmp_path: Path
+) -> None:
     config.save_pretrained(tmp_path)  # there are no weights
     assert_refused(tmp_path, match)
 
@@ -136,7 +165,9 @@ def test_models_that_a_tree_cannot_verify_are_refused_by_their_config(config: An
         (["config.json", "model.safetensors"], "no tokenizer"),
     ],
 )
-def test_folders_are_named_by_what_they_hold(model: Path, tmp_path: Path, files: list[str], match: str) -> None:
+def test_folders_are_named_by_what_they_hold(
+    model: Path, tmp_path: Path, files: list[str], match: str
+) -> None:
     folder = tmp_path / "other"
     folder.mkdir()
     for name in files:
@@ -177,7 +208,9 @@ def set_config(**fields: Any) -> Callable[[Path], None]:
         ("mask", set_config(model_type="rwkv")),
     ],
 )
-def test_refusals_come_before_torch_is_imported(model: Path, flaw: str, damage: Callable[[Path], None]) -> None:
+def test_refusals_come_before_torch_is_imported(
+    model: Path, flaw: str, damage: Callable[[Path], None]
+) -> None:
     damage(model)
     words = ["chat", "--model", str(model), "--baseline", "--prompt", "w1"]
     code = f"import sys; sys.modules['torch'] = None; sys.argv[1:] = {words!r}; from medusa_cli.cli import main; main()"
@@ -185,7 +218,9 @@ def test_refusals_come_before_torch_is_imported(model: Path, flaw: str, damage: 
     assert done.returncode == 1 and flaw in done.stderr
 
 
-def test_logits_that_are_not_the_lm_heads_are_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_that_are_not_the_lm_heads_are_refused(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     forward = hf.LlamaForCausalLM.forward
 
     def scaled(network: Any, *inputs: Any, **options: Any) -> Any:
@@ -214,11 +249,15 @@ def test_models_with_multipliers_in_their_layers_run_on_the_eager_engine(
     with pytest.raises(UsageError, match="engine native"):
         load_backbone(path, LoadOptions(dtype="fp32", engine="native"))
     backbone = load_backbone(path, FP32)
-    assert backbone.engine.name == "eager" and torch.allclose(forward(backbone, ids).logits, theirs, atol=2e-5)
+    assert backbone.engine.name == "eager" and torch.allclose(
+        forward(backbone, ids).logits, theirs, atol=2e-5
+    )
 
 
 @pytest.mark.parametrize("original", [40, 512])
-def test_attention_that_changes_with_the_position_runs_on_the_eager_engine(original: int, tmp_path: Path) -> None:
+def test_attention_that_changes_with_the_position_runs_on_the_eager_engine(
+    original: int, tmp_path: Path
+) -> None:
     rope = {"rope_type": "default", "rope_theta": 1e4, "llama_4_scaling_beta": 0.1, "factor": 1.0}
     config = hf.Ministral3Config(
         vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, head_dim=8,
@@ -227,9 +266,13 @@ def test_attention_that_changes_with_the_position_runs_on_the_eager_engine(origi
     )  # fmt: skip
     torch.manual_seed(0)
     model, prompt = hf.Ministral3ForCausalLM(config).eval(), torch.arange(5, 25)
-    ids = model.generate(prompt[None], max_new_tokens=40, do_sample=False, eos_token_id=None, pad_token_id=0)
+    ids = model.generate(
+        prompt[None], max_new_tokens=40, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
     backbone = load_backbone(save_network(model, tmp_path), FP32)
-    assert backbone.engine.name == ("eager" if original == 40 else "native")  # beyond 40 its queries grow
+    assert backbone.engine.name == (
+        "eager" if original == 40 else "native"
+    )  # beyond 40 its queries grow
     steps = generate_plain(backbone, prompt.tolist(), max_new_tokens=40, stop_ids=())
     assert tokens_of(steps) == ids[0, len(prompt) :].tolist()
 
@@ -253,7 +296,9 @@ def adapted(model: Path, tmp_path: Path) -> Path:
         ("lora_alpha", None, "lora_alpha"),
     ],
 )
-def test_impossible_adapter_config_is_refused(model: Path, adapted: Path, field: str, value: Any, match: str) -> None:
+def test_impossible_adapter_config_is_refused(
+    model: Path, adapted: Path, field: str, value: Any, match: str
+) -> None:
     change_json(adapted / "adapter_config.json", **{field: value})
     assert_refused(model, match, adapted)
 
@@ -279,11 +324,15 @@ def test_adapter_that_is_more_than_plain_lora_is_refused(
 
 
 @pytest.mark.parametrize("rslora", [False, True])
-def test_merged_adapter_gives_the_logits_that_peft_gives(model: Path, tmp_path: Path, rslora: bool) -> None:
+def test_merged_adapter_gives_the_logits_that_peft_gives(
+    model: Path, tmp_path: Path, rslora: bool
+) -> None:
     import peft
 
     ids = torch.arange(9)[None]
-    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], use_rslora=rslora)
+    config = peft.LoraConfig(
+        r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], use_rslora=rslora
+    )
     torch.manual_seed(0)
     theirs = peft.get_peft_model(load_network(str(model), FP32)[0], config)
     for name, weight in theirs.named_parameters():

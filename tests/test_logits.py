@@ -17,7 +17,15 @@ from medusa_cli.model import Backbone, lora
 from medusa_cli.model.backbone import LOGIT_CHANGES, text_model
 from medusa_cli.runs.load_options import LoadOptions
 from medusa_cli.train.losses import model_loss, teacher_probabilities
-from tests.helpers import SPARSE, answer, assert_distributed, decoder_of, forward, save_network, tokens_of
+from tests.helpers import (
+    SPARSE,
+    answer,
+    assert_distributed,
+    decoder_of,
+    forward,
+    save_network,
+    tokens_of,
+)
 from tests.models import PROMPTS, Known, tiny_network
 
 IDS = PROMPTS[1]
@@ -32,7 +40,9 @@ CHANGED = (
 EACH = pytest.mark.parametrize(("kind", "fields"), CHANGED)
 
 
-def network_and_backbone(kind: str, fields: dict[str, Any], engine: str = "eager") -> tuple[Any, Backbone]:
+def network_and_backbone(
+    kind: str, fields: dict[str, Any], engine: str = "eager"
+) -> tuple[Any, Backbone]:
     backbone = Backbone(tiny_network(kind, **fields))
     attach(backbone, engine)
     return tiny_network(kind, **fields), backbone
@@ -87,7 +97,9 @@ def test_teachers_probabilities_are_the_models(kind: str, fields: dict[str, Any]
 
 
 @EACH
-def test_loss_of_the_model_and_its_gradient_are_those_of_its_logits(kind: str, fields: dict[str, Any]) -> None:
+def test_loss_of_the_model_and_its_gradient_are_those_of_its_logits(
+    kind: str, fields: dict[str, Any]
+) -> None:
     network, backbone = network_and_backbone(kind, fields)
     batch = batch_of(backbone)
     weight = backbone.model.get_output_embeddings().weight.requires_grad_()
@@ -102,19 +114,25 @@ def test_loss_of_the_model_and_its_gradient_are_those_of_its_logits(kind: str, f
         assert torch.allclose(weight.grad, gradient, atol=1e-5)
 
 
-def test_an_unknown_formula_is_refused_with_digits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_formula_is_refused_with_digits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = save_network(tiny_network("granite", logits_scaling=1.005), tmp_path)
     monkeypatch.delitem(LOGIT_CHANGES, "logits_scaling")
     with pytest.raises(UserError, match=r"'granite' .*0\.50%"):
         load_backbone(path, LoadOptions(dtype="fp32"))
 
 
-@pytest.mark.parametrize(("kind", "fields"), [("gemma2", {"attn_logit_softcapping": 50.0}), ("gpt_oss", {})])
+@pytest.mark.parametrize(
+    ("kind", "fields"), [("gemma2", {"attn_logit_softcapping": 50.0}), ("gpt_oss", {})]
+)
 def test_attention_that_caps_or_sinks_change_is_left_to_the_eager_engine(
     kind: str, fields: dict[str, Any], tmp_path: Path
 ) -> None:
     # A cap of 50 changes nothing at small scores, which the fast engine's check would see.
-    backbone = load_backbone(save_network(tiny_network(kind, **fields), tmp_path), LoadOptions(dtype="fp32"))
+    backbone = load_backbone(
+        save_network(tiny_network(kind, **fields), tmp_path), LoadOptions(dtype="fp32")
+    )
     assert backbone.engine.name == "eager"
 
 

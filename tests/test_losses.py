@@ -52,12 +52,16 @@ def test_blockwise_loss_is_that_of_all_rows(rows: int, dtype: torch.dtype) -> No
     linear = nn.Linear(6, 30).to(dtype)
     hidden = torch.randn(13, 6, dtype=dtype, requires_grad=True)
     teacher = torch.randn(13, 30).log_softmax(-1)
-    plain = F.kl_div(linear(hidden).float().log_softmax(-1), teacher, reduction="sum", log_target=True)
+    plain = F.kl_div(
+        linear(hidden).float().log_softmax(-1), teacher, reduction="sum", log_target=True
+    )
     expected = torch.autograd.grad(plain * 3, [hidden, *linear.parameters()])
     loss = blockwise_loss(kl_to(teacher), linear, hidden, list(linear.parameters()), rows)
     near = 1e-5 if dtype == torch.float32 else 3e-2
     assert loss.item() == pytest.approx(plain.item(), rel=near)
-    for ours, theirs in zip(torch.autograd.grad(loss * 3, [hidden, *linear.parameters()]), expected, strict=True):
+    for ours, theirs in zip(
+        torch.autograd.grad(loss * 3, [hidden, *linear.parameters()]), expected, strict=True
+    ):
         assert ours.dtype == theirs.dtype
         torch.testing.assert_close(ours, theirs, rtol=near, atol=near * float(theirs.abs().max()))
 
@@ -67,7 +71,9 @@ def test_blockwise_loss_is_that_of_all_rows(rows: int, dtype: torch.dtype) -> No
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_linear_loss_is_the_plain_one(dtype: torch.dtype, soft: float, has_bias: bool) -> None:
     torch.manual_seed(0)
-    hidden = torch.randn(150, 6, dtype=dtype, requires_grad=True)  # a whole block of rows and a part
+    hidden = torch.randn(
+        150, 6, dtype=dtype, requires_grad=True
+    )  # a whole block of rows and a part
     weight = torch.randn(30, 6, requires_grad=True)
     bias = torch.randn(30, dtype=dtype) if has_bias else None
     targets = torch.randint(30, (150,))
@@ -80,7 +86,9 @@ def test_linear_loss_is_the_plain_one(dtype: torch.dtype, soft: float, has_bias:
     (ours, our_hits, *our_grads), (plain, plain_hits, *plain_grads) = results
     assert float(ours) == pytest.approx(float(plain), rel=near) and our_hits == plain_hits
     for given, expected in zip(our_grads, plain_grads, strict=True):
-        torch.testing.assert_close(given, expected, rtol=near, atol=near * float(expected.abs().max()))
+        torch.testing.assert_close(
+            given, expected, rtol=near, atol=near * float(expected.abs().max())
+        )
 
 
 @pytest.mark.parametrize(
@@ -108,17 +116,24 @@ def test_sampled_softmax_teaches_what_the_whole_one_does(
     def taught(scored: int | None) -> tuple[list[int], Tensor]:
         loss = drafter_loss(heads, backbone, batch, replace(recipe, scored=scored))
         gradients = torch.autograd.grad(loss.total, learning, allow_unused=True)
-        return loss.learnt.tolist(), torch.cat([gradient.flatten() for gradient in gradients if gradient is not None])
+        return loss.learnt.tolist(), torch.cat(
+            [gradient.flatten() for gradient in gradients if gradient is not None]
+        )
 
     learnt, whole = taught(None)
-    assert torch.equal(taught(len(heads.draft_ids))[1], whole)  # as many as there are: nothing is drawn
+    assert torch.equal(
+        taught(len(heads.draft_ids))[1], whole
+    )  # as many as there are: nothing is drawn
     drawn = [taught(40) for _ in range(60)]
     assert all(targets == learnt for targets, _ in drawn)  # no target goes unscored
     assert not torch.equal(drawn[0][1], drawn[1][1])
     mean = torch.stack([gradient for _, gradient in drawn]).mean(0)
     assert F.cosine_similarity(mean, whole, dim=0) > 0.96
     with torch.no_grad():  # losses that are only measured are over all
-        few, every = (drafter_loss(heads, backbone, batch, replace(recipe, scored=count)).total for count in (40, None))
+        few, every = (
+            drafter_loss(heads, backbone, batch, replace(recipe, scored=count)).total
+            for count in (40, None)
+        )
     assert torch.equal(few, every)
 
 
@@ -135,13 +150,19 @@ def biased_backbone() -> Backbone:
 def packed(backbone: Backbone, count: int = 8) -> Batch:
     torch.manual_seed(3)
     hidden = torch.randn(count, backbone.hidden_size)
-    return Batch(hidden, DRAFT_IDS[torch.arange(count) % len(DRAFT_IDS)], torch.zeros(count, dtype=torch.long))
+    return Batch(
+        hidden,
+        DRAFT_IDS[torch.arange(count) % len(DRAFT_IDS)],
+        torch.zeros(count, dtype=torch.long),
+    )
 
 
 @pytest.mark.parametrize("vocabulary", ["own", "draft", "shared"])
 def test_soft_targets_know_the_bias_of_the_lm_head(vocabulary: str) -> None:
     backbone = biased_backbone()
-    heads = MedusaHeads.create(backbone, 1, 1, vocabulary, draft_ids=DRAFT_IDS if vocabulary == "draft" else None)
+    heads = MedusaHeads.create(
+        backbone, 1, 1, vocabulary, draft_ids=DRAFT_IDS if vocabulary == "draft" else None
+    )
     batch = packed(backbone)
     loss = drafter_loss(heads, backbone, batch, TrainRecipe(soft=1.0)).per_head[0]
     head = backbone.model.lm_head
@@ -161,18 +182,27 @@ def test_shared_heads_guess_with_the_bias_of_the_lm_head() -> None:
     for scores in heads.logits(backbone, batch):
         assert torch.allclose(scores, expected, atol=1e-4)
     draft = drafted(
-        heads, backbone, NewTokens(torch.tensor([3]), batch.hidden[:1], 5, 0), Tree.from_choices([[0], [1]])
+        heads,
+        backbone,
+        NewTokens(torch.tensor([3]), batch.hidden[:1], 5, 0),
+        Tree.from_choices([[0], [1]]),
     )
     assert draft.tokens.tolist() == [5, *expected[0].topk(2).indices.tolist()]
     for ids in (None, DRAFT_IDS):
-        firp = Firp.create(backbone, 1, 1, "shared" if ids is None else "draft", draft_ids=ids, layers=(1,)).eval()
-        assert torch.allclose(firp.score(backbone, 0, batch.hidden), expected[:, firp.draft_ids], atol=1e-4)
+        firp = Firp.create(
+            backbone, 1, 1, "shared" if ids is None else "draft", draft_ids=ids, layers=(1,)
+        ).eval()
+        assert torch.allclose(
+            firp.score(backbone, 0, batch.hidden), expected[:, firp.draft_ids], atol=1e-4
+        )
 
 
 @pytest.mark.parametrize("vocabulary", ["own", "draft"])
 def test_stage_2s_soft_targets_are_the_adapted_models(vocabulary: str) -> None:
     backbone = adapted_backbone()
-    heads = MedusaHeads.create(backbone, 1, 1, vocabulary, draft_ids=DRAFT_IDS if vocabulary == "draft" else None)
+    heads = MedusaHeads.create(
+        backbone, 1, 1, vocabulary, draft_ids=DRAFT_IDS if vocabulary == "draft" else None
+    )
     data = split_conversations(random_conversations(3), ReadReport(), max_length=30, fraction=0.0)
     train = load_recipe(None, ["train.stage=2", "train.dtype=fp32", "train.soft=1.0"]).train
     loss = stage_2_loss(backbone, heads, train, data.train, 0.9)
@@ -205,17 +235,28 @@ def test_tokens_weigh_the_same_in_any_micro_batch(tmp_path: Path, stage: int) ->
     heads = HydraHeads.create(backbone, 3, 1, "draft", draft_ids=torch.arange(4, 50))
     data: Any
     if stage == 2:
-        data = split_conversations(random_conversations(6), ReadReport(), max_length=30, fraction=0.0)
+        data = split_conversations(
+            random_conversations(6), ReadReport(), max_length=30, fraction=0.0
+        )
         items: list[Any] = data.train
     else:
         items = answers_of(*(torch.randint(4, 60, (n,)) for n in (3, 21, 9, 2, 30)))
         data = Dataset(items, [], ReadReport(), "x", torch.randn(65, backbone.hidden_size))
 
     def gradients_of(parts: list[list[Any]]) -> tuple[list[Tensor | None], float]:
-        words = [f"train.stage={stage}", "train.dtype=fp32", "train.regress=2", f"train.accumulation={len(parts)}"]
+        words = [
+            f"train.stage={stage}",
+            "train.dtype=fp32",
+            "train.regress=2",
+            f"train.accumulation={len(parts)}",
+        ]
         recipe = load_recipe(None, [*words, "train.validation_every=99"])
         trainer = Gradients(backbone, heads, data, recipe, Run(tmp_path))
-        trainer.groups, trainer.sizes, trainer.validation = [parts] * 2, [positions_of(items)] * 2, []
+        trainer.groups, trainer.sizes, trainer.validation = (
+            [parts] * 2,
+            [positions_of(items)] * 2,
+            [],
+        )
         return next((trainer.gradients, event.loss) for event in trainer.events())
 
     together, loss = gradients_of([items])

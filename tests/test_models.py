@@ -8,7 +8,12 @@ import pytest
 from tests.models import NAMED, page, survey
 
 PAGE = Path(__file__).parent.parent / "docs/models.md"
-ROWS = {kind: row for row, kind in re.findall(r"^(\| `([^`]+)` .*)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)}
+ROWS = {
+    kind: row
+    for row, kind in re.findall(
+        r"^(\| `([^`]+)` .*)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE
+    )
+}
 EVERY = [kind for of_group in NAMED.values() for kind in of_group]
 # One of each group, and those that once gave wrong tokens.
 QUICK = (

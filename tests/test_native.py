@@ -19,7 +19,15 @@ from medusa_cli.engine.linear import packed_linear
 from medusa_cli.errors import UsageError
 from medusa_cli.files.assets import home
 from medusa_cli.model import Backbone
-from medusa_cli.native import Format, PackedMatrix, RawMatrix, cpu_count, instructions, is_available, library
+from medusa_cli.native import (
+    Format,
+    PackedMatrix,
+    RawMatrix,
+    cpu_count,
+    instructions,
+    is_available,
+    library,
+)
 from medusa_cli.native.matrix import facts
 from medusa_cli.runs.load_options import LoadOptions
 from medusa_cli.tree import DynamicTree, Tree
@@ -124,14 +132,20 @@ def test_a_packed_matrix_holds_the_numbers_that_gguf_reads(format: Format, outpu
     raw = random_matrix(format, outputs, 768)
     expected = raw.floats()
     if not format.is_float:
-        assert np.array_equal(expected, gguf.dequantize(raw.rows, gguf.GGMLQuantizationType[format.name]))
+        assert np.array_equal(
+            expected, gguf.dequantize(raw.rows, gguf.GGMLQuantizationType[format.name])
+        )
     packed = PackedMatrix.pack(raw)
     assert np.array_equal(packed.embed(np.arange(outputs)), expected)
-    assert np.array_equal(packed.embed(np.array([outputs - 1, 0]), 2.0), 2 * expected[[outputs - 1, 0]])
+    assert np.array_equal(
+        packed.embed(np.array([outputs - 1, 0]), 2.0), 2 * expected[[outputs - 1, 0]]
+    )
 
 
 @EACH_FORMAT
-def test_a_product_is_that_of_its_numbers_and_of_the_same_bits_with_all_instructions(format: Format) -> None:
+def test_a_product_is_that_of_its_numbers_and_of_the_same_bits_with_all_instructions(
+    format: Format,
+) -> None:
     raw, x, bias = random_matrix(format, 100, 768), random_rows(13, 768), random_rows(1, 100)[0]
     expected = x.astype(np.float64) @ raw.floats().astype(np.float64).T + bias
     for int8_rows in row_kinds(format):
@@ -155,7 +169,11 @@ def test_a_row_of_a_product_has_the_same_bits_whatever_stands_beside_it(format: 
             for count in range(1, 71):
                 first = (70 - count) // 2
                 part = np.ascontiguousarray(x[first : first + count])
-                assert np.array_equal(matrix.multiply(part), whole[first : first + count]), (name, int8_rows, count)
+                assert np.array_equal(matrix.multiply(part), whole[first : first + count]), (
+                    name,
+                    int8_rows,
+                    count,
+                )
 
 
 @EACH_FORMAT
@@ -174,11 +192,16 @@ def test_floats_of_any_shape_are_multiplied_and_looked_up(shape: tuple[int, int]
     for format in (Format.F32, Format.F16, Format.BF16):
         raw, x = random_matrix(format, *shape), random_rows(3, shape[1])
         packed = PackedMatrix.pack(raw)
-        assert error_of(packed.multiply(x), x.astype(np.float64) @ raw.floats().astype(np.float64).T) < 1e-5
+        assert (
+            error_of(packed.multiply(x), x.astype(np.float64) @ raw.floats().astype(np.float64).T)
+            < 1e-5
+        )
         assert np.array_equal(packed.embed(np.arange(shape[0])), raw.floats())
 
 
-@pytest.mark.parametrize(("format", "bound"), [(Format.Q8_0, 0.006), (Format.Q4_1, 0.09)], ids=["Q8_0", "Q4_1"])
+@pytest.mark.parametrize(
+    ("format", "bound"), [(Format.Q8_0, 0.006), (Format.Q4_1, 0.09)], ids=["Q8_0", "Q4_1"]
+)
 def test_rounding_keeps_the_numbers_nearly(format: Format, bound: float) -> None:
     raw = random_matrix(Format.F32, 20, 72)
     ours = raw.rounded(format)
@@ -198,7 +221,9 @@ def test_zeros_and_large_numbers_are_rounded() -> None:
             floats, values, rtol=1e-2, atol=1e-2 * np.abs(values).max(1)[:, None]
         )
     matrix = PackedMatrix.pack(RawMatrix.of(values).rounded(Format.Q8_0), int8_rows=True)
-    assert np.array_equal(matrix.multiply(np.zeros((2, 32), np.float32)), np.zeros((2, 3), np.float32))
+    assert np.array_equal(
+        matrix.multiply(np.zeros((2, 32), np.float32)), np.zeros((2, 3), np.float32)
+    )
 
 
 def test_tiles_and_biases_of_another_size_are_refused() -> None:
@@ -264,11 +289,18 @@ def difference(backbone: Backbone, network: Any, text: torch.Tensor) -> float:
 def test_a_pass_gives_the_networks_own_logits(family: str, count: int) -> None:
     shape = {"layers": 4, "vocab": 256, "hidden": 64}
     assert (
-        difference(tiny_backbone(family, engine="native", **shape), tiny_model(family, **shape), text_of(count)) < 1e-5
+        difference(
+            tiny_backbone(family, engine="native", **shape),
+            tiny_model(family, **shape),
+            text_of(count),
+        )
+        < 1e-5
     )
 
 
-@pytest.mark.parametrize(("kind", "bound"), [("fp16", 1e-5), ("bf16", 1e-5), ("int8-fp32", 0.05), ("int8", 0.08)])
+@pytest.mark.parametrize(
+    ("kind", "bound"), [("fp16", 1e-5), ("bf16", 1e-5), ("int8-fp32", 0.05), ("int8", 0.08)]
+)
 def test_a_pass_of_other_number_types_gives_what_their_weights_do(kind: str, bound: float) -> None:
     network = rounded(tiny_model("qwen3", hidden=64, vocab=256, positions=1024), KINDS[kind][0])
     assert difference(backbone_of(kind, "qwen3"), network, text_of(50)) < bound
@@ -312,7 +344,9 @@ def assert_same_bits(backbone: Backbone, text: torch.Tensor, starts: Any) -> Non
             forward(backbone, text[done:start], cache, logits="none")
         cache.truncate(0, start)
         out = forward(backbone, text[start : start + 1], cache)
-        assert torch.equal(out.logits[0], logits[start]) and torch.equal(out.hidden[0], hidden[start]), start
+        assert torch.equal(out.logits[0], logits[start]) and torch.equal(
+            out.hidden[0], hidden[start]
+        ), start
         assert torch.equal(out.logits[0].argmax(), logits[start].argmax())
         cache.truncate(0, start)
         nodes = torch.full((TREE.size,), 7)
@@ -332,7 +366,9 @@ def assert_same_bits(backbone: Backbone, text: torch.Tensor, starts: Any) -> Non
 def test_rows_have_the_same_bits_in_prompts_trees_and_one_by_one(kind: str, family: str) -> None:
     backbone = backbone_of(kind, family)
     assert backbone.engine.row_invariant
-    assert_same_bits(backbone, text_of(600), (1, 5, 16, 31, 32, 77, 130, 247, 255, 256, 257, 511, 512, 590))
+    assert_same_bits(
+        backbone, text_of(600), (1, 5, 16, 31, 32, 77, 130, 247, 255, 256, 257, 511, 512, 590)
+    )
 
 
 @pytest.mark.parametrize("family", ["qwen3", "mistral-window", "gemma3"])
@@ -405,12 +441,16 @@ def test_the_cache_keeps_swaps_truncates_and_grows() -> None:
     forward(backbone, text[:5], cache, slot=0)
     cache.swap(0, 2)
     assert cache.lengths == [34, 0, 5]
-    assert torch.equal(rows_of(cache, 0), rows[:, :, :, :34]) and torch.equal(rows_of(cache, 2), rows[:, :, :, :5])
+    assert torch.equal(rows_of(cache, 0), rows[:, :, :, :34]) and torch.equal(
+        rows_of(cache, 2), rows[:, :, :, :5]
+    )
     cache.truncate(0, 17)
     before = cache.capacity
     cache.reserve(before + 1)
     assert cache.capacity > before and cache.capacity % 16 == 0
-    assert torch.equal(rows_of(cache, 0), rows[:, :, :, :17]) and torch.equal(rows_of(cache, 2), rows[:, :, :, :5])
+    assert torch.equal(rows_of(cache, 0), rows[:, :, :, :17]) and torch.equal(
+        rows_of(cache, 2), rows[:, :, :, :5]
+    )
     forward(backbone, text[17:], cache, slot=0)
     assert torch.equal(rows_of(cache, 0), rows)
     assert cache.nbytes == cache.keys.nbytes + cache.values.nbytes
@@ -433,9 +473,13 @@ def test_a_context_can_be_filled_to_its_end(kind: str) -> None:
     expected = plain(backbone, 100)
     assert len(PROMPT) + len(expected) <= 49
     for tree in (TREE, DynamicTree(9, 3)):
-        steps = generate(backbone, Oracle(expected, 0.7), TREE, PROMPT, max_new_tokens=100, stop_ids=())
+        steps = generate(
+            backbone, Oracle(expected, 0.7), TREE, PROMPT, max_new_tokens=100, stop_ids=()
+        )
         assert tokens_of(steps) == expected
-        drafted = generate(backbone, medusa_drafter(backbone), tree, PROMPT, max_new_tokens=100, stop_ids=())
+        drafted = generate(
+            backbone, medusa_drafter(backbone), tree, PROMPT, max_new_tokens=100, stop_ids=()
+        )
         assert tokens_of(drafted) == expected
 
 
@@ -448,7 +492,9 @@ def test_greedy_output_over_drafts_is_plain_decodings(kind: str) -> None:
         steps = list(generate(backbone, Oracle(expected, 0.6), tree, PROMPT, **rules))
         assert tokens_of(steps) == expected and len(steps) < 120
     prompts = [PROMPT, list(range(5, 200)), [8]]
-    together = generate_batch(backbone, medusa_drafter(backbone), TREE, prompts, batch_size=2, **rules)
+    together = generate_batch(
+        backbone, medusa_drafter(backbone), TREE, prompts, batch_size=2, **rules
+    )
     for prompt, steps in zip(prompts, together, strict=True):
         assert tokens_of(steps) == tokens_of(generate_plain(backbone, prompt, **rules))
 
@@ -549,7 +595,9 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_a_damaged_file_of_packed_weights_is_written_again(kind: str, model: str, apart: Path) -> None:
+def test_a_damaged_file_of_packed_weights_is_written_again(
+    kind: str, model: str, apart: Path
+) -> None:
     expected = logits_of(load(model))
     [file] = apart.iterdir()
     whole = file.read_bytes()
@@ -578,7 +626,9 @@ def test_a_changed_model_is_packed_again(tmp_path: Path, apart: Path) -> None:
 def not_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Hides the library."""
     # The package has a function of the same name as the module.
-    monkeypatch.setattr(importlib.import_module("medusa_cli.native.library"), "LIBRARY", tmp_path / "missing.so")
+    monkeypatch.setattr(
+        importlib.import_module("medusa_cli.native.library"), "LIBRARY", tmp_path / "missing.so"
+    )
     library.cache_clear()
     yield
     monkeypatch.undo()
@@ -589,10 +639,16 @@ def test_without_the_library_the_eager_engine_runs(model: str, not_compiled: Non
     backbone = load_backbone(model, LoadOptions(dtype="fp32"))
     assert backbone.engine.name == "eager"
     expected = plain(backbone, 20)
-    drafted = generate(backbone, medusa_drafter(backbone), TREE, PROMPT, max_new_tokens=20, stop_ids=())
+    drafted = generate(
+        backbone, medusa_drafter(backbone), TREE, PROMPT, max_new_tokens=20, stop_ids=()
+    )
     assert tokens_of(drafted) == expected
     document = medusa_json("machine", "--model", model, "--context", "9", "--dtype", "fp32")
-    assert document["instructions"] == [] and "compiled" in document["native"] and "eager" in document["engine"]
+    assert (
+        document["instructions"] == []
+        and "compiled" in document["native"]
+        and "eager" in document["engine"]
+    )
     for options in ({"engine": "native"}, {"quantize": "int8"}):
         with pytest.raises(UsageError, match="compiled"):
             load_backbone(model, LoadOptions(dtype="fp32", **options))
@@ -606,13 +662,27 @@ def test_a_library_of_another_machine_or_version_is_not_used(
 
 
 def test_an_unknown_instruction_set_is_named_in_one_line(model: str) -> None:
-    done = program("chat", "--model", model, "--engine", "native", "--lookup", "--prompt", "w1", MEDUSA_CPU="pentium")
-    assert done.returncode in (1, 2) and "pentium" in done.stderr and instructions()[0] in done.stderr
+    done = program(
+        "chat",
+        "--model",
+        model,
+        "--engine",
+        "native",
+        "--lookup",
+        "--prompt",
+        "w1",
+        MEDUSA_CPU="pentium",
+    )
+    assert (
+        done.returncode in (1, 2) and "pentium" in done.stderr and instructions()[0] in done.stderr
+    )
     assert "Traceback" not in done.stderr and len(done.stderr.strip().splitlines()) == 1
 
 
 def test_a_named_instruction_set_is_used(model: str) -> None:
-    done = program("machine", "--model", model, "--context", "9", "--json", "--quiet", MEDUSA_CPU="GENERIC")
+    done = program(
+        "machine", "--model", model, "--context", "9", "--json", "--quiet", MEDUSA_CPU="GENERIC"
+    )
     assert done.returncode == 0 and "generic" in done.stdout, done.stderr
 
 

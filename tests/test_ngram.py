@@ -53,17 +53,24 @@ ACCURACIES = [[0.5, 0.2, 0.1], [0.4, 0.1], [0.3, 0.1]]
 TREE = search(ACCURACIES, 8)
 CHEAP = StepTimes({1: 0.010, 2: 0.0101, 32: 0.0105}, {1: 0.001, 4: 0.002})
 DEAR = StepTimes({1: 0.010, 2: 0.020, 32: 0.320}, {1: 0.001, 4: 0.002})
-FIFTH = StepTimes({1: 0.010, 2: 0.012, 64: 0.136}, {1: 0.0001, 4: 0.0004})  # a row costs a fifth of a pass
+FIFTH = StepTimes(
+    {1: 0.010, 2: 0.012, 64: 0.136}, {1: 0.0001, 4: 0.0004}
+)  # a row costs a fifth of a pass
 
 
 def index() -> NgramIndex:
     return NgramIndex(ngram_trust())
 
 
-def begin(policy: DraftPolicy, tokens: list[int], root: int, sampling: Sampling | None = None) -> SimpleNamespace:
+def begin(
+    policy: DraftPolicy, tokens: list[int], root: int, sampling: Sampling | None = None
+) -> SimpleNamespace:
     """Returns what a policy reads of a sequence with this text."""
     return SimpleNamespace(
-        draft=policy.begin(sampling or Sampling()), tokens=tokens, root=root, sampler=SimpleNamespace(processors=None)
+        draft=policy.begin(sampling or Sampling()),
+        tokens=tokens,
+        root=root,
+        sampler=SimpleNamespace(processors=None),
     )
 
 
@@ -82,9 +89,15 @@ def brute_force(text: list[int]) -> list[tuple[int, list[int]]]:
     """Returns the length of each match among the latest positions, and what may follow it, best first."""
 
     def length(end: int) -> int:
-        return max((n for n in range(1, MAX_LENGTH + 1) if n <= end and text[end - n : end] == text[-n:]), default=0)
+        return max(
+            (n for n in range(1, MAX_LENGTH + 1) if n <= end and text[end - n : end] == text[-n:]),
+            default=0,
+        )
 
-    ends = [[end for end in range(n, len(text)) if text[end - n : end] == text[-n:]][-MAX_POSITIONS:] for n in (1, 2)]
+    ends = [
+        [end for end in range(n, len(text)) if text[end - n : end] == text[-n:]][-MAX_POSITIONS:]
+        for n in (1, 2)
+    ]
     matches: dict[int, tuple[int, list[int]]] = {}
     for end in sorted({*ends[0], *ends[1]}, key=lambda end: (length(end), end), reverse=True):
         copied = list(text)
@@ -149,7 +162,10 @@ def test_static_tree_keeps_its_size_and_its_likeliest_nodes() -> None:
     [(fewer, paths)] = policy.next([text])
     count = sum(map(len, paths))
     assert isinstance(fewer, Tree) and len(paths) == 2 and fewer.size + count == tree.size
-    assert sorted(node_values(fewer, ACCURACIES), reverse=True) == sorted(values, reverse=True)[: fewer.size]
+    assert (
+        sorted(node_values(fewer, ACCURACIES), reverse=True)
+        == sorted(values, reverse=True)[: fewer.size]
+    )
     chances = [
         match.chance**level
         for match, path in zip(text.draft.ngrams[0].find(text.tokens, 9), paths, strict=False)
@@ -172,7 +188,15 @@ def test_paths_are_added_and_no_node_twice() -> None:
     known = add_paths(draft, [(4, 6)])
     assert known.tree == tree and known.looked_up == 2
     more = add_paths(draft, [(4, 7, 8), (4, 7, 1)])
-    assert more.tokens.tolist() == [9, 4, 5, 6, 7, 8, 1] and more.tree.parents == (-1, 0, 0, 1, 1, 4, 4)
+    assert more.tokens.tolist() == [9, 4, 5, 6, 7, 8, 1] and more.tree.parents == (
+        -1,
+        0,
+        0,
+        1,
+        1,
+        4,
+        4,
+    )
     assert len({tuple(path) for path in more.tree.choices}) == 6  # every node has a path of its own
     alone = add_paths(Draft(torch.tensor([9]), Tree.root_only()), [(1, 2)])
     assert alone.tree == Tree.chain(2) and alone.looked_up == 2
@@ -199,10 +223,14 @@ def test_adaptive_policy_drafts_as_many_matched_tokens_as_pay() -> None:
     assert AdaptivePolicy([sized], slow).weigh_matches([0.97])[0][0] == Tree.root_only()
 
 
-@pytest.mark.parametrize("chances", [[0.0, 0.9, 0.0, 0.5], [0.95] * 4, [0.3, 0.4, 0.0, 0.0], [0.0] * 4], ids=str)
+@pytest.mark.parametrize(
+    "chances", [[0.0, 0.9, 0.0, 0.5], [0.95] * 4, [0.3, 0.4, 0.0, 0.0], [0.0] * 4], ids=str
+)
 @pytest.mark.parametrize("costs", [CHEAP, FIFTH, DEAR], ids=["cheap", "fifth", "dear"])
 @pytest.mark.parametrize("trees", [[], [SizedTree(TREE, 2.2)]], ids=["alone", "tree"])
-def test_batch_drafts_what_pays_best_together(trees: list[SizedTree], costs: StepTimes, chances: list[float]) -> None:
+def test_batch_drafts_what_pays_best_together(
+    trees: list[SizedTree], costs: StepTimes, chances: list[float]
+) -> None:
     """Compares with every width of the pass, in which each sequence drafts what gives it most."""
     policy = AdaptivePolicy(trees, costs)
     now = policy.next([begin(policy, [], 0) for _ in chances])[0][0]
@@ -220,13 +248,21 @@ def test_batch_drafts_what_pays_best_together(trees: list[SizedTree], costs: Ste
     every = []
     for sizes in ({1}, {1, now.size}):
         for rows in range(max(sizes), now.size + MAX_TOKENS + 1):
-            options = [[(n, min(rows - n, MAX_TOKENS) if chance else 0) for n in sizes] for chance in chances]
+            options = [
+                [(n, min(rows - n, MAX_TOKENS) if chance else 0) for n in sizes]
+                for chance in chances
+            ]
             every.append(
-                [max(own, key=lambda d, c=chance: tokens(c, *d)) for chance, own in zip(chances, options, strict=True)]
+                [
+                    max(own, key=lambda d, c=chance: tokens(c, *d))
+                    for chance, own in zip(chances, options, strict=True)
+                ]
             )
     drafts = [(tree.size, count) for tree, count in policy.weigh_matches(chances)]
     assert all(chance or not count for chance, (_, count) in zip(chances, drafts, strict=True))
-    assert rate(drafts) >= 0.96 * max(map(rate, every)) and rate(drafts) >= rate([(now.size, 0)] * len(chances))
+    assert rate(drafts) >= 0.96 * max(map(rate, every)) and rate(drafts) >= rate(
+        [(now.size, 0)] * len(chances)
+    )
 
 
 def test_matches_of_one_sequence_do_not_hide_the_acceptance_of_another() -> None:
@@ -292,7 +328,9 @@ def test_batch_gives_each_sequence_what_it_gets_alone(kind: str) -> None:
     backbone = tiny_backbone()
     prompts = [ROUND, PROMPT, ROUND[3:], [*PROMPT, *PROMPT, *PROMPT]]
     rules = {"max_new_tokens": 40, "stop_ids": ()}
-    answers = generate_batch(backbone, drafter_for(backbone, kind), policies()[kind], prompts, batch_size=3, **rules)
+    answers = generate_batch(
+        backbone, drafter_for(backbone, kind), policies()[kind], prompts, batch_size=3, **rules
+    )
     assert [tokens_of(steps) for steps in answers] == [
         tokens_of(generate_plain(backbone, prompt, **rules)) for prompt in prompts
     ]
@@ -302,7 +340,10 @@ def test_answer_stays_within_the_context() -> None:
     backbone, rules = tiny_backbone(), {"max_new_tokens": 50, "stop_ids": ()}
     prompt = (ROUND * 40)[: backbone.max_positions - 9]
     for kind, policy in policies().items():
-        assert len(tokens_of(generate(backbone, drafter_for(backbone, kind), policy, prompt, **rules))) == 9, kind
+        assert (
+            len(tokens_of(generate(backbone, drafter_for(backbone, kind), policy, prompt, **rules)))
+            == 9
+        ), kind
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in (None, "firp")])
@@ -327,7 +368,10 @@ def test_drafter_that_skipped_steps_drafts_what_it_would_have(kind: str) -> None
             decoder.step()
         return by_length
 
-    always, rarely = drafts([SPARSE.truncate(3)]), drafts([Tree.root_only(), Tree.root_only(), SPARSE.truncate(3)])
+    always, rarely = (
+        drafts([SPARSE.truncate(3)]),
+        drafts([Tree.root_only(), Tree.root_only(), SPARSE.truncate(3)]),
+    )
     common = always.keys() & rarely.keys()
     assert len(common) > 5 and len(always) > len(rarely)
     assert all(rarely[length] == always[length] for length in common)
@@ -339,5 +383,15 @@ def test_chat_says_that_lookup_has_no_effect_with_firp(tmp_path: Path, tree: str
     run = save_run(tmp_path / "run", model, heads=3, calibrated=True)
     backbone = load_backbone(model, LoadOptions(dtype="fp32"))
     save_drafter(drafter_of(backbone, "firp"), run.drafter_dir, provenance(backbone.identity))
-    result = medusa("chat", "--run", f"{run.path}/", tree, "--lookup", "--prompt", "w5 w9", "--max-new-tokens", "4")
+    result = medusa(
+        "chat",
+        "--run",
+        f"{run.path}/",
+        tree,
+        "--lookup",
+        "--prompt",
+        "w5 w9",
+        "--max-new-tokens",
+        "4",
+    )
     assert "firp" in result.stderr and "--lookup" in result.stderr

@@ -32,7 +32,11 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def test_every_file_of_the_package_is_in_the_wheel(wheel: list[str]) -> None:
-    files = {path for path in (ROOT / "medusa_cli").rglob("*") if path.is_file() and "__pycache__" not in path.parts}
+    files = {
+        path
+        for path in (ROOT / "medusa_cli").rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
     assert {str(path.relative_to(ROOT)) for path in files} <= set(wheel)
 
 
@@ -52,7 +56,9 @@ BUILDING = {"build", "setuptools"}  # what native/backend.py and native/build.py
 
 def declared(section: str) -> set[str]:
     """Returns the packages of a list in pyproject.toml."""
-    text = re.search(rf"^{section} = \[\n?(.*?)\]$", (PACKAGE.parent / "pyproject.toml").read_text(), re.S | re.M)
+    text = re.search(
+        rf"^{section} = \[\n?(.*?)\]$", (PACKAGE.parent / "pyproject.toml").read_text(), re.S | re.M
+    )
     assert text is not None, section
     return {re.match(r"[A-Za-z0-9_-]+", name)[0] for name in re.findall(r'"([^"]+)"', text[1])}
 
@@ -79,7 +85,16 @@ def test_every_import_is_declared_and_every_dependency_is_used() -> None:
 def test_chat_runs_without_any_extra(tmp_path: Path) -> None:
     run = save_run(tmp_path / "run", save_model(tmp_path / "model"))
     missing = sorted({package for packages in EXTRAS.values() for package in packages})
-    words = ["chat", "--run", f"{run.path}/", "--prompt", "w1 w2", "--max-new-tokens", "6", "--json"]
+    words = [
+        "chat",
+        "--run",
+        f"{run.path}/",
+        "--prompt",
+        "w1 w2",
+        "--max-new-tokens",
+        "6",
+        "--json",
+    ]
     code = (
         f"import sys; sys.modules.update(dict.fromkeys({missing!r})); sys.argv[1:] = {words!r}\n"
         "from medusa_cli.cli import main; main()"
@@ -105,17 +120,29 @@ def test_a_command_names_the_extra_it_misses(
     monkeypatch.chdir(tmp_path)
     if words[0] == "chat":
         model = save_model(tmp_path / "model")
-        words = [*words, "--model", model, "--run", f"{save_run(tmp_path / 'run', model).path}/", "--prompt", "w1"]
+        words = [
+            *words,
+            "--model",
+            model,
+            "--run",
+            f"{save_run(tmp_path / 'run', model).path}/",
+            "--prompt",
+            "w1",
+        ]
     message = " ".join(medusa(*words, exit_code=1).stderr.split())
     assert package in message and message.endswith(f"pip install 'medusa-cli[{extra}]'")
 
 
 def test_an_import_that_fails_later_is_one_line_too() -> None:
-    assert cli.explain(ModuleNotFoundError("no", name="matplotlib.figure"))[0].endswith("'medusa-cli[plot]'")
+    assert cli.explain(ModuleNotFoundError("no", name="matplotlib.figure"))[0].endswith(
+        "'medusa-cli[plot]'"
+    )
     assert "internal error" in cli.explain(ModuleNotFoundError("no", name="medusa_cli.nothing"))[0]
 
 
-def test_a_tree_is_saved_without_its_picture(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_tree_is_saved_without_its_picture(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     run = save_run(tmp_path / "run", save_model(tmp_path / "model"), tree=None, calibrated=True)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     medusa("tree", "--run", f"{run.path}/", "--budget", "5")

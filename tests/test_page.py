@@ -21,7 +21,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     model = save_model(folder / "model", vocab=320, positions=4096)
     byte_tokenizer().save_pretrained(model)
     run = save_run(folder / "run", model)
-    with serving(Medusa.from_pretrained(drafter=run.path, tree="static", dtype="fp32"), max_new_tokens=2000) as server:
+    with serving(
+        Medusa.from_pretrained(drafter=run.path, tree="static", dtype="fp32"), max_new_tokens=2000
+    ) as server:
         yield server
 
 
@@ -61,7 +63,9 @@ def test_stop_ends_the_answer_and_keeps_its_beginning(
 ) -> None:
     monkeypatch.setitem(served.server._scheduler._medusa.backbone.__dict__, "eos_ids", frozenset())
     ask(page, "Ada", limit=2000)
-    page.until("document.querySelector('.assistant')?.textContent.length > 20")  # long before its end
+    page.until(
+        "document.querySelector('.assistant')?.textContent.length > 20"
+    )  # long before its end
     assert page.run("document.getElementById('send').textContent") == "Stop"
     page.run("document.getElementById('send').click()")
     page.until("running === null")
@@ -71,7 +75,10 @@ def test_stop_ends_the_answer_and_keeps_its_beginning(
 
 
 def test_calls_of_tools_are_shown_and_their_results_given(page: Browser) -> None:
-    tools = [{"name": "weather", "parameters": CITY}, {"type": "function", "function": {"name": "now"}}]
+    tools = [
+        {"name": "weather", "parameters": CITY},
+        {"type": "function", "function": {"name": "now"}},
+    ]
     ask(page, "Ada", limit=200, tools=json.dumps(tools), choice="required")
     page.until("running === null && messages.length === 2")
     [call] = page.run("messages[1].tool_calls")
@@ -90,4 +97,7 @@ def test_calls_of_tools_are_shown_and_their_results_given(page: Browser) -> None
 def test_an_error_is_shown(page: Browser) -> None:
     ask(page, "Ada", tools='[{"name": "no name"}]')
     page.until("document.querySelector('.error')")
-    assert "tools" in page.run("document.querySelector('.error').textContent") and page.run("messages.length") == 0
+    assert (
+        "tools" in page.run("document.querySelector('.error').textContent")
+        and page.run("messages.length") == 0
+    )

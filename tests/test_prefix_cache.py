@@ -66,7 +66,11 @@ def counting(backbone: Backbone, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_later_turn_runs_only_new_tokens(
-    kind: str | None, shape: Tree | DynamicTree, engine: str, sampling: Sampling, monkeypatch: pytest.MonkeyPatch
+    kind: str | None,
+    shape: Tree | DynamicTree,
+    engine: str,
+    sampling: Sampling,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     backbone, rules = backbone_of(engine), {**RULES, "sampling": sampling}
     drafter = make(backbone, kind)
@@ -86,14 +90,19 @@ def test_later_turn_runs_only_new_tokens(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_prompt_with_a_common_beginning_runs_the_rest(kind: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompt_with_a_common_beginning_runs_the_rest(
+    kind: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     backbone = backbone_of("native", "gemma3")
     decoder = decoder_of(backbone, make(backbone, kind), STATIC)
     rows = counting(backbone, monkeypatch)
     list(answer(decoder, OPENING, **RULES))
     for prompt, fresh in (
         ([*OPENING[:6], 50, 51], 2),
-        ([*OPENING[:6], 50, 51], 1),  # the same again: its last token is run, as its states are wanted
+        (
+            [*OPENING[:6], 50, 51],
+            1,
+        ),  # the same again: its last token is run, as its states are wanted
         ([*OPENING[:3]], 1),  # shorter than what is before
         ([60, 61, 62], 3),
     ):
@@ -118,7 +127,9 @@ def test_reuse_ends_at_a_limit_and_with_forgetting(monkeypatch: pytest.MonkeyPat
 def test_prompt_takes_a_free_slot_and_moves_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     backbone = backbone_of("native")
     decoder = decoder_of(backbone, slots=3)
-    first, *_ = [decoder.admit(Request(prompt, **RULES))[0] for prompt in (OPENING, [8, 9], [33, 34, 35])]
+    first, *_ = [
+        decoder.admit(Request(prompt, **RULES))[0] for prompt in (OPENING, [8, 9], [33, 34, 35])
+    ]
     moved: list[tuple[int, int]] = []
     inner = decoder.cache.swap
     monkeypatch.setattr(decoder.cache, "swap", lambda a, b: (moved.append((a, b)), inner(a, b)))
@@ -132,7 +143,9 @@ def test_prompt_takes_a_free_slot_and_moves_no_other(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_slot_with_the_longest_common_prefix_is_taken(kind: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slot_with_the_longest_common_prefix_is_taken(
+    kind: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     backbone = backbone_of("native", "qwen3")
     decoder = decoder_of(backbone, make(backbone, kind), STATIC, slots=3)
     rows = counting(backbone, monkeypatch)
@@ -161,7 +174,10 @@ def test_slot_with_the_longest_common_prefix_is_taken(kind: str | None, monkeypa
 
 def test_cancelled_answer_stays_in_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     backbone = backbone_of("native")
-    decoder, rows = decoder_of(backbone, medusa_drafter(backbone), SPARSE), counting(backbone, monkeypatch)
+    decoder, rows = (
+        decoder_of(backbone, medusa_drafter(backbone), SPARSE),
+        counting(backbone, monkeypatch),
+    )
     steps = answer(decoder, OPENING, **RULES)
     partial = [*next(steps).tokens, *next(steps).tokens, *next(steps).tokens]
     steps.close()
@@ -173,11 +189,19 @@ def test_cancelled_answer_stays_in_the_cache(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("engine", ["eager", "native", "torch"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_growing_cache_changes_nothing(kind: str | None, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_growing_cache_changes_nothing(
+    kind: str | None, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     backbone, roomy = backbone_of(engine), backbone_of(engine)
     new_cache, rules = backbone.engine.new_cache, {"max_new_tokens": 20, "stop_ids": ()}
-    monkeypatch.setattr(backbone.engine, "new_cache", lambda slots=1, **how: new_cache(slots, 2, **how))
-    prompts = [OPENING, [8], OPENING[::-1] * (2 if engine == "eager" else 25)]  # the fast one grows by blocks of 256
+    monkeypatch.setattr(
+        backbone.engine, "new_cache", lambda slots=1, **how: new_cache(slots, 2, **how)
+    )
+    prompts = [
+        OPENING,
+        [8],
+        OPENING[::-1] * (2 if engine == "eager" else 25),
+    ]  # the fast one grows by blocks of 256
     decoder = decoder_of(backbone, make(backbone, kind), STATIC, slots=3)
     before = decoder.cache.capacity
     answers = steps_of(decoder, [Request(prompt, **rules) for prompt in prompts])

@@ -52,14 +52,24 @@ CASES: dict[str, dict[str, Any] | None] = {
     "growing end": {"exponential_decay_length_penalty": (4, 1.5)},
     "prompt": {"encoder_repetition_penalty": 1.5, "encoder_no_repeat_ngram_size": 2},
     "watermark": {"watermarking_config": {"bias": 4.0, "seeding_scheme": "selfhash"}},
-    "several": {"repetition_penalty": 1.6, "no_repeat_ngram_size": 2, "min_new_tokens": 20, "renormalize_logits": True},
+    "several": {
+        "repetition_penalty": 1.6,
+        "no_repeat_ngram_size": 2,
+        "min_new_tokens": 20,
+        "renormalize_logits": True,
+    },
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "repetition": {"repetition_penalty": 2.0},
     "n-grams": {"no_repeat_ngram_size": 2, "repetition_penalty": 1.0},
     "bias": {"logit_bias": {5: 20.0, 30: -4}, "bad_words_ids": [[9, 20], [11]]},
     "penalties": {"presence_penalty": 2, "frequency_penalty": 1.7, "repetition_penalty": 1.0},
-    "several": {"frequency_penalty": 1.0, "suppress_tokens": [9, 20], "min_new_tokens": 15, "repetition_penalty": 1.1},
+    "several": {
+        "frequency_penalty": 1.0,
+        "suppress_tokens": [9, 20],
+        "min_new_tokens": 15,
+        "repetition_penalty": 1.1,
+    },
 }
 INVALID: dict[str, list[Any]] = {
     "repetition_penalty": [0.0, math.nan], "presence_penalty": [2.5], "frequency_penalty": ["much"],
@@ -68,19 +78,26 @@ INVALID: dict[str, list[Any]] = {
 }  # fmt: skip
 
 
-def theirs(family: str, prompt: list[int], config: dict[str, Any] | None = None, **given: Any) -> list[int]:
+def theirs(
+    family: str, prompt: list[int], config: dict[str, Any] | None = None, **given: Any
+) -> list[int]:
     """Returns the answer of transformers' generate, after a generation config of its own."""
     model = tiny_model(family)
     model.generation_config.update(**(config or {}))
     given = {"do_sample": False, "max_new_tokens": COUNT, "pad_token_id": 0, **given}
     ids = torch.tensor([prompt])
-    return model.generate(ids, attention_mask=torch.ones_like(ids), **given)[0, len(prompt) :].tolist()
+    return model.generate(ids, attention_mask=torch.ones_like(ids), **given)[
+        0, len(prompt) :
+    ].tolist()
 
 
 def arguments(options: dict[str, Any], prompt: list[int]) -> dict[str, Any]:
     """Returns options as transformers' generate takes them; penalties that it has not go by a slow processor."""
     options = dict(options)
-    presence, frequency = options.pop("presence_penalty", 0.0), options.pop("frequency_penalty", 0.0)
+    presence, frequency = (
+        options.pop("presence_penalty", 0.0),
+        options.pop("frequency_penalty", 0.0),
+    )
     if bias := options.pop("logit_bias", None):
         options["sequence_bias"] = [[[token], float(value)] for token, value in bias.items()]
 
@@ -104,7 +121,11 @@ def ours(backbone: Backbone, expected: list[int], prompt: list[int] = PROMPT, **
     """Checks plain answers, and those over a static and a dynamic tree."""
     rules = {"max_new_tokens": COUNT, **rules}
     oracle = Oracle([], 0, {tuple(prompt): (expected, 0.6)})
-    for drafter, tree in ((None, None), (oracle, SPARSE), (drafter_of(backbone, "hydra"), DynamicTree(9, 3))):
+    for drafter, tree in (
+        (None, None),
+        (oracle, SPARSE),
+        (drafter_of(backbone, "hydra"), DynamicTree(9, 3)),
+    ):
         steps = list(generate(backbone, drafter, tree, prompt, **rules))
         assert tokens_of(steps) == expected, tree
         assert drafter is not oracle or len(steps) < len(expected)
@@ -112,7 +133,9 @@ def ours(backbone: Backbone, expected: list[int], prompt: list[int] = PROMPT, **
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("case", CASES)
-def test_greedy_answers_are_those_of_generate_by_the_models_own_config(family: str, case: str) -> None:
+def test_greedy_answers_are_those_of_generate_by_the_models_own_config(
+    family: str, case: str
+) -> None:
     plain = theirs(family, PROMPT)
     end = plain[5]
     config = (
@@ -151,10 +174,17 @@ def test_options_take_the_place_of_the_models_own(family: str, case: str) -> Non
 def test_rows_of_a_batch_have_processors_of_their_own(engine: str) -> None:
     backbone = tiny_backbone(engine=engine)
     rules = [{}, OPTIONS["penalties"], OPTIONS["several"]]
-    expected = [theirs("llama", p, **arguments(own, p)) for p, own in zip(PROMPTS, rules, strict=True)]
-    assert all(tokens != theirs("llama", p) for p, tokens in list(zip(PROMPTS, expected, strict=True))[1:])
+    expected = [
+        theirs("llama", p, **arguments(own, p)) for p, own in zip(PROMPTS, rules, strict=True)
+    ]
+    assert all(
+        tokens != theirs("llama", p) for p, tokens in list(zip(PROMPTS, expected, strict=True))[1:]
+    )
     known = {tuple(p): (tokens, 0.6) for p, tokens in zip(PROMPTS, expected, strict=True)}
-    requests = [Request(p, COUNT, logits_options=LogitsOptions(**own)) for p, own in zip(PROMPTS, rules, strict=True)]
+    requests = [
+        Request(p, COUNT, logits_options=LogitsOptions(**own))
+        for p, own in zip(PROMPTS, rules, strict=True)
+    ]
     for drafter, tree in ((None, None), (Oracle([], 0, known), SPARSE)):
         answers = steps_of(decoder_of(backbone, drafter, tree, slots=3), requests)
         assert list(map(tokens_of, answers)) == expected
@@ -162,34 +192,58 @@ def test_rows_of_a_batch_have_processors_of_their_own(engine: str) -> None:
 
 def test_second_turn_over_cached_rows_counts_the_whole_text() -> None:
     backbone, options = tiny_backbone(), OPTIONS["several"]
-    decoder, prompt = decoder_of(backbone, drafter_of(backbone, "hydra"), SPARSE.truncate(3)), PROMPT
+    decoder, prompt = (
+        decoder_of(backbone, drafter_of(backbone, "hydra"), SPARSE.truncate(3)),
+        PROMPT,
+    )
     for reused in (0, len(PROMPT) + 1):
-        sequence, step = decoder.admit(Request(prompt, COUNT, logits_options=LogitsOptions(**options)))
+        sequence, step = decoder.admit(
+            Request(prompt, COUNT, logits_options=LogitsOptions(**options))
+        )
         tokens = list(step.tokens)
         while not sequence.done:
             tokens += tokens_of(step for _, step in decoder.step())
-        assert sequence.reused >= reused and tokens == theirs("llama", prompt, **arguments(options, prompt))
+        assert sequence.reused >= reused and tokens == theirs(
+            "llama", prompt, **arguments(options, prompt)
+        )
         prompt = [*prompt, *tokens, 8, 30]
 
 
 @pytest.mark.parametrize(
     "sampling",
-    [Sampling("exact", 1.2, 0.9, seed=5), Sampling("exact", 1.2, top_k=9, min_p=0.05), Sampling("typical", 0.7)],
+    [
+        Sampling("exact", 1.2, 0.9, seed=5),
+        Sampling("exact", 1.2, top_k=9, min_p=0.05),
+        Sampling("typical", 0.7),
+    ],
     ids=["nucleus", "min-p", "typical"],
 )
 def test_sampled_answers_do_not_depend_on_drafts(sampling: Sampling) -> None:
     backbone = configured("qwen3", {"no_repeat_ngram_size": 2, "typical_p": 0.95})
-    rules = {"max_new_tokens": 40, "sampling": sampling, "logits_options": LogitsOptions(frequency_penalty=0.5)}
+    rules = {
+        "max_new_tokens": 40,
+        "sampling": sampling,
+        "logits_options": LogitsOptions(frequency_penalty=0.5),
+    }
     plain = tokens_of(generate(backbone, None, None, PROMPT, **rules))
     bare = tokens_of(
-        generate(tiny_backbone("qwen3"), None, None, PROMPT, **{**rules, "logits_options": LogitsOptions()})
+        generate(
+            tiny_backbone("qwen3"),
+            None,
+            None,
+            PROMPT,
+            **{**rules, "logits_options": LogitsOptions()},
+        )
     )
     assert plain != bare
     if sampling.mode == "exact":
         ours(backbone, plain, **rules)
     else:  # accepts plausible tokens, but none that the processors forbid
         tokens = tokens_of(generate(backbone, Oracle(plain, 0.6), SPARSE, PROMPT, **rules))
-        assert len({*zip(tokens, tokens[1:], strict=False)}) == len(tokens) - 1 and tokens[:2] == plain[:2]
+        assert (
+            len({*zip(tokens, tokens[1:], strict=False)}) == len(tokens) - 1
+            and tokens[:2] == plain[:2]
+        )
 
 
 def test_typical_acceptance_reads_each_node_after_its_path() -> None:
@@ -198,8 +252,13 @@ def test_typical_acceptance_reads_each_node_after_its_path() -> None:
     rule = Sampling("typical", 1.0, epsilon=0.2, delta=0.8)
     for seed in range(40):
         logits = torch.randn(tree.size, 7, generator=torch.Generator().manual_seed(seed))
-        texts = [torch.tensor([[6, 6, *draft.tokens[tree.path(node)].tolist()]]) for node in range(tree.size)]
-        changed = torch.cat([options(text, row[None]) for text, row in zip(texts, logits, strict=True)])
+        texts = [
+            torch.tensor([[6, 6, *draft.tokens[tree.path(node)].tolist()]])
+            for node in range(tree.size)
+        ]
+        changed = torch.cat(
+            [options(text, row[None]) for text, row in zip(texts, logits, strict=True)]
+        )
         processors = SequenceProcessors(LogitsProcessorList([options]), torch.tensor([6, 6, 4]))
         [path] = accept(logits[None], [draft], [Sampler(rule, 0, processors)])
         assert [path] == accept(changed[None], [draft], [Sampler(rule)])
@@ -234,7 +293,11 @@ def test_sampling_keeps_the_distribution_after_processors() -> None:
         (Sampling(), {"min_p": 0.1, "top_k": 5, "temperature": 0.5, "do_sample": True}, {}),
         (Sampling(), {"repetition_penalty": 1.3}, {"repetition_penalty": 1}),
         (Sampling("exact", 0.7, 0.9, 5), {"top_k": 3}, {"presence_penalty": 0}),
-        (Sampling("exact", 0.7, min_p=0.0), {"min_p": 0.1}, {"bad_words_ids": [], "logit_bias": {}}),
+        (
+            Sampling("exact", 0.7, min_p=0.0),
+            {"min_p": 0.1},
+            {"bad_words_ids": [], "logit_bias": {}},
+        ),
         (Sampling("typical", 0.7), {"min_p": 0.1}, {"suppress_tokens": []}),
     ],
 )
@@ -253,10 +316,14 @@ def test_models_own_min_p_is_taken_in_sampling() -> None:
     assert tokens_of(generate(backbone, None, None, PROMPT, **rules)) == theirs("llama", PROMPT)
 
 
-@pytest.mark.parametrize("config", [{"repetition_penalty": 1.3}, {"no_repeat_ngram_size": 2, "min_new_tokens": 3}])
+@pytest.mark.parametrize(
+    "config", [{"repetition_penalty": 1.3}, {"no_repeat_ngram_size": 2, "min_new_tokens": 3}]
+)
 def test_prompt_is_scored_alone_whatever_changes_the_logits(config: dict[str, Any]) -> None:
     def scores(backbone: Backbone, **options: Any) -> list[float]:
-        request = Request(PROMPT, 0, top=0, prompt_logprobs=True, logits_options=LogitsOptions(**options))
+        request = Request(
+            PROMPT, 0, top=0, prompt_logprobs=True, logits_options=LogitsOptions(**options)
+        )
         sequence, step = decoder_of(backbone).admit(request)
         assert sequence.done
         return [likelihood.logprob for likelihood in step.likelihoods][1:]
@@ -280,16 +347,24 @@ def test_loading_names_what_is_not_done_and_refuses_what_is_not_valid(
 
     with caplog.at_level(logging.INFO, "medusa_cli"):
         medusa = load(repetition_penalty=1.3, do_sample=True, temperature=0.6, num_beams=4)
-    named = {record.levelname: record.getMessage() for record in caplog.records if "config" in record.getMessage()}
+    named = {
+        record.levelname: record.getMessage()
+        for record in caplog.records
+        if "config" in record.getMessage()
+    }
     assert "num_beams" in named["WARNING"] and "temperature" in named["INFO"]
-    assert medusa.generate(PROMPT, max_new_tokens=COUNT).tokens == theirs("llama", PROMPT, {"repetition_penalty": 1.3})
+    assert medusa.generate(PROMPT, max_new_tokens=COUNT).tokens == theirs(
+        "llama", PROMPT, {"repetition_penalty": 1.3}
+    )
     with pytest.raises(UserError, match="generation_config"):
         load(num_beams=1, sequence_bias=[[[64], 1.0]])
     with pytest.raises(UserError, match="generation_config"):
         load(sequence_bias=None, no_repeat_ngram_size="many")
 
 
-@pytest.mark.parametrize(("name", "value"), [(name, value) for name in INVALID for value in INVALID[name]])
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, value) for name in INVALID for value in INVALID[name]]
+)
 def test_invalid_options_are_named(name: str, value: Any) -> None:
     with pytest.raises(UsageError, match=f"^{name}"):
         LogitsOptions(**{name: value})

@@ -6,7 +6,13 @@ import pytest
 import torch
 
 from medusa_cli.data.conversation import Conversation
-from medusa_cli.data.packing import Dataset, batch_of, positions_of, read_dataset, split_conversations
+from medusa_cli.data.packing import (
+    Dataset,
+    batch_of,
+    positions_of,
+    read_dataset,
+    split_conversations,
+)
 from medusa_cli.drafters import DRAFTERS, NewTokens
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.files.io import ReadReport
@@ -43,11 +49,15 @@ def trained(backbone: Backbone, name: str, **own: object) -> HeadDrafter:
     return drafter.eval()
 
 
-def drafted(drafter: HeadDrafter, backbone: Backbone, new: NewTokens, shape: Tree | DynamicTree) -> torch.Tensor:
+def drafted(
+    drafter: HeadDrafter, backbone: Backbone, new: NewTokens, shape: Tree | DynamicTree
+) -> torch.Tensor:
     return drafter.draft(backbone, [drafter], [new], shape)[0].tokens
 
 
-def whole(backbone: Backbone, number: int, turns: int) -> tuple[torch.Tensor, list[tuple[int, int]]]:
+def whole(
+    backbone: Backbone, number: int, turns: int
+) -> tuple[torch.Tensor, list[tuple[int, int]]]:
     tokens, spans = encode(backbone, conversation(number, turns=turns)["messages"])
     return torch.tensor(tokens), spans
 
@@ -64,7 +74,11 @@ def test_the_prompt_is_seen_and_where_it_is_not_asked_for_it_is_not(name: str) -
         drafts = []
         for states in (hidden, other):
             drafter.truncate(0)
-            drafts.append(drafted(drafter, backbone, drafter.first_input(NewTokens(tokens, states, 9, 0)), TREE))
+            drafts.append(
+                drafted(
+                    drafter, backbone, drafter.first_input(NewTokens(tokens, states, 9, 0)), TREE
+                )
+            )
         assert torch.equal(*drafts) == (drafter in narrow)
         assert drafter.sees_prompt == (drafter not in narrow)
 
@@ -73,15 +87,22 @@ def test_the_prompt_is_seen_and_where_it_is_not_asked_for_it_is_not(name: str) -
 def test_a_turn_taken_up_from_a_prefix_drafts_as_one_begun_afresh(name: str) -> None:
     backbone = tiny_backbone(layers=4)
     drafter = trained(backbone, name)
-    hidden, tokens = torch.randn(12, backbone.hidden_size * len(drafter.taps)), torch.randint(5, 60, (12,))
+    hidden, tokens = (
+        torch.randn(12, backbone.hidden_size * len(drafter.taps)),
+        torch.randint(5, 60, (12,)),
+    )
     drafted(drafter, backbone, NewTokens(tokens[:6], hidden[:6], int(tokens[6]), 0), TREE)
     stray = torch.randint(5, 60, (3,))  # an answer that the next turn does not take up
     drafted(drafter, backbone, NewTokens(stray, torch.randn(3, hidden.shape[1]), 7, 6), TREE)
     assert drafter.fork().truncate(5) == 0  # it knows nothing yet
-    assert drafter.truncate(20) == 9  # of the tokens that no draft was made from it must be told again
+    assert (
+        drafter.truncate(20) == 9
+    )  # of the tokens that no draft was made from it must be told again
     for shared in (8, 5):
         at = drafter.truncate(shared)
-        assert at == shared - (name != "hydra")  # what a row was told of the next token may be wrong
+        assert at == shared - (
+            name != "hydra"
+        )  # what a row was told of the next token may be wrong
     again = drafted(drafter, backbone, NewTokens(tokens[at:], hidden[at:], 11, at), TREE)
     drafter.truncate(0)
     assert torch.equal(again, drafted(drafter, backbone, NewTokens(tokens, hidden, 11, 0), TREE))
@@ -99,11 +120,16 @@ def test_end_of_a_long_conversation_is_learnt_with_all_that_came_before_it(name:
     [[*items]] = dataset.micro_batches([item], item.positions // 2)
     ours = dataset.batch(backbone, drafter, items, torch.float32)
     theirs = batch_of(backbone, drafter, [item])
-    assert all(torch.equal(getattr(ours, key), getattr(theirs, key)) for key in ("next", "segment", "sequence"))
+    assert all(
+        torch.equal(getattr(ours, key), getattr(theirs, key))
+        for key in ("next", "segment", "sequence")
+    )
     assert torch.allclose(ours.hidden, theirs.hidden) and len(ours.next) == len(tokens) - 1
 
 
-def test_prompts_beside_answers_change_nothing_for_heads_that_do_not_see_them(tmp_path: Path) -> None:
+def test_prompts_beside_answers_change_nothing_for_heads_that_do_not_see_them(
+    tmp_path: Path,
+) -> None:
     backbone = tiny_backbone()
     run = Run.open(f"{tmp_path}/run", create=True)
     write_lines(run.distill_path, [conversation(n, turns=2) for n in range(12)])
@@ -142,14 +168,22 @@ def test_stage_2_sees_prompts_and_learns_answers(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*VIEWS, "medusa"])
-def test_fresh_states_are_those_that_are_kept_and_leave_nothing_on_the_disk(name: str, tmp_path: Path) -> None:
+def test_fresh_states_are_those_that_are_kept_and_leave_nothing_on_the_disk(
+    name: str, tmp_path: Path
+) -> None:
     backbone = tiny_backbone(layers=4)
     run = Run.open(f"{tmp_path}/run", create=True)
     write_lines(run.distill_path, [conversation(n, turns=2) for n in range(10)])
-    words = [f"drafter={name}", "train.states=fresh", *(["drafter.prefix_layers=1"] if name == "hydra" else [])]
+    words = [
+        f"drafter={name}",
+        "train.states=fresh",
+        *(["drafter.prefix_layers=1"] if name == "hydra" else []),
+    ]
     recipe = load_recipe(None, [*SETTINGS, "train.batch_tokens=4096", *words])
     kind = DRAFTERS[name]
-    assert runs_model(kind, recipe.train) and not runs_model(kind, load_recipe(None, SETTINGS).train)
+    assert runs_model(kind, recipe.train) and not runs_model(
+        kind, load_recipe(None, SETTINGS).train
+    )
     fresh = read_dataset(run.data_path, backbone, 0.2, longest(recipe.train))
     torch.manual_seed(0)
     drafter = build_drafter(backbone, recipe.drafter, fresh)
@@ -158,6 +192,8 @@ def test_fresh_states_are_those_that_are_kept_and_leave_nothing_on_the_disk(name
     kept = load_dataset(run, backbone, fraction=0.2, taps=drafter.taps)
     expected = stage_1_loss(backbone, drafter, kept, recipe.train, kept.train)
     assert online.positions == expected.positions
-    assert float(online.total.detach()) == pytest.approx(float(expected.total.detach()), rel=0.02)  # kept in bf16
+    assert float(online.total.detach()) == pytest.approx(
+        float(expected.total.detach()), rel=0.02
+    )  # kept in bf16
     ours, theirs = (measure(backbone, drafter, each, top=2) for each in (fresh, kept))
     assert (ours["counted"], ours["positions"]) == (theirs["counted"], theirs["positions"])

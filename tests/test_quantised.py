@@ -37,16 +37,24 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_quantised_models_decode_with_drafts_as_without(model: str, method: str) -> None:
     backbone = load_backbone(model, LoadOptions(dtype="fp32", quantize=method))
     kinds = {type(module).__name__ for module in backbone.model.modules()}
-    assert ("Linear4bit" if method == "bnb.nf4" else "Linear8bitLt") in kinds and backbone.engine.name == "eager"
+    assert (
+        "Linear4bit" if method == "bnb.nf4" else "Linear8bitLt"
+    ) in kinds and backbone.engine.name == "eager"
     plain = tokens_of(generate_plain(backbone, PROMPT, max_new_tokens=24, stop_ids=()))
-    drafted = generate(backbone, medusa_drafter(backbone), SPARSE, PROMPT, max_new_tokens=24, stop_ids=())
+    drafted = generate(
+        backbone, medusa_drafter(backbone), SPARSE, PROMPT, max_new_tokens=24, stop_ids=()
+    )
     tokens = tokens_of(drafted)
     assert len(tokens) == 24
-    if method == "bnb.nf4":  # 8-bit products round by the row they come in, so near-ties may part there
+    if (
+        method == "bnb.nf4"
+    ):  # 8-bit products round by the row they come in, so near-ties may part there
         assert tokens == plain
 
 
-def test_evaluation_keeps_the_adapters_gradients(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evaluation_keeps_the_adapters_gradients(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On hosts with AVX512-BF16, bitsandbytes repacks 4-bit weights at the first inference.
 
     Unless that is switched off, later training passes lose the gradients of adapters with a generic warning at most.
@@ -67,7 +75,9 @@ def test_evaluation_keeps_the_adapters_gradients(model: str, monkeypatch: pytest
         network.train()
         with torch.autocast("cpu", torch.bfloat16):
             backbone.engine.lm_head(backbone.states(ids)).float().logsumexp(-1).sum().backward()
-        gradients = {name: weight.grad.clone() for name, weight in weights.items() if weight.grad is not None}
+        gradients = {
+            name: weight.grad.clone() for name, weight in weights.items() if weight.grad is not None
+        }
         network.zero_grad()
         return gradients
 
@@ -102,7 +112,12 @@ def test_commands_after_qlora_load_the_model_in_4_bits_unless_quantize_is_given(
     assert (Path(run) / "adapter" / "adapter_model.safetensors").is_file()
     in_4bit = loads(monkeypatch)
     chat = ["chat", "--prompt", "w1", "--max-new-tokens", "8"]
-    for words in (["calibrate", "--top", "3"], ["tree", "--budget", "auto"], chat, [*chat, "--baseline"]):
+    for words in (
+        ["calibrate", "--top", "3"],
+        ["tree", "--budget", "auto"],
+        chat,
+        [*chat, "--baseline"],
+    ):
         ran = medusa(words[0], "--run", run, *words[1:])
         assert "quantizing the model by bnb.nf4" in ran.stderr and in_4bit == [True], words
         in_4bit.clear()

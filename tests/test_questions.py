@@ -5,14 +5,23 @@ from pathlib import Path
 
 import pytest
 
-from medusa_cli.bench.questions import CODING, WITHHELD, Question, of_categories, read_questions, spread
+from medusa_cli.bench.questions import (
+    CODING,
+    WITHHELD,
+    Question,
+    of_categories,
+    read_questions,
+    spread,
+)
 from medusa_cli.errors import UsageError, UserError
 from tests.helpers import write_lines
 
 
 def test_spec_benchs_480_questions_are_six_tasks(tmp_path: Path) -> None:
     def categories(*names: str) -> list[str]:
-        path = write_lines(tmp_path / "q.jsonl", [{"category": name, "turns": ["x"]} for name in names])
+        path = write_lines(
+            tmp_path / "q.jsonl", [{"category": name, "turns": ["x"]} for name in names]
+        )
         questions, skipped = read_questions(path)
         assert skipped == 0
         return [question.category for question in questions]
@@ -28,11 +37,24 @@ def test_speed_benchs_rows_are_read_and_withheld_ones_skipped(tmp_path: Path) ->
     import pyarrow.parquet
 
     rows = [
-        {"question_id": "a1", "category": "coding", "turns": ["first", "second"], "multiturn": True},
-        {"question_id": "a2", "category": "math", "turns": [f"{WITHHELD} FROM THE SOURCE"], "multiturn": False},
+        {
+            "question_id": "a1",
+            "category": "coding",
+            "turns": ["first", "second"],
+            "multiturn": True,
+        },
+        {
+            "question_id": "a2",
+            "category": "math",
+            "turns": [f"{WITHHELD} FROM THE SOURCE"],
+            "multiturn": False,
+        },
     ]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "test.parquet")
-    assert read_questions(tmp_path / "test.parquet") == ([Question("a1", "coding", ("first", "second"))], 1)
+    assert read_questions(tmp_path / "test.parquet") == (
+        [Question("a1", "coding", ("first", "second"))],
+        1,
+    )
     (tmp_path / "no.parquet").write_text("no")
     with pytest.raises(UserError, match="no.parquet"):
         read_questions(tmp_path / "no.parquet")
@@ -41,17 +63,37 @@ def test_speed_benchs_rows_are_read_and_withheld_ones_skipped(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("record", "turns", "reference"),
     [
-        ({"task_id": "HumanEval/0", "prompt": "def f():", "canonical_solution": "  1"}, ("def f():",), ("  1",)),
+        (
+            {"task_id": "HumanEval/0", "prompt": "def f():", "canonical_solution": "  1"},
+            ("def f():",),
+            ("  1",),
+        ),
         ({"question": "2 + 2?", "answer": "#### 4"}, ("2 + 2?",), ("#### 4",)),
         ({"instruction": "Translate.", "input": "Hallo"}, ("Translate.\n\nHallo",), ()),
-        ({"prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]}, ("u",), ()),
-        ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}, ("a",), ()),
+        (
+            {"prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]},
+            ("u",),
+            (),
+        ),
+        (
+            {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
+            ("a",),
+            (),
+        ),
         ({"turns": ["a", "b"], "reference": ["c", "d"]}, ("a", "b"), ("c", "d")),
-        ({"turns": ["first\u2028second\x85third"]}, ("first\u2028second\x85third",), ()),  # only \n ends a line
+        (
+            {"turns": ["first\u2028second\x85third"]},
+            ("first\u2028second\x85third",),
+            (),
+        ),  # only \n ends a line
     ],
 )
-def test_records_of_other_sets_are_questions(tmp_path: Path, record: dict, turns: tuple, reference: tuple) -> None:
-    (tmp_path / "q.jsonl").write_text(json.dumps(record, ensure_ascii=False) + "\n", encoding="utf-8")
+def test_records_of_other_sets_are_questions(
+    tmp_path: Path, record: dict, turns: tuple, reference: tuple
+) -> None:
+    (tmp_path / "q.jsonl").write_text(
+        json.dumps(record, ensure_ascii=False) + "\n", encoding="utf-8"
+    )
     ([question], _) = read_questions(tmp_path / "q.jsonl")
     assert (question.turns, question.reference) == (turns, reference)
     (tmp_path / "q.json").write_text(json.dumps([record, 3]))
@@ -60,14 +102,18 @@ def test_records_of_other_sets_are_questions(tmp_path: Path, record: dict, turns
 
 def test_a_text_file_is_a_prompt_a_line(tmp_path: Path) -> None:
     (tmp_path / "q.txt").write_text("one\n\ntwo \n")
-    assert [question.turns for question in read_questions(tmp_path / "q.txt")[0]] == [("one",), ("two",)]
+    assert [question.turns for question in read_questions(tmp_path / "q.txt")[0]] == [
+        ("one",),
+        ("two",),
+    ]
 
 
 def test_a_hub_datasets_split_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     splits = {"train": [{"question": "t"}], "test": [{"question": "e"}]}
     monkeypatch.setattr(
-        "datasets.load_dataset", lambda *words, trust_remote_code: asked.append((*words, trust_remote_code)) or splits
+        "datasets.load_dataset",
+        lambda *words, trust_remote_code: asked.append((*words, trust_remote_code)) or splits,
     )
     monkeypatch.setattr("medusa_cli.files.assets.check_hub", lambda *words, **more: None)
     assert read_questions("openai/gsm8k:main")[0][0].turns == ("e",)
@@ -110,6 +156,10 @@ def test_questions_are_chosen_by_category_and_spread_over_them() -> None:
 def test_our_questions_about_code_are_forty_of_two_turns() -> None:
     questions, skipped = read_questions(CODING)
     assert (len(questions), skipped) == (40, 0)
-    assert len({question.id for question in questions}) == len({question.turns[0] for question in questions}) == 40
+    assert (
+        len({question.id for question in questions})
+        == len({question.turns[0] for question in questions})
+        == 40
+    )
     assert all(len(question.turns) == 2 for question in questions)
     assert len({question.category for question in questions}) == 8

@@ -26,10 +26,14 @@ DEEP = "[" * 5000 + "]" * 5000
 LONG = "9" * 5000
 
 
-@pytest.mark.parametrize("text", [DEEP, LONG, "1e999", "NaN", '{"a": {"b": "\\ud800"}}', "{", "  ", "{} {}"])
+@pytest.mark.parametrize(
+    "text", [DEEP, LONG, "1e999", "NaN", '{"a": {"b": "\\ud800"}}', "{", "  ", "{} {}"]
+)
 def test_bad_json_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "a.json").write_text(text)
-    with pytest.raises(UserError, match=r"the file .*a\.json is empty, cut off or no JSON") as raised:
+    with pytest.raises(
+        UserError, match=r"the file .*a\.json is empty, cut off or no JSON"
+    ) as raised:
         read_json(tmp_path / "a.json", "the file")
     assert len(str(raised.value)) < 2 * LONGEST
 
@@ -53,7 +57,12 @@ def test_what_is_no_file_or_too_large_is_named_and_not_waited_for(
 
 def record_of(number: int) -> dict[str, Any]:
     """A line of two answers."""
-    return {"id": f"c{number}", "messages": [], "tokens": [1, 2, 3, 4, 5, 6], "spans": [[1, 3], [4, 6]]}
+    return {
+        "id": f"c{number}",
+        "messages": [],
+        "tokens": [1, 2, 3, 4, 5, 6],
+        "spans": [[1, 3], [4, 6]],
+    }
 
 
 CHANGES = [
@@ -62,12 +71,19 @@ CHANGES = [
     *({"state_rows": rows} for rows in ([-3, 5], [0.5, 1], [0, 10**30], "ab")),
     *({"tokens": tokens} for tokens in ([1, -2], "abc")),
 ]
-LINES = [*(json.dumps(record_of(1) | change) for change in CHANGES), DEEP, LONG, '{"id": "a", "id": "b"}']
+LINES = [
+    *(json.dumps(record_of(1) | change) for change in CHANGES),
+    DEEP,
+    LONG,
+    '{"id": "a", "id": "b"}',
+]
 LINES += ['{"tokens": ' + LONG + "}", '{"id": "torn", "mess', '{"conversations": []}', "[1]"]
 
 
 @pytest.mark.parametrize("line", LINES, ids=lambda line: line[-30:])
-def test_a_bad_line_is_passed_over_in_training_and_named_in_distilling(tmp_path: Path, line: str) -> None:
+def test_a_bad_line_is_passed_over_in_training_and_named_in_distilling(
+    tmp_path: Path, line: str
+) -> None:
     run = Run.open(f"{tmp_path}/run", create=True)
     lines = [json.dumps(record_of(0)), line, json.dumps(record_of(2))]
     run.distill_path.write_text("\n".join(lines) + "\n")
@@ -90,9 +106,20 @@ def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None
 def test_a_log_is_read_as_far_as_it_is_whole(tmp_path: Path) -> None:
     step = {"event": "validated", **dataclasses.asdict(Validated(1, 1.0, [1.0], [0.5], 3, 9, {}))}
     path = tmp_path / "train.jsonl"
-    wrong = ({"step": "2"}, {"head_losses": []}, {"accuracies": [0.5, 0.5]}, {"event": ["saved"]}, {"event": "rested"})
+    wrong = (
+        {"step": "2"},
+        {"head_losses": []},
+        {"accuracies": [0.5, 0.5]},
+        {"event": ["saved"]},
+        {"event": "rested"},
+    )
     without = ({key: value for key, value in step.items() if key != missing} for missing in step)
-    for bad in ("[1]", DEEP, *map(json.dumps, without), *(json.dumps(step | fields) for fields in wrong)):
+    for bad in (
+        "[1]",
+        DEEP,
+        *map(json.dumps, without),
+        *(json.dumps(step | fields) for fields in wrong),
+    ):
         path.write_text(f"{json.dumps(step)}\n{bad}\n{json.dumps(step)}\n")
         assert read_log(path) == [step]
     path.write_bytes(b'{"event": "saved", "step": 1}\n\xff\xfe\n')
@@ -113,7 +140,9 @@ FILES = {
 
 
 @pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("text", [DEEP, LONG, "[3]", "3", '{"backbone": 3, "accuracies": "x", "parents": 1}', "\udcff"])
+@pytest.mark.parametrize(
+    "text", [DEEP, LONG, "[3]", "3", '{"backbone": 3, "accuracies": "x", "parents": 1}', "\udcff"]
+)
 def test_every_file_of_a_run_is_refused_in_one_line(run: Run, name: str, text: str) -> None:
     (run.path / name).write_bytes(text.encode("utf-8", "surrogateescape"))
     done = medusa(*FILES[name], "--run", run.path, exit_code=1)
@@ -127,7 +156,11 @@ Tensors = dict[str, Tensor]
 def save(folder: Path, name: str = "medusa") -> Path:
     """Saves a drafter with a draft vocabulary; returns the path of its weights."""
     backbone, kind = tiny_backbone(), DRAFTERS[name]
-    save_drafter(kind.create(backbone, 2, 1, "draft", torch.arange(7, 27)), folder, provenance(backbone.identity))
+    save_drafter(
+        kind.create(backbone, 2, 1, "draft", torch.arange(7, 27)),
+        folder,
+        provenance(backbone.identity),
+    )
     return folder / kind.weights_file
 
 

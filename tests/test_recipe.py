@@ -10,7 +10,15 @@ import pytest
 from medusa_cli.distill.distillation import check_settings
 from medusa_cli.errors import LONGEST, UsageError, UserError
 from medusa_cli.runs import recipe as recipes
-from medusa_cli.runs.recipe import Recipe, differences, find_recipe, load_recipe, meanings, recipe_of, types
+from medusa_cli.runs.recipe import (
+    Recipe,
+    differences,
+    find_recipe,
+    load_recipe,
+    meanings,
+    recipe_of,
+    types,
+)
 from medusa_cli.runs.run import Run
 from medusa_cli.train.setup import check_recipe
 
@@ -26,9 +34,28 @@ def test_recipe_file_loads(path: Path) -> None:
 
 
 # Medusa, sections 3.3.2, 4.1 and 4.2: on the data the models were tuned on, or on their own answers.
-TUNED = {"lambda_0": 0.2, "schedule": "constant", "objective": "ce", "tuning": "qlora", "warmup_steps": 40}
-SELF_DISTILLED = {"lambda_0": 0.01, "schedule": "sine", "objective": "kl", "tuning": "lora", "warmup_steps": 20}
-LORA = {"lora_rank": 32, "lora_alpha": 16, "lora_dropout": 0.05, "optimizer": "adamw8bit", "epochs": 2, "decay": 0.8}
+TUNED = {
+    "lambda_0": 0.2,
+    "schedule": "constant",
+    "objective": "ce",
+    "tuning": "qlora",
+    "warmup_steps": 40,
+}
+SELF_DISTILLED = {
+    "lambda_0": 0.01,
+    "schedule": "sine",
+    "objective": "kl",
+    "tuning": "lora",
+    "warmup_steps": 20,
+}
+LORA = {
+    "lora_rank": 32,
+    "lora_alpha": 16,
+    "lora_dropout": 0.05,
+    "optimizer": "adamw8bit",
+    "epochs": 2,
+    "decay": 0.8,
+}
 
 
 @pytest.mark.parametrize(
@@ -45,7 +72,14 @@ def test_papers_recipe_has_the_papers_numbers(
 ) -> None:
     recipe = load_recipe(SHIPPED / f"{name}.yaml")
     train, drafter = recipe.train, recipe.drafter
-    expected = {**LORA, **numbers, "stage": 2, "max_length": 2048, "backbone_lr": backbone_lr, "lr": 4 * backbone_lr}
+    expected = {
+        **LORA,
+        **numbers,
+        "stage": 2,
+        "max_length": 2048,
+        "backbone_lr": backbone_lr,
+        "lr": 4 * backbone_lr,
+    }
     assert {key: getattr(train, key) for key in expected} == expected
     assert train.batch_tokens * train.accumulation == sequences * train.max_length
     assert (drafter.name, drafter.num_heads, drafter.num_layers) == ("medusa", 5, 1)
@@ -55,13 +89,28 @@ def test_papers_recipe_has_the_papers_numbers(
 @pytest.mark.parametrize("size", ["7b", "13b"])
 def test_papers_stage_1_gives_the_heads_of_its_stage_2(size: str) -> None:
     first, second = (load_recipe(SHIPPED / f"vicuna-{size}-medusa{stage}.yaml") for stage in (1, 2))
-    assert (first.train.stage, first.train.epochs, first.train.lr, first.train.warmup_steps) == (1, 2, 2e-3, 40)
-    assert (first.model, first.drafter, first.distill) == (second.model, second.drafter, second.distill)
+    assert (first.train.stage, first.train.epochs, first.train.lr, first.train.warmup_steps) == (
+        1,
+        2,
+        2e-3,
+        40,
+    )
+    assert (first.model, first.drafter, first.distill) == (
+        second.model,
+        second.drafter,
+        second.distill,
+    )
 
 
 def test_defaults_and_overrides() -> None:
     assert load_recipe() == Recipe()
-    words = ["train.lr=1e-4", "drafter.num_heads=4", "drafter=medusa", "train.max_tokens=null", "distill.seed=a: b"]
+    words = [
+        "train.lr=1e-4",
+        "drafter.num_heads=4",
+        "drafter=medusa",
+        "train.max_tokens=null",
+        "distill.seed=a: b",
+    ]
     recipe = load_recipe(None, words)
     assert (recipe.train.lr, recipe.drafter.num_heads, recipe.drafter.name) == (1e-4, 4, "medusa")
     assert recipe.train.max_tokens is None
@@ -111,8 +160,22 @@ DEEP, LONG = "[" * 5000 + "]" * 5000, "9" * 5000
 
 @pytest.mark.parametrize(
     "text",
-    ["", "- 1\n", "a: [", "train: {speed: 3}", "a: &x [1]\nb: *x\n", "a: &x\n  b: *x\n", DEEP, f"a: {LONG}", "a: \x01"]
-    + ["train: {lr: 1}\ntrain: {lr: 2}\n", "train:\n  lr: 1\n  epochs: 2\n  lr: 2\n", "? [a, b]\n: 1\n"]
+    [
+        "",
+        "- 1\n",
+        "a: [",
+        "train: {speed: 3}",
+        "a: &x [1]\nb: *x\n",
+        "a: &x\n  b: *x\n",
+        DEEP,
+        f"a: {LONG}",
+        "a: \x01",
+    ]
+    + [
+        "train: {lr: 1}\ntrain: {lr: 2}\n",
+        "train:\n  lr: 1\n  epochs: 2\n  lr: 2\n",
+        "? [a, b]\n: 1\n",
+    ]
     + ["a: !!python/object/apply:os.system [ls]", "a: 1:" + ":".join(["59"] * 12) + ".5e", None],
 )
 def test_bad_file_is_named(tmp_path: Path, text: str | None) -> None:
@@ -126,7 +189,11 @@ def test_bad_file_is_named(tmp_path: Path, text: str | None) -> None:
 
 @pytest.mark.parametrize(
     "override",
-    ["train.lr=" + "x" * 100_000, "train.lr=[" + "1, " * 50_000 + "1]", "drafter.num_layers=1000000000"]
+    [
+        "train.lr=" + "x" * 100_000,
+        "train.lr=[" + "1, " * 50_000 + "1]",
+        "drafter.num_layers=1000000000",
+    ]
     + ["drafter.num_heads=1e9", "train.epochs=1e12", "train.seed=1e30"],
     ids=lambda override: override[:30],
 )
@@ -136,7 +203,9 @@ def test_values_that_nobody_has_are_refused_briefly(override: str) -> None:
     assert len(str(raised.value)) < LONGEST
 
 
-def test_template_is_kept_as_text_and_read_from_the_recipes_own_folder_alone(tmp_path: Path) -> None:
+def test_template_is_kept_as_text_and_read_from_the_recipes_own_folder_alone(
+    tmp_path: Path,
+) -> None:
     folder, template = tmp_path / "recipes", "{{ messages }}"
     folder.mkdir()
     (tmp_path / "secret").write_text("key")
@@ -150,7 +219,9 @@ def test_template_is_kept_as_text_and_read_from_the_recipes_own_folder_alone(tmp
     recipe = load_recipe(path)
     assert recipe.chat_template == template
     path.write_text(recipe.to_yaml())
-    assert load_recipe(path) == recipe == load_recipe(None, [f"chat_template={folder / 'own.jinja'}"])
+    assert (
+        load_recipe(path) == recipe == load_recipe(None, [f"chat_template={folder / 'own.jinja'}"])
+    )
 
 
 def test_differences_are_dotted_keys_of_the_sections() -> None:
@@ -166,7 +237,9 @@ def test_every_key_is_documented() -> None:
     assert sorted(set(keys) - set(documented)) == []
 
 
-@pytest.mark.parametrize("name", ["medusa1", "medusa1.yaml", "recipes/medusa1.yaml", "recipes/hydra", "eagle"])
+@pytest.mark.parametrize(
+    "name", ["medusa1", "medusa1.yaml", "recipes/medusa1.yaml", "recipes/hydra", "eagle"]
+)
 @pytest.mark.parametrize("installed", [False, True])
 def test_recipes_that_ship_are_found_from_anywhere(
     name: str, installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -174,12 +247,16 @@ def test_recipes_that_ship_are_found_from_anywhere(
     monkeypatch.chdir(tmp_path)
     if installed:  # the package stands elsewhere, and its recipes under share/
         shutil.copytree(SHIPPED, tmp_path / "share" / "medusa-cli" / "recipes")
-        monkeypatch.setattr(recipes, "__file__", str(tmp_path / "medusa_cli" / "runs" / "recipe.py"))
+        monkeypatch.setattr(
+            recipes, "__file__", str(tmp_path / "medusa_cli" / "runs" / "recipe.py")
+        )
     path = find_recipe(name)
     assert path.name == Path(name).stem + ".yaml" and path.is_relative_to(tmp_path) == installed
     assert load_recipe(name) == load_recipe(SHIPPED / path.name)
     Path("recipes").mkdir()
-    Path("recipes", "medusa1.yaml").write_text("train: {lr: 0.5}")  # a file of one's own comes first
+    Path("recipes", "medusa1.yaml").write_text(
+        "train: {lr: 0.5}"
+    )  # a file of one's own comes first
     assert load_recipe("recipes/medusa1.yaml").train.lr == 0.5
 
 
@@ -190,9 +267,13 @@ def test_unknown_recipe_names_those_that_ship(tmp_path: Path) -> None:
         assert name in str(raised.value)
 
 
-def test_runs_own_model_is_trained_whatever_the_recipe_names(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_runs_own_model_is_trained_whatever_the_recipe_names(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     run, fresh = (Run.open(f"{tmp_path}/{name}", create=True) for name in ("mine", "fresh"))
-    run.bind({"id": "me/mine", "architecture": "llama", "hidden_size": 8, "vocab_size": 9, "layers": 1})
+    run.bind(
+        {"id": "me/mine", "architecture": "llama", "hidden_size": 8, "vocab_size": 9, "layers": 1}
+    )
 
     def chosen(run: Run, *words: str, model: str | None = None) -> Recipe:
         caplog.clear()
@@ -201,8 +282,14 @@ def test_runs_own_model_is_trained_whatever_the_recipe_names(tmp_path: Path, cap
     for words in (("medusa1",), ("hydra", "train.lr=0.5"), ("eagle",), ()):
         assert chosen(run, *words).model == "me/mine" and not caplog.records
     foreign = chosen(run, "vicuna-7b-medusa1")
-    assert foreign.model == "me/mine" and foreign.chat_template is None and foreign.drafter.num_heads == 5
-    assert [record.levelname for record in caplog.records] == ["WARNING"] and "me/mine" in caplog.text
+    assert (
+        foreign.model == "me/mine"
+        and foreign.chat_template is None
+        and foreign.drafter.num_heads == 5
+    )
+    assert [record.levelname for record in caplog.records] == [
+        "WARNING"
+    ] and "me/mine" in caplog.text
     named = load_recipe("vicuna-7b-medusa1")
     for recipe in (
         chosen(fresh, "vicuna-7b-medusa1"),

@@ -13,7 +13,16 @@ from typer.testing import Result
 from medusa_cli.bench.judge import Task, tally, tasks
 from medusa_cli.bench.questions import Question
 from medusa_cli.bench.report import lines
-from tests.helpers import ChatServer, bench, medusa, medusa_json, save_bench, save_model, save_questions, save_run
+from tests.helpers import (
+    ChatServer,
+    bench,
+    medusa,
+    medusa_json,
+    save_bench,
+    save_model,
+    save_questions,
+    save_run,
+)
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +53,9 @@ def test_the_page_needs_nothing_beside_it(place: Path) -> None:
 
 def test_runs_stand_side_by_side(place: Path) -> None:
     output = place / "both.html"
-    assert medusa_json("report", place / "mine", place / "other", "--output", output)["written"] == [
+    assert medusa_json("report", place / "mine", place / "other", "--output", output)[
+        "written"
+    ] == [
         str(output),
         str(output.with_suffix(".md")),
     ]
@@ -58,10 +69,20 @@ def test_runs_stand_side_by_side(place: Path) -> None:
 
 
 def test_names_of_any_characters_are_shown_as_they_are(place: Path, tmp_path: Path) -> None:
-    asked = [{"question_id": i, "category": name, "turns": ["w1"]} for i, name in enumerate(["$a$ | <b>", "c\nd & $"])]
+    asked = [
+        {"question_id": i, "category": name, "turns": ["w1"]}
+        for i, name in enumerate(["$a$ | <b>", "c\nd & $"])
+    ]
     (tmp_path / "q&a $x$.jsonl").write_text("\n".join(map(json.dumps, asked)))
     shutil.copytree(place / "mine", tmp_path / "mine", ignore=shutil.ignore_patterns("bench"))
-    words = ["--questions", str(tmp_path / "q&a $x$.jsonl"), "--run", str(tmp_path / "mine"), "--dtype", "fp32"]
+    words = [
+        "--questions",
+        str(tmp_path / "q&a $x$.jsonl"),
+        "--run",
+        str(tmp_path / "mine"),
+        "--dtype",
+        "fp32",
+    ]
     medusa("bench", *words, "--max-new-tokens", "4", "--methods", "ar,medusa", "--report")
     assert "$a$ | &lt;b&gt;" in only(tmp_path / "mine/bench", "*.html").read_text()
     lines = only(tmp_path / "mine/bench", "*.md").read_text().splitlines()
@@ -87,10 +108,23 @@ def test_figures_that_no_bench_writes_are_refused_in_one_line(
     document = json.loads(only(place / "mine/bench", "*.json").read_text())
     (tmp_path / "bench.json").write_text(json.dumps({**document, key: value}))
     done = medusa("report", tmp_path / "bench.json", exit_code=1)
-    assert "bench" in done.stderr and "internal error" not in done.stderr and not list(tmp_path.glob("*.html"))
+    assert (
+        "bench" in done.stderr
+        and "internal error" not in done.stderr
+        and not list(tmp_path.glob("*.html"))
+    )
 
 
-SAMPLED = ["--methods", "ar,medusa", "--tree", "static", "--sampling", "typical", "--temperature", "0.9"]
+SAMPLED = [
+    "--methods",
+    "ar,medusa",
+    "--tree",
+    "static",
+    "--sampling",
+    "typical",
+    "--temperature",
+    "0.9",
+]
 
 
 @pytest.fixture
@@ -106,7 +140,9 @@ def judged(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def ask(judged: Path, *words: str, exit_code: int = 0) -> Result:
-    return bench(judged, "--limit", "2", "--max-new-tokens", "8", "--json", *words, exit_code=exit_code)
+    return bench(
+        judged, "--limit", "2", "--max-new-tokens", "8", "--json", *words, exit_code=exit_code
+    )
 
 
 def newest(judged: Path) -> Path:
@@ -116,11 +152,21 @@ def newest(judged: Path) -> Path:
 def test_a_bench_keeps_its_answers_and_without_them_nothing_is_judged(judged: Path) -> None:
     document = json.loads(ask(judged, "--methods", "hf,ar").stdout)
     assert [question["id"] for question in document["questions"]] == ["0", "1"]
-    hf, ar = ([answer["turns"] for answer in document["methods"][name]["answers"]] for name in ("hf", "ar"))
+    hf, ar = (
+        [answer["turns"] for answer in document["methods"][name]["answers"]]
+        for name in ("hf", "ar")
+    )
     assert hf == ar and [len(turns) for turns in ar] == [2, 2] and all(ar[0])
     del document["questions"]
     (judged / "old.json").write_text(json.dumps(document))
-    words = ["report", judged / "old.json", "--judge", "http://127.0.0.1:9", "--judge-model", "wise"]
+    words = [
+        "report",
+        judged / "old.json",
+        "--judge",
+        "http://127.0.0.1:9",
+        "--judge-model",
+        "wise",
+    ]
     assert "medusa bench" in medusa(*words, exit_code=1).stderr
 
 
@@ -129,7 +175,9 @@ def test_a_judge_grades_every_turn_and_compares_in_both_orders(
 ) -> None:
     monkeypatch.setenv("MEDUSA_API_KEY", "secret")
     judge.say = lambda body: (
-        "The first. [[A]]" if "Assistant B" in body["messages"][-1]["content"] else "Good. Rating: [[8]]",
+        "The first. [[A]]"
+        if "Assistant B" in body["messages"][-1]["content"]
+        else "Good. Rating: [[8]]",
         "stop",
     )
     done = ask(judged, *SAMPLED, "--judge", f"{judge.url}/v1/", "--judge-model", "wise")
@@ -145,7 +193,10 @@ def test_a_judge_grades_every_turn_and_compares_in_both_orders(
     medusa("report", newest(judged), "--judge", judge.url, "--judge-model", "wise")
     assert len(judge.requests) == count  # nothing is asked twice
     page = newest(judged).with_suffix(".md").read_text()
-    assert "| mine | medusa against ar | - | 0 | 2 | 0 | 2 |" in page and "| mine | medusa | 8.00 |" in page
+    assert (
+        "| mine | medusa against ar | - | 0 | 2 | 0 | 2 |" in page
+        and "| mine | medusa | 8.00 |" in page
+    )
 
 
 def test_a_judgement_goes_on_after_a_failure(judged: Path, judge: ChatServer) -> None:
@@ -176,10 +227,22 @@ def test_pairs_count_if_both_orders_agree_and_same_answers_are_ties() -> None:
     asked = list(tasks(questions, texts, "ar"))
     assert len([task for task in asked if task.order == 0]) == 8
     assert {task.question for task in asked if task.order} == {"0", "1", "2"}
-    assert "known" in asked[0].text and "known" not in next(task for task in asked if task.question == "1").text
-    replies = {("0", 1): "B", ("0", 2): "A", ("1", 1): "A", ("1", 2): "B", ("2", 1): "A", ("2", 2): "A"}
+    assert (
+        "known" in asked[0].text
+        and "known" not in next(task for task in asked if task.question == "1").text
+    )
+    replies = {
+        ("0", 1): "B",
+        ("0", 2): "A",
+        ("1", 1): "A",
+        ("1", 2): "B",
+        ("2", 1): "A",
+        ("2", 2): "A",
+    }
     outcomes = {
-        task[:4]: task.read(f"So [[{replies[task.question, task.order]}]]" if task.order else "[[6.5]]")
+        task[:4]: task.read(
+            f"So [[{replies[task.question, task.order]}]]" if task.order else "[[6.5]]"
+        )
         for task in asked
     }
     result = tally(outcomes, questions, texts, "ar")
@@ -189,7 +252,11 @@ def test_pairs_count_if_both_orders_agree_and_same_answers_are_ties() -> None:
 
 def test_replies_without_a_grade_count_for_nothing(judged: Path, judge: ChatServer) -> None:
     task = Task("medusa", "1", 0, 0, "")
-    assert task.read("no grade") is None and task.read("[[11]]") is None and task.read("[[3]] no, [[4]]") == 4
+    assert (
+        task.read("no grade") is None
+        and task.read("[[11]]") is None
+        and task.read("[[3]] no, [[4]]") == 4
+    )
     judge.say = lambda body: ("I would rather not.", "stop")
     done = ask(judged, *SAMPLED, "--judge", judge.url, "--judge-model", "shy")
     assert "shy" in done.stderr
@@ -200,5 +267,7 @@ def test_replies_without_a_grade_count_for_nothing(judged: Path, judge: ChatServ
 
 @pytest.mark.parametrize("address", ["nowhere", "http://127.0.0.1:9"])
 def test_a_judge_that_is_not_there_costs_nothing_measured(judged: Path, address: str) -> None:
-    done = ask(judged, "--methods", "ar,medusa", "--judge", address, "--judge-model", "wise", exit_code=1)
+    done = ask(
+        judged, "--methods", "ar,medusa", "--judge", address, "--judge-model", "wise", exit_code=1
+    )
     assert f"--judge {address}" in done.stderr and done.stdout

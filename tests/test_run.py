@@ -32,7 +32,10 @@ with sole_writer(folder, "medusa distill"), replacing(folder / "train.png") as p
 def writing(folder: Path) -> Iterator[subprocess.Popen]:
     """Runs another process that writes the run, and a file in it, until its input ends."""
     writer = subprocess.Popen(
-        [sys.executable, "-c", WRITER, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", WRITER, str(folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     try:
         assert writer.stdout is not None and writer.stdout.readline() == "writing\n"
@@ -42,9 +45,13 @@ def writing(folder: Path) -> Iterator[subprocess.Popen]:
         writer.communicate()
 
 
-def test_content_is_on_disk_before_it_takes_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_content_is_on_disk_before_it_takes_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, seen = tmp_path / "file.json", []
-    monkeypatch.setattr("os.fsync", lambda handle: seen.append((os.fstat(handle).st_size, path.exists())))
+    monkeypatch.setattr(
+        "os.fsync", lambda handle: seen.append((os.fstat(handle).st_size, path.exists()))
+    )
     write_atomic(path, "12345")
     with replacing_folder(tmp_path / "folder") as part:
         (part / "weights").write_bytes(b"123")
@@ -57,7 +64,10 @@ def test_files_of_a_killed_writer_are_removed_and_no_others(tmp_path: Path) -> N
         writer.send_signal(signal.SIGKILL)
         writer.wait()
     [left] = tmp_path.glob(f"{TEMPORARY}*")
-    others = [tmp_path / name for name in (".checkpoint.pt.old", f"{TEMPORARY}notes.pt", ".other.abcdefgh.pt")]
+    others = [
+        tmp_path / name
+        for name in (".checkpoint.pt.old", f"{TEMPORARY}notes.pt", ".other.abcdefgh.pt")
+    ]
     for other in others:
         other.touch()
     with replacing(path) as first:  # while another writes, its file stays
@@ -66,10 +76,14 @@ def test_files_of_a_killed_writer_are_removed_and_no_others(tmp_path: Path) -> N
             assert first.exists()
             second.write_bytes(b"two")
         first.write_bytes(b"one")
-    assert path.read_bytes() == b"one" and sorted(tmp_path.iterdir()) == sorted([path, tmp_path / LOCK, *others])
+    assert path.read_bytes() == b"one" and sorted(tmp_path.iterdir()) == sorted(
+        [path, tmp_path / LOCK, *others]
+    )
 
 
-def test_an_unwritable_file_is_named_by_its_own_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unwritable_file_is_named_by_its_own_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(dir: Path, prefix: str, suffix: str) -> None:
         raise PermissionError(13, "Permission denied", f"{dir}/{prefix}12345678{suffix}")
 
@@ -88,7 +102,9 @@ def folder(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_folder_comes_back_when_the_second_move_fails(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_comes_back_when_the_second_move_fails(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     move = Path.rename
 
     def fail(self: Path, to: Path) -> Path:
@@ -99,7 +115,9 @@ def test_a_folder_comes_back_when_the_second_move_fails(folder: Path, monkeypatc
     monkeypatch.setattr(Path, "rename", fail)
     with pytest.raises(OSError, match="full"), replacing_folder(folder) as part:
         (part / "config.json").write_text("second")
-    assert (folder / "config.json").read_text() == "first" and list(folder.parent.iterdir()) == [folder]
+    assert (folder / "config.json").read_text() == "first" and list(folder.parent.iterdir()) == [
+        folder
+    ]
 
 
 def test_a_folder_is_replaced_though_a_reader_put_the_old_one_back(
@@ -117,14 +135,21 @@ def test_a_folder_is_replaced_though_a_reader_put_the_old_one_back(
     monkeypatch.setattr(Path, "rename", meet)
     with replacing_folder(folder) as part:
         (part / "config.json").write_text("second")
-    assert met and (folder / "config.json").read_text() == "second" and list(folder.parent.iterdir()) == [folder]
+    assert (
+        met
+        and (folder / "config.json").read_text() == "second"
+        and list(folder.parent.iterdir()) == [folder]
+    )
 
 
 def test_a_folder_comes_back_after_a_kill_between_the_moves(folder: Path) -> None:
     folder.rename(folder.with_name(".drafter.old"))
     assert (Run.open(str(folder.parent)).drafter_dir / "config.json").read_text() == "first"
     folder.rename(folder.with_name(".drafter.old"))
-    with pytest.raises(KeyError), replacing_folder(folder):  # the next save does not begin by deleting it
+    with (
+        pytest.raises(KeyError),
+        replacing_folder(folder),
+    ):  # the next save does not begin by deleting it
         raise KeyError
     assert (folder / "config.json").read_text() == "first"
 
@@ -152,10 +177,19 @@ def test_a_second_writer_is_refused_and_readers_are_not(run: Run, tmp_path: Path
     seeds.write_text(json.dumps([{"id": "a", "messages": [{"role": "user", "content": "w1"}]}]))
     before = {path: path.read_bytes() for path in run.path.rglob("*.json*")}
     with writing(run.path) as writer:
-        for words in (["distill", "--seed", str(seeds)], ["train"], ["calibrate"], ["tree", "--budget", "4"]):
+        for words in (
+            ["distill", "--seed", str(seeds)],
+            ["train"],
+            ["calibrate"],
+            ["tree", "--budget", "4"],
+        ):
             refused = medusa(*words, "--run", run.path, "--quiet", exit_code=1).stderr
-            assert f"`medusa distill` (process {writer.pid})" in refused and refused.count("\n") == 1
-        medusa("chat", "--run", run.path, "--dtype", "fp32", "--prompt", "w1", "--max-new-tokens", "2")
+            assert (
+                f"`medusa distill` (process {writer.pid})" in refused and refused.count("\n") == 1
+            )
+        medusa(
+            "chat", "--run", run.path, "--dtype", "fp32", "--prompt", "w1", "--max-new-tokens", "2"
+        )
         elsewhere = ["--output", tmp_path / "other.json"]
         medusa("tree", "--run", run.path, "--budget", "4", *elsewhere)
     assert {path: path.read_bytes() for path in before} == before

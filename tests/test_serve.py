@@ -19,12 +19,23 @@ from tests.serving import Served, serving, start
 
 def test_sigterm_finishes_answers_and_exits_with_0(tmp_path: Path) -> None:
     run = save_run(tmp_path / "run", save_model(tmp_path / "model", positions=8192)).path
-    process, port = start(["--run", f"{run}/", "--tree", "static", "--dtype", "fp32"], tmp_path / "log")
+    process, port = start(
+        ["--run", f"{run}/", "--tree", "static", "--dtype", "fp32"], tmp_path / "log"
+    )
     try:
-        body = {"model": "model", "prompt": [8, 30], "max_tokens": 2000, "stream": True, "temperature": 5, "seed": 3}
+        body = {
+            "model": "model",
+            "prompt": [8, 30],
+            "max_tokens": 2000,
+            "stream": True,
+            "temperature": 5,
+            "seed": 3,
+        }
         headers = {"Content-Type": "application/json"}
         url = f"http://127.0.0.1:{port}/v1/completions"
-        with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)) as answer:
+        with urllib.request.urlopen(
+            urllib.request.Request(url, json.dumps(body).encode(), headers)
+        ) as answer:
             first = answer.readline()
             process.send_signal(signal.SIGTERM)
             lines = [first, *answer.readlines()]
@@ -39,7 +50,9 @@ def test_sigterm_finishes_answers_and_exits_with_0(tmp_path: Path) -> None:
 def test_a_server_without_files_left_recovers_and_logs_little(tmp_path: Path) -> None:
     run = save_run(tmp_path / "run", save_model(tmp_path / "model")).path
     shell = ["bash", "-c", 'ulimit -n 120; exec "$@"', "limited"]
-    process, port = start(["--run", f"{run}/", "--baseline", "--dtype", "fp32"], tmp_path / "log", shell)
+    process, port = start(
+        ["--run", f"{run}/", "--baseline", "--dtype", "fp32"], tmp_path / "log", shell
+    )
     try:
         with ExitStack() as silent:
             for _ in range(200):
@@ -62,11 +75,16 @@ def test_a_port_in_use_is_reported_before_the_model_is_loaded(tmp_path: Path) ->
         taken.listen()
         port = str(taken.getsockname()[1])
         assert (
-            f"--port {port}" in medusa("serve", "--port", port, "--model", tmp_path, "--baseline", exit_code=2).stderr
+            f"--port {port}"
+            in medusa(
+                "serve", "--port", port, "--model", tmp_path, "--baseline", exit_code=2
+            ).stderr
         )
 
 
-def test_a_model_is_served_with_a_chat_template_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_is_served_with_a_chat_template_of_ones_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     loaded = list[Medusa]()
 
     def record(medusa: Medusa, limits: Limits) -> None:
@@ -74,13 +92,17 @@ def test_a_model_is_served_with_a_chat_template_of_ones_own(tmp_path: Path, monk
         raise UserError("enough", "no more")
 
     model, template = save_model(tmp_path / "model"), tmp_path / "own.jinja"
-    template.write_text("{% for message in messages %}{{ 'w5 ' + message.content + ' w6 ' }}{% endfor %}")
+    template.write_text(
+        "{% for message in messages %}{{ 'w5 ' + message.content + ' w6 ' }}{% endfor %}"
+    )
     with monkeypatch.context() as patched:
         patched.setattr(server, "Server", record)
         words = ["--model", model, "--baseline", "--port", "0", "--dtype", "fp32"]
         medusa("serve", *words, "--chat-template", template, exit_code=1)
     with serving(loaded[0]) as served:
-        body = {"messages": [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2"}]}
+        body = {
+            "messages": [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2"}]
+        }
         _, _, tokens = served.post(body, "/tokenize")
         _, _, text = served.post({"tokens": tokens["tokens"]}, "/detokenize")
     assert text["prompt"] == "w5 w1 w6 w5 w2 w6"
@@ -104,7 +126,9 @@ def test_a_model_is_served_under_the_name_of_its_folder_or_link(
     assert names == [name]
 
 
-def test_flags_of_access_and_limits_reach_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flags_of_access_and_limits_reach_the_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen = list[Limits]()
 
     def record(medusa: Medusa, limits: Limits) -> None:
@@ -113,9 +137,34 @@ def test_flags_of_access_and_limits_reach_the_server(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(server, "Server", record)
     monkeypatch.setenv("MEDUSA_API_KEY", "of-the-environment")
-    words = ["--model", save_model(tmp_path / "model"), "--baseline", "--port", "0", "--dtype", "fp32"]
-    more = ["--api-key", "first", "--api-key", "second", "--cors", "https://chat.example", "--cors", "*"]
-    more += ["--access-log", "--max-body", "3", "--max-prompt-tokens", "40", "--uds", tmp_path / "socket"]
+    words = [
+        "--model",
+        save_model(tmp_path / "model"),
+        "--baseline",
+        "--port",
+        "0",
+        "--dtype",
+        "fp32",
+    ]
+    more = [
+        "--api-key",
+        "first",
+        "--api-key",
+        "second",
+        "--cors",
+        "https://chat.example",
+        "--cors",
+        "*",
+    ]
+    more += [
+        "--access-log",
+        "--max-body",
+        "3",
+        "--max-prompt-tokens",
+        "40",
+        "--uds",
+        tmp_path / "socket",
+    ]
     medusa("serve", *words, *more, exit_code=1)
     medusa("serve", *words, exit_code=1)
     given, bare = seen

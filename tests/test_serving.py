@@ -64,7 +64,11 @@ WRONG_WITHIN: list[tuple[str, Any, str | None]] = [
     ("messages", [{"role": "narrator", "content": "w1"}], "messages.0.role"),
     ("messages", [{"role": "user"}], "messages.0"),
     ("messages", [{"role": "user", "content": 5}], "messages.0.content"),
-    ("messages", [{"role": "user", "content": [{"type": "image_url"}]}], "messages.0.content.0.type"),
+    (
+        "messages",
+        [{"role": "user", "content": [{"type": "image_url"}]}],
+        "messages.0.content.0.type",
+    ),
 ]
 
 
@@ -79,7 +83,9 @@ def server(medusa: Medusa) -> Iterator[Served]:
         yield running
 
 
-def test_32_concurrent_clients_get_the_answers_of_plain_decoding(server: Served, medusa: Medusa) -> None:
+def test_32_concurrent_clients_get_the_answers_of_plain_decoding(
+    server: Served, medusa: Medusa
+) -> None:
     prompts = [[8 + n, 9 + n % 5, 60 - n] for n in range(32)]
     client = server.openai()
 
@@ -110,8 +116,12 @@ def test_remembered_answers_take_fewer_steps_and_stay_the_same(tmp_path: Path) -
         prompts = [[n, *IDS] for n in (8, 9, 10)]
 
         def steps(prompt: list[int]) -> tuple[str, int]:
-            answer = create(model=MODEL, prompt=prompt, max_tokens=60, extra_body={"ignore_eos": True})
-            return answer.choices[0].text, answer.usage.completion_tokens - answer.usage.medusa["accepted_tokens"]
+            answer = create(
+                model=MODEL, prompt=prompt, max_tokens=60, extra_body={"ignore_eos": True}
+            )
+            return answer.choices[0].text, answer.usage.completion_tokens - answer.usage.medusa[
+                "accepted_tokens"
+            ]
 
         first = [steps(prompt) for prompt in prompts]
         again = [steps(prompt) for prompt in (prompts[2], prompts[1])]
@@ -122,18 +132,27 @@ def test_remembered_answers_take_fewer_steps_and_stay_the_same(tmp_path: Path) -
     assert lengths == {8: 5, 9: 6, 10: 6}  # the oldest gave way
 
 
-def test_streamed_chat_equals_the_whole_answer_and_counts_drafts(server: Served, medusa: Medusa) -> None:
+def test_streamed_chat_equals_the_whole_answer_and_counts_drafts(
+    server: Served, medusa: Medusa
+) -> None:
     create = server.openai().chat.completions.create
     whole = create(**CHAT, max_tokens=30)
-    chunks = list(create(**CHAT, max_tokens=30, stream=True, stream_options={"include_usage": True}))
+    chunks = list(
+        create(**CHAT, max_tokens=30, stream=True, stream_options={"include_usage": True})
+    )
     alone = medusa.generate("w1 w2", max_new_tokens=30)
     assert whole.choices[0].message.content == alone.text
     assert "".join(c.choices[0].delta.content or "" for c in chunks[:-1]) == alone.text
     assert chunks[0].choices[0].delta.role == "assistant"
-    assert chunks[-2].choices[0].finish_reason == whole.choices[0].finish_reason == alone.finish_reason
+    assert (
+        chunks[-2].choices[0].finish_reason == whole.choices[0].finish_reason == alone.finish_reason
+    )
     assert [chunk.usage for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
     for usage in (whole.usage, chunks[-1].usage):
-        assert usage.completion_tokens == len(alone.tokens) and usage.prompt_tokens == alone.prompt_tokens
+        assert (
+            usage.completion_tokens == len(alone.tokens)
+            and usage.prompt_tokens == alone.prompt_tokens
+        )
         assert usage.medusa["accepted_tokens"] == alone.stats.accepted
         assert usage.medusa["drafted_tokens"] == alone.stats.drafted > 0
     pieces = [piece for chunk in chunks[1:-1] for piece in chunk.model_extra["medusa"]["pieces"]]
@@ -141,10 +160,14 @@ def test_streamed_chat_equals_the_whole_answer_and_counts_drafts(server: Served,
 
 
 def test_chat_logprobs_are_the_backbones(server: Served, medusa: Medusa) -> None:
-    answer = server.openai().chat.completions.create(**CHAT, max_tokens=12, logprobs=True, top_logprobs=2)
+    answer = server.openai().chat.completions.create(
+        **CHAT, max_tokens=12, logprobs=True, top_logprobs=2
+    )
     tokens = answer.choices[0].logprobs.content
     alone = medusa.generate("w1 w2", max_new_tokens=12, logprobs=2)
-    assert [token.logprob for token in tokens] == pytest.approx([x.logprob for x in alone.likelihoods], abs=1e-4)
+    assert [token.logprob for token in tokens] == pytest.approx(
+        [x.logprob for x in alone.likelihoods], abs=1e-4
+    )
     for token in tokens:
         assert token.top_logprobs[0].token == token.token == bytes(token.bytes).decode()
         assert token.top_logprobs[0].logprob >= token.top_logprobs[1].logprob
@@ -180,13 +203,21 @@ def test_waiting_prompts_do_not_hold_up_those_who_run(tmp_path: Path) -> None:
     assert ("step", 0) in order[:second] and {("step", 0), ("step", 1)} <= {*order[second:third]}
 
 
-def test_running_requests_take_a_step_after_each_piece_of_a_long_prompt(tmp_path: Path, monkeypatch: Any) -> None:
+def test_running_requests_take_a_step_after_each_piece_of_a_long_prompt(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
     monkeypatch.setattr("medusa_cli.engine.engine.PREFILL_ROWS", 8)
     scheduler, order = Scheduler(tiny_medusa(tmp_path), Metrics(), slots=3, waiting=3), list[str]()
     tickets = []
     for name, prompt in (("short", IDS), ("long", [*range(5, 45)]), ("abandoned", [*range(6, 46)])):
         request = Request(prompt, 30, stop_ids=())
-        tickets.append(Ticket(request, Answer(scheduler._medusa.backbone), lambda event, name=name: order.append(name)))
+        tickets.append(
+            Ticket(
+                request,
+                Answer(scheduler._medusa.backbone),
+                lambda event, name=name: order.append(name),
+            )
+        )
     scheduler.submit(tickets)
     forward = scheduler._medusa.backbone.engine.forward
 
@@ -202,7 +233,11 @@ def test_running_requests_take_a_step_after_each_piece_of_a_long_prompt(tmp_path
     assert len(pieces) == 7
     for before, after in itertools.pairwise(pieces):
         assert order[before:after].count("short") == 1 or "short" not in order[after:]
-    assert not scheduler._running and scheduler._decoder.free_slots == 3 and order.count("abandoned") == 1
+    assert (
+        not scheduler._running
+        and scheduler._decoder.free_slots == 3
+        and order.count("abandoned") == 1
+    )
 
 
 def served_beside(
@@ -235,7 +270,9 @@ def test_failed_prompt_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert scheduler._decoder is decoder and decoder.free_slots == 2
 
 
-def test_old_decoder_makes_room_before_the_new_one_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_decoder_makes_room_before_the_new_one_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     medusa = tiny_medusa(tmp_path)
     scheduler = Scheduler(medusa, Metrics(), slots=2, waiting=2)
     old, made, failed = weakref.ref(scheduler._decoder), medusa.decoder, []
@@ -255,20 +292,36 @@ def test_old_decoder_makes_room_before_the_new_one_is_made(tmp_path: Path, monke
 
 
 def test_llama_tokens_are_decoded_in_context() -> None:
-    inner = Tokenizer(models.BPE({"<unk>": 0, "▁so": 1, "▁it": 2, "s": 3, "<0xC3>": 4, "<0xA9>": 5, "<0x73>": 6}, []))
+    inner = Tokenizer(
+        models.BPE(
+            {"<unk>": 0, "▁so": 1, "▁it": 2, "s": 3, "<0xC3>": 4, "<0xA9>": 5, "<0x73>": 6}, []
+        )
+    )
     inner.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
     )
     backbone = tiny_backbone()
     backbone.tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner)
-    likely = [Likelihood(token, -1.0, ((token, -1.0), (3, -2.0), (6, -3.0))) for token in (1, 2, 3, 4, 5, 2)]
+    likely = [
+        Likelihood(token, -1.0, ((token, -1.0), (3, -2.0), (6, -3.0)))
+        for token in (1, 2, 3, 4, 5, 2)
+    ]
     words = ["so", " it", "s", "\ufffd", "\ufffd", " it"]
     (whole,), parts = (
         logprobs_of(backbone, likely, chat=False),
         logprobs_of(backbone, likely[:2], likely[2:], chat=False),
     )
     assert whole["tokens"] == words and parts[0]["tokens"] + parts[1]["tokens"] == words
-    assert whole["text_offset"] == [0, 2, 5, 6, 6, 7] == parts[0]["text_offset"] + parts[1]["text_offset"]
+    assert (
+        whole["text_offset"]
+        == [0, 2, 5, 6, 6, 7]
+        == parts[0]["text_offset"] + parts[1]["text_offset"]
+    )
     assert whole["top_logprobs"][1] == {" it": -1.0, "s": -2.0}  # "s" and its byte have one text
     (chat,) = logprobs_of(backbone, likely, chat=True)
     assert [token["token"] for token in chat["content"]] == words
@@ -282,14 +335,23 @@ def test_a_seed_draws_the_same_text_in_any_company(server: Served, medusa: Medus
 
     with ThreadPoolExecutor(8) as pool:
         texts = list(pool.map(draw, [1, 2, 1, 2, 1, None, None, None]))
-    assert texts[0] == texts[2] == texts[4] == medusa.generate(IDS, max_new_tokens=30, temperature=1.5, seed=1).text
+    assert (
+        texts[0]
+        == texts[2]
+        == texts[4]
+        == medusa.generate(IDS, max_new_tokens=30, temperature=1.5, seed=1).text
+    )
     assert texts[1] == texts[3] != texts[0]
     assert len(set(texts[5:])) > 1
 
 
 def test_a_stop_string_ends_the_answer_before_it(server: Served, medusa: Medusa) -> None:
     words = medusa.generate(IDS, max_new_tokens=24).text.split()
-    choice = server.openai().completions.create(model=MODEL, prompt=IDS, max_tokens=24, stop=[words[4], "x"]).choices[0]
+    choice = (
+        server.openai()
+        .completions.create(model=MODEL, prompt=IDS, max_tokens=24, stop=[words[4], "x"])
+        .choices[0]
+    )
     assert choice.text.split() == words[: words.index(words[4])] and choice.finish_reason == "stop"
 
 
@@ -306,13 +368,18 @@ def test_the_next_turn_uses_the_prefix_cache(server: Served) -> None:
     ("fields", "rules"),
     [
         ({"repetition_penalty": 1.4, "min_p": 0.2}, {"repetition_penalty": 1.4, "min_p": 0.2}),
-        ({"presence_penalty": 1.5, "frequency_penalty": 0.5}, {"presence_penalty": 1.5, "frequency_penalty": 0.5}),
+        (
+            {"presence_penalty": 1.5, "frequency_penalty": 0.5},
+            {"presence_penalty": 1.5, "frequency_penalty": 0.5},
+        ),
         ({"logit_bias": {"5": -100, "9": 4}}, {"logit_bias": {5: -100, 9: 4}}),
         ({"min_tokens": 12}, {"min_new_tokens": 12}),
         ({"ignore_eos": True}, {"stop_ids": ()}),
     ],
 )
-def test_fields_change_the_answer_as_arguments_do(server: Served, medusa: Medusa, fields: dict, rules: dict) -> None:
+def test_fields_change_the_answer_as_arguments_do(
+    server: Served, medusa: Medusa, fields: dict, rules: dict
+) -> None:
     body = {**SHORT, "max_tokens": 16, "temperature": 1.3, "seed": 3, **fields}
     answer = server.post(body)[2]
     expected = medusa.generate(IDS, max_new_tokens=16, temperature=1.3, seed=3, **rules)
@@ -322,7 +389,11 @@ def test_fields_change_the_answer_as_arguments_do(server: Served, medusa: Medusa
 
 def test_models_are_listed_and_others_are_not_served(server: Served) -> None:
     client = server.openai()
-    assert [model.id for model in client.models.list()] == [MODEL] == [client.models.retrieve(MODEL).id]
+    assert (
+        [model.id for model in client.models.list()]
+        == [MODEL]
+        == [client.models.retrieve(MODEL).id]
+    )
     with pytest.raises(openai.NotFoundError, match="other"):
         client.completions.create(model="other", prompt=IDS)
     with pytest.raises(openai.NotFoundError):
@@ -330,23 +401,36 @@ def test_models_are_listed_and_others_are_not_served(server: Served) -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "param"), [(field, value, field) for field in WRONG for value in WRONG[field]] + WRONG_WITHIN
+    ("field", "value", "param"),
+    [(field, value, field) for field in WRONG for value in WRONG[field]] + WRONG_WITHIN,
 )
-def test_invalid_field_is_refused_by_name(server: Served, field: str, value: object, param: str | None) -> None:
+def test_invalid_field_is_refused_by_name(
+    server: Served, field: str, value: object, param: str | None
+) -> None:
     body = {**CHAT, "max_tokens": 2, field: value}
     status, _, answer = server.post(body, "/v1/chat/completions")
-    assert (status, answer["error"]["param"]) == (400, param) and field in answer["error"]["message"], answer
+    assert (status, answer["error"]["param"]) == (400, param) and field in answer["error"][
+        "message"
+    ], answer
     left_out = {**body, field: CHAT["messages"] if field == "messages" else None}
     assert server.post(left_out, "/v1/chat/completions")[0] == 200  # null is left out
 
 
 @pytest.mark.parametrize(
     ("prompt", "param"),
-    [("", "prompt"), ([], "prompt"), ([5, -1], "prompt.1"), ([64], "prompt"), ([5, "w1"], "prompt.1")]
+    [
+        ("", "prompt"),
+        ([], "prompt"),
+        ([5, -1], "prompt.1"),
+        ([64], "prompt"),
+        ([5, "w1"], "prompt.1"),
+    ]
     + [([True], "prompt.0")],
     ids=str,
 )
-def test_invalid_prompt_is_refused_in_the_form_that_was_sent(server: Served, prompt: object, param: str) -> None:
+def test_invalid_prompt_is_refused_in_the_form_that_was_sent(
+    server: Served, prompt: object, param: str
+) -> None:
     status, _, answer = server.post({"model": MODEL, "prompt": prompt})
     assert (status, answer["error"]["param"]) == (400, param), answer
 
@@ -378,7 +462,13 @@ def test_paths_that_are_not_served_are_named(server: Served) -> None:
 
 
 def test_harmless_fields_are_taken(server: Served) -> None:
-    unused = {"user": "me", "metadata": {"a": "b"}, "store": True, "service_tier": "auto", "reasoning_effort": "low"}
+    unused = {
+        "user": "me",
+        "metadata": {"a": "b"},
+        "store": True,
+        "service_tier": "auto",
+        "reasoning_effort": "low",
+    }
     unused |= {"parallel_tool_calls": False, "prediction": {"type": "content", "content": "w1"}}
     messages = [{"role": "user", "content": "w1 w2", "name": "me"}]
     create = server.openai().chat.completions.create
@@ -405,9 +495,19 @@ def test_foreign_hosts_are_refused_unless_a_key_is_set(medusa: Medusa) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_each_of_several_choices_has_its_own_seed(server: Served, medusa: Medusa, stream: bool) -> None:
+def test_each_of_several_choices_has_its_own_seed(
+    server: Served, medusa: Medusa, stream: bool
+) -> None:
     prompts = [IDS, [9, 8]]
-    body = {"model": MODEL, "prompt": prompts, "n": 2, "seed": 5, "temperature": 1.5, "max_tokens": 12, "echo": True}
+    body = {
+        "model": MODEL,
+        "prompt": prompts,
+        "n": 2,
+        "seed": 5,
+        "temperature": 1.5,
+        "max_tokens": 12,
+        "echo": True,
+    }
     options = {"stream_options": {"include_usage": True}} if stream else {}
     answer = server.openai().completions.create(**body, stream=stream, **options)
     texts, chunks = [""] * 4, list(answer) if stream else [answer]
@@ -422,7 +522,9 @@ def test_each_of_several_choices_has_its_own_seed(server: Served, medusa: Medusa
 
 
 def test_several_chats_at_the_largest_seed(server: Served) -> None:
-    answer = server.openai().chat.completions.create(**CHAT, n=3, max_tokens=6, temperature=1, seed=2**63 - 1)
+    answer = server.openai().chat.completions.create(
+        **CHAT, n=3, max_tokens=6, temperature=1, seed=2**63 - 1
+    )
     assert [choice.index for choice in answer.choices] == [0, 1, 2]
 
 
@@ -446,22 +548,34 @@ def test_echoed_prompts_have_log_probabilities(
     server: Served, medusa: Medusa, monkeypatch: pytest.MonkeyPatch, limit: int, stream: bool
 ) -> None:
     monkeypatch.setattr(decoder, "PROMPT_ROWS", 3)
-    body = {"model": MODEL, "prompt": "w1 w2 w3 w1 w2 w9 w8", "max_tokens": limit, "echo": True, "logprobs": 2}
+    body = {
+        "model": MODEL,
+        "prompt": "w1 w2 w3 w1 w2 w9 w8",
+        "max_tokens": limit,
+        "echo": True,
+        "logprobs": 2,
+    }
     answer = server.openai().completions.create(**body, stream=stream)
     choices = [choice for chunk in (answer if stream else [answer]) for choice in chunk.choices]
     parts = [choice.logprobs for choice in choices if choice.logprobs]
     tokens = [token for part in parts for token in part.tokens]
     logprobs = [logprob for part in parts for logprob in part.token_logprobs]
     tops = [top for part in parts for top in part.top_logprobs]
-    text = "".join(choice.text for choice in choices)  # whose prompt and answer are apart by no blank
+    text = "".join(
+        choice.text for choice in choices
+    )  # whose prompt and answer are apart by no blank
     assert "".join(tokens).replace(" ", "") == text.replace(" ", "")
-    assert logprobs[0] is tops[0] is None and all(len(top) in (2, 3) for top in tops[1:])  # and the token itself
+    assert logprobs[0] is tops[0] is None and all(
+        len(top) in (2, 3) for top in tops[1:]
+    )  # and the token itself
     ids = medusa.encode(body["prompt"], raw=True)
     ids += medusa.generate(ids, max_new_tokens=4).tokens[:limit]
     with torch.inference_mode():
         own = forward(medusa.backbone, ids).logits.log_softmax(-1)
     assert len(tokens) == len(ids)
-    assert logprobs[1:] == pytest.approx([float(own[i, token]) for i, token in enumerate(ids[1:])], abs=1e-4)
+    assert logprobs[1:] == pytest.approx(
+        [float(own[i, token]) for i, token in enumerate(ids[1:])], abs=1e-4
+    )
     assert [offset for part in parts for offset in part.text_offset][:3] == [0, 2, 5]
 
 
@@ -484,7 +598,9 @@ def test_the_last_message_goes_on(server: Served, medusa: Medusa) -> None:
     client = server.openai()
     body = {"model": MODEL, "messages": messages, "extra_body": {"continue_final_message": True}}
     answer = client.chat.completions.create(**body, max_tokens=6)
-    text = medusa.backbone.tokenizer.apply_chat_template(messages, tokenize=False, continue_final_message=True)
+    text = medusa.backbone.tokenizer.apply_chat_template(
+        messages, tokenize=False, continue_final_message=True
+    )
     ids = medusa.backbone.tokenizer.encode(text, add_special_tokens=False)
     assert answer.usage.prompt_tokens == len(ids)
     assert answer.choices[0].message.content == medusa.generate(ids, max_new_tokens=6).text
@@ -493,12 +609,19 @@ def test_the_last_message_goes_on(server: Served, medusa: Medusa) -> None:
         client.chat.completions.create(**body)
 
 
-def test_template_variables_reach_the_chat_template(medusa: Medusa, monkeypatch: pytest.MonkeyPatch) -> None:
-    template = "{% for m in messages %}{{ m.content }}{% endfor %}{% if enable_thinking %} w5{% endif %}"
+def test_template_variables_reach_the_chat_template(
+    medusa: Medusa, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = (
+        "{% for m in messages %}{{ m.content }}{% endfor %}{% if enable_thinking %} w5{% endif %}"
+    )
     monkeypatch.setattr(medusa.backbone.tokenizer, "chat_template", template)
     with serving(medusa) as server:
         for thinking, text in ((False, "w1 w2"), (True, "w1 w2 w5")):
-            body = {"messages": CHAT["messages"], "chat_template_kwargs": {"enable_thinking": thinking}}
+            body = {
+                "messages": CHAT["messages"],
+                "chat_template_kwargs": {"enable_thinking": thinking},
+            }
             _, _, answer = server.post(body, "/tokenize")
             assert server.post({"tokens": answer["tokens"]}, "/detokenize")[2] == {"prompt": text}
 
@@ -512,7 +635,9 @@ def test_template_variables_reach_the_chat_template(medusa: Medusa, monkeypatch:
         "{{ 'a' * 20000000 }}",
     ],
 )
-def test_a_hostile_template_ends_its_request_alone(medusa: Medusa, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+def test_a_hostile_template_ends_its_request_alone(
+    medusa: Medusa, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
     template = f"{{% if messages[0].content == 'w9' %}}{fault}{{% else %}}w1 w2{{% endif %}}"
     monkeypatch.setattr(medusa.backbone.tokenizer, "chat_template", template)
     bad = {**CHAT, "messages": [{"role": "user", "content": "w9"}]}
@@ -520,24 +645,40 @@ def test_a_hostile_template_ends_its_request_alone(medusa: Medusa, monkeypatch: 
         refused = pool.submit(server.post, bad, "/v1/chat/completions")
         assert server.post(SHORT)[0] == 200  # meanwhile
         status, _, answer = refused.result(30)
-        assert (status, answer["error"]["param"]) == (400, "messages") and "template" in answer["error"]["message"]
+        assert (status, answer["error"]["param"]) == (400, "messages") and "template" in answer[
+            "error"
+        ]["message"]
         assert server.post({**CHAT, "max_tokens": 1}, "/v1/chat/completions")[0] == 200
 
 
 @pytest.mark.parametrize("name", ["messages", "prompt", "model", "self"])
 def test_template_variables_may_have_any_name(server: Served, name: str) -> None:
-    status, _, answer = server.post({**CHAT, "chat_template_kwargs": {name: 1}}, "/v1/chat/completions")
+    status, _, answer = server.post(
+        {**CHAT, "chat_template_kwargs": {name: 1}}, "/v1/chat/completions"
+    )
     assert status in (200, 400), answer
 
 
 def test_texts_are_tokenized_and_back(server: Served, medusa: Medusa) -> None:
-    status, _, answer = server.post({"model": MODEL, "prompt": "w1 w2", "return_token_strs": True}, "/tokenize")
+    status, _, answer = server.post(
+        {"model": MODEL, "prompt": "w1 w2", "return_token_strs": True}, "/tokenize"
+    )
     ids = medusa.backbone.tokenizer.encode("w1 w2")
     assert (status, answer["count"], answer["tokens"]) == (200, len(ids), ids)
-    assert answer["max_model_len"] == medusa.backbone.max_positions and len(answer["token_strs"]) == len(ids)
-    assert server.post({"tokens": ids}, "/detokenize")[2] == {"prompt": medusa.backbone.tokenizer.decode(ids)}
+    assert answer["max_model_len"] == medusa.backbone.max_positions and len(
+        answer["token_strs"]
+    ) == len(ids)
+    assert server.post({"tokens": ids}, "/detokenize")[2] == {
+        "prompt": medusa.backbone.tokenizer.decode(ids)
+    }
     assert server.request("GET", "/version")[0] == 200
-    for body in ({"prompt": 5}, {"prompt": "\ud800"}, {"model": "other", "prompt": "w1"}, {"messages": []}, {}):
+    for body in (
+        {"prompt": 5},
+        {"prompt": "\ud800"},
+        {"model": "other", "prompt": "w1"},
+        {"messages": []},
+        {},
+    ):
         assert server.post(body, "/tokenize")[0] in (400, 404)
     for tokens in ([10**30], [64], [-1], [True], "w1"):
         status, _, refused = server.post({"tokens": tokens}, "/detokenize")
@@ -546,30 +687,47 @@ def test_texts_are_tokenized_and_back(server: Served, medusa: Medusa) -> None:
 
 def test_web_pages_of_an_allowed_origin_may_ask(medusa: Medusa) -> None:
     ours = "http://localhost:3000"
-    preflight = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+    preflight = {
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization",
+    }
     with serving(medusa, cors=(ours,), api_keys=("k",)) as server:
         for origin, allowed in ((ours, ours), ("http://evil.example", None)):
-            _, headers, _ = server.request("OPTIONS", "/v1/completions", headers={"Origin": origin, **preflight})
+            _, headers, _ = server.request(
+                "OPTIONS", "/v1/completions", headers={"Origin": origin, **preflight}
+            )
             assert headers.get("access-control-allow-origin") == allowed
             status, headers, _ = server.post(SHORT, Origin=origin)
             assert (status, headers.get("access-control-allow-origin")) == (401, allowed)
     with serving(medusa, api_keys=("k",)) as server:  # pages of this machine may, without a word
-        for origin, allowed in ((ours, ours), ("http://evil.example", None), ("http://localhost.evil.example", None)):
-            _, headers, _ = server.request("OPTIONS", "/v1/completions", headers={"Origin": origin, **preflight})
+        for origin, allowed in (
+            (ours, ours),
+            ("http://evil.example", None),
+            ("http://localhost.evil.example", None),
+        ):
+            _, headers, _ = server.request(
+                "OPTIONS", "/v1/completions", headers={"Origin": origin, **preflight}
+            )
             assert headers.get("access-control-allow-origin") == allowed
         assert server.request("OPTIONS", "/v1/completions")[0] != 401
 
 
-def test_https_is_served_and_a_silent_client_loses_its_connection(medusa: Medusa, tmp_path: Path) -> None:
+def test_https_is_served_and_a_silent_client_loses_its_connection(
+    medusa: Medusa, tmp_path: Path
+) -> None:
     if shutil.which("openssl") is None:
         pytest.skip("openssl makes the certificate")
     certificate, key = tmp_path / "certificate.pem", tmp_path / "key.pem"
     words = "openssl req -x509 -newkey rsa:2048 -nodes -subj /CN=localhost -addext subjectAltName=DNS:localhost"
-    subprocess.run([*words.split(), "-keyout", key, "-out", certificate], check=True, capture_output=True)
+    subprocess.run(
+        [*words.split(), "-keyout", key, "-out", certificate], check=True, capture_output=True
+    )
     check_certificate(certificate, key)
     with serving(medusa, ssl_certfile=certificate, ssl_keyfile=key, head_s=0.5) as server:
         context = ssl.create_default_context(cafile=str(certificate))
-        with urllib.request.urlopen(f"https://localhost:{server.port}/health", context=context) as answer:
+        with urllib.request.urlopen(
+            f"https://localhost:{server.port}/health", context=context
+        ) as answer:
             assert answer.status == 200
         with socket.create_connection(("127.0.0.1", server.port), timeout=10) as silent:
             assert silent.recv(1) == b""
@@ -581,18 +739,38 @@ def test_requests_are_logged_if_asked_for(medusa: Medusa, caplog: pytest.LogCapt
         with serving(medusa, access_log=wanted) as server:
             server.post(SHORT)
             server.request("GET", "/x%1b[2J")
-        lines = [record.getMessage() for record in caplog.records if record.name == "medusa_cli.serve.middleware"]
+        lines = [
+            record.getMessage()
+            for record in caplog.records
+            if record.name == "medusa_cli.serve.middleware"
+        ]
         assert len(lines) == 2 * wanted
-    assert "/v1/completions" in lines[0] and "200" in lines[0] and lines[1].isprintable() and "404" in lines[1]
+    assert (
+        "/v1/completions" in lines[0]
+        and "200" in lines[0]
+        and lines[1].isprintable()
+        and "404" in lines[1]
+    )
 
 
-def test_requests_have_ids_in_the_answer_and_in_the_log(medusa: Medusa, caplog: pytest.LogCaptureFixture) -> None:
+def test_requests_have_ids_in_the_answer_and_in_the_log(
+    medusa: Medusa, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO, "medusa_cli.serve")
     with serving(medusa, access_log=True) as server:
-        for path, given in (("/v1/completions", "own-7"), ("/x", "own-8"), ("/v1/completions", "a b"), ("/x", "")):
+        for path, given in (
+            ("/v1/completions", "own-7"),
+            ("/x", "own-8"),
+            ("/v1/completions", "a b"),
+            ("/x", ""),
+        ):
             _, headers, _ = server.request("POST", path, SHORT, {"X-Request-Id": given})
             id = headers["x-request-id"]
-            assert (id == given) == given.startswith("own") and id and caplog.records[-1].getMessage().endswith(id)
+            assert (
+                (id == given) == given.startswith("own")
+                and id
+                and caplog.records[-1].getMessage().endswith(id)
+            )
 
 
 def test_a_unix_socket_is_served(medusa: Medusa, tmp_path: Path) -> None:
@@ -603,20 +781,28 @@ def test_a_unix_socket_is_served(medusa: Medusa, tmp_path: Path) -> None:
         connection = http.client.HTTPConnection("some.where")
         with socket.socket(socket.AF_UNIX) as connection.sock:
             connection.sock.connect(str(path))
-            connection.request("POST", "/v1/completions", json.dumps(SHORT), {"Content-Type": "application/json"})
+            connection.request(
+                "POST", "/v1/completions", json.dumps(SHORT), {"Content-Type": "application/json"}
+            )
             assert json.load(connection.getresponse())["choices"][0]["finish_reason"] == "length"
         with pytest.raises(UsageError, match="uds"):
             listen("", 0, path)
 
 
 def test_top_p_0_takes_the_likeliest_token(server: Served) -> None:
-    greedy, narrow = ({**SHORT, "max_tokens": 12, **more} for more in ({}, {"temperature": 2, "top_p": 0}))
-    assert server.post(narrow)[2]["choices"][0]["text"] == server.post(greedy)[2]["choices"][0]["text"]
+    greedy, narrow = (
+        {**SHORT, "max_tokens": 12, **more} for more in ({}, {"temperature": 2, "top_p": 0})
+    )
+    assert (
+        server.post(narrow)[2]["choices"][0]["text"] == server.post(greedy)[2]["choices"][0]["text"]
+    )
 
 
 def test_a_body_that_is_not_sent_as_json_is_refused_with_the_remedy(server: Served) -> None:
     form = {"Content-Type": "application/x-www-form-urlencoded"}
-    status, _, text = server.request("POST", "/v1/completions", {"model": MODEL, "prompt": IDS}, form)
+    status, _, text = server.request(
+        "POST", "/v1/completions", {"model": MODEL, "prompt": IDS}, form
+    )
     assert status == 400 and "Content-Type: application/json" in text
 
 
@@ -624,14 +810,23 @@ def test_events_are_ascii_because_clients_end_lines_at_other_characters(
     server: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(OpenAIFormat, "_usage", lambda *_: {"text": "a\u2028b\u0085c"})
-    body = {"model": MODEL, "prompt": IDS, "max_tokens": 2, "stream": True, "stream_options": {"include_usage": True}}
+    body = {
+        "model": MODEL,
+        "prompt": IDS,
+        "max_tokens": 2,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
     lines = server.request("POST", "/v1/completions", body)[2].splitlines()
     assert json.loads(lines[-4].removeprefix("data: "))["usage"] == {"text": "a\u2028b\u0085c"}
 
 
 def test_metrics_count_requests_and_tokens(medusa: Medusa) -> None:
     with serving(medusa) as server:
-        usages = [server.post({"model": MODEL, "prompt": IDS, "max_tokens": 20})[2]["usage"] for _ in range(3)]
+        usages = [
+            server.post({"model": MODEL, "prompt": IDS, "max_tokens": 20})[2]["usage"]
+            for _ in range(3)
+        ]
         server.post("{")
         numbers = {
             "generated_tokens_total": sum(usage["completion_tokens"] for usage in usages),
@@ -652,7 +847,12 @@ def test_the_page_loads_nothing_from_elsewhere(server: Served) -> None:
     status, headers, page = server.request("GET", "/")
     assert status == 200 and headers["content-type"].startswith("text/html")
     assert "default-src 'none'" in headers["content-security-policy"]
-    assert "http://" not in page and "https://" not in page and "src=" not in page and "@import" not in page
+    assert (
+        "http://" not in page
+        and "https://" not in page
+        and "src=" not in page
+        and "@import" not in page
+    )
 
 
 @pytest.fixture
@@ -671,7 +871,9 @@ def endless(medusa: Medusa, monkeypatch: pytest.MonkeyPatch) -> None:
 def send(server: Served, *parts: bytes) -> socket.socket:
     """Sends raw bytes of a completion request."""
     connection = socket.create_connection(("127.0.0.1", server.port))
-    connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n")
+    connection.sendall(
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    )
     for part in parts:
         connection.sendall(part)
     return connection
@@ -682,17 +884,24 @@ def test_prompt_answer_and_body_are_limited(medusa: Medusa) -> None:
         status, _, answer = server.post({"model": MODEL, "prompt": [8] * 21})
         assert status == 400 and answer["error"]["code"] == "context_length_exceeded"
         assert server.post({"model": MODEL, "prompt": [8] * 20, "max_tokens": 1})[0] == 200
-        status, _, answer = server.post({"model": MODEL, "prompt": IDS})  # less than OpenAI's default of 16
+        status, _, answer = server.post(
+            {"model": MODEL, "prompt": IDS}
+        )  # less than OpenAI's default of 16
         assert status == 200 and answer["usage"]["completion_tokens"] <= 8
         answer = server.openai().completions.create(**LONG)  # a larger limit is this one
         assert answer.usage.completion_tokens == 8 and answer.choices[0].finish_reason == "length"
         assert server.post({"model": MODEL, "prompt": "w1 " * 1000})[0] == 413
-        with send(server, b"Transfer-Encoding: chunked\r\n\r\n", b"%x\r\n%s\r\n" % (3000, b" " * 3000)) as connection:
+        with send(
+            server, b"Transfer-Encoding: chunked\r\n\r\n", b"%x\r\n%s\r\n" % (3000, b" " * 3000)
+        ) as connection:
             assert connection.recv(100).startswith(b"HTTP/1.1 413")
 
 
 def test_an_incomplete_body_times_out(medusa: Medusa) -> None:
-    with serving(medusa, body_s=0.2) as server, send(server, b"Content-Length: 100\r\n\r\n{") as connection:
+    with (
+        serving(medusa, body_s=0.2) as server,
+        send(server, b"Content-Length: 100\r\n\r\n{") as connection,
+    ):
         assert connection.recv(100).startswith(b"HTTP/1.1 408")
         assert server.post(SHORT)[0] == 200
 
@@ -700,8 +909,12 @@ def test_an_incomplete_body_times_out(medusa: Medusa) -> None:
 BUSY = b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * 50  # more than the system buffers
 
 
-@pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nX-a: ", BUSY], ids=["silent", "half a head", "unread"])
-def test_a_client_that_sends_or_reads_nothing_loses_its_connection(medusa: Medusa, sent: bytes) -> None:
+@pytest.mark.parametrize(
+    "sent", [b"", b"GET / HTTP/1.1\r\nX-a: ", BUSY], ids=["silent", "half a head", "unread"]
+)
+def test_a_client_that_sends_or_reads_nothing_loses_its_connection(
+    medusa: Medusa, sent: bytes
+) -> None:
     with serving(medusa, head_s=1, read_s=1, idle_s=60) as server, socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect(("127.0.0.1", server.port))
@@ -719,7 +932,10 @@ def test_a_client_that_sends_or_reads_nothing_loses_its_connection(medusa: Medus
 
 @pytest.mark.parametrize("before", [b"", b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"])
 def test_a_trickling_head_does_not_move_its_deadline(medusa: Medusa, before: bytes) -> None:
-    with serving(medusa, head_s=0.3) as server, socket.create_connection(("127.0.0.1", server.port)) as connection:
+    with (
+        serving(medusa, head_s=0.3) as server,
+        socket.create_connection(("127.0.0.1", server.port)) as connection,
+    ):
         connection.sendall(before)
         began = time.monotonic()
         with pytest.raises(OSError):
@@ -731,7 +947,11 @@ def test_a_trickling_head_does_not_move_its_deadline(medusa: Medusa, before: byt
 
 @pytest.mark.usefixtures("endless")
 def test_silent_connections_give_way_and_running_ones_stay(medusa: Medusa) -> None:
-    with serving(medusa, max_connections=3) as server, ThreadPoolExecutor(1) as pool, ExitStack() as silent:
+    with (
+        serving(medusa, max_connections=3) as server,
+        ThreadPoolExecutor(1) as pool,
+        ExitStack() as silent,
+    ):
         running = pool.submit(server.post, {**LONG, "max_tokens": 100})
         server.until("medusa_requests_running", 1)
         for _ in range(20):
@@ -743,7 +963,11 @@ def test_silent_connections_give_way_and_running_ones_stay(medusa: Medusa) -> No
 def test_names_in_errors_are_cut_and_escaped(server: Served) -> None:
     for body in ({**SHORT, "model": "\x1b[2J" * 10_000}, {**SHORT, "\x1b" * 10_000: 1}):
         error = server.post(body)[2]["error"]
-        assert len(error["param"]) <= 100 and len(error["message"]) < 700 and error["message"].isprintable()
+        assert (
+            len(error["param"]) <= 100
+            and len(error["message"]) < 700
+            and error["message"].isprintable()
+        )
 
 
 def test_repeated_lines_are_logged_once_a_period(caplog: pytest.LogCaptureFixture) -> None:
@@ -754,15 +978,25 @@ def test_repeated_lines_are_logged_once_a_period(caplog: pytest.LogCaptureFixtur
     time.sleep(0.2)
     log.error("no files left\nsocket %d", 4)
     log.error("another")
-    assert len(caplog.messages) == 3 and "4 more" in caplog.messages[1] and "Traceback" not in caplog.text
+    assert (
+        len(caplog.messages) == 3
+        and "4 more" in caplog.messages[1]
+        and "Traceback" not in caplog.text
+    )
 
 
 def test_a_wrong_key_is_refused(medusa: Medusa) -> None:
     with serving(medusa, api_keys=("söcret", "other")) as server:
         for given in (None, "Bearer secret", "Bearer ", "söcret", "Bearer Söcret"):
-            headers = {} if given is None else {"Authorization": given.encode().decode("latin-1")}  # they go in UTF-8
+            headers = (
+                {} if given is None else {"Authorization": given.encode().decode("latin-1")}
+            )  # they go in UTF-8
             status, sent, answer = server.post(SHORT, **headers)
-            assert status == 401 and answer["error"]["code"] == "invalid_api_key" and "www-authenticate" in sent
+            assert (
+                status == 401
+                and answer["error"]["code"] == "invalid_api_key"
+                and "www-authenticate" in sent
+            )
             assert server.request("GET", "/v1/models", headers=headers)[0] == 401
             assert server.request("GET", "/health")[0] == server.request("GET", "/")[0] == 200
         with pytest.raises(openai.AuthenticationError):
@@ -788,7 +1022,9 @@ def test_a_client_that_leaves_frees_its_slot(medusa: Medusa, stream: bool) -> No
         assert server.number("medusa_requests_running") == 1
         running.close()
         server.until("medusa_requests_running", 0)
-        assert 'medusa_requests_total{reason="cancelled"} 2.0' in server.request("GET", "/metrics")[2]
+        assert (
+            'medusa_requests_total{reason="cancelled"} 2.0' in server.request("GET", "/metrics")[2]
+        )
 
 
 @pytest.mark.usefixtures("endless")
@@ -798,7 +1034,11 @@ def test_a_full_queue_asks_to_retry_later(medusa: Medusa) -> None:
         server.until("medusa_requests_running", 1)
         server.until("medusa_requests_waiting", 1)
         status, headers, answer = server.post(LONG)
-        assert status == 429 and int(headers["retry-after"]) >= 1 and answer["error"]["code"] == "queue_full"
+        assert (
+            status == 429
+            and int(headers["retry-after"]) >= 1
+            and answer["error"]["code"] == "queue_full"
+        )
         with pytest.raises(openai.RateLimitError):
             server.openai().completions.create(**LONG)
         assert [answer.result()[0] for answer in busy] == [200, 200]
@@ -831,7 +1071,9 @@ def test_a_stopping_server_finishes_its_answers_and_refuses_new_ones(medusa: Med
         assert running.result().usage.completion_tokens == 400
 
 
-def test_a_failed_step_fails_its_requests_and_serves_the_next(medusa: Medusa, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_step_fails_its_requests_and_serves_the_next(
+    medusa: Medusa, monkeypatch: pytest.MonkeyPatch
+) -> None:
     forward, calls = medusa.backbone.engine.forward, []
 
     def broken(*given: Any, **named: Any) -> Any:
@@ -845,7 +1087,10 @@ def test_a_failed_step_fails_its_requests_and_serves_the_next(medusa: Medusa, mo
     with serving(medusa) as server:
         status, _, answer = server.post(body)
         assert status == 500 and "fire" not in answer["error"]["message"]
-        assert server.post(body)[2]["choices"][0]["text"] == medusa.generate(IDS, max_new_tokens=30).text
+        assert (
+            server.post(body)[2]["choices"][0]["text"]
+            == medusa.generate(IDS, max_new_tokens=30).text
+        )
         calls.clear()
         with pytest.raises(openai.APIError):
             list(server.openai().completions.create(**body, stream=True))

@@ -73,7 +73,9 @@ def completion(server: Served, **fields: Any) -> dict[str, Any]:
     return body
 
 
-def chunks_of(server: Served, body: dict[str, Any], path: str = "/v1/completions") -> list[dict[str, Any]]:
+def chunks_of(
+    server: Served, body: dict[str, Any], path: str = "/v1/completions"
+) -> list[dict[str, Any]]:
     status, _, text = server.request("POST", path, {**body, "stream": True})
     assert status == 200, text
     lines = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
@@ -96,7 +98,9 @@ def test_each_neutral_field_is_taken_alone(field: str) -> None:
 
 
 @pytest.mark.parametrize("field", [*EFFECTIVE, *EFFECTIVE_IN_CHATS])
-def test_fields_that_would_change_the_answer_are_refused_by_name(server: Served, field: str) -> None:
+def test_fields_that_would_change_the_answer_are_refused_by_name(
+    server: Served, field: str
+) -> None:
     value = {**EFFECTIVE, **EFFECTIVE_IN_CHATS}[field]
     requests: list[tuple[Any, str]] = [({**CHAT, field: value}, "/v1/chat/completions")]
     if field in EFFECTIVE:
@@ -107,8 +111,14 @@ def test_fields_that_would_change_the_answer_are_refused_by_name(server: Served,
 
 
 def test_a_window_of_penalties_needs_no_penalty(server: Served) -> None:
-    for fields, status in (({"repeat_penalty": 1.1}, 400), ({"repeat_penalty": 1.1, "repeat_last_n": -1}, 200)):
-        assert server.post({**CHAT, "repeat_last_n": 64, **fields}, "/v1/chat/completions")[0] == status
+    for fields, status in (
+        ({"repeat_penalty": 1.1}, 400),
+        ({"repeat_penalty": 1.1, "repeat_last_n": -1}, 200),
+    ):
+        assert (
+            server.post({**CHAT, "repeat_last_n": 64, **fields}, "/v1/chat/completions")[0]
+            == status
+        )
 
 
 def test_unused_fields_are_logged_once(server: Served, caplog: pytest.LogCaptureFixture) -> None:
@@ -121,7 +131,11 @@ def test_unused_fields_are_logged_once(server: Served, caplog: pytest.LogCapture
 
 
 def test_the_only_model_needs_no_name(server: Served) -> None:
-    for path, body in (("/v1/chat/completions", CHAT), ("/v1/completions", SHORT), ("/v1/responses", {"input": "w1"})):
+    for path, body in (
+        ("/v1/chat/completions", CHAT),
+        ("/v1/completions", SHORT),
+        ("/v1/responses", {"input": "w1"}),
+    ):
         status, _, answer = server.post({**body, "model": None}, path)
         assert (status, answer["model"]) == (200, MODEL), answer
 
@@ -136,7 +150,11 @@ MARKED = {
 def test_marks_of_clients_in_messages_change_nothing(server: Served) -> None:
     def ask(assistant: dict[str, Any], *parts: dict[str, Any]) -> dict[str, Any]:
         content = [{"type": "text", "text": "w1", **part} for part in parts or ({},)]
-        messages = [{"role": "user", "content": content}, assistant, {"role": "user", "content": "w2"}]
+        messages = [
+            {"role": "user", "content": content},
+            assistant,
+            {"role": "user", "content": "w2"},
+        ]
         return chat_of(server, messages=messages)["choices"]
 
     plain = ask({"role": "assistant", "content": "w3"})
@@ -144,23 +162,40 @@ def test_marks_of_clients_in_messages_change_nothing(server: Served) -> None:
     assert ask({"role": "assistant", "content": None}) == ask({"role": "assistant", "content": ""})
 
 
-def test_reasoning_reaches_templates_that_read_it(medusa: Medusa, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reasoning_reaches_templates_that_read_it(
+    medusa: Medusa, monkeypatch: pytest.MonkeyPatch
+) -> None:
     template = "{% for m in messages %}{{ m.content }} {{ m.reasoning_content }} {% endfor %}{{ documents }}"
     monkeypatch.setattr(medusa.backbone.tokenizer, "chat_template", template)
     with serving(medusa) as server:
         for field in ("reasoning_content", "reasoning"):
-            body = {"messages": [{"role": "assistant", "content": "w1", field: "w7"}], "documents": [{"text": "w9"}]}
+            body = {
+                "messages": [{"role": "assistant", "content": "w1", field: "w7"}],
+                "documents": [{"text": "w9"}],
+            }
             status, _, answer = server.post(body, "/apply-template")
-            assert status == 200 and answer["prompt"].startswith("w1 w7") and "w9" in answer["prompt"]
+            assert (
+                status == 200 and answer["prompt"].startswith("w1 w7") and "w9" in answer["prompt"]
+            )
 
 
 @pytest.mark.parametrize("arguments", ['{"city": "', "[" * 100_000, "[1]", {"city": "Oslo"}, ""])
 def test_any_call_of_the_past_is_taken(server: Served, arguments: Any) -> None:
-    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}, "index": 0}
+    call = {
+        "id": "a",
+        "type": "function",
+        "function": {"name": "f", "arguments": arguments},
+        "index": 0,
+    }
     call["provider_specific_fields"] = {"thought": "a"}
     messages = [
         *CHAT["messages"],
-        {"role": "assistant", "content": None, "tool_calls": [call], "provider_specific_fields": None},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [call],
+            "provider_specific_fields": None,
+        },
         {"role": "tool", "tool_call_id": "a", "content": "w4", "name": "f"},
     ]
     status, _, answer = server.post({**CHAT, "messages": messages}, "/apply-template")
@@ -171,7 +206,13 @@ def test_any_call_of_the_past_is_taken(server: Served, arguments: Any) -> None:
 def test_a_broken_call_is_taken_as_an_item_of_the_past(server: Served) -> None:
     items = [
         {"role": "user", "content": "w1"},
-        {"type": "function_call", "call_id": "a", "name": "f", "arguments": '{"city": "', "status": "incomplete"},
+        {
+            "type": "function_call",
+            "call_id": "a",
+            "name": "f",
+            "arguments": '{"city": "',
+            "status": "incomplete",
+        },
         {"type": "function_call_output", "call_id": "a", "output": "w4"},
     ]
     assert server.post({"input": items, "max_output_tokens": 2}, "/v1/responses")[0] == 200
@@ -189,14 +230,31 @@ def test_first_forms_of_calls_and_results_are_taken(server: Served) -> None:
         {"role": "assistant", "tool_calls": [{"id": "", "function": call}]},
         {"role": "tool", "tool_call_id": "", "name": "f", "content": "w4"},
     ]
-    prompts = [server.post({"messages": given}, "/apply-template")[2]["prompt"] for given in (messages, now)]
+    prompts = [
+        server.post({"messages": given}, "/apply-template")[2]["prompt"]
+        for given in (messages, now)
+    ]
     assert prompts[0] == prompts[1] and "w4" in prompts[0]
 
 
 def test_responses_take_what_bridges_send(server: Served) -> None:
-    fields = {"include": ["reasoning.encrypted_content"], "truncation": "auto", "background": False, "store": False}
-    fields |= {"reasoning": {"effort": "low"}, "prompt_cache_key": "a", "top_logprobs": 0, "max_tool_calls": 3}
-    item = {"role": "user", "content": [{"type": "input_text", "text": "w1", "cache_control": {}}], "id": "a"}
+    fields = {
+        "include": ["reasoning.encrypted_content"],
+        "truncation": "auto",
+        "background": False,
+        "store": False,
+    }
+    fields |= {
+        "reasoning": {"effort": "low"},
+        "prompt_cache_key": "a",
+        "top_logprobs": 0,
+        "max_tool_calls": 3,
+    }
+    item = {
+        "role": "user",
+        "content": [{"type": "input_text", "text": "w1", "cache_control": {}}],
+        "id": "a",
+    }
     body = {"model": MODEL, "input": [item], "max_output_tokens": 4}
     plain, given = (server.post({**body, **more}, "/v1/responses") for more in ({}, fields))
     assert plain[0] == given[0] == 200
@@ -208,7 +266,9 @@ def words(medusa: Medusa, **rules: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_stop_token_ids_end_the_answer_before_them(server: Served, medusa: Medusa, stream: bool) -> None:
+def test_stop_token_ids_end_the_answer_before_them(
+    server: Served, medusa: Medusa, stream: bool
+) -> None:
     whole = words(medusa)
     id = medusa.backbone.tokenizer.convert_tokens_to_ids(whole[3])
     for more, text in (({}, whole[:3]), ({"include_stop_str_in_output": True}, whole[:4])):
@@ -242,7 +302,10 @@ def test_special_tokens_are_shown_if_asked_for(server: Served) -> None:
     ("fields", "same"),
     [
         ({"repeat_penalty": 1.4}, {"repetition_penalty": 1.4}),
-        ({"repeat_penalty": 1.4, "repetition_penalty": 1.4, "n_predict": 12}, {"repetition_penalty": 1.4}),
+        (
+            {"repeat_penalty": 1.4, "repetition_penalty": 1.4, "n_predict": 12},
+            {"repetition_penalty": 1.4},
+        ),
         ({"n_predict": 5, "max_tokens": None}, {"max_tokens": 5}),
         ({"prompt": [5, 9, 9, 9, *IDS], "truncate_prompt_tokens": 5}, {}),
         ({"truncate_prompt_tokens": -1}, {}),
@@ -251,7 +314,9 @@ def test_special_tokens_are_shown_if_asked_for(server: Served) -> None:
     ],
     ids=str,
 )
-def test_other_words_mean_the_same(server: Served, fields: dict[str, Any], same: dict[str, Any]) -> None:
+def test_other_words_mean_the_same(
+    server: Served, fields: dict[str, Any], same: dict[str, Any]
+) -> None:
     answers = {choice["text"] for choice in completion(server, **fields)["choices"]}
     assert answers == {completion(server, **same)["choices"][0]["text"]}
 
@@ -274,37 +339,62 @@ def test_a_prompt_beyond_the_context_is_refused_with_its_length(medusa: Medusa) 
             error = answer["error"]
             assert (status, error["type"], error["n_ctx"]) == (400, "exceed_context_size_error", 20)
             assert error["code"] == "context_length_exceeded" and error["n_prompt_tokens"] > 20
-        assert completion(server, prompt=[8] * 21, truncate_prompt_tokens=-1)["usage"]["prompt_tokens"] == 20
+        assert (
+            completion(server, prompt=[8] * 21, truncate_prompt_tokens=-1)["usage"]["prompt_tokens"]
+            == 20
+        )
 
 
 def test_the_chosen_token_is_always_among_the_log_probabilities(server: Served) -> None:
     for count in (0, 1):
-        logprobs = completion(server, logprobs=count, temperature=2, seed=1)["choices"][0]["logprobs"]
-        for token, own, top in zip(*(logprobs[k] for k in ("tokens", "token_logprobs", "top_logprobs")), strict=True):
+        logprobs = completion(server, logprobs=count, temperature=2, seed=1)["choices"][0][
+            "logprobs"
+        ]
+        for token, own, top in zip(
+            *(logprobs[k] for k in ("tokens", "token_logprobs", "top_logprobs")), strict=True
+        ):
             assert top[token] == own and len(top) <= count + 1
 
 
 def test_offsets_are_places_in_the_text(server: Served, medusa: Medusa) -> None:
     prompt = [3, 5, 9, 2, 20]
     for skip in (True, False):
-        fields = {"prompt": prompt, "echo": True, "logprobs": 0, "skip_special_tokens": skip, "max_tokens": 1}
+        fields = {
+            "prompt": prompt,
+            "echo": True,
+            "logprobs": 0,
+            "skip_special_tokens": skip,
+            "max_tokens": 1,
+        }
         [choice] = completion(server, **fields)["choices"]
         tokens, offsets = choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"]
         for token, place in zip(tokens[:5], offsets, strict=False):
             shown = not (skip and token.strip().startswith("<"))
-            assert not shown or choice["text"][place:].strip().startswith(token.strip()), (token, place, choice)
+            assert not shown or choice["text"][place:].strip().startswith(token.strip()), (
+                token,
+                place,
+                choice,
+            )
 
 
 def test_prompts_have_log_probabilities_in_vllms_form(server: Served) -> None:
-    echoed = completion(server, echo=True, logprobs=2, max_tokens=1)["choices"][0]["logprobs"]["token_logprobs"]
+    echoed = completion(server, echo=True, logprobs=2, max_tokens=1)["choices"][0]["logprobs"][
+        "token_logprobs"
+    ]
     answer = completion(server, prompt_logprobs=2, logprobs=1, n=2)
     for choice in answer["choices"]:
         rows = choice["prompt_logprobs"]
         assert rows[0] is None and len(rows) == len(IDS) and len(choice["logprobs"]["tokens"]) == 12
         for row, token, logprob in zip(rows[1:], IDS[1:], echoed[1:], strict=False):
-            assert row[str(token)]["logprob"] == pytest.approx(logprob, abs=1e-4) and 2 <= len(row) <= 3
+            assert (
+                row[str(token)]["logprob"] == pytest.approx(logprob, abs=1e-4)
+                and 2 <= len(row) <= 3
+            )
             assert {entry["rank"] for entry in row.values()} >= {1, 2}
-    assert all(max(len(top) for top in choice["logprobs"]["top_logprobs"]) <= 2 for choice in answer["choices"])
+    assert all(
+        max(len(top) for top in choice["logprobs"]["top_logprobs"]) <= 2
+        for choice in answer["choices"]
+    )
     plain = chat_of(server, prompt_logprobs=0)
     assert plain["prompt_logprobs"][0] is None and plain["choices"][0]["logprobs"] is None
     assert server.post({**SHORT, "prompt_logprobs": 1, "stream": True})[0] == 400
@@ -312,7 +402,10 @@ def test_prompts_have_log_probabilities_in_vllms_form(server: Served) -> None:
 
 def test_token_ids_are_returned_if_asked_for(server: Served, medusa: Medusa) -> None:
     alone = medusa.generate(IDS, max_new_tokens=12)
-    ids, waiting = alone.tokens, f"{alone.text[:12]} never"  # the first texts wait until this is no stop string
+    ids, waiting = (
+        alone.tokens,
+        f"{alone.text[:12]} never",
+    )  # the first texts wait until this is no stop string
     [choice] = completion(server, return_token_ids=True)["choices"]
     assert (choice["prompt_token_ids"], choice["token_ids"]) == (IDS, ids)
     chunks = chunks_of(server, {**SHORT, "return_token_ids": True, "stop": waiting})
@@ -320,16 +413,32 @@ def test_token_ids_are_returned_if_asked_for(server: Served, medusa: Medusa) -> 
     assert choices[0]["prompt_token_ids"] == IDS
     assert [id for choice in choices for id in choice.get("token_ids", ())] == ids
     whole = chat_of(server, return_token_ids=True)
-    assert whole["prompt_token_ids"] and len(whole["choices"][0]["token_ids"]) == whole["usage"]["completion_tokens"]
+    assert (
+        whole["prompt_token_ids"]
+        and len(whole["choices"][0]["token_ids"]) == whole["usage"]["completion_tokens"]
+    )
     assert "token_ids" not in completion(server)["choices"][0]
 
 
 def test_guidellm_counts_tokens_by_its_body(server: Served) -> None:
-    body = {"max_tokens": 6, "max_completion_tokens": 6, "ignore_eos": True, "stop": None, "stream": True}
+    body = {
+        "max_tokens": 6,
+        "max_completion_tokens": 6,
+        "ignore_eos": True,
+        "stop": None,
+        "stream": True,
+    }
     body |= {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
     chunks = chunks_of(server, {**CHAT, **body}, "/v1/chat/completions")
     assert [chunk["usage"]["completion_tokens"] for chunk in chunks][-1] == 6
-    assert sum(bool(chunk["choices"][0]["delta"].get("content")) for chunk in chunks if chunk["choices"]) >= 1
+    assert (
+        sum(
+            bool(chunk["choices"][0]["delta"].get("content"))
+            for chunk in chunks
+            if chunk["choices"]
+        )
+        >= 1
+    )
 
 
 def test_usage_comes_with_each_chunk_if_asked_for(server: Served) -> None:
@@ -349,7 +458,10 @@ def test_answers_name_what_made_them(server: Served) -> None:
 def test_a_chat_may_echo_its_last_message(server: Served) -> None:
     messages = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2 w3"}]
     fields = {"messages": messages, "continue_final_message": True}
-    alone, echoed = (chat_of(server, **fields, echo=echo)["choices"][0]["message"]["content"] for echo in (False, True))
+    alone, echoed = (
+        chat_of(server, **fields, echo=echo)["choices"][0]["message"]["content"]
+        for echo in (False, True)
+    )
     assert echoed == "w2 w3" + alone
     chunks = chunks_of(server, {**CHAT, **fields, "echo": True}, "/v1/chat/completions")
     assert "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks) == echoed
@@ -369,15 +481,24 @@ def test_models_tell_their_sizes(server: Served, medusa: Medusa) -> None:
     [model] = json.loads(server.request("GET", "/v1/models")[2])["data"]
     assert model["max_model_len"] == medusa.backbone.max_positions == model["meta"]["n_ctx_train"]
     props = json.loads(server.request("GET", "/props")[2])
-    assert props["default_generation_settings"]["n_ctx"] == model["max_model_len"] and props["total_slots"] == 4
-    assert props["chat_template"] and props["eos_token"] == "<end>" and str(medusa.backbone.id) not in json.dumps(props)
+    assert (
+        props["default_generation_settings"]["n_ctx"] == model["max_model_len"]
+        and props["total_slots"] == 4
+    )
+    assert (
+        props["chat_template"]
+        and props["eos_token"] == "<end>"
+        and str(medusa.backbone.id) not in json.dumps(props)
+    )
     with serving(medusa, max_prompt_tokens=20, max_new_tokens=8) as small:
         assert json.loads(small.request("GET", "/v1/models")[2])["data"][0]["max_model_len"] == 28
 
 
 def test_slots_tell_what_runs_without_its_text(server: Served) -> None:
     slots = json.loads(server.request("GET", "/slots")[2])
-    assert [slot["id"] for slot in slots] == [0, 1, 2, 3] and not any(slot["is_processing"] for slot in slots)
+    assert [slot["id"] for slot in slots] == [0, 1, 2, 3] and not any(
+        slot["is_processing"] for slot in slots
+    )
     assert server.request("POST", "/slots")[0] == 405
 
 
@@ -386,15 +507,23 @@ def test_templates_are_applied(server: Served) -> None:
     _, _, tokens = server.post({"messages": CHAT["messages"]}, "/tokenize")
     assert (
         status == 200
-        and server.post({"prompt": answer["prompt"], "add_special_tokens": False}, "/tokenize")[2]["tokens"]
+        and server.post({"prompt": answer["prompt"], "add_special_tokens": False}, "/tokenize")[2][
+            "tokens"
+        ]
         == tokens["tokens"]
     )
-    assert server.post({"model": "other", "messages": CHAT["messages"]}, "/apply-template")[0] == 404
+    assert (
+        server.post({"model": "other", "messages": CHAT["messages"]}, "/apply-template")[0] == 404
+    )
 
 
 def test_keys_come_in_two_headers(medusa: Medusa) -> None:
     with serving(medusa, api_keys=("k",)) as server:
-        for headers, status in (({"x-api-key": "k"}, 200), ({"x-api-key": "j"}, 401), ({"Authorization": "k"}, 401)):
+        for headers, status in (
+            ({"x-api-key": "k"}, 200),
+            ({"x-api-key": "j"}, 401),
+            ({"Authorization": "k"}, 401),
+        ):
             assert server.post(SHORT, **headers)[0] == status
         assert server.post(SHORT, **{"Authorization": "Bearer j", "x-api-key": "k"})[0] == 401
         for path in ("/props", "/slots"):
@@ -425,7 +554,13 @@ def test_vllms_bench_reads_the_counters_of_drafts(medusa: Medusa) -> None:
     with serving(medusa) as server:
         assert vllm_figures(server.request("GET", "/metrics")[2]) == (0, 0, 0, {})
         figures = [
-            completion(server, max_tokens=60, ignore_eos=True, prompt=[n, *IDS], speculative={"figures": True})
+            completion(
+                server,
+                max_tokens=60,
+                ignore_eos=True,
+                prompt=[n, *IDS],
+                speculative={"figures": True},
+            )
             for n in (8, 9, 10)
         ]
         page = server.request("GET", "/metrics")[2]
@@ -441,23 +576,35 @@ def test_vllms_bench_reads_the_counters_of_drafts(medusa: Medusa) -> None:
 
 @pytest.mark.parametrize("given", [False, {"enabled": False, "figures": True}])
 def test_a_request_may_decode_plainly(server: Served, given: Any) -> None:
-    drafted, plain = (completion(server, max_tokens=60, speculative=speculative) for speculative in (True, given))
+    drafted, plain = (
+        completion(server, max_tokens=60, speculative=speculative) for speculative in (True, given)
+    )
     assert plain["choices"] == drafted["choices"]
     figures = plain["usage"]["medusa"]
-    assert figures["drafted_tokens"] == 0 and figures["steps"] == plain["usage"]["completion_tokens"] - 1
+    assert (
+        figures["drafted_tokens"] == 0
+        and figures["steps"] == plain["usage"]["completion_tokens"] - 1
+    )
     assert drafted["usage"]["medusa"]["drafted_tokens"] > 0
-    assert figures.get("accepted_per_pos", []) == [] and "accepted_per_pos" not in drafted["usage"]["medusa"]
+    assert (
+        figures.get("accepted_per_pos", []) == []
+        and "accepted_per_pos" not in drafted["usage"]["medusa"]
+    )
     fields = {"input": "w1", "max_output_tokens": 8, "speculative": {"figures": True}}
     assert server.post(fields, "/v1/responses")[2]["usage"]["medusa"]["drafts"] > 0
 
 
 def test_plain_requests_decode_beside_drafting_ones(medusa: Medusa) -> None:
-    requests = [medusa.request([n, *IDS], max_new_tokens=30, speculative=n % 2 == 0) for n in range(8, 12)]
+    requests = [
+        medusa.request([n, *IDS], max_new_tokens=30, speculative=n % 2 == 0) for n in range(8, 12)
+    ]
     decoder, tokens = medusa.decoder(4), dict[int, list[int]]()
     for sequence, step in decoder.run(requests):
         tokens.setdefault(sequence.number, []).extend(step.tokens)
         assert sequence.number % 2 == 0 or step.nodes == 1
-    assert [*tokens.values()] == [medusa.generate(request.prompt, max_new_tokens=30).tokens for request in requests]
+    assert [*tokens.values()] == [
+        medusa.generate(request.prompt, max_new_tokens=30).tokens for request in requests
+    ]
 
 
 def test_the_middle_is_filled_in_where_the_model_can() -> None:
@@ -487,7 +634,11 @@ def added_backbone(texts: tuple[str, ...]) -> Any:
 
 
 CITY = {"type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}}, "required": ["city"]}
-TOOL = {"type": "function", "function": {"name": "weather", "parameters": CITY}, "cache_control": {"type": "ephemeral"}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "weather", "parameters": CITY},
+    "cache_control": {"type": "ephemeral"},
+}
 
 
 @pytest.fixture(scope="module")
@@ -499,10 +650,20 @@ def qwen() -> Iterator[Served]:
         yield server
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
-def test_required_calls_are_enforced_where_markers_are_added_tokens(qwen: Served, choice: Any) -> None:
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "weather"}}]
+)
+def test_required_calls_are_enforced_where_markers_are_added_tokens(
+    qwen: Served, choice: Any
+) -> None:
     for seed in range(3):
-        fields = {"tools": [TOOL], "tool_choice": choice, "temperature": 1, "seed": seed, "max_tokens": 200}
+        fields = {
+            "tools": [TOOL],
+            "tool_choice": choice,
+            "temperature": 1,
+            "seed": seed,
+            "max_tokens": 200,
+        }
         answer = chat_of(qwen, **fields)["choices"][0]
         [call] = answer["message"]["tool_calls"]
         assert json.loads(call["function"]["arguments"])["city"] in ("Oslo", "Rome")
@@ -515,8 +676,16 @@ def test_a_call_cut_by_the_limit_is_no_call_and_the_conversation_goes_on(qwen: S
     assert answer["finish_reason"] == "length" and "tool_calls" not in answer["message"]
     assert answer["message"]["content"].startswith("<tool_call>")
     chunks = chunks_of(qwen, {**CHAT, **fields}, "/v1/chat/completions")
-    parts = [part for chunk in chunks for c in chunk["choices"] for part in c["delta"].get("tool_calls", ())]
-    function = {"name": "weather", "arguments": "".join(part["function"]["arguments"] for part in parts)}
+    parts = [
+        part
+        for chunk in chunks
+        for c in chunk["choices"]
+        for part in c["delta"].get("tool_calls", ())
+    ]
+    function = {
+        "name": "weather",
+        "arguments": "".join(part["function"]["arguments"] for part in parts),
+    }
     call = {"id": "a", "type": "function", "function": function}
     for past in (answer["message"], {"role": "assistant", "content": None, "tool_calls": [call]}):
         messages = [*CHAT["messages"], past, {"role": "user", "content": "and now?"}]
@@ -536,12 +705,17 @@ YES = {"type": "object", "properties": {"yes": {"const": True}}, "required": ["y
         ({"guided_choice": ["only this"]}, "only this"),
         ({"guided_grammar": 'start: "x" "y"'}, "xy"),
         ({"grammar": 'root ::= "x" "y"'}, "xy"),
-        ({"structured_outputs": {"json": json.dumps(YES), "disable_fallback": True}}, '{"yes": true}'),
+        (
+            {"structured_outputs": {"json": json.dumps(YES), "disable_fallback": True}},
+            '{"yes": true}',
+        ),
         ({"response_format": {"type": "json_object", "schema": YES}}, '{"yes": true}'),
     ],
     ids=str,
 )
-def test_forms_are_followed_in_the_words_of_others(qwen: Served, fields: dict[str, Any], text: str) -> None:
+def test_forms_are_followed_in_the_words_of_others(
+    qwen: Served, fields: dict[str, Any], text: str
+) -> None:
     assert chat_of(qwen, **{"max_tokens": 60, **fields})["choices"][0]["message"]["content"] == text
     if "response_format" not in fields:
         assert completion(qwen, prompt="a", max_tokens=60, **fields)["choices"][0]["text"] == text
@@ -561,12 +735,18 @@ def test_bad_forms_are_refused_by_their_own_names(qwen: Served) -> None:
 
 
 def test_a_run_with_drafts_follows_required_calls(tmp_path: Any) -> None:
-    model = save_model(tmp_path / "model", vocab=len(added_backbone(MARKERS).tokenizer), positions=2048)
+    model = save_model(
+        tmp_path / "model", vocab=len(added_backbone(MARKERS).tokenizer), positions=2048
+    )
     added_backbone(MARKERS).tokenizer.save_pretrained(model)
     run = save_run(tmp_path / "run", model)
     loaded = Medusa.from_pretrained(drafter=run.path, tree="static", dtype="fp32", lookup=True)
     with serving(loaded) as server:
         fields = {"tools": [TOOL], "tool_choice": "required", "max_tokens": 200}
-        drafted, plain = (chat_of(server, **fields, speculative=speculative) for speculative in (True, False))
-    calls = [body["choices"][0]["message"]["tool_calls"][0]["function"] for body in (drafted, plain)]
+        drafted, plain = (
+            chat_of(server, **fields, speculative=speculative) for speculative in (True, False)
+        )
+    calls = [
+        body["choices"][0]["message"]["tool_calls"][0]["function"] for body in (drafted, plain)
+    ]
     assert calls[0] == calls[1] and json.loads(calls[0]["arguments"])["city"]

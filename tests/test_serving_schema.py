@@ -20,28 +20,38 @@ from tests.serving import MODEL, Served, serving  # noqa: E402
 
 # Not checked: that a valid body is answered (a token id may be beyond the vocabulary), and that any other is refused
 # (null is read as left out).
-CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
+CHECKS = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_schema_conformance,
+]
 POSTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/apply-template")
 GETS = ("/v1/models", "/v1/models/{name}", "/health", "/metrics", "/props", "/slots")
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    medusa = Medusa.from_pretrained(save_model(tmp_path_factory.mktemp("fuzz") / "model"), drafter=None, dtype="fp32")
+    medusa = Medusa.from_pretrained(
+        save_model(tmp_path_factory.mktemp("fuzz") / "model"), drafter=None, dtype="fp32"
+    )
     with serving(medusa, max_new_tokens=8) as running:
         yield running
 
 
 @pytest.mark.parametrize(
     ("path", "mode"),
-    [(path, mode) for path in POSTS for mode in ("positive", "negative")] + [(p, "positive") for p in GETS],
+    [(path, mode) for path in POSTS for mode in ("positive", "negative")]
+    + [(p, "positive") for p in GETS],
 )
 def test_random_requests_get_documented_answers(server: Served, path: str, mode: str) -> None:
     api = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
     [operation] = [result.ok() for result in api.get_all_operations() if result.ok().path == path]
 
     @given(case=operation.as_strategy(generation_mode=schemathesis.GenerationMode(mode)))
-    @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+    @settings(
+        max_examples=15, deadline=None, suppress_health_check=list(HealthCheck), database=None
+    )
     def check(case: Any) -> None:
         if isinstance(case.body, dict) and "model" in case.body:
             case.body["model"] = MODEL  # any other name would end in 404

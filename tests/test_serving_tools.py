@@ -11,7 +11,14 @@ from tokenizers import AddedToken
 from medusa_cli.api import Medusa
 from medusa_cli.decode import LogitsOptions, Sampling
 from medusa_cli.errors import UsageError
-from medusa_cli.serve.tools import MARKERS, MAX_CALLS, CallReader, calls_grammar, describe_tools, marker_ids
+from medusa_cli.serve.tools import (
+    MARKERS,
+    MAX_CALLS,
+    CallReader,
+    calls_grammar,
+    describe_tools,
+    marker_ids,
+)
 from tests.helpers import (
     END_ID,
     PROMPT,
@@ -37,7 +44,10 @@ WEATHER = {
     "$defs": {"days": {"type": "integer", "minimum": 1, "maximum": 9}},
 }
 TOOLS = [
-    {"type": "function", "function": {"name": "get_weather", "description": "weather", "parameters": WEATHER}},
+    {
+        "type": "function",
+        "function": {"name": "get_weather", "description": "weather", "parameters": WEATHER},
+    },
     {"type": "function", "function": {"name": "now"}},
 ]
 NO_CALL = {"function": {"name": "f", "arguments": 5}}
@@ -63,20 +73,27 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     model = save_model(folder / "model", vocab=320, positions=2048)
     byte_tokenizer().save_pretrained(model)
     run = save_run(folder / "run", model)
-    with serving(Medusa.from_pretrained(drafter=run.path, tree="static", dtype="fp32", lookup=True)) as server:
+    with serving(
+        Medusa.from_pretrained(drafter=run.path, tree="static", dtype="fp32", lookup=True)
+    ) as server:
         yield server
 
 
 def chat(served: Served, **fields: Any) -> dict[str, Any]:
     """Returns the choice that answers ASK."""
-    status, _, body = served.post({"model": MODEL, "messages": ASK, **fields}, "/v1/chat/completions")
+    status, _, body = served.post(
+        {"model": MODEL, "messages": ASK, **fields}, "/v1/chat/completions"
+    )
     assert status == 200, body
     [choice] = body["choices"]
     return choice
 
 
 def schema_format(schema: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "json_schema", "json_schema": {"name": "person", "schema": schema, "strict": True}}
+    return {
+        "type": "json_schema",
+        "json_schema": {"name": "person", "schema": schema, "strict": True},
+    }
 
 
 @pytest.mark.parametrize("temperature", [0, 1.0])
@@ -92,7 +109,9 @@ def test_answers_follow_a_schema(served: Served, path: str, temperature: float) 
     [choice] = answer["choices"]
     text = choice["text"] if path == "/v1/completions" else choice["message"]["content"]
     jsonschema.validate(PERSON, json.loads(text))
-    assert choice["finish_reason"] == "stop" and answer["usage"]["medusa"]["acceptance_length"] > 1.2
+    assert (
+        choice["finish_reason"] == "stop" and answer["usage"]["medusa"]["acceptance_length"] > 1.2
+    )
 
 
 def test_other_forms_are_followed(served: Served) -> None:
@@ -110,7 +129,9 @@ def test_openai_parses_pydantic_models(served: Served) -> None:
     client = served.openai()
     for seed in range(3):
         rules: dict[str, Any] = {"temperature": 1.0, "seed": seed, "max_tokens": 400}
-        done = client.chat.completions.parse(model=MODEL, messages=ASK, response_format=City, **rules)
+        done = client.chat.completions.parse(
+            model=MODEL, messages=ASK, response_format=City, **rules
+        )
         assert isinstance(done.choices[0].message.parsed, City)
     done = client.responses.parse(model=MODEL, input="Ada", text_format=City, max_output_tokens=300)
     assert isinstance(done.output_parsed, City) and done.status == "completed"
@@ -119,15 +140,25 @@ def test_openai_parses_pydantic_models(served: Served) -> None:
 def check_call(call: Any) -> None:
     """Asserts that a call of OpenAI's client is one of TOOLS."""
     arguments = json.loads(call.function.arguments)
-    jsonschema.validate(WEATHER if call.function.name == "get_weather" else {"maxProperties": 0}, arguments)
+    jsonschema.validate(
+        WEATHER if call.function.name == "get_weather" else {"maxProperties": 0}, arguments
+    )
     assert call.id and call.type == "function" and call.function.name in NAMES
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "get_weather"}}]
+)
 def test_required_tools_are_called(served: Served, choice: Any) -> None:
     client = served.openai()
     for seed in range(4):
-        rules = {"temperature": 1.0, "seed": seed, "tools": TOOLS, "tool_choice": choice, "max_tokens": 200}
+        rules = {
+            "temperature": 1.0,
+            "seed": seed,
+            "tools": TOOLS,
+            "tool_choice": choice,
+            "max_tokens": 200,
+        }
         [done] = client.chat.completions.create(model=MODEL, messages=ASK, **rules).choices
         assert done.finish_reason == "tool_calls" and done.message.content is None
         [call] = done.message.tool_calls
@@ -151,11 +182,19 @@ def test_openais_stream_collects_calls(served: Served) -> None:
         events = [event.type for event in stream]
         [call] = stream.get_final_completion().choices[0].message.tool_calls
     check_call(call)
-    assert "tool_calls.function.arguments.delta" in events and "tool_calls.function.arguments.done" in events
+    assert (
+        "tool_calls.function.arguments.delta" in events
+        and "tool_calls.function.arguments.done" in events
+    )
 
 
 def test_several_calls_are_read(served: Served) -> None:
-    fields = {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": True, "logit_bias": {END_ID: -100}}
+    fields = {
+        "tools": TOOLS,
+        "tool_choice": "required",
+        "parallel_tool_calls": True,
+        "logit_bias": {END_ID: -100},
+    }
     choice = chat(served, temperature=1.0, max_tokens=800, **fields)
     calls = choice["message"]["tool_calls"]
     assert len({call["id"] for call in calls}) == len(calls) and 2 < len(calls) <= MAX_CALLS
@@ -186,7 +225,9 @@ def test_results_of_tools_go_back_to_the_model(served: Served) -> None:
     _, _, text = served.post({"tokens": tokens["tokens"]}, "/detokenize")
     for part in ("get_weather", '{"name": "now", "arguments": {}}', "noon", "Oslo"):
         assert part in text["prompt"], part
-    _, _, none = served.post({**body, "tool_choice": "none", "max_tokens": 1}, "/v1/chat/completions")
+    _, _, none = served.post(
+        {**body, "tool_choice": "none", "max_tokens": 1}, "/v1/chat/completions"
+    )
     assert none["usage"]["prompt_tokens"] < tokens["count"]  # the model is told of no tools
 
 
@@ -203,8 +244,14 @@ def test_a_template_with_tools_gets_them_and_past_calls_as_they_are() -> None:
 ANSWERS: dict[str, tuple[str, list[tuple[str, dict[str, Any]]]]] = {
     "Hello <b> world": ("Hello <b> world", []),
     '<tool_call>\n{"name": "f", "arguments": {"a": "}\\"", "b": {"c": 1}}}\n</tool_call>\n'
-    '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>': ("", [("f", {"a": '}"', "b": {"c": 1}}), ("g", {})]),
-    'So. <tool_call>{"arguments": {"a": 1}, "name": "g"}</tool_call> Done.': ("So.  Done.", [("g", {"a": 1})]),
+    '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>': (
+        "",
+        [("f", {"a": '}"', "b": {"c": 1}}), ("g", {})],
+    ),
+    'So. <tool_call>{"arguments": {"a": 1}, "name": "g"}</tool_call> Done.': (
+        "So.  Done.",
+        [("g", {"a": 1})],
+    ),
     '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>': ("", [("f", {"a": 1})]),
     "<tool_call>\nno json\n</tool_call> x": ("<tool_call>\nno json\n</tool_call> x", []),
     '<tool_call>{"name": "h", "arguments": {}}': ('<tool_call>{"name": "h", "arguments": {}}', []),
@@ -212,7 +259,10 @@ ANSWERS: dict[str, tuple[str, list[tuple[str, dict[str, Any]]]]] = {
         "",
         [("f", {"a": [1, 2]}), ("g", {})],
     ),
-    'Yes [TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[CALL_ID]123[ARGS]{}': ("Yes ", [("f", {"a": 1}), ("g", {})]),
+    'Yes [TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[CALL_ID]123[ARGS]{}': (
+        "Yes ",
+        [("f", {"a": 1}), ("g", {})],
+    ),
     '<|python_tag|>{"name": "f", "parameters": {"x": "y"}}; {"name": "g", "parameters": {}}': (
         "",
         [("f", {"x": "y"}), ("g", {})],
@@ -241,10 +291,17 @@ def test_calls_are_read_as_they_come(text: str, size: int) -> None:
 
 def test_a_tool_whose_schema_is_too_deep_is_refused() -> None:
     # A chain of definitions, longer than a recursive parser can follow.
-    chain = {"$ref": "#/$defs/0", "$defs": {f"{i}": {"items": {"$ref": f"#/$defs/{i + 1}"}} for i in range(9999)}}
+    chain = {
+        "$ref": "#/$defs/0",
+        "$defs": {f"{i}": {"items": {"$ref": f"#/$defs/{i + 1}"}} for i in range(9999)},
+    }
     for parameters in (chain, json.loads('{"items":' * 150 + "{}" + "}" * 150)):
         with pytest.raises(UsageError):
-            calls_grammar(byte_backbone(), [{"function": {"name": "f", "parameters": parameters}}], several=False)
+            calls_grammar(
+                byte_backbone(),
+                [{"function": {"name": "f", "parameters": parameters}}],
+                several=False,
+            )
 
 
 CUT = '<tool_call>{"name": "f", "arguments": {"city": "'
@@ -254,7 +311,9 @@ def test_a_call_that_the_end_cuts_is_content() -> None:
     assert CallReader(["f"]).feed(CUT, last=True) == {"content": CUT}
     whole = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
     delta = CallReader(["f"]).feed(whole + CUT, last=True)
-    assert len(delta["tool_calls"]) == 1 and delta["content"].endswith(CUT.removeprefix("<tool_call>"))
+    assert len(delta["tool_calls"]) == 1 and delta["content"].endswith(
+        CUT.removeprefix("<tool_call>")
+    )
     reader = CallReader(["f"])  # of a stream, which has sent a part of it
     [call] = reader.feed(CUT)["tool_calls"]
     assert reader.feed("", last=True) == {} and call["function"]["arguments"] == '{"city": "'
@@ -274,7 +333,9 @@ def test_calls_by_grammar_are_in_the_models_style(template: str, special: bool |
     backbone = byte_backbone()
     if special is not None:
         tokenizer = backbone.tokenizer
-        tokenizer.add_tokens([AddedToken(marker, special=special, normalized=False) for marker in MARKERS])
+        tokenizer.add_tokens(
+            [AddedToken(marker, special=special, normalized=False) for marker in MARKERS]
+        )
         backbone = tiny_backbone(vocab=len(tokenizer), positions=2048)
         backbone.tokenizer = tokenizer
     backbone.tokenizer.chat_template = template
@@ -283,7 +344,9 @@ def test_calls_by_grammar_are_in_the_models_style(template: str, special: bool |
     grammar = calls_grammar(backbone, TOOLS, several=True)
     for seed in range(3):
         rules = {"max_new_tokens": 600, "sampling": Sampling("exact", 1.0, seed=seed)}
-        tokens = tokens_of(generate_plain(backbone, PROMPT, logits_options=LogitsOptions(grammar=grammar), **rules))
+        tokens = tokens_of(
+            generate_plain(backbone, PROMPT, logits_options=LogitsOptions(grammar=grammar), **rules)
+        )
         text = backbone.decode(tokens, keep)
         delta = CallReader(NAMES).feed(text, last=True)
         assert tokens[-1] == END_ID and "content" not in delta, text
@@ -296,10 +359,23 @@ def test_calls_by_grammar_are_in_the_models_style(template: str, special: bool |
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tools": [{**TOOLS[0], "function": {"name": "f", "parameters": {"type": "objekt"}}}]}, "tools"),
-        ({"tools": [{**TOOLS[0], "function": {"name": "f", "parameters": {"$ref": "#/$defs/none"}}}]}, "tools"),
+        (
+            {"tools": [{**TOOLS[0], "function": {"name": "f", "parameters": {"type": "objekt"}}}]},
+            "tools",
+        ),
+        (
+            {
+                "tools": [
+                    {**TOOLS[0], "function": {"name": "f", "parameters": {"$ref": "#/$defs/none"}}}
+                ]
+            },
+            "tools",
+        ),
         ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, None),
-        ({"messages": [{"role": "assistant", "tool_calls": [NO_CALL]}]}, "messages.0.tool_calls.0.function.arguments"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [NO_CALL]}]},
+            "messages.0.tool_calls.0.function.arguments",
+        ),
         ({"response_format": schema_format({"type": "objekt"})}, "response_format"),
         ({"response_format": schema_format({"not": {"type": "string"}})}, "response_format"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
@@ -309,9 +385,19 @@ def test_calls_by_grammar_are_in_the_models_style(template: str, special: bool |
     ],
 )
 def test_bad_forms_are_refused_by_name(served: Served, fields: dict[str, Any], param: str) -> None:
-    more = {"tools": TOOLS, "tool_choice": "required"} if "tool_choice" in fields or param == "tools" else {}
-    status, _, answer = served.post({"model": MODEL, "messages": ASK, **more, **fields}, "/v1/chat/completions")
-    assert status == 400 and answer["error"]["param"] == param and "@" not in answer["error"]["message"]
+    more = (
+        {"tools": TOOLS, "tool_choice": "required"}
+        if "tool_choice" in fields or param == "tools"
+        else {}
+    )
+    status, _, answer = served.post(
+        {"model": MODEL, "messages": ASK, **more, **fields}, "/v1/chat/completions"
+    )
+    assert (
+        status == 400
+        and answer["error"]["param"] == param
+        and "@" not in answer["error"]["message"]
+    )
 
 
 # Tools in the form of /v1/responses.
@@ -322,11 +408,20 @@ def test_openai_creates_and_streams_responses(served: Served) -> None:
     client = served.openai()
     items = [
         {"role": "user", "content": [{"type": "input_text", "text": "Ada"}]},
-        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "yes"}]},
+        {
+            "type": "message",
+            "role": "assistant",
+            "content": [{"type": "output_text", "text": "yes"}],
+        },
         {"role": "user", "content": "and now?"},
     ]
     for given in ("Ada", items):
-        rules: dict[str, Any] = {"input": given, "instructions": "short", "max_output_tokens": 9, "temperature": 0}
+        rules: dict[str, Any] = {
+            "input": given,
+            "instructions": "short",
+            "max_output_tokens": 9,
+            "temperature": 0,
+        }
         done = client.responses.create(model=MODEL, **rules)
         assert done.status == "incomplete" and done.incomplete_details.reason == "max_output_tokens"
         assert done.output_text and done.usage.output_tokens == 9
@@ -334,12 +429,19 @@ def test_openai_creates_and_streams_responses(served: Served) -> None:
             events = list(stream)
         assert [event.sequence_number for event in events] == list(range(len(events)))
         assert (
-            "".join(event.delta for event in events if event.type == "response.output_text.delta") == done.output_text
+            "".join(event.delta for event in events if event.type == "response.output_text.delta")
+            == done.output_text
         )
-        assert events[-1].type == "response.incomplete" and events[-1].response.output_text == done.output_text
+        assert (
+            events[-1].type == "response.incomplete"
+            and events[-1].response.output_text == done.output_text
+        )
     chat_body = {"messages": [{"role": "system", "content": "short"}, *ASK], "max_tokens": 9}
     choice = chat(served, **chat_body)
-    assert choice["message"]["content"] == client.responses.create(model=MODEL, **{**rules, "input": "Ada"}).output_text
+    assert (
+        choice["message"]["content"]
+        == client.responses.create(model=MODEL, **{**rules, "input": "Ada"}).output_text
+    )
 
 
 def test_responses_call_tools_and_take_results(served: Served) -> None:
@@ -347,7 +449,11 @@ def test_responses_call_tools_and_take_results(served: Served) -> None:
     rules: dict[str, Any] = {"tools": FUNCTIONS, "tool_choice": "required", "temperature": 1.0}
     done = client.responses.create(model=MODEL, input="Ada", **rules)
     [call] = done.output
-    assert call.type == "function_call" and call.name in NAMES and json.loads(call.arguments) is not None
+    assert (
+        call.type == "function_call"
+        and call.name in NAMES
+        and json.loads(call.arguments) is not None
+    )
     with client.responses.stream(model=MODEL, input="Ada", **rules) as stream:
         names = {event.type for event in stream}
         [streamed] = stream.get_final_response().output
@@ -364,15 +470,30 @@ def test_responses_call_tools_and_take_results(served: Served) -> None:
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
         ({"input": [{"type": "reasoning", "summary": []}]}, "input.0"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0.type"),
-        ({"input": [{"type": "function_call", "call_id": "a", "name": "f", "arguments": []}]}, "input.0.arguments"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            "input.0.content.0.type",
+        ),
+        (
+            {"input": [{"type": "function_call", "call_id": "a", "name": "f", "arguments": []}]},
+            "input.0.arguments",
+        ),
         ({"background": True}, "background"),
         ({"text": {"format": {"type": "json_schema"}}}, None),
-        ({"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "objekt"}}}}, "text"),
+        (
+            {
+                "text": {
+                    "format": {"type": "json_schema", "name": "a", "schema": {"type": "objekt"}}
+                }
+            },
+            "text",
+        ),
         ({"include": ["message.output_text.logprobs"]}, "include"),
         ({"temperature": 1000}, "temperature"),
     ],
 )
-def test_other_responses_are_refused_by_name(served: Served, fields: dict[str, Any], param: str | None) -> None:
+def test_other_responses_are_refused_by_name(
+    served: Served, fields: dict[str, Any], param: str | None
+) -> None:
     status, _, answer = served.post({"model": MODEL, "input": "Ada", **fields}, "/v1/responses")
     assert status == 400 and answer["error"]["param"] == param, answer

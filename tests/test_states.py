@@ -17,7 +17,16 @@ from medusa_cli.errors import UserError
 from medusa_cli.model import Backbone
 from medusa_cli.runs.load_options import LoadOptions
 from medusa_cli.tree import Tree
-from tests.helpers import SPARSE, answer, decoder_of, forward, plain, save_network, steps_of, tokens_of
+from tests.helpers import (
+    SPARSE,
+    answer,
+    decoder_of,
+    forward,
+    plain,
+    save_network,
+    steps_of,
+    tokens_of,
+)
 from tests.models import CHAIN, COUNT, PROMPTS, RULES, Known, generated, tiny_network
 
 # Convolutions, gated delta nets, Mamba 2 beside attention, Mamba 1 alone, and layers that forget where pieces follow.
@@ -46,7 +55,9 @@ def backbone_of(kind: str) -> Backbone:
 def logits_of(kind: str, *texts: Sequence[int]) -> torch.Tensor:
     """Returns the network's own logits [n, V] of a text in parts."""
     with torch.inference_mode():
-        logits: torch.Tensor = network_of(kind)(torch.tensor([[id for text in texts for id in text]])).logits[0]
+        logits: torch.Tensor = network_of(kind)(
+            torch.tensor([[id for text in texts for id in text]])
+        ).logits[0]
     return logits
 
 
@@ -66,11 +77,15 @@ def test_nodes_and_what_follows_the_kept_path_are_scored_as_texts(kind: str) -> 
 
 
 @EACH
-def test_states_of_the_root_in_place_of_the_parents_give_other_tokens(kind: str, monkeypatch) -> None:
+def test_states_of_the_root_in_place_of_the_parents_give_other_tokens(
+    kind: str, monkeypatch
+) -> None:
     backbone, prompt = backbone_of(kind), PROMPTS[0]
     text = [*prompt, *answer_of(kind, tuple(prompt))]
     levels: Any = View._levels
-    from_root = property(lambda view: [(slot, row, 0 * parent) for slot, row, parent in levels.func(view)])
+    from_root = property(
+        lambda view: [(slot, row, 0 * parent) for slot, row, parent in levels.func(view)]
+    )
     monkeypatch.setattr(View, "_levels", from_root)
     tokens = tokens_of(answer(decoder_of(backbone, Known([text], 1.0), CHAIN), prompt, **RULES))
     assert tokens != text[len(prompt) :]
@@ -89,9 +104,14 @@ def test_long_prompts_run_in_pieces(kind: str, monkeypatch: pytest.MonkeyPatch) 
 def test_answers_of_several_lengths_change_slots(kind: str) -> None:
     backbone, lengths = backbone_of(kind), (5, 40, 17, 30)
     prompts = [*PROMPTS, PROMPTS[0]]
-    expected = [answer_of(kind, tuple(prompt))[:count] for prompt, count in zip(prompts, lengths, strict=True)]
+    expected = [
+        answer_of(kind, tuple(prompt))[:count]
+        for prompt, count in zip(prompts, lengths, strict=True)
+    ]
     texts = [[*prompt, *answer_of(kind, tuple(prompt))] for prompt in PROMPTS]
-    requests = [Request(prompt, count, stop_ids=()) for prompt, count in zip(prompts, lengths, strict=True)]
+    requests = [
+        Request(prompt, count, stop_ids=()) for prompt, count in zip(prompts, lengths, strict=True)
+    ]
     steps = steps_of(decoder_of(backbone, Known(texts, 0.6), SPARSE, slots=3), requests)
     assert [tokens_of(of_request) for of_request in steps] == expected
 
@@ -106,7 +126,9 @@ def test_models_of_16_bits_pass_their_check(kind: str, tmp_path: Path) -> None:
     assert len(tokens_of(steps)) == COUNT
 
 
-def reuse(backbone: Backbone, prompts: Sequence[Sequence[int]], drafter: Any = None, tree: Any = None) -> list[int]:
+def reuse(
+    backbone: Backbone, prompts: Sequence[Sequence[int]], drafter: Any = None, tree: Any = None
+) -> list[int]:
     """Asks prompts one after another in one slot; checks the answers; returns how many tokens each reused."""
     decoder, reused = decoder_of(backbone, drafter, tree), []
     for prompt in prompts:
@@ -125,7 +147,13 @@ def test_prompts_reuse_what_ends_where_a_prompt_or_an_answer_ended() -> None:
     prompt = PROMPTS[1]
     text = [*prompt, *answer_of("qwen3_5_text", tuple(prompt))[:-1]]
     continued, edited, other = [*text, 9, 30], [*prompt, 60, 61, 62], [*prompt[:-2], 60, 61]
-    assert reuse(backbone, [prompt, continued, edited, prompt, other]) == [0, len(text), len(prompt), 0, 0]
+    assert reuse(backbone, [prompt, continued, edited, prompt, other]) == [
+        0,
+        len(text),
+        len(prompt),
+        0,
+        0,
+    ]
 
 
 def test_states_of_another_formula_in_decoding_are_not_reused() -> None:
@@ -182,7 +210,9 @@ def test_chains_that_begin_and_chains_that_go_on_do_not_mix() -> None:
 
 
 @pytest.mark.parametrize("kind", ["lfm2", "granite", "gemma4_text"])
-def test_extra_rows_are_refused_where_layers_cannot_run_one_by_one(kind: str, tmp_path: Path) -> None:
+def test_extra_rows_are_refused_where_layers_cannot_run_one_by_one(
+    kind: str, tmp_path: Path
+) -> None:
     network = tiny_network(kind, **({"embedding_multiplier": 12.0} if kind == "granite" else {}))
     backbone = load_backbone(save_network(network, tmp_path), LoadOptions(dtype="fp32"))
     drafter = Firp.create(backbone, 2, vocabulary="shared")

@@ -45,7 +45,10 @@ def machine(model: str, contexts: str, *words: str, exit_code: int = 0) -> Resul
 @pytest.mark.parametrize("engine", ["eager", "native", "torch"])
 def test_every_size_is_timed(engine: str) -> None:
     times = time_rows(tiny_backbone(engine=engine), (1, 2, 7), context=9, rounds=2)
-    assert list(times["step_ms"]) == ["1", "2", "7"] and min(times["prefill_s"], *times["step_ms"].values()) > 0
+    assert (
+        list(times["step_ms"]) == ["1", "2", "7"]
+        and min(times["prefill_s"], *times["step_ms"].values()) > 0
+    )
     # Two layers, keys and values, two key heads, 9 + 7 positions, 8 wide, fp32; the native engine pads values to 16.
     exact = 2 * 2 * 2 * 16 * 8 * 4
     assert times["cache_bytes"] == exact * (1.5 if engine == "native" else 1)
@@ -78,7 +81,10 @@ def test_the_command_prints_a_table_or_json(engine: str, model: str) -> None:
     document = json.loads(machine(model, "440,20", "--json", "--engine", engine).stdout)
     assert document["engine"].startswith(engine) and list(document["contexts"]) == ["20", "440"]
     small, large = (document["contexts"][size] for size in ("20", "440"))
-    assert list(small["step_ms"]) == [str(n) for n in ROWS] and small["cache_bytes"] < large["cache_bytes"]
+    assert (
+        list(small["step_ms"]) == [str(n) for n in ROWS]
+        and small["cache_bytes"] < large["cache_bytes"]
+    )
     assert document["ceiling_ms"] > 0 and document["weight_bytes"] > 0
 
 
@@ -116,13 +122,18 @@ def test_bench_gpu_runs_from_end_to_end(
         assert [draft["nodes"] for draft in synthetic] == [1, *[16] * 3, *[64] * 3]
         assert synthetic[-1]["tokens_per_step"] > 2
     lines = capsys.readouterr().out.splitlines()
-    assert {line.count("|") for line in lines if line.startswith("|")} == {18} and not document["skipped"]
+    assert {line.count("|") for line in lines if line.startswith("|")} == {18} and not document[
+        "skipped"
+    ]
 
 
 @pytest.mark.usefixtures("torch_on_a_cpu")
 @pytest.mark.parametrize("seconds", [0.0, 70.0])
 def test_bench_gpu_keeps_its_budget_and_names_what_it_skips(
-    seconds: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    seconds: float,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setitem(model_load.SHAPES, "small", (256, 32, 64, 2, 4, 2, 256))
     monkeypatch.setattr(gpu_steps, "copy_bandwidth", lambda device: 1e10)
@@ -151,11 +162,21 @@ def place(saved: Path, tmp_path: Path) -> Path:
 def points(place: Path) -> dict[str, int]:
     """The points on disk by name, with the time of their writing."""
     folder = place / "mine/bench/sweep"
-    return {path.name: path.stat().st_mtime_ns for path in folder.glob("*.json") if len(path.stem) == 20}
+    return {
+        path.name: path.stat().st_mtime_ns for path in folder.glob("*.json") if len(path.stem) == 20
+    }
 
 
 def words(place: Path, *more: str) -> list[str]:
-    common = ["bench", "--questions", str(place / "q.jsonl"), "--run", str(place / "mine"), "--dtype", "fp32"]
+    common = [
+        "bench",
+        "--questions",
+        str(place / "q.jsonl"),
+        "--run",
+        str(place / "mine"),
+        "--dtype",
+        "fp32",
+    ]
     return [*common, "--max-new-tokens", "8", "--limit", "1", *more]
 
 
@@ -175,21 +196,29 @@ def series(document: dict) -> dict[str, list[float]]:
     [
         ("nodes", "2,13", {"ar": [2, 13], "medusa, static": [2, 13], "medusa, dynamic": [2, 13]}),
         ("epsilon", "0.05,0.2", {"ar": [0.05, 0.2], "medusa": [0.05, 0.2]}),
-        ("temperature", "0,0.7", {"ar": [0, 0.7], "medusa, exact": [0, 0.7], "medusa, typical": [0.7]}),
+        (
+            "temperature",
+            "0,0.7",
+            {"ar": [0, 0.7], "medusa, exact": [0, 0.7], "medusa, typical": [0.7]},
+        ),
         ("context", "40,90", {"ar": [40, 90], "medusa": [40, 90]}),
     ],
 )
 def test_every_axis_has_its_points(place: Path, axis: str, values: str, expected: dict) -> None:
     document = json.loads(sweep(place, axis, "--values", values).stdout)
     assert series(document) == expected
-    assert all(point["acceptance_length"] >= 1 and point["questions"] == 1 for point in document["points"])
+    assert all(
+        point["acceptance_length"] >= 1 and point["questions"] == 1 for point in document["points"]
+    )
     sampled = [point["nll"] is not None for point in document["points"] if point["x"]]
     assert all(sampled) if axis in ("epsilon", "temperature") else not any(sampled)
     before = points(place)
     again = json.loads(sweep(place, axis, "--values", values).stdout)
     assert again["points"] == document["points"] and points(place) == before
     # The trees are the question of this axis: n-gram drafts are added on request only.
-    benches = [json.loads((place / "mine/bench/sweep" / name).read_text())["bench"] for name in before]
+    benches = [
+        json.loads((place / "mine/bench/sweep" / name).read_text())["bench"] for name in before
+    ]
     lookups = {bench["drafting"]["medusa"]["lookup"] for bench in benches}
     assert lookups == {axis != "nodes"}
     if axis == "nodes":
@@ -202,14 +231,20 @@ def test_every_axis_has_its_points(place: Path, axis: str, values: str, expected
         assert "medusa, dynamic" in page.read_text()
 
 
-def test_known_points_are_measured_again_only_after_a_change(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_known_points_are_measured_again_only_after_a_change(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def measured(*more: str) -> int:
         """Returns how many points a sweep measures."""
         before = len(points(place))
         sweep(place, "context", "--values", *more)
         return len(points(place)) - before
 
-    assert measured("40,50") == 2 and measured("40,50,60") == 1 and measured("40,50", "--max-new-tokens", "9") == 2
+    assert (
+        measured("40,50") == 2
+        and measured("40,50,60") == 1
+        and measured("40,50", "--max-new-tokens", "9") == 2
+    )
     assert measured("50", "--no-lookup") == 1
     (place / "q.jsonl").write_text('{"turns": ["w3"]}')
     assert measured("50") == 1
@@ -220,7 +255,12 @@ def test_known_points_are_measured_again_only_after_a_change(place: Path, monkey
 
 
 def test_a_sweep_killed_at_any_point_goes_on_and_measures_none_twice(place: Path) -> None:
-    command = [sys.executable, "-m", "medusa_cli", *words(place, "--sweep", "nodes", "--values", "2,5")]
+    command = [
+        sys.executable,
+        "-m",
+        "medusa_cli",
+        *words(place, "--sweep", "nodes", "--values", "2,5"),
+    ]
     began = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     wanted = random.randint(1, 3)
     while began.poll() is None and len(points(place)) < wanted:

@@ -14,7 +14,12 @@ BLANK = "\u2581"
 DECODERS = {
     # As in the files of Llama 2 and Vicuna, and the same by another name.
     "llama": decoders.Sequence(
-        [decoders.Replace(BLANK, " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        [
+            decoders.Replace(BLANK, " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
     ),
     "metaspace": decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(BLANK, "always")]),
 }
@@ -27,7 +32,9 @@ class Decoding:
     """Stands for a backbone; decodes only."""
 
     def __init__(self, kind: str) -> None:
-        self._tokenizer = Tokenizer(models.WordLevel({piece: id for id, piece in enumerate(PIECES)}, "<unk>"))
+        self._tokenizer = Tokenizer(
+            models.WordLevel({piece: id for id, piece in enumerate(PIECES)}, "<unk>")
+        )
         self._tokenizer.decoder = DECODERS[kind]
         self._tokenizer.add_special_tokens(["</s>"])
 
@@ -37,7 +44,10 @@ class Decoding:
 
 def streamed(backbone: Decoding, ids: list[int], size: int) -> str:
     stream = TextStream(backbone)  # type: ignore[arg-type]
-    return "".join([stream.add(ids[at : at + size]) for at in range(0, len(ids), size)]) + stream.flush()
+    return (
+        "".join([stream.add(ids[at : at + size]) for at in range(0, len(ids), size)])
+        + stream.flush()
+    )
 
 
 @pytest.mark.parametrize("kind", DECODERS)
@@ -66,7 +76,9 @@ class Letters:
         return "".join(map(chr, ids))
 
 
-def reply_to(text: str, sizes: list[int], stops: list[str], reason: str | None = "length") -> tuple[Answer, list[str]]:
+def reply_to(
+    text: str, sizes: list[int], stops: list[str], reason: str | None = "length"
+) -> tuple[Answer, list[str]]:
     """Returns a reply to a text that came in steps of so many characters, and what it showed after each."""
     reply, shown, ids = Answer(Letters(), stops), [], [ord(letter) for letter in text]  # type: ignore[arg-type]
     for size in sizes:
@@ -108,16 +120,24 @@ def test_likelihoods_are_the_models_for_every_token() -> None:
     backbone = tiny_backbone()
     drafter, tree = medusa_drafter(backbone), Tree.from_choices([[0], [1], [0, 0], [0, 0, 0]])
     requests = [
-        Request(prompt, max_new_tokens=12, stop_ids=(), top=top) for prompt, top in (([5, 9, 20, 11], 3), ([8, 30], 2))
+        Request(prompt, max_new_tokens=12, stop_ids=(), top=top)
+        for prompt, top in (([5, 9, 20, 11], 3), ([8, 30], 2))
     ]
     steps = steps_of(decoder_of(backbone, drafter, tree, slots=2), requests)
     assert any(len(step.tokens) > 1 for step in [*steps[0], *steps[1]])
     for request, own in zip(requests, steps, strict=True):
-        answer, likely = tokens_of(own), [likelihood for step in own for likelihood in step.likelihoods]
+        answer, likely = (
+            tokens_of(own),
+            [likelihood for step in own for likelihood in step.likelihoods],
+        )
         log_p = forward(backbone, [*request.prompt, *answer]).logits.log_softmax(-1)
         assert [likelihood.token for likelihood in likely] == answer
         for place, likelihood in enumerate(likely, len(request.prompt) - 1):
             values, ids = log_p[place].topk(request.top)
-            assert likelihood.logprob == pytest.approx(float(log_p[place, likelihood.token]), abs=1e-4)
+            assert likelihood.logprob == pytest.approx(
+                float(log_p[place, likelihood.token]), abs=1e-4
+            )
             assert [token for token, _ in likelihood.top] == ids.tolist()
-            assert [value for _, value in likelihood.top] == pytest.approx(values.tolist(), abs=1e-4)
+            assert [value for _, value in likelihood.top] == pytest.approx(
+                values.tolist(), abs=1e-4
+            )

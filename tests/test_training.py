@@ -44,7 +44,12 @@ from tests.helpers import (
 )
 
 # A language that a head can learn: each answer counts on from the question's number.
-SETTINGS = ["drafter.num_heads=2", "drafter.draft_vocab_size=40", "train.batch_tokens=64", "train.max_tokens=null"]
+SETTINGS = [
+    "drafter.num_heads=2",
+    "drafter.draft_vocab_size=40",
+    "train.batch_tokens=64",
+    "train.max_tokens=null",
+]
 SETTINGS += ["train.epochs=2", "train.lr=1e-2", "train.dtype=fp32", "train.validation_fraction=0.2"]
 SETTINGS += ["train.validation_every=5", "train.checkpoint_every=4"]
 KINDS = {
@@ -57,7 +62,12 @@ KINDS = {
     "amphista-alpha": ["drafter=amphista", "drafter.attention_layers=2"],
     "eagle": ["drafter=eagle", "train.soft=0.5"],
     "firp": ["drafter=firp", "train.warmup_steps=0"],
-    "lora": ["train.stage=2", "train.schedule=sine", "train.backbone_lr=0.02", "train.lora_dropout=0.05"],
+    "lora": [
+        "train.stage=2",
+        "train.schedule=sine",
+        "train.backbone_lr=0.02",
+        "train.lora_dropout=0.05",
+    ],
     "full": ["train.stage=2", "train.schedule=sine", "train.tuning=full", "train.objective=ce"],
 }
 
@@ -69,10 +79,14 @@ def run(tmp_path: Path) -> Run:
     return run
 
 
-def trainer(run: Run, *words: str, backbone: Backbone | None = None, resume: bool = False) -> Trainer:
+def trainer(
+    run: Run, *words: str, backbone: Backbone | None = None, resume: bool = False
+) -> Trainer:
     recipe = load_recipe(None, [*SETTINGS, *words])
     if recipe.train.stage == 2:
-        recipe = dataclasses.replace(recipe, model=save_model(run.path.with_name("model"), layers=3))
+        recipe = dataclasses.replace(
+            recipe, model=save_model(run.path.with_name("model"), layers=3)
+        )
         backbone = joint_backbone(recipe, LoadOptions(device="cpu", dtype="fp32"))
     backbone = backbone or tiny_backbone(layers=3)
     fraction = recipe.train.validation_fraction
@@ -86,7 +100,9 @@ def trainer(run: Run, *words: str, backbone: Backbone | None = None, resume: boo
 
 def losses(trainer: Trainer, steps: int | None = None) -> list[float]:
     """Returns the losses of some steps, after which the training is left as if the process was killed, or of all."""
-    return list(islice((event.loss for event in trainer.events() if isinstance(event, Stepped)), steps))
+    return list(
+        islice((event.loss for event in trainer.events() if isinstance(event, Stepped)), steps)
+    )
 
 
 def words_of(run: Run, model: str, *more: str, dtype: str = "fp32") -> list[str]:
@@ -119,7 +135,9 @@ def test_default_rate_is_the_drafters_own() -> None:
     assert all(peak_rates(kind, named) == [5e-4, 1.25e-4] for kind in kinds)
 
 
-@pytest.mark.parametrize("words", ["draft", "own", "shared", "draft drafter=firp train.warmup_steps=0"])
+@pytest.mark.parametrize(
+    "words", ["draft", "own", "shared", "draft drafter=firp train.warmup_steps=0"]
+)
 def test_heads_learn_and_the_backbone_stays(run: Run, words: str) -> None:
     backbone = tiny_backbone(layers=4)
     before = {name: p.clone() for name, p in backbone.model.named_parameters()}
@@ -141,7 +159,9 @@ def test_accumulation_makes_fewer_steps_of_the_same_positions(run: Run) -> None:
 def test_batch_without_any_target_is_passed_over(run: Run) -> None:
     work = trainer(run, "train.accumulation=2")
     item = work.groups[0][0][0]
-    work.groups[0][1] = [dataclasses.replace(item, spans=[(start, start + 1) for start, _ in item.spans])]
+    work.groups[0][1] = [
+        dataclasses.replace(item, spans=[(start, start + 1) for start, _ in item.spans])
+    ]
     assert next(iter(work.events())).step == 1
 
 
@@ -160,7 +180,9 @@ def test_killed_training_resumes_with_equal_losses_and_weights(kind: str, run: R
     whole = trainer(run, *KINDS[kind], "train.epochs=3")
     expected = losses(whole)
     checkpoint_path(run).unlink()
-    first = losses(trainer(run, *KINDS[kind], "train.epochs=3"), 6 if whole.steps > 6 else whole.steps - 1)
+    first = losses(
+        trainer(run, *KINDS[kind], "train.epochs=3"), 6 if whole.steps > 6 else whole.steps - 1
+    )
     again = trainer(run, *KINDS[kind], "train.epochs=3", resume=True)
     assert again.step == 4  # the last checkpoint; later steps are done again
     assert first[:4] + losses(again) == expected
@@ -218,9 +240,13 @@ def test_resume_refuses_states_of_other_numbers(run: Run) -> None:
         trainer(run, backbone=wide, resume=True)
 
 
-def test_dtype_that_a_refused_resume_names_is_taken(run: Run, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dtype_that_a_refused_resume_names_is_taken(
+    run: Run, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     words = [word for word in words_of(run, model, "--quiet") if not word.startswith("train.dtype")]
-    words = words[: words.index("--dtype")]  # the model in fp32, as its files are, and train.dtype=bf16
+    words = words[
+        : words.index("--dtype")
+    ]  # the model in fp32, as its files are, and train.dtype=bf16
     kill_at(6, monkeypatch, *words)
     refused = medusa(*words, "--resume", "--dtype", "bf16", exit_code=2)
     assert "give --dtype fp32" in refused.stderr, refused.output
@@ -245,11 +271,18 @@ def test_draft_vocabulary_is_the_givers_after_a_resume_too(
     medusa(*words_of(fresh, model, *size, "--data", str(other)))
     for stage in ("1", "2"):
         second = Run(tmp_path / stage)
-        words = words_of(second, model, *size, "--stage", stage, "--from", str(run.path), "--data", str(other))
+        words = words_of(
+            second, model, *size, "--stage", stage, "--from", str(run.path), "--data", str(other)
+        )
         kill_at(2, monkeypatch, *words)
         assert load(checkpoint_path(second)).step == 1
         medusa(*words, "--resume")
-        assert json.loads((second.drafter_dir / "config.json").read_text())["provenance"]["draft_coverage"] < 0.9
+        assert (
+            json.loads((second.drafter_dir / "config.json").read_text())["provenance"][
+                "draft_coverage"
+            ]
+            < 0.9
+        )
         assert ids(second) == ids(run) != ids(fresh)
 
 
@@ -259,7 +292,12 @@ def test_coverage_of_the_held_out_answers_is_told(run: Run, model: str, tmp_path
     figures = json.loads(done.stdout)
     dataset = read_dataset(run.data_path, tiny_backbone(), 0.2)
     known = {*load_kind(MedusaHeads, run.drafter_dir, tiny_backbone()).draft_ids.tolist()}
-    tokens = [token for item in dataset.held_out for start, end in item.spans for token in item.tokens[start:end]]
+    tokens = [
+        token
+        for item in dataset.held_out
+        for start, end in item.spans
+        for token in item.tokens[start:end]
+    ]
     share = sum(token in known for token in tokens) / len(tokens)
     assert figures["held_out_coverage"] == pytest.approx(share) and 0 < share < 0.9
     assert f"{share:.1%}" in done.stderr and "draft_vocab_size" in done.stderr
@@ -290,7 +328,9 @@ def test_start_by_mistake_costs_neither_checkpoint_nor_log_nor_recipe(
         RuntimeError("PytorchStreamWriter failed writing file data/3: file write failed"),
     ],
 )
-def test_full_disk_keeps_the_last_good_checkpoint(run: Run, fault: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_keeps_the_last_good_checkpoint(
+    run: Run, fault: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = losses(trainer(run, "train.epochs=3"))
     checkpoint_path(run).unlink()
     save, saved = torch.save, []
@@ -329,8 +369,18 @@ def test_log_drops_the_steps_that_a_resume_does_again(tmp_path: Path) -> None:
 
 def test_library_call_trains_and_shows_its_progress(run: Run, model: str) -> None:
     recipe, shown = load_recipe(None, [*SETTINGS, f"model={model}"]), []
-    trained = train(run, recipe, options=LoadOptions(dtype="fp32"), show=lambda *progress, **_: shown.append(progress))
-    assert trained is not None and trained["run"] is run and not trained["stopped"] and trained["steps"] > 2
+    trained = train(
+        run,
+        recipe,
+        options=LoadOptions(dtype="fp32"),
+        show=lambda *progress, **_: shown.append(progress),
+    )
+    assert (
+        trained is not None
+        and trained["run"] is run
+        and not trained["stopped"]
+        and trained["steps"] > 2
+    )
     assert [name for name, *_ in shown].count("training") == trained["steps"] + 1
     assert shown[-1] == ("training", trained["positions"], trained["positions"])
     first, two = trained["validation"]["accuracies"]
@@ -351,7 +401,9 @@ def test_command_trains_and_prints_its_results(run: Run, model: str) -> None:
     assert (run.path / "train.png").read_bytes().startswith(b"\x89PNG")
     lines = read_log(run.path / "train.jsonl")
     assert {line["event"] for line in lines} == {"stepped", "validated", "saved"}
-    assert all(line["memory"] > 50_000_000 for line in lines if line["event"] == "stepped")  # torch alone takes more
+    assert all(
+        line["memory"] > 50_000_000 for line in lines if line["event"] == "stepped"
+    )  # torch alone takes more
     assert [path.name for path in run.path.glob(".*")] == [".lock"]
 
 
@@ -360,7 +412,9 @@ def test_ctrl_c_leaves_a_checkpoint_and_resume_ends_the_same(
 ) -> None:
     medusa(*words_of(run, model, "--quiet"))
     whole = (run.drafter_dir / "medusa_lm_head.safetensors").read_bytes()
-    steps = [line["loss"] for line in read_log(run.path / "train.jsonl") if line["event"] == "stepped"]
+    steps = [
+        line["loss"] for line in read_log(run.path / "train.jsonl") if line["event"] == "stepped"
+    ]
     write = TrainLog.write
 
     def interrupt(self: TrainLog, event: Any) -> None:
@@ -374,7 +428,9 @@ def test_ctrl_c_leaves_a_checkpoint_and_resume_ends_the_same(
     assert "--resume" in result.stderr
     medusa("train", "--resume", "--run", str(run.path), "--dtype", "fp32", "--quiet")
     assert (run.drafter_dir / "medusa_lm_head.safetensors").read_bytes() == whole
-    assert [line["loss"] for line in read_log(run.path / "train.jsonl") if line["event"] == "stepped"] == steps
+    assert [
+        line["loss"] for line in read_log(run.path / "train.jsonl") if line["event"] == "stepped"
+    ] == steps
 
 
 def test_training_starts_from_another_runs_heads(run: Run, model: str, tmp_path: Path) -> None:
@@ -382,10 +438,14 @@ def test_training_starts_from_another_runs_heads(run: Run, model: str, tmp_path:
     medusa(*words_of(run, model, *words))
 
     def started(name: str, *more: str) -> Result:
-        return medusa(*words_of(Run(tmp_path / name), model, *words, "--from", str(run.path), *more))
+        return medusa(
+            *words_of(Run(tmp_path / name), model, *words, "--from", str(run.path), *more)
+        )
 
     assert f"the heads start from {run.drafter_dir}" in started("second", "train.lr=0").stderr
-    first, second = (next((tmp_path / name / "drafter").glob("*.safetensors")) for name in ("run", "second"))
+    first, second = (
+        next((tmp_path / name / "drafter").glob("*.safetensors")) for name in ("run", "second")
+    )
     assert first.read_bytes() == second.read_bytes()  # a rate of nothing changes nothing
     own = write_lines(tmp_path / "own" / "distill.jsonl", [conversation(n) for n in range(12)])
     assert f"on {own}" in started("own").stderr  # its own data before the other run's
@@ -402,22 +462,33 @@ def test_training_starts_from_another_runs_heads(run: Run, model: str, tmp_path:
     ],
     ids=" ".join,
 )
-def test_larger_heads_start_from_smaller_ones(run: Run, model: str, tmp_path: Path, more: list[str]) -> None:
+def test_larger_heads_start_from_smaller_ones(
+    run: Run, model: str, tmp_path: Path, more: list[str]
+) -> None:
     kind, *_ = more
     short = ["train.max_tokens=200"]
     medusa(*words_of(run, model, kind, *short))
-    second, backbone = Run(tmp_path / "second"), engines.load_backbone(model, LoadOptions(dtype="fp32"))
+    second, backbone = (
+        Run(tmp_path / "second"),
+        engines.load_backbone(model, LoadOptions(dtype="fp32")),
+    )
     medusa(*words_of(second, model, *more, *short, "--from", str(run.path), "train.lr=0"))
     small, large = (load_drafter(each.drafter_dir, backbone) for each in (run, second))
     assert small.config != large.config
     tree, prompt = Tree.dense([3, 2]), [5, 9, 20, 11]
-    ours, theirs = (list(generate(backbone, heads, tree, prompt, max_new_tokens=20)) for heads in (small, large))
-    assert [(step.tokens, step.path) for step in ours] == [(step.tokens, step.path) for step in theirs]
+    ours, theirs = (
+        list(generate(backbone, heads, tree, prompt, max_new_tokens=20)) for heads in (small, large)
+    )
+    assert [(step.tokens, step.path) for step in ours] == [
+        (step.tokens, step.path) for step in theirs
+    ]
 
 
 def test_draft_vocabulary_larger_than_the_models_is_refused(run: Run, model: str) -> None:
     words = ["--quiet", "drafter.draft_vocab_size=900", "drafter.vocabulary=draft"]
-    assert "drafter.draft_vocab_size=900" in medusa(*words_of(run, model, *words), exit_code=2).stderr
+    assert (
+        "drafter.draft_vocab_size=900" in medusa(*words_of(run, model, *words), exit_code=2).stderr
+    )
     assert not run.drafter_dir.exists()
 
 
@@ -436,7 +507,9 @@ def falling(best: int) -> Any:
 
     def validate(self: Trainer) -> Validated:
         share = 0.9 if self.step == best else 0.5
-        return dataclasses.replace(real(self), accuracies=[share, 0.5], loss=float(self.step == best))
+        return dataclasses.replace(
+            real(self), accuracies=[share, 0.5], loss=float(self.step == best)
+        )
 
     return validate
 
@@ -445,7 +518,9 @@ def test_simulated_acceptance_is_the_sum_of_products() -> None:
     assert acceptance_of([0.5, 0.4, 0.1]) == pytest.approx(1 + 0.5 + 0.5 * 0.4 + 0.5 * 0.4 * 0.1)
 
 
-@pytest.mark.parametrize("words", [[], ["--stage", "2", "train.schedule=sine"]], ids=["heads", "lora"])
+@pytest.mark.parametrize(
+    "words", [[], ["--stage", "2", "train.schedule=sine"]], ids=["heads", "lora"]
+)
 def test_the_drafter_is_the_best_validations_not_the_last_steps(
     run: Run, model: str, monkeypatch: pytest.MonkeyPatch, words: list[str]
 ) -> None:
@@ -455,22 +530,33 @@ def test_the_drafter_is_the_best_validations_not_the_last_steps(
 
     def noted(self: Trainer) -> Stepped:
         event = step(self)
-        kept[event.step] = {name: weight.detach().clone() for name, weight in self.drafter.named_parameters()}
+        kept[event.step] = {
+            name: weight.detach().clone() for name, weight in self.drafter.named_parameters()
+        }
         return event
 
     monkeypatch.setattr(Trainer, "train_step", noted)
     result = json.loads(medusa(*words_of(run, model, *words, "--json")).stdout)
     assert result["best_step"] == 5 < result["steps"]
-    assert result["expected_acceptance"] == pytest.approx(1 + 0.9 + 0.45) and result["validation"]["loss"] == 1
+    assert (
+        result["expected_acceptance"] == pytest.approx(1 + 0.9 + 0.45)
+        and result["validation"]["loss"] == 1
+    )
     drafter = load_kind(MedusaHeads, run.drafter_dir, tiny_backbone())
     saved = {name: weight.bfloat16() for name, weight in drafter.named_parameters()}
     assert all(torch.equal(weight, kept[5][name].bfloat16()) for name, weight in saved.items())
-    assert any(not torch.equal(weight, kept[max(kept)][name].bfloat16()) for name, weight in saved.items())
+    assert any(
+        not torch.equal(weight, kept[max(kept)][name].bfloat16()) for name, weight in saved.items()
+    )
     lines = [line for line in read_log(run.path / "train.jsonl") if line["event"] == "validated"]
-    assert all(line["acceptance"] == pytest.approx(acceptance_of(line["accuracies"])) for line in lines)
+    assert all(
+        line["acceptance"] == pytest.approx(acceptance_of(line["accuracies"])) for line in lines
+    )
 
 
-def test_a_resumed_training_keeps_the_best_so_far(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_training_keeps_the_best_so_far(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Trainer, "validate", falling(5))
     losses(trainer(run), 9)  # the checkpoint is of step 8
     again = trainer(run, resume=True)
@@ -482,8 +568,12 @@ def test_a_resumed_training_keeps_the_best_so_far(run: Run, monkeypatch: pytest.
     assert all(torch.equal(weight, best[name]) for name, weight in again.drafter.named_parameters())
 
 
-@pytest.mark.parametrize("content", [b"half a file", {"step": 5, "acceptance": 9.0, "tensors": {}}, {"step": "x"}])
-def test_a_damaged_best_checkpoint_is_named(run: Run, monkeypatch: pytest.MonkeyPatch, content: Any) -> None:
+@pytest.mark.parametrize(
+    "content", [b"half a file", {"step": 5, "acceptance": 9.0, "tensors": {}}, {"step": "x"}]
+)
+def test_a_damaged_best_checkpoint_is_named(
+    run: Run, monkeypatch: pytest.MonkeyPatch, content: Any
+) -> None:
     monkeypatch.setattr(Trainer, "validate", falling(5))
     losses(trainer(run), 9)
     if isinstance(content, bytes):
@@ -546,7 +636,10 @@ def test_a_logger_sees_every_step_and_validation(
     assert [step for _, step in package.notes] == [line["step"] for line in lines] and package.ended
     for (metrics, _), line in zip(package.notes, lines, strict=True):
         group = "train" if line["event"] == "stepped" else "held_out"
-        assert metrics[f"{group}/loss"] == line["loss"] and metrics[f"{group}/accuracy_2"] == line["accuracies"][1]
+        assert (
+            metrics[f"{group}/loss"] == line["loss"]
+            and metrics[f"{group}/accuracy_2"] == line["accuracies"][1]
+        )
         assert metrics.get("held_out/acceptance") == line.get("acceptance")
 
 
@@ -565,7 +658,9 @@ def test_tensorboard_gets_scalars(run: Run, monkeypatch: pytest.MonkeyPatch) -> 
         def __exit__(self, *reason: Any) -> None:
             pass
 
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Writer))
+    monkeypatch.setitem(
+        sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Writer)
+    )
     with logger_of("tensorboard", run, load_recipe()) as on_event:
         on_event(Validated(3, 0.5, [0.1], [0.25], 9, 9, {}))
     assert ("held_out/acceptance", 1.25, 3) in scalars
@@ -579,16 +674,28 @@ def test_a_missing_logger_is_one_line_that_names_its_extra(
     assert set(names) == set(LOGGERS)
     monkeypatch.setattr("medusa_cli.files.assets.has_package", lambda package: package not in names)
     for name in names:
-        assert medusa(*words_of(run, model, "--logger", name), exit_code=1).stderr.strip().endswith(f"[{name}]'")
+        assert (
+            medusa(*words_of(run, model, "--logger", name), exit_code=1)
+            .stderr.strip()
+            .endswith(f"[{name}]'")
+        )
     medusa(*words_of(run, model, "--logger", "other"), exit_code=2)
 
 
 @pytest.mark.parametrize(
     "words",
-    [[], ["drafter=eagle"], ["drafter=firp", "drafter.layers=[1,1]"], ["train.states=fresh"], ["--stage", "2"]],
+    [
+        [],
+        ["drafter=eagle"],
+        ["drafter=firp", "drafter.layers=[1,1]"],
+        ["train.states=fresh"],
+        ["--stage", "2"],
+    ],
     ids=["medusa", "eagle", "firp", "fresh", "lora"],
 )
-def test_a_dry_run_counts_what_training_takes_and_writes_nothing(run: Run, model: str, words: list[str]) -> None:
+def test_a_dry_run_counts_what_training_takes_and_writes_nothing(
+    run: Run, model: str, words: list[str]
+) -> None:
     before = sorted(run.path.rglob("*"))
     facts = json.loads(medusa(*words_of(run, model, *words, "--dry-run", "--json")).stdout)
     assert sorted(run.path.rglob("*")) == before
@@ -602,7 +709,9 @@ def test_a_dry_run_counts_what_training_takes_and_writes_nothing(run: Run, model
     assert f"{facts['answer_tokens']:,}" in text
 
 
-def test_a_dry_run_leaves_no_folder_and_begins_nothing(run: Run, model: str, tmp_path: Path) -> None:
+def test_a_dry_run_leaves_no_folder_and_begins_nothing(
+    run: Run, model: str, tmp_path: Path
+) -> None:
     words = words_of(run, model, "--dry-run")
     words[words.index("--run") + 1] = str(tmp_path / "new")
     medusa(*words, "--data", run.distill_path)

@@ -48,12 +48,17 @@ def test_shape_is_derived_from_the_parents() -> None:
     for node in range(SMALL.size):  # a node sees its ancestors and itself
         assert torch.nonzero(SMALL.mask[node]).flatten().tolist() == sorted(SMALL.path(node))
     assert Tree.from_choices(SMALL.choices[::-1]).choices == SMALL.choices
-    assert Tree.dense([2, 3]).size == 1 + 2 + 6 and Tree.dense([2, 3]).truncate(1) == Tree.dense([2])
-    assert Tree.chain(3).parents == (-1, 0, 1, 2) and Tree.chain(0).parents == Tree.root_only().parents == (-1,)
+    assert Tree.dense([2, 3]).size == 1 + 2 + 6 and Tree.dense([2, 3]).truncate(1) == Tree.dense(
+        [2]
+    )
+    assert Tree.chain(3).parents == (-1, 0, 1, 2) and Tree.chain(
+        0
+    ).parents == Tree.root_only().parents == (-1,)
 
 
 @pytest.mark.parametrize(
-    ("parents", "ranks"), [((), ()), ((0,), (0,)), ((-1, 2, 0), (0, 0, 0)), ((-1, 0), (0,)), ((-1, 0), (10**30, 0))]
+    ("parents", "ranks"),
+    [((), ()), ((0,), (0,)), ((-1, 2, 0), (0, 0, 0)), ((-1, 0), (0,)), ((-1, 0), (10**30, 0))],
 )
 def test_impossible_shapes_are_refused(parents: tuple, ranks: tuple) -> None:
     with pytest.raises(ValueError):
@@ -110,13 +115,19 @@ def random_chances(seed: int, depth: int, width: int) -> dict[tuple[int, ...], f
     return chances
 
 
-def grow_on_host(limits: DynamicTree, chances: dict[tuple[int, ...], float]) -> tuple[Tree, list[int]]:
+def grow_on_host(
+    limits: DynamicTree, chances: dict[tuple[int, ...], float]
+) -> tuple[Tree, list[int]]:
     """Grows a tree over these chances; a node's token is its path of ranks, read as a number after a 1."""
     builder, nodes = TreeBuilder(limits, 1), [0]
     for _ in range(limits.max_depth):
         paths = [tuple(map(int, str(builder.tokens[node])[1:])) for node in nodes]
-        log_p = [[math.log(chances[(*path, rank)]) for rank in range(limits.width)] for path in paths]
-        tokens = [[10 * builder.tokens[node] + rank for rank in range(limits.width)] for node in nodes]
+        log_p = [
+            [math.log(chances[(*path, rank)]) for rank in range(limits.width)] for path in paths
+        ]
+        tokens = [
+            [10 * builder.tokens[node] + rank for rank in range(limits.width)] for node in nodes
+        ]
         nodes = builder.extend(nodes, log_p, tokens)
     return builder.tree()
 
@@ -125,7 +136,11 @@ def outlined(limits: DynamicTree, paths: list[list[int]], rows: int) -> GrowingT
     """Returns a tree that is to grow beside paths of known tokens, in a number of rows."""
     draft = add_paths(unread_draft(1, outline(limits)), paths)
     tree, rest = draft.tree, rows - draft.tree.size
-    fields = [(*tree.depths, *[0] * rest), (*tree.parents, *[PADDING] * rest), (*tree.ranks, *[0] * rest)]
+    fields = [
+        (*tree.depths, *[0] * rest),
+        (*tree.parents, *[PADDING] * rest),
+        (*tree.ranks, *[0] * rest),
+    ]
     mask = torch.eye(rows, dtype=torch.bool)
     mask[: tree.size, : tree.size] = tree.mask
     depth, parents, ranks, tokens = torch.tensor([*fields, (*draft.ids, *[0] * rest)])[:, None]
@@ -140,13 +155,18 @@ def grow_tensors(
     for head in range(limits.max_depth):
         tokens = trees.tokens[0].tolist()
         ranks = [tuple(map(int, str(token)[1:])) for token in tokens]
-        log_p = [[math.log(chances.get((*path, rank), 0.9)) for rank in range(width)] for path in ranks]
+        log_p = [
+            [math.log(chances.get((*path, rank), 0.9)) for rank in range(width)] for path in ranks
+        ]
         ids = [[10 * token + rank for rank in range(width)] for token in tokens]
         trees.extend(head, torch.tensor([log_p]), torch.tensor([ids]))
     size = int((trees.parents != PADDING).sum())
     tree = Tree(tuple(trees.parents[0, :size].tolist()), tuple(trees.ranks[0, :size].tolist()))
     assert trees.depth[0, :size].tolist() == list(tree.depths)
-    assert torch.equal(trees.mask[0, :size, :size], tree.mask) and not trees.mask[0, :size, size:].any()
+    assert (
+        torch.equal(trees.mask[0, :size, :size], tree.mask)
+        and not trees.mask[0, :size, size:].any()
+    )
     assert (trees.parents[0, size:] == PADDING).all() and not trees.depth[0, size:].any()
     return tree, trees.tokens[0, :size].tolist()
 
@@ -154,10 +174,16 @@ def grow_tensors(
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("budget", [1, 2, 5, 12, 40])
 @pytest.mark.parametrize("min_chance", [0.0, 0.05])
-def test_dynamic_trees_hold_the_most_likely_paths(seed: int, budget: int, min_chance: float) -> None:
+def test_dynamic_trees_hold_the_most_likely_paths(
+    seed: int, budget: int, min_chance: float
+) -> None:
     chances = random_chances(seed, 3, 3)
     value = {path: math.prod(chances[path[: i + 1]] for i in range(len(path))) for path in chances}
-    best = [path for path in sorted(value, key=lambda path: -value[path])[: budget - 1] if value[path] >= min_chance]
+    best = [
+        path
+        for path in sorted(value, key=lambda path: -value[path])[: budget - 1]
+        if value[path] >= min_chance
+    ]
     limits = DynamicTree(budget, 3, width=3, min_chance=min_chance)
     tree, tokens = grow_on_host(limits, chances)
     assert sorted(map(tuple, tree.choices)) == sorted(best)
@@ -165,21 +191,31 @@ def test_dynamic_trees_hold_the_most_likely_paths(seed: int, budget: int, min_ch
     assert grow_tensors(limits, chances) == (tree, tokens)
 
 
-@pytest.mark.parametrize("paths", [[[5, 7, 8], [5, 9]], [[10, 100, 1000, 6]]], ids=["others", "the same"])
+@pytest.mark.parametrize(
+    "paths", [[[5, 7, 8], [5, 9]], [[10, 100, 1000, 6]]], ids=["others", "the same"]
+)
 def test_dynamic_trees_grow_beside_known_tokens(paths: list[list[int]]) -> None:
     limits, chances = DynamicTree(6, 3, width=3), random_chances(1, 3, 3)
     alone, tokens = grow_tensors(limits, chances)
     beside, all_tokens = grow_tensors(limits, chances, *paths)
     held = [[all_tokens[node] for node in beside.path(leaf)[1:]] for leaf in range(1, beside.size)]
     assert all(path in held for path in paths) and beside.size == alone.size + 4
-    assert all([tokens[node] for node in alone.path(leaf)[1:]] in held for leaf in range(1, alone.size))
+    assert all(
+        [tokens[node] for node in alone.path(leaf)[1:]] in held for leaf in range(1, alone.size)
+    )
 
 
 def test_equal_guesses_leave_no_node_without_its_parent() -> None:
     trees = outlined(DynamicTree(4, 3, width=2), [], 5)
     for head in range(3):
         trees.extend(head, torch.zeros(1, 5, 2), torch.ones(1, 5, 2, dtype=torch.long))
-    assert trees.parents[0].tolist() == [-1, 0, 0, 1, PADDING] and trees.depth[0].tolist() == [0, 1, 1, 2, 0]
+    assert trees.parents[0].tolist() == [-1, 0, 0, 1, PADDING] and trees.depth[0].tolist() == [
+        0,
+        1,
+        1,
+        2,
+        0,
+    ]
 
 
 def test_files_hold_trees_in_three_forms(tmp_path: Path) -> None:
@@ -187,7 +223,11 @@ def test_files_hold_trees_in_three_forms(tmp_path: Path) -> None:
     assert load_tree(tmp_path / "a.json") == SMALL
     (tmp_path / "b.json").write_text(json.dumps(SMALL.choices))
     (tmp_path / "c.json").write_text(json.dumps({"choices": SMALL.choices}))
-    assert load_tree(tmp_path / "b.json").choices == load_tree(tmp_path / "c.json").choices == SMALL.choices
+    assert (
+        load_tree(tmp_path / "b.json").choices
+        == load_tree(tmp_path / "c.json").choices
+        == SMALL.choices
+    )
 
 
 @pytest.mark.parametrize("text", [
@@ -277,8 +317,12 @@ def test_expensive_levels_make_shallow_trees() -> None:
 def test_costs_are_measured_for_every_size_and_depth(kind: str) -> None:
     backbone, steps, sizes = tiny_backbone(layers=6), list[int](), (1, 2, 5)
     drafter = drafter_of(backbone, kind)
-    costs = measure_step_times(backbone, drafter, context=20, rounds=2, sizes=sizes, on_progress=steps.append)
-    assert sorted(costs.verify)[:3] == [1, 2, 5] and sorted(costs.draft) == list(range(1, drafter.num_heads + 1))
+    costs = measure_step_times(
+        backbone, drafter, context=20, rounds=2, sizes=sizes, on_progress=steps.append
+    )
+    assert sorted(costs.verify)[:3] == [1, 2, 5] and sorted(costs.draft) == list(
+        range(1, drafter.num_heads + 1)
+    )
     assert all(seconds > 0 for seconds in (*costs.verify.values(), *costs.draft.values()))
     assert len(steps) == 3 * (len(sizes) + drafter.num_heads)
 
@@ -298,7 +342,10 @@ def test_budget_auto_finds_a_size_and_keeps_the_times(tmp_path: Path, own_home: 
     report = json.loads(first.stdout)
     assert report["nodes"] == report["budgets"][0]["nodes"] == len(report["parents"])
     assert [row["nodes"] for row in report["budgets"][1:]][:3] == [1, 4, 8]
-    assert report["budgets"][0]["tokens_per_s"] >= max(row["tokens_per_s"] for row in report["budgets"]) * 0.999
+    assert (
+        report["budgets"][0]["tokens_per_s"]
+        >= max(row["tokens_per_s"] for row in report["budgets"]) * 0.999
+    )
     kept = (own_home / "timings.json").read_bytes()
     again = medusa(*words)
     assert "timing decoding steps" not in again.stderr and "tokens/s" in again.stdout

@@ -31,7 +31,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def calibrate(path: Path, accuracies: Any = ACCURACIES) -> Path:
     path.mkdir(parents=True)
-    write_json(path / "calibration.json", {"accuracies": accuracies, "backbone": {"id": "tiny"}, "version": "0"})
+    write_json(
+        path / "calibration.json",
+        {"accuracies": accuracies, "backbone": {"id": "tiny"}, "version": "0"},
+    )
     return path
 
 
@@ -82,7 +85,10 @@ def test_a_calibration_file_alone_saves_only_to_given_paths(folder: Path) -> Non
 
 def test_a_shape_needs_no_calibration_and_is_judged_by_the_runs_own(folder: Path) -> None:
     document = report("--shape", "4,3,2", "--output", "dense.json")
-    assert document["nodes_per_depth"] == [1, 4, 12, 24] and document["expected_acceptance_length"] is None
+    assert (
+        document["nodes_per_depth"] == [1, 4, 12, 24]
+        and document["expected_acceptance_length"] is None
+    )
     assert load_tree(folder / "dense.json").size == 41
     a, b, c = (row[0] for row in ACCURACIES)
     document = report("--run", "mine", "--shape", "1,1,1")
@@ -121,14 +127,19 @@ def stale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     monkeypatch.setenv("MEDUSA_HOME", str(tmp_path / "home"))
     run = save_run(tmp_path / "run", save_model(tmp_path / "model"), calibrated=True)
     before = {STAMP: stamp_of(run.drafter_dir)}
-    change_json(run.calibration_path, lambda document: document.update(temperatures=[1.0, 1.2, 1.4], **before))
+    change_json(
+        run.calibration_path,
+        lambda document: document.update(temperatures=[1.0, 1.2, 1.4], **before),
+    )
     save_tree(run.tree_path, TREE, provenance({}, **before))
     train_again(run, "2001-01-01")
     return run
 
 
 def train_again(run: Run, day: str) -> None:
-    change_json(run.drafter_dir / "config.json", lambda config: config["provenance"].update(created=day))
+    change_json(
+        run.drafter_dir / "config.json", lambda config: config["provenance"].update(created=day)
+    )
 
 
 def chat(*words: str, exit_code: int = 0) -> Result:
@@ -152,7 +163,9 @@ def test_no_tree_is_searched_on_accuracies_of_an_earlier_drafter(stale: Run) -> 
         shown = medusa("tree", "--run", stale.path, "--budget", budget, exit_code=1)
         assert f"`medusa calibrate --run {stale.path}`" in shown.stderr
     assert "earlier drafter" in report("--run", str(stale.path), "--shape", "2,1")["warnings"][0]
-    assert STAMP not in json.loads(stale.tree_path.read_text())["provenance"]  # a shape is no drafter's
+    assert (
+        STAMP not in json.loads(stale.tree_path.read_text())["provenance"]
+    )  # a shape is no drafter's
 
 
 def test_decoding_warns_of_files_of_an_earlier_drafter(stale: Run) -> None:
@@ -162,9 +175,14 @@ def test_decoding_warns_of_files_of_an_earlier_drafter(stale: Run) -> None:
         [searched] = warnings(stale, *words)
         assert "calibration.json" in searched and "medusa calibrate" in searched
     assert len(warnings(stale, "--tree", "dynamic")) == 2
-    change_json(stale.calibration_path, lambda document: document.update({STAMP: stamp_of(stale.drafter_dir)}))
+    change_json(
+        stale.calibration_path,
+        lambda document: document.update({STAMP: stamp_of(stale.drafter_dir)}),
+    )
     medusa("tree", "--run", stale.path, "--budget", "4")
-    assert json.loads(stale.tree_path.read_text())["provenance"][STAMP] == stamp_of(stale.drafter_dir)
+    assert json.loads(stale.tree_path.read_text())["provenance"][STAMP] == stamp_of(
+        stale.drafter_dir
+    )
     assert warnings(stale, "--tree", "dynamic") == []
 
 

@@ -27,7 +27,9 @@ PAIR = (
 MAX_TOKENS = 1024  # of a reply
 CONCURRENCY = 4
 Texts = Mapping[str, Mapping[str, Sequence[str]]]  # by method and question, the answer to each turn
-Outcome = float | str | None  # a grade; "method", "reference" or "tie"; None: the reply holds neither
+Outcome = (
+    float | str | None
+)  # a grade; "method", "reference" or "tie"; None: the reply holds neither
 log = logging.getLogger(__name__)
 
 
@@ -59,11 +61,17 @@ def tasks(questions: Sequence[Question], texts: Texts, reference: str) -> Iterat
         for method, answers in texts.items():
             own, other = answers[question.id], texts[reference][question.id]
             for turn in range(len(own)):
-                text = _conversation(question, own[: turn + 1], "Assistant") + _references(question, turn)
+                text = _conversation(question, own[: turn + 1], "Assistant") + _references(
+                    question, turn
+                )
                 yield Task(method, question.id, turn, 0, text)
-            for order, (first, second) in ((1, (other, own)), (2, (own, other))) if own != other else ():
+            for order, (first, second) in (
+                ((1, (other, own)), (2, (own, other))) if own != other else ()
+            ):
                 pair = _conversation(question, first, "Assistant A") + "\n\n"
-                pair += _conversation(question, second, "Assistant B") + _references(question, len(own) - 1)
+                pair += _conversation(question, second, "Assistant B") + _references(
+                    question, len(own) - 1
+                )
                 yield Task(method, question.id, 0, order, pair)
 
 
@@ -80,7 +88,10 @@ def _references(question: Question, turn: int) -> str:
 
 
 def tally(
-    outcomes: Mapping[tuple[Any, ...], Outcome], questions: Sequence[Question], texts: Texts, reference: str
+    outcomes: Mapping[tuple[Any, ...], Outcome],
+    questions: Sequence[Question],
+    texts: Texts,
+    reference: str,
 ) -> dict[str, Any]:
     """Returns mean grades by method, and wins, ties and losses against the reference where both orders agree.
 
@@ -88,7 +99,11 @@ def tally(
     """
     single, pairs = {}, {}
     for method, answers in texts.items():
-        grades = [float(value) for key, value in outcomes.items() if key[0] == method and key[3] == 0 and value]
+        grades = [
+            float(value)
+            for key, value in outcomes.items()
+            if key[0] == method and key[3] == 0 and value
+        ]
         if grades:
             single[method] = {"score": sum(grades) / len(grades), "answers": len(grades)}
         if method == reference:
@@ -99,13 +114,21 @@ def tally(
             if answers[question.id] == texts[reference][question.id]:
                 counts["ties"] += 1
             elif None not in orders:
-                counts["wins" if orders == {"method"} else "losses" if orders == {"reference"} else "ties"] += 1
+                counts[
+                    "wins"
+                    if orders == {"method"}
+                    else "losses"
+                    if orders == {"reference"}
+                    else "ties"
+                ] += 1
         pairs[method] = {**counts, "answers": sum(counts.values())}
     unread = sum(outcome is None for outcome in outcomes.values())
     return {"reference": reference, "single": single, "pairs": pairs, "unread": unread}
 
 
-def judge_bench(bench: Path, document: dict[str, Any], url: str, model: str, on_reply: Callable[[int], object]) -> None:
+def judge_bench(
+    bench: Path, document: dict[str, Any], url: str, model: str, on_reply: Callable[[int], object]
+) -> None:
     """Asks a model behind an OpenAI-compatible server and adds the outcome to a saved bench and its document.
 
     Replies are kept beside the bench and not asked for again. Raises UserError if the server does not answer or
@@ -119,11 +142,15 @@ def judge_bench(bench: Path, document: dict[str, Any], url: str, model: str, on_
             for method, figures in document["methods"].items()
         }
     except (LookupError, TypeError) as reason:
-        raise UserError(f"{bench} holds no answers", "run `medusa bench` again: it keeps them") from reason
+        raise UserError(
+            f"{bench} holds no answers", "run `medusa bench` again: it keeps them"
+        ) from reason
     path.touch()
     repair_jsonl(path)
     known = [line for line in read_jsonl(path) if line["judge"] == model]
-    outcomes: dict[tuple[Any, ...], Outcome] = {tuple(line["key"]): line["outcome"] for line in known}
+    outcomes: dict[tuple[Any, ...], Outcome] = {
+        tuple(line["key"]): line["outcome"] for line in known
+    }
     missing = [task for task in tasks(questions, texts, reference) if task[:4] not in outcomes]
     servers = ChatServers([url], model, flag="@judge")
     if missing:
@@ -138,7 +165,12 @@ def judge_bench(bench: Path, document: dict[str, Any], url: str, model: str, on_
         try:
             for task, reply in zip(missing, pool.map(ask, missing), strict=True):
                 outcomes[task[:4]] = task.read(reply)
-                line = {"judge": model, "key": task[:4], "outcome": task.read(reply), "reply": reply}
+                line = {
+                    "judge": model,
+                    "key": task[:4],
+                    "outcome": task.read(reply),
+                    "reply": reply,
+                }
                 stream.write(json.dumps(line, ensure_ascii=False) + "\n")
                 stream.flush()
                 on_reply(1)

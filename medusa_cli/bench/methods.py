@@ -40,12 +40,15 @@ def check_llama(name: str, model: str, gguf: Path | None, sampling: Sampling) ->
     """Raises UsageError if llama.cpp is not installed, has no file to read, or would not decode greedily as it is."""
     if not has_package("xllamacpp"):
         raise UsageError(
-            f"@methods {name}: llama.cpp is not installed", "`pip install xllamacpp`, or leave the method out"
+            f"@methods {name}: llama.cpp is not installed",
+            "`pip install xllamacpp`, or leave the method out",
         )
     if gguf is None and model not in MODELS and not Path(model).expanduser().is_file():
         raise UsageError(f"@methods {name}: no GGUF file of {model!r} is known", "give @gguf FILE")
     if not sampling.greedy:
-        raise UsageError(f"@methods {name} is compared in greedy decoding only", "leave @temperature out")
+        raise UsageError(
+            f"@methods {name} is compared in greedy decoding only", "leave @temperature out"
+        )
 
 
 def choose_files(
@@ -104,7 +107,9 @@ def our_method(
     """Returns our decoding loop, plain without a policy."""
     decoder = Decoder(backbone, drafter, policy, slots=batch_size)
 
-    def answer(prompts: Sequence[Sequence[int]], max_new_tokens: int, on_tokens: OnTokens) -> list[Measurement]:
+    def answer(
+        prompts: Sequence[Sequence[int]], max_new_tokens: int, on_tokens: OnTokens
+    ) -> list[Measurement]:
         decoder.clear_prefix_cache()  # the other methods run every prompt from its beginning, too
         answers = [Measurement([[]]) for _ in prompts]
         requests = (Request(prompt, max_new_tokens, sampling) for prompt in prompts)
@@ -116,22 +121,36 @@ def our_method(
     return answer
 
 
-def transformers_method(backbone: Backbone, sampling: Sampling, lookup: bool = False, assistant: Any = None) -> Method:
+def transformers_method(
+    backbone: Backbone, sampling: Sampling, lookup: bool = False, assistant: Any = None
+) -> Method:
     """Returns transformers' generate on the unmodified model; several prompts are padded on the left.
 
     lookup: with its prompt lookup. assistant: a smaller model of the same vocabulary that drafts.
     """
     model, ends = backbone.model, sorted(backbone.eos_ids)
     pad = ends[0] if ends else 0
-    rule = sampling if sampling.greedy else replace(sampling, mode="exact")  # it has no typical acceptance
-    drafting = {"prompt_lookup_num_tokens": LOOKUP_TOKENS if lookup else None, "assistant_model": assistant}
+    rule = (
+        sampling if sampling.greedy else replace(sampling, mode="exact")
+    )  # it has no typical acceptance
+    drafting = {
+        "prompt_lookup_num_tokens": LOOKUP_TOKENS if lookup else None,
+        "assistant_model": assistant,
+    }
 
-    def answer(prompts: Sequence[Sequence[int]], max_new_tokens: int, on_tokens: OnTokens) -> list[Measurement]:
+    def answer(
+        prompts: Sequence[Sequence[int]], max_new_tokens: int, on_tokens: OnTokens
+    ) -> list[Measurement]:
         width = max(map(len, prompts))
         padded = [[pad] * (width - len(prompt)) + list(prompt) for prompt in prompts]
         mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-        ids, mask_ids = torch.tensor(padded, device=model.device), torch.tensor(mask, device=model.device)
-        streamer = _Streamer(on_tokens) if len(prompts) == 1 else None  # transformers streams one sequence only
+        ids, mask_ids = (
+            torch.tensor(padded, device=model.device),
+            torch.tensor(mask, device=model.device),
+        )
+        streamer = (
+            _Streamer(on_tokens) if len(prompts) == 1 else None
+        )  # transformers streams one sequence only
         with torch.inference_mode():
             out = model.generate(
                 ids,
@@ -144,14 +163,18 @@ def transformers_method(backbone: Backbone, sampling: Sampling, lookup: bool = F
                 **drafting,
                 **generate_arguments(rule, MODELS_OWN, width),
             )
-        return [Measurement([_until_end(row, ends)]) for row in out[:, width:].tolist()]  # tolist waits for the device
+        return [
+            Measurement([_until_end(row, ends)]) for row in out[:, width:].tolist()
+        ]  # tolist waits for the device
 
     return answer
 
 
 def _until_end(tokens: list[int], ends: Sequence[int]) -> list[int]:
     """Returns an answer without the padding after its end token."""
-    return next((tokens[: index + 1] for index, token in enumerate(tokens) if token in ends), tokens)
+    return next(
+        (tokens[: index + 1] for index, token in enumerate(tokens) if token in ends), tokens
+    )
 
 
 class _Streamer:
@@ -181,16 +204,24 @@ def llama_method(name: str, gguf: Path, backbone: Backbone) -> Method:
     settings.cpuparams.n_threads = settings.cpuparams_batch.n_threads = torch.get_num_threads()
     settings.verbosity, settings.cache_ram_mib = 0, 0
     if name == "llama.cpp-ngram":
-        settings.speculative.types = [xllamacpp.common_speculative_type.COMMON_SPECULATIVE_TYPE_NGRAM_SIMPLE]
+        settings.speculative.types = [
+            xllamacpp.common_speculative_type.COMMON_SPECULATIVE_TYPE_NGRAM_SIMPLE
+        ]
     try:
         server: Any = xllamacpp.Server(settings)
     except RuntimeError as reason:
-        raise UserError(f"llama.cpp cannot load {gguf}: {first_line(reason)}", "give another @gguf FILE") from reason
+        raise UserError(
+            f"llama.cpp cannot load {gguf}: {first_line(reason)}", "give another @gguf FILE"
+        ) from reason
     kind = {"Content-Type": "application/json"}
     options = {"temperature": 0.0, "top_k": 1, "cache_prompt": False, "return_tokens": True}
 
-    def answer(prompts: Sequence[Sequence[int]], max_new_tokens: int, on_tokens: OnTokens) -> list[Measurement]:
-        body = json.dumps({"prompt": list(prompts[0]), "n_predict": max_new_tokens, **options}).encode()
+    def answer(
+        prompts: Sequence[Sequence[int]], max_new_tokens: int, on_tokens: OnTokens
+    ) -> list[Measurement]:
+        body = json.dumps(
+            {"prompt": list(prompts[0]), "n_predict": max_new_tokens, **options}
+        ).encode()
         request = urllib.request.Request(f"{server.listening_address}/completion", body, kind)
         # As a stream it would leave out tokens that end inside a letter; so would the server's calls without HTTP.
         with urllib.request.urlopen(request) as reply:

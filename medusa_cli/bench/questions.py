@@ -39,7 +39,9 @@ def of_categories(questions: Sequence[Question], wanted: str | None) -> list[Que
     known = list(dict.fromkeys(question.category for question in questions))
     names = known if wanted is None else [name.strip() for name in wanted.split(",")]
     if unknown := [name for name in names if name not in known]:
-        raise UsageError(f"@category {unknown[0]!r} is not in these questions", f"use some of {', '.join(known)}")
+        raise UsageError(
+            f"@category {unknown[0]!r} is not in these questions", f"use some of {', '.join(known)}"
+        )
     return [question for question in questions if question.category in names]
 
 
@@ -50,7 +52,9 @@ def spread(questions: Sequence[Question], limit: int | None) -> list[Question]:
     groups: dict[str, list[int]] = {}
     for index, question in enumerate(questions):
         groups.setdefault(question.category, []).append(index)
-    chosen = [index for turn in zip_longest(*groups.values()) for index in turn if index is not None][:limit]
+    chosen = [
+        index for turn in zip_longest(*groups.values()) for index in turn if index is not None
+    ][:limit]
     return [questions[index] for index in sorted(chosen)]
 
 
@@ -79,7 +83,12 @@ def _records(source: str) -> Iterator[Any]:
         yield from _file_records(path)
         return
     name, *parts = source.split(":")
-    if path.suffix in SUFFIXES or source.startswith((".", "/", "~")) or name.count("/") != 1 or len(parts) > 2:
+    if (
+        path.suffix in SUFFIXES
+        or source.startswith((".", "/", "~"))
+        or name.count("/") != 1
+        or len(parts) > 2
+    ):
         remedy = f"give a file ({', '.join(SUFFIXES)}) or a hub dataset OWNER/NAME[:CONFIG[:SPLIT]]"
         raise UserError(f"@questions {source!r} does not exist", remedy)
     yield from assets.hub_rows(name, "@questions", ("test", "validation", "train"), *parts)
@@ -93,10 +102,14 @@ def _file_records(path: Path) -> Iterator[Any]:
         try:
             yield from pyarrow.parquet.read_table(path).to_pylist()
         except pyarrow.ArrowException as reason:
-            raise UserError(f"@questions {str(path)!r} is not a Parquet file", "check the path") from reason
+            raise UserError(
+                f"@questions {str(path)!r} is not a Parquet file", "check the path"
+            ) from reason
         return
     if path.suffix == ".txt":
-        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")  # a question may hold other breaks
+        lines = path.read_text(encoding="utf-8", errors="replace").split(
+            "\n"
+        )  # a question may hold other breaks
         yield from ({"prompt": line.strip()} for line in lines if line.strip())
         return
     bad: list[None] = []
@@ -110,7 +123,9 @@ def _question(record: Any, number: int) -> Question | None:
         return None
     key = next((key for key in TEXT_KEYS if record.get(key)), "")
     turns = _turns(record.get(key))
-    if not turns or any(not isinstance(turn, str) or not turn.strip() or WITHHELD in turn for turn in turns):
+    if not turns or any(
+        not isinstance(turn, str) or not turn.strip() or WITHHELD in turn for turn in turns
+    ):
         return None
     if key == "instruction" and isinstance(record.get("input"), str) and record["input"].strip():
         turns = (f"{turns[0]}\n\n{record['input']}",)
@@ -119,7 +134,12 @@ def _question(record: Any, number: int) -> Question | None:
     if not isinstance(name, str | int) or not isinstance(category, str):
         return None
     answer: Any = next((record[key] for key in REFERENCE_KEYS if record.get(key)), [])
-    return Question(str(name), category, turns, tuple(map(str, answer if isinstance(answer, list) else [answer])))
+    return Question(
+        str(name),
+        category,
+        turns,
+        tuple(map(str, answer if isinstance(answer, list) else [answer])),
+    )
 
 
 def _turns(words: Any) -> tuple[Any, ...]:
@@ -129,6 +149,10 @@ def _turns(words: Any) -> tuple[Any, ...]:
     if not isinstance(words[0], dict):
         return tuple(words)
     try:
-        return tuple(message["content"] for message in messages_of({"messages": words}) if message["role"] == "user")
+        return tuple(
+            message["content"]
+            for message in messages_of({"messages": words})
+            if message["role"] == "user"
+        )
     except Malformed:
         return ()

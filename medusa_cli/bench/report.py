@@ -43,8 +43,14 @@ class Section(NamedTuple):
 def read_bench(path: Path) -> Document:
     """Reads a saved bench; raises UserError for a file that holds none."""
     document = read_object(path, "the bench")
-    if not isinstance(document.get("methods"), dict) or not document["methods"] or "baseline" not in document:
-        raise UserError(f"{path} is not a bench", "give a run, or a JSON file that `medusa bench` wrote")
+    if (
+        not isinstance(document.get("methods"), dict)
+        or not document["methods"]
+        or "baseline" not in document
+    ):
+        raise UserError(
+            f"{path} is not a bench", "give a run, or a JSON file that `medusa bench` wrote"
+        )
     return document
 
 
@@ -58,7 +64,10 @@ def write_report(paths: Mapping[str, Path], page: Path) -> list[Path]:
     try:
         benches = []
         for name, path in paths.items():
-            sweeps = [read_object(sweep, "the sweep") for sweep in sorted(path.parent.glob("sweep-*.json"))]
+            sweeps = [
+                read_object(sweep, "the sweep")
+                for sweep in sorted(path.parent.glob("sweep-*.json"))
+            ]
             benches.append(SavedBench(name, read_bench(path), sweeps))
         title = ", ".join(dict.fromkeys(str(bench.document["title"]) for bench in benches))
         if len(benches) > 1:
@@ -71,8 +80,13 @@ def write_report(paths: Mapping[str, Path], page: Path) -> list[Path]:
         html = template.render(title=title, facts=facts, sections=sections, version=__version__)
         texts = {page: html, page.with_suffix(".md"): markdown(title, facts, sections)}
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as reason:
-        files, text = " or ".join(map(str, paths.values())), f"{type(reason).__name__}: {first_line(reason)}"
-        raise UserError(f"{files} holds figures that no bench writes ({text})", "run `medusa bench` again") from reason
+        files, text = (
+            " or ".join(map(str, paths.values())),
+            f"{type(reason).__name__}: {first_line(reason)}",
+        )
+        raise UserError(
+            f"{files} holds figures that no bench writes ({text})", "run `medusa bench` again"
+        ) from reason
     for path, content in texts.items():
         write_atomic(path, content)
     return list(texts)
@@ -89,7 +103,11 @@ def markdown(title: str, facts: Mapping[str, str], sections: Sequence[Section]) 
     for name, text in facts.items():
         lines += [(f"**{inline(name)}.** " if len(facts) > 1 else "") + inline(text), ""]
     for section in sections:
-        lines += [f"## {inline(section.title)}", "", *([inline(section.words), ""] if section.words else [])]
+        lines += [
+            f"## {inline(section.title)}",
+            "",
+            *([inline(section.words), ""] if section.words else []),
+        ]
         for table in section.tables:
             lines += [f"{inline(table.caption)}:", ""] if table.caption else []
             rows = [table.head, ["---"] * len(table.head), *table.rows]
@@ -103,22 +121,38 @@ def chart(title: str, draw: Callable[[Any], object], height: float = 3.4) -> dic
     from matplotlib.figure import Figure
 
     # Names are of people's choosing, and some hold dollars: no text is mathematics.
-    style = {"svg.fonttype": "none", "text.parse_math": False, "axes.spines.top": False, "axes.spines.right": False}
-    with matplotlib.rc_context({**style, "axes.grid": True, "axes.axisbelow": True, "grid.alpha": 0.3}):
+    style = {
+        "svg.fonttype": "none",
+        "text.parse_math": False,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+    }
+    with matplotlib.rc_context(
+        {**style, "axes.grid": True, "axes.axisbelow": True, "grid.alpha": 0.3}
+    ):
         figure = Figure(figsize=(5.2, height), layout="constrained")
         axes = figure.subplots()
         axes.set_title(textwrap.fill(title, 54), fontsize=10.5)
         draw(axes)
         handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
         if len(handles) > 1:
-            place: Any = {"loc": "outside lower center", "ncols": min(3, len(handles)), "fontsize": 9, "frameon": False}
+            place: Any = {
+                "loc": "outside lower center",
+                "ncols": min(3, len(handles)),
+                "fontsize": 9,
+                "frameon": False,
+            }
             figure.legend(handles.values(), handles.keys(), **place)
         stream = io.BytesIO()
-        figure.savefig(stream, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+        figure.savefig(
+            stream, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        )
     return {title: f"data:image/svg+xml;base64,{base64.b64encode(stream.getvalue()).decode()}"}
 
 
-def bars(title: str, groups: Mapping[str, Mapping[str, Mapping[str, Any]]], key: str, unit: str) -> dict[str, str]:
+def bars(
+    title: str, groups: Mapping[str, Mapping[str, Mapping[str, Any]]], key: str, unit: str
+) -> dict[str, str]:
     """Returns a chart of a figure of methods by group: horizontal bars with whiskers, a dotted line at 1."""
     names = list(dict.fromkeys(name for methods in groups.values() for name in methods))
 
@@ -130,7 +164,9 @@ def bars(title: str, groups: Mapping[str, Mapping[str, Mapping[str, Any]]], key:
                 value, interval = figures[key], figures[f"{key}_95"] or (figures[key], figures[key])
                 whiskers = [[max(value - interval[0], 0)], [max(interval[1] - value, 0)]]
                 color = f"C{names.index(name) % 10}"
-                axes.barh(y, value, 0.8, color=color, label=name, xerr=whiskers, error_kw={"capsize": 2.5})
+                axes.barh(
+                    y, value, 0.8, color=color, label=name, xerr=whiskers, error_kw={"capsize": 2.5}
+                )
                 end = (max(value, interval[1]), y)
                 axes.annotate(f"{value:.2f}", end, (4, 0), textcoords="offset points", va="center")
                 y += 1
@@ -149,11 +185,23 @@ def lines(title: str, curves: Curves, x: str, y: str, log: bool = False) -> dict
 
     def draw(axes: Any) -> None:
         for number, (name, points) in enumerate(curves.items()):
-            look = {"color": f"C{number % 10}", "linestyle": ("-", "--", "-.", ":")[number // 10 % 4]}
-            axes.plot([p[0] for p in points], [p[1] for p in points], label=name, marker="o", markersize=4, **look)
+            look = {
+                "color": f"C{number % 10}",
+                "linestyle": ("-", "--", "-.", ":")[number // 10 % 4],
+            }
+            axes.plot(
+                [p[0] for p in points],
+                [p[1] for p in points],
+                label=name,
+                marker="o",
+                markersize=4,
+                **look,
+            )
             bands = [(p[0], *p[2]) for p in points if p[2] is not None]
             if bands:
-                axes.fill_between(*zip(*bands, strict=True), color=look["color"], alpha=0.16, linewidth=0)
+                axes.fill_between(
+                    *zip(*bands, strict=True), color=look["color"], alpha=0.16, linewidth=0
+                )
         ticks = sorted({point[0] for points in curves.values() for point in points})
         if log:
             axes.set_xscale("log", base=2)
@@ -168,7 +216,11 @@ def lines(title: str, curves: Curves, x: str, y: str, log: bool = False) -> dict
 
 def _with_interval(figures: Mapping[str, Any], key: str, form: str = ".2f") -> str:
     value, interval = figures[key], figures[f"{key}_95"]
-    return f"{value:{form}}" if interval is None else f"{value:{form}} ({interval[0]:{form}} to {interval[1]:{form}})"
+    return (
+        f"{value:{form}}"
+        if interval is None
+        else f"{value:{form}} ({interval[0]:{form}} to {interval[1]:{form}})"
+    )
 
 
 def _cell(value: float | None, form: str) -> str:
@@ -179,7 +231,12 @@ def _methods(benches: Sequence[SavedBench]) -> Iterator[tuple[str, Document, str
     """Yields every method with its name in the report, its bench's document, its name there, and its figures."""
     for bench in benches:
         for method, figures in bench.document["methods"].items():
-            yield (method if len(benches) == 1 else f"{bench.name}: {method}"), bench.document, method, figures
+            yield (
+                (method if len(benches) == 1 else f"{bench.name}: {method}"),
+                bench.document,
+                method,
+                figures,
+            )
 
 
 def gains_table(document: Document) -> tuple[list[str], list[list[str]]]:
@@ -191,7 +248,12 @@ def gains_table(document: Document) -> tuple[list[str], list[list[str]]]:
         cells = [name, f"{figures['tokens_per_s']:.1f}", f"{figures['speedup']:.2f}"]
         cells += ["-" if interval is None else f"{interval[0]:.2f}-{interval[1]:.2f}"]
         cells += [f"{figures['acceptance_length']:.2f}", _cell(figures["overhead"], ".2f")]
-        rows.append([*cells, "reference" if name == document["reference"] and same is not None else identical])
+        rows.append(
+            [
+                *cells,
+                "reference" if name == document["reference"] and same is not None else identical,
+            ]
+        )
     base = f"speedup over {document['baseline']}"
     return ["method", "tokens/s", base, "95 %", "acceptance length", "overhead", "identical"], rows
 
@@ -202,18 +264,31 @@ def gains(benches: Sequence[SavedBench]) -> Iterator[Section]:
         "questions. The acceptance length is the tokens a verified step gives, the model's own included. Overhead is "
         "the time of such a step over a plain step."
     )
-    tables = [Table(*gains_table(bench.document), bench.name if len(benches) > 1 else "") for bench in benches]
+    tables = [
+        Table(*gains_table(bench.document), bench.name if len(benches) > 1 else "")
+        for bench in benches
+    ]
     groups = {bench.name: bench.document["methods"] for bench in benches}
     yield Section("What it gains", words, tables, bars("Speedup", groups, "speedup", "x"))
 
 
 def categories(benches: Sequence[SavedBench]) -> Iterator[Section]:
     every = _methods(benches)
-    methods = {name: f["per_category"] for name, document, method, f in every if method != document["baseline"]}
+    methods = {
+        name: f["per_category"]
+        for name, document, method, f in every
+        if method != document["baseline"]
+    }
     known = list(dict.fromkeys(category for parts in methods.values() for category in parts))
-    groups = {category: {n: parts[category] for n, parts in methods.items() if category in parts} for category in known}
+    groups = {
+        category: {n: parts[category] for n, parts in methods.items() if category in parts}
+        for category in known
+    }
     tables, charts = [], dict[str, str]()
-    for title, key, unit in (("Speedup", "speedup", "x"), ("Acceptance length", "acceptance_length", "tokens a step")):
+    for title, key, unit in (
+        ("Speedup", "speedup", "x"),
+        ("Acceptance length", "acceptance_length", "tokens a step"),
+    ):
         rows = [
             [category, *(_with_interval(part[n], key) if n in part else "-" for n in methods)]
             for category, part in groups.items()
@@ -229,8 +304,14 @@ def positions(benches: Sequence[SavedBench]) -> Iterator[Section]:
     for name, document, method, figures in _methods(benches):
         if method in document["drafting"] or method == "lookup":
             shares = list(enumerate(figures["by_position"], 1))
-            curves[name] = [(0.0, 1.0, None), *((k, share["reached"], share["reached_95"]) for k, share in shares)]
-            rows += [[name, str(k), f"{share['reached']:.1%}", f"{share['after']:.1%}"] for k, share in shares]
+            curves[name] = [
+                (0.0, 1.0, None),
+                *((k, share["reached"], share["reached_95"]) for k, share in shares),
+            ]
+            rows += [
+                [name, str(k), f"{share['reached']:.1%}", f"{share['after']:.1%}"]
+                for k, share in shares
+            ]
     if rows:
         words = (
             "Share of steps that accepted a draft token at position k: of all steps, as vLLM and SPEED-Bench count; of "
@@ -238,7 +319,9 @@ def positions(benches: Sequence[SavedBench]) -> Iterator[Section]:
         )
         table = Table(["method", "position", "of all steps", "of those before"], rows)
         title, x = "Steps that accepted at least k draft tokens", "k, position of the draft token"
-        yield Section("Acceptance by position", words, [table], lines(title, curves, x, "share of steps"))
+        yield Section(
+            "Acceptance by position", words, [table], lines(title, curves, x, "share of steps")
+        )
 
 
 def sweeps(benches: Sequence[SavedBench]) -> Iterator[Section]:
@@ -247,15 +330,34 @@ def sweeps(benches: Sequence[SavedBench]) -> Iterator[Section]:
         rows = []
         for point in sweep["points"]:
             row = [point["series"], f"{point['x']:g}", _with_interval(point, "tokens_per_s", ".1f")]
-            row += [_with_interval(point, "acceptance_length"), _cell(point["nll"], ".3f"), str(point["questions"])]
+            row += [
+                _with_interval(point, "acceptance_length"),
+                _cell(point["nll"], ".3f"),
+                str(point["questions"]),
+            ]
             rows.append(row)
-        head = ["series", sweep["unit"], "tokens/s", "acceptance length", "nats a token", "questions"]
-        tables.append(Table(head, rows, f"{name}: {sweep['axis']}, measured {sweep['created'][:10]}"))
-        for key, y in (("acceptance_length", "tokens a step"), ("tokens_per_s", "tokens/s"), ("nll", "nats a token")):
+        head = [
+            "series",
+            sweep["unit"],
+            "tokens/s",
+            "acceptance length",
+            "nats a token",
+            "questions",
+        ]
+        tables.append(
+            Table(head, rows, f"{name}: {sweep['axis']}, measured {sweep['created'][:10]}")
+        )
+        for key, y in (
+            ("acceptance_length", "tokens a step"),
+            ("tokens_per_s", "tokens/s"),
+            ("nll", "nats a token"),
+        ):
             curves: dict[str, list[tuple[float, float, Interval]]] = {}
             for point in sweep["points"]:
                 if point[key] is not None:
-                    curves.setdefault(point["series"], []).append((point["x"], point[key], point.get(f"{key}_95")))
+                    curves.setdefault(point["series"], []).append(
+                        (point["x"], point[key], point.get(f"{key}_95"))
+                    )
             if curves:
                 log = sweep["axis"] in ("nodes", "batch", "context")
                 charts |= lines(f"{name}: {y} by {sweep['axis']}", curves, sweep["unit"], y, log)
@@ -271,7 +373,9 @@ def quality(benches: Sequence[SavedBench]) -> Iterator[Section]:
             rows.append([bench.name, method, *cells, f"{part['tokens']:,}"])
         judge = bench.document.get("judge") or {"single": {}, "pairs": {}}
         for method, grade in judge["single"].items():
-            judged.append([bench.name, method, f"{grade['score']:.2f}", "-", "-", "-", str(grade["answers"])])
+            judged.append(
+                [bench.name, method, f"{grade['score']:.2f}", "-", "-", "-", str(grade["answers"])]
+            )
         for method, pairs in judge["pairs"].items():
             counts = [str(pairs[key]) for key in ("wins", "ties", "losses", "answers")]
             judged.append([bench.name, f"{method} against {judge['reference']}", "-", *counts])
@@ -285,7 +389,13 @@ def quality(benches: Sequence[SavedBench]) -> Iterator[Section]:
 
 def differences(benches: Sequence[SavedBench]) -> Iterator[Section]:
     rows = [
-        [name, str(part["question"]), str(part["turn"] + 1), str(part["position"]), f"{part['margin']:.4f}"]
+        [
+            name,
+            str(part["question"]),
+            str(part["turn"] + 1),
+            str(part["position"]),
+            f"{part['margin']:.4f}",
+        ]
         for name, _, _, figures in _methods(benches)
         for part in figures["differences"]
     ]
@@ -301,9 +411,18 @@ def differences(benches: Sequence[SavedBench]) -> Iterator[Section]:
 def setting(benches: Sequence[SavedBench]) -> Iterator[Section]:
     columns = {}
     for name, document, _ in benches:
-        facts = {"measured": document["created"], "medusa": document["version"], "model": document["backbone"]["id"]}
-        facts |= {key: document[key] for key in ("dtype", "engine", "kernel", "device", "max_new_tokens", "batch_size")}
-        facts |= {f"sampling {key}": value for key, value in document["sampling"].items()} | document["environment"]
+        facts = {
+            "measured": document["created"],
+            "medusa": document["version"],
+            "model": document["backbone"]["id"],
+        }
+        facts |= {
+            key: document[key]
+            for key in ("dtype", "engine", "kernel", "device", "max_new_tokens", "batch_size")
+        }
+        facts |= {
+            f"sampling {key}": value for key, value in document["sampling"].items()
+        } | document["environment"]
         columns[name] = facts
     keys = list(dict.fromkeys(key for facts in columns.values() for key in facts))
     rows = [[key, *(str(facts.get(key, "-")) for facts in columns.values())] for key in keys]

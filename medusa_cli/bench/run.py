@@ -86,14 +86,19 @@ class Bench:
         names, text = self.methods, ",".join(self.methods)
         unknown = [name for name in names if name not in METHODS and name not in self.drafts]
         if unknown or not names:
-            raise UsageError(f"@methods {text!r}: {''.join(unknown[:1])!r} is unknown", f"use {','.join(METHODS)}")
+            raise UsageError(
+                f"@methods {text!r}: {''.join(unknown[:1])!r} is unknown",
+                f"use {','.join(METHODS)}",
+            )
         if self.batch_size > 1 and (alone := [name for name in names if name in UNBATCHED]):
             remedy = "leave it out, or use @batch_size 1"
             raise UsageError(f"@methods {alone[0]} decodes one sequence at a time", remedy)
         for name in (name for name in names if name in LLAMA):
             check_llama(name, self.choice.model, self.gguf, self.sampling)
         if "hf-assisted" in names and self.draft_model is None:
-            raise UsageError("@methods hf-assisted needs a model that drafts", "give @draft_model NAME")
+            raise UsageError(
+                "@methods hf-assisted needs a model that drafts", "give @draft_model NAME"
+            )
         for flag, value, readers in (
             ("@gguf", self.gguf, LLAMA),
             ("@draft_model", self.draft_model, ("hf-assisted",)),
@@ -111,14 +116,21 @@ class Bench:
         check_generation_config(backbone)
         if self.choice.run is not None:
             self.choice.run.bind(backbone.identity)
-        loaded = {name: load_drafting(choice, backbone, trees[name]) for name, choice in self.drafts.items()}
+        loaded = {
+            name: load_drafting(choice, backbone, trees[name])
+            for name, choice in self.drafts.items()
+        }
         answer_all(self, backbone, self._our_methods(backbone, loaded), results, watch)
         for result in results:
             result.answers = {name: result.answers[name] for name in self.methods}
         reference, differences = reference_of(self.methods), None
         if self.sampling.greedy:
             differences = {
-                name: [place for result in results if (place := first_difference(backbone, result, name, reference))]
+                name: [
+                    place
+                    for result in results
+                    if (place := first_difference(backbone, result, name, reference))
+                ]
                 for name in self.methods
             }
         # Rounded weights answer as a model of their own: the plain model's answers tell how far it moved.
@@ -134,12 +146,16 @@ class Bench:
         summary = summarise(results, differences)
         for name, figures in summary["methods"].items():
             for row, result in zip(figures["answers"], results, strict=True):
-                row["turns"] = [backbone.decode(turn).strip() for turn in result.answers[name].turns]
+                row["turns"] = [
+                    backbone.decode(turn).strip() for turn in result.answers[name].turns
+                ]
         return {
             "title": self.title,
             "facts": [facts, *drafts],
             **provenance(backbone.identity),
-            "drafting": {name: _describe(self.drafts[name], *parts) for name, parts in loaded.items()},
+            "drafting": {
+                name: _describe(self.drafts[name], *parts) for name, parts in loaded.items()
+            },
             "max_new_tokens": self.max_new_tokens,
             "batch_size": self.batch_size,
             "dtype": _dtype(backbone.dtype),
@@ -147,7 +163,9 @@ class Bench:
             "kernel": backbone.engine.title,
             "row_invariant": backbone.engine.row_invariant,
             "device": str(backbone.device),
-            "sampling": {name: value for name, value in vars(self.sampling).items() if value is not None},
+            "sampling": {
+                name: value for name, value in vars(self.sampling).items() if value is not None
+            },
             **summary,
             "environment": environment(backbone.device),
             "quality": likelihood(backbone, results) if asks_quality else None,
@@ -184,7 +202,9 @@ class Bench:
         name = next(name for name, known in DTYPES.items() if known == dtype)
         quantize = options.quantize if options.quantised else None
         # With gradients the layers stay as they are.
-        backbone = self._load(replace(options, engine="eager", dtype=name, quantize=quantize), gradients=True)
+        backbone = self._load(
+            replace(options, engine="eager", dtype=name, quantize=quantize), gradients=True
+        )
         backbone.take_own_attention()
         return backbone
 
@@ -222,7 +242,9 @@ class Bench:
                 if name == "lookup":
                     alone = replace(self.choice, drafter=None, lookup=True)
                     _, policy = load_drafting(alone, backbone, None)
-                methods[name] = our_method(backbone, drafter, policy, self.sampling, self.batch_size)
+                methods[name] = our_method(
+                    backbone, drafter, policy, self.sampling, self.batch_size
+                )
         return methods
 
 
@@ -245,7 +267,11 @@ def _dtype(dtype: torch.dtype) -> str:
 
 
 def answer_all(
-    bench: Bench, backbone: Backbone, methods: Mapping[str, Method], results: list[Result], watch: Watch = unwatched
+    bench: Bench,
+    backbone: Backbone,
+    methods: Mapping[str, Method],
+    results: list[Result],
+    watch: Watch = unwatched,
 ) -> None:
     """Adds each method's answers to the results, after a warm-up. The order of methods rotates between questions.
 
@@ -254,7 +280,12 @@ def answer_all(
     tokens. Raises UserError, before anything is measured, for a question longer than the context; later turns that are
     longer than the context are left out.
     """
-    names, fresh, count, size = list(methods), not results[0].prompts, bench.max_new_tokens, bench.batch_size
+    names, fresh, count, size = (
+        list(methods),
+        not results[0].prompts,
+        bench.max_new_tokens,
+        bench.batch_size,
+    )
     if not names:
         return
     for result in results if fresh else ():
@@ -276,7 +307,9 @@ def answer_all(
                     start = time.perf_counter()
                     prompts = [result.prompts[turn] for result in asked]
                     answers = methods[name](prompts, count, partial(on_tokens, name, asked))
-                    seconds = (time.perf_counter() - start) / max(sum(answer.tokens for answer in answers), 1)
+                    seconds = (time.perf_counter() - start) / max(
+                        sum(answer.tokens for answer in answers), 1
+                    )
                     for result, answer in zip(asked, answers, strict=True):
                         answer.seconds = seconds * answer.tokens
                         result.answers[name].extend(answer)
@@ -291,7 +324,9 @@ def _add_prompt(backbone: Backbone, result: Result, turn: int, reference: str) -
     question = result.question
     if len(result.prompts) < turn or len(question.turns) <= turn:
         return
-    answers = [backbone.decode(tokens) for tokens in result.answers[reference].turns] if turn else []
+    answers = (
+        [backbone.decode(tokens) for tokens in result.answers[reference].turns] if turn else []
+    )
     messages = []
     for asked, answer in zip(question.turns[:turn], answers, strict=True):
         messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
@@ -299,14 +334,18 @@ def _add_prompt(backbone: Backbone, result: Result, turn: int, reference: str) -
     if len(prompt) < backbone.max_positions:
         result.prompts.append(prompt)
         return
-    text = f"turn {turn + 1} of question {question.id!r} has {len(prompt):,} tokens with its history, "
+    text = (
+        f"turn {turn + 1} of question {question.id!r} has {len(prompt):,} tokens with its history, "
+    )
     text += f"the context of {backbone.id!r} is {backbone.max_positions:,}"
     if turn == 0:
         raise UserError(f"@questions: {text}", "leave it out, or shorten it")
     log.warning("%s: it is left out", text)
 
 
-def first_difference(backbone: Backbone, result: Result, name: str, reference: str) -> dict[str, Any] | None:
+def first_difference(
+    backbone: Backbone, result: Result, name: str, reference: str
+) -> dict[str, Any] | None:
     """Returns where a method's tokens leave the reference's, None if they are the same.
 
     margin: between the logits of both tokens in the model; near 0, rounding decided a tie.
@@ -321,9 +360,15 @@ def first_difference(backbone: Backbone, result: Result, name: str, reference: s
         if same == shorter:  # one is the beginning of the other
             return place | {"position": same, "margin": 0.0}
         ids = torch.tensor([*result.prompts[turn], *expected[:same]])
-        logits = backbone.engine.forward(Plan.chain(ids), backbone.engine.new_cache()).logits[0, -1]  # [V]
+        logits = backbone.engine.forward(Plan.chain(ids), backbone.engine.new_cache()).logits[
+            0, -1
+        ]  # [V]
         tokens = {"expected": expected[same], "actual": actual[same]}
-        return place | {"position": same, **tokens, "margin": float(logits[expected[same]] - logits[actual[same]])}
+        return place | {
+            "position": same,
+            **tokens,
+            "margin": float(logits[expected[same]] - logits[actual[same]]),
+        }
     return None
 
 
@@ -338,13 +383,20 @@ def likelihood(backbone: Backbone, results: Sequence[Result]) -> dict[str, dict[
         for result in results:
             prompt, answer = result.prompts[0], result.answers[name].turns[0]
             ids = torch.tensor([*prompt, *answer], device=backbone.device)
-            logits = backbone.engine.forward(Plan.chain(ids, logits="all"), backbone.engine.new_cache()).logits[0]
+            logits = backbone.engine.forward(
+                Plan.chain(ids, logits="all"), backbone.engine.new_cache()
+            ).logits[0]
             for token in likelihoods(logits[len(prompt) - 1 :], answer, 1):
                 nll -= token.logprob
                 same += token.token == token.top[0][0]
             count += len(answer)
         mean = nll / max(count, 1)
-        quality[name] = {"nll": mean, "perplexity": math.exp(mean), "agreement": same / max(count, 1), "tokens": count}
+        quality[name] = {
+            "nll": mean,
+            "perplexity": math.exp(mean),
+            "agreement": same / max(count, 1),
+            "tokens": count,
+        }
     return quality
 
 
@@ -358,7 +410,10 @@ def environment(device: torch.device) -> dict[str, str | int]:
         "capability": torch.backends.cpu.get_cpu_capability(),
     }
     if device.type == "cuda":
-        facts |= {"accelerator": torch.cuda.get_device_name(device), "cuda": str(torch.version.cuda)}
+        facts |= {
+            "accelerator": torch.cuda.get_device_name(device),
+            "cuda": str(torch.version.cuda),
+        }
     facts["python"] = platform.python_version()
     for name in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):

@@ -66,7 +66,9 @@ def baseline_of(names: Sequence[str]) -> str:
     return next((name for name in ("hf", "ar") if name in names), names[0])
 
 
-def summarise(results: Sequence[Result], differences: Mapping[str, Sequence[Any]] | None) -> dict[str, Any]:
+def summarise(
+    results: Sequence[Result], differences: Mapping[str, Sequence[Any]] | None
+) -> dict[str, Any]:
     """Returns every method's figures by name; docs/measuring.md explains each.
 
     differences: each method's first difference in every question that has one; None: not compared.
@@ -86,7 +88,9 @@ def summarise(results: Sequence[Result], differences: Mapping[str, Sequence[Any]
             **_rates(results, name, baseline),
             "overhead": stats.step_s / plain_step if stats.steps and plain_step else None,
             "step_ms": 1e3 * stats.step_s if stats.steps else None,
-            "draft_share": stats.draft_s / (stats.draft_s + stats.verify_s) if stats.steps else None,
+            "draft_share": stats.draft_s / (stats.draft_s + stats.verify_s)
+            if stats.steps
+            else None,
             "identical": None if different is None else len(results) - len(different),
             "differences": different or [],
             "tokens": sum(answer.tokens for answer in answers),
@@ -101,7 +105,9 @@ def summarise(results: Sequence[Result], differences: Mapping[str, Sequence[Any]
                 }
                 for result, answer in zip(results, answers, strict=True)
             ],
-            "per_category": {category: _rates(part, name, baseline) for category, part in categories.items()},
+            "per_category": {
+                category: _rates(part, name, baseline) for category, part in categories.items()
+            },
         }
     return {"baseline": baseline, "reference": reference_of(names), "methods": methods}
 
@@ -116,9 +122,13 @@ def _total(results: Sequence[Result], name: str) -> Stats:
 def _rates(results: Sequence[Result], name: str, baseline: str) -> dict[str, Any]:
     """Returns tokens/s, speedup and acceptance length over some questions, with their 95 % intervals."""
     pairs = [(result.answers[name], result.answers[baseline]) for result in results]
-    times = np.array([[own.tokens, own.seconds, plain.tokens, plain.seconds] for own, plain in pairs], float)
+    times = np.array(
+        [[own.tokens, own.seconds, plain.tokens, plain.seconds] for own, plain in pairs], float
+    )
     stats = [own.stats for own, _ in pairs if own.stats.steps]
-    steps = np.array([[part.accepted + part.steps, part.steps] for part in stats], float).reshape(-1, 2)
+    steps = np.array([[part.accepted + part.steps, part.steps] for part in stats], float).reshape(
+        -1, 2
+    )
     return {
         "questions": len(results),
         "tokens_per_s": float(rate(times.sum(axis=0))),
@@ -130,7 +140,9 @@ def _rates(results: Sequence[Result], name: str, baseline: str) -> dict[str, Any
     }
 
 
-def by_position(answers: Sequence[Mapping[int, int]]) -> list[dict[str, float | tuple[float, float] | None]]:
+def by_position(
+    answers: Sequence[Mapping[int, int]],
+) -> list[dict[str, float | tuple[float, float] | None]]:
     """Returns acceptance at draft positions 1, 2..., from each answer's number of steps by accepted depth.
 
     reached: share of all steps that accepted the position (as vLLM and SPEED-Bench count), with its interval; after:
@@ -151,7 +163,11 @@ def by_position(answers: Sequence[Mapping[int, int]]) -> list[dict[str, float | 
 
 
 def bootstrap(
-    columns: Sequence[Sequence[float]] | Sums, figure: Callable[[Sums], Sums], *, rounds: int = ROUNDS, seed: int = 0
+    columns: Sequence[Sequence[float]] | Sums,
+    figure: Callable[[Sums], Sums],
+    *,
+    rounds: int = ROUNDS,
+    seed: int = 0,
 ) -> tuple[float, float] | None:
     """Returns the 95 % interval of a figure over questions drawn with replacement; None below two questions.
 
@@ -161,7 +177,9 @@ def bootstrap(
     table = np.asarray(columns, dtype=np.float64)
     if len(table) < 2:
         return None
-    draws = np.random.default_rng(seed).multinomial(len(table), np.full(len(table), 1 / len(table)), size=rounds)
+    draws = np.random.default_rng(seed).multinomial(
+        len(table), np.full(len(table), 1 / len(table)), size=rounds
+    )
     with np.errstate(divide="ignore", invalid="ignore"):
         values = figure(draws @ table)  # [rounds]
     values = values[np.isfinite(values)]  # a draw of empty answers alone has no rate

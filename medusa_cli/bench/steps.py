@@ -20,7 +20,9 @@ ROUNDS = 15
 log = logging.getLogger(__name__)
 
 
-def time_rows(backbone: Backbone, rows: Sequence[int] = ROWS, *, context: int, rounds: int = ROUNDS) -> dict[str, Any]:
+def time_rows(
+    backbone: Backbone, rows: Sequence[int] = ROWS, *, context: int, rounds: int = ROUNDS
+) -> dict[str, Any]:
     """Returns median milliseconds of a pass by rows after `context` tokens, seconds of the prefill, the cache's bytes.
 
     The sizes take turns, so that drift of the machine hits all alike.
@@ -54,7 +56,8 @@ def time_passes(backbone: Backbone, contexts: Sequence[int]) -> dict[str, Any]:
     longest = backbone.max_positions - 3
     if contexts[-1] > longest:
         raise UsageError(
-            f"@context {contexts[-1]} leaves no position of {backbone.max_positions}", f"use {longest} or less"
+            f"@context {contexts[-1]} leaves no position of {backbone.max_positions}",
+            f"use {longest} or less",
         )
     bandwidth, weights = copy_bandwidth(backbone.device), backbone.engine.weight_bytes
     by_context = {}

@@ -35,11 +35,22 @@ class Axis(NamedTuple):
 
 AXES = {
     "nodes": Axis("nodes of the tree, root included", (2, 4, 8, 16, 32, 64), ("tree",)),
-    "epsilon": Axis("epsilon of typical acceptance (delta is its root)", (0.01, 0.05, 0.09, 0.15, 0.25), ("sampling",)),
+    "epsilon": Axis(
+        "epsilon of typical acceptance (delta is its root)",
+        (0.01, 0.05, 0.09, 0.15, 0.25),
+        ("sampling",),
+    ),
     "temperature": Axis("temperature", (0, 0.3, 0.7, 1.0), ("sampling", "temperature")),
     "context": Axis("tokens of the prompt", (128, 512, 1024)),
 }
-FIGURES = ("tokens_per_s", "tokens_per_s_95", "acceptance_length", "acceptance_length_95", "overhead", "questions")
+FIGURES = (
+    "tokens_per_s",
+    "tokens_per_s_95",
+    "acceptance_length",
+    "acceptance_length_95",
+    "overhead",
+    "questions",
+)
 METHODS = {"hf", "hf-lookup", "ar", "medusa"}
 TEMPLATE_TOKENS = 64
 Point = tuple[str, float, Bench]  # series, value of the axis, and the bench to run
@@ -58,11 +69,16 @@ def parse_values(name: str, text: str | None) -> list[float]:
     except ValueError:
         values = [-1.0]
     if not all(whole <= value < math.inf for value in values):
-        raise UsageError(f"@values {text!r} is not valid", f"use {'whole numbers >= 1' if whole else 'numbers >= 0'}")
+        raise UsageError(
+            f"@values {text!r} is not valid",
+            f"use {'whole numbers >= 1' if whole else 'numbers >= 0'}",
+        )
     return values
 
 
-def sweep(base: Bench, axis: str, values: Sequence[float], folder: Path, watch: Watch = unwatched) -> dict[str, Any]:
+def sweep(
+    base: Bench, axis: str, values: Sequence[float], folder: Path, watch: Watch = unwatched
+) -> dict[str, Any]:
     """Measures the points that are not in the folder yet, writes sweep-AXIS.json there and returns it."""
     if "medusa" not in base.drafts or not METHODS.issuperset(base.methods):
         text = f"@methods {','.join(base.methods)} cannot be swept"
@@ -79,10 +95,19 @@ def sweep(base: Bench, axis: str, values: Sequence[float], folder: Path, watch: 
         result = read_object(path, "the point")["bench"]
         for name, figures in result["methods"].items():
             drafts = name in result["drafting"]
-            if drafts or series == points[0][0]:  # methods that do not draft are the same in every series
+            if (
+                drafts or series == points[0][0]
+            ):  # methods that do not draft are the same in every series
                 nll = (result["quality"] or {}).get(name, {}).get("nll")
                 row = {key: figures[key] for key in FIGURES}
-                rows.append({"series": f"{name}, {series}" if drafts and series else name, "x": x, **row, "nll": nll})
+                rows.append(
+                    {
+                        "series": f"{name}, {series}" if drafts and series else name,
+                        "x": x,
+                        **row,
+                        "nll": nll,
+                    }
+                )
         facts = {"axis": axis, "unit": AXES[axis].unit, "title": base.title, "of": len(points)}
         document = {**provenance(result["backbone"]), **facts, "points": rows}
         write_json(folder / f"sweep-{axis}.json", document)
@@ -97,7 +122,9 @@ def _points(base: Bench, axis: str, values: Sequence[float]) -> Iterator[Point]:
     if axis == "nodes":
         limit = largest(_accuracies(drafted))
         if max(values) > limit:
-            raise UsageError(f"@values {max(values):g}: these heads allow {limit:,} nodes", "use no more")
+            raise UsageError(
+                f"@values {max(values):g}: these heads allow {limit:,} nodes", "use no more"
+            )
         for tree in (TreeChoice("static"), TreeChoice("dynamic")):
             for size in values:
                 choice = replace(drafted, tree=replace(tree, nodes=int(size)))
@@ -105,41 +132,70 @@ def _points(base: Bench, axis: str, values: Sequence[float]) -> Iterator[Point]:
     elif axis == "epsilon":
         typical = replace(sampling, mode="typical", temperature=sampling.temperature or 0.7)
         for value in values:
-            yield "", value, replace(base, sampling=replace(typical, epsilon=value, delta=value**0.5))
+            yield (
+                "",
+                value,
+                replace(base, sampling=replace(typical, epsilon=value, delta=value**0.5)),
+            )
     elif axis == "temperature":
         for mode in ("exact", "typical"):
             for value in values:
                 if value or mode == "exact":  # at 0 all modes are greedy
-                    yield mode, value, replace(base, sampling=replace(sampling, mode=mode, temperature=value))
+                    yield (
+                        mode,
+                        value,
+                        replace(base, sampling=replace(sampling, mode=mode, temperature=value)),
+                    )
     else:
-        yield from (("", value, replace(base, questions=_long_questions(base, int(value)))) for value in values)
+        yield from (
+            ("", value, replace(base, questions=_long_questions(base, int(value))))
+            for value in values
+        )
 
 
 def _accuracies(choice: Choice) -> Accuracies:
     path = choice.calibration
     if path is None or not path.is_file():
-        raise UserError(f"the drafter {choice.drafter} is not calibrated", "run `medusa calibrate` first")
+        raise UserError(
+            f"the drafter {choice.drafter} is not calibrated", "run `medusa calibrate` first"
+        )
     return read_calibration(path).accuracies
 
 
 def _digest(bench: Bench) -> str:
     """Returns a digest of everything that a point's figures depend on."""
     choice = bench.drafts["medusa"]
-    files = [choice.tree.file, choice.calibration, choice.drafter and choice.drafter / "config.json"]
-    contents = [hashlib.sha256(path.read_bytes()).hexdigest() for path in files if path and path.is_file()]
+    files = [
+        choice.tree.file,
+        choice.calibration,
+        choice.drafter and choice.drafter / "config.json",
+    ]
+    contents = [
+        hashlib.sha256(path.read_bytes()).hexdigest() for path in files if path and path.is_file()
+    ]
     model = [weights_of(choice.model), choice.adapter and lora.digest(choice.adapter)]
     facts = [__version__, environment(torch.device("cpu")), model, contents, asdict(bench)]
-    text = json.dumps(facts, sort_keys=True, default=lambda value: str(getattr(value, "path", value)))
+    text = json.dumps(
+        facts, sort_keys=True, default=lambda value: str(getattr(value, "path", value))
+    )
     return hashlib.sha256(text.encode()).hexdigest()[:20]
 
 
 def _long_questions(bench: Bench, tokens: int) -> list[Question]:
     """Returns first turns, each after as much text of the other questions as makes some `tokens` tokens."""
     folder, trusted = model_dir(bench.choice.model), bench.options.trust_remote_code
-    limit = getattr(AutoConfig.from_pretrained(folder, trust_remote_code=trusted), "max_position_embeddings", None)
+    limit = getattr(
+        AutoConfig.from_pretrained(folder, trust_remote_code=trusted),
+        "max_position_embeddings",
+        None,
+    )
     if limit is not None and tokens + bench.max_new_tokens + TEMPLATE_TOKENS > limit:
-        raise UsageError(f"@values {tokens}: the model takes {limit} tokens, the answer's included", "use fewer")
-    return fill(bench.questions, AutoTokenizer.from_pretrained(folder, trust_remote_code=trusted), tokens)
+        raise UsageError(
+            f"@values {tokens}: the model takes {limit} tokens, the answer's included", "use fewer"
+        )
+    return fill(
+        bench.questions, AutoTokenizer.from_pretrained(folder, trust_remote_code=trusted), tokens
+    )
 
 
 def fill(questions: Sequence[Question], tokenizer: Any, tokens: int) -> list[Question]:
@@ -147,7 +203,9 @@ def fill(questions: Sequence[Question], tokenizer: Any, tokens: int) -> list[Que
     filled = []
     for index, question in enumerate(questions):
         turn = question.turns[0]
-        others = [other.turns[0] for other in (*questions[index + 1 :], *questions[:index])] or [turn]
+        others = [other.turns[0] for other in (*questions[index + 1 :], *questions[:index])] or [
+            turn
+        ]
         missing = tokens - len(tokenizer(turn, add_special_tokens=False)["input_ids"])
         ids: list[int] = []
         while len(ids) < missing:

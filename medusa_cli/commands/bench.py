@@ -13,7 +13,14 @@ from medusa_cli.commands.report import JudgeFlags
 from medusa_cli.errors import UsageError
 from medusa_cli.files import assets
 from medusa_cli.files.io import Document
-from medusa_cli.options import DraftFlags, LoadFlags, OutputFlags, QuestionFlags, SamplingFlags, flag
+from medusa_cli.options import (
+    DraftFlags,
+    LoadFlags,
+    OutputFlags,
+    QuestionFlags,
+    SamplingFlags,
+    flag,
+)
 from medusa_cli.runs.load_options import as_trained
 from medusa_cli.runs.run import RUNS, Run, called
 
@@ -29,7 +36,9 @@ METHODS = (
     "of the run inside the run by that name, or the run's own. [default: hf,ar,medusa, with --sweep ar,medusa]"
 )
 SWEEP = "One bench a value of nodes, epsilon, temperature or context; resumes a killed one."
-GGUF = "The file that llama.cpp reads. [default: the model's, if it is a GGUF file or the default one]"
+GGUF = (
+    "The file that llama.cpp reads. [default: the model's, if it is a GGUF file or the default one]"
+)
 swept = partial(flag, panel="Sweeps")
 other = partial(flag, panel="Methods of other programs")
 
@@ -40,10 +49,16 @@ def bench(
     which: QuestionFlags,
     methods: Annotated[str | None, flag("--methods LIST", METHODS)] = None,
     batch_size: options.BatchSize = 1,
-    report: Annotated[bool, flag("--report", "Also write the figures as an HTML page and as Markdown.")] = False,
+    report: Annotated[
+        bool, flag("--report", "Also write the figures as an HTML page and as Markdown.")
+    ] = False,
     sweep: Annotated[str | None, swept("--sweep AXIS", SWEEP)] = None,
-    values: Annotated[str | None, swept("--values LIST", "With --sweep: its values, such as 4,16,64.")] = None,
-    draft_model: Annotated[str | None, other("--draft-model NAME|FOLDER|ID", "Drafts for hf-assisted.")] = None,
+    values: Annotated[
+        str | None, swept("--values LIST", "With --sweep: its values, such as 4,16,64.")
+    ] = None,
+    draft_model: Annotated[
+        str | None, other("--draft-model NAME|FOLDER|ID", "Drafts for hf-assisted.")
+    ] = None,
     gguf: Annotated[Path | None, other("--gguf FILE", GGUF, exists=True, dir_okay=False)] = None,
     judging: JudgeFlags,
     drafting: DraftFlags,
@@ -57,9 +72,15 @@ def bench(
     bench/ directory (runs/MODEL/bench for the drafter that ships).
     """
     printing.configure()
-    given = {name for name in ctx.params if getattr(ctx.get_parameter_source(name), "name", "") == "COMMANDLINE"}
+    given = {
+        name
+        for name in ctx.params
+        if getattr(ctx.get_parameter_source(name), "name", "") == "COMMANDLINE"
+    }
     if values is not None and sweep is None:
-        raise UsageError(f"--values {values} has no effect without --sweep", "leave it out, or give --sweep AXIS")
+        raise UsageError(
+            f"--values {values} has no effect without --sweep", "leave it out, or give --sweep AXIS"
+        )
     from medusa_cli.bench import sweep as sweeps
     from medusa_cli.bench.methods import choose_files, split_names
     from medusa_cli.bench.report import write_report
@@ -97,7 +118,9 @@ def bench(
     if sweep is not None:
         document = sweeps.sweep(what, sweep, points, folder, answer_bar)
         show_sweep(document)
-        console.result(f"sweep: {folder / f'sweep-{sweep}.json'}; `medusa report` draws it beside the run's bench")
+        console.result(
+            f"sweep: {folder / f'sweep-{sweep}.json'}; `medusa report` draws it beside the run's bench"
+        )
         if printing.json:
             console.emit_json(document)
         return
@@ -106,7 +129,11 @@ def bench(
     try:
         path = save(document, folder)
         judging.grade(path, document)
-        written = write_report({folder.parent.name: path}, path.with_suffix(".html")) if report else [path]
+        written = (
+            write_report({folder.parent.name: path}, path.with_suffix(".html"))
+            if report
+            else [path]
+        )
         console.result("\n".join(f"saved: {file}" for file in written))
     finally:
         # A folder that cannot be written, or a judge that does not answer, must not cost what was measured.
@@ -126,10 +153,14 @@ def show(document: Document) -> None:
     from medusa_cli.bench.report import gains_table
 
     caption = " ".join(document["facts"])
-    console.result(console.grid(document["title"], *gains_table(document), left=("method",), caption=caption))
+    console.result(
+        console.grid(document["title"], *gains_table(document), left=("method",), caption=caption)
+    )
     for name, figures in document["methods"].items():
         for part in figures["differences"][:5]:
-            where = f"question {part['question']}, turn {part['turn'] + 1}, token {part['position']}"
+            where = (
+                f"question {part['question']}, turn {part['turn'] + 1}, token {part['position']}"
+            )
             console.result(f"{name}: {where} differs, logit margin {part['margin']:.4f}")
 
 
@@ -143,4 +174,8 @@ def show_sweep(document: Document) -> None:
         for row in sorted(document["points"], key=lambda row: (row["series"], row["x"]))
     ]
     head = ("series", document["axis"], "tokens/s", "acceptance length", "overhead", "nats a token")
-    console.result(console.grid(f"{document['title']}: sweep over {document['axis']}", head, rows, left=("series",)))
+    console.result(
+        console.grid(
+            f"{document['title']}: sweep over {document['axis']}", head, rows, left=("series",)
+        )
+    )

@@ -25,7 +25,9 @@ def calibrate(
     model: options.Model = None,
     drafter: options.Drafter = None,
     data: Annotated[Path | None, flag("--data FILE", _DATA, dir_okay=False)] = None,
-    top: Annotated[int, flag("--top N", "Guesses of each head to measure.", min=1, show_default=True)] = 10,
+    top: Annotated[
+        int, flag("--top N", "Guesses of each head to measure.", min=1, show_default=True)
+    ] = 10,
     file: Annotated[Path | None, flag("--output FILE", _OUTPUT, dir_okay=False)] = None,
     max_samples: options.MaxSamples = None,
     loading: LoadFlags,
@@ -45,13 +47,22 @@ def calibrate(
     target = Run.open(run)
     folder = drafter or target.drafter_dir
     if not (folder / "config.json").is_file():
-        raise UserError(f"{folder} holds no drafter", "run `medusa train` first, or give another --drafter or --run")
+        raise UserError(
+            f"{folder} holds no drafter",
+            "run `medusa train` first, or give another --drafter or --run",
+        )
     # Where the run has no conversations of its own, others are all that its tree can be built on.
-    aside = folder.resolve() != target.drafter_dir.resolve() or (data is not None and target.data_path.is_file())
+    aside = folder.resolve() != target.drafter_dir.resolve() or (
+        data is not None and target.data_path.is_file()
+    )
     file = file or (None if aside else target.calibration_path)
     if file == target.calibration_path:
         ctx.with_resource(sole_writer(target.path, "medusa calibrate"))
-    name = model or target.model or load_recipe(target.recipe_path if target.recipe_path.is_file() else None).model
+    name = (
+        model
+        or target.model
+        or load_recipe(target.recipe_path if target.recipe_path.is_file() else None).model
+    )
     console.info(f"loading {loading.of(name)}")
 
     from medusa_cli.runs.load_options import as_trained
@@ -60,23 +71,35 @@ def calibrate(
 
     loading = as_trained(loading, folder)
     with console.bars() as show:
-        document = measure(target, name, folder, loading, data=data, top=top, max_samples=max_samples, show=show)
+        document = measure(
+            target, name, folder, loading, data=data, top=top, max_samples=max_samples, show=show
+        )
     if printing.json:
         console.emit_json(document)
-    accuracies, heat = document["accuracies"], ", ".join(f"{value:.2f}" for value in document["temperatures"])
-    rows = (
-        [str(head), *(f"{100 * value:.1f}" for value in (*row, sum(row)))] for head, row in enumerate(accuracies, 1)
+    accuracies, heat = (
+        document["accuracies"],
+        ", ".join(f"{value:.2f}" for value in document["temperatures"]),
     )
-    title = f"Accuracy of each head's top {top} guesses on {document['positions']:,} held-out tokens, %"
+    rows = (
+        [str(head), *(f"{100 * value:.1f}" for value in (*row, sum(row)))]
+        for head, row in enumerate(accuracies, 1)
+    )
+    title = (
+        f"Accuracy of each head's top {top} guesses on {document['positions']:,} held-out tokens, %"
+    )
     console.result(console.grid(title, ["head", *map(str, range(1, top + 1)), "sum"], rows))
     console.result(f"temperatures at which the heads' confidences fit: {heat}")
     if file is None:
-        console.result(f"not saved; give --output FILE to keep it, {target.calibration_path} for `medusa tree`")
+        console.result(
+            f"not saved; give --output FILE to keep it, {target.calibration_path} for `medusa tree`"
+        )
         return
     write_json(file, document)
     written = [str(file)]
     if assets.has_package("matplotlib"):
         written.append(str(file.with_suffix(".png")))
-        draw_heat_map(accuracies, file.with_suffix(".png"), f"{target.name}: how often guess i is right")
+        draw_heat_map(
+            accuracies, file.with_suffix(".png"), f"{target.name}: how often guess i is right"
+        )
     following = f"--run {run}" if file == target.calibration_path else f"--calibration {file}"
     console.result(f"{' and '.join(written)}. Next: medusa tree {following} --budget 64")

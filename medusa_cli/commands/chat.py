@@ -11,7 +11,16 @@ from medusa_cli import console
 from medusa_cli.errors import INTERRUPTED, UsageError, UserError, in_flags, of_system
 from medusa_cli.files.io import write_json
 from medusa_cli.files.model_files import check_chat_template
-from medusa_cli.options import ChatTemplate, DraftFlags, GrammarFlags, LoadFlags, OutputFlags, SamplingFlags, flag, load
+from medusa_cli.options import (
+    ChatTemplate,
+    DraftFlags,
+    GrammarFlags,
+    LoadFlags,
+    OutputFlags,
+    SamplingFlags,
+    flag,
+    load,
+)
 
 if TYPE_CHECKING:
     from medusa_cli.api import Chat
@@ -32,10 +41,16 @@ def chat(
     drafting: DraftFlags,
     system: Annotated[str | None, flag("--system TEXT", "System prompt.")] = None,
     baseline: Annotated[bool, flag("--baseline", "Plain decoding, one token a step.")] = False,
-    show_accepted: Annotated[bool, flag("--show-accepted", "Colour accepted draft tokens.")] = False,
+    show_accepted: Annotated[
+        bool, flag("--show-accepted", "Colour accepted draft tokens.")
+    ] = False,
     chat_template: ChatTemplate = None,
-    raw: Annotated[bool, flag("--raw", "Continue each text as it is, alone, without a template.")] = False,
-    stop: Annotated[list[str] | None, flag("--stop TEXT", "End an answer at this text; may be repeated.")] = None,
+    raw: Annotated[
+        bool, flag("--raw", "Continue each text as it is, alone, without a template.")
+    ] = False,
+    stop: Annotated[
+        list[str] | None, flag("--stop TEXT", "End an answer at this text; may be repeated.")
+    ] = None,
     sampling: SamplingFlags,
     constraint: GrammarFlags,
     loading: LoadFlags,
@@ -89,7 +104,12 @@ def chat(
 
 def answer(session: "Chat", text: str, show_accepted: bool, silent: bool = False) -> bool:
     """Streams the answer to one line to stdout; returns True if Ctrl-C stopped it."""
-    forgotten, green, printed, stopped = session.forgotten, "bold green" if show_accepted else "", 0, False
+    forgotten, green, printed, stopped = (
+        session.forgotten,
+        "bold green" if show_accepted else "",
+        0,
+        False,
+    )
     with session.stream(text) as stream, console.footer() as footer:
         if session.forgotten > forgotten:
             console.info(
@@ -99,7 +119,9 @@ def answer(session: "Chat", text: str, show_accepted: bool, silent: bool = False
         try:
             while (pieces := stream.step()) is not None:
                 if not silent:
-                    console.stream((piece.text, green if piece.accepted else "") for piece in pieces)
+                    console.stream(
+                        (piece.text, green if piece.accepted else "") for piece in pieces
+                    )
                     printed += sum(len(piece.text) for piece in pieces)
                     footer(status(stream.answer.stats))
         except KeyboardInterrupt:
@@ -142,7 +164,9 @@ def converse(session: "Chat", show_accepted: bool) -> bool:
         except KeyboardInterrupt:
             console.err.print()
         except (UserError, OSError) as reason:
-            console.error(in_flags((of_system(reason) if isinstance(reason, OSError) else reason).text))
+            console.error(
+                in_flags((of_system(reason) if isinstance(reason, OSError) else reason).text)
+            )
             failed = not typed
 
 
@@ -157,9 +181,15 @@ def command(session: "Chat", word: str, text: str) -> None:
             console.info("the conversation is forgotten")
         case "/system":
             session.clear(text or None)
-            console.info("system prompt set; the conversation begins anew" if text else "system prompt removed")
+            console.info(
+                "system prompt set; the conversation begins anew"
+                if text
+                else "system prompt removed"
+            )
         case "/stats":
-            console.result(status(session.total) if session.total.tokens else "nothing was answered yet")
+            console.result(
+                status(session.total) if session.total.tokens else "nothing was answered yet"
+            )
         case "/save" if text:
             write_json(Path(text).expanduser(), {"messages": session.messages})
             console.info(f"saved to {text}")

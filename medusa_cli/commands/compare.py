@@ -18,7 +18,10 @@ DATA = "Measure every run anew on this file's conversations (JSON or JSONL)."
 
 def compare(
     *,
-    runs: Annotated[list[str], typer.Argument(metavar="RUN", help="Trained runs: NAME (runs/NAME), or a folder.")],
+    runs: Annotated[
+        list[str],
+        typer.Argument(metavar="RUN", help="Trained runs: NAME (runs/NAME), or a folder."),
+    ],
     data: Annotated[Path | None, flag("--data FILE", DATA, dir_okay=False)] = None,
     max_samples: options.MaxSamples = None,
     loading: LoadFlags,
@@ -33,7 +36,9 @@ def compare(
     """
     printing.configure()
     if max_samples is not None and data is None:
-        raise UsageError(f"--max-samples {max_samples} has no effect without --data", "give --data FILE with it")
+        raise UsageError(
+            f"--max-samples {max_samples} has no effect without --data", "give --data FILE with it"
+        )
     if loading.dtype == "fp16":
         raise UsageError("--dtype fp16 is not a number type of trainings", "give bf16 or fp32")
     targets = [Run.open(name, named="RUN") for name in runs]
@@ -45,11 +50,20 @@ def compare(
         with console.progress("comparing", total=len(rows), unit="runs") as advance:
             for row, run in zip(rows, targets, strict=True):
                 result = evaluate(run, data, loading, max_samples)
-                cost = model_cost(result.parts) if result.parts else {}  # no parts: the model is frozen
-                row |= {"accuracies": result.accuracies, "measured": result.positions, "data": str(data), **cost}
+                cost = (
+                    model_cost(result.parts) if result.parts else {}
+                )  # no parts: the model is frozen
+                row |= {
+                    "accuracies": result.accuracies,
+                    "measured": result.positions,
+                    "data": str(data),
+                    **cost,
+                }
                 advance(1)
     elif len({row["data"] for row in rows}) > 1:
-        console.warn("these runs were not trained on the same data: their held-out conversations differ")
+        console.warn(
+            "these runs were not trained on the same data: their held-out conversations differ"
+        )
     if printing.json:
         console.emit_json(rows)
         return
@@ -60,7 +74,9 @@ def compare(
         shares = "/".join(f"{100 * share:.1f}" for share in row["accuracies"])
         cells.append((row["run"], row["objective"], row["lambda_0"], *costs, shares))
     left = ("run", "loss", "lambda_0")
-    console.result(console.grid("", (*left, "KL", "ppl", "same", "top-1 by head, %"), cells, left=left))
+    console.result(
+        console.grid("", (*left, "KL", "ppl", "same", "top-1 by head, %"), cells, left=left)
+    )
 
 
 def best_validation(run: Run) -> Document:
@@ -72,12 +88,18 @@ def best_validation(run: Run) -> Document:
     checks = [line for line in read_log(run.path / NAME) if line["event"] == "validated"]
     best = best_of(checks)
     if best is None or not run.recipe_path.is_file():
-        raise UserError(f"{run.path} holds no training with a validation", "run `medusa train` there first")
+        raise UserError(
+            f"{run.path} holds no training with a validation", "run `medusa train` there first"
+        )
     train = load_recipe(run.recipe_path).train
     joint = train.stage == 2
-    home = Run(run.path / "tuned") if joint and train.tuning == "full" else run  # a tuned model has a run of its own
+    home = (
+        Run(run.path / "tuned") if joint and train.tuning == "full" else run
+    )  # a tuned model has a run of its own
     drafter = home.drafter_dir
-    data = describe_drafter(drafter).provenance.data if (drafter / "config.json").is_file() else None
+    data = (
+        describe_drafter(drafter).provenance.data if (drafter / "config.json").is_file() else None
+    )
     heads_alone = train.schedule == "warmup" and train.heads_first == 1
     weight = "heads alone" if heads_alone else f"{train.schedule} {train.lambda_0:g}"
     return {
@@ -87,7 +109,11 @@ def best_validation(run: Run) -> Document:
         "lambda_0": weight if joint else "",
         "steps": best["step"],
         "positions": best["total_positions"],
-        **(model_cost(best["parts"]) if joint else {"kl": 0.0, "perplexity_ratio": 1.0, "agreement": 1.0}),
+        **(
+            model_cost(best["parts"])
+            if joint
+            else {"kl": 0.0, "perplexity_ratio": 1.0, "agreement": 1.0}
+        ),
         "accuracies": best["accuracies"],
         "measured": best["positions"],
         "data": data and data.digest,

@@ -74,7 +74,9 @@ def demo(
                 QUESTIONS, texts, ours["ar"].turns, ours[drafted].turns, strict=True
             )
         ]
-        console.emit_json({"facts": facts, "max_new_tokens": tokens, "answers": answers, "methods": figures})
+        console.emit_json(
+            {"facts": facts, "max_new_tokens": tokens, "answers": answers, "methods": figures}
+        )
         return
     console.result(closing_table(figures, facts))
 
@@ -97,7 +99,9 @@ def answer_questions(
             pass
     plain_texts = []
     for question in QUESTIONS:
-        console.result(Text(f"\n{question}", style="bold") if console.out.is_terminal else f"\n{question}\n")
+        console.result(
+            Text(f"\n{question}", style="bold") if console.out.is_terminal else f"\n{question}\n"
+        )
         request = medusa.request(question, max_new_tokens=max_new_tokens)
         sides = {name: Side(TITLES[name], Measurement([[]])) for name in decoders}
         with streaming(live) as show:
@@ -184,7 +188,9 @@ def streaming(live: bool) -> Iterator[Callable[[Sequence[Side]], None]]:
 
 def panes(sides: Sequence[Side], letters: int = sys.maxsize) -> RenderableType:
     """Returns answers side by side, or one below the other in a narrow terminal; of each at most its last letters."""
-    panels = [Panel(side.text[max(0, len(side.text) - letters) :], title=side.title) for side in sides]
+    panels = [
+        Panel(side.text[max(0, len(side.text) - letters) :], title=side.title) for side in sides
+    ]
     if console.out.width < SIDE_BY_SIDE:
         return Group(*panels)
     table = Table.grid(expand=True)
@@ -223,7 +229,9 @@ def first_difference(first: Sequence[int], second: Sequence[int]) -> int:
     return min(len(first), len(second))
 
 
-def answer_by_others(choice: Choice, loading: LoadFlags, max_new_tokens: int) -> dict[str, "Measurement"]:
+def answer_by_others(
+    choice: Choice, loading: LoadFlags, max_new_tokens: int
+) -> dict[str, "Measurement"]:
     """Asks transformers, and llama.cpp if it can, the same questions; returns their measurements."""
     from medusa_cli.bench.questions import Question
     from medusa_cli.bench.run import Bench
@@ -278,9 +286,12 @@ def closing_table(figures: Mapping[str, Mapping[str, Any]], facts: str) -> Rende
         for name, row in figures.items()
     ]
     caption = f"{facts}."
-    if any(figures[name]["identical"] < figures[name]["questions"] for name in figures.keys() & OTHERS):
+    if any(
+        figures[name]["identical"] < figures[name]["questions"] for name in figures.keys() & OTHERS
+    ):
         caption += (
-            " Other programs round in another order or width, so a near-tie of two tokens may fall the other way."
+            " Other programs round in another order or width, so a near-tie of two tokens may fall"
+            " the other way."
         )
     head = ("method", "tokens/s", "over plain", "tokens a step", "same answers")
     return console.grid("The same questions, greedy", head, rows, left=("method",), caption=caption)

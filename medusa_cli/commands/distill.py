@@ -20,7 +20,9 @@ _ENDPOINT = (
     "OpenAI-compatible servers of the model that answer instead of this machine (vLLM, SGLang, TGI, transformers "
     "serve). They get the key in MEDUSA_API_KEY."
 )
-_SYSTEM = "System prompt of the seeds that have none. [default: what the model's chat template sets]"
+_SYSTEM = (
+    "System prompt of the seeds that have none. [default: what the model's chat template sets]"
+)
 _REFUSALS = 'Drop conversations with an answer such as "I can\'t assist with that".'
 _TEMPLATE = "Jinja template for a model whose tokenizer has none; the run keeps it."
 
@@ -28,7 +30,9 @@ _TEMPLATE = "Jinja template for a model whose tokenizer has none; the run keeps 
 def distill(
     ctx: typer.Context,
     *,
-    recipe: Annotated[list[str] | None, typer.Argument(metavar="[RECIPE.yaml] [KEY=VALUE ...]", help=_RECIPE)] = None,
+    recipe: Annotated[
+        list[str] | None, typer.Argument(metavar="[RECIPE.yaml] [KEY=VALUE ...]", help=_RECIPE)
+    ] = None,
     seed: options.Seed = None,
     run: options.Run = DEFAULT_RUN,
     model: options.Model = None,
@@ -38,9 +42,13 @@ def distill(
     random_seed: options.RandomSeed = None,
     endpoint: Annotated[str | None, flag("--endpoint URL[,URL]", _ENDPOINT)] = None,
     system: Annotated[str | None, flag("--system TEXT", _SYSTEM)] = None,
-    drop_refusals: Annotated[bool | None, flag("--drop-refusals/--keep-refusals", _REFUSALS)] = None,
+    drop_refusals: Annotated[
+        bool | None, flag("--drop-refusals/--keep-refusals", _REFUSALS)
+    ] = None,
     chat_template: Annotated[Path | None, flag("--chat-template FILE", _TEMPLATE)] = None,
-    resume: Annotated[bool, flag("--resume", "Fail unless there is a distillation to resume.")] = False,
+    resume: Annotated[
+        bool, flag("--resume", "Fail unless there is a distillation to resume.")
+    ] = False,
     loading: LoadFlags,
     printing: OutputFlags,
 ) -> None:
@@ -66,7 +74,10 @@ def distill(
         text = "distill.taps has no effect with --endpoint: servers send no states"
         raise UsageError(text, "leave one of them out")
     if endpoint is not None and os.environ.get("WORLD_SIZE", "1") != "1":
-        raise UsageError("--endpoint needs one process", "start it without torchrun and raise distill.concurrency")
+        raise UsageError(
+            "--endpoint needs one process",
+            "start it without torchrun and raise distill.concurrency",
+        )
     if file is None and max_samples is None and "distill.max_samples" not in settings:
         max_samples = BARE_SAMPLES
     flags = {
@@ -86,7 +97,9 @@ def distill(
     with processes.main_process_first():  # it fetches what all read
         target = Run.open(run, create=not resume)
         if resume and not target.distill_path.is_file():
-            raise UserError(f"--resume: {target.path} holds no distillation", "leave --resume out to begin one")
+            raise UserError(
+                f"--resume: {target.path} holds no distillation", "leave --resume out to begin one"
+            )
         plan = recipe_of(target, words, flags, resume=False, origin=target)
         asked = plan.distill
         check_settings(asked)

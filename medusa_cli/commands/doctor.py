@@ -56,7 +56,9 @@ def doctor(
     if printing.json:
         status = max((finding.status for finding in findings), key=STATUSES.index)
         findings_json = [asdict(finding) for finding in findings]
-        console.emit_json({"run": str(target.path), "model": name, "status": status, "findings": findings_json})
+        console.emit_json(
+            {"run": str(target.path), "model": name, "status": status, "findings": findings_json}
+        )
         return
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("check", no_wrap=True)
@@ -69,5 +71,7 @@ def doctor(
         table.add_row(finding.name, Text(finding.status, style=COLOURS[finding.status]), text)
     console.result(table)
     counts = Counter(finding.status for finding in findings)
-    faults = ", ".join(f"{counts[status]} {status}" for status in ("fail", "warn", "unknown") if counts[status])
+    faults = ", ".join(
+        f"{counts[status]} {status}" for status in ("fail", "warn", "unknown") if counts[status]
+    )
     console.result(f"{len(findings)} checks: {faults or 'all passed'}")

@@ -20,11 +20,15 @@ BUDGET = "With --to hf: nodes of the best tree by the calibration. [default: the
 
 def export(
     *,
-    output: Annotated[Path, flag("--output FOLDER", "The folder to write; it must be new or empty.")],
+    output: Annotated[
+        Path, flag("--output FOLDER", "The folder to write; it must be new or empty.")
+    ],
     to: Annotated[str, flag("--to FORMAT", TO, show_default=True)] = "hf",
     run: options.RunOrShipped = None,
     model: options.Model = None,
-    overwrite: Annotated[bool, flag("--overwrite", "Replace an earlier export in that folder.")] = False,
+    overwrite: Annotated[
+        bool, flag("--overwrite", "Replace an earlier export in that folder.")
+    ] = False,
     budget: Annotated[int | None, flag("--budget N", BUDGET, min=1)] = None,
     trust_remote_code: options.TrustRemoteCode = False,
     printing: OutputFlags,
@@ -43,7 +47,12 @@ def export(
         from medusa_cli.export.data_format import export_data
         from medusa_cli.runs.run import DEFAULT_RUN, Run
 
-        _report(output, to, *export_data(Run.open(run or DEFAULT_RUN), output, overwrite=overwrite), printing.json)
+        _report(
+            output,
+            to,
+            *export_data(Run.open(run or DEFAULT_RUN), output, overwrite=overwrite),
+            printing.json,
+        )
         return
     from medusa_cli.export.eagle3_format import export_eagle3
     from medusa_cli.export.folder import find_source
@@ -53,7 +62,9 @@ def export(
 
     source = find_source(run, model, trust_remote_code)
     trusted = LoadFlags(trust_remote_code=trust_remote_code).of(source.model)
-    console.info(f"Exporting the {source.kind} drafter {source.run.drafter_dir} for {trusted} to {output}")
+    console.info(
+        f"Exporting the {source.kind} drafter {source.run.drafter_dir} for {trusted} to {output}"
+    )
     writers: dict[str, Callable[..., tuple[list[str], list[str]]]] = {
         "hf": partial(export_hf, budget=budget),
         "eagle3": export_eagle3,

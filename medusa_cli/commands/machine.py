@@ -28,7 +28,9 @@ def machine(
 
     words = context.split(",")
     if not all(word.isdigit() and int(word) for word in words):
-        raise UsageError(f"--context {context!r} is not valid", "give numbers of tokens, such as 256,2048")
+        raise UsageError(
+            f"--context {context!r} is not valid", "give numbers of tokens, such as 256,2048"
+        )
     name = model or DEFAULT_MODEL
     backbone = load_backbone(name, loading)
     facts = {
@@ -46,7 +48,9 @@ def machine(
         console.emit_json(facts)
         return
     instructions = ", ".join(facts["instructions"]) or facts["native"]
-    console.result(f"{facts['processor']}, {facts['threads']} threads ({instructions}), torch {facts['torch']}")
+    console.result(
+        f"{facts['processor']}, {facts['threads']} threads ({instructions}), torch {facts['torch']}"
+    )
     console.result(f"{facts['model']}: {facts['engine']}")
     read = facts["weight_bytes"] / 1e6
     console.result(
@@ -54,10 +58,16 @@ def machine(
     )
     rows = list(next(iter(facts["contexts"].values()))["step_ms"])
     lines = [
-        [size, *(f"{figures['step_ms'][count]:.1f}" for count in rows), f"{figures['prefill_s']:.2f}"]
+        [
+            size,
+            *(f"{figures['step_ms'][count]:.1f}" for count in rows),
+            f"{figures['prefill_s']:.2f}",
+        ]
         for size, figures in facts["contexts"].items()
     ]
-    console.result(console.grid("Milliseconds a pass by rows", ["context", *rows, "prompt, s"], lines))
+    console.result(
+        console.grid("Milliseconds a pass by rows", ["context", *rows, "prompt, s"], lines)
+    )
     promise = "is" if backbone.engine.row_invariant else "may part at near-ties from"
     console.result(f"greedy output over drafts {promise} plain decoding's")
     if facts["busy"]:

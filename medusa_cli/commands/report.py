@@ -26,9 +26,14 @@ class JudgeFlags:
 
     def __post_init__(self) -> None:
         if self.judge is not None and self.judge_model is None:
-            raise UsageError(f"--judge {self.judge} needs the name of a model", "give --judge-model NAME")
+            raise UsageError(
+                f"--judge {self.judge} needs the name of a model", "give --judge-model NAME"
+            )
         if self.judge_model is not None and self.judge is None:
-            raise UsageError(f"--judge-model {self.judge_model} has no effect without --judge", "give --judge URL")
+            raise UsageError(
+                f"--judge-model {self.judge_model} has no effect without --judge",
+                "give --judge URL",
+            )
 
     def grade(self, path: Path, document: Document) -> None:
         """Lets the judge, if there is one, grade a saved bench, and prints the outcome, which the document gets too."""
@@ -42,9 +47,17 @@ class JudgeFlags:
         rows = []
         for method, grade in outcome["single"].items():
             pairs = outcome["pairs"].get(method)
-            rows.append([method, f"{grade['score']:.2f}", *(str(pairs[key]) if pairs else "-" for key in counts)])
+            rows.append(
+                [
+                    method,
+                    f"{grade['score']:.2f}",
+                    *(str(pairs[key]) if pairs else "-" for key in counts),
+                ]
+            )
         title = f"The judge's grades; pairs against {outcome['reference']}, in both orders"
-        console.result(console.grid(title, ("method", "score, of 10", *counts), rows, left=("method",)))
+        console.result(
+            console.grid(title, ("method", "score, of 10", *counts), rows, left=("method",))
+        )
 
 
 def report(
@@ -64,14 +77,24 @@ def report(
 
     assets.need_extra("plot", "medusa report")
     if output is not None and output.suffix.lower() not in (".html", ".htm"):
-        raise UsageError(f"--output {output} is not the name of a page", "give one that ends in .html")
+        raise UsageError(
+            f"--output {output} is not the name of a page", "give one that ends in .html"
+        )
     paths = [find_bench(name) for name in runs]
     for path in dict.fromkeys(paths):
         judging.grade(path, read_bench(path))
-    names = [path.resolve().parent.parent.name if path.parent.name == "bench" else path.stem for path in paths]
+    names = [
+        path.resolve().parent.parent.name if path.parent.name == "bench" else path.stem
+        for path in paths
+    ]
     # Two benches of one run are told apart by their times.
-    names = [name if names.count(name) == 1 else f"{name} {path.stem}" for name, path in zip(names, paths, strict=True)]
-    default = paths[0].with_suffix(".html") if len(paths) == 1 else paths[0].with_name("report.html")
+    names = [
+        name if names.count(name) == 1 else f"{name} {path.stem}"
+        for name, path in zip(names, paths, strict=True)
+    ]
+    default = (
+        paths[0].with_suffix(".html") if len(paths) == 1 else paths[0].with_name("report.html")
+    )
     written = write_report(dict(zip(names, paths, strict=True)), output or default)
     if printing.json:
         console.emit_json({"written": [str(path) for path in written]})

@@ -33,26 +33,43 @@ _CORS = (
 def serve(
     *,
     drafting: DraftFlags,
-    baseline: Annotated[bool, options.flag("--baseline", "Plain decoding, one token a step.")] = False,
-    batch_size: Annotated[int, _limit("--batch-size N", "Answers that are decoded side by side.")] = 8,
-    queue: Annotated[int, _limit("--queue N", "Requests that wait beyond those; more get 429.", min=0)] = 64,
-    max_prompt_tokens: Annotated[int, _limit("--max-prompt-tokens N", "Longest prompt, in tokens.")] = 4096,
-    max_new_tokens: Annotated[int, _limit("--max-new-tokens N", "Longest answer, in tokens.")] = 2048,
+    baseline: Annotated[
+        bool, options.flag("--baseline", "Plain decoding, one token a step.")
+    ] = False,
+    batch_size: Annotated[
+        int, _limit("--batch-size N", "Answers that are decoded side by side.")
+    ] = 8,
+    queue: Annotated[
+        int, _limit("--queue N", "Requests that wait beyond those; more get 429.", min=0)
+    ] = 64,
+    max_prompt_tokens: Annotated[
+        int, _limit("--max-prompt-tokens N", "Longest prompt, in tokens.")
+    ] = 4096,
+    max_new_tokens: Annotated[
+        int, _limit("--max-new-tokens N", "Longest answer, in tokens.")
+    ] = 2048,
     max_body: Annotated[int, _limit("--max-body KIB", "Largest body of a request.")] = 1024,
     remember: Annotated[int, _limit("--remember N", _REMEMBER, min=0, max=1000)] = 0,
     chat_template: options.ChatTemplate = None,
     name: Annotated[list[str] | None, _access("--name NAME", _NAME)] = None,
     host: Annotated[str, _access("--host ADDRESS", _HOST, show_default=True)] = "127.0.0.1",
     port: Annotated[
-        int, _access("--port N", "The port; 0 is any free one.", min=0, max=65535, show_default=True)
+        int,
+        _access("--port N", "The port; 0 is any free one.", min=0, max=65535, show_default=True),
     ] = 8000,
-    uds: Annotated[Path | None, _access("--uds FILE", "Listen at a Unix socket in place of --host and --port.")] = None,
+    uds: Annotated[
+        Path | None, _access("--uds FILE", "Listen at a Unix socket in place of --host and --port.")
+    ] = None,
     api_key: Annotated[
         list[str] | None, _access("--api-key KEY", _KEY, envvar="MEDUSA_API_KEY", show_envvar=False)
     ] = None,
     cors: Annotated[list[str] | None, _access("--cors ORIGIN", _CORS)] = None,
-    ssl_certfile: Annotated[Path | None, _access("--ssl-certfile FILE", "Serve HTTPS with this certificate.")] = None,
-    ssl_keyfile: Annotated[Path | None, _access("--ssl-keyfile FILE", "Its key. [default: in the same file]")] = None,
+    ssl_certfile: Annotated[
+        Path | None, _access("--ssl-certfile FILE", "Serve HTTPS with this certificate.")
+    ] = None,
+    ssl_keyfile: Annotated[
+        Path | None, _access("--ssl-keyfile FILE", "Its key. [default: in the same file]")
+    ] = None,
     access_log: Annotated[bool, _access("--access-log", "Print a line for every request.")] = False,
     temperature: options.Temperature = None,
     place: LoadFlags,
@@ -75,13 +92,20 @@ def serve(
 
     choice = drafting.or_plain(baseline, chat_template)
     if remember and not choice.ngrams:
-        raise UsageError(f"--remember {remember} has no effect without n-gram drafts", "leave it out, or give --lookup")
+        raise UsageError(
+            f"--remember {remember} has no effect without n-gram drafts",
+            "leave it out, or give --lookup",
+        )
     check_certificate(ssl_certfile, ssl_keyfile)
     templates.prepare()
-    listener = listen(host, port, uds)  # before the model is loaded, so that a port in use is reported at once
+    listener = listen(
+        host, port, uds
+    )  # before the model is loaded, so that a port in use is reported at once
     loaded = load(choice, place)
     limits = Limits(
-        names=tuple(name or [called(choice.model) if Path(choice.model).is_dir() else choice.model]),
+        names=tuple(
+            name or [called(choice.model) if Path(choice.model).is_dir() else choice.model]
+        ),
         host="" if uds else host,
         api_keys=tuple(filter(None, api_key or ())),
         slots=batch_size,
@@ -97,7 +121,9 @@ def serve(
         ssl_keyfile=ssl_keyfile,
     )
     if not uds and host not in LOOPBACK and not limits.api_keys:
-        console.warn("anybody who reaches this port can use it; MEDUSA_API_KEY or --api-key sets a key")
+        console.warn(
+            "anybody who reaches this port can use it; MEDUSA_API_KEY or --api-key sets a key"
+        )
     server = Server(Medusa(loaded), limits)
     listener.listen()  # before the address is printed
     if uds:
@@ -105,7 +131,9 @@ def serve(
     else:
         address = f"[{host}]" if ":" in host else host
         port = listener.getsockname()[1]
-        console.info(f"serving {limits.names[0]!r} at http://{address}:{port}/v1, a page to try it at /")
+        console.info(
+            f"serving {limits.names[0]!r} at http://{address}:{port}/v1, a page to try it at /"
+        )
     server.run(listener)
     if uds:
         uds.unlink(missing_ok=True)

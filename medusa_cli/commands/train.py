@@ -22,16 +22,23 @@ if TYPE_CHECKING:
     from medusa_cli.runs.run import Run
 
 LOGGERS = ("tensorboard", "wandb", "trackio")  # as in medusa_cli.train.loggers, which imports torch
-_RECIPE = "A recipe's file, or its name (medusa1, hydra, eagle), and settings such as train.lr=1e-3."
+_RECIPE = (
+    "A recipe's file, or its name (medusa1, hydra, eagle), and settings such as train.lr=1e-3."
+)
 _DATA = "Conversations (JSON or JSONL) to train on. [default: the run's distill.jsonl]"
 _STAGE = "1: the heads on the frozen model; 2: heads and model together. [default: 1]"
 _SCHEDULE = "Stage 2: schedule of lambda_0, the heads' weight: constant, warmup, sine."
 _FROM = (
-    "Start from another run's heads if they fit (in stage 2 with their adapter). A run without data uses that run's."
+    "Start from another run's heads if they fit (in stage 2 with their adapter). "
+    "A run without data uses that run's."
 )
 _LOGGER = "Show the training in tensorboard, wandb or trackio, too."
-_DRY_RUN = "Say what the training will take, data, memory and time, measured on two steps; write nothing."
-Words = Annotated[list[str] | None, typer.Argument(metavar="[RECIPE.yaml] [KEY=VALUE ...]", help=_RECIPE)]
+_DRY_RUN = (
+    "Say what the training will take, data, memory and time, measured on two steps; write nothing."
+)
+Words = Annotated[
+    list[str] | None, typer.Argument(metavar="[RECIPE.yaml] [KEY=VALUE ...]", help=_RECIPE)
+]
 
 
 def train(
@@ -43,7 +50,9 @@ def train(
     start: Annotated[str | None, flag("--from RUN", _FROM)] = None,
     stage: Annotated[int | None, flag("--stage N", _STAGE)] = None,
     schedule: Annotated[str | None, flag("--schedule NAME", _SCHEDULE)] = None,
-    tuning: Annotated[str | None, flag("--tuning METHOD", "Stage 2: lora, qlora (4-bit model) or full.")] = None,
+    tuning: Annotated[
+        str | None, flag("--tuning METHOD", "Stage 2: lora, qlora (4-bit model) or full.")
+    ] = None,
     resume: Annotated[bool, flag("--resume", "Resume from the run's checkpoint.")] = False,
     logger: Annotated[str | None, flag("--logger NAME", _LOGGER)] = None,
     dry_run: Annotated[bool, flag("--dry-run", _DRY_RUN)] = False,
@@ -72,7 +81,10 @@ def train(
     words = recipe or []
     origin = Run.open(start, named="@from") if start is not None else None
     if origin is not None and not (origin.drafter_dir.is_dir() or origin.data_path.is_file()):
-        raise UserError(f"--from {start}: it holds neither heads nor conversations", "give a run that was trained")
+        raise UserError(
+            f"--from {start}: it holds neither heads nor conversations",
+            "give a run that was trained",
+        )
     target = Run.open(run, create=data is not None or origin is not None or Run.inside(run))
     flags: dict[str, Any] = {
         "model": model,
@@ -87,8 +99,13 @@ def train(
     check_model_files(plan.model)
     for name, value in (("--schedule", schedule), ("--tuning", tuning)):
         if value is not None and plan.train.stage == 1:
-            raise UsageError(f"{name} {value} has no effect with train.stage=1", "leave it out, or give --stage 2")
-    source = data or (origin.data_path if origin and not target.data_path.is_file() else target.data_path)
+            raise UsageError(
+                f"{name} {value} has no effect with train.stage=1",
+                "leave it out, or give --stage 2",
+            )
+    source = data or (
+        origin.data_path if origin and not target.data_path.is_file() else target.data_path
+    )
     bound = f" or {plan.train.max_tokens:,} tokens" if plan.train.max_tokens else ""
     if dry_run:
         _estimate(target, plan, loading, origin, source, printing.json)
@@ -124,15 +141,16 @@ def train(
         return
     text = "{heads} heads, {steps:,} steps at {tokens_per_s:,.0f} tokens/s".format(**trained)
     if trained["validation"] is not None:
-        text += (
-            f", of step {trained['best_step']:,}: held-out top-1 by head {shares(trained['validation']['accuracies'])}"
-        )
+        accuracies = shares(trained["validation"]["accuracies"])
+        text += f", of step {trained['best_step']:,}: held-out top-1 by head {accuracies}"
         text += f", about {trained['expected_acceptance']:.2f} tokens a step over a chain of first choices"
         before = trained["expected_acceptance_at_start"]
         text += f" ({before:.2f} at the start)" if before else ""
     checkpoint = target.path / "checkpoint.pt"
     if checkpoint.is_file():
-        console.info(f"{checkpoint} ({checkpoint.stat().st_size / 1e6:,.0f} MB) served --resume, and may be deleted")
+        console.info(
+            f"{checkpoint} ({checkpoint.stat().st_size / 1e6:,.0f} MB) served --resume, and may be deleted"
+        )
     following = run if owner is target else owner.path
     console.result(
         f"{owner.drafter_dir}: {text}. Curves: {target.path / 'train.png'}. Next: medusa calibrate --run {following}"
@@ -148,7 +166,12 @@ def help_sections() -> dict[str, list[tuple[str, str]]]:
 
 
 def _estimate(
-    target: "Run", plan: "Recipe", loading: LoadFlags, origin: "Run | None", source: Path, json: bool
+    target: "Run",
+    plan: "Recipe",
+    loading: LoadFlags,
+    origin: "Run | None",
+    source: Path,
+    json: bool,
 ) -> None:
     """Prints what a training will take."""
     from medusa_cli.train import estimate
@@ -171,7 +194,9 @@ def _estimate(
         f"{facts['disk_bytes'] / 1e9:.1f} GB of disk for the states of {facts['tokens_to_run']:,} tokens"
     )
     parts = ", ".join(f"{name} {_span(value)}" for name, value in seconds.items())
-    console.result(f"time: about {_span(sum(seconds.values()))} ({parts}), by the speed of two steps here")
+    console.result(
+        f"time: about {_span(sum(seconds.values()))} ({parts}), by the speed of two steps here"
+    )
 
 
 def _span(seconds: float) -> str:

@@ -44,13 +44,21 @@ def tree(
     ctx: typer.Context,
     *,
     run: options.RunOrDefault = None,
-    calibration: Annotated[Path | None, flag("--calibration FILE", CALIBRATION, dir_okay=False)] = None,
+    calibration: Annotated[
+        Path | None, flag("--calibration FILE", CALIBRATION, dir_okay=False)
+    ] = None,
     budget: Annotated[str | None, flag("--budget N|auto", BUDGET)] = None,
-    shape: Annotated[str | None, flag("--shape W1,W2,...", "All paths over the best W1 guesses of head 1, ...")] = None,
+    shape: Annotated[
+        str | None, flag("--shape W1,W2,...", "All paths over the best W1 guesses of head 1, ...")
+    ] = None,
     choices: Annotated[Path | None, flag("--choices FILE", CHOICES, dir_okay=False)] = None,
-    heads: Annotated[int | None, flag("--heads K", "Use the first K heads only. [default: all]")] = None,
+    heads: Annotated[
+        int | None, flag("--heads K", "Use the first K heads only. [default: all]")
+    ] = None,
     output: Annotated[Path | None, flag("--output FILE", OUTPUT, dir_okay=False)] = None,
-    measure: Annotated[bool, flag("--measure", "With --budget auto: time the steps again.")] = False,
+    measure: Annotated[
+        bool, flag("--measure", "With --budget auto: time the steps again.")
+    ] = False,
     loading: LoadFlags,
     printing: OutputFlags,
 ) -> None:
@@ -93,7 +101,11 @@ def tree(
     output = output or (target.tree_path if target else None)
     picture = None
     if output is not None:
-        facts = {"calibration": known.path, "expected_acceptance_length": expected, **chosen.made_by}
+        facts = {
+            "calibration": known.path,
+            "expected_acceptance_length": expected,
+            **chosen.made_by,
+        }
         if widths is None and choices is None:  # those are no drafter's
             facts[STAMP] = known.drafter_stamp
         save_tree(output, found, provenance(known.backbone, **facts))
@@ -126,15 +138,26 @@ def show(tree: "Tree", used: Calibration, report: dict[str, Any]) -> None:
     else:
         console.info(f"{tree.size:,} nodes are too many to draw here; see the picture")
     ranks = ("root", *(f"top {width}" for width in tree.widths))
-    rows = [(str(depth), str(count), ranks[depth]) for depth, count in enumerate(report["nodes_per_depth"])]
+    rows = [
+        (str(depth), str(count), ranks[depth])
+        for depth, count in enumerate(report["nodes_per_depth"])
+    ]
     console.result(console.grid("Nodes per depth", ("depth", "nodes", "guesses used"), rows))
     if report["budgets"]:
-        form = ("{nodes}", "{depth}", "{expected_acceptance_length:.2f}", "{step_ms:.1f}", "{tokens_per_s:.1f}")
+        form = (
+            "{nodes}",
+            "{depth}",
+            "{expected_acceptance_length:.2f}",
+            "{step_ms:.1f}",
+            "{tokens_per_s:.1f}",
+        )
         table = [tuple(cell.format(**row) for cell in form) for row in report["budgets"]]
         head = ("nodes", "heads used", "tokens a step", "ms a step", "tokens/s")
         console.result(console.grid("Sizes on this machine, the chosen size first", head, table))
     expected = report["expected_acceptance_length"]
-    length = "unknown without a calibration" if expected is None else f"{expected:.2f} tokens a step"
+    length = (
+        "unknown without a calibration" if expected is None else f"{expected:.2f} tokens a step"
+    )
     console.result(f"{tree.size:,} nodes, expected acceptance length: {length}")
     saved = " and ".join(path for path in (report["output"], report["picture"]) if path is not None)
     console.result(f"saved: {saved}" if saved else "not saved; give --output FILE to keep it")
@@ -159,7 +182,9 @@ def by_budget(used: Calibration, budget: str | None, source: str, run: str | Non
     try:
         nodes = None if budget is None else int(budget)
     except ValueError as reason:
-        raise UsageError(f"@budget {budget!r} is not a valid number of nodes", "give an integer, or auto") from reason
+        raise UsageError(
+            f"@budget {budget!r} is not a valid number of nodes", "give an integer, or auto"
+        ) from reason
     if not used.accuracies:
         raise UserError(
             f"{source} has no calibration.json",
@@ -170,7 +195,9 @@ def by_budget(used: Calibration, budget: str | None, source: str, run: str | Non
     if nodes is None:
         nodes = min(DEFAULT_BUDGET, possible)
     if MAX_NODES < nodes <= possible:
-        raise UsageError(f"@budget {nodes} is more than one step can verify", f"use 1 to {MAX_NODES:,}")
+        raise UsageError(
+            f"@budget {nodes} is more than one step can verify", f"use 1 to {MAX_NODES:,}"
+        )
     return Chosen(search(used.accuracies, nodes), {"budget": nodes})
 
 
@@ -181,7 +208,9 @@ def by_time(used: Calibration, run: Run | None, loading: LoadFlags, again: bool)
     if run is None or not (run.drafter_dir / "config.json").is_file():
         raise UserError("--budget auto needs a drafter to time", "give the --run that holds one")
     if not used.accuracies:
-        raise UserError(f"the run {run.path} has no calibration.json", "run `medusa calibrate` first")
+        raise UserError(
+            f"the run {run.path} has no calibration.json", "run `medusa calibrate` first"
+        )
     used.check_current()
     step_times = time_run(run, as_trained(loading, run.drafter_dir), again)
     timed = budgets(used.accuracies, step_times)
@@ -215,7 +244,9 @@ def time_run(run: Run, loading: LoadFlags, again: bool) -> "StepTimes":
     with console.progress("timing", unit="steps") as advance:
         backbone = load_backbone(model, loading, adapter=run.adapter)
         drafter = load_drafter(run.drafter_dir, backbone)
-        return step_times_for(backbone, drafter, stamp_of(run.drafter_dir), again=again, on_progress=advance)
+        return step_times_for(
+            backbone, drafter, stamp_of(run.drafter_dir), again=again, on_progress=advance
+        )
 
 
 def parse_shape(text: str) -> list[int]:
@@ -225,10 +256,14 @@ def parse_shape(text: str) -> list[int]:
     try:
         widths = [int(part) for part in text.split(",")]
     except ValueError as reason:
-        raise UsageError(f"@shape {text!r} is not a valid list of numbers", "give widths such as 4,3,2") from reason
+        raise UsageError(
+            f"@shape {text!r} is not a valid list of numbers", "give widths such as 4,3,2"
+        ) from reason
     nodes = 1 + sum(accumulate(widths, mul))
     if min(widths) < 1 or nodes > MAX_NODES:
-        raise UsageError(f"@shape {text!r} is not 1 to {MAX_NODES:,} nodes", "give widths such as 4,3,2")
+        raise UsageError(
+            f"@shape {text!r} is not 1 to {MAX_NODES:,} nodes", "give widths such as 4,3,2"
+        )
     return widths
 
 
@@ -236,12 +271,16 @@ def missing_accuracies(widths: tuple[int, ...], known: Calibration) -> list[str]
     """Lists what a tree needs of the heads that they lack, or that was not measured."""
     notes = []
     if known.stale:
-        notes.append(f"{known.path} was measured on an earlier drafter of this run: so is the expected length")
+        notes.append(
+            f"{known.path} was measured on an earlier drafter of this run: so is the expected length"
+        )
     if known.heads is not None and len(widths) > known.heads:
         notes.append(
             f"the tree is {len(widths)} deep, there are {known.heads} heads; @heads {known.heads} truncates it"
         )
     for head, (width, row) in enumerate(zip(widths, known.accuracies, strict=False), start=1):
         if width > len(row):
-            notes.append(f"head {head}: the tree uses {width} guesses, {len(row)} were calibrated; the others count 0")
+            notes.append(
+                f"head {head}: the tree uses {width} guesses, {len(row)} were calibrated; the others count 0"
+            )
     return notes

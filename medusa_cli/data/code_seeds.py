@@ -23,8 +23,28 @@ FILE_BYTES = 200_000
 SIZES = range(200, 2001)  # characters of a function
 CLASS_SIZES = range(600, 3501)
 _UNREADABLE = (OSError, ValueError, SyntaxError, RecursionError, MemoryError)
-SKIPPED = {"test", "tests", "testing", "_vendor", "vendor", "site-packages", "dist-packages", "__pycache__"}
-LANGUAGES = ("JavaScript", "TypeScript", "Java", "C++", "C#", "Go", "Rust", "Ruby", "Kotlin", "Swift")
+SKIPPED = {
+    "test",
+    "tests",
+    "testing",
+    "_vendor",
+    "vendor",
+    "site-packages",
+    "dist-packages",
+    "__pycache__",
+}
+LANGUAGES = (
+    "JavaScript",
+    "TypeScript",
+    "Java",
+    "C++",
+    "C#",
+    "Go",
+    "Rust",
+    "Ruby",
+    "Kotlin",
+    "Swift",
+)
 # Tokens before the text in front of a gap, the text behind it, and the gap's filling: Qwen's,
 # StarCoder's, DeepSeek's. Seeds have the first.
 FIM = (
@@ -56,7 +76,10 @@ ASKS = {
         "Write pytest tests for this code, edge cases included.",
         "Write unit tests for this. Mock what it needs from outside.",
     ),
-    "translate": ("Translate this Python code to {language}.", "Rewrite this in idiomatic {language}."),
+    "translate": (
+        "Translate this Python code to {language}.",
+        "Rewrite this in idiomatic {language}.",
+    ),
     "change": (
         "Add type hints to every signature. Return the whole code, otherwise unchanged.",
         "Add logging (the `logging` module) where it helps to find faults. Return the whole code.",
@@ -70,7 +93,10 @@ FOLLOWING = {
     "complete": ("Now add type hints and handle bad input.", "Write three tests for it."),
     "explain": ("Show an example of how it is called.", "How would you simplify it?"),
     "repair": ("Write a test that would have caught this.", "Are there other problems in it?"),
-    "test": ("Use pytest.mark.parametrize where it makes them shorter.", "Which cases are still untested?"),
+    "test": (
+        "Use pytest.mark.parametrize where it makes them shorter.",
+        "Which cases are still untested?",
+    ),
     "translate": ("Show how to call it, with the expected output.", "Now add comments."),
     "change": ("Summarise the change as a commit message.", "Now show it as a unified diff."),
 }
@@ -164,13 +190,21 @@ def _sources_of(path: Path, name: str, chance: random.Random) -> list[_Source]:
     classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
     methods = [child for owner in classes for child in owner.body]
     for node in [*tree.body, *methods]:
-        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) or not ast.get_docstring(node):
+        if not isinstance(
+            node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+        ) or not ast.get_docstring(node):
             continue
         first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
         part = textwrap.dedent("\n".join(lines[first - 1 : node.end_lineno]))
         sizes = CLASS_SIZES if isinstance(node, ast.ClassDef) else SIZES
         # Special tokens in a text, such as a tokenizer's own sources have, would be taken for such.
-        if len(part) in sizes and len(node.body) > 2 and "<|" not in part and "```" not in part and _parses(part):
+        if (
+            len(part) in sizes
+            and len(node.body) > 2
+            and "<|" not in part
+            and "```" not in part
+            and _parses(part)
+        ):
             found.append(_Source(node, part, name, first))
     return chance.sample(found, min(len(found), FROM_A_FILE))
 
@@ -214,14 +248,19 @@ def _seed(source: _Source, digest: str, chance: random.Random) -> Conversation:
 
 def _name_in(source: _Source, chance: random.Random) -> str:
     """Returns the name of an argument or a variable of a source."""
-    names = {node.arg for node in ast.walk(source.node) if isinstance(node, ast.arg)} - {"self", "cls"}
+    names = {node.arg for node in ast.walk(source.node) if isinstance(node, ast.arg)} - {
+        "self",
+        "cls",
+    }
     return chance.choice(sorted(names | _variables(source)) or [source.node.name])
 
 
 def _variables(source: _Source) -> set[str]:
     """Returns the names that a source assigns to."""
     nodes = ast.walk(source.node)
-    return {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    return {
+        node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    }
 
 
 def _broken(source: _Source, chance: random.Random) -> tuple[str, str]:
@@ -261,7 +300,9 @@ def _assigns(token: tokenize.TokenInfo) -> bool:
     """Returns True for a name that is assigned or a keyword, by the text after it, or that follows a dot."""
     start = token.start[1]
     end = token.end[1]
-    return bool(re.match(r"\s*(?:[-+*/|&]?=(?!=)|,|:|\bin\b)", token.line[end:])) or token.line[:start].endswith(".")
+    return bool(re.match(r"\s*(?:[-+*/|&]?=(?!=)|,|:|\bin\b)", token.line[end:])) or token.line[
+        :start
+    ].endswith(".")
 
 
 def _put(lines: list[str], token: tokenize.TokenInfo, text: str) -> None:

@@ -55,7 +55,10 @@ class Conversation:
     @property
     def system(self) -> str | None:
         """Returns the system prompt, None without one."""
-        return next((message["content"] for message in self.messages[:1] if message["role"] == "system"), None)
+        return next(
+            (message["content"] for message in self.messages[:1] if message["role"] == "system"),
+            None,
+        )
 
     @property
     def turns(self) -> list[str]:
@@ -69,7 +72,10 @@ class Conversation:
 
     def to_json(self) -> str:
         """Returns the conversation as a line of distill.jsonl."""
-        return json.dumps({key: value for key, value in asdict(self).items() if value is not None}, ensure_ascii=False)
+        return json.dumps(
+            {key: value for key, value in asdict(self).items() if value is not None},
+            ensure_ascii=False,
+        )
 
 
 def messages_of(record: dict[str, Any]) -> list[Message]:
@@ -124,7 +130,11 @@ def _spans_of(mask: Any, length: int) -> list[tuple[int, int]]:
 
     A row that begins with an answer has no prompt for it: its first token is left out.
     """
-    if not isinstance(mask, list) or len(mask) != length or not all(value in (0, 1) for value in mask):
+    if (
+        not isinstance(mask, list)
+        or len(mask) != length
+        or not all(value in (0, 1) for value in mask)
+    ):
         raise Malformed("a loss_mask that does not fit input_ids")
     learnt = [False, *(bool(value) for value in mask[1:]), False]
     edges = [at for at in range(1, len(learnt)) if learnt[at] != learnt[at - 1]]
@@ -137,7 +147,12 @@ def id_of(record: dict[str, Any]) -> str:
     if not isinstance(name, str | int | None):
         raise Malformed("an id that is not text")
     try:
-        name = str(name or hashlib.sha256(json.dumps(record, sort_keys=True, default=str).encode()).hexdigest()[:16])
+        name = str(
+            name
+            or hashlib.sha256(json.dumps(record, sort_keys=True, default=str).encode()).hexdigest()[
+                :16
+            ]
+        )
     except RecursionError:
         raise Malformed("nested too deep") from None
     if not is_whole(name):
@@ -156,7 +171,10 @@ def tokenised_of(record: Any) -> Conversation:
         raise Malformed("no answers")
     if bounds != sorted(bounds) or not 1 <= bounds[0] < bounds[-1] <= len(conversation.tokens):
         raise Malformed("assistant spans out of order or range")
-    if conversation.state_rows is not None and conversation.state_rows[1] != len(conversation.tokens) - 1:
+    if (
+        conversation.state_rows is not None
+        and conversation.state_rows[1] != len(conversation.tokens) - 1
+    ):
         raise Malformed("state rows that do not match the tokens")
     return conversation
 
@@ -184,7 +202,9 @@ def conversation_of(record: Any, backbone: Backbone) -> Conversation:
     spans = [(start, min(end, limit)) for start, end in conversation.spans if start < limit]
     if not spans:  # no states can be computed past the context
         raise Malformed("answers past the model's context")
-    return Conversation(name, conversation.messages, conversation.tokens[:limit], spans, raw=conversation.raw)
+    return Conversation(
+        name, conversation.messages, conversation.tokens[:limit], spans, raw=conversation.raw
+    )
 
 
 def read_conversations(path: Path, backbone: Backbone) -> tuple[list[Conversation], ReadReport]:

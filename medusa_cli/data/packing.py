@@ -53,7 +53,11 @@ class Dataset:
 
     @torch.no_grad()
     def batch(
-        self, backbone: Backbone, drafter: HeadDrafter, items: Sequence[Conversation], dtype: torch.dtype | None = None
+        self,
+        backbone: Backbone,
+        drafter: HeadDrafter,
+        items: Sequence[Conversation],
+        dtype: torch.dtype | None = None,
     ) -> Batch:
         """Packs conversations for a drafter of a frozen backbone; dtype None keeps the states' type."""
         if self.states is None:
@@ -95,7 +99,9 @@ class Dataset:
             left -= item.positions
         return batches
 
-    def schedule(self, limit: int, epochs: int, seed: int, max_positions: int | None) -> list[list[Conversation]]:
+    def schedule(
+        self, limit: int, epochs: int, seed: int, max_positions: int | None
+    ) -> list[list[Conversation]]:
         """Returns every micro-batch of a training in order, shuffled in each epoch; at most about max_positions.
 
         The same for the same seed, so that a resumed training needs only its place in it.
@@ -116,17 +122,25 @@ def positions_of(items: Sequence[Conversation]) -> int:
     return sum(item.positions for item in items)
 
 
-def read_dataset(path: Path, backbone: Backbone, fraction: float, max_length: int | None = None) -> Dataset:
+def read_dataset(
+    path: Path, backbone: Backbone, fraction: float, max_length: int | None = None
+) -> Dataset:
     """Reads a file of conversations and holds a fraction of them out; raises UserError for missing or unusable data.
 
     Conversations are cut to max_length tokens, and left out without an answer of two tokens: no
     head could learn it.
     """
-    return split_conversations(*read_conversations(path, backbone), fraction=fraction, max_length=max_length)
+    return split_conversations(
+        *read_conversations(path, backbone), fraction=fraction, max_length=max_length
+    )
 
 
 def split_conversations(
-    conversations: Sequence[Conversation], report: ReadReport, *, fraction: float, max_length: int | None = None
+    conversations: Sequence[Conversation],
+    report: ReadReport,
+    *,
+    fraction: float,
+    max_length: int | None = None,
 ) -> Dataset:
     """Returns conversations cut to max_length tokens, a fraction of them held out; raises UserError if none is left."""
     kept = []
@@ -181,7 +195,9 @@ def frequent_tokens(answers: Sequence[Tensor], size: int, vocab_size: int) -> Te
     The number of occurrences would mislead: an answer that repeats itself says one rare token a
     hundred times.
     """
-    counts = torch.bincount(torch.cat([answer.unique() for answer in answers]), minlength=vocab_size)
+    counts = torch.bincount(
+        torch.cat([answer.unique() for answer in answers]), minlength=vocab_size
+    )
     return counts.argsort(descending=True, stable=True)[:size]
 
 
@@ -192,21 +208,38 @@ def coverage(ids: Tensor, answers: Sequence[Tensor]) -> float:
 
 
 def batch_of(
-    backbone: Backbone, drafter: HeadDrafter, items: Sequence[Conversation], dtype: torch.dtype | None = None
+    backbone: Backbone,
+    drafter: HeadDrafter,
+    items: Sequence[Conversation],
+    dtype: torch.dtype | None = None,
 ) -> Batch:
     """Runs conversations through the network as it is now; dtype None: the network's.
 
     Gradients reach the network, but for a drafter that uses the verify pass.
     """
-    tokens = nn.utils.rnn.pad_sequence([torch.tensor(item.tokens) for item in items], batch_first=True)  # [B, L]
+    tokens = nn.utils.rnn.pad_sequence(
+        [torch.tensor(item.tokens) for item in items], batch_first=True
+    )  # [B, L]
     traces = trace(backbone, tokens) if drafter.uses_verify_pass else None
-    states = backbone.states(tokens, drafter.taps) if traces is None else traces.states[-1]  # [B, L, H * taps]
-    batch = _pick(states.flatten(0, 1), range(0, tokens.numel(), tokens.shape[1]), items, drafter, states.device)
+    states = (
+        backbone.states(tokens, drafter.taps) if traces is None else traces.states[-1]
+    )  # [B, L, H * taps]
+    batch = _pick(
+        states.flatten(0, 1),
+        range(0, tokens.numel(), tokens.shape[1]),
+        items,
+        drafter,
+        states.device,
+    )
     return replace(batch, hidden=batch.hidden.to(dtype or states.dtype), trace=traces)
 
 
 def _pick(
-    states: Tensor, starts: Sequence[int], items: Sequence[Conversation], drafter: HeadDrafter, device: torch.device
+    states: Tensor,
+    starts: Sequence[int],
+    items: Sequence[Conversation],
+    drafter: HeadDrafter,
+    device: torch.device,
 ) -> Batch:
     """Returns the positions of conversations whose states begin at the rows `starts` of states [rows, W].
 

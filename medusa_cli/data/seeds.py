@@ -17,7 +17,9 @@ HUB = {"ultrachat": "HuggingFaceH4/ultrachat_200k"}
 # ShareGPT's long turns, each as a conversation of its own: texts to summarise, translate, extract from, and code to
 # change.
 LONG = "sharegpt-long"
-LONG_TURNS = range(1500, 6001)  # characters, some 400 to 1,500 tokens: most of them text that was pasted in
+LONG_TURNS = range(
+    1500, 6001
+)  # characters, some 400 to 1,500 tokens: most of them text that was pasted in
 # Prompts from the sources of installed packages, and ShareGPT's conversations that open with a
 # programming turn.
 CODE = "code"
@@ -29,7 +31,9 @@ log = logging.getLogger(__name__)
 WINDOW = 8
 
 
-def read_seeds(source: str, random_seed: int = 0, limit: int | None = None) -> tuple[list[Conversation], ReadReport]:
+def read_seeds(
+    source: str, random_seed: int = 0, limit: int | None = None
+) -> tuple[list[Conversation], ReadReport]:
     """Reads the user's side of every usable conversation of a named seed, a .json/.jsonl file or a hub dataset id.
 
     Truncated and malformed records are counted in the report and skipped. Raises UserError if no
@@ -64,7 +68,11 @@ def _records(source: str, report: ReadReport) -> Iterator[Any]:
         if path.stat().st_size == 0:
             raise UserError(f"@seed {source!r} is empty", "give a file with conversations")
         yield from read_jsonl(path, report.skip_line, array=True)
-    elif path.suffix in {".json", ".jsonl"} or source.startswith((".", "/", "~")) or source.count("/") != 1:
+    elif (
+        path.suffix in {".json", ".jsonl"}
+        or source.startswith((".", "/", "~"))
+        or source.count("/") != 1
+    ):
         raise UserError(
             f"@seed {source!r} does not exist",
             f"give one of {', '.join(NAMED)}, a .json or .jsonl file, or a hub dataset OWNER/NAME",
@@ -82,7 +90,9 @@ def seed_of(record: Any) -> Conversation:
     turns = [turn for turn in turns if turn.strip()]
     if not turns:
         raise Malformed("no user turn")
-    system = next((message["content"] for message in reversed(messages) if message["role"] == "system"), None)
+    system = next(
+        (message["content"] for message in reversed(messages) if message["role"] == "system"), None
+    )
     if not is_whole("".join([system or "", *turns])):
         raise Malformed(HALF)
     return Conversation.from_turns(id_of(record), turns, system)

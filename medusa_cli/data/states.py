@@ -51,11 +51,16 @@ def read_rows(path: Path, width: int, first: int, count: int) -> Tensor:
     row = 2 * width
     with path.open("rb") as file:
         if (first + count) * row > os.fstat(file.fileno()).st_size:
-            raise UserError(f"{path} ends before state row {first + count}", "delete it to compute the states again")
+            raise UserError(
+                f"{path} ends before state row {first + count}",
+                "delete it to compute the states again",
+            )
         mapped = mmap.mmap(file.fileno(), (first + count) * row, access=mmap.ACCESS_READ)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given buffer is not writable")
-        rows = torch.frombuffer(mapped, dtype=torch.bfloat16, offset=first * row, count=count * width)
+        rows = torch.frombuffer(
+            mapped, dtype=torch.bfloat16, offset=first * row, count=count * width
+        )
     return rows.view(count, width)
 
 
@@ -137,14 +142,20 @@ def with_hidden_states(
     if not world.gather(cached.is_file())[0]:  # all as the first one sees it
         _prefill(cached, backbone, needed, starts, taps, world, show)
 
-    rows = {item.id: (start, len(item.tokens) - 1) for item, start in zip(needed, starts, strict=False)}
+    rows = {
+        item.id: (start, len(item.tokens) - 1) for item, start in zip(needed, starts, strict=False)
+    }
     train = [replace(item, state_rows=rows[item.id], states_digest=None) for item in dataset.train]
-    held_out = [replace(item, state_rows=rows[item.id], states_digest=None) for item in dataset.held_out]
+    held_out = [
+        replace(item, state_rows=rows[item.id], states_digest=None) for item in dataset.held_out
+    ]
     states = read_rows(cached, backbone.hidden_size * len(taps), 0, starts[-1])
     return replace(dataset, train=train, held_out=held_out, states=states)
 
 
-def tokens_to_run(dataset: Dataset, run: Run, backbone: Backbone, path: Path, taps: Sequence[int]) -> int:
+def tokens_to_run(
+    dataset: Dataset, run: Run, backbone: Backbone, path: Path, taps: Sequence[int]
+) -> int:
     """Returns how many tokens the model must run for the states of a data set: none if they are kept or cached."""
     items = _in_order(dataset)
     if _cache_path(run, backbone, items, taps).is_file() or _kept(dataset, backbone, path, taps):
@@ -169,7 +180,12 @@ def _kept(dataset: Dataset, backbone: Backbone, path: Path, taps: Sequence[int])
     fits = backbone.adapter is None and origin.settings.get("rounding") == rounding(backbone)
     layers = with_last_layer(origin.taps)
     items = _in_order(dataset)
-    if not (fits and set(taps) <= set(layers) and stored.is_file() and all(item.state_rows for item in items)):
+    if not (
+        fits
+        and set(taps) <= set(layers)
+        and stored.is_file()
+        and all(item.state_rows for item in items)
+    ):
         return None
     places = [item.state_rows or (0, 0) for item in items]
     size = backbone.hidden_size
@@ -181,7 +197,9 @@ def _kept(dataset: Dataset, backbone: Backbone, path: Path, taps: Sequence[int])
                 "delete it to compute the states again",
             )
     columns = torch.cat([torch.arange(size) + size * layers.index(tap) for tap in taps])
-    return replace(dataset, states=states, kept=True, columns=None if tuple(taps) == layers else columns)
+    return replace(
+        dataset, states=states, kept=True, columns=None if tuple(taps) == layers else columns
+    )
 
 
 def _in_order(dataset: Dataset) -> list[Conversation]:
@@ -189,7 +207,9 @@ def _in_order(dataset: Dataset) -> list[Conversation]:
     return sorted((*dataset.train, *dataset.held_out), key=lambda item: item.id)
 
 
-def _cache_path(run: Run, backbone: Backbone, items: Sequence[Conversation], taps: Sequence[int]) -> Path:
+def _cache_path(
+    run: Run, backbone: Backbone, items: Sequence[Conversation], taps: Sequence[int]
+) -> Path:
     """Returns where a run keeps the states of conversations: the name is a digest of all that they depend on."""
     owner = {key: value for key, value in backbone.identity.items() if key not in ("id", "weights")}
     numbers = [rounding(backbone), str(backbone.dtype), backbone.engine.number_type]
@@ -223,7 +243,9 @@ def _prefill(
     with closing(store):
         states = read_rows(part, width, 0, starts[-1])
         # Rows are written in order, so that the last number is the last to come.
-        left = world.gather([i for i in range(len(conversations)) if not states[starts[i + 1] - 1, -1]])[0]
+        left = world.gather(
+            [i for i in range(len(conversations)) if not states[starts[i + 1] - 1, -1]]
+        )[0]
         own = left if world.sharded else world.strided_shard(left)
         count = 0
         total = sum(len(conversations[i].tokens) for i in own)
@@ -238,6 +260,9 @@ def _prefill(
             show("hidden states", count, total)
         store.sync()
     world.wait()
-    with world.main_process_first(), suppress(FileNotFoundError):  # another training computed the same
+    with (
+        world.main_process_first(),
+        suppress(FileNotFoundError),
+    ):  # another training computed the same
         if world.first:
             part.replace(path)

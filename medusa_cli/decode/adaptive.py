@@ -97,7 +97,9 @@ class StepCosts:
     def of_batch(self, batch: int) -> BatchCosts:
         """Returns the costs for a batch size, which learn from steps."""
         if batch not in self._batches:
-            measured = np.array([self.measured(tree.size, tree.max_depth, batch) for tree in self._trees])
+            measured = np.array(
+                [self.measured(tree.size, tree.max_depth, batch) for tree in self._trees]
+            )
             count = len(measured)
             self._batches[batch] = BatchCosts(measured, np.ones(count), np.zeros(count, bool))
         return self._batches[batch]
@@ -182,7 +184,9 @@ class AdaptivePolicy(DraftPolicy):
         return state
 
     def propose(self, sequences: list[Sequence], matches: list[list[NgramMatch]]) -> list[Proposal]:
-        acceptances = [sequence.draft.acceptance for sequence in sequences if sequence.draft.acceptance]
+        acceptances = [
+            sequence.draft.acceptance for sequence in sequences if sequence.draft.acceptance
+        ]
         if acceptances and acceptances != self._sequences:
             self._sequences = acceptances
             best, _ = self._best()
@@ -191,7 +195,9 @@ class AdaptivePolicy(DraftPolicy):
                 self._current = best
                 self._trial_left = 0
         # A match of a single token is no likelier than the drafter's own guess.
-        chances = [found[0].chance if found and found[0].length >= PAIR else 0.0 for found in matches]
+        chances = [
+            found[0].chance if found and found[0].length >= PAIR else 0.0 for found in matches
+        ]
         if not any(chances):
             return [(self._trees[self._current].tree, [])] * len(sequences)
         proposals: list[Proposal] = []
@@ -316,7 +322,9 @@ class MatchedDraft(NamedTuple):
     expected: float
 
 
-def best_in_rows(options: Iterable[SizedTree], acceptance: float, chance: float, rows: int) -> MatchedDraft:
+def best_in_rows(
+    options: Iterable[SizedTree], acceptance: float, chance: float, rows: int
+) -> MatchedDraft:
     """Returns the draft with the most expected tokens: a tree of `options`, and a match.
 
     rows: the most nodes. acceptance: ratio of accepted to expected draft tokens. chance: of a

@@ -35,7 +35,9 @@ def likelihoods(logits: Tensor, tokens: Sequence[int], top: int) -> tuple[Likeli
     chosen = upload(list(tokens), log_p.device)
     own = log_p.gather(1, chosen[:, None])[:, 0].tolist()
     values, ids = log_p.topk(min(top, log_p.shape[-1]), dim=-1)
-    best = [tuple(zip(*pair, strict=True)) for pair in zip(ids.tolist(), values.tolist(), strict=True)]
+    best = [
+        tuple(zip(*pair, strict=True)) for pair in zip(ids.tolist(), values.tolist(), strict=True)
+    ]
     return tuple(Likelihood(*values) for values in zip(tokens, own, best, strict=True))
 
 

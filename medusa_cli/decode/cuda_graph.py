@@ -195,9 +195,14 @@ class CudaGraphs:
             drafted = {}
         else:
             trees = [drafted[i].tree if i in drafted else ROOT for i in range(len(sequences))]
-        unread = [unread_draft(sequence.root, tree) for sequence, tree in zip(sequences, trees, strict=True)]
+        unread = [
+            unread_draft(sequence.root, tree)
+            for sequence, tree in zip(sequences, trees, strict=True)
+        ]
         drafts = complete(self._engine, sequences, proposals, unread)
-        if not all(draft.tree.size <= ROWS[-1] and draft.tree.max_depth < DEPTHS for draft in drafts):
+        if not all(
+            draft.tree.size <= ROWS[-1] and draft.tree.max_depth < DEPTHS for draft in drafts
+        ):
             return None
         drafting = not drafted and any(UNREAD in draft.ids for draft in drafts)
         samplers = [sequence.sampler for sequence in sequences]
@@ -246,7 +251,9 @@ class CudaGraphs:
             cache.lengths[slot] += count
             samplers[slot].advance(count)
             steps = len(path) // 2
-            accepted.append(Accepted(path[:count], path[steps : steps + count], bonus, states[slot, :count]))
+            accepted.append(
+                Accepted(path[:count], path[steps : steps + count], bonus, states[slot, :count])
+            )
         return accepted
 
     def _unread(self, sequence: Sequence, slot: int) -> tuple[NewTokens, list[int]]:
@@ -278,7 +285,9 @@ class CudaGraphs:
             self._pool = torch.cuda.graph_pool_handle() if on_device else None
             if self._drafter is not None:
                 layers = self._drafter.decoder_layers
-                self._slots = LayerSlots(layers, cache.slots, cache.capacity + DEPTHS, DEPTHS if layers else 1)
+                self._slots = LayerSlots(
+                    layers, cache.slots, cache.capacity + DEPTHS, DEPTHS if layers else 1
+                )
         key = batch, rows, sampled
         if key not in self._steps:
             step = _GraphStep(
@@ -301,7 +310,9 @@ class CudaGraphs:
         self._buffer = cache.values
         return self._steps[key]
 
-    def _captured(self, run: Callable[[], tuple[Tensor, Tensor]]) -> Callable[[], tuple[Tensor, Tensor]]:
+    def _captured(
+        self, run: Callable[[], tuple[Tensor, Tensor]]
+    ) -> Callable[[], tuple[Tensor, Tensor]]:
         """Returns the replay of a computation on the device."""
         with torch.cuda.device(self._engine.backbone.device):
             side = torch.cuda.Stream()
@@ -371,14 +382,18 @@ class _GraphStep:
         self.lengths = self._inputs[:, 0]
         nodes = self._inputs[:, 1 : 1 + 5 * rows]
         self._new = self._inputs[:, 1 + 5 * rows :]
-        self.depth, self.parents, self.ranks, self.tokens, self.bits = nodes.unflatten(1, (5, rows)).unbind(1)
+        self.depth, self.parents, self.ranks, self.tokens, self.bits = nodes.unflatten(
+            1, (5, rows)
+        ).unbind(1)
         width = engine.backbone.hidden_size * len(taps)
         self.hidden = torch.zeros(batch * reads, width, dtype=engine.dtype, device=device)
         self.params = sampling_params([], batch, self._count).to(device)
         self._every = torch.arange(rows, device=device)
         self._run_again: Callable[[], tuple[Tensor, Tensor]] = self._run
 
-    def _pack(self, lengths: list[int], drafts: list[Draft], new: list[tuple[NewTokens, list[int]]]) -> Tensor:
+    def _pack(
+        self, lengths: list[int], drafts: list[Draft], new: list[tuple[NewTokens, list[int]]]
+    ) -> Tensor:
         """Returns the inputs of a run as one tensor of the host; new: of CudaGraphs._unread."""
         packed = []
         place = 0
@@ -386,7 +401,9 @@ class _GraphStep:
             tree = drafts[slot].tree if slot < len(drafts) else ROOT
             ids = drafts[slot].ids if slot < len(drafts) else [0]
             rest = self._rows - tree.size
-            padding = [1 << node if node < 63 else -(1 << 63) for node in range(tree.size, self._rows)]
+            padding = [
+                1 << node if node < 63 else -(1 << 63) for node in range(tree.size, self._rows)
+            ]
             parents = [ROOT_PARENT, *tree.parents[1:], *[PADDING] * rest]
             zeros = [0] * rest
             row = [
@@ -466,7 +483,9 @@ class _GraphStep:
         if self._drafter is not None and self._slots is not None:
             start, held, count, *_ = self._new.unbind(1)
             places, following = self._new[:, 3:].chunk(2, dim=1)
-            new = NewTensors(self.hidden[places], following, start, held, count, self._slots.buffers)
+            new = NewTensors(
+                self.hidden[places], following, start, held, count, self._slots.buffers
+            )
             trees = trees if self._limits is None else GrowingTrees(self._limits, *nodes)
             self._drafter.fill(engine.backbone, new, trees)
         depth = trees.depth
@@ -492,7 +511,9 @@ class _GraphStep:
         else:
             chosen = logits.argmax(-1)  # [B, N]
             certain = torch.ones_like(chosen, dtype=torch.bool)
-        count, last, path, on_path = longest_path(chosen, tokens, depth, parents, tree_mask, self._count)
+        count, last, path, on_path = longest_path(
+            chosen, tokens, depth, parents, tree_mask, self._count
+        )
         self._cache.compact(self.lengths, path)
         count = count * (certain | ~on_path).all(1, keepdim=True)
         results = torch.cat([count, chosen.gather(1, last), path, tokens.gather(1, path)], dim=1)
@@ -581,7 +602,9 @@ def _draft(engine: LayoutEngine, cache: Cache) -> Draft:
     return Draft(torch.stack(tokens), Tree.chain(LEVELS))
 
 
-def _ordinary_step(engine: LayoutEngine, cache: Cache, draft: Draft, sampling: Sampling) -> Accepted:
+def _ordinary_step(
+    engine: LayoutEngine, cache: Cache, draft: Draft, sampling: Sampling
+) -> Accepted:
     out = engine.forward(Plan(draft.tokens[None], draft.tree.depth, draft.tree.mask), cache)
     assert out.logits is not None
     ((path, bonus),) = accept(out.logits, [draft], [Sampler(sampling)])
@@ -590,7 +613,9 @@ def _ordinary_step(engine: LayoutEngine, cache: Cache, draft: Draft, sampling: S
     return Accepted(path, tokens, bonus, out.hidden[0, upload(path, out.hidden.device)])
 
 
-def _timed(engine: LayoutEngine, cache: Cache, step: Callable[[], Accepted | None]) -> tuple[Accepted | None, float]:
+def _timed(
+    engine: LayoutEngine, cache: Cache, step: Callable[[], Accepted | None]
+) -> tuple[Accepted | None, float]:
     """Returns a step's result and its least seconds."""
     result = step()
 

@@ -154,7 +154,9 @@ class Decoder:
         root = sequence.sampler.choose(out.logits[0, -1])
         extra = None if out.extra is None else out.extra[0, -1]
         tokens = upload(prompt[sequence.reused :], device)
-        new = sequence.finish_prefill(NewTokens(tokens, torch.cat(hidden), root, sequence.reused, extra))
+        new = sequence.finish_prefill(
+            NewTokens(tokens, torch.cat(hidden), root, sequence.reused, extra)
+        )
         if request.top is not None:
             likely += likelihoods(out.logits[0, -1:], new, request.top)
         return Step(new, verify_s=seconds, likelihoods=tuple(likely))
@@ -239,7 +241,9 @@ class Decoder:
         paths = accept(out.logits, drafts, [sequence.sampler for sequence in sequences], out.best)
         accepted = [
             self._keep(slot, sequence, draft, out, *path)
-            for slot, (sequence, draft, path) in enumerate(zip(sequences, drafts, paths, strict=True))
+            for slot, (sequence, draft, path) in enumerate(
+                zip(sequences, drafts, paths, strict=True)
+            )
         ]
         return drafts, accepted
 
@@ -265,7 +269,9 @@ class Decoder:
         plan = Plan(*batch_drafts(drafts), 0, self.taps, "all", extra_rows)
         return self.engine.forward(plan, self.cache)
 
-    def _keep(self, slot: int, sequence: Sequence, draft: Draft, out: Output, path: list[int], bonus: int) -> Accepted:
+    def _keep(
+        self, slot: int, sequence: Sequence, draft: Draft, out: Output, path: list[int], bonus: int
+    ) -> Accepted:
         """Keeps the rows of an accepted path in a slot of the cache.
 
         Returns the path with its states.

@@ -83,7 +83,9 @@ class Grammar:
             return None
         kind, source = next(iter(given.items()))
         if len(given) > 1:
-            raise UsageError(f"@{kind} and @{list(given)[1]} constrain one answer", "leave one of them out")
+            raise UsageError(
+                f"@{kind} and @{list(given)[1]} constrain one answer", "leave one of them out"
+            )
         if kind != "json_schema":
             if not isinstance(source, str) or not source.strip():
                 raise UsageError(f"@{kind} is empty or not text", "give its source")
@@ -95,7 +97,9 @@ class Grammar:
                 raise TypeError("no JSON object")
             text = json.dumps(closed(schema))
         except (ValueError, TypeError, RecursionError) as reason:
-            raise UsageError(f"@json_schema is not valid: {first_line(reason)}", "give a JSON object") from reason
+            raise UsageError(
+                f"@json_schema is not valid: {first_line(reason)}", "give a JSON object"
+            ) from reason
         check_size(kind, text, text.count('"$ref"'))
         return cls(kind, text)
 
@@ -103,7 +107,9 @@ class Grammar:
 def check_size(kind: str, source: str, rules: int) -> None:
     """Raises UsageError for a source too nested or with too many rules for recursive parsers."""
     if max(accumulate((letter in "([{") - (letter in ")]}") for letter in source)) > MAX_NESTING:
-        raise UsageError(f"@{kind} is nested too deeply", f"use at most {MAX_NESTING} brackets at once")
+        raise UsageError(
+            f"@{kind} is nested too deeply", f"use at most {MAX_NESTING} brackets at once"
+        )
     if rules > MAX_RULES and kind != "regex":
         raise UsageError(f"@{kind} has {rules} rules or references", f"use at most {MAX_RULES}")
 
@@ -162,7 +168,11 @@ def _combines(part: Mapping[str, Any]) -> bool:
     several = part.get("allOf")
     shaping = sum(key in part for key in SHAPING)
     demands = "properties" not in part and any(key in part for key in DEMANDING)
-    return shaping > 1 or (shaping == 1 and demands) or (isinstance(several, list) and len(several) > 1)
+    return (
+        shaping > 1
+        or (shaping == 1 and demands)
+        or (isinstance(several, list) and len(several) > 1)
+    )
 
 
 def _referred(schema: Any, reference: Any) -> Any:
@@ -173,7 +183,9 @@ def _referred(schema: Any, reference: Any) -> Any:
     for name in reference.split("/")[1:]:
         name = unquote(name).replace("~1", "/").replace("~0", "~")
         if isinstance(part, list):
-            part = dict(enumerate(part)).get(int(name)) if re.fullmatch("[0-9]{1,9}", name) else None
+            part = (
+                dict(enumerate(part)).get(int(name)) if re.fullmatch("[0-9]{1,9}", name) else None
+            )
         else:
             part = part.get(name) if isinstance(part, dict) else None
     return part
@@ -207,7 +219,9 @@ class GrammarCompiler:
             self._tokenizer, self._special = _tokenizer_of(backbone)
         except Exception as reason:  # of a library that reads any file
             text = f"grammars cannot be followed with the tokenizer of {backbone.id!r}: {first_line(reason)}"
-            raise UserError(text, "use a model with a byte-level or SentencePiece tokenizer.json") from reason
+            raise UserError(
+                text, "use a model with a byte-level or SentencePiece tokenizer.json"
+            ) from reason
         self.matcher = lru_cache(CACHED_GRAMMARS)(self._matcher)
 
     def _matcher(self, grammar: Grammar) -> LLMatcher:
@@ -234,7 +248,9 @@ class GrammarCompiler:
             fault = str(reason)
         if fault:
             text = " ".join(fault.split("\n   1 |")[0].split())
-            raise UsageError(f"@{grammar.kind} cannot be followed: {text}", "correct it, or leave that part out")
+            raise UsageError(
+                f"@{grammar.kind} cannot be followed: {text}", "correct it, or leave that part out"
+            )
         return matcher
 
 
@@ -332,7 +348,9 @@ class GrammarProcessor(LogitsProcessor):
         if self._read(input_ids) or self._matcher.is_error():
             # Beyond the limits of grammars the mask allows only the end.
             bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-            allowed = torch.from_numpy(np.unpackbits(bits, count=scores.shape[-1], bitorder="little")).bool()
+            allowed = torch.from_numpy(
+                np.unpackbits(bits, count=scores.shape[-1], bitorder="little")
+            ).bool()
             if self._stop_ids and self._matcher.is_accepting():
                 allowed[self._stop_ids] = True
         else:

@@ -82,7 +82,9 @@ class NgramMatch:
 NgramTrust = dict[int, AcceptanceEstimate]
 
 
-def ngram_trust(shared: NgramTrust | None = None, priors: Mapping[int, float] = PRIOR_BY_LENGTH) -> NgramTrust:
+def ngram_trust(
+    shared: NgramTrust | None = None, priors: Mapping[int, float] = PRIOR_BY_LENGTH
+) -> NgramTrust:
     """Returns the prior trust; with `shared`, half way from the prior to `shared`."""
     if shared is None:
         return {length: AcceptanceEstimate(prior, PRIOR, DECAY) for length, prior in priors.items()}
@@ -141,7 +143,9 @@ class NgramIndex(NgramSource):
         for position in range(self._indexed, len(tokens)):
             self._after.setdefault((tokens[position],), []).append(position + 1)
             if position:
-                self._after.setdefault((tokens[position - 1], tokens[position]), []).append(position + 1)
+                self._after.setdefault((tokens[position - 1], tokens[position]), []).append(
+                    position + 1
+                )
         self._indexed = max(self._indexed, len(tokens))
         text = [*tokens, root]
         pairs = self._after.get((tokens[-1], root), ())
@@ -149,7 +153,9 @@ class NgramIndex(NgramSource):
         starts = (*single[-MAX_POSITIONS:], *pairs[-MAX_POSITIONS:])
         lengths = {start: _match_length(text, start) for start in starts}
         matches: dict[int, NgramMatch] = {}
-        for start in sorted(lengths, key=lambda position: (lengths[position], position), reverse=True):
+        for start in sorted(
+            lengths, key=lambda position: (lengths[position], position), reverse=True
+        ):
             if len(matches) < MAX_BRANCHES and text[start] not in matches:
                 period = len(text) - start
                 following = tuple(text[start + step % period] for step in range(MAX_TOKENS))
@@ -256,7 +262,9 @@ def likeliest(matches: Iterable[NgramMatch]) -> list[NgramMatch]:
     Matches of a single token come last.
     """
     first: dict[int, NgramMatch] = {}
-    for match in sorted(matches, key=lambda match: (match.length >= PAIR, match.chance), reverse=True):
+    for match in sorted(
+        matches, key=lambda match: (match.length >= PAIR, match.chance), reverse=True
+    ):
         first.setdefault(match.tokens[0], match)
     return list(first.values())[:MAX_BRANCHES]
 

@@ -53,14 +53,20 @@ class DraftPolicy(ABC):
     def __init__(self, ngrams: bool = False) -> None:
         self.ngrams = ngrams
         self.corpora: list[Corpus] = []
-        self._trust: dict[tuple[str, int], NgramTrust] = {}  # by kind of sampling and number of the source
+        self._trust: dict[
+            tuple[str, int], NgramTrust
+        ] = {}  # by kind of sampling and number of the source
 
     @property
     def description(self) -> str:
         if not self.ngrams:
             return self.trees
         tokens = sum(map(len, self.corpora))
-        matched = f"n-grams of the text and of a corpus of {tokens:,} tokens" if tokens else "n-grams of the text"
+        matched = (
+            f"n-grams of the text and of a corpus of {tokens:,} tokens"
+            if tokens
+            else "n-grams of the text"
+        )
         return f"{self.trees}, and {matched}" if self.max_depth else matched
 
     def begin(self, sampling: Sampling) -> DraftState:
@@ -71,8 +77,12 @@ class DraftPolicy(ABC):
         text = NgramIndex(self._trust.setdefault((kind, 0), ngram_trust()))
         earlier = []
         for number, corpus in enumerate(self.corpora, 1):
-            shared = self._trust.setdefault((kind, number), ngram_trust(priors=CorpusMatches.priors))
-            earlier.append(CorpusMatches(corpus, shared, MIN_CORPUS_CHANCE if self.max_depth else 0.0))
+            shared = self._trust.setdefault(
+                (kind, number), ngram_trust(priors=CorpusMatches.priors)
+            )
+            earlier.append(
+                CorpusMatches(corpus, shared, MIN_CORPUS_CHANCE if self.max_depth else 0.0)
+            )
         return DraftState(ngrams=(text, *earlier))
 
     def next(self, sequences: list[Sequence]) -> list[Proposal]:
@@ -84,12 +94,16 @@ class DraftPolicy(ABC):
         if len(speculative) == len(sequences):
             return self._next(sequences)
         drafts = iter(self._next(speculative) if speculative else ())
-        return [next(drafts) if sequence.draft.speculative else (ROOT, []) for sequence in sequences]
+        return [
+            next(drafts) if sequence.draft.speculative else (ROOT, []) for sequence in sequences
+        ]
 
     def _next(self, sequences: list[Sequence]) -> list[Proposal]:
         matches = [likeliest(_matches_of(sequence)) for sequence in sequences]
         proposals = self.propose(sequences, matches)
-        if not (self.max_depth or self.ngrams):  # plain decoding drafts nothing, not even forced tokens
+        if not (
+            self.max_depth or self.ngrams
+        ):  # plain decoding drafts nothing, not even forced tokens
             return proposals
         for i, sequence in enumerate(sequences):
             processors = sequence.sampler.processors
@@ -135,7 +149,9 @@ class StaticTreePolicy(DraftPolicy):
         counts = [0] * len(matches)
         taken = 0
         while taken < len(ascending):
-            chance, best = max((match.chance ** (counts[i] + 1), i) for i, match in enumerate(matches))
+            chance, best = max(
+                (match.chance ** (counts[i] + 1), i) for i, match in enumerate(matches)
+            )
             if chance <= max(ascending[taken], MIN_CHANCE) or counts[best] == MAX_TOKENS:
                 break
             counts[best] += 1
@@ -184,7 +200,9 @@ def _prefixes(matches: list[NgramMatch], counts: list[int]) -> list[tuple[int, .
     return [match.tokens[:count] for match, count in zip(matches, counts, strict=True) if count]
 
 
-def complete(engine: Engine, sequences: list[Sequence], proposals: list[Proposal], drafts: list[Draft]) -> list[Draft]:
+def complete(
+    engine: Engine, sequences: list[Sequence], proposals: list[Proposal], drafts: list[Draft]
+) -> list[Draft]:
     """Adds n-gram paths to each draft, and cuts it to the nodes that a pass takes."""
     completed = []
     for sequence, (_, paths), draft in zip(sequences, proposals, drafts, strict=True):

@@ -49,7 +49,9 @@ class PrefixCache:
                 return 0, 0
             return min(shared_length(previous.tokens, prompt), limit), -len(previous.tokens)
 
-        idle = [slot for slot, previous in enumerate(self._slots) if previous is None or previous.done]
+        idle = [
+            slot for slot, previous in enumerate(self._slots) if previous is None or previous.done
+        ]
         if not idle:
             raise ValueError(f"all {len(self._slots)} slots are taken")
         # Of slots that share as much the emptiest is taken: a request may yet begin with the text
@@ -77,4 +79,6 @@ class PrefixCache:
 
     def clear(self) -> None:
         """Drops the cached prefixes of idle slots."""
-        self._slots = [None if previous is None or previous.done else previous for previous in self._slots]
+        self._slots = [
+            None if previous is None or previous.done else previous for previous in self._slots
+        ]

@@ -165,7 +165,9 @@ class LogitsOptions:
         }
         for name, largest in ((name, max(own, default=0)) for name, own in ids.items()):
             if largest >= vocabulary:
-                raise UsageError(f"@{name}: {largest} is not a token id", f"use ids from 0 to {vocabulary - 1}")
+                raise UsageError(
+                    f"@{name}: {largest} is not a token id", f"use ids from 0 to {vocabulary - 1}"
+                )
         if self.grammar is not None:
             matcher_of(backbone, self.grammar)
 
@@ -187,7 +189,9 @@ class AdditivePenalties(LogitsProcessor):
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Returns logits [B, V] after the text [B, L]."""
         answer = input_ids[:, self._prompt_length :]
-        counts = torch.zeros_like(scores).scatter_add_(1, answer, torch.ones_like(answer, dtype=scores.dtype))
+        counts = torch.zeros_like(scores).scatter_add_(
+            1, answer, torch.ones_like(answer, dtype=scores.dtype)
+        )
         return scores - self._presence * (counts > 0) - self._frequency * counts
 
 
@@ -198,7 +202,9 @@ class SequenceProcessors:
     among them. grammar: the one among them that follows a grammar.
     """
 
-    def __init__(self, processors: LogitsProcessorList, text: Tensor, grammar: GrammarProcessor | None = None) -> None:
+    def __init__(
+        self, processors: LogitsProcessorList, text: Tensor, grammar: GrammarProcessor | None = None
+    ) -> None:
         self._processors = processors
         self._text = text[None]
         self._grammar = grammar
@@ -215,7 +221,9 @@ class SequenceProcessors:
         The root is the text's last token.
         """
         paths = [draft.tree.path(node)[1:] for node in range(draft.tree.size)]
-        return torch.stack([self(row, draft.tokens[path]) for row, path in zip(logits, paths, strict=True)])
+        return torch.stack(
+            [self(row, draft.tokens[path]) for row, path in zip(logits, paths, strict=True)]
+        )
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Adds tokens that were chosen to the text."""
@@ -251,7 +259,9 @@ def generate_arguments(
     if grammar is not None:  # after all others but temperature and cuts: it has the last word
         own.append(grammar)
     if (bias := arguments.pop("logit_bias", None)) is not None:
-        arguments["sequence_bias"] = [[[token], float(value)] for token, value in bias.items()] or None
+        arguments["sequence_bias"] = [
+            [[token], float(value)] for token, value in bias.items()
+        ] or None
     if options.repetition_penalty is not None:
         arguments["repetition_penalty"] = float(options.repetition_penalty)
     if options.bad_words_ids is not None:
@@ -312,7 +322,9 @@ def sequence_processors(
                 max_new_tokens=None,
                 use_cache=False,
                 cache_implementation=None,
-                custom_generate=lambda model, input_ids, logits_processor, **_: logits_processor,  # nothing runs
+                custom_generate=lambda model, input_ids, logits_processor, **_: (
+                    logits_processor
+                ),  # nothing runs
                 **arguments,
             )
         except Exception as reason:  # options are checked, and a file may hold anything
@@ -339,9 +351,13 @@ def check_generation_config(backbone: Backbone) -> None:
     if taken:
         log.info("the model's generation config changes logits: %s", ", ".join(taken))
     if left:
-        log.info("the model's generation config suggests %s: give them to use them", ", ".join(left))
+        log.info(
+            "the model's generation config suggests %s: give them to use them", ", ".join(left)
+        )
     if ignored:
-        log.warning("the model's generation config sets %s, which is not done here", ", ".join(ignored))
+        log.warning(
+            "the model's generation config sets %s, which is not done here", ", ".join(ignored)
+        )
 
 
 def changes_of(backbone: Backbone) -> list[str]:
@@ -352,7 +368,11 @@ def changes_of(backbone: Backbone) -> list[str]:
 def differing(config: Any, defaults: Mapping[str, Any]) -> list[str]:
     """Returns the fields of a generation config that differ from defaults, with values."""
     values = {name: getattr(config, name, None) for name in defaults}
-    return [f"{name} {shown(value)}" for name, value in values.items() if value not in (None, defaults[name])]
+    return [
+        f"{name} {shown(value)}"
+        for name, value in values.items()
+        if value not in (None, defaults[name])
+    ]
 
 
 def _invalid_config(backbone: Backbone, reason: Exception) -> UserError:

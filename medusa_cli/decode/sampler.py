@@ -111,7 +111,9 @@ class Sampler:
     logits first; None if there are none.
     """
 
-    def __init__(self, sampling: Sampling, stream: int = 0, processors: SequenceProcessors | None = None) -> None:
+    def __init__(
+        self, sampling: Sampling, stream: int = 0, processors: SequenceProcessors | None = None
+    ) -> None:
         self.sampling = sampling
         self.greedy = sampling.greedy
         self.processors = processors
@@ -122,7 +124,9 @@ class Sampler:
         """Returns the random numbers of the next `count` tokens."""
         missing = count - len(self._uniforms)
         if missing > 0:
-            self._uniforms += torch.rand(missing, generator=self.generator, dtype=torch.double).tolist()
+            self._uniforms += torch.rand(
+                missing, generator=self.generator, dtype=torch.double
+            ).tolist()
         return self._uniforms[:count]
 
     def advance(self, count: int) -> None:

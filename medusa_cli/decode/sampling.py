@@ -33,16 +33,22 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
-            raise UsageError(f"@sampling {self.mode!r} is unknown", f"use one of {', '.join(MODES)}")
+            raise UsageError(
+                f"@sampling {self.mode!r} is unknown", f"use one of {', '.join(MODES)}"
+            )
         if not 0 <= self.temperature < float("inf"):
             raise UsageError(
                 f"@temperature {self.temperature} is not valid",
                 "use 0 for greedy, or a positive number",
             )
         if not 0 < self.top_p <= 1:
-            raise UsageError(f"@top_p {self.top_p} is not valid", "use a number above 0 and at most 1")
+            raise UsageError(
+                f"@top_p {self.top_p} is not valid", "use a number above 0 and at most 1"
+            )
         if self.top_k < 0:
-            raise UsageError(f"@top_k {self.top_k} is not valid", "use 0 for no cut, or a positive number")
+            raise UsageError(
+                f"@top_k {self.top_k} is not valid", "use 0 for no cut, or a positive number"
+            )
         if self.min_p is not None and not 0 <= self.min_p <= 1:
             raise UsageError(f"@min_p {self.min_p} is not valid", "use a number from 0 to 1")
         for name, value in cuts(self.top_p, self.top_k, self.min_p).items():

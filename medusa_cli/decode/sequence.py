@@ -56,7 +56,9 @@ class StopCriteria:
         length = len(request.prompt)
         fewest = 0 if request.prompt_logprobs else 1
         if request.max_new_tokens < fewest:
-            raise UsageError(f"@max_new_tokens {request.max_new_tokens} is too small", f"use {fewest} or more")
+            raise UsageError(
+                f"@max_new_tokens {request.max_new_tokens} is too small", f"use {fewest} or more"
+            )
         if not length:
             raise UserError("the prompt is empty", "give at least one token")
         if length >= backbone.max_positions:
@@ -64,7 +66,9 @@ class StopCriteria:
                 f"the prompt has {length:,} tokens, {backbone.id!r} has a context of {backbone.max_positions:,}",
                 "shorten the prompt or clear the history",
             )
-        self.stop_ids = backbone.eos_ids if request.stop_ids is None else frozenset(request.stop_ids)
+        self.stop_ids = (
+            backbone.eos_ids if request.stop_ids is None else frozenset(request.stop_ids)
+        )
         self._strings = [text for text in request.stop_strings if text]
         self._tokenizer = backbone.tokenizer
         self._tokens: list[int] = []
@@ -118,7 +122,9 @@ class Sequence:
 
     root: int
 
-    def __init__(self, backbone: Backbone, request: Request, number: int, draft: DraftState) -> None:
+    def __init__(
+        self, backbone: Backbone, request: Request, number: int, draft: DraftState
+    ) -> None:
         self.request = request
         self.number = number
         self.draft = draft
@@ -176,7 +182,12 @@ class Sequence:
             self.drafter = drafter.fork() if own is None or own.drafter is None else own.drafter
             known = self.drafter.truncate(shared)
             waiting = [] if own is None else own.unread
-            if known < shared and waiting and waiting[0].start <= known and shared <= waiting[-1].end:
+            if (
+                known < shared
+                and waiting
+                and waiting[0].start <= known
+                and shared <= waiting[-1].end
+            ):
                 self.unread = [concat(waiting).part(known, shared)]
             else:
                 shared = known
@@ -198,7 +209,9 @@ class Sequence:
     def commit(self, accepted: Accepted) -> list[int]:
         """Takes an accepted path; returns the new tokens, the bonus token last."""
         path = upload(accepted.tokens, accepted.hidden.device)
-        new = NewTokens(path, accepted.hidden, accepted.bonus, len(self.tokens), accepted.extra_hidden)
+        new = NewTokens(
+            path, accepted.hidden, accepted.bonus, len(self.tokens), accepted.extra_hidden
+        )
         self.tokens += accepted.tokens
         self.root = accepted.bonus
         self.unread = [new] if self.drafter is None else [*self.unread, new]

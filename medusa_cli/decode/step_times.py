@@ -13,7 +13,14 @@ from medusa_cli.decode.policy import DraftPolicy, policy_of
 from medusa_cli.decode.sequence import Request
 from medusa_cli.device import device_name
 from medusa_cli.drafters.base import Drafter, NewTokens
-from medusa_cli.engine.timing import Curve, is_doubtful, keep_timings, machine_key, read_timings, watched
+from medusa_cli.engine.timing import (
+    Curve,
+    is_doubtful,
+    keep_timings,
+    machine_key,
+    read_timings,
+    watched,
+)
 from medusa_cli.model import Backbone
 from medusa_cli.model.backbone import quantization_of
 from medusa_cli.tree import Draft, DynamicTree, Tree
@@ -51,7 +58,10 @@ class NullDrafter(Drafter):
         tree: Tree | DynamicTree,
     ) -> list[Draft]:
         assert isinstance(tree, Tree)
-        return [Draft(torch.zeros(tree.size, dtype=torch.long, device=backbone.device), tree) for _ in new]
+        return [
+            Draft(torch.zeros(tree.size, dtype=torch.long, device=backbone.device), tree)
+            for _ in new
+        ]
 
 
 def measure_step_times(
@@ -74,7 +84,9 @@ def measure_step_times(
     context = max(1, min(context, backbone.max_positions - (heads + 1) * (steps + 1)))
     prompt = (torch.arange(context) % backbone.vocab_size).tolist()
     decoder = Decoder(backbone, drafter)
-    known = len(getattr(drafter, "draft_ids", ())) or backbone.vocab_size  # no head has more guesses
+    known = (
+        len(getattr(drafter, "draft_ids", ())) or backbone.vocab_size
+    )  # no head has more guesses
     chains = {depth: policy_of(Tree.chain(depth)) for depth in range(1, heads + 1)}
     bushy = {nodes: policy_of(_bushy(nodes, heads)) for nodes in sizes if nodes <= known}
     verify: dict[int, float] = {}
@@ -135,7 +147,9 @@ def step_times_for(
     if kept is not None and not is_doubtful(kept.busy) and 1 in kept.verify and 1 in kept.draft:
         return StepTimes(kept.verify, kept.draft)
     log.info("timing decoding steps on this machine, once for this drafter")
-    step_times, busy = watched(lambda: measure_step_times(backbone, drafter or NullDrafter(), on_progress=on_progress))
+    step_times, busy = watched(
+        lambda: measure_step_times(backbone, drafter or NullDrafter(), on_progress=on_progress)
+    )
     if stamp is not None:
         keep_timings(key, KeptTimes(step_times.verify, step_times.draft, busy))
     # A thread that waits for a GPU looks disturbed, too.

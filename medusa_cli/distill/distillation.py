@@ -26,7 +26,14 @@ from medusa_cli.distill.local import MAX_BATCH, Outcome, answer_locally, choose_
 from medusa_cli.drafters.base import check_layers
 from medusa_cli.engine import load_backbone
 from medusa_cli.errors import UsageError, UserError
-from medusa_cli.files.io import Malformed, check_regular, read_jsonl, read_object, repair_jsonl, write_json
+from medusa_cli.files.io import (
+    Malformed,
+    check_regular,
+    read_jsonl,
+    read_object,
+    repair_jsonl,
+    write_json,
+)
 from medusa_cli.model import Backbone
 from medusa_cli.model.distributed import Distributed
 from medusa_cli.runs.load_options import LoadOptions
@@ -44,7 +51,9 @@ log = logging.getLogger(__name__)
 def check_settings(settings: DistillRecipe) -> None:
     """Raises UsageError for settings that exclude each other."""
     if 0 < settings.temperature < COLDEST:
-        raise UsageError(f"distill.temperature={settings.temperature} is too close to 0", "use 0 for greedy")
+        raise UsageError(
+            f"distill.temperature={settings.temperature} is too close to 0", "use 0 for greedy"
+        )
     if settings.max_new_tokens >= settings.context:
         raise UsageError(
             f"@max_new_tokens {settings.max_new_tokens} leaves no room for a prompt",
@@ -80,16 +89,24 @@ def distill(
 
     done = set(processes.gather(sorted(records.done) if records else [])[0])
     seeds = _fitting(seeds, settings, model)
-    chosen = in_order(seeds, settings.random_seed, settings.batch_size or MAX_BATCH, settings.max_samples)
+    chosen = in_order(
+        seeds, settings.random_seed, settings.batch_size or MAX_BATCH, settings.max_samples
+    )
     asked = distinct(chosen, done) if settings.dedup else chosen
     left = [seed for seed in asked if seed.id not in done]
     if len(asked) < len(chosen):
-        log.info(f"{len(chosen) - len(asked):,} seeds repeat another and are left out (distill.dedup=false keeps them)")
+        log.info(
+            f"{len(chosen) - len(asked):,} seeds repeat another and are left out (distill.dedup=false keeps them)"
+        )
     if len(left) < len(asked):
         log.info(f"resuming: {len(asked) - len(left):,} conversations are there already")
 
     share = processes.strided_shard(left)
-    own = Records(part_of(run, processes.rank), width, header) if shared or records is None else records
+    own = (
+        Records(part_of(run, processes.rank), width, header)
+        if shared or records is None
+        else records
+    )
     counts = Counter[str]()
     start = time.perf_counter()
     rate = 0.0
@@ -124,13 +141,17 @@ def distill(
 def _report(run: Run, counts: Counter[str], context: int) -> None:
     """Logs the conversations that were not kept, and why."""
     if counts["skipped"]:
-        log.info(f"{counts['skipped']:,} prompts were skipped: too long for a context of {context:,} (distill.context)")
+        log.info(
+            f"{counts['skipped']:,} prompts were skipped: too long for a context of {context:,} (distill.context)"
+        )
     if counts["dropped"]:
         log.info(
             f"{counts['dropped']:,} conversations were dropped: an answer is too short (distill.min_answer_tokens)"
         )
     if counts["refused"]:
-        log.info(f"{counts['refused']:,} conversations were dropped: an answer is a refusal (distill.drop_refusals)")
+        log.info(
+            f"{counts['refused']:,} conversations were dropped: an answer is a refusal (distill.drop_refusals)"
+        )
     if counts["failed"]:
         log.warning(
             f"{counts['failed']:,} conversations failed, see {run.failed_path}; the same command asks them again"
@@ -145,7 +166,9 @@ class Progress:
     to 0.
     """
 
-    def __init__(self, seeds: Sequence[Conversation], settings: DistillRecipe, show: Callable[..., None]) -> None:
+    def __init__(
+        self, seeds: Sequence[Conversation], settings: DistillRecipe, show: Callable[..., None]
+    ) -> None:
         self._seeds = len(seeds)
         self._show = show
         turns = sum(min(len(seed.turns), settings.max_turns) for seed in seeds)
@@ -162,7 +185,13 @@ class Progress:
     def count(self, tokens: int) -> None:
         """Counts new tokens of answers."""
         self.tokens += tokens
-        self._show("distilling", self.tokens, self.total, "tokens", f"{self.ended:,} of {self._seeds:,} conversations")
+        self._show(
+            "distilling",
+            self.tokens,
+            self.total,
+            "tokens",
+            f"{self.ended:,} of {self._seeds:,} conversations",
+        )
 
     def end(self) -> None:
         """Counts a conversation that has ended."""
@@ -198,7 +227,9 @@ def _header(
     keys = ("max_new_tokens", "max_turns", "temperature", "random_seed")
     shared = {key: getattr(settings, key) for key in keys}
     digest = hashlib.sha256(template.encode()).hexdigest()[:16] if template else None
-    rounding = loading.quantize if settings.endpoint is None and loading.quantize != "none" else None
+    rounding = (
+        loading.quantize if settings.endpoint is None and loading.quantize != "none" else None
+    )
     optional: dict[str, Any] = {
         "system": settings.system,
         "rounding": rounding,
@@ -211,17 +242,27 @@ def _header(
     return provenance(model.identity, seed=settings.seed, settings=shared)
 
 
-def _fitting(seeds: Sequence[Conversation], settings: DistillRecipe, model: Backbone | Tokenizer) -> list[Conversation]:
+def _fitting(
+    seeds: Sequence[Conversation], settings: DistillRecipe, model: Backbone | Tokenizer
+) -> list[Conversation]:
     """Returns the seeds that can be asked, with the system prompt of the settings where they have none.
 
     Fill-in-the-middle needs a tokenizer with tokens for it, and no server's chat.
     """
     if settings.endpoint is None:
-        kept = with_fim_tokens(seeds, model.tokenizer) if any(seed.raw for seed in seeds) else list(seeds)
+        kept = (
+            with_fim_tokens(seeds, model.tokenizer)
+            if any(seed.raw for seed in seeds)
+            else list(seeds)
+        )
     else:
         kept = [seed for seed in seeds if not seed.raw]
     if len(kept) < len(seeds):
-        where = "servers are asked for chats" if settings.endpoint else "the tokenizer has no tokens for it"
+        where = (
+            "servers are asked for chats"
+            if settings.endpoint
+            else "the tokenizer has no tokens for it"
+        )
         log.info(f"{len(seeds) - len(kept):,} seeds of fill-in-the-middle are left out: {where}")
     if settings.system is None:
         return kept
@@ -272,7 +313,11 @@ class Records:
             self.done.add(conversation.id)
             self.tokens += conversation.positions
             rows = max(rows, sum(conversation.state_rows or ()))
-        old = read_object(run.path / HEADER, "the distillation's header") if (run.path / HEADER).exists() else header
+        old = (
+            read_object(run.path / HEADER, "the distillation's header")
+            if (run.path / HEADER).exists()
+            else header
+        )
         for key in ("seed", "settings"):
             if self.done and old.get(key) != header.get(key):
                 raise UserError(
@@ -295,7 +340,9 @@ class Records:
         try:
             if states is not None:
                 rows = (self.states.append(states), len(states))
-                conversation = replace(conversation, state_rows=rows, states_digest=states_digest(conversation, states))
+                conversation = replace(
+                    conversation, state_rows=rows, states_digest=states_digest(conversation, states)
+                )
             self._lines.write(conversation.to_json() + "\n")
             self._lines.flush()
         except OSError as reason:
@@ -350,7 +397,9 @@ def merge_parts(run: Run, records: Records) -> None:
         for conversation in read_distilled(part):
             rows = conversation.state_rows
             states = None if rows is None else read_rows(part.states_path, width, *rows)
-            whole = states is None or conversation.states_digest == states_digest(conversation, states)
+            whole = states is None or conversation.states_digest == states_digest(
+                conversation, states
+            )
             if whole and conversation.id not in records.done:
                 records.write(replace(conversation, state_rows=None, states_digest=None), states)
         records.sync()

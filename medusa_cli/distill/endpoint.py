@@ -29,14 +29,18 @@ class Tokenizer:
     run.
     """
 
-    def __init__(self, model: str, chat_template: str | None = None, trust_remote_code: bool = False) -> None:
+    def __init__(
+        self, model: str, chat_template: str | None = None, trust_remote_code: bool = False
+    ) -> None:
         from transformers import AutoTokenizer, GenerationConfig
 
         self.id = model
         source = assets.model_dir(model)
         config = read_config(model, trust_remote_code)
         try:
-            self.tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+            self.tokenizer = AutoTokenizer.from_pretrained(
+                source, trust_remote_code=trust_remote_code
+            )
         except Exception as reason:  # damaged files raise any exception
             raise unloadable(model, reason) from reason
         if chat_template is not None:
@@ -57,7 +61,9 @@ class Tokenizer:
         }
 
 
-def connect(addresses: str, served_name: str | None, tokenizer: Tokenizer) -> tuple[ChatServers, list[str]]:
+def connect(
+    addresses: str, served_name: str | None, tokenizer: Tokenizer
+) -> tuple[ChatServers, list[str]]:
     """Returns the servers at comma-separated addresses that serve the model, and a line for each that is silent.
 
     served_name: the model's name on the servers; None: found by asking for one token. Raises
@@ -102,7 +108,10 @@ def answer_remotely(
     with ThreadPoolExecutor(max_workers=settings.concurrency) as pool:
 
         def ask(count: int) -> set[Future[Outcome]]:
-            return {pool.submit(_converse, servers, tokenizer, seed, settings) for seed in islice(waiting, count)}
+            return {
+                pool.submit(_converse, servers, tokenizer, seed, settings)
+                for seed in islice(waiting, count)
+            }
 
         running = ask(settings.concurrency)
         try:
@@ -117,13 +126,18 @@ def answer_remotely(
             servers.stop()
 
 
-def _converse(servers: ChatServers, tokenizer: Tokenizer, seed: Conversation, settings: DistillRecipe) -> Outcome:
+def _converse(
+    servers: ChatServers, tokenizer: Tokenizer, seed: Conversation, settings: DistillRecipe
+) -> Outcome:
     """Asks the servers one seed's turns; each answer is part of the next prompt.
 
     A later turn that is too long ends the conversation: beyond the context, servers differ.
     """
     messages = [] if seed.system is None else seed.messages[:1]
-    options: dict[str, Any] = {"max_tokens": settings.max_new_tokens, "temperature": settings.temperature}
+    options: dict[str, Any] = {
+        "max_tokens": settings.max_new_tokens,
+        "temperature": settings.temperature,
+    }
     if settings.temperature:  # small enough for any server
         options["seed"] = zlib.crc32(f"{settings.random_seed}:{seed.id}".encode()) >> 1
     complete: list[bool] = []
@@ -135,7 +149,9 @@ def _converse(servers: ChatServers, tokenizer: Tokenizer, seed: Conversation, se
             text, finish_reason = servers.complete(prompt, **options)
             messages = [*prompt, {"role": "assistant", "content": text}]
             complete.append(finish_reason != "length")
-        return Outcome(seed.id, tokenise(tokenizer, seed.id, messages, complete) if complete else None)
+        return Outcome(
+            seed.id, tokenise(tokenizer, seed.id, messages, complete) if complete else None
+        )
     except (UserError, Malformed) as reason:
         return Outcome(seed.id, failure=str(reason))
 
@@ -145,10 +161,15 @@ def _fits(tokenizer: Tokenizer, prompt: list[Message], settings: DistillRecipe) 
     context = min(settings.context, tokenizer.max_positions)
     if len(prompt[-1]["content"]) > TOKEN_CHARACTERS * context:
         return False
-    return len(token_ids(tokenizer, render(tokenizer, prompt, prompt=True))) + settings.max_new_tokens <= context
+    return (
+        len(token_ids(tokenizer, render(tokenizer, prompt, prompt=True))) + settings.max_new_tokens
+        <= context
+    )
 
 
-def tokenise(tokenizer: ChatTokenizer, id: str, messages: list[Message], complete: Sequence[bool]) -> Conversation:
+def tokenise(
+    tokenizer: ChatTokenizer, id: str, messages: list[Message], complete: Sequence[bool]
+) -> Conversation:
     """Returns answered messages with token ids and spans; an answer cut by the length limit has no end token.
 
     Raises Malformed where the ids do not give the answers' text back.

@@ -23,4 +23,8 @@ def is_refusal(answer: str) -> bool:
 
 def refuses(conversation: Conversation) -> bool:
     """Returns True if an answer of a conversation refuses."""
-    return any(is_refusal(message["content"]) for message in conversation.messages if message["role"] == "assistant")
+    return any(
+        is_refusal(message["content"])
+        for message in conversation.messages
+        if message["role"] == "assistant"
+    )

@@ -50,7 +50,9 @@ def choose_batch_size(backbone: Backbone, settings: DistillRecipe, processes: in
     """
     config = backbone.config  # by the processes of this machine
     shared = backbone.device.type != "cuda"
-    free = free_memory(backbone.device) // (int(os.environ.get("LOCAL_WORLD_SIZE", processes)) if shared else 1)
+    free = free_memory(backbone.device) // (
+        int(os.environ.get("LOCAL_WORLD_SIZE", processes)) if shared else 1
+    )
     context = min(settings.context, backbone.max_positions)
     position: int = backbone.engine.row_bytes
     if shared:
@@ -102,7 +104,9 @@ def answer_locally(
         steps = decoder.step()
         if not steps:
             return
-        states = torch.cat([sequence.unread[0].hidden for sequence, _ in steps]).to("cpu", torch.bfloat16)
+        states = torch.cat([sequence.unread[0].hidden for sequence, _ in steps]).to(
+            "cpu", torch.bfloat16
+        )
         running = {current.sequence: current for current in slots if current is not None}
         for (sequence, step), state in zip(steps, states, strict=True):
             running[sequence].tokens += step.tokens
@@ -151,8 +155,12 @@ class _Answering:
         # The last token of an answer is chosen but not yet run. Another text's prefix cannot be
         # reused: this conversation's states are kept as they come.
         known = max(0, len(self.tokens) - 1)
-        sampling = Sampling.by_name(self.settings.temperature, f"{self.settings.random_seed}:{self.seed.id}")
-        self.sequence, first = self.decoder.admit(Request(prompt, limit, sampling, reuse=known), len(self.spans))
+        sampling = Sampling.by_name(
+            self.settings.temperature, f"{self.settings.random_seed}:{self.seed.id}"
+        )
+        self.sequence, first = self.decoder.admit(
+            Request(prompt, limit, sampling, reuse=known), len(self.spans)
+        )
         if not known:
             width = self.backbone.hidden_size * len(self.decoder.taps)
             self.states = torch.empty(self.context, width, dtype=torch.bfloat16)
@@ -173,5 +181,7 @@ class _Answering:
         """Returns the conversation as far as it was answered; without an answer, the failure."""
         if not self.spans:
             return Outcome(self.seed.id, failure=failure)
-        conversation = Conversation(self.seed.id, self.messages, self.tokens, self.spans, raw=self.seed.raw)
+        conversation = Conversation(
+            self.seed.id, self.messages, self.tokens, self.spans, raw=self.seed.raw
+        )
         return Outcome(self.seed.id, conversation, self.states[: len(self.tokens) - 1])

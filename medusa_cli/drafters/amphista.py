@@ -106,13 +106,17 @@ class Amphista(HeadDrafter):
 
     def _guesses(self, backbone: Backbone, adapted: Sequence[Tensor], depth: int) -> Guess:
         def compute(*adapted: Tensor) -> list[Tensor]:
-            states = self._together(adapted, self.packed("blocks"), self.packed("attention"))  # [B, K, H]
+            states = self._together(
+                adapted, self.packed("blocks"), self.packed("attention")
+            )  # [B, K, H]
             return [self.score(backbone, head, states[:, head]) for head in range(depth)]
 
         return self.at_once(depth, compute, *adapted)
 
     @torch.inference_mode()
-    def read(self, backbone: Backbone, sequences: Sequence[Amphista], new: Sequence[NewTokens]) -> list[Tensor]:
+    def read(
+        self, backbone: Backbone, sequences: Sequence[Amphista], new: Sequence[NewTokens]
+    ) -> list[Tensor]:
         """Adds the new states to each sequence's caches.
 
         Returns each stage's states of the last positions [B, H].
@@ -128,7 +132,9 @@ class Amphista(HeadDrafter):
             adapted.append(x[last])
         return adapted
 
-    def _together(self, adapted: Sequence[Tensor], blocks: nn.ModuleList, attention: nn.ModuleList) -> Tensor:
+    def _together(
+        self, adapted: Sequence[Tensor], blocks: nn.ModuleList, attention: nn.ModuleList
+    ) -> Tensor:
         """Returns the heads' states [P, K, H] from the states of the two stages, [P, H] each."""
         half = self.num_heads // 2
         apart = [block(adapted[head >= half]) for head, block in enumerate(blocks)]
@@ -137,7 +143,9 @@ class Amphista(HeadDrafter):
             x = layer(x)
         return x
 
-    def head_states(self, backbone: Backbone, batch: Batch, rows: Sequence[Tensor]) -> Iterator[Tensor]:
+    def head_states(
+        self, backbone: Backbone, batch: Batch, rows: Sequence[Tensor]
+    ) -> Iterator[Tensor]:
         padding = Padding(batch.attention_groups)
         learnt = batch.learnt
         x = padding.pad(batch.hidden)

@@ -89,7 +89,9 @@ class Eagle(HeadDrafter):
     def fields_of_model(cls, backbone: Backbone, num_heads: int) -> dict[str, Any]:
         config = backbone.config
         size = backbone.hidden_size
-        heads = getattr(config, "num_attention_heads", None) or max(1, size // 64)  # pure Mamba has none
+        heads = getattr(config, "num_attention_heads", None) or max(
+            1, size // 64
+        )  # pure Mamba has none
         return {
             "num_layers": 1,
             "matrices": "one",
@@ -120,15 +122,25 @@ class Eagle(HeadDrafter):
         # Which of the tree's rows are ancestors of each node.
         ancestors = [torch.zeros(1, 0, dtype=torch.bool, device=states.device) for _ in new]
 
-        def guess(head: int, width: int, temperature: float | None, level: Frontier) -> tuple[Tensor, Tensor]:
+        def guess(
+            head: int, width: int, temperature: float | None, level: Frontier
+        ) -> tuple[Tensor, Tensor]:
             nonlocal states, ancestors
             if head:
                 ancestors = _extend_ancestor_masks(ancestors, level)
-                masks = [F.pad(own, (length, 0), value=True) for own, length in zip(ancestors, lengths, strict=True)]
+                masks = [
+                    F.pad(own, (length, 0), value=True)
+                    for own, length in zip(ancestors, lengths, strict=True)
+                ]
                 positions = [tokens.end + head - 1 for tokens in new]
-                places = [[position] * count for position, count in zip(positions, level.counts, strict=True)]
+                places = [
+                    [position] * count
+                    for position, count in zip(positions, level.counts, strict=True)
+                ]
                 embedded = self.embed(backbone, level.tokens)
-                states = layer.extend(states[level.parent_rows], places, caches, embedded, masks=masks)
+                states = layer.extend(
+                    states[level.parent_rows], places, caches, embedded, masks=masks
+                )
             return self.best(self._score(backbone, states), width, temperature)
 
         try:
@@ -138,7 +150,9 @@ class Eagle(HeadDrafter):
                 cache.truncate(tokens.end)
 
     @torch.inference_mode()
-    def read(self, backbone: Backbone, sequences: Sequence[Eagle], new: Sequence[NewTokens]) -> Tensor:
+    def read(
+        self, backbone: Backbone, sequences: Sequence[Eagle], new: Sequence[NewTokens]
+    ) -> Tensor:
         """Adds the new tokens to each sequence's cache.
 
         Returns the states of the last ones [B, H].
@@ -160,13 +174,17 @@ class Eagle(HeadDrafter):
         last = new.last(layer.extend_slots(fused, new.rows(), cached, embedded))  # [B, H]
         states = last  # then [B * N, H]
 
-        def guess(head: int, width: int, temperature: float | None, level: Frontier) -> tuple[Tensor, Tensor]:
+        def guess(
+            head: int, width: int, temperature: float | None, level: Frontier
+        ) -> tuple[Tensor, Tensor]:
             nonlocal states
             if head:
                 above = states[level.parent_rows].unflatten(0, (size, -1))
                 embedded = self.embed(backbone, level.tokens).view_as(above)
                 below = layer.extend_slots(above, new.nodes(trees), cached, embedded)
-                states = torch.where((trees.depth == 0)[..., None], last[:, None], below).flatten(0, 1)
+                states = torch.where((trees.depth == 0)[..., None], last[:, None], below).flatten(
+                    0, 1
+                )
             return self.best(self._score(backbone, states), width, temperature)
 
         fill_by_level(trees, self.num_heads, guess)
@@ -198,10 +216,14 @@ class Eagle(HeadDrafter):
         super().start_from(trained)
         self.fc.weight.div_(self.levels)  # files hold it for raw states
 
-    def head_states(self, backbone: Backbone, batch: Batch, rows: Sequence[Tensor]) -> Iterator[Tensor]:
+    def head_states(
+        self, backbone: Backbone, batch: Batch, rows: Sequence[Tensor]
+    ) -> Iterator[Tensor]:
         fused = self.fc(self._lower(batch.hidden))
         embedded = self.embed(backbone, batch.next)
-        steps = training_time_test(self.midlayer, fused, embedded, batch.attention_groups, batch.learnt)
+        steps = training_time_test(
+            self.midlayer, fused, embedded, batch.attention_groups, batch.learnt
+        )
         for positions, states in zip(rows, steps, strict=False):
             yield normed(self.norm, states[batch.learnt_index[positions]]).to(batch.hidden.dtype)
 
@@ -256,8 +278,12 @@ def training_time_test(
     position = true.position[learnt]
     known = layer.keys_values(layer.reads(states, embedded), true.position)  # [heads, P, D] each
     present = true.sequence[learnt].unique_consecutive()
-    keys, values = (true.pad(rows.transpose(0, 1))[present].transpose(1, 2) for rows in known)  # [S, heads, L, D]
-    later = torch.arange(keys.shape[2], device=keys.device) > own.pad(position[:, None])  # [S, W, L]
+    keys, values = (
+        true.pad(rows.transpose(0, 1))[present].transpose(1, 2) for rows in known
+    )  # [S, heads, L, D]
+    later = torch.arange(keys.shape[2], device=keys.device) > own.pad(
+        position[:, None]
+    )  # [S, W, L]
     mask = keys.new_zeros(1, 1, 1, 1).masked_fill(later[:, None], -torch.inf)
     drafted: list[tuple[Tensor, Tensor]] = []  # keys and values [heads, n, D] of steps 2, 3, ..
     states = states[learnt]
@@ -288,14 +314,18 @@ def _attend(
     among W rows a sequence.
     """
     q = q * q.shape[-1] ** -0.5
-    scores = rows.pad(q.transpose(0, 1)).transpose(1, 2) @ keys.transpose(-1, -2) + mask  # [S, heads, W, L]
+    scores = (
+        rows.pad(q.transpose(0, 1)).transpose(1, 2) @ keys.transpose(-1, -2) + mask
+    )  # [S, heads, W, L]
     if drafted:
         near = torch.stack([(q * key).sum(-1) for key, _ in drafted], dim=-1)  # [heads, n, steps]
         scores = torch.cat([scores, rows.pad(near.transpose(0, 1)).transpose(1, 2)], dim=-1)
     shares = scores.softmax(-1).to(q.dtype)
     far = shares[..., : keys.shape[2]]
     seen = rows.unpad((far @ values).transpose(1, 2)).transpose(0, 1)
-    own = rows.unpad(shares[..., keys.shape[2] :].transpose(1, 2)).transpose(0, 1)  # [heads, n, steps]
+    own = rows.unpad(shares[..., keys.shape[2] :].transpose(1, 2)).transpose(
+        0, 1
+    )  # [heads, n, steps]
     for step, (_, value) in enumerate(drafted):
         seen = seen + own[..., step, None] * value
     return seen

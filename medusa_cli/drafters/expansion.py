@@ -42,8 +42,12 @@ def draft_by_level(tree: Tree | DynamicTree, new: Sequence[NewTokens], guess: Gu
     tokens = roots_of(new)[:, None].repeat(1, tree.size)
     count = len(new)  # [B, N]
     for head, level in enumerate(_levels(tree, count, tokens.device)):
-        frontier = Frontier([len(level.parents)] * count, level.parent_rows, tokens[:, level.parents].flatten())
-        best = guess(head, level.width, None, frontier)[1].unflatten(0, (count, -1))  # [B, n, width]
+        frontier = Frontier(
+            [len(level.parents)] * count, level.parent_rows, tokens[:, level.parents].flatten()
+        )
+        best = guess(head, level.width, None, frontier)[1].unflatten(
+            0, (count, -1)
+        )  # [B, n, width]
         tokens[:, level.nodes] = best[:, level.rows, level.ranks]
     return [Draft(row, tree) for row in tokens]
 
@@ -54,7 +58,11 @@ def _grow(limits: DynamicTree, new: Sequence[NewTokens], guess: Guess) -> list[D
     nodes = [[0] for _ in builders]
     parent_rows = list(range(len(builders)))
     for head in range(limits.max_depth):
-        tokens = [builder.tokens[node] for builder, own in zip(builders, nodes, strict=True) for node in own]
+        tokens = [
+            builder.tokens[node]
+            for builder, own in zip(builders, nodes, strict=True)
+            for node in own
+        ]
         frontier = Frontier([len(own) for own in nodes], *upload([parent_rows, tokens], device))
         best = guess(head, limits.width, limits.temperature(head), frontier)
         log_p, ids = torch.stack([values.float() for values in best]).tolist()  # one transfer
@@ -100,7 +108,9 @@ def _levels(tree: Tree, count: int, device: torch.device) -> list[_Level]:
         parents, rows = parent_of[nodes].unique(return_inverse=True)
         first = torch.searchsorted(before, parent_of[parents])
         parent_rows = (first + len(before) * torch.arange(count)[:, None]).flatten()
-        tensors = (upload(values, device) for values in (nodes, ranks[nodes], rows, parents, parent_rows))
+        tensors = (
+            upload(values, device) for values in (nodes, ranks[nodes], rows, parents, parent_rows)
+        )
         levels.append(_Level(tree.widths[depth - 1], *tensors))
         before = parents
     return levels

@@ -92,21 +92,38 @@ class Firp(HeadDrafter):
     ) -> list[Draft]:
         """Fills every node from the pseudo states that came with the last accepted tokens."""
 
-        depth = min(0 if tokens.extra_hidden is None else len(tokens.extra_hidden) for tokens in new)
+        depth = min(
+            0 if tokens.extra_hidden is None else len(tokens.extra_hidden) for tokens in new
+        )
         tree = tree.truncate(depth)
         if not tree.max_depth:
-            return [Draft(upload([tokens.root], tokens.tokens.device), Tree.root_only()) for tokens in new]
+            return [
+                Draft(upload([tokens.root], tokens.tokens.device), Tree.root_only())
+                for tokens in new
+            ]
 
         def compute(states: Tensor) -> Sequence[Tensor]:
-            return self.score(backbone, 0, states.flatten(0, 1)).unflatten(0, states.shape[:2]).unbind(0)
+            return (
+                self.score(backbone, 0, states.flatten(0, 1))
+                .unflatten(0, states.shape[:2])
+                .unbind(0)
+            )
 
-        states = [tokens.extra_hidden[: tree.max_depth] for tokens in new if tokens.extra_hidden is not None]
+        states = [
+            tokens.extra_hidden[: tree.max_depth]
+            for tokens in new
+            if tokens.extra_hidden is not None
+        ]
         guess = self.at_once(tree.max_depth, compute, torch.stack(states, dim=1))
         return draft_by_level(tree, new, guess)
 
-    def head_states(self, backbone: Backbone, batch: Batch, rows: Sequence[Tensor]) -> Iterator[Tensor]:
+    def head_states(
+        self, backbone: Backbone, batch: Batch, rows: Sequence[Tensor]
+    ) -> Iterator[Tensor]:
         assert batch.trace is not None and batch.rows is not None
-        states = extra_row_states(backbone, batch.trace, self.rows_of(list(self.steps)), batch.rows)  # [P, K, H]
+        states = extra_row_states(
+            backbone, batch.trace, self.rows_of(list(self.steps)), batch.rows
+        )  # [P, K, H]
         for head, positions in enumerate(rows):
             yield states[positions, head].to(batch.hidden.dtype)
 

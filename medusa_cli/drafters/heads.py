@@ -137,7 +137,9 @@ class HeadDrafter(Scoring):
                 f"use one of {', '.join(cls.vocabularies)}",
             )
         ids = None if vocabulary != "draft" or draft_ids is None else draft_ids.sort().values
-        fields = {"num_layers": num_layers, "matrices": matrices} | cls.fields_of_model(backbone, num_heads)
+        fields = {"num_layers": num_layers, "matrices": matrices} | cls.fields_of_model(
+            backbone, num_heads
+        )
         fields |= {key: value for key, value in own.items() if value not in (None, ())}
         sizes = {
             "hidden_size": backbone.hidden_size,
@@ -204,7 +206,9 @@ class HeadDrafter(Scoring):
         self.draft_ids.copy_(trained.draft_ids)
 
     @abstractmethod
-    def head_states(self, backbone: Backbone, batch: Batch, rows: Sequence[Tensor]) -> Iterator[Tensor]:
+    def head_states(
+        self, backbone: Backbone, batch: Batch, rows: Sequence[Tensor]
+    ) -> Iterator[Tensor]:
         """Yields the states [n, H] of each head in turn, at its rows [n] of the batch.
 
         Each head reads the true tokens before its target.

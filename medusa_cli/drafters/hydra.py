@@ -114,7 +114,9 @@ class HydraHeads(HeadDrafter):
         x is then [N, (1 + depth) H], with a path's embeddings.
         """
 
-        def guess(head: int, width: int, temperature: float | None, level: Frontier) -> tuple[Tensor, Tensor]:
+        def guess(
+            head: int, width: int, temperature: float | None, level: Frontier
+        ) -> tuple[Tensor, Tensor]:
             nonlocal x
             x, scores = self._score(backbone, head, x, level.parent_rows, level.tokens)
             return self.best(scores, width, temperature)
@@ -122,7 +124,9 @@ class HydraHeads(HeadDrafter):
         return guess
 
     @torch.inference_mode()
-    def read(self, backbone: Backbone, sequences: Sequence[HydraHeads], new: Sequence[NewTokens]) -> Tensor:
+    def read(
+        self, backbone: Backbone, sequences: Sequence[HydraHeads], new: Sequence[NewTokens]
+    ) -> Tensor:
         """Returns the states [B, H] that the heads start from."""
         if not self.prefix:
             return torch.cat([tokens.hidden[-1:] for tokens in new]).to(self.dtype)
@@ -140,7 +144,9 @@ class HydraHeads(HeadDrafter):
         x = torch.cat([x[parent_rows], self.embed(backbone, tokens)], dim=-1)
         return x, self.score(backbone, head, self.packed("blocks")[head](x))
 
-    def head_states(self, backbone: Backbone, batch: Batch, rows: Sequence[Tensor]) -> Iterator[Tensor]:
+    def head_states(
+        self, backbone: Backbone, batch: Batch, rows: Sequence[Tensor]
+    ) -> Iterator[Tensor]:
         context = batch.hidden
         embedded = self.embed(backbone, batch.next).to(batch.hidden.dtype)
         if self.prefix:

@@ -28,7 +28,9 @@ def drafter_kind(folder: Path) -> type[HeadDrafter]:
     """Returns the class of the drafter in a folder; raises UserError if there is none."""
     name = describe_drafter(folder).drafter
     if name not in DRAFTERS:
-        raise UserError(f"{folder} holds no known drafter ({shown(name)})", f"known are {', '.join(DRAFTERS)}")
+        raise UserError(
+            f"{folder} holds no known drafter ({shown(name)})", f"known are {', '.join(DRAFTERS)}"
+        )
     return DRAFTERS[name]
 
 
@@ -105,16 +107,22 @@ def weight_shapes(kind: type[HeadDrafter], config: Any) -> dict[str, tuple[int, 
     """
     try:
         with torch.device("meta"):
-            return {name: tuple(weight.shape) for name, weight in kind(config).named_weights().items()}
+            return {
+                name: tuple(weight.shape) for name, weight in kind(config).named_weights().items()
+            }
     except RuntimeError as reason:  # sizes that overflow
-        raise UserError(f"{DRAFTER_CONFIG} asks for impossible sizes: {first_line(reason)}", REMEDY) from reason
+        raise UserError(
+            f"{DRAFTER_CONFIG} asks for impossible sizes: {first_line(reason)}", REMEDY
+        ) from reason
 
 
 def save_drafter(drafter: HeadDrafter, folder: Path, provenance: dict[str, Any]) -> None:
     """Writes config.json and the weights in bf16."""
     folder.mkdir(parents=True, exist_ok=True)
     named = drafter.for_files().named_weights()
-    weights = {name: weight.detach().cpu().bfloat16().contiguous() for name, weight in named.items()}
+    weights = {
+        name: weight.detach().cpu().bfloat16().contiguous() for name, weight in named.items()
+    }
     if drafter.config.vocabulary == "draft":
         weights["draft_ids"] = drafter.draft_ids.cpu().int()
     path = folder / drafter.weights_file

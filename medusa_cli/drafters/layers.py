@@ -50,7 +50,9 @@ class LayerCache:
         self._positions: list[int] = []
         self.rows: Tensor | None = None  # [2, heads, C, D], of which `length` are in use
 
-    def append(self, keys: Tensor, values: Tensor, positions: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def append(
+        self, keys: Tensor, values: Tensor, positions: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
         """Adds rows [heads, n, D] at positions [n]; returns all keys and values so far."""
         start = self.length
         end = self.length + len(positions)
@@ -114,7 +116,9 @@ class SlotRows:
         slots = torch.arange(size, device=query.device)[:, None]
         columns = torch.arange(rows, device=query.device)
         for known, new in zip(cached, (keys, values), strict=True):
-            known.transpose(1, 2).index_put_((slots, self.lengths[:, None] + columns), new.transpose(1, 2))
+            known.transpose(1, 2).index_put_(
+                (slots, self.lengths[:, None] + columns), new.transpose(1, 2)
+            )
         if not reads_by_length(query.device, query.dtype, heads, heads, dim):
             visible = visible_behind(self.lengths, self._tree_mask, cached.shape[3])
             mask = additive(visible[:, None], query.dtype)
@@ -140,12 +144,16 @@ def head_count(hidden_size: int) -> int:
 class SelfAttention(nn.Module):
     """Pre-norm self-attention that is added to its input; a fresh one adds nothing."""
 
-    def __init__(self, hidden_size: int, heads: int, head_dim: int, read_size: int, eps: float = 1e-6) -> None:
+    def __init__(
+        self, hidden_size: int, heads: int, head_dim: int, read_size: int, eps: float = 1e-6
+    ) -> None:
         super().__init__()
         self.heads = heads
         self.hidden_norm = nn.RMSNorm(hidden_size, eps=eps)
         width = heads * head_dim
-        layers = {name: nn.Linear(read_size, width, bias=False) for name in ("q_proj", "k_proj", "v_proj")}
+        layers = {
+            name: nn.Linear(read_size, width, bias=False) for name in ("q_proj", "k_proj", "v_proj")
+        }
         layers["o_proj"] = nn.Linear(width, hidden_size, bias=False)
         self.self_attn = nn.ModuleDict(layers)
         nn.init.zeros_(self.self_attn["o_proj"].weight)  # type: ignore[arg-type]
@@ -252,7 +260,9 @@ class DecoderLayer(SelfAttention):
 
     def keys_values(self, read: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Returns keys and values [.., heads, n, D] of rows at positions [n]."""
-        return rotate(self.project("k_proj", read), positions, self.rope_theta), self.project("v_proj", read)
+        return rotate(self.project("k_proj", read), positions, self.rope_theta), self.project(
+            "v_proj", read
+        )
 
     def leave(self, x: Tensor, seen: Tensor) -> Tensor:
         """Returns the layer's output [.., n, H] from its input and the attention's output [.., heads, n, D]."""
@@ -299,9 +309,13 @@ class DecoderLayer(SelfAttention):
         read = self.reads(x, *embedded)
         positions = rows.positions[:, None]
         keys, values = self.keys_values(read, positions)
-        return self.leave(x, rows.attend(self.queries(read, positions), keys, values, cached[:, : len(x)]))
+        return self.leave(
+            x, rows.attend(self.queries(read, positions), keys, values, cached[:, : len(x)])
+        )
 
-    def _projected(self, x: Tensor, positions: Tensor, *embedded: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _projected(
+        self, x: Tensor, positions: Tensor, *embedded: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns queries, keys and values [heads, n, D]."""
         read = self.reads(x, *embedded)
         return self.queries(read, positions), *self.keys_values(read, positions)

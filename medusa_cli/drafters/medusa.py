@@ -55,7 +55,9 @@ class MedusaHeads(HeadDrafter):
 
         return self.at_once(depth, compute, hidden.to(self.dtype))
 
-    def head_states(self, backbone: Backbone, batch: Batch, rows: Sequence[Tensor]) -> Iterator[Tensor]:
+    def head_states(
+        self, backbone: Backbone, batch: Batch, rows: Sequence[Tensor]
+    ) -> Iterator[Tensor]:
         for block, positions in zip(self.blocks, rows, strict=False):
             yield block(batch.hidden[positions])
 
@@ -80,6 +82,10 @@ class MedusaHeads(HeadDrafter):
 
     @classmethod
     def read_config(cls, data: dict[str, Any]) -> dict[str, Any]:
-        counts = {key: data[f"medusa_{key}"] for key in ("num_heads", "num_layers") if f"medusa_{key}" in data}
+        counts = {
+            key: data[f"medusa_{key}"]
+            for key in ("num_heads", "num_layers")
+            if f"medusa_{key}" in data
+        }
         # Checkpoints of other tools name no vocabulary: their heads score all of it.
         return {"vocabulary": "own", **data, **counts}

@@ -58,7 +58,9 @@ class Scoring(Drafter):
         index[self.draft_ids.to(device)] = torch.arange(len(self.draft_ids), device=device)
         return index
 
-    def product(self, backbone: Backbone, head: int, states: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+    def product(
+        self, backbone: Backbone, head: int, states: Tensor, before: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Returns the factors [n, ..] and [M, ..] of a head's scores; before [n]: tokens."""
         matrix = self.matrix(backbone, head)
         if self.conditional is None:
@@ -120,14 +122,18 @@ class Scoring(Drafter):
             log_p = log_p - scaled.logsumexp(-1, keepdim=True)
         return log_p, self.draft_ids[best.indices]
 
-    def at_once(self, depth: int, compute: Callable[..., Sequence[Tensor]], *inputs: Tensor) -> Guess:
+    def at_once(
+        self, depth: int, compute: Callable[..., Sequence[Tensor]], *inputs: Tensor
+    ) -> Guess:
         """Returns guesses by scores that do not depend on draft tokens, except for the bias.
 
         compute(*inputs) gives the scores [B, M] of each of `depth` heads.
         """
         scores = torch.stack(list(compute(*inputs)))
 
-        def guess(head: int, width: int, temperature: float | None, level: Frontier) -> tuple[Tensor, Tensor]:
+        def guess(
+            head: int, width: int, temperature: float | None, level: Frontier
+        ) -> tuple[Tensor, Tensor]:
             if self.conditional is None:
                 log_p, ids = self.best(scores[head], width, temperature)
                 owner = owners(level.counts, ids.device)

@@ -57,10 +57,14 @@ class LayerSlots:
     sequence move out. rows: the most new tokens of a sequence that a graph reads.
     """
 
-    def __init__(self, layers: Sequence[DecoderLayer], slots: int, capacity: int, rows: int) -> None:
+    def __init__(
+        self, layers: Sequence[DecoderLayer], slots: int, capacity: int, rows: int
+    ) -> None:
         self.rows = rows
         # Free rows hold finite numbers.
-        self.buffers = [layer.new_rows(2, slots, layer.heads, capacity, layer.head_dim) for layer in layers]
+        self.buffers = [
+            layer.new_rows(2, slots, layer.heads, capacity, layer.head_dim) for layer in layers
+        ]
         self._views = [buffer.unbind(1) for buffer in self.buffers]
         self._owners: list[Sequence[LayerCache]] = [()] * slots
 
@@ -88,5 +92,9 @@ def fill_by_level(trees: TreeTensors, levels: int, guess: Guess) -> None:
     for head in range(levels):
         log_p, ids = guess(head, trees.width, trees.temperature(head), frontier)
         above = trees.extend(head, log_p.unflatten(0, (size, -1)), ids.unflatten(0, (size, -1)))
-        parent_rows = above + count * sequences[:, None] if head else sequences[:, None].expand(-1, count)
-        frontier = Frontier([count] * size, parent_rows.flatten(), trees.tokens.clamp(min=0).flatten())
+        parent_rows = (
+            above + count * sequences[:, None] if head else sequences[:, None].expand(-1, count)
+        )
+        frontier = Frontier(
+            [count] * size, parent_rows.flatten(), trees.tokens.clamp(min=0).flatten()
+        )

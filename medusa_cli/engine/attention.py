@@ -9,7 +9,9 @@ from torch.nn import functional as F
 from medusa_cli.model.attention import additive
 
 
-def fused(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, kv: int, scale: float) -> Tensor:
+def fused(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, kv: int, scale: float
+) -> Tensor:
     """Attends queries [B * R, heads, D] to keys and values [B * KV, C, D] by torch's fused attention.
 
     mask [B, 1, G * R, L]; an empty one is causal. Returns [B * R, heads * D].
@@ -28,8 +30,12 @@ def fused(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, kv: int, sc
         return attended.transpose(1, 2).reshape(-1, heads * dim)
     query = query.reshape(size, kv, -1, dim)
     # Only tensors of four dimensions have fused kernels.
-    seen_keys, seen_values = (cached[:, :wide].unflatten(0, (size, kv)) for cached in (keys, values))
-    attended = F.scaled_dot_product_attention(query, seen_keys, seen_values, attn_mask=mask, scale=scale)
+    seen_keys, seen_values = (
+        cached[:, :wide].unflatten(0, (size, kv)) for cached in (keys, values)
+    )
+    attended = F.scaled_dot_product_attention(
+        query, seen_keys, seen_values, attn_mask=mask, scale=scale
+    )
     return attended.reshape(size, heads, -1, dim).transpose(1, 2).reshape(-1, heads * dim)
 
 
@@ -76,14 +82,20 @@ def behind(
     if rows == 1:  # it has read its own column
         return far.reshape(count, heads * dim)
     grouped = query.view(size, rows, kv, -1, dim).permute(0, 2, 3, 1, 4).reshape(size, kv, -1, dim)
-    key, value = (new.reshape(size, rows, kv, dim).transpose(1, 2) for new in (new_keys, new_values))
+    key, value = (
+        new.reshape(size, rows, kv, dim).transpose(1, 2) for new in (new_keys, new_values)
+    )
     near, near_sum, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
         grouped, key, value, mask.expand(size, kv, -1, -1), True, scale=scale
     )
     near_sum = near_sum[..., : grouped.shape[2]]  # the kernel pads it
     near = near.unflatten(2, (-1, rows)).permute(0, 3, 1, 2, 4).reshape(far.shape)
     near_sum = near_sum.unflatten(2, (-1, rows)).permute(0, 3, 1, 2).reshape(count, heads)
-    return merged(far, far_sum.transpose(0, 1), near, near_sum).to(query.dtype).view(count, heads * dim)
+    return (
+        merged(far, far_sum.transpose(0, 1), near, near_sum)
+        .to(query.dtype)
+        .view(count, heads * dim)
+    )
 
 
 def merged(far: Tensor, far_sum: Tensor, near: Tensor, near_sum: Tensor) -> Tensor:
@@ -106,13 +118,19 @@ def visible_behind(lengths: Tensor, tree_mask: Tensor, wide: int) -> Tensor:
     tree_mask bool [B or 1, R, R].
     """
     rows = tree_mask.shape[1]
-    row = torch.arange(wide, device=lengths.device) - lengths[:, None]  # [B, L]: the row of this pass in a column
-    among = tree_mask.expand(len(lengths), -1, -1).gather(2, row.clamp(0, rows - 1)[:, None].expand(-1, rows, -1))
+    row = (
+        torch.arange(wide, device=lengths.device) - lengths[:, None]
+    )  # [B, L]: the row of this pass in a column
+    among = tree_mask.expand(len(lengths), -1, -1).gather(
+        2, row.clamp(0, rows - 1)[:, None].expand(-1, rows, -1)
+    )
     return (row < 0)[:, None] | (among & (row < rows)[:, None])
 
 
 @cache
-def reads_by_length(device: torch.device, dtype: torch.dtype, heads: int, kv: int, dim: int) -> bool:
+def reads_by_length(
+    device: torch.device, dtype: torch.dtype, heads: int, kv: int, dim: int
+) -> bool:
     """Returns True if `behind` runs on a device and gives the results of attention under a mask."""
     if device.type == "cpu":
         return False
@@ -123,7 +141,9 @@ def reads_by_length(device: torch.device, dtype: torch.dtype, heads: int, kv: in
     every = torch.arange(rows, device=device)
     wave = torch.arange(2 * size * kv * capacity * dim, device=device).sin().to(dtype)
     keys, values = wave.view(2, size * kv, capacity, dim).unbind()
-    query = 3 * torch.arange(size * rows * heads * dim, device=device).cos().to(dtype).view(-1, heads, dim)
+    query = 3 * torch.arange(size * rows * heads * dim, device=device).cos().to(dtype).view(
+        -1, heads, dim
+    )
     slots = torch.arange(size, device=device)[:, None]
     columns = lengths[:, None] + every
 

@@ -30,7 +30,9 @@ class Cache:
         """Makes the buffers for KV heads of a width (of values: value_dim), of the type and on the device of `like`."""
         self.keys, self.values = self._buffers(heads, dim, value_dim or dim, like, self.capacity)
 
-    def _buffers(self, heads: int, dim: int, value_dim: int, like: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
+    def _buffers(
+        self, heads: int, dim: int, value_dim: int, like: Tensor, capacity: int
+    ) -> tuple[Tensor, Tensor]:
         shape = (self.layers, self.slots, heads, capacity)
         return like.new_zeros(*shape, dim), like.new_zeros(*shape, value_dim)
 

@@ -63,7 +63,13 @@ class EagerEngine(LayoutEngine):
     @property
     def row_bytes(self) -> int:
         heads, dim = map(max, zip(*map(key_sizes, by_layer(self.backbone.config)), strict=True))
-        return 2 * self.masks.layers_with_keys(self.backbone.num_layers) * heads * dim * self.dtype.itemsize
+        return (
+            2
+            * self.masks.layers_with_keys(self.backbone.num_layers)
+            * heads
+            * dim
+            * self.dtype.itemsize
+        )
 
     def tree_rows(self, length: int) -> int:
         rows = super().tree_rows(length)
@@ -87,7 +93,11 @@ class EagerEngine(LayoutEngine):
         mask[2:, 1] = False
         try:
             self.backbone.take_own_attention()
-            own = network(input_ids=chain[None], attention_mask=torch.ones_like(chain)[None]).logits[0, 2:].float()
+            own = (
+                network(input_ids=chain[None], attention_mask=torch.ones_like(chain)[None])
+                .logits[0, 2:]
+                .float()
+            )
             decoded = self._decoded(chain)[2:] if self.stateful else own
             network.set_attn_implementation(NAME)
             if self.stateful:
@@ -103,7 +113,9 @@ class EagerEngine(LayoutEngine):
         self._state_bytes = cache.slot_bytes
         error = difference(logits[0, right.to(device)], decoded)
         if error > self._allowed(TOLERANCE, TOLERANCE_16) and not quantization_of(network):
-            raise unverifiable(self.backbone.config, f"its logits there differ from its own by {error:.2%}")
+            raise unverifiable(
+                self.backbone.config, f"its logits there differ from its own by {error:.2%}"
+            )
 
     def _allowed(self, exact: float, sixteen: float) -> float:
         return exact if self.dtype == torch.float32 else sixteen
@@ -116,8 +128,12 @@ class EagerEngine(LayoutEngine):
         every = torch.arange(len(tokens), device=tokens.device)
         for place in (every[:2], *every[2:].split(1)):
             places = self._places(cache, place[None])
-            states.append(text(input_ids=tokens[place][None], use_cache=True, **places).last_hidden_state[0])
-        return self.logits(torch.cat(states).to(self.dtype)).clone()  # of a buffer that the next pass overwrites
+            states.append(
+                text(input_ids=tokens[place][None], use_cache=True, **places).last_hidden_state[0]
+            )
+        return self.logits(
+            torch.cat(states).to(self.dtype)
+        ).clone()  # of a buffer that the next pass overwrites
 
     def _learn_states(self, tokens: Tensor, own: Tensor, decoded: Tensor) -> None:
         """Learns how the layers' states can be used, from the logits of one pass and of decoding.
@@ -134,7 +150,9 @@ class EagerEngine(LayoutEngine):
         assert continued is not None
         self._by_token = float((continued[0] - own).norm() / own.norm()) > allowed
 
-    def run(self, tokens: Tensor, layout: Layout, cache: Cache, taps: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    def run(
+        self, tokens: Tensor, layout: Layout, cache: Cache, taps: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor]:
         assert isinstance(cache, LayerCache)
         if layout.extra_rows is not None:
             final = self._layer_by_layer(tokens, layout, cache)
@@ -152,7 +170,9 @@ class EagerEngine(LayoutEngine):
         if layout.tree is None:
             for slot in range(layout.first, layout.first + layout.size):
                 cache.take_snapshot(slot, cache.lengths[slot] + tokens.shape[1])
-        return tapped(out, taps).to(self.dtype), out.last_hidden_state.to(self.dtype)  # Mamba's are fp32
+        return tapped(out, taps).to(self.dtype), out.last_hidden_state.to(
+            self.dtype
+        )  # Mamba's are fp32
 
     def _places(self, cache: TransformersCache, positions: Tensor) -> dict[str, Any]:
         """Returns the arguments with the cache and the rows' positions, which pure Mamba does not take."""
@@ -169,7 +189,9 @@ class EagerEngine(LayoutEngine):
         parts = layers_one_by_one(backbone)
         view = View(cache, layout, backbone.num_layers)
         x = parts.base.embed_tokens(tokens)
-        tables = {kind: parts.rotary(x, layout.positions, kind) for kind in sorted(set(parts.kinds))}
+        tables = {
+            kind: parts.rotary(x, layout.positions, kind) for kind in sorted(set(parts.kinds))
+        }
         for index, (layer, kind) in enumerate(zip(parts.layers, parts.kinds, strict=True)):
             x = extra_rows.enter(index, x)
             rows = x.shape[1]

@@ -72,7 +72,9 @@ class Engine(ABC):
         """Returns the bytes of one token's keys and values in the cache."""
         config = self.backbone.config
         heads: int = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        dim: int = (
+            getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        )
         return 2 * self.backbone.num_layers * heads * dim * self.dtype.itemsize
 
     @torch.no_grad()
@@ -161,7 +163,9 @@ class LayoutEngine(Engine):
         return Output(logits, states, extra)
 
     @abstractmethod
-    def run(self, tokens: Tensor, layout: Layout, cache: Cache, taps: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    def run(
+        self, tokens: Tensor, layout: Layout, cache: Cache, taps: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor]:
         """Runs tokens [B, n] laid out in R rows each; writes keys and values behind the slots' lengths.
 
         Returns tapped states [B, R, H * taps] and final ones [B, R, H].

@@ -36,7 +36,9 @@ class ExtraRows:
 
     def step_mask(self, device: torch.device) -> Tensor:
         """Returns which extra rows of a row see each other, bool [K, K]."""
-        return torch.ones(len(self.layers), len(self.layers), dtype=torch.bool, device=device).tril()
+        return torch.ones(
+            len(self.layers), len(self.layers), dtype=torch.bool, device=device
+        ).tril()
 
 
 class ExtraRowStates:
@@ -94,7 +96,9 @@ def trace(backbone: Backbone, tokens: Tensor) -> Trace:
     return Trace(states, *zip(*((layer.keys, layer.values) for layer in cache.layers), strict=True))
 
 
-def extra_row_states(backbone: Backbone, traced: Trace, extra_rows: ExtraRows, rows: Tensor) -> Tensor:
+def extra_row_states(
+    backbone: Backbone, traced: Trace, extra_rows: ExtraRows, rows: Tensor
+) -> Tensor:
     """Returns the final states [P, K, H] of the extra rows of P positions, rising rows [P] of a trace's B * L.
 
     They equal those of a forward pass; gradients reach the maps, through the layers above them.
@@ -102,13 +106,19 @@ def extra_row_states(backbone: Backbone, traced: Trace, extra_rows: ExtraRows, r
     parts = layers_one_by_one(backbone)
     size, length = traced.states[-1].shape[:2]
     padded, positions = _by_sequence(rows, size, length)  # [P] in B * W, [B, W]
-    x = traced.states[-1].new_zeros(*positions.shape, 0, backbone.hidden_size)  # [B, W, steps so far, H]
+    x = traced.states[-1].new_zeros(
+        *positions.shape, 0, backbone.hidden_size
+    )  # [B, W, steps so far, H]
     chunks: dict[str, list[tuple[int, Tensor]]] = {}
     for index, layer in enumerate(parts.layers):
         maps = extra_rows.entering(index)
         if maps:
-            below = traced.states[index].gather(1, positions[..., None].expand(-1, -1, backbone.hidden_size))
-            x = torch.cat([x, torch.stack([apply(below) for apply in maps], dim=2).to(x.dtype)], dim=2)
+            below = traced.states[index].gather(
+                1, positions[..., None].expand(-1, -1, backbone.hidden_size)
+            )
+            x = torch.cat(
+                [x, torch.stack([apply(below) for apply in maps], dim=2).to(x.dtype)], dim=2
+            )
             chunks = {}
         steps = x.shape[2]
         if not steps:
@@ -117,12 +127,17 @@ def extra_row_states(backbone: Backbone, traced: Trace, extra_rows: ExtraRows, r
         kind = backbone.masks.layer_type(index)
         if kind not in chunks:
             step_mask = extra_rows.step_mask(positions.device)[:steps, :steps]
-            chunks[kind] = [_chunk(backbone, kind, part, step_mask, length) for part in positions.split(CHUNK, dim=1)]
+            chunks[kind] = [
+                _chunk(backbone, kind, part, step_mask, length)
+                for part in positions.split(CHUNK, dim=1)
+            ]
         ahead_of = positions[..., None] + torch.arange(1, steps + 1, device=positions.device)
         ahead_of = ahead_of.clamp(max=backbone.max_positions - 1).flatten(1)  # [B, W * steps]
         out = layer(
             x.flatten(1, 2),
-            attention_mask=_attend_to(chunks[kind], CHUNK * steps, traced.keys[index], traced.values[index]),
+            attention_mask=_attend_to(
+                chunks[kind], CHUNK * steps, traced.keys[index], traced.values[index]
+            ),
             position_embeddings=parts.rotary(x, ahead_of, parts.kinds[index]),
             position_ids=ahead_of,
             use_cache=False,
@@ -173,7 +188,9 @@ def _compare_layers(backbone: Backbone, parts: Layers) -> None:
         )
     error = difference(parts.base.norm(x)[0].float(), own[0].float())
     if error > (1e-3 if own.dtype == torch.float32 else 0.1):
-        raise Unsupported(f"layers run one by one give states that differ from its own by {error:.2%}")
+        raise Unsupported(
+            f"layers run one by one give states that differ from its own by {error:.2%}"
+        )
 
 
 def _by_sequence(rows: Tensor, size: int, length: int) -> tuple[Tensor, Tensor]:
@@ -186,7 +203,9 @@ def _by_sequence(rows: Tensor, size: int, length: int) -> tuple[Tensor, Tensor]:
     return index, rows.new_zeros(size * wide).index_copy(0, index, rows % length).view(size, wide)
 
 
-def _chunk(backbone: Backbone, kind: str, positions: Tensor, step_mask: Tensor, length: int) -> tuple[int, Tensor]:
+def _chunk(
+    backbone: Backbone, kind: str, positions: Tensor, step_mask: Tensor, length: int
+) -> tuple[int, Tensor]:
     """Returns the real columns that extra rows of positions [B, W] read, and their mask [B, 1, W * steps, columns].
 
     Each sees the real columns up to its own position, and of its extra rows those of step_mask
@@ -206,7 +225,9 @@ def _chunk(backbone: Backbone, kind: str, positions: Tensor, step_mask: Tensor, 
     return end, torch.cat([real, own.expand(size, -1, -1)], dim=2)[:, None]
 
 
-def _attend_to(chunks: list[tuple[int, Tensor]], split: int, keys: Tensor, values: Tensor) -> Attend:
+def _attend_to(
+    chunks: list[tuple[int, Tensor]], split: int, keys: Tensor, values: Tensor
+) -> Attend:
     """Returns attention of chunks of `split` extra rows to real keys and values [B, KV, L, D] and to their own."""
 
     def attend(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:

@@ -54,7 +54,9 @@ class LayerCache(Cache):
         """Returns the bytes of one slot's states."""
         return sum(states[0].nbytes for states in self.states.values())
 
-    def keys_and_values(self, layer: int, slots: slice, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def keys_and_values(
+        self, layer: int, slots: slice, key: Tensor, value: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Returns a layer's keys and values [B, KV, C, D] in some slots, wide enough for rows as `key` and `value`."""
         place = self._places.setdefault(layer, len(self._places))
         heads = key.shape[1]
@@ -62,7 +64,9 @@ class LayerCache(Cache):
         value_dim = value.shape[3]
         self._widen(place + 1, heads, dim, value_dim, value)
         assert self.keys is not None and self.values is not None
-        return self.keys[place, slots, :heads, :, :dim], self.values[place, slots, :heads, :, :value_dim]
+        return self.keys[place, slots, :heads, :, :dim], self.values[
+            place, slots, :heads, :, :value_dim
+        ]
 
     def _widen(self, layers: int, heads: int, dim: int, value_dim: int, like: Tensor) -> None:
         """Makes buffers that hold a layer of these sizes; layers with smaller ones use a part of theirs."""
@@ -90,7 +94,10 @@ class LayerCache(Cache):
         """Remembers the states of a slot of `length` tokens."""
         if self.states:
             states = {key: state[slot].clone() for key, state in self.states.items()}
-            self._snapshots[slot] = [*self._snapshots[slot][1 - SNAPSHOTS :], Snapshot(length, states)]
+            self._snapshots[slot] = [
+                *self._snapshots[slot][1 - SNAPSHOTS :],
+                Snapshot(length, states),
+            ]
 
     def reusable(self, slot: int, rows: int) -> int:
         if not self.states:
@@ -108,7 +115,9 @@ class LayerCache(Cache):
 
     def truncate(self, slot: int, length: int) -> None:
         if self.states and length < self.lengths[slot]:
-            self._snapshots[slot] = [snapshot for snapshot in self._snapshots[slot] if snapshot.length <= length]
+            self._snapshots[slot] = [
+                snapshot for snapshot in self._snapshots[slot] if snapshot.length <= length
+            ]
             self._restore(slot, length)
         super().truncate(slot, length)
 

@@ -56,7 +56,9 @@ def load_backbone(
     own. chat: the model needs a chat template. The rest is load_network's. Raises UserError for
     anything missing or unusable.
     """
-    foreign = options.trust_remote_code and has_own_code(model)  # only the eager engine runs a model's own code
+    foreign = options.trust_remote_code and has_own_code(
+        model
+    )  # only the eager engine runs a model's own code
     named = "native" if options.quantize in INTEGER else options.engine
     _check_engine(named, options, foreign, shard, model)
     on_cpu = torch.device(resolve_device(options.device)).type == "cpu"
@@ -93,7 +95,9 @@ def load_backbone(
     return backbone
 
 
-def attach(backbone: Backbone, engine: str = "eager", *, quantize: str | None = None, rows: str = "auto") -> Engine:
+def attach(
+    backbone: Backbone, engine: str = "eager", *, quantize: str | None = None, rows: str = "auto"
+) -> Engine:
     """Gives a backbone, whose network is in memory, the engine of a name.
 
     Raises UsageError if the engine cannot run the network.
@@ -114,7 +118,8 @@ def attach(backbone: Backbone, engine: str = "eager", *, quantize: str | None = 
             raise UsageError(f"@engine {engine!r} is unknown", "use native, torch or eager")
     except Unsupported as reason:
         raise UsageError(
-            f"@engine {engine} cannot run the model {backbone.id!r}: {reason}", "use @engine auto or eager"
+            f"@engine {engine} cannot run the model {backbone.id!r}: {reason}",
+            "use @engine auto or eager",
         ) from reason
     return backbone.engine
 
@@ -136,7 +141,9 @@ def _load_native(
     if (reason := why_unavailable()) is not None:
         raise Unsupported(reason)
     int8_rows = options.rows == "int8" or (options.rows == "auto" and options.dtype != "fp32")
-    as_stored = options.dtype in ("auto", "fp32") or DTYPES[options.dtype] == checkpoint_dtype(model)
+    as_stored = options.dtype in ("auto", "fp32") or DTYPES[options.dtype] == checkpoint_dtype(
+        model
+    )
     loaded = None
     if adapter is None and as_stored and not model.startswith(RANDOM):
         loaded = _from_files(model, options, chat_template, int8_rows)
@@ -160,7 +167,9 @@ def _load_native(
     return backbone
 
 
-def _from_files(model: str, options: LoadOptions, chat_template: str | None, int8_rows: bool) -> _Loaded | None:
+def _from_files(
+    model: str, options: LoadOptions, chat_template: str | None, int8_rows: bool
+) -> _Loaded | None:
     """Packs a model's files as they are; None for a model without files, or with other names in them."""
     network, tokenizer = load_without_weights(model, chat_template)
     if not has_files(model):
@@ -174,11 +183,17 @@ def _from_files(model: str, options: LoadOptions, chat_template: str | None, int
 
 
 def _from_network(
-    model: str, options: LoadOptions, adapter: Path | None, chat_template: str | None, int8_rows: bool
+    model: str,
+    options: LoadOptions,
+    adapter: Path | None,
+    chat_template: str | None,
+    int8_rows: bool,
 ) -> _Loaded:
     """Packs a network that transformers loads, with an adapter merged into it."""
     options = replace(options, dtype=_dtype_in_memory(model, options, adapter), device="cpu")
-    network, tokenizer = load_network(model, replace(options, quantize=None), chat_template=chat_template)
+    network, tokenizer = load_network(
+        model, replace(options, quantize=None), chat_template=chat_template
+    )
     if adapter is not None:
         network = lora.merge(network, adapter)
     description = verified(network)
@@ -231,18 +246,26 @@ def _check_chat(backbone: Backbone, chat: bool) -> None:
     try_template(backbone)
 
 
-def _check_engine(named: str | None, options: LoadOptions, foreign: bool, shard: bool, model: str) -> None:
+def _check_engine(
+    named: str | None, options: LoadOptions, foreign: bool, shard: bool, model: str
+) -> None:
     """Raises UsageError for an engine that the other options rule out."""
     if named in ("auto", "eager", None):
         return
     flag = _flag(options)
     if shard:
-        raise UsageError(f"{flag} cannot run layers split by train.shard=true", "leave one of them out")
+        raise UsageError(
+            f"{flag} cannot run layers split by train.shard=true", "leave one of them out"
+        )
     if foreign:
-        raise UsageError(f"{flag} cannot run the code that {model!r} brings along", "use @engine auto or eager")
+        raise UsageError(
+            f"{flag} cannot run the code that {model!r} brings along", "use @engine auto or eager"
+        )
     device = torch.device(resolve_device(options.device)).type
     if named == "native" and device != "cpu":
-        raise UsageError(f"{flag} runs on a CPU, not on {device}", "use @device cpu, or @quantize bnb.int8")
+        raise UsageError(
+            f"{flag} runs on a CPU, not on {device}", "use @device cpu, or @quantize bnb.int8"
+        )
     if named == "native" and not is_available():
         raise UsageError(f"{flag} cannot run: {why_unavailable()}", "use @engine auto or eager")
     if named == "torch" and device == "cpu":
@@ -250,9 +273,15 @@ def _check_engine(named: str | None, options: LoadOptions, foreign: bool, shard:
 
 
 def _refusal(options: LoadOptions, model: str, reason: Unsupported) -> UsageError:
-    return UsageError(f"{_flag(options)} cannot run the model {model!r}: {reason}", "use @engine auto or eager")
+    return UsageError(
+        f"{_flag(options)} cannot run the model {model!r}: {reason}", "use @engine auto or eager"
+    )
 
 
 def _flag(options: LoadOptions) -> str:
     """Returns the flag that asks for an engine: `quantize` asks for the native one."""
-    return f"@quantize {options.quantize}" if options.quantize in INTEGER else f"@engine {options.engine}"
+    return (
+        f"@quantize {options.quantize}"
+        if options.quantize in INTEGER
+        else f"@engine {options.engine}"
+    )

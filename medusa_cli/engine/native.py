@@ -36,7 +36,9 @@ class NativeEngine(Engine):
     name = "native"
     row_invariant = True
 
-    def __init__(self, backbone: Backbone, model: NativeModel, int8_rows: bool, quantize: str | None = None) -> None:
+    def __init__(
+        self, backbone: Backbone, model: NativeModel, int8_rows: bool, quantize: str | None = None
+    ) -> None:
         super().__init__(backbone)
         self.model = model
         self.int8_rows = int8_rows
@@ -78,7 +80,8 @@ class NativeEngine(Engine):
     def number_type(self) -> str:
         """Returns the type of float weights; of quantized ones "auto", or "fp32" with fp32 rows."""
         formats = {
-            self.model.packed.matrices[layer.matrices["query"]].format for layer in self.model.description.layers
+            self.model.packed.matrices[layer.matrices["query"]].format
+            for layer in self.model.description.layers
         }
         if formats == {Format.BF16}:
             return "bf16"
@@ -121,7 +124,12 @@ class NativeEngine(Engine):
         return Output(logits, hidden, extra, best)
 
     def _states(
-        self, plan: Plan, cache: "NativeCache", depth: Tensor, mask: Tensor, extra_rows: ExtraRowStates | None
+        self,
+        plan: Plan,
+        cache: "NativeCache",
+        depth: Tensor,
+        mask: Tensor,
+        extra_rows: ExtraRowStates | None,
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """Runs all layers over rows of a depth [B or 1, R], which see each other by a mask [B or 1, R, R].
 
@@ -145,7 +153,9 @@ class NativeEngine(Engine):
             if extra_rows is not None and first in entries:
                 x = self._padded(extra_rows.enter(first, x[..., : self.sizes["hidden"]]))
             here = [tap for tap in taps if first <= tap < end]
-            states = self._run_layers(x, cache, plan.first, lengths, positions, visible, first, end, here)
+            states = self._run_layers(
+                x, cache, plan.first, lengths, positions, visible, first, end, here
+            )
             by_tap |= zip(here, states, strict=True)
         by_tap[-1] = by_tap[last - 1] = x
         return x, by_tap
@@ -202,7 +212,9 @@ class NativeEngine(Engine):
         x = torch.empty(*tokens.shape, self.stride)
         scale = self.model.struct.embedding_scale
         matrix = self.model.embedding.struct
-        if library().embed(byref(matrix), ids.ctypes.data, ids.size, scale, x.data_ptr(), self.stride):
+        if library().embed(
+            byref(matrix), ids.ctypes.data, ids.size, scale, x.data_ptr(), self.stride
+        ):
             raise IndexError("a token is beyond the vocabulary")
         return x
 
@@ -224,7 +236,13 @@ class NativeEngine(Engine):
 
         best = np.empty((slots, rows), np.int32)
         code = library().logits(
-            byref(head.struct), states.data_ptr(), count, stride, out.ctypes.data, wide, best.ctypes.data
+            byref(head.struct),
+            states.data_ptr(),
+            count,
+            stride,
+            out.ctypes.data,
+            wide,
+            best.ctypes.data,
         )
         assert code == 0
         logits = torch.from_numpy(out[:count, : self.sizes["vocab"]]).view(slots, rows, -1)
@@ -280,7 +298,9 @@ class NativeCache(Cache):
         shape = self.layers, self.slots, kv
         self.keys = torch.zeros(*shape, capacity // TILE, dim, TILE)
         self.values = torch.zeros(*shape, capacity, padded(dim, TILE))
-        self.buffers = CacheBuffers(self.keys.data_ptr(), self.values.data_ptr(), self.slots, capacity)
+        self.buffers = CacheBuffers(
+            self.keys.data_ptr(), self.values.data_ptr(), self.slots, capacity
+        )
         self.capacity = capacity
 
     @property
@@ -336,7 +356,9 @@ class NativeLinear(nn.Module):
         rows = x.reshape(-1, x.shape[-1]).float().contiguous()
         y = torch.empty(len(rows), padded(self.out_features, TILE))
         struct = byref(self.matrix.struct)
-        code = library().multiply(struct, rows.data_ptr(), len(rows), rows.shape[1], y.data_ptr(), y.shape[1])
+        code = library().multiply(
+            struct, rows.data_ptr(), len(rows), rows.shape[1], y.data_ptr(), y.shape[1]
+        )
         assert code == 0
         return y[:, : self.out_features].view(*x.shape[:-1], self.out_features)
 

@@ -45,7 +45,9 @@ class NativeModel:
                 if name in names.norms:
                     setattr(layer, name, packed.vectors[names.norms[name]].ctypes.data)
             layer.window = 0 if names.kind == FULL else description.window
-            layer.table = description.tables.index(names.table) if len(description.tables) > 1 else 0
+            layer.table = (
+                description.tables.index(names.table) if len(description.tables) > 1 else 0
+            )
 
         self.struct = Model(**description.sizes)
         self.struct.activation = description.activation
@@ -90,7 +92,9 @@ class NativeModel:
         for names in self.description.layers:
             for name, stored in names.matrices.items():
                 matrix = self.packed.matrices[stored]
-                if matrix.shape[0] != outputs[name] or not has_inputs(matrix, inputs.get(name, hidden)):
+                if matrix.shape[0] != outputs[name] or not has_inputs(
+                    matrix, inputs.get(name, hidden)
+                ):
                     raise Unsupported(f"its {stored} has the shape {matrix.shape}")
             for name, stored in names.norms.items():
                 wide = sizes["dim"] if name in ("query_norm", "key_norm") else hidden

@@ -53,7 +53,9 @@ class Packed:
         return any(not matrix.format.is_float for matrix in self.matrices.values())
 
 
-def pack_once(model: str, description: Description, network: Any, quantize: str | None, int8_rows: bool) -> Packed:
+def pack_once(
+    model: str, description: Description, network: Any, quantize: str | None, int8_rows: bool
+) -> Packed:
     """Returns the packed weights of a model's files from the cache; the first call writes them there.
 
     Where the cache cannot be written, they are packed in memory.
@@ -79,7 +81,9 @@ def stamp_of(*parts: Any) -> str:
     return sha256(json.dumps([VERSION, *parts], default=str).encode()).hexdigest()[:24]
 
 
-def pack_in_memory(description: Description, weights: Weights, quantize: str | None, int8_rows: bool) -> Packed:
+def pack_in_memory(
+    description: Description, weights: Weights, quantize: str | None, int8_rows: bool
+) -> Packed:
     """Packs a model's weights; raises MissingWeights."""
     packed = Packed()
     for name, raw, bias in _matrices(description, weights, quantize):

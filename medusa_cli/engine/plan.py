@@ -119,7 +119,9 @@ def lay_out(plan: Plan, cache: Cache, masks: Masks, context: int, device: torch.
     if plan.is_chain and lengths == [0] and extra_rows is None and device.type != "cpu":
         # A GPU's fastest kernel takes no mask.
         return Layout(plan.first, 1, depth, masks.causal(rows, device), 0, every[None], rows)
-    layout = lay_out_at(upload(lengths, device), tree_mask, depth, masks, context, plan.first, end, extra_rows)
+    layout = lay_out_at(
+        upload(lengths, device), tree_mask, depth, masks, context, plan.first, end, extra_rows
+    )
     return replace(layout, start=lengths[0] if size == 1 else None, tree=tree)
 
 
@@ -148,8 +150,12 @@ def lay_out_at(
         column = torch.arange(wide, device=lengths.device).expand(size, -1)
         if masks.kinds != [FULL]:  # windows count positions
             inside = (column - lengths[:, None]).clamp(0, rows - 1)
-            column = torch.where(column < lengths[:, None], column, positions.expand(size, -1).gather(1, inside))
-        by_kind = masks.additive(visible_behind(lengths, tree_mask, wide), positions, column[:, None])
+            column = torch.where(
+                column < lengths[:, None], column, positions.expand(size, -1).gather(1, inside)
+            )
+        by_kind = masks.additive(
+            visible_behind(lengths, tree_mask, wide), positions, column[:, None]
+        )
     if by_length:
         by_kind[FULL] = additive(tree_mask.expand(size, -1, -1), masks.dtype)
 

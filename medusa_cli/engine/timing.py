@@ -45,7 +45,11 @@ def read_timings(key: str, kind: type[T]) -> T | None:
         kept = _read_file().get(key)
         return None if kept is None else msgspec.convert(kept, kind, str_keys=True)
     except (UserError, ValueError, OverflowError) as reason:
-        log.warning("%s cannot be used; timings are measured again (%s)", timings_file(), str(reason).split(";")[0])
+        log.warning(
+            "%s cannot be used; timings are measured again (%s)",
+            timings_file(),
+            str(reason).split(";")[0],
+        )
         return None
 
 
@@ -82,4 +86,6 @@ def machine_key(config: Any) -> str:
     """Returns the key of timings: processor, its instructions, threads, version of torch, shape of the model."""
     shape = [config.model_type, *(getattr(config, name, None) for name in SHAPE)]
     can = instructions()[0] if is_available() else torch.backends.cpu.get_cpu_capability()
-    return "|".join((processor(), can, str(cpu_count()), torch.__version__, "x".join(map(str, shape))))
+    return "|".join(
+        (processor(), can, str(cpu_count()), torch.__version__, "x".join(map(str, shape)))
+    )

@@ -51,7 +51,9 @@ def norm_of(module: Any) -> Norm:
     weight = getattr(module, "weight", None)
     if eps is None or weight is None or weight.dim() != 1:
         raise Unsupported(f"{type(module).__name__} is not an RMS norm")
-    probe = torch.linspace(-2, 3, 2 * weight.numel(), dtype=weight.dtype, device=weight.device).view(2, -1)
+    probe = torch.linspace(
+        -2, 3, 2 * weight.numel(), dtype=weight.dtype, device=weight.device
+    ).view(2, -1)
     expected = module(probe).float()
     for gain in (weight.detach().float(), 1 + weight.detach().float()):
         norm = Norm(gain, eps)
@@ -74,7 +76,9 @@ class Joined(nn.Module):
         biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
         if biases and len(biases) != len(linears):
             raise Unsupported("only some of its joined layers have a bias")
-        self.register_buffer("weight", torch.cat([linear.weight.detach() for linear in linears]), persistent=False)
+        self.register_buffer(
+            "weight", torch.cat([linear.weight.detach() for linear in linears]), persistent=False
+        )
         self.register_buffer("bias", torch.cat(biases) if biases else None, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -91,8 +95,12 @@ class TorchLayer(nn.Module):
         super().__init__()
         attention = getattr(layer, "self_attn", None)
         mlp = getattr(layer, "mlp", None)
-        is_attention = all(hasattr(attention, name) for name in ("q_proj", "k_proj", "v_proj", "o_proj", "scaling"))
-        is_gated = all(hasattr(mlp, name) for name in ("gate_proj", "up_proj", "down_proj", "act_fn"))
+        is_attention = all(
+            hasattr(attention, name) for name in ("q_proj", "k_proj", "v_proj", "o_proj", "scaling")
+        )
+        is_gated = all(
+            hasattr(mlp, name) for name in ("gate_proj", "up_proj", "down_proj", "act_fn")
+        )
         if not (is_attention and is_gated):
             raise Unsupported("its layers are not self-attention and a gated MLP")
         assert attention is not None and mlp is not None
@@ -101,7 +109,9 @@ class TorchLayer(nn.Module):
             raise Unsupported("its norms are placed in a way not known here")
         self.kind = kind
         self.table = table
-        self.dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.dim: int = (
+            getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        )
         self.heads: int = config.num_attention_heads
         self.kv: int = config.num_key_value_heads
         self.scale: float = attention.scaling
@@ -111,12 +121,16 @@ class TorchLayer(nn.Module):
         self.key_norm = norm_of(attention.k_norm) if hasattr(attention, "k_norm") else None
         self.out = Joined([attention.o_proj])
         self.out_norm = norm_of(layer.post_attention_layernorm) if after else None
-        self.mlp_norm = norm_of(layer.pre_feedforward_layernorm if after else layer.post_attention_layernorm)
+        self.mlp_norm = norm_of(
+            layer.pre_feedforward_layernorm if after else layer.post_attention_layernorm
+        )
         self.gate_up = Joined([mlp.gate_proj, mlp.up_proj])
         self.activation: Callable[[Tensor], Tensor] = mlp.act_fn
         self.down = Joined([mlp.down_proj])
         self.down_norm = norm_of(layer.post_feedforward_layernorm) if after else None
-        self.nbytes = sum(part.weight.nbytes for part in (self.qkv, self.out, self.gate_up, self.down))
+        self.nbytes = sum(
+            part.weight.nbytes for part in (self.qkv, self.out, self.gate_up, self.down)
+        )
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Returns queries and keys [B * R, heads + KV, D], rotated by tables, and values [B * R, KV, D]."""
@@ -160,7 +174,9 @@ class TorchEngine(LayoutEngine):
             tokens = probe_tokens(backbone.vocab_size, TOKENS, backbone.device)
             firsts = (0, max(0, backbone.max_positions - TOKENS))
             expected = {first: self._expected(tokens, first) for first in firsts}
-            self.layers = [self._join(index, layer) for index, layer in enumerate(self._parts.layers)]
+            self.layers = [
+                self._join(index, layer) for index, layer in enumerate(self._parts.layers)
+            ]
         except torch.OutOfMemoryError:
             raise
         except FAULTS as reason:
@@ -168,21 +184,29 @@ class TorchEngine(LayoutEngine):
         self.head = model.get_output_embeddings()
         self.dim = self.layers[0].dim
         self.norm = norm_of(self._parts.base.norm)
-        self.by_length = reads_by_length(backbone.device, self.dtype, self.kv * self.groups, self.kv, self.dim)
-        self.weight_bytes = sum(layer.nbytes for layer in self.layers) + backbone.lm_head_weight.nbytes
+        self.by_length = reads_by_length(
+            backbone.device, self.dtype, self.kv * self.groups, self.kv, self.dim
+        )
+        self.weight_bytes = (
+            sum(layer.nbytes for layer in self.layers) + backbone.lm_head_weight.nbytes
+        )
         self._rotary: dict[int, tuple[Tensor, Tensor]] = {}
         self._check(tokens, expected)
 
     def _join(self, index: int, layer: nn.Module) -> TorchLayer:
         kind = self.masks.kinds.index(self.masks.layer_type(index))
-        joined = TorchLayer(layer, self.backbone.config, kind, self._tables.index(self._parts.kinds[index])).eval()
+        joined = TorchLayer(
+            layer, self.backbone.config, kind, self._tables.index(self._parts.kinds[index])
+        ).eval()
         release(layer)
         return joined
 
     def _expected(self, tokens: Tensor, first: int) -> Tensor:
         """Returns the network's own states [1, n, H] of tokens [n] at the positions from `first` on."""
         positions = first + torch.arange(len(tokens), device=tokens.device)[None]
-        states: Tensor = padded_pass(self.backbone, tokens[None], position_ids=positions).last_hidden_state
+        states: Tensor = padded_pass(
+            self.backbone, tokens[None], position_ids=positions
+        ).last_hidden_state
         return states.float()
 
     @torch.inference_mode()
@@ -192,20 +216,31 @@ class TorchEngine(LayoutEngine):
             # Tables of only these positions take the place of the first ones.
             positions = first + torch.arange(TOKENS, device=tokens.device)
             positions = positions.clamp(max=self.backbone.max_positions - 1)
-            self._rotary = {table: self._table(table, positions) for table in range(len(self._tables))}
+            self._rotary = {
+                table: self._table(table, positions) for table in range(len(self._tables))
+            }
             ours = self.forward(Plan.chain(tokens, logits="none"), self.new_cache()).hidden.float()
             error = float((ours - states).norm() / states.norm())
             if not error <= TOLERANCE[self.dtype]:
-                raise Unsupported(f"its states differ from the network's own by {error:.2%} from position {first:,} on")
+                raise Unsupported(
+                    f"its states differ from the network's own by {error:.2%} from position {first:,} on"
+                )
         self._rotary = {}
 
-    def run(self, tokens: Tensor, layout: Layout, cache: Cache, taps: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    def run(
+        self, tokens: Tensor, layout: Layout, cache: Cache, taps: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor]:
         x = self._parts.base.embed_tokens(tokens).to(self.dtype)  # [B, R, H]
         if cache.keys is None:
             cache.allocate(self.kv, self.dim, x)
         extra_rows = layout.extra_rows
         last = len(self.layers)
-        cuts = {0, last, *(tap + 1 for tap in taps if tap >= 0), *(extra_rows.rows.layers if extra_rows else ())}
+        cuts = {
+            0,
+            last,
+            *(tap + 1 for tap in taps if tap >= 0),
+            *(extra_rows.rows.layers if extra_rows else ()),
+        }
         tapped: dict[int, Tensor] = {}
         inputs: tuple[Any, ...] = ()
         for first, after in itertools.pairwise(sorted(cuts)):
@@ -243,14 +278,18 @@ class TorchEngine(LayoutEngine):
         slots = slice(layout.first, layout.first + layout.size)
         for index in range(first, end):
             layer = self.layers[index]
-            keys, values = (cached[index, slots].flatten(0, 1) for cached in (cache.keys, cache.values))
+            keys, values = (
+                cached[index, slots].flatten(0, 1) for cached in (cache.keys, cache.values)
+            )
             query_key, new_values = layer.project(x, cos[layer.table], sin[layer.table])
             query, new_keys = query_key.split([layer.heads, layer.kv], dim=1)
             _write(keys, new_keys, columns)
             _write(values, new_values, columns)
             mask = masks[layer.kind]
             if reads and mask.shape[-1] == columns.shape[1]:
-                attended = behind(query, keys, values, new_keys, new_values, mask, reads, layer.scale)
+                attended = behind(
+                    query, keys, values, new_keys, new_values, mask, reads, layer.scale
+                )
             else:
                 attended = fused(query, keys, values, mask, layer.kv, layer.scale)
             x = layer.finish(x, attended.view(-1, layer.heads * layer.dim))
@@ -264,9 +303,15 @@ class TorchEngine(LayoutEngine):
         masks = [mask.repeat(1, self.groups, 1)[:, None] for mask in masks]
         # Slots may share their positions.
         positions = layout.positions[:, :rows].expand(layout.size, -1).flatten()
-        tables = (self._cos_sin(table, positions, layout.wide) for table in range(len(self._tables)))
+        tables = (
+            self._cos_sin(table, positions, layout.wide) for table in range(len(self._tables))
+        )
         cos, sin = map(list, zip(*tables, strict=True))
-        reads = [] if layout.lengths is None else columns_read(layout.lengths, rows, self.kv, layout.wide)
+        reads = (
+            []
+            if layout.lengths is None
+            else columns_read(layout.lengths, rows, self.kv, layout.wide)
+        )
         return masks, reads, cos, sin, layout.columns[:, :rows]
 
     def _cos_sin(self, table: int, positions: Tensor, wide: int) -> tuple[Tensor, Tensor]:

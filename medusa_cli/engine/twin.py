@@ -74,7 +74,9 @@ def twin_of(network: Any) -> Any:
 
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(0)
-        twin = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+        twin = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, trust_remote_code=False
+        )
         for parameter in twin.parameters():
             parameter.data = torch.randn_like(parameter) * (0.3 if parameter.dim() == 1 else 0.2)
             if parameter.dim() == 1:
@@ -110,7 +112,9 @@ def _compare(twin: Any, one_more: bool) -> None:
         states = engine.states_at(tokens, first)
         error = float((states - expected).norm() / expected.norm())
         if not error <= TOLERANCE:
-            raise Unsupported(f"its states differ from the network's own by {error:.2%} from position {first:,} on")
+            raise Unsupported(
+                f"its states differ from the network's own by {error:.2%} from position {first:,} on"
+            )
 
     expected_logits = twin.get_output_embeddings()(expected)
     logits = engine.logits_of(expected)

@@ -46,32 +46,47 @@ class View(TransformersCache):
         cache.node_states = {}
         cache.first_node_slot = layout.first
 
-    def follow(self, layer: int, forward: Callable[..., Any], hidden_states: Tensor, *args: Any, **options: Any) -> Any:
+    def follow(
+        self,
+        layer: int,
+        forward: Callable[..., Any],
+        hidden_states: Tensor,
+        *args: Any,
+        **options: Any,
+    ) -> Any:
         """Returns a module's output for states [B, R, H]; `args`, `options`: its other arguments."""
         known = {key: states for key, states in self._cache.states.items() if key[0] == layer}
         run = partial(self._follow_chain if self._layout.tree is None else self._follow_tree, known)
         return run(lambda rows: forward(rows, *args, **options), hidden_states)
 
-    def _follow_chain(self, known: dict[StateKey, Tensor], forward: Callable[[Tensor], Any], x: Tensor) -> Any:
+    def _follow_chain(
+        self, known: dict[StateKey, Tensor], forward: Callable[[Tensor], Any], x: Tensor
+    ) -> Any:
         lengths = self._cache.lengths[self._slots]
         goes_on = any(lengths)
         if goes_on and not all(lengths):
             raise ValueError("chains of several slots must all begin, or all go on")
-        self._now = {key: states[self._slots].clone() for key, states in known.items()} if goes_on else {}
+        self._now = (
+            {key: states[self._slots].clone() for key, states in known.items()} if goes_on else {}
+        )
         pieces = x.split(1 if goes_on and self._cache.by_token else x.shape[1], dim=1)
         out = _along_rows([forward(piece) for piece in pieces])
         for key, state in self._now.items():
             self._cache.put(key, self._slots, state)
         return out
 
-    def _follow_tree(self, known: dict[StateKey, Tensor], forward: Callable[[Tensor], Any], x: Tensor) -> Any:
+    def _follow_tree(
+        self, known: dict[StateKey, Tensor], forward: Callable[[Tensor], Any], x: Tensor
+    ) -> Any:
         after: dict[StateKey, Tensor] = {}
         outs: list[Any] = []
         for slot, row, parent in self._levels:
             if after:
                 self._now = {key: states[slot, parent] for key, states in after.items()}
             else:
-                self._now = {key: states[self._layout.first + slot] for key, states in known.items()}
+                self._now = {
+                    key: states[self._layout.first + slot] for key, states in known.items()
+                }
             outs.append(forward(x[slot, row][:, None]))
             for key, state in self._now.items():
                 if key not in after:
@@ -126,7 +141,9 @@ class View(TransformersCache):
         self._now[layer_idx, "recurrent", state_idx] = recurrent_states
         return recurrent_states
 
-    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+    def has_previous_state(
+        self, layer_idx: int | None = None, state_idx: int | None = None
+    ) -> bool:
         return bool(self._now)
 
     def is_recording_past(self, layer_idx: int) -> bool:

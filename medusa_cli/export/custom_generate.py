@@ -23,7 +23,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import DynamicCache
-from transformers.generation import GenerateDecoderOnlyOutput, StoppingCriteriaList, StopStringCriteria
+from transformers.generation import (
+    GenerateDecoderOnlyOutput,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
 from transformers.utils import cached_file
 
 from medusa_cli.decode.ngram import NgramIndex, add_paths, ngram_trust
@@ -37,7 +41,9 @@ from medusa_cli.model.attention import Masks, cache_name
 from medusa_cli.tree.tree import Draft, Tree
 
 # FIRP is not among them: its extra rows go through the model's layers.
-KINDS: dict[str, type[HeadDrafter]] = {kind.name: kind for kind in (MedusaHeads, HydraHeads, Amphista, Eagle)}
+KINDS: dict[str, type[HeadDrafter]] = {
+    kind.name: kind for kind in (MedusaHeads, HydraHeads, Amphista, Eagle)
+}
 # Steps of a trial, and steps until the other way is tried again: the interval doubles up to the
 # longest.
 TRY = 6
@@ -64,10 +70,15 @@ def generate(
     """
     if drafts not in ("auto", "always"):
         raise ValueError(f"drafts={drafts!r} is unknown: give 'auto' or 'always'")
-    for key in ("custom_generate", "trust_remote_code"):  # given again if `model.generate` is this function already
+    for key in (
+        "custom_generate",
+        "trust_remote_code",
+    ):  # given again if `model.generate` is this function already
         kwargs.pop(key, None)
     if model.config._attn_implementation not in ("sdpa", "eager"):
-        raise ValueError("a tree needs its own mask: load the model with attn_implementation='sdpa'")
+        raise ValueError(
+            "a tree needs its own mask: load the model with attn_implementation='sdpa'"
+        )
     loaded = load_drafter(drafter or model.name_or_path, model)
     add_stop_strings(model, tokenizer, kwargs)
 
@@ -80,21 +91,35 @@ def generate(
         **model_kwargs: Any,
     ) -> Any:
         if len(input_ids) != 1 or generation_config.num_beams != 1:
-            raise ValueError("drafts are for one prompt at a time and without beams: leave custom_generate out")
+            raise ValueError(
+                "drafts are for one prompt at a time and without beams: leave custom_generate out"
+            )
         as_dict = generation_config.return_dict_in_generate
         for name in ("output_hidden_states", "output_attentions"):
             if as_dict and getattr(generation_config, name):
-                raise ValueError(f"{name}=True would include rejected drafts: leave custom_generate out")
+                raise ValueError(
+                    f"{name}=True would include rejected drafts: leave custom_generate out"
+                )
         padding = model_kwargs.get("attention_mask")
         prompt = input_ids if padding is None else input_ids[:, padding[0].bool()]
-        generation = Generation(input_ids, logits_processor, stopping_criteria, generation_config, streamer)
-        cache = run(model, loaded, prompt.to(model.device), generation, None if drafts == "always" else loaded.switch)
+        generation = Generation(
+            input_ids, logits_processor, stopping_criteria, generation_config, streamer
+        )
+        cache = run(
+            model,
+            loaded,
+            prompt.to(model.device),
+            generation,
+            None if drafts == "always" else loaded.switch,
+        )
         if streamer is not None:
             streamer.end()
         if not as_dict:
             return generation.ids
         name = cache_name(GenerateDecoderOnlyOutput)
-        return GenerateDecoderOnlyOutput(sequences=generation.ids, **{name: cache}, **generation.kept)
+        return GenerateDecoderOnlyOutput(
+            sequences=generation.ids, **{name: cache}, **generation.kept
+        )
 
     # The class's own `generate` prepares prompt, processors and criteria as always, without
     # gradients.
@@ -104,12 +129,17 @@ def generate(
 def add_stop_strings(model: Any, tokenizer: Any, kwargs: dict[str, Any]) -> None:
     """Turns stop strings into stopping criteria: transformers hands no tokenizer to a function in its place."""
     configs = (kwargs.get("generation_config"), model.generation_config)
-    given = [kwargs.get("stop_strings"), *(config.stop_strings for config in configs if config is not None)]
+    given = [
+        kwargs.get("stop_strings"),
+        *(config.stop_strings for config in configs if config is not None),
+    ]
     stops = next((strings for strings in given if strings), None)
     if stops is None:
         return
     if tokenizer is None:
-        raise ValueError(f"stop_strings={stops!r} need the tokenizer: give tokenizer=TOKENIZER as well")
+        raise ValueError(
+            f"stop_strings={stops!r} need the tokenizer: give tokenizer=TOKENIZER as well"
+        )
     criteria = [StopStringCriteria(tokenizer, stops), *(kwargs.get("stopping_criteria") or ())]
     kwargs |= {"stop_strings": None, "stopping_criteria": StoppingCriteriaList(criteria)}
 
@@ -120,7 +150,9 @@ class DraftSwitch:
     def __init__(self) -> None:
         self.drafts = True
         self._retry = RETRY
-        self._speeds: dict[bool, float] = {}  # tokens a second with drafts and without, as far as both were tried
+        self._speeds: dict[
+            bool, float
+        ] = {}  # tokens a second with drafts and without, as far as both were tried
         self._steps: list[tuple[float, int]] = []
 
     def record(self, drafts: bool, seconds: float, tokens: int) -> None:
@@ -130,19 +162,27 @@ class DraftSwitch:
         self._steps.append((seconds, tokens))
         if len(self._steps) <= (TRY if len(self._speeds) < 2 else self._retry):
             return
-        spent, accepted = map(sum, zip(*self._steps[1:], strict=True))  # the first step of a way is slower
+        spent, accepted = map(
+            sum, zip(*self._steps[1:], strict=True)
+        )  # the first step of a way is slower
         if len(self._speeds) == 2:
             self._speeds = {}
             self._retry = min(2 * self._retry, LONGEST_RETRY)
         self._speeds[drafts] = accepted / spent
         self._steps = []
-        self.drafts = max(self._speeds, key=self._speeds.__getitem__) if len(self._speeds) == 2 else not drafts
+        self.drafts = (
+            max(self._speeds, key=self._speeds.__getitem__)
+            if len(self._speeds) == 2
+            else not drafts
+        )
 
 
 class Generation:
     """Holds the tokens so far, and chooses and stops them one by one as `generate` does."""
 
-    def __init__(self, ids: Tensor, processors: Any, criteria: Any, config: Any, streamer: Any) -> None:
+    def __init__(
+        self, ids: Tensor, processors: Any, criteria: Any, config: Any, streamer: Any
+    ) -> None:
         self.ids = ids
         self.done = False
         wanted = [name for name in ("scores", "logits") if getattr(config, f"output_{name}")]
@@ -156,7 +196,11 @@ class Generation:
         """Returns the next token for logits [V]: the most likely one, or a draw from the distribution asked for."""
         raw = logits[None].to(self.ids.device, torch.float32, copy=True)
         scores = self._processors(self.ids, raw)
-        token = torch.multinomial(scores.softmax(-1), 1) if self._sample else scores.argmax(-1, keepdim=True)
+        token = (
+            torch.multinomial(scores.softmax(-1), 1)
+            if self._sample
+            else scores.argmax(-1, keepdim=True)
+        )
         self.ids = torch.cat([self.ids, token], dim=1)
         for name, rows in (("scores", scores), ("logits", raw)):
             if name in self.kept:
@@ -172,7 +216,9 @@ class Generation:
         path = [0]
         while True:
             token = self.choose(logits[path[-1]])
-            child = next((node for node in draft.tree.children[path[-1]] if tokens[node] == token), None)
+            child = next(
+                (node for node in draft.tree.children[path[-1]] if tokens[node] == token), None
+            )
             if child is None or self.done:
                 return path, token
             path.append(child)
@@ -182,11 +228,17 @@ def run(
     model: Any, loaded: "Loaded", prompt: Tensor, generation: Generation, switch: DraftSwitch | None
 ) -> DynamicCache:
     """Drafts (switch None: always), verifies, accepts and keeps rows until the answer ends; returns the cache."""
-    cache = DynamicCache()  # without a config every layer keeps all rows, so that rejected ones can be removed
+    cache = (
+        DynamicCache()
+    )  # without a config every layer keeps all rows, so that rejected ones can be removed
     backbone = backbone_of(model)
     drafter = loaded.drafter.fork()
     index = NgramIndex(ngram_trust())
-    options = {cache_name(type(model).forward): cache, "use_cache": True, "output_hidden_states": True}
+    options = {
+        cache_name(type(model).forward): cache,
+        "use_cache": True,
+        "output_hidden_states": True,
+    }
     out = model(prompt, logits_to_keep=1, **options)
     states = tapped(out.hidden_states, drafter.taps, model.device)
     text = prompt[0].tolist()
@@ -200,7 +252,10 @@ def run(
         if drafts:
             (draft,) = drafter.draft(backbone, [drafter], [new], loaded.tree)
             matches = index.find(text, new.root)
-            draft = add_paths(draft, [match.tokens[: int(log(MIN_CHANCE) / log(match.chance))] for match in matches])
+            draft = add_paths(
+                draft,
+                [match.tokens[: int(log(MIN_CHANCE) / log(match.chance))] for match in matches],
+            )
 
         positions = start + draft.tree.depth.to(prompt.device)
         out = model(
@@ -233,7 +288,9 @@ def tree_masks(model: Any, tree: Tree, start: int, positions: Tensor) -> Any:
     """Returns the mask, by kind of layer if there are several: a node sees all cached rows [start] and its path."""
     visible = F.pad(tree.mask.to(positions.device), (start, 0), value=True)
     columns = torch.cat([torch.arange(start, device=positions.device), positions])
-    additive = Masks(model.config.get_text_config(), model.dtype).additive(visible, positions, columns)
+    additive = Masks(model.config.get_text_config(), model.dtype).additive(
+        visible, positions, columns
+    )
     masks = {kind: mask[None, None] for kind, mask in additive.items()}
     return masks if len(masks) > 1 else masks.popitem()[1]
 
@@ -281,12 +338,18 @@ def load_drafter(source: str, model: Any) -> Loaded:
     try:
         files = [cached_file(source, f"drafter/{name}.json") for name in ("config", "tree")]
     except OSError as reason:
-        raise ValueError(f"{source!r} holds no drafter/: name the exported folder with drafter=FOLDER") from reason
+        raise ValueError(
+            f"{source!r} holds no drafter/: name the exported folder with drafter=FOLDER"
+        ) from reason
     data, tree = [json.loads(Path(file).read_text("utf-8")) for file in files]
     kind = KINDS[data["drafter"]]
     data = kind.read_config(data)
-    config = kind.config_class(**{f.name: data[f.name] for f in fields(kind.config_class) if f.name in data})
-    with torch.random.fork_rng(devices=[]):  # a caller's draws do not depend on the drafter's first weights
+    config = kind.config_class(
+        **{f.name: data[f.name] for f in fields(kind.config_class) if f.name in data}
+    )
+    with torch.random.fork_rng(
+        devices=[]
+    ):  # a caller's draws do not depend on the drafter's first weights
         drafter = kind(config)
     tensors = load_file(cached_file(source, f"drafter/{kind.weights_file}"))
     for name, weight in drafter.named_weights().items():

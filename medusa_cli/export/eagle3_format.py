@@ -21,7 +21,14 @@ AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
 LEVELS = 7
 AGAIN = "fetch the checkpoint again"
 # Variants of the layer that cannot be run here: configs that switch one on are refused.
-VARIANTS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "attention_bias", "mlp_bias")
+VARIANTS = (
+    "norm_before_residual",
+    "norm_before_fc",
+    "fc_norm",
+    "norm_output",
+    "attention_bias",
+    "mlp_bias",
+)
 Width = Annotated[int, Meta(ge=1, lt=1 << 24)]  # larger ones overflow
 
 
@@ -39,7 +46,9 @@ class LayerConfig:
     rope_theta: float = 10_000.0
 
 
-def export_eagle3(source: Source, output: Path, *, overwrite: bool = False) -> tuple[list[str], list[str]]:
+def export_eagle3(
+    source: Source, output: Path, *, overwrite: bool = False
+) -> tuple[list[str], list[str]]:
     """Writes an EAGLE drafter in the form that other engines read; raises UserError for any other kind."""
     refuse_other_kinds(source, "eagle3")
     config = source.config
@@ -49,9 +58,15 @@ def export_eagle3(source: Source, output: Path, *, overwrite: bool = False) -> t
     if len(config.taps) != 3:
         notes.append(f"it reads {len(config.taps)} layers, and llama.cpp takes exactly 3")
     launch = _launch(served, output, config.num_heads)
-    page = [f"# EAGLE-3 drafter for {model}", f"It drafts up to {config.num_heads} tokens, which {model} verifies."]
+    page = [
+        f"# EAGLE-3 drafter for {model}",
+        f"It drafts up to {config.num_heads} tokens, which {model} verifies.",
+    ]
     with exporting(output, overwrite) as part:
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, part / "model.safetensors")
+        save_file(
+            {name: tensor.contiguous() for name, tensor in tensors.items()},
+            part / "model.safetensors",
+        )
         write_json(part / "config.json", _engine_config(source))
         page += [f"```sh\n{line}\n```" for line in launch]
         (part / "README.md").write_text("\n\n".join(page) + "\n", encoding="utf-8")
@@ -76,7 +91,9 @@ def engine_tensors(source: Source) -> dict[str, Tensor]:
     if source.config.vocabulary == "draft":  # engines want no maps for a full vocabulary
         ids = tensors.pop("draft_ids").long()
         tensors["d2t"] = ids - torch.arange(len(ids))
-        tensors["t2d"] = torch.zeros(source.config.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
+        tensors["t2d"] = torch.zeros(source.config.vocab_size, dtype=torch.bool).index_fill(
+            0, ids, True
+        )
     return tensors
 
 
@@ -85,7 +102,9 @@ def served_model(source: Source) -> tuple[str, list[str]]:
     if source.run.adapter is None:
         return assets.model_dir(source.model), []
     merged = f"{source.run.name}-merged"
-    return merged, [f"it belongs to a model with an adapter; serve `medusa export --to hf --output {merged}`"]
+    return merged, [
+        f"it belongs to a model with an adapter; serve `medusa export --to hf --output {merged}`"
+    ]
 
 
 def _launch(model: str, folder: Path, tokens: int) -> list[str]:
@@ -124,7 +143,10 @@ def _engine_config(source: Source) -> dict[str, Any]:
         AUX_LAYERS: list(own.taps),
         # Nested, where SGLang reads them, layers count from 0: the layer that gives a state, not
         # the one that takes it.
-        "eagle_config": {AUX_LAYERS: [layer - 1 for layer in own.taps], "use_aux_hidden_state": True},
+        "eagle_config": {
+            AUX_LAYERS: [layer - 1 for layer in own.taps],
+            "use_aux_hidden_state": True,
+        },
         "num_aux_hidden_states": len(own.taps),
     }
 
@@ -152,11 +174,22 @@ def import_eagle3(
     if plain.get("num_hidden_layers", 1) != 1:
         variants.append("num_hidden_layers")
     if variants:
-        raise UserError(f"the layer of this EAGLE-3 drafter is of another kind ({', '.join(variants)})", "give another")
+        raise UserError(
+            f"the layer of this EAGLE-3 drafter is of another kind ({', '.join(variants)})",
+            "give another",
+        )
 
-    tensors = {name.replace("layers.0.", "midlayer.", 1): tensor for name, tensor in tensors.items()}
-    notes = [] if tensors.pop("embed_tokens.weight", None) is None else ["its embeddings are left out for the model's"]
-    theirs = convert({key: value for key, value in plain.items() if value}, LayerConfig, "config.json", AGAIN)
+    tensors = {
+        name.replace("layers.0.", "midlayer.", 1): tensor for name, tensor in tensors.items()
+    }
+    notes = (
+        []
+        if tensors.pop("embed_tokens.weight", None) is None
+        else ["its embeddings are left out for the model's"]
+    )
+    theirs = convert(
+        {key: value for key, value in plain.items() if value}, LayerConfig, "config.json", AGAIN
+    )
     heads = theirs.num_attention_heads
     taps = theirs.eagle_aux_hidden_state_layer_ids
     shared = theirs.num_key_value_heads or heads
@@ -166,13 +199,21 @@ def import_eagle3(
     taps = taps or [2, depth // 2, depth - 3]
 
     if heads % shared:
-        raise UserError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {shared}", AGAIN)
+        raise UserError(
+            f"num_attention_heads {heads} is not a multiple of num_key_value_heads {shared}", AGAIN
+        )
     if not all(1 <= layer < depth for layer in taps):
-        raise UserError(f"the drafter reads the layers {taps}, the model has {depth}", "give its own @model")
+        raise UserError(
+            f"the drafter reads the layers {taps}, the model has {depth}", "give its own @model"
+        )
     for name in ("midlayer.self_attn.k_proj.weight", "midlayer.self_attn.v_proj.weight"):
         tensor = tensors.get(name)
         if tensor is not None and tensor.dim() and len(tensor) == shared * size:
-            tensors[name] = tensor.unflatten(0, (shared, size)).repeat_interleave(heads // shared, 0).flatten(0, 1)
+            tensors[name] = (
+                tensor.unflatten(0, (shared, size))
+                .repeat_interleave(heads // shared, 0)
+                .flatten(0, 1)
+            )
 
     d2t = tensors.pop("d2t", None)
     t2d = tensors.pop("t2d", None)
@@ -203,17 +244,30 @@ def _flat(config: dict[str, Any]) -> dict[str, Any]:
     """Returns a config without the nesting of speculators and EAGLE."""
     eagle = _dict(config.get("eagle_config"))
     if isinstance(layers := eagle.get(AUX_LAYERS), list):
-        eagle = {**eagle, AUX_LAYERS: [layer + 1 if type(layer) is int else layer for layer in layers]}
+        eagle = {
+            **eagle,
+            AUX_LAYERS: [layer + 1 if type(layer) is int else layer for layer in layers],
+        }
     plain = eagle | _dict(config.get("transformer_layer_config")) | config
     return _dict(plain.get("rope_parameters")) | plain
 
 
 def _checked_map(d2t: Tensor | None, t2d: Tensor | None, vocabulary: int, tokens: int) -> Tensor:
     """Returns the draft tokens' ids [M] by their offsets d2t; raises UserError unless t2d [V] marks the same tokens."""
-    if d2t is None or t2d is None or d2t.shape != (vocabulary,) or t2d.shape != (tokens,) or d2t.is_floating_point():
+    if (
+        d2t is None
+        or t2d is None
+        or d2t.shape != (vocabulary,)
+        or t2d.shape != (tokens,)
+        or d2t.is_floating_point()
+    ):
         raise UserError(f"the checkpoint lacks d2t [{vocabulary}] or t2d [{tokens}]", AGAIN)
     ids = d2t.long() + torch.arange(vocabulary)
-    if ids.min() < 0 or ids.max() >= tokens or not torch.equal(ids.sort().values, t2d.bool().nonzero()[:, 0]):
+    if (
+        ids.min() < 0
+        or ids.max() >= tokens
+        or not torch.equal(ids.sort().values, t2d.bool().nonzero()[:, 0])
+    ):
         raise UserError("d2t and t2d of the checkpoint contradict each other", AGAIN)
     return ids.to(torch.int32)
 

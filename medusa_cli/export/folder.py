@@ -28,15 +28,23 @@ def exporting(folder: Path, overwrite: bool = False) -> Iterator[Path]:
         raise UserError(f"@output {folder} is a file", "give the name of a new folder")
     if folder.is_dir() and any(folder.iterdir()):
         if not overwrite:
-            raise UserError(f"@output {folder} is not empty", "give a new folder, or @overwrite to replace it")
+            raise UserError(
+                f"@output {folder} is not empty", "give a new folder, or @overwrite to replace it"
+            )
         if not (folder / CHECKSUMS).is_file():
-            raise UserError(f"@output {folder} holds other files than an export", "give a new folder")
+            raise UserError(
+                f"@output {folder} holds other files than an export", "give a new folder"
+            )
     with replacing_folder(folder) as part:
         yield part
         paths = sorted(part.rglob("*"))
         for path in paths:
             path.chmod(0o755 if path.is_dir() else 0o644)
-        sums = [f"{sha256_of(path)}  {path.relative_to(part).as_posix()}\n" for path in paths if path.is_file()]
+        sums = [
+            f"{sha256_of(path)}  {path.relative_to(part).as_posix()}\n"
+            for path in paths
+            if path.is_file()
+        ]
         (part / CHECKSUMS).write_text("".join(sums), encoding="utf-8")
 
 
@@ -66,11 +74,15 @@ class Source:
         stamp = stamp_of(self.run.drafter_dir)
         folder = self.run.bench_dir
         shipped = Run.pretrained(self.model)
-        if shipped is not None and shipped.path == self.run.path:  # bench writes to a run of the model's name
+        if (
+            shipped is not None and shipped.path == self.run.path
+        ):  # bench writes to a run of the model's name
             folder = Run(RUNS / called(self.model)).bench_dir
         for path in sorted(folder.glob("*.json"), reverse=True):  # named by their time
             drafting = read_object(path, "the report").get("drafting") or {}
-            if path.with_suffix(".md").is_file() and stamp in [entry.get(STAMP) for entry in drafting.values()]:
+            if path.with_suffix(".md").is_file() and stamp in [
+                entry.get(STAMP) for entry in drafting.values()
+            ]:
                 return path.with_suffix(".md").read_text(encoding="utf-8")
         return None
 
@@ -79,7 +91,9 @@ def find_source(run: str | None = None, model: str | None = None, trusted: bool 
     """Returns the drafter of a run, by default the one that ships for the model; raises UserError if unusable."""
     target = Run.open(run) if run else Run.pretrained(model or DEFAULT_MODEL)
     if target is None:
-        raise UserError(f"no drafter ships for the model {model!r}", "train one, then give its @run")
+        raise UserError(
+            f"no drafter ships for the model {model!r}", "train one, then give its @run"
+        )
     folder = target.drafter_dir
     path = folder / "config.json"
     if not path.is_file():

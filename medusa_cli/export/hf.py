@@ -112,7 +112,9 @@ def export_hf(
         network = lora.merge(network, source.run.adapter)
         notes.append(f"the adapter {source.run.adapter} is merged into the model")
     if stored not in (dtype, None):
-        notes.append(f"the model's weights are stored as {_name(stored)}, and written as {_name(dtype)}")
+        notes.append(
+            f"the model's weights are stored as {_name(stored)}, and written as {_name(dtype)}"
+        )
     with exporting(output, overwrite) as part:
         network.save_pretrained(part)
         tokenizer.save_pretrained(part)
@@ -121,7 +123,9 @@ def export_hf(
         if source.run.calibration_path.is_file():
             shutil.copyfile(source.run.calibration_path, part / "drafter" / "calibration.json")
         _write_code(part / "custom_generate")
-        (part / "README.md").write_text(_card(source, tree, bool(tokenizer.chat_template)), encoding="utf-8")
+        (part / "README.md").write_text(
+            _card(source, tree, bool(tokenizer.chat_template)), encoding="utf-8"
+        )
     call = f"model.generate(**inputs, custom_generate={str(output)!r}, trust_remote_code=True)"
     return [f"AutoModelForCausalLM.from_pretrained({str(output)!r})", call], notes
 
@@ -142,7 +146,9 @@ def _write_code(folder: Path) -> None:
 
     for module in modules:  # which grows by the imports of each
         path = PACKAGE / module.replace(".", "/")
-        text = (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text(encoding="utf-8")
+        text = (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text(
+            encoding="utf-8"
+        )
         name = "generate" if module == modules[0] else module.replace(".", "_")
         texts[f"{name}.py"] = IMPORT.sub(relative, text)
     folder.mkdir()
@@ -166,9 +172,14 @@ def _tree(source: Source, budget: int | None) -> Tree:
             raise UserError(fault, "run `medusa tree` again")
         return tree
     if calibration is None:
-        raise UserError(f"{source.run.path} has no calibration to search a tree by", "run `medusa calibrate` first")
+        raise UserError(
+            f"{source.run.path} has no calibration to search a tree by",
+            "run `medusa calibrate` first",
+        )
     if budget is not None and budget > MAX_NODES:
-        raise UsageError(f"@budget {budget} is more than one step can verify", f"use 1 to {MAX_NODES:,}")
+        raise UsageError(
+            f"@budget {budget} is more than one step can verify", f"use 1 to {MAX_NODES:,}"
+        )
     accuracies = calibration["accuracies"][:heads]
     return search(accuracies, min(NODES, largest(accuracies)) if budget is None else budget)
 

@@ -25,14 +25,27 @@ from medusa_cli.runs.run import Run, provenance, sole_writer
 
 SUFFIXES = (".safetensors", ".pt", ".bin")
 # Names of weight files, the safe form of each first.
-FILES = [f"{name}{end}" for name in ("medusa_lm_head", "hydra_lm_head", "model", "pytorch_model") for end in SUFFIXES]
+FILES = [
+    f"{name}{end}"
+    for name in ("medusa_lm_head", "hydra_lm_head", "model", "pytorch_model")
+    for end in SUFFIXES
+]
 INDEX = "model.safetensors.index.json"
 # Keys of configs that count the heads.
 COUNTS = ("medusa_num_heads", "hydra_num_heads", "num_heads")
 HYDRA_KEY = re.compile(r"hydra_mlp\.(\d\d?)\.(\d\d?)\.(.+)")
 # Faults that an error lists, and types that a torch file may hold.
 LISTED = 4
-TYPES = {torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int32, torch.int64, torch.int8, torch.bool}
+TYPES = {
+    torch.bfloat16,
+    torch.float16,
+    torch.float32,
+    torch.float64,
+    torch.int32,
+    torch.int64,
+    torch.int8,
+    torch.bool,
+}
 log = logging.getLogger(__name__)
 
 
@@ -47,10 +60,16 @@ def import_drafter(
     has a drafter.
     """
     folder, files = _fetch(place)
-    config = read_object(folder / "config.json", "the config") if (folder / "config.json").is_file() else {}
+    config = (
+        read_object(folder / "config.json", "the config")
+        if (folder / "config.json").is_file()
+        else {}
+    )
     owner = model or config.get("base_model_name_or_path") or eagle3.verifier_of(config)
     if not isinstance(owner, str):
-        raise UserError(f"{place} does not name the model of its drafter", "give @model NAME, FOLDER or ID")
+        raise UserError(
+            f"{place} does not name the model of its drafter", "give @model NAME, FOLDER or ID"
+        )
     base = read_config(owner, trust_remote_code)
     stored: dict[str, Tensor] = {}
     for file in files:
@@ -60,10 +79,18 @@ def import_drafter(
     name, read = FORMATS[format]
     kind = DRAFTERS[name]
     settings, tensors, notes = read(stored, config, base)
-    ours = {"drafter": kind.name, "hidden_size": base.hidden_size, "vocab_size": base.vocab_size, **settings}
+    ours = {
+        "drafter": kind.name,
+        "hidden_size": base.hidden_size,
+        "vocab_size": base.vocab_size,
+        **settings,
+    }
     parsed = convert(kind.read_config(ours), kind.config_class, f"the {kind.name} drafter's config")
     notes += _count_notes(config, parsed.num_heads)
-    check_tensors({name: tensors[name] for name in tensors if name != "draft_ids"}, weight_shapes(kind, parsed))
+    check_tensors(
+        {name: tensors[name] for name in tensors if name != "draft_ids"},
+        weight_shapes(kind, parsed),
+    )
 
     identity = {"id": owner, "architecture": base.model_type, "layers": base.num_hidden_layers}
     identity |= {"hidden_size": base.hidden_size, "vocab_size": base.vocab_size}
@@ -77,10 +104,15 @@ def import_drafter(
             path = part / kind.weights_file
             # Tensors that share memory, as tied ones do, each get their own.
             form = torch.contiguous_format
-            copies = {name: tensor.detach().clone(memory_format=form) for name, tensor in tensors.items()}
+            copies = {
+                name: tensor.detach().clone(memory_format=form) for name, tensor in tensors.items()
+            }
             save_file(copies, path)
             path.chmod(0o644)
-            write_json(part / "config.json", {"base_model_name_or_path": owner, **ours, "provenance": source})
+            write_json(
+                part / "config.json",
+                {"base_model_name_or_path": owner, **ours, "provenance": source},
+            )
     return target, {"drafter": kind.name, "format": format, "heads": parsed.num_heads}, notes
 
 
@@ -88,8 +120,15 @@ def _count_notes(config: dict[str, Any], heads: int) -> list[str]:
     """Returns a note if a config counts fewer heads than the file holds; raises UserError if it counts more."""
     stated = next((config[key] for key in COUNTS if isinstance(config.get(key), int)), heads)
     if stated > heads:
-        raise UserError(f"config.json counts {stated} heads, the file holds {heads}", "fetch the checkpoint again")
-    return [f"config.json counts {stated} heads, the file holds {heads}: all are imported"] if stated < heads else []
+        raise UserError(
+            f"config.json counts {stated} heads, the file holds {heads}",
+            "fetch the checkpoint again",
+        )
+    return (
+        [f"config.json counts {stated} heads, the file holds {heads}: all are imported"]
+        if stated < heads
+        else []
+    )
 
 
 def _run_name(place: str) -> str:
@@ -104,12 +143,16 @@ def _fetch(place: str) -> tuple[Path, list[Path]]:
     if folder.is_file():
         if folder.suffix not in SUFFIXES:
             raise UserError(
-                f"{place} is not a {', '.join(SUFFIXES)} file", "give the checkpoint's folder or its weights"
+                f"{place} is not a {', '.join(SUFFIXES)} file",
+                "give the checkpoint's folder or its weights",
             )
         return folder.parent, [folder]
     if not folder.is_dir():
         if place.startswith((".", "/", "~")) or place.count("/") != 1:
-            raise UserError(f"{place} does not exist", "give a folder, a file of weights, or a hub id OWNER/NAME")
+            raise UserError(
+                f"{place} does not exist",
+                "give a folder, a file of weights, or a hub id OWNER/NAME",
+            )
         from huggingface_hub import snapshot_download
 
         assets.check_hub(place, named="PATH|ID")
@@ -133,7 +176,9 @@ def _inside(folder: Path, name: str) -> Path:
     if root.parent.name == "snapshots":  # in the hub's cache files are links to its blobs
         root = root.parents[1]
     if not path.is_relative_to(root):
-        raise UserError(f"{folder} names the file {name!r} outside of itself", "do not trust this folder")
+        raise UserError(
+            f"{folder} names the file {name!r} outside of itself", "do not trust this folder"
+        )
     return folder / name
 
 
@@ -146,7 +191,10 @@ def _format(tensors: dict[str, Tensor], config: dict[str, Any], place: str) -> s
     if any(medusa.KEY.fullmatch(medusa.plain_name(name)) for name in tensors):
         return "medusa"
     some = ", ".join(list(tensors)[:3])
-    raise UserError(f"{place} is in no known layout (its tensors are {some}, ...)", f"known are {', '.join(FORMATS)}")
+    raise UserError(
+        f"{place} is in no known layout (its tensors are {some}, ...)",
+        f"known are {', '.join(FORMATS)}",
+    )
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -167,12 +215,24 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     except UserError:
         raise
     except Exception as reason:  # torch and zipfile raise a dozen types for damaged files
-        raise UserError(f"{path} is not a complete torch file: {first_line(reason)}", "fetch it again") from reason
+        raise UserError(
+            f"{path} is not a complete torch file: {first_line(reason)}", "fetch it again"
+        ) from reason
     if not isinstance(tensors, Mapping) or not all(map(_is_named_tensor, tensors.items())):
-        raise UserError(f"{path} is not a state dict of named tensors", "give the file with the heads' state dict")
+        raise UserError(
+            f"{path} is not a state dict of named tensors",
+            "give the file with the heads' state dict",
+        )
     for name, tensor in tensors.items():
-        if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.dtype not in TYPES:
-            raise UserError(f"{path}: the tensor {shown(name)} is sparse or quantised", "save it as plain floats")
+        if (
+            tensor.layout != torch.strided
+            or tensor.device.type != "cpu"
+            or tensor.dtype not in TYPES
+        ):
+            raise UserError(
+                f"{path}: the tensor {shown(name)} is sparse or quantised",
+                "save it as plain floats",
+            )
     return dict(tensors)
 
 
@@ -188,7 +248,9 @@ def _check_unpacked(path: Path) -> None:
             return
     with zipfile.ZipFile(path) as archive:
         if sum(entry.file_size for entry in archive.infolist()) > path.stat().st_size:
-            raise UserError(f"{path} is compressed, which torch files are not", "save it again with torch.save")
+            raise UserError(
+                f"{path} is compressed, which torch files are not", "save it again with torch.save"
+            )
 
 
 def check_tensors(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -200,7 +262,9 @@ def check_tensors(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int,
             faults.append(f"{name} is {_size(tensors[name].shape)} instead of {_size(shape)}")
     # Values are read last: a tensor of another shape may be too large for it.
     if not faults:
-        faults = [f"{name} holds integers" for name in tensors if not tensors[name].is_floating_point()]
+        faults = [
+            f"{name} holds integers" for name in tensors if not tensors[name].is_floating_point()
+        ]
     if not faults:
         faults = [f"{name} is not finite" for name in tensors if not tensors[name].isfinite().all()]
     if faults:
@@ -222,14 +286,27 @@ def import_hydra(
     """
     arch = config.get("hydra_head_arch", "mlp")
     if arch != "mlp" or any(name.startswith("prefix_embeding_layer.") for name in tensors):
-        raise UserError(f"hydra_head_arch={arch!r} cannot be run here", "give heads of the kind mlp")
+        raise UserError(
+            f"hydra_head_arch={arch!r} cannot be run here", "give heads of the kind mlp"
+        )
     if config.get("hidden_state_offset"):
-        raise UserError("hidden_state_offset: these heads read an earlier layer", "give heads on the final states")
-    keys = [key for name in tensors if (key := HYDRA_KEY.fullmatch(name)) and key[3] == "linear.weight"]
+        raise UserError(
+            "hidden_state_offset: these heads read an earlier layer",
+            "give heads on the final states",
+        )
+    keys = [
+        key for name in tensors if (key := HYDRA_KEY.fullmatch(name)) and key[3] == "linear.weight"
+    ]
     if not keys:
-        raise UserError("the checkpoint has no tensors named hydra_mlp.HEAD.LAYER.linear.weight", "give Hydra heads")
+        raise UserError(
+            "the checkpoint has no tensors named hydra_mlp.HEAD.LAYER.linear.weight",
+            "give Hydra heads",
+        )
     if "hydra_mlp.0.0.res_connection.weight" not in tensors:
-        raise UserError("grounded_heads=false: these heads do not see earlier draft tokens", "give grounded heads")
+        raise UserError(
+            "grounded_heads=false: these heads do not see earlier draft tokens",
+            "give grounded heads",
+        )
     heads = 1 + max(int(key[1]) for key in keys)
     layers = 1 + max(int(key[2]) for key in keys)
 
@@ -241,7 +318,9 @@ def import_hydra(
             names[f"hydra_mlp.{k}.0.res_connection.{end}"] = f"blocks.{k}.skip.{end}"
             names[f"hydra_mlp.{k}.0.linear.{end}"] = f"blocks.{k}.mix.{end}"
             for layer in range(1, layers):
-                names[f"hydra_mlp.{k}.{layer}.linear.{end}"] = f"blocks.{k}.stack.{layer - 1}.linear.{end}"
+                names[f"hydra_mlp.{k}.{layer}.linear.{end}"] = (
+                    f"blocks.{k}.stack.{layer - 1}.linear.{end}"
+                )
 
     tensors = dict(tensors)
     tensors.pop("input_embed_fn.weight", None)  # the model's own

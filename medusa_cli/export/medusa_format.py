@@ -19,7 +19,9 @@ log = logging.getLogger(__name__)
 KEY = re.compile(r"(\d\d?)\.(\d\d?)\.(linear\.weight|linear\.bias|weight)")
 
 
-def export_medusa(source: Source, output: Path, *, overwrite: bool = False) -> tuple[list[str], list[str]]:
+def export_medusa(
+    source: Source, output: Path, *, overwrite: bool = False
+) -> tuple[list[str], list[str]]:
     """Writes Medusa heads with a full vocabulary matrix [V, H] each; raises UserError for any other kind.
 
     Tokens outside a draft vocabulary get the mean of its rows, so that none of them is ever the
@@ -36,23 +38,37 @@ def export_medusa(source: Source, output: Path, *, overwrite: bool = False) -> t
     heads = config.num_heads
     layers = config.num_layers
     written = {name: weight for name, weight in tensors.items() if ".linear." in name}
-    matrices = 0 if config.vocabulary == "shared" else heads * config.vocab_size * config.hidden_size
-    size = sum(weight.nbytes for weight in written.values()) + matrices * next(iter(written.values())).itemsize
+    matrices = (
+        0 if config.vocabulary == "shared" else heads * config.vocab_size * config.hidden_size
+    )
+    size = (
+        sum(weight.nbytes for weight in written.values())
+        + matrices * next(iter(written.values())).itemsize
+    )
     matrix = " with a matrix over the whole vocabulary for each head" if matrices else ""
     log.info(f"{output} takes {size / 1e9:.2g} GB{matrix}")
     if config.vocabulary == "shared":
-        notes.append("the heads read the model's own lm_head (FasterDecoding's v2); vLLM needs a matrix for each head")
+        notes.append(
+            "the heads read the model's own lm_head (FasterDecoding's v2); vLLM needs a matrix for each head"
+        )
     else:
         for k in range(heads):
             stored = k if config.matrices == "each" else 0
-            written[f"{k}.{layers}.weight"] = _full_matrix(tensors, f"{stored}.{layers}", config.vocab_size)
+            written[f"{k}.{layers}.weight"] = _full_matrix(
+                tensors, f"{stored}.{layers}", config.vocab_size
+            )
     if config.vocabulary == "draft":
         widened = f"the draft vocabulary of {config.draft_vocab_size:,} tokens is widened to {config.vocab_size:,}"
         notes.append(f"{widened}; the others get the mean logit")
     if source.run.adapter is not None:
-        notes.append("these heads belong to a model with an adapter; serve the merged model (`medusa export --to hf`)")
+        notes.append(
+            "these heads belong to a model with an adapter; serve the merged model (`medusa export --to hf`)"
+        )
     with exporting(output, overwrite) as part:
-        save_file({name: weight.contiguous() for name, weight in written.items()}, part / MedusaHeads.weights_file)
+        save_file(
+            {name: weight.contiguous() for name, weight in written.items()},
+            part / MedusaHeads.weights_file,
+        )
         facts = {
             "base_model_name_or_path": source.model,
             "model_type": "medusa",
@@ -72,7 +88,9 @@ def _full_matrix(tensors: dict[str, Tensor], name: str, vocabulary: int) -> Tens
     matrix = tensors[f"{name}.weight"]
     if "draft_ids" not in tensors:
         return matrix.clone()
-    mean = matrix.float().mean(0, keepdim=True).to(matrix.dtype)  # zeros would win where all logits lie below 0
+    mean = (
+        matrix.float().mean(0, keepdim=True).to(matrix.dtype)
+    )  # zeros would win where all logits lie below 0
     return mean.repeat(vocabulary, 1).index_copy(0, tensors["draft_ids"].long(), matrix)
 
 
@@ -84,12 +102,19 @@ def import_medusa(
     ids = tensors.pop("token_map", None)
     keys = [key for name in tensors if (key := KEY.fullmatch(name)) and key[3] == "linear.weight"]
     if not keys:
-        raise UserError("the checkpoint has no tensors named HEAD.LAYER.linear.weight", "give Medusa heads")
+        raise UserError(
+            "the checkpoint has no tensors named HEAD.LAYER.linear.weight", "give Medusa heads"
+        )
     heads = 1 + max(int(key[1]) for key in keys)
     layers = 1 + max(int(key[2]) for key in keys)
-    tensors = {re.sub(r"^lm_heads\.(\d+)\.", rf"\1.{layers}.", name): tensor for name, tensor in tensors.items()}
+    tensors = {
+        re.sub(r"^lm_heads\.(\d+)\.", rf"\1.{layers}.", name): tensor
+        for name, tensor in tensors.items()
+    }
     notes = []
-    if not config.get("medusa_fc_bias") and not any(name.endswith(".linear.bias") for name in tensors):
+    if not config.get("medusa_fc_bias") and not any(
+        name.endswith(".linear.bias") for name in tensors
+    ):
         notes.append("its layers have no biases")  # vLLM's form; zeros stand for them
         for key in keys:
             weight = tensors[key[0]]
@@ -113,9 +138,16 @@ def import_medusa(
 
 def _checked_ids(ids: Tensor, vocabulary: int) -> Tensor:
     """Returns a token_map as int32; raises UserError unless it names different tokens of the model."""
-    integers = ids.dim() == 1 and not ids.is_floating_point() and ids.dtype != torch.bool and ids.numel() > 0
+    integers = (
+        ids.dim() == 1
+        and not ids.is_floating_point()
+        and ids.dtype != torch.bool
+        and ids.numel() > 0
+    )
     if not integers or ids.min() < 0 or ids.max() >= vocabulary or len(ids.unique()) < len(ids):
-        raise UserError("token_map is not a list of different tokens of the model", "give the heads' own @model")
+        raise UserError(
+            "token_map is not a list of different tokens of the model", "give the heads' own @model"
+        )
     return ids.to(torch.int32)
 
 

@@ -5,13 +5,21 @@ from typing import Any
 
 from safetensors.torch import save_file
 
-from medusa_cli.export.eagle3_format import AUX_LAYERS, VARIANTS, engine_tensors, refuse_other_kinds, served_model
+from medusa_cli.export.eagle3_format import (
+    AUX_LAYERS,
+    VARIANTS,
+    engine_tensors,
+    refuse_other_kinds,
+    served_model,
+)
 from medusa_cli.export.folder import Source, exporting
 from medusa_cli.files.io import write_json
 from medusa_cli.model.load import read_config
 
 
-def export_speculators(source: Source, output: Path, *, overwrite: bool = False) -> tuple[list[str], list[str]]:
+def export_speculators(
+    source: Source, output: Path, *, overwrite: bool = False
+) -> tuple[list[str], list[str]]:
     """Writes an EAGLE drafter as speculators does; raises UserError for any other kind.
 
     Read in its source of August 2026 (config.py, models/eagle3). The embeddings are the verifier's,
@@ -20,13 +28,19 @@ def export_speculators(source: Source, output: Path, *, overwrite: bool = False)
     refuse_other_kinds(source, "speculators")
     verifier, notes = served_model(source)
     tokens = source.config.num_heads
-    tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in engine_tensors(source).items()}
+    tensors = {
+        name.replace("midlayer.", "layers.0."): tensor
+        for name, tensor in engine_tensors(source).items()
+    }
     speculative = f'{{"model": "{output}", "num_speculative_tokens": {tokens}}}'
     launch = [f"vllm serve {output}", f"vllm serve {verifier} --speculative-config '{speculative}'"]
     page = [f"# EAGLE-3 drafter for {source.model}, of speculators' form"]
     page += [f"```sh\n{line}\n```" for line in launch]
     with exporting(output, overwrite) as part:
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, part / "model.safetensors")
+        save_file(
+            {name: tensor.contiguous() for name, tensor in tensors.items()},
+            part / "model.safetensors",
+        )
         write_json(part / "config.json", _config(source, verifier))
         (part / "README.md").write_text("\n\n".join(page) + "\n", encoding="utf-8")
     return launch, notes

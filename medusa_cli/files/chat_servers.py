@@ -40,7 +40,9 @@ class ChatServers:
 
     def __init__(self, urls: Sequence[str], model: str = "", *, flag: str = "@endpoint") -> None:
         self.model, self.flag = model, flag
-        self.urls = [url.strip().rstrip("/").removesuffix("/v1") for url in urls]  # the one that is asked next first
+        self.urls = [
+            url.strip().rstrip("/").removesuffix("/v1") for url in urls
+        ]  # the one that is asked next first
         self._session, self._lock, self._stopped = _Session(), threading.Lock(), threading.Event()
         # When each server may be asked again (of time.monotonic), and how often in a row it failed.
         self._retry_at, self._failures = dict.fromkeys(self.urls, 0.0), dict.fromkeys(self.urls, 0)
@@ -87,7 +89,10 @@ class ChatServers:
                 reply = self._session.http.post(address, json=body, timeout=(CONNECT_S, ANSWER_S))
                 if reply.status_code == 200:
                     choice = reply.json()["choices"][0]
-                    answer = str(choice["message"]["content"] or ""), str(choice.get("finish_reason"))
+                    answer = (
+                        str(choice["message"]["content"] or ""),
+                        str(choice.get("finish_reason")),
+                    )
                     self._failures[url] = 0
                     return answer
                 fault = f"status {reply.status_code}: {reply.text[:200]}"
@@ -95,12 +100,20 @@ class ChatServers:
                     break
                 wait = reply.headers.get("Retry-After", "")
                 pause = min(float(wait), ANSWER_S) if wait.isdigit() else 0.0
-            except (requests.RequestException, ValueError, KeyError, IndexError, TypeError) as reason:
+            except (
+                requests.RequestException,
+                ValueError,
+                KeyError,
+                IndexError,
+                TypeError,
+            ) as reason:
                 fault = f"{type(reason).__name__}: {reason}"
             self._back_off(url, start, pause)
             if attempt + 1 < ATTEMPTS:
                 self._stopped.wait(min(self._retry_at.values()) - time.monotonic())
-        raise UserError(f"{self.flag} {', '.join(sorted(self.urls))}: {fault}", "see the server's log")
+        raise UserError(
+            f"{self.flag} {', '.join(sorted(self.urls))}: {fault}", "see the server's log"
+        )
 
     def _next(self) -> str:
         """Returns the next server that is not left alone, else the one that is to be asked again first."""
@@ -117,7 +130,9 @@ class ChatServers:
         with self._lock:
             now = time.monotonic()
             if start >= self._retry_at[url]:
-                seconds = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** self._failures[url]) * random.uniform(0.5, 1.0)
+                seconds = min(
+                    LONGEST_PAUSE, FIRST_PAUSE * 2 ** self._failures[url]
+                ) * random.uniform(0.5, 1.0)
                 self._failures[url] += 1
                 self._retry_at[url] = now + seconds
             self._retry_at[url] = max(self._retry_at[url], now + pause)

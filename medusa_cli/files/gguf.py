@@ -87,9 +87,13 @@ def read_header(path: Path, arrays: bool = False) -> Header:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _Reader(data, arrays).header()
     except ValueError as reason:  # its own refusals, and numbers of unknown types
-        raise UserError(f"@model {str(path)!r} is no usable GGUF file: {reason}", ELSEWHERE) from reason
+        raise UserError(
+            f"@model {str(path)!r} is no usable GGUF file: {reason}", ELSEWHERE
+        ) from reason
     except struct.error as reason:
-        raise UserError(f"@model {str(path)!r} is a GGUF file that ends too early", "get it again") from reason
+        raise UserError(
+            f"@model {str(path)!r} is a GGUF file that ends too early", "get it again"
+        ) from reason
 
 
 class _Reader:
@@ -103,7 +107,11 @@ class _Reader:
 
     def header(self) -> Header:
         header = Header()
-        version, tensors, entries = self.number("I"), self.bounded(ENTRIES, "tensors"), self.bounded(ENTRIES, "entries")
+        version, tensors, entries = (
+            self.number("I"),
+            self.bounded(ENTRIES, "tensors"),
+            self.bounded(ENTRIES, "entries"),
+        )
         if version not in VERSIONS:
             raise ValueError(f"its version is {version}, not one of {VERSIONS}")
         for _ in range(entries):
@@ -121,7 +129,9 @@ class _Reader:
         for name, tensor in named:
             if name in header.tensors:
                 raise ValueError(f"it has two tensors {shown(name)}")
-            header.tensors[name] = replace(tensor, start=begin + tensor.start, end=begin + tensor.end)
+            header.tensors[name] = replace(
+                tensor, start=begin + tensor.start, end=begin + tensor.end
+            )
             if begin + tensor.end > len(self.data):
                 raise struct.error
         return header
@@ -195,7 +205,9 @@ class _Reader:
                 f"its tensor {shown(name)} has rows of {shape[0]:,} numbers, no whole blocks of {kind.name}"
             )
         # The file's first dimension is the innermost.
-        return name, Tensor(kind.name, tuple(reversed(shape)), offset, offset + math.prod(shape) // block * size)
+        return name, Tensor(
+            kind.name, tuple(reversed(shape)), offset, offset + math.prod(shape) // block * size
+        )
 
 
 def write_metadata(path: Path, header: Header, folder: Path) -> None:
@@ -210,9 +222,15 @@ def write_metadata(path: Path, header: Header, folder: Path) -> None:
 
     verbosity = logging.get_verbosity()
     folder.mkdir()
-    link = folder / "model.gguf"  # alone in its folder: transformers also reads what lies beside a file
+    link = (
+        folder / "model.gguf"
+    )  # alone in its folder: transformers also reads what lies beside a file
     link.symlink_to(path.absolute())
-    source = {"pretrained_model_name_or_path": str(folder), "gguf_file": link.name, "trust_remote_code": False}
+    source = {
+        "pretrained_model_name_or_path": str(folder),
+        "gguf_file": link.name,
+        "trust_remote_code": False,
+    }
     try:
         logging.set_verbosity_error()
         logging.disable_progress_bar()
@@ -234,7 +252,10 @@ def write_metadata(path: Path, header: Header, folder: Path) -> None:
                 "original_max_position_embeddings": config.max_position_embeddings,
             }
         generation = GenerationConfig.from_model_config(config)
-        if (end := header.metadata.get("tokenizer.ggml.eot_token_id")) not in (None, config.eos_token_id):
+        if (end := header.metadata.get("tokenizer.ggml.eot_token_id")) not in (
+            None,
+            config.eos_token_id,
+        ):
             generation.eos_token_id = [config.eos_token_id, end]  # of a text, of a turn
         if header.architecture in DIRECT:
             GgufNames(header, network)
@@ -253,14 +274,18 @@ def write_metadata(path: Path, header: Header, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def _dequantize(source: dict[str, Any], header: Header, network: Any, left_out: int, folder: Path) -> None:
+def _dequantize(
+    source: dict[str, Any], header: Header, network: Any, left_out: int, folder: Path
+) -> None:
     """Writes the weights as safetensors by transformers' reader; ValueError if it would leave some out."""
     import torch
     from transformers import AutoModelForCausalLM, GgufConfig
 
     wanted = sum(weight.numel() for weight in network.parameters()) + left_out
     if wanted != header.numbers:
-        raise ValueError(f"it holds {header.numbers:,} weights, and transformers' reader makes {wanted:,} of them")
+        raise ValueError(
+            f"it holds {header.numbers:,} weights, and transformers' reader makes {wanted:,} of them"
+        )
     # Without dequantize=True the weights stay quantised, and such a model cannot be saved.
     model, info = AutoModelForCausalLM.from_pretrained(
         **source,
@@ -335,7 +360,9 @@ class GgufNames:
                 raise ValueError(f"it lacks {shown(tensor)}, the weight {name}")
             if header.tensors[tensor].shape != tuple(weight.shape):
                 stored = [*header.tensors[tensor].shape]
-                raise ValueError(f"its {shown(tensor)} has the shape {stored}, the model needs {[*weight.shape]}")
+                raise ValueError(
+                    f"its {shown(tensor)} has the shape {stored}, the model needs {[*weight.shape]}"
+                )
             if not _is_readable(header.tensors[tensor].type):
                 raise ValueError(f"its {shown(tensor)} has the type {header.tensors[tensor].type}")
             self.tensors[name] = tensor
@@ -375,10 +402,20 @@ def _rope_factors(path: Path, header: Header, network: Any) -> list[float]:
         return []
     if tensor.type != "F32":
         raise ValueError(f"its rope_freqs.weight has the type {tensor.type}")
-    values = np.fromfile(path, np.float32, math.prod(tensor.shape), offset=tensor.start).astype(np.float64)
-    frequencies = getattr(getattr(getattr(network, "model", None), "rotary_emb", None), "inv_freq", None)
-    if frequencies is None or values.shape != frequencies.shape or not (np.isfinite(values) & (values > 0)).all():
-        raise ValueError(f"its rope_freqs.weight {shown(values.shape)} holds no factors of the rotary frequencies")
+    values = np.fromfile(path, np.float32, math.prod(tensor.shape), offset=tensor.start).astype(
+        np.float64
+    )
+    frequencies = getattr(
+        getattr(getattr(network, "model", None), "rotary_emb", None), "inv_freq", None
+    )
+    if (
+        frequencies is None
+        or values.shape != frequencies.shape
+        or not (np.isfinite(values) & (values > 0)).all()
+    ):
+        raise ValueError(
+            f"its rope_freqs.weight {shown(values.shape)} holds no factors of the rotary frequencies"
+        )
     return [float(value) for value in values]
 
 
@@ -388,4 +425,6 @@ def _check_read(header: Header) -> None:
         raise ValueError("it is one part of several; join them with `llama-gguf-split --merge`")
     for key, value in header.metadata.items():
         if key.endswith(".rope.scaling.type") and value != "none":
-            raise ValueError(f"its positions are scaled ({shown(value)}), which transformers' reader leaves out")
+            raise ValueError(
+                f"its positions are scaled ({shown(value)}), which transformers' reader leaves out"
+            )

@@ -80,7 +80,9 @@ def _temporary(path: Path, folder: bool) -> Iterator[Path]:
                 name = tempfile.mkdtemp(dir=path.parent, prefix=TEMPORARY, suffix=f".{path.name}")
                 handle = os.open(name, os.O_RDONLY)
             else:
-                handle, name = tempfile.mkstemp(dir=path.parent, prefix=TEMPORARY, suffix=f".{path.name}")
+                handle, name = tempfile.mkstemp(
+                    dir=path.parent, prefix=TEMPORARY, suffix=f".{path.name}"
+                )
         except OSError as reason:
             reason.filename = str(path)  # the file that cannot be written, not its temporary name
             raise
@@ -99,7 +101,11 @@ def _temporary(path: Path, folder: bool) -> Iterator[Path]:
 def sweep(folder: Path) -> None:
     """Removes temporary files and folders of killed writers, which nobody has locked."""
     for left in folder.iterdir():
-        if not _LEFTOVER.fullmatch(left.name) or left.is_symlink() or not (left.is_file() or left.is_dir()):
+        if (
+            not _LEFTOVER.fullmatch(left.name)
+            or left.is_symlink()
+            or not (left.is_file() or left.is_dir())
+        ):
             continue
         with suppress(OSError):  # it is being written, or gone
             handle = os.open(left, os.O_RDONLY)
@@ -146,7 +152,9 @@ def check_regular(path: Path) -> None:
         raise UserError(f"{path} is no regular file", "move it away, or choose another @run")
 
 
-def read_text(path: Path, what: str = "", kind: str = "text", remedy: str = "check the path") -> str:
+def read_text(
+    path: Path, what: str = "", kind: str = "text", remedy: str = "check the path"
+) -> str:
     """Returns a file's text; raises UserError if it is missing, no regular file, too large, or no UTF-8."""
     name = f"{what} {path}".strip()
     if not path.exists():
@@ -169,7 +177,9 @@ def read_json(path: Path, what: str = "") -> Any:
     try:
         return _parse(text)
     except ValueError as reason:
-        raise UserError(f"{what} {path}".strip() + f" is empty, cut off or no JSON: {reason}", AGAIN) from reason
+        raise UserError(
+            f"{what} {path}".strip() + f" is empty, cut off or no JSON: {reason}", AGAIN
+        ) from reason
 
 
 def read_object(path: Path, what: str = "") -> Document:
@@ -192,7 +202,9 @@ def convert(data: Any, kind: type[T], name: str, remedy: str = AGAIN) -> T:
     except (ValueError, OverflowError) as reason:
         text, _, field = str(reason).replace("`", "").partition(" - at $")
         place = f" at {field.lstrip('.')}" if field else ""
-        raise UserError(f"{name} cannot be used: {text[:1].lower()}{text[1:]}{place}", remedy) from reason
+        raise UserError(
+            f"{name} cannot be used: {text[:1].lower()}{text[1:]}{place}", remedy
+        ) from reason
 
 
 def _parse(text: str | bytes) -> Any:
@@ -237,7 +249,9 @@ class ReadReport:
 
     def __str__(self) -> str:
         parts = [f"{self.read:,} conversations read"]
-        return ", ".join(parts + [f"{count:,} skipped ({why})" for why, count in sorted(self.skipped.items())])
+        return ", ".join(
+            parts + [f"{count:,} skipped ({why})" for why, count in sorted(self.skipped.items())]
+        )
 
 
 def usable(records: Iterable[Any], make: Callable[[Any], T], report: ReadReport) -> list[T]:
@@ -258,7 +272,10 @@ def usable(records: Iterable[Any], make: Callable[[Any], T], report: ReadReport)
 
 
 def read_jsonl(
-    path: Path, on_bad: Callable[[int, str], object] = lambda number, reason: None, *, array: bool = False
+    path: Path,
+    on_bad: Callable[[int, str], object] = lambda number, reason: None,
+    *,
+    array: bool = False,
 ) -> Iterator[Any]:
     """Yields each JSON value of a JSONL file; blank lines are left out.
 
@@ -343,13 +360,19 @@ class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: Any, index: Any) -> Any:
         event: Any = self.peek_event()
         if event.anchor is not None:
-            raise yaml.MarkedYAMLError(problem="anchors and aliases are not allowed", problem_mark=event.start_mark)
+            raise yaml.MarkedYAMLError(
+                problem="anchors and aliases are not allowed", problem_mark=event.start_mark
+            )
         if self.depth == MAX_DEPTH:
-            raise yaml.MarkedYAMLError(problem="it is nested too deep", problem_mark=event.start_mark)
+            raise yaml.MarkedYAMLError(
+                problem="it is nested too deep", problem_mark=event.start_mark
+            )
         self.depth += 1
         node = super().compose_node(parent, index)
         self.depth -= 1
-        if isinstance(node, yaml.MappingNode) and len({str(key.value) for key, _ in node.value}) < len(node.value):
+        if isinstance(node, yaml.MappingNode) and len(
+            {str(key.value) for key, _ in node.value}
+        ) < len(node.value):
             raise yaml.MarkedYAMLError(problem="a key stands twice", problem_mark=node.start_mark)
         return node
 
@@ -367,6 +390,10 @@ def read_yaml(path: Path, what: str) -> Any:
         mark = getattr(reason, "problem_mark", None)
         problem = getattr(reason, "problem", None) or str(reason).splitlines()[0]
         line = f" (line {mark.line + 1})" if mark else ""
-        raise UserError(f"{what} {path} is not valid YAML: {problem}{line}", "fix the file") from reason
+        raise UserError(
+            f"{what} {path} is not valid YAML: {problem}{line}", "fix the file"
+        ) from reason
     except (ValueError, OverflowError) as reason:
-        raise UserError(f"{what} {path} cannot be used: {shown(str(reason))}", "fix the file") from reason
+        raise UserError(
+            f"{what} {path} cannot be used: {shown(str(reason))}", "fix the file"
+        ) from reason

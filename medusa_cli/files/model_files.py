@@ -25,7 +25,9 @@ ATTENTION_FLAGS = ("_supports_sdpa", "_supports_attention_backend")
 # Fields of configs that tell of sparse attention: a small network chooses the tokens that each query reads.
 INDEXERS = ("index_topk", "indexer_budget", "indexer_n_heads")
 INDEXED = "sparse attention, in which an indexer chooses the tokens that each token reads"
-OUTSIDE = "Mamba or linear-attention layers (a running state) that keep it outside transformers' cache"
+OUTSIDE = (
+    "Mamba or linear-attention layers (a running state) that keep it outside transformers' cache"
+)
 PREFIX_LM = "a prompt's tokens see those that follow in it (a prefix LM)"
 # The next best model of the same maker, by the beginning of a model's type.
 INSTEAD = {
@@ -96,14 +98,22 @@ def config_fields(source: str) -> dict[str, Any] | None:
 def check_tokenizer(source: str, model: str) -> None:
     """Raises UserError for a folder without any file of a tokenizer's."""
     folder = Path(source)
-    if folder.is_dir() and not any(word in path.name for path in folder.iterdir() for word in TOKENIZER_FILES):
-        raise UserError(f"@model {model!r} has no tokenizer", "put the model's tokenizer.json into its folder")
+    if folder.is_dir() and not any(
+        word in path.name for path in folder.iterdir() for word in TOKENIZER_FILES
+    ):
+        raise UserError(
+            f"@model {model!r} has no tokenizer", "put the model's tokenizer.json into its folder"
+        )
 
 
 def check_chat_template(name: str) -> None:
     """Raises UserError for a model in a folder whose files hold no chat template."""
     folder = Path(model_dir(name))
-    if not folder.is_dir() or any(folder.glob("chat_template.*")) or any(folder.glob("additional_chat_templates/*")):
+    if (
+        not folder.is_dir()
+        or any(folder.glob("chat_template.*"))
+        or any(folder.glob("additional_chat_templates/*"))
+    ):
         return
     config = folder / "tokenizer_config.json"
     if config.is_file() and "chat_template" not in read_object(config, "the tokenizer's config"):
@@ -166,12 +176,17 @@ def source_of(kind: str) -> str | None:
 
 
 def no_attention(text: Any) -> UserError:
-    return unverifiable(text, "its attention, or what it has in place of it, cannot be given a tree's mask")
+    return unverifiable(
+        text, "its attention, or what it has in place of it, cannot be given a tree's mask"
+    )
 
 
 def unverifiable(text: Any, why: str) -> UserError:
     """Returns the refusal of a model, by its text config, that tree verification cannot run."""
-    return UserError(f"the model type {text.model_type!r} cannot be verified over a tree: {why}", instead_of(text))
+    return UserError(
+        f"the model type {text.model_type!r} cannot be verified over a tree: {why}",
+        instead_of(text),
+    )
 
 
 def foreign_logits(text: Any, why: str) -> UserError:
@@ -186,7 +201,9 @@ def foreign_logits(text: Any, why: str) -> UserError:
 def instead_of(text: Any) -> str:
     """Returns the remedy for a model that cannot be used, by its text config."""
     starts = [start for start in INSTEAD if text.model_type.startswith(start)]
-    others = "Llama, Mistral, Qwen3, Gemma 3 or another model that runs (the page Models lists them)"
+    others = (
+        "Llama, Mistral, Qwen3, Gemma 3 or another model that runs (the page Models lists them)"
+    )
     return f"use {INSTEAD[max(starts, key=len)]}, or {others}" if starts else f"use {others}"
 
 
@@ -229,7 +246,11 @@ def tensors_of(model: str) -> dict[str, tuple[list[int], str]]:
 
     try:
         with opened(checkpoint_files(model_dir(model)), "numpy") as slices:
-            return {name: (shape, part.get_dtype()) for name, part in slices.items() if (shape := part.get_shape())}
+            return {
+                name: (shape, part.get_dtype())
+                for name, part in slices.items()
+                if (shape := part.get_shape())
+            }
     except SafetensorError:  # loading will name the damage
         return {}
 

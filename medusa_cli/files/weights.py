@@ -28,7 +28,10 @@ def read_weights(
     import torch
     from safetensors import SafetensorError, safe_open
 
-    name, remedy = f"{what} {path}", "make the file again with the command that made it, or give another"
+    name, remedy = (
+        f"{what} {path}",
+        "make the file again with the command that made it, or give another",
+    )
     if not path.is_file():
         raise UserError(f"{name} does not exist or is no file", remedy)
     try:
@@ -41,9 +44,14 @@ def read_weights(
                 if key not in slices:
                     raise UserError(f"{tensor} is missing", remedy)
                 if slices[key].get_dtype() not in kinds:
-                    raise UserError(f"{tensor} is of type {slices[key].get_dtype()}, not {' or '.join(kinds)}", remedy)
+                    raise UserError(
+                        f"{tensor} is of type {slices[key].get_dtype()}, not {' or '.join(kinds)}",
+                        remedy,
+                    )
                 if list(slices[key].get_shape()) != list(shape):
-                    raise UserError(f"{tensor} is of shape {slices[key].get_shape()}, not {list(shape)}", remedy)
+                    raise UserError(
+                        f"{tensor} is of shape {slices[key].get_shape()}, not {list(shape)}", remedy
+                    )
             tensors = {key: file.get_tensor(key) for key in (*shapes, *ids)}
     except (SafetensorError, OSError) as reason:
         raise UserError(f"{name} cannot be read: {first_line(reason)}", remedy) from reason

@@ -50,7 +50,12 @@ def grouped_attention(
         return _attend_by_scores(query, key, value, attention_mask, scaling, softcap, sinks), None
     if attention_mask is not None and not attention_mask.numel():
         attended = nn.functional.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
+            query,
+            key,
+            value,
+            is_causal=True,
+            scale=scaling,
+            enable_gqa=query.shape[1] != key.shape[1],
         )
         return attended.transpose(1, 2).contiguous(), None
     batch, heads, rows, dim = query.shape  # values may have another width
@@ -59,7 +64,9 @@ def grouped_attention(
         query = query.reshape(batch, key.shape[1], groups * rows, dim)
         if attention_mask is not None and rows > 1:
             attention_mask = attention_mask.repeat(1, 1, groups, 1)
-    attended = nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scaling)
+    attended = nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=attention_mask, scale=scaling
+    )
     return attended.reshape(batch, heads, rows, -1).transpose(1, 2).contiguous(), None
 
 
@@ -80,7 +87,9 @@ def _attend_by_scores(
     shared, columns = key.shape[1:3]
     groups = heads // shared
     if mask is None or not mask.numel():
-        mask = additive(torch.ones(rows, columns, dtype=torch.bool, device=key.device).tril(), query.dtype)[None, None]
+        mask = additive(
+            torch.ones(rows, columns, dtype=torch.bool, device=key.device).tril(), query.dtype
+        )[None, None]
     grouped = query.reshape(batch, shared, groups * rows, dim)
     scores = grouped @ key.transpose(-1, -2) * (dim**-0.5 if scaling is None else scaling)
     if softcap is not None:
@@ -121,7 +130,9 @@ def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
     A bool mask given straight to a model is silently wrong under eager attention.
     """
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(
+        ~mask, torch.finfo(dtype).min
+    )
 
 
 class Masks:
@@ -157,7 +168,11 @@ class Masks:
         by_kind = {kind: mask[:, None] for kind, mask in masks.items()}
         if len(by_kind) <= 1:
             return next(iter(by_kind.values()), None)
-        by_name = {name: by_kind[kind] for name in self._names if (kind := KINDS.get(name, name)) is not None}
+        by_name = {
+            name: by_kind[kind]
+            for name in self._names
+            if (kind := KINDS.get(name, name)) is not None
+        }
         return {**dict.fromkeys(KINDS), **by_kind, **by_name}
 
     def visible(self, kind: str, visible: Tensor, positions: Tensor, columns: Tensor) -> Tensor:
@@ -170,7 +185,10 @@ class Masks:
 
     def additive(self, visible: Tensor, positions: Tensor, columns: Tensor) -> dict[str, Tensor]:
         """Returns the additive masks [(B,) n, L] by kind; arguments as of `visible`."""
-        return {kind: additive(self.visible(kind, visible, positions, columns), self.dtype) for kind in self.kinds}
+        return {
+            kind: additive(self.visible(kind, visible, positions, columns), self.dtype)
+            for kind in self.kinds
+        }
 
     def causal(self, rows: int, device: torch.device) -> dict[str, Tensor]:
         """Returns causal masks [1, n, n] of n rows by kind; an empty one stands for all earlier rows."""

@@ -63,7 +63,9 @@ class Backbone:
         self.hidden_size: int = self.config.hidden_size
         self.num_layers: int = self.config.num_hidden_layers
         self.max_positions: int = usable_positions(self.config)
-        self.embedding: nn.Embedding = model.get_input_embeddings() if embedding is None else embedding
+        self.embedding: nn.Embedding = (
+            model.get_input_embeddings() if embedding is None else embedding
+        )
         self.vocab_size: int = self.embedding.weight.shape[0]
         self.device: torch.device = self.embedding.weight.device
         if lm_head is None:
@@ -132,8 +134,14 @@ class Backbone:
         """Returns the text of token ids without special tokens, but for those to keep."""
         if not keep:
             return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
-        special = {id for id, token in self.tokenizer.added_tokens_decoder.items() if token.special} - set(keep)
-        return str(self.tokenizer.decode([id for id in ids if id not in special], skip_special_tokens=False))
+        special = {
+            id for id, token in self.tokenizer.added_tokens_decoder.items() if token.special
+        } - set(keep)
+        return str(
+            self.tokenizer.decode(
+                [id for id in ids if id not in special], skip_special_tokens=False
+            )
+        )
 
 
 def padded_pass(backbone: Backbone, tokens: Tensor, **options: Any) -> Any:
@@ -141,7 +149,10 @@ def padded_pass(backbone: Backbone, tokens: Tensor, **options: Any) -> Any:
     device = backbone.device
     size, length = tokens.shape
     if backbone.masks.kinds:  # pure Mamba takes no positions
-        options = {"position_ids": torch.arange(length, device=device)[None].expand(size, -1), **options}
+        options = {
+            "position_ids": torch.arange(length, device=device)[None].expand(size, -1),
+            **options,
+        }
     return backbone.text_model(
         input_ids=tokens.to(device),
         attention_mask=backbone.masks.for_network(backbone.masks.causal(length, device)),
@@ -166,7 +177,9 @@ def text_model(network: Any) -> Any:
     if base is not network and type(base.config) is type(network.config.get_text_config()):
         return base
     decoder = network.get_decoder()
-    return network.model if decoder is network else decoder  # Llama 4's class does not name its part
+    return (
+        network.model if decoder is network else decoder
+    )  # Llama 4's class does not name its part
 
 
 def auto_class(config: Any) -> Any:
@@ -231,7 +244,9 @@ def eos_ids_of(owners: Iterable[Any]) -> list[Any]:
 
 def stateful_modules(network: nn.Module) -> list[Any]:
     """Returns the modules that keep a running state in the cache: convolutions, linear attention, Mamba."""
-    layers = [module for module in network.modules() if type(getattr(module, "layer_idx", None)) is int]
+    layers = [
+        module for module in network.modules() if type(getattr(module, "layer_idx", None)) is int
+    ]
     return [layer for layer in layers if _updates_state(type(layer).forward)]
 
 
@@ -254,11 +269,15 @@ class Layers:
         config = model.config.get_text_config()
         if special := _special_parts(base, config):
             raise Unsupported(special)
-        if not all(hasattr(base, name) for name in ("layers", "norm", "rotary_emb", "embed_tokens")):
+        if not all(
+            hasattr(base, name) for name in ("layers", "norm", "rotary_emb", "embed_tokens")
+        ):
             raise Unsupported("its parts are not named as in Llama")
         self.base = base
         self.layers = base.layers
-        self.kinds: list[str] = getattr(config, "layer_types", None) or ["full_attention"] * len(base.layers)
+        self.kinds: list[str] = getattr(config, "layer_types", None) or ["full_attention"] * len(
+            base.layers
+        )
         self.by_kind = getattr(base.rotary_emb, "layer_types", None) is not None
 
     def rotary(self, x: Tensor, positions: Tensor, kind: str) -> tuple[Tensor, Tensor]:
@@ -303,14 +322,18 @@ def usable_positions(config: Any) -> int:
     context = int(getattr(config, "max_position_embeddings", None) or UNBOUNDED)
     if config.model_type == "moshi" and config.sliding_window:
         return min(context, int(config.sliding_window))
-    scaling = getattr(config, "rope_scaling", None) or getattr(config, "rope_parameters", None) or {}
+    scaling = (
+        getattr(config, "rope_scaling", None) or getattr(config, "rope_parameters", None) or {}
+    )
     if scaling.get("rope_type", scaling.get("type")) not in CHANGING_ROPE:
         return context
     key = "original_max_position_embeddings"
     return min(context, int(scaling.get(key) or getattr(config, key, None) or context))
 
 
-def identity_of(network: Any, *, id: str, weights: str | None, adapter: str | None) -> dict[str, Any]:
+def identity_of(
+    network: Any, *, id: str, weights: str | None, adapter: str | None
+) -> dict[str, Any]:
     """Returns a network's identity: id, architecture, sizes, rounding, digests of its files' weights and adapter."""
     text = network.config.get_text_config()
     identity = {
@@ -354,7 +377,9 @@ def quantization_of(network: Any) -> str | None:
 
 def _samples(slices: Mapping[str, Any]) -> Iterator[bytes]:
     """Yields samples of a checkpoint's tensors, reading nothing else."""
-    names = sorted(name for name in slices if not name.endswith("inv_freq"))  # old rotary tables: no weights
+    names = sorted(
+        name for name in slices if not name.endswith("inv_freq")
+    )  # old rotary tables: no weights
     for name in names[:: -(-len(names) // MAX_TENSORS)]:
         if shape := slices[name].get_shape():
             yield _sample(slices[name], shape)

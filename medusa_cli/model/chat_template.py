@@ -38,7 +38,11 @@ MAX_GROWTH = 1 << 20
 
 
 def render(
-    model: ChatTokenizer, messages: list[dict[str, Any]], *, prompt: bool, template: Mapping[str, Any] | None = None
+    model: ChatTokenizer,
+    messages: list[dict[str, Any]],
+    *,
+    prompt: bool,
+    template: Mapping[str, Any] | None = None,
 ) -> str:
     """Returns the text of messages under the chat template; `prompt` adds the beginning of the next answer.
 
@@ -63,7 +67,9 @@ def render(
     return text
 
 
-def chat_prompt(model: ChatTokenizer, messages: list[dict[str, Any]], template: Mapping[str, Any] | None = None) -> str:
+def chat_prompt(
+    model: ChatTokenizer, messages: list[dict[str, Any]], template: Mapping[str, Any] | None = None
+) -> str:
     """Returns the text of a prompt; raises UserError where the model's chat template fails or is missing."""
     try:
         return render(model, messages, prompt=True, template=template)
@@ -90,7 +96,9 @@ def _bounded() -> Iterator[None]:
 
     limits = resource.getrlimit(resource.RLIMIT_AS)
     before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, MAX_SECONDS, MAX_SECONDS)  # again: Jinja catches what its optimizer raises
+    signal.setitimer(
+        signal.ITIMER_REAL, MAX_SECONDS, MAX_SECONDS
+    )  # again: Jinja catches what its optimizer raises
     try:
         with suppress(OSError, ValueError):  # no Linux, or a limit that is lower
             taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -103,7 +111,10 @@ def _bounded() -> Iterator[None]:
 
 
 def too_much(model: ChatTokenizer) -> UserError:
-    return UserError(f"the chat template of {model.id!r} takes too much time or memory", "give another @chat_template")
+    return UserError(
+        f"the chat template of {model.id!r} takes too much time or memory",
+        "give another @chat_template",
+    )
 
 
 def try_template(model: ChatTokenizer) -> None:
@@ -135,18 +146,26 @@ def token_ids(model: ChatTokenizer, text: str, *, begin: bool = False) -> list[i
     return ids
 
 
-def after_answer(model: ChatTokenizer, messages: list[dict[str, str]], *, prompt: bool) -> str | None:
+def after_answer(
+    model: ChatTokenizer, messages: list[dict[str, str]], *, prompt: bool
+) -> str | None:
     """Returns the text after the answer in messages [.., answer, question]; None if the template rewrites the past."""
     before = render(model, messages[:-2], prompt=True)
     whole = render(model, messages, prompt=prompt)
     answer = messages[-2]["content"]
     rest = whole.removeprefix(before)
-    if not rest.startswith(answer):  # some tokenizers take a blank for a part of the answer's first token
+    if not rest.startswith(
+        answer
+    ):  # some tokenizers take a blank for a part of the answer's first token
         rest = rest.lstrip()
-    return rest.removeprefix(answer) if whole.startswith(before) and rest.startswith(answer) else None
+    return (
+        rest.removeprefix(answer) if whole.startswith(before) and rest.startswith(answer) else None
+    )
 
 
-def encode(model: ChatTokenizer, messages: list[dict[str, str]]) -> tuple[list[int], list[tuple[int, int]]]:
+def encode(
+    model: ChatTokenizer, messages: list[dict[str, str]]
+) -> tuple[list[int], list[tuple[int, int]]]:
     """Returns the token ids of a conversation and the spans [start, end) of its answers with their end tokens.
 
     Raises UserError for a chat template that is missing or rewrites earlier turns, Malformed if it
@@ -167,7 +186,14 @@ def encode(model: ChatTokenizer, messages: list[dict[str, str]]) -> tuple[list[i
     return tokens, spans
 
 
-def _extend(model: ChatTokenizer, tokens: list[int], text: str, messages: list[dict[str, str]], *, prompt: bool) -> str:
+def _extend(
+    model: ChatTokenizer,
+    tokens: list[int],
+    text: str,
+    messages: list[dict[str, str]],
+    *,
+    prompt: bool,
+) -> str:
     """Appends the tokens that the template adds to `text`; returns the longer text."""
     longer = render(model, messages, prompt=prompt)
     if not longer.startswith(text):
@@ -218,7 +244,11 @@ def fit(
 
 def check_system(backbone: Any, system: str) -> None:
     """Raises UserError for a system prompt that leaves no room for a question."""
-    count = len(backbone.encode_chat([{"role": "system", "content": system}, {"role": "user", "content": ""}]))
+    count = len(
+        backbone.encode_chat(
+            [{"role": "system", "content": system}, {"role": "user", "content": ""}]
+        )
+    )
     if count >= backbone.max_positions:
         raise UserError(
             f"the system prompt has {count:,} tokens, the model has a context of {backbone.max_positions:,}",

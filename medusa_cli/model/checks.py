@@ -23,7 +23,13 @@ from medusa_cli.files.model_files import (
     tensors_of,
     unverifiable,
 )
-from medusa_cli.model.backbone import auto_class, eos_ids_of, finish_logits, stateful_modules, text_model
+from medusa_cli.model.backbone import (
+    auto_class,
+    eos_ids_of,
+    finish_logits,
+    stateful_modules,
+    text_model,
+)
 
 PROBE = 6  # tokens of the passes that check a network
 # A pass through a model that does not fit its config, or through code not known here, raises any of
@@ -76,18 +82,25 @@ def check_architecture(config: Any, model: str) -> None:
         raise unloadable(model, reason) from reason
     weights = dict(network.named_parameters())
     refuse_layers(network, config.get_text_config())
-    if not files or getattr(config, "quantization_config", None) is not None:  # packed weights have their own shapes
+    if (
+        not files or getattr(config, "quantization_config", None) is not None
+    ):  # packed weights have their own shapes
         return
     prefix = f"{network.base_model_prefix}."
     for name, weight in weights.items():
         shape, _ = files.get(name) or files.get(name.removeprefix(prefix)) or (weight.shape, None)
         if math.prod(shape) != weight.numel():  # some are stored transposed
-            raise unloadable(model, f"config.json asks for {name} of shape {[*weight.shape]}, its files hold {shape}")
+            raise unloadable(
+                model,
+                f"config.json asks for {name} of shape {[*weight.shape]}, its files hold {shape}",
+            )
     # Experts are stored by other names.
     wanted = sum(weight.numel() for weight in weights.values())
     stored = sum(math.prod(shape) for shape, _ in files.values())
     if wanted > 2 * stored:
-        raise unloadable(model, f"config.json asks for {wanted:,} weights, its files hold {stored:,}")
+        raise unloadable(
+            model, f"config.json asks for {wanted:,} weights, its files hold {stored:,}"
+        )
 
 
 def check_files(missing: Sequence[str], owners: Sequence[Any], model: str) -> None:
@@ -108,11 +121,17 @@ def check_network(network: Any, model: str) -> None:
     ids = torch.arange(PROBE, device=table.device)[None] % len(table)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}  # some warn without
     passes: list[Any] = []
-    hook = text_model(network).register_forward_hook(lambda module, args, out: passes.append(out[0]))
+    hook = text_model(network).register_forward_hook(
+        lambda module, args, out: passes.append(out[0])
+    )
     try:
         logits = network(**inputs).logits.float()
-        states = passes[0] if passes else text_model(network)(**inputs)[0]  # OPT runs a part of its base
-        own = finish_logits(network.config.get_text_config(), head(states.to(table.dtype))).float()  # Mamba's are fp32
+        states = (
+            passes[0] if passes else text_model(network)(**inputs)[0]
+        )  # OPT runs a part of its base
+        own = finish_logits(
+            network.config.get_text_config(), head(states.to(table.dtype))
+        ).float()  # Mamba's are fp32
         looks_ahead = _looks_ahead(network, ids, logits)
     except torch.OutOfMemoryError:
         raise
@@ -136,7 +155,9 @@ def check_network(network: Any, model: str) -> None:
 
 def _looks_ahead(network: Any, ids: Tensor, logits: Tensor) -> bool:
     """Returns True if logits [1, n, V] of ids [1, n] differ without the later half: a prefix LM's do."""
-    if "token_type_ids" not in signature(type(network).forward).parameters:  # no other network tells prefixes
+    if (
+        "token_type_ids" not in signature(type(network).forward).parameters
+    ):  # no other network tells prefixes
         return False
     half = ids[:, : ids.shape[1] // 2]
     alone = network(input_ids=half, attention_mask=torch.ones_like(half)).logits.float()

@@ -31,7 +31,9 @@ class Distributed:
     sharded: bool = False
 
     @classmethod
-    def join(cls, device: str = "auto", backend: str | None = None, sharded: bool = False) -> "Distributed":
+    def join(
+        cls, device: str = "auto", backend: str | None = None, sharded: bool = False
+    ) -> "Distributed":
         """Reads the launcher's environment variables and joins the process group.
 
         Tensors on a GPU of the process's own are summed through NCCL. All else, or all with a named
@@ -83,7 +85,9 @@ class Distributed:
         if self.size == 1:
             return
         # An optimizer steps for a gradient of zeros and not for None: the two must not be confused.
-        present = torch.tensor([float(p.grad is not None) for p in parameters], device=parameters[0].device)
+        present = torch.tensor(
+            [float(p.grad is not None) for p in parameters], device=parameters[0].device
+        )
         torch.distributed.all_reduce(present)
         for parameter, count in zip(parameters, present.tolist(), strict=True):
             if not count:
@@ -143,14 +147,19 @@ def split_layers(network: Any, device: str) -> None:
     layers = next((modules for modules in lists if len(modules) == depth), None)
     if layers is None:
         raise UserError(
-            f"train.shard: the model type {network.config.model_type!r} has no list of layers", "leave it out"
+            f"train.shard: the model type {network.config.model_type!r} has no list of layers",
+            "leave it out",
         )
     mesh = init_device_mesh(torch.device(device).type, (torch.distributed.get_world_size(),))
     network.requires_grad_(False)
     for layer in layers:
         layer.to(device)
         # Vectors are small, and a backbone's identity reads its norms.
-        fully_shard(layer, mesh=mesh, ignored_params={weight for weight in layer.parameters() if weight.dim() < 2})
+        fully_shard(
+            layer,
+            mesh=mesh,
+            ignored_params={weight for weight in layer.parameters() if weight.dim() < 2},
+        )
     # This splits nothing more, but lets a layer be gathered while the one before it runs.
     kind = type(base)
     fully_shard(base, mesh=mesh, ignored_params=set(base.parameters()))

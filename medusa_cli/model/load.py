@@ -11,7 +11,13 @@ from medusa_cli.device import has_bf16
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.files import assets
 from medusa_cli.files.assets import RANDOM
-from medusa_cli.files.model_files import check_tokenizer, config_fields, model_file, tensors_of, weights_file
+from medusa_cli.files.model_files import (
+    check_tokenizer,
+    config_fields,
+    model_file,
+    tensors_of,
+    weights_file,
+)
 from medusa_cli.model.backbone import auto_class, text_config
 from medusa_cli.model.checks import (
     check_architecture,
@@ -48,7 +54,11 @@ SHAPES = {
 
 
 def load_network(
-    model: str, options: LoadOptions = DEFAULT_LOADING, *, shard: bool = False, chat_template: str | None = None
+    model: str,
+    options: LoadOptions = DEFAULT_LOADING,
+    *,
+    shard: bool = False,
+    chat_template: str | None = None,
 ) -> tuple[Any, Any]:
     """Returns the unmodified transformers model, on the device, and its tokenizer.
 
@@ -71,7 +81,9 @@ def load_network(
         if options.quantised:
             raise UsageError(f"@model {model!r} is not quantised", "leave @quantize out")
         with torch.device("cpu" if shard else device):
-            network = AutoModelForCausalLM.from_config(random_config(model), dtype=dtype, trust_remote_code=False)
+            network = AutoModelForCausalLM.from_config(
+                random_config(model), dtype=dtype, trust_remote_code=False
+            )
         if shard:
             split_layers(network, device)
         return network, None
@@ -100,7 +112,9 @@ def load_network(
         missing: list[str] = []
         if (path := weights_file(model)) is not None:
             if options.quantised:
-                raise UsageError(f"@quantize {options.quantize} cannot quantize a GGUF file", "leave it out")
+                raise UsageError(
+                    f"@quantize {options.quantize} cannot quantize a GGUF file", "leave it out"
+                )
             network = _network_of_gguf(path, config, dtype)
         else:
             network, info = auto_class(config).from_pretrained(
@@ -209,14 +223,22 @@ def resolve_device(device: str) -> str:
     absent = {"cuda": not torch.cuda.is_available(), "mps": not torch.backends.mps.is_available()}
     if absent.get(place.type):
         name = place.type.upper()
-        raise UsageError(f"@device {device!r}: this machine has no usable {name} device", "use @device cpu or auto")
+        raise UsageError(
+            f"@device {device!r}: this machine has no usable {name} device",
+            "use @device cpu or auto",
+        )
     if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
         last = torch.cuda.device_count() - 1
-        raise UsageError(f"@device {device!r}: this machine has no such CUDA device", f"use cuda:0 to cuda:{last}")
+        raise UsageError(
+            f"@device {device!r}: this machine has no such CUDA device",
+            f"use cuda:0 to cuda:{last}",
+        )
     return device
 
 
-def resolve_dtype(dtype: str, model: str, device: str, trust_remote_code: bool = False) -> torch.dtype:
+def resolve_dtype(
+    dtype: str, model: str, device: str, trust_remote_code: bool = False
+) -> torch.dtype:
     """Returns the torch dtype of a setting."""
     if dtype != "auto":
         return DTYPES[dtype]
@@ -229,7 +251,10 @@ def has_own_code(model: str) -> bool:
     """Returns True if a model's config names Python files beside it."""
     from transformers import PretrainedConfig
 
-    return not model.startswith(RANDOM) and "auto_map" in PretrainedConfig.get_config_dict(assets.model_dir(model))[0]
+    return (
+        not model.startswith(RANDOM)
+        and "auto_map" in PretrainedConfig.get_config_dict(assets.model_dir(model))[0]
+    )
 
 
 def read_config(model: str, trust_remote_code: bool = False, whole: bool = False) -> Any:
@@ -257,7 +282,9 @@ def stored_dtype(model: str, trust_remote_code: bool = False) -> torch.dtype | N
     """Returns the type that a model's config names, else that of its safetensors files, else None."""
     dtype = getattr(read_config(model, trust_remote_code), "dtype", None)
     if dtype is None and not model.startswith(RANDOM):
-        return next((FLOATS[kind] for _, kind in tensors_of(model).values() if kind in FLOATS), None)
+        return next(
+            (FLOATS[kind] for _, kind in tensors_of(model).values() if kind in FLOATS), None
+        )
     return getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
 
 
@@ -267,5 +294,7 @@ def random_config(name: str) -> Any:
 
     shape = name.removeprefix(RANDOM)
     if shape not in SHAPES:
-        raise UsageError(f"@model {name!r}: the shape {shape!r} is unknown", f"use {', '.join(SHAPES)}")
+        raise UsageError(
+            f"@model {name!r}: the shape {shape!r} is unknown", f"use {', '.join(SHAPES)}"
+        )
     return LlamaConfig(**dict(zip(FIELDS, SHAPES[shape], strict=True)), dtype="bfloat16")

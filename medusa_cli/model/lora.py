@@ -24,8 +24,22 @@ ADAPTER_WEIGHTS = "the adapter's weights"
 # Keys of a saved adapter's config that do not change what its weights mean. Others are empty or
 # false by default.
 NOT_READ = (
-    *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
-    *("lora_dropout", "fan_in_fan_out", "megatron_config", "megatron_core", "qalora_group_size", "eva_config"),
+    *(
+        "task_type",
+        "auto_mapping",
+        "peft_version",
+        "base_model_name_or_path",
+        "revision",
+        "inference_mode",
+    ),
+    *(
+        "lora_dropout",
+        "fan_in_fan_out",
+        "megatron_config",
+        "megatron_core",
+        "qalora_group_size",
+        "eva_config",
+    ),
     "ensure_weight_tying",
 )
 
@@ -59,9 +73,14 @@ def attach(network: Any, *, rank: int, alpha: float, dropout: float) -> None:
     if text_model(network) is network.base_model:
         names = {name.rpartition(".")[2] for name in names}
     else:  # the part that sees images has layers of the same names
-        read = {id(module) for module in (*text_model(network).modules(), network.get_output_embeddings())}
+        read = {
+            id(module)
+            for module in (*text_model(network).modules(), network.get_output_embeddings())
+        }
         names = {name for name in names if id(network.get_submodule(name)) in read}
-    config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=sorted(names), bias="none")
+    config = LoraConfig(
+        r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=sorted(names), bias="none"
+    )
     with _quiet():
         inject_adapter_in_model(config, network)
     network.medusa_lora = config  # what `save` writes beside the weights
@@ -100,7 +119,9 @@ def take_up(network: Any, folder: Path) -> None:
     weights = {name: weight for name, weight in network.named_parameters() if "lora_" in name}
     keys = {name: "base_model.model." + name.replace(".default.", ".") for name in weights}
     saved = read_weights(folder / WEIGHTS, ADAPTER_WEIGHTS)
-    if {name: saved[name].shape for name in saved} != {keys[name]: weights[name].shape for name in weights}:
+    if {name: saved[name].shape for name in saved} != {
+        keys[name]: weights[name].shape for name in weights
+    }:
         raise UserError(
             f"{ADAPTER_WEIGHTS} {folder / WEIGHTS} do not have the shape to be trained",
             "keep train.lora_rank as it was",
@@ -115,7 +136,9 @@ def original(layer: Any) -> Any:
     return getattr(layer, "base_layer", layer)
 
 
-def weight_change(layer: Any, rows: Callable[[Tensor], Tensor] = lambda weight: weight) -> Tensor | None:
+def weight_change(
+    layer: Any, rows: Callable[[Tensor], Tensor] = lambda weight: weight
+) -> Tensor | None:
     """Returns the change that a layer's adapter makes to the rows [n, H] that `rows` picks of its weight [V, H].
 
     None if there is no adapter or it is off.
@@ -142,7 +165,10 @@ def save(network: Any, folder: Path, backbone: str) -> None:
     # Otherwise peft saves the lm_head's own weights as well.
     state = get_peft_model_state_dict(network, adapter_name="default", save_embedding_layers=False)
     with replacing_folder(folder) as part:
-        save_file({f"base_model.model.{k}": v.detach().cpu().contiguous() for k, v in state.items()}, part / WEIGHTS)
+        save_file(
+            {f"base_model.model.{k}": v.detach().cpu().contiguous() for k, v in state.items()},
+            part / WEIGHTS,
+        )
         (part / WEIGHTS).chmod(0o644)
         config.save_pretrained(part)
 
@@ -171,13 +197,19 @@ def merge(network: Any, folder: Path, beside: bool = False) -> Any:
             )
             config.inference_mode = True
             adapted = PeftModel.from_pretrained(network, str(folder), config=config)
-            names = [name.replace(".default.", ".") for name, _ in adapted.named_parameters() if "lora_" in name]
+            names = [
+                name.replace(".default.", ".")
+                for name, _ in adapted.named_parameters()
+                if "lora_" in name
+            ]
             lost = sorted({*names} - {*saved})
             if lost:  # they would be as fresh ones
                 raise ValueError(f"its weights lack {len(lost)} tensors, such as {lost[0]}")
             left = sorted({*saved} - {*names})
             if left:
-                raise ValueError(f"its weights hold {len(left)} tensors that are not taken, such as {left[0]}")
+                raise ValueError(
+                    f"its weights hold {len(left)} tensors that are not taken, such as {left[0]}"
+                )
             return network if beside else adapted.merge_and_unload()
     except (RuntimeError, ValueError, KeyError, TypeError, AttributeError, IndexError) as reason:
         raise UserError(

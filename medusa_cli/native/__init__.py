@@ -4,7 +4,14 @@ pool.h: threads; formats.h: weights in tiles; simd.h: vectors of an instruction 
 parts of a layer; step.cpp: one pass; library.cpp: the interface. `library.py` loads it, `matrix.py` packs matrices.
 """
 
-from medusa_cli.native.library import Unavailable, cpu_count, instructions, is_available, library, why_unavailable
+from medusa_cli.native.library import (
+    Unavailable,
+    cpu_count,
+    instructions,
+    is_available,
+    library,
+    why_unavailable,
+)
 from medusa_cli.native.matrix import Format, PackedMatrix, RawMatrix
 
 __all__ = [

@@ -63,14 +63,20 @@ def compile_library(target: Path, flags: list[str] | None = None) -> None:
         def compile_one(job: tuple[str, str, list[str]]) -> str:
             source, name, own = job
             output = str(Path(folder) / f"{name}.o")
-            subprocess.run([*command, *options, *own, "-c", str(SOURCES / f"{source}.cpp"), "-o", output], check=True)
+            subprocess.run(
+                [*command, *options, *own, "-c", str(SOURCES / f"{source}.cpp"), "-o", output],
+                check=True,
+            )
             return output
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             # The longest first.
             objects = list(pool.map(compile_one, reversed(jobs)))
         part = target.with_name(target.name + ".part")
-        subprocess.run([*command, *(flags or []), "-shared", "-s", *objects, "-o", str(part), "-lpthread"], check=True)
+        subprocess.run(
+            [*command, *(flags or []), "-shared", "-s", *objects, "-o", str(part), "-lpthread"],
+            check=True,
+        )
         part.replace(target)
 
 
@@ -101,5 +107,7 @@ class BdistWheel(bdist_wheel):
 
 if __name__ == "__main__":
     # python build.py [TARGET] [FLAG ..]
-    target = next((Path(word) for word in sys.argv[1:] if not word.startswith("-")), SOURCES / LIBRARY)
+    target = next(
+        (Path(word) for word in sys.argv[1:] if not word.startswith("-")), SOURCES / LIBRARY
+    )
     compile_library(target, [word for word in sys.argv[1:] if word.startswith("-")])

@@ -31,7 +31,14 @@ class Matrix(Structure):
 
 
 MATRICES = ("query", "key", "value", "out", "gate", "up", "down")
-NORMS = ("attention_norm", "query_norm", "key_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm")
+NORMS = (
+    "attention_norm",
+    "query_norm",
+    "key_norm",
+    "attention_out_norm",
+    "mlp_norm",
+    "mlp_out_norm",
+)
 
 
 class Layer(Structure):
@@ -120,7 +127,9 @@ def library() -> Any:
     sizes = [ctypes.sizeof(kind) for kind in (Matrix, Layer, Model, CacheBuffers, Step)]
     if sizes != [functions["size"](which) for which in range(len(sizes))]:
         raise Unavailable("the native library is of another version; install the package again")
-    native = type("Native", (), {name: staticmethod(function) for name, function in functions.items()})()
+    native = type(
+        "Native", (), {name: staticmethod(function) for name, function in functions.items()}
+    )()
     wanted = os.environ.get("MEDUSA_CPU", "").lower()
     if wanted and native.use(wanted.encode()):
         raise Unavailable(
@@ -155,7 +164,9 @@ def cpu_count() -> int:
     named = os.environ.get("OMP_NUM_THREADS", "")
     if named.isdigit() and int(named):
         return int(named)
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    allowed = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         return max(1, min(allowed, int(quota) // int(period)))

@@ -76,14 +76,20 @@ class RawMatrix:
     inputs: int
 
     def __post_init__(self) -> None:
-        assert self.format.fits(self.inputs) and self.rows.shape[1] == self.format.row_bytes(self.inputs)
+        assert self.format.fits(self.inputs) and self.rows.shape[1] == self.format.row_bytes(
+            self.inputs
+        )
 
     @classmethod
     def of(cls, values: NDArray[Any]) -> "RawMatrix":
         """Returns a matrix of floats: fp32, fp16, or bf16 as uint16."""
         kinds = {"float32": Format.F32, "float16": Format.F16, "uint16": Format.BF16}
         values = np.ascontiguousarray(values)
-        return cls(kinds[values.dtype.name], values.view(np.uint8).reshape(len(values), -1), values.shape[1])
+        return cls(
+            kinds[values.dtype.name],
+            values.view(np.uint8).reshape(len(values), -1),
+            values.shape[1],
+        )
 
     def floats(self) -> Floats:
         """Returns the values [n, k] exactly."""
@@ -106,7 +112,9 @@ class RawMatrix:
 
         def round_part(first: int, end: int) -> None:
             part = rows[first:end]
-            library().round(int(format), values[first:].ctypes.data, len(part), inputs, part.ctypes.data)
+            library().round(
+                int(format), values[first:].ctypes.data, len(part), inputs, part.ctypes.data
+            )
 
         in_parts(len(values), round_part)
         return RawMatrix(format, rows, inputs)
@@ -119,14 +127,21 @@ class PackedMatrix:
     """A matrix [n, k] in tiles, with a bias [n] or none; it keeps its memory. int8_rows: rows are rounded to 8 bits."""
 
     def __init__(
-        self, format: Format, shape: tuple[int, int], tiles: Bytes, bias: Floats | None = None, int8_rows: bool = False
+        self,
+        format: Format,
+        shape: tuple[int, int],
+        tiles: Bytes,
+        bias: Floats | None = None,
+        int8_rows: bool = False,
     ) -> None:
         self.format, self.shape, self.tiles = format, shape, tiles
         self.bias = None if bias is None else padded_floats(bias)
         outputs, inputs = shape
         whole = outputs > 0 and inputs > 0 and format.fits(inputs)
         if not whole or tiles.nbytes != library().tiled_bytes(int(format), outputs, inputs):
-            raise ValueError(f"tiles of {tiles.nbytes:,} bytes are no matrix {shape} in {format.name}")
+            raise ValueError(
+                f"tiles of {tiles.nbytes:,} bytes are no matrix {shape} in {format.name}"
+            )
         if bias is not None and len(bias) < outputs:
             raise ValueError(f"a bias of {len(bias):,} numbers is too short for a matrix {shape}")
         address = None if self.bias is None else self.bias.ctypes.data
@@ -134,7 +149,9 @@ class PackedMatrix:
         self.struct = Matrix(int(format), int8, *shape, tiles.ctypes.data, address)
 
     @classmethod
-    def pack(cls, raw: RawMatrix, bias: Floats | None = None, int8_rows: bool = False) -> "PackedMatrix":
+    def pack(
+        cls, raw: RawMatrix, bias: Floats | None = None, int8_rows: bool = False
+    ) -> "PackedMatrix":
         shape = len(raw.rows), raw.inputs
         return cls(raw.format, shape, pack_tiles(raw), bias, int8_rows)
 
@@ -147,7 +164,9 @@ class PackedMatrix:
         rows, given = x.shape
         y = np.empty((rows, -(-self.shape[0] // TILE) * TILE), np.float32)
         assert x.dtype == np.float32 and x.flags.c_contiguous
-        code = library().multiply(self.struct, x.ctypes.data, rows, given, y.ctypes.data, y.shape[1])
+        code = library().multiply(
+            self.struct, x.ctypes.data, rows, given, y.ctypes.data, y.shape[1]
+        )
         assert code == 0
         return y[:, : self.shape[0]]
 
@@ -155,7 +174,9 @@ class PackedMatrix:
         """Returns the rows [count, k] of ids, times a scale; raises IndexError for an id that the matrix lacks."""
         out = np.empty((len(ids), self.shape[1]), np.float32)
         ids = np.ascontiguousarray(ids, np.int64)
-        if library().embed(self.struct, ids.ctypes.data, len(ids), scale, out.ctypes.data, out.shape[1]):
+        if library().embed(
+            self.struct, ids.ctypes.data, len(ids), scale, out.ctypes.data, out.shape[1]
+        ):
             raise IndexError(f"an id is not below {self.shape[0]}")
         return out
 
@@ -169,7 +190,9 @@ def pack_tiles(raw: RawMatrix, out: Bytes | None = None) -> Bytes:
     rows = np.ascontiguousarray(raw.rows)
 
     def pack_part(first: int, end: int) -> None:
-        library().pack(int(raw.format), rows.ctypes.data, outputs, raw.inputs, first, end, tiles.ctypes.data)
+        library().pack(
+            int(raw.format), rows.ctypes.data, outputs, raw.inputs, first, end, tiles.ctypes.data
+        )
 
     in_parts(outputs, pack_part)
     return tiles

@@ -36,12 +36,16 @@ class LoadOptions:
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"auto|cpu|mps|cuda(:[0-9]+)?", self.device):
-            raise UsageError(f"@device {self.device!r} is unknown", "use auto, cpu, mps, cuda or cuda:N")
+            raise UsageError(
+                f"@device {self.device!r} is unknown", "use auto, cpu, mps, cuda or cuda:N"
+            )
         for name, words in WORDS.items():
             if (value := getattr(self, name)) not in (*words, None):
                 raise UsageError(f"@{name} {value!r} is unknown", f"use one of {', '.join(words)}")
         if self.quantize in INTEGER and self.engine == "eager":
-            raise UsageError(f"@quantize {self.quantize} needs the native engine", "leave @engine out")
+            raise UsageError(
+                f"@quantize {self.quantize} needs the native engine", "leave @engine out"
+            )
 
     @property
     def quantised(self) -> bool:
@@ -62,7 +66,9 @@ def as_trained(options: Options, drafter: Path | None) -> Options:
     if trained in (None, options.quantize):
         return options
     if options.quantize is None:
-        log.info(f"quantizing the model by {trained}, as {drafter} was trained on it; @quantize none loads it whole")
+        log.info(
+            f"quantizing the model by {trained}, as {drafter} was trained on it; @quantize none loads it whole"
+        )
         return replace(options, quantize=trained)
     log.warning(
         f"{drafter} was trained on the model quantized by {trained}: its drafts, and an adapter beside it, fit other "

@@ -33,7 +33,13 @@ Positive = Annotated[float, Meta(ge=0)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 # A lower temperature divides scores out of their numbers' range.
 COLDEST = 1e-3
-WORDS = {"int": "a whole number", "float": "a number", "str": "a word", "bool": "true or false", "|": "or"}
+WORDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "str": "a word",
+    "bool": "true or false",
+    "|": "or",
+}
 WORDS |= {"array": "a list of whole numbers such as [1,2]"}
 
 
@@ -242,7 +248,11 @@ def meanings() -> dict[str, tuple[str, str]]:
     """Returns the default, as YAML writes it, and the meaning of every dotted key."""
     found: dict[str, tuple[str, str]] = {}
     for section in dataclasses.fields(Recipe):
-        keys = dataclasses.fields(section.default) if dataclasses.is_dataclass(section.default) else [section]
+        keys = (
+            dataclasses.fields(section.default)
+            if dataclasses.is_dataclass(section.default)
+            else [section]
+        )
         prefix = "" if keys == [section] else f"{section.name}."
         for field in keys:
             default = field.default if isinstance(field.default, str) else json.dumps(field.default)
@@ -279,10 +289,17 @@ def find_recipe(name: str | Path) -> Path:
     path = Path(name)
     if path.exists():
         return path
-    shipped = {file.stem: file for folder in reversed(recipe_folders()) for file in folder.glob("*.yaml")}
-    if path.parent in (Path(), Path("recipes")) and (own := shipped.get(path.name.removesuffix(".yaml"))):
+    shipped = {
+        file.stem: file for folder in reversed(recipe_folders()) for file in folder.glob("*.yaml")
+    }
+    if path.parent in (Path(), Path("recipes")) and (
+        own := shipped.get(path.name.removesuffix(".yaml"))
+    ):
         return own
-    raise UserError(f"the recipe {name} is no file", f"give one, or the name of one that ships: {', '.join(shipped)}")
+    raise UserError(
+        f"the recipe {name} is no file",
+        f"give one, or the name of one that ships: {', '.join(shipped)}",
+    )
 
 
 def load_recipe(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Recipe:
@@ -303,9 +320,13 @@ def load_recipe(path: str | Path | None = None, overrides: Sequence[str] = ()) -
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals:
-            raise UsageError(f"{shown(override)} is no override", "write key=value, such as train.lr=1e-3")
+            raise UsageError(
+                f"{shown(override)} is no override", "write key=value, such as train.lr=1e-3"
+            )
         name, text = _full(key.strip(), "the command line"), text.strip()
-        whole = types()[name] in (str, str | None) and text != "null"  # text stays text, whatever YAML makes of it
+        whole = (
+            types()[name] in (str, str | None) and text != "null"
+        )  # text stays text, whatever YAML makes of it
         recipe = _with(recipe, name, text if whole else _parsed(text))
     return recipe
 
@@ -329,7 +350,10 @@ def _full(key: str, source: str) -> str:
     near = difflib.get_close_matches(key, types(), n=1, cutoff=0.5)
     if not near:  # the section may be missing or wrong: compare the last part alone
         by_last = {known.rpartition(".")[2]: known for known in types()}
-        near = [by_last[name] for name in difflib.get_close_matches(key.rpartition(".")[2], by_last, n=1)]
+        near = [
+            by_last[name]
+            for name in difflib.get_close_matches(key.rpartition(".")[2], by_last, n=1)
+        ]
     sections = ", ".join(dict.fromkeys(known.partition(".")[0] for known in types()))
     raise UsageError(
         f"{source} has the unknown key {shown(key)}",
@@ -353,7 +377,9 @@ def _valid(key: str, value: Any) -> Any:
     except msgspec.ValidationError as reason:
         text = "Expected `array`" if "$[" in str(reason) else str(reason)
         words = re.findall(r"Expected (.*?)(?:, got .*)?$", text) or ["a smaller number"]
-        expected = re.sub(r"[a-z]+|\|", lambda word: WORDS.get(word[0], word[0]), words[0].replace("`", ""))
+        expected = re.sub(
+            r"[a-z]+|\|", lambda word: WORDS.get(word[0], word[0]), words[0].replace("`", "")
+        )
         expected = f"one of {', '.join(map(str, choices))}" if choices else expected
     raise UsageError(f"{key}={shown(value)} is not valid", f"use {expected}")
 
@@ -380,7 +406,8 @@ def template_text(value: str, folder: Path | None = None) -> str:
         path = (folder or Path()) / value
         if folder is not None and not path.resolve().is_relative_to(folder.resolve()):
             raise UserError(
-                f"{name} lies outside the recipe's folder", f"{remedy} in it, or name it on the command line"
+                f"{name} lies outside the recipe's folder",
+                f"{remedy} in it, or name it on the command line",
             )
         return read_text(path, f"{name}:", remedy=remedy)
     except (OSError, ValueError) as reason:  # no name of a file at all
@@ -398,7 +425,9 @@ def _flatten(data: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
 def differences(old: dict[str, Any], new: Recipe, sections: Sequence[str]) -> list[str]:
     """Returns the dotted keys of the sections whose values differ from what to_dict gave of an old recipe."""
     before = dict(_flatten(old))
-    after = [(key, value) for key, value in _flatten(new.to_dict()) if key.split(".")[0] in sections]
+    after = [
+        (key, value) for key, value in _flatten(new.to_dict()) if key.split(".")[0] in sections
+    ]
     return [key for key, value in after if before.get(key) != value]
 
 
@@ -406,7 +435,9 @@ def split_words(words: Sequence[str]) -> tuple[str | None, dict[str, str]]:
     """Returns the recipe's file, if one is given, and the text of each KEY=VALUE setting."""
     files = [word for word in words if "=" not in word or word.endswith((".yaml", ".yml"))]
     if len(files) > 1:
-        raise UsageError(f"{files[1]!r} is a second recipe", "give one recipe file and KEY=VALUE settings")
+        raise UsageError(
+            f"{files[1]!r} is a second recipe", "give one recipe file and KEY=VALUE settings"
+        )
     settings = {}
     for word in words:
         if word not in files:
@@ -415,7 +446,9 @@ def split_words(words: Sequence[str]) -> tuple[str | None, dict[str, str]]:
     return next(iter(files), None), settings
 
 
-def recipe_of(run: Run, words: Sequence[str], flags: Mapping[str, Any], resume: bool, origin: Run) -> Recipe:
+def recipe_of(
+    run: Run, words: Sequence[str], flags: Mapping[str, Any], resume: bool, origin: Run
+) -> Recipe:
     """Returns the recipe of a command: its file (a resumed run's own by default), KEY=VALUE words, then flags.
 
     Unless words or flags name them, model and chat template are those of the run `origin`, if it has them.
@@ -428,8 +461,12 @@ def recipe_of(run: Run, words: Sequence[str], flags: Mapping[str, Any], resume: 
     else:
         recipe = load_recipe(file, overrides)
         if origin.model not in (None, recipe.model) and "model" not in settings:
-            recipe = _of_model(recipe, str(origin.model), file, keep_template="chat_template" in settings)
-    return dataclasses.replace(recipe, chat_template=run.template_with(recipe.chat_template or origin.chat_template))
+            recipe = _of_model(
+                recipe, str(origin.model), file, keep_template="chat_template" in settings
+            )
+    return dataclasses.replace(
+        recipe, chat_template=run.template_with(recipe.chat_template or origin.chat_template)
+    )
 
 
 def _of_model(recipe: Recipe, model: str, file: str | None, keep_template: bool) -> Recipe:

@@ -47,14 +47,19 @@ class TreeChoice:
         if kind in ("static", "dynamic"):
             return cls(kind, _parse_nodes(text, number) if colon else None)
         if not Path(text).is_file():
-            raise UserError(f"@tree {text!r} is no file", "use auto, static, static:N, dynamic, dynamic:N or a file")
+            raise UserError(
+                f"@tree {text!r} is no file",
+                "use auto, static, static:N, dynamic, dynamic:N or a file",
+            )
         return cls("file", file=Path(text))
 
 
 def _parse_nodes(tree: str, number: str) -> int:
     if number.isascii() and number.isdigit() and 1 <= int(number) <= MAX_NODES:
         return int(number)
-    raise UsageError(f"@tree {tree!r}: {number!r} is not a valid number of nodes", f"use 1 to {MAX_NODES}")
+    raise UsageError(
+        f"@tree {tree!r}: {number!r} is not a valid number of nodes", f"use 1 to {MAX_NODES}"
+    )
 
 
 @dataclass(frozen=True)
@@ -118,7 +123,11 @@ def choose(
     if not need_drafter:
         return plain
     source = target or Run.pretrained(model)
-    if drafter is not None and source is not None and drafter.resolve() == source.drafter_dir.resolve():
+    if (
+        drafter is not None
+        and source is not None
+        and drafter.resolve() == source.drafter_dir.resolve()
+    ):
         drafter = None  # the one that is taken in any case
     if drafter is not None:
         plain = replace(plain, adapter=None)
@@ -129,7 +138,10 @@ def choose(
             return plain
         raise _no_drafter(model)
     if not (folder / "config.json").is_file():
-        raise UserError(f"{folder} holds no drafter", "run `medusa train` first, or give another @drafter or @run")
+        raise UserError(
+            f"{folder} holds no drafter",
+            "run `medusa train` first, or give another @drafter or @run",
+        )
     return replace(
         plain,
         drafter=folder,
@@ -162,7 +174,9 @@ def _with_file(tree: TreeChoice, folder: Path, source: Run | None, run: str | No
         return replace(tree, file=source.tree_path)
     if tree.nodes is not None or (tree.kind == "auto" and calibrated):
         return tree
-    remedy = f"make one with `medusa tree --run {run}`" if run else "give the @run that it belongs to"
+    remedy = (
+        f"make one with `medusa tree --run {run}`" if run else "give the @run that it belongs to"
+    )
     raise UserError(f"there is no tree for {folder}", f"{remedy}, or give @tree FILE")
 
 
@@ -175,12 +189,16 @@ def find_drafter(name: str) -> tuple[str | None, Path | None]:
         check_hub(name, named="@drafter")
         from huggingface_hub import snapshot_download
 
-        path = Path(snapshot_download(name, allow_patterns=["*.json", "*.yaml", "*.jinja", "*.safetensors"]))
+        path = Path(
+            snapshot_download(name, allow_patterns=["*.json", "*.yaml", "*.jinja", "*.safetensors"])
+        )
     if (path / "drafter" / "config.json").is_file():
         return f"{path.absolute()}{os.sep}", None
     if (path / "config.json").is_file():
         return None, path
-    raise UserError(f"@drafter {name!r}: {path} holds no drafter", "give a run, a drafter's folder, or a hub id")
+    raise UserError(
+        f"@drafter {name!r}: {path} holds no drafter", "give a run, a drafter's folder, or a hub id"
+    )
 
 
 @dataclass(frozen=True)
@@ -220,7 +238,9 @@ def read_calibration(path: Path, drafter: Path | None = None) -> Calibration:
     file = read_as(path, Calibration, "the calibration", remedy)
     rows = file.accuracies
     if not rows or not all(row and all(0 <= share <= 1 for share in row) for row in rows):
-        raise UserError(f"the calibration {path} has no table of accuracies between 0 and 1", remedy)
+        raise UserError(
+            f"the calibration {path} has no table of accuracies between 0 and 1", remedy
+        )
     if not all(value > 0 for value in file.temperatures):
         raise UserError(f"the calibration {path} has temperatures that are not above 0", remedy)
     stale = drafter is not None and outdated(file.drafter_stamp, drafter)
@@ -243,7 +263,11 @@ def find_calibration(run: str | None, file: Path | None) -> tuple[Run | None, Ca
         if not (folder / "config.json").is_file():
             return target, Calibration(), source
         config = describe_drafter(folder)
-        return target, Calibration(backbone=config.provenance.backbone or "", heads=config.heads), source
+        return (
+            target,
+            Calibration(backbone=config.provenance.backbone or "", heads=config.heads),
+            source,
+        )
     shipped = Run.pretrained(DEFAULT_MODEL)
     if shipped is not None and shipped.calibration_path.is_file():
         source = f"the drafter that ships for {DEFAULT_MODEL}, as {default} is not calibrated"

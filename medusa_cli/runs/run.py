@@ -127,7 +127,11 @@ class Distillation:
 def describe_distillation(folder: Path) -> Distillation:
     """Returns how a run's conversations were distilled; empty if unknown."""
     path = folder / "distill.json"
-    return read_as(path, Distillation, "the distillation's header") if path.is_file() else Distillation()
+    return (
+        read_as(path, Distillation, "the distillation's header")
+        if path.is_file()
+        else Distillation()
+    )
 
 
 def check_backbone(expected: dict[str, Any], actual: dict[str, Any], what: str) -> None:
@@ -163,10 +167,13 @@ def sole_writer(folder: Path, command: str) -> Iterator[None]:
             # It may not have written its name yet.
             holder = f"`{name}` (process {process})" if process else "another process"
             raise UserError(
-                f"the run {folder} is being written by {holder}", "wait until that has ended, or use another @run"
+                f"the run {folder} is being written by {holder}",
+                "wait until that has ended, or use another @run",
             ) from reason
         except OSError as reason:
-            log.warning(f"{folder} cannot be locked ({reason.strerror}): let no second command write this run")
+            log.warning(
+                f"{folder} cannot be locked ({reason.strerror}): let no second command write this run"
+            )
         lock.truncate(0)
         lock.write(f"{command}\n{os.getpid()}")
         lock.flush()
@@ -181,7 +188,9 @@ class Run:
         self.path = path
         self.name = path.name
         self.recipe_path = path / "recipe.yaml"
-        self.distill_path = path / "distill.jsonl"  # what `distill` writes; `data_path` is what to learn from
+        self.distill_path = (
+            path / "distill.jsonl"
+        )  # what `distill` writes; `data_path` is what to learn from
         self.failed_path = path / "distill-failed.jsonl"  # seeds without a usable answer, and why
         self.states_path = path / "states.bin"
         self.cache_dir = path / "cache"  # states that were computed for a training
@@ -200,11 +209,16 @@ class Run:
         """
         path = cls._path(name)
         if name in ("", ".", "..") or not name.isprintable():
-            raise UsageError(f"{named} {ascii(name)} is no name of a run", "use letters, digits and - or _")
+            raise UsageError(
+                f"{named} {ascii(name)} is no name of a run", "use letters, digits and - or _"
+            )
         if create:
             path.mkdir(parents=True, exist_ok=True)
         if not path.is_dir():
-            raise UserError(f"{named} {name!r}: {path} does not exist", "check the name, or run `medusa distill` first")
+            raise UserError(
+                f"{named} {name!r}: {path} does not exist",
+                "check the name, or run `medusa distill` first",
+            )
         run = cls(path)
         for folder in (run.drafter_dir, run.adapter_dir):
             restore(folder)

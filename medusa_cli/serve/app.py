@@ -54,7 +54,9 @@ from medusa_cli.serve.tools import calls_grammar, describe_tools, marker_ids, te
 Body = ChatRequest | CompletionRequest | TokenizeText | TokenizeChat | DetokenizeRequest
 PAGE = Path(__file__).with_name("index.html")
 # The page may run its own script and talk to this server, and nothing else.
-POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
+POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
+)
 # Pages that this machine serves, as other servers of models allow them.
 LOCAL_PAGES = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
 # Keeps only the likeliest token, as OpenAI's 0 does.
@@ -68,7 +70,9 @@ ANSWERS: dict[int | str, dict[str, Any]] = {**REFUSALS, 200: {"content": {"text/
 def build(medusa: Medusa, limits: Limits, templates: TemplateProcess) -> tuple[Any, Scheduler]:
     """Returns the ASGI application, and the scheduler that its caller runs and drains."""
     metrics = Metrics(limits.names[0])
-    scheduler = Scheduler(medusa, metrics, slots=limits.slots, waiting=limits.waiting, remember=limits.remember)
+    scheduler = Scheduler(
+        medusa, metrics, slots=limits.slots, waiting=limits.waiting, remember=limits.remember
+    )
     app = FastAPI(title="medusa serve", version=__version__, docs_url=None, redoc_url=None)
     handler = Handler(medusa, scheduler, limits, templates)
     started = int(time.time())
@@ -150,7 +154,9 @@ def build(medusa: Medusa, limits: Limits, templates: TemplateProcess) -> tuple[A
 
     @app.get("/", response_class=HTMLResponse)
     async def page() -> HTMLResponse:
-        return HTMLResponse(PAGE.read_text(encoding="utf-8"), headers={"Content-Security-Policy": POLICY})
+        return HTMLResponse(
+            PAGE.read_text(encoding="utf-8"), headers={"Content-Security-Policy": POLICY}
+        )
 
     @app.exception_handler(Refusal)
     async def refused(http: HttpRequest, reason: Refusal) -> Response:
@@ -175,7 +181,9 @@ def build(medusa: Medusa, limits: Limits, templates: TemplateProcess) -> tuple[A
 class Handler:
     """Submits completion requests to the scheduler and formats their answers."""
 
-    def __init__(self, medusa: Medusa, scheduler: Scheduler, limits: Limits, templates: TemplateProcess) -> None:
+    def __init__(
+        self, medusa: Medusa, scheduler: Scheduler, limits: Limits, templates: TemplateProcess
+    ) -> None:
         self._medusa = medusa
         self._scheduler = scheduler
         self._limits = limits
@@ -187,7 +195,9 @@ class Handler:
     def context(self) -> int:
         """Returns the most tokens that a prompt and its answer have together."""
         limits = self._limits
-        return min(self._medusa.backbone.max_positions, limits.max_prompt_tokens + limits.max_new_tokens)
+        return min(
+            self._medusa.backbone.max_positions, limits.max_prompt_tokens + limits.max_new_tokens
+        )
 
     @property
     def longest_prompt(self) -> int:
@@ -197,7 +207,12 @@ class Handler:
         """Returns the properties that llama.cpp's clients read."""
         limits = self._limits
         tokenizer = self._medusa.backbone.tokenizer
-        params = {"temperature": limits.temperature, "top_k": 0, "top_p": 1.0, "n_predict": limits.max_new_tokens}
+        params = {
+            "temperature": limits.temperature,
+            "top_k": 0,
+            "top_p": 1.0,
+            "n_predict": limits.max_new_tokens,
+        }
         return {
             "default_generation_settings": {"n_ctx": self.context, "params": params},
             "total_slots": limits.slots,
@@ -214,7 +229,9 @@ class Handler:
         """Returns each slot's state in llama.cpp's words, without any text."""
         running = self._scheduler.running()
         idle: dict[str, Any] = {"n_ctx": self.context, "speculative": self._scheduler.speculative}
-        slots = [{"id": number, **idle, "is_processing": False} for number in range(self._limits.slots)]
+        slots = [
+            {"id": number, **idle, "is_processing": False} for number in range(self._limits.slots)
+        ]
         for slot, ticket in zip(slots, running, strict=False):
             left = ticket.request.max_new_tokens - ticket.answer.stats.tokens
             slot["is_processing"] = True
@@ -229,7 +246,10 @@ class Handler:
             raise Refusal(404, text, param="model", code="model_not_found")
 
     async def answer(
-        self, body: ChatRequest | CompletionRequest, receive: Receive, original: ResponsesRequest | None = None
+        self,
+        body: ChatRequest | CompletionRequest,
+        receive: Receive,
+        original: ResponsesRequest | None = None,
     ) -> Response:
         """Returns the whole answer, or a stream of it, in the form that was asked for; raises Refusal.
 
@@ -266,7 +286,9 @@ class Handler:
         received = _until_gone(tickets, events, receive)
         if body.stream:
             lines = answer.stream(received)
-            return StreamingResponse(lines, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+            return StreamingResponse(
+                lines, media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
+            )
         async with aclosing(received):
             async for _, event in received:
                 if event.error is not None:
@@ -278,7 +300,12 @@ class Handler:
         [tokens] = await self._encode(body)
         backbone = self._medusa.backbone
         texts = backbone.tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
-        return {"count": len(tokens), "max_model_len": self.context, "tokens": tokens, "token_strs": texts}
+        return {
+            "count": len(tokens),
+            "max_model_len": self.context,
+            "tokens": tokens,
+            "token_strs": texts,
+        }
 
     async def detokenize(self, body: DetokenizeRequest) -> dict[str, str]:
         """Returns the text of token ids, special tokens included; raises Refusal."""
@@ -289,16 +316,24 @@ class Handler:
         """Returns the decoder's requests, one a choice, within the server's limits."""
         limits = self._limits
         prompts = await self._encode(body)
-        limit = limits.max_new_tokens if body.limit is None else min(body.limit, limits.max_new_tokens)
+        limit = (
+            limits.max_new_tokens if body.limit is None else min(body.limit, limits.max_new_tokens)
+        )
         if body.truncate_prompt_tokens is not None:
-            kept = self.longest_prompt if body.truncate_prompt_tokens < 0 else body.truncate_prompt_tokens
+            kept = (
+                self.longest_prompt
+                if body.truncate_prompt_tokens < 0
+                else body.truncate_prompt_tokens
+            )
             prompts = [prompt[-kept:] for prompt in prompts]
         for prompt in prompts:
             if len(prompt) > self.longest_prompt:
                 raise too_long(len(prompt), self.longest_prompt)
 
         grammar = await self._grammar(body)
-        scored = body.prompt_logprobs is not None or (isinstance(body, CompletionRequest) and body.echo)
+        scored = body.prompt_logprobs is not None or (
+            isinstance(body, CompletionRequest) and body.echo
+        )
         wanted = [count for count in (body.top, body.prompt_logprobs) if count is not None]
         minimum = body.min_tokens
         if minimum is not None and body.limit is not None and limit < minimum <= body.limit:
@@ -308,7 +343,9 @@ class Handler:
                 self._medusa.request(
                     prompt,
                     max_new_tokens=limit,
-                    temperature=limits.temperature if body.temperature is None else body.temperature,
+                    temperature=limits.temperature
+                    if body.temperature is None
+                    else body.temperature,
                     top_p=1.0 if body.top_p is None else max(body.top_p, MIN_TOP_P),
                     top_k=body.top_k or 0,
                     min_p=body.min_p,
@@ -350,7 +387,12 @@ class Handler:
             grammar = body.followed
             if isinstance(body, ChatRequest) and body.required:
                 grammar = calls_grammar(backbone, body.required, body.parallel_tool_calls)
-            elif isinstance(body, ChatRequest) and body.offered and grammar and grammar.kind == "json_schema":
+            elif (
+                isinstance(body, ChatRequest)
+                and body.offered
+                and grammar
+                and grammar.kind == "json_schema"
+            ):
                 grammar = calls_grammar(backbone, body.offered, body.parallel_tool_calls, grammar)
             if grammar is not None:
                 await run_in_threadpool(matcher_of, backbone, grammar)
@@ -371,7 +413,11 @@ class Handler:
             async with self._encoding:
                 return await run_in_threadpool(self._token_ids, body)
         except UserError as reason:
-            field = next(field for field in ("messages", "prompt", "tokens") if field in body.model_fields_set)
+            field = next(
+                field
+                for field in ("messages", "prompt", "tokens")
+                if field in body.model_fields_set
+            )
             raise self._refusal(reason, field) from reason
 
     async def render(self, body: Conversation) -> str:
@@ -388,12 +434,19 @@ class Handler:
         for name in body.chat_template_kwargs:
             if name in own:
                 param = f"chat_template_kwargs.{name}"
-                raise Refusal(400, f"{param} is not a variable of a chat template", param=param, code="unsupported")
+                raise Refusal(
+                    400,
+                    f"{param} is not a variable of a chat template",
+                    param=param,
+                    code="unsupported",
+                )
         plain = [message.plain for message in body.messages]
         messages, more = describe_tools(self._medusa.backbone, plain, body.offered)
         return self._templates.render(messages, {**body.template, **more})
 
-    def _token_ids(self, body: CompletionRequest | TokenizeText | DetokenizeRequest) -> list[list[int]]:
+    def _token_ids(
+        self, body: CompletionRequest | TokenizeText | DetokenizeRequest
+    ) -> list[list[int]]:
         """Returns the token ids of prompts."""
         if isinstance(body, TokenizeText):
             return [token_ids(self._medusa.backbone, body.prompt, begin=body.add_special_tokens)]

@@ -13,7 +13,12 @@ from medusa_cli.errors import UserError, cut, in_words, shown
 from medusa_cli.serve.schema import FORMS, ITEMS
 
 LONGEST_NAME = 100  # characters of a field's name
-TYPES = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error"}
+TYPES = {
+    401: "authentication_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "server_error",
+}
 
 
 class ErrorDetail(BaseModel):
@@ -56,7 +61,12 @@ class Refusal(Exception):
 
     def reworded(self, message: str, param: str | None) -> "Refusal":
         """Returns the same refusal with another message and parameter."""
-        given: dict[str, Any] = {"code": self.code, "retry_s": self.retry_s, "kind": self.kind, "more": self.more}
+        given: dict[str, Any] = {
+            "code": self.code,
+            "retry_s": self.retry_s,
+            "kind": self.kind,
+            "more": self.more,
+        }
         return Refusal(self.status, message, param=param, **given)
 
     @property
@@ -118,7 +128,9 @@ def refusal_for_http(path: str, reason: HTTPException) -> Refusal:
     if status == 404:
         return Refusal(status, f"the path {shown(path)} is not served", code="not_found")
     if status == 400 and isinstance(cause, UnicodeDecodeError):
-        return Refusal(status, "the body is not UTF-8; send it as such, not compressed", code="invalid_json")
+        return Refusal(
+            status, "the body is not UTF-8; send it as such, not compressed", code="invalid_json"
+        )
     if status == 400 and isinstance(cause, RecursionError):
         return Refusal(status, "the body is nested too deeply", code="invalid_json")
     return Refusal(status, str(reason.detail), code="invalid_json" if status == 400 else None)
@@ -127,7 +139,11 @@ def refusal_for_http(path: str, reason: HTTPException) -> Refusal:
 def refusal_for_body(errors: Sequence[Mapping[str, Any]]) -> Refusal:
     """Returns the refusal for the first of pydantic's errors on a body."""
     first = errors[0]
-    path = [cut(str(part), LONGEST_NAME) for part in first["loc"] if part not in ("body", *FORMS, *ITEMS)]
+    path = [
+        cut(str(part), LONGEST_NAME)
+        for part in first["loc"]
+        if part not in ("body", *FORMS, *ITEMS)
+    ]
     param = ".".join(path) or None
     kind = str(first["type"])
     text = str(first["msg"]).removeprefix("Value error, ")
@@ -141,5 +157,10 @@ def refusal_for_body(errors: Sequence[Mapping[str, Any]]) -> Refusal:
             fault = "was not sent as JSON; add the header Content-Type: application/json"
         return Refusal(400, f"the body {fault}", code="invalid_json")
     if kind == "extra_forbidden":
-        return Refusal(400, f"the parameter {param!r} is not supported; leave it out", param=param, code="unsupported")
+        return Refusal(
+            400,
+            f"the parameter {param!r} is not supported; leave it out",
+            param=param,
+            code="unsupported",
+        )
     return Refusal(400, f"{param}: {text}" if param else text, param=param, code="invalid_value")

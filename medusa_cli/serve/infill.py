@@ -21,7 +21,16 @@ def infill_ids(backbone: Backbone, prefix: str, suffix: str) -> list[int]:
     vocabulary = backbone.tokenizer.get_vocab()
     known = next((names for names in TOKENS if all(name in vocabulary for name in names)), None)
     if known is None:
-        raise UsageError("@suffix has no effect: this model has no tokens to fill in the middle", "leave it out")
+        raise UsageError(
+            "@suffix has no effect: this model has no tokens to fill in the middle", "leave it out"
+        )
     before, after, middle = (vocabulary[name] for name in known)
     begin = token_ids(backbone, "", begin=True)
-    return [*begin, before, *token_ids(backbone, prefix), after, *token_ids(backbone, suffix), middle]
+    return [
+        *begin,
+        before,
+        *token_ids(backbone, prefix),
+        after,
+        *token_ids(backbone, suffix),
+        middle,
+    ]

@@ -46,7 +46,9 @@ class SpeculativeCounters(Collector):
             ("draft_tokens", self._draft_tokens, "Draft tokens"),
             ("accepted_tokens", self._accepted, "Accepted draft tokens"),
         ):
-            family = CounterMetricFamily(f"vllm:spec_decode_num_{name}", about, labels=[*self._labels])
+            family = CounterMetricFamily(
+                f"vllm:spec_decode_num_{name}", about, labels=[*self._labels]
+            )
             family.add_metric([*self._labels.values()], value)
             yield family
         name = "vllm:spec_decode_num_accepted_tokens_per_pos"
@@ -65,10 +67,16 @@ class Metrics:
         own: Any = {"registry": self._registry}
         self._speculative = SpeculativeCounters(model)
         self._registry.register(self._speculative)
-        self.responses = Counter("medusa_http_responses", "Responses by path and status", ["path", "code"], **own)
-        self.requests = Counter("medusa_requests", "Requests that ended, by finish reason", ["reason"], **own)
+        self.responses = Counter(
+            "medusa_http_responses", "Responses by path and status", ["path", "code"], **own
+        )
+        self.requests = Counter(
+            "medusa_requests", "Requests that ended, by finish reason", ["reason"], **own
+        )
         self.prompt_tokens = Counter("medusa_prompt_tokens", "Tokens of prompts", **own)
-        self.reused_tokens = Counter("medusa_prompt_tokens_reused", "Prompt tokens from the prefix cache", **own)
+        self.reused_tokens = Counter(
+            "medusa_prompt_tokens_reused", "Prompt tokens from the prefix cache", **own
+        )
         self._generated = Counter("medusa_generated_tokens", "Tokens of answers", **own)
         self._drafted = Counter("medusa_drafted_tokens", "Draft tokens", **own)
         self._accepted = Counter("medusa_accepted_tokens", "Accepted draft tokens", **own)
@@ -76,10 +84,18 @@ class Metrics:
         self.passes = Counter("medusa_passes", "Steps of the whole batch", **own)
         self.running = Gauge("medusa_requests_running", "Requests that decode", **own)
         self.waiting = Gauge("medusa_requests_waiting", "Requests in the queue", **own)
-        self.batch_size = Histogram("medusa_batch_size", "Sequences in a step", buckets=SEQUENCES, **own)
-        self.queued = Histogram("medusa_queue_seconds", "From a request to its prefill", buckets=SECONDS, **own)
-        self.first_token = Histogram("medusa_first_token_seconds", "Time to first token", buckets=SECONDS, **own)
-        self.request = Histogram("medusa_request_seconds", "From a request to its end", buckets=SECONDS, **own)
+        self.batch_size = Histogram(
+            "medusa_batch_size", "Sequences in a step", buckets=SEQUENCES, **own
+        )
+        self.queued = Histogram(
+            "medusa_queue_seconds", "From a request to its prefill", buckets=SECONDS, **own
+        )
+        self.first_token = Histogram(
+            "medusa_first_token_seconds", "Time to first token", buckets=SECONDS, **own
+        )
+        self.request = Histogram(
+            "medusa_request_seconds", "From a request to its end", buckets=SECONDS, **own
+        )
 
     def count(self, step: Step) -> None:
         """Counts one sequence's step."""

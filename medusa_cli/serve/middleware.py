@@ -94,21 +94,32 @@ class Middleware:
                 if self._limits.access_log:
                     client = scope["client"][0] if scope["client"] else "-"
                     seconds = f"{time.monotonic() - started:.3f} s"
-                    line = (client, scope["method"], shown(scope["path"]), str(status), seconds, request_id)
+                    line = (
+                        client,
+                        scope["method"],
+                        shown(scope["path"]),
+                        str(status),
+                        seconds,
+                        request_id,
+                    )
                     log.info(" ".join(line))
             await send(message)
 
         try:
             if not self._limits.api_keys:
                 self._check_host(headers)
-            elif scope["path"] not in OPEN and scope["method"] != "OPTIONS":  # browsers ask first, without a key
+            elif (
+                scope["path"] not in OPEN and scope["method"] != "OPTIONS"
+            ):  # browsers ask first, without a key
                 self._check_key(headers)
             body = await asyncio.wait_for(self._read(headers, receive), self._limits.body_s)
         except Refusal as reason:
             await reason.response()(scope, receive, counted)
             return
         except asyncio.TimeoutError:
-            slow = Refusal(408, f"the body took more than {self._limits.body_s:g} s", code="timeout")
+            slow = Refusal(
+                408, f"the body took more than {self._limits.body_s:g} s", code="timeout"
+            )
             await slow.response()(scope, receive, counted)
             return
         if body is None:  # the client is gone
@@ -118,7 +129,9 @@ class Middleware:
         async def replay() -> Message:
             return unread.pop() if unread else await receive()
 
-        method = "GET" if scope["method"] == "HEAD" else scope["method"]  # uvicorn leaves the body out
+        method = (
+            "GET" if scope["method"] == "HEAD" else scope["method"]
+        )  # uvicorn leaves the body out
         await self._app({**scope, "method": method}, replay, counted)
 
     def _check_host(self, headers: Headers) -> None:
@@ -139,7 +152,11 @@ class Middleware:
         # All keys are compared, so that the time tells nothing.
         right = [hmac.compare_digest(given.strip(), key.encode()) for key in self._limits.api_keys]
         if not any(right):
-            raise Refusal(401, "the API key is missing or wrong; send it as a bearer token", code="invalid_api_key")
+            raise Refusal(
+                401,
+                "the API key is missing or wrong; send it as a bearer token",
+                code="invalid_api_key",
+            )
 
     async def _read(self, headers: Headers, receive: Receive) -> bytes | None:
         """Returns the whole body, None if the client goes away before its end."""

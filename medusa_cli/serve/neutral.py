@@ -24,7 +24,10 @@ def only(*values: Any) -> Check:
     """Returns a check for these values; true is not 1."""
 
     def check(value: Any, beside: Mapping[str, Any]) -> bool:
-        return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in values)
+        return any(
+            value == other and isinstance(value, bool) == isinstance(other, bool)
+            for other in values
+        )
 
     return check
 
@@ -65,7 +68,9 @@ def without_penalty(value: Any, beside: Mapping[str, Any]) -> bool:
     """Returns True for a window of penalties that is the whole text, as here, or that no penalty reads."""
     given = (beside.get("repeat_penalty"), beside.get("repetition_penalty"))
     others = beside.get("presence_penalty") or beside.get("frequency_penalty")
-    return only(-1)(value, beside) or (all(penalty in (None, 1) for penalty in given) and not others)
+    return only(-1)(value, beside) or (
+        all(penalty in (None, 1) for penalty in given) and not others
+    )
 
 
 def named(check: Check, *fields: str) -> dict[str, Check]:
@@ -75,23 +80,98 @@ def named(check: Check, *fields: str) -> dict[str, Check]:
 # Who asks, how to bill, cache, route, queue and report; hints of which a model knows nothing.
 ABOUT_THE_REQUEST = named(
     anything,
-    *("user", "metadata", "store", "service_tier", "safety_identifier", "request_id", "id", "chat_id", "session_id"),
-    *("cache_prompt", "id_slot", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "cache_salt"),
-    *("keep_alive", "priority", "provider", "route", "models", "transforms", "usage", "return_progress"),
-    *("timings_per_token", "guided_decoding_backend", "prediction", "verbosity", "reasoning_effort", "reasoning"),
+    *(
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "safety_identifier",
+        "request_id",
+        "id",
+        "chat_id",
+        "session_id",
+    ),
+    *(
+        "cache_prompt",
+        "id_slot",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "prompt_cache_options",
+        "cache_salt",
+    ),
+    *(
+        "keep_alive",
+        "priority",
+        "provider",
+        "route",
+        "models",
+        "transforms",
+        "usage",
+        "return_progress",
+    ),
+    *(
+        "timings_per_token",
+        "guided_decoding_backend",
+        "prediction",
+        "verbosity",
+        "reasoning_effort",
+        "reasoning",
+    ),
     *("include_reasoning", "reasoning_format", "parse_tool_calls", "return_tokens_as_token_ids"),
 )
 # Sampling and searches that are not done, switched off.
 SWITCHED_OFF = {
-    **named(only(0), "mirostat", "dry_multiplier", "xtc_probability", "dynatemp_range", "top_a", "smoothing_factor"),
-    **named(only(0), "epsilon_cutoff", "eta_cutoff", "penalty_alpha", "n_probs", "min_keep", "n_keep", "n_discard"),
-    **named(only(1), "typical_p", "typ_p", "tfs_z", "tfs", "length_penalty", "guidance_scale", "num_beams", "top_h"),
+    **named(
+        only(0),
+        "mirostat",
+        "dry_multiplier",
+        "xtc_probability",
+        "dynatemp_range",
+        "top_a",
+        "smoothing_factor",
+    ),
+    **named(
+        only(0),
+        "epsilon_cutoff",
+        "eta_cutoff",
+        "penalty_alpha",
+        "n_probs",
+        "min_keep",
+        "n_keep",
+        "n_discard",
+    ),
+    **named(
+        only(1),
+        "typical_p",
+        "typ_p",
+        "tfs_z",
+        "tfs",
+        "length_penalty",
+        "guidance_scale",
+        "num_beams",
+        "top_h",
+    ),
     **named(only(1), "encoder_repetition_penalty"),
     **named(only(0, -1), "top_n_sigma"),
     **named(only(False), "use_beam_search", "early_stopping", "ban_eos_token", "penalize_nl"),
     **named(only(True), "spaces_between_special_tokens", "detokenize"),
-    **named(only([], ""), "logits_processors", "bad_words", "banned_strings", "custom_token_bans", "negative_prompt"),
-    **named(only([], {}), "mm_processor_kwargs", "kv_transfer_params", "vllm_xargs", "lora", "options", "extra_body"),
+    **named(
+        only([], ""),
+        "logits_processors",
+        "bad_words",
+        "banned_strings",
+        "custom_token_bans",
+        "negative_prompt",
+    ),
+    **named(
+        only([], {}),
+        "mm_processor_kwargs",
+        "kv_transfer_params",
+        "vllm_xargs",
+        "lora",
+        "options",
+        "extra_body",
+    ),
     **named(unless("mirostat"), "mirostat_tau", "mirostat_eta"),
     **named(unless("dry_multiplier"), "dry_base", "dry_allowed_length", "dry_penalty_last_n"),
     **named(unless("dry_multiplier"), "dry_sequence_breakers"),
@@ -130,7 +210,16 @@ RESPONSES: Table = {
 # Of messages, their parts, tools and calls: marks of clients, providers and past answers.
 MARKS: Table = named(
     anything,
-    *("id", "status", "phase", "index", "annotations", "logprobs", "cache_control", "provider_specific_fields"),
+    *(
+        "id",
+        "status",
+        "phase",
+        "index",
+        "annotations",
+        "logprobs",
+        "cache_control",
+        "provider_specific_fields",
+    ),
     *("reasoning_details", "thinking_blocks", "strict", "metadata"),
 )
 MESSAGE: Table = {
@@ -140,7 +229,9 @@ MESSAGE: Table = {
 }
 SCHEMA: Table = named(anything, "description", "strict")
 STREAM: Table = named(anything, "include_obfuscation")
-STRUCTURE: Table = named(anything, "disable_fallback", "disable_any_whitespace", "disable_additional_properties")
+STRUCTURE: Table = named(
+    anything, "disable_fallback", "disable_any_whitespace", "disable_additional_properties"
+)
 
 
 def note(fields: Iterable[str]) -> None:

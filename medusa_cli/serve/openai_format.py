@@ -34,7 +34,9 @@ def sse(data: dict[str, Any], name: str | None = None) -> str:
 class OpenAIFormat:
     """Formats the answers to one request: all chunks have the same id, time and model, and each choice its index."""
 
-    def __init__(self, backbone: Backbone, body: ChatRequest | CompletionRequest, tickets: Sequence[Ticket]) -> None:
+    def __init__(
+        self, backbone: Backbone, body: ChatRequest | CompletionRequest, tickets: Sequence[Ticket]
+    ) -> None:
         self._chat = isinstance(body, ChatRequest)
         self._tickets = tickets
         self._n = body.n
@@ -50,13 +52,22 @@ class OpenAIFormat:
         self._continuous = self._stream_usage and body.stream_options.continuous_usage_stats
         # Log probabilities of prompts come first; they do not count as the answer's unless it
         # echoes the prompt.
-        scored = body.prompt_logprobs is not None and not (isinstance(body, CompletionRequest) and body.echo)
+        scored = body.prompt_logprobs is not None and not (
+            isinstance(body, CompletionRequest) and body.echo
+        )
         self._skip = [len(ticket.request.prompt) if scored else 0 for ticket in tickets]
-        names = [tool["function"]["name"] for tool in body.offered] if isinstance(body, ChatRequest) else []
+        names = (
+            [tool["function"]["name"] for tool in body.offered]
+            if isinstance(body, ChatRequest)
+            else []
+        )
         self._calls = [CallReader(names) if names else None for _ in tickets]
         self._echoes = [""] * len(tickets)
         if isinstance(body, CompletionRequest) and body.echo:
-            texts = [text if isinstance(text, str) else backbone.decode(text, keep) for text in body.prompts]
+            texts = [
+                text if isinstance(text, str) else backbone.decode(text, keep)
+                for text in body.prompts
+            ]
             self._echoes = [text for text in texts for _ in range(body.n)]
         elif isinstance(body, ChatRequest):
             self._echoes = [body.echoed] * len(tickets)
@@ -72,10 +83,18 @@ class OpenAIFormat:
         async with aclosing(events):
             with_ids = self._asked.return_token_ids
             for index, text in enumerate(self._echoes):
-                if self._chat or text or with_ids:  # the role, or the echoed prompt, comes before the first text
-                    delta = {"delta": {"role": "assistant", "content": text}} if self._chat else {"text": text}
+                if (
+                    self._chat or text or with_ids
+                ):  # the role, or the echoed prompt, comes before the first text
+                    delta = (
+                        {"delta": {"role": "assistant", "content": text}}
+                        if self._chat
+                        else {"text": text}
+                    )
                     choice = self._choice(index, delta, None, None)
-                    yield sse({**self._body([choice]), **self._prompt_ids(choice, index), **usage()})
+                    yield sse(
+                        {**self._body([choice]), **self._prompt_ids(choice, index), **usage()}
+                    )
             async for index, event in events:
                 if event.error is not None:
                     yield sse(failure(event.error).body)
@@ -102,7 +121,11 @@ class OpenAIFormat:
                 if calls.count and not message["content"]:
                     message["content"] = None
             content = {"message": message} if self._chat else {"text": text}
-            choices.append(self._choice(index, content, answer.likelihoods, answer.finish_reason, answer.tokens))
+            choices.append(
+                self._choice(
+                    index, content, answer.likelihoods, answer.finish_reason, answer.tokens
+                )
+            )
         more: dict[str, Any] = {}
         for index, choice in enumerate(choices):
             more |= self._prompt_ids(choice, index)
@@ -118,9 +141,14 @@ class OpenAIFormat:
         content: dict[str, Any] = {"delta": delta} if self._chat else {"text": text}
         reason = self._tickets[index].answer.finish_reason if event.last else None
         choice = self._choice(index, content, event.likelihoods, reason, event.tokens)
-        return {**self._body([choice]), "medusa": {"pieces": [[piece.text, piece.accepted] for piece in event.pieces]}}
+        return {
+            **self._body([choice]),
+            "medusa": {"pieces": [[piece.text, piece.accepted] for piece in event.pieces]},
+        }
 
-    def _body(self, choices: list[dict[str, Any]], kind: str = "chat.completion.chunk") -> dict[str, Any]:
+    def _body(
+        self, choices: list[dict[str, Any]], kind: str = "chat.completion.chunk"
+    ) -> dict[str, Any]:
         kind = kind if self._chat else "text_completion"
         own = {"id": self._id, "created": self._created, "model": self._model, "object": kind}
         return {**own, "system_fingerprint": self._fingerprint, "choices": choices}
@@ -139,7 +167,10 @@ class OpenAIFormat:
             for rank, (token, logprob) in enumerate(likelihood.top[:wanted], 1):
                 entries[str(token)] = self._prompt_entry(token, logprob, rank)
             # Its rank is known only among the likeliest.
-            entries.setdefault(str(likelihood.token), self._prompt_entry(likelihood.token, likelihood.logprob, None))
+            entries.setdefault(
+                str(likelihood.token),
+                self._prompt_entry(likelihood.token, likelihood.logprob, None),
+            )
             rows.append(entries)
         if rows:  # nothing predicts the first token
             rows[0] = None
@@ -240,14 +271,23 @@ def speculative_figures(tickets: Sequence[Ticket], by_position: bool = False) ->
     }
     if by_position:
         columns = zip_longest(*(ticket.accepted_at for ticket in tickets), fillvalue=0)
-        seconds = {"prefill_s": stats.prefill_s, "draft_s": stats.draft_s, "verify_s": stats.verify_s}
-        figures |= {"drafts": sum(ticket.drafts for ticket in tickets), "accepted_per_pos": [*map(sum, columns)]}
+        seconds = {
+            "prefill_s": stats.prefill_s,
+            "draft_s": stats.draft_s,
+            "verify_s": stats.verify_s,
+        }
+        figures |= {
+            "drafts": sum(ticket.drafts for ticket in tickets),
+            "accepted_per_pos": [*map(sum, columns)],
+        }
         figures |= {name: round(value, 6) for name, value in seconds.items()}
     return figures
 
 
 def special_ids(backbone: Backbone) -> tuple[int, ...]:
-    return tuple(id for id, token in backbone.tokenizer.added_tokens_decoder.items() if token.special)
+    return tuple(
+        id for id, token in backbone.tokenizer.added_tokens_decoder.items() if token.special
+    )
 
 
 def fingerprint_of(backbone: Backbone) -> str:
@@ -261,7 +301,11 @@ TokenLogprob = tuple[str, float | None]
 
 def _entry(text: str, logprob: float | None) -> dict[str, Any]:
     # A part of a character has no text of its own, and not every tokenizer tells its bytes.
-    return {"token": text, "logprob": logprob, "bytes": None if REPLACEMENT in text else list(text.encode())}
+    return {
+        "token": text,
+        "logprob": logprob,
+        "bytes": None if REPLACEMENT in text else list(text.encode()),
+    }
 
 
 class TokenTexts:
@@ -284,9 +328,16 @@ class TokenTexts:
         entries = [(likelihood.token, likelihood.logprob), *likelihood.top[:top]]
         texts = {token: self._in_context(token) for token, _ in entries}
         partial = self._decode([likelihood.token]).endswith(REPLACEMENT)
-        self._before = [*self._before[-MAX_CHARACTER_BYTES:], likelihood.token] if partial else [likelihood.token]
+        self._before = (
+            [*self._before[-MAX_CHARACTER_BYTES:], likelihood.token]
+            if partial
+            else [likelihood.token]
+        )
         self._text = self._decode(self._before)
-        return [(texts[token], None if math.isnan(logprob) else max(logprob, NEVER)) for token, logprob in entries]
+        return [
+            (texts[token], None if math.isnan(logprob) else max(logprob, NEVER))
+            for token, logprob in entries
+        ]
 
     def place(self, token: int) -> int:
         """Returns the place of the answer's next token in its text: for parts of a character, that of the character."""

@@ -116,7 +116,9 @@ class ResponsesRequest(Common):
 
     no_effect = neutral.RESPONSES
     input: Annotated[
-        Annotated[str, Field(min_length=1), Tag(TEXT)] | Annotated[list[Item], Field(min_length=1), Tag(LIST)], FORM
+        Annotated[str, Field(min_length=1), Tag(TEXT)]
+        | Annotated[list[Item], Field(min_length=1), Tag(LIST)],
+        FORM,
     ]
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1)
@@ -134,8 +136,16 @@ class ResponsesRequest(Common):
 
     def chat(self) -> ChatRequest:
         """Returns the chat that asks for the same; raises ValidationError for items that do not belong together."""
-        body: dict[str, Any] = {"model": self.model, "messages": self._messages(), "stream": self.stream}
-        body |= {"max_tokens": self.max_output_tokens, "temperature": self.temperature, "top_p": self.top_p}
+        body: dict[str, Any] = {
+            "model": self.model,
+            "messages": self._messages(),
+            "stream": self.stream,
+        }
+        body |= {
+            "max_tokens": self.max_output_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+        }
         given = self.text.format
         if given.type == "json_object":
             body["response_format"] = {"type": "json_object"}
@@ -160,9 +170,14 @@ class ResponsesRequest(Common):
             if isinstance(item, MessageItem):
                 messages.append({"role": item.role, "content": text_of(item.content)})
             elif isinstance(item, CallOutputItem):
-                messages.append({"role": "tool", "tool_call_id": item.call_id, "content": text_of(item.output)})
+                messages.append(
+                    {"role": "tool", "tool_call_id": item.call_id, "content": text_of(item.output)}
+                )
             else:
-                call = {"id": item.call_id, "function": {"name": item.name, "arguments": item.arguments}}
+                call = {
+                    "id": item.call_id,
+                    "function": {"name": item.name, "arguments": item.arguments},
+                }
                 if not messages or messages[-1]["role"] != "assistant":
                     messages.append({"role": "assistant", "content": ""})
                 messages[-1].setdefault("tool_calls", []).append(call)
@@ -199,7 +214,9 @@ class ResponsesFormat:
                     failed = {**self._response(), "status": "failed", "error": error}
                     yield self._event("response.failed", response=failed)
                     return
-                for item_event in self._add("".join(piece.text for piece in event.pieces), event.last):
+                for item_event in self._add(
+                    "".join(piece.text for piece in event.pieces), event.last
+                ):
                     yield item_event
         cut = self._ticket.answer.finish_reason == "length"
         response = self._response(ended=True)
@@ -217,9 +234,15 @@ class ResponsesFormat:
         events = []
         if content := delta.get("content"):
             if not self._open or self._items[-1]["type"] != "message":
-                events += self._begin({"id": _new_id("msg"), "type": "message", "role": "assistant", "content": []})
+                events += self._begin(
+                    {"id": _new_id("msg"), "type": "message", "role": "assistant", "content": []}
+                )
                 part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-                events.append(self._event("response.content_part.added", **self._place(), content_index=0, part=part))
+                events.append(
+                    self._event(
+                        "response.content_part.added", **self._place(), content_index=0, part=part
+                    )
+                )
                 self._items[-1]["content"] = [dict(part)]
             self._items[-1]["content"][0]["text"] += content
             place = {**self._place(), "content_index": 0, "logprobs": []}
@@ -227,11 +250,20 @@ class ResponsesFormat:
         for call in delta.get("tool_calls", ()):
             function = call["function"]
             if "id" in call:
-                item = {"id": _new_id("fc"), "type": "function_call", "call_id": call["id"], "name": function["name"]}
+                item = {
+                    "id": _new_id("fc"),
+                    "type": "function_call",
+                    "call_id": call["id"],
+                    "name": function["name"],
+                }
                 events += self._begin({**item, "arguments": ""})
             if arguments := function["arguments"]:
                 self._items[-1]["arguments"] += arguments
-                events.append(self._event("response.function_call_arguments.delta", **self._place(), delta=arguments))
+                events.append(
+                    self._event(
+                        "response.function_call_arguments.delta", **self._place(), delta=arguments
+                    )
+                )
         return events + (self._end() if last else [])
 
     def _place(self) -> dict[str, Any]:
@@ -243,7 +275,12 @@ class ResponsesFormat:
         self._items.append({**item, "status": "in_progress"})
         self._open = True
         index = len(self._items) - 1
-        return [*events, self._event("response.output_item.added", output_index=index, item=dict(self._items[-1]))]
+        return [
+            *events,
+            self._event(
+                "response.output_item.added", output_index=index, item=dict(self._items[-1])
+            ),
+        ]
 
     def _end(self) -> list[str]:
         """Ends the open item, if any; returns the events."""
@@ -252,7 +289,9 @@ class ResponsesFormat:
         self._open = False
         item = self._items[-1]
         place = self._place()
-        item["status"] = "incomplete" if self._ticket.answer.finish_reason == "length" else "completed"
+        item["status"] = (
+            "incomplete" if self._ticket.answer.finish_reason == "length" else "completed"
+        )
         if item["type"] == "message":
             [part] = item["content"]
             at = {**place, "content_index": 0}
@@ -263,14 +302,21 @@ class ResponsesFormat:
         else:
             done = {"name": item["name"], "arguments": item["arguments"]}
             events = [self._event("response.function_call_arguments.done", **place, **done)]
-        return [*events, self._event("response.output_item.done", output_index=place["output_index"], item=dict(item))]
+        return [
+            *events,
+            self._event(
+                "response.output_item.done", output_index=place["output_index"], item=dict(item)
+            ),
+        ]
 
     def _response(self, ended: bool = False) -> dict[str, Any]:
         body = self._body
         stats = self._ticket.answer.stats
         answer = self._ticket.answer
         cut = ended and answer.finish_reason == "length"
-        given = body.model_dump(include={"text", "tools", "tool_choice"}, by_alias=True, exclude_none=True)
+        given = body.model_dump(
+            include={"text", "tools", "tool_choice"}, by_alias=True, exclude_none=True
+        )
         prompt = len(self._ticket.request.prompt)
         usage: dict[str, Any] = {
             "input_tokens": prompt,

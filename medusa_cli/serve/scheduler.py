@@ -72,7 +72,9 @@ class Scheduler:
     drafted from.
     """
 
-    def __init__(self, medusa: Medusa, metrics: Metrics, *, slots: int, waiting: int, remember: int = 0) -> None:
+    def __init__(
+        self, medusa: Medusa, metrics: Metrics, *, slots: int, waiting: int, remember: int = 0
+    ) -> None:
         self._medusa = medusa
         self._metrics = metrics
         self._slots = slots
@@ -83,7 +85,9 @@ class Scheduler:
             medusa.loaded.policy.corpora.append(self._remembered)
         self._decoder = medusa.decoder(slots)
         self._running: dict[Sequence, Ticket] = {}
-        self._prompt: tuple[Ticket, Iterator[tuple[Sequence, Step | None]]] | None = None  # under way
+        self._prompt: tuple[Ticket, Iterator[tuple[Sequence, Step | None]]] | None = (
+            None  # under way
+        )
         self._waiting: deque[Ticket] = deque()
         self._changed = threading.Condition()  # guards the queue
         self.closing = False
@@ -109,14 +113,20 @@ class Scheduler:
         with self._changed:
             if self.closing:
                 raise Refusal(503, "the server is about to stop", code="closing", retry_s=RESTART_S)
-            if len(self._waiting) + len(tickets) > self._max_waiting + max(0, self._slots - len(self._running)):
-                raise Refusal(429, "too many requests; try again later", code="queue_full", retry_s=RETRY_S)
+            if len(self._waiting) + len(tickets) > self._max_waiting + max(
+                0, self._slots - len(self._running)
+            ):
+                raise Refusal(
+                    429, "too many requests; try again later", code="queue_full", retry_s=RETRY_S
+                )
             self._waiting.extend(tickets)
             self._changed.notify()
 
     def drain(self) -> None:
         """Takes no more requests; `run` returns after those under way are answered."""
-        self.closing = True  # without the lock: the thread that a signal handler interrupts may hold it
+        self.closing = (
+            True  # without the lock: the thread that a signal handler interrupts may hold it
+        )
 
     def run(self) -> None:
         """Decodes in this thread until drained.
@@ -132,7 +142,9 @@ class Scheduler:
                     self._evict()
                     self._prefill()
                     self._step()
-                except Exception as reason:  # clients must hear of it, and the next request must be served
+                except (
+                    Exception
+                ) as reason:  # clients must hear of it, and the next request must be served
                     log.exception("a step failed; its requests fail")
                     self._fail_all(reason)
         finally:
@@ -173,7 +185,9 @@ class Scheduler:
                 sequence, first = next(pieces)
             except Exception as reason:
                 self._prompt = None
-                self._running = {s: other for s, other in self._running.items() if other is not ticket}
+                self._running = {
+                    s: other for s, other in self._running.items() if other is not ticket
+                }
                 if not isinstance(reason, UserError):
                     log.exception("a prompt failed; its request fails")
                 self._finish(ticket, Event(error=reason, last=True))
@@ -229,7 +243,9 @@ class Scheduler:
     def _finish(self, ticket: Ticket, event: Event) -> None:
         """Sends a request's last event."""
         ticket.answer.cancel()
-        self._metrics.requests.labels("error" if event.error else str(ticket.answer.finish_reason)).inc()
+        self._metrics.requests.labels(
+            "error" if event.error else str(ticket.answer.finish_reason)
+        ).inc()
         self._metrics.request.observe(ticket.seconds)
         ticket.deliver(event)
 

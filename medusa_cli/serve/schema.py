@@ -8,7 +8,16 @@ import json
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    field_validator,
+    model_validator,
+)
 
 from medusa_cli.decode.grammar import ANY_OBJECT, Grammar
 from medusa_cli.errors import UsageError
@@ -162,7 +171,9 @@ class Common(Strict):
     speculative: Annotated[
         Annotated[bool, Tag(TEXT)] | Annotated[Speculative, Tag(OBJECT)],
         Discriminator(lambda value: OBJECT if isinstance(value, dict | Speculative) else TEXT),
-    ] = Field(True, description="false: plain decoding. The answer is the same; not in OpenAI's API")
+    ] = Field(
+        True, description="false: plain decoding. The answer is the same; not in OpenAI's API"
+    )
 
     @property
     def drafts(self) -> Speculative:
@@ -173,18 +184,25 @@ class Common(Strict):
 class Sampled(Common):
     """Fields of chats and completions: sampling, stop criteria, forms of the answer."""
 
-    top_k: int | None = Field(None, ge=0, le=1_000_000, description="0 keeps all; not in OpenAI's API")
+    top_k: int | None = Field(
+        None, ge=0, le=1_000_000, description="0 keeps all; not in OpenAI's API"
+    )
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: (
         Annotated[
-            Annotated[StopText, Tag(TEXT)] | Annotated[list[StopText], Field(max_length=MAX_STOPS), Tag(LIST)], FORM
+            Annotated[StopText, Tag(TEXT)]
+            | Annotated[list[StopText], Field(max_length=MAX_STOPS), Tag(LIST)],
+            FORM,
         ]
         | None
     ) = None
     n: int = Field(1, ge=1, le=MAX_CHOICES)
     presence_penalty: float = Field(0, ge=-2, le=2)
     frequency_penalty: float = Field(0, ge=-2, le=2)
-    logit_bias: dict[Annotated[int, Field(ge=0, strict=False)], Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: (
+        dict[Annotated[int, Field(ge=0, strict=False)], Annotated[float, Field(ge=-100, le=100)]]
+        | None
+    ) = None
     # vLLM's and llama.cpp's; null is the model's own value.
     repetition_penalty: float | None = Field(
         None, gt=0, le=100, validation_alias=AliasChoices("repetition_penalty", "repeat_penalty")
@@ -196,7 +214,9 @@ class Sampled(Common):
     stop_token_ids: list[TokenId] = []
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
-    truncate_prompt_tokens: int | None = Field(None, ge=-1, description="the prompt's last tokens; -1: all that fit")
+    truncate_prompt_tokens: int | None = Field(
+        None, ge=-1, description="the prompt's last tokens; -1: all that fit"
+    )
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_TOP)
     return_token_ids: bool = False
     echo: bool = False
@@ -235,7 +255,9 @@ class Sampled(Common):
     def constraint(self) -> str:
         """Returns the field that constrains the answer, if any does."""
         fields = ("structured_outputs", *FORM_FIELDS)
-        return next((field for field in fields if getattr(self, field) is not None), "structured_outputs")
+        return next(
+            (field for field in fields if getattr(self, field) is not None), "structured_outputs"
+        )
 
     @property
     def followed(self) -> Grammar | None:
@@ -243,7 +265,9 @@ class Sampled(Common):
         forms = self.forms
         if len(forms) > 1:
             first, second, *_ = forms
-            raise UsageError(f"@{first} and @{second} constrain one answer", "leave one of them out")
+            raise UsageError(
+                f"@{first} and @{second} constrain one answer", "leave one of them out"
+            )
         return Grammar.of(**next(iter(forms.values()), {}))
 
 
@@ -293,7 +317,11 @@ class Tool(Strict):
         """Returns the tool in the form that chat templates take."""
         function = self.function
         parameters = function.parameters or {"type": "object", "properties": {}}
-        more = {"name": function.name, "description": function.description, "parameters": parameters}
+        more = {
+            "name": function.name,
+            "description": function.description,
+            "parameters": parameters,
+        }
         return {"type": "function", "function": more}
 
 
@@ -316,10 +344,17 @@ class CalledFunction(Strict):
         """Returns the call in the form that chat templates take; arguments that are not a JSON object stay text."""
         try:
             # Clients write a call without arguments as an empty text.
-            value = self.arguments if isinstance(self.arguments, dict) else json.loads(self.arguments or "{}")
+            value = (
+                self.arguments
+                if isinstance(self.arguments, dict)
+                else json.loads(self.arguments or "{}")
+            )
         except (ValueError, RecursionError):
             value = None
-        return {"name": self.name, "arguments": value if isinstance(value, dict) else self.arguments}
+        return {
+            "name": self.name,
+            "arguments": value if isinstance(value, dict) else self.arguments,
+        }
 
 
 class ToolCall(Strict):
@@ -354,7 +389,9 @@ class Message(Strict):
     no_effect = neutral.MESSAGE
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Content[TextPart] | None = None
-    reasoning_content: str | None = Field(None, validation_alias=AliasChoices("reasoning_content", "reasoning"))
+    reasoning_content: str | None = Field(
+        None, validation_alias=AliasChoices("reasoning_content", "reasoning")
+    )
     refusal: str | None = None
     tool_calls: list[ToolCall] | None = None
     function_call: CalledFunction | None = None
@@ -375,7 +412,10 @@ class Message(Strict):
     def plain(self) -> dict[str, Any]:
         """Returns the message in the form that chat templates take."""
         role = {"developer": "system", "function": "tool"}.get(self.role, self.role)
-        message: dict[str, Any] = {"role": role, "content": text_of(self.content or self.refusal or "")}
+        message: dict[str, Any] = {
+            "role": role,
+            "content": text_of(self.content or self.refusal or ""),
+        }
         if role == "tool":
             name = {} if self.name is None else {"name": self.name}
             return {**message, "tool_call_id": self.tool_call_id or "", **name}
@@ -385,7 +425,9 @@ class Message(Strict):
         if self.function_call is not None:
             calls.append(("", self.function_call.plain))
         if calls:
-            message["tool_calls"] = [{"id": id, "type": "function", "function": function} for id, function in calls]
+            message["tool_calls"] = [
+                {"id": id, "type": "function", "function": function} for id, function in calls
+            ]
         return message
 
 
@@ -395,10 +437,18 @@ class Conversation(Strict):
     messages: list[Message] = Field(min_length=1)
     tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
     documents: list[dict[str, Any]] | None = None
-    add_special_tokens: bool = Field(False, description="put the tokenizer's own before the prompt, too")
-    chat_template_kwargs: dict[str, Any] = Field({}, description="more variables for the chat template")
-    continue_final_message: bool = Field(False, description="the answer goes on with the last message")
-    add_generation_prompt: bool | None = Field(None, description="default: true unless the last message goes on")
+    add_special_tokens: bool = Field(
+        False, description="put the tokenizer's own before the prompt, too"
+    )
+    chat_template_kwargs: dict[str, Any] = Field(
+        {}, description="more variables for the chat template"
+    )
+    continue_final_message: bool = Field(
+        False, description="the answer goes on with the last message"
+    )
+    add_generation_prompt: bool | None = Field(
+        None, description="default: true unless the last message goes on"
+    )
 
     @model_validator(mode="after")
     def _one_way_on(self) -> "Conversation":
@@ -409,7 +459,11 @@ class Conversation(Strict):
     @property
     def template(self) -> dict[str, Any]:
         """Returns the arguments of the chat template."""
-        new = not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
+        new = (
+            not self.continue_final_message
+            if self.add_generation_prompt is None
+            else self.add_generation_prompt
+        )
         ways = {"add_generation_prompt": new, "continue_final_message": self.continue_final_message}
         documents = {"documents": self.documents} if self.documents else {}
         return {**self.chat_template_kwargs, **documents, **ways}
@@ -424,7 +478,9 @@ class ChatRequest(Sampled, Conversation):
     """Body of /v1/chat/completions."""
 
     no_effect = neutral.CHAT
-    max_tokens: int | None = Field(None, ge=1, validation_alias=AliasChoices("max_tokens", "n_predict"))
+    max_tokens: int | None = Field(
+        None, ge=1, validation_alias=AliasChoices("max_tokens", "n_predict")
+    )
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP)
@@ -453,7 +509,11 @@ class ChatRequest(Sampled, Conversation):
     def required(self) -> list[dict[str, Any]]:
         """Returns the tools of which the answer must call one; none if it may do without."""
         if isinstance(self.tool_choice, NamedTool):
-            return [tool for tool in self.offered if tool["function"]["name"] == self.tool_choice.function.name]
+            return [
+                tool
+                for tool in self.offered
+                if tool["function"]["name"] == self.tool_choice.function.name
+            ]
         return self.offered if self.tool_choice == "required" else []
 
     @property
@@ -499,7 +559,11 @@ class CompletionRequest(Sampled):
 
     prompt: Annotated[
         Annotated[str, Field(min_length=1), Tag(TEXT)]
-        | Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=MAX_CHOICES), Tag(TEXTS)]
+        | Annotated[
+            list[Annotated[str, Field(min_length=1)]],
+            Field(min_length=1, max_length=MAX_CHOICES),
+            Tag(TEXTS),
+        ]
         | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_CHOICES), Tag(LISTS)]
         | Annotated[TokenIds, Tag(LIST)],
         Discriminator(_form_of_prompt),
@@ -518,7 +582,9 @@ class CompletionRequest(Sampled):
     def _agree(self) -> "CompletionRequest":
         if self.max_tokens == 0 and not self.echo:
             raise ValueError("max_tokens 0 needs echo to be true")
-        if self.suffix and (self.echo or not all(isinstance(prompt, str) for prompt in self.prompts)):
+        if self.suffix and (
+            self.echo or not all(isinstance(prompt, str) for prompt in self.prompts)
+        ):
             raise ValueError("suffix needs a text as the prompt, and no echo")
         return self
 

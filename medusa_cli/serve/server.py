@@ -122,7 +122,9 @@ class Protocol(H11Protocol):
     def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._waiting_since = self.loop.time()
-        transport.set_write_buffer_limits(high=1, low=0)  # `pause_writing` then reports every answer that is not read
+        transport.set_write_buffer_limits(
+            high=1, low=0
+        )  # `pause_writing` then reports every answer that is not read
         self._expect_head()
         if len(self.connections) > self._limits.max_connections:
             self._make_room()
@@ -157,7 +159,9 @@ class Protocol(H11Protocol):
         """Logs nothing: a server may answer a request to upgrade as any other."""
 
     def _make_room(self) -> None:
-        others: list[Any] = [other for other in self.connections if not other.transport.is_closing()]
+        others: list[Any] = [
+            other for other in self.connections if not other.transport.is_closing()
+        ]
         waiting = [other for other in others if not other._answering or other.cycle.more_body]
         if len(others) > self._limits.max_connections:
             min(waiting, key=lambda other: other._waiting_since).transport.abort()
@@ -183,7 +187,9 @@ class OnceAMinute(logging.Filter):
     def __init__(self, period_s: float = 60) -> None:
         super().__init__()
         self._period_s = period_s
-        self._passed = dict[str, tuple[float, int]]()  # by the message's beginning: when, and how many were dropped
+        self._passed = dict[
+            str, tuple[float, int]
+        ]()  # by the message's beginning: when, and how many were dropped
 
     def filter(self, record: logging.LogRecord) -> bool:
         now = time.monotonic()
@@ -219,7 +225,10 @@ def check_certificate(certificate: Path | None, key: Path | None) -> None:
     """Raises UsageError for files that do not serve HTTPS: missing, no PEM, not a pair, or with a password."""
     if certificate is None:
         if key is not None:
-            raise UsageError(f"@ssl_keyfile {key} has no effect without a certificate", "give its @ssl_certfile, too")
+            raise UsageError(
+                f"@ssl_keyfile {key} has no effect without a certificate",
+                "give its @ssl_certfile, too",
+            )
         return
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password="")
@@ -245,7 +254,12 @@ def listen(host: str, port: int, uds: Path | None = None) -> socket.socket:
         if uds and uds.is_socket() and not _is_served(uds):
             uds.unlink()
         listener.bind(str(uds) if uds else (host, port))
-    except (OSError, OverflowError, ValueError, TypeError) as reason:  # a host name that no address can have
+    except (
+        OSError,
+        OverflowError,
+        ValueError,
+        TypeError,
+    ) as reason:  # a host name that no address can have
         listener.close()
         fault = getattr(reason, "strerror", None) or str(reason)
         place = f"@host {host} @port {port}"

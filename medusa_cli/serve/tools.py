@@ -66,7 +66,9 @@ def marker_ids(backbone: Backbone) -> dict[str, int]:
     return {token.content: id for id, token in tokens.items() if token.content in MARKERS}
 
 
-def calls_grammar(backbone: Backbone, tools: Tools, several: bool, answer: Grammar | None = None) -> Grammar:
+def calls_grammar(
+    backbone: Backbone, tools: Tools, several: bool, answer: Grammar | None = None
+) -> Grammar:
     """Returns the grammar of calls of the tools, at least one, in the model's style.
 
     several: more than one may follow. answer: a JSON schema that the answer may follow instead.
@@ -76,7 +78,9 @@ def calls_grammar(backbone: Backbone, tools: Tools, several: bool, answer: Gramm
 
     def literal(text: str) -> str:
         parts = re.split("(" + "|".join(map(re.escape, MARKERS)) + ")", text)
-        return " ".join(f"<[{ids[part]}]>" if part in ids else json.dumps(part) for part in parts if part)
+        return " ".join(
+            f"<[{ids[part]}]>" if part in ids else json.dumps(part) for part in parts if part
+        )
 
     more = f"({literal(style.between)} call){{0,{MAX_CALLS - 1}}}" if several else ""
     lines = [
@@ -86,7 +90,9 @@ def calls_grammar(backbone: Backbone, tools: Tools, several: bool, answer: Gramm
     ]
     for i, tool in enumerate(tools):
         name = tool["function"]["name"]
-        head, tail = style.call.replace("NAME", json.dumps(name)).replace("BARE", name).split("ARGUMENTS")
+        head, tail = (
+            style.call.replace("NAME", json.dumps(name)).replace("BARE", name).split("ARGUMENTS")
+        )
         schema = {"type": "object", **(tool["function"].get("parameters") or {"properties": {}})}
         checked = Grammar.of(json_schema=schema)
         assert checked is not None
@@ -113,7 +119,11 @@ def describe_tools(
         text = message["content"] or ""
         if role == "tool":
             text = f"<tool_response>\n{text}\n</tool_response>"
-            if rendered and rendered[-1]["role"] == "user" and rendered[-1]["content"].startswith("<tool_response>"):
+            if (
+                rendered
+                and rendered[-1]["role"] == "user"
+                and rendered[-1]["content"].startswith("<tool_response>")
+            ):
                 rendered[-1]["content"] += "\n" + text
                 continue
             role = "user"
@@ -135,14 +145,18 @@ def _tagged(call: str) -> str:
 
 
 _BEGIN = re.compile("|".join(map(re.escape, BEGIN)))
-_JSON_HEAD = re.compile(r'\{\s*"name"\s*:\s*"((?:[^"\\]|\\.)*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+_JSON_HEAD = re.compile(
+    r'\{\s*"name"\s*:\s*"((?:[^"\\]|\\.)*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
+)
 _ARGS_HEAD = re.compile(r"([\w.-]+)(?:\[CALL_ID\]\w+)?\[ARGS\]\s*(?=\{)")
 _NAME_HEAD = '{"name":"'
 _BETWEEN = re.compile(r"[\s,;}\]]*(?:\[\s*(?=\{))?")
 _decode = json.JSONDecoder().raw_decode
 
 
-def read_calls(text: str, names: Collection[str], last: bool, sent: int = 0) -> tuple[str, list[tuple[str, str]]]:
+def read_calls(
+    text: str, names: Collection[str], last: bool, sent: int = 0
+) -> tuple[str, list[tuple[str, str]]]:
     """Returns the content of an answer so far, and its calls, by name and arguments, as far as both are certain.
 
     A call begins with a marker of any style, or with the answer. Text that does not call a tool of these
@@ -205,7 +219,9 @@ def _next_marker(text: str, at: int, last: bool) -> tuple[int, int | None]:
     return len(text) - under_way, None
 
 
-def _call_at(text: str, at: int, names: Collection[str], bare: bool) -> tuple[tuple[str, str], int | None] | None:
+def _call_at(
+    text: str, at: int, names: Collection[str], bare: bool
+) -> tuple[tuple[str, str], int | None] | None:
     """Returns the call that begins at a place, and its end (None while it goes on); None for other text."""
     head = _JSON_HEAD.match(text, at) or _ARGS_HEAD.match(text, at)
     if head and head[1] in names:
@@ -236,7 +252,11 @@ def _whole_call(text: str, start: int, names: Collection[str]) -> tuple[str, str
     """Returns name and arguments of a call in another order, or with its arguments in a text."""
     end = _end(text, start)
     call = _decode(text, start)[0] if end else None
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str) or call["name"] not in names:
+    if (
+        not isinstance(call, dict)
+        or not isinstance(call.get("name"), str)
+        or call["name"] not in names
+    ):
         return None
     arguments = call.get("arguments", call.get("parameters", {}))
     return call["name"], arguments if isinstance(arguments, str) else json.dumps(arguments)
@@ -248,14 +268,18 @@ class CallReader:
     def __init__(self, names: Collection[str]) -> None:
         self._names = names
         self._text = ""
-        self._sent = self._arguments = 0  # characters of the content, and of the last call's arguments, so far
+        self._sent = self._arguments = (
+            0  # characters of the content, and of the last call's arguments, so far
+        )
         self.count = 0
 
     def feed(self, text: str, last: bool = False) -> dict[str, Any]:
         """Takes more of the answer; returns the content and the calls that it adds, as a delta of OpenAI's API."""
         self._text += text
         content, calls = read_calls(self._text, self._names, last, self.count)
-        delta: dict[str, Any] = {"content": content[self._sent :]} if len(content) > self._sent else {}
+        delta: dict[str, Any] = (
+            {"content": content[self._sent :]} if len(content) > self._sent else {}
+        )
         self._sent = max(self._sent, len(content))
         parts = []
         for index in range(max(0, self.count - 1), len(calls)):
@@ -266,6 +290,8 @@ class CallReader:
                 parts.append({"index": index, "id": id, "type": "function", "function": function})
                 self.count += 1
             elif len(arguments) > self._arguments:
-                parts.append({"index": index, "function": {"arguments": arguments[self._arguments :]}})
+                parts.append(
+                    {"index": index, "function": {"arguments": arguments[self._arguments :]}}
+                )
             self._arguments = len(arguments)
         return {**delta, "tool_calls": parts} if parts else delta

@@ -69,7 +69,11 @@ def calibrate(
     if max_samples is None and data is None and kind.uses_verify_pass:
         max_samples = WHOLE
     part = "" if data else "the held-out part of "
-    limit = f"at most {max_samples:,} conversations" if max_samples else "@data takes others, @max_samples N fewer"
+    limit = (
+        f"at most {max_samples:,} conversations"
+        if max_samples
+        else "@data takes others, @max_samples N fewer"
+    )
     log.info(f"calibrating {folder} on {part}{source}, top {top} guesses a head; {limit}")
 
     own = folder.resolve() == run.drafter_dir.resolve()
@@ -87,12 +91,20 @@ def calibrate(
     whole = read_dataset(source, backbone, fraction, longest(recipe.train) if online else None)
     items = whole.train if data else whole.held_out
     if not items:
-        raise UserError("no conversation is held out for calibration", "distil more than one conversation")
+        raise UserError(
+            "no conversation is held out for calibration", "distil more than one conversation"
+        )
     dataset = replace(whole, train=[], held_out=items[:max_samples])
     if not online:
-        dataset = with_hidden_states(dataset, run, backbone, source, drafter.taps, among=whole, show=show)
+        dataset = with_hidden_states(
+            dataset, run, backbone, source, drafter.taps, among=whole, show=show
+        )
     return {
-        **provenance(backbone.identity, data={"path": str(source), "digest": dataset.digest}, drafter=str(folder)),
+        **provenance(
+            backbone.identity,
+            data={"path": str(source), "digest": dataset.digest},
+            drafter=str(folder),
+        ),
         STAMP: stamp_of(folder),
         "heads": drafter.num_heads,
         "top": top,
@@ -116,7 +128,10 @@ def measure(
     """
     vocabulary = len(drafter.draft_ids)
     if not 1 <= top <= vocabulary:
-        raise UsageError(f"@top {top} is not among the {vocabulary} tokens the heads know", f"use 1 to {vocabulary}")
+        raise UsageError(
+            f"@top {top} is not among the {vocabulary} tokens the heads know",
+            f"use 1 to {vocabulary}",
+        )
     drafter.eval()
     items = dataset.held_out
     heads = drafter.num_heads
@@ -131,15 +146,21 @@ def measure(
         batch = dataset.batch(backbone, drafter, conversations)
         own = torch.full((len(batch.learnt), heads), PAST_END)
         for head, scores in enumerate(drafter.logits(backbone, batch)):
-            ahead = head + 1  # head k (from 1) guesses the token k places after the backbone's own next one
+            ahead = (
+                head + 1
+            )  # head k (from 1) guesses the token k places after the backbone's own next one
             rows = batch.targets(ahead)
             if not len(rows):
                 continue
             learnt = batch.learnt_index[rows]
             scores = scores[learnt]
             targets = batch.next[rows + ahead]
-            right = drafter.draft_ids[scores.topk(top, dim=-1).indices] == targets[:, None]  # [rows, top]
-            own[learnt.cpu(), head] = torch.where(right.any(-1), right.int().argmax(-1), MISSED).cpu()
+            right = (
+                drafter.draft_ids[scores.topk(top, dim=-1).indices] == targets[:, None]
+            )  # [rows, top]
+            own[learnt.cpu(), head] = torch.where(
+                right.any(-1), right.int().argmax(-1), MISSED
+            ).cpu()
             counted[head] += len(rows)
             if positions < FIT_POSITIONS:
                 log_loss[head] += _log_losses(scores, index[targets])
@@ -148,7 +169,9 @@ def measure(
         show("calibrating", positions, total)
 
     if not counted.all():
-        raise UserError(f"the answers are too short to calibrate {heads} heads", "distil longer or more answers")
+        raise UserError(
+            f"the answers are too short to calibrate {heads} heads", "distil longer or more answers"
+        )
     accuracies, roots = accuracies_at_roots(torch.cat(ranks), top)
     return {
         "accuracies": accuracies,
@@ -186,7 +209,9 @@ def accuracies_at_roots(ranks: Tensor, top: int) -> tuple[list[list[float]], int
 
 def accepted(ranks: Tensor, tree: Tree) -> Tensor:
     """Returns how many draft tokens of a tree are accepted in a step from each position [n], by ranks [n, K]."""
-    children = torch.full((tree.size, max(tree.widths) + 1), -1)  # the last column stands for all misses
+    children = torch.full(
+        (tree.size, max(tree.widths) + 1), -1
+    )  # the last column stands for all misses
     for child in range(1, tree.size):
         children[tree.parents[child], tree.ranks[child]] = child
     node = torch.zeros(len(ranks), dtype=torch.long)

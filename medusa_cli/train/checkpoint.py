@@ -18,7 +18,12 @@ from medusa_cli.train.log import NAME
 
 T = TypeVar("T")
 # A resumed training may change these: they do not change the weights it learns.
-MAY_CHANGE = ("train.checkpoint_every", "train.validation_every", "train.validation_tokens", "train.shard")
+MAY_CHANGE = (
+    "train.checkpoint_every",
+    "train.validation_every",
+    "train.validation_tokens",
+    "train.shard",
+)
 
 
 @dataclass(frozen=True)
@@ -78,7 +83,9 @@ def set_aside(run: Run) -> None:
         for path in _files(run):
             if path.is_file():
                 path.replace(earlier_path(path))
-    best_path(run).unlink(missing_ok=True)  # of a training that was killed before its first checkpoint
+    best_path(run).unlink(
+        missing_ok=True
+    )  # of a training that was killed before its first checkpoint
 
 
 def save(run: Run, checkpoint: Checkpoint) -> None:
@@ -108,7 +115,11 @@ def load(path: Path) -> Checkpoint:
     """Reads a checkpoint; raises UserError if there is none or it is damaged."""
     if not path.is_file():
         earlier = earlier_path(path)
-        back = f", or rename {earlier} and the other `.earlier` files back" if earlier.is_file() else ""
+        back = (
+            f", or rename {earlier} and the other `.earlier` files back"
+            if earlier.is_file()
+            else ""
+        )
         raise UserError(f"@resume: {path} does not exist", f"train without @resume{back}")
     return _read(path, Checkpoint)
 
@@ -123,7 +134,9 @@ def _read(path: Path, kind: type[T]) -> T:
     try:
         return convert(torch.load(path, map_location="cpu", weights_only=True), kind)
     except Exception as reason:  # torch and pickle raise many types for a damaged file
-        raise UserError(f"@resume: {path} is damaged", "delete it and train without @resume") from reason
+        raise UserError(
+            f"@resume: {path} is damaged", "delete it and train without @resume"
+        ) from reason
 
 
 def check(checkpoint: Checkpoint, backbone: Backbone, dataset: Dataset, recipe: Recipe) -> None:
@@ -144,4 +157,6 @@ def check(checkpoint: Checkpoint, backbone: Backbone, dataset: Dataset, recipe: 
                 f"give @{key} {before or 'none'}",
             )
     if checkpoint.data != dataset.digest:
-        raise UserError("@resume: the training data changed since the checkpoint", "train without @resume")
+        raise UserError(
+            "@resume: the training data changed since the checkpoint", "train without @resume"
+        )

@@ -45,14 +45,20 @@ def estimate(
     if train.shard:
         raise UsageError("@dry_run loads the model in one process", "leave train.shard=true out")
     setup.check_loading(train, options, Distributed())
-    backbone = (setup.frozen_backbone if train.stage == 1 else setup.joint_backbone)(recipe, options)
+    backbone = (setup.frozen_backbone if train.stage == 1 else setup.joint_backbone)(
+        recipe, options
+    )
     online = train.stage == 2 or setup.runs_model(kind, train)
-    dataset = read_dataset(source, backbone, train.validation_fraction, setup.longest(train) if online else None)
+    dataset = read_dataset(
+        source, backbone, train.validation_fraction, setup.longest(train) if online else None
+    )
     torch.manual_seed(train.seed)
     drafter = setup.build_drafter(backbone, recipe.drafter, dataset)
     setup.start_heads(run, start, backbone, drafter, train.stage)
     if not online:
-        dataset = replace(dataset, states=torch.empty(0))  # batches are of positions, as with all states
+        dataset = replace(
+            dataset, states=torch.empty(0)
+        )  # batches are of positions, as with all states
     trainer = Trainer(backbone, drafter, dataset, recipe, run)
     missing = 0
     prefill = 0.0
@@ -97,7 +103,9 @@ def _take_states(trainer: Trainer) -> float:
         return replace(item, state_rows=(count - len(states), len(states)), states_digest=None)
 
     for number in range(min(SAMPLED, trainer.steps)):
-        trainer.groups[number] = [[with_rows(item) for item in batch] for batch in trainer.groups[number]]
+        trainer.groups[number] = [
+            [with_rows(item) for item in batch] for batch in trainer.groups[number]
+        ]
     seconds = (time.perf_counter() - start) / count
     known: Dataset = trainer.dataset
     trainer.dataset = replace(known, states=torch.cat(rows), columns=None)

@@ -59,13 +59,17 @@ def linear_loss(
     def loss(log_q: Tensor, block: slice) -> tuple[Tensor, Tensor]:
         nonlocal hits
         hits = hits + (log_q.argmax(-1) == targets[block]).sum()
-        return cross_entropy(log_q, targets[block], None if teacher is None else teacher[block].float(), soft)
+        return cross_entropy(
+            log_q, targets[block], None if teacher is None else teacher[block].float(), soft
+        )
 
     total = blockwise_loss(loss, linear, hidden, [weight])
     return total / max(1, len(targets)), hits
 
 
-def cross_entropy(log_q: Tensor, targets: Tensor, p: Tensor | None = None, soft: float = 0.0) -> tuple[Tensor, Tensor]:
+def cross_entropy(
+    log_q: Tensor, targets: Tensor, p: Tensor | None = None, soft: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """Returns the summed cross-entropy of rows [n, M] to (1 - soft) * one-hot + soft * p, and its gradient by logits.
 
     The gradient takes the memory of log_q.
@@ -76,7 +80,9 @@ def cross_entropy(log_q: Tensor, targets: Tensor, p: Tensor | None = None, soft:
     gradient = log_q.exp_()
     if p is not None and soft:
         gradient.sub_(p, alpha=soft)
-    return total, gradient.scatter_add_(1, targets[:, None], gradient.new_full((len(targets), 1), soft - 1.0))
+    return total, gradient.scatter_add_(
+        1, targets[:, None], gradient.new_full((len(targets), 1), soft - 1.0)
+    )
 
 
 class LogSoftmax:
@@ -90,7 +96,9 @@ class LogSoftmax:
 
     def __call__(self, logits: Tensor) -> Tensor:
         if self._logits.shape[1:] != logits.shape[1:] or len(self._logits) < len(logits):
-            self._logits, self._result = (logits.new_empty(logits.shape, dtype=torch.float32) for _ in range(2))
+            self._logits, self._result = (
+                logits.new_empty(logits.shape, dtype=torch.float32) for _ in range(2)
+            )
         wide = self._logits[: len(logits)].copy_(logits)
         return torch.log_softmax(wide, dim=-1, out=self._result[: len(logits)])
 
@@ -113,7 +121,9 @@ def blockwise_loss(
     hidden and the weights, which must be all weights of `linear` that learn.
     """
     rows = rows or max(1, len(hidden))
-    total: Tensor = _BlockwiseLoss.apply(loss, linear, rows, torch.is_grad_enabled(), hidden, *weights)
+    total: Tensor = _BlockwiseLoss.apply(
+        loss, linear, rows, torch.is_grad_enabled(), hidden, *weights
+    )
     return total
 
 
@@ -142,7 +152,9 @@ class _BlockwiseLoss(torch.autograd.Function):
             gradient = logits.detach()
             for first in range(0, len(part), ROWS):
                 block = gradient[first : first + ROWS]
-                value, slope = loss(log_softmax(block), slice(start + first, start + first + len(block)))
+                value, slope = loss(
+                    log_softmax(block), slice(start + first, start + first + len(block))
+                )
                 total += value
                 block.copy_(slope)
             if logits.requires_grad:
@@ -163,5 +175,7 @@ class _BlockwiseLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        scaled = (None if saved is None else (saved * grad).to(saved.dtype) for saved in ctx.saved_tensors)
+        scaled = (
+            None if saved is None else (saved * grad).to(saved.dtype) for saved in ctx.saved_tensors
+        )
         return (None, None, None, None, *scaled)

@@ -64,7 +64,9 @@ def best_of(checks: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     That before the first step is none of the training's.
     """
     return max(
-        (line for line in checks if line["step"]), key=lambda line: acceptance_of(line["accuracies"]), default=None
+        (line for line in checks if line["step"]),
+        key=lambda line: acceptance_of(line["accuracies"]),
+        default=None,
     )
 
 
@@ -84,7 +86,11 @@ class TrainLog:
 
     def __init__(self, path: Path, resumed_at: int | None = None) -> None:
         self.path = path
-        kept = [line for line in read_log(path) if line["step"] <= resumed_at] if resumed_at is not None else []
+        kept = (
+            [line for line in read_log(path) if line["step"] <= resumed_at]
+            if resumed_at is not None
+            else []
+        )
         write_atomic(path, "".join(json.dumps(line) + "\n" for line in kept))
         self._stream = path.open("a", encoding="utf-8")
 
@@ -136,8 +142,12 @@ def draw_curves(log: Sequence[dict[str, Any]], path: Path, title: str) -> None:
                 # A single batch's accuracy jumps about; the mean of its neighbours shows the trend.
                 values = _smooth([line[key][head] for line in steps])
                 axis.plot(trained, values, color=style["color"], alpha=0.4, linewidth=1)
-                axis.plot(checked, [line[key][head] for line in checks], marker="o", markersize=3, **style)
-            axis.set(xlabel="positions", ylabel=label, title=f"{label}; thin: training, marks: held out")
+                axis.plot(
+                    checked, [line[key][head] for line in checks], marker="o", markersize=3, **style
+                )
+            axis.set(
+                xlabel="positions", ylabel=label, title=f"{label}; thin: training, marks: held out"
+            )
             axis.grid(alpha=0.3)
             if axis.lines:
                 axis.legend()
@@ -153,7 +163,9 @@ def draw_heat_map(accuracies: Sequence[Sequence[float]], path: Path, title: str)
         for head, row in enumerate(accuracies):
             for guess, value in enumerate(row):
                 color = "black" if value > 0.6 * max(map(max, accuracies)) else "white"
-                axis.text(guess, head, f"{value:.3f}", ha="center", va="center", color=color, fontsize=8)
+                axis.text(
+                    guess, head, f"{value:.3f}", ha="center", va="center", color=color, fontsize=8
+                )
         axis.set_xticks(range(top), [str(i + 1) for i in range(top)])
         axis.set_yticks(range(heads), [f"head {k + 1}" for k in range(heads)])
         axis.set(xlabel="guess", title=title)

@@ -21,7 +21,9 @@ def logger_of(name: str | None, run: Run, recipe: Recipe) -> Iterator[OnEvent]:
         yield lambda event: None
         return
     with LOGGERS[name](run, recipe) as send:
-        yield lambda event: None if isinstance(event, Saved) else send(metrics_of(event), event.step)
+        yield (
+            lambda event: None if isinstance(event, Saved) else send(metrics_of(event), event.step)
+        )
 
 
 def metrics_of(event: Logged) -> dict[str, float]:
@@ -33,7 +35,9 @@ def metrics_of(event: Logged) -> dict[str, float]:
     metrics: dict[str, float] = {}
     for key, value in figures.items():
         if isinstance(value, list):
-            metrics |= {f"{group}/{_SINGULAR[key]}_{head}": number for head, number in enumerate(value, 1)}
+            metrics |= {
+                f"{group}/{_SINGULAR[key]}_{head}": number for head, number in enumerate(value, 1)
+            }
         elif isinstance(value, dict):
             metrics |= {f"{group}/{part}": number for part, number in value.items()}
         elif key not in ("step", "steps"):
@@ -63,7 +67,9 @@ def _tensorboard(run: Run, recipe: Recipe) -> Iterator[Send]:
 def _wandb(run: Run, recipe: Recipe) -> Iterator[Send]:
     import wandb
 
-    with wandb.init(project=PROJECT, name=run.name, dir=str(run.path), config=recipe.to_dict()) as session:
+    with wandb.init(
+        project=PROJECT, name=run.name, dir=str(run.path), config=recipe.to_dict()
+    ) as session:
         yield lambda metrics, step: session.log(metrics, step=step)
 
 

@@ -58,7 +58,9 @@ class Trainer:
 
         train = recipe.train
         self.drafter = drafter.to(backbone.device, torch.float32).train()
-        self.weights = trained_weights(backbone.model) if train.stage == 2 else {}  # of the backbone, by name
+        self.weights = (
+            trained_weights(backbone.model) if train.stage == 2 else {}
+        )  # of the backbone, by name
         heads = list(trained_weights(drafter).values())
         slow = list(self.weights.values())
         self.parameters = [*heads, *slow]
@@ -78,7 +80,9 @@ class Trainer:
                 measured += positions_of(batch)
 
         self.step = 0
-        self.best: tuple[int, float] | None = None  # step and simulated acceptance of the best validation
+        self.best: tuple[int, float] | None = (
+            None  # step and simulated acceptance of the best validation
+        )
         if resume:
             self._restore()
 
@@ -120,7 +124,9 @@ class Trainer:
         sums = []
         for (number, items), counts in self.world.micro_batches(list(enumerate(group))):
             # The seed belongs to the micro-batch, so that any process drops the same.
-            torch.manual_seed(random.Random(f"{self.recipe.train.seed}:{self.step}:{number}").getrandbits(56))
+            torch.manual_seed(
+                random.Random(f"{self.recipe.train.seed}:{self.step}:{number}").getrandbits(56)
+            )
             loss = self._loss(items)
             if not math.isfinite(float(loss.total.detach())):
                 self._refuse(f"the loss is {float(loss.total.detach())}", items)
@@ -148,7 +154,9 @@ class Trainer:
         """Returns the loss of a micro-batch in this step."""
         # 1 in the last step, and in the validation after it.
         progress = min(1.0, self.step / max(1, self.steps - 1))
-        with torch.autocast(self.backbone.device.type, torch.bfloat16, enabled=train.dtype == "bf16"):
+        with torch.autocast(
+            self.backbone.device.type, torch.bfloat16, enabled=train.dtype == "bf16"
+        ):
             if train.stage == 1:
                 return stage_1_loss(self.backbone, self.drafter, self.dataset, train, items)
             return stage_2_loss(self.backbone, self.drafter, train, items, progress)
@@ -159,7 +167,9 @@ class Trainer:
         norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, CLIP))
         if not math.isfinite(norm):
             self._refuse(f"the gradient's norm is {norm}", list(itertools.chain(*group)))
-        share = learning_rate(self.step, self.steps, min_ratio=train.min_lr_ratio, warmup=train.warmup_steps)
+        share = learning_rate(
+            self.step, self.steps, min_ratio=train.min_lr_ratio, warmup=train.warmup_steps
+        )
         for settings, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
             settings["lr"] = peak * share
         self.optimizer.step()
@@ -212,7 +222,9 @@ class Trainer:
             self._copy(best.tensors)
         except (KeyError, RuntimeError, TypeError, AttributeError) as reason:
             path = checkpoints.best_path(self.run)
-            raise UserError(f"@resume: {path} is damaged", "delete it and train without @resume") from reason
+            raise UserError(
+                f"@resume: {path} is damaged", "delete it and train without @resume"
+            ) from reason
 
     def _copy(self, tensors: dict[str, Tensor]) -> None:
         with torch.no_grad():
@@ -226,7 +238,10 @@ class Trainer:
         """Returns all that a checkpoint keeps of the drafter, and the weights of the backbone that learn."""
         # Buffers too: the ids of a draft vocabulary may come with heads that other data gave.
         own = [*self.drafter.named_parameters(), *self.drafter.named_buffers()]
-        return {**dict(own), **{f"backbone.{name}": weight for name, weight in self.weights.items()}}
+        return {
+            **dict(own),
+            **{f"backbone.{name}": weight for name, weight in self.weights.items()},
+        }
 
     def save(self) -> None:
         """Writes the checkpoint that a resumed training begins with; the first process does."""
@@ -249,16 +264,32 @@ class Trainer:
         checkpoints.check(checkpoint, self.backbone, self.dataset, self.recipe)
         try:
             self._copy(checkpoint.tensors)
-            if not 0 <= self.drafter.draft_ids.min() <= self.drafter.draft_ids.max() < self.backbone.vocab_size:
+            if (
+                not 0
+                <= self.drafter.draft_ids.min()
+                <= self.drafter.draft_ids.max()
+                < self.backbone.vocab_size
+            ):
                 raise ValueError("an id beyond the vocabulary")
             if not 0 <= checkpoint.step <= self.steps:
                 raise ValueError("a step beyond the training")
             self.optimizer.load_state_dict(checkpoint.optimizer)
-        except (KeyError, ValueError, RuntimeError, TypeError, AttributeError, IndexError) as reason:
-            raise UserError(f"@resume: {path} is damaged", "delete it and train without @resume") from reason
+        except (
+            KeyError,
+            ValueError,
+            RuntimeError,
+            TypeError,
+            AttributeError,
+            IndexError,
+        ) as reason:
+            raise UserError(
+                f"@resume: {path} is damaged", "delete it and train without @resume"
+            ) from reason
         self.step = checkpoint.step
         best = checkpoints.load_best(self.run)
-        if best is not None and best.step <= self.step:  # later steps are done again, with their validations
+        if (
+            best is not None and best.step <= self.step
+        ):  # later steps are done again, with their validations
             self.best = best.step, best.acceptance
 
 
@@ -277,7 +308,9 @@ def optimizer_of(
         from bitsandbytes.optim import AdamW8bit
 
         return AdamW8bit(settings, betas=BETAS, weight_decay=0.0)
-    return torch.optim.AdamW(settings, betas=BETAS, weight_decay=0.0, fused=device in ("cpu", "cuda"))
+    return torch.optim.AdamW(
+        settings, betas=BETAS, weight_decay=0.0, fused=device in ("cpu", "cuda")
+    )
 
 
 def learning_rate(step: int, steps: int, *, min_ratio: float, warmup: int) -> float:

@@ -17,7 +17,13 @@ from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.model import Backbone
 from medusa_cli.model import lora as adapter
 from medusa_cli.runs.recipe import TrainRecipe
-from medusa_cli.train.fused_linear import ROWS, LogSoftmax, blockwise_loss, cross_entropy, linear_loss
+from medusa_cli.train.fused_linear import (
+    ROWS,
+    LogSoftmax,
+    blockwise_loss,
+    cross_entropy,
+    linear_loss,
+)
 
 # Rows of the whole vocabulary's logits at once: 64 x 49,152 in fp32 are 12 MB, which stay near the
 # cores.
@@ -45,7 +51,11 @@ class BatchLoss:
 
 
 def stage_1_loss(
-    backbone: Backbone, drafter: HeadDrafter, dataset: Dataset, train: TrainRecipe, items: list[Conversation]
+    backbone: Backbone,
+    drafter: HeadDrafter,
+    dataset: Dataset,
+    train: TrainRecipe,
+    items: list[Conversation],
 ) -> BatchLoss:
     """Returns the loss of heads on a frozen backbone (Medusa, section 3.2.1)."""
     dtype = torch.bfloat16 if train.dtype == "bf16" else torch.float32
@@ -53,7 +63,11 @@ def stage_1_loss(
 
 
 def stage_2_loss(
-    backbone: Backbone, drafter: HeadDrafter, train: TrainRecipe, items: list[Conversation], progress: float
+    backbone: Backbone,
+    drafter: HeadDrafter,
+    train: TrainRecipe,
+    items: list[Conversation],
+    progress: float,
 ) -> BatchLoss:
     """Returns L = L_LM + lambda_0 * sum of lambda_k L_k (Medusa, equation 2), at a share of the training.
 
@@ -63,7 +77,9 @@ def stage_2_loss(
     """
     dtype = torch.bfloat16 if train.dtype == "bf16" else None
     measure = not torch.is_grad_enabled()
-    weight, learns = lambda_0(progress, schedule=train.schedule, peak=train.lambda_0, share=train.heads_first)
+    weight, learns = lambda_0(
+        progress, schedule=train.schedule, peak=train.lambda_0, share=train.heads_first
+    )
     with torch.set_grad_enabled(learns and not measure):
         batch = batch_of(backbone, drafter, items, dtype)
     heads = drafter_loss(drafter, backbone, batch, train)
@@ -106,7 +122,9 @@ def model_loss(
             return cross_entropy(scores, targets)
         original_scores = log_softmax(backbone.finish_logits(own_head(teacher[block])))
         shares = torch.exp(original_scores, out=log_softmax.spare[: len(original_scores)])
-        kl = torch.dot(shares.view(-1), original_scores.view(-1)) - torch.dot(shares.view(-1), scores.view(-1))
+        kl = torch.dot(shares.view(-1), original_scores.view(-1)) - torch.dot(
+            shares.view(-1), scores.view(-1)
+        )
         if cost:
             cost["kl"] += float(kl)
             cost["nll_original"] += float(F.nll_loss(original_scores, targets, reduction="sum"))
@@ -141,7 +159,9 @@ def lambda_0(progress: float, *, schedule: str, peak: float, share: float) -> tu
     return peak * (progress - share) / (1 - share), True
 
 
-def drafter_loss(drafter: HeadDrafter, backbone: Backbone, batch: Batch, train: TrainRecipe) -> BatchLoss:
+def drafter_loss(
+    drafter: HeadDrafter, backbone: Backbone, batch: Batch, train: TrainRecipe
+) -> BatchLoss:
     """Returns the sum over heads k of decay^k times the loss of the token k places on (Medusa, equation 1).
 
     A target outside the draft vocabulary adds nothing to the loss and counts as a miss in the
@@ -156,7 +176,11 @@ def drafter_loss(drafter: HeadDrafter, backbone: Backbone, batch: Batch, train: 
     soft = train.soft if drafter.soft is None else drafter.soft
     p = teacher_probabilities(drafter, backbone, batch) if soft else None
     scored: Callable[[Tensor], Tensor] = nn.Identity()  # the rows of a matrix that are scored
-    if train.scored is not None and train.scored < len(drafter.draft_ids) and torch.is_grad_enabled():
+    if (
+        train.scored is not None
+        and train.scored < len(drafter.draft_ids)
+        and torch.is_grad_enabled()
+    ):
         rows, index, bias, p = sample_vocabulary(batch, train.scored, index, bias, p)
         scored = cache(partial(torch.index_select, dim=0, index=rows))  # heads may share a matrix
     regress = regression_weight(drafter, train)
@@ -167,7 +191,9 @@ def drafter_loss(drafter: HeadDrafter, backbone: Backbone, batch: Batch, train: 
     total = torch.zeros((), device=device)
     per_head = []
     correct = []
-    for k, at, states in zip(heads, known, drafter.head_states(backbone, batch, known), strict=True):
+    for k, at, states in zip(
+        heads, known, drafter.head_states(backbone, batch, known), strict=True
+    ):
         hidden, matrix = drafter.product(backbone, k - 1, states, batch.next[at + k - 1])
         targets = index[batch.next[at + k]]
         teacher = None if p is None else p[at + k]
@@ -181,7 +207,9 @@ def drafter_loss(drafter: HeadDrafter, backbone: Backbone, batch: Batch, train: 
 
     counted = torch.tensor([len(at) for at in positions], device=device)
     learnt = torch.tensor([len(at) for at in known], device=device)
-    return BatchLoss(total, torch.stack(per_head), torch.stack(correct), counted, learnt, len(batch.learnt), {})
+    return BatchLoss(
+        total, torch.stack(per_head), torch.stack(correct), counted, learnt, len(batch.learnt), {}
+    )
 
 
 def regression_weight(drafter: HeadDrafter, train: TrainRecipe) -> float:
@@ -205,8 +233,12 @@ def sample_vocabulary(
     size = int(index.max()) + 1
     emitted = index[batch.next[batch.learnt]]
     counts = torch.bincount(emitted[emitted >= 0], minlength=size)
-    rows, log_weight = sample_rows(counts.float() if p is None else p.sum(0, dtype=torch.float), counts > 0, count)
-    number = rows.new_full((size + 1,), -1)  # of each row among `rows`; the last entry belongs to row -1
+    rows, log_weight = sample_rows(
+        counts.float() if p is None else p.sum(0, dtype=torch.float), counts > 0, count
+    )
+    number = rows.new_full(
+        (size + 1,), -1
+    )  # of each row among `rows`; the last entry belongs to row -1
     number[rows] = torch.arange(len(rows), device=rows.device)
     if p is not None:
         p = p.index_select(1, rows) * log_weight.exp().to(p.dtype)
@@ -225,9 +257,13 @@ def sample_rows(mass: Tensor, required: Tensor, count: int) -> tuple[Tensor, Ten
     likely = min(count - int(DRAWN * count), int(((mass > 0) | required).sum()))
     first = max(likely, int(required.sum()))
     rest = order[first:]
-    drawn = rest[torch.randperm(len(rest))[: max(int(DRAWN * count), count - first)].to(rest.device)]
+    drawn = rest[
+        torch.randperm(len(rest))[: max(int(DRAWN * count), count - first)].to(rest.device)
+    ]
     each = math.log(len(rest) / len(drawn)) if len(drawn) else 0.0
-    return torch.cat([order[:first], drawn]), torch.cat([mass.new_zeros(first), mass.new_full((len(drawn),), each)])
+    return torch.cat([order[:first], drawn]), torch.cat(
+        [mass.new_zeros(first), mass.new_full((len(drawn),), each)]
+    )
 
 
 @torch.no_grad()

@@ -78,7 +78,9 @@ def check_loading(train: TrainRecipe, options: LoadOptions, world: Distributed) 
     tuning = train.tuning if train.stage == 2 else None
     quantised = tuning == "qlora" or options.quantised
     if tuning == "full" and quantised:
-        raise UsageError("train.tuning=full cannot train a quantised model", "use train.tuning=qlora")
+        raise UsageError(
+            "train.tuning=full cannot train a quantised model", "use train.tuning=qlora"
+        )
     if not train.shard:
         return
     if world.size == 1:
@@ -92,7 +94,10 @@ def check_loading(train: TrainRecipe, options: LoadOptions, world: Distributed) 
             "use train.tuning=lora, or train.shard=false",
         )
     if quantised:
-        raise UsageError("train.shard=true cannot split quantised weights", "train in whole weights, or leave it out")
+        raise UsageError(
+            "train.shard=true cannot split quantised weights",
+            "train in whole weights, or leave it out",
+        )
 
 
 def build_drafter(backbone: Backbone, recipe: DrafterRecipe, dataset: Dataset) -> HeadDrafter:
@@ -139,7 +144,9 @@ def frozen_backbone(recipe: Recipe, options: LoadOptions) -> Backbone:
     options = replace(options, engine=engine_for(kind, train, options.engine))
     template = recipe.chat_template
     gradients = runs_model(kind, train)
-    return load_backbone(recipe.model, options, gradients=gradients, shard=train.shard, chat_template=template)
+    return load_backbone(
+        recipe.model, options, gradients=gradients, shard=train.shard, chat_template=template
+    )
 
 
 def joint_backbone(recipe: Recipe, options: LoadOptions) -> Backbone:
@@ -147,24 +154,34 @@ def joint_backbone(recipe: Recipe, options: LoadOptions) -> Backbone:
     train = recipe.train
     if train.tuning == "qlora":
         options = replace(options, quantize="bnb.nf4")
-    if train.dtype == "fp32" and options.dtype == "auto":  # nothing casts the states of a bf16 network for the heads
+    if (
+        train.dtype == "fp32" and options.dtype == "auto"
+    ):  # nothing casts the states of a bf16 network for the heads
         options = replace(options, dtype="fp32")
-    network, tokenizer = load_network(recipe.model, options, shard=train.shard, chat_template=recipe.chat_template)
+    network, tokenizer = load_network(
+        recipe.model, options, shard=train.shard, chat_template=recipe.chat_template
+    )
     if train.tuning == "full":
         network = network.float()
     else:
         torch.manual_seed(train.seed)
-        adapter.attach(network, rank=train.lora_rank, alpha=train.lora_alpha, dropout=train.lora_dropout)
+        adapter.attach(
+            network, rank=train.lora_rank, alpha=train.lora_alpha, dropout=train.lora_dropout
+        )
     backbone = Backbone(network, tokenizer, id=recipe.model, weights=weights_of(recipe.model))
     attach(backbone, "eager")  # gradients pass only through the network's own layers
     adapter.unfreeze(network, everything=train.tuning == "full")
     if train.gradient_checkpointing:
-        network.gradient_checkpointing_enable({"use_reentrant": False})  # a frozen embedding starts no gradient
+        network.gradient_checkpointing_enable(
+            {"use_reentrant": False}
+        )  # a frozen embedding starts no gradient
     network.train()
     return backbone
 
 
-def start_heads(run: Run, start: Run | None, backbone: Backbone, drafter: HeadDrafter, stage: int) -> None:
+def start_heads(
+    run: Run, start: Run | None, backbone: Backbone, drafter: HeadDrafter, stage: int
+) -> None:
     """Copies the heads of the run `start`, in stage 2 with their adapter; stage 2 takes the run's own by default.
 
     Heads that do not fit are left; stage 2 then raises UserError where `start` was named.
@@ -178,7 +195,9 @@ def start_heads(run: Run, start: Run | None, backbone: Backbone, drafter: HeadDr
         trained = rounding_in(giver.drafter_dir)
         log.info(f"the heads start from {folder}")
         if trained not in (None, backbone.identity.get("rounding")):
-            log.warning(f"{folder} was trained on the model quantized by {trained}; @quantize {trained} does so")
+            log.warning(
+                f"{folder} was trained on the model quantized by {trained}; @quantize {trained} does so"
+            )
     elif needed:
         raise UserError(
             f"@from {giver.path}: it holds no heads of this model and this shape",
@@ -205,7 +224,9 @@ def copy_heads(run: Run, backbone: Backbone, drafter: HeadDrafter, adapted: bool
         trained = load_kind(type(drafter), run.drafter_dir, backbone)
     except UserError:
         return False
-    smaller: dict[str, Any] = {"num_layers": min(drafter.config.num_layers, trained.config.num_layers)}
+    smaller: dict[str, Any] = {
+        "num_layers": min(drafter.config.num_layers, trained.config.num_layers)
+    }
     if getattr(trained.config, "prefix_layers", None) == 0:
         smaller["prefix_layers"] = 0
     if trained.config != replace(drafter.config, **smaller):

@@ -21,7 +21,14 @@ from medusa_cli.drafters.firp import check_extra_rows
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.drafters.io import save_drafter
 from medusa_cli.errors import UserError
-from medusa_cli.files.io import Document, read_jsonl, replacing, replacing_folder, write_atomic, write_json
+from medusa_cli.files.io import (
+    Document,
+    read_jsonl,
+    replacing,
+    replacing_folder,
+    write_atomic,
+    write_json,
+)
 from medusa_cli.model import Backbone
 from medusa_cli.model import lora as adapter
 from medusa_cli.model.backbone import identity_of, weights_of
@@ -86,7 +93,16 @@ def train(
         backbone, dataset, drafter = _load(run, recipe, options, source, world, show)
         if not resume:
             setup.start_heads(run, start, backbone, drafter, recipe.train.stage)
-        trainer = Trainer(backbone, drafter, dataset, recipe, run, resume=resume, should_stop=should_stop, world=world)
+        trainer = Trainer(
+            backbone,
+            drafter,
+            dataset,
+            recipe,
+            run,
+            resume=resume,
+            should_stop=should_stop,
+            world=world,
+        )
 
         if world.first:
             if not resume:
@@ -112,25 +128,38 @@ def train(
 
 
 def _load(
-    run: Run, recipe: Recipe, options: LoadOptions, source: Path, world: Distributed, show: Callable[..., None]
+    run: Run,
+    recipe: Recipe,
+    options: LoadOptions,
+    source: Path,
+    world: Distributed,
+    show: Callable[..., None],
 ) -> tuple[Backbone, Dataset, HeadDrafter]:
     """Returns backbone, data set and a new drafter; the first process fetches the files that all read."""
     train = recipe.train
     kind = DRAFTERS[recipe.drafter.name]
     with nullcontext() if train.shard else world.main_process_first():
-        backbone = (setup.frozen_backbone if train.stage == 1 else setup.joint_backbone)(recipe, options)
+        backbone = (setup.frozen_backbone if train.stage == 1 else setup.joint_backbone)(
+            recipe, options
+        )
     with world.main_process_first():
         run.bind(backbone.identity)
 
     online = train.stage == 2 or setup.runs_model(kind, train)
-    dataset = read_dataset(source, backbone, train.validation_fraction, setup.longest(train) if online else None)
+    dataset = read_dataset(
+        source, backbone, train.validation_fraction, setup.longest(train) if online else None
+    )
     torch.manual_seed(train.seed)
     drafter = setup.build_drafter(backbone, recipe.drafter, dataset)
-    if drafter.uses_verify_pass and train.stage == 1 and not train.shard:  # stage 2's dropout differs from pass to pass
+    if (
+        drafter.uses_verify_pass and train.stage == 1 and not train.shard
+    ):  # stage 2's dropout differs from pass to pass
         check_extra_rows(backbone)
 
     if not online:
-        dataset = with_hidden_states(dataset, run, backbone, source, drafter.taps, world=world, show=show)
+        dataset = with_hidden_states(
+            dataset, run, backbone, source, drafter.taps, world=world, show=show
+        )
     if isinstance(drafter, Eagle):
         first = dataset.batch(backbone, drafter, dataset.micro_batches(dataset.train, LEVELLED)[0])
         drafter.level(first.hidden[first.learnt])
@@ -182,7 +211,9 @@ def _run(trainer: Trainer, show: Callable[..., None], on_event: OnEvent) -> None
                 _report(event)
             else:
                 draw_curves(
-                    read_log(lines.path), run.path / "train.png", f"{run.name}: stage {trainer.recipe.train.stage}"
+                    read_log(lines.path),
+                    run.path / "train.png",
+                    f"{run.name}: stage {trainer.recipe.train.stage}",
                 )
 
 
@@ -200,7 +231,9 @@ def _report(event: Validated) -> None:
         text += f"; perplexity {math.exp(parts['nll']):.3f}"
     log.info(text)
     if parts.get("kl", 0.0) > FAR:
-        log.warning(f"the model moves away from the original (KL over {FAR} nats): lower train.lambda_0 or the rates")
+        log.warning(
+            f"the model moves away from the original (KL over {FAR} nats): lower train.lambda_0 or the rates"
+        )
 
 
 def _figures(trainer: Trainer) -> Document:
@@ -224,7 +257,9 @@ def _figures(trainer: Trainer) -> Document:
         "expected_acceptance": best and acceptance_of(best["accuracies"]),
         "expected_acceptance_at_start": first and acceptance_of(first["accuracies"]),
         "loss": steps[-1]["loss"] if steps else None,
-        "tokens_per_s": round(sum(line["positions"] for line in steps) / seconds, 1) if seconds else 0.0,
+        "tokens_per_s": round(sum(line["positions"] for line in steps) / seconds, 1)
+        if seconds
+        else 0.0,
     }
 
 
@@ -281,13 +316,17 @@ def _tuned_run(backbone: Backbone, run: Run) -> tuple[Run, dict[str, Any]]:
     with replacing_folder(folder) as part:
         backbone.model.save_pretrained(part)
         backbone.tokenizer.save_pretrained(part)
-    identity = identity_of(backbone.model, id=str(folder), weights=weights_of(str(folder)), adapter=None)
+    identity = identity_of(
+        backbone.model, id=str(folder), weights=weights_of(str(folder)), adapter=None
+    )
     write_json(tuned.path / "run.json", provenance(identity))
     log.info(f"the tuned model is in {folder}, its run is {tuned.path}")
     return tuned, identity
 
 
-def evaluate(run: Run, data: Path, options: LoadOptions, max_samples: int | None = None) -> Validated:
+def evaluate(
+    run: Run, data: Path, options: LoadOptions, max_samples: int | None = None
+) -> Validated:
     """Measures a run's heads, and its adapter if it has one, on the first conversations of a file.
 
     A run of stage 1 is measured as one whose adapter does nothing, but for FIRP, which needs a
@@ -298,11 +337,16 @@ def evaluate(run: Run, data: Path, options: LoadOptions, max_samples: int | None
     train = recipe.train
     joint = recipe.train.stage == 2
     if joint and train.tuning == "full":
-        raise UserError(f"{run.path} was trained in full, and keeps no original to compare with", "leave it out")
+        raise UserError(
+            f"{run.path} was trained in full, and keeps no original to compare with", "leave it out"
+        )
 
     frozen = DRAFTERS[recipe.drafter.name].uses_verify_pass
     dtype = train.dtype if options.dtype == "auto" else options.dtype
-    changed: dict[str, Any] = {"stage": 1 if frozen else 2, "tuning": train.tuning if joint else "lora"}
+    changed: dict[str, Any] = {
+        "stage": 1 if frozen else 2,
+        "tuning": train.tuning if joint else "lora",
+    }
     changed |= {"objective": "kl", "dtype": dtype, "shard": False}
     # Conversations are cut and batched alike for every run, and all of them are measured.
     changed |= {"max_length": 1024, "batch_tokens": 2048, "validation_tokens": 10_000_000}
@@ -312,10 +356,15 @@ def evaluate(run: Run, data: Path, options: LoadOptions, max_samples: int | None
     backbone = (setup.frozen_backbone if frozen else setup.joint_backbone)(recipe, options)
     dataset = read_dataset(data, backbone, 0.0, setup.longest(recipe.train))
     kept = dataset.train[:max_samples]
-    dataset = replace(dataset, train=kept, held_out=kept)  # nothing is trained, but a trainer needs something to train
+    dataset = replace(
+        dataset, train=kept, held_out=kept
+    )  # nothing is trained, but a trainer needs something to train
     drafter = setup.build_drafter(backbone, recipe.drafter, dataset)
     if not setup.copy_heads(run, backbone, drafter, adapted=joint):
-        raise UserError(f"{run.drafter_dir} holds no heads as {run.recipe_path} describes them", "train them again")
+        raise UserError(
+            f"{run.drafter_dir} holds no heads as {run.recipe_path} describes them",
+            "train them again",
+        )
     return Trainer(backbone, drafter, dataset, recipe, run).validate()
 
 

@@ -42,9 +42,13 @@ def draw_picture(tree: Tree, path: Path, accuracies: Accuracies | None = None) -
     axes = figure.subplots()
     draw_nodes(axes, tree, values)
     title = f"{tree.size} nodes, root included; numbers are ranks"
-    axes.set_title(title + (f"; {sum(values):.2f} tokens a step expected" if accuracies else ""), fontsize=9)
+    axes.set_title(
+        title + (f"; {sum(values):.2f} tokens a step expected" if accuracies else ""), fontsize=9
+    )
     with replacing(Path(path)) as part:
-        figure.savefig(part, format=Path(path).suffix.lstrip(".").lower(), dpi=160, bbox_inches="tight")
+        figure.savefig(
+            part, format=Path(path).suffix.lstrip(".").lower(), dpi=160, bbox_inches="tight"
+        )
 
 
 def draw_nodes(axes: Any, tree: Tree, values: Sequence[float]) -> None:
@@ -68,7 +72,9 @@ def draw_nodes(axes: Any, tree: Tree, values: Sequence[float]) -> None:
     for node in range(tree.size):
         text = str(tree.ranks[node] + 1) if node else ""
         tint = "white" if shades[node] > 0.45 else "black"
-        axes.text(x[node], -tree.depths[node], text, ha="center", va="center", fontsize=6, color=tint)
+        axes.text(
+            x[node], -tree.depths[node], text, ha="center", va="center", fontsize=6, color=tint
+        )
     for depth in range(tree.max_depth + 1):
         count = tree.depths.count(depth)
         name = "root"

@@ -71,4 +71,6 @@ def tree_provenance(path: Path) -> TreeProvenance:
 
 def _read(path: Path) -> TreeFile:
     data = read_json(Path(path), "the tree")
-    return convert({"choices": data} if isinstance(data, list) else data, TreeFile, f"the tree {path}", REMEDY)
+    return convert(
+        {"choices": data} if isinstance(data, list) else data, TreeFile, f"the tree {path}", REMEDY
+    )

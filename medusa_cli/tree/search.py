@@ -31,7 +31,9 @@ def search(accuracies: Accuracies, budget: int) -> Tree:
     ranks = [0]
     depths = [0]
     values = [1.0]
-    heap: list[tuple[float, int, int, int]] = []  # (-value, depth, parent, place in the order of ranks)
+    heap: list[
+        tuple[float, int, int, int]
+    ] = []  # (-value, depth, parent, place in the order of ranks)
 
     def offer(parent: int, place: int) -> None:
         depth = depths[parent]

@@ -21,7 +21,9 @@ class TreeTensors:
     has the token UNREAD.
     """
 
-    def __init__(self, depth: Tensor, parents: Tensor, ranks: Tensor, tokens: Tensor, mask: Tensor) -> None:
+    def __init__(
+        self, depth: Tensor, parents: Tensor, ranks: Tensor, tokens: Tensor, mask: Tensor
+    ) -> None:
         self.depth = depth
         self.parents = parents
         self.ranks = ranks
@@ -68,7 +70,9 @@ class GrowingTrees(TreeTensors):
         absent = self.parents == PADDING
         self._room = (~absent).sum(1, keepdim=True)
         self._levels = (self.depth * unread).amax(1, keepdim=True)
-        known = torch.zeros_like(self.depth, dtype=torch.float).masked_fill(self.parents != ROOT_PARENT, torch.inf)
+        known = torch.zeros_like(self.depth, dtype=torch.float).masked_fill(
+            self.parents != ROOT_PARENT, torch.inf
+        )
         self._values = known.masked_fill(unread | absent, -torch.inf)
 
     @property
@@ -96,9 +100,13 @@ class GrowingTrees(TreeTensors):
         nodes = torch.stack([self.parents, self.ranks, self.depth, self.tokens])  # [4, B, N]
         ranks = torch.arange(width, device=ids.device).expand(below.shape)
         ids = ids.expand(below.shape)
-        children = torch.stack([every[:, None].expand(below.shape), ranks, torch.full_like(ids, head + 1), ids])
+        children = torch.stack(
+            [every[:, None].expand(below.shape), ranks, torch.full_like(ids, head + 1), ids]
+        )
         fields = F.pad(torch.cat([nodes, children.flatten(2)], dim=2), (0, 1))
-        above, self.ranks, self.depth, self.tokens = fields.gather(2, order.expand(4, -1, -1)).unbind()
+        above, self.ranks, self.depth, self.tokens = fields.gather(
+            2, order.expand(4, -1, -1)
+        ).unbind()
         self._values = values.gather(1, order)
         self.parents = torch.where(above < 0, above, torch.searchsorted(order, above))
         self.parents = self.parents.masked_fill(order == nowhere, PADDING)

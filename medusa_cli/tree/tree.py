@@ -31,7 +31,9 @@ class Tree:
             (-1,),
             (0,),
         ):
-            raise ValueError("a tree needs one parent and one rank per node; the root's are -1 and 0")
+            raise ValueError(
+                "a tree needs one parent and one rank per node; the root's are -1 and 0"
+            )
         if any(not 0 <= parent < node for node, parent in enumerate(self.parents) if node):
             raise ValueError("every node but the root must come after its parent")
         if any(rank < 0 for rank in self.ranks):
@@ -43,7 +45,9 @@ class Tree:
 
         Raises ValueError for a missing parent.
         """
-        paths = sorted({tuple(path) for path in choices if len(path)}, key=lambda path: (len(path), path))
+        paths = sorted(
+            {tuple(path) for path in choices if len(path)}, key=lambda path: (len(path), path)
+        )
         index: dict[tuple[int, ...], int] = {(): 0}
         parents = [-1]
         ranks = [0]
@@ -118,7 +122,9 @@ class Tree:
         """Returns the attention mask, bool [N, N]: mask[i, j] where j is i or an ancestor of i."""
         mask = torch.eye(self.size, dtype=torch.bool)
         above = torch.tensor([0, *self.parents[1:]])
-        for _ in range(self.max_depth.bit_length()):  # each pass doubles the generations that a node sees
+        for _ in range(
+            self.max_depth.bit_length()
+        ):  # each pass doubles the generations that a node sees
             mask |= mask[above]
             above = above[above]
         return mask
@@ -245,7 +251,9 @@ class TreeBuilder:
                 self._floor,
                 sorted(self._values[1:], reverse=True)[limit - 1] if limit else math.inf,
             )
-        return [node for node in range(first, len(self._values)) if self._values[node] >= self._floor]
+        return [
+            node for node in range(first, len(self._values)) if self._values[node] >= self._floor
+        ]
 
     def tree(self) -> tuple[Tree, list[int]]:
         """Returns the tree and the tokens of its nodes."""

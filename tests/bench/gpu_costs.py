@@ -12,7 +12,9 @@ GPUS = {
     "H200": (4.8e12, 989e12),
     "RTX 4090": (1.008e12, 165e12),
 }
-WEIGHTS = LAYERS * (4 * HIDDEN**2 + 3 * HIDDEN * INNER) + HIDDEN * VOCABULARY  # a step reads few rows of the embedding
+WEIGHTS = (
+    LAYERS * (4 * HIDDEN**2 + 3 * HIDDEN * INNER) + HIDDEN * VOCABULARY
+)  # a step reads few rows of the embedding
 DRAFTER_WEIGHTS = HEADS * (HIDDEN**2 + HIDDEN * DRAFT_VOCABULARY)
 ROW_BYTES = 2 * LAYERS * HIDDEN * BYTES  # keys and values of one token
 
@@ -23,7 +25,10 @@ def main() -> None:
     for rows in ROWS:
         read = BYTES * WEIGHTS + (CONTEXT + rows) * ROW_BYTES
         flops = 2 * rows * WEIGHTS + 4 * rows * (CONTEXT + rows) * HIDDEN * LAYERS
-        times = [f"{1e3 * max(read / bandwidth, flops / speed):.2f}" for bandwidth, speed in GPUS.values()]
+        times = [
+            f"{1e3 * max(read / bandwidth, flops / speed):.2f}"
+            for bandwidth, speed in GPUS.values()
+        ]
         print(f"| {rows} | {read / 1e9:.2f} | {flops / 1e12:.3f} | {' | '.join(times)} |")
     drafting = BYTES * DRAFTER_WEIGHTS
     print(f"drafting reads {drafting / 1e9:.2f} GB, a token's cache is {ROW_BYTES / 1e6:.2f} MB")

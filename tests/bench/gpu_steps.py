@@ -49,7 +49,11 @@ class Synthetic(NullDrafter):
         self.text, self.chance, self.random = [*prompt, *answer], chance, random.Random(0)
 
     def draft(
-        self, backbone: Backbone, sequences: Sequence[Drafter], new: Sequence[NewTokens], tree: Tree | DynamicTree
+        self,
+        backbone: Backbone,
+        sequences: Sequence[Drafter],
+        new: Sequence[NewTokens],
+        tree: Tree | DynamicTree,
     ) -> list[Draft]:
         assert isinstance(tree, Tree)
         drafts = []
@@ -92,7 +96,9 @@ class Budget:
         return None
 
 
-def time_model(model: str, device: str, budget: Budget, graphs: bool | None = None) -> dict[str, Any]:
+def time_model(
+    model: str, device: str, budget: Budget, graphs: bool | None = None
+) -> dict[str, Any]:
     """Returns step, draft and prefill times of a model by engine: torch, where steps are captured "graph", and eager.
 
     One that fails holds its error instead. ceiling_ms: reading the weights once at the bandwidth of a copy. graphs:
@@ -100,22 +106,36 @@ def time_model(model: str, device: str, budget: Budget, graphs: bool | None = No
     """
     bandwidth = copy_bandwidth(torch.device(device))
     name = torch.cuda.get_device_name(device) if device.startswith("cuda") else device
-    result: dict[str, Any] = {"model": model, "device": name, "copy_bytes_per_s": bandwidth, "engines": {}}
+    result: dict[str, Any] = {
+        "model": model,
+        "device": name,
+        "copy_bytes_per_s": bandwidth,
+        "engines": {},
+    }
     for engine in ("torch", "eager"):
-        load = partial(load_backbone, model, LoadOptions(device=device, dtype="bf16", engine=engine))
+        load = partial(
+            load_backbone, model, LoadOptions(device=device, dtype="bf16", engine=engine)
+        )
         backbone = budget.run(f"{model} {engine}", load, LOAD_S)
         if backbone is None:
             continue
         weights = backbone.engine.weight_bytes
         result |= {"weight_bytes": weights, "ceiling_ms": 1e3 * weights / bandwidth}
-        captured = engine == "torch" and (backbone.engine.captures is not False if graphs is None else graphs)
+        captured = engine == "torch" and (
+            backbone.engine.captures is not False if graphs is None else graphs
+        )
         result["by_length"] = backbone.engine.by_length or result.get("by_length", False)
         for cuda_graphs in (True, False) if captured else (False,):
             kind = "graph" if cuda_graphs else engine
             try:
-                times = budget.run(f"{model} {kind} steps", partial(time_engine, backbone, cuda_graphs, budget))
+                times = budget.run(
+                    f"{model} {kind} steps", partial(time_engine, backbone, cuda_graphs, budget)
+                )
                 if times is not None and engine == "torch":
-                    drafts = budget.run(f"{model} {kind} drafts", partial(time_drafts, backbone, cuda_graphs, budget))
+                    drafts = budget.run(
+                        f"{model} {kind} drafts",
+                        partial(time_drafts, backbone, cuda_graphs, budget),
+                    )
                     times["synthetic"] = drafts or []
             except (RuntimeError, torch.AcceleratorError) as reason:
                 times = {"error": str(reason).splitlines()[0]}
@@ -132,14 +152,21 @@ def time_engine(backbone: Backbone, cuda_graphs: bool, budget: Budget) -> dict[s
     heads = MedusaHeads.create(backbone, HEADS, 1, "own").to(backbone.dtype).eval()
     backbone.engine.captures = cuda_graphs
     measure = partial(measure_step_times, rounds=ROUNDS, on_progress=budget.check)
-    verify, costs = measure(backbone, NullDrafter(), sizes=ROWS).verify, measure(backbone, heads, sizes=(1, 16))
-    drafting = costs.draft[HEADS] + max(0.0, costs.verify[16] - verify[16])  # a graph drafts within the step
+    verify, costs = (
+        measure(backbone, NullDrafter(), sizes=ROWS).verify,
+        measure(backbone, heads, sizes=(1, 16)),
+    )
+    drafting = costs.draft[HEADS] + max(
+        0.0, costs.verify[16] - verify[16]
+    )  # a graph drafts within the step
     ids = torch.arange(min(PREFILL, backbone.max_positions - 1)) % backbone.vocab_size
     laps = []
     for _ in range(3):
         budget.check()
         start = time.perf_counter()
-        backbone.engine.forward(Plan.chain(ids), backbone.engine.new_cache()).logits.argmax(-1).tolist()
+        backbone.engine.forward(Plan.chain(ids), backbone.engine.new_cache()).logits.argmax(
+            -1
+        ).tolist()
         laps.append(time.perf_counter() - start)
     return {
         "step_ms": {rows: 1e3 * seconds for rows, seconds in verify.items()},
@@ -156,14 +183,31 @@ def time_drafts(backbone: Backbone, cuda_graphs: bool, budget: Budget) -> list[d
     """
     prompt = [i * 37 % backbone.vocab_size for i in range(min(PROMPT, backbone.max_positions // 4))]
     plain, plain_rate, _ = decode(backbone, None, None, prompt, cuda_graphs, budget)
-    results = [{"nodes": 1, "chance": 0.0, "tokens_per_step": 1.0, "tokens_per_s": plain_rate, "same": len(plain)}]
+    results = [
+        {
+            "nodes": 1,
+            "chance": 0.0,
+            "tokens_per_step": 1.0,
+            "tokens_per_s": plain_rate,
+            "same": len(plain),
+        }
+    ]
     for nodes, tree in TREES.items():
         for chance in CHANCES:
             drafter = Synthetic(prompt, plain, chance)
             answer, rate, length = decode(backbone, drafter, tree, prompt, cuda_graphs, budget)
-            same = next((i for i, (a, b) in enumerate(zip(answer, plain, strict=True)) if a != b), len(plain))
+            same = next(
+                (i for i, (a, b) in enumerate(zip(answer, plain, strict=True)) if a != b),
+                len(plain),
+            )
             results.append(
-                {"nodes": nodes, "chance": chance, "tokens_per_step": length, "tokens_per_s": rate, "same": same}
+                {
+                    "nodes": nodes,
+                    "chance": chance,
+                    "tokens_per_step": length,
+                    "tokens_per_s": rate,
+                    "same": same,
+                }
             )
     return results
 
@@ -177,7 +221,9 @@ def decode(
     budget: Budget,
 ) -> tuple[list[int], float, float]:
     """Returns an answer's tokens, tokens a second and tokens a step, both without the prompt's pass."""
-    decoder = Decoder(backbone, drafter, None if tree is None else policy_of(tree), cuda_graphs=cuda_graphs)
+    decoder = Decoder(
+        backbone, drafter, None if tree is None else policy_of(tree), cuda_graphs=cuda_graphs
+    )
     count = min(ANSWER, backbone.max_positions - len(prompt) - 8)
     sequence, first = decoder.admit(Request(prompt, count, stop_ids=()))
     tokens, steps, start = list(first.tokens), 0, time.perf_counter()
@@ -195,11 +241,24 @@ def aims_of(result: dict[str, Any]) -> list[dict[str, Any]]:
         return []
     times = result["engines"][engine]
     if "error" in times:
-        return [{"aim": f"{engine} steps run", "model": result["model"], "holds": False, "value": times["error"]}]
+        return [
+            {
+                "aim": f"{engine} steps run",
+                "model": result["model"],
+                "holds": False,
+                "value": times["error"],
+            }
+        ]
     step = times["step_ms"]
     values = {
-        f"a step of 64 nodes takes at most {WIDE_AIM} plain steps": (step.get(64, float("inf")) / step[1], WIDE_AIM),
-        f"a plain step takes at most {PLAIN_AIM} readings of the weights": (step[1] / result["ceiling_ms"], PLAIN_AIM),
+        f"a step of 64 nodes takes at most {WIDE_AIM} plain steps": (
+            step.get(64, float("inf")) / step[1],
+            WIDE_AIM,
+        ),
+        f"a plain step takes at most {PLAIN_AIM} readings of the weights": (
+            step[1] / result["ceiling_ms"],
+            PLAIN_AIM,
+        ),
     }
     return [
         {"aim": aim, "model": result["model"], "value": value, "holds": value <= limit}
@@ -210,14 +269,26 @@ def aims_of(result: dict[str, Any]) -> list[dict[str, Any]]:
 def table(document: dict[str, Any]) -> str:
     """Returns all results as one table in Markdown: a line an engine of a model."""
     drafts = [f"{nodes} at {chance}" for nodes in TREES for chance in CHANCES]
-    head = ["model", "engine", *(f"{rows} rows" for rows in ROWS), "drafting", "prefill", "plain tokens/s", *drafts]
+    head = [
+        "model",
+        "engine",
+        *(f"{rows} rows" for rows in ROWS),
+        "drafting",
+        "prefill",
+        "plain tokens/s",
+        *drafts,
+    ]
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     for result in document["results"]:
         for engine, times in result["engines"].items():
             if "error" in times:
                 cells = [times["error"]]
             else:
-                milliseconds = [*(times["step_ms"].get(rows) for rows in ROWS), times["draft_ms"], times["prefill_ms"]]
+                milliseconds = [
+                    *(times["step_ms"].get(rows) for rows in ROWS),
+                    times["draft_ms"],
+                    times["prefill_ms"],
+                ]
                 cells = ["" if ms is None else f"{ms:.2f}" for ms in milliseconds]
                 cells += [f"{draft['tokens_per_s']:.1f}" for draft in times.get("synthetic", ())]
             cells += [""] * (len(head) - 2 - len(cells))
@@ -225,10 +296,17 @@ def table(document: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def run(models: Sequence[str], device: str, output: Path, seconds: float, graphs: bool | None = None) -> None:
+def run(
+    models: Sequence[str], device: str, output: Path, seconds: float, graphs: bool | None = None
+) -> None:
     """Measures models within so many seconds, writes one document after each, and prints it as a table at the end."""
     budget, output = Budget(seconds), output / "steps.json"
-    document: dict[str, Any] = {"seconds": seconds, "results": [], "aims": [], "skipped": budget.skipped}
+    document: dict[str, Any] = {
+        "seconds": seconds,
+        "results": [],
+        "aims": [],
+        "skipped": budget.skipped,
+    }
     output.parent.mkdir(parents=True, exist_ok=True)
     if device.startswith("cuda"):
         command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", *GPU_TESTS]
@@ -244,8 +322,12 @@ def run(models: Sequence[str], device: str, output: Path, seconds: float, graphs
         output.write_text(json.dumps(document, indent=1) + "\n")
     print(f"Milliseconds; tokens/s by nodes and chance of a synthetic draft\n\n{table(document)}\n")
     for aim in document["aims"]:
-        value = f"{aim['value']:.3f}" if isinstance(aim.get("value"), float) else aim.get("value", "")
-        print(f"{'holds' if aim['holds'] else 'FAILS'}: {aim.get('model', '')} {aim['aim']} {value}")
+        value = (
+            f"{aim['value']:.3f}" if isinstance(aim.get("value"), float) else aim.get("value", "")
+        )
+        print(
+            f"{'holds' if aim['holds'] else 'FAILS'}: {aim.get('model', '')} {aim['aim']} {value}"
+        )
     for section in budget.skipped:
         print(f"skipped, {seconds:.0f} s were spent: {section}")
 
@@ -255,7 +337,9 @@ def main() -> None:
     parser.add_argument("--models", default="random:1b,random:llama-2-7b")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--output", type=Path, default=Path("build/bench-gpu"))
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="what does not fit is skipped and named")
+    parser.add_argument(
+        "--seconds", type=float, default=SECONDS, help="what does not fit is skipped and named"
+    )
     asked = parser.parse_args()
     run(asked.models.split(","), resolve_device(asked.device), asked.output, asked.seconds)
 

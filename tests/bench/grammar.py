@@ -50,7 +50,9 @@ def follow(drafted: Medusa, plain: Medusa, count: int, seed: int) -> None:
         for answer in (*greedy, sampled):
             cut += answer.finish_reason == "length"
             valid += validates(schema, answer)
-    print(f"{count} schemas: {valid} of {3 * count} answers validate ({cut} cut off), {same} greedy ones are the same")
+    print(
+        f"{count} schemas: {valid} of {3 * count} answers validate ({cut} cut off), {same} greedy ones are the same"
+    )
     print(f"greedy steps: {steps[0]} with drafts, {steps[1]} without")
 
 
@@ -79,7 +81,10 @@ def compare(drafted: Medusa, plain: Medusa, rounds: int) -> None:
     GrammarProcessor.__call__ = timed(GrammarProcessor.__call__)  # type: ignore[method-assign]
     SequenceProcessors.forced = timed(SequenceProcessors.forced)  # type: ignore[method-assign]
     compiler, chance = GrammarCompiler(drafted.backbone), random.Random(0)
-    for schema in [*(schema for _, schema in QUESTIONS), *(random_schema(chance) for _ in range(100))]:
+    for schema in [
+        *(schema for _, schema in QUESTIONS),
+        *(random_schema(chance) for _ in range(100)),
+    ]:
         started = time.perf_counter()
         compiler.matcher(Grammar.of(json_schema=schema)).deep_copy().compute_bitmask()
         compiles.append(1e3 * (time.perf_counter() - started))
@@ -91,7 +96,9 @@ def compare(drafted: Medusa, plain: Medusa, rounds: int) -> None:
         for name, medusa in zip(speeds, (drafted, plain), strict=True):
             masks[0], tokens, seconds, steps, prefill = 0.0, 0, 0.0, 0, 0.0
             for ask, schema in QUESTIONS:
-                stats = medusa.generate(ask, json_schema=schema, max_new_tokens=MAX_NEW_TOKENS).stats
+                stats = medusa.generate(
+                    ask, json_schema=schema, max_new_tokens=MAX_NEW_TOKENS
+                ).stats
                 tokens, steps = tokens + stats.tokens, steps + stats.steps
                 seconds, prefill = seconds + stats.seconds, prefill + stats.prefill_s
             speeds[name].append(tokens / (seconds - prefill))

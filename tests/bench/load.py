@@ -33,7 +33,10 @@ def server(*words: str) -> Iterator[str]:
     process = subprocess.Popen([sys.executable, "-m", *words, "--port", str(port)], env=environment)
     try:
         for _ in range(10 * STARTS_WITHIN):
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+            with (
+                contextlib.suppress(OSError),
+                socket.create_connection(("127.0.0.1", port), timeout=1),
+            ):
                 break
             if process.poll() is not None:
                 sys.exit(f"`{' '.join(words)}` does not start")
@@ -51,7 +54,9 @@ def asks(url: str, model: str, tokens: int) -> Ask:
         body = {"model": model, "messages": [{"role": "user", "content": question}]}
         body |= {"max_tokens": tokens, "temperature": 0.0}
         headers = {"Content-Type": "application/json"}
-        request = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(body).encode(), headers)
+        request = urllib.request.Request(
+            f"{url}/v1/chat/completions", json.dumps(body).encode(), headers
+        )
         with urllib.request.urlopen(request, timeout=STARTS_WITHIN) as reply:
             return int(json.load(reply)["usage"]["completion_tokens"])
 
@@ -75,27 +80,45 @@ def serve(asked: argparse.Namespace) -> None:
 
     # Answers that end early would make the rates of batches incomparable.
     every = [question.turns[0] for question in read_questions(mt_bench_path())[0]]
-    questions = [text for text in every[:: max(1, len(every) // (3 * asked.questions))] if api(text) == asked.tokens]
+    questions = [
+        text
+        for text in every[:: max(1, len(every) // (3 * asked.questions))]
+        if api(text) == asked.tokens
+    ]
     questions = questions[: asked.questions]
     clients = [int(count) for count in asked.clients.split(",")]
     rates = {("Medusa.generate", 1): rate(api, questions, 1)}
     kind = {"fp32": "float32", "bf16": "bfloat16"}.get(asked.dtype, "auto")
     commands = {
-        "medusa serve": (asked.model, ("medusa_cli", "serve", "--model", asked.model, "--dtype", asked.dtype)),
+        "medusa serve": (
+            asked.model,
+            ("medusa_cli", "serve", "--model", asked.model, "--dtype", asked.dtype),
+        ),
         "transformers serve": (
             model_dir(asked.model),
-            (*TRANSFORMERS, model_dir(asked.model), "--continuous-batching", "--dtype", kind, *BLOCKS),
+            (
+                *TRANSFORMERS,
+                model_dir(asked.model),
+                "--continuous-batching",
+                "--dtype",
+                kind,
+                *BLOCKS,
+            ),
         ),
     }
     for name, (model, words) in commands.items():
         for count in clients:
-            with server(*words) as url:  # a server of its own for each: no prefix is cached from another round
+            with server(
+                *words
+            ) as url:  # a server of its own for each: no prefix is cached from another round
                 ask = asks(url, model, asked.tokens)
                 rate(ask, ["Count from one to a hundred."] * 2 * count, count)  # warm-up
                 rates[name, count] = rate(ask, questions, count)
     first = rates["Medusa.generate", 1]
     for (name, count), value in rates.items():
-        print(f"{name:20} {count:2} at a time: {value:6.1f} tokens/s, {value / first:.2f} x Medusa.generate")
+        print(
+            f"{name:20} {count:2} at a time: {value:6.1f} tokens/s, {value / first:.2f} x Medusa.generate"
+        )
 
 
 def main() -> None:

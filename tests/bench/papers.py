@@ -47,10 +47,14 @@ class Evidence:
         return method["per_category"][name]["acceptance_length"] / method["acceptance_length"]
 
     def swept(self, sweep: str, key: str, series: str = "medusa") -> list[float]:
-        return [point[key] for point in self.documents[sweep]["points"] if point["series"] == series]
+        return [
+            point[key] for point in self.documents[sweep]["points"] if point["series"] == series
+        ]
 
     def perplexity(self, run: str) -> float:
-        return next(row["perplexity_ratio"] for row in self.documents["quality"] if row["run"].endswith(run))
+        return next(
+            row["perplexity_ratio"] for row in self.documents["quality"] if row["run"].endswith(run)
+        )
 
     def largest_tree(self) -> float:
         rates = self.swept("nodes", "tokens_per_s", "medusa, static")
@@ -64,19 +68,69 @@ class Evidence:
 # The claim's place, its text, the paper's ratio of its smallest models (None: a figure without numbers), and ours.
 CLAIMS: list[tuple[str, str, float | None, Callable[[Evidence], float]]] = [
     ("Medusa, Figure 4a", "Medusa-1 over transformers", 2.18, lambda e: e.speedup("medusa")),
-    ("Medusa, Figure 4a", "drafts alone, over our plain loop", 2.18, lambda e: e.speedup("medusa") / e.speedup("ar")),
-    ("Medusa, Table 1", "Medusa-2 accepts several tokens a step", 3.47, lambda e: e.length("joint")),
-    ("Medusa, Table 2", "joint training over heads", 2.83 / 2.18, lambda e: e.length("joint") / e.length("64 nodes")),
-    ("Medusa, Table 2", "direct training harms", None, lambda e: e.perplexity("direct") / e.perplexity("medusa2")),
+    (
+        "Medusa, Figure 4a",
+        "drafts alone, over our plain loop",
+        2.18,
+        lambda e: e.speedup("medusa") / e.speedup("ar"),
+    ),
+    (
+        "Medusa, Table 1",
+        "Medusa-2 accepts several tokens a step",
+        3.47,
+        lambda e: e.length("joint"),
+    ),
+    (
+        "Medusa, Table 2",
+        "joint training over heads",
+        2.83 / 2.18,
+        lambda e: e.length("joint") / e.length("64 nodes"),
+    ),
+    (
+        "Medusa, Table 2",
+        "direct training harms",
+        None,
+        lambda e: e.perplexity("direct") / e.perplexity("medusa2"),
+    ),
     ("Medusa, Figure 4b", "extraction gains most", 3.62 / 2.83, lambda e: e.category("extraction")),
-    ("Medusa, Figure 4b", "coding gains more than the mean", 3.29 / 2.83, lambda e: e.category("coding")),
-    ("Medusa, Figure 6a", "64 sparse nodes over 64 dense", None, lambda e: e.length("64 nodes") / e.length("dense")),
+    (
+        "Medusa, Figure 4b",
+        "coding gains more than the mean",
+        3.29 / 2.83,
+        lambda e: e.category("coding"),
+    ),
+    (
+        "Medusa, Figure 6a",
+        "64 sparse nodes over 64 dense",
+        None,
+        lambda e: e.length("64 nodes") / e.length("dense"),
+    ),
     ("Medusa, Figure 6b", "the largest trees are slower", None, Evidence.largest_tree),
     ("Medusa, Figure 7", "looser thresholds accept more", None, Evidence.loosest_threshold),
-    ("Amphista, Table 1", "Amphista, greedy", 2.44 / 1.87, lambda e: e.over_medusa("64 nodes", "amphista")),
-    ("Amphista, Table 1", "Hydra++, greedy", 2.37 / 1.87, lambda e: e.over_medusa("64 nodes", "hydra++")),
-    ("Amphista, Table 2", "Amphista at temperature 0.7", 2.37 / 1.86, lambda e: e.over_medusa("warm", "amphista")),
-    ("Amphista, Table 7", "Amphista, 22 nodes", 2.29 / 1.71, lambda e: e.over_medusa("22 nodes", "amphista")),
+    (
+        "Amphista, Table 1",
+        "Amphista, greedy",
+        2.44 / 1.87,
+        lambda e: e.over_medusa("64 nodes", "amphista"),
+    ),
+    (
+        "Amphista, Table 1",
+        "Hydra++, greedy",
+        2.37 / 1.87,
+        lambda e: e.over_medusa("64 nodes", "hydra++"),
+    ),
+    (
+        "Amphista, Table 2",
+        "Amphista at temperature 0.7",
+        2.37 / 1.86,
+        lambda e: e.over_medusa("warm", "amphista"),
+    ),
+    (
+        "Amphista, Table 7",
+        "Amphista, 22 nodes",
+        2.29 / 1.71,
+        lambda e: e.over_medusa("22 nodes", "amphista"),
+    ),
     ("FIRP, Table 3", "FIRP, 16 nodes", 2.762 / 2.334, lambda e: e.over_medusa("16 nodes", "firp")),
     ("FIRP, Table 3", "FIRP, 64 nodes", 3.148 / 2.647, lambda e: e.over_medusa("64 nodes", "firp")),
 ]
@@ -84,30 +138,61 @@ CLAIMS: list[tuple[str, str, float | None, Callable[[Evidence], float]]] = [
 
 def outcome(paper: float | None, ours: float) -> str:
     """Returns "reproduced" from 80 % of the paper's effect (or a gain of 5 % without one), "in part" from 20 %."""
-    share = math.log(ours) / math.log(paper) if paper else 1.0 if ours >= 1.05 else 0.5 if ours > 1 else 0.0
+    share = (
+        math.log(ours) / math.log(paper)
+        if paper
+        else 1.0
+        if ours >= 1.05
+        else 0.5
+        if ours > 1
+        else 0.0
+    )
     return "reproduced" if share >= 0.8 else "in part" if share >= 0.2 else "not"
 
 
 def trainings(run: Path, model: str) -> Iterator[tuple[Path, list[object]]]:
     """Yields the file that each command of distilling and training leaves, and the command's words."""
-    yield run / "distill.jsonl", ["distill", "--run", run, "--model", model, "--max-samples", CONVERSATIONS]
+    yield (
+        run / "distill.jsonl",
+        ["distill", "--run", run, "--model", model, "--max-samples", CONVERSATIONS],
+    )
 
     def train(name: str, recipe: str, *more: object) -> tuple[Path, list[object]]:
-        words = ["train", f"recipes/smollm2-135m-{recipe}.yaml", "--run", run / name, f"model={model}", *more]
+        words = [
+            "train",
+            f"recipes/smollm2-135m-{recipe}.yaml",
+            "--run",
+            run / name,
+            f"model={model}",
+            *more,
+        ]
         return run / name / "drafter" / "config.json", words
 
     for name, (recipe, positions) in TRAININGS.items():
-        yield train(name, recipe, f"train.max_tokens={positions}", "train.epochs=4", "train.soft=0.5")
+        yield train(
+            name, recipe, f"train.max_tokens={positions}", "train.epochs=4", "train.soft=0.5"
+        )
         yield run / name / "calibration.json", ["calibrate", "--run", run / name]
     yield train("medusa2", "medusa2", "--from", run / "medusa", "train.max_tokens=80000")
     yield train("direct", "direct", "train.max_tokens=80000")
-    yield run / "tree.json", ["tree", "--run", run / "medusa", "--budget", 64, "--output", run / "tree.json"]
+    yield (
+        run / "tree.json",
+        ["tree", "--run", run / "medusa", "--budget", 64, "--output", run / "tree.json"],
+    )
 
 
 def benches(run: Path, questions: int, tokens: int) -> Iterator[tuple[str, list[object]]]:
     """Yields the name and the words of each measurement."""
-    dense = [[a, b, c][:depth] for depth in (1, 2, 3) for a in range(3) for b in range(4) for c in range(4)]
-    (run / "dense.json").write_text(json.dumps([list(path) for path in dict.fromkeys(map(tuple, dense))]))
+    dense = [
+        [a, b, c][:depth]
+        for depth in (1, 2, 3)
+        for a in range(3)
+        for b in range(4)
+        for c in range(4)
+    ]
+    (run / "dense.json").write_text(
+        json.dumps([list(path) for path in dict.fromkeys(map(tuple, dense))])
+    )
     ask = ["bench", "--mt-bench", "--limit", questions, "--max-new-tokens", tokens]
     heads = [*ask, "--run", run / "medusa", "--no-lookup", "--methods"]
     yield "auto", [*heads, "hf,ar,medusa"]
@@ -117,11 +202,17 @@ def benches(run: Path, questions: int, tokens: int) -> Iterator[tuple[str, list[
         yield f"{nodes} nodes", [*ask, "--run", run, *kinds, "--tree", f"static:{nodes}"]
     warm = ["--methods", "medusa,amphista", "--tree", "static:64", "--temperature", 0.7]
     yield "warm", [*ask, "--run", run, *warm]
-    yield "joint", [*ask, "--run", run / "medusa2", "--methods", "ar,medusa", "--tree", run / "tree.json"]
+    yield (
+        "joint",
+        [*ask, "--run", run / "medusa2", "--methods", "ar,medusa", "--tree", run / "tree.json"],
+    )
     yield "quality", ["compare", run / "medusa2", run / "direct"]
     yield "nodes", [*heads, "medusa", "--sweep", "nodes", "--values", "4,16,64"]
     creative = ["--category", "writing,roleplay", "--tree", "static:64"]
-    yield "epsilon", [*heads, "medusa", *creative, "--sweep", "epsilon", "--values", "0.01,0.09,0.25"]
+    yield (
+        "epsilon",
+        [*heads, "medusa", *creative, "--sweep", "epsilon", "--values", "0.01,0.09,0.25"],
+    )
 
 
 def main() -> None:

@@ -34,7 +34,10 @@ def check_hf(reference: dict, folder: str) -> Result:
     facts: dict[str, Any] = {"drafts": 1, "our_tokens_per_s": reference["our_tokens_per_s"]}
     for name, settings in (("plain", {}), ("drafted", drafting)):
         start = time.perf_counter()
-        answers = [model.generate(torch.tensor([p]), max_new_tokens=longest, **settings) for p in reference["prompts"]]
+        answers = [
+            model.generate(torch.tensor([p]), max_new_tokens=longest, **settings)
+            for p in reference["prompts"]
+        ]
         seconds = time.perf_counter() - start
         pairs = zip(reference["prompts"], answers, strict=True)
         tokens[name] = [answer[0, len(prompt) :].tolist() for prompt, answer in pairs]
@@ -45,7 +48,9 @@ def check_hf(reference: dict, folder: str) -> Result:
 def check_vllm(reference: dict, folder: str) -> Result:
     """Runs vLLM in fp32 on a CPU; the folder's config tells Medusa heads from EAGLE-3."""
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # in this process, where its counters can be read
+    os.environ.setdefault(
+        "VLLM_ENABLE_V1_MULTIPROCESSING", "0"
+    )  # in this process, where its counters can be read
     from vllm import LLM, SamplingParams
 
     prompts = [{"prompt_token_ids": prompt} for prompt in reference["prompts"]]
@@ -64,27 +69,46 @@ def check_vllm(reference: dict, folder: str) -> Result:
             speculative_config=settings,
         )
         # One after another: side by side, sums are made in another order and near-ties flip.
-        outputs = [engine.generate(prompt, sampling, use_tqdm=False)[0].outputs[0] for prompt in prompts]
+        outputs = [
+            engine.generate(prompt, sampling, use_tqdm=False)[0].outputs[0] for prompt in prompts
+        ]
         tokens[name] = [list(output.token_ids) for output in outputs]
-        counts[name] = {m.name: getattr(m, "values", getattr(m, "value", None)) for m in engine.get_metrics()}
+        counts[name] = {
+            m.name: getattr(m, "values", getattr(m, "value", None)) for m in engine.get_metrics()
+        }
         engine.llm_engine.engine_core.shutdown()
         del engine
     steps = counts["drafted"].get("vllm:spec_decode_num_drafts") or 0
     accepted = counts["drafted"].get("vllm:spec_decode_num_accepted_tokens_per_pos") or []
-    facts = {"drafts": steps, "accepted_by_position": [round(count / steps, 4) for count in accepted] if steps else []}
+    facts = {
+        "drafts": steps,
+        "accepted_by_position": [round(count / steps, 4) for count in accepted] if steps else [],
+    }
     return tokens["plain"], tokens["drafted"], facts
 
 
 def check_llama_cpp(reference: dict, folder: str, build: Path) -> Result:
     """Runs llama.cpp's server on converted files."""
     model, draft = build / "model.gguf", build / "eagle3.gguf"
-    converter = [sys.executable, str(build / "source" / "vendor" / "llama.cpp" / "convert_hf_to_gguf.py")]
-    subprocess.run([*converter, reference["model"], "--outfile", str(model), "--outtype", "f32"], check=True)
-    subprocess.run([*converter, folder, "--target-model-dir", reference["model"], "--outfile", str(draft)], check=True)
+    converter = [
+        sys.executable,
+        str(build / "source" / "vendor" / "llama.cpp" / "convert_hf_to_gguf.py"),
+    ]
+    subprocess.run(
+        [*converter, reference["model"], "--outfile", str(model), "--outtype", "f32"], check=True
+    )
+    subprocess.run(
+        [*converter, folder, "--target-model-dir", reference["model"], "--outfile", str(draft)],
+        check=True,
+    )
     plain, _ = llama_cpp_answers(build, ["-m", str(model)], reference)
     words = ["-m", str(model), "-md", str(draft), "--spec-type", "draft-eagle3"]
-    drafted, timings = llama_cpp_answers(build, [*words, "--spec-draft-n-max", str(reference["depth"])], reference)
-    drafts, accepted = (sum(timing.get(key) or 0 for timing in timings) for key in ("draft_n", "draft_n_accepted"))
+    drafted, timings = llama_cpp_answers(
+        build, [*words, "--spec-draft-n-max", str(reference["depth"])], reference
+    )
+    drafts, accepted = (
+        sum(timing.get(key) or 0 for timing in timings) for key in ("draft_n", "draft_n_accepted")
+    )
     return plain, drafted, {"drafts": drafts, "accepted": accepted}
 
 
@@ -93,27 +117,48 @@ def llama_cpp_answers(build: Path, words: list[str], reference: dict) -> tuple[T
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [str(build / "build" / "bin" / "llama-server"), *words, "--port", str(port), "-c", "2048", "-np", "1"]
+    command = [
+        str(build / "build" / "bin" / "llama-server"),
+        *words,
+        "--port",
+        str(port),
+        "-c",
+        "2048",
+        "-np",
+        "1",
+    ]
     log, url = build / "server.log", f"http://127.0.0.1:{port}"
     with log.open("w") as output:
         server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=output)
     try:
         for _ in range(600):
             if server.poll() is not None:
-                raise RuntimeError(f"llama-server ended with {server.returncode}: {log.read_text()[-2000:]}")
+                raise RuntimeError(
+                    f"llama-server ended with {server.returncode}: {log.read_text()[-2000:]}"
+                )
             try:
                 urllib.request.urlopen(f"{url}/health", timeout=2).close()
                 break
             except (urllib.error.URLError, OSError):
                 time.sleep(0.5)
         longest, answers = max(map(len, reference["tokens"])), []
-        settings = {"temperature": 0.0, "top_k": 1, "n_predict": longest, "return_tokens": True, "cache_prompt": False}
+        settings = {
+            "temperature": 0.0,
+            "top_k": 1,
+            "n_predict": longest,
+            "return_tokens": True,
+            "cache_prompt": False,
+        }
         for prompt in reference["prompts"]:
             body = json.dumps({**settings, "prompt": prompt}).encode()
-            request = urllib.request.Request(f"{url}/completion", body, {"Content-Type": "application/json"})
+            request = urllib.request.Request(
+                f"{url}/completion", body, {"Content-Type": "application/json"}
+            )
             with urllib.request.urlopen(request, timeout=600) as answer:
                 answers.append(json.load(answer))
-        return [answer["tokens"] for answer in answers], [answer.get("timings", {}) for answer in answers]
+        return [answer["tokens"] for answer in answers], [
+            answer.get("timings", {}) for answer in answers
+        ]
     finally:
         server.terminate()
         server.wait()
@@ -126,8 +171,16 @@ def main() -> None:
     plain, drafted, facts = check(reference, folder, *map(Path, build))
     same = sum(a == b for a, b in zip(plain, drafted, strict=True))
     ours = sum(a == b[: len(a)] for a, b in zip(drafted, reference["tokens"], strict=True))
-    report = {"questions": len(plain), "identical_without_drafts": same, "identical_to_our_plain_decoding": ours}
-    print(json.dumps({**report, **facts, "accepted_by_position_here": reference["accepted"]}, indent=1))
+    report = {
+        "questions": len(plain),
+        "identical_without_drafts": same,
+        "identical_to_our_plain_decoding": ours,
+    }
+    print(
+        json.dumps(
+            {**report, **facts, "accepted_by_position_here": reference["accepted"]}, indent=1
+        )
+    )
     sys.exit(same != len(plain) or not facts["drafts"])
 
 

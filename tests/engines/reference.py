@@ -28,13 +28,18 @@ def main() -> None:
     parser.add_argument("--questions", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--depth", type=int, default=4)
-    parser.add_argument("--timed", action="store_true", help="also our own tokens/s with drafts, by engine")
+    parser.add_argument(
+        "--timed", action="store_true", help="also our own tokens/s with drafts, by engine"
+    )
     args = parser.parse_args()
     run = Run.open(args.run) if args.run else None
     model = (run.model if run else None) or assets.DEFAULT_MODEL
     backbone = load_backbone(model, LoadOptions(dtype="fp32", engine="eager"))
     questions = spread(read_questions(assets.mt_bench_path())[0], args.questions)
-    prompts = [backbone.encode_chat([{"role": "user", "content": question.turns[0]}]) for question in questions]
+    prompts = [
+        backbone.encode_chat([{"role": "user", "content": question.turns[0]}])
+        for question in questions
+    ]
     plain = [generate_plain(backbone, prompt, max_new_tokens=args.tokens) for prompt in prompts]
     reference = {
         "model": assets.model_dir(backbone.id),
@@ -42,7 +47,9 @@ def main() -> None:
         "tokens": [[token for step in steps for token in step.tokens] for steps in plain],
         "depth": args.depth,
         "accepted": accepted(backbone, run, prompts, args.tokens, args.depth) if run else None,
-        "our_tokens_per_s": {e: rate(args.run, e, prompts, args.tokens) for e in ENGINES} if args.timed else None,
+        "our_tokens_per_s": {e: rate(args.run, e, prompts, args.tokens) for e in ENGINES}
+        if args.timed
+        else None,
     }
     print(json.dumps(reference))
 
@@ -56,14 +63,18 @@ def rate(run: str | None, engine: str, prompts: list[list[int]], tokens: int) ->
     return round(count / (time.perf_counter() - start), 2)
 
 
-def accepted(backbone: Backbone, run: Run, prompts: list[list[int]], tokens: int, depth: int) -> list[float]:
+def accepted(
+    backbone: Backbone, run: Run, prompts: list[list[int]], tokens: int, depth: int
+) -> list[float]:
     """Returns the share of steps that accept at least 1, 2, .. draft tokens of a chain."""
     drafter, reached, steps = load_drafter(run.drafter_dir, backbone), [0] * depth, 0
     for prompt in prompts:
         for step in generate(backbone, drafter, Tree.chain(depth), prompt, max_new_tokens=tokens):
             if step.path:
                 steps += 1
-                reached = [count + (step.accepted > position) for position, count in enumerate(reached)]
+                reached = [
+                    count + (step.accepted > position) for position, count in enumerate(reached)
+                ]
     return [round(count / steps, 4) for count in reached]
 
 
