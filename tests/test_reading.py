@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn import functional as F
 
 from medusa_cli.data.conversation import read_conversations
 from medusa_cli.distill import Records
@@ -153,13 +154,14 @@ def test_every_file_of_a_run_is_refused_in_one_line(run: Run, name: str, text: s
 Tensors = dict[str, Tensor]
 
 
-def save(folder: Path, name: str = "medusa") -> Path:
+def save(folder: Path, name: str = "medusa", int8: bool = False) -> Path:
     """Saves a drafter with a draft vocabulary; returns the path of its weights."""
     backbone, kind = tiny_backbone(), DRAFTERS[name]
     save_drafter(
         kind.create(backbone, 2, 1, "draft", torch.arange(7, 27)),
         folder,
         provenance(backbone.identity),
+        int8,
     )
     return folder / kind.weights_file
 
@@ -205,6 +207,41 @@ def test_saved_weights_load(tmp_path: Path, name: str) -> None:
     weights = load_file(save(tmp_path, name))
     loaded = load_drafter(tmp_path, tiny_backbone()).named_weights()
     assert all(torch.equal(weight, weights[key].float()) for key, weight in loaded.items())
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_weights_in_8_bits_load_within_half_a_step(tmp_path: Path, name: str) -> None:
+    exact = load_file(save(tmp_path / "bf16", name))
+    rounded = load_file(save(tmp_path / "int8", name, int8=True))
+    assert any(weight.dtype == torch.int8 for weight in rounded.values())
+    for key, weight in load_drafter(tmp_path / "int8", tiny_backbone()).named_weights().items():
+        groups = F.pad(weight.detach(), (0, -weight.shape[-1] % 32)).unflatten(-1, (-1, 32))
+        half_a_step = groups.abs().amax(-1, keepdim=True) / 127 / 2 + 2**-8 * groups.abs()
+        half_a_step = half_a_step.flatten(-2)[..., : weight.shape[-1]]
+        assert ((weight - exact[key].float()).abs() <= half_a_step * 1.01).all(), key
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda scales: None, "is of type I8"),
+        (lambda scales: scales[:1], "scale' is of shape"),
+        (lambda scales: scales.float(), "scale' is of type F32"),
+        (lambda scales: scales * torch.nan, "not finite"),
+    ],
+)
+def test_damaged_scales_are_refused(
+    tmp_path: Path, change: Callable[[Tensor], Tensor | None], message: str
+) -> None:
+    path = save(tmp_path, int8=True)
+    tensors = load_file(path)
+    name = next(name for name in sorted(tensors) if name.endswith(".scale"))
+    scales = change(tensors.pop(name))
+    if scales is not None:
+        tensors[name] = scales.contiguous()
+    save_file(tensors, path)
+    with pytest.raises(UserError, match=message):
+        load_drafter(tmp_path, tiny_backbone())
 
 
 @pytest.mark.parametrize("damage", DAMAGE)

@@ -15,7 +15,7 @@ from medusa_cli.drafters.hydra import HydraHeads
 from medusa_cli.drafters.medusa import MedusaHeads
 from medusa_cli.errors import UserError, first_line, shown
 from medusa_cli.files.io import convert, read_object, write_json
-from medusa_cli.files.weights import read_weights
+from medusa_cli.files.weights import SCALE, read_weights, to_int8
 from medusa_cli.model import Backbone
 from medusa_cli.runs.run import DRAFTER_CONFIG, check_backbone, describe_drafter
 
@@ -116,13 +116,18 @@ def weight_shapes(kind: type[HeadDrafter], config: Any) -> dict[str, tuple[int, 
         ) from reason
 
 
-def save_drafter(drafter: HeadDrafter, folder: Path, provenance: dict[str, Any]) -> None:
-    """Writes config.json and the weights in bf16."""
+def save_drafter(
+    drafter: HeadDrafter, folder: Path, provenance: dict[str, Any], int8: bool = False
+) -> None:
+    """Writes config.json and the weights: in bf16, or matrices in 8 bits, as CPUs draft with them."""
     folder.mkdir(parents=True, exist_ok=True)
-    named = drafter.for_files().named_weights()
-    weights = {
-        name: weight.detach().cpu().bfloat16().contiguous() for name, weight in named.items()
-    }
+    weights: dict[str, Tensor] = {}
+    for name, parameter in drafter.for_files().named_weights().items():
+        weight = parameter.detach().cpu()
+        if int8 and weight.dim() == 2:
+            weights[name], weights[name + SCALE] = to_int8(weight)
+        else:
+            weights[name] = weight.bfloat16().contiguous()
     if drafter.config.vocabulary == "draft":
         weights["draft_ids"] = drafter.draft_ids.cpu().int()
     path = folder / drafter.weights_file

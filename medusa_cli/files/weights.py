@@ -1,4 +1,8 @@
-"""Reads safetensors files: every tensor's name, shape and type is checked before any is read."""
+"""Reads safetensors files: every tensor's name, shape and type is checked before any is read.
+
+A matrix NAME [N, K] may be stored in 8 bits: NAME holds int8, and NAME.scale [N, K / 32] an fp16
+factor for each group of 32 inputs. A row's last group may be shorter.
+"""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,6 +15,10 @@ if TYPE_CHECKING:
 
 FLOATS = ("BF16", "F16", "F32", "F64")
 INTEGERS = ("I32", "I64")
+INT8 = ("I8",)
+GROUP = 32  # inputs that share a scale
+LARGEST = 127
+SCALE = ".scale"
 
 
 def read_weights(
@@ -22,40 +30,72 @@ def read_weights(
 ) -> "dict[str, Tensor]":
     """Returns the tensors named in `shapes` (None: all there are), of `types`, and in `ids`, integers; others are left.
 
-    Raises UserError for the first tensor that is missing, of another shape or type, or not finite. Nothing is
-    allocated before all names, shapes and types are right.
+    Matrices of 8 bits come as fp32. Raises UserError for the first tensor that is missing, of
+    another shape or type, or not finite. Nothing is allocated before all names, shapes and types
+    are right.
     """
     import torch
     from safetensors import SafetensorError, safe_open
 
-    name, remedy = (
-        f"{what} {path}",
-        "make the file again with the command that made it, or give another",
-    )
+    name = f"{what} {path}"
+    remedy = "make the file again with the command that made it, or give another"
     if not path.is_file():
         raise UserError(f"{name} does not exist or is no file", remedy)
     try:
         with safe_open(path, framework="pt") as file:
             slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118  (it is no mapping)
+            stored = {
+                key: (part.get_dtype(), list(part.get_shape())) for key, part in slices.items()
+            }
+            in_8_bits = {
+                key for key, (kind, _) in stored.items() if kind in INT8 and key + SCALE in stored
+            }
             if shapes is None:
-                shapes = {key: part.get_shape() for key, part in slices.items()}
-            for key, shape in {**shapes, **ids}.items():
-                tensor, kinds = f"{name}: the tensor {key!r}", INTEGERS if key in ids else types
-                if key not in slices:
+                scales = {key + SCALE for key in in_8_bits}
+                shapes = {key: shape for key, (_, shape) in stored.items() if key not in scales}
+            rounded = [key for key, shape in shapes.items() if key in in_8_bits and len(shape) == 2]
+            expected = {key: (list(shape), types) for key, shape in shapes.items()}
+            for key in rounded:
+                outputs, inputs = shapes[key]
+                expected[key] = ([outputs, inputs], INT8)
+                expected[key + SCALE] = ([outputs, -(-inputs // GROUP)], ("F16",))
+            expected |= {key: (list(shape), INTEGERS) for key, shape in ids.items()}
+            for key, (shape, kinds) in expected.items():
+                tensor = f"{name}: the tensor {key!r}"
+                if key not in stored:
                     raise UserError(f"{tensor} is missing", remedy)
-                if slices[key].get_dtype() not in kinds:
-                    raise UserError(
-                        f"{tensor} is of type {slices[key].get_dtype()}, not {' or '.join(kinds)}",
-                        remedy,
-                    )
-                if list(slices[key].get_shape()) != list(shape):
-                    raise UserError(
-                        f"{tensor} is of shape {slices[key].get_shape()}, not {list(shape)}", remedy
-                    )
-            tensors = {key: file.get_tensor(key) for key in (*shapes, *ids)}
+                kind, found = stored[key]
+                if kind not in kinds:
+                    raise UserError(f"{tensor} is of type {kind}, not {' or '.join(kinds)}", remedy)
+                if found != shape:
+                    raise UserError(f"{tensor} is of shape {found}, not {shape}", remedy)
+            tensors = {key: file.get_tensor(key) for key in expected}
     except (SafetensorError, OSError) as reason:
         raise UserError(f"{name} cannot be read: {first_line(reason)}", remedy) from reason
     for key, value in tensors.items():
         if value.is_floating_point() and not torch.isfinite(value).all():
             raise UserError(f"{name}: the tensor {key!r} holds numbers that are not finite", remedy)
+    for key in rounded:
+        tensors[key] = from_int8(tensors[key], tensors.pop(key + SCALE))
     return tensors
+
+
+def to_int8(matrix: "Tensor") -> "tuple[Tensor, Tensor]":
+    """Rounds a matrix [N, K] to 8 bits; returns int8 [N, K] and fp16 scales [N, K / 32], as GGUF's Q8_0 has them."""
+    import torch
+
+    outputs, inputs = matrix.shape
+    groups = -(-inputs // GROUP)
+    values = torch.zeros(outputs, groups * GROUP)
+    values[:, :inputs] = matrix.float()
+    values = values.view(outputs, groups, GROUP)
+    scales = values.abs().amax(-1) / LARGEST
+    factors = torch.where(scales > 0, 1 / scales, 0)
+    rounded = (values * factors.unsqueeze(-1)).round().clamp(-LARGEST, LARGEST).to(torch.int8)
+    return rounded.view(outputs, -1)[:, :inputs].contiguous(), scales.half()
+
+
+def from_int8(rounded: "Tensor", scales: "Tensor") -> "Tensor":
+    """Returns the fp32 matrix [N, K] of 8 bits and its scales."""
+    spread = scales.float().repeat_interleave(GROUP, dim=1)
+    return rounded.float() * spread[:, : rounded.shape[1]]
