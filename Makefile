@@ -35,12 +35,12 @@ check: style ## style and mypy
 PYTEST := HF_HUB_OFFLINE=1 $(BIN)/pytest -n 2 --dist loadfile
 
 test: $(READY) ## the tests, offline once the model and the data are fetched
-	$(BIN)/medusa assets
+	$(BIN)/medusa assets smollm2-135m sharegpt mt-bench
 	$(PYTEST) -m 'not slow'
 
 test-avx2: $(READY) ## the engines' and the default model's tests with the instructions that most desktops have
-	$(BIN)/medusa assets
-	MEDUSA_CPU=avx2 $(PYTEST) -m 'not slow' tests/test_engine.py tests/test_native.py tests/test_default_model.py
+	$(BIN)/medusa assets smollm2-135m sharegpt mt-bench
+	MEDUSA_CPU=avx2 $(PYTEST) -m 'not slow' tests/test_engine.py tests/test_native.py tests/test_small_model.py
 
 # Compiled by the compiler of the ziglang package against the oldest glibc that Python's wheels know. The libraries are
 # those of .venv; its own copy of the package is found by no path.
@@ -58,7 +58,7 @@ package: $(READY) $(ZIG) ## the manylinux wheel, installed in an empty environme
 	$(BIN)/python -m venv --without-pip build/package/env
 	$(BIN)/pip --python build/package/env install --quiet --no-deps build/package/*.whl
 	cd build/package && export PYTHONPATH=$$(../../$(BIN)/python -c 'import torch; print(torch.__path__[0][:-6])') && \
-		env/bin/medusa --help > /dev/null && env/bin/medusa chat --engine native --prompt hi --max-new-tokens 8 && \
+		env/bin/medusa --help > /dev/null && env/bin/medusa chat --model smollm2-135m --engine native --prompt hi --max-new-tokens 8 && \
 		env/bin/python -c 'import medusa_cli; assert "build/package/env" in medusa_cli.__file__, medusa_cli.__file__'
 
 SANITIZERS := -fsanitize=address,undefined -fno-omit-frame-pointer -O1
@@ -70,7 +70,7 @@ sanitize: $(READY) ## the native tests over a library that checks its memory and
 		MEDUSA_LIBRARY=build/sanitize/libmedusa.so HF_HUB_OFFLINE=1 $(BIN)/pytest -q tests/test_native.py
 
 test-slow: $(READY) ## the tests that take minutes
-	$(BIN)/medusa assets
+	$(BIN)/medusa assets smollm2-135m sharegpt mt-bench
 	HF_HUB_OFFLINE=1 $(BIN)/pytest -m slow
 
 crash: $(READY) ## kill -9 every command that writes, 100 times at random points, and two writers at once

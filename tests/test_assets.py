@@ -82,7 +82,7 @@ def read_only(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_read_only_cache_serves_its_files(cache: Path, request: pytest.FixtureRequest) -> None:
     member = cache / "files" / assets.MT_BENCH.sha256[:12] / "question.jsonl"
-    named = assets.MODELS[assets.DEFAULT_MODEL]
+    named = assets.MODELS[assets.SMALL_MODEL]
     file = cache / "files" / named.parts[0].sha256[:12] / named.name
     for path in (member, file):
         path.parent.mkdir(parents=True)
@@ -92,7 +92,7 @@ def test_a_read_only_cache_serves_its_files(cache: Path, request: pytest.Fixture
     before = sorted(cache.rglob("*"))
     request.getfixturevalue("read_only")
     assert assets.mt_bench_path() == member
-    assert assets.model_dir(assets.DEFAULT_MODEL) == str(model)
+    assert assets.model_dir(assets.SMALL_MODEL) == str(model)
     assert sorted(cache.rglob("*")) == before
 
 

@@ -36,7 +36,7 @@ CONVERSATIONS = 100
 
 
 def test_spans_are_the_answers_of_real_conversations() -> None:
-    model = Tokenizer(assets.DEFAULT_MODEL)
+    model = Tokenizer(assets.SMALL_MODEL)
     decode, checked = model.tokenizer.decode, 0
     for record in itertools.islice(
         read_jsonl(assets.sharegpt_path(), array=True), 4 * CONVERSATIONS

@@ -20,7 +20,7 @@ _FETCH: dict[str, Callable[[], str | Path | None]] = {
 _NAMES = f"Any of {', '.join(_FETCH)}. [default: {store.DEFAULT_MODEL} and the data]"
 
 
-def _is_small(name: str) -> bool:
+def _is_default(name: str) -> bool:
     return name == store.DEFAULT_MODEL or name not in store.MODELS
 
 
@@ -38,7 +38,7 @@ def assets(
     where it was: run the same command again.
     """
     printing.configure()
-    wanted = list(dict.fromkeys(names or filter(_is_small, _FETCH)))
+    wanted = list(dict.fromkeys(names or filter(_is_default, _FETCH)))
     for name in wanted:
         if name not in _FETCH:
             raise UsageError(f"{name!r} is no asset", f"use one of {', '.join(_FETCH)}")

