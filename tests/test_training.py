@@ -407,6 +407,21 @@ def test_command_trains_and_prints_its_results(run: Run, model: str) -> None:
     assert [path.name for path in run.path.glob(".*")] == [".lock"]
 
 
+def test_a_drafter_kept_in_8_bits_is_smaller_and_decodes(run: Run, model: str) -> None:
+    sizes = []
+    for kind in ("bf16", "int8"):
+        medusa(*words_of(run, model, f"train.save_dtype={kind}", "drafter=hydra"))
+        sizes.append((run.drafter_dir / "drafter.safetensors").stat().st_size)
+    assert sizes[1] < 0.7 * sizes[0]
+    words = ["--run", run.path, "--tree", "static:4", "--prompt", "w1 w2", "--max-new-tokens", "8"]
+    medusa("calibrate", "--run", run.path, "--dtype", "fp32")
+    drafted = json.loads(medusa("chat", *words, "--dtype", "fp32", "--json").stdout)
+    plain = json.loads(
+        medusa("chat", *words[:2], *words[4:], "--dtype", "fp32", "--baseline", "--json").stdout
+    )
+    assert drafted["answer"] == plain["answer"]
+
+
 def test_ctrl_c_leaves_a_checkpoint_and_resume_ends_the_same(
     run: Run, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

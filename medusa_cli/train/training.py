@@ -292,7 +292,7 @@ def _save(trainer: Trainer, source: Path, figures: Document) -> Run:
         **{key: figures[key] for key in KEPT_FIGURES},
     )
     with replacing_folder(run.drafter_dir) as part:
-        save_drafter(trainer.drafter, part, written)
+        save_drafter(trainer.drafter, part, written, train.save_dtype == "int8")
     if tuned:
         _copy_conversations(source, run)
     return run
