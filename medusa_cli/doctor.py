@@ -20,7 +20,7 @@ from medusa_cli.data.conversation import Conversation, read_conversations
 from medusa_cli.data.packing import held_out_ids
 from medusa_cli.data.states import rounding
 from medusa_cli.decode import Stats, policy_of
-from medusa_cli.distill.distillation import HEADER
+from medusa_cli.distill.distillation import BETWEEN, HEADER
 from medusa_cli.drafters import load_drafter
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.engine import Plan, load_backbone
@@ -109,7 +109,8 @@ class Case:
         if self.called is None or not data.is_file() or not (data.parent / HEADER).is_file():
             return self.distill
         header = read_object(data.parent / HEADER, "the distillation's header")
-        known = {"seed": header.get("seed"), **dict(header.get("settings") or {})}
+        first_seed = str(header.get("seed")).split(BETWEEN)[0]
+        known = {"seed": first_seed, **dict(header.get("settings") or {})}
         usual = vars(DistillRecipe())
         same = {
             f"distill.{key}": known[key]

@@ -21,10 +21,11 @@ from medusa_cli.data.seeds import distinct, in_order, read_seeds
 from medusa_cli.data.states import StateStore, read_rows
 from medusa_cli.device import free_memory
 from medusa_cli.distill import Outcome, Records, answer_locally
-from medusa_cli.distill.distillation import Progress, merge_parts, part_of
+from medusa_cli.distill.distillation import HEADER, Progress, merge_parts, part_of
 from medusa_cli.distill.filters import is_refusal
 from medusa_cli.distill.local import choose_batch_size
 from medusa_cli.errors import UserError
+from medusa_cli.files.io import read_object
 from medusa_cli.model import Backbone
 from medusa_cli.runs.recipe import DistillRecipe
 from medusa_cli.runs.run import Run
@@ -543,6 +544,15 @@ def test_other_settings_do_not_mix_into_a_file(run: Run) -> None:
     distilled(run, SEEDS[:1])
     with pytest.raises(UserError, match="settings"):
         Records(run, 32, {"seed": "x", "settings": {"temperature": 1}})
+
+
+def test_answers_to_another_seed_join_a_file(run: Run) -> None:
+    outcomes = distilled(run, SEEDS[:2])
+    width = tiny_backbone().hidden_size
+    with closing(Records(run, width, {"seed": "y", "settings": {}})) as records:
+        assert records.done == {outcome.id for outcome in outcomes}
+    Records(run, width, {"seed": "x", "settings": {}}).close()
+    assert read_object(run.path / HEADER, "the header")["seed"] == "x, y"
 
 
 # The command.

@@ -43,6 +43,7 @@ from medusa_cli.runs.run import Run, provenance
 # Conversations of the longest answers that the estimate of all tokens begins with.
 DOUBT = 16
 HEADER = "distill.json"
+BETWEEN = ", "  # the seeds that the header names
 # Counts of conversations that a distillation returns.
 COUNTS = ("failed", "skipped", "dropped", "refused", "new_tokens")
 log = logging.getLogger(__name__)
@@ -298,7 +299,7 @@ class Records:
     kill -9 at any moment loses only the conversations under way, and doubles none: state rows go to
     disk before the line that names them. Opening drops a cut-off last line, and rows that no line
     names. Raises UserError, and leaves the files alone, for any other bad line, and where the file
-    has another seed or other settings than the header.
+    has other settings than the header. Answers to several seeds may stand in one file.
     """
 
     def __init__(self, run: Run, width: int, header: dict[str, Any]) -> None:
@@ -318,14 +319,18 @@ class Records:
             if (run.path / HEADER).exists()
             else header
         )
-        for key in ("seed", "settings"):
-            if self.done and old.get(key) != header.get(key):
-                raise UserError(
-                    f"{self.path} was distilled with {key} {json.dumps(old.get(key))}, not "
-                    f"{json.dumps(header.get(key))}",
-                    "repeat the earlier settings to resume it, or choose another @run",
-                )
-        write_json(run.path / HEADER, header)
+        if self.done and old.get("settings") != header.get("settings"):
+            raise UserError(
+                f"{self.path} was distilled with settings {json.dumps(old.get('settings'))}, not "
+                f"{json.dumps(header.get('settings'))}",
+                "repeat the earlier settings to resume it, or choose another @run",
+            )
+        seeds = str(old.get("seed")).split(BETWEEN) if self.done else []
+        if header["seed"] not in seeds:
+            if seeds:
+                log.info(f"{self.path} has answers to {BETWEEN.join(seeds)}; they stay")
+            seeds.append(header["seed"])
+        write_json(run.path / HEADER, {**header, "seed": BETWEEN.join(seeds)})
         self.states = StateStore(run.states_path, width)
         if self.states.rows < rows:
             raise UserError(
