@@ -56,6 +56,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "medusa-bias": ("medusa", {"conditional": 5}),
     "hydra": ("hydra", {"num_layers": 2}),
     "hydra-draft": ("hydra", {**DRAFT, "matrices": "one"}),
+    "hydra-rows": ("hydra", {**DRAFT, "matrices": "none"}),
     "hydra-raw": ("hydra", {"raw": True}),
     "hydra++": ("hydra", {"prefix_layers": 2, "context": "answer"}),
     "hydra++-prompt": ("hydra", {"prefix_layers": 1, "context": "conversation"}),

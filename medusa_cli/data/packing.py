@@ -51,6 +51,17 @@ class Dataset:
         items = self.train if items is None else items
         return [torch.tensor(item.tokens[start:end]) for item in items for start, end in item.spans]
 
+    def texts(self) -> list[Tensor]:
+        """Returns the tokens of the answers to train on, and those of each conversation's other parts."""
+        prompts = []
+        for item in self.train:
+            tokens = torch.tensor(item.tokens)
+            asked = torch.ones(len(tokens), dtype=torch.bool)
+            for start, end in item.spans:
+                asked[start:end] = False
+            prompts.append(tokens[asked])
+        return [*self.answers(), *prompts]
+
     @torch.no_grad()
     def batch(
         self,
@@ -189,15 +200,13 @@ def _hash(name: str) -> int:
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")
 
 
-def frequent_tokens(answers: Sequence[Tensor], size: int, vocab_size: int) -> Tensor:
-    """Returns the `size` tokens that stand in the largest number of answers [size], ties by id.
+def frequent_tokens(texts: Sequence[Tensor], size: int, vocab_size: int) -> Tensor:
+    """Returns the `size` tokens that stand in the largest number of texts [size], ties by id.
 
     The number of occurrences would mislead: an answer that repeats itself says one rare token a
     hundred times.
     """
-    counts = torch.bincount(
-        torch.cat([answer.unique() for answer in answers]), minlength=vocab_size
-    )
+    counts = torch.bincount(torch.cat([text.unique() for text in texts]), minlength=vocab_size)
     return counts.argsort(descending=True, stable=True)[:size]
 
 

@@ -41,8 +41,8 @@ class HeadsConfig:
     """The numbers of heads K and layers L, and the vocabulary that the heads score.
 
     vocabulary "own": all V tokens; "draft": the M most frequent ones; "shared": all, by the
-    backbone's lm_head. matrices: a vocabulary matrix for "each" head or "one" for all. conditional:
-    rank of the bias from the token before.
+    backbone's lm_head. matrices: a vocabulary matrix for "each" head, "one" for all, or "none":
+    rows of the lm_head, which do not learn. conditional: rank of the bias from the token before.
     """
 
     num_heads: int
@@ -51,7 +51,7 @@ class HeadsConfig:
     vocab_size: int
     vocabulary: Literal["draft", "own", "shared"] = "draft"
     draft_vocab_size: int | None = None
-    matrices: Literal["each", "one"] = "each"
+    matrices: Literal["each", "one", "none"] = "each"
     conditional: int | None = None
 
     def __post_init__(self) -> None:
@@ -108,7 +108,7 @@ class HeadDrafter(Scoring):
         learnt = config.vocabulary != "shared" and "own" in self.vocabularies
         count = 0
         if learnt:
-            count = 1 if config.matrices == "one" else config.num_heads
+            count = {"each": config.num_heads, "one": 1, "none": 0}[config.matrices]
         shape = (len(ids), config.hidden_size)
         self.matrices = nn.ParameterList(nn.Parameter(torch.empty(shape)) for _ in range(count))
         rank = config.conditional

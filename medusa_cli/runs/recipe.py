@@ -68,9 +68,9 @@ class DrafterRecipe:
         "a head), shared (all, by the model's lm_head); auto: draft where that is smaller",
     )
     draft_vocab_size: Count = key(12288, "tokens of the draft vocabulary")
-    matrices: Literal["each", "one"] = key(
+    matrices: Literal["each", "one", "none"] = key(
         "each",
-        "a vocabulary matrix for each head, or one for all",
+        "a vocabulary matrix for each head, one for all, or none: rows of the lm_head, which do not learn",
     )
     prefix_layers: Annotated[int, Meta(ge=0, le=4)] = key(
         0,

@@ -61,11 +61,12 @@ def check_recipe(recipe: Recipe) -> None:
         )
     # Such heads learn with the lm_head's weight without the adapter, and would score with the
     # merged one.
-    if drafter.vocabulary == "shared":
-        raise UsageError(
-            "train.stage=2 trains the lm_head, which drafter.vocabulary=shared needs unchanged",
-            "use drafter.vocabulary=own or draft, or train.stage=1",
-        )
+    for name, value in (("vocabulary", "shared"), ("matrices", "none")):
+        if getattr(drafter, name) == value:
+            raise UsageError(
+                f"train.stage=2 trains the lm_head, which drafter.{name}={value} needs unchanged",
+                f"use another drafter.{name}, or train.stage=1",
+            )
     if train.tuning == "full" and train.objective == "kl":
         raise UsageError(
             "train.objective=kl needs an adapter that can be switched off; train.tuning=full has none",
@@ -101,7 +102,7 @@ def check_loading(train: TrainRecipe, options: LoadOptions, world: Distributed) 
 
 
 def build_drafter(backbone: Backbone, recipe: DrafterRecipe, dataset: Dataset) -> HeadDrafter:
-    """Returns an untrained drafter; a draft vocabulary holds the tokens of most of the data set's answers."""
+    """Returns an untrained drafter; a draft vocabulary holds the tokens of most of the data set's texts."""
     kind = DRAFTERS[recipe.name]
     size = recipe.draft_vocab_size
     vocabulary: str = recipe.vocabulary
@@ -115,7 +116,7 @@ def build_drafter(backbone: Backbone, recipe: DrafterRecipe, dataset: Dataset) -
                 f"drafter.draft_vocab_size={size} is larger than the model's vocabulary",
                 f"use {backbone.vocab_size} or less, or drafter.vocabulary=own",
             )
-        draft_ids = frequent_tokens(dataset.answers(), size, backbone.vocab_size)
+        draft_ids = frequent_tokens(dataset.texts(), size, backbone.vocab_size)
     return kind.create(
         backbone,
         num_heads=recipe.num_heads,
