@@ -267,7 +267,7 @@ def test_python_pages_are_those_that_are_run() -> None:
 
 def test_python_of_the_readme_runs(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [block] = [block for block in PYTHON if block.page.name == "README.md"]
-    code = block.code.replace('"smollm2-135m"', repr(MODEL))
+    code = block.code.replace('"qwen2.5-coder-0.5b"', repr(MODEL))
     assert code != block.code
     names = run_python(block._replace(code=code))
     assert names["text"] is not None
@@ -287,7 +287,7 @@ def test_python_of_the_server_runs(place: Path) -> None:
     from tests.serving import Served, serving
 
     [block] = [block for block in PYTHON if block.page.name == "serve.md"]
-    with serving(Medusa.from_pretrained(dtype="fp32"), names=("smollm2-135m",)) as server:
+    with serving(Medusa.from_pretrained(dtype="fp32"), names=("qwen2.5-coder-0.5b",)) as server:
         port = Served(server.port).port
         names = run_python(block._replace(code=block.code.replace(":8000/", f":{port}/")))
     assert names["answer"].choices[0].finish_reason in ("stop", "length")

@@ -104,7 +104,7 @@ def test_langchain(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
     except ImportError:
         monkeypatch.setitem(sys.modules, "langchain_openai", SimpleNamespace(ChatOpenAI=ChatOpenAI))
     medusa = Medusa.from_pretrained(dtype="fp32")
-    with serving(medusa, names=("smollm2-135m",)) as server:
+    with serving(medusa, names=("qwen2.5-coder-0.5b",)) as server:
         monkeypatch.setattr(Port, "number", Served(server.port).port)
         program("LangChain")
     answers = [
