@@ -13,7 +13,7 @@ from medusa_cli.files import assets
 from medusa_cli.options import LoadFlags, OutputFlags, flag
 from medusa_cli.runs.run import DEFAULT_RUN
 
-# Conversations of a bare run: about ten minutes of two cores with the default model.
+# Conversations of a bare run: about a quarter of an hour of two cores with the default model.
 BARE_SAMPLES = 800
 _RECIPE = "A recipe's file, or its name, and settings such as distill.context=2048 or distill.taps=[10,20]."
 _ENDPOINT = (
