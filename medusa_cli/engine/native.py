@@ -245,8 +245,10 @@ class NativeEngine(Engine):
             best.ctypes.data,
         )
         assert code == 0
-        logits = torch.from_numpy(out[:count, : self.sizes["vocab"]]).view(slots, rows, -1)
-        return logits, torch.from_numpy(best)
+        scores = torch.from_numpy(out[:count, : self.sizes["vocab"]]).view(slots, rows, -1)
+        logits = self.backbone.finish_logits(scores)
+        # A soft cap may make the best scores equal.
+        return logits, torch.from_numpy(best) if logits is scores else logits.argmax(-1).int()
 
     @torch.inference_mode()
     def states_at(self, tokens: Tensor, first: int) -> Tensor:
