@@ -50,10 +50,18 @@ from tests.helpers import (
     tiny_tokenizer,
     tokens_of,
 )
+from tests.models import tiny_network
 
 pytestmark = pytest.mark.skipif(not is_available(), reason="the native library is not compiled")
 
 EACH_FAMILY = pytest.mark.parametrize("family", FAMILIES)
+# Types with layers unlike Llama's: factors, joined matrices, norms elsewhere and of other kinds, attention beside the
+# MLP, rotary positions of neighbours or in some layers only, soft caps, sinks.
+VARIANTS = (
+    "granite", "phi", "phi3", "stablelm", "nemotron", "smollm3", "olmo2", "glm4", "cohere2", "hunyuan_v1_dense",
+    "gemma2", "granite_swa",
+)  # fmt: skip
+EACH_VARIANT = pytest.mark.parametrize("variant", VARIANTS)
 EACH_FORMAT = pytest.mark.parametrize("format", Format, ids=lambda format: format.name)
 # Where the scales of a block stand, of the formats that have them in fp16.
 SCALES = {
@@ -538,6 +546,67 @@ def test_a_forked_process_runs_passes() -> None:
     child.join(60)
     assert child.exitcode == 0 and queue.get()
     assert torch.equal(forward(backbone, text).logits, expected)
+
+
+# ---- other kinds of layers
+
+
+def variant_of(variant: str, kind: str = "fp32") -> Backbone:
+    dtype, quantize, rows = KINDS[kind]
+    backbone = Backbone(tiny_network(variant).to(dtype), tiny_tokenizer(128))
+    attach(backbone, "native", quantize=quantize, rows=rows)
+    return backbone
+
+
+@EACH_VARIANT
+def test_a_variant_gives_its_networks_own_logits(variant: str) -> None:
+    network, text = tiny_network(variant), text_of(60, 128)
+    with torch.inference_mode():
+        expected = network(text[None]).logits[0]
+    logits = forward(variant_of(variant), text).logits
+    assert float((logits - expected).norm() / expected.norm()) < 1e-4
+
+
+@EACH_VARIANT
+@pytest.mark.parametrize("kind", ["fp32", "int8", "int4"])
+def test_rows_of_a_variant_have_the_same_bits_everywhere(variant: str, kind: str) -> None:
+    backbone, text = variant_of(variant, kind), text_of(80, 128)
+    assert_same_bits(backbone, text, (1, 14, 16, 33, 60))
+    whole = forward(backbone, text).logits.clone()
+    cache = backbone.engine.new_cache(3, 1)
+    forward(backbone, text[:30], cache, slot=1, logits="none")
+    forward(backbone, text[:41], cache, slot=2, logits="none")
+    rows = torch.stack([text[30:35], text[41:46]])
+    out = backbone.engine.forward(Plan(rows, None, None, first=1), cache)
+    assert torch.equal(out.logits[0], whole[30:35]) and torch.equal(out.logits[1], whole[41:46])
+    for name in instructions():
+        library().use(name.encode())
+        for count in (1, 2, 3):
+            library().threads(count)
+            assert torch.equal(forward(backbone, text).logits, whole), (name, count)
+
+
+def test_sinks_and_soft_caps_change_the_logits() -> None:
+    text = text_of(30, 128)
+    sunk, capped = tiny_network("granite_swa"), tiny_network("gemma2")
+    for layer in sunk.model.layers:
+        layer.self_attn.sinks.data.fill_(5.0)
+    uncapped = tiny_network("gemma2", attn_logit_softcapping=None)
+    for network, other in ((sunk, tiny_network("granite_swa")), (capped, uncapped)):
+        logits = []
+        for own in (network, other):
+            backbone = Backbone(own, tiny_tokenizer(128))
+            attach(backbone, "native")
+            logits.append(forward(backbone, text).logits.clone())
+        assert float((logits[0] - logits[1]).norm() / logits[1].norm()) > 0.05
+
+
+def test_layers_that_compute_something_else_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = type(tiny_network("phi").model.layers[0])
+    own = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda self, *args, **more: 1.1 * own(self, *args, **more))
+    with pytest.raises(UsageError, match="differ"):
+        variant_of("phi")
 
 
 # ---- packed files, and machines

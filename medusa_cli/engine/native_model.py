@@ -1,25 +1,21 @@
 """A model in the structures of the native library."""
 
-from collections.abc import Callable
 from ctypes import POINTER, cast
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from medusa_cli.engine.description import Description
+from medusa_cli.engine.description import Description, Rotary
 from medusa_cli.engine.packed import Packed
 from medusa_cli.model.attention import FULL
-from medusa_cli.model.backbone import Layers, Unsupported
+from medusa_cli.model.backbone import Unsupported
 from medusa_cli.native import PackedMatrix
 from medusa_cli.native.library import MATRICES, NORMS, UNIT, Layer, Model
 from medusa_cli.native.matrix import Floats
 
 # Rows of rotary tables at first; they grow.
 FIRST_POSITIONS = 2048
-# Gives the cosines and sines [1, n, D] of positions [1, n] for layers of a kind.
-Rotary = Callable[[Tensor, str], tuple[Tensor, Tensor]]
 
 
 def padded(size: int, multiple: int) -> int:
@@ -40,20 +36,23 @@ class NativeModel:
         self.layers = (Layer * len(description.layers))()
         for layer, names in zip(self.layers, description.layers, strict=True):
             for name in MATRICES:
-                setattr(layer, name, packed.matrices[names.matrices[name]].struct)
+                if name in names.matrices:
+                    setattr(layer, name, packed.matrices[names.matrices[name]].struct)
             for name in NORMS:
                 if name in names.norms:
                     setattr(layer, name, packed.vectors[names.norms[name]].ctypes.data)
+            if names.sinks is not None:
+                layer.sinks = packed.vectors[names.sinks].ctypes.data
             layer.window = 0 if names.kind == FULL else description.window
-            layer.table = (
-                description.tables.index(names.table) if len(description.tables) > 1 else 0
-            )
+            layer.table = self._table(names.table)
 
-        self.struct = Model(**description.sizes)
+        self.struct = Model(**description.sizes, **description.flags)
         self.struct.activation = description.activation
         self.struct.eps = description.eps
         self.struct.scale = description.scale
         self.struct.embedding_scale = description.embedding_scale
+        self.struct.residual = description.residual
+        self.struct.cap = description.cap
         self.struct.norm = packed.vectors[description.norm].ctypes.data
         self.struct.embedding = self.embedding.struct
         self.struct.head = self.head.struct
@@ -67,13 +66,22 @@ class NativeModel:
     def head(self) -> PackedMatrix:
         return self.packed.matrices[self.description.head]
 
+    def _table(self, kind: str | None) -> int:
+        """Returns the number of the rotary table of layers of a kind, -1 for layers that turn nothing."""
+        if kind is None:
+            return -1
+        tables = self.description.tables
+        return tables.index(kind) if len(tables) > 1 else 0
+
     def _check_shapes(self) -> None:
         """Raises Unsupported unless every matrix and norm has the size that the library will read."""
         sizes = self.description.sizes
         hidden = sizes["hidden"]
-        heads = sizes["heads"] * sizes["dim"]
+        count = sizes["heads"]
+        dim = sizes["dim"]
+        heads = count * dim
+        keys = sizes["kv"] * dim
         inner = sizes["inner"]
-        keys = sizes["kv"] * sizes["dim"]
         outputs = {
             "query": heads,
             "key": keys,
@@ -84,6 +92,12 @@ class NativeModel:
             "down": hidden,
         }
         inputs = {"out": heads, "down": inner}
+
+        widths = dict.fromkeys(NORMS, hidden)
+        whole = self.description.flags["whole_norms"]
+        widths |= {"query_norm": heads if whole else dim, "key_norm": keys if whole else dim}
+        # A bias lies behind the gain.
+        parts = 2 if self.description.flags["centered"] else 1
 
         def has_inputs(matrix: PackedMatrix, wanted: int) -> bool:
             # Rounded matrices are filled up to whole groups.
@@ -97,9 +111,10 @@ class NativeModel:
                 ):
                     raise Unsupported(f"its {stored} has the shape {matrix.shape}")
             for name, stored in names.norms.items():
-                wide = sizes["dim"] if name in ("query_norm", "key_norm") else hidden
-                if len(self.packed.vectors[stored]) != padded(wide, UNIT):
+                if len(self.packed.vectors[stored]) != parts * padded(widths[name], UNIT):
                     raise Unsupported(f"its {stored} has another size")
+            if names.sinks and len(self.packed.vectors[names.sinks]) != padded(count, UNIT):
+                raise Unsupported(f"its {names.sinks} has another size")
         for matrix in (self.embedding, self.head):
             if matrix.shape[0] < sizes["vocab"] or not has_inputs(matrix, hidden):
                 raise Unsupported("its vocabulary has another size")
@@ -112,29 +127,22 @@ class NativeModel:
         tables = []
         for number, kind in enumerate(self.description.tables):
             cos, sin = self._rotary(torch.arange(count)[None], kind)
-            width = cos.shape[-1]
-            # Both halves of a row are equal.
-            cosines = np.ascontiguousarray(cos[0, :, : width // 2].float().numpy())
-            sines = np.ascontiguousarray(sin[0, :, : width // 2].float().numpy())
+            once = _once(sin[0])
+            cosines = np.ascontiguousarray(cos[0][:, once].float().numpy())
+            sines = np.ascontiguousarray(sin[0][:, once].float().numpy())
             tables += [cosines, sines]
             self.struct.cos[number] = cosines.ctypes.data
             self.struct.sin[number] = sines.ctypes.data
-            self.struct.rotary = width
+            self.struct.rotary = 2 * sines.shape[1]
         self.struct.positions = count
         self._tables = tables
 
 
-def rotary_of(network: Any) -> Rotary:
-    """Returns a network's rotary tables as a function; it runs on the CPU even if the network has no weights."""
-    parts = Layers(network)
-    config = network.config.get_text_config()
-    with torch.device("cpu"):
-        module = type(parts.base.rotary_emb)(config)
-    like = torch.empty(1)
-
-    def rotary(positions: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-        with torch.no_grad():
-            cos, sin = module(like, positions, kind) if parts.by_kind else module(like, positions)
-        return cos, sin
-
-    return rotary
+def _once(sines: Tensor) -> slice:
+    """Returns the columns of a rotary table [n, D] that hold each frequency once."""
+    half = sines.shape[1] // 2
+    if torch.equal(sines[:, :half], sines[:, half:]):
+        return slice(0, half)
+    if torch.equal(sines[:, ::2], sines[:, 1::2]):  # Cohere: neighbours are equal
+        return slice(0, None, 2)
+    return slice(0, None)  # gpt-oss

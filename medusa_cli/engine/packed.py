@@ -4,7 +4,7 @@ import json
 import logging
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -88,8 +88,7 @@ def pack_in_memory(
     packed = Packed()
     for name, raw, bias in _matrices(description, weights, quantize):
         packed.matrices[name] = PackedMatrix.pack(raw, bias, int8_rows)
-    for name, gain in _gains(description, weights):
-        packed.vectors[name] = padded_floats(gain)
+    packed.vectors |= _vectors(description, weights)
     return packed
 
 
@@ -117,8 +116,8 @@ def pack_to_file(
                 entry["tiles"] = _write(file, end, pack_tiles(raw, aligned(size)))
                 end = sum(entry["tiles"])
                 entries.append(entry)
-            for name, gain in _gains(description, weights):
-                place = _write(file, end, padded_floats(gain).view(np.uint8))
+            for name, vector in _vectors(description, weights):
+                place = _write(file, end, vector.view(np.uint8))
                 end = sum(place)
                 entries.append({"name": name, "vector": place})
             text = json.dumps({"version": VERSION, "digest": digest, "entries": entries}).encode()
@@ -159,8 +158,9 @@ def read_packed(path: Path, description: Description, int8_rows: bool) -> Packed
         elif vector is not None:
             packed.vectors[entry["name"]] = vector
 
+    vectors = {*description.norm_names, *description.vector_names}
     same_matrices = set(packed.matrices) == set(description.matrix_names)
-    if not same_matrices or set(packed.vectors) != set(description.norm_names):
+    if not same_matrices or set(packed.vectors) != vectors:
         raise ValueError("it holds another model")
     return packed
 
@@ -179,21 +179,39 @@ def _matrices(
 ) -> Iterator[tuple[str, RawMatrix, Floats | None]]:
     """Yields the name, values and bias of every matrix of a model; raises MissingWeights."""
     for name in description.matrix_names:
-        raw = weights.matrix(_stored(name, weights))
+        part = description.parts.get(name)
+        module = name if part is None else part.stored
+        raw = weights.matrix(_stored(module, weights))
+        bias = weights.vector(f"{module}.bias") if f"{module}.bias" in weights else None
+        if part is not None:
+            raw = replace(raw, rows=raw.rows[part.first : part.end])
+            bias = None if bias is None else bias[part.first : part.end]
         is_head = name == description.head
         # An embedding that is not the lm_head, too, is only looked up.
         if quantize is not None and (is_head or name != description.embedding):
             raw = raw.rounded(_rounded_format(quantize, is_head))
-        bias = weights.vector(f"{name}.bias") if f"{name}.bias" in weights else None
         yield name, raw, bias
         weights.release()
 
 
-def _gains(description: Description, weights: Weights) -> Iterator[tuple[str, Floats]]:
-    """Yields the name of every norm of a model, and the gain it multiplies by; raises MissingWeights."""
+def _vectors(description: Description, weights: Weights) -> Iterator[tuple[str, Floats]]:
+    """Yields every vector of a model by its name, padded; raises MissingWeights.
+
+    Of a norm it is the gain that it multiplies by, and behind that the bias, where norms are
+    centered.
+    """
     for name in description.norm_names:
         gain = weights.vector(_stored(name, weights))
-        yield name, 1 + gain if description.one_more else gain
+        vector = padded_floats(1 + gain if description.one_more else gain)
+        if description.flags["centered"]:
+            bias = f"{name}.bias"
+            values = weights.vector(bias) if bias in weights else np.zeros_like(gain)
+            vector = np.concatenate([vector, padded_floats(values)])
+        yield name, vector
+    for name in description.vector_names:
+        if name not in weights:
+            raise MissingWeights(f"its files have no {name}")
+        yield name, padded_floats(weights.vector(name))
 
 
 def _stored(name: str, weights: Weights) -> str:

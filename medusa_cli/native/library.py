@@ -39,6 +39,8 @@ NORMS = (
     "mlp_norm",
     "mlp_out_norm",
 )
+# Facts of a model that are true or false.
+FLAGS = ("centered", "whole_norms", "late_norms", "pairs", "parallel")
 
 
 class Layer(Structure):
@@ -47,6 +49,7 @@ class Layer(Structure):
     _fields_ = [
         *((name, Matrix) for name in MATRICES),
         *((name, c_void_p) for name in NORMS),
+        ("sinks", c_void_p),
         ("table", c_int64),
         ("window", c_int64),
     ]
@@ -57,8 +60,8 @@ class Model(Structure):
 
     _fields_ = [
         *((name, c_int64) for name in ("layers", "hidden", "heads", "kv", "dim", "inner", "vocab")),
-        *((name, c_int64) for name in ("rotary", "positions", "activation")),
-        *((name, c_float) for name in ("eps", "scale", "embedding_scale")),
+        *((name, c_int64) for name in ("rotary", "positions", "activation", *FLAGS)),
+        *((name, c_float) for name in ("eps", "scale", "embedding_scale", "residual", "cap")),
         ("cos", c_void_p * TABLES),
         ("sin", c_void_p * TABLES),
         ("norm", c_void_p),

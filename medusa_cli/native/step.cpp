@@ -105,11 +105,13 @@ void round_rows(Pool& pool, const Rows& rows, int64_t count) {
   each_row(pool, count, rows.stride, [&](int64_t r) { round_row(rows.from(r), 0, rows.stride); });
 }
 
-// Normalises states [count, stride] into rows, and rounds these.
-void norm_rows(Pool& pool, const float* x, int64_t stride, const float* gain, int64_t hidden, float eps,
-               const Rows& rows, int64_t count) {
+// Normalises states [count, stride] into rows, or copies them where there is no norm, and rounds these.
+void norm_rows(Pool& pool, const Model& m, const float* x, int64_t stride, const float* gain, const Rows& rows,
+               int64_t count) {
   each_row(pool, count, stride, [&](int64_t r) {
-    rms_norm(x + r * stride, gain, writable(rows) + r * rows.stride, hidden, eps);
+    float* row = writable(rows) + r * rows.stride;
+    if (gain) normalize(m.centered, x + r * stride, gain, row, m.hidden, m.eps);
+    else std::memcpy(row, x + r * stride, m.hidden * sizeof(float));
     if (rows.q) round_row(rows.from(r), 0, rows.stride);
   });
 }
@@ -149,11 +151,14 @@ void products(Pool& pool, const Rows& x, int64_t rows, const Target (&targets)[N
   });
 }
 
-// Computes act(gate) * up by pairs of tiles, and rounds them at once: 32 channels are a group of the next product.
+// Computes act(gate) * up, or act(up) without a gate, by pairs of tiles, and rounds them at once: 32 channels are a group
+// of the next product.
 void gated(Pool& pool, const Layer& layer, int64_t activation, const Rows& x, int64_t rows, const Rows& inner,
            Workspace& work) {
-  const int64_t pairs = (tiles_of(layer.gate) + 1) / 2;
-  const int64_t together = (tiles_of_share(pool, 2 * pairs, 2 * layer.gate.k, rows) + 1) / 2;
+  const bool has_gate = layer.gate.tiles;
+  const Matrix& activated = has_gate ? layer.gate : layer.up;
+  const int64_t pairs = (tiles_of(activated) + 1) / 2;
+  const int64_t together = (tiles_of_share(pool, 2 * pairs, 2 * activated.k, rows) + 1) / 2;
   const int64_t room = 2 * rows * 2 * kTile;
   float* gates = work.gates.room(pool.threads() * room);
   pool.run((pairs + together - 1) / together, [&](int64_t share, int thread) {
@@ -161,14 +166,15 @@ void gated(Pool& pool, const Layer& layer, int64_t activation, const Rows& x, in
     float* up = gate + rows * 2 * kTile;
     const int64_t last = std::min(pairs, (share + 1) * together);
     for (int64_t pair = share * together; pair < last; pair++) {
-      const int64_t first = 2 * pair, end = std::min(first + 2, tiles_of(layer.gate));
-      ISA::multiply(layer.gate, x, rows, first, end, gate, 2 * kTile, false);
-      ISA::multiply(layer.up, x, rows, first, end, up, 2 * kTile, false);
+      const int64_t first = 2 * pair, end = std::min(first + 2, tiles_of(activated));
+      ISA::multiply(activated, x, rows, first, end, gate, 2 * kTile, false);
+      if (has_gate) ISA::multiply(layer.up, x, rows, first, end, up, 2 * kTile, false);
       for (int64_t r = 0; r < rows; r++) {
         float* out = writable(inner) + r * inner.stride + first * kTile;
         for (int64_t i = 0; i < (end - first) * kTile; i += 16) {
           const int64_t at = r * 2 * kTile + i;
-          store(out + i, mul(activate(static_cast<int32_t>(activation), load(gate + at)), load(up + at)));
+          const F value = activate(static_cast<int32_t>(activation), load(gate + at));
+          store(out + i, has_gate ? mul(value, load(up + at)) : value);
         }
         if (inner.q) round_row(inner.from(r), first * kTile, first * kTile + kUnit);
       }
@@ -193,26 +199,34 @@ float* values_of(const Model& m, const Cache& cache, int64_t layer, int64_t slot
   return cache.values + ((layer * cache.slots + slot) * m.kv + head) * cache.capacity * padded(m.dim, 16);
 }
 
+// Normalises and turns a query or a key; null: the layer does not.
+void turn(const Model& m, float* head, const float* gain, const float* cos, const float* sin) {
+  if (gain && !m.late_norms) head_norm(m.centered, head, gain, m.dim, m.eps);
+  if (cos) (m.pairs ? rotate_pairs : rotate)(head, cos, sin, m.rotary / 2);
+  if (gain && m.late_norms) head_norm(m.centered, head, gain, m.dim, m.eps);
+}
+
 // Normalises and turns queries and keys, and writes keys and values into the cache.
 void place(Pool& pool, const Model& m, const Cache& cache, const Step& step, int64_t index, float* qkv) {
   const Layer& layer = m.layer[index];
   const Widths widths(m);
   const int64_t half = m.rotary / 2, wide = padded(m.dim, 16);
+  const float* query_norm = m.whole_norms ? nullptr : layer.query_norm;
+  const float* key_norm = m.whole_norms ? nullptr : layer.key_norm;
   each_row(pool, step.slots * step.rows, widths.all, [&](int64_t r) {
     float* row = qkv + r * widths.all;
     const int64_t slot = step.first_slot + r / step.rows;
     const int64_t column = step.lengths[r / step.rows] + r % step.rows;
-    const float* cos = m.cos[layer.table] + step.positions[r] * half;
-    const float* sin = m.sin[layer.table] + step.positions[r] * half;
-    for (int64_t head = 0; head < m.heads; head++) {
-      float* query = row + head * m.dim;
-      if (layer.query_norm) head_norm(query, layer.query_norm, m.dim, m.eps);
-      rotate(query, cos, sin, half);
+    const float* cos = layer.table < 0 ? nullptr : m.cos[layer.table] + step.positions[r] * half;
+    const float* sin = layer.table < 0 ? nullptr : m.sin[layer.table] + step.positions[r] * half;
+    if (m.whole_norms && layer.query_norm) {
+      normalize(m.centered, row, layer.query_norm, row, m.heads * m.dim, m.eps);
+      normalize(m.centered, row + widths.key, layer.key_norm, row + widths.key, m.kv * m.dim, m.eps);
     }
+    for (int64_t head = 0; head < m.heads; head++) turn(m, row + head * m.dim, query_norm, cos, sin);
     for (int64_t head = 0; head < m.kv; head++) {
       float* key = row + widths.key + head * m.dim;
-      if (layer.key_norm) head_norm(key, layer.key_norm, m.dim, m.eps);
-      rotate(key, cos, sin, half);
+      turn(m, key, key_norm, cos, sin);
       float* keys = keys_of(m, cache, index, slot, head) + column / 16 * 16 * m.dim + column % 16;
       for (int64_t d = 0; d < m.dim; d++) keys[16 * d] = key[d];
       float* values = values_of(m, cache, index, slot, head) + column * wide;
@@ -225,6 +239,7 @@ void attend_all(Pool& pool, const Model& m, const Cache& cache, const Step& step
                 const std::vector<Sight>& sights, const Rows& attended, Workspace& work) {
   const Widths widths(m);
   const int64_t groups = m.heads / m.kv, queries = step.rows * groups;
+  const float* own_sinks = m.layer[index].sinks;
   // As many blocks as threads can share, of as many queries as read keys together.
   const int64_t parts = step.slots * m.kv;
   int64_t together = QUERIES;
@@ -236,23 +251,27 @@ void attend_all(Pool& pool, const Model& m, const Cache& cache, const Step& step
     const int64_t first = block * together, count = std::min(together, queries - first);
     const float* from[QUERIES];
     float* to[QUERIES];
+    float sinks[QUERIES];
     int64_t rows[QUERIES];
     for (int64_t i = 0; i < count; i++) {
       rows[i] = (first + i) / groups;
-      const int64_t row = slot * step.rows + rows[i], at = (head * groups + (first + i) % groups) * m.dim;
+      const int64_t query = head * groups + (first + i) % groups;
+      const int64_t row = slot * step.rows + rows[i], at = query * m.dim;
+      if (own_sinks) sinks[i] = own_sinks[query];
       from[i] = qkv + row * widths.all + at;
       to[i] = writable(attended) + row * attended.stride + at;
     }
     const int64_t in_cache = step.first_slot + slot;
     attend(from, rows, static_cast<int>(count), sights[slot], keys_of(m, cache, index, in_cache, head),
-           values_of(m, cache, index, in_cache, head), m.dim, padded(m.dim, 16), m.scale, work.rooms[thread], to);
+           values_of(m, cache, index, in_cache, head), m.dim, padded(m.dim, 16), m.scale, m.cap,
+           own_sinks ? sinks : nullptr, work.rooms[thread], to);
   });
 }
 
-// Adds y W^T to the states x, through a norm where the layer has one after it.
+// Adds y W^T to the states x, through a norm where the layer has one after it, times the model's factor.
 void add_product(Pool& pool, const Matrix& m, const Rows& y, int64_t rows, const float* norm, const Model& model,
                  float* x, int64_t stride, Workspace& work) {
-  if (!norm) {
+  if (!norm && model.residual == 1.0f) {
     products(pool, y, rows, {Target{&m, x, stride, true}});
     return;
   }
@@ -261,9 +280,12 @@ void add_product(Pool& pool, const Matrix& m, const Rows& y, int64_t rows, const
   products(pool, y, rows, {Target{&m, added, stride, false}});
   each_row(pool, rows, stride, [&](int64_t r) {
     float* row = added + r * stride;
-    rms_norm(row, norm, row, model.hidden, model.eps);
+    if (norm) normalize(model.centered, row, norm, row, model.hidden, model.eps);
     float* state = x + r * stride;
-    for (int64_t i = 0; i < model.hidden; i += 16) store(state + i, add(load(state + i), load(row + i)));
+    const F factor = set(model.residual);
+    for (int64_t i = 0; i < model.hidden; i += 16) {
+      store(state + i, add(load(state + i), mul(factor, load(row + i))));
+    }
   });
 }
 
@@ -285,7 +307,7 @@ void run(Pool& pool, const Model& m, const Cache& cache, const Step& step) {
       }
     }
     const Rows read = work.normed.rows(rows, m.hidden, layer.query.int8_rows);
-    norm_rows(pool, step.x, stride, layer.attention_norm, m.hidden, m.eps, read, rows);
+    norm_rows(pool, m, step.x, stride, layer.attention_norm, read, rows);
     products(pool, read, rows, {
       Target{&layer.query, qkv, widths.all, false},
       Target{&layer.key, qkv + widths.key, widths.all, false},
@@ -295,18 +317,22 @@ void run(Pool& pool, const Model& m, const Cache& cache, const Step& step) {
     const Rows attended = work.attended.rows(rows, m.heads * m.dim, layer.out.int8_rows);
     attend_all(pool, m, cache, step, i, qkv, work.sights, attended, work);
     round_rows(pool, attended, rows);
-    add_product(pool, layer.out, attended, rows, layer.attention_out_norm, m, step.x, stride, work);
+    const auto add_attention = [&] {
+      add_product(pool, layer.out, attended, rows, layer.attention_out_norm, m, step.x, stride, work);
+    };
+    if (!m.parallel) add_attention();
 
-    const Rows seen = work.normed.rows(rows, m.hidden, layer.gate.int8_rows);
-    norm_rows(pool, step.x, stride, layer.mlp_norm, m.hidden, m.eps, seen, rows);
+    const Rows seen = work.normed.rows(rows, m.hidden, layer.up.int8_rows);
+    norm_rows(pool, m, step.x, stride, layer.mlp_norm, seen, rows);
     const Rows inner = work.inner.rows(rows, m.inner, layer.down.int8_rows);
     gated(pool, layer, m.activation, seen, rows, inner, work);
+    if (m.parallel) add_attention();
     add_product(pool, layer.down, inner, rows, layer.mlp_out_norm, m, step.x, stride, work);
 
     if (i + 1 == m.layers) {
       each_row(pool, rows, stride, [&](int64_t r) {
         float* state = step.x + r * stride;
-        rms_norm(state, m.norm, state, m.hidden, m.eps);
+        normalize(m.centered, state, m.norm, state, m.hidden, m.eps);
       });
     }
     for (int64_t t = 0; t < step.taps; t++) {

@@ -8,8 +8,10 @@ namespace medusa {
 
 constexpr int kTables = 4;
 
-// One decoder layer. Norms are gains [n padded to 16], null where the layer has none: attention_norm and mlp_norm come
-// before attention and MLP, the out norms after them (Gemma), query_norm and key_norm on heads.
+// One decoder layer. A gate without tiles is none: the MLP is then down(act(up(x))). Norms are gains [n padded to 32],
+// of centered norms biases of the same size behind them, and null where the layer has none: attention_norm and mlp_norm
+// come before attention and MLP, the out norms after them, query_norm and key_norm on heads. sinks [heads]: scores of
+// attention that no value has, or null.
 struct Layer {
   Matrix query, key, value, out, gate, up, down;
   const float* attention_norm;
@@ -18,7 +20,8 @@ struct Layer {
   const float* attention_out_norm;
   const float* mlp_norm;
   const float* mlp_out_norm;
-  int64_t table;   // of rotary positions
+  const float* sinks;
+  int64_t table;   // of rotary positions, -1: nothing is turned
   int64_t window;  // positions that a row sees, 0: all
 };
 
@@ -27,7 +30,14 @@ struct Model {
   int64_t rotary;     // numbers of a head that are turned
   int64_t positions;  // rows of the rotary tables
   int64_t activation;
+  int64_t centered;     // norms subtract the mean: layer norms
+  int64_t whole_norms;  // query_norm and key_norm are over all heads together
+  int64_t late_norms;   // they follow the rotary positions
+  int64_t pairs;        // rotary positions turn neighbours, not halves of a head
+  int64_t parallel;     // attention and MLP read the same states
   float eps, scale, embedding_scale;
+  float residual;       // factor of what attention and MLP add
+  float cap;            // soft cap of attention's scores, 0: none
   const float* cos[kTables];  // [positions, rotary / 2]
   const float* sin[kTables];
   const float* norm;
