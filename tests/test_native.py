@@ -45,6 +45,7 @@ from tests.helpers import (
     program,
     rows_of,
     save_model,
+    save_network,
     tiny_backbone,
     tiny_model,
     tiny_tokenizer,
@@ -56,10 +57,10 @@ pytestmark = pytest.mark.skipif(not is_available(), reason="the native library i
 
 EACH_FAMILY = pytest.mark.parametrize("family", FAMILIES)
 # Types with layers unlike Llama's: factors, joined matrices, norms elsewhere and of other kinds, attention beside the
-# MLP, rotary positions of neighbours or in some layers only, soft caps, sinks.
+# MLP, rotary positions of neighbours or in some layers only, soft caps, sinks, experts chosen in several ways.
 VARIANTS = (
     "granite", "phi", "phi3", "stablelm", "nemotron", "smollm3", "olmo2", "glm4", "cohere2", "hunyuan_v1_dense",
-    "gemma2", "granite_swa",
+    "gemma2", "granite_swa", "qwen2_moe", "mixtral", "exaone_moe", "cohere2_moe", "granitemoeshared",
 )  # fmt: skip
 EACH_VARIANT = pytest.mark.parametrize("variant", VARIANTS)
 EACH_FORMAT = pytest.mark.parametrize("format", Format, ids=lambda format: format.name)
@@ -584,6 +585,55 @@ def test_rows_of_a_variant_have_the_same_bits_everywhere(variant: str, kind: str
         for count in (1, 2, 3):
             library().threads(count)
             assert torch.equal(forward(backbone, text).logits, whole), (name, count)
+
+
+@pytest.mark.parametrize(
+    "variant", ["qwen3_moe", "mixtral", "exaone_moe", "ernie4_5_moe", "granitemoe", "gemma3"]
+)
+def test_weights_of_experts_and_wrappers_are_mapped(
+    variant: str, tmp_path: Path, apart: Path
+) -> None:
+    network = tiny_network(variant)
+    for name, values in network.state_dict().items():
+        if name.endswith("e_score_correction_bias"):
+            values.copy_(torch.linspace(-1, 1, values.numel()).view_as(values))
+    path = save_network(network, tmp_path / "model")
+    text = text_of(30, 128)
+    with torch.inference_mode():
+        expected = network(text[None]).logits[0]
+    backbone = load(path)
+    assert backbone.engine.model.packed.memory is not None
+    logits = forward(backbone, text).logits
+    assert float((logits - expected).norm() / expected.norm()) < 1e-4
+    for options in ({"quantize": "int4"}, {"quantize": "int8", "rows": "int8"}):
+        rounded_logits = forward(load(path, **options), text).logits
+        assert torch.isfinite(rounded_logits).all()
+
+
+def test_router_keeps_its_weights_and_rows() -> None:
+    backbone = variant_of("qwen2_moe", "int4")
+    description = backbone.engine.model.description
+    matrices = backbone.engine.model.packed.matrices
+    routers = [matrices[name] for name in description.routers]
+    assert len(routers) == 2 * description.sizes["layers"]
+    assert all(matrix.format == Format.BF16 and not matrix.struct.int8_rows for matrix in routers)
+    read = backbone.engine.weight_bytes
+    assert read < sum(matrix.nbytes for matrix in matrices.values()) - matrices["lm_head"].nbytes
+    experts = [matrices[layer.matrices["up"]] for layer in description.layers]
+    assert all(matrix.format == Format.Q4_1 and matrix.struct.int8_rows for matrix in experts)
+
+
+def test_experts_of_equal_scores_are_the_first() -> None:
+    network = tiny_network("qwen3_moe")
+    for layer in network.model.layers:
+        layer.mlp.gate.weight.data.zero_()
+    backbone = Backbone(network, tiny_tokenizer(128))
+    attach(backbone, "native")
+    logits = forward(backbone, text_of(20, 128)).logits.clone()
+    for layer in network.model.layers:
+        layer.mlp.experts.down_proj.data[2:] = 7.0
+    attach(backbone, "native")
+    assert torch.equal(forward(backbone, text_of(20, 128)).logits, logits)
 
 
 def test_sinks_and_soft_caps_change_the_logits() -> None:

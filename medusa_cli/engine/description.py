@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from medusa_cli.engine.experts import Part, Routing, experts_of, has_experts
 from medusa_cli.model.attention import Masks
 from medusa_cli.model.backbone import Layers, Unsupported
 from medusa_cli.native.library import TABLES
@@ -41,11 +42,13 @@ ATTENTION_MATRICES = {
 MLP_MATRICES = {
     "gate": ("gate_proj",),
     "up": ("up_proj", "fc1", "c_fc"),
-    "down": ("down_proj", "fc2", "c_proj"),
+    "down": ("down_proj", "fc2", "c_proj", "output_linear"),
 }
-JOINED_ATTENTION = "qkv_proj"
-JOINED_MLP = "gate_up_proj"
-ACTIVATION_NAMES = ("act_fn", "activation_fn", "act")
+JOINED_ATTENTION = ("qkv_proj",)
+JOINED_MLP = ("gate_up_proj", "input_linear")
+ACTIVATION_NAMES = ("act_fn", "activation_fn", "act", "activation")
+MLP_NAMES = ("mlp", "block_sparse_moe")
+SHARED_NAMES = ("shared_expert", "shared_experts", "shared_mlp")
 HEAD_NORMS = {
     "query_norm": ("q_norm", "q_layernorm", "query_layernorm"),
     "key_norm": ("k_norm", "k_layernorm", "key_layernorm"),
@@ -74,27 +77,19 @@ NORM_NAMES = (
 
 
 @dataclass(frozen=True)
-class Part:
-    """The rows first .. end - 1 of a stored matrix."""
-
-    stored: str
-    first: int
-    end: int
-
-
-@dataclass(frozen=True)
 class LayerNames:
     """The names in transformers' network of one layer's parts, by the library's names.
 
-    kind: of its attention, such as full or sliding. table: the kind of its rotary positions, None
-    if it turns nothing. sinks: the name of its attention sinks.
+    vectors: those that are no norms. kind: of its attention, such as full or sliding. table: the
+    kind of its rotary positions, None if it turns nothing. experts: their number, 0 for one MLP.
     """
 
     matrices: dict[str, str]
     norms: dict[str, str]
+    vectors: dict[str, str]
     kind: str
     table: str | None
-    sinks: str | None = None
+    experts: int
 
 
 @dataclass(frozen=True)
@@ -103,8 +98,8 @@ class Description:
 
     parts: matrices that are rows of stored ones. activation: the index in ACTIVATIONS. flags: by
     the library's names. one_more: norms multiply by 1 + w. residual: the factor of what attention
-    and MLP add. cap: of attention's scores, 0 for none. window: of sliding layers, 0 for none.
-    tables: the kinds of rotary positions.
+    and MLP add. cap: of attention's scores, 0 for none. routing: to experts. window: of sliding
+    layers, 0 for none. tables: the kinds of rotary positions.
     """
 
     sizes: dict[str, int]
@@ -121,6 +116,7 @@ class Description:
     activation: int
     flags: dict[str, bool]
     one_more: bool
+    routing: Routing
     window: int
     tables: list[str]
 
@@ -139,7 +135,17 @@ class Description:
     @property
     def vector_names(self) -> list[str]:
         """Returns the names of all vectors that are no norms."""
-        return [layer.sinks for layer in self.layers if layer.sinks is not None]
+        return [name for layer in self.layers for name in layer.vectors.values()]
+
+    @property
+    def routers(self) -> set[str]:
+        """Returns the names of the matrices that choose and weigh experts."""
+        return {
+            name
+            for layer in self.layers
+            for own, name in layer.matrices.items()
+            if own in ("router", "shared_router")
+        }
 
 
 @dataclass(frozen=True)
@@ -154,9 +160,12 @@ class _Rows:
     def count(self) -> int:
         return self.end - self.first
 
-    @property
-    def is_whole(self) -> bool:
-        return self.count == self.linear.out_features
+    def stored(self, module: str, name: str) -> tuple[str, Part | None]:
+        """Returns the name that the matrix has, of a module's, and the part that it is of it."""
+        if self.count == self.linear.out_features:
+            return module, None
+        part = Part(f"{module}.weight", f"{module}.bias", self.first, self.end)
+        return f"{module}.{name}", part
 
 
 def describe(network: Any) -> Description:
@@ -174,8 +183,18 @@ def describe(network: Any) -> Description:
     layers = []
     for index, layer in enumerate(parts.layers):
         attention = getattr(layer, "self_attn", None)
-        mlp = getattr(layer, "mlp", None)
-        matrices = _attention_matrices(attention) | _mlp_matrices(mlp)
+        mlp = _first_of(layer, MLP_NAMES)
+        matrices = _attention_matrices(attention)
+        experts = None
+        if has_experts(mlp):
+            experts = experts_of(mlp, names[id(mlp)])
+            shared_mlp = _first_of(mlp, SHARED_NAMES) or _first_of(layer, SHARED_NAMES)
+            if shared_mlp is not None:
+                own = _mlp_matrices(shared_mlp)
+                matrices |= {f"shared_{name}": rows for name, rows in own.items()}
+            shared.add(routing=experts.routing)
+        else:
+            matrices |= _mlp_matrices(mlp)
         norms = _norms(layer) | _head_norms(attention)
         kind = masks.layer_type(index)
         # Layers of the same attributes compute alike.
@@ -187,12 +206,14 @@ def describe(network: Any) -> Description:
         for norm in norms.values():
             shared.add_norm(norm)
         heads = _heads(config, matrices)
-        shared.add(**heads, inner=matrices["up"].count)
+        shared.add(**heads)
         shared.add(
             scale=getattr(attention, "scaling", None),
             cap=getattr(attention, "attn_logit_softcapping", None) or 0.0,
             residual=getattr(layer, "residual_multiplier", 1.0),
-            activation=_activation_of(_first_of(mlp, ACTIVATION_NAMES)),
+            activation=_activation_of(
+                _first_of(mlp if experts is None else mlp.experts, ACTIVATION_NAMES)
+            ),
             parallel=norms.get("attention_norm") is norms.get("mlp_norm") is not None,
         )
         if "query_norm" in norms:
@@ -200,20 +221,25 @@ def describe(network: Any) -> Description:
             shared.add(whole_norms=wide != heads["dim"], late_norms=late)
 
         stored = {}
+        vectors = {}
         for name, rows in matrices.items():
-            stored[name] = names[id(rows.linear)]
-            if not rows.is_whole:
-                part = Part(stored[name], rows.first, rows.end)
-                stored[name] += f".{name}"
+            stored[name], part = rows.stored(names[id(rows.linear)], name)
+            if part is not None:
                 stored_parts[stored[name]] = part
-        sinks = f"{names[id(attention)]}.sinks" if hasattr(attention, "sinks") else None
+        if getattr(attention, "sinks", None) is not None:
+            vectors["sinks"] = f"{names[id(attention)]}.sinks"
+        if experts is not None:
+            stored |= experts.matrices
+            stored_parts |= experts.parts
+            vectors |= experts.vectors
         layers.append(
             LayerNames(
                 matrices=stored,
                 norms={name: names[id(norm)] for name, norm in norms.items()},
+                vectors=vectors,
                 kind=kind,
                 table=parts.kinds[index] if turns else None,
-                sinks=sinks,
+                experts=0 if experts is None else experts.count,
             )
         )
 
@@ -230,7 +256,6 @@ def describe(network: Any) -> Description:
             "heads": shared.only("heads"),
             "kv": shared.only("kv"),
             "dim": shared.only("dim"),
-            "inner": shared.only("inner"),
             "vocab": network.get_input_embeddings().weight.shape[0],
         },
         layers=layers,
@@ -252,6 +277,7 @@ def describe(network: Any) -> Description:
             "parallel": shared.only("parallel"),
         },
         one_more=shared.only("one_more"),
+        routing=shared.only("routing", Routing()),
         window=0 if math.isinf(masks.window) else int(masks.window),
         tables=tables,
     )
@@ -308,7 +334,7 @@ def _first_of(owner: Any, names: Sequence[str]) -> Any:
 def _attention_matrices(attention: Any) -> dict[str, _Rows]:
     """Returns the matrices of attention by the library's names."""
     matrices = _linears(attention, ATTENTION_MATRICES)
-    joined = getattr(attention, JOINED_ATTENTION, None)
+    joined = _first_of(attention, JOINED_ATTENTION)
     if joined is not None and "out" in matrices:
         queries = matrices["out"].linear.in_features
         keys = (joined.out_features - queries) // 2
@@ -319,7 +345,7 @@ def _attention_matrices(attention: Any) -> dict[str, _Rows]:
 def _mlp_matrices(mlp: Any) -> dict[str, _Rows]:
     """Returns the matrices of an MLP, which may have no gate, by the library's names."""
     matrices = _linears(mlp, MLP_MATRICES)
-    joined = getattr(mlp, JOINED_MLP, None)
+    joined = _first_of(mlp, JOINED_MLP)
     if joined is not None:
         half = joined.out_features // 2
         matrices |= _cut(joined, {"gate": half, "up": half})

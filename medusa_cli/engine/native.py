@@ -48,9 +48,7 @@ class NativeEngine(Engine):
         # Numbers of a row in the library's buffers of states.
         self.stride = padded(self.sizes["hidden"], UNIT)
         self.head = NativeLinear(model.head)
-        # A step looks a few rows of the embedding up.
-        looked_up = model.embedding.nbytes if model.embedding is not model.head else 0
-        self.weight_bytes = model.packed.nbytes - looked_up
+        self.weight_bytes = model.bytes_read
         self._logits: NDArray[np.float32] | None = None
 
     @property

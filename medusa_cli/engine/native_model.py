@@ -1,17 +1,18 @@
 """A model in the structures of the native library."""
 
+import dataclasses
 from ctypes import POINTER, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from medusa_cli.engine.description import Description, Rotary
+from medusa_cli.engine.description import Description, LayerNames, Rotary
 from medusa_cli.engine.packed import Packed
 from medusa_cli.model.attention import FULL
 from medusa_cli.model.backbone import Unsupported
 from medusa_cli.native import PackedMatrix
-from medusa_cli.native.library import MATRICES, NORMS, UNIT, Layer, Model
+from medusa_cli.native.library import MATRICES, NORMS, TILE, UNIT, Layer, Model
 from medusa_cli.native.matrix import Floats
 
 # Rows of rotary tables at first; they grow.
@@ -41,12 +42,15 @@ class NativeModel:
             for name in NORMS:
                 if name in names.norms:
                     setattr(layer, name, packed.vectors[names.norms[name]].ctypes.data)
-            if names.sinks is not None:
-                layer.sinks = packed.vectors[names.sinks].ctypes.data
+            for name, stored in names.vectors.items():
+                setattr(layer, name, packed.vectors[stored].ctypes.data)
             layer.window = 0 if names.kind == FULL else description.window
             layer.table = self._table(names.table)
+            layer.experts = names.experts
 
-        self.struct = Model(**description.sizes, **description.flags)
+        self.struct = Model(
+            **description.sizes, **description.flags, **dataclasses.asdict(description.routing)
+        )
         self.struct.activation = description.activation
         self.struct.eps = description.eps
         self.struct.scale = description.scale
@@ -66,6 +70,18 @@ class NativeModel:
     def head(self) -> PackedMatrix:
         return self.packed.matrices[self.description.head]
 
+    @property
+    def bytes_read(self) -> int:
+        """Returns the bytes of weights that a pass over one row reads: of experts, those that a row chooses."""
+        total = self.head.nbytes
+        for names in self.description.layers:
+            for name, stored in names.matrices.items():
+                size = self.packed.matrices[stored].nbytes
+                if names.experts and name in ("gate", "up", "down"):
+                    size = size * self.description.routing.top_experts // names.experts
+                total += size
+        return total
+
     def _table(self, kind: str | None) -> int:
         """Returns the number of the rotary table of layers of a kind, -1 for layers that turn nothing."""
         if kind is None:
@@ -74,50 +90,68 @@ class NativeModel:
         return tables.index(kind) if len(tables) > 1 else 0
 
     def _check_shapes(self) -> None:
-        """Raises Unsupported unless every matrix and norm has the size that the library will read."""
+        """Raises Unsupported unless every matrix and vector has the size that the library will read."""
         sizes = self.description.sizes
-        hidden = sizes["hidden"]
-        count = sizes["heads"]
-        dim = sizes["dim"]
-        heads = count * dim
-        keys = sizes["kv"] * dim
-        inner = sizes["inner"]
-        outputs = {
-            "query": heads,
-            "key": keys,
-            "value": keys,
-            "out": hidden,
-            "gate": inner,
-            "up": inner,
-            "down": hidden,
-        }
-        inputs = {"out": heads, "down": inner}
-
-        widths = dict.fromkeys(NORMS, hidden)
         whole = self.description.flags["whole_norms"]
+        hidden = sizes["hidden"]
+        dim = sizes["dim"]
+        heads = sizes["heads"] * dim
+        keys = sizes["kv"] * dim
+        widths = dict.fromkeys(NORMS, hidden)
         widths |= {"query_norm": heads if whole else dim, "key_norm": keys if whole else dim}
         # A bias lies behind the gain.
         parts = 2 if self.description.flags["centered"] else 1
 
-        def has_inputs(matrix: PackedMatrix, wanted: int) -> bool:
-            # Rounded matrices are filled up to whole groups.
-            return 0 <= matrix.shape[1] - wanted < UNIT
-
         for names in self.description.layers:
+            shapes = {
+                "query": (heads, hidden),
+                "key": (keys, hidden),
+                "value": (keys, hidden),
+                "out": (hidden, heads),
+                **self._mlp_shapes(names),
+            }
             for name, stored in names.matrices.items():
                 matrix = self.packed.matrices[stored]
-                if matrix.shape[0] != outputs[name] or not has_inputs(
-                    matrix, inputs.get(name, hidden)
-                ):
+                outputs, inputs = shapes[name]
+                if matrix.shape[0] != outputs or not _has_inputs(matrix, inputs):
                     raise Unsupported(f"its {stored} has the shape {matrix.shape}")
             for name, stored in names.norms.items():
                 if len(self.packed.vectors[stored]) != parts * padded(widths[name], UNIT):
                     raise Unsupported(f"its {stored} has another size")
-            if names.sinks and len(self.packed.vectors[names.sinks]) != padded(count, UNIT):
-                raise Unsupported(f"its {names.sinks} has another size")
+            counts = {"sinks": sizes["heads"], "router_bias": names.experts}
+            for name, stored in names.vectors.items():
+                if len(self.packed.vectors[stored]) != padded(counts[name], UNIT):
+                    raise Unsupported(f"its {stored} has another size")
         for matrix in (self.embedding, self.head):
-            if matrix.shape[0] < sizes["vocab"] or not has_inputs(matrix, hidden):
+            if matrix.shape[0] < sizes["vocab"] or not _has_inputs(matrix, hidden):
                 raise Unsupported("its vocabulary has another size")
+
+    def _mlp_shapes(self, names: LayerNames) -> dict[str, tuple[int, int]]:
+        """Returns the shapes of a layer's MLP, or of its experts' together; Unsupported if they fill no tiles."""
+        hidden = self.description.sizes["hidden"]
+        experts = names.experts or 1
+        inner = self.packed.matrices[names.matrices["up"]].shape[0] // experts
+        shapes = {
+            "gate": (experts * inner, hidden),
+            "up": (experts * inner, hidden),
+            "down": (experts * hidden, inner),
+        }
+        if names.experts:
+            shared = 0
+            if "shared_up" in names.matrices:
+                shared = self.packed.matrices[names.matrices["shared_up"]].shape[0]
+            if inner % UNIT or shared % UNIT or hidden % TILE:
+                raise Unsupported("its experts have sizes that fill no tiles")
+            if not 0 < self.description.routing.top_experts <= names.experts:
+                raise Unsupported("it chooses more experts than it has")
+            shapes |= {
+                "router": (experts, hidden),
+                "shared_router": (1, hidden),
+                "shared_gate": (shared, hidden),
+                "shared_up": (shared, hidden),
+                "shared_down": (hidden, shared),
+            }
+        return shapes
 
     def reserve(self, positions: int) -> None:
         """Makes rotary tables of at least `positions` positions."""
@@ -136,6 +170,11 @@ class NativeModel:
             self.struct.rotary = 2 * sines.shape[1]
         self.struct.positions = count
         self._tables = tables
+
+
+def _has_inputs(matrix: PackedMatrix, wanted: int) -> bool:
+    """Returns True if a matrix has so many inputs: rounded ones are filled up to whole groups."""
+    return 0 <= matrix.shape[1] - wanted < UNIT
 
 
 def _once(sines: Tensor) -> slice:

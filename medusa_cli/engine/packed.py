@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from medusa_cli.engine.description import Description
+from medusa_cli.engine.experts import Part
 from medusa_cli.files.assets import home
 from medusa_cli.model.backbone import Unsupported, weights_of
 from medusa_cli.model.weights import Weights, open_weights, source_stamp
@@ -87,7 +88,8 @@ def pack_in_memory(
     """Packs a model's weights; raises MissingWeights."""
     packed = Packed()
     for name, raw, bias in _matrices(description, weights, quantize):
-        packed.matrices[name] = PackedMatrix.pack(raw, bias, int8_rows)
+        int8 = int8_rows and name not in description.routers
+        packed.matrices[name] = PackedMatrix.pack(raw, bias, int8)
     packed.vectors |= _vectors(description, weights)
     return packed
 
@@ -154,7 +156,8 @@ def read_packed(path: Path, description: Description, int8_rows: bool) -> Packed
             format = Format[entry["format"]]
             shape = tuple(entry["shape"])
             tiles = _part(memory, entry["tiles"])
-            packed.matrices[entry["name"]] = PackedMatrix(format, shape, tiles, vector, int8_rows)
+            int8 = int8_rows and entry["name"] not in description.routers
+            packed.matrices[entry["name"]] = PackedMatrix(format, shape, tiles, vector, int8)
         elif vector is not None:
             packed.vectors[entry["name"]] = vector
 
@@ -179,19 +182,25 @@ def _matrices(
 ) -> Iterator[tuple[str, RawMatrix, Floats | None]]:
     """Yields the name, values and bias of every matrix of a model; raises MissingWeights."""
     for name in description.matrix_names:
-        part = description.parts.get(name)
-        module = name if part is None else part.stored
-        raw = weights.matrix(_stored(module, weights))
-        bias = weights.vector(f"{module}.bias") if f"{module}.bias" in weights else None
-        if part is not None:
-            raw = replace(raw, rows=raw.rows[part.first : part.end])
-            bias = None if bias is None else bias[part.first : part.end]
+        part = description.parts.get(name) or Part(f"{name}.weight", f"{name}.bias")
+        raw, bias = _part_of(name, part, weights)
         is_head = name == description.head
         # An embedding that is not the lm_head, too, is only looked up.
-        if quantize is not None and (is_head or name != description.embedding):
+        is_exact = name in description.routers
+        if quantize is not None and not is_exact and (is_head or name != description.embedding):
             raw = raw.rounded(_rounded_format(quantize, is_head))
         yield name, raw, bias
         weights.release()
+
+
+def _part_of(name: str, part: Part, weights: Weights) -> tuple[RawMatrix, Floats | None]:
+    """Returns the matrix and the bias of a part, by the library's name of it; raises MissingWeights."""
+    if part.every is not None and (stacked := weights.experts(name)) is not None:
+        return stacked, None
+    raw = weights.matrix(_stored(part.weight, weights))
+    rows = part.rows(len(raw.rows))
+    bias = weights.vector(part.bias)[rows] if part.bias in weights else None
+    return replace(raw, rows=raw.rows[rows]), bias
 
 
 def _vectors(description: Description, weights: Weights) -> Iterator[tuple[str, Floats]]:
@@ -201,7 +210,7 @@ def _vectors(description: Description, weights: Weights) -> Iterator[tuple[str, 
     centered.
     """
     for name in description.norm_names:
-        gain = weights.vector(_stored(name, weights))
+        gain = weights.vector(_stored(f"{name}.weight", weights))
         vector = padded_floats(1 + gain if description.one_more else gain)
         if description.flags["centered"]:
             bias = f"{name}.bias"
@@ -209,17 +218,14 @@ def _vectors(description: Description, weights: Weights) -> Iterator[tuple[str, 
             vector = np.concatenate([vector, padded_floats(values)])
         yield name, vector
     for name in description.vector_names:
-        if name not in weights:
-            raise MissingWeights(f"its files have no {name}")
-        yield name, padded_floats(weights.vector(name))
+        yield name, padded_floats(weights.vector(_stored(name, weights)))
 
 
 def _stored(name: str, weights: Weights) -> str:
-    """Returns the name of a module's weight; raises MissingWeights if the files lack it."""
-    stored = f"{name}.weight"
-    if stored not in weights:
-        raise MissingWeights(f"its files have no {stored}")
-    return stored
+    """Returns a weight's name; raises MissingWeights if the files lack it."""
+    if name not in weights:
+        raise MissingWeights(f"its files have no {name}")
+    return name
 
 
 def _rounded_format(quantize: str, is_head: bool) -> Format:

@@ -4,9 +4,10 @@ import copy
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from torch import Tensor
 
 from medusa_cli.engine.description import Description, describe, rotary_of
+from medusa_cli.engine.experts import BIAS
 from medusa_cli.engine.native import NativeEngine
 from medusa_cli.engine.native_model import NativeModel
 from medusa_cli.engine.packed import pack_in_memory
@@ -16,6 +17,7 @@ from medusa_cli.model.backbone import (
     Unsupported,
     padded_pass,
     take_own_attention,
+    text_model,
     usable_positions,
 )
 from medusa_cli.model.checks import FAULTS, check_network, probe_tokens
@@ -28,6 +30,17 @@ WINDOW = 7
 CAP = 2.0
 # Layers of the twin: with Gemma 3's pattern, of both kinds.
 LAYERS = 7
+# Its experts: sizes that configs have, and their bounds.
+EXPERT_SIZES = {
+    "num_experts": 8,
+    "num_local_experts": 8,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_topk": 3,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 96,
+    "shared_intermediate_size": 96,
+}
 # The largest difference of its states, relative to their size.
 TOLERANCE = 1e-4
 
@@ -42,7 +55,7 @@ def verified(network: Any) -> Description:
         twin = twin_of(network)
         check_network(twin, network.config.name_or_path)
         of_twin = describe(twin)
-        if of_twin.flags != description.flags:
+        if of_twin.flags != description.flags or not of_twin.routing.is_like(description.routing):
             raise Unsupported("a small network of its config has other kinds of layers")
         _compare(twin, of_twin)
     except (Unsupported, torch.OutOfMemoryError):
@@ -72,6 +85,9 @@ def twin_of(network: Any) -> Any:
     }
     for name, value in changes.items():
         setattr(config, name, value)
+    for name, most in EXPERT_SIZES.items():
+        if isinstance(value := getattr(config, name, None), int):
+            setattr(config, name, min(value, most))
     if kinds := getattr(config, "layer_types", None):
         # Its last layers may be of a kind that its first are not.
         chosen = kinds[:layers]
@@ -84,15 +100,49 @@ def twin_of(network: Any) -> Any:
 
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(0)
-        twin = AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, trust_remote_code=False
-        )
+        twin = _built(network, config)
         for parameter in twin.parameters():
+            if parameter.is_meta:
+                continue
             parameter.data = torch.randn_like(parameter) * (0.3 if parameter.dim() == 1 else 0.2)
             if parameter.dim() == 1:
                 parameter.data += 1
+        for name, values in twin.named_buffers():
+            if name.endswith(BIAS) and not values.is_meta:
+                values.copy_(torch.randn_like(values) / 10)
+        twin._apply(_without_memory)
     take_own_attention(twin)  # a backbone's network has ours
     return twin.eval()
+
+
+def _without_memory(tensor: Tensor) -> Tensor:
+    """Returns zeros that take no memory in place of a tensor on the meta device."""
+    return torch.zeros((), dtype=tensor.dtype).expand(tensor.shape) if tensor.is_meta else tensor
+
+
+def _built(network: Any, config: Any) -> Any:
+    """Builds a network of the same class for another text config, in fp32.
+
+    What sees images is on the meta device: text does not pass through it.
+    """
+    kind = type(network)
+    own = network.config.get_text_config()
+    if own is network.config:
+        return kind._from_config(config, dtype=torch.float32)
+    whole = copy.deepcopy(network.config)
+    field = next(name for name, value in vars(network.config).items() if value is own)
+    setattr(whole, field, config)
+    with torch.device("meta"):
+        twin = kind._from_config(whole, dtype=torch.float32)
+    text = text_model(twin)
+    name = next(name for name, module in twin.named_modules() if module is text)
+    twin.set_submodule(name, type(text)._from_config(config, dtype=torch.float32))
+    head = twin.get_output_embeddings()
+    linear = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=head.bias is not None)
+    twin.set_output_embeddings(linear)
+    if getattr(config, "tie_word_embeddings", False):
+        linear.weight = twin.get_input_embeddings().weight
+    return twin
 
 
 @torch.inference_mode()
@@ -104,7 +154,7 @@ def _compare(twin: Any, description: Description) -> None:
     tokens = probe_tokens(backbone.vocab_size, TOKENS)
 
     # A twin's window is short; its context is the model's.
-    for first in (0, max(0, usable_positions(twin.config) - TOKENS)):
+    for first in (0, max(0, usable_positions(backbone.config) - TOKENS)):
         positions = first + torch.arange(TOKENS)[None]
         expected = padded_pass(backbone, tokens[None], position_ids=positions).last_hidden_state[0]
         states = engine.states_at(tokens, first)

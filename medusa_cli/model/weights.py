@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,22 @@ from medusa_cli.native.matrix import Floats, Format, RawMatrix
 FLOAT_TYPES = {torch.float32: Format.F32, torch.float16: Format.F16, torch.bfloat16: Format.BF16}
 
 
+# Names in transformers' networks, and in files that were made before them.
+OLDER_NAMES = (
+    ("model.language_model.", "language_model.model."),
+    ("model.language_model.", "model."),
+    ("lm_head.", "language_model.lm_head."),
+    (".mlp.", ".block_sparse_moe."),
+    (".router.weight", ".router.layer.weight"),
+    (".experts.gate_up_proj", ".input_linear.weight"),
+    (".experts.down_proj", ".output_linear.weight"),
+    (".gate.e_score_correction_bias", ".e_score_correction_bias"),
+    (".gate.moe_statics.", ".moe_statics."),
+)
+# Of an expert's matrices in files that have a weight for each.
+EXPERT_NAMES = {"gate": ("gate_proj", "w1"), "up": ("up_proj", "w3"), "down": ("down_proj", "w2")}
+
+
 class Weights(ABC):
     """The weights of a model by the names of transformers' network."""
 
@@ -35,6 +52,13 @@ class Weights(ABC):
     def vector(self, name: str) -> Floats:
         """Returns the numbers of a norm or a bias in fp32."""
 
+    def experts(self, name: str) -> RawMatrix | None:
+        """Returns the matrices of a layer's experts, one after the other; None where one weight has them all.
+
+        name: of their module, with .gate, .up or .down.
+        """
+        return None
+
     def release(self) -> None:  # noqa: B027  (most have nothing to release)
         """Returns the memory of weights that were read to the system."""
 
@@ -43,7 +67,7 @@ class NetworkWeights(Weights):
     """The weights of a network in memory."""
 
     def __init__(self, network: Any) -> None:
-        self.tensors: dict[str, Tensor] = dict(network.named_parameters(remove_duplicate=False))
+        self.tensors: dict[str, Tensor] = network.state_dict(keep_vars=True)
 
     def __contains__(self, name: str) -> bool:
         return name in self.tensors
@@ -70,8 +94,13 @@ class CheckpointWeights(Weights):
         self.parts = {name: part for part in parts for name in part.keys()}  # noqa: SIM118  (no mapping)
 
     def _name(self, name: str) -> str:
-        """Returns the name in the files: some lack the prefix of the base model."""
-        return name if name in self.parts else name.removeprefix(self.prefix)
+        """Returns the name in the files: some lack the prefix of the base model, or have an older name."""
+        for ours, theirs in (("", ""), *OLDER_NAMES):
+            own = name.replace(ours, theirs) if ours else name
+            for stored in (own, own.removeprefix(self.prefix)):
+                if stored in self.parts:
+                    return stored
+        return name
 
     def __contains__(self, name: str) -> bool:
         return self._name(name) in self.parts
@@ -86,6 +115,16 @@ class CheckpointWeights(Weights):
 
     def vector(self, name: str) -> Floats:
         return vector_of(self._tensor(name))
+
+    def experts(self, name: str) -> RawMatrix | None:
+        module, _, part = name.rpartition(".")
+        for own in EXPERT_NAMES[part]:
+            each: list[RawMatrix] = []
+            while (weight := f"{module}.{len(each)}.{own}.weight") in self:
+                each.append(self.matrix(weight))
+            if each:
+                return replace(each[0], rows=np.concatenate([raw.rows for raw in each]))
+        return None
 
 
 class GgufWeights(Weights):
@@ -192,14 +231,15 @@ def source_stamp(model: str) -> list[str]:
 
 
 def raw_of(tensor: Tensor) -> RawMatrix:
-    """Returns a matrix of floats in its own type."""
+    """Returns a matrix of floats in its own type; of several, one after the other."""
+    tensor = tensor.flatten(0, -2)
     if tensor.dtype not in FLOAT_TYPES:
         tensor = tensor.float()
     return RawMatrix.of(array_of(tensor))
 
 
 def vector_of(tensor: Tensor) -> Floats:
-    values: Floats = tensor.detach().float().numpy()
+    values: Floats = tensor.detach().float().flatten().numpy()
     return values
 
 

@@ -30,7 +30,10 @@ class Matrix(Structure):
     ]
 
 
-MATRICES = ("query", "key", "value", "out", "gate", "up", "down")
+MATRICES = (
+    *("query", "key", "value", "out", "gate", "up", "down"),
+    *("router", "shared_gate", "shared_up", "shared_down", "shared_router"),
+)
 NORMS = (
     "attention_norm",
     "query_norm",
@@ -41,6 +44,7 @@ NORMS = (
 )
 # Facts of a model that are true or false.
 FLAGS = ("centered", "whole_norms", "late_norms", "pairs", "parallel")
+ROUTING = ("top_experts", "sigmoid", "normalized")
 
 
 class Layer(Structure):
@@ -50,8 +54,8 @@ class Layer(Structure):
         *((name, Matrix) for name in MATRICES),
         *((name, c_void_p) for name in NORMS),
         ("sinks", c_void_p),
-        ("table", c_int64),
-        ("window", c_int64),
+        ("router_bias", c_void_p),
+        *((name, c_int64) for name in ("table", "window", "experts")),
     ]
 
 
@@ -59,9 +63,10 @@ class Model(Structure):
     """A decoder's sizes and layers; see step.h."""
 
     _fields_ = [
-        *((name, c_int64) for name in ("layers", "hidden", "heads", "kv", "dim", "inner", "vocab")),
-        *((name, c_int64) for name in ("rotary", "positions", "activation", *FLAGS)),
-        *((name, c_float) for name in ("eps", "scale", "embedding_scale", "residual", "cap")),
+        *((name, c_int64) for name in ("layers", "hidden", "heads", "kv", "dim", "vocab")),
+        *((name, c_int64) for name in ("rotary", "positions", "activation", *FLAGS, *ROUTING)),
+        *((name, c_float) for name in ("eps", "scale", "embedding_scale", "residual")),
+        *((name, c_float) for name in ("expert_scale", "cap")),
         ("cos", c_void_p * TABLES),
         ("sin", c_void_p * TABLES),
         ("norm", c_void_p),

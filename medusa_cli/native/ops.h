@@ -67,6 +67,8 @@ inline void rotate_pairs(float* x, const float* cos, const float* sin, int64_t h
   }
 }
 
+inline F sigmoid(F x) { return div(set(1.0f), add(set(1.0f), exp(sub(set(0.0f), max(x, set(-80.0f)))))); }
+
 inline F silu(F x) { return div(x, add(set(1.0f), exp(sub(set(0.0f), max(x, set(-80.0f)))))); }
 
 // 0.5 x (1 + tanh(u)) = x / (1 + exp(-2u)) with u = sqrt(2 / pi) (x + 0.044715 x^3).

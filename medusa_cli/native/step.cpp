@@ -1,6 +1,7 @@
 // One pass over a decoder's layers, compiled once for each instruction set.
 #include "step.h"
 
+#include <algorithm>
 #include <memory>
 #include <vector>
 
@@ -70,20 +71,6 @@ class RowBuffer {
   Buffer<int32_t> zeros_;
 };
 
-// What passes need besides their inputs. One pass runs at a time.
-struct Workspace {
-  RowBuffer normed, attended, inner, given;
-  Buffer<float> qkv, added, gates, best;
-  Buffer<int64_t> best_index;
-  std::vector<AttentionRoom> rooms;
-  std::vector<Sight> sights;
-};
-
-Workspace& workspace() {
-  static Workspace* shared = new Workspace;
-  return *shared;
-}
-
 float* writable(const Rows& rows) { return const_cast<float*>(rows.x); }
 
 // Calls work(row) for each row of so many numbers, by threads where it pays.
@@ -151,35 +138,101 @@ void products(Pool& pool, const Rows& x, int64_t rows, const Target (&targets)[N
   });
 }
 
+// Cuts several jobs into shares for threads.
+class Shares {
+ public:
+  void clear() { jobs_.clear(); }
+
+  // Adds a job of so many parts, of which some make a share together.
+  void add(int64_t parts, int64_t together) {
+    const int64_t first = count();
+    jobs_.push_back({first, first + (parts + together - 1) / together, parts, together});
+  }
+
+  int64_t count() const { return jobs_.empty() ? 0 : jobs_.back().end; }
+
+  // Calls work(job, first part, last part + 1) for a share.
+  template <class Work>
+  void take(int64_t share, const Work& work) const {
+    const auto job = std::upper_bound(jobs_.begin(), jobs_.end(), share,
+                                      [](int64_t s, const Job& j) { return s < j.end; });
+    const int64_t first = (share - job->first) * job->together;
+    work(job - jobs_.begin(), first, std::min(job->parts, first + job->together));
+  }
+
+ private:
+  struct Job {
+    int64_t first, end, parts, together;
+  };
+  std::vector<Job> jobs_;
+};
+
+// An MLP, and the rows that go through it.
+struct Mlp {
+  Matrix gate, up, down;
+  int64_t first, rows;
+};
+
 // Computes act(gate) * up, or act(up) without a gate, by pairs of tiles, and rounds them at once: 32 channels are a group
 // of the next product.
-void gated(Pool& pool, const Layer& layer, int64_t activation, const Rows& x, int64_t rows, const Rows& inner,
-           Workspace& work) {
-  const bool has_gate = layer.gate.tiles;
-  const Matrix& activated = has_gate ? layer.gate : layer.up;
-  const int64_t pairs = (tiles_of(activated) + 1) / 2;
-  const int64_t together = (tiles_of_share(pool, 2 * pairs, 2 * activated.k, rows) + 1) / 2;
-  const int64_t room = 2 * rows * 2 * kTile;
-  float* gates = work.gates.room(pool.threads() * room);
-  pool.run((pairs + together - 1) / together, [&](int64_t share, int thread) {
-    float* gate = gates + thread * room;
-    float* up = gate + rows * 2 * kTile;
-    const int64_t last = std::min(pairs, (share + 1) * together);
-    for (int64_t pair = share * together; pair < last; pair++) {
-      const int64_t first = 2 * pair, end = std::min(first + 2, tiles_of(activated));
-      ISA::multiply(activated, x, rows, first, end, gate, 2 * kTile, false);
-      if (has_gate) ISA::multiply(layer.up, x, rows, first, end, up, 2 * kTile, false);
-      for (int64_t r = 0; r < rows; r++) {
-        float* out = writable(inner) + r * inner.stride + first * kTile;
-        for (int64_t i = 0; i < (end - first) * kTile; i += 16) {
-          const int64_t at = r * 2 * kTile + i;
-          const F value = activate(static_cast<int32_t>(activation), load(gate + at));
-          store(out + i, has_gate ? mul(value, load(up + at)) : value);
+void gated(Pool& pool, const std::vector<Mlp>& mlps, int64_t activation, const Rows& x, const Rows& inner,
+           Shares& shares, Buffer<float>& buffer) {
+  int64_t most = 0;
+  shares.clear();
+  for (const Mlp& mlp : mlps) {
+    const int64_t pairs = (tiles_of(mlp.up) + 1) / 2;
+    shares.add(pairs, (tiles_of_share(pool, 2 * pairs, 2 * mlp.up.k, mlp.rows) + 1) / 2);
+    most = std::max(most, mlp.rows);
+  }
+  const int64_t room = 2 * most * 2 * kTile;
+  float* gates = buffer.room(pool.threads() * room);
+  pool.run(shares.count(), [&](int64_t share, int thread) {
+    shares.take(share, [&](int64_t job, int64_t first_pair, int64_t last_pair) {
+      const Mlp& mlp = mlps[job];
+      const bool has_gate = mlp.gate.tiles;
+      const Matrix& activated = has_gate ? mlp.gate : mlp.up;
+      const Rows own = x.from(mlp.first);
+      float* gate = gates + thread * room;
+      float* up = gate + mlp.rows * 2 * kTile;
+      for (int64_t pair = first_pair; pair < last_pair; pair++) {
+        const int64_t first = 2 * pair, end = std::min(first + 2, tiles_of(mlp.up));
+        ISA::multiply(activated, own, mlp.rows, first, end, gate, 2 * kTile, false);
+        if (has_gate) ISA::multiply(mlp.up, own, mlp.rows, first, end, up, 2 * kTile, false);
+        for (int64_t r = 0; r < mlp.rows; r++) {
+          const int64_t row = mlp.first + r;
+          float* out = writable(inner) + row * inner.stride + first * kTile;
+          for (int64_t i = 0; i < (end - first) * kTile; i += 16) {
+            const int64_t at = r * 2 * kTile + i;
+            const F value = activate(static_cast<int32_t>(activation), load(gate + at));
+            store(out + i, has_gate ? mul(value, load(up + at)) : value);
+          }
+          if (inner.q) round_row(inner.from(row), first * kTile, first * kTile + kUnit);
         }
-        if (inner.q) round_row(inner.from(r), first * kTile, first * kTile + kUnit);
       }
-    }
+    });
   });
+}
+
+// An expert of a row, where the row lies among those gathered for experts, and the weight of what it adds.
+struct Pick {
+  int64_t expert, row;
+  float weight;
+};
+
+// What passes need besides their inputs. One pass runs at a time.
+struct Workspace {
+  RowBuffer normed, attended, inner, given, gathered;
+  Buffer<float> qkv, added, gates, scores, out;
+  Shares shares;
+  std::vector<Mlp> mlps;
+  std::vector<Pick> picks;
+  std::vector<AttentionRoom> rooms;
+  std::vector<Sight> sights;
+};
+
+Workspace& workspace() {
+  static Workspace* shared = new Workspace;
+  return *shared;
 }
 
 // Where a layer's queries, keys and values of one row lie.
@@ -268,25 +321,154 @@ void attend_all(Pool& pool, const Model& m, const Cache& cache, const Step& step
   });
 }
 
-// Adds y W^T to the states x, through a norm where the layer has one after it, times the model's factor.
-void add_product(Pool& pool, const Matrix& m, const Rows& y, int64_t rows, const float* norm, const Model& model,
-                 float* x, int64_t stride, Workspace& work) {
-  if (!norm && model.residual == 1.0f) {
-    products(pool, y, rows, {Target{&m, x, stride, true}});
+// Adds what attention or the MLP gives [rows, stride] to the states x, through a norm where the layer has one after it,
+// times the model's factor.
+void add_rows(Pool& pool, const Model& m, float* added, int64_t rows, const float* norm, float* x, int64_t stride) {
+  each_row(pool, rows, stride, [&](int64_t r) {
+    float* row = added + r * stride;
+    if (norm) normalize(m.centered, row, norm, row, m.hidden, m.eps);
+    float* state = x + r * stride;
+    const F factor = set(m.residual);
+    for (int64_t i = 0; i < m.hidden; i += 16) store(state + i, add(load(state + i), mul(factor, load(row + i))));
+  });
+}
+
+// Adds y W^T to the states x in this way.
+void add_product(Pool& pool, const Matrix& w, const Rows& y, int64_t rows, const float* norm, const Model& m, float* x,
+                 int64_t stride, Workspace& work) {
+  if (!norm && m.residual == 1.0f) {
+    products(pool, y, rows, {Target{&w, x, stride, true}});
     return;
   }
   float* added = work.added.room(rows * stride);
   std::memset(added, 0, rows * stride * sizeof(float));
-  products(pool, y, rows, {Target{&m, added, stride, false}});
-  each_row(pool, rows, stride, [&](int64_t r) {
-    float* row = added + r * stride;
-    if (norm) normalize(model.centered, row, norm, row, model.hidden, model.eps);
-    float* state = x + r * stride;
-    const F factor = set(model.residual);
-    for (int64_t i = 0; i < model.hidden; i += 16) {
-      store(state + i, add(load(state + i), mul(factor, load(row + i))));
+  products(pool, y, rows, {Target{&w, added, stride, false}});
+  add_rows(pool, m, added, rows, norm, x, stride);
+}
+
+// Chooses a row's experts by their scores [experts padded to 16], and puts them in rising order.
+void choose_experts(const Model& m, const Layer& layer, float* scores, Pick* picks) {
+  const int64_t n = layer.experts, wide = padded(n, 16);
+  for (int64_t i = n; i < wide; i++) scores[i] = -INFINITY;
+  if (m.sigmoid) {
+    for (int64_t i = 0; i < wide; i += 16) store(scores + i, sigmoid(load(scores + i)));
+  } else {
+    F most = set(-INFINITY), total = set(0.0f);
+    for (int64_t i = 0; i < wide; i += 16) most = max(most, load(scores + i));
+    const F shift = set(largest(most));
+    for (int64_t i = 0; i < wide; i += 16) {
+      const F e = exp(sub(load(scores + i), shift));
+      store(scores + i, e);
+      total = add(total, e);
     }
+    const F inverse = set(1.0f / sum(total));
+    for (int64_t i = 0; i < wide; i += 16) store(scores + i, mul(load(scores + i), inverse));
+  }
+  const auto better = [&](int64_t a, int64_t b) {
+    const float x = scores[a] + (layer.router_bias ? layer.router_bias[a] : 0.0f);
+    const float y = scores[b] + (layer.router_bias ? layer.router_bias[b] : 0.0f);
+    return x > y || (x == y && a < b);
+  };
+  // picks[0 .. count - 1] are the best so far, the best first.
+  int64_t count = 0;
+  for (int64_t i = 0; i < n; i++) {
+    if (count == m.top_experts && !better(i, picks[count - 1].expert)) continue;
+    int64_t at = count < m.top_experts ? count++ : count - 1;
+    for (; at && better(i, picks[at - 1].expert); at--) picks[at] = picks[at - 1];
+    picks[at].expert = i;
+  }
+  std::sort(picks, picks + count, [](const Pick& a, const Pick& b) { return a.expert < b.expert; });
+  float total = 0;
+  for (int64_t i = 0; i < count; i++) total += scores[picks[i].expert];
+  for (int64_t i = 0; i < count; i++) {
+    const float score = scores[picks[i].expert];
+    picks[i].weight = (m.normalized ? score / total : score) * m.expert_scale;
+  }
+}
+
+// Returns the matrix of one of several experts, which lie one after the other.
+Matrix of_expert(const Matrix& all, int64_t experts, int64_t expert) {
+  const int64_t tile_bytes = all.k / info(all.format).block * info(all.format).tile_bytes;
+  Matrix own = all;
+  own.n = all.n / experts;
+  own.tiles += expert * (own.n / kTile) * tile_bytes;
+  if (own.bias) own.bias += expert * own.n;
+  return own;
+}
+
+// Adds a mixture of experts of normalised rows to the states x. Rows are gathered by expert, so that each expert's matrices are read once;
+// what a row gets is summed over its experts in rising order.
+void add_mixture(Pool& pool, const Model& m, const Layer& layer, const Rows& normed, int64_t rows, float* x,
+                 int64_t stride, Workspace& work) {
+  const int64_t top = m.top_experts, shared = layer.shared_up.tiles ? rows : 0;
+  const int64_t wide = padded(layer.experts, kTile);
+  float* scores = work.scores.room(rows * (wide + kTile));
+  float* gates = scores + rows * wide;  // of the shared MLP
+  products(pool, normed, rows, {Target{&layer.router, scores, wide, false}});
+  if (layer.shared_router.tiles) products(pool, normed, rows, {Target{&layer.shared_router, gates, kTile, false}});
+
+  work.picks.resize(rows * top);
+  each_row(pool, rows, 16 * wide, [&](int64_t r) {
+    choose_experts(m, layer, scores + r * wide, &work.picks[r * top]);
   });
+  work.mlps.clear();
+  int64_t gathered = 0;
+  const int64_t inner_wide = std::max(layer.up.n / layer.experts, shared ? layer.shared_up.n : 0);
+  for (int64_t e = 0; e < layer.experts; e++) {
+    const int64_t first = gathered;
+    for (Pick& pick : work.picks) {
+      if (pick.expert == e) pick.row = gathered++;
+    }
+    if (gathered == first) continue;
+    work.mlps.push_back({of_expert(layer.gate, layer.experts, e), of_expert(layer.up, layer.experts, e),
+                         of_expert(layer.down, layer.experts, e), first, gathered - first});
+  }
+  if (shared) work.mlps.push_back({layer.shared_gate, layer.shared_up, layer.shared_down, gathered, rows});
+
+  const bool int8 = layer.up.int8_rows || (shared && layer.shared_up.int8_rows);
+  const bool int8_inner = layer.down.int8_rows || (shared && layer.shared_down.int8_rows);
+  const Rows read = work.gathered.rows(gathered + shared, m.hidden, int8);
+  const auto copy = [&](int64_t from, int64_t to) {
+    std::memcpy(writable(read) + to * read.stride, normed.x + from * normed.stride, m.hidden * sizeof(float));
+    if (read.q) round_row(read.from(to), 0, read.stride);
+  };
+  each_row(pool, rows, (top + 1) * stride, [&](int64_t r) {
+    for (int64_t i = 0; i < top; i++) copy(r, work.picks[r * top + i].row);
+    if (shared) copy(r, gathered + r);
+  });
+  const Rows inner = work.inner.rows(gathered + shared, inner_wide, int8_inner);
+  gated(pool, work.mlps, m.activation, read, inner, work.shares, work.gates);
+
+  float* out = work.out.room((gathered + shared) * stride);
+  work.shares.clear();
+  for (const Mlp& mlp : work.mlps) {
+    work.shares.add(tiles_of(mlp.down), tiles_of_share(pool, tiles_of(mlp.down), mlp.down.k, mlp.rows));
+  }
+  pool.run(work.shares.count(), [&](int64_t share, int) {
+    work.shares.take(share, [&](int64_t job, int64_t first, int64_t end) {
+      const Mlp& mlp = work.mlps[job];
+      float* y = out + mlp.first * stride + first * kTile;
+      ISA::multiply(mlp.down, inner.from(mlp.first), mlp.rows, first, end, y, stride, false);
+    });
+  });
+
+  float* added = work.added.room(rows * stride);
+  each_row(pool, rows, (top + 1) * stride, [&](int64_t r) {
+    float* row = added + r * stride;
+    std::memset(row, 0, stride * sizeof(float));
+    const auto add_weighted = [&](const float* from, float weight) {
+      const F factor = set(weight);
+      for (int64_t i = 0; i < m.hidden; i += 16) store(row + i, add(load(row + i), mul(factor, load(from + i))));
+    };
+    for (int64_t i = 0; i < top; i++) {
+      const Pick& pick = work.picks[r * top + i];
+      add_weighted(out + pick.row * stride, pick.weight);
+    }
+    if (!shared) return;
+    const float* gate = layer.shared_router.tiles ? gates + r * kTile : nullptr;
+    add_weighted(out + (gathered + r) * stride, gate ? first_of(sigmoid(set(*gate))) : 1.0f);
+  });
+  add_rows(pool, m, added, rows, layer.mlp_out_norm, x, stride);
 }
 
 void run(Pool& pool, const Model& m, const Cache& cache, const Step& step) {
@@ -322,12 +504,17 @@ void run(Pool& pool, const Model& m, const Cache& cache, const Step& step) {
     };
     if (!m.parallel) add_attention();
 
-    const Rows seen = work.normed.rows(rows, m.hidden, layer.up.int8_rows);
+    const Rows seen = work.normed.rows(rows, m.hidden, !layer.experts && layer.up.int8_rows);
     norm_rows(pool, m, step.x, stride, layer.mlp_norm, seen, rows);
-    const Rows inner = work.inner.rows(rows, m.inner, layer.down.int8_rows);
-    gated(pool, layer, m.activation, seen, rows, inner, work);
     if (m.parallel) add_attention();
-    add_product(pool, layer.down, inner, rows, layer.mlp_out_norm, m, step.x, stride, work);
+    if (layer.experts) {
+      add_mixture(pool, m, layer, seen, rows, step.x, stride, work);
+    } else {
+      const Rows inner = work.inner.rows(rows, layer.up.n, layer.down.int8_rows);
+      work.mlps.assign(1, {layer.gate, layer.up, layer.down, 0, rows});
+      gated(pool, work.mlps, m.activation, seen, inner, work.shares, work.gates);
+      add_product(pool, layer.down, inner, rows, layer.mlp_out_norm, m, step.x, stride, work);
+    }
 
     if (i + 1 == m.layers) {
       each_row(pool, rows, stride, [&](int64_t r) {

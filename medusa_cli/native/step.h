@@ -12,8 +12,13 @@ constexpr int kTables = 4;
 // of centered norms biases of the same size behind them, and null where the layer has none: attention_norm and mlp_norm
 // come before attention and MLP, the out norms after them, query_norm and key_norm on heads. sinks [heads]: scores of
 // attention that no value has, or null.
+//
+// A mixture of experts has a router [experts, hidden], and gate, up and down hold the matrices of one expert after the
+// other. router_bias [experts], or null, is added to scores to choose by. The shared MLP, if it has tiles, adds to all
+// rows; shared_router [1, hidden], if it has tiles, weighs it by a sigmoid.
 struct Layer {
   Matrix query, key, value, out, gate, up, down;
+  Matrix router, shared_gate, shared_up, shared_down, shared_router;
   const float* attention_norm;
   const float* query_norm;
   const float* key_norm;
@@ -21,12 +26,14 @@ struct Layer {
   const float* mlp_norm;
   const float* mlp_out_norm;
   const float* sinks;
+  const float* router_bias;
   int64_t table;   // of rotary positions, -1: nothing is turned
   int64_t window;  // positions that a row sees, 0: all
+  int64_t experts;  // 0: one MLP
 };
 
 struct Model {
-  int64_t layers, hidden, heads, kv, dim, inner, vocab;
+  int64_t layers, hidden, heads, kv, dim, vocab;
   int64_t rotary;     // numbers of a head that are turned
   int64_t positions;  // rows of the rotary tables
   int64_t activation;
@@ -35,8 +42,12 @@ struct Model {
   int64_t late_norms;   // they follow the rotary positions
   int64_t pairs;        // rotary positions turn neighbours, not halves of a head
   int64_t parallel;     // attention and MLP read the same states
+  int64_t top_experts;  // of a row
+  int64_t sigmoid;      // experts' scores are sigmoids, not a softmax
+  int64_t normalized;   // the chosen experts' scores are divided by their sum
   float eps, scale, embedding_scale;
   float residual;       // factor of what attention and MLP add
+  float expert_scale;   // factor of the experts' scores
   float cap;            // soft cap of attention's scores, 0: none
   const float* cos[kTables];  // [positions, rotary / 2]
   const float* sin[kTables];
