@@ -1,5 +1,6 @@
 """A model's weights by transformers' names: from a GGUF file, safetensors files, or a network in memory."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -139,8 +140,8 @@ class GgufWeights(Weights):
 
     def matrix(self, name: str) -> RawMatrix:
         tensor = self.names.header.tensors[self.names.tensors[name]]
-        outputs, inputs = tensor.shape
-        rows = self.data[tensor.start : tensor.end].reshape(outputs, -1)
+        *outputs, inputs = tensor.shape
+        rows = self.data[tensor.start : tensor.end].reshape(math.prod(outputs), -1)
         if tensor.type in Format.__members__:
             raw = RawMatrix(Format[tensor.type], rows, inputs)
         else:
@@ -161,6 +162,14 @@ class GgufWeights(Weights):
             values = values[order]
         return values - 1 if self.names.gain_less_one(name) else values
 
+    def experts(self, name: str) -> RawMatrix | None:
+        return self.matrix(name) if name in self else None
+
+    def stacked(self, name: str) -> Tensor:
+        """Returns the matrices [experts, outputs, inputs] of a layer's experts in fp32."""
+        shape = self.names.header.tensors[self.names.tensors[name]].shape
+        return torch.from_numpy(self.matrix(name).floats()).view(shape)
+
     def release(self) -> None:
         import mmap
 
@@ -169,28 +178,39 @@ class GgufWeights(Weights):
     def items(self) -> Iterator[tuple[str, Tensor]]:
         """Yields each weight in fp32 as transformers has it."""
         for name, stored in self.names.tensors.items():
-            if len(self.names.header.tensors[stored].shape) == 1:
+            dimensions = len(self.names.header.tensors[stored].shape)
+            module, _, part = name.rpartition(".")
+            if dimensions == 1:
                 yield name, torch.from_numpy(self.vector(name))
-            else:
+            elif dimensions == 2:
                 yield name, torch.from_numpy(self.matrix(name).floats())
+            elif part == "gate":
+                both = [self.stacked(name), self.stacked(f"{module}.up")]
+                yield f"{module}.gate_up_proj", torch.cat(both, dim=1)
+            elif part == "down":
+                yield f"{module}.down_proj", self.stacked(name)
 
 
 class GgufSlice:
-    """Reads a weight of a GGUF file when it is sliced, as safetensors' slices do."""
+    """Reads a weight of a GGUF file, or that of one of its experts, when it is sliced, as safetensors' slices do."""
 
-    def __init__(self, weights: GgufWeights, name: str) -> None:
+    def __init__(self, weights: GgufWeights, name: str, expert: int | None = None) -> None:
         self.weights = weights
         self.name = name
+        self.expert = expert
 
     def get_shape(self) -> list[int]:
         names = self.weights.names
-        return [*names.header.tensors[names.tensors[self.name]].shape]
+        shape = names.header.tensors[names.tensors[self.name]].shape
+        return [*shape] if self.expert is None else [*shape[1:]]
 
     def __getitem__(self, place: tuple[slice, ...]) -> Tensor:
         if len(place) == 1:
             return torch.from_numpy(self.weights.vector(self.name))[place]
         raw = self.weights.matrix(self.name)
-        part = RawMatrix(raw.format, np.ascontiguousarray(raw.rows[place[0]]), raw.inputs)
+        first = 0 if self.expert is None else self.expert * self.get_shape()[0]
+        rows = raw.rows[first:][place[0]]
+        part = RawMatrix(raw.format, np.ascontiguousarray(rows), raw.inputs)
         return torch.from_numpy(part.floats())[:, place[1]]
 
 
@@ -199,7 +219,18 @@ def gguf_slices(model: str) -> dict[str, GgufSlice] | None:
     if (path := weights_file(model)) is None:
         return None
     weights = GgufWeights(path, meta_network(model))
-    return {name: GgufSlice(weights, name) for name in weights.names.tensors}
+    slices = {}
+    for name, stored in weights.names.tensors.items():
+        shape = weights.names.header.tensors[stored].shape
+        if len(shape) < 3:
+            slices[name] = GgufSlice(weights, name)
+            continue
+        # Other files have a weight for each expert.
+        module, _, part = name.rpartition(".")
+        for expert in range(shape[0]):
+            own = f"{module}.{expert}.{part}_proj.weight"
+            slices[own] = GgufSlice(weights, name, expert)
+    return slices
 
 
 def meta_network(model: str) -> Any:
