@@ -10,6 +10,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import torch
@@ -53,6 +54,9 @@ HEAD_NORMS = {
     "query_norm": ("q_norm", "q_layernorm", "query_layernorm"),
     "key_norm": ("k_norm", "k_layernorm", "key_layernorm"),
 }
+# What layers get of a token besides their states (Gemma 4's per-layer embeddings).
+INPUT_MATRICES = {"input_gate": "per_layer_input_gate", "input_out": "per_layer_projection"}
+INPUT_NORM = "post_per_layer_input_norm"
 # The norms before and after attention, and before and after the MLP, by the names that a layer has.
 NORM_PLACES = ("attention_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm")
 NORM_NAMES = (
@@ -82,6 +86,8 @@ class LayerNames:
 
     vectors: those that are no norms. kind: of its attention, such as full or sliding. table: the
     kind of its rotary positions, None if it turns nothing. experts: their number, 0 for one MLP.
+    kv, dim: the heads of its keys, and their width. place: of its keys and values in the cache,
+    which a layer without a key matrix shares with another one.
     """
 
     matrices: dict[str, str]
@@ -90,6 +96,26 @@ class LayerNames:
     kind: str
     table: str | None
     experts: int
+    kv: int
+    dim: int
+    place: int
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What layers get of a token besides their states: `width` numbers each.
+
+    They are an embedding, times a scale, plus a projection of the first states, times a scale and
+    normalised; their sum is multiplied by a factor. The rest are names.
+    """
+
+    width: int
+    embedding: str
+    embedding_scale: float
+    projection: str
+    norm: str
+    scale: float
+    factor: float
 
 
 @dataclass(frozen=True)
@@ -99,7 +125,7 @@ class Description:
     parts: matrices that are rows of stored ones. activation: the index in ACTIVATIONS. flags: by
     the library's names. one_more: norms multiply by 1 + w. residual: the factor of what attention
     and MLP add. cap: of attention's scores, 0 for none. routing: to experts. window: of sliding
-    layers, 0 for none. tables: the kinds of rotary positions.
+    layers, 0 for none. tables: the kinds of rotary positions. inputs: of layers besides states.
     """
 
     sizes: dict[str, int]
@@ -119,18 +145,32 @@ class Description:
     routing: Routing
     window: int
     tables: list[str]
+    inputs: Inputs | None
 
     @property
     def matrix_names(self) -> list[str]:
         """Returns the names of all matrices, each once."""
         of_layers = [name for layer in self.layers for name in layer.matrices.values()]
-        return list(dict.fromkeys([self.embedding, self.head, *of_layers]))
+        of_inputs = [] if self.inputs is None else [self.inputs.embedding, self.inputs.projection]
+        return list(dict.fromkeys([self.embedding, self.head, *of_inputs, *of_layers]))
 
     @property
     def norm_names(self) -> list[str]:
         """Returns the names of all norms, each once."""
         of_layers = [name for layer in self.layers for name in layer.norms.values()]
-        return list(dict.fromkeys([self.norm, *of_layers]))
+        of_inputs = [] if self.inputs is None else [self.inputs.norm]
+        return list(dict.fromkeys([self.norm, *of_inputs, *of_layers]))
+
+    @property
+    def looked_up(self) -> set[str]:
+        """Returns the names of the matrices of which a step only looks rows up."""
+        of_inputs = set() if self.inputs is None else {self.inputs.embedding}
+        return ({self.embedding} | of_inputs) - {self.head}
+
+    @property
+    def places(self) -> int:
+        """Returns how many layers have keys and values of their own in the cache."""
+        return 1 + max(layer.place for layer in self.layers)
 
     @property
     def vector_names(self) -> list[str]:
@@ -180,11 +220,13 @@ def describe(network: Any) -> Description:
     turning: dict[Any, tuple[bool, bool]] = {}
     rotary = rotary_of(network)
 
-    layers = []
+    layers: list[LayerNames] = []
+    # The layer whose keys and values others of its kind share.
+    owners: dict[str, LayerNames] = {}
     for index, layer in enumerate(parts.layers):
         attention = getattr(layer, "self_attn", None)
         mlp = _first_of(layer, MLP_NAMES)
-        matrices = _attention_matrices(attention)
+        matrices = _attention_matrices(attention) | _input_matrices(layer)
         experts = None
         if has_experts(mlp):
             experts = experts_of(mlp, names[id(mlp)])
@@ -197,16 +239,23 @@ def describe(network: Any) -> Description:
             matrices |= _mlp_matrices(mlp)
         norms = _norms(layer) | _head_norms(attention)
         kind = masks.layer_type(index)
-        # Layers of the same attributes compute alike.
-        alike = kind, *_plain_attributes(attention)
-        if alike not in turning:
-            turning[alike] = _turning(parts, index, rotary, norms.get("query_norm"))
-        turns, late = turning[alike]
+        owner = owners.get(kind) if "key" not in matrices else None
+        if owner is not None:
+            turns, late = owner.table is not None, False
+        else:
+            # Layers of the same attributes compute alike.
+            alike = kind, *_plain_attributes(attention)
+            if alike not in turning:
+                turning[alike] = _turning(parts, index, rotary, norms.get("query_norm"))
+            turns, late = turning[alike]
 
         for norm in norms.values():
             shared.add_norm(norm)
-        heads = _heads(config, matrices)
-        shared.add(**heads)
+        heads = config.num_attention_heads
+        dim = matrices["query"].count // heads
+        kv = owner.kv if owner is not None else matrices["key"].count // dim
+        if dim > MAX_HEAD_DIM or heads % kv:
+            raise Unsupported("its heads have sizes not known here")
         shared.add(
             scale=getattr(attention, "scaling", None),
             cap=getattr(attention, "attn_logit_softcapping", None) or 0.0,
@@ -218,7 +267,11 @@ def describe(network: Any) -> Description:
         )
         if "query_norm" in norms:
             wide = norms["query_norm"].weight.numel()
-            shared.add(whole_norms=wide != heads["dim"], late_norms=late)
+            shared.add(whole_norms=wide != dim)
+        if "query_norm" in norms and owner is None:
+            shared.add(late_norms=late)
+        if "key" in matrices:
+            shared.add(value_norms=_has_value_norm(attention))
 
         stored = {}
         vectors = {}
@@ -228,6 +281,8 @@ def describe(network: Any) -> Description:
                 stored_parts[stored[name]] = part
         if getattr(attention, "sinks", None) is not None:
             vectors["sinks"] = f"{names[id(attention)]}.sinks"
+        if getattr(layer, "layer_scalar", None) is not None:
+            vectors["scalar"] = f"{names[id(layer)]}.layer_scalar"
         if experts is not None:
             stored |= experts.matrices
             stored_parts |= experts.parts
@@ -240,8 +295,13 @@ def describe(network: Any) -> Description:
                 kind=kind,
                 table=parts.kinds[index] if turns else None,
                 experts=0 if experts is None else experts.count,
+                kv=kv,
+                dim=dim,
+                place=owner.place if owner is not None else len({own.place for own in layers}),
             )
         )
+        if getattr(attention, "store_full_length_kv", False):
+            owners[kind] = layers[-1]
 
     tables = sorted(set(parts.kinds)) if parts.by_kind else [parts.kinds[0]]
     if len(tables) > TABLES:
@@ -253,9 +313,7 @@ def describe(network: Any) -> Description:
         sizes={
             "layers": len(parts.layers),
             "hidden": config.hidden_size,
-            "heads": shared.only("heads"),
-            "kv": shared.only("kv"),
-            "dim": shared.only("dim"),
+            "heads": config.num_attention_heads,
             "vocab": network.get_input_embeddings().weight.shape[0],
         },
         layers=layers,
@@ -275,11 +333,13 @@ def describe(network: Any) -> Description:
             "late_norms": shared.only("late_norms", False),
             "pairs": _turns_pairs(parts.layers[0].self_attn),
             "parallel": shared.only("parallel"),
+            "value_norms": shared.only("value_norms"),
         },
         one_more=shared.only("one_more"),
         routing=shared.only("routing", Routing()),
         window=0 if math.isinf(masks.window) else int(masks.window),
         tables=tables,
+        inputs=_inputs(parts.base, names, shared),
     )
 
 
@@ -339,7 +399,20 @@ def _attention_matrices(attention: Any) -> dict[str, _Rows]:
         queries = matrices["out"].linear.in_features
         keys = (joined.out_features - queries) // 2
         matrices |= _cut(joined, {"query": queries, "key": keys, "value": keys})
+    if getattr(attention, "is_kv_shared_layer", False):
+        return _complete(matrices, ("query", "out"))
+    if getattr(attention, "use_alternative_attention", False) and "key" in matrices:
+        matrices["value"] = matrices["key"]
     return _complete(matrices, ATTENTION_MATRICES)
+
+
+def _input_matrices(layer: Any) -> dict[str, _Rows]:
+    """Returns the matrices of a layer's inputs besides its states by the library's names, if it has some."""
+    if getattr(layer, INPUT_NORM, None) is None:
+        return {}
+    return _complete(
+        _linears(layer, {name: (own,) for name, own in INPUT_MATRICES.items()}), INPUT_MATRICES
+    )
 
 
 def _mlp_matrices(mlp: Any) -> dict[str, _Rows]:
@@ -384,26 +457,18 @@ def _complete(
     return matrices
 
 
-def _heads(config: Any, matrices: dict[str, _Rows]) -> dict[str, int]:
-    """Returns the sizes of attention by the library's names."""
-    heads = config.num_attention_heads
-    kv = getattr(config, "num_key_value_heads", None) or heads
-    dim = matrices["query"].count // heads
-    if matrices["key"].count != kv * dim or dim > MAX_HEAD_DIM:
-        raise Unsupported("its heads have sizes not known here")
-    return {"heads": heads, "kv": kv, "dim": dim}
-
-
 def _norms(layer: Any) -> dict[str, Any]:
     """Returns the norms around a layer's attention and MLP by the library's names."""
     own = {name: module for name, module in layer.named_children() if "norm" in name}
+    of_inputs = own.pop(INPUT_NORM, None)
     for names in NORM_NAMES:
         if set(names) - {None} == set(own):
-            return {
+            norms = {
                 place: own[name]
                 for place, name in zip(NORM_PLACES, names, strict=True)
                 if name is not None
             }
+            return norms if of_inputs is None else {**norms, "input_norm": of_inputs}
     raise Unsupported("its norms are placed in a way not known here")
 
 
@@ -411,6 +476,32 @@ def _head_norms(attention: Any) -> dict[str, Any]:
     """Returns the norms of queries and keys by the library's names."""
     norms = {name: _first_of(attention, own) for name, own in HEAD_NORMS.items()}
     return {name: norm for name, norm in norms.items() if norm is not None}
+
+
+def _has_value_norm(attention: Any) -> bool:
+    """Returns True if attention normalises values; raises Unsupported for norms of them with gains."""
+    norm = getattr(attention, "v_norm", None)
+    if getattr(norm, "weight", None) is not None:
+        raise Unsupported("its norms of values have gains")
+    return norm is not None
+
+
+def _inputs(base: Any, names: dict[int, str], shared: "_Shared") -> Inputs | None:
+    """Returns what layers get of a token besides their states; None if that is nothing."""
+    embedding = getattr(base, "embed_tokens_per_layer", None)
+    if embedding is None:
+        return None
+    norm = base.per_layer_projection_norm
+    shared.add_norm(norm)
+    return Inputs(
+        width=norm.weight.numel(),
+        embedding=names[id(embedding)],
+        embedding_scale=float(embedding.scalar_embed_scale),
+        projection=names[id(base.per_layer_model_projection)],
+        norm=names[id(norm)],
+        scale=float(base.per_layer_model_projection_scale),
+        factor=float(base.per_layer_input_scale),
+    )
 
 
 def eps_of(norm: Any) -> float:
@@ -460,6 +551,9 @@ def _turning(parts: Layers, index: int, rotary: Rotary, query_norm: Any) -> tupl
     """
     attention = parts.layers[index].self_attn
     weight = next(attention.parameters())
+    more: dict[str, Any] = {}
+    if _takes(attention, "shared_kv_states"):
+        more["shared_kv_states"] = {}
     x = torch.zeros(1, 2, parts.config.hidden_size, dtype=weight.dtype, device=weight.device)
     tables = rotary(torch.arange(2)[None], parts.kinds[index])
     inputs: list[Tensor] = []
@@ -474,11 +568,16 @@ def _turning(parts: Layers, index: int, rotary: Rotary, query_norm: Any) -> tupl
                 position_embeddings=(cos, sin),
                 attention_mask=None,
                 position_ids=torch.arange(2, device=weight.device)[None],
+                **more,
             )[0]
             return _depends(out, cos), any(_depends(rows, cos) for rows in inputs)
     finally:
         if hook is not None:
             hook.remove()
+
+
+def _takes(module: Any, name: str) -> bool:
+    return name in signature(type(module).forward).parameters
 
 
 def _depends(result: Tensor, source: Tensor) -> bool:

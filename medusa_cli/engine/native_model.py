@@ -7,13 +7,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from medusa_cli.engine.description import Description, LayerNames, Rotary
+from medusa_cli.engine.description import MAX_HEAD_DIM, Description, LayerNames, Rotary
 from medusa_cli.engine.packed import Packed
 from medusa_cli.model.attention import FULL
 from medusa_cli.model.backbone import Unsupported
 from medusa_cli.native import PackedMatrix
-from medusa_cli.native.library import MATRICES, NORMS, TILE, UNIT, Layer, Model
-from medusa_cli.native.matrix import Floats
+from medusa_cli.native.library import FLAGS, MATRICES, NORMS, TILE, UNIT, Layer, Model
+from medusa_cli.native.matrix import Floats, padded_floats
 
 # Rows of rotary tables at first; they grow.
 FIRST_POSITIONS = 2048
@@ -32,6 +32,8 @@ class NativeModel:
         self.packed = packed
         self._rotary = rotary
         self._tables: list[Floats] = []
+        # Gains of norms that have none.
+        self._ones = padded_floats(np.ones(MAX_HEAD_DIM))
         self._check_shapes()
 
         self.layers = (Layer * len(description.layers))()
@@ -42,15 +44,33 @@ class NativeModel:
             for name in NORMS:
                 if name in names.norms:
                     setattr(layer, name, packed.vectors[names.norms[name]].ctypes.data)
-            for name, stored in names.vectors.items():
-                setattr(layer, name, packed.vectors[stored].ctypes.data)
+            for name in ("sinks", "router_bias"):
+                if name in names.vectors:
+                    setattr(layer, name, packed.vectors[names.vectors[name]].ctypes.data)
+            if description.flags["value_norms"]:
+                layer.value_norm = self._ones.ctypes.data
+            layer.scalar = 1.0
+            if "scalar" in names.vectors:
+                layer.scalar = packed.vectors[names.vectors["scalar"]][0]
             layer.window = 0 if names.kind == FULL else description.window
             layer.table = self._table(names.table)
             layer.experts = names.experts
+            layer.kv = names.kv
+            layer.dim = names.dim
+            layer.place = names.place
 
-        self.struct = Model(
-            **description.sizes, **description.flags, **dataclasses.asdict(description.routing)
+        flags = {name: description.flags[name] for name in FLAGS}
+        self.struct = Model(**description.sizes, **flags, **dataclasses.asdict(description.routing))
+        self.struct.key_width = max(names.kv * names.dim for names in description.layers)
+        self.struct.value_width = max(
+            names.kv * padded(names.dim, TILE) for names in description.layers
         )
+        if description.inputs is not None:
+            self.struct.inputs = description.inputs.width
+            self.struct.inputs_scale = description.inputs.scale
+            self.struct.inputs_factor = description.inputs.factor
+            self.struct.inputs_projection = packed.matrices[description.inputs.projection].struct
+            self.struct.inputs_norm = packed.vectors[description.inputs.norm].ctypes.data
         self.struct.activation = description.activation
         self.struct.eps = description.eps
         self.struct.scale = description.scale
@@ -74,6 +94,8 @@ class NativeModel:
     def bytes_read(self) -> int:
         """Returns the bytes of weights that a pass over one row reads: of experts, those that a row chooses."""
         total = self.head.nbytes
+        if self.description.inputs is not None:
+            total += self.packed.matrices[self.description.inputs.projection].nbytes
         for names in self.description.layers:
             for name, stored in names.matrices.items():
                 size = self.packed.matrices[stored].nbytes
@@ -94,20 +116,23 @@ class NativeModel:
         sizes = self.description.sizes
         whole = self.description.flags["whole_norms"]
         hidden = sizes["hidden"]
-        dim = sizes["dim"]
-        heads = sizes["heads"] * dim
-        keys = sizes["kv"] * dim
-        widths = dict.fromkeys(NORMS, hidden)
-        widths |= {"query_norm": heads if whole else dim, "key_norm": keys if whole else dim}
+        given = 0 if self.description.inputs is None else self.description.inputs.width
         # A bias lies behind the gain.
         parts = 2 if self.description.flags["centered"] else 1
 
         for names in self.description.layers:
+            dim = names.dim
+            heads = sizes["heads"] * dim
+            keys = names.kv * dim
+            widths = dict.fromkeys(NORMS, hidden)
+            widths |= {"query_norm": heads if whole else dim, "key_norm": keys if whole else dim}
             shapes = {
                 "query": (heads, hidden),
                 "key": (keys, hidden),
                 "value": (keys, hidden),
                 "out": (hidden, heads),
+                "input_gate": (given, hidden),
+                "input_out": (hidden, given),
                 **self._mlp_shapes(names),
             }
             for name, stored in names.matrices.items():
@@ -118,13 +143,35 @@ class NativeModel:
             for name, stored in names.norms.items():
                 if len(self.packed.vectors[stored]) != parts * padded(widths[name], UNIT):
                     raise Unsupported(f"its {stored} has another size")
-            counts = {"sinks": sizes["heads"], "router_bias": names.experts}
+            counts = {"sinks": sizes["heads"], "router_bias": names.experts, "scalar": 1}
             for name, stored in names.vectors.items():
                 if len(self.packed.vectors[stored]) != padded(counts[name], UNIT):
                     raise Unsupported(f"its {stored} has another size")
+        self._check_inputs()
         for matrix in (self.embedding, self.head):
             if matrix.shape[0] < sizes["vocab"] or not _has_inputs(matrix, hidden):
                 raise Unsupported("its vocabulary has another size")
+
+    def _check_inputs(self) -> None:
+        """Raises Unsupported unless what layers get besides their states has the sizes that the library will read."""
+        inputs = self.description.inputs
+        if inputs is None:
+            return
+        wide = self.description.sizes["layers"] * inputs.width
+        embedding = self.packed.matrices[inputs.embedding]
+        projection = self.packed.matrices[inputs.projection]
+        vector = self.packed.vectors[inputs.norm]
+        fits = (
+            inputs.width % TILE == 0
+            and embedding.shape[0] >= self.description.sizes["vocab"]
+            and _has_inputs(embedding, wide)
+            and projection.shape[0] == wide
+            and _has_inputs(projection, self.description.sizes["hidden"])
+            and len(vector) == padded(inputs.width, UNIT)
+            and not self.description.flags["centered"]
+        )
+        if not fits:
+            raise Unsupported("its embeddings by layer have sizes not known here")
 
     def _mlp_shapes(self, names: LayerNames) -> dict[str, tuple[int, int]]:
         """Returns the shapes of a layer's MLP, or of its experts' together; Unsupported if they fill no tiles."""
@@ -167,7 +214,7 @@ class NativeModel:
             tables += [cosines, sines]
             self.struct.cos[number] = cosines.ctypes.data
             self.struct.sin[number] = sines.ctypes.data
-            self.struct.rotary = 2 * sines.shape[1]
+            self.struct.rotary[number] = 2 * sines.shape[1]
         self.struct.positions = count
         self._tables = tables
 

@@ -185,9 +185,8 @@ def _matrices(
         part = description.parts.get(name) or Part(f"{name}.weight", f"{name}.bias")
         raw, bias = _part_of(name, part, weights)
         is_head = name == description.head
-        # An embedding that is not the lm_head, too, is only looked up.
         is_exact = name in description.routers
-        if quantize is not None and not is_exact and (is_head or name != description.embedding):
+        if quantize is not None and not is_exact and name not in description.looked_up:
             raw = raw.rounded(_rounded_format(quantize, is_head))
         yield name, raw, bias
         weights.release()

@@ -17,6 +17,7 @@ from medusa_cli.model.backbone import (
     Unsupported,
     padded_pass,
     take_own_attention,
+    text_config,
     text_model,
     usable_positions,
 )
@@ -30,8 +31,9 @@ WINDOW = 7
 CAP = 2.0
 # Layers of the twin: with Gemma 3's pattern, of both kinds.
 LAYERS = 7
-# Its experts: sizes that configs have, and their bounds.
-EXPERT_SIZES = {
+# Bounds of other sizes that configs have.
+SMALLER = {
+    "hidden_size_per_layer_input": 32,
     "num_experts": 8,
     "num_local_experts": 8,
     "n_routed_experts": 8,
@@ -67,32 +69,45 @@ def verified(network: Any) -> Description:
 
 def twin_of(network: Any) -> Any:
     """Returns a small network of random fp32 weights whose layers compute as those of a network."""
-    config = copy.deepcopy(network.config.get_text_config())
+    config = copy.deepcopy(text_config(network.config))
     heads = config.num_attention_heads
     groups = heads // (getattr(config, "num_key_value_heads", None) or heads)
-    layers = min(config.num_hidden_layers, LAYERS)
+    kinds = getattr(config, "layer_types", None)
+    shared = getattr(config, "num_kv_shared_layers", None) or 0
+    chosen = _chosen_kinds(kinds, shared) if kinds else []
+    by_kind = _fields_by_kind(config)
     changes = {
         "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
         "hidden_size": 64,
         "intermediate_size": 96,
         "vocab_size": 64,
-        "num_hidden_layers": layers,
+        "vocab_size_per_layer_input": 64,
+        "num_hidden_layers": len(chosen) or min(config.num_hidden_layers, LAYERS),
         "num_attention_heads": 2 * groups,
         "num_key_value_heads": 2,
-        "pad_token_id": None,
+        "pad_token_id": 0,
         "bos_token_id": None,
         "eos_token_id": None,
     }
+    if by_kind:
+        config.per_layer_config = None
     for name, value in changes.items():
         setattr(config, name, value)
-    for name, most in EXPERT_SIZES.items():
+    for name, most in SMALLER.items():
         if isinstance(value := getattr(config, name, None), int):
             setattr(config, name, min(value, most))
-    if kinds := getattr(config, "layer_types", None):
-        # Its last layers may be of a kind that its first are not.
-        chosen = kinds[:layers]
-        chosen[-1] = next((kind for kind in kinds if kind not in chosen), chosen[-1])
+    if chosen:
         config.layer_types = chosen
+    if shared:
+        config.num_kv_shared_layers = len(set(chosen))
+    if by_kind:
+        for fields in by_kind.values():
+            kv = fields.get("num_key_value_heads")
+            if kv is not None:
+                fields["num_key_value_heads"] = max(1, 2 * groups * kv // heads)
+        config.per_layer_config = {
+            index: dict(by_kind[kind]) for index, kind in enumerate(config.layer_types)
+        }
     if getattr(config, "sliding_window", None):
         config.sliding_window = WINDOW
     if getattr(config, "attn_logit_softcapping", None):
@@ -108,8 +123,12 @@ def twin_of(network: Any) -> Any:
             if parameter.dim() == 1:
                 parameter.data += 1
         for name, values in twin.named_buffers():
-            if name.endswith(BIAS) and not values.is_meta:
+            if values.is_meta:
+                continue
+            if name.endswith(BIAS):
                 values.copy_(torch.randn_like(values) / 10)
+            if name.endswith("layer_scalar"):
+                values.copy_(torch.rand_like(values) + 0.5)
         twin._apply(_without_memory)
     take_own_attention(twin)  # a backbone's network has ours
     return twin.eval()
@@ -118,6 +137,29 @@ def twin_of(network: Any) -> Any:
 def _without_memory(tensor: Tensor) -> Tensor:
     """Returns zeros that take no memory in place of a tensor on the meta device."""
     return torch.zeros((), dtype=tensor.dtype).expand(tensor.shape) if tensor.is_meta else tensor
+
+
+def _chosen_kinds(kinds: list[str], shared: int) -> list[str]:
+    """Returns the kinds of a twin's layers, each among them; of layers that share keys, too."""
+    if shared:
+        own = kinds[:-shared]
+        last = max(own.index(kind) for kind in set(kinds))
+        return [*own[: last + 1], *sorted(set(kinds), reverse=True)]
+    # Its last layers may be of a kind that its first are not.
+    chosen = kinds[:LAYERS]
+    chosen[-1] = next((kind for kind in kinds if kind not in chosen), chosen[-1])
+    return chosen
+
+
+def _fields_by_kind(config: Any) -> dict[str, dict[str, Any]]:
+    """Returns the fields that layers of each kind have of their own, if a config has such."""
+    names = getattr(config, "per_layer_attributes", None)
+    if not names:
+        return {}
+    return {
+        kind: {name: getattr(config.per_layer_config[index], name, None) for name in names}
+        for index, kind in enumerate(config.layer_types)
+    }
 
 
 def _built(network: Any, config: Any) -> Any:

@@ -272,8 +272,8 @@ class Layers:
     def __init__(self, model: Any) -> None:
         base = text_model(model)
         config = model.config.get_text_config()
-        if special := _special_parts(base, config):
-            raise Unsupported(special)
+        if stateful_modules(base):
+            raise Unsupported("some layers keep a running state")
         if not all(
             getattr(base, name, None) is not None
             for name in ("layers", "rotary_emb", "embed_tokens")
@@ -292,26 +292,19 @@ class Layers:
         self.by_kind = getattr(base.rotary_emb, "layer_types", None) is not None
 
     def refuse_special_attention(self) -> None:
-        """Raises Unsupported for soft caps and sinks, which layers rewritten in torch do not know."""
+        """Raises Unsupported for attention that layers rewritten in torch do not know."""
         if getattr(self.config, "attn_logit_softcapping", None) is not None:
             raise Unsupported("its attention scores are soft-capped")
         if any(getattr(module, "sinks", None) is not None for module in self.base.modules()):
             raise Unsupported("its attention has sinks")
+        if len({key_sizes(layer) for layer in by_layer(self.config)}) > 1:
+            raise Unsupported("its layers differ in the shape of their keys")
 
     def rotary(self, x: Tensor, positions: Tensor, kind: str) -> tuple[Tensor, Tensor]:
         """Returns cosines and sines [B, n, D] of positions [B, n] for layers of a kind, in x's type."""
         rotary = self.base.rotary_emb
         cos, sin = rotary(x, positions, kind) if self.by_kind else rotary(x, positions)
         return cos, sin
-
-
-def _special_parts(base: nn.Module, config: Any) -> str | None:
-    """Names a part of a text model that rewritten layers do not know; None if there is none."""
-    if stateful_modules(base):
-        return "some layers keep a running state"
-    if len({key_sizes(layer) for layer in by_layer(config)}) > 1:
-        return "its layers differ in the shape of their keys"
-    return None
 
 
 def by_layer(config: Any) -> Sequence[Any]:

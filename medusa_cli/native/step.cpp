@@ -238,32 +238,26 @@ Workspace& workspace() {
 // Where a layer's queries, keys and values of one row lie.
 struct Widths {
   int64_t key, value, all;
-  explicit Widths(const Model& m)
-      : key(padded(m.heads * m.dim, kTile)),
-        value(key + padded(m.kv * m.dim, kTile)),
-        all(value + padded(m.kv * m.dim, kTile)) {}
+  Widths(const Model& m, const Layer& layer)
+      : key(padded(m.heads * layer.dim, kTile)),
+        value(key + padded(layer.kv * layer.dim, kTile)),
+        all(value + padded(layer.kv * layer.dim, kTile)) {}
 };
 
-float* keys_of(const Model& m, const Cache& cache, int64_t layer, int64_t slot, int64_t head) {
-  return cache.keys + ((layer * cache.slots + slot) * m.kv + head) * cache.capacity * m.dim;
-}
-
-float* values_of(const Model& m, const Cache& cache, int64_t layer, int64_t slot, int64_t head) {
-  return cache.values + ((layer * cache.slots + slot) * m.kv + head) * cache.capacity * padded(m.dim, 16);
-}
-
 // Normalises and turns a query or a key; null: the layer does not.
-void turn(const Model& m, float* head, const float* gain, const float* cos, const float* sin) {
-  if (gain && !m.late_norms) head_norm(m.centered, head, gain, m.dim, m.eps);
-  if (cos) (m.pairs ? rotate_pairs : rotate)(head, cos, sin, m.rotary / 2);
-  if (gain && m.late_norms) head_norm(m.centered, head, gain, m.dim, m.eps);
+void turn(const Model& m, const Layer& layer, float* head, const float* gain, const float* cos, const float* sin) {
+  if (gain && !m.late_norms) head_norm(m.centered, head, gain, layer.dim, m.eps);
+  if (cos) (m.pairs ? rotate_pairs : rotate)(head, cos, sin, m.rotary[layer.table] / 2);
+  if (gain && m.late_norms) head_norm(m.centered, head, gain, layer.dim, m.eps);
 }
 
 // Normalises and turns queries and keys, and writes keys and values into the cache.
 void place(Pool& pool, const Model& m, const Cache& cache, const Step& step, int64_t index, float* qkv) {
   const Layer& layer = m.layer[index];
-  const Widths widths(m);
-  const int64_t half = m.rotary / 2, wide = padded(m.dim, 16);
+  const Widths widths(m, layer);
+  const int64_t half = layer.table < 0 ? 0 : m.rotary[layer.table] / 2;
+  const int64_t dim = layer.dim, wide = padded(dim, 16);
+  const bool has_keys = layer.key.tiles;
   const float* query_norm = m.whole_norms ? nullptr : layer.query_norm;
   const float* key_norm = m.whole_norms ? nullptr : layer.key_norm;
   each_row(pool, step.slots * step.rows, widths.all, [&](int64_t r) {
@@ -273,34 +267,37 @@ void place(Pool& pool, const Model& m, const Cache& cache, const Step& step, int
     const float* cos = layer.table < 0 ? nullptr : m.cos[layer.table] + step.positions[r] * half;
     const float* sin = layer.table < 0 ? nullptr : m.sin[layer.table] + step.positions[r] * half;
     if (m.whole_norms && layer.query_norm) {
-      normalize(m.centered, row, layer.query_norm, row, m.heads * m.dim, m.eps);
-      normalize(m.centered, row + widths.key, layer.key_norm, row + widths.key, m.kv * m.dim, m.eps);
+      normalize(m.centered, row, layer.query_norm, row, m.heads * dim, m.eps);
+      if (has_keys) normalize(m.centered, row + widths.key, layer.key_norm, row + widths.key, layer.kv * dim, m.eps);
     }
-    for (int64_t head = 0; head < m.heads; head++) turn(m, row + head * m.dim, query_norm, cos, sin);
-    for (int64_t head = 0; head < m.kv; head++) {
-      float* key = row + widths.key + head * m.dim;
-      turn(m, key, key_norm, cos, sin);
-      float* keys = keys_of(m, cache, index, slot, head) + column / 16 * 16 * m.dim + column % 16;
-      for (int64_t d = 0; d < m.dim; d++) keys[16 * d] = key[d];
-      float* values = values_of(m, cache, index, slot, head) + column * wide;
-      std::memcpy(values, row + widths.value + head * m.dim, m.dim * sizeof(float));
+    for (int64_t head = 0; head < m.heads; head++) turn(m, layer, row + head * dim, query_norm, cos, sin);
+    for (int64_t head = 0; has_keys && head < layer.kv; head++) {
+      float* key = row + widths.key + head * dim;
+      float* value = row + widths.value + head * dim;
+      turn(m, layer, key, key_norm, cos, sin);
+      if (layer.value_norm) head_norm(m.centered, value, layer.value_norm, dim, m.eps);
+      float* keys = keys_of(m, cache, layer, slot, head) + column / 16 * 16 * dim + column % 16;
+      for (int64_t d = 0; d < dim; d++) keys[16 * d] = key[d];
+      std::memcpy(values_of(m, cache, layer, slot, head) + column * wide, value, dim * sizeof(float));
     }
   });
 }
 
 void attend_all(Pool& pool, const Model& m, const Cache& cache, const Step& step, int64_t index, const float* qkv,
                 const std::vector<Sight>& sights, const Rows& attended, Workspace& work) {
-  const Widths widths(m);
-  const int64_t groups = m.heads / m.kv, queries = step.rows * groups;
-  const float* own_sinks = m.layer[index].sinks;
+  const Layer& layer = m.layer[index];
+  const Widths widths(m, layer);
+  const int64_t dim = layer.dim;
+  const int64_t groups = m.heads / layer.kv, queries = step.rows * groups;
+  const float* own_sinks = layer.sinks;
   // As many blocks as threads can share, of as many queries as read keys together.
-  const int64_t parts = step.slots * m.kv;
+  const int64_t parts = step.slots * layer.kv;
   int64_t together = QUERIES;
   while (together > 1 && parts * ((queries + together - 1) / together) < 2 * pool.threads()) together /= 2;
   const int64_t blocks = (queries + together - 1) / together;
   work.rooms.resize(std::max<size_t>(work.rooms.size(), pool.threads()));
   pool.run(parts * blocks, [&](int64_t share, int thread) {
-    const int64_t part = share / blocks, block = share % blocks, slot = part / m.kv, head = part % m.kv;
+    const int64_t part = share / blocks, block = share % blocks, slot = part / layer.kv, head = part % layer.kv;
     const int64_t first = block * together, count = std::min(together, queries - first);
     const float* from[QUERIES];
     float* to[QUERIES];
@@ -309,14 +306,14 @@ void attend_all(Pool& pool, const Model& m, const Cache& cache, const Step& step
     for (int64_t i = 0; i < count; i++) {
       rows[i] = (first + i) / groups;
       const int64_t query = head * groups + (first + i) % groups;
-      const int64_t row = slot * step.rows + rows[i], at = query * m.dim;
+      const int64_t row = slot * step.rows + rows[i], at = query * dim;
       if (own_sinks) sinks[i] = own_sinks[query];
       from[i] = qkv + row * widths.all + at;
       to[i] = writable(attended) + row * attended.stride + at;
     }
     const int64_t in_cache = step.first_slot + slot;
-    attend(from, rows, static_cast<int>(count), sights[slot], keys_of(m, cache, index, in_cache, head),
-           values_of(m, cache, index, in_cache, head), m.dim, padded(m.dim, 16), m.scale, m.cap,
+    attend(from, rows, static_cast<int>(count), sights[slot], keys_of(m, cache, layer, in_cache, head),
+           values_of(m, cache, layer, in_cache, head), dim, padded(dim, 16), m.scale, m.cap,
            own_sinks ? sinks : nullptr, work.rooms[thread], to);
   });
 }
@@ -471,11 +468,47 @@ void add_mixture(Pool& pool, const Model& m, const Layer& layer, const Rows& nor
   add_rows(pool, m, added, rows, layer.mlp_out_norm, x, stride);
 }
 
+// Adds a projection of the first states, normalised by layer, to the embeddings that layers get besides their states.
+void complete_inputs(Pool& pool, const Model& m, const Step& step, int64_t rows, int64_t stride, Workspace& work) {
+  const int64_t wide = m.layers * m.inputs;
+  const Rows states = work.given.rows(rows, m.hidden, m.inputs_projection.int8_rows);
+  norm_rows(pool, m, step.x, stride, nullptr, states, rows);
+  float* projected = work.out.room(rows * wide);
+  products(pool, states, rows, {Target{&m.inputs_projection, projected, wide, false}});
+  const F scale = set(m.inputs_scale), factor = set(m.inputs_factor);
+  each_row(pool, rows, wide, [&](int64_t r) {
+    for (int64_t first = r * wide; first < (r + 1) * wide; first += m.inputs) {
+      float* own = projected + first;
+      for (int64_t i = 0; i < m.inputs; i += 16) store(own + i, mul(load(own + i), scale));
+      normalize(m.centered, own, m.inputs_norm, own, m.inputs, m.eps);
+      float* inputs = step.inputs + first;
+      for (int64_t i = 0; i < m.inputs; i += 16) store(inputs + i, mul(add(load(own + i), load(inputs + i)), factor));
+    }
+  });
+}
+
+// Adds what a layer makes of its inputs besides the states.
+void add_inputs(Pool& pool, const Model& m, const Layer& layer, int64_t index, const Step& step, int64_t rows,
+                int64_t stride, Workspace& work) {
+  const Rows states = work.given.rows(rows, m.hidden, layer.input_gate.int8_rows);
+  norm_rows(pool, m, step.x, stride, nullptr, states, rows);
+  const Rows inner = work.inner.rows(rows, m.inputs, layer.input_out.int8_rows);
+  products(pool, states, rows, {Target{&layer.input_gate, writable(inner), inner.stride, false}});
+  each_row(pool, rows, m.inputs, [&](int64_t r) {
+    float* row = writable(inner) + r * inner.stride;
+    const float* inputs = step.inputs + (r * m.layers + index) * m.inputs;
+    for (int64_t i = 0; i < m.inputs; i += 16) {
+      store(row + i, mul(activate(static_cast<int32_t>(m.activation), load(row + i)), load(inputs + i)));
+    }
+    if (inner.q) round_row(inner.from(r), 0, inner.stride);
+  });
+  add_product(pool, layer.input_out, inner, rows, layer.input_norm, m, step.x, stride, work);
+}
+
 void run(Pool& pool, const Model& m, const Cache& cache, const Step& step) {
   Workspace& work = workspace();
-  const Widths widths(m);
   const int64_t rows = step.slots * step.rows, stride = padded(m.hidden, kUnit);
-  float* qkv = work.qkv.room(rows * widths.all);
+  if (m.inputs && step.first == 0) complete_inputs(pool, m, step, rows, stride, work);
   // Layers of one window share what their rows see.
   work.sights.resize(step.slots);
   int64_t window = -1;
@@ -490,13 +523,18 @@ void run(Pool& pool, const Model& m, const Cache& cache, const Step& step) {
     }
     const Rows read = work.normed.rows(rows, m.hidden, layer.query.int8_rows);
     norm_rows(pool, m, step.x, stride, layer.attention_norm, read, rows);
-    products(pool, read, rows, {
-      Target{&layer.query, qkv, widths.all, false},
-      Target{&layer.key, qkv + widths.key, widths.all, false},
-      Target{&layer.value, qkv + widths.value, widths.all, false},
-    });
+    const Widths widths(m, layer);
+    float* qkv = work.qkv.room(rows * widths.all);
+    const Target query = {&layer.query, qkv, widths.all, false};
+    if (layer.key.tiles) {
+      const Target key = {&layer.key, qkv + widths.key, widths.all, false};
+      const Target value = {&layer.value, qkv + widths.value, widths.all, false};
+      products(pool, read, rows, {query, key, value});
+    } else {
+      products(pool, read, rows, {query});
+    }
     place(pool, m, cache, step, i, qkv);
-    const Rows attended = work.attended.rows(rows, m.heads * m.dim, layer.out.int8_rows);
+    const Rows attended = work.attended.rows(rows, m.heads * layer.dim, layer.out.int8_rows);
     attend_all(pool, m, cache, step, i, qkv, work.sights, attended, work);
     round_rows(pool, attended, rows);
     const auto add_attention = [&] {
@@ -514,6 +552,13 @@ void run(Pool& pool, const Model& m, const Cache& cache, const Step& step) {
       work.mlps.assign(1, {layer.gate, layer.up, layer.down, 0, rows});
       gated(pool, work.mlps, m.activation, seen, inner, work.shares, work.gates);
       add_product(pool, layer.down, inner, rows, layer.mlp_out_norm, m, step.x, stride, work);
+    }
+
+    if (layer.input_gate.tiles) add_inputs(pool, m, layer, i, step, rows, stride, work);
+    if (layer.scalar != 1.0f) {
+      each_row(pool, rows, stride, [&](int64_t r) {
+        for (int64_t k = 0; k < m.hidden; k++) step.x[r * stride + k] *= layer.scalar;
+      });
     }
 
     if (i + 1 == m.layers) {
