@@ -283,10 +283,12 @@ def prefilled(backbone: Backbone, prompt: Tensor | Sequence[int]) -> Cache:
 def rows_of(cache: Cache, slot: int = 0) -> Tensor:
     """Returns the keys and values of a slot [2, layers, KV, length, D]."""
     assert cache.keys is not None and cache.values is not None
-    keys, values = cache.keys[:, slot], cache.values[:, slot]
     if isinstance(cache, NativeCache):  # keys lie in tiles of columns, values are padded
-        keys = keys.mT.flatten(2, 3)
-        values = values[..., : keys.shape[-1]]
+        places = [cache.at(place) for place in range(cache.layers)]
+        keys = torch.stack([own[slot] for own, _ in places]).mT.flatten(2, 3)
+        values = torch.stack([own[slot] for _, own in places])[..., : keys.shape[-1]]
+    else:
+        keys, values = cache.keys[:, slot], cache.values[:, slot]
     return torch.stack([keys, values])[:, :, :, : cache.lengths[slot]]
 
 

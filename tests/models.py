@@ -62,6 +62,8 @@ OWN: dict[str, dict[str, Any]] = {
     "dots1": {"n_shared_experts": 1},
     "falcon_h1": {"layer_types": OUT, "lm_head_multiplier": 0.25},
     "gemma2": {"attn_logit_softcapping": 2.0},
+    "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.1,
+                "logits_scaling": 2.0},
     "gemma3n_text": {"num_kv_shared_layers": 2, "layer_types": [SLIDING, FULL] * 2, "laurel_rank": 8},
     "gemma4_text": {"num_kv_shared_layers": 2, "global_head_dim": 32, "layer_types": [SLIDING, FULL] * 2},
     "gemma4_unified_text": {"global_head_dim": 32, "layer_types": [SLIDING, FULL] * 2},

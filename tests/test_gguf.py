@@ -10,6 +10,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+import transformers
 from gguf import GGMLQuantizationType as Kind
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -34,6 +35,7 @@ from tests.helpers import (
     tiny_model,
     tokens_of,
 )
+from tests.models import tiny_config
 
 FP32 = LoadOptions(dtype="fp32")
 VOCAB, HEADS, KV_HEADS = 288, 4, 2
@@ -54,16 +56,23 @@ NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
 }
 Change = Callable[[gguf.GGUFWriter], Any]
 
 
 def write_gguf(
     path: Path, kind: Kind = Kind.F32, *, arch: str = "llama", template: str | None = CHAT_TEMPLATE,
-    change: Change = lambda writer: None, leave_out: str = "nothing", seed: int = 0,
+    change: Change = lambda writer: None, leave_out: str = "nothing", seed: int = 0, network: Any = None,
 ) -> Any:  # fmt: skip
     """Writes a tiny llama as a GGUF file; returns its network with the weights that the file holds, in fp32."""
-    network = tiny_model(vocab=VOCAB, seed=seed)
+    network = tiny_model(vocab=VOCAB, seed=seed) if network is None else network
     config, writer = network.config, gguf.GGUFWriter(path, arch)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_block_count(config.num_hidden_layers)
@@ -90,14 +99,16 @@ def write_gguf(
         for name, weight in network.named_parameters():
             if leave_out in name:
                 continue
-            own = Kind.F32 if weight.dim() == 1 else kind
-            heads = {"q_proj": HEADS, "k_proj": KV_HEADS}.get(name.split(".")[-2])
-            values = weight.numpy() if heads is None else interleaved(weight.numpy(), heads)
-            packed = gguf.quantize(values, own)
-            writer.add_tensor(gguf_name(name), packed, raw_dtype=own)
-            values = gguf.dequantize(packed, own).reshape(values.shape)
-            kept = torch.from_numpy(np.array(values if heads is None else halves(values, heads)))
-            weight.copy_(kept)
+            of_heads = {"q_proj": HEADS, "k_proj": KV_HEADS} if arch == "llama" else {}
+            heads = of_heads.get(name.split(".")[-2])
+            for stored, part in parts_of(name, weight):
+                own = Kind.F32 if part.dim() == 1 or "_inp" in stored else kind
+                values = part.numpy() if heads is None else interleaved(part.numpy(), heads)
+                packed = gguf.quantize(np.ascontiguousarray(values), own)
+                writer.add_tensor(stored, packed, raw_dtype=own)
+                values = gguf.dequantize(packed, own).reshape(values.shape)
+                kept = np.array(values if heads is None else halves(values, heads))
+                part.copy_(torch.from_numpy(kept))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -105,11 +116,45 @@ def write_gguf(
     return network
 
 
+def write_experts(path: Path, family: str, kind: Kind) -> Any:
+    """Writes a tiny mixture of experts as a GGUF file; returns its network with the weights that the file holds."""
+    arch = family.replace("_", "")
+    # As llama.cpp takes it for each.
+    config = tiny_config(family, vocab_size=VOCAB, num_experts=6, norm_topk_prob=arch == "qwen3moe")
+    config.tie_word_embeddings = False
+    torch.manual_seed(0)
+    network = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+    def change(writer: gguf.GGUFWriter) -> None:
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        if family == "qwen2_moe":
+            writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+
+    return write_gguf(path, kind, arch=arch, change=change, network=network)
+
+
+def parts_of(name: str, weight: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """Returns the tensors of a file that a weight is stored in."""
+    layer = ".".join(name.split(".")[2:3])
+    if name.endswith("experts.gate_up_proj"):
+        gate, up = weight.chunk(2, dim=1)
+        return [
+            (f"blk.{layer}.ffn_gate_exps.weight", gate),
+            (f"blk.{layer}.ffn_up_exps.weight", up),
+        ]
+    if name.endswith("experts.down_proj"):
+        return [(f"blk.{layer}.ffn_down_exps.weight", weight)]
+    return [(gguf_name(name), weight)]
+
+
 def gguf_name(name: str) -> str:
     layer = name.split(".")[2] if name.startswith("model.layers.") else None
+    module, _, kind = name.rpartition(".")
     for theirs, own in NAMES.items():
-        if f"{theirs}." in name:
-            return f"blk.{layer}.{own}.weight" if layer else f"{own}.weight"
+        if module == theirs or (layer and module.endswith(f".{layer}.{theirs}")):
+            return f"blk.{layer}.{own}.{kind}" if layer else f"{own}.{kind}"
     raise KeyError(name)
 
 
@@ -214,6 +259,24 @@ def test_other_engines_read_the_same_numbers(file: Path, kind: Kind) -> None:
     torch.testing.assert_close(
         forward(backbone, ids).logits, network(ids[None]).logits[0], rtol=1e-4, atol=1e-4
     )
+
+
+@pytest.mark.parametrize("kind", [Kind.F32, Kind.Q8_0], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe"])
+def test_experts_are_read_from_the_file(
+    file: Path, tmp_path: Path, family: str, kind: Kind
+) -> None:
+    network = write_experts(file, family, kind)
+    ids = torch.tensor(PROMPT)
+    expected = network(ids[None]).logits[0]
+    for engine in ("native", "eager"):
+        backbone = load_backbone(str(file), LoadOptions(dtype="fp32", engine=engine))
+        torch.testing.assert_close(forward(backbone, ids).logits, expected, rtol=1e-3, atol=1e-3)
+    if kind == Kind.F32:
+        folder = Path(assets.model_dir(str(file)))
+        assert not list(folder.glob("*.safetensors"))
+        network.save_pretrained(tmp_path / "whole")
+        assert weights_of(str(file)) == weights_of(str(tmp_path / "whole"))
 
 
 @pytest.mark.parametrize("engine", ["native", "eager"])

@@ -233,25 +233,22 @@ def test_logits_that_are_not_the_lm_heads_are_refused(
 
 
 @pytest.mark.parametrize("factors", [(12.0, 0.22), (1.0, 0.5), (0.5, 1.0)])
-def test_models_with_multipliers_in_their_layers_run_on_the_eager_engine(
+def test_models_with_multipliers_in_their_layers_run_on_the_native_engine(
     tmp_path: Path, factors: tuple[float, float]
 ) -> None:
     config = hf.GraniteConfig(
         vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, initializer_range=0.4, embedding_multiplier=factors[0], residual_multiplier=factors[1],
-        attention_multiplier=0.2, logits_scaling=1.0,
+        attention_multiplier=0.2, logits_scaling=3.0,
     )  # fmt: skip
     torch.manual_seed(0)
     model, ids = hf.GraniteForCausalLM(config).eval(), torch.arange(5, 18)
     with torch.inference_mode():
         theirs = model(ids[None]).logits[0]
     path = save_network(model, tmp_path)
-    with pytest.raises(UsageError, match="engine native"):
-        load_backbone(path, LoadOptions(dtype="fp32", engine="native"))
-    backbone = load_backbone(path, FP32)
-    assert backbone.engine.name == "eager" and torch.allclose(
-        forward(backbone, ids).logits, theirs, atol=2e-5
-    )
+    for engine in ("native", "eager"):
+        backbone = load_backbone(path, LoadOptions(dtype="fp32", engine=engine))
+        assert torch.allclose(forward(backbone, ids).logits, theirs, atol=2e-5)
 
 
 @pytest.mark.parametrize("original", [40, 512])

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 from medusa_cli.decode import Sampling
 from medusa_cli.drafters import MedusaHeads
 from medusa_cli.drafters.base import Batch
-from medusa_cli.engine import attach, load_backbone
-from medusa_cli.errors import UserError
+from medusa_cli.engine import Plan, attach, load_backbone
+from medusa_cli.errors import UsageError, UserError
 from medusa_cli.model import Backbone, lora
 from medusa_cli.model.backbone import LOGIT_CHANGES, text_model
 from medusa_cli.runs.load_options import LoadOptions
@@ -66,15 +66,29 @@ def test_logits_are_the_networks_own(kind: str, fields: dict[str, Any]) -> None:
     assert torch.allclose(forward(backbone, IDS).logits, logits_of(network), atol=1e-4)
 
 
+@pytest.mark.parametrize("engine", ["native", "torch"])
 @pytest.mark.parametrize(("kind", "fields"), [CHANGED[0], CHANGED[3]])
-def test_logits_of_the_torch_engine_are_the_networks_own(kind: str, fields: dict[str, Any]) -> None:
-    network, backbone = network_and_backbone(kind, fields, "torch")
-    assert torch.allclose(forward(backbone, IDS).logits, logits_of(network), atol=1e-4)
+def test_logits_of_other_engines_are_the_networks_own(
+    kind: str, fields: dict[str, Any], engine: str
+) -> None:
+    ones = {"embedding_multiplier": 1.0, "residual_multiplier": 1.0}
+    of_layers = ones if engine == "torch" and kind == "granite" else {}
+    network, backbone = network_and_backbone(kind, fields | of_layers, engine)
+    plan = Plan.chain(torch.tensor(IDS), logits="all")
+    out = backbone.engine.forward(plan, backbone.engine.new_cache())
+    assert torch.allclose(out.logits[0], logits_of(network), atol=1e-4)
+    if engine == "native":
+        assert torch.equal(out.best, out.logits.argmax(-1).int())
 
 
-@pytest.mark.parametrize(("kind", "fields"), [CHANGED[0], CHANGED[3]])
-def test_log_probabilities_and_samples_are_the_models(kind: str, fields: dict[str, Any]) -> None:
-    network, backbone = network_and_backbone(kind, fields)
+@pytest.mark.parametrize(
+    ("kind", "fields", "engine"),
+    [(*CHANGED[0], "eager"), (*CHANGED[3], "eager"), (*CHANGED[1], "native")],
+)
+def test_log_probabilities_and_samples_are_the_models(
+    kind: str, fields: dict[str, Any], engine: str
+) -> None:
+    network, backbone = network_and_backbone(kind, fields, engine)
     with torch.no_grad():
         expected = network(torch.tensor([IDS])).logits[0, -1].softmax(-1)
     [step] = answer(decoder_of(backbone), IDS, max_new_tokens=1, stop_ids=(), top=3)
@@ -126,14 +140,12 @@ def test_an_unknown_formula_is_refused_with_digits(
 @pytest.mark.parametrize(
     ("kind", "fields"), [("gemma2", {"attn_logit_softcapping": 50.0}), ("gpt_oss", {})]
 )
-def test_attention_that_caps_or_sinks_change_is_left_to_the_eager_engine(
-    kind: str, fields: dict[str, Any], tmp_path: Path
+def test_the_torch_engine_refuses_attention_that_caps_or_sinks_change(
+    kind: str, fields: dict[str, Any]
 ) -> None:
-    # A cap of 50 changes nothing at small scores, which the fast engine's check would see.
-    backbone = load_backbone(
-        save_network(tiny_network(kind, **fields), tmp_path), LoadOptions(dtype="fp32")
-    )
-    assert backbone.engine.name == "eager"
+    # A cap of 50 changes nothing at small scores, which the engine's own check would see.
+    with pytest.raises(UsageError, match="engine torch"):
+        network_and_backbone(kind, fields, "torch")
 
 
 def test_adapter_of_a_model_that_sees_images_is_on_its_text_part() -> None:

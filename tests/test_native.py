@@ -45,15 +45,26 @@ from tests.helpers import (
     program,
     rows_of,
     save_model,
+    save_network,
     tiny_backbone,
     tiny_model,
     tiny_tokenizer,
     tokens_of,
 )
+from tests.models import tiny_network
 
 pytestmark = pytest.mark.skipif(not is_available(), reason="the native library is not compiled")
 
 EACH_FAMILY = pytest.mark.parametrize("family", FAMILIES)
+# Types with layers unlike Llama's: factors, joined matrices, norms elsewhere and of other kinds, attention beside the
+# MLP, rotary positions of neighbours or in some layers only, soft caps, sinks, experts chosen in several ways, heads of
+# different widths, shared keys and embeddings by layer.
+VARIANTS = (
+    "granite", "phi", "phi3", "stablelm", "nemotron", "smollm3", "olmo2", "glm4", "cohere2", "hunyuan_v1_dense",
+    "gemma2", "granite_swa", "qwen2_moe", "mixtral", "exaone_moe", "cohere2_moe", "granitemoeshared", "gemma4_text",
+    "gemma4_unified_text",
+)  # fmt: skip
+EACH_VARIANT = pytest.mark.parametrize("variant", VARIANTS)
 EACH_FORMAT = pytest.mark.parametrize("format", Format, ids=lambda format: format.name)
 # Where the scales of a block stand, of the formats that have them in fp16.
 SCALES = {
@@ -538,6 +549,154 @@ def test_a_forked_process_runs_passes() -> None:
     child.join(60)
     assert child.exitcode == 0 and queue.get()
     assert torch.equal(forward(backbone, text).logits, expected)
+
+
+# ---- other kinds of layers
+
+
+def variant_of(variant: str, kind: str = "fp32", **fields: Any) -> Backbone:
+    dtype, quantize, rows = KINDS[kind]
+    backbone = Backbone(tiny_network(variant, **fields).to(dtype), tiny_tokenizer(128))
+    attach(backbone, "native", quantize=quantize, rows=rows)
+    return backbone
+
+
+@EACH_VARIANT
+@pytest.mark.parametrize("kind", ["fp32", "int4"])
+def test_variant_gives_its_networks_logits_with_the_same_bits_everywhere(
+    variant: str, kind: str
+) -> None:
+    backbone, text = variant_of(variant, kind), text_of(80, 128)
+    whole = forward(backbone, text).logits.clone()
+    if kind == "fp32":
+        with torch.inference_mode():
+            expected = tiny_network(variant)(text[None]).logits[0]
+        assert float((whole - expected).norm() / expected.norm()) < 1e-4
+    assert_same_bits(backbone, text, (1, 14, 16, 33, 60))
+    cache = backbone.engine.new_cache(3, 1)
+    forward(backbone, text[:30], cache, slot=1, logits="none")
+    forward(backbone, text[:41], cache, slot=2, logits="none")
+    rows = torch.stack([text[30:35], text[41:46]])
+    out = backbone.engine.forward(Plan(rows, None, None, first=1), cache)
+    assert torch.equal(out.logits[0], whole[30:35]) and torch.equal(out.logits[1], whole[41:46])
+    for name in instructions():
+        library().use(name.encode())
+        for count in (1, 3):
+            library().threads(count)
+            assert torch.equal(forward(backbone, text).logits, whole), (name, count)
+
+
+@pytest.mark.parametrize(
+    "variant", ["qwen3_moe", "mixtral", "exaone_moe", "ernie4_5_moe", "granitemoe", "gemma3"]
+)
+def test_weights_of_experts_and_wrappers_are_mapped(
+    variant: str, tmp_path: Path, apart: Path
+) -> None:
+    network = tiny_network(variant)
+    for name, values in network.state_dict().items():
+        if name.endswith("e_score_correction_bias"):
+            values.copy_(torch.linspace(-1, 1, values.numel()).view_as(values))
+    path = save_network(network, tmp_path / "model")
+    text = text_of(30, 128)
+    with torch.inference_mode():
+        expected = network(text[None]).logits[0]
+    backbone = load(path)
+    assert backbone.engine.model.packed.memory is not None
+    logits = forward(backbone, text).logits
+    assert float((logits - expected).norm() / expected.norm()) < 1e-4
+    for options in ({"quantize": "int4"}, {"quantize": "int8", "rows": "int8"}):
+        rounded_logits = forward(load(path, **options), text).logits
+        assert torch.isfinite(rounded_logits).all()
+
+
+@pytest.mark.parametrize(
+    ("variant", "fields"),
+    [
+        ("gemma4_text", {"attention_k_eq_v": True, "num_global_key_value_heads": 1}),
+        ("gemma4_text", {"use_double_wide_mlp": True}),
+        ("gemma4_text", {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}),
+        ("stablelm", {"use_parallel_residual": True}),
+        ("phi", {"qk_layernorm": True}),
+        ("granitemoeshared", {"embedding_multiplier": 3.0, "residual_multiplier": 0.3}),
+        ("cohere2", {"logit_scale": 0.3}),
+    ],
+)
+def test_fields_of_a_variant_are_followed(variant: str, fields: dict[str, Any]) -> None:
+    network, text = tiny_network(variant, **fields), text_of(40, 128)
+    for name, values in network.state_dict().items():
+        if name.endswith("layer_scalar"):
+            values.fill_(0.7)
+    backbone = Backbone(network, tiny_tokenizer(128))
+    attach(backbone, "native")
+    logits = forward(backbone, text).logits
+    network.set_attn_implementation("eager")
+    with torch.inference_mode():
+        expected = network(text[None]).logits[0]
+    assert float((logits - expected).norm() / expected.norm()) < 1e-4
+
+
+def test_layers_that_share_keys_have_no_rows_of_their_own() -> None:
+    backbone = variant_of("gemma4_text")
+    description, cache = backbone.engine.model.description, backbone.engine.new_cache(2, 16)
+    assert [layer.place for layer in description.layers] == [0, 1, 0, 1]
+    assert cache.layers == 2 and {dim for _, dim in cache.shapes.values()} == {16, 32}
+    assert cache.nbytes == 16 * 2 * backbone.engine.row_bytes
+    text = text_of(40, 128)
+    forward(backbone, text, cache, slot=1)
+    assert cache.capacity >= 40
+    whole = forward(backbone, text).logits.clone()
+    cache.swap(0, 1)
+    cache.truncate(0, 33)
+    assert torch.equal(forward(backbone, text[33:], cache).logits, whole[33:])
+
+
+def test_router_keeps_its_weights_and_rows() -> None:
+    backbone = variant_of("qwen2_moe", "int4")
+    description = backbone.engine.model.description
+    matrices = backbone.engine.model.packed.matrices
+    routers = [matrices[name] for name in description.routers]
+    assert len(routers) == 2 * description.sizes["layers"]
+    assert all(matrix.format == Format.BF16 and not matrix.struct.int8_rows for matrix in routers)
+    read = backbone.engine.weight_bytes
+    assert read < sum(matrix.nbytes for matrix in matrices.values()) - matrices["lm_head"].nbytes
+    experts = [matrices[layer.matrices["up"]] for layer in description.layers]
+    assert all(matrix.format == Format.Q4_1 and matrix.struct.int8_rows for matrix in experts)
+
+
+def test_experts_of_equal_scores_are_the_first() -> None:
+    network = tiny_network("qwen3_moe")
+    for layer in network.model.layers:
+        layer.mlp.gate.weight.data.zero_()
+    backbone = Backbone(network, tiny_tokenizer(128))
+    attach(backbone, "native")
+    logits = forward(backbone, text_of(20, 128)).logits.clone()
+    for layer in network.model.layers:
+        layer.mlp.experts.down_proj.data[2:] = 7.0
+    attach(backbone, "native")
+    assert torch.equal(forward(backbone, text_of(20, 128)).logits, logits)
+
+
+def test_sinks_and_soft_caps_change_the_logits() -> None:
+    text = text_of(30, 128)
+    sunk, capped = tiny_network("granite_swa"), tiny_network("gemma2")
+    for layer in sunk.model.layers:
+        layer.self_attn.sinks.data.fill_(5.0)
+    uncapped = tiny_network("gemma2", attn_logit_softcapping=None)
+    for network, other in ((sunk, tiny_network("granite_swa")), (capped, uncapped)):
+        logits = []
+        for own in (network, other):
+            backbone = Backbone(own, tiny_tokenizer(128))
+            attach(backbone, "native")
+            logits.append(forward(backbone, text).logits.clone())
+        assert float((logits[0] - logits[1]).norm() / logits[1].norm()) > 0.05
+
+
+def test_layers_that_compute_something_else_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = type(tiny_network("phi").model.layers[0])
+    own = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda self, *args, **more: 1.1 * own(self, *args, **more))
+    with pytest.raises(UsageError, match="differ"):
+        variant_of("phi")
 
 
 # ---- packed files, and machines

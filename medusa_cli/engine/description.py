@@ -4,15 +4,20 @@ The layers of most decoders consist of the same parts. A network says which of t
 needs no weights for that.
 """
 
+import copy
 import math
-from collections.abc import Callable
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from medusa_cli.engine.experts import Part, Routing, experts_of, has_experts
 from medusa_cli.model.attention import Masks
 from medusa_cli.model.backbone import Layers, Unsupported
 from medusa_cli.native.library import TABLES
@@ -21,89 +26,282 @@ from medusa_cli.native.library import TABLES
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "squared_relu": lambda x: F.relu(x).square(),
 }
+# Gives the cosines and sines [1, n, D] of positions [1, n] for layers of a kind.
+Rotary = Callable[[Tensor, str], tuple[Tensor, Tensor]]
 # The library's norms of one head's query and key have a buffer of this size.
 MAX_HEAD_DIM = 1024
+
+# The names of a layer's matrices in transformers' networks, and of matrices that hold several.
+ATTENTION_MATRICES = {
+    "query": ("q_proj",),
+    "key": ("k_proj",),
+    "value": ("v_proj",),
+    "out": ("o_proj", "dense"),
+}
+MLP_MATRICES = {
+    "gate": ("gate_proj",),
+    "up": ("up_proj", "fc1", "c_fc"),
+    "down": ("down_proj", "fc2", "c_proj", "output_linear"),
+}
+JOINED_ATTENTION = ("qkv_proj",)
+JOINED_MLP = ("gate_up_proj", "input_linear")
+ACTIVATION_NAMES = ("act_fn", "activation_fn", "act", "activation")
+MLP_NAMES = ("mlp", "block_sparse_moe")
+SHARED_NAMES = ("shared_expert", "shared_experts", "shared_mlp")
+HEAD_NORMS = {
+    "query_norm": ("q_norm", "q_layernorm", "query_layernorm"),
+    "key_norm": ("k_norm", "k_layernorm", "key_layernorm"),
+}
+# What layers get of a token besides their states (Gemma 4's per-layer embeddings).
+INPUT_MATRICES = {"input_gate": "per_layer_input_gate", "input_out": "per_layer_projection"}
+INPUT_NORM = "post_per_layer_input_norm"
+# The norms before and after attention, and before and after the MLP, by the names that a layer has.
+NORM_PLACES = ("attention_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm")
+NORM_NAMES = (
+    ("input_layernorm", None, "post_attention_layernorm", None),  # Llama
+    ("attention_layernorm", None, "feedforward_layernorm", None),  # Apertus
+    ("input_layernorm", None, "pre_feedforward_layernorm", None),  # VaultGemma
+    ("input_layernorm", None, "input_layernorm", None),  # Cohere, Phi: side by side
+    (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),  # OLMo 2
+    (
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    ),  # Gemma
+    (
+        "input_layernorm",
+        "post_self_attn_layernorm",
+        "post_attention_layernorm",
+        "post_mlp_layernorm",
+    ),  # GLM-4
+)
 
 
 @dataclass(frozen=True)
 class LayerNames:
     """The names in transformers' network of one layer's parts, by the library's names.
 
-    kind: of its attention, such as full or sliding. table: the kind of its rotary positions.
+    vectors: those that are no norms. kind: of its attention, such as full or sliding. table: the
+    kind of its rotary positions, None if it turns nothing. experts: their number, 0 for one MLP.
+    kv, dim: the heads of its keys, and their width. place: of its keys and values in the cache,
+    which a layer without a key matrix shares with another one.
     """
 
     matrices: dict[str, str]
     norms: dict[str, str]
+    vectors: dict[str, str]
     kind: str
-    table: str
+    table: str | None
+    experts: int
+    kv: int
+    dim: int
+    place: int
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What layers get of a token besides their states: `width` numbers each.
+
+    They are an embedding, times a scale, plus a projection of the first states, times a scale and
+    normalised; their sum is multiplied by a factor. The rest are names.
+    """
+
+    width: int
+    embedding: str
+    embedding_scale: float
+    projection: str
+    norm: str
+    scale: float
+    factor: float
 
 
 @dataclass(frozen=True)
 class Description:
     """A decoder: its sizes, the names of its parts, and the constants that they compute with.
 
-    activation: the index in ACTIVATIONS. one_more: norms multiply by 1 + w. window: of sliding
-    layers, 0 for none. tables: the kinds of rotary positions.
+    parts: matrices that are rows of stored ones. activation: the index in ACTIVATIONS. flags: by
+    the library's names. one_more: norms multiply by 1 + w. residual: the factor of what attention
+    and MLP add. cap: of attention's scores, 0 for none. routing: to experts. window: of sliding
+    layers, 0 for none. tables: the kinds of rotary positions. inputs: of layers besides states.
     """
 
     sizes: dict[str, int]
     layers: list[LayerNames]
+    parts: dict[str, Part]
     embedding: str
     head: str
     norm: str
     eps: float
     scale: float
     embedding_scale: float
+    residual: float
+    cap: float
     activation: int
+    flags: dict[str, bool]
     one_more: bool
+    routing: Routing
     window: int
     tables: list[str]
+    inputs: Inputs | None
 
     @property
     def matrix_names(self) -> list[str]:
         """Returns the names of all matrices, each once."""
         of_layers = [name for layer in self.layers for name in layer.matrices.values()]
-        return list(dict.fromkeys([self.embedding, self.head, *of_layers]))
+        of_inputs = [] if self.inputs is None else [self.inputs.embedding, self.inputs.projection]
+        return list(dict.fromkeys([self.embedding, self.head, *of_inputs, *of_layers]))
 
     @property
     def norm_names(self) -> list[str]:
-        """Returns the names of all norms."""
-        return [self.norm, *(name for layer in self.layers for name in layer.norms.values())]
+        """Returns the names of all norms, each once."""
+        of_layers = [name for layer in self.layers for name in layer.norms.values()]
+        of_inputs = [] if self.inputs is None else [self.inputs.norm]
+        return list(dict.fromkeys([self.norm, *of_inputs, *of_layers]))
+
+    @property
+    def looked_up(self) -> set[str]:
+        """Returns the names of the matrices of which a step only looks rows up."""
+        of_inputs = set() if self.inputs is None else {self.inputs.embedding}
+        return ({self.embedding} | of_inputs) - {self.head}
+
+    @property
+    def places(self) -> int:
+        """Returns how many layers have keys and values of their own in the cache."""
+        return 1 + max(layer.place for layer in self.layers)
+
+    @property
+    def vector_names(self) -> list[str]:
+        """Returns the names of all vectors that are no norms."""
+        return [name for layer in self.layers for name in layer.vectors.values()]
+
+    @property
+    def routers(self) -> set[str]:
+        """Returns the names of the matrices that choose and weigh experts."""
+        return {
+            name
+            for layer in self.layers
+            for own, name in layer.matrices.items()
+            if own in ("router", "shared_router")
+        }
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The rows first .. end - 1 of a linear layer."""
+
+    linear: nn.Linear
+    first: int
+    end: int
+
+    @property
+    def count(self) -> int:
+        return self.end - self.first
+
+    def stored(self, module: str, name: str) -> tuple[str, Part | None]:
+        """Returns the name that the matrix has, of a module's, and the part that it is of it."""
+        if self.count == self.linear.out_features:
+            return module, None
+        part = Part(f"{module}.weight", f"{module}.bias", self.first, self.end)
+        return f"{module}.{name}", part
 
 
 def describe(network: Any) -> Description:
-    """Reads a network's parts, on any device; raises Unsupported for parts that the library does not have.
-
-    `one_more` is False: only a pass shows it.
-    """
+    """Reads a network's parts, on any device; raises Unsupported for parts that the library does not have."""
     parts = Layers(network)
     config = network.config.get_text_config()
     masks = Masks(config, torch.float32)
     names = {id(module): name for name, module in network.named_modules()}
+    shared = _Shared()
+    shared.add_norm(parts.norm)
+    stored_parts: dict[str, Part] = {}
+    turning: dict[Any, tuple[bool, bool]] = {}
+    rotary = rotary_of(network)
 
-    layers = []
-    eps = {eps_of(parts.base.norm)}
-    scales = set()
-    activations = set()
+    layers: list[LayerNames] = []
+    # The layer whose keys and values others of its kind share.
+    owners: dict[str, LayerNames] = {}
     for index, layer in enumerate(parts.layers):
         attention = getattr(layer, "self_attn", None)
-        mlp = getattr(layer, "mlp", None)
-        matrices = _matrices(attention, mlp)
-        norms = _norms(layer, attention)
-        eps |= {eps_of(norm) for norm in norms.values()}
-        scales.add(getattr(attention, "scaling", None))
-        activations.add(_activation_of(mlp.act_fn))  # type: ignore[union-attr]
+        mlp = _first_of(layer, MLP_NAMES)
+        matrices = _attention_matrices(attention) | _input_matrices(layer)
+        experts = None
+        if has_experts(mlp):
+            experts = experts_of(mlp, names[id(mlp)])
+            shared_mlp = _first_of(mlp, SHARED_NAMES) or _first_of(layer, SHARED_NAMES)
+            if shared_mlp is not None:
+                own = _mlp_matrices(shared_mlp)
+                matrices |= {f"shared_{name}": rows for name, rows in own.items()}
+            shared.add(routing=experts.routing)
+        else:
+            matrices |= _mlp_matrices(mlp)
+        norms = _norms(layer) | _head_norms(attention)
+        kind = masks.layer_type(index)
+        owner = owners.get(kind) if "key" not in matrices else None
+        if owner is not None:
+            turns, late = owner.table is not None, False
+        else:
+            # Layers of the same attributes compute alike.
+            alike = kind, *_plain_attributes(attention)
+            if alike not in turning:
+                turning[alike] = _turning(parts, index, rotary, norms.get("query_norm"))
+            turns, late = turning[alike]
+
+        for norm in norms.values():
+            shared.add_norm(norm)
+        heads = config.num_attention_heads
+        dim = matrices["query"].count // heads
+        kv = owner.kv if owner is not None else matrices["key"].count // dim
+        if dim > MAX_HEAD_DIM or heads % kv:
+            raise Unsupported("its heads have sizes not known here")
+        shared.add(
+            scale=getattr(attention, "scaling", None),
+            cap=getattr(attention, "attn_logit_softcapping", None) or 0.0,
+            residual=getattr(layer, "residual_multiplier", 1.0),
+            activation=_activation_of(
+                _first_of(mlp if experts is None else mlp.experts, ACTIVATION_NAMES)
+            ),
+            parallel=norms.get("attention_norm") is norms.get("mlp_norm") is not None,
+        )
+        if "query_norm" in norms:
+            wide = norms["query_norm"].weight.numel()
+            shared.add(whole_norms=wide != dim)
+        if "query_norm" in norms and owner is None:
+            shared.add(late_norms=late)
+        if "key" in matrices:
+            shared.add(value_norms=_has_value_norm(attention))
+
+        stored = {}
+        vectors = {}
+        for name, rows in matrices.items():
+            stored[name], part = rows.stored(names[id(rows.linear)], name)
+            if part is not None:
+                stored_parts[stored[name]] = part
+        if getattr(attention, "sinks", None) is not None:
+            vectors["sinks"] = f"{names[id(attention)]}.sinks"
+        if getattr(layer, "layer_scalar", None) is not None:
+            vectors["scalar"] = f"{names[id(layer)]}.layer_scalar"
+        if experts is not None:
+            stored |= experts.matrices
+            stored_parts |= experts.parts
+            vectors |= experts.vectors
         layers.append(
             LayerNames(
-                matrices={name: names[id(module)] for name, module in matrices.items()},
-                norms={name: names[id(module)] for name, module in norms.items()},
-                kind=masks.layer_type(index),
-                table=parts.kinds[index],
+                matrices=stored,
+                norms={name: names[id(norm)] for name, norm in norms.items()},
+                vectors=vectors,
+                kind=kind,
+                table=parts.kinds[index] if turns else None,
+                experts=0 if experts is None else experts.count,
+                kv=kv,
+                dim=dim,
+                place=owner.place if owner is not None else len({own.place for own in layers}),
             )
         )
-    if None in scales or any(len(values) != 1 for values in (eps, scales, activations)):
-        raise Unsupported("its layers differ in ways not known here")
+        if getattr(attention, "store_full_length_kv", False):
+            owners[kind] = layers[-1]
 
     tables = sorted(set(parts.kinds)) if parts.by_kind else [parts.kinds[0]]
     if len(tables) > TABLES:
@@ -112,84 +310,302 @@ def describe(network: Any) -> Description:
     tied = bool(getattr(config, "tie_word_embeddings", False)) and head.bias is None
     embedding = names[id(parts.base.embed_tokens)]
     return Description(
-        sizes=_sizes(network, config, parts),
+        sizes={
+            "layers": len(parts.layers),
+            "hidden": config.hidden_size,
+            "heads": config.num_attention_heads,
+            "vocab": network.get_input_embeddings().weight.shape[0],
+        },
         layers=layers,
+        parts=stored_parts,
         embedding=embedding,
         head=embedding if tied else names[id(head)],
-        norm=names[id(parts.base.norm)],
-        eps=eps.pop(),
-        scale=float(scales.pop() or 0),
-        embedding_scale=float(getattr(parts.base.embed_tokens, "scalar_embed_scale", 1.0)),
-        activation=activations.pop(),
-        one_more=False,
+        norm=names[id(parts.norm)],
+        eps=shared.only("eps"),
+        scale=float(shared.only("scale")),
+        embedding_scale=_embedding_scale(parts.base),
+        residual=float(shared.only("residual")),
+        cap=float(shared.only("cap")),
+        activation=shared.only("activation"),
+        flags={
+            "centered": shared.only("centered"),
+            "whole_norms": shared.only("whole_norms", False),
+            "late_norms": shared.only("late_norms", False),
+            "pairs": _turns_pairs(parts.layers[0].self_attn),
+            "parallel": shared.only("parallel"),
+            "value_norms": shared.only("value_norms"),
+        },
+        one_more=shared.only("one_more"),
+        routing=shared.only("routing", Routing()),
         window=0 if math.isinf(masks.window) else int(masks.window),
         tables=tables,
+        inputs=_inputs(parts.base, names, shared),
     )
 
 
-def _sizes(network: Any, config: Any, parts: Layers) -> dict[str, int]:
-    """Returns a decoder's sizes by the library's names."""
-    first = parts.layers[0]
-    heads = config.num_attention_heads
-    kv = getattr(config, "num_key_value_heads", None) or heads
-    dim = first.self_attn.q_proj.out_features // heads
-    if first.self_attn.k_proj.out_features != kv * dim or dim > MAX_HEAD_DIM:
-        raise Unsupported("its heads have sizes not known here")
+def rotary_of(network: Any) -> Rotary:
+    """Returns a network's rotary tables as a function; it runs on the CPU even if the network has no weights."""
+    parts = Layers(network)
+    config = network.config.get_text_config()
+    with torch.device("cpu"):
+        module = type(parts.base.rotary_emb)(config)
+    like = torch.empty(1)
+
+    def rotary(positions: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            cos, sin = module(like, positions, kind) if parts.by_kind else module(like, positions)
+        return cos, sin
+
+    return rotary
+
+
+class _Shared:
+    """Facts that the library takes once for all layers."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, set[Any]] = defaultdict(set)
+        self.kinds: dict[type, tuple[bool, bool]] = {}
+
+    def add(self, **facts: Any) -> None:
+        for name, value in facts.items():
+            self.values[name].add(value)
+
+    def add_norm(self, norm: Any) -> None:
+        """Adds what a norm computes; raises Unsupported for one that the library does not have."""
+        eps = eps_of(norm)
+        if type(norm) not in self.kinds:
+            self.kinds[type(norm)] = _kind_of(norm, eps)
+        centered, one_more = self.kinds[type(norm)]
+        self.add(eps=eps, centered=centered, one_more=one_more)
+
+    def only(self, name: str, default: Any = None) -> Any:
+        """Returns a fact's value; raises Unsupported if layers differ in it, or none has it."""
+        values = self.values[name] or {default}
+        if len(values) != 1 or None in values:
+            raise Unsupported(f"its layers differ in ways not known here ({name})")
+        return next(iter(values))
+
+
+def _first_of(owner: Any, names: Sequence[str]) -> Any:
+    """Returns the first part that an owner has of some names; None if it has none."""
+    return next((part for name in names if (part := getattr(owner, name, None)) is not None), None)
+
+
+def _attention_matrices(attention: Any) -> dict[str, _Rows]:
+    """Returns the matrices of attention by the library's names."""
+    matrices = _linears(attention, ATTENTION_MATRICES)
+    joined = _first_of(attention, JOINED_ATTENTION)
+    if joined is not None and "out" in matrices:
+        queries = matrices["out"].linear.in_features
+        keys = (joined.out_features - queries) // 2
+        matrices |= _cut(joined, {"query": queries, "key": keys, "value": keys})
+    if getattr(attention, "is_kv_shared_layer", False):
+        return _complete(matrices, ("query", "out"))
+    if getattr(attention, "use_alternative_attention", False) and "key" in matrices:
+        matrices["value"] = matrices["key"]
+    return _complete(matrices, ATTENTION_MATRICES)
+
+
+def _input_matrices(layer: Any) -> dict[str, _Rows]:
+    """Returns the matrices of a layer's inputs besides its states by the library's names, if it has some."""
+    if getattr(layer, INPUT_NORM, None) is None:
+        return {}
+    return _complete(
+        _linears(layer, {name: (own,) for name, own in INPUT_MATRICES.items()}), INPUT_MATRICES
+    )
+
+
+def _mlp_matrices(mlp: Any) -> dict[str, _Rows]:
+    """Returns the matrices of an MLP, which may have no gate, by the library's names."""
+    matrices = _linears(mlp, MLP_MATRICES)
+    joined = _first_of(mlp, JOINED_MLP)
+    if joined is not None:
+        half = joined.out_features // 2
+        matrices |= _cut(joined, {"gate": half, "up": half})
+    return _complete(matrices, ("up", "down"))
+
+
+def _linears(owner: Any, names: dict[str, tuple[str, ...]]) -> dict[str, _Rows]:
+    linears = {name: _first_of(owner, own) for name, own in names.items()}
     return {
-        "layers": len(parts.layers),
-        "hidden": config.hidden_size,
-        "heads": heads,
-        "kv": kv,
-        "dim": dim,
-        "inner": first.mlp.gate_proj.out_features,
-        "vocab": network.get_input_embeddings().weight.shape[0],
+        name: _Rows(linear, 0, getattr(linear, "out_features", 0))
+        for name, linear in linears.items()
+        if linear is not None
     }
 
 
-def _matrices(attention: Any, mlp: Any) -> dict[str, nn.Linear]:
-    """Returns the linear layers of a decoder layer by the library's names."""
-    names = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "out": "o_proj"}
-    linears = {name: getattr(attention, own, None) for name, own in names.items()}
-    linears |= {name: getattr(mlp, f"{name}_proj", None) for name in ("gate", "up", "down")}
-    for name, module in linears.items():
-        if type(module) is not nn.Linear:
+def _cut(linear: Any, counts: dict[str, int]) -> dict[str, _Rows]:
+    """Cuts a linear layer into parts of so many rows."""
+    parts = {}
+    first = 0
+    for name, count in counts.items():
+        parts[name] = _Rows(linear, first, first + count)
+        first += count
+    return parts
+
+
+def _complete(
+    matrices: dict[str, _Rows], wanted: Sequence[str] | dict[str, Any]
+) -> dict[str, _Rows]:
+    """Returns matrices; raises Unsupported if a wanted one lacks, or one is no plain linear layer."""
+    for name in wanted:
+        if name not in matrices:
             raise Unsupported(f"its layers have no plain {name} matrix")
-    if not hasattr(mlp, "act_fn"):
-        raise Unsupported("its MLP has no activation function")
-    return linears  # type: ignore[return-value]
+    for name, rows in matrices.items():
+        if type(rows.linear) is not nn.Linear:
+            raise Unsupported(f"its layers have no plain {name} matrix")
+    return matrices
 
 
-def _norms(layer: Any, attention: Any) -> dict[str, Any]:
-    """Returns the norms of a decoder layer by the library's names."""
-    names = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
-    if hasattr(layer, "post_feedforward_layernorm"):  # Gemma: norms after attention and MLP, too
-        names["mlp_norm"] = "pre_feedforward_layernorm"
-        names["attention_out_norm"] = "post_attention_layernorm"
-        names["mlp_out_norm"] = "post_feedforward_layernorm"
-    norms = {name: getattr(layer, own, None) for name, own in names.items()}
-    if None in norms.values():
-        raise Unsupported("its norms are placed in a way not known here")
-    for name, own in (("query_norm", "q_norm"), ("key_norm", "k_norm")):
-        if getattr(attention, own, None) is not None:
-            norms[name] = getattr(attention, own)
-    return norms
+def _norms(layer: Any) -> dict[str, Any]:
+    """Returns the norms around a layer's attention and MLP by the library's names."""
+    own = {name: module for name, module in layer.named_children() if "norm" in name}
+    of_inputs = own.pop(INPUT_NORM, None)
+    for names in NORM_NAMES:
+        if set(names) - {None} == set(own):
+            norms = {
+                place: own[name]
+                for place, name in zip(NORM_PLACES, names, strict=True)
+                if name is not None
+            }
+            return norms if of_inputs is None else {**norms, "input_norm": of_inputs}
+    raise Unsupported("its norms are placed in a way not known here")
+
+
+def _head_norms(attention: Any) -> dict[str, Any]:
+    """Returns the norms of queries and keys by the library's names."""
+    norms = {name: _first_of(attention, own) for name, own in HEAD_NORMS.items()}
+    return {name: norm for name, norm in norms.items() if norm is not None}
+
+
+def _has_value_norm(attention: Any) -> bool:
+    """Returns True if attention normalises values; raises Unsupported for norms of them with gains."""
+    norm = getattr(attention, "v_norm", None)
+    if getattr(norm, "weight", None) is not None:
+        raise Unsupported("its norms of values have gains")
+    return norm is not None
+
+
+def _inputs(base: Any, names: dict[int, str], shared: "_Shared") -> Inputs | None:
+    """Returns what layers get of a token besides their states; None if that is nothing."""
+    embedding = getattr(base, "embed_tokens_per_layer", None)
+    if embedding is None:
+        return None
+    norm = base.per_layer_projection_norm
+    shared.add_norm(norm)
+    return Inputs(
+        width=norm.weight.numel(),
+        embedding=names[id(embedding)],
+        embedding_scale=float(embedding.scalar_embed_scale),
+        projection=names[id(base.per_layer_model_projection)],
+        norm=names[id(norm)],
+        scale=float(base.per_layer_model_projection_scale),
+        factor=float(base.per_layer_input_scale),
+    )
 
 
 def eps_of(norm: Any) -> float:
-    """Returns the epsilon of a norm; raises Unsupported unless it has the parts of an RMS norm."""
+    """Returns the epsilon of a norm; raises Unsupported unless it has the parts of one."""
     eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
     weight = getattr(norm, "weight", None)
-    is_vector = weight is not None and weight.dim() == 1
-    if eps is None or not is_vector or getattr(norm, "bias", None) is not None:
-        raise Unsupported(f"{type(norm).__name__} is not an RMS norm")
+    if eps is None or weight is None or weight.dim() != 1:
+        raise Unsupported(f"{type(norm).__name__} is not a norm known here")
     return float(eps)
+
+
+def _kind_of(norm: Any, eps: float) -> tuple[bool, bool]:
+    """Returns whether a norm subtracts the mean, and whether it multiplies by 1 + w, by its values.
+
+    Raises Unsupported for one that computes something else. Its own weights are not read.
+    """
+    probe = copy.deepcopy(norm).to_empty(device="cpu").float()
+    for number, parameter in enumerate(probe.parameters()):
+        parameter.data = torch.linspace(0.5 + number, 2, parameter.numel())
+    wide = probe.weight.numel()
+    x = torch.linspace(-2, 3, 2 * wide).square().view(2, wide)
+    bias = getattr(probe, "bias", None)
+    for centered in (False, True):
+        centre = x.mean(-1, keepdim=True) if centered else 0
+        unit = F.rms_norm(x - centre, (wide,), eps=eps)
+        for one_more in (False, True):
+            expected = unit * (probe.weight + one_more) + (0 if bias is None else bias)
+            if torch.allclose(probe(x), expected, atol=1e-4, rtol=1e-4):
+                return centered, one_more
+    raise Unsupported(f"{type(norm).__name__} computes something other than a norm known here")
+
+
+def _plain_attributes(module: Any) -> Sequence[Any]:
+    """Returns the names and values of a module's numbers and texts, but for its own index."""
+    plain = (bool, int, float, str, type(None))
+    return sorted(
+        (name, str(value))
+        for name, value in vars(module).items()
+        if isinstance(value, plain) and name != "layer_idx"
+    )
+
+
+def _turning(parts: Layers, index: int, rotary: Rotary, query_norm: Any) -> tuple[bool, bool]:
+    """Returns whether a layer turns queries and keys, and whether it does before it normalises them.
+
+    Found by what depends on the cosines, in a pass of two rows through its attention.
+    """
+    attention = parts.layers[index].self_attn
+    weight = next(attention.parameters())
+    more: dict[str, Any] = {}
+    if _takes(attention, "shared_kv_states"):
+        more["shared_kv_states"] = {}
+    x = torch.zeros(1, 2, parts.config.hidden_size, dtype=weight.dtype, device=weight.device)
+    tables = rotary(torch.arange(2)[None], parts.kinds[index])
+    inputs: list[Tensor] = []
+    hook = None
+    if query_norm is not None:
+        hook = query_norm.register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
+    try:
+        with torch.enable_grad():
+            cos, sin = (table.to(weight).requires_grad_() for table in tables)
+            out = attention(
+                hidden_states=x,
+                position_embeddings=(cos, sin),
+                attention_mask=None,
+                position_ids=torch.arange(2, device=weight.device)[None],
+                **more,
+            )[0]
+            return _depends(out, cos), any(_depends(rows, cos) for rows in inputs)
+    finally:
+        if hook is not None:
+            hook.remove()
+
+
+def _takes(module: Any, name: str) -> bool:
+    return name in signature(type(module).forward).parameters
+
+
+def _depends(result: Tensor, source: Tensor) -> bool:
+    if not result.requires_grad:
+        return False
+    [gradient] = torch.autograd.grad(result.sum(), source, retain_graph=True, allow_unused=True)
+    return gradient is not None
+
+
+def _turns_pairs(attention: Any) -> bool:
+    """Returns True if rotary positions turn neighbours: `rotate_half` of its module moves them."""
+    rotate_half = getattr(sys.modules[type(attention).__module__], "rotate_half", None)
+    return rotate_half is not None and rotate_half(torch.arange(4.0)).tolist() == [-1, 0, -3, 2]
+
+
+def _embedding_scale(base: Any) -> float:
+    """Returns what embeddings are multiplied by."""
+    scale = getattr(base.embed_tokens, "scalar_embed_scale", None)
+    return float(getattr(base, "embedding_multiplier", 1.0) if scale is None else scale)
 
 
 def _activation_of(function: Any) -> int:
     """Returns the library's number of an activation function, by its values."""
+    if function is None:
+        raise Unsupported("its MLP has no activation function")
     probe = torch.linspace(-6, 6, 101)
     values = function(probe)
     for number, known in enumerate(ACTIVATIONS.values()):
-        if torch.allclose(values, known(probe), atol=1e-6):
+        if torch.allclose(values, known(probe), atol=1e-5):
             return number
     raise Unsupported(f"its activation {type(function).__name__} is not known here")

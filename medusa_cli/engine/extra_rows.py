@@ -143,7 +143,7 @@ def extra_row_states(
             use_cache=False,
         )
         x = out.view(x.shape)
-    return parts.base.norm(x).flatten(0, 1)[padded]
+    return parts.norm(x).flatten(0, 1)[padded]
 
 
 _ONE_BY_ONE: WeakKeyDictionary[Backbone, Layers] = WeakKeyDictionary()
@@ -158,6 +158,7 @@ def layers_one_by_one(backbone: Backbone) -> Layers:
     if backbone not in _ONE_BY_ONE:
         try:
             parts = Layers(backbone.model)
+            parts.refuse_special_attention()
             _compare_layers(backbone, parts)
         except torch.OutOfMemoryError:
             raise
@@ -186,7 +187,7 @@ def _compare_layers(backbone: Backbone, parts: Layers) -> None:
             position_ids=positions,
             use_cache=False,
         )
-    error = difference(parts.base.norm(x)[0].float(), own[0].float())
+    error = difference(parts.norm(x)[0].float(), own[0].float())
     if error > (1e-3 if own.dtype == torch.float32 else 0.1):
         raise Unsupported(
             f"layers run one by one give states that differ from its own by {error:.2%}"

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from medusa_cli.engine.description import Description
+from medusa_cli.engine.description import Description, rotary_of
 from medusa_cli.engine.eager import EagerEngine
 from medusa_cli.engine.engine import Engine
 from medusa_cli.engine.native import NativeEmbedding, NativeEngine
-from medusa_cli.engine.native_model import NativeModel, rotary_of
+from medusa_cli.engine.native_model import NativeModel
 from medusa_cli.engine.packed import MissingWeights, Packed, pack_in_memory, pack_once
 from medusa_cli.engine.plan import Plan
 from medusa_cli.engine.torch_layers import TorchEngine

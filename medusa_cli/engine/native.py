@@ -48,9 +48,7 @@ class NativeEngine(Engine):
         # Numbers of a row in the library's buffers of states.
         self.stride = padded(self.sizes["hidden"], UNIT)
         self.head = NativeLinear(model.head)
-        # A step looks a few rows of the embedding up.
-        looked_up = model.embedding.nbytes if model.embedding is not model.head else 0
-        self.weight_bytes = model.packed.nbytes - looked_up
+        self.weight_bytes = model.bytes_read
         self._logits: NDArray[np.float32] | None = None
 
     @property
@@ -98,8 +96,8 @@ class NativeEngine(Engine):
 
     @property
     def row_bytes(self) -> int:
-        dim = self.sizes["dim"]
-        return FLOAT_BYTES * self.sizes["layers"] * self.sizes["kv"] * (dim + padded(dim, TILE))
+        width = self.model.struct.key_width + self.model.struct.value_width
+        return FLOAT_BYTES * self.model.description.places * int(width)
 
     def run_pass(self, plan: Plan, cache: Cache) -> Output:
         assert isinstance(cache, NativeCache)
@@ -143,6 +141,7 @@ class NativeEngine(Engine):
         visible = np.ascontiguousarray(mask.numpy(), np.uint8)
 
         x = self._embed(plan.tokens)
+        inputs = self._inputs(plan.tokens)
         last = self.sizes["layers"]
         entries = extra_rows.rows.layers if extra_rows is not None else ()
         cuts = sorted({0, last, *entries})
@@ -154,7 +153,7 @@ class NativeEngine(Engine):
                 x = self._padded(extra_rows.enter(first, x[..., : self.sizes["hidden"]]))
             here = [tap for tap in taps if first <= tap < end]
             states = self._run_layers(
-                x, cache, plan.first, lengths, positions, visible, first, end, here
+                x, inputs, cache, plan.first, lengths, positions, visible, first, end, here
             )
             by_tap |= zip(here, states, strict=True)
         by_tap[-1] = by_tap[last - 1] = x
@@ -167,6 +166,7 @@ class NativeEngine(Engine):
     def _run_layers(
         self,
         x: Tensor,
+        inputs: Tensor | None,
         cache: "NativeCache",
         first_slot: int,
         lengths: NDArray[np.int64],
@@ -179,9 +179,11 @@ class NativeEngine(Engine):
         """Runs layers first .. end - 1 on states x [B, R, stride] in place; returns those after the tapped layers.
 
         Slots from `first_slot` on hold `lengths` [B] rows. positions [B, n] and seen [B or 1, n, n]
-        are of n rows, of which R have entered.
+        are of n rows, of which R have entered. inputs: of layers besides their states; layer 0
+        completes them.
         """
         slots, rows, stride = x.shape
+        assert inputs is None or inputs.shape[:2] == x.shape[:2]
         own_positions = np.ascontiguousarray(positions[:, :rows])
         layers = np.array(taps, np.int64)
         tapped = torch.empty(len(taps), slots, rows, stride)
@@ -197,6 +199,7 @@ class NativeEngine(Engine):
             first=first,
             end=end,
             x=x.data_ptr(),
+            inputs=None if inputs is None else inputs.data_ptr(),
             taps=len(taps),
             tap_layers=layers.ctypes.data,
             tapped=tapped.data_ptr(),
@@ -208,15 +211,17 @@ class NativeEngine(Engine):
 
     def _embed(self, tokens: Tensor) -> Tensor:
         """Returns the embeddings [B, n, stride] of tokens [B, n]."""
-        ids = np.ascontiguousarray(tokens.numpy(), np.int64)
-        x = torch.empty(*tokens.shape, self.stride)
         scale = self.model.struct.embedding_scale
-        matrix = self.model.embedding.struct
-        if library().embed(
-            byref(matrix), ids.ctypes.data, ids.size, scale, x.data_ptr(), self.stride
-        ):
-            raise IndexError("a token is beyond the vocabulary")
-        return x
+        return _looked_up(self.model.embedding, tokens, scale, self.stride)
+
+    def _inputs(self, tokens: Tensor) -> Tensor | None:
+        """Returns the embeddings [B, n, layers * width] that layers get besides their states; None if they get none."""
+        inputs = self.model.description.inputs
+        if inputs is None:
+            return None
+        matrix = self.model.packed.matrices[inputs.embedding]
+        width = self.sizes["layers"] * inputs.width
+        return _looked_up(matrix, tokens, inputs.embedding_scale, width)
 
     def _scores(self, states: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the logits [B, n, V] and best tokens [B, n] of states [B, n, stride].
@@ -245,8 +250,10 @@ class NativeEngine(Engine):
             best.ctypes.data,
         )
         assert code == 0
-        logits = torch.from_numpy(out[:count, : self.sizes["vocab"]]).view(slots, rows, -1)
-        return logits, torch.from_numpy(best)
+        scores = torch.from_numpy(out[:count, : self.sizes["vocab"]]).view(slots, rows, -1)
+        logits = self.backbone.finish_logits(scores)
+        # A soft cap may make the best scores equal.
+        return logits, torch.from_numpy(best) if logits is scores else logits.argmax(-1).int()
 
     @torch.inference_mode()
     def states_at(self, tokens: Tensor, first: int) -> Tensor:
@@ -260,13 +267,25 @@ class NativeEngine(Engine):
         lengths = np.zeros(1, np.int64)
         positions = first + np.arange(count, dtype=np.int32)[None]
         seen = np.tril(np.ones((1, count, count), np.uint8))
-        self._run_layers(x, cache, 0, lengths, positions, seen, 0, self.sizes["layers"], ())
+        inputs = self._inputs(tokens[None])
+        last = self.sizes["layers"]
+        self._run_layers(x, inputs, cache, 0, lengths, positions, seen, 0, last, ())
         return x[0, :, : self.sizes["hidden"]]
 
     def logits_of(self, states: Tensor) -> Tensor:
         """Returns the logits [n, V] of final states [n, H]."""
         logits, _ = self._scores(self._padded(states[None]))
         return logits[0]
+
+
+def _looked_up(matrix: PackedMatrix, tokens: Tensor, scale: float, stride: int) -> Tensor:
+    """Returns the rows [B, n, stride] of tokens [B, n], times a scale."""
+    ids = np.ascontiguousarray(tokens.numpy(), np.int64)
+    x = torch.empty(*tokens.shape, stride)
+    struct = byref(matrix.struct)
+    if library().embed(struct, ids.ctypes.data, ids.size, scale, x.data_ptr(), stride):
+        raise IndexError("a token is beyond the vocabulary")
+    return x
 
 
 def _depth_and_mask(plan: Plan) -> tuple[Tensor, Tensor]:
@@ -287,38 +306,43 @@ class NativeCache(Cache):
     """Keys and values in the library's layout; see Cache in step.h."""
 
     def __init__(self, model: NativeModel, slots: int, capacity: int) -> None:
-        super().__init__(model.description.sizes["layers"], slots, padded(max(1, capacity), TILE))
+        super().__init__(model.description.places, slots, padded(max(1, capacity), TILE))
         self.model = model
+        # The heads of keys, and their width, at each place.
+        self.shapes = {names.place: (names.kv, names.dim) for names in model.description.layers}
         self._make(self.capacity)
 
     def _make(self, capacity: int) -> None:
-        sizes = self.model.description.sizes
-        kv = sizes["kv"]
-        dim = sizes["dim"]
-        shape = self.layers, self.slots, kv
-        self.keys = torch.zeros(*shape, capacity // TILE, dim, TILE)
-        self.values = torch.zeros(*shape, capacity, padded(dim, TILE))
+        struct = self.model.struct
+        self.keys = torch.zeros(self.layers, self.slots, struct.key_width * capacity)
+        self.values = torch.zeros(self.layers, self.slots, struct.value_width * capacity)
         self.buffers = CacheBuffers(
             self.keys.data_ptr(), self.values.data_ptr(), self.slots, capacity
         )
         self.capacity = capacity
 
-    @property
-    def nbytes(self) -> int:
+    def at(self, place: int) -> tuple[Tensor, Tensor]:
+        """Returns the keys [S, KV, C / 16, D, 16] and values [S, KV, C, D in whole tiles] at a place."""
         assert self.keys is not None and self.values is not None
-        return self.keys.nbytes + self.values.nbytes
+        kv, dim = self.shapes[place]
+        wide = padded(dim, TILE)
+        keys = self.keys[place, :, : kv * dim * self.capacity]
+        values = self.values[place, :, : kv * wide * self.capacity]
+        return (
+            keys.unflatten(1, (kv, self.capacity // TILE, dim, TILE)),
+            values.unflatten(1, (kv, self.capacity, wide)),
+        )
 
     def reserve(self, rows: int) -> None:
         if rows <= self.capacity:
             return
-        keys = self.keys
-        values = self.values
+        before = [self.at(place) for place in range(self.layers)]
         used = padded(max(self.lengths), TILE)
-        assert keys is not None and values is not None
         self._make(self.grown(rows))
-        assert self.keys is not None and self.values is not None
-        self.keys[..., : used // TILE, :, :] = keys[..., : used // TILE, :, :]
-        self.values[..., :used, :] = values[..., :used, :]
+        for place, (keys, values) in enumerate(before):
+            own_keys, own_values = self.at(place)
+            own_keys[:, :, : used // TILE] = keys[:, :, : used // TILE]
+            own_values[:, :, :used] = values[:, :, :used]
 
     def keep(self, slot: int, path: Sequence[int]) -> None:
         length = self.lengths[slot]

@@ -1,25 +1,22 @@
 """A model in the structures of the native library."""
 
-from collections.abc import Callable
+import dataclasses
 from ctypes import POINTER, cast
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from medusa_cli.engine.description import Description
+from medusa_cli.engine.description import MAX_HEAD_DIM, Description, LayerNames, Rotary
 from medusa_cli.engine.packed import Packed
 from medusa_cli.model.attention import FULL
-from medusa_cli.model.backbone import Layers, Unsupported
+from medusa_cli.model.backbone import Unsupported
 from medusa_cli.native import PackedMatrix
-from medusa_cli.native.library import MATRICES, NORMS, UNIT, Layer, Model
-from medusa_cli.native.matrix import Floats
+from medusa_cli.native.library import FLAGS, MATRICES, NORMS, TILE, UNIT, Layer, Model
+from medusa_cli.native.matrix import Floats, padded_floats
 
 # Rows of rotary tables at first; they grow.
 FIRST_POSITIONS = 2048
-# Gives the cosines and sines [1, n, D] of positions [1, n] for layers of a kind.
-Rotary = Callable[[Tensor, str], tuple[Tensor, Tensor]]
 
 
 def padded(size: int, multiple: int) -> int:
@@ -35,25 +32,51 @@ class NativeModel:
         self.packed = packed
         self._rotary = rotary
         self._tables: list[Floats] = []
+        # Gains of norms that have none.
+        self._ones = padded_floats(np.ones(MAX_HEAD_DIM))
         self._check_shapes()
 
         self.layers = (Layer * len(description.layers))()
         for layer, names in zip(self.layers, description.layers, strict=True):
             for name in MATRICES:
-                setattr(layer, name, packed.matrices[names.matrices[name]].struct)
+                if name in names.matrices:
+                    setattr(layer, name, packed.matrices[names.matrices[name]].struct)
             for name in NORMS:
                 if name in names.norms:
                     setattr(layer, name, packed.vectors[names.norms[name]].ctypes.data)
+            for name in ("sinks", "router_bias"):
+                if name in names.vectors:
+                    setattr(layer, name, packed.vectors[names.vectors[name]].ctypes.data)
+            if description.flags["value_norms"]:
+                layer.value_norm = self._ones.ctypes.data
+            layer.scalar = 1.0
+            if "scalar" in names.vectors:
+                layer.scalar = packed.vectors[names.vectors["scalar"]][0]
             layer.window = 0 if names.kind == FULL else description.window
-            layer.table = (
-                description.tables.index(names.table) if len(description.tables) > 1 else 0
-            )
+            layer.table = self._table(names.table)
+            layer.experts = names.experts
+            layer.kv = names.kv
+            layer.dim = names.dim
+            layer.place = names.place
 
-        self.struct = Model(**description.sizes)
+        flags = {name: description.flags[name] for name in FLAGS}
+        self.struct = Model(**description.sizes, **flags, **dataclasses.asdict(description.routing))
+        self.struct.key_width = max(names.kv * names.dim for names in description.layers)
+        self.struct.value_width = max(
+            names.kv * padded(names.dim, TILE) for names in description.layers
+        )
+        if description.inputs is not None:
+            self.struct.inputs = description.inputs.width
+            self.struct.inputs_scale = description.inputs.scale
+            self.struct.inputs_factor = description.inputs.factor
+            self.struct.inputs_projection = packed.matrices[description.inputs.projection].struct
+            self.struct.inputs_norm = packed.vectors[description.inputs.norm].ctypes.data
         self.struct.activation = description.activation
         self.struct.eps = description.eps
         self.struct.scale = description.scale
         self.struct.embedding_scale = description.embedding_scale
+        self.struct.residual = description.residual
+        self.struct.cap = description.cap
         self.struct.norm = packed.vectors[description.norm].ctypes.data
         self.struct.embedding = self.embedding.struct
         self.struct.head = self.head.struct
@@ -67,42 +90,115 @@ class NativeModel:
     def head(self) -> PackedMatrix:
         return self.packed.matrices[self.description.head]
 
-    def _check_shapes(self) -> None:
-        """Raises Unsupported unless every matrix and norm has the size that the library will read."""
-        sizes = self.description.sizes
-        hidden = sizes["hidden"]
-        heads = sizes["heads"] * sizes["dim"]
-        inner = sizes["inner"]
-        keys = sizes["kv"] * sizes["dim"]
-        outputs = {
-            "query": heads,
-            "key": keys,
-            "value": keys,
-            "out": hidden,
-            "gate": inner,
-            "up": inner,
-            "down": hidden,
-        }
-        inputs = {"out": heads, "down": inner}
-
-        def has_inputs(matrix: PackedMatrix, wanted: int) -> bool:
-            # Rounded matrices are filled up to whole groups.
-            return 0 <= matrix.shape[1] - wanted < UNIT
-
+    @property
+    def bytes_read(self) -> int:
+        """Returns the bytes of weights that a pass over one row reads: of experts, those that a row chooses."""
+        total = self.head.nbytes
+        if self.description.inputs is not None:
+            total += self.packed.matrices[self.description.inputs.projection].nbytes
         for names in self.description.layers:
             for name, stored in names.matrices.items():
+                size = self.packed.matrices[stored].nbytes
+                if names.experts and name in ("gate", "up", "down"):
+                    size = size * self.description.routing.top_experts // names.experts
+                total += size
+        return total
+
+    def _table(self, kind: str | None) -> int:
+        """Returns the number of the rotary table of layers of a kind, -1 for layers that turn nothing."""
+        if kind is None:
+            return -1
+        tables = self.description.tables
+        return tables.index(kind) if len(tables) > 1 else 0
+
+    def _check_shapes(self) -> None:
+        """Raises Unsupported unless every matrix and vector has the size that the library will read."""
+        sizes = self.description.sizes
+        whole = self.description.flags["whole_norms"]
+        hidden = sizes["hidden"]
+        given = 0 if self.description.inputs is None else self.description.inputs.width
+        # A bias lies behind the gain.
+        parts = 2 if self.description.flags["centered"] else 1
+
+        for names in self.description.layers:
+            dim = names.dim
+            heads = sizes["heads"] * dim
+            keys = names.kv * dim
+            widths = dict.fromkeys(NORMS, hidden)
+            widths |= {"query_norm": heads if whole else dim, "key_norm": keys if whole else dim}
+            shapes = {
+                "query": (heads, hidden),
+                "key": (keys, hidden),
+                "value": (keys, hidden),
+                "out": (hidden, heads),
+                "input_gate": (given, hidden),
+                "input_out": (hidden, given),
+                **self._mlp_shapes(names),
+            }
+            for name, stored in names.matrices.items():
                 matrix = self.packed.matrices[stored]
-                if matrix.shape[0] != outputs[name] or not has_inputs(
-                    matrix, inputs.get(name, hidden)
-                ):
+                outputs, inputs = shapes[name]
+                if matrix.shape[0] != outputs or not _has_inputs(matrix, inputs):
                     raise Unsupported(f"its {stored} has the shape {matrix.shape}")
             for name, stored in names.norms.items():
-                wide = sizes["dim"] if name in ("query_norm", "key_norm") else hidden
-                if len(self.packed.vectors[stored]) != padded(wide, UNIT):
+                if len(self.packed.vectors[stored]) != parts * padded(widths[name], UNIT):
                     raise Unsupported(f"its {stored} has another size")
+            counts = {"sinks": sizes["heads"], "router_bias": names.experts, "scalar": 1}
+            for name, stored in names.vectors.items():
+                if len(self.packed.vectors[stored]) != padded(counts[name], UNIT):
+                    raise Unsupported(f"its {stored} has another size")
+        self._check_inputs()
         for matrix in (self.embedding, self.head):
-            if matrix.shape[0] < sizes["vocab"] or not has_inputs(matrix, hidden):
+            if matrix.shape[0] < sizes["vocab"] or not _has_inputs(matrix, hidden):
                 raise Unsupported("its vocabulary has another size")
+
+    def _check_inputs(self) -> None:
+        """Raises Unsupported unless what layers get besides their states has the sizes that the library will read."""
+        inputs = self.description.inputs
+        if inputs is None:
+            return
+        wide = self.description.sizes["layers"] * inputs.width
+        embedding = self.packed.matrices[inputs.embedding]
+        projection = self.packed.matrices[inputs.projection]
+        vector = self.packed.vectors[inputs.norm]
+        fits = (
+            inputs.width % TILE == 0
+            and embedding.shape[0] >= self.description.sizes["vocab"]
+            and _has_inputs(embedding, wide)
+            and projection.shape[0] == wide
+            and _has_inputs(projection, self.description.sizes["hidden"])
+            and len(vector) == padded(inputs.width, UNIT)
+            and not self.description.flags["centered"]
+        )
+        if not fits:
+            raise Unsupported("its embeddings by layer have sizes not known here")
+
+    def _mlp_shapes(self, names: LayerNames) -> dict[str, tuple[int, int]]:
+        """Returns the shapes of a layer's MLP, or of its experts' together; Unsupported if they fill no tiles."""
+        hidden = self.description.sizes["hidden"]
+        experts = names.experts or 1
+        inner = self.packed.matrices[names.matrices["up"]].shape[0] // experts
+        shapes = {
+            "gate": (experts * inner, hidden),
+            "up": (experts * inner, hidden),
+            "down": (experts * hidden, inner),
+        }
+        if names.experts:
+            shared = 0
+            if "shared_up" in names.matrices:
+                shared = self.packed.matrices[names.matrices["shared_up"]].shape[0]
+            if inner % UNIT or shared % UNIT or hidden % TILE:
+                raise Unsupported("its experts have sizes that fill no tiles")
+            if not 0 < self.description.routing.top_experts <= names.experts:
+                raise Unsupported("it chooses more experts than it has")
+            shapes |= {
+                "router": (experts, hidden),
+                "shared_router": (1, hidden),
+                "shared_gate": (shared, hidden),
+                "shared_up": (shared, hidden),
+                "shared_down": (hidden, shared),
+            }
+        return shapes
 
     def reserve(self, positions: int) -> None:
         """Makes rotary tables of at least `positions` positions."""
@@ -112,29 +208,27 @@ class NativeModel:
         tables = []
         for number, kind in enumerate(self.description.tables):
             cos, sin = self._rotary(torch.arange(count)[None], kind)
-            width = cos.shape[-1]
-            # Both halves of a row are equal.
-            cosines = np.ascontiguousarray(cos[0, :, : width // 2].float().numpy())
-            sines = np.ascontiguousarray(sin[0, :, : width // 2].float().numpy())
+            once = _once(sin[0])
+            cosines = np.ascontiguousarray(cos[0][:, once].float().numpy())
+            sines = np.ascontiguousarray(sin[0][:, once].float().numpy())
             tables += [cosines, sines]
             self.struct.cos[number] = cosines.ctypes.data
             self.struct.sin[number] = sines.ctypes.data
-            self.struct.rotary = width
+            self.struct.rotary[number] = 2 * sines.shape[1]
         self.struct.positions = count
         self._tables = tables
 
 
-def rotary_of(network: Any) -> Rotary:
-    """Returns a network's rotary tables as a function; it runs on the CPU even if the network has no weights."""
-    parts = Layers(network)
-    config = network.config.get_text_config()
-    with torch.device("cpu"):
-        module = type(parts.base.rotary_emb)(config)
-    like = torch.empty(1)
+def _has_inputs(matrix: PackedMatrix, wanted: int) -> bool:
+    """Returns True if a matrix has so many inputs: rounded ones are filled up to whole groups."""
+    return 0 <= matrix.shape[1] - wanted < UNIT
 
-    def rotary(positions: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-        with torch.no_grad():
-            cos, sin = module(like, positions, kind) if parts.by_kind else module(like, positions)
-        return cos, sin
 
-    return rotary
+def _once(sines: Tensor) -> slice:
+    """Returns the columns of a rotary table [n, D] that hold each frequency once."""
+    half = sines.shape[1] // 2
+    if torch.equal(sines[:, :half], sines[:, half:]):
+        return slice(0, half)
+    if torch.equal(sines[:, ::2], sines[:, 1::2]):  # Cohere: neighbours are equal
+        return slice(0, None, 2)
+    return slice(0, None)  # gpt-oss

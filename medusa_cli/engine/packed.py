@@ -4,7 +4,7 @@ import json
 import logging
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from medusa_cli.engine.description import Description
+from medusa_cli.engine.experts import Part
 from medusa_cli.files.assets import home
 from medusa_cli.model.backbone import Unsupported, weights_of
 from medusa_cli.model.weights import Weights, open_weights, source_stamp
@@ -87,9 +88,9 @@ def pack_in_memory(
     """Packs a model's weights; raises MissingWeights."""
     packed = Packed()
     for name, raw, bias in _matrices(description, weights, quantize):
-        packed.matrices[name] = PackedMatrix.pack(raw, bias, int8_rows)
-    for name, gain in _gains(description, weights):
-        packed.vectors[name] = padded_floats(gain)
+        int8 = int8_rows and name not in description.routers
+        packed.matrices[name] = PackedMatrix.pack(raw, bias, int8)
+    packed.vectors |= _vectors(description, weights)
     return packed
 
 
@@ -117,8 +118,8 @@ def pack_to_file(
                 entry["tiles"] = _write(file, end, pack_tiles(raw, aligned(size)))
                 end = sum(entry["tiles"])
                 entries.append(entry)
-            for name, gain in _gains(description, weights):
-                place = _write(file, end, padded_floats(gain).view(np.uint8))
+            for name, vector in _vectors(description, weights):
+                place = _write(file, end, vector.view(np.uint8))
                 end = sum(place)
                 entries.append({"name": name, "vector": place})
             text = json.dumps({"version": VERSION, "digest": digest, "entries": entries}).encode()
@@ -155,12 +156,14 @@ def read_packed(path: Path, description: Description, int8_rows: bool) -> Packed
             format = Format[entry["format"]]
             shape = tuple(entry["shape"])
             tiles = _part(memory, entry["tiles"])
-            packed.matrices[entry["name"]] = PackedMatrix(format, shape, tiles, vector, int8_rows)
+            int8 = int8_rows and entry["name"] not in description.routers
+            packed.matrices[entry["name"]] = PackedMatrix(format, shape, tiles, vector, int8)
         elif vector is not None:
             packed.vectors[entry["name"]] = vector
 
+    vectors = {*description.norm_names, *description.vector_names}
     same_matrices = set(packed.matrices) == set(description.matrix_names)
-    if not same_matrices or set(packed.vectors) != set(description.norm_names):
+    if not same_matrices or set(packed.vectors) != vectors:
         raise ValueError("it holds another model")
     return packed
 
@@ -179,29 +182,49 @@ def _matrices(
 ) -> Iterator[tuple[str, RawMatrix, Floats | None]]:
     """Yields the name, values and bias of every matrix of a model; raises MissingWeights."""
     for name in description.matrix_names:
-        raw = weights.matrix(_stored(name, weights))
+        part = description.parts.get(name) or Part(f"{name}.weight", f"{name}.bias")
+        raw, bias = _part_of(name, part, weights)
         is_head = name == description.head
-        # An embedding that is not the lm_head, too, is only looked up.
-        if quantize is not None and (is_head or name != description.embedding):
+        is_exact = name in description.routers
+        if quantize is not None and not is_exact and name not in description.looked_up:
             raw = raw.rounded(_rounded_format(quantize, is_head))
-        bias = weights.vector(f"{name}.bias") if f"{name}.bias" in weights else None
         yield name, raw, bias
         weights.release()
 
 
-def _gains(description: Description, weights: Weights) -> Iterator[tuple[str, Floats]]:
-    """Yields the name of every norm of a model, and the gain it multiplies by; raises MissingWeights."""
+def _part_of(name: str, part: Part, weights: Weights) -> tuple[RawMatrix, Floats | None]:
+    """Returns the matrix and the bias of a part, by the library's name of it; raises MissingWeights."""
+    if part.every is not None and (stacked := weights.experts(name)) is not None:
+        return stacked, None
+    raw = weights.matrix(_stored(part.weight, weights))
+    rows = part.rows(len(raw.rows))
+    bias = weights.vector(part.bias)[rows] if part.bias in weights else None
+    return replace(raw, rows=raw.rows[rows]), bias
+
+
+def _vectors(description: Description, weights: Weights) -> Iterator[tuple[str, Floats]]:
+    """Yields every vector of a model by its name, padded; raises MissingWeights.
+
+    Of a norm it is the gain that it multiplies by, and behind that the bias, where norms are
+    centered.
+    """
     for name in description.norm_names:
-        gain = weights.vector(_stored(name, weights))
-        yield name, 1 + gain if description.one_more else gain
+        gain = weights.vector(_stored(f"{name}.weight", weights))
+        vector = padded_floats(1 + gain if description.one_more else gain)
+        if description.flags["centered"]:
+            bias = f"{name}.bias"
+            values = weights.vector(bias) if bias in weights else np.zeros_like(gain)
+            vector = np.concatenate([vector, padded_floats(values)])
+        yield name, vector
+    for name in description.vector_names:
+        yield name, padded_floats(weights.vector(_stored(name, weights)))
 
 
 def _stored(name: str, weights: Weights) -> str:
-    """Returns the name of a module's weight; raises MissingWeights if the files lack it."""
-    stored = f"{name}.weight"
-    if stored not in weights:
-        raise MissingWeights(f"its files have no {stored}")
-    return stored
+    """Returns a weight's name; raises MissingWeights if the files lack it."""
+    if name not in weights:
+        raise MissingWeights(f"its files have no {name}")
+    return name
 
 
 def _rounded_format(quantize: str, is_head: bool) -> Format:

@@ -170,6 +170,7 @@ class TorchEngine(LayoutEngine):
         self.groups = config.num_attention_heads // self.kv
         try:
             self._parts = Layers(model)
+            self._parts.refuse_special_attention()
             self._tables = sorted(set(self._parts.kinds))
             tokens = probe_tokens(backbone.vocab_size, TOKENS, backbone.device)
             firsts = (0, max(0, backbone.max_positions - TOKENS))
@@ -183,7 +184,7 @@ class TorchEngine(LayoutEngine):
             raise Unsupported(str(reason)) from reason
         self.head = model.get_output_embeddings()
         self.dim = self.layers[0].dim
-        self.norm = norm_of(self._parts.base.norm)
+        self.norm = norm_of(self._parts.norm)
         self.by_length = reads_by_length(
             backbone.device, self.dtype, self.kv * self.groups, self.kv, self.dim
         )

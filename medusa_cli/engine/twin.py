@@ -1,27 +1,48 @@
 """The check that the library computes a model: on a small random twin of it, against transformers' pass."""
 
 import copy
-import dataclasses
 from typing import Any
 
 import torch
-from torch.nn import functional as F
-from transformers import AutoModelForCausalLM
+from torch import Tensor
 
-from medusa_cli.engine.description import Description, describe, eps_of
+from medusa_cli.engine.description import Description, describe, rotary_of
+from medusa_cli.engine.experts import BIAS
 from medusa_cli.engine.native import NativeEngine
-from medusa_cli.engine.native_model import NativeModel, rotary_of
+from medusa_cli.engine.native_model import NativeModel
 from medusa_cli.engine.packed import pack_in_memory
 from medusa_cli.errors import UserError, first_line
-from medusa_cli.model.backbone import Backbone, Layers, Unsupported, padded_pass, usable_positions
+from medusa_cli.model.backbone import (
+    Backbone,
+    Unsupported,
+    padded_pass,
+    take_own_attention,
+    text_config,
+    text_model,
+    usable_positions,
+)
 from medusa_cli.model.checks import FAULTS, check_network, probe_tokens
 from medusa_cli.model.weights import NetworkWeights
 
 # Tokens of a pass over the twin, and its window, which is shorter.
 TOKENS = 20
 WINDOW = 7
+# Its soft cap of attention, which its scores exceed.
+CAP = 2.0
 # Layers of the twin: with Gemma 3's pattern, of both kinds.
 LAYERS = 7
+# Bounds of other sizes that configs have.
+SMALLER = {
+    "hidden_size_per_layer_input": 32,
+    "num_experts": 8,
+    "num_local_experts": 8,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_topk": 3,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 96,
+    "shared_intermediate_size": 96,
+}
 # The largest difference of its states, relative to their size.
 TOLERANCE = 1e-4
 
@@ -35,78 +56,147 @@ def verified(network: Any) -> Description:
         description = describe(network)
         twin = twin_of(network)
         check_network(twin, network.config.name_or_path)
-        one_more = gains_one_more(twin)
-        _compare(twin, one_more)
+        of_twin = describe(twin)
+        if of_twin.flags != description.flags or not of_twin.routing.is_like(description.routing):
+            raise Unsupported("a small network of its config has other kinds of layers")
+        _compare(twin, of_twin)
     except (Unsupported, torch.OutOfMemoryError):
         raise
     except (UserError, *FAULTS) as reason:
         raise Unsupported(first_line(reason)) from reason
-    return dataclasses.replace(description, one_more=one_more)
+    return description
 
 
 def twin_of(network: Any) -> Any:
     """Returns a small network of random fp32 weights whose layers compute as those of a network."""
-    config = copy.deepcopy(network.config.get_text_config())
+    config = copy.deepcopy(text_config(network.config))
     heads = config.num_attention_heads
     groups = heads // (getattr(config, "num_key_value_heads", None) or heads)
-    layers = min(config.num_hidden_layers, LAYERS)
+    kinds = getattr(config, "layer_types", None)
+    shared = getattr(config, "num_kv_shared_layers", None) or 0
+    chosen = _chosen_kinds(kinds, shared) if kinds else []
+    by_kind = _fields_by_kind(config)
     changes = {
         "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
         "hidden_size": 64,
         "intermediate_size": 96,
         "vocab_size": 64,
-        "num_hidden_layers": layers,
+        "vocab_size_per_layer_input": 64,
+        "num_hidden_layers": len(chosen) or min(config.num_hidden_layers, LAYERS),
         "num_attention_heads": 2 * groups,
         "num_key_value_heads": 2,
-        "pad_token_id": None,
+        "pad_token_id": 0,
         "bos_token_id": None,
         "eos_token_id": None,
     }
+    if by_kind:
+        config.per_layer_config = None
     for name, value in changes.items():
         setattr(config, name, value)
-    if kinds := getattr(config, "layer_types", None):
-        # Its last layers may be of a kind that its first are not.
-        chosen = kinds[:layers]
-        chosen[-1] = next((kind for kind in kinds if kind not in chosen), chosen[-1])
+    for name, most in SMALLER.items():
+        if isinstance(value := getattr(config, name, None), int):
+            setattr(config, name, min(value, most))
+    if chosen:
         config.layer_types = chosen
+    if shared:
+        config.num_kv_shared_layers = len(set(chosen))
+    if by_kind:
+        for fields in by_kind.values():
+            kv = fields.get("num_key_value_heads")
+            if kv is not None:
+                fields["num_key_value_heads"] = max(1, 2 * groups * kv // heads)
+        config.per_layer_config = {
+            index: dict(by_kind[kind]) for index, kind in enumerate(config.layer_types)
+        }
     if getattr(config, "sliding_window", None):
         config.sliding_window = WINDOW
+    if getattr(config, "attn_logit_softcapping", None):
+        config.attn_logit_softcapping = CAP
 
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(0)
-        twin = AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, trust_remote_code=False
-        )
+        twin = _built(network, config)
         for parameter in twin.parameters():
+            if parameter.is_meta:
+                continue
             parameter.data = torch.randn_like(parameter) * (0.3 if parameter.dim() == 1 else 0.2)
             if parameter.dim() == 1:
                 parameter.data += 1
-    twin.set_attn_implementation("sdpa")  # a backbone's network has our own
+        for name, values in twin.named_buffers():
+            if values.is_meta:
+                continue
+            if name.endswith(BIAS):
+                values.copy_(torch.randn_like(values) / 10)
+            if name.endswith("layer_scalar"):
+                values.copy_(torch.rand_like(values) + 0.5)
+        twin._apply(_without_memory)
+    take_own_attention(twin)  # a backbone's network has ours
     return twin.eval()
 
 
-def gains_one_more(twin: Any) -> bool:
-    """Returns True if a network's norms multiply by 1 + w; raises Unsupported unless they are RMS norms."""
-    norm = Layers(twin).base.norm
-    x = torch.linspace(-2, 3, 2 * len(norm.weight)).view(2, -1)
-    unit = F.rms_norm(x, x.shape[-1:], eps=eps_of(norm))
-    for one_more in (False, True):
-        if torch.allclose(norm(x), unit * (norm.weight + one_more), atol=1e-4, rtol=1e-4):
-            return one_more
-    raise Unsupported(f"{type(norm).__name__} computes something other than an RMS norm")
+def _without_memory(tensor: Tensor) -> Tensor:
+    """Returns zeros that take no memory in place of a tensor on the meta device."""
+    return torch.zeros((), dtype=tensor.dtype).expand(tensor.shape) if tensor.is_meta else tensor
+
+
+def _chosen_kinds(kinds: list[str], shared: int) -> list[str]:
+    """Returns the kinds of a twin's layers, each among them; of layers that share keys, too."""
+    if shared:
+        own = kinds[:-shared]
+        last = max(own.index(kind) for kind in set(kinds))
+        return [*own[: last + 1], *sorted(set(kinds), reverse=True)]
+    # Its last layers may be of a kind that its first are not.
+    chosen = kinds[:LAYERS]
+    chosen[-1] = next((kind for kind in kinds if kind not in chosen), chosen[-1])
+    return chosen
+
+
+def _fields_by_kind(config: Any) -> dict[str, dict[str, Any]]:
+    """Returns the fields that layers of each kind have of their own, if a config has such."""
+    names = getattr(config, "per_layer_attributes", None)
+    if not names:
+        return {}
+    return {
+        kind: {name: getattr(config.per_layer_config[index], name, None) for name in names}
+        for index, kind in enumerate(config.layer_types)
+    }
+
+
+def _built(network: Any, config: Any) -> Any:
+    """Builds a network of the same class for another text config, in fp32.
+
+    What sees images is on the meta device: text does not pass through it.
+    """
+    kind = type(network)
+    own = network.config.get_text_config()
+    if own is network.config:
+        return kind._from_config(config, dtype=torch.float32)
+    whole = copy.deepcopy(network.config)
+    field = next(name for name, value in vars(network.config).items() if value is own)
+    setattr(whole, field, config)
+    with torch.device("meta"):
+        twin = kind._from_config(whole, dtype=torch.float32)
+    text = text_model(twin)
+    name = next(name for name, module in twin.named_modules() if module is text)
+    twin.set_submodule(name, type(text)._from_config(config, dtype=torch.float32))
+    head = twin.get_output_embeddings()
+    linear = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=head.bias is not None)
+    twin.set_output_embeddings(linear)
+    if getattr(config, "tie_word_embeddings", False):
+        linear.weight = twin.get_input_embeddings().weight
+    return twin
 
 
 @torch.inference_mode()
-def _compare(twin: Any, one_more: bool) -> None:
+def _compare(twin: Any, description: Description) -> None:
     """Raises Unsupported unless the library gives a twin's states and logits, at its first and last positions."""
-    description = dataclasses.replace(describe(twin), one_more=one_more)
     packed = pack_in_memory(description, NetworkWeights(twin), None, False)
     backbone = Backbone(twin)
     engine = NativeEngine(backbone, NativeModel(description, packed, rotary_of(twin)), False)
     tokens = probe_tokens(backbone.vocab_size, TOKENS)
 
     # A twin's window is short; its context is the model's.
-    for first in (0, max(0, usable_positions(twin.config) - TOKENS)):
+    for first in (0, max(0, usable_positions(backbone.config) - TOKENS)):
         positions = first + torch.arange(TOKENS)[None]
         expected = padded_pass(backbone, tokens[None], position_ids=positions).last_hidden_state[0]
         states = engine.states_at(tokens, first)
@@ -116,7 +206,7 @@ def _compare(twin: Any, one_more: bool) -> None:
                 f"its states differ from the network's own by {error:.2%} from position {first:,} on"
             )
 
-    expected_logits = twin.get_output_embeddings()(expected)
+    expected_logits = backbone.finish_logits(twin.get_output_embeddings()(expected))
     logits = engine.logits_of(expected)
     if not torch.allclose(expected_logits, logits, atol=1e-4 * float(expected_logits.abs().max())):
         raise Unsupported("its logits are not its lm_head's own")

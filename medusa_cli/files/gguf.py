@@ -26,7 +26,15 @@ DIMENSIONS = 4
 SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 TEXT, ARRAY = 8, 9
 # Architectures whose tensors have transformers' layout, but for the order of a llama's heads.
-DIRECT = ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "starcoder2", "stablelm")
+DIRECT = (
+    *("llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "starcoder2", "stablelm"),
+    *("qwen2moe", "qwen3moe"),
+)
+# Sizes of experts that transformers' reader leaves out, with the fields of configs that they belong to.
+EXPERT_SIZES = {
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+}
 # Gains of norms are stored as they are, where transformers' weights are the gains less one.
 WHOLE_GAINS = ("gemma2", "gemma3")
 ELSEWHERE = "give the folder or the hub id of the model that it was made from"
@@ -239,6 +247,10 @@ def write_metadata(path: Path, header: Header, folder: Path) -> None:
             config = AutoConfig.from_pretrained(**source)
             tokenizer = AutoTokenizer.from_pretrained(**source)
         config.dtype = header.dtype
+        for key, own in EXPERT_SIZES.items():
+            size = header.metadata.get(f"{header.architecture}.{key}")
+            if size is not None and hasattr(config, own):
+                setattr(config, own, size)
         with torch.device("meta"):
             network = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
         config.architectures = [type(network).__name__]
@@ -338,6 +350,25 @@ def _is_readable(kind: str) -> bool:
     return True
 
 
+def _stored_parts(
+    name: str, shape: tuple[int, ...]
+) -> Iterator[tuple[str, str, str, tuple[int, ...]]]:
+    """Yields what a file holds of a weight: its name, the module and kind by gguf's table, and its shape.
+
+    A file has the gates of all experts apart from their up matrices; both are named as their
+    module, with .gate and .up.
+    """
+    module, _, kind = name.rpartition(".")
+    if kind == "gate_up_proj":
+        half = (shape[0], shape[1] // 2, shape[2])
+        yield f"{module}.gate", f"{module}.gate_proj", "weight", half
+        yield f"{module}.up", f"{module}.up_proj", "weight", half
+    elif kind == "down_proj":
+        yield f"{module}.down", f"{module}.down_proj", "weight", shape
+    else:
+        yield name, module, kind, shape
+
+
 class GgufNames:
     """The tensor of a GGUF file for each weight of a network, by the names that the gguf package gives.
 
@@ -353,15 +384,19 @@ class GgufNames:
         names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
         self.header = header
         self.tensors: dict[str, str] = {}
-        for name, weight in network.named_parameters():
-            module, _, kind = name.rpartition(".")
+        stored = (
+            part
+            for name, weight in network.named_parameters()
+            for part in _stored_parts(name, tuple(weight.shape))
+        )
+        for name, module, kind, shape in stored:
             tensor = f"{names.get_name(module)}.{kind}"
             if tensor not in header.tensors:
                 raise ValueError(f"it lacks {shown(tensor)}, the weight {name}")
-            if header.tensors[tensor].shape != tuple(weight.shape):
-                stored = [*header.tensors[tensor].shape]
+            if header.tensors[tensor].shape != shape:
+                found = [*header.tensors[tensor].shape]
                 raise ValueError(
-                    f"its {shown(tensor)} has the shape {stored}, the model needs {[*weight.shape]}"
+                    f"its {shown(tensor)} has the shape {found}, the model needs {[*shape]}"
                 )
             if not _is_readable(header.tensors[tensor].type):
                 raise ValueError(f"its {shown(tensor)} has the type {header.tensors[tensor].type}")

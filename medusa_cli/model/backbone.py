@@ -94,7 +94,7 @@ class Backbone:
 
     def take_own_attention(self) -> None:
         """Gives the network transformers' attention again, for passes without an engine."""
-        self.model.set_attn_implementation("sdpa" if self.model._supports_sdpa else "eager")
+        take_own_attention(self.model)
 
     @property
     def text_model(self) -> Any:
@@ -158,6 +158,11 @@ def padded_pass(backbone: Backbone, tokens: Tensor, **options: Any) -> Any:
         attention_mask=backbone.masks.for_network(backbone.masks.causal(length, device)),
         **{"use_cache": False, **options},
     )
+
+
+def take_own_attention(network: Any) -> None:
+    """Gives a network transformers' own attention."""
+    network.set_attn_implementation("sdpa" if network._supports_sdpa else "eager")
 
 
 def text_config(config: Any) -> Any:
@@ -267,37 +272,39 @@ class Layers:
     def __init__(self, model: Any) -> None:
         base = text_model(model)
         config = model.config.get_text_config()
-        if special := _special_parts(base, config):
-            raise Unsupported(special)
+        if stateful_modules(base):
+            raise Unsupported("some layers keep a running state")
         if not all(
-            hasattr(base, name) for name in ("layers", "norm", "rotary_emb", "embed_tokens")
+            getattr(base, name, None) is not None
+            for name in ("layers", "rotary_emb", "embed_tokens")
         ):
             raise Unsupported("its parts are not named as in Llama")
+        norms = (getattr(base, name, None) for name in ("norm", "final_layernorm"))
+        self.norm: Any = next((norm for norm in norms if norm is not None), None)
+        if self.norm is None:
+            raise Unsupported("it has no last norm")
         self.base = base
+        self.config = config
         self.layers = base.layers
         self.kinds: list[str] = getattr(config, "layer_types", None) or ["full_attention"] * len(
             base.layers
         )
         self.by_kind = getattr(base.rotary_emb, "layer_types", None) is not None
 
+    def refuse_special_attention(self) -> None:
+        """Raises Unsupported for attention that layers rewritten in torch do not know."""
+        if getattr(self.config, "attn_logit_softcapping", None) is not None:
+            raise Unsupported("its attention scores are soft-capped")
+        if any(getattr(module, "sinks", None) is not None for module in self.base.modules()):
+            raise Unsupported("its attention has sinks")
+        if len({key_sizes(layer) for layer in by_layer(self.config)}) > 1:
+            raise Unsupported("its layers differ in the shape of their keys")
+
     def rotary(self, x: Tensor, positions: Tensor, kind: str) -> tuple[Tensor, Tensor]:
         """Returns cosines and sines [B, n, D] of positions [B, n] for layers of a kind, in x's type."""
         rotary = self.base.rotary_emb
         cos, sin = rotary(x, positions, kind) if self.by_kind else rotary(x, positions)
         return cos, sin
-
-
-def _special_parts(base: nn.Module, config: Any) -> str | None:
-    """Names a part of a text model that rewritten layers do not know; None if there is none."""
-    if getattr(config, "attn_logit_softcapping", None) is not None:
-        return "its attention scores are soft-capped"
-    if any(getattr(module, "sinks", None) is not None for module in base.modules()):
-        return "its attention has sinks"
-    if stateful_modules(base):
-        return "some layers keep a running state"
-    if len({key_sizes(layer) for layer in by_layer(config)}) > 1:
-        return "its layers differ in the shape of their keys"
-    return None
 
 
 def by_layer(config: Any) -> Sequence[Any]:

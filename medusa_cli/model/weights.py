@@ -1,8 +1,10 @@
 """A model's weights by transformers' names: from a GGUF file, safetensors files, or a network in memory."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,22 @@ from medusa_cli.native.matrix import Floats, Format, RawMatrix
 FLOAT_TYPES = {torch.float32: Format.F32, torch.float16: Format.F16, torch.bfloat16: Format.BF16}
 
 
+# Names in transformers' networks, and in files that were made before them.
+OLDER_NAMES = (
+    ("model.language_model.", "language_model.model."),
+    ("model.language_model.", "model."),
+    ("lm_head.", "language_model.lm_head."),
+    (".mlp.", ".block_sparse_moe."),
+    (".router.weight", ".router.layer.weight"),
+    (".experts.gate_up_proj", ".input_linear.weight"),
+    (".experts.down_proj", ".output_linear.weight"),
+    (".gate.e_score_correction_bias", ".e_score_correction_bias"),
+    (".gate.moe_statics.", ".moe_statics."),
+)
+# Of an expert's matrices in files that have a weight for each.
+EXPERT_NAMES = {"gate": ("gate_proj", "w1"), "up": ("up_proj", "w3"), "down": ("down_proj", "w2")}
+
+
 class Weights(ABC):
     """The weights of a model by the names of transformers' network."""
 
@@ -35,6 +53,13 @@ class Weights(ABC):
     def vector(self, name: str) -> Floats:
         """Returns the numbers of a norm or a bias in fp32."""
 
+    def experts(self, name: str) -> RawMatrix | None:
+        """Returns the matrices of a layer's experts, one after the other; None where one weight has them all.
+
+        name: of their module, with .gate, .up or .down.
+        """
+        return None
+
     def release(self) -> None:  # noqa: B027  (most have nothing to release)
         """Returns the memory of weights that were read to the system."""
 
@@ -43,7 +68,7 @@ class NetworkWeights(Weights):
     """The weights of a network in memory."""
 
     def __init__(self, network: Any) -> None:
-        self.tensors: dict[str, Tensor] = dict(network.named_parameters(remove_duplicate=False))
+        self.tensors: dict[str, Tensor] = network.state_dict(keep_vars=True)
 
     def __contains__(self, name: str) -> bool:
         return name in self.tensors
@@ -70,8 +95,13 @@ class CheckpointWeights(Weights):
         self.parts = {name: part for part in parts for name in part.keys()}  # noqa: SIM118  (no mapping)
 
     def _name(self, name: str) -> str:
-        """Returns the name in the files: some lack the prefix of the base model."""
-        return name if name in self.parts else name.removeprefix(self.prefix)
+        """Returns the name in the files: some lack the prefix of the base model, or have an older name."""
+        for ours, theirs in (("", ""), *OLDER_NAMES):
+            own = name.replace(ours, theirs) if ours else name
+            for stored in (own, own.removeprefix(self.prefix)):
+                if stored in self.parts:
+                    return stored
+        return name
 
     def __contains__(self, name: str) -> bool:
         return self._name(name) in self.parts
@@ -87,6 +117,16 @@ class CheckpointWeights(Weights):
     def vector(self, name: str) -> Floats:
         return vector_of(self._tensor(name))
 
+    def experts(self, name: str) -> RawMatrix | None:
+        module, _, part = name.rpartition(".")
+        for own in EXPERT_NAMES[part]:
+            each: list[RawMatrix] = []
+            while (weight := f"{module}.{len(each)}.{own}.weight") in self:
+                each.append(self.matrix(weight))
+            if each:
+                return replace(each[0], rows=np.concatenate([raw.rows for raw in each]))
+        return None
+
 
 class GgufWeights(Weights):
     """The weights of a GGUF file, mapped into memory. network: transformers', which may lie on the meta device."""
@@ -100,8 +140,8 @@ class GgufWeights(Weights):
 
     def matrix(self, name: str) -> RawMatrix:
         tensor = self.names.header.tensors[self.names.tensors[name]]
-        outputs, inputs = tensor.shape
-        rows = self.data[tensor.start : tensor.end].reshape(outputs, -1)
+        *outputs, inputs = tensor.shape
+        rows = self.data[tensor.start : tensor.end].reshape(math.prod(outputs), -1)
         if tensor.type in Format.__members__:
             raw = RawMatrix(Format[tensor.type], rows, inputs)
         else:
@@ -122,6 +162,14 @@ class GgufWeights(Weights):
             values = values[order]
         return values - 1 if self.names.gain_less_one(name) else values
 
+    def experts(self, name: str) -> RawMatrix | None:
+        return self.matrix(name) if name in self else None
+
+    def stacked(self, name: str) -> Tensor:
+        """Returns the matrices [experts, outputs, inputs] of a layer's experts in fp32."""
+        shape = self.names.header.tensors[self.names.tensors[name]].shape
+        return torch.from_numpy(self.matrix(name).floats()).view(shape)
+
     def release(self) -> None:
         import mmap
 
@@ -130,28 +178,39 @@ class GgufWeights(Weights):
     def items(self) -> Iterator[tuple[str, Tensor]]:
         """Yields each weight in fp32 as transformers has it."""
         for name, stored in self.names.tensors.items():
-            if len(self.names.header.tensors[stored].shape) == 1:
+            dimensions = len(self.names.header.tensors[stored].shape)
+            module, _, part = name.rpartition(".")
+            if dimensions == 1:
                 yield name, torch.from_numpy(self.vector(name))
-            else:
+            elif dimensions == 2:
                 yield name, torch.from_numpy(self.matrix(name).floats())
+            elif part == "gate":
+                both = [self.stacked(name), self.stacked(f"{module}.up")]
+                yield f"{module}.gate_up_proj", torch.cat(both, dim=1)
+            elif part == "down":
+                yield f"{module}.down_proj", self.stacked(name)
 
 
 class GgufSlice:
-    """Reads a weight of a GGUF file when it is sliced, as safetensors' slices do."""
+    """Reads a weight of a GGUF file, or that of one of its experts, when it is sliced, as safetensors' slices do."""
 
-    def __init__(self, weights: GgufWeights, name: str) -> None:
+    def __init__(self, weights: GgufWeights, name: str, expert: int | None = None) -> None:
         self.weights = weights
         self.name = name
+        self.expert = expert
 
     def get_shape(self) -> list[int]:
         names = self.weights.names
-        return [*names.header.tensors[names.tensors[self.name]].shape]
+        shape = names.header.tensors[names.tensors[self.name]].shape
+        return [*shape] if self.expert is None else [*shape[1:]]
 
     def __getitem__(self, place: tuple[slice, ...]) -> Tensor:
         if len(place) == 1:
             return torch.from_numpy(self.weights.vector(self.name))[place]
         raw = self.weights.matrix(self.name)
-        part = RawMatrix(raw.format, np.ascontiguousarray(raw.rows[place[0]]), raw.inputs)
+        first = 0 if self.expert is None else self.expert * self.get_shape()[0]
+        rows = raw.rows[first:][place[0]]
+        part = RawMatrix(raw.format, np.ascontiguousarray(rows), raw.inputs)
         return torch.from_numpy(part.floats())[:, place[1]]
 
 
@@ -160,7 +219,18 @@ def gguf_slices(model: str) -> dict[str, GgufSlice] | None:
     if (path := weights_file(model)) is None:
         return None
     weights = GgufWeights(path, meta_network(model))
-    return {name: GgufSlice(weights, name) for name in weights.names.tensors}
+    slices = {}
+    for name, stored in weights.names.tensors.items():
+        shape = weights.names.header.tensors[stored].shape
+        if len(shape) < 3:
+            slices[name] = GgufSlice(weights, name)
+            continue
+        # Other files have a weight for each expert.
+        module, _, part = name.rpartition(".")
+        for expert in range(shape[0]):
+            own = f"{module}.{expert}.{part}_proj.weight"
+            slices[own] = GgufSlice(weights, name, expert)
+    return slices
 
 
 def meta_network(model: str) -> Any:
@@ -192,14 +262,15 @@ def source_stamp(model: str) -> list[str]:
 
 
 def raw_of(tensor: Tensor) -> RawMatrix:
-    """Returns a matrix of floats in its own type."""
+    """Returns a matrix of floats in its own type; of several, one after the other."""
+    tensor = tensor.flatten(0, -2)
     if tensor.dtype not in FLOAT_TYPES:
         tensor = tensor.float()
     return RawMatrix.of(array_of(tensor))
 
 
 def vector_of(tensor: Tensor) -> Floats:
-    values: Floats = tensor.detach().float().numpy()
+    values: Floats = tensor.detach().float().flatten().numpy()
     return values
 
 

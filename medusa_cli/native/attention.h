@@ -62,10 +62,17 @@ constexpr int QUERIES = 8, SUMS = 4, DEEP = 4;
 constexpr int QUERIES = 4, SUMS = 2, DEEP = 2;
 #endif
 
-// Scores of R queries [R, dim] with columns of tiles first .. end - 1, masked with -inf; scores [R, stride].
+// cap * tanh(x / cap)
+inline F soft_cap(F x, float cap) {
+  const F e = exp(mul(set(2.0f / cap), min(x, set(20.0f * cap))));
+  return mul(set(cap), sub(set(1.0f), div(set(2.0f), add(e, set(1.0f)))));
+}
+
+// Scores of R queries [R, dim] with columns of tiles first .. end - 1, soft-capped where `cap` is not 0, and masked with
+// -inf; scores [R, stride].
 template <int R>
 inline void score(const float* queries, const float* keys, int64_t dim, int64_t first, int64_t end, const Sight& sight,
-                  const int64_t* rows, float* scores, int64_t stride) {
+                  const int64_t* rows, float cap, float* scores, int64_t stride) {
   for (int64_t tile = first; tile < end; tile++) {
     const float* key = keys + tile * dim * 16;
     F total[R];
@@ -75,11 +82,18 @@ inline void score(const float* queries, const float* keys, int64_t dim, int64_t 
       MEDUSA_UNROLL for (int r = 0; r < R; r++) total[r] = fma(set(queries[r * dim + d]), k, total[r]);
     }
     MEDUSA_UNROLL for (int r = 0; r < R; r++) {
+      if (cap != 0.0f) total[r] = soft_cap(total[r], cap);
       const uint16_t mask = visible(sight, rows[r], tile);
       if (mask != 0xffff) total[r] = choose(mask, total[r], set(-INFINITY));
       store(scores + r * stride + tile * 16, total[r]);
     }
   }
+}
+
+inline float first_of(F x) {
+  alignas(64) float lanes[16];
+  store(lanes, x);
+  return lanes[0];
 }
 
 // Sums V vectors of values from dimension `d` on, weighted by R rows of weights, over columns first .. end - 1. Where
@@ -103,11 +117,7 @@ inline void weigh(const float* weights, int64_t stride, const float* values, int
   }
   MEDUSA_UNROLL for (int r = 0; r < R; r++) {
     MEDUSA_UNROLL for (int v = 0; v < V; v++) store(out + r * out_stride + 16 * v, sums[r][v]);
-    if (totals) {
-      alignas(64) float lanes[16];
-      store(lanes, total[r]);
-      totals[r] = lanes[0];
-    }
+    if (totals) totals[r] = first_of(total[r]);
   }
 }
 
@@ -129,10 +139,11 @@ struct AttentionRoom {
 };
 
 // Attends `count` <= QUERIES queries of one key head. queries: pointers to [dim] numbers; rows: the row of each in the
-// slot; keys, values: of the slot and head; outputs: pointers to [dim] numbers. padded: dim in whole vectors.
+// slot; keys, values: of the slot and head; outputs: pointers to [dim] numbers. padded: dim in whole vectors. sinks: one
+// more score of each query, which has no value, or null.
 inline void attend(const float* const* queries, const int64_t* rows, int count, const Sight& sight, const float* keys,
-                   const float* values, int64_t dim, int64_t padded, float scale, AttentionRoom& room,
-                   float* const* outputs) {
+                   const float* values, int64_t dim, int64_t padded, float scale, float cap, const float* sinks,
+                   AttentionRoom& room, float* const* outputs) {
   int64_t lowest = sight.lowest[rows[0]], last = 0;
   for (int i = 0; i < count; i++) {
     lowest = std::min(lowest, sight.lowest[rows[i]]);
@@ -145,21 +156,21 @@ inline void attend(const float* const* queries, const int64_t* rows, int count, 
   for (int i = 0; i < count; i++) {
     for (int64_t d = 0; d < dim; d++) room.queries[i * dim + d] = queries[i][d] * scale;
   }
-  float totals[QUERIES];
+  float totals[QUERIES], sunk[QUERIES] = {};
   float* scores = room.scores.data();
   for (int i = 0; i < count;) {
     const float* query = &room.queries[i * dim];
     if (count - i >= QUERIES) {
-      score<QUERIES>(query, keys, dim, first, end, sight, rows + i, scores + i * stride, stride);
+      score<QUERIES>(query, keys, dim, first, end, sight, rows + i, cap, scores + i * stride, stride);
       i += QUERIES;
     } else if (count - i >= 4) {
-      score<4>(query, keys, dim, first, end, sight, rows + i, scores + i * stride, stride);
+      score<4>(query, keys, dim, first, end, sight, rows + i, cap, scores + i * stride, stride);
       i += 4;
     } else if (count - i >= 2) {
-      score<2>(query, keys, dim, first, end, sight, rows + i, scores + i * stride, stride);
+      score<2>(query, keys, dim, first, end, sight, rows + i, cap, scores + i * stride, stride);
       i += 2;
     } else {
-      score<1>(query, keys, dim, first, end, sight, rows + i, scores + i * stride, stride);
+      score<1>(query, keys, dim, first, end, sight, rows + i, cap, scores + i * stride, stride);
       i += 1;
     }
   }
@@ -167,8 +178,10 @@ inline void attend(const float* const* queries, const int64_t* rows, int count, 
     float* row = scores + i * stride;
     F most = set(-INFINITY);
     for (int64_t c = 16 * first; c < 16 * end; c += 16) most = max(most, load(row + c));
+    if (sinks) most = max(most, set(sinks[i]));
     const F shift = set(largest(most));
     for (int64_t c = 16 * first; c < 16 * end; c += 16) store(row + c, exp(sub(load(row + c), shift)));
+    if (sinks) sunk[i] = first_of(exp(sub(set(sinks[i]), shift)));
   }
   for (int i = 0; i < count;) {
     float* out = &room.out[i * padded];
@@ -182,7 +195,7 @@ inline void attend(const float* const* queries, const int64_t* rows, int count, 
     }
   }
   for (int i = 0; i < count; i++) {
-    const F inverse = set(1.0f / totals[i]);
+    const F inverse = set(1.0f / (totals[i] + sunk[i]));
     float* out = &room.out[i * padded];
     for (int64_t d = 0; d < padded; d += 16) store(out + d, mul(load(out + d), inverse));
     std::memcpy(outputs[i], out, dim * sizeof(float));

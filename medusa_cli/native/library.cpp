@@ -228,12 +228,13 @@ int medusa_keep(const Model* model, const Cache* cache, int64_t slot, int64_t le
   for (int64_t i = 0; i < count; i++) {
     if (path[i] < i || length + path[i] >= cache->capacity || (i && path[i] <= path[i - 1])) return -1;
   }
-  const int64_t dim = model->dim, wide = padded(dim, 16);
-  for (int64_t layer = 0; layer < model->layers; layer++) {
-    for (int64_t head = 0; head < model->kv; head++) {
-      const int64_t part = (layer * cache->slots + slot) * model->kv + head;
-      float* keys = cache->keys + part * cache->capacity * dim;
-      float* values = cache->values + part * cache->capacity * wide;
+  for (int64_t i = 0; i < model->layers; i++) {
+    const Layer& layer = model->layer[i];
+    if (!layer.key.tiles) continue;  // its columns are another layer's
+    const int64_t dim = layer.dim, wide = padded(dim, 16);
+    for (int64_t head = 0; head < layer.kv; head++) {
+      float* keys = keys_of(*model, *cache, layer, slot, head);
+      float* values = values_of(*model, *cache, layer, slot, head);
       for (int64_t i = 0; i < count; i++) {
         const int64_t from = length + path[i], to = length + i;
         if (from == to) continue;

@@ -30,15 +30,24 @@ class Matrix(Structure):
     ]
 
 
-MATRICES = ("query", "key", "value", "out", "gate", "up", "down")
+MATRICES = (
+    *("query", "key", "value", "out", "gate", "up", "down"),
+    *("router", "shared_gate", "shared_up", "shared_down", "shared_router"),
+    *("input_gate", "input_out"),
+)
 NORMS = (
     "attention_norm",
     "query_norm",
     "key_norm",
+    "value_norm",
     "attention_out_norm",
     "mlp_norm",
     "mlp_out_norm",
+    "input_norm",
 )
+# Facts of a model that are true or false.
+FLAGS = ("centered", "whole_norms", "late_norms", "pairs", "parallel")
+ROUTING = ("top_experts", "sigmoid", "normalized")
 
 
 class Layer(Structure):
@@ -47,8 +56,10 @@ class Layer(Structure):
     _fields_ = [
         *((name, Matrix) for name in MATRICES),
         *((name, c_void_p) for name in NORMS),
-        ("table", c_int64),
-        ("window", c_int64),
+        ("sinks", c_void_p),
+        ("router_bias", c_void_p),
+        *((name, c_int64) for name in ("table", "window", "experts", "kv", "dim", "place")),
+        ("scalar", c_float),
     ]
 
 
@@ -56,9 +67,18 @@ class Model(Structure):
     """A decoder's sizes and layers; see step.h."""
 
     _fields_ = [
-        *((name, c_int64) for name in ("layers", "hidden", "heads", "kv", "dim", "inner", "vocab")),
-        *((name, c_int64) for name in ("rotary", "positions", "activation")),
-        *((name, c_float) for name in ("eps", "scale", "embedding_scale")),
+        *((name, c_int64) for name in ("layers", "hidden", "heads", "vocab")),
+        ("key_width", c_int64),
+        ("value_width", c_int64),
+        ("rotary", c_int64 * TABLES),
+        *((name, c_int64) for name in ("positions", "activation", *FLAGS, *ROUTING)),
+        *((name, c_float) for name in ("eps", "scale", "embedding_scale", "residual")),
+        *((name, c_float) for name in ("expert_scale", "cap")),
+        ("inputs", c_int64),
+        ("inputs_scale", c_float),
+        ("inputs_factor", c_float),
+        ("inputs_projection", Matrix),
+        ("inputs_norm", c_void_p),
         ("cos", c_void_p * TABLES),
         ("sin", c_void_p * TABLES),
         ("norm", c_void_p),
@@ -82,6 +102,7 @@ class Step(Structure):
         *((name, c_void_p) for name in ("lengths", "positions", "seen")),
         *((name, c_int64) for name in ("seen_slot", "seen_row", "first", "end")),
         ("x", c_void_p),
+        ("inputs", c_void_p),
         ("taps", c_int64),
         ("tap_layers", c_void_p),
         ("tapped", c_void_p),

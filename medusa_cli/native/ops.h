@@ -5,7 +5,7 @@
 
 namespace medusa {
 
-enum Activation : int32_t { SILU = 0, GELU_TANH = 1 };
+enum Activation : int32_t { SILU = 0, GELU_TANH = 1, SQUARED_RELU = 2 };
 
 namespace ISA {
 
@@ -20,11 +20,31 @@ inline void rms_norm(const float* x, const float* gain, float* y, int64_t n, flo
   for (int64_t i = 0; i < n; i += 16) store(y + i, mul(mul(load(x + i), factor), load(gain + i)));
 }
 
+// The same with the mean subtracted first, and a bias added: gain [2, n padded to 32] ends with it.
+inline void layer_norm(const float* x, const float* gain, float* y, int64_t n, float eps) {
+  const float* bias = gain + (n + 31) / 32 * 32;
+  F total = set(0.0f), squares = set(0.0f);
+  for (int64_t i = 0; i < n; i += 16) total = add(total, load(x + i));
+  const F mean = set(sum(total) / float(n));
+  for (int64_t i = 0; i < n; i += 16) {
+    F v = sub(load(x + i), mean);
+    if (n - i < 16) v = choose(static_cast<uint16_t>((1u << (n - i)) - 1), v, set(0.0f));
+    squares = fma(v, v, squares);
+    store(y + i, v);
+  }
+  const F factor = set(1.0f / std::sqrt(sum(squares) / float(n) + eps));
+  for (int64_t i = 0; i < n; i += 16) store(y + i, add(mul(mul(load(y + i), factor), load(gain + i)), load(bias + i)));
+}
+
+inline void normalize(bool centered, const float* x, const float* gain, float* y, int64_t n, float eps) {
+  centered ? layer_norm(x, gain, y, n, eps) : rms_norm(x, gain, y, n, eps);
+}
+
 // The same for the `dim` numbers of one head, which may be no multiple of 16 and have neighbours.
-inline void head_norm(float* x, const float* gain, int64_t dim, float eps) {
+inline void head_norm(bool centered, float* x, const float* gain, int64_t dim, float eps) {
   alignas(64) float padded[1024] = {};
   std::memcpy(padded, x, dim * sizeof(float));
-  rms_norm(padded, gain, padded, dim, eps);
+  normalize(centered, padded, gain, padded, dim, eps);
   std::memcpy(x, padded, dim * sizeof(float));
 }
 
@@ -38,6 +58,17 @@ inline void rotate(float* __restrict x, const float* __restrict cos, const float
   }
 }
 
+// The same with each number's neighbour.
+inline void rotate_pairs(float* x, const float* cos, const float* sin, int64_t half) {
+  for (int64_t i = 0; i < half; i++) {
+    const float a = x[2 * i], b = x[2 * i + 1];
+    x[2 * i] = a * cos[i] - b * sin[i];
+    x[2 * i + 1] = b * cos[i] + a * sin[i];
+  }
+}
+
+inline F sigmoid(F x) { return div(set(1.0f), add(set(1.0f), exp(sub(set(0.0f), max(x, set(-80.0f)))))); }
+
 inline F silu(F x) { return div(x, add(set(1.0f), exp(sub(set(0.0f), max(x, set(-80.0f)))))); }
 
 // 0.5 x (1 + tanh(u)) = x / (1 + exp(-2u)) with u = sqrt(2 / pi) (x + 0.044715 x^3).
@@ -48,7 +79,15 @@ inline F gelu_tanh(F x) {
   return div(x, add(set(1.0f), e));
 }
 
-inline F activate(int32_t kind, F x) { return kind == SILU ? silu(x) : gelu_tanh(x); }
+inline F squared_relu(F x) {
+  const F positive = max(x, set(0.0f));
+  return mul(positive, positive);
+}
+
+inline F activate(int32_t kind, F x) {
+  if (kind == SILU) return silu(x);
+  return kind == GELU_TANH ? gelu_tanh(x) : squared_relu(x);
+}
 
 }  // namespace ISA
 }  // namespace medusa

@@ -1,6 +1,7 @@
 // One pass over a decoder's layers, compiled once for each instruction set.
 #include "step.h"
 
+#include <algorithm>
 #include <memory>
 #include <vector>
 
@@ -70,20 +71,6 @@ class RowBuffer {
   Buffer<int32_t> zeros_;
 };
 
-// What passes need besides their inputs. One pass runs at a time.
-struct Workspace {
-  RowBuffer normed, attended, inner, given;
-  Buffer<float> qkv, added, gates, best;
-  Buffer<int64_t> best_index;
-  std::vector<AttentionRoom> rooms;
-  std::vector<Sight> sights;
-};
-
-Workspace& workspace() {
-  static Workspace* shared = new Workspace;
-  return *shared;
-}
-
 float* writable(const Rows& rows) { return const_cast<float*>(rows.x); }
 
 // Calls work(row) for each row of so many numbers, by threads where it pays.
@@ -105,11 +92,13 @@ void round_rows(Pool& pool, const Rows& rows, int64_t count) {
   each_row(pool, count, rows.stride, [&](int64_t r) { round_row(rows.from(r), 0, rows.stride); });
 }
 
-// Normalises states [count, stride] into rows, and rounds these.
-void norm_rows(Pool& pool, const float* x, int64_t stride, const float* gain, int64_t hidden, float eps,
-               const Rows& rows, int64_t count) {
+// Normalises states [count, stride] into rows, or copies them where there is no norm, and rounds these.
+void norm_rows(Pool& pool, const Model& m, const float* x, int64_t stride, const float* gain, const Rows& rows,
+               int64_t count) {
   each_row(pool, count, stride, [&](int64_t r) {
-    rms_norm(x + r * stride, gain, writable(rows) + r * rows.stride, hidden, eps);
+    float* row = writable(rows) + r * rows.stride;
+    if (gain) normalize(m.centered, x + r * stride, gain, row, m.hidden, m.eps);
+    else std::memcpy(row, x + r * stride, m.hidden * sizeof(float));
     if (rows.q) round_row(rows.from(r), 0, rows.stride);
   });
 }
@@ -149,129 +138,377 @@ void products(Pool& pool, const Rows& x, int64_t rows, const Target (&targets)[N
   });
 }
 
-// Computes act(gate) * up by pairs of tiles, and rounds them at once: 32 channels are a group of the next product.
-void gated(Pool& pool, const Layer& layer, int64_t activation, const Rows& x, int64_t rows, const Rows& inner,
-           Workspace& work) {
-  const int64_t pairs = (tiles_of(layer.gate) + 1) / 2;
-  const int64_t together = (tiles_of_share(pool, 2 * pairs, 2 * layer.gate.k, rows) + 1) / 2;
-  const int64_t room = 2 * rows * 2 * kTile;
-  float* gates = work.gates.room(pool.threads() * room);
-  pool.run((pairs + together - 1) / together, [&](int64_t share, int thread) {
-    float* gate = gates + thread * room;
-    float* up = gate + rows * 2 * kTile;
-    const int64_t last = std::min(pairs, (share + 1) * together);
-    for (int64_t pair = share * together; pair < last; pair++) {
-      const int64_t first = 2 * pair, end = std::min(first + 2, tiles_of(layer.gate));
-      ISA::multiply(layer.gate, x, rows, first, end, gate, 2 * kTile, false);
-      ISA::multiply(layer.up, x, rows, first, end, up, 2 * kTile, false);
-      for (int64_t r = 0; r < rows; r++) {
-        float* out = writable(inner) + r * inner.stride + first * kTile;
-        for (int64_t i = 0; i < (end - first) * kTile; i += 16) {
-          const int64_t at = r * 2 * kTile + i;
-          store(out + i, mul(activate(static_cast<int32_t>(activation), load(gate + at)), load(up + at)));
+// Cuts several jobs into shares for threads.
+class Shares {
+ public:
+  void clear() { jobs_.clear(); }
+
+  // Adds a job of so many parts, of which some make a share together.
+  void add(int64_t parts, int64_t together) {
+    const int64_t first = count();
+    jobs_.push_back({first, first + (parts + together - 1) / together, parts, together});
+  }
+
+  int64_t count() const { return jobs_.empty() ? 0 : jobs_.back().end; }
+
+  // Calls work(job, first part, last part + 1) for a share.
+  template <class Work>
+  void take(int64_t share, const Work& work) const {
+    const auto job = std::upper_bound(jobs_.begin(), jobs_.end(), share,
+                                      [](int64_t s, const Job& j) { return s < j.end; });
+    const int64_t first = (share - job->first) * job->together;
+    work(job - jobs_.begin(), first, std::min(job->parts, first + job->together));
+  }
+
+ private:
+  struct Job {
+    int64_t first, end, parts, together;
+  };
+  std::vector<Job> jobs_;
+};
+
+// An MLP, and the rows that go through it.
+struct Mlp {
+  Matrix gate, up, down;
+  int64_t first, rows;
+};
+
+// Computes act(gate) * up, or act(up) without a gate, by pairs of tiles, and rounds them at once: 32 channels are a group
+// of the next product.
+void gated(Pool& pool, const std::vector<Mlp>& mlps, int64_t activation, const Rows& x, const Rows& inner,
+           Shares& shares, Buffer<float>& buffer) {
+  int64_t most = 0;
+  shares.clear();
+  for (const Mlp& mlp : mlps) {
+    const int64_t pairs = (tiles_of(mlp.up) + 1) / 2;
+    shares.add(pairs, (tiles_of_share(pool, 2 * pairs, 2 * mlp.up.k, mlp.rows) + 1) / 2);
+    most = std::max(most, mlp.rows);
+  }
+  const int64_t room = 2 * most * 2 * kTile;
+  float* gates = buffer.room(pool.threads() * room);
+  pool.run(shares.count(), [&](int64_t share, int thread) {
+    shares.take(share, [&](int64_t job, int64_t first_pair, int64_t last_pair) {
+      const Mlp& mlp = mlps[job];
+      const bool has_gate = mlp.gate.tiles;
+      const Matrix& activated = has_gate ? mlp.gate : mlp.up;
+      const Rows own = x.from(mlp.first);
+      float* gate = gates + thread * room;
+      float* up = gate + mlp.rows * 2 * kTile;
+      for (int64_t pair = first_pair; pair < last_pair; pair++) {
+        const int64_t first = 2 * pair, end = std::min(first + 2, tiles_of(mlp.up));
+        ISA::multiply(activated, own, mlp.rows, first, end, gate, 2 * kTile, false);
+        if (has_gate) ISA::multiply(mlp.up, own, mlp.rows, first, end, up, 2 * kTile, false);
+        for (int64_t r = 0; r < mlp.rows; r++) {
+          const int64_t row = mlp.first + r;
+          float* out = writable(inner) + row * inner.stride + first * kTile;
+          for (int64_t i = 0; i < (end - first) * kTile; i += 16) {
+            const int64_t at = r * 2 * kTile + i;
+            const F value = activate(static_cast<int32_t>(activation), load(gate + at));
+            store(out + i, has_gate ? mul(value, load(up + at)) : value);
+          }
+          if (inner.q) round_row(inner.from(row), first * kTile, first * kTile + kUnit);
         }
-        if (inner.q) round_row(inner.from(r), first * kTile, first * kTile + kUnit);
       }
-    }
+    });
   });
+}
+
+// An expert of a row, where the row lies among those gathered for experts, and the weight of what it adds.
+struct Pick {
+  int64_t expert, row;
+  float weight;
+};
+
+// What passes need besides their inputs. One pass runs at a time.
+struct Workspace {
+  RowBuffer normed, attended, inner, given, gathered;
+  Buffer<float> qkv, added, gates, scores, out;
+  Shares shares;
+  std::vector<Mlp> mlps;
+  std::vector<Pick> picks;
+  std::vector<AttentionRoom> rooms;
+  std::vector<Sight> sights;
+};
+
+Workspace& workspace() {
+  static Workspace* shared = new Workspace;
+  return *shared;
 }
 
 // Where a layer's queries, keys and values of one row lie.
 struct Widths {
   int64_t key, value, all;
-  explicit Widths(const Model& m)
-      : key(padded(m.heads * m.dim, kTile)),
-        value(key + padded(m.kv * m.dim, kTile)),
-        all(value + padded(m.kv * m.dim, kTile)) {}
+  Widths(const Model& m, const Layer& layer)
+      : key(padded(m.heads * layer.dim, kTile)),
+        value(key + padded(layer.kv * layer.dim, kTile)),
+        all(value + padded(layer.kv * layer.dim, kTile)) {}
 };
 
-float* keys_of(const Model& m, const Cache& cache, int64_t layer, int64_t slot, int64_t head) {
-  return cache.keys + ((layer * cache.slots + slot) * m.kv + head) * cache.capacity * m.dim;
-}
-
-float* values_of(const Model& m, const Cache& cache, int64_t layer, int64_t slot, int64_t head) {
-  return cache.values + ((layer * cache.slots + slot) * m.kv + head) * cache.capacity * padded(m.dim, 16);
+// Normalises and turns a query or a key; null: the layer does not.
+void turn(const Model& m, const Layer& layer, float* head, const float* gain, const float* cos, const float* sin) {
+  if (gain && !m.late_norms) head_norm(m.centered, head, gain, layer.dim, m.eps);
+  if (cos) (m.pairs ? rotate_pairs : rotate)(head, cos, sin, m.rotary[layer.table] / 2);
+  if (gain && m.late_norms) head_norm(m.centered, head, gain, layer.dim, m.eps);
 }
 
 // Normalises and turns queries and keys, and writes keys and values into the cache.
 void place(Pool& pool, const Model& m, const Cache& cache, const Step& step, int64_t index, float* qkv) {
   const Layer& layer = m.layer[index];
-  const Widths widths(m);
-  const int64_t half = m.rotary / 2, wide = padded(m.dim, 16);
+  const Widths widths(m, layer);
+  const int64_t half = layer.table < 0 ? 0 : m.rotary[layer.table] / 2;
+  const int64_t dim = layer.dim, wide = padded(dim, 16);
+  const bool has_keys = layer.key.tiles;
+  const float* query_norm = m.whole_norms ? nullptr : layer.query_norm;
+  const float* key_norm = m.whole_norms ? nullptr : layer.key_norm;
   each_row(pool, step.slots * step.rows, widths.all, [&](int64_t r) {
     float* row = qkv + r * widths.all;
     const int64_t slot = step.first_slot + r / step.rows;
     const int64_t column = step.lengths[r / step.rows] + r % step.rows;
-    const float* cos = m.cos[layer.table] + step.positions[r] * half;
-    const float* sin = m.sin[layer.table] + step.positions[r] * half;
-    for (int64_t head = 0; head < m.heads; head++) {
-      float* query = row + head * m.dim;
-      if (layer.query_norm) head_norm(query, layer.query_norm, m.dim, m.eps);
-      rotate(query, cos, sin, half);
+    const float* cos = layer.table < 0 ? nullptr : m.cos[layer.table] + step.positions[r] * half;
+    const float* sin = layer.table < 0 ? nullptr : m.sin[layer.table] + step.positions[r] * half;
+    if (m.whole_norms && layer.query_norm) {
+      normalize(m.centered, row, layer.query_norm, row, m.heads * dim, m.eps);
+      if (has_keys) normalize(m.centered, row + widths.key, layer.key_norm, row + widths.key, layer.kv * dim, m.eps);
     }
-    for (int64_t head = 0; head < m.kv; head++) {
-      float* key = row + widths.key + head * m.dim;
-      if (layer.key_norm) head_norm(key, layer.key_norm, m.dim, m.eps);
-      rotate(key, cos, sin, half);
-      float* keys = keys_of(m, cache, index, slot, head) + column / 16 * 16 * m.dim + column % 16;
-      for (int64_t d = 0; d < m.dim; d++) keys[16 * d] = key[d];
-      float* values = values_of(m, cache, index, slot, head) + column * wide;
-      std::memcpy(values, row + widths.value + head * m.dim, m.dim * sizeof(float));
+    for (int64_t head = 0; head < m.heads; head++) turn(m, layer, row + head * dim, query_norm, cos, sin);
+    for (int64_t head = 0; has_keys && head < layer.kv; head++) {
+      float* key = row + widths.key + head * dim;
+      float* value = row + widths.value + head * dim;
+      turn(m, layer, key, key_norm, cos, sin);
+      if (layer.value_norm) head_norm(m.centered, value, layer.value_norm, dim, m.eps);
+      float* keys = keys_of(m, cache, layer, slot, head) + column / 16 * 16 * dim + column % 16;
+      for (int64_t d = 0; d < dim; d++) keys[16 * d] = key[d];
+      std::memcpy(values_of(m, cache, layer, slot, head) + column * wide, value, dim * sizeof(float));
     }
   });
 }
 
 void attend_all(Pool& pool, const Model& m, const Cache& cache, const Step& step, int64_t index, const float* qkv,
                 const std::vector<Sight>& sights, const Rows& attended, Workspace& work) {
-  const Widths widths(m);
-  const int64_t groups = m.heads / m.kv, queries = step.rows * groups;
+  const Layer& layer = m.layer[index];
+  const Widths widths(m, layer);
+  const int64_t dim = layer.dim;
+  const int64_t groups = m.heads / layer.kv, queries = step.rows * groups;
+  const float* own_sinks = layer.sinks;
   // As many blocks as threads can share, of as many queries as read keys together.
-  const int64_t parts = step.slots * m.kv;
+  const int64_t parts = step.slots * layer.kv;
   int64_t together = QUERIES;
   while (together > 1 && parts * ((queries + together - 1) / together) < 2 * pool.threads()) together /= 2;
   const int64_t blocks = (queries + together - 1) / together;
   work.rooms.resize(std::max<size_t>(work.rooms.size(), pool.threads()));
   pool.run(parts * blocks, [&](int64_t share, int thread) {
-    const int64_t part = share / blocks, block = share % blocks, slot = part / m.kv, head = part % m.kv;
+    const int64_t part = share / blocks, block = share % blocks, slot = part / layer.kv, head = part % layer.kv;
     const int64_t first = block * together, count = std::min(together, queries - first);
     const float* from[QUERIES];
     float* to[QUERIES];
+    float sinks[QUERIES];
     int64_t rows[QUERIES];
     for (int64_t i = 0; i < count; i++) {
       rows[i] = (first + i) / groups;
-      const int64_t row = slot * step.rows + rows[i], at = (head * groups + (first + i) % groups) * m.dim;
+      const int64_t query = head * groups + (first + i) % groups;
+      const int64_t row = slot * step.rows + rows[i], at = query * dim;
+      if (own_sinks) sinks[i] = own_sinks[query];
       from[i] = qkv + row * widths.all + at;
       to[i] = writable(attended) + row * attended.stride + at;
     }
     const int64_t in_cache = step.first_slot + slot;
-    attend(from, rows, static_cast<int>(count), sights[slot], keys_of(m, cache, index, in_cache, head),
-           values_of(m, cache, index, in_cache, head), m.dim, padded(m.dim, 16), m.scale, work.rooms[thread], to);
+    attend(from, rows, static_cast<int>(count), sights[slot], keys_of(m, cache, layer, in_cache, head),
+           values_of(m, cache, layer, in_cache, head), dim, padded(dim, 16), m.scale, m.cap,
+           own_sinks ? sinks : nullptr, work.rooms[thread], to);
   });
 }
 
-// Adds y W^T to the states x, through a norm where the layer has one after it.
-void add_product(Pool& pool, const Matrix& m, const Rows& y, int64_t rows, const float* norm, const Model& model,
-                 float* x, int64_t stride, Workspace& work) {
-  if (!norm) {
-    products(pool, y, rows, {Target{&m, x, stride, true}});
+// Adds what attention or the MLP gives [rows, stride] to the states x, through a norm where the layer has one after it,
+// times the model's factor.
+void add_rows(Pool& pool, const Model& m, float* added, int64_t rows, const float* norm, float* x, int64_t stride) {
+  each_row(pool, rows, stride, [&](int64_t r) {
+    float* row = added + r * stride;
+    if (norm) normalize(m.centered, row, norm, row, m.hidden, m.eps);
+    float* state = x + r * stride;
+    const F factor = set(m.residual);
+    for (int64_t i = 0; i < m.hidden; i += 16) store(state + i, add(load(state + i), mul(factor, load(row + i))));
+  });
+}
+
+// Adds y W^T to the states x in this way.
+void add_product(Pool& pool, const Matrix& w, const Rows& y, int64_t rows, const float* norm, const Model& m, float* x,
+                 int64_t stride, Workspace& work) {
+  if (!norm && m.residual == 1.0f) {
+    products(pool, y, rows, {Target{&w, x, stride, true}});
     return;
   }
   float* added = work.added.room(rows * stride);
   std::memset(added, 0, rows * stride * sizeof(float));
-  products(pool, y, rows, {Target{&m, added, stride, false}});
-  each_row(pool, rows, stride, [&](int64_t r) {
-    float* row = added + r * stride;
-    rms_norm(row, norm, row, model.hidden, model.eps);
-    float* state = x + r * stride;
-    for (int64_t i = 0; i < model.hidden; i += 16) store(state + i, add(load(state + i), load(row + i)));
+  products(pool, y, rows, {Target{&w, added, stride, false}});
+  add_rows(pool, m, added, rows, norm, x, stride);
+}
+
+// Chooses a row's experts by their scores [experts padded to 16], and puts them in rising order.
+void choose_experts(const Model& m, const Layer& layer, float* scores, Pick* picks) {
+  const int64_t n = layer.experts, wide = padded(n, 16);
+  for (int64_t i = n; i < wide; i++) scores[i] = -INFINITY;
+  if (m.sigmoid) {
+    for (int64_t i = 0; i < wide; i += 16) store(scores + i, sigmoid(load(scores + i)));
+  } else {
+    F most = set(-INFINITY), total = set(0.0f);
+    for (int64_t i = 0; i < wide; i += 16) most = max(most, load(scores + i));
+    const F shift = set(largest(most));
+    for (int64_t i = 0; i < wide; i += 16) {
+      const F e = exp(sub(load(scores + i), shift));
+      store(scores + i, e);
+      total = add(total, e);
+    }
+    const F inverse = set(1.0f / sum(total));
+    for (int64_t i = 0; i < wide; i += 16) store(scores + i, mul(load(scores + i), inverse));
+  }
+  const auto better = [&](int64_t a, int64_t b) {
+    const float x = scores[a] + (layer.router_bias ? layer.router_bias[a] : 0.0f);
+    const float y = scores[b] + (layer.router_bias ? layer.router_bias[b] : 0.0f);
+    return x > y || (x == y && a < b);
+  };
+  // picks[0 .. count - 1] are the best so far, the best first.
+  int64_t count = 0;
+  for (int64_t i = 0; i < n; i++) {
+    if (count == m.top_experts && !better(i, picks[count - 1].expert)) continue;
+    int64_t at = count < m.top_experts ? count++ : count - 1;
+    for (; at && better(i, picks[at - 1].expert); at--) picks[at] = picks[at - 1];
+    picks[at].expert = i;
+  }
+  std::sort(picks, picks + count, [](const Pick& a, const Pick& b) { return a.expert < b.expert; });
+  float total = 0;
+  for (int64_t i = 0; i < count; i++) total += scores[picks[i].expert];
+  for (int64_t i = 0; i < count; i++) {
+    const float score = scores[picks[i].expert];
+    picks[i].weight = (m.normalized ? score / total : score) * m.expert_scale;
+  }
+}
+
+// Returns the matrix of one of several experts, which lie one after the other.
+Matrix of_expert(const Matrix& all, int64_t experts, int64_t expert) {
+  const int64_t tile_bytes = all.k / info(all.format).block * info(all.format).tile_bytes;
+  Matrix own = all;
+  own.n = all.n / experts;
+  own.tiles += expert * (own.n / kTile) * tile_bytes;
+  if (own.bias) own.bias += expert * own.n;
+  return own;
+}
+
+// Adds a mixture of experts of normalised rows to the states x. Rows are gathered by expert, so that each expert's matrices are read once;
+// what a row gets is summed over its experts in rising order.
+void add_mixture(Pool& pool, const Model& m, const Layer& layer, const Rows& normed, int64_t rows, float* x,
+                 int64_t stride, Workspace& work) {
+  const int64_t top = m.top_experts, shared = layer.shared_up.tiles ? rows : 0;
+  const int64_t wide = padded(layer.experts, kTile);
+  float* scores = work.scores.room(rows * (wide + kTile));
+  float* gates = scores + rows * wide;  // of the shared MLP
+  products(pool, normed, rows, {Target{&layer.router, scores, wide, false}});
+  if (layer.shared_router.tiles) products(pool, normed, rows, {Target{&layer.shared_router, gates, kTile, false}});
+
+  work.picks.resize(rows * top);
+  each_row(pool, rows, 16 * wide, [&](int64_t r) {
+    choose_experts(m, layer, scores + r * wide, &work.picks[r * top]);
   });
+  work.mlps.clear();
+  int64_t gathered = 0;
+  const int64_t inner_wide = std::max(layer.up.n / layer.experts, shared ? layer.shared_up.n : 0);
+  for (int64_t e = 0; e < layer.experts; e++) {
+    const int64_t first = gathered;
+    for (Pick& pick : work.picks) {
+      if (pick.expert == e) pick.row = gathered++;
+    }
+    if (gathered == first) continue;
+    work.mlps.push_back({of_expert(layer.gate, layer.experts, e), of_expert(layer.up, layer.experts, e),
+                         of_expert(layer.down, layer.experts, e), first, gathered - first});
+  }
+  if (shared) work.mlps.push_back({layer.shared_gate, layer.shared_up, layer.shared_down, gathered, rows});
+
+  const bool int8 = layer.up.int8_rows || (shared && layer.shared_up.int8_rows);
+  const bool int8_inner = layer.down.int8_rows || (shared && layer.shared_down.int8_rows);
+  const Rows read = work.gathered.rows(gathered + shared, m.hidden, int8);
+  const auto copy = [&](int64_t from, int64_t to) {
+    std::memcpy(writable(read) + to * read.stride, normed.x + from * normed.stride, m.hidden * sizeof(float));
+    if (read.q) round_row(read.from(to), 0, read.stride);
+  };
+  each_row(pool, rows, (top + 1) * stride, [&](int64_t r) {
+    for (int64_t i = 0; i < top; i++) copy(r, work.picks[r * top + i].row);
+    if (shared) copy(r, gathered + r);
+  });
+  const Rows inner = work.inner.rows(gathered + shared, inner_wide, int8_inner);
+  gated(pool, work.mlps, m.activation, read, inner, work.shares, work.gates);
+
+  float* out = work.out.room((gathered + shared) * stride);
+  work.shares.clear();
+  for (const Mlp& mlp : work.mlps) {
+    work.shares.add(tiles_of(mlp.down), tiles_of_share(pool, tiles_of(mlp.down), mlp.down.k, mlp.rows));
+  }
+  pool.run(work.shares.count(), [&](int64_t share, int) {
+    work.shares.take(share, [&](int64_t job, int64_t first, int64_t end) {
+      const Mlp& mlp = work.mlps[job];
+      float* y = out + mlp.first * stride + first * kTile;
+      ISA::multiply(mlp.down, inner.from(mlp.first), mlp.rows, first, end, y, stride, false);
+    });
+  });
+
+  float* added = work.added.room(rows * stride);
+  each_row(pool, rows, (top + 1) * stride, [&](int64_t r) {
+    float* row = added + r * stride;
+    std::memset(row, 0, stride * sizeof(float));
+    const auto add_weighted = [&](const float* from, float weight) {
+      const F factor = set(weight);
+      for (int64_t i = 0; i < m.hidden; i += 16) store(row + i, add(load(row + i), mul(factor, load(from + i))));
+    };
+    for (int64_t i = 0; i < top; i++) {
+      const Pick& pick = work.picks[r * top + i];
+      add_weighted(out + pick.row * stride, pick.weight);
+    }
+    if (!shared) return;
+    const float* gate = layer.shared_router.tiles ? gates + r * kTile : nullptr;
+    add_weighted(out + (gathered + r) * stride, gate ? first_of(sigmoid(set(*gate))) : 1.0f);
+  });
+  add_rows(pool, m, added, rows, layer.mlp_out_norm, x, stride);
+}
+
+// Adds a projection of the first states, normalised by layer, to the embeddings that layers get besides their states.
+void complete_inputs(Pool& pool, const Model& m, const Step& step, int64_t rows, int64_t stride, Workspace& work) {
+  const int64_t wide = m.layers * m.inputs;
+  const Rows states = work.given.rows(rows, m.hidden, m.inputs_projection.int8_rows);
+  norm_rows(pool, m, step.x, stride, nullptr, states, rows);
+  float* projected = work.out.room(rows * wide);
+  products(pool, states, rows, {Target{&m.inputs_projection, projected, wide, false}});
+  const F scale = set(m.inputs_scale), factor = set(m.inputs_factor);
+  each_row(pool, rows, wide, [&](int64_t r) {
+    for (int64_t first = r * wide; first < (r + 1) * wide; first += m.inputs) {
+      float* own = projected + first;
+      for (int64_t i = 0; i < m.inputs; i += 16) store(own + i, mul(load(own + i), scale));
+      normalize(m.centered, own, m.inputs_norm, own, m.inputs, m.eps);
+      float* inputs = step.inputs + first;
+      for (int64_t i = 0; i < m.inputs; i += 16) store(inputs + i, mul(add(load(own + i), load(inputs + i)), factor));
+    }
+  });
+}
+
+// Adds what a layer makes of its inputs besides the states.
+void add_inputs(Pool& pool, const Model& m, const Layer& layer, int64_t index, const Step& step, int64_t rows,
+                int64_t stride, Workspace& work) {
+  const Rows states = work.given.rows(rows, m.hidden, layer.input_gate.int8_rows);
+  norm_rows(pool, m, step.x, stride, nullptr, states, rows);
+  const Rows inner = work.inner.rows(rows, m.inputs, layer.input_out.int8_rows);
+  products(pool, states, rows, {Target{&layer.input_gate, writable(inner), inner.stride, false}});
+  each_row(pool, rows, m.inputs, [&](int64_t r) {
+    float* row = writable(inner) + r * inner.stride;
+    const float* inputs = step.inputs + (r * m.layers + index) * m.inputs;
+    for (int64_t i = 0; i < m.inputs; i += 16) {
+      store(row + i, mul(activate(static_cast<int32_t>(m.activation), load(row + i)), load(inputs + i)));
+    }
+    if (inner.q) round_row(inner.from(r), 0, inner.stride);
+  });
+  add_product(pool, layer.input_out, inner, rows, layer.input_norm, m, step.x, stride, work);
 }
 
 void run(Pool& pool, const Model& m, const Cache& cache, const Step& step) {
   Workspace& work = workspace();
-  const Widths widths(m);
   const int64_t rows = step.slots * step.rows, stride = padded(m.hidden, kUnit);
-  float* qkv = work.qkv.room(rows * widths.all);
+  if (m.inputs && step.first == 0) complete_inputs(pool, m, step, rows, stride, work);
   // Layers of one window share what their rows see.
   work.sights.resize(step.slots);
   int64_t window = -1;
@@ -285,28 +522,49 @@ void run(Pool& pool, const Model& m, const Cache& cache, const Step& step) {
       }
     }
     const Rows read = work.normed.rows(rows, m.hidden, layer.query.int8_rows);
-    norm_rows(pool, step.x, stride, layer.attention_norm, m.hidden, m.eps, read, rows);
-    products(pool, read, rows, {
-      Target{&layer.query, qkv, widths.all, false},
-      Target{&layer.key, qkv + widths.key, widths.all, false},
-      Target{&layer.value, qkv + widths.value, widths.all, false},
-    });
+    norm_rows(pool, m, step.x, stride, layer.attention_norm, read, rows);
+    const Widths widths(m, layer);
+    float* qkv = work.qkv.room(rows * widths.all);
+    const Target query = {&layer.query, qkv, widths.all, false};
+    if (layer.key.tiles) {
+      const Target key = {&layer.key, qkv + widths.key, widths.all, false};
+      const Target value = {&layer.value, qkv + widths.value, widths.all, false};
+      products(pool, read, rows, {query, key, value});
+    } else {
+      products(pool, read, rows, {query});
+    }
     place(pool, m, cache, step, i, qkv);
-    const Rows attended = work.attended.rows(rows, m.heads * m.dim, layer.out.int8_rows);
+    const Rows attended = work.attended.rows(rows, m.heads * layer.dim, layer.out.int8_rows);
     attend_all(pool, m, cache, step, i, qkv, work.sights, attended, work);
     round_rows(pool, attended, rows);
-    add_product(pool, layer.out, attended, rows, layer.attention_out_norm, m, step.x, stride, work);
+    const auto add_attention = [&] {
+      add_product(pool, layer.out, attended, rows, layer.attention_out_norm, m, step.x, stride, work);
+    };
+    if (!m.parallel) add_attention();
 
-    const Rows seen = work.normed.rows(rows, m.hidden, layer.gate.int8_rows);
-    norm_rows(pool, step.x, stride, layer.mlp_norm, m.hidden, m.eps, seen, rows);
-    const Rows inner = work.inner.rows(rows, m.inner, layer.down.int8_rows);
-    gated(pool, layer, m.activation, seen, rows, inner, work);
-    add_product(pool, layer.down, inner, rows, layer.mlp_out_norm, m, step.x, stride, work);
+    const Rows seen = work.normed.rows(rows, m.hidden, !layer.experts && layer.up.int8_rows);
+    norm_rows(pool, m, step.x, stride, layer.mlp_norm, seen, rows);
+    if (m.parallel) add_attention();
+    if (layer.experts) {
+      add_mixture(pool, m, layer, seen, rows, step.x, stride, work);
+    } else {
+      const Rows inner = work.inner.rows(rows, layer.up.n, layer.down.int8_rows);
+      work.mlps.assign(1, {layer.gate, layer.up, layer.down, 0, rows});
+      gated(pool, work.mlps, m.activation, seen, inner, work.shares, work.gates);
+      add_product(pool, layer.down, inner, rows, layer.mlp_out_norm, m, step.x, stride, work);
+    }
+
+    if (layer.input_gate.tiles) add_inputs(pool, m, layer, i, step, rows, stride, work);
+    if (layer.scalar != 1.0f) {
+      each_row(pool, rows, stride, [&](int64_t r) {
+        for (int64_t k = 0; k < m.hidden; k++) step.x[r * stride + k] *= layer.scalar;
+      });
+    }
 
     if (i + 1 == m.layers) {
       each_row(pool, rows, stride, [&](int64_t r) {
         float* state = step.x + r * stride;
-        rms_norm(state, m.norm, state, m.hidden, m.eps);
+        normalize(m.centered, state, m.norm, state, m.hidden, m.eps);
       });
     }
     for (int64_t t = 0; t < step.taps; t++) {

@@ -8,26 +8,64 @@ namespace medusa {
 
 constexpr int kTables = 4;
 
-// One decoder layer. Norms are gains [n padded to 16], null where the layer has none: attention_norm and mlp_norm come
-// before attention and MLP, the out norms after them (Gemma), query_norm and key_norm on heads.
+constexpr int64_t padded(int64_t size, int64_t multiple) { return (size + multiple - 1) / multiple * multiple; }
+
+// One decoder layer. A gate without tiles is none: the MLP is then down(act(up(x))). Norms are gains [n padded to 32],
+// of centered norms biases of the same size behind them, and null where the layer has none: attention_norm and mlp_norm
+// come before attention and MLP, the out norms after them, query_norm, key_norm and value_norm on heads. sinks [heads]:
+// scores of attention that no value has, or null. A layer without a key matrix reads the keys and values of another
+// one, which has the same place in the cache.
+//
+// Inputs of a layer besides its states add input_out(act(input_gate(x)) * inputs), normalised, behind the MLP, if these
+// matrices have tiles. scalar multiplies the states last.
+//
+// A mixture of experts has a router [experts, hidden], and gate, up and down hold the matrices of one expert after the
+// other. router_bias [experts], or null, is added to scores to choose by. The shared MLP, if it has tiles, adds to all
+// rows; shared_router [1, hidden], if it has tiles, weighs it by a sigmoid.
 struct Layer {
   Matrix query, key, value, out, gate, up, down;
+  Matrix router, shared_gate, shared_up, shared_down, shared_router;
+  Matrix input_gate, input_out;
   const float* attention_norm;
   const float* query_norm;
   const float* key_norm;
+  const float* value_norm;
   const float* attention_out_norm;
   const float* mlp_norm;
   const float* mlp_out_norm;
-  int64_t table;   // of rotary positions
+  const float* input_norm;
+  const float* sinks;
+  const float* router_bias;
+  int64_t table;   // of rotary positions, -1: nothing is turned
   int64_t window;  // positions that a row sees, 0: all
+  int64_t experts;  // 0: one MLP
+  int64_t kv, dim;  // heads of keys, and the numbers of a head
+  int64_t place;    // in the cache
+  float scalar;
 };
 
 struct Model {
-  int64_t layers, hidden, heads, kv, dim, inner, vocab;
-  int64_t rotary;     // numbers of a head that are turned
-  int64_t positions;  // rows of the rotary tables
+  int64_t layers, hidden, heads, vocab;
+  int64_t key_width, value_width;  // numbers of a column of the cache
+  int64_t rotary[kTables];         // numbers of a head that are turned
+  int64_t positions;               // rows of the rotary tables
   int64_t activation;
+  int64_t centered;     // norms subtract the mean: layer norms
+  int64_t whole_norms;  // query_norm and key_norm are over all heads together
+  int64_t late_norms;   // they follow the rotary positions
+  int64_t pairs;        // rotary positions turn neighbours, not halves of a head
+  int64_t parallel;     // attention and MLP read the same states
+  int64_t top_experts;  // of a row
+  int64_t sigmoid;      // experts' scores are sigmoids, not a softmax
+  int64_t normalized;   // the chosen experts' scores are divided by their sum
   float eps, scale, embedding_scale;
+  float residual;       // factor of what attention and MLP add
+  float expert_scale;   // factor of the experts' scores
+  float cap;            // soft cap of attention's scores, 0: none
+  int64_t inputs;  // numbers of a layer's input besides its states, 0: none
+  float inputs_scale, inputs_factor;
+  Matrix inputs_projection;  // [layers * inputs, hidden]
+  const float* inputs_norm;
   const float* cos[kTables];  // [positions, rotary / 2]
   const float* sin[kTables];
   const float* norm;
@@ -35,8 +73,8 @@ struct Model {
   const Layer* layer;
 };
 
-// keys [layers, slots, kv, capacity / 16, dim, 16], values [layers, slots, kv, capacity, dim padded to 16]. Free columns
-// hold finite numbers.
+// keys [places, slots, key_width * capacity], of which a layer uses [kv, capacity / 16, dim, 16], and values [places,
+// slots, value_width * capacity], of which it uses [kv, capacity, dim padded to 16]. Free columns hold finite numbers.
 struct Cache {
   float* keys;
   float* values;
@@ -45,7 +83,8 @@ struct Cache {
 
 // Layers first .. end - 1 for `rows` rows in each of some slots from first_slot on. x [slots * rows, hidden padded to
 // 32]: states before and after; behind the last layer comes the last norm. seen [slots or 1, rows, rows with a stride]:
-// which rows see each other. After layer tap_layers[i], its states go to tapped[i].
+// which rows see each other. inputs [slots * rows, layers * inputs]: embeddings for layers that have inputs besides the
+// states; layer 0 completes them. After layer tap_layers[i], its states go to tapped[i].
 struct Step {
   int64_t first_slot, slots, rows;
   const int64_t* lengths;      // [slots]: columns that hold a prefix
@@ -54,6 +93,7 @@ struct Step {
   int64_t seen_slot, seen_row;  // strides
   int64_t first, end;
   float* x;
+  float* inputs;
   int64_t taps;
   const int64_t* tap_layers;
   float* tapped;
@@ -68,6 +108,15 @@ struct Functions {
   void (*embed)(Pool&, const Matrix&, const int64_t* ids, int64_t count, float scale, float* out, int64_t ldo);
 };
 
-constexpr int64_t padded(int64_t size, int64_t multiple) { return (size + multiple - 1) / multiple * multiple; }
+// Where the keys and values of one head lie in the cache.
+inline float* keys_of(const Model& m, const Cache& cache, const Layer& layer, int64_t slot, int64_t head) {
+  const int64_t part = layer.place * cache.slots + slot;
+  return cache.keys + (part * m.key_width + head * layer.dim) * cache.capacity;
+}
+
+inline float* values_of(const Model& m, const Cache& cache, const Layer& layer, int64_t slot, int64_t head) {
+  const int64_t part = layer.place * cache.slots + slot;
+  return cache.values + (part * m.value_width + head * padded(layer.dim, 16)) * cache.capacity;
+}
 
 }  // namespace medusa

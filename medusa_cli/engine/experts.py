@@ -1,0 +1,158 @@
+"""A mixture of experts as the native library runs it: which weights it has, and how it chooses experts."""
+
+import copy
+import itertools
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional as F
+
+from medusa_cli.model.backbone import Unsupported
+
+ROUTER_NAMES = ("gate", "router")
+# Of the bias that a router adds to scores only to choose by them.
+BIAS = "e_score_correction_bias"
+# Rows of the probe of a router.
+ROWS = 7
+
+
+@dataclass(frozen=True)
+class Part:
+    """The rows first .. end - 1 of a stored weight (None: to its last), or with `every`, of each so many rows of it.
+
+    The latter is of experts, whose matrices a weight holds one after the other.
+    """
+
+    weight: str
+    bias: str
+    first: int = 0
+    end: int | None = None
+    every: int | None = None
+
+    def rows(self, count: int) -> slice | NDArray[np.bool_]:
+        """Returns the part's rows among `count`."""
+        if self.every is None:
+            return slice(self.first, self.end)
+        within = np.arange(count) % self.every
+        return (within >= self.first) & (within < (self.end or self.every))
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How a row chooses experts, by the library's names.
+
+    Their scores are sigmoids or a softmax of the router's; the best are divided by their sum, if
+    normalized, and multiplied by a scale.
+    """
+
+    top_experts: int = 0
+    sigmoid: bool = False
+    normalized: bool = False
+    expert_scale: float = 1.0
+
+    def is_like(self, other: "Routing") -> bool:
+        """Returns True if another one differs at most in the number of experts."""
+        return replace(self, top_experts=other.top_experts) == other
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The names of a mixture's matrices and vectors by the library's names."""
+
+    count: int
+    routing: Routing
+    matrices: dict[str, str]
+    parts: dict[str, Part]
+    vectors: dict[str, str]
+
+
+def has_experts(mlp: Any) -> bool:
+    """Returns True if an MLP is a mixture of experts."""
+    return getattr(mlp, "experts", None) is not None
+
+
+def experts_of(mlp: Any, name: str) -> Experts:
+    """Reads a mixture of experts, by its name in the network; raises Unsupported for one not known here."""
+    own, router = next(
+        ((own, router) for own in ROUTER_NAMES if (router := getattr(mlp, own, None)) is not None),
+        ("", None),
+    )
+    gate_up: Any = getattr(mlp.experts, "gate_up_proj", None)
+    down: Any = getattr(mlp.experts, "down_proj", None)
+    if router is None or not _are_stacked(gate_up, down):
+        raise Unsupported("its experts have parts not known here")
+    if getattr(mlp, "shared_expert_gate", None) is not None:
+        shared = {"shared_router": f"{name}.shared_expert_gate"}
+    else:
+        shared = {}
+    if not hasattr(router, "weight"):  # Hunyuan's is within
+        own = f"{own}.wg"
+    count, twice, _ = gate_up.shape
+    inner = twice // 2
+    experts = f"{name}.experts"
+    bias = next((key for key in router.state_dict() if key.endswith(BIAS)), None)
+    return Experts(
+        count=count,
+        routing=routing_of(router, count),
+        matrices={
+            "router": f"{name}.{own}",
+            **{key: f"{experts}.{key}" for key in ("gate", "up", "down")},
+            **shared,
+        },
+        parts={
+            f"{experts}.gate": Part(f"{experts}.gate_up_proj", "", 0, inner, twice),
+            f"{experts}.up": Part(f"{experts}.gate_up_proj", "", inner, twice, twice),
+            f"{experts}.down": Part(f"{experts}.down_proj", "", 0, down.shape[1], down.shape[1]),
+        },
+        vectors={} if bias is None else {"router_bias": f"{name}.{own}.{bias}"},
+    )
+
+
+def _are_stacked(gate_up: Any, down: Any) -> bool:
+    """Returns True for matrices [experts, 2 * inner, hidden] and [experts, hidden, inner]."""
+    if gate_up is None or down is None or gate_up.dim() != 3 or down.dim() != 3:
+        return False
+    count, twice, hidden = gate_up.shape
+    return tuple(down.shape) == (count, hidden, twice // 2)
+
+
+@torch.no_grad()
+def routing_of(router: Any, count: int) -> Routing:
+    """Returns how a router chooses among `count` experts, by its values for random weights and rows.
+
+    Raises Unsupported for one that chooses in a way not known here.
+    """
+    probe = copy.deepcopy(router).to_empty(device="cpu").float()
+    chance = torch.Generator().manual_seed(0)
+    bias = torch.zeros(count)
+    for name, values in probe.state_dict(keep_vars=True).items():
+        random = torch.randn(values.shape, generator=chance)
+        if name.endswith(BIAS):
+            values.data = random / 10
+            bias = values.data.view(-1)
+        else:
+            values.data = 2 * random / random.shape[-1] ** 0.5
+            weight = values.data
+    x = torch.randn(ROWS, weight.shape[-1], generator=chance)
+    _, values, chosen = probe(x)
+    expected = torch.zeros(ROWS, count).scatter(1, chosen, values.float())
+
+    top = chosen.shape[-1]
+    for sigmoid, normalized in itertools.product((False, True), repeat=2):
+        ours = _route(x @ weight.T, bias, top, sigmoid, normalized)
+        scale = float(expected.sum() / ours.sum())
+        if torch.allclose(scale * ours, expected, atol=1e-5, rtol=1e-4):
+            return Routing(top, sigmoid, normalized, round(scale, 4))
+    raise Unsupported("it chooses experts in a way not known here")
+
+
+def _route(scores: Tensor, bias: Tensor, top: int, sigmoid: bool, normalized: bool) -> Tensor:
+    """Returns the weights [n, experts] of a router's scores, zeros for those not chosen."""
+    scores = scores.sigmoid() if sigmoid else F.softmax(scores, dim=-1)
+    chosen = (scores + bias).topk(top, dim=-1).indices
+    weights = torch.zeros_like(scores).scatter(1, chosen, scores.gather(1, chosen))
+    return weights / weights.sum(-1, keepdim=True) if normalized else weights
