@@ -408,7 +408,8 @@ class Chat:
         """Begins anew; raises UserError for a system prompt that fills the context."""
         if system:
             check_system(self.medusa.backbone, system)
-        self.system, self.forgotten = system, 0
+        self.system = system
+        self.forgotten = 0
         self.messages = [{"role": "system", "content": system}] if system else []
 
     @contextmanager

@@ -246,7 +246,10 @@ class _Rate(ProgressColumn):
     def render(self, task: Task) -> Text:
         done = f"{task.completed:,.0f}" + (f"/{task.total:,.0f}" if task.total is not None else "")
         speed = task.finished_speed or task.speed
-        rate = "" if speed is None else f", {speed:,.0f}/s" if speed >= 10 else f", {speed:.2g}/s"
+        if speed is None:
+            rate = ""
+        else:
+            rate = f", {speed:,.0f}/s" if speed >= 10 else f", {speed:.2g}/s"
         return Text(f"{done} {task.fields['unit']}{rate}")
 
 
@@ -308,7 +311,8 @@ def progress(
                 shown.advance, shown.add_task(visible(description), total=total, unit=unit)
             )
             return
-        lines, done = shown, 0
+        lines = shown
+        done = 0
 
         def advance(more: int) -> None:
             nonlocal done
@@ -341,7 +345,8 @@ class _FetchLines:
     """Prints a line every ten seconds of a fetch: bytes, rate and time left."""
 
     def __init__(self, name: str, total: int | None) -> None:
-        self.name, self.total = name, total
+        self.name = name
+        self.total = total
         self.began: tuple[float, int] | None = None
         self.due = 0.0
 

@@ -128,7 +128,8 @@ def transformers_method(
 
     lookup: with its prompt lookup. assistant: a smaller model of the same vocabulary that drafts.
     """
-    model, ends = backbone.model, sorted(backbone.eos_ids)
+    model = backbone.model
+    ends = sorted(backbone.eos_ids)
     pad = ends[0] if ends else 0
     rule = (
         sampling if sampling.greedy else replace(sampling, mode="exact")
@@ -144,10 +145,8 @@ def transformers_method(
         width = max(map(len, prompts))
         padded = [[pad] * (width - len(prompt)) + list(prompt) for prompt in prompts]
         mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-        ids, mask_ids = (
-            torch.tensor(padded, device=model.device),
-            torch.tensor(mask, device=model.device),
-        )
+        ids = torch.tensor(padded, device=model.device)
+        mask_ids = torch.tensor(mask, device=model.device)
         streamer = (
             _Streamer(on_tokens) if len(prompts) == 1 else None
         )  # transformers streams one sequence only
@@ -181,7 +180,8 @@ class _Streamer:
     """A transformers streamer that passes new token ids on; its first call carries the prompt."""
 
     def __init__(self, on_tokens: OnTokens) -> None:
-        self._on_tokens, self._prompt_seen = on_tokens, False
+        self._on_tokens = on_tokens
+        self._prompt_seen = False
 
     def put(self, ids: torch.Tensor) -> None:
         if self._prompt_seen:
@@ -200,9 +200,12 @@ def llama_method(name: str, gguf: Path, backbone: Backbone) -> Method:
     import xllamacpp  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
     settings: Any = xllamacpp.CommonParams()
-    settings.model.path, settings.n_ctx, settings.n_parallel = str(gguf), backbone.max_positions, 1
+    settings.model.path = str(gguf)
+    settings.n_ctx = backbone.max_positions
+    settings.n_parallel = 1
     settings.cpuparams.n_threads = settings.cpuparams_batch.n_threads = torch.get_num_threads()
-    settings.verbosity, settings.cache_ram_mib = 0, 0
+    settings.verbosity = 0
+    settings.cache_ram_mib = 0
     if name == "llama.cpp-ngram":
         settings.speculative.types = [
             xllamacpp.common_speculative_type.COMMON_SPECULATIVE_TYPE_NGRAM_SIMPLE

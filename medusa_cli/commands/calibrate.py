@@ -76,10 +76,8 @@ def calibrate(
         )
     if printing.json:
         console.emit_json(document)
-    accuracies, heat = (
-        document["accuracies"],
-        ", ".join(f"{value:.2f}" for value in document["temperatures"]),
-    )
+    accuracies = document["accuracies"]
+    heat = ", ".join(f"{value:.2f}" for value in document["temperatures"])
     rows = (
         [str(head), *(f"{100 * value:.1f}" for value in (*row, sum(row)))]
         for head, row in enumerate(accuracies, 1)

@@ -104,12 +104,10 @@ def chat(
 
 def answer(session: "Chat", text: str, show_accepted: bool, silent: bool = False) -> bool:
     """Streams the answer to one line to stdout; returns True if Ctrl-C stopped it."""
-    forgotten, green, printed, stopped = (
-        session.forgotten,
-        "bold green" if show_accepted else "",
-        0,
-        False,
-    )
+    forgotten = session.forgotten
+    green = "bold green" if show_accepted else ""
+    printed = 0
+    stopped = False
     with session.stream(text) as stream, console.footer() as footer:
         if session.forgotten > forgotten:
             console.info(
@@ -143,7 +141,8 @@ def status(stats: "Stats") -> str:
 
 def converse(session: "Chat", show_accepted: bool) -> bool:
     """Answers lines until the end of input or /exit; returns True if a piped line failed, which costs that line."""
-    typed, failed = sys.stdin.isatty(), False
+    typed = sys.stdin.isatty()
+    failed = False
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")  # a byte that is no UTF-8 costs a character
     if typed:

@@ -306,7 +306,8 @@ def _unpacked(path: Path) -> Path:
 
 
 # Parts of a file that stand for its content, and bytes of each.
-STAMPED, STAMP_BYTES = 64, 4096
+STAMPED = 64
+STAMP_BYTES = 4096
 
 
 def file_stamp(path: Path) -> str:
@@ -383,7 +384,8 @@ def _from_hub(model: ModelFile, repository: str, part: Path, show: Show) -> str:
         enable_progress_bars,
     )
 
-    folder, silent = _downloads(model.sha256), are_progress_bars_disabled()
+    folder = _downloads(model.sha256)
+    silent = are_progress_bars_disabled()
     disable_progress_bars()
     try:
         facts = HfApi().model_info(repository, files_metadata=True, timeout=4)

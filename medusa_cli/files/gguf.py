@@ -107,11 +107,9 @@ class _Reader:
 
     def header(self) -> Header:
         header = Header()
-        version, tensors, entries = (
-            self.number("I"),
-            self.bounded(ENTRIES, "tensors"),
-            self.bounded(ENTRIES, "entries"),
-        )
+        version = self.number("I")
+        tensors = self.bounded(ENTRIES, "tensors")
+        entries = self.bounded(ENTRIES, "entries")
         if version not in VERSIONS:
             raise ValueError(f"its version is {version}, not one of {VERSIONS}")
         for _ in range(entries):
@@ -164,7 +162,8 @@ class _Reader:
             return self.string()
         if kind != ARRAY:
             raise ValueError(f"it has metadata of the unknown type {kind}")
-        kind, count = self.number("I"), self.bounded(ELEMENTS, "elements of an array")
+        kind = self.number("I")
+        count = self.bounded(ELEMENTS, "elements of an array")
         self.elements += count
         if self.elements > ELEMENTS:
             raise ValueError(f"it claims {self.elements:,} elements of arrays")
@@ -182,7 +181,9 @@ class _Reader:
 
     def _skip_strings(self, count: int) -> None:
         """Moves behind so many texts, of which a vocabulary has some hundred thousand."""
-        length, data, position = struct.Struct("<Q"), self.data, self.position
+        length = struct.Struct("<Q")
+        data = self.data
+        position = self.position
         for _ in range(count):
             [size] = length.unpack_from(data, position)
             if size > STRING:
@@ -194,11 +195,13 @@ class _Reader:
         """Returns a tensor and its name; its bytes are counted from the beginning of all tensors' bytes."""
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-        name, dimensions = self.string(), self.number("I")
+        name = self.string()
+        dimensions = self.number("I")
         if not 1 <= dimensions <= DIMENSIONS:
             raise ValueError(f"its tensor {shown(name)} has {dimensions} dimensions")
         shape = [self.number("Q") for _ in range(dimensions)]
-        kind, offset = GGMLQuantizationType(self.number("I")), self.number("Q")
+        kind = GGMLQuantizationType(self.number("I"))
+        offset = self.number("Q")
         block, size = GGML_QUANT_SIZES[kind]
         if shape[0] % block:
             raise ValueError(

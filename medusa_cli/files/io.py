@@ -316,7 +316,9 @@ def _array_items(path: Path) -> Iterator[tuple[int, Any]]:
     """
     decoder = json.JSONDecoder()
     with path.open(encoding="utf-8", errors="replace") as stream:
-        text, start, number = stream.read(CHUNK).lstrip()[1:], 0, 1
+        text = stream.read(CHUNK).lstrip()[1:]
+        start = 0
+        number = 1
         while True:
             gap = _GAP.match(text, start)
             start = gap.end() if gap else start
@@ -325,14 +327,16 @@ def _array_items(path: Path) -> Iterator[tuple[int, Any]]:
             try:
                 value, end = decoder.raw_decode(text, start)
             except (ValueError, RecursionError):
-                value, end = ValueError("cut off"), len(text)
+                value = ValueError("cut off")
+                end = len(text)
             if end == len(text) and end - start <= MAX_BYTES and (more := stream.read(CHUNK)):
                 text, start = text[start:] + more, 0  # the item may go on in the next chunk
                 continue
             yield number, value
             if isinstance(value, ValueError):
                 return
-            start, number = end, number + 1
+            start = end
+            number += 1
 
 
 def repair_jsonl(path: Path) -> None:
@@ -341,7 +345,9 @@ def repair_jsonl(path: Path) -> None:
     last = b""
     with path.open("r+b") as stream:
         while line := stream.readline(MAX_BYTES):
-            good, end, last = end, end + len(line), line
+            good = end
+            end += len(line)
+            last = line
         try:
             _parse(last or b"{}")
         except ValueError:

@@ -168,7 +168,8 @@ def refuse_by_source(text: Any) -> None:
 
 def source_of(kind: str) -> str | None:
     """Returns the source of transformers' network for a type of model; None if there is no such file."""
-    spec, module = find_spec("transformers"), kind.replace("-", "_")
+    spec = find_spec("transformers")
+    module = kind.replace("-", "_")
     if spec is None or spec.origin is None or not module.isidentifier():
         return None
     path = Path(spec.origin).parent / "models" / module / f"modeling_{module}.py"

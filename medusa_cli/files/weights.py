@@ -28,10 +28,8 @@ def read_weights(
     import torch
     from safetensors import SafetensorError, safe_open
 
-    name, remedy = (
-        f"{what} {path}",
-        "make the file again with the command that made it, or give another",
-    )
+    name = f"{what} {path}"
+    remedy = "make the file again with the command that made it, or give another"
     if not path.is_file():
         raise UserError(f"{name} does not exist or is no file", remedy)
     try:
@@ -40,7 +38,8 @@ def read_weights(
             if shapes is None:
                 shapes = {key: part.get_shape() for key, part in slices.items()}
             for key, shape in {**shapes, **ids}.items():
-                tensor, kinds = f"{name}: the tensor {key!r}", INTEGERS if key in ids else types
+                tensor = f"{name}: the tensor {key!r}"
+                kinds = INTEGERS if key in ids else types
                 if key not in slices:
                     raise UserError(f"{tensor} is missing", remedy)
                 if slices[key].get_dtype() not in kinds:

@@ -228,7 +228,8 @@ int medusa_keep(const Model* model, const Cache* cache, int64_t slot, int64_t le
   for (int64_t i = 0; i < count; i++) {
     if (path[i] < i || length + path[i] >= cache->capacity || (i && path[i] <= path[i - 1])) return -1;
   }
-  const int64_t dim = model->dim, wide = padded(dim, 16);
+  const int64_t dim = model->dim;
+  const int64_t wide = padded(dim, 16);
   for (int64_t layer = 0; layer < model->layers; layer++) {
     for (int64_t head = 0; head < model->kv; head++) {
       const int64_t part = (layer * cache->slots + slot) * model->kv + head;

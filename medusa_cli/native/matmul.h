@@ -303,7 +303,8 @@ struct Inputs {
 template <int FORMAT>
 inline Inputs inputs_of(const Rows& x, int64_t row, int64_t first) {
   using K = Kind<FORMAT>;
-  const int64_t units = x.stride / kUnit, at = row * units + first / kUnit;
+  const int64_t units = x.stride / kUnit;
+  const int64_t at = row * units + first / kUnit;
   const float* offset = K::groups == 1 ? x.offset32 : x.offset16;
   const int32_t* zero = x.zero[K::zero < 0 ? 0 : K::zero];
   return {x.q + row * x.stride + first, x.scale + at, offset + at * K::groups, zero + at * K::groups, x.stride, units};

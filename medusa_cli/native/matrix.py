@@ -134,7 +134,9 @@ class PackedMatrix:
         bias: Floats | None = None,
         int8_rows: bool = False,
     ) -> None:
-        self.format, self.shape, self.tiles = format, shape, tiles
+        self.format = format
+        self.shape = shape
+        self.tiles = tiles
         self.bias = None if bias is None else padded_floats(bias)
         outputs, inputs = shape
         whole = outputs > 0 and inputs > 0 and format.fits(inputs)

@@ -323,7 +323,8 @@ def load_recipe(path: str | Path | None = None, overrides: Sequence[str] = ()) -
             raise UsageError(
                 f"{shown(override)} is no override", "write key=value, such as train.lr=1e-3"
             )
-        name, text = _full(key.strip(), "the command line"), text.strip()
+        name = _full(key.strip(), "the command line")
+        text = text.strip()
         whole = (
             types()[name] in (str, str | None) and text != "null"
         )  # text stays text, whatever YAML makes of it
@@ -401,7 +402,8 @@ def template_text(value: str, folder: Path | None = None) -> str:
     """
     if "{" in value:
         return value
-    name, remedy = f"@chat_template {shown(value)}", "give a Jinja file"
+    name = f"@chat_template {shown(value)}"
+    remedy = "give a Jinja file"
     try:
         path = (folder or Path()) / value
         if folder is not None and not path.resolve().is_relative_to(folder.resolve()):

@@ -257,7 +257,8 @@ def find_calibration(run: str | None, file: Path | None) -> tuple[Run | None, Ca
     default = RUNS / DEFAULT_RUN
     if run is not None or (default / "calibration.json").is_file():
         target = Run.open(run or DEFAULT_RUN)
-        folder, source = target.drafter_dir, f"the run {target.path}"
+        folder = target.drafter_dir
+        source = f"the run {target.path}"
         if target.calibration_path.is_file():
             return target, read_calibration(target.calibration_path, folder), source
         if not (folder / "config.json").is_file():

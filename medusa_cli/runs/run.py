@@ -276,7 +276,8 @@ class Run:
     @property
     def owner(self) -> dict[str, Any] | None:
         """Returns the identity of the run's model, None before its first use; raises UserError if it is damaged."""
-        marker, remedy = self.path / "run.json", "delete it: the next command writes it again"
+        marker = self.path / "run.json"
+        remedy = "delete it: the next command writes it again"
         if not marker.exists():
             return None
         owner = read_as(marker, Provenance, "the run's file", remedy).identity
@@ -292,7 +293,8 @@ class Run:
 
     def bind(self, identity: dict[str, Any]) -> None:
         """Ties the run to a model at first use; raises UserError if it belongs to another one."""
-        marker, known = self.path / "run.json", self.owner
+        marker = self.path / "run.json"
+        known = self.owner
         if known is None:
             write_json(marker, provenance(identity))
             return
