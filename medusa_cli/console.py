@@ -246,9 +246,8 @@ class _Rate(ProgressColumn):
     def render(self, task: Task) -> Text:
         done = f"{task.completed:,.0f}" + (f"/{task.total:,.0f}" if task.total is not None else "")
         speed = task.finished_speed or task.speed
-        if speed is None:
-            rate = ""
-        else:
+        rate = ""
+        if speed is not None:
             rate = f", {speed:,.0f}/s" if speed >= 10 else f", {speed:.2g}/s"
         return Text(f"{done} {task.fields['unit']}{rate}")
 

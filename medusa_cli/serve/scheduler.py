@@ -216,6 +216,7 @@ class Scheduler:
         """Sends a step's text to its client, and ends the request at its finish reason."""
         ticket = self._running[sequence]
         pieces = ticket.answer.add(step, sequence.finish_reason)
+        step = ticket.answer.step
         self._metrics.count(step)
         ticket.count(step)
         if ticket.answer.finish_reason is None:
