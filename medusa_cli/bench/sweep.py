@@ -19,7 +19,7 @@ from medusa_cli.errors import UsageError, UserError
 from medusa_cli.files.assets import model_dir
 from medusa_cli.files.io import read_object, write_json
 from medusa_cli.model import lora
-from medusa_cli.model.backbone import weights_of
+from medusa_cli.model.digest import weights_of
 from medusa_cli.runs.resolve import Choice, TreeChoice, read_calibration
 from medusa_cli.runs.run import provenance
 from medusa_cli.tree.search import Accuracies, largest

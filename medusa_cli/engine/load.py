@@ -20,9 +20,10 @@ from medusa_cli.engine.twin import verified
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.files.assets import RANDOM
 from medusa_cli.model import Backbone, lora
-from medusa_cli.model.backbone import Unsupported, weights_of
+from medusa_cli.model.backbone import Unsupported
 from medusa_cli.model.chat_template import check_template, try_template
 from medusa_cli.model.checks import PROBE
+from medusa_cli.model.digest import weights_of
 from medusa_cli.model.load import (
     DTYPES,
     checkpoint_dtype,

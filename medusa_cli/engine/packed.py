@@ -13,7 +13,8 @@ import numpy as np
 
 from medusa_cli.engine.description import Description
 from medusa_cli.files.assets import home
-from medusa_cli.model.backbone import Unsupported, weights_of
+from medusa_cli.model.backbone import Unsupported
+from medusa_cli.model.digest import weights_of
 from medusa_cli.model.weights import Weights, open_weights, source_stamp
 from medusa_cli.native import Format, PackedMatrix, RawMatrix
 from medusa_cli.native.library import library

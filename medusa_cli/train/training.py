@@ -31,7 +31,8 @@ from medusa_cli.files.io import (
 )
 from medusa_cli.model import Backbone
 from medusa_cli.model import lora as adapter
-from medusa_cli.model.backbone import identity_of, weights_of
+from medusa_cli.model.backbone import identity_of
+from medusa_cli.model.digest import weights_of
 from medusa_cli.model.distributed import Distributed
 from medusa_cli.runs.load_options import DEFAULT_LOADING, LoadOptions
 from medusa_cli.runs.recipe import Recipe, load_recipe
