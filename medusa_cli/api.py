@@ -313,7 +313,7 @@ class Medusa:
         raise UsageError("the prompt has an invalid type", remedy)
 
     def decoder(self, slots: int = 1) -> Decoder:
-        """Returns a decoder of its own for so many sequences."""
+        """Returns a new decoder for `slots` sequences."""
         policy = self.loaded.policy
         return Decoder(self.backbone, self.loaded.drafter, policy and policy.fork(), slots=slots)
 

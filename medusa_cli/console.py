@@ -210,7 +210,7 @@ def stream(pieces: Iterable[tuple[str, str]]) -> None:
     if not out.is_terminal:
         out.file.write(plain)
     elif not any(style for _, style in pieces):
-        out.file.write(visible(plain))  # not by rich, which would make blanks of tabs
+        out.file.write(visible(plain))  # rich would turn tabs into blanks
     else:
         out.print(
             Text.assemble(*((visible(piece), style) for piece, style in pieces)),

@@ -111,7 +111,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 def device_name(device: torch.device) -> str:
-    """Returns a device's name for keys of timings; that of a GPU says its kind, its memory and its driver."""
+    """Returns a device's name for keys of timings; for a GPU with its kind, memory and driver."""
     if device.type != "cuda":
         return str(device)
     facts = torch.cuda.get_device_properties(device)

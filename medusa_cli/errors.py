@@ -54,7 +54,7 @@ def in_flags(text: str) -> str:
 
 
 class UserError(Exception):
-    """An error the user can mend: one line without a traceback, exit code 1."""
+    """An error the user can fix: one line without a traceback, exit code 1."""
 
     exit_code = 1
 

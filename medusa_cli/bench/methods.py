@@ -27,7 +27,7 @@ METHODS = (*TRANSFORMERS, "ar", *DRAFTED, *LLAMA)
 UNBATCHED = ("hf-lookup", "hf-assisted", *LLAMA)
 LOOKUP_TOKENS = 10  # of transformers' prompt lookup
 OnTokens = Callable[[list[int]], None]
-# Continues prompts side by side, at most so many new tokens each, and passes new tokens on as they come if it can.
+# Continues prompts side by side, at most that many new tokens each, and reports new tokens at once if it can.
 Method = Callable[[Sequence[Sequence[int]], int, OnTokens], list[Measurement]]
 
 
@@ -59,7 +59,7 @@ def choose_files(
     tree: str | None,
     lookup: bool | None,
 ) -> tuple[Choice, dict[str, Choice]]:
-    """Returns the files that the methods share, and those that each method drafts with.
+    """Returns the files that the methods share, and each method's own.
 
     A drafter's name stands for a run inside the run, or for the run's own drafter by its kind. "medusa" without others
     stands for the run's drafter of any kind. Raises UserError for a drafter that does not exist.

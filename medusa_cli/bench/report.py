@@ -114,7 +114,7 @@ def markdown(title: str, facts: Mapping[str, str], sections: Sequence[Section]) 
 
 
 def chart(title: str, draw: Callable[[Any], object], height: float = 3.4) -> dict[str, str]:
-    """Returns what `draw` draws on matplotlib's axes, by its title, as the address of an SVG image."""
+    """Returns the drawing of `draw` on matplotlib's axes, by its title, as the address of an SVG image."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -262,7 +262,7 @@ def gains_table(document: Document) -> tuple[list[str], list[list[str]]]:
 
 def gains(benches: Sequence[SavedBench]) -> Iterator[Section]:
     words = (
-        "Speedup is tokens/s over those of the baseline in the same run, with its 95 % bootstrap interval over "
+        "Speedup is tokens/s over the baseline's in the same run, with its 95 % bootstrap interval over "
         "questions. The acceptance length is the tokens a verified step gives, the model's own included. Overhead is "
         "the time of such a step over a plain step."
     )
@@ -387,10 +387,10 @@ def quality(benches: Sequence[SavedBench]) -> Iterator[Section]:
             counts = [str(pairs[key]) for key in ("wins", "ties", "losses", "answers")]
             judged.append([bench.name, f"{method} against {judge['reference']}", "-", *counts])
     head = ["run", "method", "nats a token", "perplexity", "is the model's first choice", "tokens"]
-    likely = Table(head, rows, "First turns' answers under the plain model, at temperature 1")
+    likelihoods = Table(head, rows, "First turns' answers under the plain model, at temperature 1")
     head = ["run", "judged", "score, of 10", "wins", "ties", "losses", "answers"]
     grades = Table(head, judged, "Scores, and pairs in both orders: a pair counts if both agree")
-    if tables := [table for table in (likely, grades) if table.rows]:
+    if tables := [table for table in (likelihoods, grades) if table.rows]:
         yield Section("Quality", "", tables, {})
 
 

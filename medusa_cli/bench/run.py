@@ -238,7 +238,7 @@ class Bench:
         for name in self.methods:
             if name in LLAMA:
                 file = self.gguf or gguf_path(self.choice.model)
-                assert file is not None  # check_llama has seen to it
+                assert file is not None  # checked by check_llama
                 methods[name] = llama_method(name, file, backbone)
             elif name not in TRANSFORMERS:
                 drafter, policy = loaded.get(name, (None, None))
@@ -252,7 +252,7 @@ class Bench:
 
 
 def _describe(choice: Choice, drafter: Drafter | None, policy: DraftPolicy) -> dict[str, Any]:
-    """Returns what a method drafted with. tree: the file it is from, None if it was searched."""
+    """Returns a method's drafter and policy. tree: the file it is from, None if it was searched."""
     assert choice.drafter is not None and drafter is not None
     return {
         "drafter": str(choice.drafter),

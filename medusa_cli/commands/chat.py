@@ -46,7 +46,7 @@ def chat(
     ] = False,
     chat_template: ChatTemplate = None,
     raw: Annotated[
-        bool, flag("--raw", "Continue each text as it is, alone, without a template.")
+        bool, flag("--raw", "Continue each text as it is, without a template or earlier turns.")
     ] = False,
     stop: Annotated[
         list[str] | None, flag("--stop TEXT", "End an answer at this text; may be repeated.")
@@ -195,4 +195,4 @@ def command(session: "Chat", word: str, text: str) -> None:
         case "/save":
             raise UserError("/save needs a file", "write /save FILE")
         case _:
-            raise UserError(f"{word} is no command", "/help lists them")
+            raise UserError(f"{word} is not a command", "/help lists them")

@@ -23,7 +23,7 @@ def doctor(
     *,
     run: options.RunOrShipped = None,
     model: options.Model = None,
-    quick: Annotated[bool, flag("--quick", "Decode nothing: files and data alone.")] = False,
+    quick: Annotated[bool, flag("--quick", "Decode nothing: check only files and data.")] = False,
     loading: LoadFlags,
     printing: OutputFlags,
 ) -> None:

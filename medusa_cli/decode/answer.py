@@ -276,8 +276,8 @@ def truncated(step: Step, count: int) -> Step:
     """Returns a step with its first `count` tokens only, and their log probabilities."""
     cut = len(step.tokens) - count
     # The step of a prompt has the prompt's log probabilities, too.
-    likely = step.likelihoods[: len(step.likelihoods) - cut]
-    return replace(step, tokens=step.tokens[:count], likelihoods=likely)
+    kept = step.likelihoods[: len(step.likelihoods) - cut]
+    return replace(step, tokens=step.tokens[:count], likelihoods=kept)
 
 
 def special_tokens_in(backbone: Backbone, texts: Sequence[str]) -> set[int]:
@@ -295,7 +295,7 @@ def partial_stop(text: str, stop: str) -> int:
 
 
 def split(pieces: Sequence[Piece], length: int) -> tuple[list[Piece], list[Piece]]:
-    """Splits pieces after so many characters."""
+    """Splits pieces after `length` characters."""
     first: list[Piece] = []
     rest: list[Piece] = []
     for piece in pieces:

@@ -104,7 +104,7 @@ class Sequence:
 
     A sequence that is done is its slot's cached prefix. tokens: those whose rows are in the slot.
     root: the next token, decided but not yet in the cache. drafter: a fork with this sequence's
-    state. unread: tokens that the drafter has not read; without a drafter, those of the last step.
+    state. unread: tokens that the drafter has not read; without a drafter, the last step's.
     draft: the draft policy's state of the sequence. reused: tokens of the prompt that the slot held
     before. `number` selects the random stream.
     """

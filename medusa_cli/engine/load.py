@@ -77,7 +77,7 @@ def load_backbone(
     digest = None
     if adapter is not None:
         digest = lora.digest(adapter)
-        network = lora.merge(network, adapter, beside=options.quantised)
+        network = lora.merge(network, adapter, quantized=options.quantised)
     backbone = Backbone(network, tokenizer, id=model, adapter=digest, weights=weights_of(model))
     _check_chat(backbone, chat)
 

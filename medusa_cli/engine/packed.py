@@ -22,7 +22,7 @@ from medusa_cli.native.matrix import Bytes, Floats, aligned, pack_tiles, padded_
 
 # Of the files: another version of the library packs in another way.
 VERSION = 1
-# Every part of a file begins at a multiple of so many bytes.
+# Every part of a file begins at a multiple of this many bytes.
 ALIGNMENT = 64
 log = logging.getLogger(__name__)
 

@@ -65,7 +65,7 @@ class ChatServers:
             try:
                 reply = self._session.http.get(f"{url}/v1/models", timeout=LIST_S)
             except ValueError as reason:  # an address that requests cannot read
-                fault = f"{self.flag} {url} is no address"
+                fault = f"{self.flag} {url} is not an address"
                 raise UserError(fault, "give one such as http://localhost:8000") from reason
             except requests.RequestException as reason:
                 silent.append(f"{url} does not answer ({type(reason).__name__})")

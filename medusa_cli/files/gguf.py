@@ -16,7 +16,7 @@ from medusa_cli.errors import UserError, first_line, shown
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
-# Bounds of a header, several times those of any model: a reader takes them at their word.
+# Bounds of a header, several times any model's: a reader trusts them.
 ENTRIES = 1 << 16  # metadata, and tensors
 ELEMENTS = 1 << 21  # of all arrays: a vocabulary's tokens, scores, types and merges
 STRING = 1 << 24  # bytes
@@ -44,7 +44,7 @@ class Tensor:
 
 @dataclass
 class Header:
-    """Metadata, of arrays their lengths alone unless they were asked for, and the tensors by their names."""
+    """Metadata and the tensors by name; of arrays only the lengths, unless they were asked for."""
 
     metadata: dict[str, Any] = field(default_factory=dict)
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -88,7 +88,7 @@ def read_header(path: Path, arrays: bool = False) -> Header:
             return _Reader(data, arrays).header()
     except ValueError as reason:  # its own refusals, and numbers of unknown types
         raise UserError(
-            f"@model {str(path)!r} is no usable GGUF file: {reason}", ELSEWHERE
+            f"@model {str(path)!r} is not a usable GGUF file: {reason}", ELSEWHERE
         ) from reason
     except struct.error as reason:
         raise UserError(
@@ -180,7 +180,7 @@ class _Reader:
         return count
 
     def _skip_strings(self, count: int) -> None:
-        """Moves behind so many texts, of which a vocabulary has some hundred thousand."""
+        """Skips `count` texts; a vocabulary has some hundred thousand."""
         length = struct.Struct("<Q")
         data = self.data
         position = self.position
@@ -394,7 +394,7 @@ class GgufNames:
 
 
 def _rope_factors(path: Path, header: Header, network: Any) -> list[float]:
-    """Returns what the rotary frequencies of a model are divided by (Llama 3), which transformers' reader leaves out.
+    """Returns the divisors of a model's rotary frequencies (Llama 3), which transformers' reader leaves out.
 
     Empty if the file does not say. Raises ValueError for factors that do not fit the network.
     """

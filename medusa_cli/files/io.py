@@ -18,7 +18,7 @@ import yaml
 
 from medusa_cli.errors import UserError, shown
 
-# The prefix of files that are not whole yet; the next writer removes those that a killed one left.
+# The prefix of unfinished files; the next writer removes a killed one's.
 TEMPORARY = ".medusa-part-"
 _LEFTOVER = re.compile(re.escape(TEMPORARY) + r"[a-z0-9_]{8}\..+")
 _GAP = re.compile(r"[ \t\r\n,]*")
@@ -147,9 +147,9 @@ def _aside(path: Path) -> Path:
 
 
 def check_regular(path: Path) -> None:
-    """Raises UserError for a path that is no file: a reader might wait for ever at a pipe."""
+    """Raises UserError for a path that is not a file: a reader might wait for ever at a pipe."""
     if path.exists() and not path.is_file():
-        raise UserError(f"{path} is no regular file", "move it away, or choose another @run")
+        raise UserError(f"{path} is not a regular file", "move it away, or choose another @run")
 
 
 def read_text(
@@ -255,7 +255,7 @@ class ReadReport:
 
 
 def usable(records: Iterable[Any], make: Callable[[Any], T], report: ReadReport) -> list[T]:
-    """Returns what `make` returns for each record, one item an id; the report counts Malformed and repeated ones."""
+    """Returns one item of `make` for each id; the report counts Malformed and repeated ones."""
     items: dict[str, Any] = {}
     for record in records:
         try:

@@ -153,9 +153,9 @@ def layer_kinds(text: Any) -> list[str]:
 
 
 def refuse_by_source(text: Any) -> None:
-    """Raises UserError for a type of model whose source in transformers knows no way to follow a tree.
+    """Raises UserError if transformers' source of a type of model has no way to follow a tree.
 
-    To import the network's class, which knows, takes two seconds.
+    Reading the source avoids importing the network's class, which takes two seconds.
     """
     if (source := source_of(text.model_type)) is None:
         return

@@ -1,4 +1,4 @@
-"""The digest of a model's weights, which tells other weights in the place of those that something was made for."""
+"""The digest of a model's weights: drafters and data record it, so that they refuse other weights."""
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping

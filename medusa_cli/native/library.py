@@ -110,7 +110,7 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 def library() -> Any:
     """Loads the library once; raises Unavailable where it was not compiled, or for another machine.
 
-    It runs the best instructions of this CPU, or those that MEDUSA_CPU names, on as many threads as `cpu_count` says.
+    It runs this CPU's best instructions, or MEDUSA_CPU's, on as many threads as `cpu_count` says.
     """
     if not LIBRARY.is_file():
         raise Unavailable(

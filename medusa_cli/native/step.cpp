@@ -12,7 +12,7 @@ namespace ISA {
 
 namespace {
 
-// Numbers from which on threads share what stands between products; fewer take less time than handing them out.
+// Numbers from which on threads share what stands between matmuls; fewer take less time than handing them out.
 constexpr int64_t kManyNumbers = 1 << 14;
 // Multiplications that make a share worth taking, and shares for each thread.
 constexpr int64_t kLeastWork = 1 << 15;
@@ -86,7 +86,7 @@ Workspace& workspace() {
 
 float* writable(const Rows& rows) { return const_cast<float*>(rows.x); }
 
-// Calls work(row) for each row of so many numbers, by threads where it pays.
+// Calls work(row) for each row of `numbers` numbers, by threads if there is enough work.
 template <class Work>
 void each_row(Pool& pool, int64_t rows, int64_t numbers, const Work& work) {
   if (rows * numbers < kManyNumbers) {
@@ -114,7 +114,7 @@ void norm_rows(Pool& pool, const float* x, int64_t stride, const float* gain, in
   });
 }
 
-// One product of a job: y begins at the matrix's first channel.
+// One matmul of a job: y begins at the matrix's first channel.
 struct Target {
   const Matrix* matrix;
   float* y;
@@ -132,7 +132,7 @@ int64_t tiles_of_share(const Pool& pool, int64_t tiles, int64_t k, int64_t rows)
 
 // Multiplies the same rows with several matrices in one job.
 template <int N>
-void products(Pool& pool, const Rows& x, int64_t rows, const Target (&targets)[N]) {
+void matmuls(Pool& pool, const Rows& x, int64_t rows, const Target (&targets)[N]) {
   int64_t first_share[N + 1] = {0}, together[N];
   for (int i = 0; i < N; i++) {
     const Matrix& m = *targets[i].matrix;
@@ -149,7 +149,7 @@ void products(Pool& pool, const Rows& x, int64_t rows, const Target (&targets)[N
   });
 }
 
-// Computes act(gate) * up by pairs of tiles, and rounds them at once: 32 channels are a group of the next product.
+// Computes act(gate) * up by pairs of tiles, and rounds them at once: 32 channels are a group of the next matmul.
 void gated(Pool& pool, const Layer& layer, int64_t activation, const Rows& x, int64_t rows, const Rows& inner,
            Workspace& work) {
   const int64_t pairs = (tiles_of(layer.gate) + 1) / 2;
@@ -253,12 +253,12 @@ void attend_all(Pool& pool, const Model& m, const Cache& cache, const Step& step
 void add_product(Pool& pool, const Matrix& m, const Rows& y, int64_t rows, const float* norm, const Model& model,
                  float* x, int64_t stride, Workspace& work) {
   if (!norm) {
-    products(pool, y, rows, {Target{&m, x, stride, true}});
+    matmuls(pool, y, rows, {Target{&m, x, stride, true}});
     return;
   }
   float* added = work.added.room(rows * stride);
   std::memset(added, 0, rows * stride * sizeof(float));
-  products(pool, y, rows, {Target{&m, added, stride, false}});
+  matmuls(pool, y, rows, {Target{&m, added, stride, false}});
   each_row(pool, rows, stride, [&](int64_t r) {
     float* row = added + r * stride;
     rms_norm(row, norm, row, model.hidden, model.eps);
@@ -286,7 +286,7 @@ void run(Pool& pool, const Model& m, const Cache& cache, const Step& step) {
     }
     const Rows read = work.normed.rows(rows, m.hidden, layer.query.int8_rows);
     norm_rows(pool, step.x, stride, layer.attention_norm, m.hidden, m.eps, read, rows);
-    products(pool, read, rows, {
+    matmuls(pool, read, rows, {
       Target{&layer.query, qkv, widths.all, false},
       Target{&layer.key, qkv + widths.key, widths.all, false},
       Target{&layer.value, qkv + widths.value, widths.all, false},
@@ -326,7 +326,7 @@ void multiply_rows(Pool& pool, const Matrix& m, const float* x, int64_t rows, in
     std::memset(row + known, 0, (given.stride - known) * sizeof(float));
   }
   round_rows(pool, given, rows);
-  products(pool, given, rows, {Target{&m, y, ldy, false}});
+  matmuls(pool, given, rows, {Target{&m, y, ldy, false}});
 }
 
 // The best channel of each row, the first of equals.

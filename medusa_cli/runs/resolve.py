@@ -48,7 +48,7 @@ class TreeChoice:
             return cls(kind, _parse_nodes(text, number) if colon else None)
         if not Path(text).is_file():
             raise UserError(
-                f"@tree {text!r} is no file",
+                f"@tree {text!r} is not a file",
                 "use auto, static, static:N, dynamic, dynamic:N or a file",
             )
         return cls("file", file=Path(text))
@@ -128,7 +128,7 @@ def choose(
         and source is not None
         and drafter.resolve() == source.drafter_dir.resolve()
     ):
-        drafter = None  # the one that is taken in any case
+        drafter = None  # the run's drafter is the default anyway
     if drafter is not None:
         plain = replace(plain, adapter=None)
         source = target  # the tree and temperatures that ship fit no other drafter

@@ -40,8 +40,8 @@ class Event:
 class Ticket:
     """A request in the queue or in a slot, its answer so far, and the callback that receives its events.
 
-    reused: tokens of the prompt that came from the prefix cache. drafts: steps with draft tokens,
-    and accepted_at of these, by position, those that accepted one there. abandoned: nobody waits
+    reused: tokens of the prompt that came from the prefix cache. drafts: steps with draft tokens.
+    accepted_at: by position, the steps that accepted a draft token there. abandoned: nobody waits
     for the answer, so the scheduler frees its slot before the next step.
     """
 
