@@ -313,7 +313,7 @@ class Medusa:
         raise UsageError("the prompt has an invalid type", remedy)
 
     def decoder(self, slots: int = 1) -> Decoder:
-        """Returns a decoder of its own for so many sequences."""
+        """Returns a new decoder for `slots` sequences."""
         policy = self.loaded.policy
         return Decoder(self.backbone, self.loaded.drafter, policy and policy.fork(), slots=slots)
 
@@ -408,7 +408,8 @@ class Chat:
         """Begins anew; raises UserError for a system prompt that fills the context."""
         if system:
             check_system(self.medusa.backbone, system)
-        self.system, self.forgotten = system, 0
+        self.system = system
+        self.forgotten = 0
         self.messages = [{"role": "system", "content": system}] if system else []
 
     @contextmanager

@@ -76,9 +76,9 @@ class Command(TyperCommand):
 
 def load_command(name: str) -> Any:
     """Imports a command and returns it as typer runs it."""
-    alone = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-    alone.command(name, cls=Command)(function_of(name))
-    command: Any = typer.main.get_command(alone)
+    app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+    app.command(name, cls=Command)(function_of(name))
+    command: Any = typer.main.get_command(app)
     command.sections = getattr(module_of(name), "help_sections", dict)()
     return command
 

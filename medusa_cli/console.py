@@ -210,7 +210,7 @@ def stream(pieces: Iterable[tuple[str, str]]) -> None:
     if not out.is_terminal:
         out.file.write(plain)
     elif not any(style for _, style in pieces):
-        out.file.write(visible(plain))  # not by rich, which would make blanks of tabs
+        out.file.write(visible(plain))  # rich would turn tabs into blanks
     else:
         out.print(
             Text.assemble(*((visible(piece), style) for piece, style in pieces)),
@@ -246,7 +246,9 @@ class _Rate(ProgressColumn):
     def render(self, task: Task) -> Text:
         done = f"{task.completed:,.0f}" + (f"/{task.total:,.0f}" if task.total is not None else "")
         speed = task.finished_speed or task.speed
-        rate = "" if speed is None else f", {speed:,.0f}/s" if speed >= 10 else f", {speed:.2g}/s"
+        rate = ""
+        if speed is not None:
+            rate = f", {speed:,.0f}/s" if speed >= 10 else f", {speed:.2g}/s"
         return Text(f"{done} {task.fields['unit']}{rate}")
 
 
@@ -308,7 +310,8 @@ def progress(
                 shown.advance, shown.add_task(visible(description), total=total, unit=unit)
             )
             return
-        lines, done = shown, 0
+        lines = shown
+        done = 0
 
         def advance(more: int) -> None:
             nonlocal done
@@ -341,7 +344,8 @@ class _FetchLines:
     """Prints a line every ten seconds of a fetch: bytes, rate and time left."""
 
     def __init__(self, name: str, total: int | None) -> None:
-        self.name, self.total = name, total
+        self.name = name
+        self.total = total
         self.began: tuple[float, int] | None = None
         self.due = 0.0
 

@@ -17,7 +17,10 @@ LONGEST = 600  # characters of a message: five lines of 120, whatever values and
 # A word of its own, also after a bracket, so that addresses, paths and quoted text stay as they are.
 _SETTING = re.compile(r"(?<![^\s(\[])@([a-z]\w*)(?!\w|[/@]|[.-]\w)")
 _REPR = reprlib.Repr()
-_REPR.maxlevel, _REPR.maxstring, _REPR.maxother, _REPR.maxlong = 2, 80, 80, 40
+_REPR.maxlevel = 2
+_REPR.maxstring = 80
+_REPR.maxother = 80
+_REPR.maxlong = 40
 
 
 def shown(value: Any) -> str:
@@ -51,12 +54,13 @@ def in_flags(text: str) -> str:
 
 
 class UserError(Exception):
-    """An error the user can mend: one line without a traceback, exit code 1."""
+    """An error the user can fix: one line without a traceback, exit code 1."""
 
     exit_code = 1
 
     def __init__(self, message: str, remedy: str = "") -> None:
-        self.message, self.remedy = cut(message), remedy
+        self.message = cut(message)
+        self.remedy = remedy
         self.text = cut(f"{message}; {remedy}" if remedy else message)
         super().__init__(in_words(self.text))
 

@@ -115,7 +115,7 @@ def load_drafting(
     tree: Tree | None,
     on_progress: Callable[[int], None] = lambda steps: None,
 ) -> tuple[Drafter | None, DraftPolicy]:
-    """Loads the chosen drafter and makes its policy, or without one that of n-gram matches only.
+    """Loads the chosen drafter and makes its policy, or without a drafter a policy of n-gram matches.
 
     Matches do not pay with FIRP, whose nodes cost extra rows each: warns if they were named. Raises UserError where
     drafter and tree do not fit.
@@ -155,7 +155,7 @@ def _adaptive_policy(
 
 
 def _dynamic_tree(choice: Choice, drafter: Drafter, tree: Tree) -> DynamicTree:
-    """Returns the dynamic tree of the chosen size, by default that of the static tree.
+    """Returns the dynamic tree of the chosen size, by default the static tree's.
 
     If `tree --budget auto` measured from which chance a node pays, that chance decides.
     """

@@ -70,16 +70,14 @@ _TREE = (
     "best tree of N nodes by the calibration. dynamic: grown for every step, of N nodes. FILE: from `medusa tree`, or "
     "a medusa_choices list. [default: auto]"
 )
-_LOOKUP = (
-    "Draft n-gram matches of the text, too, or alone without a drafter. [default: with --tree auto]"
-)
+_LOOKUP = "Draft n-gram matches of the text, too; without a drafter, only these. [default: with --tree auto]"
 _DTYPE = (
     "Number type of the weights: auto (as in the files), bf16, fp16, or fp32 "
     "(which also multiplies with fp32 rows)."
 )
 _ENGINE = (
     "native: the compiled step (CPU). torch: joined layers (GPU). eager: transformers' layers. auto: the first that "
-    "knows the model."
+    "supports the model."
 )
 _ROWS = (
     "States that the native engine multiplies with quantized weights: int8 (rounded in groups of 32, as llama.cpp "
@@ -206,7 +204,7 @@ class DraftFlags:
         return choice
 
     def or_plain(self, baseline: bool, chat_template: Path | None = None) -> Choice:
-        """Returns the files, or with --baseline those of plain decoding, and a template's text."""
+        """Returns the files, or with --baseline the ones of plain decoding, and a template's text."""
         if baseline and self.lookup:
             raise UsageError("--baseline and --lookup exclude each other", "leave one of them out")
         choice = self.choose(need_drafter=not baseline)
@@ -329,7 +327,7 @@ class QuestionFlags:
             source = mt_bench_path()
         questions, skipped = read_questions(source)
         if skipped:
-            console.warn(f"{source}: {skipped} records are no questions and were skipped")
+            console.warn(f"{source}: {skipped} records are not questions and were skipped")
         return spread(of_categories(questions, self.category), self.limit), len(questions)
 
 
@@ -360,11 +358,9 @@ def spread_out(command: Callable[..., None]) -> Callable[..., None]:
             values[name] = kind(**{field.name: values.pop(field.name) for field in fields(kind)})
         command(**values)
 
-    run.__name__, run.__doc__, run.__module__ = (
-        command.__name__,
-        command.__doc__,
-        command.__module__,
-    )
+    run.__name__ = command.__name__
+    run.__doc__ = command.__doc__
+    run.__module__ = command.__module__
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     return run

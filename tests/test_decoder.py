@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from medusa_cli.decode import Request, Sampling, Stats, Step
-from medusa_cli.decode.sequence import StopCriteria
 from medusa_cli.drafters import Drafter
 from medusa_cli.engine import Cache
 from medusa_cli.errors import UsageError, UserError
@@ -115,45 +114,6 @@ def test_drafts_after_the_end_do_not_count_as_accepted(reason: str) -> None:
     assert [step.accepted for step in steps[1:]] == [len(step.tokens) - 1 for step in steps[1:]]
     verified = sum(len(step.tokens) for step in steps[1:])
     assert Stats.of(steps).acceptance_length == pytest.approx(verified / (len(steps) - 1))
-
-
-@pytest.mark.parametrize("drafts", [False, True])
-def test_stop_string_ends_the_answer_at_the_token_that_completes_it(drafts: bool) -> None:
-    backbone = tiny_backbone()
-    whole = plain(backbone, 60)
-    text = backbone.decode(whole[6:8])
-    tokens = tokens_of(
-        drafted(
-            backbone, Oracle(whole, 1.0) if drafts else None, TREES["dense"], stop_strings=[text]
-        )
-    )
-    assert tokens == whole[: len(tokens)] and len(tokens) <= 8
-    assert text in backbone.decode(tokens) and text not in backbone.decode(tokens[:-1])
-
-
-def test_stop_string_whose_characters_take_several_tokens_each() -> None:
-    text, stop = "\u9f98\u9f98\u0e2a\u0e27".encode(), "\u9f98\u9f98\u0e2a\u0e27" * 3
-
-    class Bytes:
-        """A tokenizer whose tokens are single bytes of one string again and again."""
-
-        def decode(self, ids: list[int], **_: object) -> str:
-            return bytes(text[id % len(text)] for id in ids).decode(errors="replace")
-
-    criteria = StopCriteria(tiny_backbone(), Request(PROMPT, 60, stop_ids=(), stop_strings=[stop]))
-    criteria._tokenizer = Bytes()
-    assert (
-        len(criteria.truncate(list(range(60)))) == len(stop.encode()) and criteria.reason == "stop"
-    )
-
-
-def test_stop_string_may_be_a_special_token() -> None:
-    backbone = tiny_backbone()
-    whole = plain(backbone, 60)
-    name = backbone.tokenizer.convert_ids_to_tokens(whole[6])
-    backbone.tokenizer.add_special_tokens({"additional_special_tokens": [name]})
-    assert backbone.decode([whole[6]]) == ""
-    assert alone(backbone, PROMPT, 60, stop_strings=[name]) == whole[: whole.index(whole[6]) + 1]
 
 
 def test_answer_ends_within_the_context() -> None:

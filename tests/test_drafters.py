@@ -235,7 +235,7 @@ def test_the_loss_is_the_decayed_cross_entropy_of_each_head(
     for k, states in enumerate(drafter.head_states(backbone, batch, rows_of), 1):
         rows = rows_of[k - 1]
         targets = index[batch.next[rows + k]]
-        read, matrix = drafter.product(backbone, k - 1, states, batch.next[rows + k - 1])
+        read, matrix = drafter.factors(backbone, k - 1, states, batch.next[rows + k - 1])
         log_q, known = (read @ matrix.T).log_softmax(-1), targets >= 0
         loss = 0.6 * F.nll_loss(log_q[known], targets[known], reduction="sum")
         loss = loss - 0.4 * (p[rows + k] * log_q)[known].sum()
@@ -421,7 +421,7 @@ def test_a_bias_from_the_token_before_is_a_low_rank_product() -> None:
     bias, states, matrix = TokenBias(40, 20, 6), torch.randn(7, 8), torch.randn(20, 8)
     tokens = torch.randint(0, 40, (7,))
     for fresh in (True, False):
-        left, right = bias.product(states, matrix, tokens)
+        left, right = bias.factors(states, matrix, tokens)
         expected = states @ matrix.T + (0 if fresh else bias.before[tokens] @ bias.after.T)
         assert torch.allclose(left @ right.T, expected, atol=1e-4)
         torch.nn.init.normal_(bias.after)

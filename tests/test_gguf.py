@@ -21,7 +21,7 @@ from medusa_cli.engine import load_backbone
 from medusa_cli.errors import UserError
 from medusa_cli.files import assets
 from medusa_cli.files.gguf import read_header
-from medusa_cli.model.backbone import weights_of
+from medusa_cli.model.digest import weights_of
 from medusa_cli.runs.load_options import LoadOptions
 from medusa_cli.tree import Tree
 from tests.helpers import (

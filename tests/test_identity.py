@@ -13,7 +13,7 @@ from medusa_cli.errors import UserError
 from medusa_cli.files.io import read_json, write_json
 from medusa_cli.model import load
 from medusa_cli.model import lora as adapter
-from medusa_cli.model.backbone import weights_of
+from medusa_cli.model.digest import weights_of
 from medusa_cli.model.load import load_network
 from medusa_cli.runs.load_options import LoadOptions
 from medusa_cli.runs.run import Run, check_backbone
@@ -88,7 +88,7 @@ def test_sampled_tensors_do_not_depend_on_the_number_of_files(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = weights_of(model)
-    monkeypatch.setattr("medusa_cli.model.backbone.MAX_TENSORS", 7)
+    monkeypatch.setattr("medusa_cli.model.digest.MAX_TENSORS", 7)
     parts = saved(load_network(model, FP32)[0], tmp_path / "parts", max_shard_size="60KB")
     assert weights_of(model) == weights_of(parts) != whole
 

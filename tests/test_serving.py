@@ -843,6 +843,17 @@ def test_metrics_count_requests_and_tokens(medusa: Medusa) -> None:
         assert 'medusa_http_responses_total{code="400",path="/v1/completions"} 1.0' in text
 
 
+def test_metrics_count_every_route_by_its_path(medusa: Medusa) -> None:
+    with serving(medusa) as server:
+        paths = json.loads(server.request("GET", "/openapi.json")[2])["paths"]
+        for path in paths:
+            server.request("GET", path)
+        text = server.request("GET", "/metrics")[2]
+    fixed = [path for path in paths if "{" not in path]
+    assert "/v1/responses" in fixed
+    assert all(f'path="{path}"' in text for path in fixed)
+
+
 def test_the_page_loads_nothing_from_elsewhere(server: Served) -> None:
     status, headers, page = server.request("GET", "/")
     assert status == 200 and headers["content-type"].startswith("text/html")

@@ -1,6 +1,7 @@
 """Streamed text is the text decoded at once; an answer's text ends before a stop string, however the tokens fall."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 from tokenizers import Tokenizer, decoders, models
@@ -8,7 +9,17 @@ from tokenizers import Tokenizer, decoders, models
 from medusa_cli.decode import Answer, Request, Step
 from medusa_cli.decode.answer import MAX_LINE_TOKENS, TextStream
 from medusa_cli.tree import Tree
-from tests.helpers import decoder_of, forward, medusa_drafter, steps_of, tiny_backbone, tokens_of
+from tests.helpers import (
+    PROMPT,
+    Oracle,
+    decoder_of,
+    forward,
+    medusa_drafter,
+    plain,
+    steps_of,
+    tiny_backbone,
+    tokens_of,
+)
 
 BLANK = "\u2581"
 DECODERS = {
@@ -72,6 +83,8 @@ def test_pieces_join_to_the_text(kind: str) -> None:
 class Letters:
     """A backbone whose tokens are characters."""
 
+    tokenizer = SimpleNamespace(added_tokens_decoder={})
+
     def decode(self, ids: list[int]) -> str:
         return "".join(map(chr, ids))
 
@@ -95,6 +108,65 @@ def test_text_ends_before_the_first_stop_string(sizes: list[int]) -> None:
     reply, shown = reply_to("one <end> x<", sizes, ["nothing", "<end>"])
     assert reply.text == "".join(shown) == "one "
     assert reply.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("sizes", [[1] * 12, [12], [5, 7], [8, 4]])
+def test_tokens_end_with_the_one_that_completes_the_stop_string(sizes: list[int]) -> None:
+    reply, _ = reply_to("one <end> x<", sizes, ["<end>"])
+    assert "".join(map(chr, reply.tokens)) == "one <end>" and reply.stats.tokens == 9
+    assert reply.step.tokens == reply.tokens[-len(reply.step.tokens) :]
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_stop_string_leaves_out_the_rest_of_a_step(drafts: bool) -> None:
+    backbone = tiny_backbone()
+    whole = plain(backbone, 60)
+    text = backbone.decode(whole[6:8])
+    drafter = Oracle(whole, 1.0) if drafts else None
+    tree = Tree.chain(4) if drafts else None
+    reply = Answer(backbone, [text])
+    [steps] = steps_of(
+        decoder_of(backbone, drafter, tree), [Request(PROMPT, 60, stop_ids=(), top=1)]
+    )
+    for step in steps:
+        reply.add(step, None)
+        if reply.finish_reason:
+            break
+    assert reply.tokens == whole[: len(reply.tokens)] and len(reply.tokens) <= 8
+    assert [likely.token for likely in reply.likelihoods] == reply.tokens
+    assert text in backbone.decode(reply.tokens) and text not in backbone.decode(reply.tokens[:-1])
+    assert text not in reply.text
+
+
+def test_stop_string_whose_characters_take_several_tokens_each() -> None:
+    stop = "\u9f98\u9f98\u0e2a\u0e27" * 3
+
+    class Bytes:
+        """A backbone whose tokens are bytes."""
+
+        tokenizer = Letters.tokenizer
+
+        def decode(self, ids: list[int]) -> str:
+            return bytes(ids).decode(errors="replace")
+
+    reply = Answer(Bytes(), [stop])  # type: ignore[arg-type]
+    reply.add(Step([*f"a{stop}b".encode()]), None)
+    assert (reply.text, reply.finish_reason) == ("a", "stop")
+    assert bytes(reply.tokens).decode() == f"a{stop}"
+
+
+def test_stop_string_may_be_a_special_token_or_contain_one() -> None:
+    backbone = tiny_backbone()
+    whole = plain(backbone, 60)
+    names = backbone.tokenizer.convert_ids_to_tokens(whole[:7])
+    backbone.tokenizer.add_special_tokens({"additional_special_tokens": [names[6]]})
+    first = whole.index(whole[6])
+    assert backbone.decode([whole[6]]) == ""
+    for stop in (names[6], f"{names[first - 1]} {names[6]}"):
+        reply = Answer(backbone, [stop])
+        reply.add(Step(whole), None)
+        assert reply.finish_reason == "stop" and reply.tokens == whole[: first + 1]
+        assert stop not in reply.text
 
 
 def test_beginning_of_a_stop_string_is_shown_in_the_end() -> None:

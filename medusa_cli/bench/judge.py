@@ -59,7 +59,8 @@ def tasks(questions: Sequence[Question], texts: Texts, reference: str) -> Iterat
     """
     for question in questions:
         for method, answers in texts.items():
-            own, other = answers[question.id], texts[reference][question.id]
+            own = answers[question.id]
+            other = texts[reference][question.id]
             for turn in range(len(own)):
                 text = _conversation(question, own[: turn + 1], "Assistant") + _references(
                     question, turn
@@ -97,7 +98,8 @@ def tally(
 
     outcomes: by the task's method, question, turn and order.
     """
-    single, pairs = {}, {}
+    single = {}
+    pairs = {}
     for method, answers in texts.items():
         grades = [
             float(value)
@@ -113,14 +115,12 @@ def tally(
             orders = {outcomes.get((method, question.id, 0, order)) for order in (1, 2)}
             if answers[question.id] == texts[reference][question.id]:
                 counts["ties"] += 1
+            elif orders == {"method"}:
+                counts["wins"] += 1
+            elif orders == {"reference"}:
+                counts["losses"] += 1
             elif None not in orders:
-                counts[
-                    "wins"
-                    if orders == {"method"}
-                    else "losses"
-                    if orders == {"reference"}
-                    else "ties"
-                ] += 1
+                counts["ties"] += 1
         pairs[method] = {**counts, "answers": sum(counts.values())}
     unread = sum(outcome is None for outcome in outcomes.values())
     return {"reference": reference, "single": single, "pairs": pairs, "unread": unread}
@@ -134,7 +134,8 @@ def judge_bench(
     Replies are kept beside the bench and not asked for again. Raises UserError if the server does not answer or
     refuses.
     """
-    path, reference = bench.with_suffix(".judgement.jsonl"), document["reference"]
+    path = bench.with_suffix(".judgement.jsonl")
+    reference = document["reference"]
     try:
         questions = [Question(**question) for question in document["questions"]]
         texts = {

@@ -27,7 +27,7 @@ METHODS = (*TRANSFORMERS, "ar", *DRAFTED, *LLAMA)
 UNBATCHED = ("hf-lookup", "hf-assisted", *LLAMA)
 LOOKUP_TOKENS = 10  # of transformers' prompt lookup
 OnTokens = Callable[[list[int]], None]
-# Continues prompts side by side, at most so many new tokens each, and passes new tokens on as they come if it can.
+# Continues prompts side by side, at most that many new tokens each, and reports new tokens at once if it can.
 Method = Callable[[Sequence[Sequence[int]], int, OnTokens], list[Measurement]]
 
 
@@ -59,7 +59,7 @@ def choose_files(
     tree: str | None,
     lookup: bool | None,
 ) -> tuple[Choice, dict[str, Choice]]:
-    """Returns the files that the methods share, and those that each method drafts with.
+    """Returns the files that the methods share, and each method's own.
 
     A drafter's name stands for a run inside the run, or for the run's own drafter by its kind. "medusa" without others
     stands for the run's drafter of any kind. Raises UserError for a drafter that does not exist.
@@ -128,7 +128,8 @@ def transformers_method(
 
     lookup: with its prompt lookup. assistant: a smaller model of the same vocabulary that drafts.
     """
-    model, ends = backbone.model, sorted(backbone.eos_ids)
+    model = backbone.model
+    ends = sorted(backbone.eos_ids)
     pad = ends[0] if ends else 0
     rule = (
         sampling if sampling.greedy else replace(sampling, mode="exact")
@@ -144,10 +145,8 @@ def transformers_method(
         width = max(map(len, prompts))
         padded = [[pad] * (width - len(prompt)) + list(prompt) for prompt in prompts]
         mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-        ids, mask_ids = (
-            torch.tensor(padded, device=model.device),
-            torch.tensor(mask, device=model.device),
-        )
+        ids = torch.tensor(padded, device=model.device)
+        mask_ids = torch.tensor(mask, device=model.device)
         streamer = (
             _Streamer(on_tokens) if len(prompts) == 1 else None
         )  # transformers streams one sequence only
@@ -181,7 +180,8 @@ class _Streamer:
     """A transformers streamer that passes new token ids on; its first call carries the prompt."""
 
     def __init__(self, on_tokens: OnTokens) -> None:
-        self._on_tokens, self._prompt_seen = on_tokens, False
+        self._on_tokens = on_tokens
+        self._prompt_seen = False
 
     def put(self, ids: torch.Tensor) -> None:
         if self._prompt_seen:
@@ -200,9 +200,12 @@ def llama_method(name: str, gguf: Path, backbone: Backbone) -> Method:
     import xllamacpp  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
     settings: Any = xllamacpp.CommonParams()
-    settings.model.path, settings.n_ctx, settings.n_parallel = str(gguf), backbone.max_positions, 1
+    settings.model.path = str(gguf)
+    settings.n_ctx = backbone.max_positions
+    settings.n_parallel = 1
     settings.cpuparams.n_threads = settings.cpuparams_batch.n_threads = torch.get_num_threads()
-    settings.verbosity, settings.cache_ram_mib = 0, 0
+    settings.verbosity = 0
+    settings.cache_ram_mib = 0
     if name == "llama.cpp-ngram":
         settings.speculative.types = [
             xllamacpp.common_speculative_type.COMMON_SPECULATIVE_TYPE_NGRAM_SIMPLE

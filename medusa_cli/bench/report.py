@@ -80,10 +80,8 @@ def write_report(paths: Mapping[str, Path], page: Path) -> list[Path]:
         html = template.render(title=title, facts=facts, sections=sections, version=__version__)
         texts = {page: html, page.with_suffix(".md"): markdown(title, facts, sections)}
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as reason:
-        files, text = (
-            " or ".join(map(str, paths.values())),
-            f"{type(reason).__name__}: {first_line(reason)}",
-        )
+        files = " or ".join(map(str, paths.values()))
+        text = f"{type(reason).__name__}: {first_line(reason)}"
         raise UserError(
             f"{files} holds figures that no bench writes ({text})", "run `medusa bench` again"
         ) from reason
@@ -116,7 +114,7 @@ def markdown(title: str, facts: Mapping[str, str], sections: Sequence[Section]) 
 
 
 def chart(title: str, draw: Callable[[Any], object], height: float = 3.4) -> dict[str, str]:
-    """Returns what `draw` draws on matplotlib's axes, by its title, as the address of an SVG image."""
+    """Returns the drawing of `draw` on matplotlib's axes, by its title, as the address of an SVG image."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -157,11 +155,13 @@ def bars(
     names = list(dict.fromkeys(name for methods in groups.values() for name in methods))
 
     def draw(axes: Any) -> None:
-        y, ticks = 0.0, []
+        y = 0.0
+        ticks = []
         for group, methods in groups.items():
             ticks.append((y + (len(methods) - 1) / 2, group))
             for name, figures in methods.items():
-                value, interval = figures[key], figures[f"{key}_95"] or (figures[key], figures[key])
+                value = figures[key]
+                interval = figures[f"{key}_95"] or (figures[key], figures[key])
                 whiskers = [[max(value - interval[0], 0)], [max(interval[1] - value, 0)]]
                 color = f"C{names.index(name) % 10}"
                 axes.barh(
@@ -215,7 +215,8 @@ def lines(title: str, curves: Curves, x: str, y: str, log: bool = False) -> dict
 
 
 def _with_interval(figures: Mapping[str, Any], key: str, form: str = ".2f") -> str:
-    value, interval = figures[key], figures[f"{key}_95"]
+    value = figures[key]
+    interval = figures[f"{key}_95"]
     return (
         f"{value:{form}}"
         if interval is None
@@ -243,7 +244,8 @@ def gains_table(document: Document) -> tuple[list[str], list[list[str]]]:
     """Returns the head and the rows of a bench's closing table."""
     rows = []
     for name, figures in document["methods"].items():
-        interval, same = figures["speedup_95"], figures["identical"]
+        interval = figures["speedup_95"]
+        same = figures["identical"]
         identical = "-" if same is None else f"{same}/{figures['questions']}"
         cells = [name, f"{figures['tokens_per_s']:.1f}", f"{figures['speedup']:.2f}"]
         cells += ["-" if interval is None else f"{interval[0]:.2f}-{interval[1]:.2f}"]
@@ -260,7 +262,7 @@ def gains_table(document: Document) -> tuple[list[str], list[list[str]]]:
 
 def gains(benches: Sequence[SavedBench]) -> Iterator[Section]:
     words = (
-        "Speedup is tokens/s over those of the baseline in the same run, with its 95 % bootstrap interval over "
+        "Speedup is tokens/s over the baseline's in the same run, with its 95 % bootstrap interval over "
         "questions. The acceptance length is the tokens a verified step gives, the model's own included. Overhead is "
         "the time of such a step over a plain step."
     )
@@ -284,7 +286,8 @@ def categories(benches: Sequence[SavedBench]) -> Iterator[Section]:
         category: {n: parts[category] for n, parts in methods.items() if category in parts}
         for category in known
     }
-    tables, charts = [], dict[str, str]()
+    tables = []
+    charts = dict[str, str]()
     for title, key, unit in (
         ("Speedup", "speedup", "x"),
         ("Acceptance length", "acceptance_length", "tokens a step"),
@@ -300,7 +303,8 @@ def categories(benches: Sequence[SavedBench]) -> Iterator[Section]:
 
 
 def positions(benches: Sequence[SavedBench]) -> Iterator[Section]:
-    curves, rows = {}, []
+    curves = {}
+    rows = []
     for name, document, method, figures in _methods(benches):
         if method in document["drafting"] or method == "lookup":
             shares = list(enumerate(figures["by_position"], 1))
@@ -318,14 +322,16 @@ def positions(benches: Sequence[SavedBench]) -> Iterator[Section]:
             "those that had accepted position k - 1, EAGLE's k-alpha."
         )
         table = Table(["method", "position", "of all steps", "of those before"], rows)
-        title, x = "Steps that accepted at least k draft tokens", "k, position of the draft token"
+        title = "Steps that accepted at least k draft tokens"
+        x = "k, position of the draft token"
         yield Section(
             "Acceptance by position", words, [table], lines(title, curves, x, "share of steps")
         )
 
 
 def sweeps(benches: Sequence[SavedBench]) -> Iterator[Section]:
-    tables, charts = [], dict[str, str]()
+    tables = []
+    charts = dict[str, str]()
     for name, sweep in [(bench.name, sweep) for bench in benches for sweep in bench.sweeps]:
         rows = []
         for point in sweep["points"]:
@@ -366,7 +372,8 @@ def sweeps(benches: Sequence[SavedBench]) -> Iterator[Section]:
 
 
 def quality(benches: Sequence[SavedBench]) -> Iterator[Section]:
-    rows, judged = [], []
+    rows = []
+    judged = []
     for bench in benches:
         for method, part in (bench.document.get("quality") or {}).items():
             cells = [f"{part['nll']:.3f}", f"{part['perplexity']:.2f}", f"{part['agreement']:.1%}"]
@@ -380,10 +387,10 @@ def quality(benches: Sequence[SavedBench]) -> Iterator[Section]:
             counts = [str(pairs[key]) for key in ("wins", "ties", "losses", "answers")]
             judged.append([bench.name, f"{method} against {judge['reference']}", "-", *counts])
     head = ["run", "method", "nats a token", "perplexity", "is the model's first choice", "tokens"]
-    likely = Table(head, rows, "First turns' answers under the plain model, at temperature 1")
+    likelihoods = Table(head, rows, "First turns' answers under the plain model, at temperature 1")
     head = ["run", "judged", "score, of 10", "wins", "ties", "losses", "answers"]
     grades = Table(head, judged, "Scores, and pairs in both orders: a pair counts if both agree")
-    if tables := [table for table in (likely, grades) if table.rows]:
+    if tables := [table for table in (likelihoods, grades) if table.rows]:
         yield Section("Quality", "", tables, {})
 
 

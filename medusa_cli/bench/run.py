@@ -83,7 +83,8 @@ class Bench:
     draft_model: str | None = None
 
     def __post_init__(self) -> None:
-        names, text = self.methods, ",".join(self.methods)
+        names = self.methods
+        text = ",".join(self.methods)
         unknown = [name for name in names if name not in METHODS and name not in self.drafts]
         if unknown or not names:
             raise UsageError(
@@ -123,7 +124,8 @@ class Bench:
         answer_all(self, backbone, self._our_methods(backbone, loaded), results, watch)
         for result in results:
             result.answers = {name: result.answers[name] for name in self.methods}
-        reference, differences = reference_of(self.methods), None
+        reference = reference_of(self.methods)
+        differences = None
         if self.sampling.greedy:
             differences = {
                 name: [
@@ -196,7 +198,8 @@ class Bench:
 
     def _plain_backbone(self) -> Backbone:
         """Loads the transformers model with the run's adapter, in the number type that our engine will compute in."""
-        options, model = self.options, self.choice.model
+        options = self.options
+        model = self.choice.model
         device = resolve_device(options.device)
         dtype = resolve_dtype(options.dtype, model, device, options.trust_remote_code)
         name = next(name for name, known in DTYPES.items() if known == dtype)
@@ -235,7 +238,7 @@ class Bench:
         for name in self.methods:
             if name in LLAMA:
                 file = self.gguf or gguf_path(self.choice.model)
-                assert file is not None  # check_llama has seen to it
+                assert file is not None  # checked by check_llama
                 methods[name] = llama_method(name, file, backbone)
             elif name not in TRANSFORMERS:
                 drafter, policy = loaded.get(name, (None, None))
@@ -249,7 +252,7 @@ class Bench:
 
 
 def _describe(choice: Choice, drafter: Drafter | None, policy: DraftPolicy) -> dict[str, Any]:
-    """Returns what a method drafted with. tree: the file it is from, None if it was searched."""
+    """Returns a method's drafter and policy. tree: the file it is from, None if it was searched."""
     assert choice.drafter is not None and drafter is not None
     return {
         "drafter": str(choice.drafter),
@@ -280,12 +283,10 @@ def answer_all(
     tokens. Raises UserError, before anything is measured, for a question longer than the context; later turns that are
     longer than the context are left out.
     """
-    names, fresh, count, size = (
-        list(methods),
-        not results[0].prompts,
-        bench.max_new_tokens,
-        bench.batch_size,
-    )
+    names = list(methods)
+    fresh = not results[0].prompts
+    count = bench.max_new_tokens
+    size = bench.batch_size
     if not names:
         return
     for result in results if fresh else ():
@@ -296,7 +297,8 @@ def answer_all(
     turns = sum(len(result.question.turns) for result in results)
     with watch(backbone, turns * len(names)) as on_tokens:
         for number, first in enumerate(range(0, len(results), size)):
-            group, shift = results[first : first + size], number % len(names)
+            group = results[first : first + size]
+            shift = number % len(names)
             for result in group:
                 result.answers |= {name: Measurement() for name in names}
             for turn in range(max(len(result.question.turns) for result in group)):
@@ -379,9 +381,12 @@ def likelihood(backbone: Backbone, results: Sequence[Result]) -> dict[str, dict[
     """
     quality = {}
     for name in results[0].answers:
-        nll, same, count = 0.0, 0, 0
+        nll = 0.0
+        same = 0
+        count = 0
         for result in results:
-            prompt, answer = result.prompts[0], result.answers[name].turns[0]
+            prompt = result.prompts[0]
+            answer = result.answers[name].turns[0]
             ids = torch.tensor([*prompt, *answer], device=backbone.device)
             logits = backbone.engine.forward(
                 Plan.chain(ids, logits="all"), backbone.engine.new_cache()

@@ -20,7 +20,7 @@ Sums = NDArray[np.float64]
 class Measurement:
     """Measures a method's answer to a question: token ids of each turn, seconds, sums over steps (none: not our loop).
 
-    depths: steps by the number of draft tokens they accepted; prefill is no step.
+    depths: steps by the number of draft tokens they accepted; prefill is not a step.
     """
 
     turns: list[list[int]] = field(default_factory=list)
@@ -182,7 +182,7 @@ def bootstrap(
     )
     with np.errstate(divide="ignore", invalid="ignore"):
         values = figure(draws @ table)  # [rounds]
-    values = values[np.isfinite(values)]  # a draw of empty answers alone has no rate
+    values = values[np.isfinite(values)]  # a draw of only empty answers has no rate
     if not len(values):
         return None
     low, high = np.quantile(values, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])

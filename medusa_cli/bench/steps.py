@@ -59,7 +59,8 @@ def time_passes(backbone: Backbone, contexts: Sequence[int]) -> dict[str, Any]:
             f"@context {contexts[-1]} leaves no position of {backbone.max_positions}",
             f"use {longest} or less",
         )
-    bandwidth, weights = copy_bandwidth(backbone.device), backbone.engine.weight_bytes
+    bandwidth = copy_bandwidth(backbone.device)
+    weights = backbone.engine.weight_bytes
     by_context = {}
     busy = None
     for size in contexts:

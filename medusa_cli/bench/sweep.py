@@ -19,7 +19,7 @@ from medusa_cli.errors import UsageError, UserError
 from medusa_cli.files.assets import model_dir
 from medusa_cli.files.io import read_object, write_json
 from medusa_cli.model import lora
-from medusa_cli.model.backbone import weights_of
+from medusa_cli.model.digest import weights_of
 from medusa_cli.runs.resolve import Choice, TreeChoice, read_calibration
 from medusa_cli.runs.run import provenance
 from medusa_cli.tree.search import Accuracies, largest
@@ -84,7 +84,9 @@ def sweep(
         text = f"@methods {','.join(base.methods)} cannot be swept"
         raise UsageError(text, "use medusa, and hf, hf-lookup or ar beside it")
     points = list(_points(base, axis, values))
-    document, rows, known = dict[str, Any](), list[dict[str, Any]](), 0
+    document = dict[str, Any]()
+    rows = list[dict[str, Any]]()
+    known = 0
     for number, (series, x, bench) in enumerate(points, 1):
         path = folder / "sweep" / f"{_digest(bench)}.json"
         if path.is_file():
@@ -183,7 +185,8 @@ def _digest(bench: Bench) -> str:
 
 def _long_questions(bench: Bench, tokens: int) -> list[Question]:
     """Returns first turns, each after as much text of the other questions as makes some `tokens` tokens."""
-    folder, trusted = model_dir(bench.choice.model), bench.options.trust_remote_code
+    folder = model_dir(bench.choice.model)
+    trusted = bench.options.trust_remote_code
     limit = getattr(
         AutoConfig.from_pretrained(folder, trust_remote_code=trusted),
         "max_position_embeddings",

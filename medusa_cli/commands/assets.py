@@ -41,7 +41,7 @@ def assets(
     wanted = list(dict.fromkeys(names or filter(_is_default, _FETCH)))
     for name in wanted:
         if name not in _FETCH:
-            raise UsageError(f"{name!r} is no asset", f"use one of {', '.join(_FETCH)}")
+            raise UsageError(f"{name!r} is not an asset", f"use one of {', '.join(_FETCH)}")
     console.info(f"{', '.join(wanted)} -> {store.home()}")
     paths: dict[str, str] = {}
     for name in wanted:

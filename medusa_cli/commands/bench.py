@@ -66,7 +66,7 @@ def bench(
     loading: LoadFlags,
     printing: OutputFlags,
 ) -> None:
-    """Measure speedup, acceptance length and overhead, and check that the output is that of plain decoding.
+    """Measure speedup, acceptance length and overhead, and check that the output equals plain decoding's.
 
     Every method answers every question in turn, both turns, on the same prompts. Figures and answers go into the run's
     bench/ directory (runs/MODEL/bench for the drafter that ships).

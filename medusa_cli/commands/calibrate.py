@@ -51,7 +51,7 @@ def calibrate(
             f"{folder} holds no drafter",
             "run `medusa train` first, or give another --drafter or --run",
         )
-    # Where the run has no conversations of its own, others are all that its tree can be built on.
+    # A run without conversations of its own can only use others for its tree.
     aside = folder.resolve() != target.drafter_dir.resolve() or (
         data is not None and target.data_path.is_file()
     )
@@ -76,10 +76,8 @@ def calibrate(
         )
     if printing.json:
         console.emit_json(document)
-    accuracies, heat = (
-        document["accuracies"],
-        ", ".join(f"{value:.2f}" for value in document["temperatures"]),
-    )
+    accuracies = document["accuracies"]
+    heat = ", ".join(f"{value:.2f}" for value in document["temperatures"])
     rows = (
         [str(head), *(f"{100 * value:.1f}" for value in (*row, sum(row)))]
         for head, row in enumerate(accuracies, 1)

@@ -46,7 +46,7 @@ def chat(
     ] = False,
     chat_template: ChatTemplate = None,
     raw: Annotated[
-        bool, flag("--raw", "Continue each text as it is, alone, without a template.")
+        bool, flag("--raw", "Continue each text as it is, without a template or earlier turns.")
     ] = False,
     stop: Annotated[
         list[str] | None, flag("--stop TEXT", "End an answer at this text; may be repeated.")
@@ -104,12 +104,10 @@ def chat(
 
 def answer(session: "Chat", text: str, show_accepted: bool, silent: bool = False) -> bool:
     """Streams the answer to one line to stdout; returns True if Ctrl-C stopped it."""
-    forgotten, green, printed, stopped = (
-        session.forgotten,
-        "bold green" if show_accepted else "",
-        0,
-        False,
-    )
+    forgotten = session.forgotten
+    green = "bold green" if show_accepted else ""
+    printed = 0
+    stopped = False
     with session.stream(text) as stream, console.footer() as footer:
         if session.forgotten > forgotten:
             console.info(
@@ -143,7 +141,8 @@ def status(stats: "Stats") -> str:
 
 def converse(session: "Chat", show_accepted: bool) -> bool:
     """Answers lines until the end of input or /exit; returns True if a piped line failed, which costs that line."""
-    typed, failed = sys.stdin.isatty(), False
+    typed = sys.stdin.isatty()
+    failed = False
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")  # a byte that is no UTF-8 costs a character
     if typed:
@@ -196,4 +195,4 @@ def command(session: "Chat", word: str, text: str) -> None:
         case "/save":
             raise UserError("/save needs a file", "write /save FILE")
         case _:
-            raise UserError(f"{word} is no command", "/help lists them")
+            raise UserError(f"{word} is not a command", "/help lists them")

@@ -29,9 +29,9 @@ def compare(
 ) -> None:
     """Compare trainings: what each cost the model, and how good its heads are, on held-out conversations.
 
-    KL is that of the trained model to the original in nats a token, ppl its perplexity over the original's, same how
+    KL is from the trained model to the original in nats a token, ppl its perplexity over the original's, same how
     often both take the same greedy token. Heads on a frozen model (stage 1) cost nothing; a model trained in full has
-    no original beside it (-). The figures are those of the best validation in RUN/train.jsonl or, with --data, of a
+    no original beside it (-). The figures are from the best validation in RUN/train.jsonl or, with --data, of a
     pass over those conversations now: the way to compare runs that held out different ones.
     """
     printing.configure()
@@ -101,7 +101,7 @@ def best_validation(run: Run) -> Document:
         describe_drafter(drafter).provenance.data if (drafter / "config.json").is_file() else None
     )
     heads_alone = train.schedule == "warmup" and train.heads_first == 1
-    weight = "heads alone" if heads_alone else f"{train.schedule} {train.lambda_0:g}"
+    weight = "heads only" if heads_alone else f"{train.schedule} {train.lambda_0:g}"
     return {
         "run": run.name,
         "stage": train.stage,
@@ -121,6 +121,6 @@ def best_validation(run: Run) -> Document:
 
 
 def model_cost(parts: Mapping[str, float]) -> dict[str, float | None]:
-    """Returns what training changed of the model; None where there is no original beside it."""
+    """Returns the training's changes of the model; None where there is no original."""
     ratio = math.exp(parts["nll"] - parts["nll_original"]) if "nll_original" in parts else None
     return {"kl": parts.get("kl"), "perplexity_ratio": ratio, "agreement": parts.get("agreement")}

@@ -259,7 +259,8 @@ def answer_by_others(
 
 def figures_of(name: str, measured: Measurements) -> dict[str, Any]:
     """Returns a method's row of the closing table; `identical` counts answers that are plain decoding's."""
-    own, plain = measured[name], measured["ar"]
+    own = measured[name]
+    plain = measured["ar"]
     pairs = zip(own.turns, plain.turns, strict=True)
     return {
         "tokens": own.tokens,

@@ -23,7 +23,7 @@ def doctor(
     *,
     run: options.RunOrShipped = None,
     model: options.Model = None,
-    quick: Annotated[bool, flag("--quick", "Decode nothing: files and data alone.")] = False,
+    quick: Annotated[bool, flag("--quick", "Decode nothing: check only files and data.")] = False,
     loading: LoadFlags,
     printing: OutputFlags,
 ) -> None:
@@ -46,7 +46,8 @@ def doctor(
     from medusa_cli.doctor import CHECKS, STATUSES, Case, examine
 
     loading = as_trained(loading, target.drafter_dir)
-    case, findings = Case(target, run, name, loading), []
+    case = Case(target, run, name, loading)
+    findings = []
     checks = [check for check in CHECKS if not (quick and check == "acceptance")]
     with console.bars() as show:
         for number, check in enumerate(checks):

@@ -43,7 +43,8 @@ class JudgeFlags:
 
         with console.progress("judging", unit="replies") as advance:
             judge_bench(path, document, self.judge, self.judge_model, advance)
-        outcome, counts = document["judge"], ("wins", "ties", "losses")
+        outcome = document["judge"]
+        counts = ("wins", "ties", "losses")
         rows = []
         for method, grade in outcome["single"].items():
             pairs = outcome["pairs"].get(method)

@@ -76,9 +76,9 @@ def serve(
     quiet: options.Quiet = False,
     debug: options.Debug = False,
 ) -> None:
-    """Serve a model over HTTP as OpenAI's API does: /v1/chat/completions, /v1/completions, a page at /.
+    """Serve a model over HTTP as OpenAI's API does: /v1/chat/completions, /v1/responses, /v1/completions, a page.
 
-    Requests decode side by side and join and leave at every step. --temperature is that of requests that name none.
+    Requests decode side by side and join and leave at every step. --temperature holds for requests that name none.
     Ctrl-C or SIGTERM lets running answers finish; once more ends them.
     """
     console.configure(quiet)

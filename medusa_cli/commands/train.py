@@ -92,7 +92,7 @@ def train(
         "train.schedule": schedule,
         "train.tuning": tuning,
     }
-    # A run resumed by its own recipe computes as that says: --dtype is then the model's alone.
+    # A run resumed by its own recipe computes as that says: --dtype is then only the model's.
     if loading.dtype in ("bf16", "fp32") and not (resume and all("=" in word for word in words)):
         flags["train.dtype"] = loading.dtype
     plan = recipe_of(target, words, flags, resume, origin or target)

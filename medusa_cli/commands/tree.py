@@ -27,7 +27,7 @@ CHOICES = "A tree file or medusa_choices list to draw and save."
 OUTPUT = "Where to save it, and a picture beside it. [default: the run's tree.json]"
 DEFAULT_BUDGET = 64
 DRAWN_NODES = 256
-# Sizes that are shown beside the chosen one: a plain step, and those that are usual elsewhere.
+# Sizes to compare with the chosen one: a plain step, and sizes that are usual elsewhere.
 USUAL_SIZES = (1, 4, 8, 16, 32, 64)
 
 
@@ -175,7 +175,7 @@ def as_given(widths: list[int] | None, choices: Path | None) -> Chosen:
 
 
 def by_budget(used: Calibration, budget: str | None, source: str, run: str | None) -> Chosen:
-    """Returns the best tree of so many nodes by the accuracies; source: the origin of the heads."""
+    """Returns the best tree of `budget` nodes by the accuracies; source: the origin of the heads."""
     from medusa_cli.tree.io import MAX_NODES
     from medusa_cli.tree.search import largest, search
 

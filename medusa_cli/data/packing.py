@@ -84,8 +84,8 @@ class Dataset:
         """Returns micro-batches of whole conversations: a part of one would lack what came before it.
 
         With states they have at most `limit` learnt positions, in order unless `chance` shuffles
-        them. Those that the model runs have at most `limit` tokens with padding, and are of like
-        length. A longer conversation is a batch of its own.
+        them. Without states they have at most `limit` tokens with padding, and their conversations
+        are of similar length. A longer conversation is a batch of its own.
         """
         batches: list[list[Conversation]] = []
         if self.states is None:

@@ -1,7 +1,7 @@
 """Results of steps: their sums, log probabilities, and the text of an answer so far."""
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -188,9 +188,10 @@ class Answer:
 
     finish_reason: None while the answer goes on, then "stop", "length" or "cancelled". A stop
     string is not part of the text; a text that may begin one waits. `tokens` has the tokens of a
-    stop string, and the end token. keep: special tokens that the text shows. ends: tokens that the
-    text does not show if one of them ends the answer. include_stop: the text shows the stop string
-    or end token.
+    stop string, and the end token. step: the last step, truncated after the token that completes a
+    stop string. keep: special tokens that the text shows, besides those in stop strings. ends:
+    tokens that the text does not show if one of them ends the answer. include_stop: the text shows
+    the stop string or end token.
     """
 
     def __init__(
@@ -209,9 +210,11 @@ class Answer:
         self.finish_reason: str | None = None
         self.stats = Stats()
         self.prompt_tokens = prompt_tokens
-        self._stream = TextStream(backbone, keep)
+        self.step = Step([])
         self._stops = [text for text in stop_strings if text]
-        self._ends = () if include_stop else ends
+        named = special_tokens_in(backbone, self._stops) if self._stops else set()
+        self._stream = TextStream(backbone, {*keep, *named})
+        self._ends = set() if include_stop else {*ends, *named}
         self._include_stop = include_stop
         self._waiting: list[Piece] = []
 
@@ -220,15 +223,24 @@ class Answer:
 
         Returns the text that can be shown.
         """
+        shown = step.tokens
+        if finish_reason == "stop" and shown and shown[-1] in self._ends:
+            shown = shown[:-1]
+        last = len(step.tokens) - 1
+        # A stop string may end at any token.
+        parts = [[token] for token in shown] if self._stops else [shown[:last], shown[last:]]
+        taken = 0
+        for part in parts:
+            taken += len(part)
+            if part and (text := self._stream.add(part)):
+                self._waiting.append(Piece(text, taken <= last))
+            if self._end(self._waiting) is not None:
+                step = truncated(step, taken)
+                break
+        self.step = step
         self.stats.add(step)
         self.tokens += step.tokens
         self.likelihoods += step.likelihoods
-        last = step.tokens[-1:]
-        if finish_reason == "stop" and last and last[0] in self._ends:
-            last = []
-        for tokens, accepted in ((step.tokens[:-1], True), (last, False)):
-            if tokens and (text := self._stream.add(tokens)):
-                self._waiting.append(Piece(text, accepted))
         return self._show(finish_reason)
 
     def cancel(self) -> list[Piece]:
@@ -241,15 +253,39 @@ class Answer:
         shown = self._waiting
         self._waiting = []
         self.finish_reason = finish_reason
-        if self._stops:
+        end = self._end(shown)
+        if end is not None:
+            shown, _ = split(shown, end)
+            self.finish_reason = "stop"
+        elif self._stops and not finish_reason:
             text = "".join(piece.text for piece in shown)
-            found = [(start, stop) for stop in self._stops if (start := text.find(stop)) >= 0]
-            starts = [start + len(stop) * self._include_stop for start, stop in found]
-            partial = 0 if finish_reason else max(partial_stop(text, stop) for stop in self._stops)
-            shown, rest = split(shown, min(starts, default=len(text) - partial))
-            self._waiting, self.finish_reason = ([], "stop") if starts else (rest, finish_reason)
+            partial = max(partial_stop(text, stop) for stop in self._stops)
+            shown, self._waiting = split(shown, len(text) - partial)
         self.text += "".join(piece.text for piece in shown)
         return shown
+
+    def _end(self, pieces: Sequence[Piece]) -> int | None:
+        """Returns where a stop string ends the text of these pieces; None if there is none."""
+        text = "".join(piece.text for piece in pieces)
+        found = [(text.find(stop), stop) for stop in self._stops]
+        ends = [start + len(stop) * self._include_stop for start, stop in found if start >= 0]
+        return min(ends, default=None)
+
+
+def truncated(step: Step, count: int) -> Step:
+    """Returns a step with its first `count` tokens only, and their log probabilities."""
+    cut = len(step.tokens) - count
+    # The step of a prompt has the prompt's log probabilities, too.
+    kept = step.likelihoods[: len(step.likelihoods) - cut]
+    return replace(step, tokens=step.tokens[:count], likelihoods=kept)
+
+
+def special_tokens_in(backbone: Backbone, texts: Sequence[str]) -> set[int]:
+    """Returns the special tokens that stand in one of these texts."""
+    added = backbone.tokenizer.added_tokens_decoder.items()
+    return {
+        id for id, token in added if token.special and any(token.content in text for text in texts)
+    }
 
 
 def partial_stop(text: str, stop: str) -> int:
@@ -259,7 +295,7 @@ def partial_stop(text: str, stop: str) -> int:
 
 
 def split(pieces: Sequence[Piece], length: int) -> tuple[list[Piece], list[Piece]]:
-    """Splits pieces after so many characters."""
+    """Splits pieces after `length` characters."""
     first: list[Piece] = []
     rest: list[Piece] = []
     for piece in pieces:

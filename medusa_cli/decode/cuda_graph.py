@@ -40,7 +40,7 @@ ROWS = (1, 16, 64)
 DEPTHS = 32
 # Parameters of a sequence before its random numbers: 1 if it samples, temperature, top-p, top-k.
 FIELDS = 4
-# Top-p and top-k choose among so many of the likeliest tokens.
+# Top-p and top-k choose among this many of the likeliest tokens.
 LIKELIEST = 1024
 # Runs before a capture: in them libraries choose kernels and allocate workspaces.
 WARM_UPS = 2

@@ -131,7 +131,7 @@ class Decoder:
         device = self.backbone.device
         prompt = list(request.prompt)
         scores_prompt = request.scores_prompt
-        likely = [Likelihood(prompt[0], math.nan)] if scores_prompt else []
+        reported = [Likelihood(prompt[0], math.nan)] if scores_prompt else []
         rows = PROMPT_ROWS if scores_prompt else self.engine.prefill_rows
         hidden: list[Tensor] = []
         seconds = 0.0
@@ -145,7 +145,7 @@ class Decoder:
             sequence.tokens += chunk
             if scores_prompt and out.logits is not None:
                 following = prompt[start + 1 : start + 1 + rows]
-                likely += likelihoods(out.logits[0], following, request.top or 0)
+                reported += likelihoods(out.logits[0], following, request.top or 0)
             seconds += time.perf_counter() - started
             if not last:
                 yield sequence, None
@@ -158,8 +158,8 @@ class Decoder:
             NewTokens(tokens, torch.cat(hidden), root, sequence.reused, extra)
         )
         if request.top is not None:
-            likely += likelihoods(out.logits[0, -1:], new, request.top)
-        return Step(new, verify_s=seconds, likelihoods=tuple(likely))
+            reported += likelihoods(out.logits[0, -1:], new, request.top)
+        return Step(new, verify_s=seconds, likelihoods=tuple(reported))
 
     def _chunk_plan(self, sequence: Sequence, chunk: list[int], last: bool) -> Plan:
         """Returns the plan of a pass over a chunk of a prompt; last: the prompt ends with it."""
@@ -177,14 +177,14 @@ class Decoder:
     def step(self) -> list[tuple[Sequence, Step]]:
         """Drafts, verifies, accepts and keeps for every running sequence; returns each one's step.
 
-        Seconds are each sequence's share. On a GPU those of drafting are the host's, which does not
-        wait for the draft. An error or an interruption cancels the sequences.
+        Seconds are each sequence's share. On a GPU the drafting seconds are the host's, which does
+        not wait for the draft. An error or an interruption cancels the sequences.
         """
         sequences = self._prefixes.move_running_first()
         if not sequences:
             return []
         try:
-            with self.engine.alone():
+            with self.engine.without_torch_threads():
                 return self._advance(sequences)
         except BaseException:  # the cache may hold rows whose tokens no sequence has taken
             for sequence in sequences:
@@ -263,7 +263,7 @@ class Decoder:
         return drafts
 
     def _verify(self, drafts: list[Draft], proposals: list[Proposal]) -> Output:
-        """Runs the verify pass over B drafts; padded rows follow those of smaller trees."""
+        """Runs the verify pass over B drafts; padding follows the rows of smaller trees."""
         depth = max(tree.max_depth for tree, _ in proposals)
         extra_rows = None if self.drafter is None else self.drafter.extra_rows(depth)
         plan = Plan(*batch_drafts(drafts), 0, self.taps, "all", extra_rows)
@@ -280,11 +280,13 @@ class Decoder:
         self.cache.keep(slot, path)
         rows = upload(path, self.backbone.device)
         tokens = [draft.ids[node] for node in path]
-        likely: tuple[Likelihood, ...] = ()
+        reported: tuple[Likelihood, ...] = ()
         if sequence.request.top is not None:
-            likely = likelihoods(out.logits[slot, rows], [*tokens[1:], bonus], sequence.request.top)
+            reported = likelihoods(
+                out.logits[slot, rows], [*tokens[1:], bonus], sequence.request.top
+            )
         extra = None if out.extra is None else out.extra[slot, path[-1]]
-        return Accepted(path, tokens, bonus, out.hidden[slot, rows], extra, likely)
+        return Accepted(path, tokens, bonus, out.hidden[slot, rows], extra, reported)
 
     def _fit(self, sequences: list[Sequence], proposals: list[Proposal]) -> list[Proposal]:
         """Cuts trees and n-gram paths to the positions that are left in the context."""
@@ -297,7 +299,7 @@ class Decoder:
         return fitting
 
     def _check_memory(self, tokens: int) -> None:
-        """Raises UserError if the memory cannot hold a cache of so many tokens per slot."""
+        """Raises UserError if the memory cannot hold a cache of `tokens` tokens per slot."""
         capacity = self.cache.grown(tokens + self.policy.size)
         if capacity == self.cache.capacity:
             return

@@ -98,7 +98,7 @@ def ngram_trust(
 class NgramSource(ABC):
     """Finds matches for one text.
 
-    Updates the trust in its matches, and that of all texts (`shared`).
+    Updates the trust in its matches, and in all texts' (`shared`).
     """
 
     priors: ClassVar[Mapping[int, float]] = PRIOR_BY_LENGTH

@@ -48,7 +48,7 @@ class DraftPolicy(ABC):
 
     max_depth: int
     size: int
-    trees: str  # the trees in words
+    trees: str  # the trees' description, for people
 
     def __init__(self, ngrams: bool = False) -> None:
         self.ngrams = ngrams
@@ -185,8 +185,8 @@ class DynamicTreePolicy(DraftPolicy):
         left = self.tree.budget // 2
         counts = []
         for match in matches:
-            likely = sum(match.chance**level >= threshold for level in range(1, MAX_TOKENS + 1))
-            counts.append(min(left, likely))
+            tokens = sum(match.chance**level >= threshold for level in range(1, MAX_TOKENS + 1))
+            counts.append(min(left, tokens))
             left -= counts[-1]
         return replace(self.tree, budget=self.tree.budget - sum(counts)), _prefixes(matches, counts)
 

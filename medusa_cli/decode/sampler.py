@@ -107,7 +107,7 @@ class Sampler:
     """Chooses the tokens of one sequence, by one uniform number of its random stream each.
 
     The numbers do not depend on the device or on drafts: an answer depends only on its seed.
-    `stream` selects the random stream; stream 0 is that of the seed itself. processors: change the
+    `stream` selects the random stream; stream 0 is the seed's own. processors: change the
     logits first; None if there are none.
     """
 

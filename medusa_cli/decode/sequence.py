@@ -20,7 +20,8 @@ from medusa_cli.model import Backbone
 class Request:
     """Asks for the continuation of a prompt of token ids.
 
-    stop_ids: end tokens, None for the model's own. top: how many of the likeliest tokens to report
+    stop_ids: end tokens, None for the model's own. stop_strings: for `Answer`, whose driver then
+    cancels the sequence. top: how many of the likeliest tokens to report
     with each token, None for no log probabilities. reuse: how many of the prompt's first tokens
     cached rows may serve, None for all. prompt_logprobs: report the prompt's tokens, too; then
     max_new_tokens may be 0. speculative: False decodes plainly. Log probabilities are the model's
@@ -44,7 +45,7 @@ class Request:
 
 
 class StopCriteria:
-    """Truncates new tokens at the first stop token, stop string or limit.
+    """Truncates new tokens at the first stop token or limit; `Answer` finds stop strings.
 
     `reason` is then "stop" or "length". left: tokens that the answer may still have.
 
@@ -69,9 +70,6 @@ class StopCriteria:
         self.stop_ids = (
             backbone.eos_ids if request.stop_ids is None else frozenset(request.stop_ids)
         )
-        self._strings = [text for text in request.stop_strings if text]
-        self._tokenizer = backbone.tokenizer
-        self._tokens: list[int] = []
         self.left = min(request.max_new_tokens, backbone.max_positions - length)
         self.reason: str | None = None
 
@@ -80,22 +78,13 @@ class StopCriteria:
         kept: list[int] = []
         for token in tokens[: self.left]:
             kept.append(token)
-            self._tokens.append(token)
-            if token in self.stop_ids or (self._strings and self._has_stop_string()):
+            if token in self.stop_ids:
                 self.reason = "stop"
                 break
         self.left -= len(kept)
         if not self.left:
             self.reason = self.reason or "length"
         return kept
-
-    def _has_stop_string(self) -> bool:
-        # A string of n bytes ends within its last n tokens or so; special tokens add no text, hence
-        # the margin.
-        tail = self._tokens[-(max(len(text.encode()) for text in self._strings) + 8) :]
-        # A stop string may be a special token, or end in one.
-        texts = [self._tokenizer.decode(tail, skip_special_tokens=skip) for skip in (True, False)]
-        return any(stop in text for stop in self._strings for text in texts)
 
 
 @dataclass
@@ -115,7 +104,7 @@ class Sequence:
 
     A sequence that is done is its slot's cached prefix. tokens: those whose rows are in the slot.
     root: the next token, decided but not yet in the cache. drafter: a fork with this sequence's
-    state. unread: tokens that the drafter has not read; without a drafter, those of the last step.
+    state. unread: tokens that the drafter has not read; without a drafter, the last step's.
     draft: the draft policy's state of the sequence. reused: tokens of the prompt that the slot held
     before. `number` selects the random stream.
     """

@@ -169,6 +169,6 @@ def step_times_for(
 
 
 def _bushy(nodes: int, depth: int) -> Tree:
-    """Returns a tree of so many nodes: one path of all heads, the other nodes at the root."""
+    """Returns a tree of `nodes` nodes: one path of all heads, the other nodes at the root."""
     chain = [[0] * level for level in range(1, min(depth, nodes - 1) + 1)]
     return Tree.from_choices([*chain, *([rank] for rank in range(1, nodes - len(chain)))])

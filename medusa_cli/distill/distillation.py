@@ -77,7 +77,7 @@ def distill(
     conversations done.
     """
     shared = processes.size > 1
-    with processes.main_process_first():  # it fetches what all read
+    with processes.main_process_first():  # it fetches the files for all
         answer, model, settings = _source(recipe, loading, processes.size)
         run.bind(model.identity)
         header = _header(recipe.chat_template, settings, loading, model)

@@ -22,8 +22,7 @@ from medusa_cli.runs.recipe import DistillRecipe
 MAX_BATCH = 64
 # Share of the free memory that caches and states may take: the passes need some too.
 MEMORY_SHARE = 0.7
-# A token is rarely more than so many characters: a prompt that is longer by them is not worth
-# tokenising.
+# Most characters of a token, as a rule: longer prompts are dropped without tokenising them.
 TOKEN_CHARACTERS = 8
 log = logging.getLogger(__name__)
 

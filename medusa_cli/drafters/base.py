@@ -99,7 +99,7 @@ class Batch:
     """Holds P packed training positions: hidden [P, H * taps], next and segment [P].
 
     next: the token after each. Head k (from 1) predicts next[p + k] where segment[p + k] ==
-    segment[p]. Positions of segment -1, those of prompts, are seen but not learnt. sequence [P]:
+    segment[p]. Positions of prompts have segment -1: they are seen but not learnt. sequence [P]:
     each position's conversation, for layers with a cache; None: they see only the segment. trace,
     rows [P]: the pass over full sequences [B, L] and the positions in its B * L, for a drafter that
     uses the verify pass.

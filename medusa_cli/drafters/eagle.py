@@ -25,7 +25,7 @@ from medusa_cli.tree.tensors import TreeTensors
 class EagleConfig(HeadsConfig):
     """num_heads: the steps of its training-time test.
 
-    The last six names are those of serving engines' configs. taps: the number of backbone layers
+    The last six names come from serving engines' configs. taps: the number of backbone layers
     below each state that is read. Training reads the last layer's, too.
     """
 

@@ -32,7 +32,7 @@ class FirpConfig(HeadsConfig):
 
 
 class Firp(HeadDrafter):
-    """K linear maps; head k's turns a state h of layer t_k at position p into that of position p + k (section 3.2).
+    """K linear maps; head k's turns layer t_k's state h at position p into its state at position p + k (section 3.2).
 
     The pseudo state goes on through the layers above, seeing the context, itself and the earlier
     heads' pseudo states, and through the backbone's own norm and lm_head. Training lets it see the

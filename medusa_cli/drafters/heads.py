@@ -128,8 +128,8 @@ class HeadDrafter(Scoring):
     ) -> Self:
         """Returns a fresh fp32 drafter, its matrices copied from the lm_head.
 
-        draft_ids [M] for "draft". own: fields of the config that only this kind has; those that are
-        None or () follow from the model.
+        draft_ids [M] for "draft". own: fields of the config that only this kind has; None and ()
+        follow from the model.
         """
         if vocabulary not in cls.vocabularies:
             raise UsageError(
@@ -224,7 +224,7 @@ class HeadDrafter(Scoring):
         bias = None if bias is None else bias.to(self.dtype)
         for head, states in enumerate(self.head_states(backbone, batch, [rows] * self.num_heads)):
             before = batch.next[(rows + head).clamp(max=last)]
-            read, matrix = self.product(backbone, head, states, before)
+            read, matrix = self.factors(backbone, head, states, before)
             yield F.linear(read, matrix.to(read.dtype), bias).float()
 
     # Files

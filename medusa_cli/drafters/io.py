@@ -29,7 +29,7 @@ def drafter_kind(folder: Path) -> type[HeadDrafter]:
     name = describe_drafter(folder).drafter
     if name not in DRAFTERS:
         raise UserError(
-            f"{folder} holds no known drafter ({shown(name)})", f"known are {', '.join(DRAFTERS)}"
+            f"{folder} holds no known drafter ({shown(name)})", f"use one of {', '.join(DRAFTERS)}"
         )
     return DRAFTERS[name]
 
@@ -96,7 +96,7 @@ def read_drafter(kind: type[HeadDrafter], folder: Path) -> tuple[Any, dict[str, 
     if ids:
         known = tensors["draft_ids"]
         if known.min() < 0 or known.max() >= config.vocab_size or len(known.unique()) < len(known):
-            raise UserError(f"draft_ids in {weights} is no set of the model's tokens", REMEDY)
+            raise UserError(f"draft_ids in {weights} is not a set of the model's tokens", REMEDY)
     return config, tensors
 
 

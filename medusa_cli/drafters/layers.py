@@ -42,7 +42,7 @@ def residual_blocks(hidden_size: int, count: int) -> nn.Sequential:
 class LayerCache:
     """Holds keys and values [heads, rows, D] of a decoder layer and a sequence, by position.
 
-    Rows come in order of position; some positions may have none, and those of a tree share some.
+    Rows come in order of position; a position may have none, and rows of a tree share positions.
     """
 
     def __init__(self) -> None:
@@ -383,7 +383,7 @@ class TokenBias(nn.Module):
         self.before = nn.Parameter(torch.randn(tokens, rank) * rank**-0.25)
         self.after = nn.Parameter(torch.zeros(guesses, rank))
 
-    def product(self, states: Tensor, matrix: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    def factors(self, states: Tensor, matrix: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Widens states [n, H] and a matrix [M, H] so that their matmul includes the bias of tokens [n]."""
         before = F.embedding(tokens, self.before).to(states.dtype)
         after = self.after.to(matrix.dtype)

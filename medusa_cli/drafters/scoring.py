@@ -45,7 +45,7 @@ class Scoring(Drafter):
         return None if len(self.matrices) else self.of_vocabulary(backbone.lm_head_bias)
 
     def of_vocabulary(self, rows: Any) -> Any:
-        """Selects from rows [V, ..] of the model's tokens those that the heads score [M, ..].
+        """Selects the rows [M, ..] that the heads score from rows [V, ..] of the model's tokens.
 
         None stays None.
         """
@@ -58,14 +58,14 @@ class Scoring(Drafter):
         index[self.draft_ids.to(device)] = torch.arange(len(self.draft_ids), device=device)
         return index
 
-    def product(
+    def factors(
         self, backbone: Backbone, head: int, states: Tensor, before: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Returns the factors [n, ..] and [M, ..] of a head's scores; before [n]: tokens."""
         matrix = self.matrix(backbone, head)
         if self.conditional is None:
             return states, matrix
-        return self.conditional.product(states, matrix, before)
+        return self.conditional.factors(states, matrix, before)
 
     def train(self, mode: bool = True) -> Self:
         self._forget_packed()

@@ -42,14 +42,14 @@ class Cache:
         return sum(buffer.nbytes for buffer in (self.keys, self.values) if buffer is not None)
 
     def grown(self, rows: int) -> int:
-        """Returns the capacity that makes room for so many rows."""
+        """Returns the capacity that has room for this many rows."""
         capacity = self.capacity
         while capacity < rows:
             capacity *= 2
         return capacity
 
     def reserve(self, rows: int) -> None:
-        """Makes room for so many rows in every slot."""
+        """Makes room for this many rows in every slot."""
         if rows <= self.capacity:
             return
         capacity = self.grown(rows)

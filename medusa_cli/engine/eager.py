@@ -31,7 +31,7 @@ NODE_STATES = 1 << 29
 # The allowed difference of logits relative to their size, in fp32 and in 16 bits.
 TOLERANCE = 1e-3
 TOLERANCE_16 = 0.25
-# The same for states that go on: rounding gives 1e-5, another formula more than this.
+# The same for running states: rounding gives 1e-5, another formula more than this.
 STATE_TOLERANCE = 1e-4
 STATE_TOLERANCE_16 = 0.05
 
@@ -49,7 +49,7 @@ class EagerEngine(LayoutEngine):
         self.stateful = stateful_modules(backbone.text_model)
         self.weight_bytes = _bytes_read(backbone)
         self.head = backbone.model.get_output_embeddings()
-        # Until `check` knows more.
+        # Until `check` has run.
         self._by_token = bool(self.stateful)
         self._decoded_states = not self.stateful
         self._state_bytes = 0  # of one sequence
@@ -80,7 +80,7 @@ class EagerEngine(LayoutEngine):
         """Raises UserError unless a verify pass over a small tree gives the network's own logits, up to rounding.
 
         The tree follows two tokens: the rest of a chain, and a wrong node that no other sees beside
-        its second one. If layers keep a running state, the logits are those of transformers' own
+        its second one. If layers keep a running state, the logits are transformers' own
         decoding.
         """
         network = self.backbone.model

@@ -38,7 +38,7 @@ class Engine(ABC):
     # How the engine has quantized the weights: int8, int4 or None.
     quantize: str | None = None
     # True if a row of a pass has the same bits in a pass of its own, in a tree, in a batch and in a
-    # prompt: then greedy output over drafts is that of plain decoding in every number type.
+    # prompt: then greedy output over drafts equals plain decoding's in every number type.
     row_invariant = False
 
     def __init__(self, backbone: Backbone) -> None:
@@ -58,7 +58,7 @@ class Engine(ABC):
         """Returns the name of the weights' number type, as `--dtype` has it."""
         return next(name for name, dtype in DTYPES.items() if dtype == self.dtype)
 
-    def alone(self) -> AbstractContextManager[None]:
+    def without_torch_threads(self) -> AbstractContextManager[None]:
         """Returns a context in which torch leaves the processors to the engine's own threads, if it has some."""
         return nullcontext()
 

@@ -49,7 +49,7 @@ class ExtraRowStates:
         self.sources = sources
 
     def extend(self, tree_mask: Tensor, depth: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns who sees whom [B, n + K m, n + K m] and depths [B, n + K m] of rows and extra rows."""
+        """Returns the mask [B, n + K m, n + K m] and the depths [B, n + K m] of rows and extra rows."""
         m = len(self.sources)
         steps = len(self.rows.layers)
         count = steps * m
@@ -64,7 +64,7 @@ class ExtraRowStates:
         return torch.cat([above, below], dim=1), torch.cat([depth, *depths], dim=1)
 
     def enter(self, layer: int, x: Tensor) -> Tensor:
-        """Returns the states [B, rows, H] before a layer with those that enter there appended."""
+        """Appends the states that enter before a layer to its states [B, rows, H]."""
         entering = [apply(x[:, self.sources]) for apply in self.rows.entering(layer)]
         return torch.cat([x, *entering], dim=1) if entering else x
 
@@ -101,7 +101,7 @@ def extra_row_states(
 ) -> Tensor:
     """Returns the final states [P, K, H] of the extra rows of P positions, rising rows [P] of a trace's B * L.
 
-    They equal those of a forward pass; gradients reach the maps, through the layers above them.
+    They equal a forward pass's; gradients reach the maps, through the layers above them.
     """
     parts = layers_one_by_one(backbone)
     size, length = traced.states[-1].shape[:2]

@@ -25,7 +25,7 @@ class Snapshot:
 class LayerCache(Cache):
     """A cache whose layers may have fewer or narrower key heads than its buffers, or running states.
 
-    states [S, ...]: those of each slot after its own rows. node_states [B, R, ...]: those after
+    states [S, ...]: each slot's after its own rows. node_states [B, R, ...]: those after
     each row of the last tree, in the B slots from `first_node_slot` on. A state cannot be cut back
     as rows can, so a slot is truncated to a snapshot, or begins again: `reusable` says to which
     length. by_token: layers with a state must take what follows in a slot token by token.

@@ -20,9 +20,10 @@ from medusa_cli.engine.twin import verified
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.files.assets import RANDOM
 from medusa_cli.model import Backbone, lora
-from medusa_cli.model.backbone import Unsupported, weights_of
+from medusa_cli.model.backbone import Unsupported
 from medusa_cli.model.chat_template import check_template, try_template
 from medusa_cli.model.checks import PROBE
+from medusa_cli.model.digest import weights_of
 from medusa_cli.model.load import (
     DTYPES,
     checkpoint_dtype,
@@ -76,7 +77,7 @@ def load_backbone(
     digest = None
     if adapter is not None:
         digest = lora.digest(adapter)
-        network = lora.merge(network, adapter, beside=options.quantised)
+        network = lora.merge(network, adapter, quantized=options.quantised)
     backbone = Backbone(network, tokenizer, id=model, adapter=digest, weights=weights_of(model))
     _check_chat(backbone, chat)
 

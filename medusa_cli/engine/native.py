@@ -62,7 +62,7 @@ class NativeEngine(Engine):
         return f"native engine ({kinds} weights, {rows} rows, {instructions()[0]})"
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
+    def without_torch_threads(self) -> Iterator[None]:
         """Limits torch to one thread: its idle threads would spin on the processors that the library needs."""
         count = torch.get_num_threads()
         if count == 1:

@@ -14,7 +14,8 @@ import numpy as np
 from medusa_cli.engine.description import Description
 from medusa_cli.engine.experts import Part
 from medusa_cli.files.assets import home
-from medusa_cli.model.backbone import Unsupported, weights_of
+from medusa_cli.model.backbone import Unsupported
+from medusa_cli.model.digest import weights_of
 from medusa_cli.model.weights import Weights, open_weights, source_stamp
 from medusa_cli.native import Format, PackedMatrix, RawMatrix
 from medusa_cli.native.library import library
@@ -22,7 +23,7 @@ from medusa_cli.native.matrix import Bytes, Floats, aligned, pack_tiles, padded_
 
 # Of the files: another version of the library packs in another way.
 VERSION = 1
-# Every part of a file begins at a multiple of so many bytes.
+# Every part of a file begins at a multiple of this many bytes.
 ALIGNMENT = 64
 log = logging.getLogger(__name__)
 

@@ -71,7 +71,7 @@ class Layout:
 
     positions [B or 1, R]; masks by kind of layer, additive [B, R, L] over a slot's first L columns,
     empty for a chain that begins a slot (where each row sees those before it); start: the slot's
-    length, if B is 1 and the host knows it; columns [B, R]: where rows are written. lengths [B]:
+    length, if B is 1 and the host has it; columns [B, R]: where rows are written. lengths [B]:
     those of the slots, where attention reads no column behind them; the mask of full attention is
     then [B, R, R], among the rows. tree: depth [B or 1, n] and mask [B or 1, n, n] of a tree's
     rows, None for a chain.

@@ -30,8 +30,9 @@ SHAPE = (
     "vocab_size",
 )
 # A timing thread computes or spins all the while. If it ran for a smaller share of the time, the machine was busy, and
-# it is timed again after so many seconds: not at each start, which takes longest on a busy machine.
-UNDISTURBED, RETRY_AFTER = 0.8, 3600
+# it is timed again after this many seconds: not at each start, which takes longest on a busy machine.
+UNDISTURBED = 0.8
+RETRY_AFTER = 3600
 log = logging.getLogger(__name__)
 
 

@@ -4,7 +4,7 @@
     model.generate(**inputs, custom_generate=FOLDER, trust_remote_code=True)
 
 A small drafter proposes a tree of tokens, and matches of earlier text propose more. One pass of the
-model verifies all of them and accepts those that it chooses itself. transformers copies this file
+model verifies all of them and accepts the ones that it chooses itself. transformers copies this file
 away from the weights: they are found by the folder or hub id that the model was loaded from, or by
 `drafter=FOLDER`.
 """

@@ -161,7 +161,7 @@ def _name(dtype: torch.dtype | None) -> str:
 
 
 def _tree(source: Source, budget: int | None) -> Tree:
-    """Returns the run's tree, or the best one of so many nodes by the calibration."""
+    """Returns the run's tree, or the best one of a budget by the calibration."""
     path = source.run.tree_path
     calibration = source.calibration
     heads = source.config.num_heads

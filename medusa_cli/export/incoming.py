@@ -193,7 +193,7 @@ def _format(tensors: dict[str, Tensor], config: dict[str, Any], place: str) -> s
     some = ", ".join(list(tensors)[:3])
     raise UserError(
         f"{place} is in no known layout (its tensors are {some}, ...)",
-        f"known are {', '.join(FORMATS)}",
+        f"use one of {', '.join(FORMATS)}",
     )
 
 

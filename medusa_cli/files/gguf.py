@@ -16,7 +16,7 @@ from medusa_cli.errors import UserError, first_line, shown
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
-# Bounds of a header, several times those of any model: a reader takes them at their word.
+# Bounds of a header, several times any model's: a reader trusts them.
 ENTRIES = 1 << 16  # metadata, and tensors
 ELEMENTS = 1 << 21  # of all arrays: a vocabulary's tokens, scores, types and merges
 STRING = 1 << 24  # bytes
@@ -52,7 +52,7 @@ class Tensor:
 
 @dataclass
 class Header:
-    """Metadata, of arrays their lengths alone unless they were asked for, and the tensors by their names."""
+    """Metadata and the tensors by name; of arrays only the lengths, unless they were asked for."""
 
     metadata: dict[str, Any] = field(default_factory=dict)
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -96,7 +96,7 @@ def read_header(path: Path, arrays: bool = False) -> Header:
             return _Reader(data, arrays).header()
     except ValueError as reason:  # its own refusals, and numbers of unknown types
         raise UserError(
-            f"@model {str(path)!r} is no usable GGUF file: {reason}", ELSEWHERE
+            f"@model {str(path)!r} is not a usable GGUF file: {reason}", ELSEWHERE
         ) from reason
     except struct.error as reason:
         raise UserError(
@@ -115,11 +115,9 @@ class _Reader:
 
     def header(self) -> Header:
         header = Header()
-        version, tensors, entries = (
-            self.number("I"),
-            self.bounded(ENTRIES, "tensors"),
-            self.bounded(ENTRIES, "entries"),
-        )
+        version = self.number("I")
+        tensors = self.bounded(ENTRIES, "tensors")
+        entries = self.bounded(ENTRIES, "entries")
         if version not in VERSIONS:
             raise ValueError(f"its version is {version}, not one of {VERSIONS}")
         for _ in range(entries):
@@ -172,7 +170,8 @@ class _Reader:
             return self.string()
         if kind != ARRAY:
             raise ValueError(f"it has metadata of the unknown type {kind}")
-        kind, count = self.number("I"), self.bounded(ELEMENTS, "elements of an array")
+        kind = self.number("I")
+        count = self.bounded(ELEMENTS, "elements of an array")
         self.elements += count
         if self.elements > ELEMENTS:
             raise ValueError(f"it claims {self.elements:,} elements of arrays")
@@ -189,8 +188,10 @@ class _Reader:
         return count
 
     def _skip_strings(self, count: int) -> None:
-        """Moves behind so many texts, of which a vocabulary has some hundred thousand."""
-        length, data, position = struct.Struct("<Q"), self.data, self.position
+        """Skips `count` texts; a vocabulary has some hundred thousand."""
+        length = struct.Struct("<Q")
+        data = self.data
+        position = self.position
         for _ in range(count):
             [size] = length.unpack_from(data, position)
             if size > STRING:
@@ -202,11 +203,13 @@ class _Reader:
         """Returns a tensor and its name; its bytes are counted from the beginning of all tensors' bytes."""
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-        name, dimensions = self.string(), self.number("I")
+        name = self.string()
+        dimensions = self.number("I")
         if not 1 <= dimensions <= DIMENSIONS:
             raise ValueError(f"its tensor {shown(name)} has {dimensions} dimensions")
         shape = [self.number("Q") for _ in range(dimensions)]
-        kind, offset = GGMLQuantizationType(self.number("I")), self.number("Q")
+        kind = GGMLQuantizationType(self.number("I"))
+        offset = self.number("Q")
         block, size = GGML_QUANT_SIZES[kind]
         if shape[0] % block:
             raise ValueError(
@@ -426,7 +429,7 @@ class GgufNames:
 
 
 def _rope_factors(path: Path, header: Header, network: Any) -> list[float]:
-    """Returns what the rotary frequencies of a model are divided by (Llama 3), which transformers' reader leaves out.
+    """Returns the divisors of a model's rotary frequencies (Llama 3), which transformers' reader leaves out.
 
     Empty if the file does not say. Raises ValueError for factors that do not fit the network.
     """

@@ -18,7 +18,7 @@ import yaml
 
 from medusa_cli.errors import UserError, shown
 
-# The prefix of files that are not whole yet; the next writer removes those that a killed one left.
+# The prefix of unfinished files; the next writer removes a killed one's.
 TEMPORARY = ".medusa-part-"
 _LEFTOVER = re.compile(re.escape(TEMPORARY) + r"[a-z0-9_]{8}\..+")
 _GAP = re.compile(r"[ \t\r\n,]*")
@@ -147,9 +147,9 @@ def _aside(path: Path) -> Path:
 
 
 def check_regular(path: Path) -> None:
-    """Raises UserError for a path that is no file: a reader might wait for ever at a pipe."""
+    """Raises UserError for a path that is not a file: a reader might wait for ever at a pipe."""
     if path.exists() and not path.is_file():
-        raise UserError(f"{path} is no regular file", "move it away, or choose another @run")
+        raise UserError(f"{path} is not a regular file", "move it away, or choose another @run")
 
 
 def read_text(
@@ -255,7 +255,7 @@ class ReadReport:
 
 
 def usable(records: Iterable[Any], make: Callable[[Any], T], report: ReadReport) -> list[T]:
-    """Returns what `make` returns for each record, one item an id; the report counts Malformed and repeated ones."""
+    """Returns one item of `make` for each id; the report counts Malformed and repeated ones."""
     items: dict[str, Any] = {}
     for record in records:
         try:
@@ -316,7 +316,9 @@ def _array_items(path: Path) -> Iterator[tuple[int, Any]]:
     """
     decoder = json.JSONDecoder()
     with path.open(encoding="utf-8", errors="replace") as stream:
-        text, start, number = stream.read(CHUNK).lstrip()[1:], 0, 1
+        text = stream.read(CHUNK).lstrip()[1:]
+        start = 0
+        number = 1
         while True:
             gap = _GAP.match(text, start)
             start = gap.end() if gap else start
@@ -325,14 +327,16 @@ def _array_items(path: Path) -> Iterator[tuple[int, Any]]:
             try:
                 value, end = decoder.raw_decode(text, start)
             except (ValueError, RecursionError):
-                value, end = ValueError("cut off"), len(text)
+                value = ValueError("cut off")
+                end = len(text)
             if end == len(text) and end - start <= MAX_BYTES and (more := stream.read(CHUNK)):
                 text, start = text[start:] + more, 0  # the item may go on in the next chunk
                 continue
             yield number, value
             if isinstance(value, ValueError):
                 return
-            start, number = end, number + 1
+            start = end
+            number += 1
 
 
 def repair_jsonl(path: Path) -> None:
@@ -341,7 +345,9 @@ def repair_jsonl(path: Path) -> None:
     last = b""
     with path.open("r+b") as stream:
         while line := stream.readline(MAX_BYTES):
-            good, end, last = end, end + len(line), line
+            good = end
+            end += len(line)
+            last = line
         try:
             _parse(last or b"{}")
         except ValueError:

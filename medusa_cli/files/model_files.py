@@ -153,9 +153,9 @@ def layer_kinds(text: Any) -> list[str]:
 
 
 def refuse_by_source(text: Any) -> None:
-    """Raises UserError for a type of model whose source in transformers knows no way to follow a tree.
+    """Raises UserError if transformers' source of a type of model has no way to follow a tree.
 
-    To import the network's class, which knows, takes two seconds.
+    Reading the source avoids importing the network's class, which takes two seconds.
     """
     if (source := source_of(text.model_type)) is None:
         return
@@ -168,7 +168,8 @@ def refuse_by_source(text: Any) -> None:
 
 def source_of(kind: str) -> str | None:
     """Returns the source of transformers' network for a type of model; None if there is no such file."""
-    spec, module = find_spec("transformers"), kind.replace("-", "_")
+    spec = find_spec("transformers")
+    module = kind.replace("-", "_")
     if spec is None or spec.origin is None or not module.isidentifier():
         return None
     path = Path(spec.origin).parent / "models" / module / f"modeling_{module}.py"

@@ -40,7 +40,7 @@ def read_weights(
     name = f"{what} {path}"
     remedy = "make the file again with the command that made it, or give another"
     if not path.is_file():
-        raise UserError(f"{name} does not exist or is no file", remedy)
+        raise UserError(f"{name} does not exist or is not a file", remedy)
     try:
         with safe_open(path, framework="pt") as file:
             slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118  (it is no mapping)

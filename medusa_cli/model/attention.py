@@ -79,7 +79,7 @@ def _attend_by_scores(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attends as `grouped_attention`, with scores of its own: torch's function knows no caps and no sinks.
+    """Attends as `grouped_attention`, with scores of its own: torch's function has no caps and no sinks.
 
     A sink is one more column of scores that has no value: it only takes its share of the softmax.
     """
@@ -158,7 +158,7 @@ class Masks:
         return self._by_layer[layer] or FULL if len(self.kinds) > 1 else self.kinds[0]
 
     def layers_with_keys(self, layers: int) -> int:
-        """Returns how many of so many layers attend."""
+        """Returns how many of the layers attend."""
         if len(self._by_layer) < layers:  # all are alike
             return layers
         return sum(kind is not None for kind in self._by_layer)

@@ -1,8 +1,7 @@
 """A Hugging Face causal LM as a backbone: the frozen network, its layers, its lm_head and its identity."""
 
-import hashlib
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cache, cached_property, partial
 from inspect import unwrap
 from typing import Any
@@ -11,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from medusa_cli.errors import UserError
-from medusa_cli.files.assets import RANDOM, model_dir
-from medusa_cli.files.model_files import STATE_UPDATES, checkpoint_files, opened
+from medusa_cli.files.model_files import STATE_UPDATES
 from medusa_cli.model.attention import NAME, Masks, register
 from medusa_cli.model.chat_template import chat_prompt, token_ids
 
@@ -21,11 +19,6 @@ UNBOUNDED = 1 << 20
 # Rotary tables that change beyond the original context: the cached rows would have been turned by
 # the old ones.
 CHANGING_ROPE = ("longrope", "dynamic")
-# A sample of a tensor: this many windows of this many numbers, from its beginning to its end.
-WINDOWS = 4
-WIDTH = 64
-# Tensors sampled of a checkpoint: experts may be many thousands.
-MAX_TENSORS = 2000
 
 
 class Unsupported(Exception):
@@ -356,58 +349,9 @@ def identity_of(
     return {key: value for key, value in identity.items() if value is not None}
 
 
-def weights_of(model: str) -> str | None:
-    """Returns the digest of the weights in a model's files, from samples of its tensors; None without files.
-
-    A random model's digest is its name's: its weights differ at every load.
-    """
-    if model.startswith(RANDOM):
-        return hashlib.sha256(model.encode()).hexdigest()[:16]
-    from medusa_cli.model.weights import gguf_slices
-
-    if (slices := gguf_slices(model)) is not None:
-        return _digest(_samples(slices))
-    files = checkpoint_files(model_dir(model))
-    if not files:
-        return None
-    with opened(files, "pt") as slices:
-        return _digest(_samples(slices))
-
-
 def quantization_of(network: Any) -> str | None:
     """Returns how bitsandbytes quantizes a network's weights, as `LoadOptions.quantize`; None if it does not."""
     settings = getattr(network.config, "quantization_config", None)
     if getattr(settings, "load_in_4bit", False):
         return "bnb.nf4"
     return "bnb.int8" if getattr(settings, "load_in_8bit", False) else None
-
-
-def _samples(slices: Mapping[str, Any]) -> Iterator[bytes]:
-    """Yields samples of a checkpoint's tensors, reading nothing else."""
-    names = sorted(
-        name for name in slices if not name.endswith("inv_freq")
-    )  # old rotary tables: no weights
-    for name in names[:: -(-len(names) // MAX_TENSORS)]:
-        if shape := slices[name].get_shape():
-            yield _sample(slices[name], shape)
-
-
-def _sample(tensor: Any, shape: Iterable[int]) -> bytes:
-    """Returns windows along a tensor's last axis, floats in bf16, with its shape: equal for every float type."""
-    *leading, last = shape
-    windows = []
-    for number in range(WINDOWS):
-        along = number / (WINDOWS - 1)
-        first = int(max(0, last - WIDTH) * along)
-        starts = [int((size - 1) * along) for size in leading]
-        place = (*(slice(start, start + 1) for start in starts), slice(first, first + WIDTH))
-        windows.append(tensor[place].reshape(-1))
-    sample = torch.cat(windows).cpu()
-    sample = sample.to(torch.bfloat16) if sample.is_floating_point() else sample
-    return f"{[*leading, last]}".encode() + sample.contiguous().view(torch.uint8).numpy().tobytes()
-
-
-def _digest(samples: Iterable[bytes]) -> str:
-    """Returns one digest of all samples; names, order and ties of the tensors do not change it."""
-    each = {hashlib.sha256(sample).digest() for sample in samples}
-    return hashlib.sha256(b"".join(sorted(each))).hexdigest()[:16]

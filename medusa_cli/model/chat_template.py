@@ -234,9 +234,9 @@ def fit(
             forgotten += 2
             tokens = encode([*system, *turns[forgotten:], question])
     if len(tokens) >= context:
-        beside = " with the system prompt" if system else ""
+        added = " with the system prompt" if system else ""
         raise UserError(
-            f"the question{beside} has {len(tokens):,} tokens, the model has a context of {context:,}",
+            f"the question{added} has {len(tokens):,} tokens, the model has a context of {context:,}",
             "ask something shorter",
         )
     return tokens, forgotten

@@ -160,8 +160,8 @@ def _looks_ahead(network: Any, ids: Tensor, logits: Tensor) -> bool:
     ):  # no other network tells prefixes
         return False
     half = ids[:, : ids.shape[1] // 2]
-    alone = network(input_ids=half, attention_mask=torch.ones_like(half)).logits.float()
-    return difference(alone[0], logits[0, : half.shape[1]]) > 0.1
+    first_half = network(input_ids=half, attention_mask=torch.ones_like(half)).logits.float()
+    return difference(first_half[0], logits[0, : half.shape[1]]) > 0.1
 
 
 def difference(ours: Tensor, theirs: Tensor) -> float:

@@ -63,8 +63,8 @@ class Distributed:
 
     def device(self, asked: str) -> str:
         """Returns the device of this process: under several processes on CUDA, a GPU each."""
-        alone = self.size == 1 or asked not in ("auto", "cuda") or not torch.cuda.is_available()
-        return asked if alone else f"cuda:{self.local_rank}"
+        as_asked = self.size == 1 or asked not in ("auto", "cuda") or not torch.cuda.is_available()
+        return asked if as_asked else f"cuda:{self.local_rank}"
 
     def strided_shard(self, items: Sequence[Any]) -> list[Any]:
         """Returns every size-th item, from this process's rank on."""
@@ -163,7 +163,7 @@ def split_layers(network: Any, device: str) -> None:
     # This splits nothing more, but lets a layer be gathered while the one before it runs.
     kind = type(base)
     fully_shard(base, mesh=mesh, ignored_params=set(base.parameters()))
-    base.__class__ = kind  # transformers knows by its name which states a model can return
+    base.__class__ = kind  # transformers tells by the class's name which states it returns
     for tensor in chain(network.parameters(), network.buffers()):
         if not isinstance(tensor, DTensor):
             tensor.data = tensor.data.to(device)

@@ -173,13 +173,13 @@ def save(network: Any, folder: Path, backbone: str) -> None:
         config.save_pretrained(part)
 
 
-def merge(network: Any, folder: Path, beside: bool = False) -> Any:
-    """Returns the network with a saved adapter merged into its weights, or `beside` quantized ones.
+def merge(network: Any, folder: Path, quantized: bool = False) -> Any:
+    """Returns the network with a saved adapter merged into its weights; beside them if these are quantized.
 
     Raises UserError if the adapter does not fit the network.
     """
     _weights_in(folder)
-    if not beside:
+    if not quantized:
         untie(network)
     known = _read_config(folder / "adapter_config.json")
     saved = read_weights(folder / WEIGHTS, ADAPTER_WEIGHTS)
@@ -210,7 +210,7 @@ def merge(network: Any, folder: Path, beside: bool = False) -> Any:
                 raise ValueError(
                     f"its weights hold {len(left)} tensors that are not taken, such as {left[0]}"
                 )
-            return network if beside else adapted.merge_and_unload()
+            return network if quantized else adapted.merge_and_unload()
     except (RuntimeError, ValueError, KeyError, TypeError, AttributeError, IndexError) as reason:
         raise UserError(
             f"the adapter {folder} does not fit the model: {first_line(reason)}",

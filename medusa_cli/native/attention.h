@@ -25,7 +25,8 @@ struct Sight {
 // Sets what `rows` rows see: each other by seen [rows, stride], at positions, within a window (0: no bound).
 inline void look(Sight& sight, int64_t rows, int64_t prefix, const uint8_t* seen, int64_t stride,
                  const int32_t* positions, int64_t window) {
-  const int64_t first = prefix / 16, tiles = (prefix + rows - 1) / 16 - first + 1;
+  const int64_t first = prefix / 16;
+  const int64_t tiles = (prefix + rows - 1) / 16 - first + 1;
   sight.prefix = prefix;
   sight.tiles = tiles;
   sight.lowest.assign(rows, 0);
@@ -149,7 +150,9 @@ inline void attend(const float* const* queries, const int64_t* rows, int count, 
     lowest = std::min(lowest, sight.lowest[rows[i]]);
     last = std::max(last, sight.last[rows[i]]);
   }
-  const int64_t first = lowest / 16, end = (last + 15) / 16, stride = 16 * end;
+  const int64_t first = lowest / 16;
+  const int64_t end = (last + 15) / 16;
+  const int64_t stride = 16 * end;
   room.scores.resize(std::max<size_t>(room.scores.size(), QUERIES * stride));
   room.queries.resize(QUERIES * padded);
   room.out.resize(QUERIES * padded);

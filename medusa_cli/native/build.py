@@ -22,7 +22,7 @@ from setuptools.command.build_py import build_py
 
 SOURCES = Path(__file__).parent
 LIBRARY = "libmedusa.so"
-# A product's rows must not depend on what a compiler contracts to one operation.
+# A matmul's rows must not depend on what a compiler contracts to one operation.
 FLAGS = ["-std=c++17", "-O3", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-g0", "-Wall"]
 # GCC 12 says of its own header of AVX-512 that it reads what is not set.
 QUIET = ["-Wno-uninitialized", "-Wno-maybe-uninitialized", "-Wno-unknown-warning-option"]

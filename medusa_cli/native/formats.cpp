@@ -232,7 +232,9 @@ int64_t tiled_bytes(int32_t format, int64_t n, int64_t k) {
 
 void pack(int32_t format, const uint8_t* file, int64_t n, int64_t k, int64_t first, int64_t end, uint8_t* tiles) {
   const FormatInfo& f = info(format);
-  const int64_t blocks = k / f.block, row_bytes = blocks * f.file_bytes, tile_bytes = blocks * f.tile_bytes;
+  const int64_t blocks = k / f.block;
+  const int64_t row_bytes = blocks * f.file_bytes;
+  const int64_t tile_bytes = blocks * f.tile_bytes;
   for (int64_t channel = first; channel < end; channel++) {
     const uint8_t* row = file + channel * row_bytes;
     uint8_t* tile = tiles + channel / kTile * tile_bytes;
@@ -282,7 +284,9 @@ void round_q4_1(const float* weights, int64_t k, uint8_t* file) {
 }
 
 float half_to_float(uint16_t half) {
-  const uint32_t sign = uint32_t(half >> 15) << 31, exponent = half >> 10 & 31, fraction = half & 1023;
+  const uint32_t sign = uint32_t(half >> 15) << 31;
+  const uint32_t exponent = half >> 10 & 31;
+  const uint32_t fraction = half & 1023;
   float value;
   if (exponent == 0) {
     value = std::ldexp(float(fraction), -24);

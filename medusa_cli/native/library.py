@@ -10,7 +10,8 @@ from typing import Any
 # MEDUSA_LIBRARY names another build of it, such as one with sanitizers.
 LIBRARY = Path(os.environ.get("MEDUSA_LIBRARY") or Path(__file__).parent / "libmedusa.so")
 TABLES = 4  # of rotary positions that a model may have
-TILE, UNIT = 16, 32
+TILE = 16
+UNIT = 32
 
 
 class Unavailable(Exception):
@@ -130,7 +131,7 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 def library() -> Any:
     """Loads the library once; raises Unavailable where it was not compiled, or for another machine.
 
-    It runs the best instructions of this CPU, or those that MEDUSA_CPU names, on as many threads as `cpu_count` says.
+    It runs this CPU's best instructions, or MEDUSA_CPU's, on as many threads as `cpu_count` says.
     """
     if not LIBRARY.is_file():
         raise Unavailable(
@@ -143,7 +144,8 @@ def library() -> Any:
     functions = {}
     for name, (result, arguments) in SIGNATURES.items():
         function = getattr(loaded, f"medusa_{name}")
-        function.restype, function.argtypes = result, arguments
+        function.restype = result
+        function.argtypes = arguments
         functions[name] = function
     sizes = [ctypes.sizeof(kind) for kind in (Matrix, Layer, Model, CacheBuffers, Step)]
     if sizes != [functions["size"](which) for which in range(len(sizes))]:

@@ -1,6 +1,6 @@
-// Products of rows with matrices in tiles.
+// Matmuls of rows with matrices in tiles.
 //
-// A share of a product is some tiles of 16 channels, for all rows. It unpacks 256 inputs of a tile at once, into bytes
+// A share of a matmul is some tiles of 16 channels, for all rows. It unpacks 256 inputs of a tile at once, into bytes
 // with scales for rows of 8 bits, or into floats for rows of floats, and multiplies blocks of rows with them:
 //
 //                 256 inputs                 16 channels
@@ -27,7 +27,7 @@ struct Matrix {
   const float* bias;
 };
 
-// Rows as products read them: floats [rows, stride], and where matrices want it in 8 bits, in groups of 32 inputs:
+// Rows as matmuls read them: floats [rows, stride], and where matrices want it in 8 bits, in groups of 32 inputs:
 // x ~ scale * q. Sums of a group's numbers stand ready for the zeros and offsets of weights.
 struct Rows {
   const float* x;
@@ -82,7 +82,7 @@ inline void round_row(const Rows& row, int64_t first, int64_t end) {
   }
 }
 
-// 256 inputs of a tile, or those that are left of k, as bytes.
+// 256 inputs of a tile, or the rest of k, as bytes.
 struct Bytes {
   int units;
   alignas(64) uint8_t q[kChunk / kUnit][8][64];
@@ -303,7 +303,8 @@ struct Inputs {
 template <int FORMAT>
 inline Inputs inputs_of(const Rows& x, int64_t row, int64_t first) {
   using K = Kind<FORMAT>;
-  const int64_t units = x.stride / kUnit, at = row * units + first / kUnit;
+  const int64_t units = x.stride / kUnit;
+  const int64_t at = row * units + first / kUnit;
   const float* offset = K::groups == 1 ? x.offset32 : x.offset16;
   const int32_t* zero = x.zero[K::zero < 0 ? 0 : K::zero];
   return {x.q + row * x.stride + first, x.scale + at, offset + at * K::groups, zero + at * K::groups, x.stride, units};

@@ -43,7 +43,7 @@ class Format(IntEnum):
         return inputs // facts(self).block * facts(self).file_bytes
 
     def fits(self, inputs: int) -> bool:
-        """Returns True if a row of so many inputs is a whole number of blocks."""
+        """Returns True if a row of `inputs` inputs is a whole number of blocks."""
         return inputs % facts(self).block == 0
 
 
@@ -134,13 +134,15 @@ class PackedMatrix:
         bias: Floats | None = None,
         int8_rows: bool = False,
     ) -> None:
-        self.format, self.shape, self.tiles = format, shape, tiles
+        self.format = format
+        self.shape = shape
+        self.tiles = tiles
         self.bias = None if bias is None else padded_floats(bias)
         outputs, inputs = shape
         whole = outputs > 0 and inputs > 0 and format.fits(inputs)
         if not whole or tiles.nbytes != library().tiled_bytes(int(format), outputs, inputs):
             raise ValueError(
-                f"tiles of {tiles.nbytes:,} bytes are no matrix {shape} in {format.name}"
+                f"tiles of {tiles.nbytes:,} bytes are not a matrix {shape} in {format.name}"
             )
         if bias is not None and len(bias) < outputs:
             raise ValueError(f"a bias of {len(bias):,} numbers is too short for a matrix {shape}")

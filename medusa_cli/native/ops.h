@@ -1,4 +1,4 @@
-// What stands between products: norms, rotary positions, activations.
+// What stands between matmuls: norms, rotary positions, activations.
 #pragma once
 
 #include "simd.h"

@@ -344,7 +344,7 @@ inline I part_of(B a, int) {
 inline L part_of(F a, int) { return a; }
 #endif
 
-// Rows a product works on at once: as many as registers hold beside a unit of weights.
+// Rows a matmul works on at once: as many as registers hold besides a unit of weights.
 #if defined(__AVX512BW__)
 constexpr int ROWS = 8;
 #else
@@ -393,7 +393,7 @@ inline I fold_16(I a) { return _mm256_madd_epi16(a, _mm256_set1_epi16(1)); }
 inline I signed_pairs_of(I w, I x) { return _mm256_maddubs_epi16(_mm256_sign_epi8(w, w), _mm256_sign_epi8(x, w)); }
 #endif
 
-// Sums of two products have 16 bits. With rows of at most 127, so many of them fit: 8 of 4-bit weights
+// Sums of two products have 16 bits. With inputs of at most 127, these many fit: 8 of 4-bit weights
 // (8 * 2 * 15 * 127 = 30,480), 4 of 5 bits, 2 of 6 bits, 1 of 8 bits, whose sign is moved to the row.
 template <int BITS, int COUNT>
 inline I dot(I first, const I* weights, const int8_t* x) {

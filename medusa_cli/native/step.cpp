@@ -13,7 +13,7 @@ namespace ISA {
 
 namespace {
 
-// Numbers from which on threads share what stands between products; fewer take less time than handing them out.
+// Numbers from which on threads share what stands between matmuls; fewer take less time than handing them out.
 constexpr int64_t kManyNumbers = 1 << 14;
 // Multiplications that make a share worth taking, and shares for each thread.
 constexpr int64_t kLeastWork = 1 << 15;
@@ -73,7 +73,7 @@ class RowBuffer {
 
 float* writable(const Rows& rows) { return const_cast<float*>(rows.x); }
 
-// Calls work(row) for each row of so many numbers, by threads where it pays.
+// Calls work(row) for each row of `numbers` numbers, by threads if there is enough work.
 template <class Work>
 void each_row(Pool& pool, int64_t rows, int64_t numbers, const Work& work) {
   if (rows * numbers < kManyNumbers) {
@@ -103,7 +103,7 @@ void norm_rows(Pool& pool, const Model& m, const float* x, int64_t stride, const
   });
 }
 
-// One product of a job: y begins at the matrix's first channel.
+// One matmul of a job: y begins at the matrix's first channel.
 struct Target {
   const Matrix* matrix;
   float* y;
@@ -121,7 +121,7 @@ int64_t tiles_of_share(const Pool& pool, int64_t tiles, int64_t k, int64_t rows)
 
 // Multiplies the same rows with several matrices in one job.
 template <int N>
-void products(Pool& pool, const Rows& x, int64_t rows, const Target (&targets)[N]) {
+void matmuls(Pool& pool, const Rows& x, int64_t rows, const Target (&targets)[N]) {
   int64_t first_share[N + 1] = {0}, together[N];
   for (int i = 0; i < N; i++) {
     const Matrix& m = *targets[i].matrix;
@@ -334,12 +334,12 @@ void add_rows(Pool& pool, const Model& m, float* added, int64_t rows, const floa
 void add_product(Pool& pool, const Matrix& w, const Rows& y, int64_t rows, const float* norm, const Model& m, float* x,
                  int64_t stride, Workspace& work) {
   if (!norm && m.residual == 1.0f) {
-    products(pool, y, rows, {Target{&w, x, stride, true}});
+    matmuls(pool, y, rows, {Target{&w, x, stride, true}});
     return;
   }
   float* added = work.added.room(rows * stride);
   std::memset(added, 0, rows * stride * sizeof(float));
-  products(pool, y, rows, {Target{&w, added, stride, false}});
+  matmuls(pool, y, rows, {Target{&w, added, stride, false}});
   add_rows(pool, m, added, rows, norm, x, stride);
 }
 
@@ -401,8 +401,8 @@ void add_mixture(Pool& pool, const Model& m, const Layer& layer, const Rows& nor
   const int64_t wide = padded(layer.experts, kTile);
   float* scores = work.scores.room(rows * (wide + kTile));
   float* gates = scores + rows * wide;  // of the shared MLP
-  products(pool, normed, rows, {Target{&layer.router, scores, wide, false}});
-  if (layer.shared_router.tiles) products(pool, normed, rows, {Target{&layer.shared_router, gates, kTile, false}});
+  matmuls(pool, normed, rows, {Target{&layer.router, scores, wide, false}});
+  if (layer.shared_router.tiles) matmuls(pool, normed, rows, {Target{&layer.shared_router, gates, kTile, false}});
 
   work.picks.resize(rows * top);
   each_row(pool, rows, 16 * wide, [&](int64_t r) {
@@ -474,7 +474,7 @@ void complete_inputs(Pool& pool, const Model& m, const Step& step, int64_t rows,
   const Rows states = work.given.rows(rows, m.hidden, m.inputs_projection.int8_rows);
   norm_rows(pool, m, step.x, stride, nullptr, states, rows);
   float* projected = work.out.room(rows * wide);
-  products(pool, states, rows, {Target{&m.inputs_projection, projected, wide, false}});
+  matmuls(pool, states, rows, {Target{&m.inputs_projection, projected, wide, false}});
   const F scale = set(m.inputs_scale), factor = set(m.inputs_factor);
   each_row(pool, rows, wide, [&](int64_t r) {
     for (int64_t first = r * wide; first < (r + 1) * wide; first += m.inputs) {
@@ -493,7 +493,7 @@ void add_inputs(Pool& pool, const Model& m, const Layer& layer, int64_t index, c
   const Rows states = work.given.rows(rows, m.hidden, layer.input_gate.int8_rows);
   norm_rows(pool, m, step.x, stride, nullptr, states, rows);
   const Rows inner = work.inner.rows(rows, m.inputs, layer.input_out.int8_rows);
-  products(pool, states, rows, {Target{&layer.input_gate, writable(inner), inner.stride, false}});
+  matmuls(pool, states, rows, {Target{&layer.input_gate, writable(inner), inner.stride, false}});
   each_row(pool, rows, m.inputs, [&](int64_t r) {
     float* row = writable(inner) + r * inner.stride;
     const float* inputs = step.inputs + (r * m.layers + index) * m.inputs;
@@ -529,9 +529,9 @@ void run(Pool& pool, const Model& m, const Cache& cache, const Step& step) {
     if (layer.key.tiles) {
       const Target key = {&layer.key, qkv + widths.key, widths.all, false};
       const Target value = {&layer.value, qkv + widths.value, widths.all, false};
-      products(pool, read, rows, {query, key, value});
+      matmuls(pool, read, rows, {query, key, value});
     } else {
-      products(pool, read, rows, {query});
+      matmuls(pool, read, rows, {query});
     }
     place(pool, m, cache, step, i, qkv);
     const Rows attended = work.attended.rows(rows, m.heads * layer.dim, layer.out.int8_rows);
@@ -584,7 +584,7 @@ void multiply_rows(Pool& pool, const Matrix& m, const float* x, int64_t rows, in
     std::memset(row + known, 0, (given.stride - known) * sizeof(float));
   }
   round_rows(pool, given, rows);
-  products(pool, given, rows, {Target{&m, y, ldy, false}});
+  matmuls(pool, given, rows, {Target{&m, y, ldy, false}});
 }
 
 // The best channel of each row, the first of equals.

@@ -11,7 +11,8 @@ from medusa_cli.runs.run import rounding_in
 
 log = logging.getLogger(__name__)
 # Quantization of weights by the native engine, and by bitsandbytes.
-INTEGER, BITSANDBYTES = ("int8", "int4"), ("bnb.int8", "bnb.nf4")
+INTEGER = ("int8", "int4")
+BITSANDBYTES = ("bnb.int8", "bnb.nf4")
 WORDS = {
     "dtype": ("auto", "bf16", "fp16", "fp32"),
     "engine": ("auto", "eager", "native", "torch"),

@@ -302,7 +302,7 @@ def find_recipe(name: str | Path) -> Path:
     ):
         return own
     raise UserError(
-        f"the recipe {name} is no file",
+        f"the recipe {name} is not a file",
         f"give one, or the name of one that ships: {', '.join(shipped)}",
     )
 
@@ -318,7 +318,7 @@ def load_recipe(path: str | Path | None = None, overrides: Sequence[str] = ()) -
         path = find_recipe(path)
         data = read_yaml(path, "the recipe")
         if not isinstance(data, dict):
-            fault = "is empty" if data is None else "is no mapping of keys"
+            fault = "is empty" if data is None else "is not a mapping of keys"
             raise UserError(f"the recipe {path} {fault}", "write keys such as `train: {lr: 1e-3}`")
         for key, value in _flatten(data):
             recipe = _with(recipe, _full(key, f"the recipe {path}"), value, path.parent)
@@ -326,9 +326,10 @@ def load_recipe(path: str | Path | None = None, overrides: Sequence[str] = ()) -
         key, equals, text = override.partition("=")
         if not equals:
             raise UsageError(
-                f"{shown(override)} is no override", "write key=value, such as train.lr=1e-3"
+                f"{shown(override)} is not an override", "write key=value, such as train.lr=1e-3"
             )
-        name, text = _full(key.strip(), "the command line"), text.strip()
+        name = _full(key.strip(), "the command line")
+        text = text.strip()
         whole = (
             types()[name] in (str, str | None) and text != "null"
         )  # text stays text, whatever YAML makes of it
@@ -353,7 +354,7 @@ def _full(key: str, source: str) -> str:
     if key in types():
         return key
     near = difflib.get_close_matches(key, types(), n=1, cutoff=0.5)
-    if not near:  # the section may be missing or wrong: compare the last part alone
+    if not near:  # the section may be missing or wrong: compare the last part only
         by_last = {known.rpartition(".")[2]: known for known in types()}
         near = [
             by_last[name]
@@ -406,7 +407,8 @@ def template_text(value: str, folder: Path | None = None) -> str:
     """
     if "{" in value:
         return value
-    name, remedy = f"@chat_template {shown(value)}", "give a Jinja file"
+    name = f"@chat_template {shown(value)}"
+    remedy = "give a Jinja file"
     try:
         path = (folder or Path()) / value
         if folder is not None and not path.resolve().is_relative_to(folder.resolve()):
@@ -456,7 +458,7 @@ def recipe_of(
 ) -> Recipe:
     """Returns the recipe of a command: its file (a resumed run's own by default), KEY=VALUE words, then flags.
 
-    Unless words or flags name them, model and chat template are those of the run `origin`, if it has them.
+    Unless words or flags name them, model and chat template come from the run `origin`, if it has them.
     """
     file, settings = split_words(words)
     settings |= {key: str(value) for key, value in flags.items() if value is not None}

@@ -48,7 +48,7 @@ class TreeChoice:
             return cls(kind, _parse_nodes(text, number) if colon else None)
         if not Path(text).is_file():
             raise UserError(
-                f"@tree {text!r} is no file",
+                f"@tree {text!r} is not a file",
                 "use auto, static, static:N, dynamic, dynamic:N or a file",
             )
         return cls("file", file=Path(text))
@@ -128,7 +128,7 @@ def choose(
         and source is not None
         and drafter.resolve() == source.drafter_dir.resolve()
     ):
-        drafter = None  # the one that is taken in any case
+        drafter = None  # the run's drafter is the default anyway
     if drafter is not None:
         plain = replace(plain, adapter=None)
         source = target  # the tree and temperatures that ship fit no other drafter
@@ -257,7 +257,8 @@ def find_calibration(run: str | None, file: Path | None) -> tuple[Run | None, Ca
     default = RUNS / DEFAULT_RUN
     if run is not None or (default / "calibration.json").is_file():
         target = Run.open(run or DEFAULT_RUN)
-        folder, source = target.drafter_dir, f"the run {target.path}"
+        folder = target.drafter_dir
+        source = f"the run {target.path}"
         if target.calibration_path.is_file():
             return target, read_calibration(target.calibration_path, folder), source
         if not (folder / "config.json").is_file():

@@ -74,7 +74,7 @@ class Provenance:
 
 @dataclass(frozen=True)
 class DrafterConfig:
-    """A drafter's config.json, of whatever kind; that of another tool names no kind."""
+    """A drafter's config.json, of whatever kind; another tool's names no kind."""
 
     drafter: str | None = None
     num_heads: int | None = None
@@ -106,7 +106,7 @@ def stamp_of(folder: Path) -> str | None:
 
 
 def outdated(stamp: str | None, folder: Path) -> bool:
-    """Returns True if a stamp is known and that of another drafter than the folder's."""
+    """Returns True if a known stamp belongs to another drafter than the folder's."""
     now = stamp_of(folder)
     return stamp is not None and now is not None and stamp != now
 
@@ -182,7 +182,7 @@ def sole_writer(folder: Path, command: str) -> Iterator[None]:
 
 
 class Run:
-    """One experiment's folder; each path is that of an artefact, present or not."""
+    """One experiment's folder; each path belongs to an artefact, present or not."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -210,7 +210,7 @@ class Run:
         path = cls._path(name)
         if name in ("", ".", "..") or not name.isprintable():
             raise UsageError(
-                f"{named} {ascii(name)} is no name of a run", "use letters, digits and - or _"
+                f"{named} {ascii(name)} is not a name of a run", "use letters, digits and - or _"
             )
         if create:
             path.mkdir(parents=True, exist_ok=True)
@@ -235,7 +235,7 @@ class Run:
 
     @property
     def data_path(self) -> Path:
-        """Returns the conversations to learn from: the run's own, else those of the run that it lies in."""
+        """Returns the conversations to learn from: the run's own, else the ones of the run that it lies in."""
         outer = self.path.parent / self.distill_path.name
         return outer if outer.is_file() and not self.distill_path.is_file() else self.distill_path
 
@@ -276,7 +276,8 @@ class Run:
     @property
     def owner(self) -> dict[str, Any] | None:
         """Returns the identity of the run's model, None before its first use; raises UserError if it is damaged."""
-        marker, remedy = self.path / "run.json", "delete it: the next command writes it again"
+        marker = self.path / "run.json"
+        remedy = "delete it: the next command writes it again"
         if not marker.exists():
             return None
         owner = read_as(marker, Provenance, "the run's file", remedy).identity
@@ -292,7 +293,8 @@ class Run:
 
     def bind(self, identity: dict[str, Any]) -> None:
         """Ties the run to a model at first use; raises UserError if it belongs to another one."""
-        marker, known = self.path / "run.json", self.owner
+        marker = self.path / "run.json"
+        known = self.owner
         if known is None:
             write_json(marker, provenance(identity))
             return
@@ -303,5 +305,5 @@ class Run:
 
 
 def called(model: str) -> str:
-    """Returns a model's name from its id or folder; a link keeps its own name, "." gets that of the folder."""
+    """Returns a model's name from its id or folder; a link keeps its own name, "." gets the folder's."""
     return Path(os.path.abspath(model)).name

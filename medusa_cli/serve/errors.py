@@ -104,7 +104,7 @@ def refusal_for(reason: UserError, param: str | None = None) -> Refusal:
 
 
 def too_long(tokens: int, context: int) -> Refusal:
-    """Returns the refusal for a prompt of so many tokens, in OpenAI's and in llama.cpp's words."""
+    """Returns the refusal for a prompt of too many tokens, in OpenAI's and in llama.cpp's words."""
     return Refusal(
         400,
         f"the prompt has {tokens:,} tokens, which exceeds the context of {context:,} that this server takes",

@@ -60,7 +60,7 @@ class SpeculativeCounters(Collector):
 
 
 class Metrics:
-    """One server's numbers, in a registry of their own; whoever knows a number updates it here."""
+    """One server's numbers, in a registry of their own; the code that knows a number updates it here."""
 
     def __init__(self, model: str = "") -> None:
         self._registry = CollectorRegistry()

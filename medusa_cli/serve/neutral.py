@@ -16,14 +16,14 @@ log = logging.getLogger(__name__)
 _noted = set[str]()
 
 
-def anything(value: Any, beside: Mapping[str, Any]) -> bool:
+def anything(value: Any, fields: Mapping[str, Any]) -> bool:
     return True
 
 
 def only(*values: Any) -> Check:
     """Returns a check for these values; true is not 1."""
 
-    def check(value: Any, beside: Mapping[str, Any]) -> bool:
+    def check(value: Any, fields: Mapping[str, Any]) -> bool:
         return any(
             value == other and isinstance(value, bool) == isinstance(other, bool)
             for other in values
@@ -35,8 +35,8 @@ def only(*values: Any) -> Check:
 def unless(field: str) -> Check:
     """Returns a check for any value that has no effect without another field."""
 
-    def check(value: Any, beside: Mapping[str, Any]) -> bool:
-        return not beside.get(field)
+    def check(value: Any, fields: Mapping[str, Any]) -> bool:
+        return not fields.get(field)
 
     return check
 
@@ -44,8 +44,8 @@ def unless(field: str) -> Check:
 def same_as(field: str, *values: Any) -> Check:
     """Returns a check for the value of another field of the same meaning, and for these."""
 
-    def check(value: Any, beside: Mapping[str, Any]) -> bool:
-        return (field in beside and beside[field] == value) or only(*values)(value, beside)
+    def check(value: Any, fields: Mapping[str, Any]) -> bool:
+        return (field in fields and fields[field] == value) or only(*values)(value, fields)
 
     return check
 
@@ -53,22 +53,22 @@ def same_as(field: str, *values: Any) -> Check:
 def among(*values: Any) -> Check:
     """Returns a check for lists of nothing but these values."""
 
-    def check(value: Any, beside: Mapping[str, Any]) -> bool:
+    def check(value: Any, fields: Mapping[str, Any]) -> bool:
         return isinstance(value, list) and all(item in values for item in value)
 
     return check
 
 
-def one_of_each(value: Any, beside: Mapping[str, Any]) -> bool:
+def one_of_each(value: Any, fields: Mapping[str, Any]) -> bool:
     """Returns True for a `best_of` that draws as many answers as it returns."""
-    return only(beside.get("n") or 1)(value, beside)
+    return only(fields.get("n") or 1)(value, fields)
 
 
-def without_penalty(value: Any, beside: Mapping[str, Any]) -> bool:
+def without_penalty(value: Any, fields: Mapping[str, Any]) -> bool:
     """Returns True for a window of penalties that is the whole text, as here, or that no penalty reads."""
-    given = (beside.get("repeat_penalty"), beside.get("repetition_penalty"))
-    others = beside.get("presence_penalty") or beside.get("frequency_penalty")
-    return only(-1)(value, beside) or (
+    given = (fields.get("repeat_penalty"), fields.get("repetition_penalty"))
+    others = fields.get("presence_penalty") or fields.get("frequency_penalty")
+    return only(-1)(value, fields) or (
         all(penalty in (None, 1) for penalty in given) and not others
     )
 
@@ -77,7 +77,7 @@ def named(check: Check, *fields: str) -> dict[str, Check]:
     return dict.fromkeys(fields, check)
 
 
-# Who asks, how to bill, cache, route, queue and report; hints of which a model knows nothing.
+# The asking user, billing, caching, routing, queueing, reporting; hints that models do not get.
 ABOUT_THE_REQUEST = named(
     anything,
     *(

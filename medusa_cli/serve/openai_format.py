@@ -154,11 +154,11 @@ class OpenAIFormat:
         return {**own, "system_fingerprint": self._fingerprint, "choices": choices}
 
     def _prompt_ids(self, choice: dict[str, Any], index: int) -> dict[str, Any]:
-        """Adds the token ids of its prompt to a choice; returns those of a chat, whose choices have one prompt."""
+        """Adds the token ids of its prompt to a choice; returns a chat's, whose choices share one prompt."""
         return self._of_prompt(choice, "prompt_token_ids", [*self._tickets[index].request.prompt])
 
     def _prompt_logprobs(self, choice: dict[str, Any], index: int) -> dict[str, Any]:
-        """Adds the log probabilities of its prompt to a choice, as vLLM does; returns those of a chat."""
+        """Adds the log probabilities of its prompt to a choice, as vLLM does; returns a chat's."""
         ticket = self._tickets[index]
         wanted = self._asked.prompt_logprobs
         rows: list[dict[str, Any] | None] = []
@@ -340,7 +340,7 @@ class TokenTexts:
         ]
 
     def place(self, token: int) -> int:
-        """Returns the place of the answer's next token in its text: for parts of a character, that of the character."""
+        """Returns the place of the answer's next token in its text: for parts of a character, the character's."""
         place = self._offset
         if token in self._hidden:
             return place

@@ -28,7 +28,7 @@ from medusa_cli.serve.schema import (
 )
 from medusa_cli.serve.tools import CallReader
 
-# Fields of responses by those of chats.
+# Fields of responses by the fields of chats.
 FIELDS = {"messages": "input", "response_format": "text", "max_tokens": "max_output_tokens"}
 
 
@@ -270,7 +270,7 @@ class ResponsesFormat:
         return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
 
     def _begin(self, item: dict[str, Any]) -> list[str]:
-        """Begins an item; returns the events, those of the item before it first."""
+        """Begins an item; returns the events; the previous item's come first."""
         events = self._end()
         self._items.append({**item, "status": "in_progress"})
         self._open = True

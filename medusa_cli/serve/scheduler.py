@@ -40,8 +40,8 @@ class Event:
 class Ticket:
     """A request in the queue or in a slot, its answer so far, and the callback that receives its events.
 
-    reused: tokens of the prompt that came from the prefix cache. drafts: steps with draft tokens,
-    and accepted_at of these, by position, those that accepted one there. abandoned: nobody waits
+    reused: tokens of the prompt that came from the prefix cache. drafts: steps with draft tokens.
+    accepted_at: by position, the steps that accepted a draft token there. abandoned: nobody waits
     for the answer, so the scheduler frees its slot before the next step.
     """
 
@@ -216,6 +216,7 @@ class Scheduler:
         """Sends a step's text to its client, and ends the request at its finish reason."""
         ticket = self._running[sequence]
         pieces = ticket.answer.add(step, sequence.finish_reason)
+        step = ticket.answer.step
         self._metrics.count(step)
         ticket.count(step)
         if ticket.answer.finish_reason is None:

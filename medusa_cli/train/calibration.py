@@ -224,7 +224,7 @@ def accepted(ranks: Tensor, tree: Tree) -> Tensor:
 
 
 def begins(accepted: Tensor) -> Tensor:
-    """Returns True at the positions [n] where steps begin: each ends one token after those that it accepted [n].
+    """Returns True at the positions [n] where steps begin: each ends one token after its accepted ones [n].
 
     Positions are the ones of whole answers; no step accepts tokens past its answer.
     """

@@ -194,7 +194,7 @@ def drafter_loss(
     for k, at, states in zip(
         heads, known, drafter.head_states(backbone, batch, known), strict=True
     ):
-        hidden, matrix = drafter.product(backbone, k - 1, states, batch.next[at + k - 1])
+        hidden, matrix = drafter.factors(backbone, k - 1, states, batch.next[at + k - 1])
         targets = index[batch.next[at + k]]
         teacher = None if p is None else p[at + k]
         loss, hits = linear_loss(hidden, scored(matrix), targets, teacher, soft=soft, bias=bias)
@@ -254,8 +254,8 @@ def sample_rows(mass: Tensor, required: Tensor, count: int) -> tuple[Tensor, Ten
     added to the scores, the softmax is that over all rows in the mean.
     """
     order = torch.where(required, torch.inf, mass).argsort(descending=True)
-    likely = min(count - int(DRAWN * count), int(((mass > 0) | required).sum()))
-    first = max(likely, int(required.sum()))
+    certain = min(count - int(DRAWN * count), int(((mass > 0) | required).sum()))
+    first = max(certain, int(required.sum()))
     rest = order[first:]
     drawn = rest[
         torch.randperm(len(rest))[: max(int(DRAWN * count), count - first)].to(rest.device)

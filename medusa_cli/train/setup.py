@@ -15,7 +15,7 @@ from medusa_cli.engine import attach, load_backbone
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.model import Backbone
 from medusa_cli.model import lora as adapter
-from medusa_cli.model.backbone import weights_of
+from medusa_cli.model.digest import weights_of
 from medusa_cli.model.distributed import Distributed
 from medusa_cli.model.load import load_network
 from medusa_cli.runs.load_options import LoadOptions

@@ -1,11 +1,9 @@
 """`train`, the work of `medusa train`, and `evaluate`, which measures a trained run on other conversations."""
 
-import ctypes
 import json
 import logging
 import math
 import shutil
-import sys
 from collections.abc import Callable
 from contextlib import closing, nullcontext
 from dataclasses import replace
@@ -16,6 +14,7 @@ import torch
 
 from medusa_cli.data.packing import Dataset, coverage, read_dataset
 from medusa_cli.data.states import with_hidden_states
+from medusa_cli.device import keep_freed_memory
 from medusa_cli.drafters import DRAFTERS, Eagle
 from medusa_cli.drafters.firp import check_extra_rows
 from medusa_cli.drafters.heads import HeadDrafter
@@ -31,7 +30,8 @@ from medusa_cli.files.io import (
 )
 from medusa_cli.model import Backbone
 from medusa_cli.model import lora as adapter
-from medusa_cli.model.backbone import identity_of, weights_of
+from medusa_cli.model.backbone import identity_of
+from medusa_cli.model.digest import weights_of
 from medusa_cli.model.distributed import Distributed
 from medusa_cli.runs.load_options import DEFAULT_LOADING, LoadOptions
 from medusa_cli.runs.recipe import Recipe, load_recipe
@@ -366,17 +366,3 @@ def evaluate(
             "train them again",
         )
     return Trainer(backbone, drafter, dataset, recipe, run).validate()
-
-
-# From glibc's malloc.h. Its own limits are 32 MB for the first and an int for the second.
-M_TRIM_THRESHOLD = -1
-M_MMAP_THRESHOLD = -3
-
-
-def keep_freed_memory() -> None:
-    """Makes glibc keep freed memory: pages that it returns would be zeroed again. 18 % faster on two cores."""
-    if sys.platform.startswith("linux"):
-        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none
-        if mallopt is not None:
-            mallopt(M_MMAP_THRESHOLD, 1 << 25)
-            mallopt(M_TRIM_THRESHOLD, (1 << 31) - 1)
