@@ -25,8 +25,9 @@ from medusa_cli.tree.tensors import TreeTensors
 class EagleConfig(HeadsConfig):
     """num_heads: the steps of its training-time test.
 
-    The last six names are those of serving engines' configs. taps: the number of backbone layers
-    below each state that is read. Training reads the last layer's, too.
+    The other names are those of serving engines' configs. taps: the number of backbone layers
+    below each state that is read. Training reads the last layer's, too. norm_before_residual: the
+    layer adds to its normed input; norm_before_fc: the states are normed before they are fused.
     """
 
     taps: tuple[int, ...] = ()
@@ -36,6 +37,8 @@ class EagleConfig(HeadsConfig):
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10_000.0
     max_position_embeddings: int = 2048
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
 
 
 def widest(size: int | Sequence[int]) -> int:
@@ -56,21 +59,32 @@ class Eagle(HeadDrafter):
     learning_rate = 1e-3
     regress = 0.0
     config_class = EagleConfig
-    settings = ("taps",)
+    settings = ("taps", "norm_before_residual")
     vocabularies = ("draft", "own")
     reads_next = sees_prompt = True
     config: EagleConfig
     levels: Tensor  # [H * taps], factors of the states to fuse; ones in a file
+    input_norm: nn.RMSNorm | None
 
     def __init__(self, config: EagleConfig) -> None:
         super().__init__(config)
         self.taps = with_last_layer(config.taps)
         size = config.hidden_size
         self.register_buffer("levels", torch.ones(len(config.taps) * size), persistent=False)
+        self.input_norm = None
+        if config.norm_before_fc:
+            self.input_norm = nn.RMSNorm(len(config.taps) * size, eps=config.rms_norm_eps)
         self.fc = nn.Linear(len(config.taps) * size, size, bias=False)
-        widths = (size, config.num_attention_heads, config.head_dim, config.intermediate_size)
-        numbers = {"eps": config.rms_norm_eps, "rope_theta": config.rope_theta}
-        self.midlayer = DecoderLayer(*widths, embeddings=True, **numbers)  # type: ignore[arg-type]
+        self.midlayer = DecoderLayer(
+            size,
+            config.num_attention_heads,
+            config.head_dim,
+            config.intermediate_size,
+            embeddings=True,
+            eps=config.rms_norm_eps,
+            rope_theta=config.rope_theta,
+            norm_before_residual=config.norm_before_residual,
+        )
         self.norm = nn.RMSNorm(size, eps=config.rms_norm_eps)
         nn.init.zeros_(self.fc.weight)
         nn.init.eye_(self.fc.weight[:, -size:])  # a fresh one passes the highest layer's state on
@@ -198,7 +212,12 @@ class Eagle(HeadDrafter):
 
     def _lower(self, hidden: Tensor) -> Tensor:
         """Returns the states to fuse, levelled, without the last layer's."""
-        return hidden[..., : -self.config.hidden_size].to(self.dtype) * self.levels.to(self.dtype)
+        return self._fused(hidden).to(self.dtype) * self.levels.to(self.dtype)
+
+    def _fused(self, hidden: Tensor) -> Tensor:
+        """Returns the states to fuse, normed where the config says so."""
+        lower = hidden[..., : -self.config.hidden_size]
+        return lower if self.input_norm is None else normed(self.input_norm, lower)
 
     @torch.no_grad()
     def level(self, hidden: Tensor) -> None:
@@ -208,7 +227,7 @@ class Eagle(HeadDrafter):
         it.
         """
         size = self.config.hidden_size
-        squares = hidden[:, :-size].float().square().unflatten(-1, (-1, size)).mean((0, 2))
+        squares = self._fused(hidden).float().square().unflatten(-1, (-1, size)).mean((0, 2))
         self.levels.copy_(squares.clamp(min=1e-12).rsqrt().repeat_interleave(size))
 
     @torch.no_grad()

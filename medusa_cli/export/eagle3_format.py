@@ -16,14 +16,15 @@ from medusa_cli.files.io import convert, write_json
 from medusa_cli.model.load import read_config
 
 KIND = "eagle"
+DEFAULT_METHOD = "default_proposal_method"
 AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
 # Draft tokens if a checkpoint does not say how many it was trained for: SpecForge's default.
 LEVELS = 7
 AGAIN = "fetch the checkpoint again"
+# Variants of the norms that are run here.
+NORMS = ("norm_before_residual", "norm_before_fc")
 # Variants of the layer that cannot be run here: configs that switch one on are refused.
 VARIANTS = (
-    "norm_before_residual",
-    "norm_before_fc",
     "fc_norm",
     "norm_output",
     "attention_bias",
@@ -44,6 +45,8 @@ class LayerConfig:
     eagle_aux_hidden_state_layer_ids: list[int] | None = None
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10_000.0
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
 
 
 def export_eagle3(
@@ -148,6 +151,7 @@ def _engine_config(source: Source) -> dict[str, Any]:
             "use_aux_hidden_state": True,
         },
         "num_aux_hidden_states": len(own.taps),
+        **{key: True for key in NORMS if getattr(own, key)},
     }
 
 
@@ -167,8 +171,8 @@ def import_eagle3(
     """
     plain = _flat(config)
     variants = [key for key in (*VARIANTS, "rope_scaling") if plain.get(key)]
-    if "speculators_model_type" in config and "norm_before_residual" not in plain:
-        variants.append("norm_before_residual")  # speculators' default
+    if "speculators_model_type" in config:
+        plain = {"norm_before_residual": True, **plain}  # as vLLM reads one that does not say it
     if plain.get("rope_type", "default") != "default":  # of rope_parameters
         variants.append("rope_type")
     if plain.get("num_hidden_layers", 1) != 1:
@@ -231,6 +235,8 @@ def import_eagle3(
         "draft_vocab_size": vocabulary,
         "rms_norm_eps": theirs.rms_norm_eps,
         "rope_theta": theirs.rope_theta,
+        "norm_before_residual": theirs.norm_before_residual,
+        "norm_before_fc": theirs.norm_before_fc,
         "taps": taps,
     }
     return settings, tensors, notes
@@ -274,7 +280,10 @@ def _checked_map(d2t: Tensor | None, t2d: Tensor | None, vocabulary: int, tokens
 
 def _levels(config: dict[str, Any]) -> int:
     """Returns how many tokens a checkpoint was trained to draft, if it says so."""
-    methods = _dict(config.get("speculators_config")).get("proposal_methods")
-    first = _dict(methods[0]) if isinstance(methods, list) and methods else {}
-    tokens = first.get("speculative_tokens")
+    own = _dict(config.get("speculators_config"))
+    entries = own.get("proposal_methods")
+    methods = [_dict(entry) for entry in entries] if isinstance(entries, list) else []
+    named = [entry for entry in methods if entry.get("proposal_type") == own.get(DEFAULT_METHOD)]
+    method = next(iter(named or methods), {})
+    tokens = method.get("speculative_tokens")
     return tokens if isinstance(tokens, int) and tokens > 0 else LEVELS

@@ -79,6 +79,10 @@ class DrafterRecipe:
         (),
         "EAGLE: aux hidden state layers to read; []: a low, a middle and a high one",
     )
+    norm_before_residual: bool = key(
+        False,
+        "EAGLE: the layer adds to its normed input, as in speculators' checkpoints",
+    )
     attention_layers: Annotated[int, Meta(ge=0, le=4)] = key(
         1,
         "Amphista: self-attention layers over the heads",

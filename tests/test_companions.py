@@ -1,0 +1,187 @@
+"""Drafters that come along with models draft as their makers describe, and decoding stays the model's own."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from medusa_cli.api import Medusa
+from medusa_cli.drafters.base import NewTokens
+from medusa_cli.drafters.heads import HeadDrafter
+from medusa_cli.drafters.io import load_drafter
+from medusa_cli.export.eagle3_format import export_eagle3
+from medusa_cli.export.folder import find_source
+from medusa_cli.export.incoming import import_drafter
+from medusa_cli.export.speculators_format import export_speculators
+from medusa_cli.model import Backbone
+from medusa_cli.tree import Tree
+from tests.checkpoints import EAGLE, H, V, eagle3, write
+from tests.helpers import PROMPT, SPARSE, save_model
+
+CHAIN = Tree.from_choices([[0], [0, 0], [0, 0, 0]])
+ROOT = 11
+
+# The scores [V] of the token after a path of draft tokens, by a text and what a maker says of its drafter.
+Reference = Callable[[Sequence[int]], Tensor]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_model(tmp_path_factory.mktemp("model"), layers=5)
+
+
+def known(backbone: Backbone, taps: int, length: int = 9) -> NewTokens:
+    """Returns a text of random tokens and states, with its root."""
+    torch.manual_seed(8)
+    hidden = torch.randn(length, backbone.hidden_size * taps)
+    return NewTokens(torch.randint(5, 60, (length,)), hidden, ROOT, 0)
+
+
+def check_drafts(drafter: HeadDrafter, backbone: Backbone, new: NewTokens, by: Reference) -> None:
+    """Asserts that chains and trees, after the text at once and in two pieces, hold the reference's choices."""
+    for tree in (CHAIN, SPARSE.truncate(drafter.num_heads)):
+        want = [new.root]
+        for node in range(1, tree.size):
+            path, parent = [], tree.parents[node]
+            while parent > 0:
+                path.insert(0, want[parent])
+                parent = tree.parents[parent]
+            want.append(int(by(path).argsort(descending=True)[tree.ranks[node]]))
+        [draft] = drafter.draft(backbone, [fork := drafter.fork()], [new], tree)
+        assert draft.tokens.tolist() == want
+        halves = [fork, drafter.fork()]
+        fork.truncate(0)
+        drafter.draft(backbone, halves, [new.part(0, 4), new.part(0, 5)], tree)
+        rest = [new.part(4, new.end), new.part(5, new.end)]
+        for draft in drafter.draft(backbone, halves, rest, tree):
+            assert draft.tokens.tolist() == want
+
+
+def check_identity(model: str, folder: Path | str) -> None:
+    """Asserts that decoding over chains and trees gives the tokens of plain decoding."""
+    options = {"max_new_tokens": 40, "stop_ids": ()}
+    with Medusa.from_pretrained(model, drafter=None, dtype="fp32") as plain:
+        want = plain.generate(PROMPT, **options).tokens
+    for tree in ("auto", "dynamic:9"):
+        with Medusa.from_pretrained(model, drafter=folder, tree=tree, dtype="fp32") as drafting:
+            assert drafting.generate(PROMPT, **options).tokens == want
+
+
+def rms(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
+    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.float()
+
+
+def turned(x: Tensor, position: int, theta: float = 10_000.0) -> Tensor:
+    """Rotates heads [heads, D] at a position, pairs of halves."""
+    half = x.shape[-1] // 2
+    angle = position * theta ** (-torch.arange(half) / half)
+    low, high = x[:, :half], x[:, half:]
+    return torch.cat(
+        [low * angle.cos() - high * angle.sin(), high * angle.cos() + low * angle.sin()], dim=-1
+    )
+
+
+def eagle3_by_the_paper(
+    tensors: dict[str, Tensor], config: dict[str, Any], backbone: Backbone, new: NewTokens
+) -> Reference:
+    """Returns EAGLE-3 as speculators describes it, every row computed anew, one after another."""
+    at = {name.removeprefix("layers.0."): tensor.float() for name, tensor in tensors.items()}
+    layer = config["transformer_layer_config"]
+    heads, shared = layer["num_attention_heads"], layer["num_key_value_heads"]
+
+    def scores(path: Sequence[int]) -> Tensor:
+        keys, values = [], []
+        states = list(new.hidden[:, : 3 * H])
+        for position, token in enumerate([*new.following.tolist(), *path]):
+            if position < len(states):
+                fused = states[position]
+                if config.get("norm_before_fc"):
+                    fused = rms(fused, at["input_norm.weight"])
+                state = at["fc.weight"] @ fused
+            normed = rms(state, at["hidden_norm.weight"])
+            residual = normed if config.get("norm_before_residual", True) else state
+            embedded = rms(backbone.embedding.weight[token], at["input_layernorm.weight"])
+            read = torch.cat([embedded, normed])
+            q, k, v = (
+                (at[f"self_attn.{name}_proj.weight"] @ read).unflatten(0, (-1, H // heads))
+                for name in "qkv"
+            )
+            keys.append(turned(k, position).repeat_interleave(heads // shared, 0))
+            values.append(v.repeat_interleave(heads // shared, 0))
+            seen = torch.stack(keys, 1) @ turned(q, position)[..., None]  # [heads, rows, 1]
+            share = (seen[..., 0] * (H // heads) ** -0.5).softmax(-1)
+            mixed = (share[..., None] * torch.stack(values, 1)).sum(1).flatten()
+            state = residual + at["self_attn.o_proj.weight"] @ mixed
+            read = rms(state, at["post_attention_layernorm.weight"])
+            gate = F.silu(at["mlp.gate_proj.weight"] @ read)
+            state = state + at["mlp.down_proj.weight"] @ (gate * (at["mlp.up_proj.weight"] @ read))
+        scores = torch.full((V,), -torch.inf)
+        drafts = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
+        scores[drafts] = at["lm_head.weight"] @ rms(state, at["norm.weight"])
+        return scores
+
+    return scores
+
+
+def speculators(model: str, **own: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Returns a random EAGLE-3 checkpoint as the library speculators writes it."""
+    layer = {key: EAGLE[key] for key in EAGLE if key not in ("architectures", "draft_vocab_size")}
+    layer["rms_norm_eps"] = 1e-5
+    layer.pop("eagle_aux_hidden_state_layer_ids")
+    methods = [
+        {"proposal_type": "sampled", "speculative_tokens": 2},
+        {"proposal_type": "greedy", "speculative_tokens": 4},
+    ]
+    config = {
+        "architectures": ["Eagle3DraftModel"],
+        "speculators_model_type": "eagle3",
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "proposal_methods": methods,
+            "default_proposal_method": "greedy",
+            "verifier": {"name_or_path": model, "architectures": ["LlamaForCausalLM"]},
+        },
+        "transformer_layer_config": layer,
+        "draft_vocab_size": 24,
+        "eagle_aux_hidden_state_layer_ids": [1, 2, 3],
+        **own,
+    }
+    tensors = {name.replace("midlayer.", "layers.0."): x for name, x in eagle3().items()}
+    for name, tensor in tensors.items():
+        if "norm" in name:
+            tensor += 0.3 * torch.randn_like(tensor)
+    if own.get("norm_before_fc"):
+        tensors["input_norm.weight"] = 1 + 0.3 * torch.randn(3 * H)
+    return tensors, config
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {},
+        {"norm_before_residual": False},
+        {"norm_before_residual": True},
+        {"norm_before_residual": True, "norm_before_fc": True},
+    ],
+)
+@pytest.mark.usefixtures("exact")
+def test_an_eagle3_of_speculators_drafts_as_described(
+    tmp_path: Path, model: str, backbone: Backbone, own: dict[str, Any]
+) -> None:
+    tensors, config = speculators(model, **own)
+    theirs = write(tmp_path / "theirs", "model.safetensors", tensors, config)
+    run, facts, _ = import_drafter(str(theirs), f"{tmp_path}/run")
+    drafter = load_drafter(run.drafter_dir, backbone)
+    assert facts["heads"] == drafter.num_heads == 4  # of the method that is the default
+    new = known(backbone, len(drafter.taps))
+    reference = eagle3_by_the_paper(tensors, config, backbone, new)
+    check_drafts(drafter, backbone, new, reference)
+    for write_folder in (export_eagle3, export_speculators):
+        out = tmp_path / write_folder.__name__
+        write_folder(find_source(f"{run.path}/"), out)
+        back, _, _ = import_drafter(str(out), f"{out}-run", model)
+        check_drafts(load_drafter(back.drafter_dir, backbone), backbone, new, reference)
