@@ -20,7 +20,7 @@ from medusa_cli.export.speculators_format import export_speculators
 from medusa_cli.model import Backbone
 from medusa_cli.tree import Tree
 from tests.checkpoints import EAGLE, H, V, eagle3, write
-from tests.helpers import PROMPT, SPARSE, save_model
+from tests.helpers import PROMPT, SPARSE, medusa, save_model
 
 CHAIN = Tree.from_choices([[0], [0, 0], [0, 0, 0]])
 ROOT = 11
@@ -185,3 +185,18 @@ def test_an_eagle3_of_speculators_drafts_as_described(
         write_folder(find_source(f"{run.path}/"), out)
         back, _, _ = import_drafter(str(out), f"{out}-run", model)
         check_drafts(load_drafter(back.drafter_dir, backbone), backbone, new, reference)
+
+
+def test_a_folder_of_another_tool_decodes_at_once(tmp_path: Path, model: str) -> None:
+    tensors, config = speculators(model)
+    check_identity(model, write(tmp_path / "theirs", "model.safetensors", tensors, config))
+
+
+def test_a_folder_of_another_model_is_refused_in_one_line(tmp_path: Path, model: str) -> None:
+    tensors, config = speculators(model)
+    theirs = write(tmp_path / "theirs", "model.safetensors", tensors, config)
+    other = save_model(tmp_path / "other", layers=5, hidden=48)
+    done = medusa(
+        "chat", "--prompt", "w1", "--model", other, "--drafter", theirs, "--raw", exit_code=1
+    )
+    assert "fc.weight" in done.stderr and done.stderr.strip().count("\n") == 1

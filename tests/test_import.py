@@ -12,8 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from medusa_cli.drafters.incoming import INDEX, read_tensors
 from medusa_cli.errors import UserError
-from medusa_cli.export.incoming import INDEX, import_drafter, read_tensors
+from medusa_cli.export.incoming import import_drafter
 from medusa_cli.model import Backbone
 from tests.checkpoints import (
     EAGLE,

@@ -1,5 +1,6 @@
 """Drafters by name, and loading the drafter that a folder holds."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,17 @@ from medusa_cli.runs.run import DRAFTER_CONFIG, check_backbone, describe_drafter
 
 KINDS: tuple[type[HeadDrafter], ...] = (MedusaHeads, HydraHeads, Amphista, Eagle, Firp)
 DRAFTERS: dict[str, type[HeadDrafter]] = {kind.name: kind for kind in KINDS}
+log = logging.getLogger(__name__)
 REMEDY = "train it again, or give another @drafter"
 
 
 def drafter_kind(folder: Path) -> type[HeadDrafter]:
     """Returns the class of the drafter in a folder; raises UserError if there is none."""
     name = describe_drafter(folder).drafter
+    if name is None:
+        from medusa_cli.drafters.incoming import Checkpoint
+
+        return Checkpoint.open(str(folder)).kind
     if name not in DRAFTERS:
         raise UserError(
             f"{folder} holds no known drafter ({shown(name)})", f"known are {', '.join(DRAFTERS)}"
@@ -37,8 +43,11 @@ def drafter_kind(folder: Path) -> type[HeadDrafter]:
 def load_drafter(folder: Path, backbone: Backbone) -> HeadDrafter:
     """Loads the drafter in a folder.
 
-    Raises UserError, naming both models, if it was trained for another backbone.
+    A checkpoint of another tool is read as it is. Raises UserError, naming both models, if it was
+    trained for another backbone.
     """
+    if describe_drafter(folder).drafter is None:
+        return load_incoming(folder, backbone)
     kind = drafter_kind(folder)
     identity = describe_drafter(folder).provenance.identity
     if identity:
@@ -68,6 +77,23 @@ def load_kind(kind: type[HeadDrafter], folder: Path, backbone: Backbone) -> Head
             f"the model {backbone.id!r} has {backbone.hidden_size} and {backbone.vocab_size}",
             "give the drafter's own @model or another @drafter",
         )
+    return fill_drafter(kind, config, tensors, backbone)
+
+
+def load_incoming(folder: Path, backbone: Backbone) -> HeadDrafter:
+    """Loads the checkpoint of another tool; raises UserError for one that does not fit the model."""
+    from medusa_cli.drafters.incoming import Checkpoint
+
+    drafter = Checkpoint.open(str(folder)).read(backbone.config, backbone.vocab_size)
+    for note in drafter.notes:
+        log.info("%s: %s", folder, note)
+    return fill_drafter(drafter.kind, drafter.config, drafter.tensors, backbone)
+
+
+def fill_drafter(
+    kind: type[HeadDrafter], config: Any, tensors: dict[str, Tensor], backbone: Backbone
+) -> HeadDrafter:
+    """Returns a drafter with the tensors of its file, in the backbone's dtype, ready to draft."""
     kind.check_fit(config, backbone)
     drafter = kind(config)
     with torch.no_grad():

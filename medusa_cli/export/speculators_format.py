@@ -5,10 +5,8 @@ from typing import Any
 
 from safetensors.torch import save_file
 
+from medusa_cli.drafters.incoming_eagle3 import AUX_LAYERS, NORMS, VARIANTS
 from medusa_cli.export.eagle3_format import (
-    AUX_LAYERS,
-    NORMS,
-    VARIANTS,
     engine_tensors,
     refuse_other_kinds,
     served_model,

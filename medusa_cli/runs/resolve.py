@@ -172,7 +172,7 @@ def _with_file(tree: TreeChoice, folder: Path, source: Run | None, run: str | No
         raise UserError(f"@tree {tree}: {folder} is not calibrated", remedy)
     if source is not None and source.tree_path.is_file():
         return replace(tree, file=source.tree_path)
-    if tree.nodes is not None or (tree.kind == "auto" and calibrated):
+    if tree.nodes is not None or tree.kind == "auto":
         return tree
     remedy = (
         f"make one with `medusa tree --run {run}`" if run else "give the @run that it belongs to"
