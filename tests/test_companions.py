@@ -1,26 +1,34 @@
 """Drafters that come along with models draft as their makers describe, and decoding stays the model's own."""
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
+from transformers import AutoModelForCausalLM
+from transformers.modeling_layers import MtpModel
 
 from medusa_cli.api import Medusa
 from medusa_cli.drafters.base import NewTokens
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.drafters.io import load_drafter
+from medusa_cli.engine import load_backbone
 from medusa_cli.export.eagle3_format import export_eagle3
 from medusa_cli.export.folder import find_source
 from medusa_cli.export.incoming import import_drafter
 from medusa_cli.export.speculators_format import export_speculators
+from medusa_cli.files.mtp import own_drafter
 from medusa_cli.model import Backbone
+from medusa_cli.runs.load_options import LoadOptions
 from medusa_cli.tree import Tree
 from tests.checkpoints import EAGLE, H, V, eagle3, write
-from tests.helpers import PROMPT, SPARSE, medusa, save_model
+from tests.helpers import PROMPT, SPARSE, medusa, save_model, save_network
+from tests.models import tiny_network
 
 CHAIN = Tree.from_choices([[0], [0, 0], [0, 0, 0]])
 ROOT = 11
@@ -200,3 +208,178 @@ def test_a_folder_of_another_model_is_refused_in_one_line(tmp_path: Path, model:
         "chat", "--prompt", "w1", "--model", other, "--drafter", theirs, "--raw", exit_code=1
     )
     assert "fc.weight" in done.stderr and done.stderr.strip().count("\n") == 1
+
+
+# MTP layers, in the layout of each maker's repository.
+
+MAKERS = {
+    "qwen3_5_text": "mtp.",
+    "qwen3_5_moe_text": "mtp.",
+    "qwen3_next": "mtp.",
+    "glm4_moe": "model.layers.4.",
+    "deepseek_v3": "model.layers.4.",
+    "qwen2": "model.mtp_layers.0.",  # MiMo-7B is a Qwen2 but for its MTP layers
+}
+NAMES = {
+    "mtp.": ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm", "layers.0."),
+    "model.layers.4.": ("enorm", "hnorm", "eh_proj", "shared_head.norm", ""),
+    "model.mtp_layers.0.": (
+        "token_layernorm",
+        "hidden_layernorm",
+        "input_proj",
+        "final_layernorm",
+        "",
+    ),
+}
+
+
+def save_with_mtp(kind: str, folder: Path) -> str:
+    """Saves a tiny network with a random MTP layer in its maker's layout; returns the path of the model."""
+    network = tiny_network(kind)
+    path = save_network(network, folder)
+    config = network.config.get_text_config()
+    size = config.hidden_size
+    torch.manual_seed(9)
+    inner = {"layer_types": ["full_attention"], "first_k_dense_replace": 0}
+    inner = {key: value for key, value in inner.items() if getattr(config, key, None) is not None}
+    alone = type(config)(**{**config.to_dict(), "num_hidden_layers": 1, **inner})
+    layer = type(network.model.layers[0])(alone, 0)
+    prefix = MAKERS[kind]
+    embedding, state, fc, norm, inside = NAMES[prefix]
+    tensors = {f"{prefix}{fc}.weight": torch.randn(size, 2 * size) * size**-0.5}
+    for name in (embedding, state, norm):
+        tensors[f"{prefix}{name}.weight"] = torch.randn(size)
+    for name, tensor in layer.state_dict().items():
+        values = torch.randn_like(tensor) * (0.5 if tensor.dim() == 1 else size**-0.5)
+        if name.endswith("experts.gate_up_proj"):
+            for number, (gate, up) in enumerate(x.chunk(2) for x in values):
+                place = f"{prefix}{inside}mlp.experts.{number}"
+                tensors |= {
+                    f"{place}.gate_proj.weight": gate.clone(),
+                    f"{place}.up_proj.weight": up.clone(),
+                }
+        elif name.endswith("experts.down_proj"):
+            for number, down in enumerate(values):
+                tensors[f"{prefix}{inside}mlp.experts.{number}.down_proj.weight"] = down.clone()
+        else:
+            tensors[f"{prefix}{inside}{name}"] = values
+    if prefix.startswith("model.layers"):  # copies of the model's own matrices
+        tensors[f"{prefix}embed_tokens.weight"] = network.get_input_embeddings().weight.clone()
+        tensors[f"{prefix}shared_head.head.weight"] = network.lm_head.weight.clone()
+    weights = folder / "model.safetensors"
+    save_file(load_file(weights) | tensors, weights, {"format": "pt"})
+    return path
+
+
+@pytest.fixture(scope="module")
+def with_mtp(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[str, Backbone]]:
+    """Returns, for a model type, the path of a model with an MTP layer and its backbone in fp32."""
+    folder = tmp_path_factory.mktemp("mtp")
+
+    @cache
+    def of_kind(kind: str) -> tuple[str, Backbone]:
+        path = save_with_mtp(kind, folder / kind)
+        return path, load_backbone(path, LoadOptions(dtype="fp32"))
+
+    return of_kind
+
+
+def mtp_by_hand(model: str, kind: str, backbone: Backbone, new: NewTokens) -> Reference:
+    """Returns an MTP layer as vLLM describes those of Qwen3.5 and MiMo, every row computed anew."""
+    prefix = MAKERS[kind]
+    embedding, state_name, fc, norm, inside = NAMES[prefix]
+    at = {
+        name.removeprefix(prefix).removeprefix(inside): tensor
+        for name, tensor in load_file(f"{model}/model.safetensors").items()
+        if name.startswith(prefix)
+    }
+    config = backbone.config
+    qwen = prefix == "mtp."
+    heads, shared = config.num_attention_heads, config.num_key_value_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    rope = config.rope_parameters
+    wide = int(size * rope.get("partial_rotary_factor", 1.0))
+
+    def normed(x: Tensor, name: str) -> Tensor:
+        return rms(x, at[f"{name}.weight"] + qwen, config.rms_norm_eps)  # Qwen's weights are 1 + w
+
+    def project(x: Tensor, name: str) -> Tensor:
+        return at[f"{name}.weight"] @ x + at.get(f"{name}.bias", torch.zeros(()))
+
+    def turn(x: Tensor, position: int) -> Tensor:
+        head = turned(x[:, :wide], position, rope["rope_theta"])
+        return torch.cat([head, x[:, wide:]], dim=-1)
+
+    def scores(path: Sequence[int]) -> Tensor:
+        keys, values = [], []
+        states, state = list(new.hidden), new.hidden[0]
+        for position, token in enumerate([*new.following.tolist(), *path]):
+            state = states[position] if position < len(states) else state
+            embedded = normed(backbone.embedding(torch.tensor(token)), embedding)
+            parts = [embedded, normed(state, state_name)]
+            x = project(torch.cat(parts if qwen else parts[::-1]), fc)
+            read = normed(x, "input_layernorm")
+            q = project(read, "self_attn.q_proj").unflatten(0, (heads, -1))
+            k = project(read, "self_attn.k_proj").unflatten(0, (shared, -1))
+            v = project(read, "self_attn.v_proj").unflatten(0, (shared, -1))
+            if qwen:
+                q, gate = q.chunk(2, dim=-1)
+                q, k = normed(q, "self_attn.q_norm"), normed(k, "self_attn.k_norm")
+            keys.append(turn(k, position).repeat_interleave(heads // shared, 0))
+            values.append(v.repeat_interleave(heads // shared, 0))
+            seen = torch.stack(keys, 1) @ turn(q, position)[..., None]
+            share = (seen[..., 0] * size**-0.5).softmax(-1)
+            mixed = (share[..., None] * torch.stack(values, 1)).sum(1)
+            if qwen:
+                mixed = mixed * gate.sigmoid()
+            x = x + project(mixed.flatten(), "self_attn.o_proj")
+            read = normed(x, "post_attention_layernorm")
+            inner = F.silu(project(read, "mlp.gate_proj")) * project(read, "mlp.up_proj")
+            state = normed(x + project(inner, "mlp.down_proj"), norm)
+        return backbone.lm_head_weight @ state
+
+    return scores
+
+
+def mtp_by_transformers(model: str, backbone: Backbone, new: NewTokens) -> Reference:
+    """Returns the MTP layer as transformers' own reader runs it, without a cache, all rows again for each token."""
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    network.config.num_nextn_predict_layers = 1
+    network._keys_to_ignore_on_load_unexpected = [r"model\.layers\.4.*"]  # of the real one, 61
+    theirs = MtpModel.from_pretrained(network).eval()
+
+    @torch.no_grad()
+    def scores(path: Sequence[int]) -> Tensor:
+        tokens = [*new.following.tolist(), *path]
+        states = new.hidden
+        for end in range(len(new.tokens), len(tokens) + 1):
+            ids = torch.tensor([tokens[:end]])
+            places = torch.arange(end)[None]
+            out = theirs.forward_layer(0, states[None], places, None, input_ids=ids)[0]
+            states = torch.cat([states, out[-1:]])
+        return theirs.shared_head(out[-1])
+
+    return scores
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.usefixtures("exact")
+def test_an_mtp_layer_drafts_as_its_maker_describes(
+    with_mtp: Callable[[str], tuple[str, Backbone]], kind: str
+) -> None:
+    path, backbone = with_mtp(kind)
+    drafter = load_drafter(own_drafter(path), backbone)
+    new = known(backbone, 1)
+    if kind in ("qwen3_5_text", "qwen2"):
+        check_drafts(drafter, backbone, new, mtp_by_hand(path, kind, backbone, new))
+    elif kind in ("glm4_moe", "deepseek_v3"):
+        check_drafts(drafter, backbone, new, mtp_by_transformers(path, backbone, new))
+    else:  # the layer is the model's own class; its tensors all find their places
+        assert drafter.draft(backbone, [drafter.fork()], [new], SPARSE.truncate(2))
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "glm4_moe"])
+def test_decoding_with_the_models_own_mtp_is_plain_decoding(
+    with_mtp: Callable[[str], tuple[str, Backbone]], kind: str
+) -> None:
+    check_identity(with_mtp(kind)[0], "mtp")

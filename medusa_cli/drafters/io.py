@@ -14,13 +14,14 @@ from medusa_cli.drafters.firp import Firp, check_extra_rows
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.drafters.hydra import HydraHeads
 from medusa_cli.drafters.medusa import MedusaHeads
+from medusa_cli.drafters.mtp import Mtp
 from medusa_cli.errors import UserError, first_line, shown
 from medusa_cli.files.io import convert, read_object, write_json
 from medusa_cli.files.weights import read_weights
 from medusa_cli.model import Backbone
 from medusa_cli.runs.run import DRAFTER_CONFIG, check_backbone, describe_drafter
 
-KINDS: tuple[type[HeadDrafter], ...] = (MedusaHeads, HydraHeads, Amphista, Eagle, Firp)
+KINDS: tuple[type[HeadDrafter], ...] = (MedusaHeads, HydraHeads, Amphista, Eagle, Firp, Mtp)
 DRAFTERS: dict[str, type[HeadDrafter]] = {kind.name: kind for kind in KINDS}
 log = logging.getLogger(__name__)
 REMEDY = "train it again, or give another @drafter"
@@ -110,12 +111,20 @@ def read_drafter(kind: type[HeadDrafter], folder: Path) -> tuple[Any, dict[str, 
     Raises UserError for files that do not fit each other.
     """
     path = Path(folder) / "config.json"
+    data = read_object(path, DRAFTER_CONFIG)
     config = convert(
-        kind.read_config(read_object(path, DRAFTER_CONFIG)),
+        kind.read_config(data),
         kind.config_class,
         f"{DRAFTER_CONFIG} {path}",
         REMEDY,
     )
+    model = data.get("base_model_name_or_path")
+    elsewhere = kind.weights_elsewhere(Path(folder), model if isinstance(model, str) else None)
+    if elsewhere is not None:
+        from medusa_cli.drafters.incoming import check_tensors
+
+        check_tensors(elsewhere, weight_shapes(kind, config))
+        return config, elsewhere
     ids = {"draft_ids": (config.draft_vocab_size or 0,)} if config.vocabulary == "draft" else {}
     weights = Path(folder) / kind.weights_file
     tensors = read_weights(weights, "the drafter's weights", weight_shapes(kind, config), ids)

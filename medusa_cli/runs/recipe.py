@@ -52,7 +52,7 @@ def key(default: Any, meaning: str) -> Any:
 class DrafterRecipe:
     """The drafter to train."""
 
-    name: Literal["amphista", "eagle", "firp", "hydra", "medusa"] = key(
+    name: Literal["amphista", "eagle", "firp", "hydra", "medusa", "mtp"] = key(
         "medusa",
         "the drafter; drafter=NAME is short for it",
     )

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from medusa_cli.errors import UsageError, UserError
+from medusa_cli.files import mtp
 from medusa_cli.files.assets import DEFAULT_MODEL, check_hub, gguf_path
 from medusa_cli.files.io import read_as
 from medusa_cli.files.model_files import check_model_files
@@ -122,6 +123,8 @@ def choose(
     plain = Choice(model, run=target, adapter=target.adapter if target else None, lookup=lookup)
     if not need_drafter:
         return plain
+    if drafter is not None and str(drafter) == mtp.NAME and not drafter.is_dir():
+        drafter = mtp.own_drafter(model)
     source = target or Run.pretrained(model)
     if (
         drafter is not None
@@ -183,6 +186,8 @@ def _with_file(tree: TreeChoice, folder: Path, source: Run | None, run: str | No
 def find_drafter(name: str) -> tuple[str | None, Path | None]:
     """Returns the run or the drafter's folder that a name, a folder or a hub id means; raises UserError if none."""
     path = Path(name).expanduser()
+    if name == mtp.NAME and not path.is_dir() and not (RUNS / name).is_dir():
+        return None, path
     if not path.is_dir() and (RUNS / name).is_dir():
         path = RUNS / name
     if not path.is_dir():
