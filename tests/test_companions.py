@@ -1,5 +1,6 @@
 """Drafters that come along with models draft as their makers describe, and decoding stays the model's own."""
 
+import json
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -14,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
 
 from medusa_cli.api import Medusa
-from medusa_cli.drafters.base import NewTokens
+from medusa_cli.drafters.base import Batch, NewTokens
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.drafters.io import load_drafter
 from medusa_cli.engine import load_backbone
@@ -27,7 +28,17 @@ from medusa_cli.model import Backbone
 from medusa_cli.runs.load_options import LoadOptions
 from medusa_cli.tree import Tree
 from tests.checkpoints import EAGLE, H, V, eagle3, write
-from tests.helpers import PROMPT, SPARSE, medusa, save_model, save_network
+from tests.helpers import (
+    PROMPT,
+    SPARSE,
+    generate_plain,
+    medusa,
+    medusa_json,
+    save_model,
+    save_network,
+    tokens_of,
+    write_lines,
+)
 from tests.models import tiny_network
 
 CHAIN = Tree.from_choices([[0], [0, 0], [0, 0, 0]])
@@ -383,3 +394,81 @@ def test_decoding_with_the_models_own_mtp_is_plain_decoding(
     with_mtp: Callable[[str], tuple[str, Backbone]], kind: str
 ) -> None:
     check_identity(with_mtp(kind)[0], "mtp")
+
+
+def talks(folder: Path, backbone: Backbone) -> Path:
+    """Writes conversations in the model's own words; returns the file."""
+    lines = []
+    for number in range(12):
+        prompt = [5, 9, 20 + number, 11]
+        tokens = [*prompt, *tokens_of(generate_plain(backbone, prompt, max_new_tokens=30))]
+        lines.append({"id": f"c{number}", "tokens": tokens, "spans": [[len(prompt), len(tokens)]]})
+    write_lines(folder / "talks.jsonl", lines)
+    return folder / "talks.jsonl"
+
+
+def test_an_mtp_layer_gets_a_draft_vocabulary_a_calibration_and_a_tree(
+    tmp_path: Path, with_mtp: Callable[[str], tuple[str, Backbone]]
+) -> None:
+    path, backbone = with_mtp("qwen3_5_text")
+    data = talks(tmp_path, backbone)
+    run = f"{tmp_path}/run"
+    words = ("--model", path, "--data", data, "--draft-vocab-size", 40)
+    medusa("import", "mtp", "--run", run, *words)
+    drafter = load_drafter(Path(run) / "drafter", backbone)
+    assert drafter.config.draft_vocab_size == 40 and len(drafter.matrices) == 0
+    frequent = {
+        token for line in data.read_text().splitlines() for token in json.loads(line)["tokens"][4:]
+    }
+    assert len(frequent & set(drafter.draft_ids.tolist())) >= min(40, len(frequent))
+    medusa("calibrate", "--run", run, "--data", data, "--dtype", "fp32", "--top", "4")
+    medusa("tree", "--run", run, "--budget", "8")
+    options = ("--dtype", "fp32", "--raw", "--max-new-tokens", "24", "--prompt", "w1 w2")
+    plain = medusa_json("chat", "--model", path, "--baseline", *options)
+    drafted = medusa_json("chat", "--run", run, "--tree", "static", *options)
+    assert drafted["answer"] == plain["answer"]
+
+
+def test_an_mtp_layers_simulated_decoding_is_its_drafting(
+    with_mtp: Callable[[str], tuple[str, Backbone]],
+) -> None:
+    path, backbone = with_mtp("deepseek_v3")
+    drafter = load_drafter(own_drafter(path), backbone)
+    new = known(backbone, 1)
+    reference = mtp_by_transformers(path, backbone, new)
+    # Positions of two conversations, of which the second is the reference's, learnt at its end.
+    other = known(backbone, 1, length=4)
+    path_after = [17, 33, 8]
+    hidden = torch.cat([other.hidden, new.hidden, torch.randn(3, backbone.hidden_size)])
+    following = torch.cat([other.following, new.following, torch.tensor(path_after)])
+    end = len(other.tokens) + len(new.tokens)
+    segment = torch.full((len(following),), -1)
+    segment[end - 1 :] = 0
+    sequence = torch.tensor([0] * len(other.tokens) + [1] * (len(new.tokens) + 3))
+    batch = Batch(hidden, following, segment, sequence=sequence)
+    for head, scores in enumerate(drafter.logits(backbone, batch)):
+        assert torch.allclose(scores[0], reference(path_after[:head]), atol=1e-3)
+
+
+def test_training_from_mtp_goes_on_from_the_models_own(
+    tmp_path: Path, with_mtp: Callable[[str], tuple[str, Backbone]]
+) -> None:
+    path, backbone = with_mtp("qwen3_5_text")
+    data = talks(tmp_path, backbone)
+    common = ("--model", path, "--data", data, "--dtype", "fp32")
+    words = ("train.epochs=8", "train.batch_tokens=64", "train.warmup_steps=2", "train.lr=3e-3")
+    words = (*words, "drafter.num_heads=2", "drafter.draft_vocab_size=60", "train.max_tokens=null")
+    medusa("train", "--from", "mtp", "--run", f"{tmp_path}/run", *common, *words)
+    folder = tmp_path / "run" / "drafter"
+    trained = load_drafter(folder, backbone)
+    assert trained.config.vocabulary == "draft" and trained.num_heads == 2
+    document = ("calibrate", "--run", f"{tmp_path}/run", *common, "--top", "1")
+    before = medusa_json(*document, "--drafter", "mtp")["accuracies"]
+    after = medusa_json(*document)["accuracies"]
+    assert after[0][0] > before[0][0] + 0.1
+    new = known(backbone, 1)
+    drafts = [
+        drafter.draft(backbone, [drafter.fork()], [new], CHAIN.truncate(2))[0].tokens.tolist()
+        for drafter in (trained, load_drafter(folder, backbone))
+    ]
+    assert drafts[0] == drafts[1]

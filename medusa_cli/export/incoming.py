@@ -7,11 +7,18 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from medusa_cli.drafters.incoming import Checkpoint
-from medusa_cli.errors import UserError
-from medusa_cli.files.io import replacing_folder, write_json
+from medusa_cli.data.packing import frequent_tokens, read_dataset
+from medusa_cli.drafters.incoming import Checkpoint, Incoming, check_tensors
+from medusa_cli.drafters.io import weight_shapes
+from medusa_cli.drafters.mtp import Mtp, checkpoint_tensors
+from medusa_cli.engine import load_backbone
+from medusa_cli.errors import UsageError, UserError
+from medusa_cli.files.io import convert, replacing_folder, write_json
+from medusa_cli.files.mtp import NAME, mtp_settings
 from medusa_cli.model.load import read_config
-from medusa_cli.runs.run import Run, provenance, sole_writer
+from medusa_cli.runs.load_options import DEFAULT_LOADING, LoadOptions
+from medusa_cli.runs.recipe import DrafterRecipe
+from medusa_cli.runs.run import Run, called, provenance, sole_writer
 
 
 def import_drafter(
@@ -33,14 +40,76 @@ def import_drafter(
     base = read_config(owner, trust_remote_code)
     drafter = checkpoint.read(base, base.vocab_size)
 
-    identity = {"id": owner, "architecture": base.model_type, "layers": base.num_hidden_layers}
-    identity |= {"hidden_size": base.hidden_size, "vocab_size": base.vocab_size}
+    identity = _sizes(owner, base)
     target = Run.open(run or _run_name(place), create=True)
+    imported = {"from": str(place), "format": drafter.format}
+    _write(target, drafter, identity, imported)
+    facts = {
+        "drafter": drafter.kind.name,
+        "format": drafter.format,
+        "heads": drafter.config.num_heads,
+    }
+    return target, facts, drafter.notes
+
+
+def import_mtp(
+    run: str | None,
+    model: str,
+    data: Path | None = None,
+    size: int | None = None,
+    options: LoadOptions = DEFAULT_LOADING,
+) -> tuple[Run, dict[str, Any], list[str]]:
+    """Writes the MTP layer of a model's checkpoint into a run; returns what `import_drafter` returns.
+
+    Its draft vocabulary holds the `size` most frequent tokens of the conversations in `data`, by
+    default the run's; without conversations it scores all tokens.
+    """
+    settings = mtp_settings(model)
+    tensors = checkpoint_tensors(model)
+    target = Run.open(run or f"{called(model)}-{NAME}", create=True)
+    source = data or (target.data_path if target.data_path.is_file() else None)
+    if source is None and size is not None:
+        raise UsageError(
+            f"@draft_vocab_size {size} needs conversations to count tokens in", "give @data FILE"
+        )
+    size = min(size or DrafterRecipe().draft_vocab_size, settings["vocab_size"])
+    identity = _sizes(model, read_config(model, options.trust_remote_code))
+    if source is not None:
+        backbone = load_backbone(model, options)
+        identity = backbone.identity
+        answers = read_dataset(source, backbone, 0.0).answers()
+        tensors["draft_ids"] = frequent_tokens(answers, size, settings["vocab_size"]).sort().values
+        settings |= {"vocabulary": "draft", "draft_vocab_size": size}
+    config = convert(settings, Mtp.config_class, "the MTP layer's config")
+    check_tensors(
+        {name: tensors[name] for name in tensors if name != "draft_ids"},
+        weight_shapes(Mtp, config),
+    )
+    drafter = Incoming(NAME, Mtp, config, settings, tensors, [])
+    _write(target, drafter, identity, {"from": model, "format": NAME})
+    return target, {"drafter": NAME, "format": NAME, "heads": config.num_heads}, []
+
+
+def _sizes(model: str, base: Any) -> dict[str, Any]:
+    """Returns what a model's config tells of its identity."""
+    return {
+        "id": model,
+        "architecture": base.model_type,
+        "layers": base.num_hidden_layers,
+        "hidden_size": base.hidden_size,
+        "vocab_size": base.vocab_size,
+    }
+
+
+def _write(
+    target: Run, drafter: Incoming, identity: dict[str, Any], imported: dict[str, Any]
+) -> None:
+    """Writes a drafter into a run; raises UserError if it has one or belongs to another model."""
     with sole_writer(target.path, "medusa import"):
         if (target.drafter_dir / "config.json").is_file():
             raise UserError(f"{target.path} has a drafter already", "give another @run")
         target.bind(identity)
-        source = provenance(identity, imported={"from": str(place), "format": drafter.format})
+        source = provenance(identity, imported=imported)
         with replacing_folder(target.drafter_dir) as part:
             path = part / drafter.kind.weights_file
             # Tensors that share memory, as tied ones do, each get their own.
@@ -51,16 +120,8 @@ def import_drafter(
             }
             save_file(copies, path)
             path.chmod(0o644)
-            write_json(
-                part / "config.json",
-                {"base_model_name_or_path": owner, **drafter.settings, "provenance": source},
-            )
-    facts = {
-        "drafter": drafter.kind.name,
-        "format": drafter.format,
-        "heads": drafter.config.num_heads,
-    }
-    return target, facts, drafter.notes
+            owner = {"base_model_name_or_path": identity["id"]}
+            write_json(part / "config.json", {**owner, **drafter.settings, "provenance": source})
 
 
 def _run_name(place: str) -> str:

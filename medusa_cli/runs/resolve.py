@@ -123,8 +123,7 @@ def choose(
     plain = Choice(model, run=target, adapter=target.adapter if target else None, lookup=lookup)
     if not need_drafter:
         return plain
-    if drafter is not None and str(drafter) == mtp.NAME and not drafter.is_dir():
-        drafter = mtp.own_drafter(model)
+    drafter = named_drafter(drafter, model)
     source = target or Run.pretrained(model)
     if (
         drafter is not None
@@ -183,13 +182,20 @@ def _with_file(tree: TreeChoice, folder: Path, source: Run | None, run: str | No
     raise UserError(f"there is no tree for {folder}", f"{remedy}, or give @tree FILE")
 
 
+def named_drafter(drafter: Path | None, model: str) -> Path | None:
+    """Returns the folder of a drafter; "mtp" means the one in the model's own checkpoint."""
+    if drafter is not None and str(drafter) == mtp.NAME and not drafter.is_dir():
+        return mtp.own_drafter(model)
+    return drafter
+
+
 def find_drafter(name: str) -> tuple[str | None, Path | None]:
     """Returns the run or the drafter's folder that a name, a folder or a hub id means; raises UserError if none."""
     path = Path(name).expanduser()
-    if name == mtp.NAME and not path.is_dir() and not (RUNS / name).is_dir():
-        return None, path
     if not path.is_dir() and (RUNS / name).is_dir():
         path = RUNS / name
+    if name == mtp.NAME and not path.is_dir():
+        return None, path
     if not path.is_dir():
         check_hub(name, named="@drafter")
         from huggingface_hub import snapshot_download
