@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,15 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
 
 from medusa_cli.api import Medusa
+from medusa_cli.doctor import Case, examine
 from medusa_cli.drafters.base import Batch, NewTokens
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.drafters.io import load_drafter
+from medusa_cli.drafters.mtp import Mtp
 from medusa_cli.engine import load_backbone
 from medusa_cli.export.eagle3_format import export_eagle3
 from medusa_cli.export.folder import find_source
-from medusa_cli.export.incoming import import_drafter
+from medusa_cli.export.incoming import import_drafter, import_mtp
 from medusa_cli.export.speculators_format import export_speculators
 from medusa_cli.files.mtp import own_drafter
 from medusa_cli.model import Backbone
@@ -31,6 +34,7 @@ from tests.checkpoints import EAGLE, H, V, eagle3, write
 from tests.helpers import (
     PROMPT,
     SPARSE,
+    forward,
     generate_plain,
     medusa,
     medusa_json,
@@ -247,6 +251,10 @@ NAMES = {
 def save_with_mtp(kind: str, folder: Path) -> str:
     """Saves a tiny network with a random MTP layer in its maker's layout; returns the path of the model."""
     network = tiny_network(kind)
+    with (
+        torch.no_grad()
+    ):  # states before and after the last norm are to differ by more than their size
+        network.model.norm.weight += 2 * torch.randn_like(network.model.norm.weight)
     path = save_network(network, folder)
     config = network.config.get_text_config()
     size = config.hidden_size
@@ -472,3 +480,60 @@ def test_training_from_mtp_goes_on_from_the_models_own(
         for drafter in (trained, load_drafter(folder, backbone))
     ]
     assert drafts[0] == drafts[1]
+
+
+@torch.no_grad()
+def in_the_words_of(drafter: Mtp, backbone: Backbone, shift: int, number: int) -> list[int]:
+    """Returns a text in which every token is the drafter's first choice after the states before.
+
+    shift 0: its states stand beside their own tokens, not the next ones.
+    """
+    tokens = [5, 9, 20 + number, 11]
+    while len(tokens) < 40:
+        ids = torch.tensor(tokens)
+        hidden = forward(backbone, ids, logits="none").hidden[:-1].clone()
+        batch = Batch(hidden, ids[shift:][: len(hidden)], torch.zeros(len(hidden)).long())
+        tokens.append(int(drafter.draft_ids[next(drafter.logits(backbone, batch))[-1].argmax()]))
+    return tokens
+
+
+@pytest.mark.parametrize(
+    ("change", "shift", "part"),
+    [
+        ({}, 1, None),
+        ({"raw_state": True}, 1, "last norm"),
+        ({"state_first": True}, 1, "projection"),
+        ({"norms": 1.0}, 1, "norms' weights"),
+        ({}, 0, "token"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "qwen2"])
+def test_doctor_names_the_way_in_which_an_mtp_port_went_wrong(
+    tmp_path: Path,
+    with_mtp: Callable[[str], tuple[str, Backbone]],
+    kind: str,
+    change: dict[str, Any],
+    shift: int,
+    part: str | None,
+) -> None:
+    path, backbone = with_mtp(kind)
+    run, _, _ = import_mtp(f"{tmp_path}/run", path)
+    right = load_drafter(run.drafter_dir, backbone)
+    assert isinstance(right, Mtp)
+    if "norms" in change:  # of text by a drafter whose weights are read in the other way
+        for module in right.mtp.modules():
+            if type(module) is type(right.mtp.norm):
+                module.weight.add_(change["norms"] if kind == "qwen2" else -change["norms"])
+    right.config = replace(right.config, raw_state=change.get("raw_state", False))
+    if change.get("state_first"):
+        right.mtp.state_first = not right.mtp.state_first
+    texts = [in_the_words_of(right, backbone, shift, number) for number in range(4)]
+    write_lines(
+        run.distill_path,
+        [{"id": f"c{n}", "tokens": text, "spans": [[4, 40]]} for n, text in enumerate(texts)],
+    )
+    case = Case(run, "run", path)
+    case.__dict__["backbone"] = backbone
+    finding = examine(case, "first level")
+    assert finding.status == ("pass" if part is None else "fail")
+    assert part is None or part in finding.text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -254,6 +254,40 @@ class Mtp(LayerDrafter):
                 at = padding.position[learnt] + step
                 states = self.mtp(states, embedded[token], at, mask, known)
             yield states[batch.learnt_index[positions]].to(batch.hidden.dtype)
+
+
+def as_ported(drafter: Mtp, batch: Batch) -> dict[str, tuple[Mtp, Batch]]:
+    """Returns the drafter and the batch as other readings of the checkpoint have them, by what they change.
+
+    These are the ways in which ports of MTP layers went wrong, each alone.
+    """
+    raw = "after" if drafter.config.raw_state else "before"
+    other_state, other_order, other_norms = (_copy(drafter) for _ in range(3))
+    other_state.config = replace(drafter.config, raw_state=not drafter.config.raw_state)
+    other_order.mtp.state_first = not drafter.mtp.state_first
+    norm: Any = type(drafter.mtp.norm)
+    adds_one = not norm(1).weight.any()
+    for module in other_norms.mtp.modules():
+        if type(module) is norm:
+            weight: Any = module.weight
+            weight.add_(-1.0 if adds_one else 1.0)
+    at_itself = torch.cat([batch.next[:1], batch.next[:-1]])
+    first = "embedding" if drafter.mtp.state_first else "state"
+    return {
+        f"the state {raw} the model's last norm": (other_state, batch),
+        f"norms' weights stored as {'w' if adds_one else '1 + w'}": (other_norms, batch),
+        f"the {first} first in the projection": (other_order, batch),
+        "each state beside its own token, not the next": (drafter, replace(batch, next=at_itself)),
+    }
+
+
+def _copy(drafter: Mtp) -> Mtp:
+    """Returns a drafter with weights of its own."""
+    other = Mtp(drafter.config)
+    other.load_state_dict(drafter.state_dict())
+    other.draft_ids.copy_(drafter.draft_ids)
+    device = drafter.draft_ids.device
+    return other.to(device, drafter.dtype).eval().requires_grad_(False)
 
 
 def layer_config(fields: dict[str, Any]) -> Any:
