@@ -537,3 +537,178 @@ def test_doctor_names_the_way_in_which_an_mtp_port_went_wrong(
     finding = examine(case, "first level")
     assert finding.status == ("pass" if part is None else "fail")
     assert part is None or part in finding.text
+
+
+# DFlash and DSpark, of speculators.
+
+MASK = 63
+
+
+def block_checkpoint(
+    model: str, kind: str, words: int, anchor: bool | None
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Returns a random checkpoint of two layers, block 5; anchor None: the config does not name it."""
+    torch.manual_seed(12)
+    heads, shared, size, wide = 4, 2, 16, 48
+    layer = {
+        "input_layernorm": (H,),
+        "post_attention_layernorm": (H,),
+        "self_attn.q_proj": (heads * size, H),
+        "self_attn.k_proj": (shared * size, H),
+        "self_attn.v_proj": (shared * size, H),
+        "self_attn.o_proj": (H, heads * size),
+        "self_attn.q_norm": (size,),
+        "self_attn.k_norm": (size,),
+        "mlp.gate_proj": (wide, H),
+        "mlp.up_proj": (wide, H),
+        "mlp.down_proj": (H, wide),
+    }
+    shapes = {f"layers.{n}.{name}": shape for n in range(2) for name, shape in layer.items()}
+    shapes |= {"fc": (H, 3 * H), "hidden_norm": (H,), "norm": (H,)}
+    rank = 6 if kind == "dspark" else 0
+    if rank:
+        shapes |= {"markov_head.markov_w1": (V, rank), "markov_head.markov_w2": (words, rank)}
+        shapes["confidence_head.proj"] = (1, H + rank)
+    if words != V:
+        shapes["lm_head"] = (words, H)
+    tensors = {
+        f"{name}.weight": torch.randn(shape) * (1.0 if len(shape) == 1 else shape[-1] ** -0.5)
+        for name, shape in shapes.items()
+    }
+    if words != V:
+        ids = torch.randperm(V)[:words].sort().values
+        tensors["d2t"] = ids - torch.arange(words)
+        tensors["t2d"] = torch.zeros(V, dtype=torch.bool).index_fill(0, ids, True)
+    verifier = {"name_or_path": model, "architectures": ["LlamaForCausalLM"]}
+    own = {"algorithm": kind, "proposal_methods": [], "verifier": verifier}
+    text = {
+        "model_type": "qwen3",
+        "hidden_size": H,
+        "num_hidden_layers": 2,
+        "num_attention_heads": heads,
+        "num_key_value_heads": shared,
+        "head_dim": size,
+        "intermediate_size": wide,
+        "rms_norm_eps": 1e-5,
+        "vocab_size": V,
+        "layer_types": ["full_attention"] * 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+    }
+    config = {
+        "speculators_model_type": kind,
+        "speculators_config": own,
+        "transformer_layer_config": text,
+        "draft_vocab_size": words,
+        "block_size": 5,
+        "aux_hidden_state_layer_ids": [1, 2, 4],
+        "mask_token_id": MASK,
+        "markov_rank": rank,
+    }
+    return tensors, config if anchor is None else {**config, "sample_from_anchor": anchor}
+
+
+def blocks_by_hand(
+    tensors: dict[str, Tensor], config: dict[str, Any], backbone: Backbone, new: NewTokens
+) -> Reference:
+    """Returns a block as speculators describes it, head by head and layer by layer."""
+    layer = config["transformer_layer_config"]
+    heads, size = layer["num_attention_heads"], layer["head_dim"]
+    group = heads // layer["num_key_value_heads"]
+    anchor = config.get("sample_from_anchor", config["speculators_model_type"] == "dspark")
+    context = [
+        rms(tensors["fc.weight"] @ h[: 3 * H], tensors["hidden_norm.weight"]) for h in new.hidden
+    ]
+    x = [backbone.embedding.weight[token] for token in [new.root, *[MASK] * 4]]
+    end = len(context)
+    for number in range(2):
+        at = {name.removeprefix(f"layers.{number}."): tensor for name, tensor in tensors.items()}
+        read = [rms(row, at["input_layernorm.weight"]) for row in x]
+        keys, values = [], []
+        for position, row in enumerate([*context, *read]):
+            k = (at["self_attn.k_proj.weight"] @ row).unflatten(0, (-1, size))
+            k = turned(rms(k, at["self_attn.k_norm.weight"]), position)
+            v = (at["self_attn.v_proj.weight"] @ row).unflatten(0, (-1, size))
+            keys.append(k.repeat_interleave(group, 0))
+            values.append(v.repeat_interleave(group, 0))
+        for slot in range(5):
+            q = (at["self_attn.q_proj.weight"] @ read[slot]).unflatten(0, (-1, size))
+            q = turned(rms(q, at["self_attn.q_norm.weight"]), end + slot)
+            share = ((torch.stack(keys, 1) @ q[..., None])[..., 0] * size**-0.5).softmax(-1)
+            mixed = (share[..., None] * torch.stack(values, 1)).sum(1).flatten()
+            x[slot] = x[slot] + at["self_attn.o_proj.weight"] @ mixed
+            inner = rms(x[slot], at["post_attention_layernorm.weight"])
+            gate = F.silu(at["mlp.gate_proj.weight"] @ inner)
+            x[slot] = x[slot] + at["mlp.down_proj.weight"] @ (
+                gate * (at["mlp.up_proj.weight"] @ inner)
+            )
+
+    def scores(path: Sequence[int]) -> Tensor:
+        slot = len(path) if anchor else len(path) + 1
+        state = rms(x[slot], tensors["norm.weight"])
+        matrix = tensors.get("lm_head.weight", backbone.lm_head_weight)
+        own = matrix @ state
+        if "markov_head.markov_w1.weight" in tensors:
+            parent = tensors["markov_head.markov_w1.weight"][[new.root, *path][-1]]
+            own = own + tensors["markov_head.markov_w2.weight"] @ parent
+        if "d2t" not in tensors:
+            return own
+        ids = tensors["d2t"] + torch.arange(len(own))
+        return torch.full((V,), -torch.inf).index_copy(0, ids, own)
+
+    return scores
+
+
+@pytest.mark.parametrize(
+    ("kind", "words", "anchor"),
+    [("dflash", 24, None), ("dflash", V, None), ("dspark", 24, None), ("dspark", V, False)],
+)
+@pytest.mark.usefixtures("exact")
+def test_blocks_of_speculators_draft_as_described(
+    tmp_path: Path, model: str, backbone: Backbone, kind: str, words: int, anchor: bool | None
+) -> None:
+    tensors, config = block_checkpoint(model, kind, words, anchor)
+    theirs = write(tmp_path / "theirs", "model.safetensors", tensors, config)
+    run, facts, _ = import_drafter(str(theirs), f"{tmp_path}/run")
+    assert facts["heads"] == (5 if kind == "dspark" and anchor is None else 4)
+    reference = blocks_by_hand(tensors, config, backbone, known(backbone, 4))
+    for folder in (theirs, run.drafter_dir):
+        drafter = load_drafter(folder, backbone)
+        check_drafts(drafter, backbone, known(backbone, len(drafter.taps)), reference)
+    # Calibration asks for the same scores after true tokens.
+    new, path = known(backbone, 4), [17, 33, 8]
+    hidden = torch.cat([new.hidden, torch.randn(3, new.hidden.shape[1])])
+    following = torch.cat([new.following, torch.tensor(path)])
+    segment = torch.full((len(following),), -1)
+    segment[len(new.tokens) - 1 :] = 0
+    batch = Batch(hidden, following, segment, sequence=torch.zeros_like(segment))
+    for head, scores in zip(range(4), drafter.logits(backbone, batch), strict=False):
+        want = reference(path[:head])[drafter.draft_ids]
+        assert torch.allclose(scores[0], want, atol=1e-2), head
+
+
+def test_decoding_over_blocks_is_plain_decoding(tmp_path: Path, model: str) -> None:
+    tensors, config = block_checkpoint(model, "dspark", V, None)
+    check_identity(model, write(tmp_path / "theirs", "model.safetensors", tensors, config))
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        ({"markov_head_type": "rnn"}, "markov_head_type"),
+        ({"projector_type": "domino"}, "projector_type"),
+        ({"mask_token_id": None}, "mask_token_id"),
+        ({"mask_token_id": 10**9}, "mask_token_id"),
+        ({"aux_hidden_state_layer_ids": [1, 2, 9]}, "taps"),
+        ({"speculators_model_type": "hydra"}, "hydra"),
+        ({"block_size": 10**6}, "block_size"),
+    ],
+)
+def test_blocks_of_another_kind_are_refused_in_one_line(
+    tmp_path: Path, model: str, change: dict[str, Any], part: str
+) -> None:
+    tensors, config = block_checkpoint(model, "dspark", 24, None)
+    theirs = write(tmp_path / "theirs", "model.safetensors", tensors, config | change)
+    words = ("--model", model, "--drafter", theirs, "--raw", "--prompt", "w1")
+    done = medusa("chat", *words, exit_code=None)
+    last = done.stderr.strip().splitlines()[-1]
+    assert done.exit_code in (1, 2) and part in last and "internal" not in last

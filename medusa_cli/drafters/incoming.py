@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from medusa_cli.drafters import incoming_dflash as dflash
 from medusa_cli.drafters import incoming_eagle3 as eagle3
 from medusa_cli.drafters import incoming_medusa as medusa
 from medusa_cli.drafters.heads import HeadDrafter
@@ -173,6 +174,14 @@ def _inside(folder: Path, name: str) -> Path:
 
 def _format(tensors: dict[str, Tensor], config: dict[str, Any], place: str) -> str:
     """Returns the name of the layout that a checkpoint's tensors have."""
+    kind = config.get("speculators_model_type")
+    if kind in dflash.TYPES:
+        return "dflash"
+    if kind not in (None, "eagle3"):
+        raise UserError(
+            f"{place} is a drafter {shown(kind)} of speculators, which cannot be run here",
+            f"known are eagle3, {', '.join(dflash.TYPES)}",
+        )
     if any("midlayer." in name or name.startswith("layers.0.self_attn") for name in tensors):
         return "eagle3"
     if any(name.startswith("hydra_mlp.") for name in tensors) or "hydra_num_heads" in config:
@@ -327,4 +336,5 @@ FORMATS = {
     "medusa": ("medusa", medusa.read_medusa),
     "hydra": ("hydra", read_hydra),
     "eagle3": ("eagle", eagle3.read_eagle3),
+    "dflash": ("dflash", dflash.read_dflash),
 }

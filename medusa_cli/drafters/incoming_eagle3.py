@@ -45,7 +45,7 @@ class LayerConfig:
 
 def verifier_of(config: dict[str, Any]) -> str | None:
     """Returns the model that a speculators config names, None if it names none."""
-    name = _dict(_dict(config.get("speculators_config")).get("verifier")).get("name_or_path")
+    name = nested(nested(config.get("speculators_config")).get("verifier")).get("name_or_path")
     return name if isinstance(name, str) else None
 
 
@@ -110,9 +110,9 @@ def read_eagle3(
     d2t = tensors.pop("d2t", None)
     t2d = tensors.pop("t2d", None)
     if vocabulary != model.vocab_size:
-        tensors["draft_ids"] = _checked_map(d2t, t2d, vocabulary, model.vocab_size)
+        tensors["draft_ids"] = checked_map(d2t, t2d, vocabulary, model.vocab_size)
     settings = {
-        "num_heads": _levels(config),
+        "num_heads": levels(config, LEVELS),
         "num_layers": 1,
         "vocabulary": "own" if vocabulary == model.vocab_size else "draft",
         "matrices": "one",
@@ -130,23 +130,24 @@ def read_eagle3(
     return settings, tensors, notes
 
 
-def _dict(value: Any) -> dict[str, Any]:
+def nested(value: Any) -> dict[str, Any]:
+    """Returns an object of a config, empty for anything else."""
     return value if isinstance(value, dict) else {}
 
 
 def _flat(config: dict[str, Any]) -> dict[str, Any]:
     """Returns a config without the nesting of speculators and EAGLE."""
-    eagle = _dict(config.get("eagle_config"))
+    eagle = nested(config.get("eagle_config"))
     if isinstance(layers := eagle.get(AUX_LAYERS), list):
         eagle = {
             **eagle,
             AUX_LAYERS: [layer + 1 if type(layer) is int else layer for layer in layers],
         }
-    plain = eagle | _dict(config.get("transformer_layer_config")) | config
-    return _dict(plain.get("rope_parameters")) | plain
+    plain = eagle | nested(config.get("transformer_layer_config")) | config
+    return nested(plain.get("rope_parameters")) | plain
 
 
-def _checked_map(d2t: Tensor | None, t2d: Tensor | None, vocabulary: int, tokens: int) -> Tensor:
+def checked_map(d2t: Tensor | None, t2d: Tensor | None, vocabulary: int, tokens: int) -> Tensor:
     """Returns the draft tokens' ids [M] by their offsets d2t; raises UserError unless t2d [V] marks the same tokens."""
     if (
         d2t is None
@@ -166,12 +167,12 @@ def _checked_map(d2t: Tensor | None, t2d: Tensor | None, vocabulary: int, tokens
     return ids.to(torch.int32)
 
 
-def _levels(config: dict[str, Any]) -> int:
-    """Returns how many tokens a checkpoint was trained to draft, if it says so."""
-    own = _dict(config.get("speculators_config"))
+def levels(config: dict[str, Any], otherwise: int) -> int:
+    """Returns how many tokens a checkpoint was trained to draft, `otherwise` if it does not say so."""
+    own = nested(config.get("speculators_config"))
     entries = own.get("proposal_methods")
-    methods = [_dict(entry) for entry in entries] if isinstance(entries, list) else []
+    methods = [nested(entry) for entry in entries] if isinstance(entries, list) else []
     named = [entry for entry in methods if entry.get("proposal_type") == own.get(DEFAULT_METHOD)]
     method = next(iter(named or methods), {})
     tokens = method.get("speculative_tokens")
-    return tokens if isinstance(tokens, int) and tokens > 0 else LEVELS
+    return tokens if isinstance(tokens, int) and tokens > 0 else otherwise

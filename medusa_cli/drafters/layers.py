@@ -64,6 +64,11 @@ class LayerCache:
         self.count(positions)
         return self.rows[0, :, :end], self.rows[1, :, :end]
 
+    def filled(self) -> tuple[Tensor, Tensor]:
+        """Returns the keys and values [heads, rows, D] in use."""
+        assert self.rows is not None
+        return self.rows[0, :, : self.length], self.rows[1, :, : self.length]
+
     def count(self, positions: Sequence[int]) -> None:
         """Counts rows that are in place, as a CUDA graph has written them."""
         self._positions += positions

@@ -17,7 +17,7 @@ from medusa_cli.drafters.base import Batch
 from medusa_cli.drafters.eagle import LayerDrafter
 from medusa_cli.drafters.heads import HeadsConfig
 from medusa_cli.drafters.layers import LayerCache, Padding, last_of
-from medusa_cli.errors import UserError, first_line
+from medusa_cli.errors import UserError, first_line, shown
 from medusa_cli.files.model_files import checkpoint_files, opened
 from medusa_cli.files.mtp import NAME, find_source, mtp_settings
 from medusa_cli.model import Backbone
@@ -28,6 +28,8 @@ from medusa_cli.model.backbone import text_model
 ROWS = 512
 # Types that transformers does not know, and those whose layers are theirs.
 ALIKE = {"mimo": "qwen2"}
+# Fields of a model's config that a drafter's few layers have otherwise.
+GIVEN = ("model_type", "layer_types", "num_hidden_layers")
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -50,17 +52,20 @@ class MtpLayer(nn.Module):
 
     def __init__(self, config: MtpConfig) -> None:
         super().__init__()
-        text = layer_config(config.text)
-        layer, norm, rotary = parts_of(text)
+        parts = LayerParts.of(config.text, 1)
+        norm = parts.norm
+        eps = parts.config.rms_norm_eps
         size = config.hidden_size
         self.state_first = config.state_first
-        self.embedding_norm = norm(size, eps=text.rms_norm_eps)
-        self.state_norm = norm(size, eps=text.rms_norm_eps)
+        self.embedding_norm = norm(size, eps=eps)
+        self.state_norm = norm(size, eps=eps)
         self.fc = nn.Linear(2 * size, size, bias=False)
-        self.layer = layer(text, 0)
-        self.norm = norm(size, eps=text.rms_norm_eps)
+        self.layer = parts.layer(parts.config, 0)
+        self.norm = norm(size, eps=eps)
         with torch.device("cpu"):
-            self._rotary = (rotary(text),)  # no part of the module: its rates stay in fp32
+            self._rotary = (
+                parts.rotary(parts.config),
+            )  # no part of the module: its rates stay in fp32
         self._cache = cache_name(type(self.layer).forward)
 
     def forward(
@@ -290,34 +295,41 @@ def _copy(drafter: Mtp) -> Mtp:
     return other.to(device, drafter.dtype).eval().requires_grad_(False)
 
 
-def layer_config(fields: dict[str, Any]) -> Any:
-    """Returns transformers' config of a model with one layer of full attention; UserError for an unknown type."""
-    from transformers import CONFIG_MAPPING
+@dataclass(frozen=True)
+class LayerParts:
+    """Holds transformers' config of a model with few layers, and the classes of its parts."""
 
-    kind = str(fields.get("model_type"))
-    try:
-        config = CONFIG_MAPPING[ALIKE.get(kind, kind)](
-            **{key: value for key, value in fields.items() if key != "model_type"}
-        )
-    except Exception as reason:  # configs check themselves by many types of errors
-        raise UserError(
-            f"transformers cannot run the MTP layer of the model type {kind!r}: {first_line(reason)}",
-            "use another @drafter",
-        ) from reason
-    if getattr(config, "layer_types", None):
-        config.layer_types = ["full_attention"]
-    config._attn_implementation = "sdpa"
-    config._experts_implementation = "eager"
-    return config
+    config: Any
+    layer: Any
+    norm: Any
+    rotary: Any
 
+    @classmethod
+    def of(cls, fields: dict[str, Any], layers: int) -> LayerParts:
+        """Returns the parts of layers of full attention by the fields of a model's config.
 
-def parts_of(config: Any) -> tuple[Any, Any, Any]:
-    """Returns the classes of a model's decoder layer, its norm and its rotary table."""
-    from transformers import AutoModelForCausalLM
+        Raises UserError for a type of model that transformers does not know, and for impossible
+        values.
+        """
+        from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-    with torch.device("meta"):
-        base = text_model(AutoModelForCausalLM.from_config(config))
-    return type(base.layers[0]), type(base.norm), type(base.rotary_emb)
+        kind = str(fields.get("model_type"))
+        own = {key: value for key, value in fields.items() if key not in GIVEN}
+        try:
+            config = CONFIG_MAPPING[ALIKE.get(kind, kind)](**own, num_hidden_layers=layers)
+            if getattr(config, "layer_types", None):
+                config.layer_types = ["full_attention"] * layers
+            config._attn_implementation = "sdpa"
+            config._experts_implementation = "eager"
+            with torch.device("meta"):
+                base = text_model(AutoModelForCausalLM.from_config(config))
+            return cls(config, type(base.layers[0]), type(base.norm), type(base.rotary_emb))
+        except Exception as reason:  # configs and layers check themselves by many types of errors
+            raise UserError(
+                f"transformers cannot run the drafter's layer, of the model type {shown(kind)}: "
+                f"{first_line(reason)}",
+                "use another @drafter",
+            ) from reason
 
 
 def checkpoint_tensors(model: str) -> dict[str, Tensor]:
