@@ -85,13 +85,24 @@ def check_drafts(drafter: HeadDrafter, backbone: Backbone, new: NewTokens, by: R
 
 
 def check_identity(model: str, folder: Path | str) -> None:
-    """Asserts that decoding over chains and trees gives the tokens of plain decoding."""
-    options = {"max_new_tokens": 40, "stop_ids": ()}
+    """Asserts that chains and trees give plain decoding's tokens, in a second turn and for three at once, too."""
+    options: dict[str, Any] = {"max_new_tokens": 32, "stop_ids": ()}
+    prompts = [PROMPT, [9, 30, 31, 32, 33, 9, 30], [12] * 11]
+
+    def answers(medusa: Medusa) -> list[list[int]]:
+        first = medusa.generate(PROMPT, **options).tokens
+        second = medusa.generate([*PROMPT, *first, 40, 41], **options).tokens
+        return [
+            first,
+            second,
+            *(own.tokens for own in medusa.batch(prompts, batch_size=3, **options)),
+        ]
+
     with Medusa.from_pretrained(model, drafter=None, dtype="fp32") as plain:
-        want = plain.generate(PROMPT, **options).tokens
+        want = answers(plain)
     for tree in ("auto", "dynamic:9"):
         with Medusa.from_pretrained(model, drafter=folder, tree=tree, dtype="fp32") as drafting:
-            assert drafting.generate(PROMPT, **options).tokens == want
+            assert answers(drafting) == want
 
 
 def rms(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
@@ -474,6 +485,10 @@ def test_training_from_mtp_goes_on_from_the_models_own(
     before = medusa_json(*document, "--drafter", "mtp")["accuracies"]
     after = medusa_json(*document)["accuracies"]
     assert after[0][0] > before[0][0] + 0.1
+    with Medusa.from_pretrained(path, drafter=folder, tree="dynamic:8", dtype="fp32") as drafting:
+        answer = drafting.generate([5, 9, 20, 11], max_new_tokens=30)
+    assert answer.tokens == json.loads(data.read_text().splitlines()[0])["tokens"][4:]
+    assert answer.stats.acceptance_length > 1.3
     new = known(backbone, 1)
     drafts = [
         drafter.draft(backbone, [drafter.fork()], [new], CHAIN.truncate(2))[0].tokens.tolist()
@@ -712,3 +727,24 @@ def test_blocks_of_another_kind_are_refused_in_one_line(
     done = medusa("chat", *words, exit_code=None)
     last = done.stderr.strip().splitlines()[-1]
     assert done.exit_code in (1, 2) and part in last and "internal" not in last
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_moe_text", "deepseek_v3"])
+def test_mtp_layers_run_in_16_bits(
+    with_mtp: Callable[[str], tuple[str, Backbone]], kind: str
+) -> None:
+    path, _ = with_mtp(kind)
+    with Medusa.from_pretrained(path, drafter="mtp", dtype="bf16", tree="dynamic:6") as drafting:
+        answer = drafting.generate(PROMPT, max_new_tokens=6, stop_ids=())
+    assert len(answer.tokens) == 6 and answer.stats.steps > 0
+
+
+def test_a_model_with_an_mtp_layer_is_told_of_it(
+    tmp_path: Path, model: str, with_mtp: Callable[[str], tuple[str, Backbone]]
+) -> None:
+    path, _ = with_mtp("qwen2")
+    words = ("chat", "--raw", "--prompt", "w1", "--model")
+    assert "--drafter mtp" in medusa(*words, path, exit_code=1).stderr
+    assert "--drafter mtp" not in medusa(*words, model, exit_code=1).stderr
+    done = medusa(*words, model, "--drafter", "mtp", exit_code=1)
+    assert "no MTP layer" in done.stderr and done.stderr.count("\n") == 1

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from medusa_cli.device import upload
 from medusa_cli.drafters.base import Batch, NewTokens, check_layers, with_last_layer
 from medusa_cli.drafters.expansion import draft_by_level, roots_of
-from medusa_cli.drafters.heads import HeadDrafter, HeadsConfig, check_ranges
+from medusa_cli.drafters.heads import HeadsConfig, check_ranges
 from medusa_cli.drafters.layers import Padding
-from medusa_cli.drafters.mtp import LayerParts
+from medusa_cli.drafters.mtp import LayerParts, TransformersDrafter
 from medusa_cli.model import Backbone
 from medusa_cli.model.attention import additive, cache_name
 from medusa_cli.tree import Draft, DynamicTree, Tree
@@ -77,7 +77,7 @@ class KnownRows:
         return every[0], every[1]
 
 
-class Dflash(HeadDrafter):
+class Dflash(TransformersDrafter):
     """Layers see the fused states of all tokens before the root, and every slot of the block the others.
 
     The scores of a level do not depend on draft tokens, but for DSpark's bias from the parent. So a
@@ -193,12 +193,13 @@ class Dflash(HeadDrafter):
         device = roots.device
         tokens = roots.new_full((len(roots), size), self.config.mask_token_id)
         tokens[:, 0] = roots
-        x = self.embed(backbone, tokens.flatten())[None]
+        layers = self.packed("layers")
+        x = self.embed(backbone, tokens.flatten())[None].to(next(layers.parameters()).dtype)
         positions = (upload(starts, device)[:, None] + torch.arange(size, device=device)).flatten()
         seen = [torch.ones(size, own[0][0].shape[1] + size, device=device) for own in known]
         mask = additive(torch.block_diag(*seen).bool(), x.dtype)[None, None]
         tables = self._rotary[0](x, positions[None])
-        for index, layer in enumerate(self.packed("layers")):
+        for index, layer in enumerate(layers):
             rows = KnownRows([own[index] for own in known], size)
             out = layer(
                 x,

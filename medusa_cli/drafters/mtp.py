@@ -15,11 +15,11 @@ from torch.nn import functional as F
 from medusa_cli.device import upload
 from medusa_cli.drafters.base import Batch
 from medusa_cli.drafters.eagle import LayerDrafter
-from medusa_cli.drafters.heads import HeadsConfig
+from medusa_cli.drafters.heads import HeadDrafter, HeadsConfig
 from medusa_cli.drafters.layers import LayerCache, Padding, last_of
 from medusa_cli.errors import UserError, first_line, shown
 from medusa_cli.files.model_files import checkpoint_files, opened
-from medusa_cli.files.mtp import NAME, find_source, mtp_settings
+from medusa_cli.files.mtp import NAME, mtp_settings, need_source
 from medusa_cli.model import Backbone
 from medusa_cli.model.attention import additive, cache_name
 from medusa_cli.model.backbone import text_model
@@ -76,7 +76,8 @@ class MtpLayer(nn.Module):
         mask [N, M] bool: which rows each one sees, those before and these. rows: takes the keys and
         values of these and returns all.
         """
-        parts = [self.embedding_norm(embedded), self.state_norm(states)]
+        dtype = self.norm.weight.dtype
+        parts = [self.embedding_norm(embedded.to(dtype)), self.state_norm(states.to(dtype))]
         x = self.fc(torch.cat(parts[::-1] if self.state_first else parts, dim=-1))[None]
         out = self.layer(
             x,
@@ -132,7 +133,18 @@ class GrowingRows:
         return every[0], every[1]
 
 
-class Mtp(LayerDrafter):
+class TransformersDrafter(HeadDrafter):
+    """Runs layers of transformers, which want one number type throughout."""
+
+    def packed(self, name: str) -> Any:
+        fresh = name not in self._packed
+        module = super().packed(name)
+        if fresh and name in self._packed:
+            module.float()  # as packed layers give it
+        return module
+
+
+class Mtp(TransformersDrafter, LayerDrafter):
     """A model's MTP layer over its final states; the normed output of a step is the state of the next.
 
     The model's own embeddings go in, and its lm_head scores, over all tokens or a draft vocabulary.
@@ -334,7 +346,7 @@ class LayerParts:
 
 def checkpoint_tensors(model: str) -> dict[str, Tensor]:
     """Returns the tensors of a model's MTP layer by our names; UserError if its checkpoint holds none."""
-    source = find_source(model)
+    source = need_source(model)
     tensors: dict[str, Tensor] = {}
     with opened(checkpoint_files(source.place), "pt") as slices:
         for name, part in slices.items():

@@ -104,29 +104,36 @@ class Source:
     tensors: dict[str, tuple[list[int], str]]
 
 
-def find_source(model: str) -> Source:
-    """Returns where a model's MTP layer is; UserError if its checkpoint has none. A hub id is downloaded."""
-    source = model_dir(model)
-    if not Path(source).is_dir() and not checkpoint_files(source):
-        check_hub(source)
-        from huggingface_hub import snapshot_download
-
-        snapshot_download(source, allow_patterns=["*.json", "*.jinja", "*.txt", "*.safetensors"])
-    fields = config_fields(source) or {}
+def find_source(model: str) -> Source | None:
+    """Returns where a model's MTP layer is, None if its files on this machine have none."""
+    place = model_dir(model)
+    fields = config_fields(place) or {}
     text = fields.get("text_config") or fields
     tensors = tensors_of(model)
     layout = find_layout(tensors, text.get("num_hidden_layers") or 0)
-    if layout is None:
+    return None if layout is None else Source(place, text, layout, tensors)
+
+
+def need_source(model: str) -> Source:
+    """Returns where a model's MTP layer is; UserError if its checkpoint has none. A hub id is downloaded."""
+    place = model_dir(model)
+    if not Path(place).is_dir() and not checkpoint_files(place):
+        check_hub(place)
+        from huggingface_hub import snapshot_download
+
+        snapshot_download(place, allow_patterns=["*.json", "*.jinja", "*.txt", "*.safetensors"])
+    source = find_source(model)
+    if source is None:
         raise UserError(
             f"@drafter {NAME}: the checkpoint of {model} has no MTP layer",
             "leave @drafter out, or train one with `medusa train`",
         )
-    return Source(source, text, layout, tensors)
+    return source
 
 
 def mtp_settings(model: str) -> dict[str, Any]:
     """Returns the config.json of the drafter that a model's checkpoint holds; UserError if it holds none."""
-    source = find_source(model)
+    source = need_source(model)
     layout = source.layout
     text = {key: value for key, value in source.text.items() if key not in LEFT_OUT}
     text["num_hidden_layers"] = 1

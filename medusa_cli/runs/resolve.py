@@ -155,6 +155,11 @@ def choose(
 def _no_drafter(model: str) -> UserError:
     if gguf_path(model) is None:  # unpacking one takes its time
         check_model_files(model)
+    if mtp.find_source(model) is not None:
+        return UserError(
+            f"no drafter ships for the model {model!r}",
+            f"its own checkpoint holds an MTP layer: give @drafter {mtp.NAME}",
+        )
     return UserError(
         f"no drafter ships for the model {model!r}",
         f"train one with `medusa distill --model {model}` and `medusa train`, then give its @run; @lookup drafts "
