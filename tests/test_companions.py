@@ -28,6 +28,7 @@ from medusa_cli.export.incoming import import_drafter, import_mtp
 from medusa_cli.export.speculators_format import export_speculators
 from medusa_cli.files.mtp import own_drafter
 from medusa_cli.model import Backbone
+from medusa_cli.model.backbone import text_model
 from medusa_cli.runs.load_options import LoadOptions
 from medusa_cli.tree import Tree
 from tests.checkpoints import EAGLE, H, V, eagle3, write
@@ -240,6 +241,7 @@ def test_a_folder_of_another_model_is_refused_in_one_line(tmp_path: Path, model:
 
 MAKERS = {
     "qwen3_5_text": "mtp.",
+    "qwen3_5": "mtp.",  # as it is released, with a part that sees images
     "qwen3_5_moe_text": "mtp.",
     "qwen3_next": "mtp.",
     "glm4_moe": "model.layers.4.",
@@ -265,7 +267,8 @@ def save_with_mtp(kind: str, folder: Path) -> str:
     with (
         torch.no_grad()
     ):  # states before and after the last norm are to differ by more than their size
-        network.model.norm.weight += 2 * torch.randn_like(network.model.norm.weight)
+        base = text_model(network)
+        base.norm.weight += 2 * torch.randn_like(base.norm.weight)
     path = save_network(network, folder)
     config = network.config.get_text_config()
     size = config.hidden_size
@@ -273,7 +276,7 @@ def save_with_mtp(kind: str, folder: Path) -> str:
     inner = {"layer_types": ["full_attention"], "first_k_dense_replace": 0}
     inner = {key: value for key, value in inner.items() if getattr(config, key, None) is not None}
     alone = type(config)(**{**config.to_dict(), "num_hidden_layers": 1, **inner})
-    layer = type(network.model.layers[0])(alone, 0)
+    layer = type(base.layers[0])(alone, 0)
     prefix = MAKERS[kind]
     embedding, state, fc, norm, inside = NAMES[prefix]
     tensors = {f"{prefix}{fc}.weight": torch.randn(size, 2 * size) * size**-0.5}
@@ -400,7 +403,7 @@ def test_an_mtp_layer_drafts_as_its_maker_describes(
     path, backbone = with_mtp(kind)
     drafter = load_drafter(own_drafter(path), backbone)
     new = known(backbone, 1)
-    if kind in ("qwen3_5_text", "qwen2"):
+    if kind in ("qwen3_5_text", "qwen3_5", "qwen2"):
         check_drafts(drafter, backbone, new, mtp_by_hand(path, kind, backbone, new))
     elif kind in ("glm4_moe", "deepseek_v3"):
         check_drafts(drafter, backbone, new, mtp_by_transformers(path, backbone, new))
@@ -408,7 +411,7 @@ def test_an_mtp_layer_drafts_as_its_maker_describes(
         assert drafter.draft(backbone, [drafter.fork()], [new], SPARSE.truncate(2))
 
 
-@pytest.mark.parametrize("kind", ["qwen3_5_text", "glm4_moe"])
+@pytest.mark.parametrize("kind", ["qwen3_5_text", pytest.param("glm4_moe", marks=pytest.mark.slow)])
 def test_decoding_with_the_models_own_mtp_is_plain_decoding(
     with_mtp: Callable[[str], tuple[str, Backbone]], kind: str
 ) -> None:
@@ -513,16 +516,16 @@ def in_the_words_of(drafter: Mtp, backbone: Backbone, shift: int, number: int) -
 
 
 @pytest.mark.parametrize(
-    ("change", "shift", "part"),
+    ("kind", "change", "shift", "part"),
     [
-        ({}, 1, None),
-        ({"raw_state": True}, 1, "last norm"),
-        ({"state_first": True}, 1, "projection"),
-        ({"norms": 1.0}, 1, "norms' weights"),
-        ({}, 0, "token"),
+        ("qwen2", {}, 1, None),
+        ("qwen2", {"raw_state": True}, 1, "last norm"),
+        ("qwen2", {"state_first": True}, 1, "projection"),
+        ("qwen2", {"norms": 1.0}, 1, "norms' weights"),
+        ("qwen2", {}, 0, "token"),
+        ("qwen3_5_text", {"norms": 1.0}, 1, "norms' weights"),
     ],
 )
-@pytest.mark.parametrize("kind", ["qwen3_5_text", "qwen2"])
 def test_doctor_names_the_way_in_which_an_mtp_port_went_wrong(
     tmp_path: Path,
     with_mtp: Callable[[str], tuple[str, Backbone]],
@@ -746,5 +749,6 @@ def test_a_model_with_an_mtp_layer_is_told_of_it(
     words = ("chat", "--raw", "--prompt", "w1", "--model")
     assert "--drafter mtp" in medusa(*words, path, exit_code=1).stderr
     assert "--drafter mtp" not in medusa(*words, model, exit_code=1).stderr
-    done = medusa(*words, model, "--drafter", "mtp", exit_code=1)
-    assert "no MTP layer" in done.stderr and done.stderr.count("\n") == 1
+    for drafter, part in (("mtp", "no MTP layer"), ("nobody/nothing", "nobody/nothing")):
+        done = medusa(*words, model, "--drafter", drafter, exit_code=1)
+        assert part in done.stderr and done.stderr.count("\n") == 1

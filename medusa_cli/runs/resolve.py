@@ -188,10 +188,16 @@ def _with_file(tree: TreeChoice, folder: Path, source: Run | None, run: str | No
 
 
 def named_drafter(drafter: Path | None, model: str) -> Path | None:
-    """Returns the folder of a drafter; "mtp" means the one in the model's own checkpoint."""
-    if drafter is not None and str(drafter) == mtp.NAME and not drafter.is_dir():
+    """Returns the folder of a drafter, also of a hub id; "mtp" means the one in the model's own checkpoint."""
+    if drafter is None or drafter.is_dir():
+        return drafter
+    name = str(drafter)
+    if name == mtp.NAME:
         return mtp.own_drafter(model)
-    return drafter
+    if name.count("/") != 1 or name.startswith((".", "/", "~")):
+        return drafter
+    run, folder = find_drafter(name)
+    return folder if run is None else Path(run) / "drafter"
 
 
 def find_drafter(name: str) -> tuple[str | None, Path | None]:
