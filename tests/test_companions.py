@@ -12,7 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma4AssistantConfig,
+    Gemma4AssistantForCausalLM,
+    Gemma4TextConfig,
+)
 from transformers.modeling_layers import MtpModel
 
 from medusa_cli.api import Medusa
@@ -752,3 +757,87 @@ def test_a_model_with_an_mtp_layer_is_told_of_it(
     for drafter, part in (("mtp", "no MTP layer"), ("nobody/nothing", "nobody/nothing")):
         done = medusa(*words, model, "--drafter", drafter, exit_code=1)
         assert part in done.stderr and done.stderr.count("\n") == 1
+
+
+# Gemma 4's assistants.
+
+
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str, Backbone]:
+    """Returns the paths of a tiny Gemma 4 and of an assistant for it, and the model in fp32 on the eager engine."""
+    folder = tmp_path_factory.mktemp("gemma")
+    network = tiny_network("gemma4_text")
+    path = save_network(network, folder / "model")
+    text = network.config.to_dict() | {
+        "hidden_size": 48,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": 0,
+        "use_double_wide_mlp": False,
+        "per_layer_config": None,
+        "global_head_dim": 32,
+    }
+    torch.manual_seed(14)
+    config = Gemma4AssistantConfig(
+        text_config=Gemma4TextConfig(**{key: x for key, x in text.items() if x is not None}),
+        backbone_hidden_size=network.config.hidden_size,
+    )
+    Gemma4AssistantForCausalLM(config).save_pretrained(folder / "assistant")
+    options = LoadOptions(dtype="fp32", engine="eager")
+    return path, str(folder / "assistant"), load_backbone(path, options)
+
+
+@pytest.mark.parametrize("length", [7, 40])  # within and beyond the window of 16
+@pytest.mark.usefixtures("exact")
+def test_an_assistant_of_gemma_drafts_as_transformers_runs_it(
+    gemma: tuple[str, str, Backbone], length: int
+) -> None:
+    path, folder, backbone = gemma
+    text = torch.randint(5, 60, (length,), generator=torch.Generator().manual_seed(2)).tolist()
+    cache = backbone.engine.new_cache(slots=2)
+    forward(backbone, [50, 51, 52], cache, logits="none")
+    out = forward(backbone, text, cache, slot=1, logits="none")
+    drafter = load_drafter(Path(folder), backbone)
+    new = NewTokens(torch.tensor(text), out.hidden.clone(), ROOT, 0, cache=cache, slot=1)
+
+    target = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    theirs = Gemma4AssistantForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        own = target(torch.tensor([text]), output_hidden_states=True, return_shared_kv_states=True)
+        embed = target.get_input_embeddings()
+
+    @torch.no_grad()
+    def scores(path: Sequence[int]) -> Tensor:
+        state = own.hidden_states[-1][:, -1:]
+        for token in [ROOT, *path]:
+            made = theirs(
+                inputs_embeds=torch.cat([embed(torch.tensor([[token]])), state], dim=-1),
+                position_ids=torch.tensor([[len(text)]]),
+                shared_kv_states=dict(own.shared_kv_states),
+            )
+            state = made.last_hidden_state
+        return made.logits[0, -1]
+
+    seen: list[Tensor] = []
+    best = drafter.best
+    drafter.best = lambda scores, *how: seen.append(scores) or best(scores, *how)  # type: ignore
+    for tree in (CHAIN, SPARSE):
+        want = [ROOT]
+        for node in range(1, tree.size):
+            above = [want[parent] for parent in tree.path(node)[1:-1]]
+            want.append(int(scores(above).argsort(descending=True)[tree.ranks[node]]))
+        [draft] = drafter.draft(backbone, [drafter], [new], tree)
+        assert draft.tokens.tolist() == want
+    assert torch.allclose(seen[0][0], scores([]), atol=1e-4)
+
+
+def test_decoding_with_an_assistant_of_gemma_is_plain_decoding(
+    gemma: tuple[str, str, Backbone], model: str
+) -> None:
+    path, folder, _ = gemma
+    check_identity(path, folder)
+    words = ("chat", "--raw", "--prompt", "w1", "--model", model, "--drafter", folder)
+    assert "the assistant is for" in medusa(*words, exit_code=1).stderr

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from medusa_cli.drafters import incoming_assistant as assistant
 from medusa_cli.drafters import incoming_dflash as dflash
 from medusa_cli.drafters import incoming_eagle3 as eagle3
 from medusa_cli.drafters import incoming_medusa as medusa
@@ -175,6 +176,8 @@ def _inside(folder: Path, name: str) -> Path:
 def _format(tensors: dict[str, Tensor], config: dict[str, Any], place: str) -> str:
     """Returns the name of the layout that a checkpoint's tensors have."""
     kind = config.get("speculators_model_type")
+    if config.get("model_type") in assistant.TYPES:
+        return "assistant"
     if kind in dflash.TYPES:
         return "dflash"
     if kind not in (None, "eagle3"):
@@ -337,4 +340,5 @@ FORMATS = {
     "hydra": ("hydra", read_hydra),
     "eagle3": ("eagle", eagle3.read_eagle3),
     "dflash": ("dflash", dflash.read_dflash),
+    "assistant": ("assistant", assistant.read_assistant),
 }

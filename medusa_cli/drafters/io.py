@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from medusa_cli.drafters.amphista import Amphista
+from medusa_cli.drafters.assistant import Assistant
 from medusa_cli.drafters.dflash import Dflash
 from medusa_cli.drafters.eagle import Eagle
 from medusa_cli.drafters.firp import Firp, check_extra_rows
@@ -22,7 +23,16 @@ from medusa_cli.files.weights import read_weights
 from medusa_cli.model import Backbone
 from medusa_cli.runs.run import DRAFTER_CONFIG, check_backbone, describe_drafter
 
-KINDS: tuple[type[HeadDrafter], ...] = (MedusaHeads, HydraHeads, Amphista, Eagle, Firp, Mtp, Dflash)
+KINDS: tuple[type[HeadDrafter], ...] = (
+    MedusaHeads,
+    HydraHeads,
+    Amphista,
+    Eagle,
+    Firp,
+    Mtp,
+    Dflash,
+    Assistant,
+)
 DRAFTERS: dict[str, type[HeadDrafter]] = {kind.name: kind for kind in KINDS}
 log = logging.getLogger(__name__)
 REMEDY = "train it again, or give another @drafter"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -327,7 +328,7 @@ class LayerParts:
 
         kind = str(fields.get("model_type"))
         own = {key: value for key, value in fields.items() if key not in GIVEN}
-        try:
+        with refusing(kind):
             config = CONFIG_MAPPING[ALIKE.get(kind, kind)](**own, num_hidden_layers=layers)
             if getattr(config, "layer_types", None):
                 config.layer_types = ["full_attention"] * layers
@@ -335,13 +336,21 @@ class LayerParts:
             config._experts_implementation = "eager"
             with torch.device("meta"):
                 base = text_model(AutoModelForCausalLM.from_config(config))
-            return cls(config, type(base.layers[0]), type(base.norm), type(base.rotary_emb))
-        except Exception as reason:  # configs and layers check themselves by many types of errors
-            raise UserError(
-                f"transformers cannot run the drafter's layer, of the model type {shown(kind)}: "
-                f"{first_line(reason)}",
-                "use another @drafter",
-            ) from reason
+            parts = cls(config, type(base.layers[0]), type(base.norm), type(base.rotary_emb))
+        return parts
+
+
+@contextmanager
+def refusing(kind: str) -> Iterator[None]:
+    """Turns the errors of transformers' configs and layers, which are of many types, into a UserError."""
+    try:
+        yield
+    except Exception as reason:
+        raise UserError(
+            f"transformers cannot run the drafter's layers, of the model type {shown(kind)}: "
+            f"{first_line(reason)}",
+            "use another @drafter",
+        ) from reason
 
 
 def checkpoint_tensors(model: str) -> dict[str, Tensor]:
