@@ -250,6 +250,7 @@ MAKERS = {
     "qwen3_5_moe_text": "mtp.",
     "qwen3_next": "mtp.",
     "glm4_moe": "model.layers.4.",
+    "glm4_moe_lite": "model.layers.4.",
     "deepseek_v3": "model.layers.4.",
     "qwen2": "model.mtp_layers.0.",  # MiMo-7B is a Qwen2 but for its MTP layers
 }

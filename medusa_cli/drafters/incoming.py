@@ -109,6 +109,7 @@ class Checkpoint:
         check_tensors(
             {name: tensors[name] for name in tensors if name != "draft_ids"},
             weight_shapes(kind, config),
+            self.place,
         )
         return Incoming(format, kind, config, settings, tensors, notes)
 
@@ -254,8 +255,13 @@ def _check_unpacked(path: Path) -> None:
             )
 
 
-def check_tensors(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises UserError, naming tensors, unless they have exactly these names and shapes and are finite floats."""
+def check_tensors(
+    tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], place: str
+) -> None:
+    """Raises UserError, naming tensors, unless they have exactly these names and shapes and are finite floats.
+
+    place: the checkpoint's folder, file or hub id.
+    """
     faults = [f"{name} is missing" for name in shapes if name not in tensors]
     faults += [f"{name} is unknown" for name in tensors if name not in shapes]
     for name, shape in shapes.items():
@@ -270,7 +276,7 @@ def check_tensors(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int,
         faults = [f"{name} is not finite" for name in tensors if not tensors[name].isfinite().all()]
     if faults:
         more = f" and {len(faults) - LISTED} more" if len(faults) > LISTED else ""
-        text = f"the checkpoint does not fit the model: {'; '.join(faults[:LISTED])}{more}"
+        text = f"the checkpoint {place} does not fit the model: {'; '.join(faults[:LISTED])}{more}"
         raise UserError(text, "give the drafter's own @model, or fetch the checkpoint again")
 
 

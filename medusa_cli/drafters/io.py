@@ -35,13 +35,27 @@ KINDS: tuple[type[HeadDrafter], ...] = (
 )
 DRAFTERS: dict[str, type[HeadDrafter]] = {kind.name: kind for kind in KINDS}
 log = logging.getLogger(__name__)
+# A config of another tool has one of these keys.
+FOREIGN = {
+    "speculators_model_type",
+    "model_type",
+    "architectures",
+    "medusa_num_heads",
+    "hydra_num_heads",
+}
 REMEDY = "train it again, or give another @drafter"
+
+
+def is_foreign(folder: Path) -> bool:
+    """Returns True if the config in a folder is of another tool."""
+    config = read_object(Path(folder) / "config.json", DRAFTER_CONFIG)
+    return "drafter" not in config and not FOREIGN.isdisjoint(config)
 
 
 def drafter_kind(folder: Path) -> type[HeadDrafter]:
     """Returns the class of the drafter in a folder; raises UserError if there is none."""
     name = describe_drafter(folder).drafter
-    if name is None:
+    if is_foreign(folder):
         from medusa_cli.drafters.incoming import Checkpoint
 
         return Checkpoint.open(str(folder)).kind
@@ -58,7 +72,7 @@ def load_drafter(folder: Path, backbone: Backbone) -> HeadDrafter:
     A checkpoint of another tool is read as it is. Raises UserError, naming both models, if it was
     trained for another backbone.
     """
-    if describe_drafter(folder).drafter is None:
+    if is_foreign(folder):
         return load_incoming(folder, backbone)
     kind = drafter_kind(folder)
     identity = describe_drafter(folder).provenance.identity
@@ -134,7 +148,7 @@ def read_drafter(kind: type[HeadDrafter], folder: Path) -> tuple[Any, dict[str, 
     if elsewhere is not None:
         from medusa_cli.drafters.incoming import check_tensors
 
-        check_tensors(elsewhere, weight_shapes(kind, config))
+        check_tensors(elsewhere, weight_shapes(kind, config), str(model))
         return config, elsewhere
     ids = {"draft_ids": (config.draft_vocab_size or 0,)} if config.vocabulary == "draft" else {}
     weights = Path(folder) / kind.weights_file

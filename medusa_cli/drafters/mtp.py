@@ -385,6 +385,8 @@ def with_joined_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
             joined[name] = tensor
     for place, parts in experts.items():
         every = [parts[number] for number in sorted(parts)]
+        if any(len(part) < 3 for part in every):
+            continue  # what is missing is named when the tensors are checked
         gate_up = [torch.cat([part["gate_proj"], part["up_proj"]]) for part in every]
         joined[f"{place}.gate_up_proj"] = torch.stack(gate_up)
         joined[f"{place}.down_proj"] = torch.stack([part["down_proj"] for part in every])

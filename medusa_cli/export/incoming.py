@@ -84,6 +84,7 @@ def import_mtp(
     check_tensors(
         {name: tensors[name] for name in tensors if name != "draft_ids"},
         weight_shapes(Mtp, config),
+        model,
     )
     drafter = Incoming(NAME, Mtp, config, settings, tensors, [])
     _write(target, drafter, identity, {"from": model, "format": NAME})

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from medusa_cli.errors import UserError
-from medusa_cli.files.assets import check_hub, home, model_dir
+from medusa_cli.files.assets import RANDOM, check_hub, gguf_path, home, model_dir
 from medusa_cli.files.io import read_object, write_json
 from medusa_cli.files.model_files import checkpoint_files, config_fields, tensors_of
 
@@ -106,6 +106,8 @@ class Source:
 
 def find_source(model: str) -> Source | None:
     """Returns where a model's MTP layer is, None if its files on this machine have none."""
+    if model.startswith(RANDOM) or gguf_path(model) is not None:
+        return None
     place = model_dir(model)
     fields = config_fields(place) or {}
     text = fields.get("text_config") or fields
@@ -116,12 +118,8 @@ def find_source(model: str) -> Source | None:
 
 def need_source(model: str) -> Source:
     """Returns where a model's MTP layer is; UserError if its checkpoint has none. A hub id is downloaded."""
-    place = model_dir(model)
-    if not Path(place).is_dir() and not checkpoint_files(place):
-        check_hub(place)
-        from huggingface_hub import snapshot_download
-
-        snapshot_download(place, allow_patterns=["*.json", "*.jinja", "*.txt", "*.safetensors"])
+    if not model.startswith(RANDOM) and gguf_path(model) is None:
+        _fetch(model_dir(model))
     source = find_source(model)
     if source is None:
         raise UserError(
@@ -131,15 +129,27 @@ def need_source(model: str) -> Source:
     return source
 
 
+def _fetch(place: str) -> None:
+    """Downloads the model of a hub id unless it is here."""
+    if Path(place).is_dir() or checkpoint_files(place):
+        return
+    check_hub(place)
+    from huggingface_hub import snapshot_download
+
+    snapshot_download(place, allow_patterns=["*.json", "*.jinja", "*.txt", "*.safetensors"])
+
+
 def mtp_settings(model: str) -> dict[str, Any]:
     """Returns the config.json of the drafter that a model's checkpoint holds; UserError if it holds none."""
     source = need_source(model)
     layout = source.layout
     text = {key: value for key, value in source.text.items() if key not in LEFT_OUT}
     text["num_hidden_layers"] = 1
+    experts = any(".experts." in (layout.ours(name) or "") for name in source.tensors)
     if "first_k_dense_replace" in text:
-        experts = any(".experts." in (layout.ours(name) or "") for name in source.tensors)
         text["first_k_dense_replace"] = 0 if experts else 1
+    if experts:
+        text["mlp_layer_types"] = ["sparse"]  # some configs take the first layer for a dense one
     embedding = (shape for name, (shape, _) in source.tensors.items() if name.endswith(EMBEDDING))
     return {
         "drafter": NAME,
