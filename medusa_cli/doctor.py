@@ -21,11 +21,12 @@ from medusa_cli.data.packing import held_out_ids
 from medusa_cli.data.states import rounding
 from medusa_cli.decode import Stats, policy_of
 from medusa_cli.distill.distillation import BETWEEN, HEADER
-from medusa_cli.drafters import load_drafter
+from medusa_cli.drafters import Batch, load_drafter
 from medusa_cli.drafters.heads import HeadDrafter
+from medusa_cli.drafters.mtp import Mtp, as_ported
 from medusa_cli.engine import Plan, load_backbone
 from medusa_cli.errors import UserError, in_flags, of_system, shown
-from medusa_cli.files import assets
+from medusa_cli.files import assets, mtp
 from medusa_cli.files.io import read_object
 from medusa_cli.loading import LoadedModel, check_fit
 from medusa_cli.model import Backbone
@@ -50,6 +51,8 @@ READ = 8  # conversations that the model reads again, and tokens of each
 LONGEST = 640
 # Settings of a distillation that going on must repeat.
 REPEATED = ("seed", "max_new_tokens", "max_turns", "temperature", "random_seed")
+FIRST_LEVEL = 0.5  # of an MTP layer's first draft tokens are right; fewer hint at a wrong port
+CLEARLY = 0.1  # by which another reading must be better
 LAST = 50  # steps whose mean is the trained accuracy
 
 
@@ -307,6 +310,72 @@ def check_distilled_by_model(case: Case) -> Finding:
     )
 
 
+@torch.inference_mode()
+def first_level(case: Case) -> Finding:
+    """Compares an MTP layer's first draft tokens with the data, and tries other readings if few are right."""
+    drafter = case.drafter
+    if not isinstance(drafter, Mtp):
+        return Finding("pass", f"the {drafter.name} drafter is no port of a model's MTP layer")
+    batch = _batch_of(case, drafter)
+    share = _first_share(case, drafter, batch, batch)
+    count = len(batch.targets(1))
+    text = f"{share:.0%} of {count:,} first draft tokens are the data's"
+    figures: dict[str, Any] = {"share": share, "positions": count}
+    if share >= FIRST_LEVEL:
+        return Finding("pass", text, "", figures)
+    shares = {
+        name: _first_share(case, other, read, batch)
+        for name, (other, read) in as_ported(drafter, batch).items()
+    }
+    best = max(shares, key=lambda name: shares[name])
+    figures["others"] = shares
+    text = f"first level below {FIRST_LEVEL:.0%}: {text}"
+    if shares[best] < share + CLEARLY:
+        text += "; no other reading of the checkpoint makes it better"
+        remedy = shlex.join(["medusa", "train", "--from", mtp.NAME, "--run", "tuned"])
+        return Finding("warn", text, remedy, figures)
+    text += f"; {shares[best]:.0%} with {best}"
+    return Finding("fail", text, "tell us the model: its checkpoint is read otherwise", figures)
+
+
+def _batch_of(case: Case, drafter: HeadDrafter) -> Batch:
+    """Returns some held-out conversations with the model's states, their answers to be learnt."""
+    backbone = case.backbone
+    hidden = []
+    following = []
+    segment = []
+    sequence = []
+    for number, conversation in enumerate(case.conversations[:READ]):
+        end = min(len(conversation.tokens), LONGEST, backbone.max_positions)
+        ids = torch.tensor(conversation.tokens[:end], device=backbone.device)
+        plan = Plan.chain(ids, taps=drafter.taps, logits="none")
+        states = backbone.engine.forward(plan, backbone.engine.new_cache()).hidden[0]
+        answers = torch.full((end,), -1, device=backbone.device)
+        for place, (start, stop) in enumerate(conversation.spans):
+            answers[start:stop] = number * LONGEST + place
+        hidden.append(states[:-1].clone())
+        following.append(ids[1:])
+        segment.append(answers[1:])
+        sequence.append(torch.full_like(ids[1:], number))
+    batch = Batch(
+        torch.cat(hidden),
+        torch.cat(following),
+        torch.cat(segment),
+        sequence=torch.cat(sequence),
+    )
+    if not len(batch.targets(1)):
+        raise UserError("no answer of the data has three tokens", case.distill)
+    return batch
+
+
+def _first_share(case: Case, drafter: HeadDrafter, read: Batch, batch: Batch) -> float:
+    """Returns how many of the first draft tokens of `read` are the next ones of `batch`."""
+    scores = next(drafter.logits(case.backbone, read))
+    rows = batch.targets(1)
+    guesses = drafter.draft_ids[scores[batch.learnt_index[rows]].argmax(-1)]
+    return float((guesses == batch.next[rows + 1]).float().mean())
+
+
 def over_fitting(case: Case) -> Finding:
     """Compares the heads' accuracy on trained and on held-out text, and looks for a rising held-out loss."""
     steps = case.events("stepped")
@@ -410,6 +479,7 @@ CHECKS: dict[str, Callable[[Case], Finding]] = {
     "calibration": calibration,
     "tree": tree,
     "own words": check_distilled_by_model,
+    "first level": first_level,
     "over-fitting": over_fitting,
     "training length": training_length,
     "acceptance": acceptance,

@@ -26,6 +26,8 @@ from medusa_cli.tree.search import SizedTree, StepTimes, budgets, largest, searc
 
 # Most nodes of a dynamic tree whose nodes pay by a measured chance.
 MAX_PAYING_NODES = 32
+# Draft tokens of `auto` for a drafter with neither calibration nor tree.
+CHAIN = 3
 log = logging.getLogger(__name__)
 
 
@@ -121,6 +123,8 @@ def load_drafting(
     drafter and tree do not fit.
     """
     drafter = None if choice.drafter is None else load_drafter(choice.drafter, backbone)
+    if drafter is not None and tree == Tree.root_only() and choice.tree.kind == "auto":
+        tree = Tree.chain(min(drafter.num_heads, CHAIN))
     if drafter is not None and tree is not None:
         check_fit(tree, drafter, str(choice.tree.file or choice.tree))
     policy: DraftPolicy

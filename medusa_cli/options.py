@@ -121,8 +121,9 @@ ModelOfDrafter = Annotated[Text, model_flag("the one that its config names")]
 Drafter = Annotated[
     Path | None,
     flag(
-        "--drafter FOLDER",
-        "A saved drafter. [default: the run's drafter/, else the one that ships]",
+        "--drafter FOLDER|ID|mtp",
+        "A saved drafter, one of another tool as `medusa import` takes it, a hub id, or mtp: the MTP layer in the "
+        "model's own checkpoint. [default: the run's drafter/, else the one that ships]",
     ),
 ]
 TrustRemoteCode = Annotated[

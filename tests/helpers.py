@@ -35,6 +35,8 @@ from medusa_cli.runs.run import Run, provenance
 from medusa_cli.tree import Draft, DynamicTree, Tree
 from medusa_cli.tree.io import save_tree
 
+# Drafters that are trained from nothing; the others come along with their models.
+FRESH = ("medusa", "hydra", "amphista", "eagle", "firp")
 FAMILIES = ("llama", "mistral", "mistral-window", "qwen2", "qwen3", "gemma3")
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<start> ' + message['role'] + ' ' + message['content'] + ' <end> ' }}{% endfor %}"

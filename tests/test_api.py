@@ -258,10 +258,12 @@ def test_lookup_goes_with_the_auto_tree_by_default(place: Path) -> None:
         assert ("n-grams" in loaded.loaded.description) is ngrams, words
 
 
-def test_drafters_folder_needs_a_tree(place: Path) -> None:
+def test_a_drafters_folder_without_a_tree_drafts_chains(place: Path) -> None:
     run = place / "runs" / "mine"
     with pytest.raises(UserError, match="there is no tree"):
-        Medusa.from_pretrained(place / "model", drafter=run / "drafter")
+        Medusa.from_pretrained(place / "model", drafter=run / "drafter", tree="static")
+    chains = Medusa.from_pretrained(place / "model", drafter=run / "drafter", dtype="fp32")
+    assert chains.loaded.policy is not None and chains.loaded.policy.max_depth > 0
     loaded = Medusa.from_pretrained(
         place / "model", drafter=run / "drafter", tree=run / "tree.json", dtype="fp32"
     )

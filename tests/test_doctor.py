@@ -115,7 +115,7 @@ def test_a_sound_run_passes_every_quick_check(case: Case) -> None:
 def test_a_missing_part_is_unknown_and_its_command_is_named(name: str, tmp_path: Path) -> None:
     finding = look(Case(Run.open(f"{tmp_path}/empty", create=True), "empty", "m"), name)
     calibrated = dict.fromkeys(("calibration", "acceptance"), "calibrate")
-    trained = dict.fromkeys(("backbone", "over-fitting", "training length"), "train")
+    trained = dict.fromkeys(("backbone", "first level", "over-fitting", "training length"), "train")
     command = {**calibrated, **trained, "tree": "tree"}.get(name, "distill")
     assert finding.status == "unknown" and finding.remedy.startswith(
         f"medusa {command} --run empty"

@@ -24,6 +24,7 @@ from medusa_cli.train.setup import build_drafter, check_recipe
 from medusa_cli.tree import DynamicTree, Tree
 from tests.helpers import (
     FAMILIES,
+    FRESH,
     PROMPT,
     Recording,
     change_json,
@@ -516,7 +517,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     distill = ["--seed", seed, "--model", model, "--dtype", "fp32", "--max-new-tokens", "24"]
     medusa("distill", *distill, *outer)
     save_questions(folder / "q.jsonl")
-    for name in DRAFTERS:
+    for name in FRESH:
         run = ["--run", folder / "run" / name, "--quiet"]
         own = ["train.batch_tokens=128"] if name == "firp" else []
         medusa(
@@ -527,7 +528,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("name", FRESH)
 def test_each_drafter_answers_in_chat_what_the_model_does(place: Path, name: str) -> None:
     words = [
         "--run",
@@ -546,7 +547,7 @@ def test_each_drafter_answers_in_chat_what_the_model_does(place: Path, name: str
         assert answer["answer"] == plain["answer"] != "" and answer["acceptance_length"] >= 1
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("name", FRESH)
 def test_each_drafter_is_compared_as_it_is_calibrated(place: Path, name: str) -> None:
     run, data = (
         place / "run" / name,
@@ -563,7 +564,7 @@ def test_each_drafter_is_compared_as_it_is_calibrated(place: Path, name: str) ->
 
 
 def test_all_drafters_run_in_one_bench_and_each_learnt_something(place: Path) -> None:
-    methods = ["ar", *sorted(DRAFTERS)]
+    methods = ["ar", *sorted(FRESH)]
     words = [
         "--run",
         place / "run",
@@ -577,7 +578,7 @@ def test_all_drafters_run_in_one_bench_and_each_learnt_something(place: Path) ->
     words += ["--methods", ",".join(methods), "--max-new-tokens", "20", "--json", "--quiet"]
     methods_run = json.loads(medusa("bench", *words).stdout)["methods"]
     assert list(methods_run) == methods
-    for name in DRAFTERS:
+    for name in FRESH:
         assert methods_run[name]["identical"] == methods_run[name]["questions"] == 4, name
         assert (
             methods_run[name]["tokens"] == methods_run["ar"]["tokens"]

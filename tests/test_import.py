@@ -12,8 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from medusa_cli.drafters.incoming import INDEX, read_tensors
 from medusa_cli.errors import UserError
-from medusa_cli.export.incoming import INDEX, import_drafter, read_tensors
+from medusa_cli.export.incoming import import_drafter
 from medusa_cli.model import Backbone
 from tests.checkpoints import (
     EAGLE,
@@ -296,9 +297,9 @@ def test_unfit_tensors_are_named_and_nothing_is_written(
 @pytest.mark.parametrize(
     ("change", "part"),
     [
-        ({"norm_before_residual": True}, "norm_before_residual"),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "rope_type"),
-        ({"speculators_model_type": "eagle3"}, "norm_before_residual"),  # the default there
+        ({"norm_before_residual": "x"}, "norm_before_residual"),
+        ({"norm_before_fc": True}, "input_norm.weight"),  # which the file does not hold
         ({"fc_norm": True}, "fc_norm"),
         ({"num_hidden_layers": 2}, "num_hidden_layers"),
         ({"num_hidden_layers": "x"}, "num_hidden_layers"),

@@ -21,7 +21,7 @@ from medusa_cli.errors import LONGEST, UserError
 from medusa_cli.files.io import read_json
 from medusa_cli.runs.run import Run, provenance
 from medusa_cli.train.log import Validated, read_log
-from tests.helpers import change_json, medusa, save_model, save_run, tiny_backbone
+from tests.helpers import FRESH, change_json, medusa, save_model, save_run, tiny_backbone
 
 DEEP = "[" * 5000 + "]" * 5000
 LONG = "9" * 5000
@@ -202,7 +202,7 @@ DAMAGE: dict[str, tuple[Callable[[Tensors], object], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("name", FRESH)
 def test_saved_weights_load(tmp_path: Path, name: str) -> None:
     weights = load_file(save(tmp_path, name))
     loaded = load_drafter(tmp_path, tiny_backbone()).named_weights()
@@ -245,7 +245,7 @@ def test_damaged_scales_are_refused(
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("name", FRESH)
 def test_damaged_weights_are_refused(tmp_path: Path, name: str, damage: str) -> None:
     path = save(tmp_path, name)
     change, message = DAMAGE[damage]

@@ -41,11 +41,17 @@ def calibrate(
     """
     from medusa_cli.files.io import write_json
     from medusa_cli.runs.recipe import load_recipe
+    from medusa_cli.runs.resolve import named_drafter
     from medusa_cli.runs.run import Run, sole_writer
 
     printing.configure()
     target = Run.open(run)
-    folder = drafter or target.drafter_dir
+    name = (
+        model
+        or target.model
+        or load_recipe(target.recipe_path if target.recipe_path.is_file() else None).model
+    )
+    folder = named_drafter(drafter, name) or target.drafter_dir
     if not (folder / "config.json").is_file():
         raise UserError(
             f"{folder} holds no drafter",
@@ -58,11 +64,6 @@ def calibrate(
     file = file or (None if aside else target.calibration_path)
     if file == target.calibration_path:
         ctx.with_resource(sole_writer(target.path, "medusa calibrate"))
-    name = (
-        model
-        or target.model
-        or load_recipe(target.recipe_path if target.recipe_path.is_file() else None).model
-    )
     console.info(f"loading {loading.of(name)}")
 
     from medusa_cli.runs.load_options import as_trained

@@ -1,11 +1,18 @@
 """`medusa import`: a drafter that another tool trained, into a run of its own."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from medusa_cli import console, options
-from medusa_cli.options import OutputFlags
+from medusa_cli.errors import UsageError
+from medusa_cli.files import mtp
+from medusa_cli.options import OutputFlags, flag
+from medusa_cli.runs.load_options import LoadOptions
+
+_DATA = "mtp: conversations whose most frequent tokens are scored. [default: the run's; all tokens without]"
+_SIZE = "mtp: tokens of this draft vocabulary. [default: 12288]"
 
 
 def import_(
@@ -15,11 +22,13 @@ def import_(
         typer.Argument(
             metavar="PATH|ID",
             help="A folder, a file of weights or a hub id: heads of FasterDecoding, vLLM or TGI, Hydra's, or an "
-            "EAGLE-3 folder, speculators' too.",
+            "EAGLE-3 folder, speculators' too. mtp: the MTP layer in the checkpoint of --model.",
         ),
     ],
     run: options.RunOrNew = None,
     model: options.ModelOfDrafter = None,
+    data: Annotated[Path | None, flag("--data FILE", _DATA, dir_okay=False)] = None,
+    draft_vocab_size: Annotated[int | None, flag("--draft-vocab-size N", _SIZE, min=1)] = None,
     trust_remote_code: options.TrustRemoteCode = False,
     printing: OutputFlags,
 ) -> None:
@@ -29,9 +38,20 @@ def import_(
     Then calibrate the run; tree, chat and bench take it by --run like any other.
     """
     printing.configure()
-    from medusa_cli.export.incoming import import_drafter
+    from medusa_cli.export.incoming import import_drafter, import_mtp
 
-    target, facts, notes = import_drafter(place, run, model, trust_remote_code)
+    if place == mtp.NAME and not Path(place).exists():
+        if model is None:
+            raise UsageError("mtp is in a model's checkpoint", "give its --model")
+        target, facts, notes = import_mtp(
+            run, model, data, draft_vocab_size, LoadOptions(trust_remote_code=trust_remote_code)
+        )
+    elif data is not None or draft_vocab_size is not None:
+        raise UsageError(
+            f"--data and --draft-vocab-size have no effect on {place}", "leave them out"
+        )
+    else:
+        target, facts, notes = import_drafter(place, run, model, trust_remote_code)
     for note in notes:
         console.warn(note)
     if printing.json:

@@ -12,10 +12,10 @@ import typer
 
 from medusa_cli import console, options
 from medusa_cli.errors import INTERRUPTED, UsageError, UserError
-from medusa_cli.files import assets
+from medusa_cli.files import assets, mtp
 from medusa_cli.files.model_files import check_model_files
 from medusa_cli.options import LoadFlags, OutputFlags, flag
-from medusa_cli.runs.run import DEFAULT_RUN
+from medusa_cli.runs.run import DEFAULT_RUN, RUNS
 
 if TYPE_CHECKING:
     from medusa_cli.runs.recipe import Recipe
@@ -30,7 +30,7 @@ _STAGE = "1: the heads on the frozen model; 2: heads and model together. [defaul
 _SCHEDULE = "Stage 2: schedule of lambda_0, the heads' weight: constant, warmup, sine."
 _FROM = (
     "Start from another run's heads if they fit (in stage 2 with their adapter). "
-    "A run without data uses that run's."
+    "A run without data uses that run's. mtp: from the MTP layer in the model's own checkpoint."
 )
 _LOGGER = "Show the training in tensorboard, wandb or trackio, too."
 _DRY_RUN = (
@@ -79,7 +79,8 @@ def train(
     from medusa_cli.runs.run import Run
 
     words = recipe or []
-    origin = Run.open(start, named="@from") if start is not None else None
+    own = start == mtp.NAME and not (RUNS / mtp.NAME).is_dir()
+    origin = Run.open(start, named="@from") if start is not None and not own else None
     if origin is not None and not (origin.drafter_dir.is_dir() or origin.data_path.is_file()):
         raise UserError(
             f"--from {start}: it holds neither heads nor conversations",
@@ -91,6 +92,7 @@ def train(
         "train.stage": stage,
         "train.schedule": schedule,
         "train.tuning": tuning,
+        "drafter.name": mtp.NAME if own else None,
     }
     # A run resumed by its own recipe computes as that says: --dtype is then only the model's.
     if loading.dtype in ("bf16", "fp32") and not (resume and all("=" in word for word in words)):

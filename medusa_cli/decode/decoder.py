@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Generator, Iterable, Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -259,6 +260,11 @@ class Decoder:
             alike = [i for i, other in enumerate(trees) if other == tree]
             forks = [drafter for i in alike if (drafter := sequences[i].drafter) is not None]
             new = [sequences[i].take_unread() for i in alike]
+            if self.drafter.reads_cache:  # running sequences are in the first slots
+                new = [
+                    replace(tokens, cache=self.cache, slot=i)
+                    for i, tokens in zip(alike, new, strict=True)
+                ]
             drafts.update(zip(alike, forks[0].draft(self.backbone, forks, new, tree), strict=True))
         return drafts
 

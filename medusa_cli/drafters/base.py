@@ -6,7 +6,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,8 @@ class NewTokens:
 
     They stand at positions start .. start + A. root: the next token, decided but not yet in the
     cache. The first such record is the prompt. extra_hidden: final states [K, H] of the last
-    token's extra rows, where the drafter has some.
+    token's extra rows, where the drafter has some. cache, slot: the engine's cache and the
+    sequence's slot in it, for a drafter that reads the backbone's keys and values.
     """
 
     tokens: Tensor
@@ -35,6 +36,8 @@ class NewTokens:
     root: int
     start: int
     extra_hidden: Tensor | None = None
+    cache: Any = None  # an engine.cache.Cache
+    slot: int = 0
 
     @property
     def end(self) -> int:
@@ -141,6 +144,7 @@ class Drafter(nn.Module, ABC):
 
     taps: tuple[int, ...] = (-1,)  # the backbone's layers whose output it reads
     uses_verify_pass: ClassVar[bool] = False  # drafts from extra rows of the verify pass before
+    reads_cache: ClassVar[bool] = False  # reads the backbone's own keys and values
     num_heads: int
 
     def first_input(self, prompt: NewTokens) -> NewTokens:

@@ -1,11 +1,12 @@
-"""EAGLE-3: one decoder layer over fused states of three layers (arXiv:2503.01840)."""
+"""EAGLE-3: one decoder layer over fused states of three layers (arXiv:2503.01840); what it shares with MTP."""
 
 from __future__ import annotations
 
 import copy
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,19 +15,23 @@ from torch.nn import functional as F
 from medusa_cli.drafters.base import Batch, NewTokens, check_layers, with_last_layer
 from medusa_cli.drafters.expansion import Frontier, draft_by_level
 from medusa_cli.drafters.heads import HeadDrafter, HeadsConfig
-from medusa_cli.drafters.layers import DecoderLayer, Padding, normed
+from medusa_cli.drafters.layers import DecoderLayer, LayerCache, Padding, normed
 from medusa_cli.drafters.slots import NewTensors, fill_by_level
 from medusa_cli.model import Backbone
 from medusa_cli.tree import Draft, DynamicTree, Tree
 from medusa_cli.tree.tensors import TreeTensors
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 @dataclass(frozen=True)
 class EagleConfig(HeadsConfig):
     """num_heads: the steps of its training-time test.
 
-    The last six names come from serving engines' configs. taps: the number of backbone layers
-    below each state that is read. Training reads the last layer's, too.
+    The other names are those of serving engines' configs. taps: the number of backbone layers
+    below each state that is read. Training reads the last layer's, too. norm_before_residual: the
+    layer adds to its normed input; norm_before_fc: the states are normed before they are fused.
     """
 
     taps: tuple[int, ...] = ()
@@ -36,6 +41,8 @@ class EagleConfig(HeadsConfig):
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10_000.0
     max_position_embeddings: int = 2048
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
 
 
 def widest(size: int | Sequence[int]) -> int:
@@ -43,12 +50,99 @@ def widest(size: int | Sequence[int]) -> int:
     return size if isinstance(size, int) else max(size)
 
 
-class Eagle(HeadDrafter):
+class LayerDrafter(HeadDrafter):
     """Head k is the k-th step of one decoder layer: its state after k draft tokens gives the next one's scores.
 
     The layer sees the conversation from its first token: the true rows, and in a draft the rows of
     a node's ancestors.
     """
+
+    reads_next = sees_prompt = True
+
+    @abstractmethod
+    def enter(self, backbone: Backbone, hidden: Tensor) -> Tensor:
+        """Returns the states [n, H] that enter the layer, of the backbone's [n, H * taps]."""
+
+    @abstractmethod
+    def extend(
+        self,
+        states: Tensor,
+        positions: Sequence[Sequence[int]],
+        caches: Sequence[LayerCache],
+        embedded: Tensor,
+        *,
+        masks: Sequence[Tensor | None] | None = None,
+        last: bool = False,
+    ) -> Tensor:
+        """Adds rows to the caches of B sequences; see `DecoderLayer.extend`."""
+
+    @abstractmethod
+    def score_states(self, backbone: Backbone, states: Tensor) -> Tensor:
+        """Returns the logits [n, M] of the layer's states [n, H]."""
+
+    @torch.inference_mode()
+    def draft(
+        self,
+        backbone: Backbone,
+        sequences: Sequence[Self],
+        new: Sequence[NewTokens],
+        tree: Tree | DynamicTree,
+    ) -> list[Draft]:
+        """Drafts level by level; layer and matrix take the rows of all sequences at once."""
+        states = self.read(backbone, sequences, new)  # [B, H], then [N, H]
+        caches = [own.caches[0] for own in sequences]
+        lengths = [cache.length for cache in caches]
+        # Which of the tree's rows are ancestors of each node.
+        ancestors = [torch.zeros(1, 0, dtype=torch.bool, device=states.device) for _ in new]
+
+        def guess(
+            head: int, width: int, temperature: float | None, level: Frontier
+        ) -> tuple[Tensor, Tensor]:
+            nonlocal states, ancestors
+            if head:
+                ancestors = _extend_ancestor_masks(ancestors, level)
+                masks = [
+                    F.pad(own, (length, 0), value=True)
+                    for own, length in zip(ancestors, lengths, strict=True)
+                ]
+                positions = [tokens.end + head - 1 for tokens in new]
+                places = [
+                    [position] * count
+                    for position, count in zip(positions, level.counts, strict=True)
+                ]
+                embedded = self.embed(backbone, level.tokens)
+                states = self.extend(
+                    states[level.parent_rows], places, caches, embedded, masks=masks
+                )
+            return self.best(self.score_states(backbone, states), width, temperature)
+
+        try:
+            return draft_by_level(tree, new, guess)
+        finally:
+            for cache, tokens in zip(caches, new, strict=True):
+                cache.truncate(tokens.end)
+
+    @torch.inference_mode()
+    def read(
+        self, backbone: Backbone, sequences: Sequence[Self], new: Sequence[NewTokens]
+    ) -> Tensor:
+        """Adds the new tokens to each sequence's cache.
+
+        Returns the states of the last ones [B, H].
+        """
+        entering = self.enter(backbone, torch.cat([tokens.hidden for tokens in new]))
+        embedded = self.embed(backbone, torch.cat([tokens.following for tokens in new]))
+        places = [range(tokens.start, tokens.end) for tokens in new]
+        caches = [own.caches[0] for own in sequences]
+        return self.extend(entering, places, caches, embedded, last=True)
+
+    def embed(self, backbone: Backbone, tokens: Tensor) -> Tensor:
+        """Returns the backbone's embeddings unscaled: the layer's own norm scales them."""
+        return backbone.embedding(tokens).to(self.dtype)
+
+
+class Eagle(LayerDrafter):
+    """EAGLE-3's layer reads the fused states of some of the backbone's layers."""
 
     name = "eagle"
     drafts_in_graphs = True
@@ -56,21 +150,31 @@ class Eagle(HeadDrafter):
     learning_rate = 1e-3
     regress = 0.0
     config_class = EagleConfig
-    settings = ("taps",)
+    settings = ("taps", "norm_before_residual")
     vocabularies = ("draft", "own")
-    reads_next = sees_prompt = True
     config: EagleConfig
     levels: Tensor  # [H * taps], factors of the states to fuse; ones in a file
+    input_norm: nn.RMSNorm | None
 
     def __init__(self, config: EagleConfig) -> None:
         super().__init__(config)
         self.taps = with_last_layer(config.taps)
         size = config.hidden_size
         self.register_buffer("levels", torch.ones(len(config.taps) * size), persistent=False)
+        self.input_norm = None
+        if config.norm_before_fc:
+            self.input_norm = nn.RMSNorm(len(config.taps) * size, eps=config.rms_norm_eps)
         self.fc = nn.Linear(len(config.taps) * size, size, bias=False)
-        widths = (size, config.num_attention_heads, config.head_dim, config.intermediate_size)
-        numbers = {"eps": config.rms_norm_eps, "rope_theta": config.rope_theta}
-        self.midlayer = DecoderLayer(*widths, embeddings=True, **numbers)  # type: ignore[arg-type]
+        self.midlayer = DecoderLayer(
+            size,
+            config.num_attention_heads,
+            config.head_dim,
+            config.intermediate_size,
+            embeddings=True,
+            eps=config.rms_norm_eps,
+            rope_theta=config.rope_theta,
+            norm_before_residual=config.norm_before_residual,
+        )
         self.norm = nn.RMSNorm(size, eps=config.rms_norm_eps)
         nn.init.zeros_(self.fc.weight)
         nn.init.eye_(self.fc.weight[:, -size:])  # a fresh one passes the highest layer's state on
@@ -106,62 +210,22 @@ class Eagle(HeadDrafter):
     def check_fit(cls, config: Any, backbone: Backbone) -> None:
         check_layers(config.taps, backbone.num_layers, "drafter.taps")
 
-    @torch.inference_mode()
-    def draft(
+    def enter(self, backbone: Backbone, hidden: Tensor) -> Tensor:
+        entering: Tensor = self.packed("fc")(self._lower(hidden))
+        return entering
+
+    def extend(
         self,
-        backbone: Backbone,
-        sequences: Sequence[Eagle],
-        new: Sequence[NewTokens],
-        tree: Tree | DynamicTree,
-    ) -> list[Draft]:
-        """Drafts level by level; layer and matrix take the rows of all sequences at once."""
-        states = self.read(backbone, sequences, new)  # [B, H], then [N, H]
-        caches = [own.caches[0] for own in sequences]
-        layer = self.packed("midlayer")
-        lengths = [cache.length for cache in caches]
-        # Which of the tree's rows are ancestors of each node.
-        ancestors = [torch.zeros(1, 0, dtype=torch.bool, device=states.device) for _ in new]
-
-        def guess(
-            head: int, width: int, temperature: float | None, level: Frontier
-        ) -> tuple[Tensor, Tensor]:
-            nonlocal states, ancestors
-            if head:
-                ancestors = _extend_ancestor_masks(ancestors, level)
-                masks = [
-                    F.pad(own, (length, 0), value=True)
-                    for own, length in zip(ancestors, lengths, strict=True)
-                ]
-                positions = [tokens.end + head - 1 for tokens in new]
-                places = [
-                    [position] * count
-                    for position, count in zip(positions, level.counts, strict=True)
-                ]
-                embedded = self.embed(backbone, level.tokens)
-                states = layer.extend(
-                    states[level.parent_rows], places, caches, embedded, masks=masks
-                )
-            return self.best(self._score(backbone, states), width, temperature)
-
-        try:
-            return draft_by_level(tree, new, guess)
-        finally:
-            for cache, tokens in zip(caches, new, strict=True):
-                cache.truncate(tokens.end)
-
-    @torch.inference_mode()
-    def read(
-        self, backbone: Backbone, sequences: Sequence[Eagle], new: Sequence[NewTokens]
+        states: Tensor,
+        positions: Sequence[Sequence[int]],
+        caches: Sequence[LayerCache],
+        embedded: Tensor,
+        *,
+        masks: Sequence[Tensor | None] | None = None,
+        last: bool = False,
     ) -> Tensor:
-        """Adds the new tokens to each sequence's cache.
-
-        Returns the states of the last ones [B, H].
-        """
-        fused = self.packed("fc")(self._lower(torch.cat([tokens.hidden for tokens in new])))
-        embedded = self.embed(backbone, torch.cat([tokens.following for tokens in new]))
-        places = [range(tokens.start, tokens.end) for tokens in new]
-        caches = [own.caches[0] for own in sequences]
-        return self.packed("midlayer").extend(fused, places, caches, embedded, last=True)
+        layer: DecoderLayer = self.packed("midlayer")
+        return layer.extend(states, positions, caches, embedded, masks=masks, last=last)
 
     @torch.inference_mode()
     def fill(self, backbone: Backbone, new: NewTensors, trees: TreeTensors) -> None:
@@ -169,7 +233,7 @@ class Eagle(HeadDrafter):
         layer = self.packed("midlayer")
         (cached,) = new.caches
         size = len(new.hidden)
-        fused = self.packed("fc")(self._lower(new.hidden))
+        fused = self.enter(backbone, new.hidden)
         embedded = self.embed(backbone, new.following)
         last = new.last(layer.extend_slots(fused, new.rows(), cached, embedded))  # [B, H]
         states = last  # then [B * N, H]
@@ -185,20 +249,21 @@ class Eagle(HeadDrafter):
                 states = torch.where((trees.depth == 0)[..., None], last[:, None], below).flatten(
                     0, 1
                 )
-            return self.best(self._score(backbone, states), width, temperature)
+            return self.best(self.score_states(backbone, states), width, temperature)
 
         fill_by_level(trees, self.num_heads, guess)
 
-    def _score(self, backbone: Backbone, states: Tensor) -> Tensor:
+    def score_states(self, backbone: Backbone, states: Tensor) -> Tensor:
         return self.score(backbone, 0, self.norm(states))
-
-    def embed(self, backbone: Backbone, tokens: Tensor) -> Tensor:
-        """Returns the backbone's embeddings unscaled: the layer's own norm scales them."""
-        return backbone.embedding(tokens).to(self.dtype)
 
     def _lower(self, hidden: Tensor) -> Tensor:
         """Returns the states to fuse, levelled, without the last layer's."""
-        return hidden[..., : -self.config.hidden_size].to(self.dtype) * self.levels.to(self.dtype)
+        return self._fused(hidden).to(self.dtype) * self.levels.to(self.dtype)
+
+    def _fused(self, hidden: Tensor) -> Tensor:
+        """Returns the states to fuse, normed where the config says so."""
+        lower = hidden[..., : -self.config.hidden_size]
+        return lower if self.input_norm is None else normed(self.input_norm, lower)
 
     @torch.no_grad()
     def level(self, hidden: Tensor) -> None:
@@ -208,7 +273,7 @@ class Eagle(HeadDrafter):
         it.
         """
         size = self.config.hidden_size
-        squares = hidden[:, :-size].float().square().unflatten(-1, (-1, size)).mean((0, 2))
+        squares = self._fused(hidden).float().square().unflatten(-1, (-1, size)).mean((0, 2))
         self.levels.copy_(squares.clamp(min=1e-12).rsqrt().repeat_interleave(size))
 
     @torch.no_grad()

@@ -6,6 +6,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -239,6 +240,14 @@ class HeadDrafter(Scoring):
         The tensors are the parameters themselves.
         """
         return dict(self.named_parameters())
+
+    @classmethod
+    def weights_elsewhere(cls, folder: Path, model: str | None) -> dict[str, Tensor] | None:
+        """Returns the weights of a folder that holds only a config; None if it holds its own.
+
+        model: the base model that the config names.
+        """
+        return None
 
     def config_json(self) -> dict[str, Any]:
         """Returns the config as config.json has it."""

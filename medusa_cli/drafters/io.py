@@ -1,5 +1,6 @@
 """Drafters by name, and loading the drafter that a folder holds."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -8,25 +9,56 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from medusa_cli.drafters.amphista import Amphista
+from medusa_cli.drafters.assistant import Assistant
+from medusa_cli.drafters.dflash import Dflash
 from medusa_cli.drafters.eagle import Eagle
 from medusa_cli.drafters.firp import Firp, check_extra_rows
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.drafters.hydra import HydraHeads
 from medusa_cli.drafters.medusa import MedusaHeads
+from medusa_cli.drafters.mtp import Mtp
 from medusa_cli.errors import UserError, first_line, shown
 from medusa_cli.files.io import convert, read_object, write_json
 from medusa_cli.files.weights import SCALE, read_weights, to_int8
 from medusa_cli.model import Backbone
 from medusa_cli.runs.run import DRAFTER_CONFIG, check_backbone, describe_drafter
 
-KINDS: tuple[type[HeadDrafter], ...] = (MedusaHeads, HydraHeads, Amphista, Eagle, Firp)
+KINDS: tuple[type[HeadDrafter], ...] = (
+    MedusaHeads,
+    HydraHeads,
+    Amphista,
+    Eagle,
+    Firp,
+    Mtp,
+    Dflash,
+    Assistant,
+)
 DRAFTERS: dict[str, type[HeadDrafter]] = {kind.name: kind for kind in KINDS}
+log = logging.getLogger(__name__)
+# A config of another tool has one of these keys.
+FOREIGN = {
+    "speculators_model_type",
+    "model_type",
+    "architectures",
+    "medusa_num_heads",
+    "hydra_num_heads",
+}
 REMEDY = "train it again, or give another @drafter"
+
+
+def is_foreign(folder: Path) -> bool:
+    """Returns True if the config in a folder is of another tool."""
+    config = read_object(Path(folder) / "config.json", DRAFTER_CONFIG)
+    return "drafter" not in config and not FOREIGN.isdisjoint(config)
 
 
 def drafter_kind(folder: Path) -> type[HeadDrafter]:
     """Returns the class of the drafter in a folder; raises UserError if there is none."""
     name = describe_drafter(folder).drafter
+    if is_foreign(folder):
+        from medusa_cli.drafters.incoming import Checkpoint
+
+        return Checkpoint.open(str(folder)).kind
     if name not in DRAFTERS:
         raise UserError(
             f"{folder} holds no known drafter ({shown(name)})", f"use one of {', '.join(DRAFTERS)}"
@@ -37,8 +69,11 @@ def drafter_kind(folder: Path) -> type[HeadDrafter]:
 def load_drafter(folder: Path, backbone: Backbone) -> HeadDrafter:
     """Loads the drafter in a folder.
 
-    Raises UserError, naming both models, if it was trained for another backbone.
+    A checkpoint of another tool is read as it is. Raises UserError, naming both models, if it was
+    trained for another backbone.
     """
+    if is_foreign(folder):
+        return load_incoming(folder, backbone)
     kind = drafter_kind(folder)
     identity = describe_drafter(folder).provenance.identity
     if identity:
@@ -68,6 +103,23 @@ def load_kind(kind: type[HeadDrafter], folder: Path, backbone: Backbone) -> Head
             f"the model {backbone.id!r} has {backbone.hidden_size} and {backbone.vocab_size}",
             "give the drafter's own @model or another @drafter",
         )
+    return fill_drafter(kind, config, tensors, backbone)
+
+
+def load_incoming(folder: Path, backbone: Backbone) -> HeadDrafter:
+    """Loads the checkpoint of another tool; raises UserError for one that does not fit the model."""
+    from medusa_cli.drafters.incoming import Checkpoint
+
+    drafter = Checkpoint.open(str(folder)).read(backbone.config, backbone.vocab_size)
+    for note in drafter.notes:
+        log.info("%s: %s", folder, note)
+    return fill_drafter(drafter.kind, drafter.config, drafter.tensors, backbone)
+
+
+def fill_drafter(
+    kind: type[HeadDrafter], config: Any, tensors: dict[str, Tensor], backbone: Backbone
+) -> HeadDrafter:
+    """Returns a drafter with the tensors of its file, in the backbone's dtype, ready to draft."""
     kind.check_fit(config, backbone)
     drafter = kind(config)
     with torch.no_grad():
@@ -84,12 +136,20 @@ def read_drafter(kind: type[HeadDrafter], folder: Path) -> tuple[Any, dict[str, 
     Raises UserError for files that do not fit each other.
     """
     path = Path(folder) / "config.json"
+    data = read_object(path, DRAFTER_CONFIG)
     config = convert(
-        kind.read_config(read_object(path, DRAFTER_CONFIG)),
+        kind.read_config(data),
         kind.config_class,
         f"{DRAFTER_CONFIG} {path}",
         REMEDY,
     )
+    model = data.get("base_model_name_or_path")
+    elsewhere = kind.weights_elsewhere(Path(folder), model if isinstance(model, str) else None)
+    if elsewhere is not None:
+        from medusa_cli.drafters.incoming import check_tensors
+
+        check_tensors(elsewhere, weight_shapes(kind, config), str(model))
+        return config, elsewhere
     ids = {"draft_ids": (config.draft_vocab_size or 0,)} if config.vocabulary == "draft" else {}
     weights = Path(folder) / kind.weights_file
     tensors = read_weights(weights, "the drafter's weights", weight_shapes(kind, config), ids)

@@ -64,6 +64,11 @@ class LayerCache:
         self.count(positions)
         return self.rows[0, :, :end], self.rows[1, :, :end]
 
+    def filled(self) -> tuple[Tensor, Tensor]:
+        """Returns the keys and values [heads, rows, D] in use."""
+        assert self.rows is not None
+        return self.rows[0, :, : self.length], self.rows[1, :, : self.length]
+
     def count(self, positions: Sequence[int]) -> None:
         """Counts rows that are in place, as a CUDA graph has written them."""
         self._positions += positions
@@ -186,7 +191,8 @@ class DecoderLayer(SelfAttention):
     """A causal decoder layer with rotary positions and a SwiGLU MLP.
 
     A fresh one passes its input on. embeddings: attention reads [embedding; state] of width 2H, as
-    EAGLE's layer does; its parts have the names that serving engines read.
+    EAGLE's layer does; its parts have the names that serving engines read. norm_before_residual:
+    attention is added to the normed state, not to the state itself.
     """
 
     def __init__(
@@ -199,6 +205,7 @@ class DecoderLayer(SelfAttention):
         embeddings: bool = False,
         eps: float = 1e-6,
         rope_theta: float = 10_000.0,
+        norm_before_residual: bool = False,
     ) -> None:
         heads = heads or head_count(hidden_size)
         wide = wide or -(-8 * hidden_size // 3 // 64) * 64
@@ -210,6 +217,7 @@ class DecoderLayer(SelfAttention):
             eps,
         )
         self.rope_theta = rope_theta
+        self.norm_before_residual = norm_before_residual
         if embeddings:
             self.input_layernorm = nn.RMSNorm(hidden_size, eps=eps)
             self._start_at_own_token(hidden_size)
@@ -266,6 +274,8 @@ class DecoderLayer(SelfAttention):
 
     def leave(self, x: Tensor, seen: Tensor) -> Tensor:
         """Returns the layer's output [.., n, H] from its input and the attention's output [.., heads, n, D]."""
+        if self.norm_before_residual:
+            x = normed(self.hidden_norm, x)
         x = self.add(x, seen)
         read = normed(self.post_attention_layernorm, x)
         gate = F.silu(self.mlp["gate_proj"](read))

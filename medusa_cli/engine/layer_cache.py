@@ -42,6 +42,9 @@ class LayerCache(Cache):
         self.first_node_slot = 0
         self._snapshots: list[list[Snapshot]] = [[] for _ in range(slots)]
         self._places: dict[int, int] = {}  # of the layers with keys, in the buffers
+        self._sizes: dict[
+            int, tuple[int, int, int]
+        ] = {}  # their heads, and widths of keys and values
 
     @property
     def nbytes(self) -> int:
@@ -62,11 +65,20 @@ class LayerCache(Cache):
         heads = key.shape[1]
         dim = key.shape[3]
         value_dim = value.shape[3]
+        self._sizes[layer] = heads, dim, value_dim
         self._widen(place + 1, heads, dim, value_dim, value)
         assert self.keys is not None and self.values is not None
         return self.keys[place, slots, :heads, :, :dim], self.values[
             place, slots, :heads, :, :value_dim
         ]
+
+    def rows_of(self, layer: int, slot: int, length: int) -> tuple[Tensor, Tensor]:
+        """Returns a layer's keys and values [KV, length, D] of a slot's first rows."""
+        assert self.keys is not None and self.values is not None
+        place = self._places[layer]
+        heads, dim, value_dim = self._sizes[layer]
+        keys = self.keys[place, slot, :heads, :length, :dim]
+        return keys, self.values[place, slot, :heads, :length, :value_dim]
 
     def _widen(self, layers: int, heads: int, dim: int, value_dim: int, like: Tensor) -> None:
         """Makes buffers that hold a layer of these sizes; layers with smaller ones use a part of theirs."""

@@ -5,9 +5,8 @@ from typing import Any
 
 from safetensors.torch import save_file
 
+from medusa_cli.drafters.incoming_eagle3 import AUX_LAYERS, NORMS, VARIANTS
 from medusa_cli.export.eagle3_format import (
-    AUX_LAYERS,
-    VARIANTS,
     engine_tensors,
     refuse_other_kinds,
     served_model,
@@ -77,6 +76,7 @@ def _config(source: Source, verifier: str) -> dict[str, Any]:
         "draft_vocab_size": own.draft_vocab_size or own.vocab_size,
         "target_hidden_size": None,  # the drafter's own
         AUX_LAYERS: list(own.taps),
+        **{key: getattr(own, key) for key in NORMS},
         **{key: False for key in VARIANTS if key not in layer},
         "tie_word_embeddings": False,
         "torch_dtype": str(source.tensors["fc.weight"].dtype).removeprefix("torch."),

@@ -53,7 +53,7 @@ def key(default: Any, meaning: str) -> Any:
 class DrafterRecipe:
     """The drafter to train."""
 
-    name: Literal["amphista", "eagle", "firp", "hydra", "medusa"] = key(
+    name: Literal["amphista", "eagle", "firp", "hydra", "medusa", "mtp"] = key(
         "medusa",
         "the drafter; drafter=NAME is short for it",
     )
@@ -79,6 +79,10 @@ class DrafterRecipe:
     taps: Layers = key(
         (),
         "EAGLE: aux hidden state layers to read; []: a low, a middle and a high one",
+    )
+    norm_before_residual: bool = key(
+        False,
+        "EAGLE: the layer adds to its normed input, as in speculators' checkpoints",
     )
     attention_layers: Annotated[int, Meta(ge=0, le=4)] = key(
         1,

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from medusa_cli.errors import UsageError, UserError
+from medusa_cli.files import mtp
 from medusa_cli.files.assets import DEFAULT_MODEL, check_hub, gguf_path
 from medusa_cli.files.io import read_as
 from medusa_cli.files.model_files import check_model_files
@@ -122,6 +123,7 @@ def choose(
     plain = Choice(model, run=target, adapter=target.adapter if target else None, lookup=lookup)
     if not need_drafter:
         return plain
+    drafter = named_drafter(drafter, model)
     source = target or Run.pretrained(model)
     if (
         drafter is not None
@@ -153,6 +155,11 @@ def choose(
 def _no_drafter(model: str) -> UserError:
     if gguf_path(model) is None:  # unpacking one takes its time
         check_model_files(model)
+    if mtp.find_source(model) is not None:
+        return UserError(
+            f"no drafter ships for the model {model!r}",
+            f"its own checkpoint holds an MTP layer: give @drafter {mtp.NAME}",
+        )
     return UserError(
         f"no drafter ships for the model {model!r}",
         f"train one with `medusa distill --model {model}` and `medusa train`, then give its @run; @lookup drafts "
@@ -172,7 +179,7 @@ def _with_file(tree: TreeChoice, folder: Path, source: Run | None, run: str | No
         raise UserError(f"@tree {tree}: {folder} is not calibrated", remedy)
     if source is not None and source.tree_path.is_file():
         return replace(tree, file=source.tree_path)
-    if tree.nodes is not None or (tree.kind == "auto" and calibrated):
+    if tree.nodes is not None or tree.kind == "auto":
         return tree
     remedy = (
         f"make one with `medusa tree --run {run}`" if run else "give the @run that it belongs to"
@@ -180,11 +187,26 @@ def _with_file(tree: TreeChoice, folder: Path, source: Run | None, run: str | No
     raise UserError(f"there is no tree for {folder}", f"{remedy}, or give @tree FILE")
 
 
+def named_drafter(drafter: Path | None, model: str) -> Path | None:
+    """Returns the folder of a drafter, also of a hub id; "mtp" means the one in the model's own checkpoint."""
+    if drafter is None or drafter.is_dir():
+        return drafter
+    name = str(drafter)
+    if name == mtp.NAME:
+        return mtp.own_drafter(model)
+    if name.count("/") != 1 or name.startswith((".", "/", "~")):
+        return drafter
+    run, folder = find_drafter(name)
+    return folder if run is None else Path(run) / "drafter"
+
+
 def find_drafter(name: str) -> tuple[str | None, Path | None]:
     """Returns the run or the drafter's folder that a name, a folder or a hub id means; raises UserError if none."""
     path = Path(name).expanduser()
     if not path.is_dir() and (RUNS / name).is_dir():
         path = RUNS / name
+    if name == mtp.NAME and not path.is_dir():
+        return None, path
     if not path.is_dir():
         check_hub(name, named="@drafter")
         from huggingface_hub import snapshot_download

@@ -61,6 +61,11 @@ def check_recipe(recipe: Recipe) -> None:
         )
     # Such heads learn with the lm_head's weight without the adapter, and would score with the
     # merged one.
+    if "own" not in kind.vocabularies:
+        raise UsageError(
+            f"train.stage=2 trains the lm_head, which drafter={kind.name} needs unchanged",
+            "use train.stage=1, or another drafter",
+        )
     for name, value in (("vocabulary", "shared"), ("matrices", "none")):
         if getattr(drafter, name) == value:
             raise UsageError(

@@ -1,0 +1,350 @@
+"""Drafters that other tools trained: finds a checkpoint's layout, and checks every tensor."""
+
+import pickle
+import re
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from medusa_cli.drafters import incoming_assistant as assistant
+from medusa_cli.drafters import incoming_dflash as dflash
+from medusa_cli.drafters import incoming_eagle3 as eagle3
+from medusa_cli.drafters import incoming_medusa as medusa
+from medusa_cli.drafters.heads import HeadDrafter
+from medusa_cli.drafters.io import DRAFTERS, weight_shapes
+from medusa_cli.errors import UserError, first_line, shown
+from medusa_cli.files import assets
+from medusa_cli.files.io import convert, read_object
+from medusa_cli.files.weights import FLOATS, INTEGERS, read_weights
+
+SUFFIXES = (".safetensors", ".pt", ".bin")
+# Names of weight files, the safe form of each first.
+FILES = [
+    f"{name}{end}"
+    for name in ("medusa_lm_head", "hydra_lm_head", "model", "pytorch_model")
+    for end in SUFFIXES
+]
+INDEX = "model.safetensors.index.json"
+# Keys of configs that count the heads.
+COUNTS = ("medusa_num_heads", "hydra_num_heads", "num_heads")
+HYDRA_KEY = re.compile(r"hydra_mlp\.(\d\d?)\.(\d\d?)\.(.+)")
+# Faults that an error lists, and types that a torch file may hold.
+LISTED = 4
+TYPES = {
+    torch.bfloat16,
+    torch.float16,
+    torch.float32,
+    torch.float64,
+    torch.int32,
+    torch.int64,
+    torch.int8,
+    torch.bool,
+}
+
+
+@dataclass(frozen=True)
+class Incoming:
+    """A checkpoint's drafter as it is run here.
+
+    kind, config: the class and its config. settings: the config as config.json has it. tensors: by
+    our names. format: the layout in which it came. notes: what was changed.
+    """
+
+    format: str
+    kind: type[HeadDrafter]
+    config: Any
+    settings: dict[str, Any]
+    tensors: dict[str, Tensor] = field(repr=False)
+    notes: list[str]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Holds the config and all tensors of a folder, a file or a hub id that another tool wrote."""
+
+    place: str
+    config: dict[str, Any]
+    tensors: dict[str, Tensor] = field(repr=False)
+
+    @classmethod
+    def open(cls, place: str) -> "Checkpoint":
+        """Reads a checkpoint; raises UserError for files that are missing, damaged or hostile."""
+        folder, files = _fetch(place)
+        path = folder / "config.json"
+        tensors: dict[str, Tensor] = {}
+        for file in files:
+            tensors |= read_tensors(file)
+        return cls(place, read_object(path, "the config") if path.is_file() else {}, tensors)
+
+    @property
+    def model(self) -> Any:
+        """Returns the name of the drafter's model as the config has it, None if it names none."""
+        return self.config.get("base_model_name_or_path") or eagle3.verifier_of(self.config)
+
+    @property
+    def kind(self) -> type[HeadDrafter]:
+        """Returns the class of the drafter; raises UserError for an unknown layout."""
+        return DRAFTERS[FORMATS[_format(self.tensors, self.config, self.place)][0]]
+
+    def read(self, base: Any, vocab_size: int) -> Incoming:
+        """Returns the drafter for a model of the config `base`; raises UserError if it does not fit the model."""
+        format = _format(self.tensors, self.config, self.place)
+        kind = self.kind
+        settings, tensors, notes = FORMATS[format][1](self.tensors, self.config, base)
+        settings = {
+            "drafter": kind.name,
+            "hidden_size": base.hidden_size,
+            "vocab_size": vocab_size,
+            **settings,
+        }
+        config = convert(
+            kind.read_config(settings), kind.config_class, f"the {kind.name} drafter's config"
+        )
+        notes += _count_notes(self.config, config.num_heads)
+        check_tensors(
+            {name: tensors[name] for name in tensors if name != "draft_ids"},
+            weight_shapes(kind, config),
+            self.place,
+        )
+        return Incoming(format, kind, config, settings, tensors, notes)
+
+
+def _count_notes(config: dict[str, Any], heads: int) -> list[str]:
+    """Returns a note if a config counts fewer heads than the file holds; raises UserError if it counts more."""
+    stated = next((config[key] for key in COUNTS if isinstance(config.get(key), int)), heads)
+    if stated > heads:
+        raise UserError(
+            f"config.json counts {stated} heads, the file holds {heads}",
+            "fetch the checkpoint again",
+        )
+    return (
+        [f"config.json counts {stated} heads, the file holds {heads}: all are imported"]
+        if stated < heads
+        else []
+    )
+
+
+def _fetch(place: str) -> tuple[Path, list[Path]]:
+    """Returns a checkpoint's folder and its files of weights; a hub id is downloaded first."""
+    folder = Path(place).expanduser()
+    if folder.is_file():
+        if folder.suffix not in SUFFIXES:
+            raise UserError(
+                f"{place} is not a {', '.join(SUFFIXES)} file",
+                "give the checkpoint's folder or its weights",
+            )
+        return folder.parent, [folder]
+    if not folder.is_dir():
+        if place.startswith((".", "/", "~")) or place.count("/") != 1:
+            raise UserError(
+                f"{place} does not exist",
+                "give a folder, a file of weights, or a hub id OWNER/NAME",
+            )
+        from huggingface_hub import snapshot_download
+
+        assets.check_hub(place, named="PATH|ID")
+        patterns = ["config.json", INDEX, "model-*.safetensors", *FILES]
+        folder = Path(snapshot_download(place, allow_patterns=patterns))
+    file = next((folder / name for name in FILES if (folder / name).is_file()), None)
+    if file is not None:
+        return folder, [file]
+    if not (folder / INDEX).is_file():
+        raise UserError(f"{folder} holds no weights", f"it needs one of {', '.join(FILES)}")
+    names = read_object(folder / INDEX, "the index").get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+        raise UserError(f"{folder / INDEX} has no weight_map", "fetch the checkpoint again")
+    return folder, [_inside(folder, name) for name in sorted(set(names.values()))]
+
+
+def _inside(folder: Path, name: str) -> Path:
+    """Returns the path of a file that an index names; raises UserError unless it lies in the folder."""
+    path = (folder / name).resolve()
+    root = folder.resolve()
+    if root.parent.name == "snapshots":  # in the hub's cache files are links to its blobs
+        root = root.parents[1]
+    if not path.is_relative_to(root):
+        raise UserError(
+            f"{folder} names the file {name!r} outside of itself", "do not trust this folder"
+        )
+    return folder / name
+
+
+def _format(tensors: dict[str, Tensor], config: dict[str, Any], place: str) -> str:
+    """Returns the name of the layout that a checkpoint's tensors have."""
+    kind = config.get("speculators_model_type")
+    if config.get("model_type") in assistant.TYPES:
+        return "assistant"
+    if kind in dflash.TYPES:
+        return "dflash"
+    if kind not in (None, "eagle3"):
+        raise UserError(
+            f"{place} is a drafter {shown(kind)} of speculators, which cannot be run here",
+            f"known are eagle3, {', '.join(dflash.TYPES)}",
+        )
+    if any("midlayer." in name or name.startswith("layers.0.self_attn") for name in tensors):
+        return "eagle3"
+    if any(name.startswith("hydra_mlp.") for name in tensors) or "hydra_num_heads" in config:
+        return "hydra"
+    if any(medusa.KEY.fullmatch(medusa.plain_name(name)) for name in tensors):
+        return "medusa"
+    some = ", ".join(list(tensors)[:3])
+    raise UserError(
+        f"{place} is in no known layout (its tensors are {some}, ...)",
+        f"use one of {', '.join(FORMATS)}",
+    )
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Returns the tensors of a .safetensors file, or of a torch file (.pt, .bin) without executing its pickle.
+
+    Raises UserError for a file that is neither, or that holds more than tensors.
+    """
+    if path.suffix == ".safetensors":
+        return read_weights(path, "the checkpoint", types=(*FLOATS, *INTEGERS, "I8", "BOOL"))
+    try:
+        _check_unpacked(path)
+        tensors = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as reason:
+        raise UserError(
+            f"{path} holds more than tensors, which reading would execute; it was not read",
+            "save its tensors as .safetensors where you trust it",
+        ) from reason
+    except UserError:
+        raise
+    except Exception as reason:  # torch and zipfile raise a dozen types for damaged files
+        raise UserError(
+            f"{path} is not a complete torch file: {first_line(reason)}", "fetch it again"
+        ) from reason
+    if not isinstance(tensors, Mapping) or not all(map(_is_named_tensor, tensors.items())):
+        raise UserError(
+            f"{path} is not a state dict of named tensors",
+            "give the file with the heads' state dict",
+        )
+    for name, tensor in tensors.items():
+        if (
+            tensor.layout != torch.strided
+            or tensor.device.type != "cpu"
+            or tensor.dtype not in TYPES
+        ):
+            raise UserError(
+                f"{path}: the tensor {shown(name)} is sparse or quantised",
+                "save it as plain floats",
+            )
+    return dict(tensors)
+
+
+def _is_named_tensor(entry: tuple[Any, Any]) -> bool:
+    name, tensor = entry
+    return isinstance(name, str) and isinstance(tensor, Tensor)
+
+
+def _check_unpacked(path: Path) -> None:
+    """Raises UserError for a compressed torch file: torch compresses nothing, and such a file may unpack endlessly."""
+    with path.open("rb") as file:
+        if file.read(4) != b"PK\x03\x04":
+            return
+    with zipfile.ZipFile(path) as archive:
+        if sum(entry.file_size for entry in archive.infolist()) > path.stat().st_size:
+            raise UserError(
+                f"{path} is compressed, which torch files are not", "save it again with torch.save"
+            )
+
+
+def check_tensors(
+    tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], place: str
+) -> None:
+    """Raises UserError, naming tensors, unless they have exactly these names and shapes and are finite floats.
+
+    place: the checkpoint's folder, file or hub id.
+    """
+    faults = [f"{name} is missing" for name in shapes if name not in tensors]
+    faults += [f"{name} is unknown" for name in tensors if name not in shapes]
+    for name, shape in shapes.items():
+        if name in tensors and tensors[name].shape != shape:
+            faults.append(f"{name} is {_size(tensors[name].shape)} instead of {_size(shape)}")
+    # Values are read last: a tensor of another shape may be too large for it.
+    if not faults:
+        faults = [
+            f"{name} holds integers" for name in tensors if not tensors[name].is_floating_point()
+        ]
+    if not faults:
+        faults = [f"{name} is not finite" for name in tensors if not tensors[name].isfinite().all()]
+    if faults:
+        more = f" and {len(faults) - LISTED} more" if len(faults) > LISTED else ""
+        text = f"the checkpoint {place} does not fit the model: {'; '.join(faults[:LISTED])}{more}"
+        raise UserError(text, "give the drafter's own @model, or fetch the checkpoint again")
+
+
+def _size(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape)) or "a single number"
+
+
+def read_hydra(
+    tensors: dict[str, Tensor], config: dict[str, Any], model: Any
+) -> tuple[dict[str, Any], dict[str, Tensor], list[str]]:
+    """Reads Hydra heads as the authors' code saves them: settings, tensors, notes; UserError for other architectures.
+
+    Biases of the vocabulary matrices are left out, with a note.
+    """
+    arch = config.get("hydra_head_arch", "mlp")
+    if arch != "mlp" or any(name.startswith("prefix_embeding_layer.") for name in tensors):
+        raise UserError(
+            f"hydra_head_arch={arch!r} cannot be run here", "give heads of the kind mlp"
+        )
+    if config.get("hidden_state_offset"):
+        raise UserError(
+            "hidden_state_offset: these heads read an earlier layer",
+            "give heads on the final states",
+        )
+    keys = [
+        key for name in tensors if (key := HYDRA_KEY.fullmatch(name)) and key[3] == "linear.weight"
+    ]
+    if not keys:
+        raise UserError(
+            "the checkpoint has no tensors named hydra_mlp.HEAD.LAYER.linear.weight",
+            "give Hydra heads",
+        )
+    if "hydra_mlp.0.0.res_connection.weight" not in tensors:
+        raise UserError(
+            "grounded_heads=false: these heads do not see earlier draft tokens",
+            "give grounded heads",
+        )
+    heads = 1 + max(int(key[1]) for key in keys)
+    layers = 1 + max(int(key[2]) for key in keys)
+
+    notes = []
+    names = {}  # theirs -> ours
+    for k in range(heads):
+        names[f"hydra_lm_head.{k}.weight"] = f"matrices.{k}"
+        for end in ("weight", "bias"):
+            names[f"hydra_mlp.{k}.0.res_connection.{end}"] = f"blocks.{k}.skip.{end}"
+            names[f"hydra_mlp.{k}.0.linear.{end}"] = f"blocks.{k}.mix.{end}"
+            for layer in range(1, layers):
+                names[f"hydra_mlp.{k}.{layer}.linear.{end}"] = (
+                    f"blocks.{k}.stack.{layer - 1}.linear.{end}"
+                )
+
+    tensors = dict(tensors)
+    tensors.pop("input_embed_fn.weight", None)  # the model's own
+    biases = [tensors.pop(f"hydra_lm_head.{k}.bias", None) for k in range(heads)]
+    known = [bias for bias in biases if bias is not None and bias.shape == (model.vocab_size,)]
+    largest = max((bias.float().abs().max().item() for bias in known), default=0)
+    if largest:
+        notes.append(f"the biases of the vocabulary matrices, at most {largest:.2g}, are left out")
+    settings = {"num_heads": heads, "num_layers": layers, "vocabulary": "own", "raw": True}
+    return settings, {names.get(name, name): tensor for name, tensor in tensors.items()}, notes
+
+
+# The kind of drafter that each layout holds, and its reader.
+FORMATS = {
+    "medusa": ("medusa", medusa.read_medusa),
+    "hydra": ("hydra", read_hydra),
+    "eagle3": ("eagle", eagle3.read_eagle3),
+    "dflash": ("dflash", dflash.read_dflash),
+    "assistant": ("assistant", assistant.read_assistant),
+}

@@ -1,0 +1,393 @@
+"""MTP: the layer for multi-token prediction that a model brings along, run by transformers' own decoder layer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from medusa_cli.device import upload
+from medusa_cli.drafters.base import Batch
+from medusa_cli.drafters.eagle import LayerDrafter
+from medusa_cli.drafters.heads import HeadDrafter, HeadsConfig
+from medusa_cli.drafters.layers import LayerCache, Padding, last_of
+from medusa_cli.errors import UserError, first_line, shown
+from medusa_cli.files.model_files import checkpoint_files, opened
+from medusa_cli.files.mtp import NAME, mtp_settings, need_source
+from medusa_cli.model import Backbone
+from medusa_cli.model.attention import additive, cache_name
+from medusa_cli.model.backbone import text_model
+
+# Rows of a pass over a prompt: its mask is dense.
+ROWS = 512
+# Types that transformers does not know, and those whose layers are theirs.
+ALIKE = {"mimo": "qwen2"}
+# Fields of a model's config that a drafter's few layers have otherwise.
+GIVEN = ("model_type", "layer_types", "num_hidden_layers")
+EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True)
+class MtpConfig(HeadsConfig):
+    """num_heads: draft tokens of a path; the one layer is run again for each.
+
+    text: the model's config, of one layer, as transformers has it. state_first: the projection
+    reads [state; embedding]. raw_state: it reads the state before the model's last norm.
+    """
+
+    text: dict[str, Any] = field(default_factory=dict)
+    state_first: bool = False
+    raw_state: bool = False
+
+
+class MtpLayer(nn.Module):
+    """Runs a decoder layer over the projected [embedding; state], both normed, and norms its output."""
+
+    def __init__(self, config: MtpConfig) -> None:
+        super().__init__()
+        parts = LayerParts.of(config.text, 1)
+        norm = parts.norm
+        eps = parts.config.rms_norm_eps
+        size = config.hidden_size
+        self.state_first = config.state_first
+        self.embedding_norm = norm(size, eps=eps)
+        self.state_norm = norm(size, eps=eps)
+        self.fc = nn.Linear(2 * size, size, bias=False)
+        self.layer = parts.layer(parts.config, 0)
+        self.norm = norm(size, eps=eps)
+        with torch.device("cpu"):
+            self._rotary = (
+                parts.rotary(parts.config),
+            )  # no part of the module: its rates stay in fp32
+        self._cache = cache_name(type(self.layer).forward)
+
+    def forward(
+        self, states: Tensor, embedded: Tensor, positions: Tensor, mask: Tensor, rows: Any
+    ) -> Tensor:
+        """Returns the normed output [N, H] of rows with states and embeddings [N, H] at positions [N].
+
+        mask [N, M] bool: which rows each one sees, those before and these. rows: takes the keys and
+        values of these and returns all.
+        """
+        dtype = self.norm.weight.dtype
+        parts = [self.embedding_norm(embedded.to(dtype)), self.state_norm(states.to(dtype))]
+        x = self.fc(torch.cat(parts[::-1] if self.state_first else parts, dim=-1))[None]
+        out = self.layer(
+            x,
+            attention_mask=additive(mask, x.dtype)[None, None],
+            position_embeddings=self._rotary[0](x, positions[None]),
+            position_ids=positions[None],
+            **{self._cache: rows},
+        )
+        normed: Tensor = self.norm(out[0] if isinstance(out, tuple) else out)[0]
+        return normed
+
+
+class CachedRows:
+    """Gives a layer the rows of B sequences, one sequence after another, and keeps them in their caches."""
+
+    def __init__(self, caches: Sequence[LayerCache], positions: Sequence[Sequence[int]]) -> None:
+        self._caches = caches
+        self._positions = positions
+
+    def update(
+        self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Adds keys and values [1, heads, N, D]; returns those of all rows [1, heads, M, D]."""
+        counts = [len(own) for own in self._positions]
+        width = values.shape[-1]
+        wide = F.pad(values, (0, keys.shape[-1] - width))  # MLA's values are narrower than its keys
+        parts = zip(
+            self._caches,
+            keys[0].split(counts, 1),
+            wide[0].split(counts, 1),
+            self._positions,
+            strict=True,
+        )
+        known = [
+            cache.append(own_keys, own_values, at) for cache, own_keys, own_values, at in parts
+        ]
+        every = [torch.cat(rows, dim=1)[None] for rows in zip(*known, strict=True)]
+        return every[0], every[1][..., :width]
+
+
+class GrowingRows:
+    """Keeps the rows of earlier steps for the next ones, with their gradients."""
+
+    def __init__(self) -> None:
+        self._known: list[tuple[Tensor, Tensor]] = []
+
+    def update(
+        self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Adds keys and values [1, heads, N, D]; returns those of all rows."""
+        self._known.append((keys, values))
+        every = [torch.cat(rows, dim=2) for rows in zip(*self._known, strict=True)]
+        return every[0], every[1]
+
+
+class TransformersDrafter(HeadDrafter):
+    """Runs layers of transformers, which want one number type throughout."""
+
+    def packed(self, name: str) -> Any:
+        fresh = name not in self._packed
+        module = super().packed(name)
+        if fresh and name in self._packed:
+            module.float()  # as packed layers give it
+        return module
+
+
+class Mtp(TransformersDrafter, LayerDrafter):
+    """A model's MTP layer over its final states; the normed output of a step is the state of the next.
+
+    The model's own embeddings go in, and its lm_head scores, over all tokens or a draft vocabulary.
+    """
+
+    name = NAME
+    learning_rate = 1e-4  # it is trained already
+    regress = 0.0
+    config_class = MtpConfig
+    settings = ()
+    vocabularies = ("draft", "shared")
+    config: MtpConfig
+
+    def __init__(self, config: MtpConfig) -> None:
+        super().__init__(config)
+        self.mtp = MtpLayer(config)
+        self.truncate(0)
+
+    @classmethod
+    def create(cls, backbone: Backbone, *settings: Any, **named: Any) -> Mtp:
+        """Returns the drafter with the weights of the model's checkpoint, in fp32."""
+        drafter = super().create(backbone, *settings, **named)
+        assert isinstance(drafter, Mtp)
+        tensors = checkpoint_tensors(backbone.id)
+        with torch.no_grad():
+            for name, weight in drafter.named_weights().items():
+                weight.copy_(tensors[name])
+        return drafter
+
+    @classmethod
+    def fields_of_model(cls, backbone: Backbone, num_heads: int) -> dict[str, Any]:
+        settings = mtp_settings(backbone.id)
+        return {"num_layers": 1, "text": settings["text"], "state_first": settings["state_first"]}
+
+    @property
+    def decoder_layers(self) -> list[Any]:
+        return [self.mtp]
+
+    def named_weights(self) -> dict[str, Tensor]:
+        """Returns every weight under its name in the file, the biases of routers to experts among them."""
+        return self.state_dict(keep_vars=True)
+
+    @classmethod
+    def weights_elsewhere(cls, folder: Path, model: str | None) -> dict[str, Tensor] | None:
+        if (folder / cls.weights_file).is_file() or model is None:
+            return None
+        return checkpoint_tensors(model)
+
+    def enter(self, backbone: Backbone, hidden: Tensor) -> Tensor:
+        states = hidden.to(self.dtype)
+        gain = backbone.engine.final_gain() if self.config.raw_state else None
+        # The norm that follows undoes the scale, but not the gain of the model's last norm.
+        return states if gain is None else states / gain.to(states)
+
+    def extend(
+        self,
+        states: Tensor,
+        positions: Sequence[Sequence[int]],
+        caches: Sequence[LayerCache],
+        embedded: Tensor,
+        *,
+        masks: Sequence[Tensor | None] | None = None,
+        last: bool = False,
+    ) -> Tensor:
+        counts = [len(own) for own in positions]
+        if masks is None and sum(counts) > ROWS:
+            return self._in_pieces(states, positions, caches, embedded)
+        device = states.device
+        if masks is None:
+            masks = [
+                torch.ones(count, cache.length + count, dtype=torch.bool, device=device).tril(
+                    cache.length
+                )
+                for count, cache in zip(counts, caches, strict=True)
+            ]
+        mask = torch.block_diag(*[own for own in masks if own is not None]).bool()
+        flat = upload([position for own in positions for position in own], device)
+        layer: MtpLayer = self.packed("mtp")
+        out = layer(states, embedded, flat, mask, CachedRows(caches, positions))
+        return out[upload(last_of(counts), device)] if last else out
+
+    def _in_pieces(
+        self,
+        states: Tensor,
+        positions: Sequence[Sequence[int]],
+        caches: Sequence[LayerCache],
+        embedded: Tensor,
+    ) -> Tensor:
+        """Adds long prompts sequence by sequence, some rows at a time; returns the last rows [B, H]."""
+        outs = []
+        start = 0
+        for cache, places in zip(caches, positions, strict=True):
+            for first in range(0, len(places), ROWS):
+                piece = places[first : first + ROWS]
+                rows = slice(start, start + len(piece))
+                out = self.extend(states[rows], [piece], [cache], embedded[rows], last=True)
+                start += len(piece)
+            outs.append(out)
+        return torch.cat(outs)
+
+    def score_states(self, backbone: Backbone, states: Tensor) -> Tensor:
+        return self.score(backbone, 0, states)
+
+    def head_states(
+        self, backbone: Backbone, batch: Batch, rows: Sequence[Tensor]
+    ) -> Iterator[Tensor]:
+        """Yields the states of each step, by the training-time test: see `eagle.training_time_test`."""
+        padding = Padding(batch.attention_groups)
+        learnt = batch.learnt
+        count = len(learnt)
+        embedded = self.embed(backbone, batch.next)
+        every = torch.arange(len(batch.next), device=learnt.device)
+        mask = (padding.sequence[:, None] == padding.sequence) & (every[:, None] >= every)
+        known = GrowingRows()
+        entering = self.enter(backbone, batch.hidden)
+        states = self.mtp(entering, embedded, padding.position, mask, known)[learnt]
+        mask = mask[learnt]
+        itself = torch.eye(count, dtype=torch.bool, device=learnt.device)
+        for step, positions in enumerate(rows):
+            if step:
+                # Beyond a conversation's end there is no target: any token may be read there.
+                token = (learnt + step).clamp(max=len(embedded) - 1)
+                mask = torch.cat([mask, itself], dim=1)
+                at = padding.position[learnt] + step
+                states = self.mtp(states, embedded[token], at, mask, known)
+            yield states[batch.learnt_index[positions]].to(batch.hidden.dtype)
+
+
+def as_ported(drafter: Mtp, batch: Batch) -> dict[str, tuple[Mtp, Batch]]:
+    """Returns the drafter and the batch as other readings of the checkpoint have them, by what they change.
+
+    These are the ways in which ports of MTP layers went wrong, each alone.
+    """
+    raw = "after" if drafter.config.raw_state else "before"
+    other_state, other_order, other_norms = (_copy(drafter) for _ in range(3))
+    other_state.config = replace(drafter.config, raw_state=not drafter.config.raw_state)
+    other_order.mtp.state_first = not drafter.mtp.state_first
+    norm: Any = type(drafter.mtp.norm)
+    adds_one = not norm(1).weight.any()
+    for module in other_norms.mtp.modules():
+        if type(module) is norm:
+            weight: Any = module.weight
+            weight.add_(-1.0 if adds_one else 1.0)
+    at_itself = torch.cat([batch.next[:1], batch.next[:-1]])
+    first = "embedding" if drafter.mtp.state_first else "state"
+    return {
+        f"the state {raw} the model's last norm": (other_state, batch),
+        f"norms' weights stored as {'w' if adds_one else '1 + w'}": (other_norms, batch),
+        f"the {first} first in the projection": (other_order, batch),
+        "each state beside its own token, not the next": (drafter, replace(batch, next=at_itself)),
+    }
+
+
+def _copy(drafter: Mtp) -> Mtp:
+    """Returns a drafter with weights of its own."""
+    other = Mtp(drafter.config)
+    other.load_state_dict(drafter.state_dict())
+    other.draft_ids.copy_(drafter.draft_ids)
+    device = drafter.draft_ids.device
+    return other.to(device, drafter.dtype).eval().requires_grad_(False)
+
+
+@dataclass(frozen=True)
+class LayerParts:
+    """Holds transformers' config of a model with few layers, and the classes of its parts."""
+
+    config: Any
+    layer: Any
+    norm: Any
+    rotary: Any
+
+    @classmethod
+    def of(cls, fields: dict[str, Any], layers: int) -> LayerParts:
+        """Returns the parts of layers of full attention by the fields of a model's config.
+
+        Raises UserError for a type of model that transformers does not know, and for impossible
+        values.
+        """
+        from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+        kind = str(fields.get("model_type"))
+        own = {key: value for key, value in fields.items() if key not in GIVEN}
+        with refusing(kind):
+            config = CONFIG_MAPPING[ALIKE.get(kind, kind)](**own, num_hidden_layers=layers)
+            if getattr(config, "layer_types", None):
+                config.layer_types = ["full_attention"] * layers
+            config._attn_implementation = "sdpa"
+            config._experts_implementation = "eager"
+            with torch.device("meta"):
+                base = text_model(AutoModelForCausalLM.from_config(config))
+            parts = cls(config, type(base.layers[0]), type(base.norm), type(base.rotary_emb))
+        return parts
+
+
+@contextmanager
+def refusing(kind: str) -> Iterator[None]:
+    """Turns the errors of transformers' configs and layers, which are of many types, into a UserError."""
+    try:
+        yield
+    except Exception as reason:
+        raise UserError(
+            f"transformers cannot run the drafter's layers, of the model type {shown(kind)}: "
+            f"{first_line(reason)}",
+            "use another @drafter",
+        ) from reason
+
+
+def checkpoint_tensors(model: str) -> dict[str, Tensor]:
+    """Returns the tensors of a model's MTP layer by our names; UserError if its checkpoint holds none."""
+    source = need_source(model)
+    tensors: dict[str, Tensor] = {}
+    with opened(checkpoint_files(source.place), "pt") as slices:
+        for name, part in slices.items():
+            own = source.layout.ours(name)
+            if own is not None:
+                tensors[own] = part[...]
+                if tensors[own].dtype not in FLOATS:
+                    raise UserError(
+                        f"the MTP layer of {model} is quantized ({name} is of {tensors[own].dtype})",
+                        "use a checkpoint in bf16, or another @drafter",
+                    )
+    return with_joined_experts(tensors)
+
+
+def with_joined_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Returns a layer's tensors with those of experts joined, as transformers' layers hold them.
+
+    gate and up [I, H] become gate_up_proj [E, 2 I, H], down [H, I] becomes down_proj [E, H, I].
+    """
+    experts: dict[str, dict[int, dict[str, Tensor]]] = {}
+    joined: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if part := EXPERT.fullmatch(name):
+            place, number, matrix = part.groups()
+            experts.setdefault(place, {}).setdefault(int(number), {})[matrix] = tensor
+        else:
+            joined[name] = tensor
+    for place, parts in experts.items():
+        every = [parts[number] for number in sorted(parts)]
+        if any(len(part) < 3 for part in every):
+            continue  # what is missing is named when the tensors are checked
+        gate_up = [torch.cat([part["gate_proj"], part["up_proj"]]) for part in every]
+        joined[f"{place}.gate_up_proj"] = torch.stack(gate_up)
+        joined[f"{place}.down_proj"] = torch.stack([part["down_proj"] for part in every])
+    return joined
