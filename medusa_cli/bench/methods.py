@@ -55,7 +55,7 @@ def choose_files(
     names: Sequence[str],
     model: str | None,
     run: str | None,
-    drafter: Path | None,
+    drafter: str | None,
     tree: str | None,
     lookup: bool | None,
 ) -> tuple[Choice, dict[str, Choice]]:

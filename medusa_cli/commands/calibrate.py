@@ -41,11 +41,12 @@ def calibrate(
     """
     from medusa_cli.files.io import write_json
     from medusa_cli.runs.recipe import load_recipe
+    from medusa_cli.runs.resolve import find_drafter
     from medusa_cli.runs.run import Run, sole_writer
 
     printing.configure()
     target = Run.open(run)
-    folder = drafter or target.drafter_dir
+    folder = target.drafter_dir if drafter is None else find_drafter(drafter)[0]
     if not (folder / "config.json").is_file():
         raise UserError(
             f"{folder} holds no drafter",
