@@ -32,6 +32,7 @@ PARSED_ONLY = {
     "nvidia/SPEED-Bench": "it fetches a data set from the hub",
     "openai/gsm8k": "it fetches a data set from the hub",
     "openai/openai_humaneval": "it fetches a data set from the hub",
+    "my-org/my-drafter": "it needs the hub; test_hub.py has a stand-in",
     "random:1b": "a random model of this size takes minutes",
     "llama.cpp": "it needs xllamacpp",
     "qlora": "it needs a GPU, or minutes",
