@@ -35,6 +35,7 @@ PARSED_ONLY = {
     "my-org/my-drafter": "it needs the hub; test_hub.py has a stand-in",
     "random:1b": "a random model of this size takes minutes",
     "llama.cpp": "it needs xllamacpp",
+    "--peer": "it asks servers; test_bench.py has some",
     "qlora": "it needs a GPU, or minutes",
     "--logger": "it needs the logger's package",
     "--sweep": "a sweep takes a bench a point; test_bench.py runs each axis",

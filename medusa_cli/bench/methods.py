@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from medusa_cli.bench.stats import Measurement
-from medusa_cli.decode import Decoder, DraftPolicy, Request, Sampling
+from medusa_cli.decode import Decoder, DraftPolicy, Request, Sampling, Stats
 from medusa_cli.decode.processors import MODELS_OWN, generate_arguments
 from medusa_cli.drafters import DRAFTERS, Drafter
 from medusa_cli.errors import UsageError, UserError, first_line
@@ -225,8 +225,13 @@ def llama_method(name: str, gguf: Path, backbone: Backbone) -> Method:
         request = urllib.request.Request(f"{server.listening_address}/completion", body, kind)
         # As a stream it would leave out tokens that end inside a letter; so would the server's calls without HTTP.
         with urllib.request.urlopen(request) as reply:
-            tokens: list[int] = json.load(reply)["tokens"]
+            document = json.load(reply)
+        tokens: list[int] = document["tokens"]
         on_tokens(tokens)
-        return [Measurement([tokens])]
+        timings = document["timings"]
+        stats = Stats(
+            drafted=timings.get("draft_n", 0), accepted=timings.get("draft_n_accepted", 0)
+        )
+        return [Measurement([tokens], stats=stats)]
 
     return answer
