@@ -17,7 +17,8 @@ from rich.text import Text
 from medusa_cli import console
 from medusa_cli.api import Medusa
 from medusa_cli.bench import run as running
-from medusa_cli.bench.methods import Method, check_llama
+from medusa_cli.bench.methods import Method
+from medusa_cli.bench.peers import check_reader
 from medusa_cli.bench.questions import Question
 from medusa_cli.bench.report import gains_table
 from medusa_cli.bench.run import answer_all, first_difference, save
@@ -459,9 +460,9 @@ def test_assisted_generation_needs_a_draft_model_of_the_same_vocabulary(
 def test_llama_cpp_decodes_greedily_from_a_known_file(
     monkeypatch, installed, model, file, sampling, named
 ) -> None:
-    monkeypatch.setattr("medusa_cli.bench.methods.has_package", lambda name: installed)
+    monkeypatch.setattr("medusa_cli.bench.peers.has_package", lambda name: installed)
     with pytest.raises(UsageError, match=named) if named else nullcontext():
-        check_llama("llama.cpp", model, file, sampling)
+        check_reader("llama.cpp", model, file, sampling)
 
 
 def test_quantized_weights_are_compared_with_the_plain_models_answers(place: Path) -> None:
