@@ -119,7 +119,7 @@ RunOrDefault = Annotated[
     Text, flag("--run NAME", f"{_RUN} [default: {DEFAULT_RUN}, else the drafter that ships]")
 ]
 RunOrNew = Annotated[Text, flag("--run NAME", "The run to write. [default: named after PATH|ID]")]
-Model = Annotated[Text, model_flag(f"the run's, else {DEFAULT_MODEL}")]
+Model = Annotated[Text, model_flag(f"the run's or the drafter's, else {DEFAULT_MODEL}")]
 ModelOfDrafter = Annotated[Text, model_flag("the one that its config names")]
 Drafter = Annotated[Text, flag("--drafter NAME|FOLDER|ID", _DRAFTER)]
 TrustRemoteCode = Annotated[
