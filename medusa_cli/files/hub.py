@@ -92,5 +92,5 @@ def _refusals(name: str) -> Iterator[None]:
     except OfflineModeIsEnabled as reason:
         raise UserError(f"@push {name}: HF_HUB_OFFLINE is set", "unset it") from reason
     except Exception as reason:  # the client raises its HTTP library's errors
-        fault = f"@push {name}: the model hub cannot be reached: {first_line(reason)}"
+        fault = f"@push {name}: the upload failed: {first_line(reason)}"
         raise UserError(fault, "check the network and HF_ENDPOINT, then run again") from reason
