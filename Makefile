@@ -1,6 +1,6 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help install demo style check test test-avx2 test-slow crash fuzz package sanitize bench-decode bench-serve bench-gpu reproduce docs verify-hf verify-vllm verify-llama-cpp soak help-page models-page clean
+.PHONY: help install demo style check test test-avx2 test-slow crash fuzz package sanitize bench-decode bench-serve bench-busy bench-gpu reproduce docs verify-hf verify-vllm verify-llama-cpp soak help-page models-page clean
 
 # Any build of torch will do, e.g. make install TORCH='torch==2.13.0+cpu'
 TORCH ?= torch==2.13.0
@@ -94,6 +94,9 @@ soak: $(READY) ## 10,000 small requests to a server by 32 clients, beside 700 ho
 
 bench-serve: $(READY) ## the API, medusa serve and transformers serve on the same questions, 1 and 8 clients, fp32
 	$(BIN)/python -m tests.bench.load
+
+bench-busy: $(READY) ## decoding, distillation and training beside a busy core: at least 0.4 x their speed alone
+	$(BIN)/python -m tests.bench.busy
 
 # A run with distilled conversations.
 RUN ?= runs/smollm2

@@ -28,7 +28,7 @@ from medusa_cli.model import Backbone
 from medusa_cli.model.chat_template import check_system, fit, token_ids
 from medusa_cli.runs.load_options import LoadOptions
 from medusa_cli.runs.recipe import template_text
-from medusa_cli.runs.resolve import choose, find_drafter
+from medusa_cli.runs.resolve import choose
 
 
 class Array(Protocol):
@@ -193,13 +193,10 @@ class Medusa:
         chat_template: a Jinja file, or its text.
         Raises UserError for what does not exist or does not fit.
         """
-        source, folder = (None, None) if drafter in (None, "auto") else find_drafter(str(drafter))
-        if run is not None and source is not None:
-            raise UsageError("@run and @drafter name a run each", "leave one of them out")
         choice = choose(
             None if model is None else str(model),
-            source if run is None else str(run),
-            folder,
+            None if run is None else str(run),
+            None if drafter in (None, "auto") else str(drafter),
             None if tree is None else str(tree),
             need_drafter=drafter is not None,
             lookup=lookup,

@@ -13,6 +13,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from medusa_cli import __version__
 from medusa_cli.errors import INTERRUPTED, OUT_OF_MEMORY, UserError, in_flags, of_system
+from medusa_cli.files.cpus import limit_threads
 
 # Each is a function in the file of its name in commands/; a keyword of Python's has an underscore there.
 COMMANDS = {
@@ -193,4 +194,5 @@ def _root(
 
 
 def main() -> None:
+    limit_threads()
     app()

@@ -61,6 +61,10 @@ def model_flag(default: str) -> Any:
 
 _RUN = "Run directory: NAME means runs/NAME; anything with a / is a folder."
 _MODEL = "A named model, a folder, a GGUF file, or a Hugging Face id."
+_DRAFTER = (
+    "A saved drafter: a run's, a folder's, a hub id's, one of another tool as `medusa import` takes it, or mtp: the "
+    "MTP layer in the model's own checkpoint. [default: the run's drafter/, else the one that ships]"
+)
 _SEED = (
     "Prompts: sharegpt, sharegpt-long, sharegpt-code, code (from the Python sources installed here), a JSON/JSONL file "
     "of conversations, or a hub dataset's id."
@@ -116,16 +120,9 @@ RunOrDefault = Annotated[
     Text, flag("--run NAME", f"{_RUN} [default: {DEFAULT_RUN}, else the drafter that ships]")
 ]
 RunOrNew = Annotated[Text, flag("--run NAME", "The run to write. [default: named after PATH|ID]")]
-Model = Annotated[Text, model_flag(f"the run's, else {DEFAULT_MODEL}")]
+Model = Annotated[Text, model_flag(f"the run's or the drafter's, else {DEFAULT_MODEL}")]
 ModelOfDrafter = Annotated[Text, model_flag("the one that its config names")]
-Drafter = Annotated[
-    Path | None,
-    flag(
-        "--drafter FOLDER|ID|mtp",
-        "A saved drafter, one of another tool as `medusa import` takes it, a hub id, or mtp: the MTP layer in the "
-        "model's own checkpoint. [default: the run's drafter/, else the one that ships]",
-    ),
-]
+Drafter = Annotated[Text, flag("--drafter NAME|FOLDER|ID|mtp", _DRAFTER)]
 TrustRemoteCode = Annotated[
     bool, _loading("--trust-remote-code", "Run the Python files that come with the model.")
 ]

@@ -1,5 +1,6 @@
 """Shared by tests: tiny models, stub drafters, the command line, saved runs, and plain decoding as reference."""
 
+import itertools
 import json
 import math
 import os
@@ -537,6 +538,39 @@ def assert_distributed(seen: Tensor, expected: Tensor) -> None:
     statistic = float(((seen - expected)[live] ** 2 / expected[live]).sum())
     freedom = max(int(live.sum()) - 1, 1)
     assert statistic < freedom + 4.5 * math.sqrt(2 * freedom)
+
+
+class TokenServer(ThreadingHTTPServer):
+    """Server of completions: `say` makes the choice of the n-th request; warm-ups count."""
+
+    def __init__(self, say: Callable[[int], dict]) -> None:
+        numbers = itertools.count()
+
+        class Handler(BaseHTTPRequestHandler):
+            def log_message(self, *args: object) -> None:
+                """Silent."""
+
+            def do_GET(self) -> None:
+                self._send({"data": [{"id": "served"}]})
+
+            def do_POST(self) -> None:
+                self.rfile.read(int(self.headers["Content-Length"]))
+                self._send({"choices": [{**say(next(numbers)), "finish_reason": "length"}]})
+
+            def _send(self, document: dict) -> None:
+                data = json.dumps(document).encode()
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        threading.Thread(target=lambda: self.serve_forever(0.01), daemon=True).start()
+
+    def __exit__(self, *reason: object) -> None:
+        self.shutdown()
+        super().__exit__(*reason)
 
 
 class ChatServer:

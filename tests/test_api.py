@@ -226,7 +226,7 @@ def test_invalid_prompt_is_refused(medusa: Medusa, prompt: Any) -> None:
 def test_invalid_arguments_are_named(place: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="holds no drafter"):
         Medusa.from_pretrained(place / "model", drafter=tmp_path)
-    with pytest.raises(UserError, match="^drafter '/nowhere/at/all' is no hub id"):
+    with pytest.raises(UserError, match="^drafter '/nowhere/at/all'"):
         Medusa.from_pretrained(place / "model", drafter="/nowhere/at/all")
     with pytest.raises(UsageError, match="^dtype 'fp33' is unknown"):
         Medusa.from_pretrained(place / "model", drafter=None, dtype="fp33")

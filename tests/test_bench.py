@@ -15,9 +15,12 @@ import torch
 from rich.text import Text
 
 from medusa_cli import console
+from medusa_cli.api import Medusa
 from medusa_cli.bench import run as running
-from medusa_cli.bench.methods import Method, check_llama
+from medusa_cli.bench.methods import Method
+from medusa_cli.bench.peers import check_reader
 from medusa_cli.bench.questions import Question
+from medusa_cli.bench.report import gains_table
 from medusa_cli.bench.run import answer_all, first_difference, save
 from medusa_cli.bench.stats import (
     Measurement,
@@ -38,7 +41,17 @@ from medusa_cli.model.load import load_network
 from medusa_cli.tree import Tree
 from medusa_cli.tree.io import save_tree
 from tests import helpers
-from tests.helpers import TREE, bench, medusa, save_bench, save_model, save_run, tiny_backbone
+from tests.helpers import (
+    TREE,
+    TokenServer,
+    bench,
+    medusa,
+    save_bench,
+    save_model,
+    save_run,
+    tiny_backbone,
+)
+from tests.serving import serving
 
 
 @pytest.fixture(scope="module")
@@ -336,6 +349,48 @@ def test_every_method_answers_alike_alone_and_in_batches(place: Path) -> None:
     assert len(reached) <= TREE.max_depth and reached == sorted(reached, reverse=True)
 
 
+def test_servers_are_methods_and_their_drafts_are_compared_with_their_plain_output(
+    place: Path,
+) -> None:
+    model, run = place / "model", place / "mine"
+    with (
+        Medusa.from_pretrained(model, drafter=None, dtype="fp32") as plain,
+        Medusa.from_pretrained(model, run=f"{run}/", tree="static", dtype="fp32") as drafted,
+        serving(plain) as one,
+        serving(drafted) as two,
+    ):
+        peers = ("--peer", f"engine={one.url}", "--peer", f"engine-heads={two.url}/v1")
+        methods = bench_json(place, "--methods", "ar,medusa,hf,hf-lookup", *peers)["methods"]
+    own = {name: figures["own_plain"] for name, figures in methods.items()}
+    assert own["engine-heads"] == {"method": "engine", "identical": 4, "drafted": None}
+    assert own["hf-lookup"]["method"] == "hf" and own["medusa"]["method"] == "ar"
+    assert {name for name, entry in own.items() if entry is None} == {"ar", "hf", "engine"}
+    assert {figures["identical"] for figures in methods.values()} == {4}
+
+
+def test_answers_that_a_peers_drafts_change_are_counted(place: Path) -> None:
+    def answers(last: int) -> Callable[[dict], dict]:
+        """Returns a server's answers: those to the first question, after a warm-up, end in `last`."""
+        return lambda number: {"token_ids": [5, 9, last if number in (1, 2) else 7], "text": ""}
+
+    with TokenServer(answers(7)) as plain, TokenServer(answers(8)) as drafted:
+        peers = ("--peer", f"theirs={plain.url}", "--peer", f"theirs-ngram={drafted.url}")
+        document = bench_json(place, "--methods", "ar", *peers)
+    own = document["methods"]["theirs-ngram"]["own_plain"]
+    assert own["method"] == "theirs" and own["identical"] == 3
+    head, rows = gains_table(document)
+    assert [row[-1] for row in rows] == ["-", "-", "3/4 of theirs"] and len(head) == len(rows[0])
+
+
+def test_peers_that_cannot_be_asked_are_named(place: Path) -> None:
+    refused(place, 1, "--peer", "--methods", "ar", "--peer", "gone=http://127.0.0.1:9")
+    for peer in ("gone", "ar=http://127.0.0.1:9", "gone=ftp://x"):
+        refused(place, 2, "--peer", "--methods", "ar", "--peer", peer)
+    at = ("--methods", "ar", "--peer", "gone=http://127.0.0.1:9")
+    refused(place, 2, "--batch-size", *at, "--batch-size", "2")
+    refused(place, 2, "--peer", *at, "--temperature", "1")
+
+
 @pytest.mark.parametrize("size", ["1", "2"])
 def test_ngram_drafts_are_a_method_and_the_drafter_alone_is_another(place: Path, size: str) -> None:
     methods = "ar,lookup,medusa-alone,medusa"
@@ -405,9 +460,9 @@ def test_assisted_generation_needs_a_draft_model_of_the_same_vocabulary(
 def test_llama_cpp_decodes_greedily_from_a_known_file(
     monkeypatch, installed, model, file, sampling, named
 ) -> None:
-    monkeypatch.setattr("medusa_cli.bench.methods.has_package", lambda name: installed)
+    monkeypatch.setattr("medusa_cli.bench.peers.has_package", lambda name: installed)
     with pytest.raises(UsageError, match=named) if named else nullcontext():
-        check_llama("llama.cpp", model, file, sampling)
+        check_reader("llama.cpp", model, file, sampling)
 
 
 def test_quantized_weights_are_compared_with_the_plain_models_answers(place: Path) -> None:

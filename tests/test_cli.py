@@ -61,6 +61,39 @@ def test_version_and_completion() -> None:
     assert shown.returncode == 0 and "complete" in shown.stdout
 
 
+COMPLETING = """
+import sys
+from medusa_cli.cli import main
+sys.argv = ["medusa"]
+try:
+    main()
+finally:
+    assert "torch" not in sys.modules and "transformers" not in sys.modules
+"""
+
+
+@pytest.mark.parametrize(
+    ("shell", "environment"),
+    [
+        ("bash", {"COMP_WORDS": "{line}", "COMP_CWORD": "{last}"}),
+        ("zsh", {"_TYPER_COMPLETE_ARGS": "{line}"}),
+        ("fish", {"_TYPER_COMPLETE_ARGS": "{line}", "_TYPER_COMPLETE_FISH_ACTION": "get-args"}),
+    ],
+)
+@pytest.mark.parametrize(
+    ("line", "expected"), [("medusa ca", "calibrate"), ("medusa chat --draf", "--drafter")]
+)
+def test_commands_and_their_options_complete_without_torch(
+    shell: str, environment: dict[str, str], line: str, expected: str
+) -> None:
+    values = {
+        name: text.format(line=line, last=line.count(" ")) for name, text in environment.items()
+    }
+    done = python(COMPLETING, env={**os.environ, **values, "_MEDUSA_COMPLETE": f"complete_{shell}"})
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    assert expected in done.stdout and "--model" not in done.stdout
+
+
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Returns a folder with a model, a calibrated run and questions, and a run with conversations alone."""

@@ -15,7 +15,8 @@ from gguf import GGMLQuantizationType as Kind
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from medusa_cli import Medusa
-from medusa_cli.bench.methods import LLAMA, llama_method
+from medusa_cli.bench.methods import LLAMA, OPENVINO
+from medusa_cli.bench.peers import llama_method, openvino_method
 from medusa_cli.drafters import MedusaHeads
 from medusa_cli.engine import load_backbone
 from medusa_cli.errors import UserError
@@ -495,3 +496,19 @@ def test_llama_cpp_decodes_the_same_file(file: Path, name: str) -> None:
     file.write_bytes(file.read_bytes()[:5000])
     with pytest.raises(UserError, match=file.name):
         llama_method(name, file, backbone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OPENVINO)
+def test_openvino_decodes_the_default_models_file(name: str) -> None:
+    pytest.importorskip("openvino_genai")
+    backbone = load_backbone(assets.DEFAULT_MODEL, FP32)
+    path = assets.gguf_path(assets.DEFAULT_MODEL)
+    assert path is not None
+    prompt = backbone.encode_chat([{"role": "user", "content": "Name the capital of France."}])
+    method, shown = openvino_method(name, path, backbone), list[int]()
+    [answer] = method([prompt], 24, shown.extend)
+    [again] = method([prompt], 24, lambda tokens: None)
+    # Its numbers are others than the file's, so only the sense of its answer is known.
+    assert "Paris" in backbone.decode(answer.turns[0]) and shown == answer.turns[0]
+    assert again.turns == answer.turns and answer.turns[0][-1] in backbone.eos_ids

@@ -3,6 +3,7 @@
 import ast
 import re
 import shutil
+import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -10,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from medusa_cli import cli
-from medusa_cli.files.assets import EXTRAS
+from medusa_cli.files import assets
+from medusa_cli.files.assets import EXTRAS, install_line
 from tests.helpers import medusa, python, save_model, save_run
 
 ROOT = Path(__file__).parent.parent
@@ -49,7 +51,7 @@ PACKAGE = Path(cli.__file__).parent
 # Names of packages by the name that is imported.
 PACKAGES = {"yaml": "pyyaml", "pydantic": "fastapi", "starlette": "fastapi", "pyarrow": "datasets"}
 PACKAGES["urllib3"] = "requests"
-OPTIONAL = {"xllamacpp"}  # used if it is installed
+OPTIONAL = {"xllamacpp", "openvino", "openvino_genai"}  # used if it is installed
 INDIRECT = {"tensorboard"}  # torch imports it
 BUILDING = {"build", "setuptools"}  # what native/backend.py and native/build.py import
 
@@ -131,6 +133,31 @@ def test_a_command_names_the_extra_it_misses(
         ]
     message = " ".join(medusa(*words, exit_code=1).stderr.split())
     assert package in message and message.endswith(f"pip install 'medusa-cli[{extra}]'")
+
+
+@pytest.mark.parametrize(
+    ("marker", "program"),
+    [("uv-receipt.toml", "uv"), ("pipx_metadata.json", "pipx"), ("pyvenv.cfg", "pip")],
+)
+def test_an_extra_is_added_by_the_program_that_made_the_environment(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, marker: str, program: str
+) -> None:
+    (tmp_path / marker).touch()
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    line = install_line("serve")
+    assert line.split()[0] == program and line.endswith("'medusa-cli[serve]'")
+
+
+def test_an_environment_without_pip_fetches_by_the_one_that_comes_with_python(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("ensurepip")
+    monkeypatch.setattr(assets, "has_package", lambda name: False)
+    command = assets._pip()
+    if "-m" in command:
+        pytest.skip("this Python brings no pip")
+    done = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("pip ")
 
 
 def test_an_import_that_fails_later_is_one_line_too() -> None:

@@ -566,6 +566,15 @@ def test_vllms_bench_reads_the_counters_of_drafts(medusa: Medusa) -> None:
         page = server.request("GET", "/metrics")[2]
     own = [figure["usage"]["medusa"] for figure in figures]
     drafts, draft_tokens, accepted, by_position = vllm_figures(page)
+    metrics = [figure["metrics"]["speculative_decoding"] for figure in figures]
+    sums = {name: sum(one[name] for one in metrics) for name in metrics[0] if "num_" in name}
+    assert sums["num_spec_steps"] == drafts and sums["num_draft_tokens"] == draft_tokens
+    assert sums["num_accepted_draft_tokens"] == accepted
+    for one in metrics:
+        histogram = one["acceptance_histogram"]
+        assert sum(histogram) == one["num_spec_steps"] and min(histogram) >= 0
+        accepted_here = sum(count * steps for count, steps in enumerate(histogram))
+        assert accepted_here == one["num_accepted_draft_tokens"]
     assert drafts == sum(one["drafts"] for one in own) > 0
     assert draft_tokens == sum(one["drafted_tokens"] for one in own)
     assert accepted == sum(one["accepted_tokens"] for one in own) == sum(by_position.values()) > 0
@@ -586,6 +595,7 @@ def test_a_request_may_decode_plainly(server: Served, given: Any) -> None:
         and figures["steps"] == plain["usage"]["completion_tokens"] - 1
     )
     assert drafted["usage"]["medusa"]["drafted_tokens"] > 0
+    assert "metrics" in drafted and "metrics" not in plain
     assert (
         figures.get("accepted_per_pos", []) == []
         and "accepted_per_pos" not in drafted["usage"]["medusa"]

@@ -1,7 +1,5 @@
-"""Decoding methods that a bench compares: our loops, transformers' generate, llama.cpp."""
+"""Decoding methods that a bench compares: our loops and transformers' generate; peers.py has other programs."""
 
-import json
-import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,18 +11,20 @@ from medusa_cli.bench.stats import Measurement
 from medusa_cli.decode import Decoder, DraftPolicy, Request, Sampling
 from medusa_cli.decode.processors import MODELS_OWN, generate_arguments
 from medusa_cli.drafters import DRAFTERS, Drafter
-from medusa_cli.errors import UsageError, UserError, first_line
-from medusa_cli.files.assets import DEFAULT_MODEL, MODELS, has_package
+from medusa_cli.errors import UsageError, UserError
+from medusa_cli.files.assets import DEFAULT_MODEL
 from medusa_cli.model import Backbone
 from medusa_cli.runs.resolve import Choice, choose
 from medusa_cli.runs.run import Run, describe_drafter
 
 TRANSFORMERS = ("hf", "hf-lookup", "hf-assisted")
 DRAFTED = ("medusa", "medusa-alone", "lookup", *sorted(set(DRAFTERS) - {"medusa"}))
+# Other programs that read a GGUF file: alone, and with their own n-gram drafts.
 LLAMA = ("llama.cpp", "llama.cpp-ngram")
-METHODS = (*TRANSFORMERS, "ar", *DRAFTED, *LLAMA)
+OPENVINO = ("openvino", "openvino-lookup")
+METHODS = (*TRANSFORMERS, "ar", *DRAFTED, *LLAMA, *OPENVINO)
 # Methods that decode one sequence at a time only.
-UNBATCHED = ("hf-lookup", "hf-assisted", *LLAMA)
+UNBATCHED = ("hf-lookup", "hf-assisted", *LLAMA, *OPENVINO)
 LOOKUP_TOKENS = 10  # of transformers' prompt lookup
 OnTokens = Callable[[list[int]], None]
 # Continues prompts side by side, at most that many new tokens each, and reports new tokens at once if it can.
@@ -36,26 +36,11 @@ def split_names(text: str) -> list[str]:
     return list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
 
 
-def check_llama(name: str, model: str, gguf: Path | None, sampling: Sampling) -> None:
-    """Raises UsageError if llama.cpp is not installed, has no file to read, or would not decode greedily as it is."""
-    if not has_package("xllamacpp"):
-        raise UsageError(
-            f"@methods {name}: llama.cpp is not installed",
-            "`pip install xllamacpp`, or leave the method out",
-        )
-    if gguf is None and model not in MODELS and not Path(model).expanduser().is_file():
-        raise UsageError(f"@methods {name}: no GGUF file of {model!r} is known", "give @gguf FILE")
-    if not sampling.greedy:
-        raise UsageError(
-            f"@methods {name} is compared in greedy decoding only", "leave @temperature out"
-        )
-
-
 def choose_files(
     names: Sequence[str],
     model: str | None,
     run: str | None,
-    drafter: Path | None,
+    drafter: str | None,
     tree: str | None,
     lookup: bool | None,
 ) -> tuple[Choice, dict[str, Choice]]:
@@ -190,46 +175,3 @@ class _Streamer:
 
     def end(self) -> None:
         """Has nothing to flush."""
-
-
-def llama_method(name: str, gguf: Path, backbone: Backbone) -> Method:
-    """Returns greedy decoding of a GGUF file of the same model by llama.cpp's server inside the package xllamacpp.
-
-    It has torch's number of threads. llama.cpp-ngram: with its n-gram drafts, by its own defaults.
-    """
-    import xllamacpp  # type: ignore[import-not-found, import-untyped, unused-ignore]
-
-    settings: Any = xllamacpp.CommonParams()
-    settings.model.path = str(gguf)
-    settings.n_ctx = backbone.max_positions
-    settings.n_parallel = 1
-    settings.cpuparams.n_threads = settings.cpuparams_batch.n_threads = torch.get_num_threads()
-    settings.verbosity = 0
-    settings.cache_ram_mib = 0
-    if name == "llama.cpp-ngram":
-        settings.speculative.types = [
-            xllamacpp.common_speculative_type.COMMON_SPECULATIVE_TYPE_NGRAM_SIMPLE
-        ]
-    try:
-        server: Any = xllamacpp.Server(settings)
-    except RuntimeError as reason:
-        raise UserError(
-            f"llama.cpp cannot load {gguf}: {first_line(reason)}", "give another @gguf FILE"
-        ) from reason
-    kind = {"Content-Type": "application/json"}
-    options = {"temperature": 0.0, "top_k": 1, "cache_prompt": False, "return_tokens": True}
-
-    def answer(
-        prompts: Sequence[Sequence[int]], max_new_tokens: int, on_tokens: OnTokens
-    ) -> list[Measurement]:
-        body = json.dumps(
-            {"prompt": list(prompts[0]), "n_predict": max_new_tokens, **options}
-        ).encode()
-        request = urllib.request.Request(f"{server.listening_address}/completion", body, kind)
-        # As a stream it would leave out tokens that end inside a letter; so would the server's calls without HTTP.
-        with urllib.request.urlopen(request) as reply:
-            tokens: list[int] = json.load(reply)["tokens"]
-        on_tokens(tokens)
-        return [Measurement([tokens])]
-
-    return answer

@@ -250,21 +250,22 @@ def gains_table(document: Document) -> tuple[list[str], list[list[str]]]:
         cells = [name, f"{figures['tokens_per_s']:.1f}", f"{figures['speedup']:.2f}"]
         cells += ["-" if interval is None else f"{interval[0]:.2f}-{interval[1]:.2f}"]
         cells += [f"{figures['acceptance_length']:.2f}", _cell(figures["overhead"], ".2f")]
-        rows.append(
-            [
-                *cells,
-                "reference" if name == document["reference"] and same is not None else identical,
-            ]
-        )
+        if name == document["reference"] and same is not None:
+            identical = "reference"
+        own = figures.get("own_plain")
+        own_cell = f"{own['identical']}/{figures['questions']} of {own['method']}" if own else "-"
+        rows.append([*cells, identical, own_cell])
     base = f"speedup over {document['baseline']}"
-    return ["method", "tokens/s", base, "95 %", "acceptance length", "overhead", "identical"], rows
+    head = ["method", "tokens/s", base, "95 %", "acceptance length", "overhead", "identical"]
+    return [*head, "own plain"], rows
 
 
 def gains(benches: Sequence[SavedBench]) -> Iterator[Section]:
     words = (
         "Speedup is tokens/s over the baseline's in the same run, with its 95 % bootstrap interval over "
         "questions. The acceptance length is the tokens a verified step gives, the model's own included. Overhead is "
-        "the time of such a step over a plain step."
+        "the time of such a step over a plain step. Identical answers are the reference's, in the last column "
+        "those of the same program without its drafts."
     )
     tables = [
         Table(*gains_table(bench.document), bench.name if len(benches) > 1 else "")

@@ -9,7 +9,7 @@ import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
@@ -20,13 +20,19 @@ import torch
 from medusa_cli.bench.methods import (
     LLAMA,
     METHODS,
+    OPENVINO,
     TRANSFORMERS,
     UNBATCHED,
     Method,
-    check_llama,
-    llama_method,
     our_method,
     transformers_method,
+)
+from medusa_cli.bench.peers import (
+    check_reader,
+    llama_method,
+    openvino_method,
+    plain_of,
+    server_method,
 )
 from medusa_cli.bench.questions import Question
 from medusa_cli.bench.stats import Measurement, Result, reference_of, summarise
@@ -47,7 +53,7 @@ from medusa_cli.runs.load_options import LoadOptions
 from medusa_cli.runs.resolve import Choice
 from medusa_cli.runs.run import STAMP, provenance, stamp_of
 
-PACKAGES = ("torch", "transformers", "numpy", "peft", "bitsandbytes", "xllamacpp")
+PACKAGES = ("torch", "transformers", "numpy", "peft", "bitsandbytes", "xllamacpp", "openvino-genai")
 WARM_UP_TOKENS = 24
 log = logging.getLogger(__name__)
 
@@ -66,7 +72,8 @@ def unwatched(backbone: Backbone, turns: int) -> AbstractContextManager[OnTokens
 class Bench:
     """Settings of a measurement: methods by name, questions, and at most `max_new_tokens` a turn.
 
-    drafts: the files of methods that draft with a drafter. gguf: llama.cpp's file. draft_model: drafts for hf-assisted.
+    drafts: the files of methods that draft with a drafter. gguf: the file of llama.cpp and OpenVINO. draft_model: for
+    hf-assisted. peers: addresses of servers that answer, too, by the names of their methods.
     Raises UsageError for a method that is unknown or cannot run.
     """
 
@@ -81,31 +88,38 @@ class Bench:
     batch_size: int = 1
     gguf: Path | None = None
     draft_model: str | None = None
+    peers: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         names = self.methods
         text = ",".join(self.methods)
-        unknown = [name for name in names if name not in METHODS and name not in self.drafts]
+        known = {*METHODS, *self.drafts, *self.peers}
+        unknown = [name for name in names if name not in known]
         if unknown or not names:
             raise UsageError(
                 f"@methods {text!r}: {''.join(unknown[:1])!r} is unknown",
                 f"use {','.join(METHODS)}",
             )
-        if self.batch_size > 1 and (alone := [name for name in names if name in UNBATCHED]):
+        unbatched = {*UNBATCHED, *self.peers}
+        if self.batch_size > 1 and (alone := [name for name in names if name in unbatched]):
             remedy = "leave it out, or use @batch_size 1"
             raise UsageError(f"@methods {alone[0]} decodes one sequence at a time", remedy)
-        for name in (name for name in names if name in LLAMA):
-            check_llama(name, self.choice.model, self.gguf, self.sampling)
+        readers = (*LLAMA, *OPENVINO)
+        for name in (name for name in names if name in readers):
+            check_reader(name, self.choice.model, self.gguf, self.sampling)
+        if self.peers and not self.sampling.greedy:
+            fault = f"@peer {next(iter(self.peers))} is compared in greedy decoding only"
+            raise UsageError(fault, "leave @temperature out")
         if "hf-assisted" in names and self.draft_model is None:
             raise UsageError(
                 "@methods hf-assisted needs a model that drafts", "give @draft_model NAME"
             )
-        for flag, value, readers in (
-            ("@gguf", self.gguf, LLAMA),
+        for flag, value, users in (
+            ("@gguf", self.gguf, readers),
             ("@draft_model", self.draft_model, ("hf-assisted",)),
         ):
-            if value is not None and not set(readers) & set(names):
-                remedy = f"leave it out, or add {readers[0]}"
+            if value is not None and not set(users) & set(names):
+                remedy = f"leave it out, or add {users[0]}"
                 raise UsageError(f"{flag} {value} has no effect with @methods {text}", remedy)
 
     def run(self, watch: Watch = unwatched) -> dict[str, Any]:
@@ -145,7 +159,8 @@ class Bench:
             for name, (drafter, policy) in loaded.items()
             if drafter is not None
         ]
-        summary = summarise(results, differences)
+        plain = {name: plain_of(name, self.methods, self.peers) for name in self.methods}
+        summary = summarise(results, differences, plain)
         for name, figures in summary["methods"].items():
             for row, result in zip(figures["answers"], results, strict=True):
                 row["turns"] = [
@@ -158,6 +173,7 @@ class Bench:
             "drafting": {
                 name: _describe(self.drafts[name], *parts) for name, parts in loaded.items()
             },
+            "peers": dict(self.peers),
             "max_new_tokens": self.max_new_tokens,
             "batch_size": self.batch_size,
             "dtype": _dtype(backbone.dtype),
@@ -236,10 +252,13 @@ class Bench:
     ) -> dict[str, Method]:
         methods: dict[str, Method] = {}
         for name in self.methods:
-            if name in LLAMA:
+            if name in (*LLAMA, *OPENVINO):
                 file = self.gguf or gguf_path(self.choice.model)
-                assert file is not None  # checked by check_llama
-                methods[name] = llama_method(name, file, backbone)
+                assert file is not None  # check_reader has seen to it
+                method = llama_method if name in LLAMA else openvino_method
+                methods[name] = method(name, file, backbone)
+            elif name in self.peers:
+                methods[name] = server_method(name, self.peers[name], backbone)
             elif name not in TRANSFORMERS:
                 drafter, policy = loaded.get(name, (None, None))
                 if name == "lookup":

@@ -67,11 +67,14 @@ def baseline_of(names: Sequence[str]) -> str:
 
 
 def summarise(
-    results: Sequence[Result], differences: Mapping[str, Sequence[Any]] | None
+    results: Sequence[Result],
+    differences: Mapping[str, Sequence[Any]] | None,
+    plain: Mapping[str, str | None] | None = None,
 ) -> dict[str, Any]:
     """Returns every method's figures by name; docs/measuring.md explains each.
 
-    differences: each method's first difference in every question that has one; None: not compared.
+    differences: each method's first difference in every question that has one; None: not compared. plain: the method
+    that decodes as each one does, but without its drafts.
     """
     names = list(results[0].answers)
     baseline = baseline_of(names)
@@ -93,6 +96,9 @@ def summarise(
             else None,
             "identical": None if different is None else len(results) - len(different),
             "differences": different or [],
+            "own_plain": None
+            if different is None
+            else _own_plain(results, name, (plain or {}).get(name)),
             "tokens": sum(answer.tokens for answer in answers),
             "seconds": sum(answer.seconds for answer in answers),
             "by_position": by_position([answer.depths for answer in answers]),
@@ -110,6 +116,19 @@ def summarise(
             },
         }
     return {"baseline": baseline, "reference": reference_of(names), "methods": methods}
+
+
+def _own_plain(results: Sequence[Result], name: str, plain: str | None) -> dict[str, Any] | None:
+    """Returns how many answers with drafts are those of the same program without; None without such a method.
+
+    drafted: draft tokens of the program, None where it does not tell.
+    """
+    if plain is None:
+        return None
+    pairs = [(result.answers[name], result.answers[plain]) for result in results]
+    drafted = sum(own.stats.drafted for own, _ in pairs)
+    same = sum(own.turns == other.turns for own, other in pairs)
+    return {"method": plain, "identical": same, "drafted": drafted or None}
 
 
 def _total(results: Sequence[Result], name: str) -> Stats:

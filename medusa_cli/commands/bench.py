@@ -32,12 +32,15 @@ MAX_NEW_TOKENS = 256
 METHODS = (
     "Of hf (transformers' generate), hf-lookup (its prompt lookup), hf-assisted (its assisted generation), ar (our "
     "plain loop), medusa (the drafter, as --tree and --lookup say), medusa-alone (without n-gram drafts), lookup "
-    "(n-gram drafts only), llama.cpp, llama.cpp-ngram (with its n-gram drafts), and drafters by name, such as hydra: "
-    "of the run inside the run by that name, or the run's own. [default: hf,ar,medusa, with --sweep ar,medusa]"
+    "(n-gram drafts only), llama.cpp, llama.cpp-ngram (its n-gram drafts), openvino, openvino-lookup (its prompt "
+    "lookup), and drafters by name, such as hydra: of the run inside the run by that name, or the run's own. [default: "
+    "hf,ar,medusa, with --sweep ar,medusa]"
 )
 SWEEP = "One bench a value of nodes, epsilon, temperature or context; resumes a killed one."
-GGUF = (
-    "The file that llama.cpp reads. [default: the model's, if it is a GGUF file or the default one]"
+GGUF = "The file that llama.cpp and OpenVINO read. [default: the model's, if it is a GGUF file or the default one]"
+PEER = (
+    "A server of OpenAI's protocol (vLLM, SGLang, llama-server) as one more method; may be given again. NAME-DRAFTS is "
+    "compared with NAME, the same server without its drafts. It gets the key in MEDUSA_API_KEY."
 )
 swept = partial(flag, panel="Sweeps")
 other = partial(flag, panel="Methods of other programs")
@@ -59,6 +62,7 @@ def bench(
     draft_model: Annotated[
         str | None, other("--draft-model NAME|FOLDER|ID", "Drafts for hf-assisted.")
     ] = None,
+    peer: Annotated[list[str] | None, other("--peer NAME=URL", PEER)] = None,
     gguf: Annotated[Path | None, other("--gguf FILE", GGUF, exists=True, dir_okay=False)] = None,
     judging: JudgeFlags,
     drafting: DraftFlags,
@@ -83,6 +87,7 @@ def bench(
         )
     from medusa_cli.bench import sweep as sweeps
     from medusa_cli.bench.methods import choose_files, split_names
+    from medusa_cli.bench.peers import parse_peers
     from medusa_cli.bench.report import write_report
     from medusa_cli.bench.run import Bench, save
 
@@ -91,7 +96,9 @@ def bench(
     points = sweeps.parse_values(sweep, values) if sweep is not None else []
     for name in given.intersection(sweeps.AXES[sweep].replaces if sweep is not None else ()):
         raise UsageError(f"--{name.replace('_', '-')} is set by --sweep {sweep}", "leave it out")
+    peers = parse_peers(peer or [])
     names = split_names(methods or ("hf,ar,medusa" if sweep is None else "ar,medusa"))
+    names += [name for name in peers if name not in names]
     files = drafting.model, drafting.run, drafting.drafter, drafting.tree
     choice, drafts = choose_files(names, *files, drafting.lookup)
     questions, count = which.chosen()
@@ -109,6 +116,7 @@ def bench(
         batch_size,
         gguf,
         draft_model,
+        peers,
     )
     console.info(
         f"{len(questions)} of {count} questions of {which.title}, up to {tokens} new tokens a turn, "

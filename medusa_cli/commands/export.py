@@ -1,28 +1,38 @@
 """`medusa export`: a drafter, or the model with it, in the layout of another program."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
 from medusa_cli import console, options
 from medusa_cli.errors import UsageError
+from medusa_cli.files.hub import check_push, push_folder
 from medusa_cli.options import LoadFlags, OutputFlags, flag
+from medusa_cli.runs.run import DEFAULT_RUN, Run
 
-FORMATS = ("hf", "eagle3", "speculators", "medusa", "data")
+FORMATS = ("hf", "drafter", "eagle3", "speculators", "medusa", "data")
 TO = (
-    "hf: model and drafter for transformers' generate, nothing else installed; eagle3: an EAGLE drafter for vLLM, "
+    "hf: model and drafter for transformers' generate, nothing else installed; drafter: the drafter with its tree, for "
+    "--drafter of this program; eagle3: an EAGLE drafter for vLLM, "
     "SGLang and llama.cpp; speculators: the same as a checkpoint of that library; medusa: Medusa heads for vLLM up to "
     "0.32 and TGI; data: the run's conversations, for SpecForge and speculators to train on."
 )
+OUTPUT = "The folder to write; it must be new or empty. [default with --push: none is kept]"
+PUSH = "Upload the folder, with its card, to this repository of the Hugging Face hub."
 BUDGET = "With --to hf: nodes of the best tree by the calibration. [default: the run's tree]"
 
 
 def export(
     *,
-    output: Annotated[
-        Path, flag("--output FOLDER", "The folder to write; it must be new or empty.")
-    ],
+    output: Annotated[Path | None, flag("--output FOLDER", OUTPUT)] = None,
+    push: Annotated[str | None, flag("--push ORG/NAME", PUSH)] = None,
+    private: Annotated[
+        bool, flag("--private", "With --push: make a new repository private.")
+    ] = False,
     to: Annotated[str, flag("--to FORMAT", TO, show_default=True)] = "hf",
     run: options.RunOrShipped = None,
     model: options.Model = None,
@@ -36,51 +46,74 @@ def export(
     """Write a drafter so that another program decodes with it, and print how that program is started.
 
     Without --run it is the drafter that ships for the model. An adapter from joint training is merged into the model
-    that --to hf writes, in the number type it is stored in. Every folder has the checksums of its files.
+    that --to hf writes, in the number type it is stored in. Every folder has the checksums of its files, and that of
+    a drafter a model card.
     """
     printing.configure()
     if to not in FORMATS:
         raise UsageError(f"--to {to!r} is unknown", f"use one of {', '.join(FORMATS)}")
     if budget is not None and to != "hf":
         raise UsageError(f"--budget has no effect with --to {to}", "leave it out")
-    if to == "data":
-        from medusa_cli.export.data_format import export_data
-        from medusa_cli.runs.run import DEFAULT_RUN, Run
+    if private and push is None:
+        raise UsageError("--private has no effect without --push", "leave it out")
+    if push is not None:
+        if to == "data":
+            raise UsageError("--push takes drafters, not --to data", "use `hf upload` for data")
+        check_push(push)
+    if output is None and push is None:
+        raise UsageError("--output is missing", "give a folder, or --push ORG/NAME")
+    with ExitStack() as stack:
+        if output is None:
+            output = Path(stack.enter_context(TemporaryDirectory())) / "export"
+        if to == "data":
+            from medusa_cli.export.data_format import export_data
 
-        _report(
-            output,
-            to,
-            *export_data(Run.open(run or DEFAULT_RUN), output, overwrite=overwrite),
-            printing.json,
-        )
+            target = Run.open(run or DEFAULT_RUN)
+            launch, notes = export_data(target, output, overwrite=overwrite)
+        else:
+            launch, notes = _write(
+                to, output, run, model, overwrite, budget, trust_remote_code, push
+            )
+        address = push_folder(output, push, private) if push is not None else None
+    for note in notes:
+        console.warn(note)
+    place = str(output) if address is None else address
+    if printing.json:
+        console.emit_json({"output": place, "format": to, "launch": launch, "notes": notes})
         return
+    console.result(f"{place} is written. To use it:")
+    for line in launch:
+        console.result(f"  {line}")
+
+
+def _write(
+    to: str,
+    output: Path,
+    run: str | None,
+    model: str | None,
+    overwrite: bool,
+    budget: int | None,
+    trust_remote_code: bool,
+    push: str | None,
+) -> tuple[list[str], list[str]]:
+    """Writes a drafter's folder; returns the commands that use it, and notes."""
+    from medusa_cli.export.drafter_format import export_drafter
     from medusa_cli.export.eagle3_format import export_eagle3
     from medusa_cli.export.folder import find_source
     from medusa_cli.export.hf import export_hf
     from medusa_cli.export.medusa_format import export_medusa
     from medusa_cli.export.speculators_format import export_speculators
 
-    source = find_source(run, model, trust_remote_code)
+    source = replace(find_source(run, model, trust_remote_code), repository=push)
     trusted = LoadFlags(trust_remote_code=trust_remote_code).of(source.model)
     console.info(
         f"Exporting the {source.kind} drafter {source.run.drafter_dir} for {trusted} to {output}"
     )
     writers: dict[str, Callable[..., tuple[list[str], list[str]]]] = {
         "hf": partial(export_hf, budget=budget),
+        "drafter": export_drafter,
         "eagle3": export_eagle3,
         "speculators": export_speculators,
         "medusa": export_medusa,
     }
-    _report(output, to, *writers[to](source, output, overwrite=overwrite), printing.json)
-
-
-def _report(output: Path, to: str, launch: list[str], notes: list[str], json: bool) -> None:
-    """Prints what was written, and how it is used."""
-    for note in notes:
-        console.warn(note)
-    if json:
-        console.emit_json({"output": str(output), "format": to, "launch": launch, "notes": notes})
-        return
-    console.result(f"{output} is written. To use it:")
-    for line in launch:
-        console.result(f"  {line}")
+    return writers[to](source, output, overwrite=overwrite)

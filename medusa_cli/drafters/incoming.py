@@ -18,7 +18,7 @@ from medusa_cli.drafters import incoming_medusa as medusa
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.drafters.io import DRAFTERS, weight_shapes
 from medusa_cli.errors import UserError, first_line, shown
-from medusa_cli.files import assets
+from medusa_cli.files.hub import hub_folder
 from medusa_cli.files.io import convert, read_object
 from medusa_cli.files.weights import FLOATS, INTEGERS, read_weights
 
@@ -145,11 +145,8 @@ def _fetch(place: str) -> tuple[Path, list[Path]]:
                 f"{place} does not exist",
                 "give a folder, a file of weights, or a hub id OWNER/NAME",
             )
-        from huggingface_hub import snapshot_download
-
-        assets.check_hub(place, named="PATH|ID")
         patterns = ["config.json", INDEX, "model-*.safetensors", *FILES]
-        folder = Path(snapshot_download(place, allow_patterns=patterns))
+        folder = hub_folder(place, patterns, "PATH|ID")
     file = next((folder / name for name in FILES if (folder / name).is_file()), None)
     if file is not None:
         return folder, [file]

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from medusa_cli.drafters.incoming_eagle3 import AUX_LAYERS, NORMS
 from medusa_cli.errors import UserError
+from medusa_cli.export.card import card, shell
 from medusa_cli.export.folder import Source, exporting
 from medusa_cli.files import assets
 from medusa_cli.files.io import write_json
@@ -28,19 +29,16 @@ def export_eagle3(
     served, notes = served_model(source)
     if len(config.taps) != 3:
         notes.append(f"it reads {len(config.taps)} layers, and llama.cpp takes exactly 3")
-    launch = _launch(served, output, config.num_heads)
-    page = [
-        f"# EAGLE-3 drafter for {model}",
-        f"It drafts up to {config.num_heads} tokens, which {model} verifies.",
-    ]
+    launch = _launch(served, source.name_of(output), config.num_heads)
+    use = [f"It drafts up to {config.num_heads} tokens, which {model} verifies.", *shell(launch)]
+    page = card(source, f"EAGLE-3 drafter for {model}", use)
     with exporting(output, overwrite) as part:
         save_file(
             {name: tensor.contiguous() for name, tensor in tensors.items()},
             part / "model.safetensors",
         )
         write_json(part / "config.json", _engine_config(source))
-        page += [f"```sh\n{line}\n```" for line in launch]
-        (part / "README.md").write_text("\n\n".join(page) + "\n", encoding="utf-8")
+        (part / "README.md").write_text(page, encoding="utf-8")
     return launch, notes
 
 
@@ -78,7 +76,7 @@ def served_model(source: Source) -> tuple[str, list[str]]:
     ]
 
 
-def _launch(model: str, folder: Path, tokens: int) -> list[str]:
+def _launch(model: str, folder: str, tokens: int) -> list[str]:
     """Returns the command that starts each engine with the drafter."""
     speculative = f'{{"method": "eagle3", "model": "{folder}", "num_speculative_tokens": {tokens}}}'
     return [

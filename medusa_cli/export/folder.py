@@ -52,7 +52,8 @@ def exporting(folder: Path, overwrite: bool = False) -> Iterator[Path]:
 class Source:
     """A run's drafter as it is on disk: kind, config (of the kind's class), tensors by their names in the file.
 
-    model: the name of its model. trusted: the model's Python files may run.
+    model: the name of its model. trusted: the model's Python files may run. repository: the hub's repository that the
+    export goes to, if any.
     """
 
     run: Run
@@ -61,6 +62,11 @@ class Source:
     config: Any
     tensors: dict[str, Tensor] = field(repr=False)
     trusted: bool = False
+    repository: str | None = None
+
+    def name_of(self, output: Path) -> str:
+        """Returns what users call the export: its repository, else its folder."""
+        return self.repository or str(output)
 
     @property
     def calibration(self) -> dict[str, Any] | None:

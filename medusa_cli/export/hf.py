@@ -8,6 +8,7 @@ import torch
 
 from medusa_cli import __version__
 from medusa_cli.errors import UsageError, UserError
+from medusa_cli.export.card import UNMEASURED, front_matter, identity_of
 from medusa_cli.export.custom_generate import KINDS
 from medusa_cli.export.folder import Source, exporting
 from medusa_cli.model import lora
@@ -49,9 +50,7 @@ CHAT = """inputs = tokenizer.apply_chat_template(
     add_generation_prompt=True, return_tensors="pt", return_dict=True,
 )"""
 TEXT = 'inputs = tokenizer("Why is the sky blue?", return_tensors="pt")'
-CARD = """---
-{base}tags: [speculative-decoding, {kind}]
----
+CARD = """{head}
 
 # {model} with a {kind} drafter
 
@@ -62,7 +61,7 @@ one prompt at a time and no beams; other arguments of `generate` work as usual.
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-folder = "."  # this folder, or its id on a hub
+folder = "{name}"  # this folder, or its id on the hub
 model = AutoModelForCausalLM.from_pretrained(folder)
 tokenizer = AutoTokenizer.from_pretrained(folder)
 {prompt}
@@ -77,6 +76,8 @@ names this folder if the model was loaded from another place. Steps go without d
 ## Measured
 
 {bench}
+
+{identity}
 
 ## Files
 
@@ -126,8 +127,9 @@ def export_hf(
         (part / "README.md").write_text(
             _card(source, tree, bool(tokenizer.chat_template)), encoding="utf-8"
         )
-    call = f"model.generate(**inputs, custom_generate={str(output)!r}, trust_remote_code=True)"
-    return [f"AutoModelForCausalLM.from_pretrained({str(output)!r})", call], notes
+    name = source.name_of(output)
+    call = f"model.generate(**inputs, custom_generate={name!r}, trust_remote_code=True)"
+    return [f"AutoModelForCausalLM.from_pretrained({name!r})", call], notes
 
 
 def _write_code(folder: Path) -> None:
@@ -190,11 +192,13 @@ def _card(source: Source, tree: Tree, chat: bool) -> str:
     if source.calibration is not None:
         nodes += f", {expected_length(tree, source.calibration['accuracies']):.2f} expected tokens per step"
     return CARD.format(
-        base=f"base_model: {source.model}\n" if source.model.count("/") == 1 else "",
+        head=front_matter(source),
+        name=source.repository or ".",
+        identity=identity_of(source),
         model=source.model,
         kind=source.kind,
         prompt=CHAT if chat else TEXT,
-        bench=source.bench or "Not measured yet: `medusa bench --mt-bench` does it.",
+        bench=source.bench or UNMEASURED,
         heads=source.config.num_heads,
         tree=nodes,
         version=__version__,

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from medusa_cli.drafters import MedusaHeads
 from medusa_cli.errors import UserError
+from medusa_cli.export.card import card, shell
 from medusa_cli.export.folder import Source, exporting
 from medusa_cli.files.io import write_json
 
@@ -64,6 +65,9 @@ def export_medusa(
         notes.append(
             "these heads belong to a model with an adapter; serve the merged model (`medusa export --to hf`)"
         )
+    name = source.name_of(output)
+    method = f'{{"method": "medusa", "model": "{name}", "num_speculative_tokens": {heads}}}'
+    launch = [f"vllm serve {source.model} --speculative-config '{method}'"]
     with exporting(output, overwrite) as part:
         save_file(
             {name: weight.contiguous() for name, weight in written.items()},
@@ -79,8 +83,11 @@ def export_medusa(
             "medusa_fc_bias": True,  # engines drop the biases silently without it
         }
         write_json(part / "config.json", facts)
-    method = f'{{"method": "medusa", "model": "{output}", "num_speculative_tokens": {heads}}}'
-    return [f"vllm serve {source.model} --speculative-config '{method}' (vLLM up to 0.32)"], notes
+        page = card(
+            source, f"Medusa heads for {source.model}", ["vLLM up to 0.32:", *shell(launch)]
+        )
+        (part / "README.md").write_text(page, encoding="utf-8")
+    return [f"{launch[0]} (vLLM up to 0.32)"], notes
 
 
 def _full_matrix(tensors: dict[str, Tensor], name: str, vocabulary: int) -> Tensor:

@@ -6,6 +6,7 @@ from typing import Any
 from safetensors.torch import save_file
 
 from medusa_cli.drafters.incoming_eagle3 import AUX_LAYERS, NORMS, VARIANTS
+from medusa_cli.export.card import card, shell
 from medusa_cli.export.eagle3_format import (
     engine_tensors,
     refuse_other_kinds,
@@ -31,17 +32,18 @@ def export_speculators(
         name.replace("midlayer.", "layers.0."): tensor
         for name, tensor in engine_tensors(source).items()
     }
-    speculative = f'{{"model": "{output}", "num_speculative_tokens": {tokens}}}'
-    launch = [f"vllm serve {output}", f"vllm serve {verifier} --speculative-config '{speculative}'"]
-    page = [f"# EAGLE-3 drafter for {source.model}, of speculators' form"]
-    page += [f"```sh\n{line}\n```" for line in launch]
+    name = source.name_of(output)
+    speculative = f'{{"model": "{name}", "num_speculative_tokens": {tokens}}}'
+    launch = [f"vllm serve {name}", f"vllm serve {verifier} --speculative-config '{speculative}'"]
+    title = f"EAGLE-3 drafter for {source.model}, of speculators' form"
+    page = card(source, title, shell(launch))
     with exporting(output, overwrite) as part:
         save_file(
             {name: tensor.contiguous() for name, tensor in tensors.items()},
             part / "model.safetensors",
         )
         write_json(part / "config.json", _config(source, verifier))
-        (part / "README.md").write_text("\n\n".join(page) + "\n", encoding="utf-8")
+        (part / "README.md").write_text(page, encoding="utf-8")
     return launch, notes
 
 

@@ -503,6 +503,16 @@ def _build_once(target: Path, make: Callable[[Path], None]) -> Path:
     return target
 
 
+def _pip() -> list[str]:
+    """Returns the command of pip: this environment's, else the one that comes with Python (uv's tools have no own)."""
+    import ensurepip
+
+    bundled = next(Path(ensurepip.__file__).parent.glob("_bundled/pip-*.whl"), None)
+    if bundled is not None and not has_package("pip"):
+        return [sys.executable, str(bundled / "pip")]
+    return [sys.executable, "-m", "pip"]
+
+
 def _download(wheel: Wheel, folder: Path) -> Path:
     """Returns one wheel, fetched by pip and its settings unless it is there already; refuses any other content."""
     if (kept := next(folder.glob("*.whl"), None)) and sha256_of(kept) == wheel.sha256:
@@ -510,9 +520,7 @@ def _download(wheel: Wheel, folder: Path) -> Path:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     command = [
-        sys.executable,
-        "-m",
-        "pip",
+        *_pip(),
         "download",
         "--quiet",
         "--no-deps",
@@ -583,9 +591,18 @@ def need_extra(extra: str, user: str) -> None:
     missing = [package for package in EXTRAS[extra] if not has_package(package)]
     if missing:
         raise UserError(
-            f"{user} needs {' and '.join(missing)}, not installed here",
-            f"pip install 'medusa-cli[{extra}]'",
+            f"{user} needs {' and '.join(missing)}, not installed here", install_line(extra)
         )
+
+
+def install_line(extra: str) -> str:
+    """Returns the command that adds an extra to this environment, which uv, pipx or pip made."""
+    named = f"'medusa-cli[{extra}]'"
+    if Path(sys.prefix, "uv-receipt.toml").is_file():
+        return f"uv tool install {named}"
+    if Path(sys.prefix, "pipx_metadata.json").is_file():
+        return f"pipx install --force {named}"
+    return f"pip install {named}"
 
 
 def missing_package(package: str | None) -> str | None:
@@ -598,4 +615,4 @@ def missing_package(package: str | None) -> str | None:
     if not extras:
         return None
     extra = min(extras, key=lambda name: len(EXTRAS[name]))
-    return f"this needs {package}, not installed here; pip install 'medusa-cli[{extra}]'"
+    return f"this needs {package}, not installed here; {install_line(extra)}"

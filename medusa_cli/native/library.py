@@ -7,6 +7,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from medusa_cli.files.cpus import cpu_count
+
 # MEDUSA_LIBRARY names another build of it, such as one with sanitizers.
 LIBRARY = Path(os.environ.get("MEDUSA_LIBRARY") or Path(__file__).parent / "libmedusa.so")
 TABLES = 4  # of rotary positions that a model may have
@@ -180,18 +182,3 @@ def why_unavailable() -> str | None:
     except Unavailable as reason:
         return str(reason)
     return None
-
-
-def cpu_count() -> int:
-    """Returns the threads to use: OMP_NUM_THREADS, else what the process's affinity and container allow."""
-    named = os.environ.get("OMP_NUM_THREADS", "")
-    if named.isdigit() and int(named):
-        return int(named)
-    allowed = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        return max(1, min(allowed, int(quota) // int(period)))
-    except (OSError, ValueError):  # no container, or no limit
-        return allowed

@@ -1,18 +1,45 @@
 """Finds the files of model, run, drafter and tree that belong together, without loading them."""
 
 import logging
-import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.files import mtp
-from medusa_cli.files.assets import DEFAULT_MODEL, check_hub, gguf_path
-from medusa_cli.files.io import read_as
+from medusa_cli.files.assets import DEFAULT_MODEL, gguf_path
+from medusa_cli.files.hub import hub_folder
+from medusa_cli.files.io import read_as, read_object
 from medusa_cli.files.model_files import check_model_files
-from medusa_cli.runs.run import DEFAULT_RUN, RUNS, Identity, Run, describe_drafter, outdated
+from medusa_cli.runs.run import (
+    DEFAULT_RUN,
+    DRAFTER_CONFIG,
+    RUNS,
+    Identity,
+    Run,
+    describe_drafter,
+    outdated,
+)
 
 log = logging.getLogger(__name__)
+# Files of a drafter's repository; the weights of one without a folder of its own come besides.
+PATTERNS = (
+    "config.json",
+    "tree.json",
+    "calibration.json",
+    "chat_template.jinja",
+    "adapter/*",
+    "drafter/*",
+)
+# Keys of drafters' configs: of this program, speculators, serving engines' EAGLE-3, Medusa, Hydra, and assistants.
+DRAFTER_KEYS = {
+    "drafter",
+    "speculators_model_type",
+    "draft_vocab_size",
+    "medusa_num_heads",
+    "hydra_num_heads",
+    "backbone_hidden_size",
+}
 MAX_NODES = 256  # of --tree static:N and dynamic:N; far fewer pay anywhere
 
 
@@ -106,7 +133,7 @@ class Choice:
 def choose(
     model: str | None,
     run: str | None,
-    drafter: Path | None,
+    drafter: str | None,
     tree: str | None,
     *,
     need_drafter: bool = True,
@@ -116,25 +143,34 @@ def choose(
 
     Raises UserError for missing files.
     """
+    own = drafter is not None and means_mtp(drafter)
+    folder: Path | None = None
+    home: Run | None = None
+    if drafter is not None and not own:
+        folder, home = find_drafter(drafter)
+    if home is not None and run is not None:
+        raise UsageError("@run and @drafter name a run each", "leave one of them out")
     target = Run.open(run) if run else None
+    owner = target or home
     if model is None:
-        model = (target.model if target else None) or DEFAULT_MODEL
+        model = (owner.model if owner else None) or _model_of(folder) or DEFAULT_MODEL
     asked = TreeChoice.parse(tree)
     plain = Choice(model, run=target, adapter=target.adapter if target else None, lookup=lookup)
     if not need_drafter:
         return plain
-    drafter = named_drafter(drafter, model)
     source = target or Run.pretrained(model)
-    if (
-        drafter is not None
-        and source is not None
-        and drafter.resolve() == source.drafter_dir.resolve()
-    ):
-        drafter = None  # the run's drafter is the default anyway
-    if drafter is not None:
-        plain = replace(plain, adapter=None)
-        source = target  # the tree and temperatures that ship fit no other drafter
-    folder = drafter or (source.drafter_dir if source else None)
+    if own:
+        folder = mtp.own_drafter(model)
+    if folder is None:
+        folder = source.drafter_dir if source else None
+    elif source is None or folder.resolve() != source.drafter_dir.resolve():
+        # The tree and temperatures that ship fit no other drafter.
+        source = home or target
+        plain = replace(
+            plain,
+            adapter=home.adapter if home else None,
+            chat_template=home.chat_template if home else None,
+        )
     if folder is None:
         if lookup:
             return plain
@@ -187,40 +223,69 @@ def _with_file(tree: TreeChoice, folder: Path, source: Run | None, run: str | No
     raise UserError(f"there is no tree for {folder}", f"{remedy}, or give @tree FILE")
 
 
-def named_drafter(drafter: Path | None, model: str) -> Path | None:
-    """Returns the folder of a drafter, also of a hub id; "mtp" means the one in the model's own checkpoint."""
-    if drafter is None or drafter.is_dir():
-        return drafter
-    name = str(drafter)
-    if name == mtp.NAME:
-        return mtp.own_drafter(model)
-    if name.count("/") != 1 or name.startswith((".", "/", "~")):
-        return drafter
-    run, folder = find_drafter(name)
-    return folder if run is None else Path(run) / "drafter"
+def named_drafter(name: str | None, model: str) -> Path | None:
+    """Returns the folder of the drafter that a name means for a model; None without a name."""
+    if name is None:
+        return None
+    return mtp.own_drafter(model) if means_mtp(name) else find_drafter(name)[0]
 
 
-def find_drafter(name: str) -> tuple[str | None, Path | None]:
-    """Returns the run or the drafter's folder that a name, a folder or a hub id means; raises UserError if none."""
+def means_mtp(name: str) -> bool:
+    """Returns True if a drafter's name is "mtp", and neither a folder nor a run has that name."""
+    return name == mtp.NAME and not Path(name).is_dir() and not (RUNS / name).is_dir()
+
+
+def find_drafter(name: str) -> tuple[Path, Run | None]:
+    """Returns the folder of the drafter that a run, a folder or a hub id names, and what it is used with.
+
+    That is a folder laid out like a run, with tree and calibration, if there is one. Raises UserError for a name of no
+    drafter.
+    """
     path = Path(name).expanduser()
     if not path.is_dir() and (RUNS / name).is_dir():
         path = RUNS / name
-    if name == mtp.NAME and not path.is_dir():
-        return None, path
     if not path.is_dir():
-        check_hub(name, named="@drafter")
-        from huggingface_hub import snapshot_download
-
-        path = Path(
-            snapshot_download(name, allow_patterns=["*.json", "*.yaml", "*.jinja", "*.safetensors"])
+        path = _fetched(name)
+    folder = path / "drafter" if (path / "drafter" / "config.json").is_file() else path
+    if not (folder / "config.json").is_file():
+        raise UserError(
+            f"@drafter {name!r}: {path} holds no drafter",
+            "give a run, a drafter's folder, or a hub id",
         )
+    # Exports keep tree and calibration beside the weights.
+    if any((folder / file).is_file() for file in ("tree.json", "calibration.json")):
+        return folder, Run(folder)
+    return folder, Run(path) if folder != path else None
+
+
+def _fetched(name: str) -> Path:
+    """Returns the hub's folder of a drafter, without the weights of a model that lies beside it."""
+    if name.count("/") != 1 or name.startswith((".", "/", "~")):
+        raise UserError(
+            f"@drafter {name!r} does not exist", "give a run, a drafter's folder, or a hub id"
+        )
+    path = hub_folder(name, PATTERNS, "@drafter")
     if (path / "drafter" / "config.json").is_file():
-        return f"{path.absolute()}{os.sep}", None
-    if (path / "config.json").is_file():
-        return None, path
-    raise UserError(
-        f"@drafter {name!r}: {path} holds no drafter", "give a run, a drafter's folder, or a hub id"
-    )
+        return path
+    config = path / "config.json"
+    if config.is_file() and not is_drafter(read_object(config, DRAFTER_CONFIG)):
+        raise UserError(
+            f"@drafter {name!r} is not a drafter: its config names a model",
+            "give a drafter's repository, or @model",
+        )
+    return hub_folder(name, [*PATTERNS, "*.safetensors"], "@drafter")
+
+
+def is_drafter(config: dict[str, Any]) -> bool:
+    """Returns True for the config of a drafter, of this or another tool; a model's has none of these keys."""
+    named = str(config.get("architectures")).lower()
+    return "eagle" in named or not DRAFTER_KEYS.isdisjoint(config)
+
+
+def _model_of(folder: Path | None) -> str | None:
+    """Returns the name of the model that a drafter was trained for, if its config tells."""
+    name = describe_drafter(folder).provenance.identity.get("id") if folder else None
+    return name if isinstance(name, str) else None
 
 
 @dataclass(frozen=True)

@@ -102,7 +102,7 @@ class OpenAIFormat:
                 if event.pieces or event.likelihoods or event.last or with_ids:
                     yield sse({**self.chunk(index, event), **usage()})
         if self._stream_usage:  # after the last choice, in a chunk of its own
-            yield sse({**self._body([]), "usage": self._usage()})
+            yield sse({**self._body([]), "usage": self._usage(), **self._metrics()})
         yield "data: [DONE]\n\n"
 
     def whole(self) -> dict[str, Any]:
@@ -130,7 +130,8 @@ class OpenAIFormat:
         for index, choice in enumerate(choices):
             more |= self._prompt_ids(choice, index)
             more |= self._prompt_logprobs(choice, index)
-        return {**self._body(choices, "chat.completion"), **more, "usage": self._usage()}
+        body = self._body(choices, "chat.completion")
+        return {**body, **more, "usage": self._usage(), **self._metrics()}
 
     def chunk(self, index: int, event: Event) -> dict[str, Any]:
         """Returns the chunk of one step of a choice."""
@@ -204,6 +205,13 @@ class OpenAIFormat:
             "prompt_tokens_details": {"cached_tokens": sum(ticket.reused for ticket in prompts)},
             "medusa": speculative_figures(self._tickets, by_position=self._asked.drafts.figures),
         }
+
+    def _metrics(self) -> dict[str, Any]:
+        """Returns vLLM's per-request acceptance, which guidellm and AIPerf read, of a single answer with drafts."""
+        [ticket, *others] = self._tickets
+        if others or not ticket.drafts:
+            return {}
+        return {"metrics": {"speculative_decoding": acceptance(ticket)}}
 
     def _choice(
         self,
@@ -282,6 +290,24 @@ def speculative_figures(tickets: Sequence[Ticket], by_position: bool = False) ->
         }
         figures |= {name: round(value, 6) for name, value in seconds.items()}
     return figures
+
+
+def acceptance(ticket: Ticket) -> dict[str, Any]:
+    """Returns the acceptance of an answer's drafts under vLLM's names; all nodes of a tree are draft tokens."""
+    stats = ticket.answer.stats
+    reached = [
+        ticket.drafts,
+        *ticket.accepted_at,
+    ]  # steps that accepted 0 draft tokens or more, 1 or more...
+    return {
+        "mean_acceptance_length": 1 + stats.accepted / ticket.drafts,
+        "draft_acceptance_rate": stats.accepted / stats.drafted,
+        "acceptance_histogram": [a - b for a, b in zip(reached, [*reached[1:], 0], strict=True)],
+        "num_spec_steps": ticket.drafts,
+        "num_accepted_draft_tokens": stats.accepted,
+        "num_draft_tokens": stats.drafted,
+        "num_spec_tokens": len(ticket.accepted_at),
+    }
 
 
 def special_ids(backbone: Backbone) -> tuple[int, ...]:

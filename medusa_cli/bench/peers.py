@@ -1,0 +1,200 @@
+"""Other programs in a bench: llama.cpp, OpenVINO GenAI, servers; and whose plain decoding is whose."""
+
+import json
+import os
+import re
+import urllib.request
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from medusa_cli.bench.methods import (
+    LLAMA,
+    LOOKUP_TOKENS,
+    METHODS,
+    OPENVINO,
+    TRANSFORMERS,
+    Method,
+    OnTokens,
+)
+from medusa_cli.bench.stats import Measurement
+from medusa_cli.decode import Sampling, Stats
+from medusa_cli.errors import UsageError, UserError, first_line
+from medusa_cli.files.assets import MODELS, has_package
+from medusa_cli.model import Backbone
+
+NAME = re.compile(r"[A-Za-z0-9][\w.]*(-[\w.-]+)?")
+LOOKUP_NGRAM = 3  # longest match of OpenVINO's prompt lookup
+KEY = "MEDUSA_API_KEY"  # sent as a bearer token, as `distill` and the judge do
+
+
+def parse_peers(texts: Sequence[str]) -> dict[str, str]:
+    """Returns addresses by name from texts NAME=URL; raises UsageError for another form and for names of methods."""
+    peers = {}
+    for text in texts:
+        name, _, url = text.partition("=")
+        if not NAME.fullmatch(name) or not url.startswith(("http://", "https://")):
+            raise UsageError(f"@peer {text!r} is not valid", "use NAME=http://HOST:PORT")
+        if name in METHODS or name in peers:
+            raise UsageError(f"@peer {name!r} is the name of another method", "use another name")
+        peers[name] = url.rstrip("/").removesuffix("/v1")
+    return peers
+
+
+def plain_of(name: str, names: Sequence[str], peers: Mapping[str, str]) -> str | None:
+    """Returns the method that decodes as `name` does, but without its drafts; None if it is plain, or not measured.
+
+    Of a peer NAME-DRAFTS that is NAME; of our methods it is ar.
+    """
+    program = name.partition("-")[0]
+    foreign = name in TRANSFORMERS or name in (*LLAMA, *OPENVINO) or name in peers
+    plain = program if foreign else "ar"
+    return plain if plain != name and plain in names else None
+
+
+def check_reader(name: str, model: str, gguf: Path | None, sampling: Sampling) -> None:
+    """Raises UsageError if a reader of GGUF files is not installed, has no file, or would not decode greedily."""
+    package = "xllamacpp" if name in LLAMA else "openvino_genai"
+    if not has_package(package):
+        raise UsageError(
+            f"@methods {name}: {package} is not installed",
+            f"`pip install {package.replace('_', '-')}`, or leave the method out",
+        )
+    if gguf is None and model not in MODELS and not Path(model).expanduser().is_file():
+        raise UsageError(f"@methods {name}: no GGUF file of {model!r} is known", "give @gguf FILE")
+    if not sampling.greedy:
+        raise UsageError(
+            f"@methods {name} is compared in greedy decoding only", "leave @temperature out"
+        )
+
+
+def llama_method(name: str, gguf: Path, backbone: Backbone) -> Method:
+    """Returns greedy decoding of a GGUF file of the same model by llama.cpp's server inside the package xllamacpp.
+
+    It has torch's number of threads. llama.cpp-ngram: with its n-gram drafts, by its own defaults.
+    """
+    import xllamacpp  # type: ignore[import-not-found, import-untyped, unused-ignore]
+
+    settings: Any = xllamacpp.CommonParams()
+    settings.model.path = str(gguf)
+    settings.n_ctx = backbone.max_positions
+    settings.n_parallel = 1
+    settings.cpuparams.n_threads = settings.cpuparams_batch.n_threads = torch.get_num_threads()
+    settings.verbosity = 0
+    settings.cache_ram_mib = 0
+    if name == "llama.cpp-ngram":
+        settings.speculative.types = [
+            xllamacpp.common_speculative_type.COMMON_SPECULATIVE_TYPE_NGRAM_SIMPLE
+        ]
+    try:
+        server: Any = xllamacpp.Server(settings)
+    except RuntimeError as reason:
+        raise UserError(
+            f"llama.cpp cannot load {gguf}: {first_line(reason)}", "give another @gguf FILE"
+        ) from reason
+    kind = {"Content-Type": "application/json"}
+    options = {"temperature": 0.0, "top_k": 1, "cache_prompt": False, "return_tokens": True}
+
+    def answer(
+        prompts: Sequence[Sequence[int]], max_new_tokens: int, on_tokens: OnTokens
+    ) -> list[Measurement]:
+        body = json.dumps(
+            {"prompt": list(prompts[0]), "n_predict": max_new_tokens, **options}
+        ).encode()
+        request = urllib.request.Request(f"{server.listening_address}/completion", body, kind)
+        # As a stream it would leave out tokens that end inside a letter; so would the server's calls without HTTP.
+        with urllib.request.urlopen(request) as reply:
+            document = json.load(reply)
+        tokens: list[int] = document["tokens"]
+        on_tokens(tokens)
+        timings = document["timings"]
+        stats = Stats(
+            drafted=timings.get("draft_n", 0), accepted=timings.get("draft_n_accepted", 0)
+        )
+        return [Measurement([tokens], stats=stats)]
+
+    return answer
+
+
+def openvino_method(name: str, gguf: Path, backbone: Backbone) -> Method:
+    """Returns greedy decoding of a GGUF file by OpenVINO GenAI, with torch's number of threads.
+
+    openvino-lookup: with its prompt lookup.
+    """
+    import openvino  # type: ignore[import-not-found, import-untyped, unused-ignore]
+    import openvino_genai as genai  # type: ignore[import-not-found, import-untyped, unused-ignore]
+
+    lookup = {"prompt_lookup": True} if name == "openvino-lookup" else {}
+    ends = sorted(backbone.eos_ids)
+    try:
+        threads = torch.get_num_threads()
+        pipeline: Any = genai.LLMPipeline(str(gguf), "CPU", INFERENCE_NUM_THREADS=threads, **lookup)
+    except RuntimeError as reason:
+        raise UserError(
+            f"OpenVINO cannot load {gguf}: {first_line(reason)}", "give another @gguf FILE"
+        ) from reason
+    config: Any = genai.GenerationConfig()
+    config.do_sample, config.apply_chat_template = False, False
+    config.stop_token_ids = set(ends)
+    if lookup:
+        config.num_assistant_tokens, config.max_ngram_size = LOOKUP_TOKENS, LOOKUP_NGRAM
+
+    def answer(
+        prompts: Sequence[Sequence[int]], max_new_tokens: int, on_tokens: OnTokens
+    ) -> list[Measurement]:
+        config.max_new_tokens = max_new_tokens
+        ids = openvino.Tensor(np.array([prompts[0]], dtype=np.int64))
+        [tokens] = pipeline.generate(ids, config).tokens
+        tokens = [*tokens]
+        on_tokens(tokens)
+        return [Measurement([tokens])]
+
+    return answer
+
+
+def server_method(name: str, url: str, backbone: Backbone) -> Method:
+    """Returns greedy decoding by a server, which gets the prompts' token ids.
+
+    A server that returns no token ids (`return_token_ids`, as vLLM has it) has its text encoded again.
+    """
+    ends = sorted(backbone.eos_ids)
+    model = _answer(name, f"{url}/v1/models")["data"][0]["id"]
+
+    def answer(
+        prompts: Sequence[Sequence[int]], max_new_tokens: int, on_tokens: OnTokens
+    ) -> list[Measurement]:
+        body = {
+            "model": model,
+            "prompt": list(prompts[0]),
+            "max_tokens": max_new_tokens,
+            "temperature": 0,
+            "return_token_ids": True,
+        }
+        choice = _answer(name, f"{url}/v1/completions", body)["choices"][0]
+        tokens = choice.get("token_ids")
+        if tokens is None:
+            tokens = backbone.tokenizer.encode(choice["text"], add_special_tokens=False)
+        # Servers differ in whether the end token counts as one of the answer.
+        if choice.get("finish_reason") == "stop" and ends and not {*tokens[-1:]} & {*ends}:
+            tokens = [*tokens, ends[0]]
+        on_tokens(tokens)
+        return [Measurement([tokens])]
+
+    return answer
+
+
+def _answer(name: str, url: str, body: dict[str, Any] | None = None) -> Any:
+    """Returns a server's document; raises UserError, naming the peer, if it gives none."""
+    headers = {"Content-Type": "application/json"}
+    if key := os.environ.get(KEY):
+        headers["Authorization"] = f"Bearer {key}"
+    data = None if body is None else json.dumps(body).encode()
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, data, headers)) as reply:
+            return json.load(reply)
+    except (OSError, ValueError) as reason:
+        fault = f"@peer {name}: {url} gave no answer: {first_line(reason)}"
+        raise UserError(fault, "start the server, and check its address") from reason

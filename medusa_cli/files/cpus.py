@@ -1,0 +1,60 @@
+"""The processors that this process may use: by its affinity, and by the quotas of its control groups."""
+
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+CGROUPS = Path("/sys/fs/cgroup")
+MEMBERSHIP = Path("/proc/self/cgroup")
+THREADS = "OMP_NUM_THREADS"
+
+
+def cpu_count() -> int:
+    """Returns the threads to use: OMP_NUM_THREADS, else what the process's affinity and container allow."""
+    named = os.environ.get(THREADS, "")
+    if named.isdigit() and int(named):
+        return int(named)
+    return max(1, min([_affinity(), *map(int, _quotas())]))
+
+
+def limit_threads() -> None:
+    """Has libraries use as many threads as a quota allows: by themselves they read the affinity alone."""
+    if not os.environ.get(THREADS) and cpu_count() < _affinity():
+        os.environ[THREADS] = str(cpu_count())
+
+
+def _affinity() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _quotas() -> Iterator[float]:
+    """Yields the processors that each control group of this process allows, the parents' too (versions 1 and 2)."""
+    try:
+        lines = MEMBERSHIP.read_text().splitlines()
+    except OSError:  # no Linux
+        return
+    for line in lines:
+        _, controllers, place = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        root = CGROUPS / controllers
+        # In a container the group's name is the host's, and its files lie at the root.
+        group = root / place.strip("/")
+        for folder in (group, *group.parents):
+            if not folder.is_relative_to(root):
+                break
+            yield from _quota(folder)
+
+
+def _quota(folder: Path) -> Iterator[float]:
+    with suppress(OSError, ValueError):  # no such file, or "max": no limit
+        quota, period = map(int, (folder / "cpu.max").read_text().split())
+        yield quota / period
+    with suppress(OSError, ValueError):
+        quota = int((folder / "cpu.cfs_quota_us").read_text())
+        period = int((folder / "cpu.cfs_period_us").read_text())
+        if quota > 0:
+            yield quota / period

@@ -1,0 +1,100 @@
+"""To and from the hub: exports are uploaded, and drafters downloaded, through huggingface_hub's own requests."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from medusa_cli.errors import UserError
+from medusa_cli.runs.resolve import choose, find_drafter
+from tests.helpers import medusa, medusa_json, save_model, save_run
+from tests.hub import Hub, running_hub
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_model(tmp_path_factory.mktemp("model"), layers=2)
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
+    with running_hub(monkeypatch, tmp_path / "cache") as server:
+        yield server
+
+
+def push(folder: Path, *words: str, exit_code: int = 0) -> str:
+    """Exports a run to the hub and returns what is printed."""
+    command = ("export", "--run", f"{folder}/", "--push", "owner/heads", *words)
+    return medusa(*command, exit_code=exit_code).output
+
+
+def test_a_pushed_drafter_chats_as_the_run_it_comes_from(
+    hub: Hub, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (Path(model) / "README.md").write_text("---\nlicense: mit\n---\n")
+    run = save_run(tmp_path / "run", model, calibrated=True)
+    push(run.path, "--to", "drafter")
+    files = hub.repositories["owner/heads"]
+    kept = {"tree.json": run.tree_path, "calibration.json": run.calibration_path}
+    assert {name: files[name] for name in kept} == {
+        name: path.read_bytes() for name, path in kept.items()
+    }
+    head = yaml.safe_load(files["README.md"].decode().split("---")[1])
+    assert head["license"] == "mit" and "medusa" in head["tags"]
+
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text('{"prompt": "w1 w2 w3"}\n{"prompt": "w4 w5"}\n')
+    monkeypatch.chdir(tmp_path)
+    shared = ("bench", "--methods", "ar,medusa", "--tree", "static", "--dtype", "fp32")
+    shared += ("--questions", questions, "--max-new-tokens", 8)
+    of_run = medusa_json(*shared, "--run", f"{run.path}/")
+    of_hub = medusa_json(*shared, "--drafter", "owner/heads")  # which names its model
+    assert of_hub["methods"]["medusa"]["identical"] == len(of_hub["questions"])
+    turns = [
+        [answer["turns"] for answer in document["methods"]["medusa"]["answers"]]
+        for document in (of_run, of_hub)
+    ]
+    assert turns[0] == turns[1]
+    assert of_hub["drafting"]["medusa"]["nodes"] == of_run["drafting"]["medusa"]["nodes"] > 1
+
+
+def test_a_drafter_of_the_hub_works_from_the_cache_without_a_network(
+    hub: Hub, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    push(save_run(tmp_path / "run", model).path, "--to", "drafter")
+    folder, home = find_drafter("owner/heads")
+    assert home is not None and home.tree_path.is_file()
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    assert find_drafter("owner/heads")[0] == folder
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert choose(None, None, "owner/heads", None).model == model
+    with pytest.raises(UserError, match="drafter"):
+        find_drafter("owner/others")
+
+
+def test_the_drafter_of_a_pushed_model_comes_without_the_models_weights(
+    hub: Hub, model: str, tmp_path: Path
+) -> None:
+    push(save_run(tmp_path / "run", model).path, "--to", "hf")
+    assert "model.safetensors" in hub.repositories["owner/heads"]
+    choice = choose(None, None, "owner/heads", None)
+    assert choice.drafter is not None and choice.tree.file is not None
+    assert not any("/model.safetensors" in request for request in hub.requests)
+    assert "owner/heads" in hub.repositories["owner/heads"]["README.md"].decode()
+
+
+def test_what_the_hub_does_not_take_or_have_is_one_line(
+    hub: Hub, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = save_run(tmp_path / "run", model)
+    with pytest.raises(UserError, match="owner/none"):
+        find_drafter("owner/none")
+    hub.repositories["owner/model"] = {"config.json": b'{"model_type": "llama"}'}
+    with pytest.raises(UserError, match="owner/model"):
+        find_drafter("owner/model")
+    monkeypatch.setenv("HF_TOKEN", "hf_other")
+    assert "--push" in push(run.path, "--to", "drafter", exit_code=1)
+    assert "owner/heads" not in hub.repositories
+    for words in (("--to", "data"), ("--to", "drafter", "--push", "a/b/c")):
+        assert "--push" in push(run.path, *words, exit_code=2)

@@ -1,0 +1,144 @@
+"""A process that behaves: threads by affinity and quota, priority kept, and no processor time while it waits."""
+
+import json
+import os
+import pty
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from medusa_cli.files import cpus
+from medusa_cli.native import is_available
+from tests.helpers import python, save_model, save_run
+from tests.serving import IDS, serving, tiny_medusa
+
+TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+
+
+@pytest.fixture
+def groups(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Sets a process of 8 processors in a control group without quotas; returns the groups' folder."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)))
+    monkeypatch.setattr(cpus, "CGROUPS", tmp_path)
+    monkeypatch.setattr(cpus, "MEMBERSHIP", tmp_path / "cgroup")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("member", "files", "expected"),
+    [
+        ("0::/a/b", {}, 8),
+        ("0::/a/b", {"cpu.max": "max 100000"}, 8),
+        ("0::/a/b", {"cpu.max": "250000 100000"}, 2),
+        ("0::/a/b", {"a/cpu.max": "300000 100000", "a/b/cpu.max": "500000 100000"}, 3),
+        ("0::/", {"cpu.max": "50000 100000"}, 1),
+        ("0::/a", {"cpu.max": "1600000 100000"}, 8),
+        (
+            "3:cpu,cpuacct:/docker/1\n2:memory:/docker/1",
+            {"cpu,cpuacct/cpu.cfs_quota_us": "400000", "cpu,cpuacct/cpu.cfs_period_us": "100000"},
+            4,
+        ),
+        ("3:cpu:/a", {"cpu/a/cpu.cfs_quota_us": "-1", "cpu/a/cpu.cfs_period_us": "100000"}, 8),
+    ],
+)
+def test_threads_follow_affinity_and_quota(
+    groups: Path, monkeypatch: pytest.MonkeyPatch, member: str, files: dict, expected: int
+) -> None:
+    (groups / "cgroup").write_text(f"{member}\n")
+    for name, text in files.items():
+        (groups / name).parent.mkdir(parents=True, exist_ok=True)
+        (groups / name).write_text(f"{text}\n")
+    assert cpus.cpu_count() == expected
+    cpus.limit_threads()
+    assert os.environ.get("OMP_NUM_THREADS") == (str(expected) if expected < 8 else None)
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    assert cpus.cpu_count() == 5
+
+
+THREADS = """
+import json, os, sys
+from pathlib import Path
+from medusa_cli import cli
+from medusa_cli.files import cpus
+cpus.CGROUPS = Path(sys.argv[1])
+cpus.MEMBERSHIP = cpus.CGROUPS / "cgroup"
+os.nice(3)
+sys.argv = ["medusa", "--version"]
+try:
+    cli.main()
+except SystemExit:
+    pass
+import torch
+import numpy
+from medusa_cli.native import PackedMatrix, RawMatrix
+quota = torch.get_num_threads()
+os.environ["OMP_NUM_THREADS"] = "3"
+matrix = PackedMatrix.pack(RawMatrix.of(numpy.ones((256, 64), numpy.float32)))
+matrix.multiply(numpy.ones((1, 64), numpy.float32))  # starts the library's threads
+tasks = [path.read_text().rsplit(")", 1)[1].split() for path in Path("/proc/self/task").glob("*/stat")]
+print(json.dumps({"torch": quota, "nice": [int(fields[16]) for fields in tasks]}))
+"""
+
+
+@pytest.mark.skipif(
+    not (is_available() and Path("/proc/self/task").is_dir()),
+    reason="starts the library's threads and reads Linux's /proc",
+)
+def test_torch_keeps_a_quota_and_all_threads_the_priority(tmp_path: Path) -> None:
+    (tmp_path / "cgroup").write_text("0::/\n")
+    (tmp_path / "cpu.max").write_text("100000 100000\n")
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    code = THREADS.replace("sys.argv[1]", repr(str(tmp_path)))
+    done = python(code, env=environment)
+    assert done.returncode == 0, done.stderr
+    seen = json.loads(done.stdout.splitlines()[-1])
+    assert seen["torch"] == 1
+    assert len(seen["nice"]) >= 3 and set(seen["nice"]) == {min(19, os.nice(0) + 3)}
+
+
+def test_an_idle_server_uses_no_processor(tmp_path: Path) -> None:
+    with tiny_medusa(tmp_path) as medusa, serving(medusa) as server:
+        server.post({"model": "tiny", "prompt": IDS, "max_tokens": 12})
+        time.sleep(0.2)
+        before = time.process_time()
+        time.sleep(1.5)
+        assert time.process_time() - before < 0.03
+
+
+@pytest.mark.slow
+def test_an_idle_chat_uses_no_processor(tmp_path: Path) -> None:
+    run = save_run(tmp_path / "run", save_model(tmp_path / "model"))
+    words = ["chat", "--run", f"{run.path}/", "--dtype", "fp32", "--max-new-tokens", "8"]
+    process, terminal = pty.fork()
+    if process == 0:
+        os.execv(sys.executable, [sys.executable, "-m", "medusa_cli", *words])
+    try:
+        wait_for(terminal, b"> ")
+        os.write(terminal, b"w1 w2\n")
+        wait_for(terminal, b"tokens/s")
+        wait_for(terminal, b"> ")
+        time.sleep(0.5)
+        before = seconds_of(process)
+        time.sleep(2)
+        assert seconds_of(process) - before <= 0.02 + TICK_S
+    finally:
+        os.kill(process, 9)
+        os.waitpid(process, 0)
+        os.close(terminal)
+
+
+def wait_for(terminal: int, part: bytes) -> None:
+    """Reads a terminal until a text has come."""
+    seen, end = b"", time.monotonic() + 60
+    while part not in seen:
+        assert time.monotonic() < end, seen
+        seen += os.read(terminal, 4096)
+
+
+def seconds_of(process: int) -> float:
+    """Returns the processor time of a process and its threads."""
+    fields = Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) * TICK_S
