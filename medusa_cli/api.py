@@ -50,7 +50,7 @@ class GenerationOptions:
 
     Decoding is greedy without a temperature. stop: strings that end the answer. stop_ids: end tokens in place of the
     model's own. logprobs: how many of the likeliest tokens to report with each; the model's own, before what follows.
-    prompt_logprobs: report the prompt's tokens before the answer's, of which there may then be none. min_p and
+    prompt_logprobs: report the prompt's tokens before the answer's; the answer may then be empty. min_p and
     repetition_penalty to logit_bias: None takes what the model's generation config says (LogitsOptions). json_schema,
     regex, grammar (Lark or GBNF): what the answer must follow. speculative: False decodes plainly. raw: a text is
     continued as it is.

@@ -351,7 +351,7 @@ class _FetchLines:
 
     def show(self, done: int) -> None:
         now = time.monotonic()
-        if self.began is None:  # what was there before says nothing of the rate
+        if self.began is None:  # earlier units do not count for the rate
             self.began = now, done
         if now < self.due:
             return

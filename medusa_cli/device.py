@@ -74,7 +74,7 @@ def has_bf16() -> bool:
 def free_memory(device: torch.device) -> int:
     """Returns the free bytes of a CUDA device, else of this machine or its container."""
     if device.type == "cuda":
-        # What torch keeps for later is free as well.
+        # Memory that torch keeps for later is free as well.
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + cached
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -468,7 +468,7 @@ def acceptance(case: Case) -> Finding:
         expected - 1, 1e-9
     )  # of what drafts should add, beyond the interval
     status = graded(short, 0.1, 0.4) if expected - high > SLIGHT else "pass"
-    # What ships is calibrated; other prompts than its data's need data of their own.
+    # The drafter that ships is calibrated; other prompts than its data's need data of their own.
     remedy = case.command("calibrate") if case.called else case.distill
     text = f"{text}; calibration and the tree of {case.tree.size} nodes predict {expected:.2f}"
     return Finding(status, text, remedy, figures)

@@ -40,7 +40,7 @@ SMALL = {
     "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
     "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16,
     "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "initializer_range": 0.3, "tie_word_embeddings": False,
-    "is_decoder": True,
+    "is_decoder": True, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 96, "encoder_layers": 2,
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
     "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_d_ssm": 128, "mamba_n_groups": 1,
     "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 1, "n_mamba_heads": 1,
@@ -73,6 +73,7 @@ OWN: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": CONV_LAYERS},
     "lfm2_moe": {"layer_types": CONV_LAYERS, "num_dense_layers": 2},
     "lfm3": {"layer_types": ["conv", SLIDING, FULL, "conv"]},
+    "moshi": {"sliding_window": 96},  # it is not run beyond its window
     "mamba2": {"num_heads": 8, "head_dim": 16, "expand": 2},
     "qwen2_5_vl_text": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}},
     "qwen3_vl_moe_text": {"sliding_window": OUT},

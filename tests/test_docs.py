@@ -332,6 +332,9 @@ def test_structure_names_every_module_and_what_exists() -> None:
         name for name in modules if not name.startswith("commands/") and not name.endswith("__.py")
     }
     assert not expected - {path for path, _ in named}
+    tables = text[: text.index("## Rules of the papers")]
+    listed = re.findall(r"`([\w/]+\.(?:py|cpp|h))`", tables)
+    assert len(listed) == len(set(listed)), "a module has one line"
     for path, name in named:
         tree = ast.parse((ROOT / "medusa_cli" / path).read_text(encoding="utf-8"))
         defined = {

@@ -7,11 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from medusa_cli.engine import load, load_backbone
 from medusa_cli.engine.timing import machine_key
@@ -21,68 +17,21 @@ from medusa_cli.model import Backbone
 from medusa_cli.model.load import load_network
 from medusa_cli.runs.load_options import LoadOptions
 from tests.helpers import PROMPT, SPARSE, Oracle, generate, plain, save_network, tokens_of
+from tests.models import COUNT, generated, tiny_network
 
-COUNT = 32
-LARGEST = 3e6  # weights of a model that is tiny
-# Values of the fields that configs have; others stay as they are.
-SMALL = {
-    "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "intermediate_size": 64, "ffn_dim": 64, "n_inner": 64, "head_dim": 8, "max_position_embeddings": 128,
-    "word_embed_proj_dim": 32, "embedding_size": 32, "rotary_dim": 8, "sliding_window": 8,
-    "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 64, "encoder_layers": 2,
-    "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "num_experts": 4, "num_local_experts": 4,
-    "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
-    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8,
-    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "initializer_range": 0.4, "tie_word_embeddings": False,
-    "is_decoder": True,
-}  # fmt: skip
 DECODING = (
     "apertus", "biogpt", "deepseek_v2", "deepseek_v3", "exaone4", "falcon", "gemma", "gemma3_text", "glm4",
-    "glm4_moe_lite", "gpt2", "gpt_bigcode", "gpt_neox", "granite", "helium", "hunyuan_v1_moe", "llama",
+    "glm4_moe_lite", "gpt2", "gpt_bigcode", "gpt_neox", "helium", "hunyuan_v1_moe", "llama",
     "ministral3", "mistral", "mixtral", "moshi", "nemotron", "olmo2", "olmoe", "opt", "persimmon", "phi", "phi3",
     "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3", "stablelm", "starcoder2",
 )  # fmt: skip
 REFUSED = ("bart", "bert", "bloom", "doge", "hrm_text", "minimax", "rwkv", "xglm")
 
 
-def small_config(kind: str) -> Any:
-    """Returns a config of a model type with all sizes that it has set to tiny ones."""
-    config_class = CONFIG_MAPPING[kind]
-    default = config_class()
-
-    def settable(name: str) -> bool:
-        field = getattr(config_class, name, None)
-        try:
-            return hasattr(default, name) and not (
-                isinstance(field, property) and field.fset is None
-            )
-        except RuntimeError:  # it is set layer by layer
-            return False
-
-    fields = {name: value for name, value in SMALL.items() if settable(name)}
-    if kind == "moshi":  # it is not run beyond its window
-        fields["sliding_window"] = 48
-    if hasattr(default, "kv_lora_rank"):
-        fields["num_key_value_heads"] = SMALL["num_attention_heads"]
-    for name in ("layer_types", "mlp_layer_types"):
-        if settable(name) and isinstance(kinds := getattr(default, name), list):
-            kinds = list(dict.fromkeys(kinds))
-            fields[name] = [kinds[0], kinds[-1]]
-    return config_class(**fields)
-
-
 def small_network(kind: str) -> tuple[Any, list[int]]:
     """Returns a network of a model type and what it generates; any exception if it cannot be made tiny."""
-    config = small_config(kind)
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    with torch.device("meta"):
-        if sum(weight.numel() for weight in model_class(config).parameters()) > LARGEST:
-            raise ValueError("it cannot be made tiny")
-    torch.manual_seed(0)
-    network, prompt = model_class(config).eval(), torch.tensor([PROMPT])
-    rules = {"max_new_tokens": COUNT, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    ids = network.generate(prompt, attention_mask=torch.ones_like(prompt), **rules)
-    return network, ids[0, len(PROMPT) :].tolist()
+    network = tiny_network(kind)
+    return network, generated(network, PROMPT)
 
 
 def assert_decodes(backbone: Backbone, expected: list[int]) -> None:
@@ -107,10 +56,10 @@ def test_moshi_is_not_run_beyond_its_window(tmp_path: Path) -> None:
     """Its masks have no window and its cache has one: a prompt and an answer disagree in transformers itself."""
     network, _ = small_network("moshi")
     backbone = load_backbone(save_network(network, tmp_path), LoadOptions(dtype="fp32"))
-    prompt = [5 + 7 * i % 50 for i in range(49)]
+    prompt = [5 + 7 * i % 50 for i in range(97)]
     with pytest.raises(UserError, match="context"):
         next(generate(backbone, None, None, prompt, max_new_tokens=4))
-    assert len(plain(backbone, 90)) == 48 - len(PROMPT)
+    assert len(plain(backbone, 200)) == 96 - len(PROMPT)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -114,7 +114,7 @@ _CODE = re.compile(
     r"|\bC(?:\+\+|#)(?!\w)",
     re.IGNORECASE | re.MULTILINE,
 )
-# What ShareGPT's search plug-in pastes holds addresses and names of programs in any matter.
+# Results of ShareGPT's search plug-in hold addresses and names of programs on any subject.
 _PASTED = "Web search results:"
 
 

@@ -180,7 +180,7 @@ def split_conversations(
 def held_out_ids(ids: Sequence[str], fraction: float) -> set[str]:
     """Returns the ids of conversations kept from training.
 
-    The hash of an id decides, so that more data moves none. The parts that ShareGPT's long
+    The hash of an id decides, so that more data does not move any. The parts that ShareGPT's long
     conversations are cut into (CsuNKMw_0, CsuNKMw_17), and the turns that speculators makes rows
     of, go together: with its other parts in training, a held-out part would be easier than an
     unseen conversation. Of two or more at least one is held out (unless fraction is 0), and never

@@ -375,7 +375,7 @@ class _GraphStep:
         self._slots = slots if rows > 1 else None
         self._limits = limits
         reads = 0 if self._slots is None else self._slots.rows
-        # Of each slot: its length; of N nodes depths, parents, ranks, tokens, and as bits the nodes
+        # Each slot's length; the depths, parents, ranks and tokens of N nodes, and as bits the nodes
         # that each one sees; the fields of NewTensors of P new tokens, with their places in
         # `hidden`.
         self._inputs = self._pack([0] * batch, [], []).to(device)  # [B, 1 + 5 N + 3 + 2 P]

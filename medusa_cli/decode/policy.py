@@ -33,7 +33,7 @@ MIN_CORPUS_CHANCE = 0.5
 UNCALIBRATED = 0.3
 
 
-# What one sequence drafts: a tree for the drafter, and paths of tokens that n-gram matches add from
+# One sequence's draft: a tree for the drafter, and paths of tokens that n-gram matches add from
 # the root.
 Proposal = tuple[Tree | DynamicTree, list[tuple[int, ...]]]
 

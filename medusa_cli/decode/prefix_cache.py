@@ -54,8 +54,8 @@ class PrefixCache:
         ]
         if not idle:
             raise ValueError(f"all {len(self._slots)} slots are taken")
-        # Of slots that share as much the emptiest is taken: a request may yet begin with the text
-        # of another.
+        # Among slots that share as much, `share` prefers the emptiest: a later request may begin
+        # with another's text.
         slot = max(idle, key=share)
         shared = self._cache.reusable(slot, share(slot)[0])
         sequence.reuse_prefix(self._slots[slot], shared, self._drafter)

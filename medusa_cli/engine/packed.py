@@ -21,7 +21,7 @@ from medusa_cli.native import Format, PackedMatrix, RawMatrix
 from medusa_cli.native.library import library
 from medusa_cli.native.matrix import Bytes, Floats, aligned, pack_tiles, padded_floats
 
-# Of the files: another version of the library packs in another way.
+# The version of the files, which changes with the library's way of packing.
 VERSION = 1
 # Every part of a file begins at a multiple of this many bytes.
 ALIGNMENT = 64

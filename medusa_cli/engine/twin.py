@@ -68,7 +68,7 @@ def verified(network: Any) -> Description:
 
 
 def twin_of(network: Any) -> Any:
-    """Returns a small network of random fp32 weights whose layers compute as those of a network."""
+    """Returns a small network of random fp32 weights whose layers compute as a network's do."""
     config = copy.deepcopy(text_config(network.config))
     heads = config.num_attention_heads
     groups = heads // (getattr(config, "num_key_value_heads", None) or heads)
@@ -86,8 +86,8 @@ def twin_of(network: Any) -> Any:
         "num_attention_heads": 2 * groups,
         "num_key_value_heads": 2,
         "pad_token_id": 0,
-        "bos_token_id": None,
-        "eos_token_id": None,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
     }
     if by_kind:
         config.per_layer_config = None

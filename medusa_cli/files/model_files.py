@@ -16,13 +16,13 @@ from medusa_cli.files.io import convert, read_as, read_object
 from medusa_cli.files.layer_kinds import KINDS, STATEFUL
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
-# What the names of all tokenizers' files have in common.
+# The names of tokenizers' files contain one of these.
 TOKENIZER_FILES = ("token", "vocab", "spiece", "tekken")
 # The methods of transformers' cache by which layers hand over a new state.
 STATE_UPDATES = ("update_conv_state", "update_recurrent_state")
-# What a network's class says if its attention can be replaced.
+# Flags of a network's class whose attention can be replaced.
 ATTENTION_FLAGS = ("_supports_sdpa", "_supports_attention_backend")
-# Fields of configs that tell of sparse attention: a small network chooses the tokens that each query reads.
+# Configs with these fields have sparse attention: a small network chooses the tokens that each query reads.
 INDEXERS = ("index_topk", "indexer_budget", "indexer_n_heads")
 INDEXED = "sparse attention, in which an indexer chooses the tokens that each token reads"
 OUTSIDE = (

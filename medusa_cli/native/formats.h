@@ -37,7 +37,7 @@ enum Format : int32_t {
   kFormats = 13,
 };
 
-// What is common to a quantized format. group: inputs that share a scale. block: inputs of a block of the tile and of
+// The facts of a quantized format. group: inputs that share a scale. block: inputs of a block of the tile and of
 // the file. bits: of an unpacked number (the stored width may be larger). zero: subtracted from it, where has_offset is
 // false. file_bytes: of a block of the file; tile_bytes: of a block of a tile.
 struct FormatInfo {

@@ -205,7 +205,7 @@ struct Kind {
       FORMAT == Q4_1 || FORMAT == Q5_1 || FORMAT == Q4_K || FORMAT == Q5_K || FORMAT == Q2_K;
   static constexpr int bits = FORMAT == Q8_0 ? 8 : FORMAT == Q6_K ? 6
                             : FORMAT == Q5_0 || FORMAT == Q5_1 || FORMAT == Q5_K ? 5 : 4;
-  // Of `dot`; where it takes any unsigned bytes, all formats share its code.
+  // The bits of `dot`; if it takes any unsigned bytes, all formats share its code.
   static constexpr int dot_bits = UNSIGNED_BYTES ? 8 : bits;
   static constexpr bool is_signed = FORMAT == Q8_0 && !UNSIGNED_BYTES;
   // The place in Rows::zero, -1: nothing is subtracted.
@@ -213,7 +213,7 @@ struct Kind {
                             : FORMAT == Q4_0 ? 0 : FORMAT == Q5_0 ? 1 : FORMAT == Q8_0 ? 2 : FORMAT == Q6_K ? 3 : 4;
 };
 
-// Where block and unit of input 256 * n are: formats of 256 inputs have one block there, others eight.
+// Returns the block and unit of input 256 * n: formats of 256 inputs have one block there, others eight.
 inline const uint8_t* chunk_of(int32_t format, const uint8_t* tile, int64_t first) {
   const FormatInfo& f = info(format);
   return tile + first / f.block * f.tile_bytes;
@@ -290,7 +290,7 @@ inline void to_floats(int32_t format, const uint8_t* tile, int64_t first, Bytes&
   }
 }
 
-// What a kernel reads of rows in 8 bits, from one row and input on.
+// A kernel's inputs: rows in 8 bits, from one row and input on.
 struct Inputs {
   const int8_t* q;
   const float* scale;

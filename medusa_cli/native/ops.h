@@ -1,4 +1,4 @@
-// What stands between matmuls: norms, rotary positions, activations.
+// The operations between matmuls: norms, rotary positions, activations.
 #pragma once
 
 #include "simd.h"

@@ -13,7 +13,7 @@ namespace ISA {
 
 namespace {
 
-// Numbers from which on threads share what stands between matmuls; fewer take less time than handing them out.
+// Numbers from which on threads share the operations between matmuls; fewer take less time than handing them out.
 constexpr int64_t kManyNumbers = 1 << 14;
 // Multiplications that make a share worth taking, and shares for each thread.
 constexpr int64_t kLeastWork = 1 << 15;
@@ -219,7 +219,7 @@ struct Pick {
   float weight;
 };
 
-// What passes need besides their inputs. One pass runs at a time.
+// The buffers of passes. One pass runs at a time.
 struct Workspace {
   RowBuffer normed, attended, inner, given, gathered;
   Buffer<float> qkv, added, gates, scores, out;

@@ -434,7 +434,7 @@ def _flatten(data: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
 
 
 def differences(old: dict[str, Any], new: Recipe, sections: Sequence[str]) -> list[str]:
-    """Returns the dotted keys of the sections whose values differ from what to_dict gave of an old recipe."""
+    """Returns the dotted keys of the sections whose values differ from an old recipe's, as a dict."""
     before = dict(_flatten(old))
     after = [
         (key, value) for key, value in _flatten(new.to_dict()) if key.split(".")[0] in sections

@@ -56,8 +56,8 @@ class Strict(BaseModel):
         if not isinstance(data, dict):
             return data
         given = {name: value for name, value in data.items() if value is not None}
-        # What one kind of object does not read, another may: declared fields are read, but for
-        # values of no effect.
+        # Declared fields are read, except for values of no effect: another kind of object may
+        # not declare them.
         checks = {
             name: check
             for name, check in cls.no_effect.items()

@@ -30,7 +30,7 @@ from medusa_cli.serve.templates import TemplateProcess
 MAX_HEADERS = 64 << 10
 BACKLOG = 128
 SEND_BUFFER = 32 << 10
-# Bytes: a client that reads less within `Limits.read_s` reads nothing.
+# Bytes. A client that reads fewer within `Limits.read_s` is cut off.
 MIN_READ = 16 << 10
 # Logs to which anybody who connects can make the server write.
 LOGS = ("uvicorn.error", "asyncio", "medusa_cli.serve.scheduler")

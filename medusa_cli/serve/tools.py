@@ -209,7 +209,7 @@ def read_calls(
 
 
 def _next_marker(text: str, at: int, last: bool) -> tuple[int, int | None]:
-    """Returns the start and end of the next marker from a place on.
+    """Returns the start and end of the next marker from position `at` on.
 
     Without one the end is None, and the start is where a marker may be under way, else the text's end.
     """
