@@ -12,7 +12,7 @@ from torch import Tensor
 from medusa_cli.data.conversation import Conversation
 from medusa_cli.data.packing import batch_of
 from medusa_cli.drafters import Firp
-from medusa_cli.drafters.firp import spread
+from medusa_cli.drafters.firp import check_extra_rows, spread
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.drafters.io import load_drafter, save_drafter
 from medusa_cli.engine import Output, Plan, attach, load_backbone
@@ -36,6 +36,7 @@ from tests.helpers import (
     tiny_backbone,
     write_lines,
 )
+from tests.models import tiny_network
 
 pytestmark = pytest.mark.usefixtures("exact")
 
@@ -185,8 +186,15 @@ def test_a_model_whose_layers_are_unknown_is_refused() -> None:
         next(generate(backbone, drafter, TREE, PROMPT, max_new_tokens=5))
 
 
+def test_a_model_with_embeddings_by_layer_is_refused() -> None:
+    backbone = Backbone(tiny_network("gemma4_text"))
+    attach(backbone, "native")
+    with pytest.raises(UserError):
+        check_extra_rows(backbone)
+
+
 def test_a_model_with_factors_outside_its_layers_is_refused(tmp_path: Path) -> None:
-    """Granite scales its embeddings; its logits are the lm_head's own with a factor of 1."""
+    """Granite scales its embeddings, which the eager engine's layers do not see one by one."""
     import transformers as hf
 
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4}
@@ -199,7 +207,7 @@ def test_a_model_with_factors_outside_its_layers_is_refused(tmp_path: Path) -> N
         config.embedding_multiplier = embedding_multiplier
         backbone = load_backbone(
             save_network(hf.GraniteForCausalLM(config).eval(), tmp_path / name),
-            LoadOptions(dtype="fp32"),
+            LoadOptions(dtype="fp32", engine="eager"),
         )
         save_drafter(firp(backbone), tmp_path / name / "drafter", provenance(backbone.identity))
         return backbone

@@ -1,5 +1,6 @@
 """The native library: its matrices, its passes bit for bit, packed files, instruction sets, threads and processes."""
 
+import copy
 import importlib
 import multiprocessing
 import os
@@ -15,10 +16,15 @@ import torch
 import transformers
 
 from medusa_cli.engine import Plan, attach, load_backbone
+from medusa_cli.engine.description import rotary_of
 from medusa_cli.engine.linear import packed_linear
+from medusa_cli.engine.native import NativeEngine
+from medusa_cli.engine.native_model import NativeModel
+from medusa_cli.engine.packed import pack_in_memory
 from medusa_cli.errors import UsageError
 from medusa_cli.files.assets import home
 from medusa_cli.model import Backbone
+from medusa_cli.model.weights import NetworkWeights
 from medusa_cli.native import (
     Format,
     PackedMatrix,
@@ -648,6 +654,23 @@ def test_layers_that_share_keys_have_no_rows_of_their_own() -> None:
     cache.swap(0, 1)
     cache.truncate(0, 33)
     assert torch.equal(forward(backbone, text[33:], cache).logits, whole[33:])
+
+
+@pytest.mark.parametrize("part", ["query", "value", "gate", "up"])
+def test_formats_may_mix_in_a_layer(part: str) -> None:
+    backbone, text = variant_of("phi3", "int8"), text_of(40, 128)
+    expected = forward(backbone, text).logits.clone()
+    model = backbone.engine.model
+    description, packed = model.description, copy.copy(model.packed)
+    packed.matrices = dict(packed.matrices)
+    exact = pack_in_memory(description, NetworkWeights(tiny_network("phi3")), None, True)
+    for layer in description.layers:
+        packed.matrices[layer.matrices[part]] = exact.matrices[layer.matrices[part]]
+    mixed = NativeModel(description, packed, rotary_of(backbone.model))
+    backbone.engine = NativeEngine(backbone, mixed, True, "int8")
+    logits = forward(backbone, text).logits
+    assert 0 < float((logits - expected).norm() / expected.norm()) < 0.1
+    assert_same_bits(backbone, text, (1, 16, 30))
 
 
 def test_router_keeps_its_weights_and_rows() -> None:

@@ -17,6 +17,7 @@ from medusa_cli.engine.engine import SCRATCH_ROWS, Engine
 from medusa_cli.engine.extra_rows import ExtraRowStates
 from medusa_cli.engine.native_model import NativeModel, padded
 from medusa_cli.engine.plan import Output, Plan
+from medusa_cli.errors import UserError
 from medusa_cli.model.backbone import Backbone
 from medusa_cli.native import Format, PackedMatrix, instructions, library
 from medusa_cli.native.library import TILE, UNIT, CacheBuffers, Step
@@ -142,6 +143,11 @@ class NativeEngine(Engine):
 
         x = self._embed(plan.tokens)
         inputs = self._inputs(plan.tokens)
+        if inputs is not None and extra_rows is not None:
+            raise UserError(
+                "extra rows are of no token, whose embedding this model's layers read",
+                "use a drafter other than firp, such as drafter=hydra",
+            )
         last = self.sizes["layers"]
         entries = extra_rows.rows.layers if extra_rows is not None else ()
         cuts = sorted({0, last, *entries})

@@ -393,8 +393,8 @@ Matrix of_expert(const Matrix& all, int64_t experts, int64_t expert) {
   return own;
 }
 
-// Adds a mixture of experts of normalised rows to the states x. Rows are gathered by expert, so that each expert's matrices are read once;
-// what a row gets is summed over its experts in rising order.
+// Adds a mixture of experts of normalised rows to the states x. Rows are gathered by expert, so that each expert's
+// matrices are read once; what a row gets is summed over its experts in rising order.
 void add_mixture(Pool& pool, const Model& m, const Layer& layer, const Rows& normed, int64_t rows, float* x,
                  int64_t stride, Workspace& work) {
   const int64_t top = m.top_experts, shared = layer.shared_up.tiles ? rows : 0;
@@ -422,9 +422,10 @@ void add_mixture(Pool& pool, const Model& m, const Layer& layer, const Rows& nor
   }
   if (shared) work.mlps.push_back({layer.shared_gate, layer.shared_up, layer.shared_down, gathered, rows});
 
-  const bool int8 = layer.up.int8_rows || (shared && layer.shared_up.int8_rows);
-  const bool int8_inner = layer.down.int8_rows || (shared && layer.shared_down.int8_rows);
-  const Rows read = work.gathered.rows(gathered + shared, m.hidden, int8);
+  const bool int8_own = layer.gate.int8_rows || layer.up.int8_rows;
+  const bool int8_shared = layer.shared_gate.int8_rows || layer.shared_up.int8_rows;
+  const bool int8_inner = layer.down.int8_rows || layer.shared_down.int8_rows;
+  const Rows read = work.gathered.rows(gathered + shared, m.hidden, int8_own || int8_shared);
   const auto copy = [&](int64_t from, int64_t to) {
     std::memcpy(writable(read) + to * read.stride, normed.x + from * normed.stride, m.hidden * sizeof(float));
     if (read.q) round_row(read.from(to), 0, read.stride);
@@ -521,7 +522,9 @@ void run(Pool& pool, const Model& m, const Cache& cache, const Step& step) {
              step.positions + s * step.rows, window);
       }
     }
-    const Rows read = work.normed.rows(rows, m.hidden, layer.query.int8_rows);
+    // Files may mix formats: rows are rounded where one of the matrices that read them asks for it.
+    const bool int8 = layer.query.int8_rows || layer.key.int8_rows || layer.value.int8_rows;
+    const Rows read = work.normed.rows(rows, m.hidden, int8);
     norm_rows(pool, m, step.x, stride, layer.attention_norm, read, rows);
     const Widths widths(m, layer);
     float* qkv = work.qkv.room(rows * widths.all);
@@ -542,7 +545,8 @@ void run(Pool& pool, const Model& m, const Cache& cache, const Step& step) {
     };
     if (!m.parallel) add_attention();
 
-    const Rows seen = work.normed.rows(rows, m.hidden, !layer.experts && layer.up.int8_rows);
+    const bool int8_mlp = !layer.experts && (layer.gate.int8_rows || layer.up.int8_rows);
+    const Rows seen = work.normed.rows(rows, m.hidden, int8_mlp);
     norm_rows(pool, m, step.x, stride, layer.mlp_norm, seen, rows);
     if (m.parallel) add_attention();
     if (layer.experts) {
