@@ -105,10 +105,9 @@ class Dflash(TransformersDrafter):
             parts.layer(parts.config, index) for index in range(config.num_layers)
         )
         self.norm = norm(size, eps=eps)
+        # In a tuple it is no part of the module: its rates stay in fp32.
         with torch.device("cpu"):
-            self._rotary = (
-                parts.rotary(parts.config),
-            )  # no part of the module: its rates stay in fp32
+            self._rotary = (parts.rotary(parts.config),)
         self._cache = cache_name(parts.layer.forward)
         self.truncate(0)
 

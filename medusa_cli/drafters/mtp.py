@@ -63,10 +63,9 @@ class MtpLayer(nn.Module):
         self.fc = nn.Linear(2 * size, size, bias=False)
         self.layer = parts.layer(parts.config, 0)
         self.norm = norm(size, eps=eps)
+        # In a tuple it is no part of the module: its rates stay in fp32.
         with torch.device("cpu"):
-            self._rotary = (
-                parts.rotary(parts.config),
-            )  # no part of the module: its rates stay in fp32
+            self._rotary = (parts.rotary(parts.config),)
         self._cache = cache_name(type(self.layer).forward)
 
     def forward(
