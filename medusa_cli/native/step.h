@@ -36,8 +36,8 @@ struct Layer {
   const float* input_norm;
   const float* sinks;
   const float* router_bias;
-  int64_t table;   // of rotary positions, -1: nothing is turned
-  int64_t window;  // positions that a row sees, 0: all
+  int64_t table;    // of rotary positions, -1: nothing is turned
+  int64_t window;   // positions that a row sees, 0: all
   int64_t experts;  // 0: one MLP
   int64_t kv, dim;  // heads of keys, and the numbers of a head
   int64_t place;    // in the cache
@@ -59,11 +59,11 @@ struct Model {
   int64_t sigmoid;      // experts' scores are sigmoids, not a softmax
   int64_t normalized;   // the chosen experts' scores are divided by their sum
   float eps, scale, embedding_scale;
-  float residual;       // factor of what attention and MLP add
-  float expert_scale;   // factor of the experts' scores
-  float cap;            // soft cap of attention's scores, 0: none
-  int64_t inputs;  // numbers of a layer's input besides its states, 0: none
-  float inputs_scale, inputs_factor;
+  float residual;      // factor of what attention and MLP add
+  float expert_scale;  // factor of the experts' scores
+  float cap;           // soft cap of attention's scores, 0: none
+  int64_t inputs;      // numbers of a layer's input besides its states, 0: none
+  float inputs_scale, inputs_factor;  // of their projection, and of its sum with their embedding
   Matrix inputs_projection;  // [layers * inputs, hidden]
   const float* inputs_norm;
   const float* cos[kTables];  // [positions, rotary / 2]
