@@ -501,7 +501,7 @@ def test_last_line_that_lacks_its_line_break_alone_is_kept(run: Run) -> None:
         for name in "ab"
     ]
     run.distill_path.write_text("".join(lines).rstrip())
-    with closing(Records(run, 4, {})) as records:
+    with closing(Records(run, 4, {"seed": "x", "settings": {}})) as records:
         assert records.done == {"a", "b"} and run.distill_path.read_text() == "".join(lines)
 
 

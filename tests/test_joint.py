@@ -452,7 +452,7 @@ def test_stage_2_starts_from_heads_and_adapter(place: tuple[str, str], tmp_path:
             for name, weight in theirs.items()
             if "weight" in name
         )
-    assert compared(last)[0]["lambda_0"] == "heads alone"
+    assert compared(last)[0]["lambda_0"] == "heads only"
     assert (
         "train.lora_rank"
         in train((model, str(again)), *words, "train.lora_rank=2", exit_code=1).stderr

@@ -130,10 +130,12 @@ def test_a_merge_that_was_killed_is_ended_by_the_next(tmp_path: Path) -> None:
         assert item["tokens"] == by_id[item["id"]].conversation.tokens
         rows = read_rows(run.states_path, backbone.hidden_size, *item["state_rows"])
         assert torch.equal(rows, by_id[item["id"]].states.to(torch.bfloat16))
-    other = Records(part_of(run, 0), backbone.hidden_size, {"seed": "y", "settings": {}})
+    other = Records(
+        part_of(run, 0), backbone.hidden_size, {"seed": "x", "settings": {"temperature": 1}}
+    )
     other.write(samples[0].conversation, samples[0].states)
     other.close()
-    with pytest.raises(UserError, match="distilled with seed"):
+    with pytest.raises(UserError, match="distilled with settings"):
         merge_parts(run, Records(run, backbone.hidden_size, header))
 
 

@@ -214,7 +214,9 @@ def test_extra_rows_are_refused_where_layers_cannot_run_one_by_one(
     kind: str, tmp_path: Path
 ) -> None:
     network = tiny_network(kind, **({"embedding_multiplier": 12.0} if kind == "granite" else {}))
-    backbone = load_backbone(save_network(network, tmp_path), LoadOptions(dtype="fp32"))
+    backbone = load_backbone(
+        save_network(network, tmp_path), LoadOptions(dtype="fp32", engine="eager")
+    )
     drafter = Firp.create(backbone, 2, vocabulary="shared")
     with pytest.raises(UserError, match="firp"):
         list(answer(decoder_of(backbone, drafter, SPARSE.truncate(2)), PROMPTS[0], **RULES))

@@ -16,7 +16,7 @@ from medusa_cli.drafters import incoming_dflash as dflash
 from medusa_cli.drafters import incoming_eagle3 as eagle3
 from medusa_cli.drafters import incoming_medusa as medusa
 from medusa_cli.drafters.heads import HeadDrafter
-from medusa_cli.drafters.io import DRAFTERS, weight_shapes
+from medusa_cli.drafters.kinds import DRAFTERS, weight_shapes
 from medusa_cli.errors import UserError, first_line, shown
 from medusa_cli.files.hub import hub_folder
 from medusa_cli.files.io import convert, read_object

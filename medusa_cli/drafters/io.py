@@ -1,4 +1,4 @@
-"""Drafters by name, and loading the drafter that a folder holds."""
+"""Reads and writes the drafter of a folder."""
 
 import logging
 from pathlib import Path
@@ -8,32 +8,16 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from medusa_cli.drafters.amphista import Amphista
-from medusa_cli.drafters.assistant import Assistant
-from medusa_cli.drafters.dflash import Dflash
-from medusa_cli.drafters.eagle import Eagle
-from medusa_cli.drafters.firp import Firp, check_extra_rows
+from medusa_cli.drafters.firp import check_extra_rows
 from medusa_cli.drafters.heads import HeadDrafter
-from medusa_cli.drafters.hydra import HydraHeads
-from medusa_cli.drafters.medusa import MedusaHeads
-from medusa_cli.drafters.mtp import Mtp
-from medusa_cli.errors import UserError, first_line, shown
+from medusa_cli.drafters.incoming import Checkpoint, check_tensors
+from medusa_cli.drafters.kinds import DRAFTERS, REMEDY, weight_shapes
+from medusa_cli.errors import UserError, shown
 from medusa_cli.files.io import convert, read_object, write_json
 from medusa_cli.files.weights import SCALE, read_weights, to_int8
 from medusa_cli.model import Backbone
 from medusa_cli.runs.run import DRAFTER_CONFIG, check_backbone, describe_drafter
 
-KINDS: tuple[type[HeadDrafter], ...] = (
-    MedusaHeads,
-    HydraHeads,
-    Amphista,
-    Eagle,
-    Firp,
-    Mtp,
-    Dflash,
-    Assistant,
-)
-DRAFTERS: dict[str, type[HeadDrafter]] = {kind.name: kind for kind in KINDS}
 log = logging.getLogger(__name__)
 # A config of another tool has one of these keys.
 FOREIGN = {
@@ -43,7 +27,6 @@ FOREIGN = {
     "medusa_num_heads",
     "hydra_num_heads",
 }
-REMEDY = "train it again, or give another @drafter"
 
 
 def is_foreign(folder: Path) -> bool:
@@ -56,8 +39,6 @@ def drafter_kind(folder: Path) -> type[HeadDrafter]:
     """Returns the class of the drafter in a folder; raises UserError if there is none."""
     name = describe_drafter(folder).drafter
     if is_foreign(folder):
-        from medusa_cli.drafters.incoming import Checkpoint
-
         return Checkpoint.open(str(folder)).kind
     if name not in DRAFTERS:
         raise UserError(
@@ -108,8 +89,6 @@ def load_kind(kind: type[HeadDrafter], folder: Path, backbone: Backbone) -> Head
 
 def load_incoming(folder: Path, backbone: Backbone) -> HeadDrafter:
     """Loads the checkpoint of another tool; raises UserError for one that does not fit the model."""
-    from medusa_cli.drafters.incoming import Checkpoint
-
     drafter = Checkpoint.open(str(folder)).read(backbone.config, backbone.vocab_size)
     for note in drafter.notes:
         log.info("%s: %s", folder, note)
@@ -146,8 +125,6 @@ def read_drafter(kind: type[HeadDrafter], folder: Path) -> tuple[Any, dict[str, 
     model = data.get("base_model_name_or_path")
     elsewhere = kind.weights_elsewhere(Path(folder), model if isinstance(model, str) else None)
     if elsewhere is not None:
-        from medusa_cli.drafters.incoming import check_tensors
-
         check_tensors(elsewhere, weight_shapes(kind, config), str(model))
         return config, elsewhere
     ids = {"draft_ids": (config.draft_vocab_size or 0,)} if config.vocabulary == "draft" else {}
@@ -158,22 +135,6 @@ def read_drafter(kind: type[HeadDrafter], folder: Path) -> tuple[Any, dict[str, 
         if known.min() < 0 or known.max() >= config.vocab_size or len(known.unique()) < len(known):
             raise UserError(f"draft_ids in {weights} is not a set of the model's tokens", REMEDY)
     return config, tensors
-
-
-def weight_shapes(kind: type[HeadDrafter], config: Any) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of a drafter's weights by its config, without memory.
-
-    Raises UserError for impossible ones.
-    """
-    try:
-        with torch.device("meta"):
-            return {
-                name: tuple(weight.shape) for name, weight in kind(config).named_weights().items()
-            }
-    except RuntimeError as reason:  # sizes that overflow
-        raise UserError(
-            f"{DRAFTER_CONFIG} asks for impossible sizes: {first_line(reason)}", REMEDY
-        ) from reason
 
 
 def save_drafter(

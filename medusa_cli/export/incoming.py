@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 
 from medusa_cli.data.packing import frequent_tokens, read_dataset
 from medusa_cli.drafters.incoming import Checkpoint, Incoming, check_tensors
-from medusa_cli.drafters.io import weight_shapes
+from medusa_cli.drafters.kinds import weight_shapes
 from medusa_cli.drafters.mtp import Mtp, checkpoint_tensors
 from medusa_cli.engine import load_backbone
 from medusa_cli.errors import UsageError, UserError

@@ -1,0 +1,46 @@
+"""Drafters by name, and the shapes of their weights."""
+
+from typing import Any
+
+import torch
+
+from medusa_cli.drafters.amphista import Amphista
+from medusa_cli.drafters.assistant import Assistant
+from medusa_cli.drafters.dflash import Dflash
+from medusa_cli.drafters.eagle import Eagle
+from medusa_cli.drafters.firp import Firp
+from medusa_cli.drafters.heads import HeadDrafter
+from medusa_cli.drafters.hydra import HydraHeads
+from medusa_cli.drafters.medusa import MedusaHeads
+from medusa_cli.drafters.mtp import Mtp
+from medusa_cli.errors import UserError, first_line
+from medusa_cli.runs.run import DRAFTER_CONFIG
+
+REMEDY = "train it again, or give another @drafter"
+KINDS: tuple[type[HeadDrafter], ...] = (
+    MedusaHeads,
+    HydraHeads,
+    Amphista,
+    Eagle,
+    Firp,
+    Mtp,
+    Dflash,
+    Assistant,
+)
+DRAFTERS: dict[str, type[HeadDrafter]] = {kind.name: kind for kind in KINDS}
+
+
+def weight_shapes(kind: type[HeadDrafter], config: Any) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of a drafter's weights by its config, without memory.
+
+    Raises UserError for impossible ones.
+    """
+    try:
+        with torch.device("meta"):
+            return {
+                name: tuple(weight.shape) for name, weight in kind(config).named_weights().items()
+            }
+    except RuntimeError as reason:  # sizes that overflow
+        raise UserError(
+            f"{DRAFTER_CONFIG} asks for impossible sizes: {first_line(reason)}", REMEDY
+        ) from reason
