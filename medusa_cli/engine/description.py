@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from medusa_cli.engine.experts import Part, Routing, experts_of, has_experts
+from medusa_cli.engine.mixers import mixers_of
 from medusa_cli.model.attention import Masks
 from medusa_cli.model.backbone import Layers, Unsupported
-from medusa_cli.native.library import TABLES
+from medusa_cli.native.library import PATHS, TABLES
 
 # In the order of the library's numbers.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -37,17 +38,17 @@ ATTENTION_MATRICES = {
     "query": ("q_proj",),
     "key": ("k_proj",),
     "value": ("v_proj",),
-    "out": ("o_proj", "dense"),
+    "out": ("o_proj", "dense", "out_proj"),
 }
 MLP_MATRICES = {
-    "gate": ("gate_proj",),
-    "up": ("up_proj", "fc1", "c_fc"),
-    "down": ("down_proj", "fc2", "c_proj", "output_linear"),
+    "gate": ("gate_proj", "w1"),
+    "up": ("up_proj", "fc1", "c_fc", "w3"),
+    "down": ("down_proj", "fc2", "c_proj", "output_linear", "w2"),
 }
 JOINED_ATTENTION = ("qkv_proj",)
 JOINED_MLP = ("gate_up_proj", "input_linear")
 ACTIVATION_NAMES = ("act_fn", "activation_fn", "act", "activation")
-MLP_NAMES = ("mlp", "block_sparse_moe")
+MLP_NAMES = ("mlp", "block_sparse_moe", "feed_forward")
 SHARED_NAMES = ("shared_expert", "shared_experts", "shared_mlp")
 HEAD_NORMS = {
     "query_norm": ("q_norm", "q_layernorm", "query_layernorm"),
@@ -59,6 +60,7 @@ NORM_NAMES = (
     ("input_layernorm", None, "post_attention_layernorm", None),  # Llama
     ("attention_layernorm", None, "feedforward_layernorm", None),  # Apertus
     ("input_layernorm", None, "pre_feedforward_layernorm", None),  # VaultGemma
+    ("operator_norm", None, "ffn_norm", None),  # LFM2
     ("input_layernorm", None, "input_layernorm", None),  # Cohere, Phi: side by side
     (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),  # OLMo 2
     (
@@ -82,6 +84,7 @@ class LayerNames:
 
     vectors: those that are no norms. kind: of its attention, such as full or sliding. table: the
     kind of its rotary positions, None if it turns nothing. experts: their number, 0 for one MLP.
+    mixer: the number in MIXERS of what mixes its rows.
     """
 
     matrices: dict[str, str]
@@ -90,6 +93,7 @@ class LayerNames:
     kind: str
     table: str | None
     experts: int
+    mixer: int
 
 
 @dataclass(frozen=True)
@@ -138,6 +142,11 @@ class Description:
         return [name for layer in self.layers for name in layer.vectors.values()]
 
     @property
+    def convolutions(self) -> set[str]:
+        """Returns the names of the weights of convolutions."""
+        return {layer.vectors["conv"] for layer in self.layers if "conv" in layer.vectors}
+
+    @property
     def routers(self) -> set[str]:
         """Returns the names of the matrices that choose and weigh experts."""
         return {
@@ -150,21 +159,23 @@ class Description:
 
 @dataclass(frozen=True)
 class _Rows:
-    """The rows first .. end - 1 of a linear layer."""
+    """The rows first .. end - 1 of a linear layer, or with `every`, of each so many rows of it."""
 
     linear: nn.Linear
     first: int
     end: int
+    every: int | None = None
 
     @property
     def count(self) -> int:
-        return self.end - self.first
+        times = self.linear.out_features // self.every if self.every else 1
+        return times * (self.end - self.first)
 
     def stored(self, module: str, name: str) -> tuple[str, Part | None]:
         """Returns the name that the matrix has, of a module's, and the part that it is of it."""
         if self.count == self.linear.out_features:
             return module, None
-        part = Part(f"{module}.weight", f"{module}.bias", self.first, self.end)
+        part = Part(f"{module}.weight", f"{module}.bias", self.first, self.end, self.every)
         return f"{module}.{name}", part
 
 
@@ -179,12 +190,17 @@ def describe(network: Any) -> Description:
     stored_parts: dict[str, Part] = {}
     turning: dict[Any, tuple[bool, bool]] = {}
     rotary = rotary_of(network)
+    mixers = mixers_of(parts.base, parts.layers, names)
+    attending = [index for index, mixer in enumerate(mixers) if mixer is None]
+    if not attending:
+        raise Unsupported("it has no attention")
 
     layers = []
     for index, layer in enumerate(parts.layers):
+        mixer = mixers[index]
         attention = getattr(layer, "self_attn", None)
         mlp = _first_of(layer, MLP_NAMES)
-        matrices = _attention_matrices(attention)
+        matrices = _attention_matrices(attention) if mixer is None else {}
         experts = None
         if has_experts(mlp):
             experts = experts_of(mlp, names[id(mlp)])
@@ -197,19 +213,28 @@ def describe(network: Any) -> Description:
             matrices |= _mlp_matrices(mlp)
         norms = _norms(layer) | _head_norms(attention)
         kind = masks.layer_type(index)
-        # Layers of the same attributes compute alike.
-        alike = kind, *_plain_attributes(attention)
-        if alike not in turning:
-            turning[alike] = _turning(parts, index, rotary, norms.get("query_norm"))
-        turns, late = turning[alike]
+        turns = False
+        late = False
+        if mixer is None:
+            # Layers of the same attributes compute alike.
+            alike = kind, *_plain_attributes(attention)
+            if alike not in turning:
+                turning[alike] = _turning(parts, index, rotary, norms.get("query_norm"))
+            turns, late = turning[alike]
+            heads = _heads(config, matrices)
+            shared.add(
+                **heads,
+                scale=getattr(attention, "scaling", None),
+                cap=getattr(attention, "attn_logit_softcapping", None) or 0.0,
+            )
+        else:
+            shared.add(**mixer.sizes)
+            if mixer.norm is not None:
+                shared.add(eps=eps_of(mixer.norm))
 
         for norm in norms.values():
             shared.add_norm(norm)
-        heads = _heads(config, matrices)
-        shared.add(**heads)
         shared.add(
-            scale=getattr(attention, "scaling", None),
-            cap=getattr(attention, "attn_logit_softcapping", None) or 0.0,
             residual=getattr(layer, "residual_multiplier", 1.0),
             activation=_activation_of(
                 _first_of(mlp if experts is None else mlp.experts, ACTIVATION_NAMES)
@@ -228,6 +253,9 @@ def describe(network: Any) -> Description:
                 stored_parts[stored[name]] = part
         if getattr(attention, "sinks", None) is not None:
             vectors["sinks"] = f"{names[id(attention)]}.sinks"
+        if mixer is not None:
+            stored |= mixer.matrices
+            vectors |= mixer.vectors
         if experts is not None:
             stored |= experts.matrices
             stored_parts |= experts.parts
@@ -240,6 +268,7 @@ def describe(network: Any) -> Description:
                 kind=kind,
                 table=parts.kinds[index] if turns else None,
                 experts=0 if experts is None else experts.count,
+                mixer=0 if mixer is None else mixer.number,
             )
         )
 
@@ -257,6 +286,10 @@ def describe(network: Any) -> Description:
             "kv": shared.only("kv"),
             "dim": shared.only("dim"),
             "vocab": network.get_input_embeddings().weight.shape[0],
+            **{name: shared.only(name, 0) for name in PATHS if name != "delta_layers"},
+            "delta_layers": sum(
+                mixer is not None and mixer.kind == "delta_net" for mixer in mixers
+            ),
         },
         layers=layers,
         parts=stored_parts,
@@ -273,7 +306,7 @@ def describe(network: Any) -> Description:
             "centered": shared.only("centered"),
             "whole_norms": shared.only("whole_norms", False),
             "late_norms": shared.only("late_norms", False),
-            "pairs": _turns_pairs(parts.layers[0].self_attn),
+            "pairs": _turns_pairs(parts.layers[attending[0]].self_attn),
             "parallel": shared.only("parallel"),
         },
         one_more=shared.only("one_more"),
@@ -339,7 +372,20 @@ def _attention_matrices(attention: Any) -> dict[str, _Rows]:
         queries = matrices["out"].linear.in_features
         keys = (joined.out_features - queries) // 2
         matrices |= _cut(joined, {"query": queries, "key": keys, "value": keys})
-    return _complete(matrices, ATTENTION_MATRICES)
+    return _without_gate(attention, _complete(matrices, ATTENTION_MATRICES))
+
+
+def _without_gate(attention: Any, matrices: dict[str, _Rows]) -> dict[str, _Rows]:
+    """Cuts the queries' matrix where each head's query is followed by a gate of its outputs (Qwen3.5)."""
+    linear = matrices["query"].linear
+    dim = getattr(attention, "head_dim", None)
+    if dim is None or matrices["query"].count != 2 * matrices["out"].linear.in_features:
+        return matrices
+    gates = {
+        "query": _Rows(linear, 0, dim, 2 * dim),
+        "output_gate": _Rows(linear, dim, 2 * dim, 2 * dim),
+    }
+    return matrices | gates
 
 
 def _mlp_matrices(mlp: Any) -> dict[str, _Rows]:
@@ -502,8 +548,8 @@ def _embedding_scale(base: Any) -> float:
 
 def _activation_of(function: Any) -> int:
     """Returns the library's number of an activation function, by its values."""
-    if function is None:
-        raise Unsupported("its MLP has no activation function")
+    if function is None:  # LFM2's MLP names none; the twin shows whether it is this one
+        function = F.silu
     probe = torch.linspace(-6, 6, 101)
     values = function(probe)
     for number, known in enumerate(ACTIVATIONS.values()):

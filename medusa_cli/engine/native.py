@@ -17,6 +17,8 @@ from medusa_cli.engine.engine import SCRATCH_ROWS, Engine
 from medusa_cli.engine.extra_rows import ExtraRowStates
 from medusa_cli.engine.native_model import NativeModel, padded
 from medusa_cli.engine.plan import Output, Plan
+from medusa_cli.engine.state_cache import StateCache
+from medusa_cli.errors import UserError
 from medusa_cli.model.backbone import Backbone
 from medusa_cli.native import Format, PackedMatrix, instructions, library
 from medusa_cli.native.library import TILE, UNIT, CacheBuffers, Step
@@ -78,7 +80,7 @@ class NativeEngine(Engine):
     def number_type(self) -> str:
         """Returns the type of float weights; of quantized ones "auto", or "fp32" with fp32 rows."""
         formats = {
-            self.model.packed.matrices[layer.matrices["query"]].format
+            self.model.packed.matrices[layer.matrices["out"]].format
             for layer in self.model.description.layers
         }
         if formats == {Format.BF16}:
@@ -97,7 +99,9 @@ class NativeEngine(Engine):
     @property
     def row_bytes(self) -> int:
         dim = self.sizes["dim"]
-        return FLOAT_BYTES * self.sizes["layers"] * self.sizes["kv"] * (dim + padded(dim, TILE))
+        mixers = self.model.mixers
+        keys_and_values = mixers["attention"] * self.sizes["kv"] * (dim + padded(dim, TILE))
+        return FLOAT_BYTES * (keys_and_values + mixers["short_conv"] * self.sizes["hidden"])
 
     def run_pass(self, plan: Plan, cache: Cache) -> Output:
         assert isinstance(cache, NativeCache)
@@ -105,11 +109,17 @@ class NativeEngine(Engine):
         depth, mask = _depth_and_mask(plan)
         extra_rows = None
         if plan.extra_rows is not None:
+            self._refuse_extra_rows()
             every = torch.arange(rows)
             extra_rows = ExtraRowStates(plan.extra_rows, every[-1:] if plan.is_chain else every)
             mask, depth = extra_rows.extend(mask, depth)
 
+        if not plan.is_chain:
+            cache.reserve_pending(rows)
         final, by_tap = self._states(plan, cache, depth, mask, extra_rows)
+        if plan.is_chain:
+            for slot in range(plan.first, plan.first + len(plan.tokens)):
+                cache.take_snapshot(slot, cache.lengths[slot] + rows)
         tapped = [by_tap[tap][..., : self.sizes["hidden"]] for tap in plan.taps]
         hidden = tapped[0] if len(tapped) == 1 else torch.cat(tapped, dim=-1)
         extra = None
@@ -120,6 +130,18 @@ class NativeEngine(Engine):
             return Output(None, hidden, extra)
         logits, best = self._scores(final if plan.logits == "all" else final[:, -1:])
         return Output(logits, hidden, extra, best)
+
+    @property
+    def stateful(self) -> bool:
+        """Returns True if a slot cannot be truncated to every length."""
+        return self.model.mixers["delta_net"] > 0
+
+    def _refuse_extra_rows(self) -> None:
+        if set(self.model.mixers) != {"attention"}:
+            raise UserError(
+                "the layers of this model that keep a running state cannot be run with extra rows",
+                "use a drafter other than firp, such as drafter=hydra",
+            )
 
     def _states(
         self,
@@ -152,7 +174,7 @@ class NativeEngine(Engine):
                 x = self._padded(extra_rows.enter(first, x[..., : self.sizes["hidden"]]))
             here = [tap for tap in taps if first <= tap < end]
             states = self._run_layers(
-                x, cache, plan.first, lengths, positions, visible, first, end, here
+                x, cache, plan.first, lengths, positions, visible, first, end, here, plan.is_chain
             )
             by_tap |= zip(here, states, strict=True)
         by_tap[-1] = by_tap[last - 1] = x
@@ -173,11 +195,12 @@ class NativeEngine(Engine):
         first: int,
         end: int,
         taps: Sequence[int],
+        keeps: bool,
     ) -> Sequence[Tensor]:
         """Runs layers first .. end - 1 on states x [B, R, stride] in place; returns those after the tapped layers.
 
         Slots from `first_slot` on hold `lengths` [B] rows. positions [B, n] and seen [B or 1, n, n]
-        are of n rows, of which R have entered.
+        are of n rows, of which R have entered. keeps: all rows stay.
         """
         slots, rows, stride = x.shape
         own_positions = np.ascontiguousarray(positions[:, :rows])
@@ -194,6 +217,7 @@ class NativeEngine(Engine):
             seen_row=seen.shape[2],
             first=first,
             end=end,
+            keeps=keeps,
             x=x.data_ptr(),
             taps=len(taps),
             tap_layers=layers.ctypes.data,
@@ -260,7 +284,7 @@ class NativeEngine(Engine):
         lengths = np.zeros(1, np.int64)
         positions = first + np.arange(count, dtype=np.int32)[None]
         seen = np.tril(np.ones((1, count, count), np.uint8))
-        self._run_layers(x, cache, 0, lengths, positions, seen, 0, self.sizes["layers"], ())
+        self._run_layers(x, cache, 0, lengths, positions, seen, 0, self.sizes["layers"], (), True)
         return x[0, :, : self.sizes["hidden"]]
 
     def logits_of(self, states: Tensor) -> Tensor:
@@ -283,12 +307,21 @@ def _chain(rows: int) -> tuple[Tensor, Tensor]:
     return torch.arange(rows)[None], torch.ones(rows, rows, dtype=torch.bool).tril()[None]
 
 
-class NativeCache(Cache):
-    """Keys and values in the library's layout; see Cache in step.h."""
+class NativeCache(StateCache):
+    """Keys, values and running states in the library's layout; see Cache in step.h.
+
+    inputs: of short convolutions, which are cut back as keys are. states: of delta nets. pending:
+    what `keep` needs of a tree's rows for these.
+    """
 
     def __init__(self, model: NativeModel, slots: int, capacity: int) -> None:
-        super().__init__(model.description.sizes["layers"], slots, padded(max(1, capacity), TILE))
+        capacity = padded(max(1, capacity), TILE)
+        super().__init__(model.mixers["attention"], slots, capacity)
         self.model = model
+        self._delta_layers = model.mixers["delta_net"]
+        self.pending = torch.empty(0)
+        if self._delta_layers:
+            self.states["delta_net"] = torch.zeros(slots, self._delta_layers, model.delta_state)
         self._make(self.capacity)
 
     def _make(self, capacity: int) -> None:
@@ -298,31 +331,55 @@ class NativeCache(Cache):
         shape = self.layers, self.slots, kv
         self.keys = torch.zeros(*shape, capacity // TILE, dim, TILE)
         self.values = torch.zeros(*shape, capacity, padded(dim, TILE))
-        self.buffers = CacheBuffers(
-            self.keys.data_ptr(), self.values.data_ptr(), self.slots, capacity
-        )
+        convolutions = self.model.mixers["short_conv"]
+        self.inputs = torch.zeros(convolutions, self.slots, capacity, sizes["hidden"])
         self.capacity = capacity
 
     @property
-    def nbytes(self) -> int:
+    def buffers(self) -> CacheBuffers:
+        """Returns the buffers as the library takes them."""
         assert self.keys is not None and self.values is not None
-        return self.keys.nbytes + self.values.nbytes
+        states = self.states.get("delta_net")
+        return CacheBuffers(
+            keys=self.keys.data_ptr(),
+            values=self.values.data_ptr(),
+            inputs=self.inputs.data_ptr(),
+            states=None if states is None else states.data_ptr(),
+            pending=self.pending.data_ptr(),
+            slots=self.slots,
+            capacity=self.capacity,
+            pending_rows=self.pending.shape[2] if self.pending.dim() > 1 else 0,
+        )
+
+    @property
+    def nbytes(self) -> int:
+        return super().nbytes + self.inputs.nbytes + self.pending.nbytes
 
     def reserve(self, rows: int) -> None:
         if rows <= self.capacity:
             return
         keys = self.keys
         values = self.values
-        used = padded(max(self.lengths), TILE)
+        inputs = self.inputs
+        length = max(self.lengths)
+        used = padded(length, TILE)
         assert keys is not None and values is not None
         self._make(self.grown(rows))
         assert self.keys is not None and self.values is not None
         self.keys[..., : used // TILE, :, :] = keys[..., : used // TILE, :, :]
         self.values[..., :used, :] = values[..., :used, :]
+        self.inputs[..., :length, :] = inputs[..., :length, :]
+
+    def reserve_pending(self, rows: int) -> None:
+        """Makes room for a tree of so many rows in every slot."""
+        if self._delta_layers and (self.pending.dim() < 2 or rows > self.pending.shape[2]):
+            self.pending = torch.zeros(
+                self._delta_layers, self.slots, rows, self.model.delta_row[1]
+            )
 
     def keep(self, slot: int, path: Sequence[int]) -> None:
         length = self.lengths[slot]
-        if path[-1] != len(path) - 1:
+        if self._delta_layers or path[-1] != len(path) - 1:
             rows = np.array(path, np.int64)
             model = byref(self.model.struct)
             buffers = byref(self.buffers)
@@ -334,10 +391,11 @@ class NativeCache(Cache):
     def swap(self, slot: int, other: int) -> None:
         assert self.keys is not None and self.values is not None
         if slot != other:
-            for buffer in (self.keys, self.values):
+            for buffer in (self.keys, self.values, self.inputs):
                 part = buffer[:, slot].clone()
                 buffer[:, slot] = buffer[:, other]
                 buffer[:, other] = part
+        self.swap_states(slot, other)
         self.lengths[slot], self.lengths[other] = self.lengths[other], self.lengths[slot]
 
 

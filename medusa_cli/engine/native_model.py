@@ -1,6 +1,7 @@
 """A model in the structures of the native library."""
 
 import dataclasses
+from collections import Counter
 from ctypes import POINTER, cast
 
 import numpy as np
@@ -12,7 +13,7 @@ from medusa_cli.engine.packed import Packed
 from medusa_cli.model.attention import FULL
 from medusa_cli.model.backbone import Unsupported
 from medusa_cli.native import PackedMatrix
-from medusa_cli.native.library import MATRICES, NORMS, TILE, UNIT, Layer, Model
+from medusa_cli.native.library import MATRICES, MIXERS, NORMS, TILE, UNIT, Layer, Model
 from medusa_cli.native.matrix import Floats
 
 # Rows of rotary tables at first; they grow.
@@ -34,6 +35,8 @@ class NativeModel:
         self._tables: list[Floats] = []
         self._check_shapes()
 
+        # Layers of each mixer.
+        self.mixers: Counter[str] = Counter()
         self.layers = (Layer * len(description.layers))()
         for layer, names in zip(self.layers, description.layers, strict=True):
             for name in MATRICES:
@@ -47,6 +50,10 @@ class NativeModel:
             layer.window = 0 if names.kind == FULL else description.window
             layer.table = self._table(names.table)
             layer.experts = names.experts
+            layer.mixer = names.mixer
+            mixer = MIXERS[names.mixer]
+            layer.place = self.mixers[mixer]
+            self.mixers[mixer] += 1
 
         self.struct = Model(
             **description.sizes, **description.flags, **dataclasses.asdict(description.routing)
@@ -69,6 +76,21 @@ class NativeModel:
     @property
     def head(self) -> PackedMatrix:
         return self.packed.matrices[self.description.head]
+
+    @property
+    def delta_row(self) -> tuple[int, int]:
+        """Returns the channels of a delta net's convolution, and the numbers of a row of its products."""
+        sizes = self.description.sizes
+        keys = sizes["key_heads"] * sizes["key_dim"]
+        channels = 2 * keys + sizes["value_heads"] * sizes["value_dim"]
+        return channels, channels + 2 * padded(sizes["value_heads"], TILE)
+
+    @property
+    def delta_state(self) -> int:
+        """Returns the numbers of a delta net's state in one slot."""
+        sizes = self.description.sizes
+        state = sizes["value_heads"] * sizes["key_dim"] * sizes["value_dim"]
+        return (sizes["kernel"] - 1) * self.delta_row[0] + state
 
     @property
     def bytes_read(self) -> int:
@@ -103,13 +125,7 @@ class NativeModel:
         parts = 2 if self.description.flags["centered"] else 1
 
         for names in self.description.layers:
-            shapes = {
-                "query": (heads, hidden),
-                "key": (keys, hidden),
-                "value": (keys, hidden),
-                "out": (hidden, heads),
-                **self._mlp_shapes(names),
-            }
+            shapes = self._mixer_shapes(MIXERS[names.mixer]) | self._mlp_shapes(names)
             for name, stored in names.matrices.items():
                 matrix = self.packed.matrices[stored]
                 outputs, inputs = shapes[name]
@@ -118,13 +134,46 @@ class NativeModel:
             for name, stored in names.norms.items():
                 if len(self.packed.vectors[stored]) != parts * padded(widths[name], UNIT):
                     raise Unsupported(f"its {stored} has another size")
-            counts = {"sinks": sizes["heads"], "router_bias": names.experts}
+            channels = hidden if MIXERS[names.mixer] == "short_conv" else self.delta_row[0]
+            counts = {
+                "sinks": sizes["heads"],
+                "router_bias": names.experts,
+                "conv": sizes["kernel"] * channels,
+                "decay_log": sizes["value_heads"],
+                "decay_bias": sizes["value_heads"],
+                "state_norm": sizes["value_dim"],
+            }
             for name, stored in names.vectors.items():
                 if len(self.packed.vectors[stored]) != padded(counts[name], UNIT):
                     raise Unsupported(f"its {stored} has another size")
         for matrix in (self.embedding, self.head):
             if matrix.shape[0] < sizes["vocab"] or not _has_inputs(matrix, hidden):
                 raise Unsupported("its vocabulary has another size")
+
+    def _mixer_shapes(self, mixer: str) -> dict[str, tuple[int, int]]:
+        """Returns the shapes of what mixes a layer's rows."""
+        sizes = self.description.sizes
+        hidden = sizes["hidden"]
+        if mixer == "short_conv":
+            return {"input": (3 * hidden, hidden), "out": (hidden, hidden)}
+        if mixer == "delta_net":
+            values = sizes["value_heads"] * sizes["value_dim"]
+            return {
+                "input": (self.delta_row[0], hidden),
+                "output_gate": (values, hidden),
+                "beta": (sizes["value_heads"], hidden),
+                "decay": (sizes["value_heads"], hidden),
+                "out": (hidden, values),
+            }
+        heads = sizes["heads"] * sizes["dim"]
+        keys = sizes["kv"] * sizes["dim"]
+        return {
+            "query": (heads, hidden),
+            "key": (keys, hidden),
+            "value": (keys, hidden),
+            "output_gate": (heads, hidden),
+            "out": (hidden, heads),
+        }
 
     def _mlp_shapes(self, names: LayerNames) -> dict[str, tuple[int, int]]:
         """Returns the shapes of a layer's MLP, or of its experts' together; Unsupported if they fill no tiles."""

@@ -279,7 +279,8 @@ class Layers:
             for name in ("layers", "rotary_emb", "embed_tokens")
         ):
             raise Unsupported("its parts are not named as in Llama")
-        norms = (getattr(base, name, None) for name in ("norm", "final_layernorm"))
+        names = ("norm", "final_layernorm", "embedding_norm")
+        norms = (getattr(base, name, None) for name in names)
         self.norm: Any = next((norm for norm in norms if norm is not None), None)
         if self.norm is None:
             raise Unsupported("it has no last norm")
@@ -291,8 +292,10 @@ class Layers:
         )
         self.by_kind = getattr(base.rotary_emb, "layer_types", None) is not None
 
-    def refuse_special_attention(self) -> None:
-        """Raises Unsupported for soft caps and sinks, which layers rewritten in torch do not know."""
+    def refuse_special_layers(self) -> None:
+        """Raises Unsupported for soft caps, sinks and running states: layers run one by one do not know them."""
+        if stateful_modules(self.base):
+            raise Unsupported("some layers keep a running state")
         if getattr(self.config, "attn_logit_softcapping", None) is not None:
             raise Unsupported("its attention scores are soft-capped")
         if any(getattr(module, "sinks", None) is not None for module in self.base.modules()):
@@ -307,8 +310,6 @@ class Layers:
 
 def _special_parts(base: nn.Module, config: Any) -> str | None:
     """Names a part of a text model that rewritten layers do not know; None if there is none."""
-    if stateful_modules(base):
-        return "some layers keep a running state"
     if len({key_sizes(layer) for layer in by_layer(config)}) > 1:
         return "its layers differ in the shape of their keys"
     return None

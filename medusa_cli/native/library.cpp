@@ -192,6 +192,7 @@ int medusa_run(const Model* model, const Cache* cache, const Step* step) {
   for (int64_t r = 0; r < step->slots * step->rows; r++) {
     if (step->positions[r] < 0 || step->positions[r] >= model->positions) return -1;
   }
+  if (model->delta_layers && !step->keeps && step->rows > cache->pending_rows) return -1;
   functions().run(threads(), *model, *cache, *step);
   return 0;
 }
@@ -221,22 +222,35 @@ int medusa_embed(const Matrix* matrix, const int64_t* ids, int64_t count, float 
   return 0;
 }
 
-// Moves the columns length + path[i] of a slot to length + i; path rises.
+// Moves the columns length + path[i] of a slot to length + i, and lets running states follow; path rises.
 int medusa_keep(const Model* model, const Cache* cache, int64_t slot, int64_t length, const int64_t* path,
                 int64_t count) {
+  std::lock_guard<std::mutex> lock(running);
   if (slot < 0 || slot >= cache->slots || length < 0) return -1;
   for (int64_t i = 0; i < count; i++) {
     if (path[i] < i || length + path[i] >= cache->capacity || (i && path[i] <= path[i - 1])) return -1;
   }
+  if (model->delta_layers && count) {
+    if (path[count - 1] >= cache->pending_rows) return -1;
+    functions().replay(threads(), *model, *cache, slot, path, count);
+  }
   const int64_t dim = model->dim, wide = padded(dim, 16);
-  for (int64_t layer = 0; layer < model->layers; layer++) {
-    for (int64_t head = 0; head < model->kv; head++) {
-      const int64_t part = (layer * cache->slots + slot) * model->kv + head;
-      float* keys = cache->keys + part * cache->capacity * dim;
-      float* values = cache->values + part * cache->capacity * wide;
-      for (int64_t i = 0; i < count; i++) {
-        const int64_t from = length + path[i], to = length + i;
-        if (from == to) continue;
+  for (int64_t l = 0; l < model->layers; l++) {
+    const Layer& layer = model->layer[l];
+    if (layer.mixer == DELTA_NET) continue;
+    const int64_t place = layer.place * cache->slots + slot;
+    for (int64_t i = 0; i < count; i++) {
+      const int64_t from = length + path[i], to = length + i;
+      if (from == to) continue;
+      if (layer.mixer == SHORT_CONV) {
+        float* inputs = cache->inputs + place * cache->capacity * model->hidden;
+        std::memcpy(inputs + to * model->hidden, inputs + from * model->hidden, model->hidden * sizeof(float));
+        continue;
+      }
+      for (int64_t head = 0; head < model->kv; head++) {
+        const int64_t part = place * model->kv + head;
+        float* keys = cache->keys + part * cache->capacity * dim;
+        float* values = cache->values + part * cache->capacity * wide;
         float* target = keys + to / 16 * 16 * dim + to % 16;
         const float* source = keys + from / 16 * 16 * dim + from % 16;
         for (int64_t d = 0; d < dim; d++) target[16 * d] = source[16 * d];

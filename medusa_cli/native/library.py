@@ -32,6 +32,7 @@ class Matrix(Structure):
 
 MATRICES = (
     *("query", "key", "value", "out", "gate", "up", "down"),
+    *("input", "output_gate", "beta", "decay"),
     *("router", "shared_gate", "shared_up", "shared_down", "shared_router"),
 )
 NORMS = (
@@ -42,6 +43,11 @@ NORMS = (
     "mlp_norm",
     "mlp_out_norm",
 )
+VECTORS = ("sinks", "router_bias", "conv", "decay_log", "decay_bias", "state_norm")
+# What mixes the rows of a layer, in the order of the library's numbers.
+MIXERS = ("attention", "short_conv", "delta_net")
+# Of layers that follow paths: a convolution's inputs for an output, and delta nets' sizes.
+PATHS = ("kernel", "delta_layers", "key_heads", "value_heads", "key_dim", "value_dim")
 # Facts of a model that are true or false.
 FLAGS = ("centered", "whole_norms", "late_norms", "pairs", "parallel")
 ROUTING = ("top_experts", "sigmoid", "normalized")
@@ -53,9 +59,8 @@ class Layer(Structure):
     _fields_ = [
         *((name, Matrix) for name in MATRICES),
         *((name, c_void_p) for name in NORMS),
-        ("sinks", c_void_p),
-        ("router_bias", c_void_p),
-        *((name, c_int64) for name in ("table", "window", "experts")),
+        *((name, c_void_p) for name in VECTORS),
+        *((name, c_int64) for name in ("table", "window", "experts", "mixer", "place")),
     ]
 
 
@@ -64,6 +69,7 @@ class Model(Structure):
 
     _fields_ = [
         *((name, c_int64) for name in ("layers", "hidden", "heads", "kv", "dim", "vocab")),
+        *((name, c_int64) for name in PATHS),
         *((name, c_int64) for name in ("rotary", "positions", "activation", *FLAGS, *ROUTING)),
         *((name, c_float) for name in ("eps", "scale", "embedding_scale", "residual")),
         *((name, c_float) for name in ("expert_scale", "cap")),
@@ -77,9 +83,12 @@ class Model(Structure):
 
 
 class CacheBuffers(Structure):
-    """The buffers of a KV cache; see step.h."""
+    """The buffers of a cache; see step.h."""
 
-    _fields_ = [("keys", c_void_p), ("values", c_void_p), ("slots", c_int64), ("capacity", c_int64)]
+    _fields_ = [
+        *((name, c_void_p) for name in ("keys", "values", "inputs", "states", "pending")),
+        *((name, c_int64) for name in ("slots", "capacity", "pending_rows")),
+    ]
 
 
 class Step(Structure):
@@ -88,7 +97,7 @@ class Step(Structure):
     _fields_ = [
         *((name, c_int64) for name in ("first_slot", "slots", "rows")),
         *((name, c_void_p) for name in ("lengths", "positions", "seen")),
-        *((name, c_int64) for name in ("seen_slot", "seen_row", "first", "end")),
+        *((name, c_int64) for name in ("seen_slot", "seen_row", "first", "end", "keeps")),
         ("x", c_void_p),
         ("taps", c_int64),
         ("tap_layers", c_void_p),
