@@ -1,4 +1,4 @@
-"""Short convolutions and gated delta nets in the native step: bits in all groupings, slots, and transformers' tokens."""
+"""Short convolutions and gated delta nets in the native step: their bits, slots, and transformers' own tokens."""
 
 import os
 from collections.abc import Iterator
