@@ -11,7 +11,8 @@ import torch
 from medusa_cli.decode import Request
 from medusa_cli.drafters import Eagle, Firp
 from medusa_cli.engine import Plan, attach, eager, engine, load_backbone
-from medusa_cli.engine.layer_cache import SNAPSHOTS, LayerCache
+from medusa_cli.engine.layer_cache import LayerCache
+from medusa_cli.engine.state_cache import SNAPSHOTS
 from medusa_cli.engine.view import View
 from medusa_cli.errors import UserError
 from medusa_cli.model import Backbone
