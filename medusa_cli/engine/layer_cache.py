@@ -6,10 +6,7 @@ import torch
 from torch import Tensor
 
 from medusa_cli.engine.cache import FIRST_ROWS
-from medusa_cli.engine.state_cache import StateCache
-
-# A layer, "conv" or "recurrent", and a number: a layer may have several states.
-StateKey = tuple[int, str, int]
+from medusa_cli.engine.state_cache import StateCache, StateKey
 
 
 class LayerCache(StateCache):

@@ -24,6 +24,8 @@ from medusa_cli.native import Format, PackedMatrix, instructions, library
 from medusa_cli.native.library import MIXERS, TILE, UNIT, CacheBuffers, Step
 
 FLOAT_BYTES = 4
+# Of the delta nets of all layers.
+DELTA_STATES = (0, "recurrent", 0)
 # Rows of logits whose buffer is made at first.
 FIRST_LOGITS = 16
 
@@ -362,7 +364,7 @@ class NativeCache(StateCache):
         self._delta_layers = description.places("delta_net")
         self.pending = torch.empty(0)
         if self._delta_layers:
-            self.states["delta_net"] = torch.zeros(slots, self._delta_layers, model.delta_state)
+            self.states[DELTA_STATES] = torch.zeros(slots, self._delta_layers, model.delta_state)
         self._make(self.capacity)
 
     def _make(self, capacity: int) -> None:
@@ -379,7 +381,7 @@ class NativeCache(StateCache):
     def buffers(self) -> CacheBuffers:
         """Returns the buffers as the library takes them."""
         assert self.keys is not None and self.values is not None
-        states = self.states.get("delta_net")
+        states = self.states.get(DELTA_STATES)
         return CacheBuffers(
             keys=self.keys.data_ptr(),
             values=self.values.data_ptr(),

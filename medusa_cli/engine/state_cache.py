@@ -1,6 +1,5 @@
 """A cache with running states: they cannot be cut back as rows can, so slots return to snapshots."""
 
-from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 import torch
@@ -8,6 +7,9 @@ from torch import Tensor
 
 from medusa_cli.engine.cache import FIRST_ROWS, Cache
 
+# A layer (0 for all of them together), "conv" or "recurrent", and a number: a layer may have several
+# states.
+StateKey = tuple[int, str, int]
 # Snapshots of a slot's states, the latest ones, to which the slot can go back.
 SNAPSHOTS = 4
 
@@ -17,11 +19,11 @@ class Snapshot:
     """A slot's states after its first `length` tokens."""
 
     length: int
-    states: dict[Hashable, Tensor] = field(repr=False)
+    states: dict[StateKey, Tensor] = field(repr=False)
 
 
 class StateCache(Cache):
-    """A cache whose slots may have running states [S, ...], those after their own rows, by any key.
+    """A cache whose slots may have running states [S, ...], those after their own rows.
 
     A slot is truncated to a snapshot, or begins again: `reusable` says to which length.
     decoded_states: False if states after decoding are not those after a prompt, and so of no use to
@@ -31,7 +33,7 @@ class StateCache(Cache):
     def __init__(self, layers: int, slots: int = 1, capacity: int = FIRST_ROWS) -> None:
         super().__init__(layers, slots, capacity)
         self.decoded_states = True
-        self.states: dict[Hashable, Tensor] = {}
+        self.states: dict[StateKey, Tensor] = {}
         self._snapshots: list[list[Snapshot]] = [[] for _ in range(slots)]
 
     @property
