@@ -11,7 +11,8 @@ import torch
 from medusa_cli.decode import Request
 from medusa_cli.drafters import Eagle, Firp
 from medusa_cli.engine import Plan, attach, eager, engine, load_backbone
-from medusa_cli.engine.layer_cache import SNAPSHOTS, LayerCache
+from medusa_cli.engine.layer_cache import LayerCache
+from medusa_cli.engine.state_cache import SNAPSHOTS
 from medusa_cli.engine.view import View
 from medusa_cli.errors import UserError
 from medusa_cli.model import Backbone
@@ -119,7 +120,7 @@ def test_answers_of_several_lengths_change_slots(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["qwen3_5_text", "mamba2", "jamba"])
 def test_models_of_16_bits_pass_their_check(kind: str, tmp_path: Path) -> None:
     path = save_network(tiny_network(kind).to(torch.bfloat16), tmp_path)
-    backbone = load_backbone(path, LoadOptions(dtype="bf16"))
+    backbone = load_backbone(path, LoadOptions(dtype="bf16", engine="eager"))
     assert backbone.states(torch.tensor([PROMPTS[0]])).dtype == backbone.dtype == torch.bfloat16
     text = [*PROMPTS[0], *plain(backbone, COUNT)]
     steps = answer(decoder_of(backbone, Known([text], 1.0), SPARSE), PROMPTS[0], **RULES)

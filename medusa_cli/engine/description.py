@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from medusa_cli.engine.experts import Part, Routing, experts_of, has_experts
+from medusa_cli.engine.mixers import mixers_of
 from medusa_cli.model.attention import Masks
 from medusa_cli.model.backbone import Layers, Unsupported
-from medusa_cli.native.library import TABLES
+from medusa_cli.native.library import MIXERS, PATHS, TABLES
 
 # In the order of the library's numbers.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -38,17 +39,17 @@ ATTENTION_MATRICES = {
     "query": ("q_proj",),
     "key": ("k_proj",),
     "value": ("v_proj",),
-    "out": ("o_proj", "dense"),
+    "out": ("o_proj", "dense", "out_proj"),
 }
 MLP_MATRICES = {
-    "gate": ("gate_proj",),
-    "up": ("up_proj", "fc1", "c_fc"),
-    "down": ("down_proj", "fc2", "c_proj", "output_linear"),
+    "gate": ("gate_proj", "w1"),
+    "up": ("up_proj", "fc1", "c_fc", "w3"),
+    "down": ("down_proj", "fc2", "c_proj", "output_linear", "w2"),
 }
 JOINED_ATTENTION = ("qkv_proj",)
 JOINED_MLP = ("gate_up_proj", "input_linear")
 ACTIVATION_NAMES = ("act_fn", "activation_fn", "act", "activation")
-MLP_NAMES = ("mlp", "block_sparse_moe")
+MLP_NAMES = ("mlp", "block_sparse_moe", "feed_forward")
 SHARED_NAMES = ("shared_expert", "shared_experts", "shared_mlp")
 HEAD_NORMS = {
     "query_norm": ("q_norm", "q_layernorm", "query_layernorm"),
@@ -63,6 +64,7 @@ NORM_NAMES = (
     ("input_layernorm", None, "post_attention_layernorm", None),  # Llama
     ("attention_layernorm", None, "feedforward_layernorm", None),  # Apertus
     ("input_layernorm", None, "pre_feedforward_layernorm", None),  # VaultGemma
+    ("operator_norm", None, "ffn_norm", None),  # LFM2
     ("input_layernorm", None, "input_layernorm", None),  # Cohere, Phi: side by side
     (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),  # OLMo 2
     (
@@ -86,8 +88,9 @@ class LayerNames:
 
     vectors: those that are no norms. kind: of its attention, such as full or sliding. table: the
     kind of its rotary positions, None if it turns nothing. experts: their number, 0 for one MLP.
-    kv, dim: the heads of its keys, and their width. place: of its keys and values in the cache,
-    which a layer without a key matrix shares with another one.
+    kv, dim: the heads of its keys, and their width, 0 without attention. mixer: the number in MIXERS
+    of what mixes its rows. place: in the cache, among the layers of its mixer; an attention layer
+    without a key matrix shares the place of another one.
     """
 
     matrices: dict[str, str]
@@ -98,6 +101,7 @@ class LayerNames:
     experts: int
     kv: int
     dim: int
+    mixer: int
     place: int
 
 
@@ -167,15 +171,20 @@ class Description:
         of_inputs = set() if self.inputs is None else {self.inputs.embedding}
         return ({self.embedding} | of_inputs) - {self.head}
 
-    @property
-    def places(self) -> int:
-        """Returns how many layers have keys and values of their own in the cache."""
-        return 1 + max(layer.place for layer in self.layers)
+    def places(self, mixer: str) -> int:
+        """Returns how many layers with a mixer have a place of their own in the cache."""
+        number = MIXERS.index(mixer)
+        return len({layer.place for layer in self.layers if layer.mixer == number})
 
     @property
     def vector_names(self) -> list[str]:
         """Returns the names of all vectors that are no norms."""
         return [name for layer in self.layers for name in layer.vectors.values()]
+
+    @property
+    def convolutions(self) -> set[str]:
+        """Returns the names of the weights of convolutions."""
+        return {layer.vectors["conv"] for layer in self.layers if "conv" in layer.vectors}
 
     @property
     def routers(self) -> set[str]:
@@ -190,21 +199,23 @@ class Description:
 
 @dataclass(frozen=True)
 class _Rows:
-    """The rows first .. end - 1 of a linear layer."""
+    """The rows first .. end - 1 of a linear layer, or with `every`, of each so many rows of it."""
 
     linear: nn.Linear
     first: int
     end: int
+    every: int | None = None
 
     @property
     def count(self) -> int:
-        return self.end - self.first
+        times = self.linear.out_features // self.every if self.every else 1
+        return times * (self.end - self.first)
 
     def stored(self, module: str, name: str) -> tuple[str, Part | None]:
         """Returns the name that the matrix has, of a module's, and the part that it is of it."""
         if self.count == self.linear.out_features:
             return module, None
-        part = Part(f"{module}.weight", f"{module}.bias", self.first, self.end)
+        part = Part(f"{module}.weight", f"{module}.bias", self.first, self.end, self.every)
         return f"{module}.{name}", part
 
 
@@ -219,14 +230,22 @@ def describe(network: Any) -> Description:
     stored_parts: dict[str, Part] = {}
     turning: dict[Any, tuple[bool, bool]] = {}
     rotary = rotary_of(network)
+    mixers = mixers_of(parts.base, parts.layers, names)
+    attending = [index for index, mixer in enumerate(mixers) if mixer is None]
+    if not attending:
+        raise Unsupported("it has no attention")
 
     layers: list[LayerNames] = []
     # The layer whose keys and values others of its kind share.
     owners: dict[str, LayerNames] = {}
     for index, layer in enumerate(parts.layers):
+        mixer = mixers[index]
+        number = 0 if mixer is None else mixer.number
         attention = getattr(layer, "self_attn", None)
         mlp = _first_of(layer, MLP_NAMES)
-        matrices = _attention_matrices(attention) | _input_matrices(layer)
+        matrices = _input_matrices(layer)
+        if mixer is None:
+            matrices |= _attention_matrices(attention)
         experts = None
         if has_experts(mlp):
             experts = experts_of(mlp, names[id(mlp)])
@@ -239,10 +258,12 @@ def describe(network: Any) -> Description:
             matrices |= _mlp_matrices(mlp)
         norms = _norms(layer) | _head_norms(attention)
         kind = masks.layer_type(index)
-        owner = owners.get(kind) if "key" not in matrices else None
+        owner = owners.get(kind) if mixer is None and "key" not in matrices else None
+        turns = False
+        late = False
         if owner is not None:
-            turns, late = owner.table is not None, False
-        else:
+            turns = owner.table is not None
+        elif mixer is None:
             # Layers of the same attributes compute alike.
             alike = kind, *_plain_attributes(attention)
             if alike not in turning:
@@ -252,13 +273,22 @@ def describe(network: Any) -> Description:
         for norm in norms.values():
             shared.add_norm(norm)
         heads = config.num_attention_heads
-        dim = matrices["query"].count // heads
-        kv = owner.kv if owner is not None else matrices["key"].count // dim
-        if dim > MAX_HEAD_DIM or heads % kv:
-            raise Unsupported("its heads have sizes not known here")
+        dim = 0
+        kv = 0
+        if mixer is None:
+            dim = matrices["query"].count // heads
+            kv = owner.kv if owner is not None else matrices["key"].count // dim
+            if dim > MAX_HEAD_DIM or heads % kv:
+                raise Unsupported("its heads have sizes not known here")
+            shared.add(
+                scale=getattr(attention, "scaling", None),
+                cap=getattr(attention, "attn_logit_softcapping", None) or 0.0,
+            )
+        else:
+            shared.add(**mixer.sizes)
+            if mixer.norm is not None:
+                shared.add(eps=eps_of(mixer.norm))
         shared.add(
-            scale=getattr(attention, "scaling", None),
-            cap=getattr(attention, "attn_logit_softcapping", None) or 0.0,
             residual=getattr(layer, "residual_multiplier", 1.0),
             activation=_activation_of(
                 _first_of(mlp if experts is None else mlp.experts, ACTIVATION_NAMES)
@@ -283,6 +313,9 @@ def describe(network: Any) -> Description:
             vectors["sinks"] = f"{names[id(attention)]}.sinks"
         if getattr(layer, "layer_scalar", None) is not None:
             vectors["scalar"] = f"{names[id(layer)]}.layer_scalar"
+        if mixer is not None:
+            stored |= mixer.matrices
+            vectors |= mixer.vectors
         if experts is not None:
             stored |= experts.matrices
             stored_parts |= experts.parts
@@ -297,7 +330,10 @@ def describe(network: Any) -> Description:
                 experts=0 if experts is None else experts.count,
                 kv=kv,
                 dim=dim,
-                place=owner.place if owner is not None else len({own.place for own in layers}),
+                mixer=number,
+                place=owner.place
+                if owner is not None
+                else len({own.place for own in layers if own.mixer == number}),
             )
         )
         if getattr(attention, "store_full_length_kv", False):
@@ -315,6 +351,10 @@ def describe(network: Any) -> Description:
             "hidden": config.hidden_size,
             "heads": config.num_attention_heads,
             "vocab": network.get_input_embeddings().weight.shape[0],
+            **{name: shared.only(name, 0) for name in PATHS if name != "delta_layers"},
+            "delta_layers": sum(
+                mixer is not None and mixer.kind == "delta_net" for mixer in mixers
+            ),
         },
         layers=layers,
         parts=stored_parts,
@@ -331,7 +371,7 @@ def describe(network: Any) -> Description:
             "centered": shared.only("centered"),
             "whole_norms": shared.only("whole_norms", False),
             "late_norms": shared.only("late_norms", False),
-            "pairs": _turns_pairs(parts.layers[0].self_attn),
+            "pairs": _turns_pairs(parts.layers[attending[0]].self_attn),
             "parallel": shared.only("parallel"),
             "value_norms": shared.only("value_norms"),
         },
@@ -403,7 +443,20 @@ def _attention_matrices(attention: Any) -> dict[str, _Rows]:
         return _complete(matrices, ("query", "out"))
     if getattr(attention, "use_alternative_attention", False) and "key" in matrices:
         matrices["value"] = matrices["key"]
-    return _complete(matrices, ATTENTION_MATRICES)
+    return _without_gate(attention, _complete(matrices, ATTENTION_MATRICES))
+
+
+def _without_gate(attention: Any, matrices: dict[str, _Rows]) -> dict[str, _Rows]:
+    """Cuts the queries' matrix where each head's query is followed by a gate of its outputs (Qwen3.5)."""
+    linear = matrices["query"].linear
+    dim = getattr(attention, "head_dim", None)
+    if dim is None or matrices["query"].count != 2 * matrices["out"].linear.in_features:
+        return matrices
+    gates = {
+        "query": _Rows(linear, 0, dim, 2 * dim),
+        "output_gate": _Rows(linear, dim, 2 * dim, 2 * dim),
+    }
+    return matrices | gates
 
 
 def _input_matrices(layer: Any) -> dict[str, _Rows]:
@@ -601,8 +654,8 @@ def _embedding_scale(base: Any) -> float:
 
 def _activation_of(function: Any) -> int:
     """Returns the library's number of an activation function, by its values."""
-    if function is None:
-        raise Unsupported("its MLP has no activation function")
+    if function is None:  # LFM2's MLP names none; the twin shows whether it is this one
+        function = F.silu
     probe = torch.linspace(-6, 6, 101)
     values = function(probe)
     for number, known in enumerate(ACTIVATIONS.values()):

@@ -158,7 +158,7 @@ def layers_one_by_one(backbone: Backbone) -> Layers:
     if backbone not in _ONE_BY_ONE:
         try:
             parts = Layers(backbone.model)
-            parts.refuse_special_attention()
+            parts.refuse_special_layers()
             _compare_layers(backbone, parts)
         except torch.OutOfMemoryError:
             raise

@@ -1,46 +1,27 @@
 """A cache for layers that differ: in the shape of their keys, or by a running state in place of keys."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from medusa_cli.engine.cache import FIRST_ROWS, Cache
-
-# A layer, "conv" or "recurrent", and a number: a layer may have several states.
-StateKey = tuple[int, str, int]
-# Snapshots of a slot's states, the latest ones, to which the slot can go back.
-SNAPSHOTS = 4
+from medusa_cli.engine.cache import FIRST_ROWS
+from medusa_cli.engine.state_cache import StateCache, StateKey
 
 
-@dataclass(frozen=True)
-class Snapshot:
-    """A slot's states after its first `length` tokens."""
-
-    length: int
-    states: dict[StateKey, Tensor] = field(repr=False)
-
-
-class LayerCache(Cache):
+class LayerCache(StateCache):
     """A cache whose layers may have fewer or narrower key heads than its buffers, or running states.
 
-    states [S, ...]: each slot's after its own rows. node_states [B, R, ...]: those after
-    each row of the last tree, in the B slots from `first_node_slot` on. A state cannot be cut back
-    as rows can, so a slot is truncated to a snapshot, or begins again: `reusable` says to which
-    length. by_token: layers with a state must take what follows in a slot token by token.
-    decoded_states: False if states after decoding are not those after a prompt, and so of no use to
-    another prompt.
+    node_states [B, R, ...]: the states after each row of the last tree, in the B slots from
+    `first_node_slot` on. by_token: layers with a state must take what follows in a slot token by
+    token.
     """
 
     def __init__(self, layers: int, slots: int = 1, capacity: int = FIRST_ROWS) -> None:
         super().__init__(layers, slots, capacity)
         self.by_token = False
-        self.decoded_states = True
-        self.states: dict[StateKey, Tensor] = {}
         self.node_states: dict[StateKey, Tensor] = {}
         self.first_node_slot = 0
-        self._snapshots: list[list[Snapshot]] = [[] for _ in range(slots)]
         self._places: dict[int, int] = {}  # of the layers with keys, in the buffers
         self._sizes: dict[
             int, tuple[int, int, int]
@@ -48,14 +29,7 @@ class LayerCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        snapshots = [snapshot.states for of_slot in self._snapshots for snapshot in of_slot]
-        held = [self.states, self.node_states, *snapshots]
-        return super().nbytes + sum(state.nbytes for states in held for state in states.values())
-
-    @property
-    def slot_bytes(self) -> int:
-        """Returns the bytes of one slot's states."""
-        return sum(states[0].nbytes for states in self.states.values())
+        return super().nbytes + sum(state.nbytes for state in self.node_states.values())
 
     def keys_and_values(
         self, layer: int, slots: slice, key: Tensor, value: Tensor
@@ -102,51 +76,8 @@ class LayerCache(Cache):
             self.states[key] = state.new_zeros(self.slots, *state.shape[1:])
         self.states[key][slots] = state
 
-    def take_snapshot(self, slot: int, length: int) -> None:
-        """Remembers the states of a slot of `length` tokens."""
-        if self.states:
-            states = {key: state[slot].clone() for key, state in self.states.items()}
-            self._snapshots[slot] = [
-                *self._snapshots[slot][1 - SNAPSHOTS :],
-                Snapshot(length, states),
-            ]
-
-    def reusable(self, slot: int, rows: int) -> int:
-        if not self.states:
-            return rows
-        places = [0, *(snapshot.length for snapshot in self._snapshots[slot])]
-        if self.decoded_states:
-            places.append(self.lengths[slot])
-        return max(place for place in places if place <= rows)
-
     @torch.inference_mode()
     def keep(self, slot: int, path: Sequence[int]) -> None:
         super().keep(slot, path)
         for key, states in self.node_states.items():
             self.states[key][slot] = states[slot - self.first_node_slot, path[-1]]
-
-    def truncate(self, slot: int, length: int) -> None:
-        if self.states and length < self.lengths[slot]:
-            self._snapshots[slot] = [
-                snapshot for snapshot in self._snapshots[slot] if snapshot.length <= length
-            ]
-            self._restore(slot, length)
-        super().truncate(slot, length)
-
-    def _restore(self, slot: int, length: int) -> None:
-        """Sets a slot's states to the ones after `length` tokens; after none it begins again."""
-        if not length:
-            return
-        latest = self._snapshots[slot][-1:]
-        if not latest or latest[0].length != length:
-            raise ValueError(f"slot {slot} has no states after {length} tokens")
-        for key, state in latest[0].states.items():
-            self.states[key][slot] = state
-
-    @torch.inference_mode()
-    def swap(self, slot: int, other: int) -> None:
-        super().swap(slot, other)
-        for states in self.states.values():
-            states[[slot, other]] = states[[other, slot]]
-        snapshots = self._snapshots
-        snapshots[slot], snapshots[other] = snapshots[other], snapshots[slot]

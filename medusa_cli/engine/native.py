@@ -17,12 +17,15 @@ from medusa_cli.engine.engine import SCRATCH_ROWS, Engine
 from medusa_cli.engine.extra_rows import ExtraRowStates
 from medusa_cli.engine.native_model import NativeModel, padded
 from medusa_cli.engine.plan import Output, Plan
+from medusa_cli.engine.state_cache import StateCache
 from medusa_cli.errors import UserError
 from medusa_cli.model.backbone import Backbone
 from medusa_cli.native import Format, PackedMatrix, instructions, library
-from medusa_cli.native.library import TILE, UNIT, CacheBuffers, Step
+from medusa_cli.native.library import MIXERS, TILE, UNIT, CacheBuffers, Step
 
 FLOAT_BYTES = 4
+# Of the delta nets of all layers.
+DELTA_STATES = (0, "recurrent", 0)
 # Rows of logits whose buffer is made at first.
 FIRST_LOGITS = 16
 
@@ -79,7 +82,7 @@ class NativeEngine(Engine):
     def number_type(self) -> str:
         """Returns the type of float weights; of quantized ones "auto", or "fp32" with fp32 rows."""
         formats = {
-            self.model.packed.matrices[layer.matrices["query"]].format
+            self.model.packed.matrices[layer.matrices["out"]].format
             for layer in self.model.description.layers
         }
         if formats == {Format.BF16}:
@@ -97,8 +100,10 @@ class NativeEngine(Engine):
 
     @property
     def row_bytes(self) -> int:
+        description = self.model.description
         width = self.model.struct.key_width + self.model.struct.value_width
-        return FLOAT_BYTES * self.model.description.places * int(width)
+        inputs = description.places("short_conv") * self.sizes["hidden"]
+        return FLOAT_BYTES * (description.places("attention") * int(width) + inputs)
 
     def run_pass(self, plan: Plan, cache: Cache) -> Output:
         assert isinstance(cache, NativeCache)
@@ -106,11 +111,17 @@ class NativeEngine(Engine):
         depth, mask = _depth_and_mask(plan)
         extra_rows = None
         if plan.extra_rows is not None:
+            self._refuse_extra_rows()
             every = torch.arange(rows)
             extra_rows = ExtraRowStates(plan.extra_rows, every[-1:] if plan.is_chain else every)
             mask, depth = extra_rows.extend(mask, depth)
 
+        if not plan.is_chain:
+            cache.reserve_pending(rows)
         final, by_tap = self._states(plan, cache, depth, mask, extra_rows)
+        if plan.is_chain:
+            for slot in range(plan.first, plan.first + len(plan.tokens)):
+                cache.take_snapshot(slot, cache.lengths[slot] + rows)
         tapped = [by_tap[tap][..., : self.sizes["hidden"]] for tap in plan.taps]
         hidden = tapped[0] if len(tapped) == 1 else torch.cat(tapped, dim=-1)
         extra = None
@@ -121,6 +132,18 @@ class NativeEngine(Engine):
             return Output(None, hidden, extra)
         logits, best = self._scores(final if plan.logits == "all" else final[:, -1:])
         return Output(logits, hidden, extra, best)
+
+    @property
+    def stateful(self) -> bool:
+        """Returns True if a slot cannot be truncated to every length."""
+        return self.model.description.places("delta_net") > 0
+
+    def _refuse_extra_rows(self) -> None:
+        if any(MIXERS[names.mixer] != "attention" for names in self.model.description.layers):
+            raise UserError(
+                "the layers of this model that keep a running state cannot be run with extra rows",
+                "use a drafter other than firp, such as drafter=hydra",
+            )
 
     def _states(
         self,
@@ -159,7 +182,17 @@ class NativeEngine(Engine):
                 x = self._padded(extra_rows.enter(first, x[..., : self.sizes["hidden"]]))
             here = [tap for tap in taps if first <= tap < end]
             states = self._run_layers(
-                x, inputs, cache, plan.first, lengths, positions, visible, first, end, here
+                x,
+                inputs,
+                cache,
+                plan.first,
+                lengths,
+                positions,
+                visible,
+                first,
+                end,
+                here,
+                plan.is_chain,
             )
             by_tap |= zip(here, states, strict=True)
         by_tap[-1] = by_tap[last - 1] = x
@@ -181,12 +214,13 @@ class NativeEngine(Engine):
         first: int,
         end: int,
         taps: Sequence[int],
+        keeps: bool,
     ) -> Sequence[Tensor]:
         """Runs layers first .. end - 1 on states x [B, R, stride] in place; returns those after the tapped layers.
 
         Slots from `first_slot` on hold `lengths` [B] rows. positions [B, n] and seen [B or 1, n, n]
         are of n rows, of which R have entered. inputs: of layers besides their states; layer 0
-        completes them.
+        completes them. keeps: all rows stay.
         """
         slots, rows, stride = x.shape
         assert inputs is None or inputs.shape[:2] == x.shape[:2]
@@ -204,6 +238,7 @@ class NativeEngine(Engine):
             seen_row=seen.shape[2],
             first=first,
             end=end,
+            keeps=keeps,
             x=x.data_ptr(),
             inputs=None if inputs is None else inputs.data_ptr(),
             taps=len(taps),
@@ -275,7 +310,7 @@ class NativeEngine(Engine):
         seen = np.tril(np.ones((1, count, count), np.uint8))
         inputs = self._inputs(tokens[None])
         last = self.sizes["layers"]
-        self._run_layers(x, inputs, cache, 0, lengths, positions, seen, 0, last, ())
+        self._run_layers(x, inputs, cache, 0, lengths, positions, seen, 0, last, (), True)
         return x[0, :, : self.sizes["hidden"]]
 
     def logits_of(self, states: Tensor) -> Tensor:
@@ -308,24 +343,59 @@ def _chain(rows: int) -> tuple[Tensor, Tensor]:
     return torch.arange(rows)[None], torch.ones(rows, rows, dtype=torch.bool).tril()[None]
 
 
-class NativeCache(Cache):
-    """Keys and values in the library's layout; see Cache in step.h."""
+class NativeCache(StateCache):
+    """Keys, values and running states in the library's layout; see Cache in step.h.
+
+    inputs: of short convolutions, which are cut back as keys are. states: of delta nets. pending:
+    what `keep` needs of a tree's rows for these.
+    """
 
     def __init__(self, model: NativeModel, slots: int, capacity: int) -> None:
-        super().__init__(model.description.places, slots, padded(max(1, capacity), TILE))
+        description = model.description
+        capacity = padded(max(1, capacity), TILE)
+        super().__init__(description.places("attention"), slots, capacity)
         self.model = model
         # The heads of keys, and their width, at each place.
-        self.shapes = {names.place: (names.kv, names.dim) for names in model.description.layers}
+        self.shapes = {
+            names.place: (names.kv, names.dim)
+            for names in description.layers
+            if MIXERS[names.mixer] == "attention"
+        }
+        self._delta_layers = description.places("delta_net")
+        self.pending = torch.empty(0)
+        if self._delta_layers:
+            self.states[DELTA_STATES] = torch.zeros(slots, self._delta_layers, model.delta_state)
         self._make(self.capacity)
 
     def _make(self, capacity: int) -> None:
         struct = self.model.struct
+        description = self.model.description
         self.keys = torch.zeros(self.layers, self.slots, struct.key_width * capacity)
         self.values = torch.zeros(self.layers, self.slots, struct.value_width * capacity)
-        self.buffers = CacheBuffers(
-            self.keys.data_ptr(), self.values.data_ptr(), self.slots, capacity
-        )
+        convolutions = description.places("short_conv")
+        hidden = description.sizes["hidden"]
+        self.inputs = torch.zeros(convolutions, self.slots, capacity, hidden)
         self.capacity = capacity
+
+    @property
+    def buffers(self) -> CacheBuffers:
+        """Returns the buffers as the library takes them."""
+        assert self.keys is not None and self.values is not None
+        states = self.states.get(DELTA_STATES)
+        return CacheBuffers(
+            keys=self.keys.data_ptr(),
+            values=self.values.data_ptr(),
+            inputs=self.inputs.data_ptr(),
+            states=None if states is None else states.data_ptr(),
+            pending=self.pending.data_ptr(),
+            slots=self.slots,
+            capacity=self.capacity,
+            pending_rows=self.pending.shape[2] if self.pending.dim() > 1 else 0,
+        )
+
+    @property
+    def nbytes(self) -> int:
+        return super().nbytes + self.inputs.nbytes + self.pending.nbytes
 
     def at(self, place: int) -> tuple[Tensor, Tensor]:
         """Returns the keys [S, KV, C / 16, D, 16] and values [S, KV, C, D in whole tiles] at a place."""
@@ -343,16 +413,26 @@ class NativeCache(Cache):
         if rows <= self.capacity:
             return
         before = [self.at(place) for place in range(self.layers)]
-        used = padded(max(self.lengths), TILE)
+        inputs = self.inputs
+        length = max(self.lengths)
+        used = padded(length, TILE)
         self._make(self.grown(rows))
         for place, (keys, values) in enumerate(before):
             own_keys, own_values = self.at(place)
             own_keys[:, :, : used // TILE] = keys[:, :, : used // TILE]
             own_values[:, :, :used] = values[:, :, :used]
+        self.inputs[..., :length, :] = inputs[..., :length, :]
+
+    def reserve_pending(self, rows: int) -> None:
+        """Makes room for a tree of so many rows in every slot."""
+        if self._delta_layers and (self.pending.dim() < 2 or rows > self.pending.shape[2]):
+            self.pending = torch.zeros(
+                self._delta_layers, self.slots, rows, self.model.delta_row[1]
+            )
 
     def keep(self, slot: int, path: Sequence[int]) -> None:
         length = self.lengths[slot]
-        if path[-1] != len(path) - 1:
+        if self._delta_layers or path[-1] != len(path) - 1:
             rows = np.array(path, np.int64)
             model = byref(self.model.struct)
             buffers = byref(self.buffers)
@@ -364,10 +444,11 @@ class NativeCache(Cache):
     def swap(self, slot: int, other: int) -> None:
         assert self.keys is not None and self.values is not None
         if slot != other:
-            for buffer in (self.keys, self.values):
+            for buffer in (self.keys, self.values, self.inputs):
                 part = buffer[:, slot].clone()
                 buffer[:, slot] = buffer[:, other]
                 buffer[:, other] = part
+        self.swap_states(slot, other)
         self.lengths[slot], self.lengths[other] = self.lengths[other], self.lengths[slot]
 
 

@@ -12,7 +12,17 @@ from medusa_cli.engine.packed import Packed
 from medusa_cli.model.attention import FULL
 from medusa_cli.model.backbone import Unsupported
 from medusa_cli.native import PackedMatrix
-from medusa_cli.native.library import FLAGS, MATRICES, NORMS, TILE, UNIT, Layer, Model
+from medusa_cli.native.library import (
+    FLAGS,
+    MATRICES,
+    MIXERS,
+    NORMS,
+    TILE,
+    UNIT,
+    VECTORS,
+    Layer,
+    Model,
+)
 from medusa_cli.native.matrix import Floats, padded_floats
 
 # Rows of rotary tables at first; they grow.
@@ -44,7 +54,7 @@ class NativeModel:
             for name in NORMS:
                 if name in names.norms:
                     setattr(layer, name, packed.vectors[names.norms[name]].ctypes.data)
-            for name in ("sinks", "router_bias"):
+            for name in VECTORS:
                 if name in names.vectors:
                     setattr(layer, name, packed.vectors[names.vectors[name]].ctypes.data)
             if description.flags["value_norms"]:
@@ -57,6 +67,7 @@ class NativeModel:
             layer.experts = names.experts
             layer.kv = names.kv
             layer.dim = names.dim
+            layer.mixer = names.mixer
             layer.place = names.place
 
         flags = {name: description.flags[name] for name in FLAGS}
@@ -91,6 +102,21 @@ class NativeModel:
         return self.packed.matrices[self.description.head]
 
     @property
+    def delta_row(self) -> tuple[int, int]:
+        """Returns the channels of a delta net's convolution, and the numbers of a row of its products."""
+        sizes = self.description.sizes
+        keys = sizes["key_heads"] * sizes["key_dim"]
+        channels = 2 * keys + sizes["value_heads"] * sizes["value_dim"]
+        return channels, channels + 2 * padded(sizes["value_heads"], TILE)
+
+    @property
+    def delta_state(self) -> int:
+        """Returns the numbers of a delta net's state in one slot."""
+        sizes = self.description.sizes
+        state = sizes["value_heads"] * sizes["key_dim"] * sizes["value_dim"]
+        return (sizes["kernel"] - 1) * self.delta_row[0] + state
+
+    @property
     def bytes_read(self) -> int:
         """Returns the bytes of weights that a pass over one row reads: of experts, those that a row chooses."""
         total = self.head.nbytes
@@ -122,17 +148,15 @@ class NativeModel:
 
         for names in self.description.layers:
             dim = names.dim
-            heads = sizes["heads"] * dim
-            keys = names.kv * dim
             widths = dict.fromkeys(NORMS, hidden)
-            widths |= {"query_norm": heads if whole else dim, "key_norm": keys if whole else dim}
+            widths |= {
+                "query_norm": sizes["heads"] * dim if whole else dim,
+                "key_norm": names.kv * dim if whole else dim,
+            }
             shapes = {
-                "query": (heads, hidden),
-                "key": (keys, hidden),
-                "value": (keys, hidden),
-                "out": (hidden, heads),
                 "input_gate": (given, hidden),
                 "input_out": (hidden, given),
+                **self._mixer_shapes(names),
                 **self._mlp_shapes(names),
             }
             for name, stored in names.matrices.items():
@@ -143,7 +167,16 @@ class NativeModel:
             for name, stored in names.norms.items():
                 if len(self.packed.vectors[stored]) != parts * padded(widths[name], UNIT):
                     raise Unsupported(f"its {stored} has another size")
-            counts = {"sinks": sizes["heads"], "router_bias": names.experts, "scalar": 1}
+            channels = hidden if MIXERS[names.mixer] == "short_conv" else self.delta_row[0]
+            counts = {
+                "sinks": sizes["heads"],
+                "router_bias": names.experts,
+                "scalar": 1,
+                "conv": sizes["kernel"] * channels,
+                "decay_log": sizes["value_heads"],
+                "decay_bias": sizes["value_heads"],
+                "state_norm": sizes["value_dim"],
+            }
             for name, stored in names.vectors.items():
                 if len(self.packed.vectors[stored]) != padded(counts[name], UNIT):
                     raise Unsupported(f"its {stored} has another size")
@@ -172,6 +205,32 @@ class NativeModel:
         )
         if not fits:
             raise Unsupported("its embeddings by layer have sizes not known here")
+
+    def _mixer_shapes(self, names: LayerNames) -> dict[str, tuple[int, int]]:
+        """Returns the shapes of what mixes a layer's rows."""
+        sizes = self.description.sizes
+        mixer = MIXERS[names.mixer]
+        hidden = sizes["hidden"]
+        if mixer == "short_conv":
+            return {"input": (3 * hidden, hidden), "out": (hidden, hidden)}
+        if mixer == "delta_net":
+            values = sizes["value_heads"] * sizes["value_dim"]
+            return {
+                "input": (self.delta_row[0], hidden),
+                "output_gate": (values, hidden),
+                "beta": (sizes["value_heads"], hidden),
+                "decay": (sizes["value_heads"], hidden),
+                "out": (hidden, values),
+            }
+        heads = sizes["heads"] * names.dim
+        keys = names.kv * names.dim
+        return {
+            "query": (heads, hidden),
+            "key": (keys, hidden),
+            "value": (keys, hidden),
+            "output_gate": (heads, hidden),
+            "out": (hidden, heads),
+        }
 
     def _mlp_shapes(self, names: LayerNames) -> dict[str, tuple[int, int]]:
         """Returns the shapes of a layer's MLP, or of its experts' together; Unsupported if they fill no tiles."""

@@ -218,7 +218,10 @@ def _vectors(description: Description, weights: Weights) -> Iterator[tuple[str, 
             vector = np.concatenate([vector, padded_floats(values)])
         yield name, vector
     for name in description.vector_names:
-        yield name, padded_floats(weights.vector(_stored(name, weights)))
+        values = weights.vector(_stored(name, weights))
+        if name in description.convolutions:  # [channels, kernel], which the library reads by input
+            values = values.reshape(-1, description.sizes["kernel"]).T.ravel()
+        yield name, padded_floats(values)
 
 
 def _stored(name: str, weights: Weights) -> str:

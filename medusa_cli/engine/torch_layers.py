@@ -170,7 +170,7 @@ class TorchEngine(LayoutEngine):
         self.groups = config.num_attention_heads // self.kv
         try:
             self._parts = Layers(model)
-            self._parts.refuse_special_attention()
+            self._parts.refuse_special_layers()
             self._tables = sorted(set(self._parts.kinds))
             tokens = probe_tokens(backbone.vocab_size, TOKENS, backbone.device)
             firsts = (0, max(0, backbone.max_positions - TOKENS))

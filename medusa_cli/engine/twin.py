@@ -43,6 +43,8 @@ SMALLER = {
     "shared_expert_intermediate_size": 96,
     "shared_intermediate_size": 96,
 }
+# Forgetting of delta nets by exp(A) is made slow, so that states count.
+SLOW = 3
 # The largest difference of its states, relative to their size.
 TOLERANCE = 1e-4
 
@@ -96,6 +98,9 @@ def twin_of(network: Any) -> Any:
     for name, most in SMALLER.items():
         if isinstance(value := getattr(config, name, None), int):
             setattr(config, name, min(value, most))
+    if values := getattr(config, "linear_num_value_heads", None):
+        config.linear_num_value_heads = 2 * values // config.linear_num_key_heads
+        config.linear_num_key_heads = 2
     if chosen:
         config.layer_types = chosen
     if shared:
@@ -116,12 +121,12 @@ def twin_of(network: Any) -> Any:
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(0)
         twin = _built(network, config)
-        for parameter in twin.parameters():
+        for name, parameter in twin.named_parameters():
             if parameter.is_meta:
                 continue
             parameter.data = torch.randn_like(parameter) * (0.3 if parameter.dim() == 1 else 0.2)
             if parameter.dim() == 1:
-                parameter.data += 1
+                parameter.data += 1 - SLOW * name.endswith("A_log")
         for name, values in twin.named_buffers():
             if values.is_meta:
                 continue

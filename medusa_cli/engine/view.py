@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache as TransformersCache
 from transformers.cache_utils import CacheLayerMixin
 
-from medusa_cli.engine.layer_cache import LayerCache, StateKey
+from medusa_cli.engine.layer_cache import LayerCache
 from medusa_cli.engine.plan import Layout
+from medusa_cli.engine.state_cache import StateKey
 
 
 @contextmanager

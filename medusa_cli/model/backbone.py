@@ -265,14 +265,13 @@ class Layers:
     def __init__(self, model: Any) -> None:
         base = text_model(model)
         config = model.config.get_text_config()
-        if stateful_modules(base):
-            raise Unsupported("some layers keep a running state")
         if not all(
             getattr(base, name, None) is not None
             for name in ("layers", "rotary_emb", "embed_tokens")
         ):
             raise Unsupported("its parts are not named as in Llama")
-        norms = (getattr(base, name, None) for name in ("norm", "final_layernorm"))
+        names = ("norm", "final_layernorm", "embedding_norm")
+        norms = (getattr(base, name, None) for name in names)
         self.norm: Any = next((norm for norm in norms if norm is not None), None)
         if self.norm is None:
             raise Unsupported("it has no last norm")
@@ -284,8 +283,10 @@ class Layers:
         )
         self.by_kind = getattr(base.rotary_emb, "layer_types", None) is not None
 
-    def refuse_special_attention(self) -> None:
-        """Raises Unsupported for attention that layers rewritten in torch do not know."""
+    def refuse_special_layers(self) -> None:
+        """Raises Unsupported for attention and running states that layers run one by one do not know."""
+        if stateful_modules(self.base):
+            raise Unsupported("some layers keep a running state")
         if getattr(self.config, "attn_logit_softcapping", None) is not None:
             raise Unsupported("its attention scores are soft-capped")
         if any(getattr(module, "sinks", None) is not None for module in self.base.modules()):

@@ -119,7 +119,7 @@ class CheckpointWeights(Weights):
 
     def experts(self, name: str) -> RawMatrix | None:
         module, _, part = name.rpartition(".")
-        for own in EXPERT_NAMES[part]:
+        for own in EXPERT_NAMES.get(part, ()):
             each: list[RawMatrix] = []
             while (weight := f"{module}.{len(each)}.{own}.weight") in self:
                 each.append(self.matrix(weight))

@@ -192,6 +192,7 @@ int medusa_run(const Model* model, const Cache* cache, const Step* step) {
   for (int64_t r = 0; r < step->slots * step->rows; r++) {
     if (step->positions[r] < 0 || step->positions[r] >= model->positions) return -1;
   }
+  if (model->delta_layers && !step->keeps && step->rows > cache->pending_rows) return -1;
   functions().run(threads(), *model, *cache, *step);
   return 0;
 }
@@ -221,23 +222,34 @@ int medusa_embed(const Matrix* matrix, const int64_t* ids, int64_t count, float 
   return 0;
 }
 
-// Moves the columns length + path[i] of a slot to length + i; path rises.
+// Moves the columns length + path[i] of a slot to length + i, and lets running states follow; path rises.
 int medusa_keep(const Model* model, const Cache* cache, int64_t slot, int64_t length, const int64_t* path,
                 int64_t count) {
+  std::lock_guard<std::mutex> lock(running);
   if (slot < 0 || slot >= cache->slots || length < 0) return -1;
   for (int64_t i = 0; i < count; i++) {
     if (path[i] < i || length + path[i] >= cache->capacity || (i && path[i] <= path[i - 1])) return -1;
   }
-  for (int64_t i = 0; i < model->layers; i++) {
-    const Layer& layer = model->layer[i];
-    if (!layer.key.tiles) continue;  // its columns are another layer's
+  if (model->delta_layers && count) {
+    if (path[count - 1] >= cache->pending_rows) return -1;
+    functions().replay(threads(), *model, *cache, slot, path, count);
+  }
+  for (int64_t l = 0; l < model->layers; l++) {
+    const Layer& layer = model->layer[l];
+    if (layer.mixer == DELTA_NET) continue;
+    if (layer.mixer == ATTENTION && !layer.key.tiles) continue;  // its columns are another layer's
     const int64_t dim = layer.dim, wide = padded(dim, 16);
-    for (int64_t head = 0; head < layer.kv; head++) {
-      float* keys = keys_of(*model, *cache, layer, slot, head);
-      float* values = values_of(*model, *cache, layer, slot, head);
-      for (int64_t i = 0; i < count; i++) {
-        const int64_t from = length + path[i], to = length + i;
-        if (from == to) continue;
+    for (int64_t i = 0; i < count; i++) {
+      const int64_t from = length + path[i], to = length + i;
+      if (from == to) continue;
+      if (layer.mixer == SHORT_CONV) {
+        float* inputs = cache->inputs + (layer.place * cache->slots + slot) * cache->capacity * model->hidden;
+        std::memcpy(inputs + to * model->hidden, inputs + from * model->hidden, model->hidden * sizeof(float));
+        continue;
+      }
+      for (int64_t head = 0; head < layer.kv; head++) {
+        float* keys = keys_of(*model, *cache, layer, slot, head);
+        float* values = values_of(*model, *cache, layer, slot, head);
         float* target = keys + to / 16 * 16 * dim + to % 16;
         const float* source = keys + from / 16 * 16 * dim + from % 16;
         for (int64_t d = 0; d < dim; d++) target[16 * d] = source[16 * d];

@@ -35,6 +35,7 @@ class Matrix(Structure):
 
 MATRICES = (
     *("query", "key", "value", "out", "gate", "up", "down"),
+    *("input", "output_gate", "beta", "decay"),
     *("router", "shared_gate", "shared_up", "shared_down", "shared_router"),
     *("input_gate", "input_out"),
 )
@@ -48,6 +49,11 @@ NORMS = (
     "mlp_out_norm",
     "input_norm",
 )
+VECTORS = ("sinks", "router_bias", "conv", "decay_log", "decay_bias", "state_norm")
+# What mixes the rows of a layer, in the order of the library's numbers.
+MIXERS = ("attention", "short_conv", "delta_net")
+# Of layers that follow paths: a convolution's inputs for an output, and delta nets' sizes.
+PATHS = ("kernel", "delta_layers", "key_heads", "value_heads", "key_dim", "value_dim")
 # Facts of a model that are true or false.
 FLAGS = ("centered", "whole_norms", "late_norms", "pairs", "parallel")
 ROUTING = ("top_experts", "sigmoid", "normalized")
@@ -59,9 +65,9 @@ class Layer(Structure):
     _fields_ = [
         *((name, Matrix) for name in MATRICES),
         *((name, c_void_p) for name in NORMS),
-        ("sinks", c_void_p),
-        ("router_bias", c_void_p),
-        *((name, c_int64) for name in ("table", "window", "experts", "kv", "dim", "place")),
+        *((name, c_void_p) for name in VECTORS),
+        *((name, c_int64) for name in ("table", "window", "experts", "kv", "dim")),
+        *((name, c_int64) for name in ("mixer", "place")),
         ("scalar", c_float),
     ]
 
@@ -71,6 +77,7 @@ class Model(Structure):
 
     _fields_ = [
         *((name, c_int64) for name in ("layers", "hidden", "heads", "vocab")),
+        *((name, c_int64) for name in PATHS),
         ("key_width", c_int64),
         ("value_width", c_int64),
         ("rotary", c_int64 * TABLES),
@@ -92,9 +99,12 @@ class Model(Structure):
 
 
 class CacheBuffers(Structure):
-    """The buffers of a KV cache; see step.h."""
+    """The buffers of a cache; see step.h."""
 
-    _fields_ = [("keys", c_void_p), ("values", c_void_p), ("slots", c_int64), ("capacity", c_int64)]
+    _fields_ = [
+        *((name, c_void_p) for name in ("keys", "values", "inputs", "states", "pending")),
+        *((name, c_int64) for name in ("slots", "capacity", "pending_rows")),
+    ]
 
 
 class Step(Structure):
@@ -103,7 +113,7 @@ class Step(Structure):
     _fields_ = [
         *((name, c_int64) for name in ("first_slot", "slots", "rows")),
         *((name, c_void_p) for name in ("lengths", "positions", "seen")),
-        *((name, c_int64) for name in ("seen_slot", "seen_row", "first", "end")),
+        *((name, c_int64) for name in ("seen_slot", "seen_row", "first", "end", "keeps")),
         ("x", c_void_p),
         ("inputs", c_void_p),
         ("taps", c_int64),

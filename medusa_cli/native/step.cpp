@@ -6,7 +6,9 @@
 #include <vector>
 
 #include "attention.h"
+#include "delta_net.h"
 #include "ops.h"
+#include "short_conv.h"
 
 namespace medusa {
 namespace ISA {
@@ -228,6 +230,9 @@ struct Workspace {
   std::vector<Pick> picks;
   std::vector<AttentionRoom> rooms;
   std::vector<Sight> sights;
+  Buffer<float> mixed, held;
+  std::vector<int64_t> parents;  // [slots, rows]
+  std::vector<Walk> walks;       // of slots
 };
 
 Workspace& workspace() {
@@ -235,13 +240,14 @@ Workspace& workspace() {
   return *shared;
 }
 
-// Where a layer's queries, keys and values of one row lie.
+// Where a layer's queries, keys and values of one row lie, and the gate of its outputs.
 struct Widths {
-  int64_t key, value, all;
+  int64_t key, value, gate, all;
   Widths(const Model& m, const Layer& layer)
       : key(padded(m.heads * layer.dim, kTile)),
         value(key + padded(layer.kv * layer.dim, kTile)),
-        all(value + padded(layer.kv * layer.dim, kTile)) {}
+        gate(value + padded(layer.kv * layer.dim, kTile)),
+        all(gate + (layer.output_gate.tiles ? key : 0)) {}
 };
 
 // Normalises and turns a query or a key; null: the layer does not.
@@ -506,10 +512,234 @@ void add_inputs(Pool& pool, const Model& m, const Layer& layer, int64_t index, c
   add_product(pool, layer.input_out, inner, rows, layer.input_norm, m, step.x, stride, work);
 }
 
+// Weighs what attention gives by the sigmoid of its gates.
+void gate_outputs(Pool& pool, const Model& m, const Layer& layer, const float* qkv, int64_t rows,
+                  const Rows& attended) {
+  const Widths widths(m, layer);
+  each_row(pool, rows, 16 * widths.key, [&](int64_t r) {
+    const float* gates = qkv + r * widths.all + widths.gate;
+    float* out = writable(attended) + r * attended.stride;
+    for (int64_t i = 0; i < m.heads * layer.dim; i += 16) store(out + i, mul(load(out + i), sigmoid(load(gates + i))));
+  });
+}
+
+// Returns what attention gives for normalised rows.
+Rows attention(Pool& pool, const Model& m, const Cache& cache, const Step& step, int64_t index, const Rows& read,
+               Workspace& work) {
+  const Layer& layer = m.layer[index];
+  const Widths widths(m, layer);
+  const int64_t rows = step.slots * step.rows;
+  float* qkv = work.qkv.room(rows * widths.all);
+  const Target query = {&layer.query, qkv, widths.all, false};
+  if (layer.key.tiles) {
+    const Target key = {&layer.key, qkv + widths.key, widths.all, false};
+    const Target value = {&layer.value, qkv + widths.value, widths.all, false};
+    matmuls(pool, read, rows, {query, key, value});
+  } else {
+    matmuls(pool, read, rows, {query});
+  }
+  const bool gated = layer.output_gate.tiles;
+  if (gated) matmuls(pool, read, rows, {Target{&layer.output_gate, qkv + widths.gate, widths.all, false}});
+  place(pool, m, cache, step, index, qkv);
+  const Rows attended = work.attended.rows(rows, m.heads * layer.dim, layer.out.int8_rows);
+  attend_all(pool, m, cache, step, index, qkv, work.sights, attended, work);
+  if (gated) gate_outputs(pool, m, layer, qkv, rows, attended);
+  return attended;
+}
+
+// Returns what a short convolution gives for normalised rows. Its inputs stay in the cache as rows.
+Rows short_conv(Pool& pool, const Model& m, const Cache& cache, const Step& step, int64_t index, const Rows& read,
+                Workspace& work) {
+  const Layer& layer = m.layer[index];
+  const int64_t rows = step.slots * step.rows, wide = padded(3 * m.hidden, kTile);
+  float* made = work.qkv.room(rows * wide);
+  matmuls(pool, read, rows, {Target{&layer.input, made, wide, false}});
+  const auto inputs_of = [&](int64_t slot) {
+    const int64_t part = layer.place * cache.slots + step.first_slot + slot;
+    return cache.inputs + (part * cache.capacity + step.lengths[slot]) * m.hidden;
+  };
+  each_row(pool, rows, m.hidden, [&](int64_t r) {
+    const float* gate = made + r * wide;
+    const float* x = gate + 2 * m.hidden;
+    float* input = inputs_of(r / step.rows) + r % step.rows * m.hidden;
+    for (int64_t i = 0; i < m.hidden; i++) input[i] = gate[i] * x[i];
+  });
+  const Rows out = work.attended.rows(rows, m.hidden, layer.out.int8_rows);
+  each_row(pool, rows, m.kernel * m.hidden, [&](int64_t r) {
+    const int64_t slot = r / step.rows;
+    const float* inputs[kKernel];
+    const PathInputs of_slot = {inputs_of(slot), m.hidden, step.lengths[slot], inputs_of(slot), m.hidden,
+                                &work.parents[slot * step.rows]};
+    path_inputs(of_slot, r % step.rows, m.kernel, inputs);
+    float* y = writable(out) + r * out.stride;
+    convolve(inputs, layer.conv, m.kernel, m.hidden, y);
+    const float* gate = made + r * wide + m.hidden;
+    for (int64_t i = 0; i < m.hidden; i++) y[i] *= gate[i];
+  });
+  return out;
+}
+
+float* state_of(const Model& m, const Cache& cache, const Layer& layer, int64_t slot) {
+  return cache.states + (slot * m.delta_layers + layer.place) * DeltaState(m).all;
+}
+
+float* pending_of(const Model& m, const Cache& cache, const Layer& layer, int64_t slot) {
+  return cache.pending + (layer.place * cache.slots + slot) * cache.pending_rows * DeltaRow(m).all;
+}
+
+// The inputs of a delta net's convolution in one slot, whose rows' products begin at `rows`.
+PathInputs delta_inputs(const Model& m, const float* state, const float* rows, const int64_t* parents) {
+  const DeltaRow at(m);
+  return {state + (m.kernel - 1) * at.channels(), at.channels(), m.kernel - 1, rows, at.all, parents};
+}
+
+// Keeps the last inputs of the convolution of a path that ends in `row`.
+void keep_inputs(const Model& m, float* state, const PathInputs& inputs, int64_t row) {
+  const int64_t channels = DeltaRow(m).channels();
+  const float* last[kKernel];
+  path_inputs(inputs, row, m.kernel, last);
+  // Rows only move towards the front.
+  for (int64_t k = 1; k < m.kernel; k++) std::memmove(state + (k - 1) * channels, last[k], channels * sizeof(float));
+}
+
+// Calls work for the shares of the columns of a delta net's heads: work(part, head, first tile, number of tiles, thread).
+template <class Work>
+void each_columns(Pool& pool, const Model& m, int64_t parts, const Work& work) {
+  const int64_t tiles = m.value_dim / 16, together = tiles % DEEP ? 1 : DEEP, groups = tiles / together;
+  pool.run(parts * m.value_heads * groups, [&](int64_t share, int thread) {
+    const int64_t head = share / groups;
+    work(head / m.value_heads, head % m.value_heads, share % groups * together, together, thread);
+  });
+}
+
+// Follows rows in some columns of a head; room for the states that a walk holds.
+void follow_columns(const Model& m, const Walk& walk, const float* rows, int64_t count, int64_t head, int64_t tile,
+                    int64_t tiles, float* state, float* held, float* out, int64_t stride) {
+  const auto work = tiles == DEEP ? follow_rows<DEEP> : follow_rows<1>;
+  work(m, walk, rows, count, head, tile, state, held, out, stride);
+}
+
+// Returns what a gated delta net gives for normalised rows.
+Rows delta_net(Pool& pool, const Model& m, const Cache& cache, const Step& step, int64_t index, const Rows& read,
+               Workspace& work) {
+  const Layer& layer = m.layer[index];
+  const DeltaRow at(m);
+  const int64_t rows = step.slots * step.rows, values = m.value_heads * m.value_dim;
+  float* made = work.qkv.room(rows * (at.all + values));
+  float* gates = made + rows * at.all;
+  matmuls(pool, read, rows, {
+    Target{&layer.input, made, at.all, false},
+    Target{&layer.beta, made + at.beta, at.all, false},
+    Target{&layer.decay, made + at.decay, at.all, false},
+    Target{&layer.output_gate, gates, values, false},
+  });
+  const auto state = [&](int64_t slot) { return state_of(m, cache, layer, step.first_slot + slot); };
+  const auto inputs_of = [&](int64_t slot) {
+    const float* own = made + slot * step.rows * at.all;
+    return delta_inputs(m, state(slot), own, &work.parents[slot * step.rows]);
+  };
+  for (int64_t slot = 0; slot < step.slots; slot++) {
+    if (!step.lengths[slot]) std::memset(state(slot), 0, DeltaState(m).all * sizeof(float));
+  }
+  float* mixed = work.mixed.room(rows * at.all);
+  each_row(pool, rows, 4 * at.all, [&](int64_t r) {
+    const float* inputs[kKernel];
+    path_inputs(inputs_of(r / step.rows), r % step.rows, m.kernel, inputs);
+    mix(m, layer, inputs, mixed + r * at.all);
+    if (step.keeps) return;
+    float* pending = pending_of(m, cache, layer, step.first_slot + r / step.rows);
+    std::memcpy(pending + r % step.rows * at.all, made + r * at.all, at.all * sizeof(float));
+  });
+  if (step.keeps) {
+    for (int64_t slot = 0; slot < step.slots; slot++) keep_inputs(m, state(slot), inputs_of(slot), step.rows - 1);
+  }
+
+  int64_t places = 0;
+  for (int64_t slot = 0; slot < step.slots; slot++) places = std::max(places, work.walks[slot].places);
+  const int64_t room = places * DEEP * m.key_dim * 16;
+  float* held = work.held.room(pool.threads() * room);
+  const Rows out = work.attended.rows(rows, values, layer.out.int8_rows);
+  each_columns(pool, m, step.slots, [&](int64_t slot, int64_t head, int64_t tile, int64_t tiles, int thread) {
+    float* y = writable(out) + slot * step.rows * out.stride + head * m.value_dim;
+    follow_columns(m, work.walks[slot], mixed + slot * step.rows * at.all, step.rows, head, tile, tiles, state(slot),
+                   held + thread * room, y, out.stride);
+  });
+  each_row(pool, rows, 16 * values, [&](int64_t r) {
+    for (int64_t head = 0; head < m.value_heads; head++) {
+      float* y = writable(out) + r * out.stride + head * m.value_dim;
+      const float* gate = gates + r * values + head * m.value_dim;
+      rms_norm(y, layer.state_norm, y, m.value_dim, m.eps);
+      for (int64_t i = 0; i < m.value_dim; i += 16) store(y + i, mul(load(y + i), silu(load(gate + i))));
+    }
+  });
+  return out;
+}
+
+void replay(Pool& pool, const Model& m, const Cache& cache, int64_t slot, const int64_t* path, int64_t count) {
+  Workspace& work = workspace();
+  const DeltaRow at(m);
+  std::vector<const Layer*> layers;
+  for (int64_t i = 0; i < m.layers; i++) {
+    if (m.layer[i].mixer == DELTA_NET) layers.push_back(m.layer + i);
+  }
+  work.parents.assign(cache.pending_rows, -1);
+  for (int64_t i = 1; i < count; i++) work.parents[path[i]] = path[i - 1];
+  const auto inputs_of = [&](const Layer& layer) {
+    return delta_inputs(m, state_of(m, cache, layer, slot), pending_of(m, cache, layer, slot), work.parents.data());
+  };
+  const int64_t parts = layers.size();
+  float* mixed = work.mixed.room(parts * count * at.all);
+  each_row(pool, parts * count, 4 * at.all, [&](int64_t r) {
+    const Layer& layer = *layers[r / count];
+    const float* inputs[kKernel];
+    path_inputs(inputs_of(layer), path[r % count], m.kernel, inputs);
+    mix(m, layer, inputs, mixed + r * at.all);
+  });
+  work.walks.resize(std::max<size_t>(work.walks.size(), 1));
+  work.walks[0].chain(count);
+  const int64_t room = count * m.value_dim;
+  float* out = work.held.room(pool.threads() * room);
+  each_columns(pool, m, parts, [&](int64_t part, int64_t head, int64_t tile, int64_t tiles, int thread) {
+    follow_columns(m, work.walks[0], mixed + part * count * at.all, count, head, tile, tiles,
+                   state_of(m, cache, *layers[part], slot), nullptr, out + thread * room, m.value_dim);
+  });
+  for (const Layer* layer : layers) {
+    keep_inputs(m, state_of(m, cache, *layer, slot), inputs_of(*layer), path[count - 1]);
+  }
+}
+
+// Finds the parents of a step's rows, for layers that follow paths, and the way of states along them.
+void find_paths(const Model& m, const Step& step, Workspace& work) {
+  work.parents.resize(step.slots * step.rows);
+  work.walks.resize(std::max<size_t>(work.walks.size(), step.slots));
+  for (int64_t slot = 0; slot < step.slots; slot++) {
+    int64_t* parents = &work.parents[slot * step.rows];
+    find_parents(step.seen + slot * step.seen_slot, step.seen_row, step.rows, parents);
+    if (step.keeps) work.walks[slot].chain(step.rows);
+    else work.walks[slot].tree(parents, step.rows);
+  }
+}
+
+bool reads_int8(const Layer& layer) {
+  const Matrix* all[] = {&layer.query, &layer.key,         &layer.value, &layer.input,
+                         &layer.beta,  &layer.output_gate, &layer.decay};
+  return std::any_of(std::begin(all), std::end(all), [](const Matrix* own) { return own->int8_rows; });
+}
+
+// Returns what a layer's mixer gives for normalised rows.
+Rows mixed_rows(Pool& pool, const Model& m, const Cache& cache, const Step& step, int64_t index, const Rows& read,
+                Workspace& work) {
+  const int64_t mixer = m.layer[index].mixer;
+  if (mixer == SHORT_CONV) return short_conv(pool, m, cache, step, index, read, work);
+  if (mixer == DELTA_NET) return delta_net(pool, m, cache, step, index, read, work);
+  return attention(pool, m, cache, step, index, read, work);
+}
+
 void run(Pool& pool, const Model& m, const Cache& cache, const Step& step) {
   Workspace& work = workspace();
   const int64_t rows = step.slots * step.rows, stride = padded(m.hidden, kUnit);
   if (m.inputs && step.first == 0) complete_inputs(pool, m, step, rows, stride, work);
+  if (m.kernel) find_paths(m, step, work);
   // Layers of one window share what their rows see.
   work.sights.resize(step.slots);
   int64_t window = -1;
@@ -523,22 +753,9 @@ void run(Pool& pool, const Model& m, const Cache& cache, const Step& step) {
       }
     }
     // Files may mix formats: rows are rounded where one of the matrices that read them asks for it.
-    const bool int8 = layer.query.int8_rows || layer.key.int8_rows || layer.value.int8_rows;
-    const Rows read = work.normed.rows(rows, m.hidden, int8);
+    const Rows read = work.normed.rows(rows, m.hidden, reads_int8(layer));
     norm_rows(pool, m, step.x, stride, layer.attention_norm, read, rows);
-    const Widths widths(m, layer);
-    float* qkv = work.qkv.room(rows * widths.all);
-    const Target query = {&layer.query, qkv, widths.all, false};
-    if (layer.key.tiles) {
-      const Target key = {&layer.key, qkv + widths.key, widths.all, false};
-      const Target value = {&layer.value, qkv + widths.value, widths.all, false};
-      matmuls(pool, read, rows, {query, key, value});
-    } else {
-      matmuls(pool, read, rows, {query});
-    }
-    place(pool, m, cache, step, i, qkv);
-    const Rows attended = work.attended.rows(rows, m.heads * layer.dim, layer.out.int8_rows);
-    attend_all(pool, m, cache, step, i, qkv, work.sights, attended, work);
+    const Rows attended = mixed_rows(pool, m, cache, step, i, read, work);
     round_rows(pool, attended, rows);
     const auto add_attention = [&] {
       add_product(pool, layer.out, attended, rows, layer.attention_out_norm, m, step.x, stride, work);
@@ -631,7 +848,7 @@ void embed(Pool& pool, const Matrix& m, const int64_t* ids, int64_t count, float
 }  // namespace
 
 extern const Functions functions;
-const Functions functions = {run, logits, multiply_rows, embed};
+const Functions functions = {run, replay, logits, multiply_rows, embed};
 
 }  // namespace ISA
 }  // namespace medusa

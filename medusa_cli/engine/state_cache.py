@@ -1,0 +1,95 @@
+"""A cache with running states: they cannot be cut back as rows can, so slots return to snapshots."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from medusa_cli.engine.cache import FIRST_ROWS, Cache
+
+# A layer (0 for all of them together), "conv" or "recurrent", and a number: a layer may have several
+# states.
+StateKey = tuple[int, str, int]
+# Snapshots of a slot's states, the latest ones, to which the slot can go back.
+SNAPSHOTS = 4
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A slot's states after its first `length` tokens."""
+
+    length: int
+    states: dict[StateKey, Tensor] = field(repr=False)
+
+
+class StateCache(Cache):
+    """A cache whose slots may have running states [S, ...], those after their own rows.
+
+    A slot is truncated to a snapshot, or begins again: `reusable` says to which length.
+    decoded_states: False if states after decoding are not those after a prompt, and so of no use to
+    another prompt.
+    """
+
+    def __init__(self, layers: int, slots: int = 1, capacity: int = FIRST_ROWS) -> None:
+        super().__init__(layers, slots, capacity)
+        self.decoded_states = True
+        self.states: dict[StateKey, Tensor] = {}
+        self._snapshots: list[list[Snapshot]] = [[] for _ in range(slots)]
+
+    @property
+    def nbytes(self) -> int:
+        snapshots = [snapshot.states for of_slot in self._snapshots for snapshot in of_slot]
+        held = [self.states, *snapshots]
+        return super().nbytes + sum(state.nbytes for states in held for state in states.values())
+
+    @property
+    def slot_bytes(self) -> int:
+        """Returns the bytes of one slot's states."""
+        return sum(states[0].nbytes for states in self.states.values())
+
+    def take_snapshot(self, slot: int, length: int) -> None:
+        """Remembers the states of a slot of `length` tokens."""
+        if self.states:
+            states = {key: state[slot].clone() for key, state in self.states.items()}
+            self._snapshots[slot] = [
+                *self._snapshots[slot][1 - SNAPSHOTS :],
+                Snapshot(length, states),
+            ]
+
+    def reusable(self, slot: int, rows: int) -> int:
+        if not self.states:
+            return rows
+        places = [0, *(snapshot.length for snapshot in self._snapshots[slot])]
+        if self.decoded_states:
+            places.append(self.lengths[slot])
+        return max(place for place in places if place <= rows)
+
+    def truncate(self, slot: int, length: int) -> None:
+        if self.states and length < self.lengths[slot]:
+            self._snapshots[slot] = [
+                snapshot for snapshot in self._snapshots[slot] if snapshot.length <= length
+            ]
+            self._restore(slot, length)
+        super().truncate(slot, length)
+
+    def _restore(self, slot: int, length: int) -> None:
+        """Sets a slot's states to the ones after `length` tokens; after none it begins again."""
+        if not length:
+            return
+        latest = self._snapshots[slot][-1:]
+        if not latest or latest[0].length != length:
+            raise ValueError(f"slot {slot} has no states after {length} tokens")
+        for key, state in latest[0].states.items():
+            self.states[key][slot] = state
+
+    @torch.inference_mode()
+    def swap(self, slot: int, other: int) -> None:
+        super().swap(slot, other)
+        self.swap_states(slot, other)
+
+    def swap_states(self, slot: int, other: int) -> None:
+        """Exchanges two slots' states and snapshots."""
+        for states in self.states.values():
+            states[[slot, other]] = states[[other, slot]]
+        snapshots = self._snapshots
+        snapshots[slot], snapshots[other] = snapshots[other], snapshots[slot]
