@@ -316,9 +316,10 @@ tree must give the network's own logits.
 - **Engine.** `native` runs the layers that it knows, `eager` transformers' own; see [engines](engines.md).
 - **Images.** A model that sees images answers text: images have no way in.
 - **Drafters.** Some checkpoints bring a drafter along; see [drafters that come along](drafters.md).
-- **Running states.** Convolutions, Mamba and linear attention keep a state in place of keys. Every node of a tree has
-  its own, so such layers run a tree level by level, and large states limit its nodes (512 MB a tree). A state cannot
-  be cut back: a prompt reuses an earlier text up to where a prompt or an answer ended, not up to any token. The
+- **Running states.** Convolutions, Mamba and linear attention keep a state in place of keys. On the eager engine every
+  node of a tree has its own, so such layers run a tree level by level, and large states limit its nodes (512 MB a
+  tree). The native engine keeps a node's inputs to the state instead. A delta net's state cannot be cut back: a prompt
+  reuses an earlier text up to where a prompt or an answer ended, not up to any token. The
   drafter `firp` is refused, and `eagle` and `mtp` reuse no text, as they must read a text's last token again.
 """
 
