@@ -27,14 +27,21 @@ class Scoring(Drafter):
     matrices: nn.ParameterList  # one per head, one for all, or none: then the lm_head scores
     conditional: TokenBias | None
     draft_ids: Tensor  # [M], token ids of the scores
-    _lm_head_rows: Tensor | None  # of a draft vocabulary, for heads without matrices
+    # Weight and bias of a draft vocabulary, for heads without matrices.
+    _lm_head_rows: tuple[Tensor, Tensor | None] | None
 
     def matrix(self, backbone: Backbone, head: int) -> Tensor:
         """Returns the vocabulary matrix [M, H] of a head (from 0)."""
         if len(self.matrices):
             return self.matrices[head if len(self.matrices) > 1 else 0]
+        if self.config.vocabulary != "draft":
+            return backbone.lm_head_weight
+        return self._vocabulary_rows(backbone)[0]
+
+    def _vocabulary_rows(self, backbone: Backbone) -> tuple[Tensor, Tensor | None]:
+        """Returns the lm_head's weight and bias of the draft vocabulary, looked up once."""
         if self._lm_head_rows is None:
-            self._lm_head_rows = self.of_vocabulary(backbone.lm_head_weight)
+            self._lm_head_rows = backbone.lm_head_rows(self.draft_ids)
         return self._lm_head_rows
 
     def bias(self, backbone: Backbone) -> Tensor | None:
@@ -42,7 +49,11 @@ class Scoring(Drafter):
 
         None if there is none.
         """
-        return None if len(self.matrices) else self.of_vocabulary(backbone.lm_head_bias)
+        if len(self.matrices):
+            return None
+        if self.config.vocabulary != "draft":
+            return backbone.lm_head_bias
+        return self._vocabulary_rows(backbone)[1]
 
     def of_vocabulary(self, rows: Any) -> Any:
         """Selects the rows [M, ..] that the heads score from rows [V, ..] of the model's tokens.

@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -159,7 +160,7 @@ def _load_native(
         adapter=None if adapter is None else lora.digest(adapter),
         weights=loaded.packed.digest or weights_of(model),
         embedding=NativeEmbedding(native),
-        lm_head=lambda: _lm_head(native),
+        lm_head=partial(_lm_head, native),
     )
     int8_rows = int8_rows and loaded.packed.is_quantized
     backbone.engine = NativeEngine(backbone, native, int8_rows, _integer(options))
@@ -219,13 +220,15 @@ def _integer(options: LoadOptions) -> str | None:
     return options.quantize if options.quantize in INTEGER else None
 
 
-def _lm_head(native: NativeModel) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Returns the lm_head's weight [V, H] and bias in fp32, by looking all of its rows up."""
-    vocab = native.description.sizes["vocab"]
+def _lm_head(
+    native: NativeModel, ids: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Returns the lm_head's weight [M, H] and bias [M] of token ids, or all, in fp32, by looking rows up."""
+    rows = np.arange(native.description.sizes["vocab"]) if ids is None else ids.numpy()
     hidden = native.description.sizes["hidden"]
-    weight = native.head.embed(np.arange(vocab))[:, :hidden]
+    weight = native.head.embed(rows)[:, :hidden]
     bias = native.head.bias
-    return torch.from_numpy(weight), None if bias is None else torch.from_numpy(bias[:vocab])
+    return torch.from_numpy(weight), None if bias is None else torch.from_numpy(bias[rows])
 
 
 @torch.inference_mode()

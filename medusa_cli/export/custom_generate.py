@@ -311,6 +311,7 @@ def backbone_of(model: Any) -> Any:
         embedding=model.get_input_embeddings(),
         lm_head_weight=head.weight,
         lm_head_bias=head.bias,
+        lm_head_rows=lambda ids: (head.weight[ids], None if head.bias is None else head.bias[ids]),
         engine=SimpleNamespace(lm_head=head),
         device=model.device,
         dtype=model.dtype,

@@ -25,6 +25,15 @@ class Unsupported(Exception):
     """Says why an engine cannot run a model."""
 
 
+def _rows_of(
+    weight: Tensor, bias: Tensor | None, ids: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Returns the rows of token ids, or all."""
+    if ids is None:
+        return weight, bias
+    return weight[ids], None if bias is None else bias[ids]
+
+
 class Backbone:
     """A frozen causal LM, unmodified but for its attention function, and the engine that runs it.
 
@@ -44,7 +53,7 @@ class Backbone:
         weights: str | None = None,
         *,
         embedding: Any = None,
-        lm_head: Callable[[], tuple[Tensor, Tensor | None]] | None = None,
+        lm_head: Callable[[Tensor | None], tuple[Tensor, Tensor | None]] | None = None,
     ) -> None:
         register()
         model.set_attn_implementation(NAME)
@@ -64,8 +73,8 @@ class Backbone:
         if lm_head is None:
             # Taken from the layer itself, which an adapter may wrap later.
             head = model.get_output_embeddings()
-            parts = head.weight.detach(), None if head.bias is None else head.bias.detach()
-            lm_head = partial(tuple, parts)
+            bias = None if head.bias is None else head.bias.detach()
+            lm_head = partial(_rows_of, head.weight.detach(), bias)
         self._lm_head = lm_head
         self.identity: dict[str, Any] = identity_of(model, id=id, weights=weights, adapter=adapter)
 
@@ -78,12 +87,16 @@ class Backbone:
     @property
     def lm_head_weight(self) -> Tensor:
         """Returns the lm_head's weight [V, H]."""
-        return self._lm_head()[0]
+        return self._lm_head(None)[0]
 
     @property
     def lm_head_bias(self) -> Tensor | None:
         """Returns the lm_head's bias [V], if it has one."""
-        return self._lm_head()[1]
+        return self._lm_head(None)[1]
+
+    def lm_head_rows(self, ids: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Returns the lm_head's weight [M, H], and its bias [M] if it has one, of token ids [M]."""
+        return self._lm_head(ids.to(self.device))
 
     def take_own_attention(self) -> None:
         """Gives the network transformers' attention again, for passes without an engine."""

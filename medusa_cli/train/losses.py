@@ -274,8 +274,11 @@ def teacher_probabilities(drafter: HeadDrafter, backbone: Backbone, batch: Batch
     model's own loss, self-distillation's KL, ties it to the original (Medusa, section 3.3.2).
     """
     final = batch.hidden[:, -drafter.config.hidden_size :]
-    weight = drafter.of_vocabulary(backbone.lm_head_weight)
-    bias = drafter.of_vocabulary(backbone.lm_head_bias)
+    if drafter.config.vocabulary == "draft":
+        weight, bias = backbone.lm_head_rows(drafter.draft_ids)
+    else:
+        weight = backbone.lm_head_weight
+        bias = backbone.lm_head_bias
     change = adapter.weight_change(backbone.model.get_output_embeddings(), drafter.of_vocabulary)
     weight = weight if change is None else weight + change.to(weight.dtype)
     scores = F.linear(final, weight.to(final.dtype), None if bias is None else bias.to(final.dtype))
