@@ -106,7 +106,7 @@ def test_log_probabilities_and_samples_are_the_models(
 def test_teachers_probabilities_are_the_models(kind: str, fields: dict[str, Any]) -> None:
     network, backbone = network_and_backbone(kind, fields)
     heads = MedusaHeads.create(backbone, 2, 1, "own")
-    probabilities = teacher_probabilities(heads, backbone, batch_of(backbone))
+    probabilities = teacher_probabilities(heads, backbone, batch_of(backbone).hidden)
     assert torch.allclose(probabilities, logits_of(network)[:-1].softmax(-1), atol=1e-5)
 
 

@@ -30,6 +30,8 @@ from medusa_cli.train.fused_linear import (
 LM_ROWS = 64
 # Sampled softmax draws this share of its tokens from the less likely ones.
 DRAWN = 0.25
+# One position in so many tells the teacher's most likely tokens of a batch.
+ASKED = 8
 
 
 @dataclass(frozen=True)
@@ -174,14 +176,26 @@ def drafter_loss(
     index = drafter.vocabulary_index(device)
     bias = drafter.bias(backbone)
     soft = train.soft if drafter.soft is None else drafter.soft
-    p = teacher_probabilities(drafter, backbone, batch) if soft else None
-    scored: Callable[[Tensor], Tensor] = nn.Identity()  # the rows of a matrix that are scored
+    final = batch.hidden[:, -drafter.config.hidden_size :]  # the lm_head's input
+    rows: Tensor | None = None
+    log_weight: Tensor | None = None
     if (
         train.scored is not None
         and train.scored < len(drafter.draft_ids)
         and torch.is_grad_enabled()
     ):
-        rows, index, bias, p = sample_vocabulary(batch, train.scored, index, bias, p)
+        mass = None
+        if soft:
+            some = teacher_probabilities(drafter, backbone, final[::ASKED])
+            mass = some.sum(0, dtype=torch.float)
+        rows, index, log_weight = sample_vocabulary(batch, train.scored, index, mass)
+        bias = log_weight if bias is None else bias[rows] + log_weight
+    p = None
+    if soft:
+        p = teacher_probabilities(drafter, backbone, final, rows, log_weight)
+
+    scored: Callable[[Tensor], Tensor] = nn.Identity()  # the rows of a matrix that are scored
+    if rows is not None:
         scored = cache(partial(torch.index_select, dim=0, index=rows))  # heads may share a matrix
     regress = regression_weight(drafter, train)
 
@@ -223,27 +237,22 @@ def regression_weight(drafter: HeadDrafter, train: TrainRecipe) -> float:
 
 
 def sample_vocabulary(
-    batch: Batch, count: int, index: Tensor, bias: Tensor | None, p: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Returns `count` rows [m] of the vocabulary to score, and index [V], bias [m] and p [P, m] for only these.
+    batch: Batch, count: int, index: Tensor, mass: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns `count` rows [m] of the vocabulary to score, an index [V] into only these, and their log weights [m].
 
-    index [V] gives each token's row, -1 for none; p are the teacher's probabilities [P, M], if
-    there is one.
+    index [V] gives each token's row, -1 for none. mass [M]: the teacher's probabilities of the
+    rows, summed over positions; None: the batch's tokens count.
     """
     size = int(index.max()) + 1
     emitted = index[batch.next[batch.learnt]]
     counts = torch.bincount(emitted[emitted >= 0], minlength=size)
-    rows, log_weight = sample_rows(
-        counts.float() if p is None else p.sum(0, dtype=torch.float), counts > 0, count
-    )
+    rows, log_weight = sample_rows(counts.float() if mass is None else mass, counts > 0, count)
     number = rows.new_full(
         (size + 1,), -1
     )  # of each row among `rows`; the last entry belongs to row -1
     number[rows] = torch.arange(len(rows), device=rows.device)
-    if p is not None:
-        p = p.index_select(1, rows) * log_weight.exp().to(p.dtype)
-        p /= p.sum(-1, keepdim=True)
-    return rows, number[index], log_weight if bias is None else bias[rows] + log_weight, p
+    return rows, number[index], log_weight
 
 
 def sample_rows(mass: Tensor, required: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -267,13 +276,20 @@ def sample_rows(mass: Tensor, required: Tensor, count: int) -> tuple[Tensor, Ten
 
 
 @torch.no_grad()
-def teacher_probabilities(drafter: HeadDrafter, backbone: Backbone, batch: Batch) -> Tensor:
-    """Returns the backbone's probabilities [P, M] over the heads' vocabulary at every position.
+def teacher_probabilities(
+    drafter: HeadDrafter,
+    backbone: Backbone,
+    states: Tensor,
+    rows: Tensor | None = None,
+    log_weight: Tensor | None = None,
+) -> Tensor:
+    """Returns the backbone's probabilities [n, M] over the heads' vocabulary after states [n, H].
 
-    In stage 2 they are the adapted model's, by its own lm_head: that model verifies the drafts. The
-    model's own loss, self-distillation's KL, ties it to the original (Medusa, section 3.3.2).
+    rows [m], log_weight [m]: only these rows of the vocabulary, each standing for some others. In
+    stage 2 the probabilities are the adapted model's, by its own lm_head: that model verifies the
+    drafts. The model's own loss, self-distillation's KL, ties it to the original (Medusa, section
+    3.3.2).
     """
-    final = batch.hidden[:, -drafter.config.hidden_size :]
     if drafter.config.vocabulary == "draft":
         weight, bias = backbone.lm_head_rows(drafter.draft_ids)
     else:
@@ -281,8 +297,16 @@ def teacher_probabilities(drafter: HeadDrafter, backbone: Backbone, batch: Batch
         bias = backbone.lm_head_bias
     change = adapter.weight_change(backbone.model.get_output_embeddings(), drafter.of_vocabulary)
     weight = weight if change is None else weight + change.to(weight.dtype)
-    scores = F.linear(final, weight.to(final.dtype), None if bias is None else bias.to(final.dtype))
+    if rows is not None:
+        weight = weight[rows]
+        bias = None if bias is None else bias[rows]
+    scores = F.linear(
+        states, weight.to(states.dtype), None if bias is None else bias.to(states.dtype)
+    )
     probabilities = backbone.finish_logits(scores)
     for block in probabilities.split(ROWS):
-        block.copy_(block.float().softmax(-1))
+        logits = block.float()
+        if log_weight is not None:
+            logits += log_weight
+        block.copy_(logits.softmax(-1))
     return probabilities
