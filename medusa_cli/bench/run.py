@@ -311,8 +311,10 @@ def answer_all(
     for result in results if fresh else ():
         _add_prompt(backbone, result, 0, "")
     for method in methods.values():
-        warm_up = [results[0].prompts[0]] * min(size, len(results))
-        method(warm_up, min(WARM_UP_TOKENS, count), lambda tokens: None)
+        # One sequence drafts, which packs the drafter; many may decode plainly.
+        for together in sorted({1, min(size, len(results))}):
+            warm_up = [results[0].prompts[0]] * together
+            method(warm_up, min(WARM_UP_TOKENS, count), lambda tokens: None)
     turns = sum(len(result.question.turns) for result in results)
     with watch(backbone, turns * len(names)) as on_tokens:
         for number, first in enumerate(range(0, len(results), size)):
