@@ -47,28 +47,17 @@ def read_weights(
             stored = {
                 key: (part.get_dtype(), list(part.get_shape())) for key, part in slices.items()
             }
-            in_8_bits = {
-                key for key, (kind, _) in stored.items() if kind in INT8 and key + SCALE in stored
-            }
-            if shapes is None:
-                scales = {key + SCALE for key in in_8_bits}
-                shapes = {key: shape for key, (_, shape) in stored.items() if key not in scales}
-            rounded = [key for key, shape in shapes.items() if key in in_8_bits and len(shape) == 2]
-            expected = {key: (list(shape), types) for key, shape in shapes.items()}
-            for key in rounded:
-                outputs, inputs = shapes[key]
-                expected[key] = ([outputs, inputs], INT8)
-                expected[key + SCALE] = ([outputs, -(-inputs // GROUP)], ("F16",))
+            expected, rounded = _expected(stored, shapes, types)
             expected |= {key: (list(shape), INTEGERS) for key, shape in ids.items()}
             for key, (shape, kinds) in expected.items():
                 tensor = f"{name}: the tensor {key!r}"
                 if key not in stored:
                     raise UserError(f"{tensor} is missing", remedy)
-                kind, found = stored[key]
+                kind, stored_shape = stored[key]
                 if kind not in kinds:
                     raise UserError(f"{tensor} is of type {kind}, not {' or '.join(kinds)}", remedy)
-                if found != shape:
-                    raise UserError(f"{tensor} is of shape {found}, not {shape}", remedy)
+                if stored_shape != shape:
+                    raise UserError(f"{tensor} is of shape {stored_shape}, not {shape}", remedy)
             tensors = {key: file.get_tensor(key) for key in expected}
     except (SafetensorError, OSError) as reason:
         raise UserError(f"{name} cannot be read: {first_line(reason)}", remedy) from reason
@@ -78,6 +67,30 @@ def read_weights(
     for key in rounded:
         tensors[key] = from_int8(tensors[key], tensors.pop(key + SCALE))
     return tensors
+
+
+def _expected(
+    stored: Mapping[str, tuple[str, list[int]]],
+    shapes: Mapping[str, Sequence[int]] | None,
+    types: Sequence[str],
+) -> tuple[dict[str, tuple[list[int], Sequence[str]]], list[str]]:
+    """Returns the shape and types that each tensor must have, and the names of the matrices of 8 bits.
+
+    stored: type and shape of all tensors in the file. shapes: of the tensors to read; None: all.
+    """
+    in_8_bits = {key for key, (kind, _) in stored.items() if kind in INT8 and key + SCALE in stored}
+    if shapes is None:
+        scales = {key + SCALE for key in in_8_bits}
+        shapes = {key: shape for key, (_, shape) in stored.items() if key not in scales}
+    rounded = [key for key, shape in shapes.items() if key in in_8_bits and len(shape) == 2]
+    expected: dict[str, tuple[list[int], Sequence[str]]] = {
+        key: (list(shape), types) for key, shape in shapes.items()
+    }
+    for key in rounded:
+        outputs, inputs = shapes[key]
+        expected[key] = ([outputs, inputs], INT8)
+        expected[key + SCALE] = ([outputs, -(-inputs // GROUP)], ("F16",))
+    return expected, rounded
 
 
 def to_int8(matrix: "Tensor") -> "tuple[Tensor, Tensor]":
