@@ -79,3 +79,14 @@ def backbone(model: str) -> Any:
 def exact(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets drafters draft over the weights that they are trained in, not over 8 bits."""
     monkeypatch.setattr("medusa_cli.native.is_available", lambda: False)
+
+
+@pytest.fixture
+def restored() -> Iterator[None]:
+    """Gives the native library the instructions and threads back that it had."""
+    from medusa_cli.native import cpu_count, instructions, library
+
+    wanted = os.environ.get("MEDUSA_CPU", "").lower() or instructions()[0]
+    yield
+    assert library().use(wanted.encode()) == 0
+    library().threads(cpu_count())

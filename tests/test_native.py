@@ -3,7 +3,6 @@
 import copy
 import importlib
 import multiprocessing
-import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -29,7 +28,6 @@ from medusa_cli.native import (
     Format,
     PackedMatrix,
     RawMatrix,
-    cpu_count,
     instructions,
     is_available,
     library,
@@ -59,7 +57,10 @@ from tests.helpers import (
 )
 from tests.models import tiny_network
 
-pytestmark = pytest.mark.skipif(not is_available(), reason="the native library is not compiled")
+pytestmark = [
+    pytest.mark.skipif(not is_available(), reason="the native library is not compiled"),
+    pytest.mark.usefixtures("restored"),
+]
 
 EACH_FAMILY = pytest.mark.parametrize("family", FAMILIES)
 # Types with layers unlike Llama's: factors, joined matrices, norms elsewhere and of other kinds, attention beside the
@@ -98,15 +99,6 @@ KINDS = {
     "int4": (torch.bfloat16, "int4", "int8"),
 }
 EACH_KIND = pytest.mark.parametrize("kind", KINDS)
-
-
-@pytest.fixture(autouse=True)
-def restored() -> Iterator[None]:
-    """Gives the library the instructions and threads back that it had."""
-    wanted = os.environ.get("MEDUSA_CPU", "").lower() or instructions()[0]
-    yield
-    assert library().use(wanted.encode()) == 0
-    library().threads(cpu_count())
 
 
 def random_matrix(format: Format, outputs: int, inputs: int) -> RawMatrix:
@@ -376,6 +368,15 @@ def assert_same_bits(backbone: Backbone, text: torch.Tensor, starts: Any) -> Non
         after = start + len(PATH)
         out = forward(backbone, text[after : after + 1], cache)
         assert torch.equal(out.logits[0], logits[after]), start
+
+
+@EACH_KIND
+def test_rows_of_the_lm_head_are_those_of_the_whole(kind: str) -> None:
+    backbone = backbone_of(kind)
+    ids = torch.tensor([5, 0, 63, 5])
+    weight, bias = backbone.lm_head_rows(ids)
+    assert torch.equal(weight, backbone.lm_head_weight[ids])
+    assert bias is None
 
 
 @EACH_FAMILY

@@ -1,7 +1,5 @@
 """Short convolutions and gated delta nets in the native step: their bits, slots, and transformers' own tokens."""
 
-import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ from medusa_cli.engine import Plan, attach, load_backbone
 from medusa_cli.engine.state_cache import SNAPSHOTS
 from medusa_cli.errors import UserError
 from medusa_cli.model import Backbone
-from medusa_cli.native import cpu_count, instructions, is_available, library
+from medusa_cli.native import instructions, is_available, library
 from medusa_cli.runs.load_options import LoadOptions
 from medusa_cli.tree import Tree
 from tests.helpers import (
@@ -30,22 +28,16 @@ from tests.helpers import (
 from tests.models import CHAIN, Known, tiny_network
 from tests.test_native import KINDS, PATH, TREE, assert_same_bits
 
-pytestmark = pytest.mark.skipif(not is_available(), reason="the native library is not compiled")
+pytestmark = [
+    pytest.mark.skipif(not is_available(), reason="the native library is not compiled"),
+    pytest.mark.usefixtures("restored"),
+]
 
 MODELS = ("lfm2", "qwen3_5_text")
 EACH_MODEL = pytest.mark.parametrize("model", MODELS)
 TOKENS = torch.randint(5, 128, (200,), generator=torch.Generator().manual_seed(1))
 # What columns a thread takes of a head depends on its width.
 WIDE = {"qwen3_5_text": {"linear_value_head_dim": 64, "linear_key_head_dim": 32}, "lfm2": {}}
-
-
-@pytest.fixture(autouse=True)
-def restored() -> Iterator[None]:
-    """Gives the library the instructions and threads back that it had."""
-    wanted = os.environ.get("MEDUSA_CPU", "").lower() or instructions()[0]
-    yield
-    assert library().use(wanted.encode()) == 0
-    library().threads(cpu_count())
 
 
 def backbone_of(model: str, kind: str = "fp32", **own: Any) -> Backbone:
