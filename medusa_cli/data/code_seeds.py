@@ -186,7 +186,7 @@ def _sources_of(path: Path, name: str, chance: random.Random) -> list[_Source]:
     except _UNREADABLE:
         return []
     lines = text.splitlines()
-    found = []
+    sources = []
     classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
     methods = [child for owner in classes for child in owner.body]
     for node in [*tree.body, *methods]:
@@ -205,8 +205,8 @@ def _sources_of(path: Path, name: str, chance: random.Random) -> list[_Source]:
             and "```" not in part
             and _parses(part)
         ):
-            found.append(_Source(node, part, name, first))
-    return chance.sample(found, min(len(found), FROM_A_FILE))
+            sources.append(_Source(node, part, name, first))
+    return chance.sample(sources, min(len(sources), FROM_A_FILE))
 
 
 def _parses(text: str) -> bool:

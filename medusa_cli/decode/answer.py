@@ -267,8 +267,8 @@ class Answer:
     def _end(self, pieces: Sequence[Piece]) -> int | None:
         """Returns where a stop string ends the text of these pieces; None if there is none."""
         text = "".join(piece.text for piece in pieces)
-        found = [(text.find(stop), stop) for stop in self._stops]
-        ends = [start + len(stop) * self._include_stop for start, stop in found if start >= 0]
+        starts = [(text.find(stop), stop) for stop in self._stops]
+        ends = [start + len(stop) * self._include_stop for start, stop in starts if start >= 0]
         return min(ends, default=None)
 
 
@@ -290,8 +290,8 @@ def special_tokens_in(backbone: Backbone, texts: Sequence[str]) -> set[int]:
 
 def partial_stop(text: str, stop: str) -> int:
     """Returns how many characters at the end of a text begin a stop string."""
-    most = min(len(text), len(stop) - 1)
-    return next((n for n in range(most, 0, -1) if stop.startswith(text[-n:])), 0)
+    longest = min(len(text), len(stop) - 1)
+    return next((n for n in range(longest, 0, -1) if stop.startswith(text[-n:])), 0)
 
 
 def split(pieces: Sequence[Piece], length: int) -> tuple[list[Piece], list[Piece]]:

@@ -107,7 +107,7 @@ class LayerNames:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What layers get of a token besides their states: `width` numbers each.
+    """Names the input of layers besides their states: `width` numbers a token for each layer.
 
     They are an embedding, times a scale, plus a projection of the first states, times a scale and
     normalised; their sum is multiplied by a factor. The rest are names.

@@ -43,10 +43,10 @@ class Part:
 
 @dataclass(frozen=True)
 class Routing:
-    """How a row chooses experts, by the library's names.
+    """Holds the rule by which a row chooses experts, by the library's names.
 
-    Their scores are sigmoids or a softmax of the router's; the best are divided by their sum, if
-    normalized, and multiplied by a scale.
+    The scores are sigmoids or a softmax of the router's logits. The best are divided by their sum
+    if normalized, then multiplied by a scale.
     """
 
     top_experts: int = 0

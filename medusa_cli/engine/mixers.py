@@ -29,7 +29,7 @@ MAX_KERNEL = 16
 
 @dataclass(frozen=True)
 class Mixer:
-    """What mixes a layer's rows: its kind in MIXERS, the names of its weights, and sizes, by the library's names.
+    """Describes a layer without attention: its kind in MIXERS, its weights and sizes by the library's names.
 
     norm: a module whose epsilon is the model's, if it has one.
     """

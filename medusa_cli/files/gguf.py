@@ -397,9 +397,9 @@ class GgufNames:
             if tensor not in header.tensors:
                 raise ValueError(f"it lacks {shown(tensor)}, the weight {name}")
             if header.tensors[tensor].shape != shape:
-                found = [*header.tensors[tensor].shape]
+                stored_shape = [*header.tensors[tensor].shape]
                 raise ValueError(
-                    f"its {shown(tensor)} has the shape {found}, the model needs {[*shape]}"
+                    f"its {shown(tensor)} has the shape {stored_shape}, the model needs {[*shape]}"
                 )
             if not _is_readable(header.tensors[tensor].type):
                 raise ValueError(f"its {shown(tensor)} has the type {header.tensors[tensor].type}")

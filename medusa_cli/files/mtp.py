@@ -37,7 +37,7 @@ LEFT_OUT = (
 
 @dataclass(frozen=True)
 class Layout:
-    """How a maker names the parts around the layer, by our names.
+    """Maps our names of the parts around the layer to a maker's names.
 
     state_first: the projection reads [state; embedding], not [embedding; state]. inside: what
     precedes the names of the layer's own parts.

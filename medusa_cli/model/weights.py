@@ -185,8 +185,8 @@ class GgufWeights(Weights):
             elif dimensions == 2:
                 yield name, torch.from_numpy(self.matrix(name).floats())
             elif part == "gate":
-                both = [self.stacked(name), self.stacked(f"{module}.up")]
-                yield f"{module}.gate_up_proj", torch.cat(both, dim=1)
+                gate_and_up = [self.stacked(name), self.stacked(f"{module}.up")]
+                yield f"{module}.gate_up_proj", torch.cat(gate_and_up, dim=1)
             elif part == "down":
                 yield f"{module}.down_proj", self.stacked(name)
 

@@ -189,14 +189,14 @@ def read_calls(
                 start, at = marker.span()
                 bare = False
                 continue
-            found = _call_at(text, at, names, bare)
-            if found is None:
+            parsed = _call_at(text, at, names, bare)
+            if parsed is None:
                 if at == len(text) or _may_become_call(text, at, bare, last):
                     return content, calls
                 content += text[start:at]
                 begun = True
                 break
-            call, end = found
+            call, end = parsed
             calls.append(call)
             if end is None:
                 if last and len(calls) > sent:
