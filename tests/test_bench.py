@@ -193,8 +193,8 @@ def test_questions_in_a_batch_keep_their_own_histories_and_turns() -> None:
     results = [ask("w1", "w2"), ask("w3"), ask("w4", "w5")]
     measure(tiny_backbone(), {"ar": numbered}, results, 3, 2)
     assert [len(result.answers["ar"].turns) for result in results] == [2, 1, 2]
-    assert [len(prompts) for prompts in calls] == [2, 2, 1, 1, 1]  # the first call warms up
-    assert calls[2] == [results[0].prompts[1]]
+    assert [len(prompts) for prompts in calls] == [1, 2, 2, 1, 1, 1]  # the first two warm up
+    assert calls[3] == [results[0].prompts[1]]
 
 
 def test_a_question_longer_than_the_context_is_refused_before_anything_is_measured() -> None:
