@@ -16,7 +16,7 @@ from medusa_cli.errors import UsageError, UserError
 from medusa_cli.model import Backbone, lora
 from medusa_cli.model.backbone import LOGIT_CHANGES, text_model
 from medusa_cli.runs.load_options import LoadOptions
-from medusa_cli.train.losses import model_loss, teacher_probabilities
+from medusa_cli.train.losses import model_loss, teacher_head, teacher_probabilities
 from tests.helpers import (
     SPARSE,
     answer,
@@ -106,7 +106,9 @@ def test_log_probabilities_and_samples_are_the_models(
 def test_teachers_probabilities_are_the_models(kind: str, fields: dict[str, Any]) -> None:
     network, backbone = network_and_backbone(kind, fields)
     heads = MedusaHeads.create(backbone, 2, 1, "own")
-    probabilities = teacher_probabilities(heads, backbone, batch_of(backbone).hidden)
+    probabilities = teacher_probabilities(
+        backbone, teacher_head(heads, backbone), batch_of(backbone).hidden
+    )
     assert torch.allclose(probabilities, logits_of(network)[:-1].softmax(-1), atol=1e-5)
 
 

@@ -21,7 +21,12 @@ from medusa_cli.runs.recipe import TrainRecipe, load_recipe
 from medusa_cli.runs.run import Run
 from medusa_cli.train import Trainer
 from medusa_cli.train.fused_linear import blockwise_loss, linear_loss, plain_linear_loss
-from medusa_cli.train.losses import drafter_loss, stage_2_loss
+from medusa_cli.train.losses import (
+    drafter_loss,
+    stage_2_loss,
+    teacher_head,
+    teacher_probabilities,
+)
 from medusa_cli.tree import Tree
 from tests.helpers import (
     adapted_backbone,
@@ -135,6 +140,22 @@ def test_sampled_softmax_teaches_what_the_whole_one_does(
             for count in (40, None)
         )
     assert torch.equal(few, every)
+
+
+@pytest.mark.parametrize("vocabulary", ["draft", "shared"])
+def test_teachers_probabilities_of_some_rows_are_weighted_shares_of_the_wholes(
+    vocabulary: str,
+) -> None:
+    backbone = biased_backbone()
+    ids = torch.randperm(64)[:48] if vocabulary == "draft" else None
+    heads = MedusaHeads.create(backbone, 2, vocabulary=vocabulary, draft_ids=ids)
+    lm_head = teacher_head(heads, backbone)
+    states = torch.randn(24, backbone.hidden_size)
+    rows = torch.tensor([40, 3, 17, 0])
+    log_weight = torch.tensor([0.0, 0.0, 1.5, 1.5])
+    shares = teacher_probabilities(backbone, lm_head, states)[:, rows] * log_weight.exp()
+    some = teacher_probabilities(backbone, lm_head, states, rows, log_weight)
+    assert torch.allclose(some, shares / shares.sum(-1, keepdim=True), atol=1e-5)
 
 
 def biased_backbone() -> Backbone:

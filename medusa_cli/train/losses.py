@@ -177,6 +177,7 @@ def drafter_loss(
     bias = drafter.bias(backbone)
     soft = train.soft if drafter.soft is None else drafter.soft
     final = batch.hidden[:, -drafter.config.hidden_size :]  # the lm_head's input
+    lm_head = teacher_head(drafter, backbone) if soft else None
     rows: Tensor | None = None
     log_weight: Tensor | None = None
     if (
@@ -185,14 +186,14 @@ def drafter_loss(
         and torch.is_grad_enabled()
     ):
         mass = None
-        if soft:
-            some = teacher_probabilities(drafter, backbone, final[::ASKED])
+        if lm_head is not None:
+            some = teacher_probabilities(backbone, lm_head, final[::ASKED])
             mass = some.sum(0, dtype=torch.float)
         rows, index, log_weight = sample_vocabulary(batch, train.scored, index, mass)
         bias = log_weight if bias is None else bias[rows] + log_weight
     p = None
-    if soft:
-        p = teacher_probabilities(drafter, backbone, final, rows, log_weight)
+    if lm_head is not None:
+        p = teacher_probabilities(backbone, lm_head, final, rows, log_weight)
 
     scored: Callable[[Tensor], Tensor] = nn.Identity()  # the rows of a matrix that are scored
     if rows is not None:
@@ -276,19 +277,11 @@ def sample_rows(mass: Tensor, required: Tensor, count: int) -> tuple[Tensor, Ten
 
 
 @torch.no_grad()
-def teacher_probabilities(
-    drafter: HeadDrafter,
-    backbone: Backbone,
-    states: Tensor,
-    rows: Tensor | None = None,
-    log_weight: Tensor | None = None,
-) -> Tensor:
-    """Returns the backbone's probabilities [n, M] over the heads' vocabulary after states [n, H].
+def teacher_head(drafter: HeadDrafter, backbone: Backbone) -> tuple[Tensor, Tensor | None]:
+    """Returns the lm_head's weight [M, H], and its bias [M] if it has one, for the heads' vocabulary.
 
-    rows [m], log_weight [m]: only these rows of the vocabulary, each standing for some others. In
-    stage 2 the probabilities are the adapted model's, by its own lm_head: that model verifies the
-    drafts. The model's own loss, self-distillation's KL, ties it to the original (Medusa, section
-    3.3.2).
+    In stage 2 it is the adapted model's: that model verifies the drafts. The model's own loss,
+    self-distillation's KL, ties it to the original (Medusa, section 3.3.2).
     """
     if drafter.config.vocabulary == "draft":
         weight, bias = backbone.lm_head_rows(drafter.draft_ids)
@@ -296,7 +289,22 @@ def teacher_probabilities(
         weight = backbone.lm_head_weight
         bias = backbone.lm_head_bias
     change = adapter.weight_change(backbone.model.get_output_embeddings(), drafter.of_vocabulary)
-    weight = weight if change is None else weight + change.to(weight.dtype)
+    return weight if change is None else weight + change.to(weight.dtype), bias
+
+
+@torch.no_grad()
+def teacher_probabilities(
+    backbone: Backbone,
+    lm_head: tuple[Tensor, Tensor | None],
+    states: Tensor,
+    rows: Tensor | None = None,
+    log_weight: Tensor | None = None,
+) -> Tensor:
+    """Returns the backbone's probabilities [n, M] over the vocabulary of a `teacher_head`, after states [n, H].
+
+    rows [m], log_weight [m]: only these rows of the vocabulary, each standing for some others.
+    """
+    weight, bias = lm_head
     if rows is not None:
         weight = weight[rows]
         bias = None if bias is None else bias[rows]
