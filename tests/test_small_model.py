@@ -1,4 +1,4 @@
-"""Real weights and questions: the small model with the drafter that ships, and with one of each kind trained here."""
+"""Real weights and questions: the drafters that ship, and the small model with one of each kind trained here."""
 
 from pathlib import Path
 

@@ -89,15 +89,15 @@ def tree(
         chosen = by_time(used, timed, loading, measure)
     else:
         chosen = by_budget(used, budget, source, run)
-    tree_drawn = chosen.tree
-    if heads is not None and tree_drawn.max_depth > heads:
-        tree_drawn = tree_drawn.truncate(heads)
-    console.info(f"{tree_drawn.size:,} nodes for {source}; --budget N makes another size")
-    notes = [in_flags(note) for note in missing_accuracies(tree_drawn.widths, known)]
+    draft_tree = chosen.tree
+    if heads is not None and draft_tree.max_depth > heads:
+        draft_tree = draft_tree.truncate(heads)
+    console.info(f"{draft_tree.size:,} nodes for {source}; --budget N makes another size")
+    notes = [in_flags(note) for note in missing_accuracies(draft_tree.widths, known)]
     for note in notes:
         console.warn(note)
 
-    expected = expected_length(tree_drawn, used.accuracies) if used.accuracies else None
+    expected = expected_length(draft_tree, used.accuracies) if used.accuracies else None
     output = output or (target.tree_path if target else None)
     picture = None
     if output is not None:
@@ -108,14 +108,14 @@ def tree(
         }
         if widths is None and choices is None:  # those are no drafter's
             facts[STAMP] = known.drafter_stamp
-        save_tree(output, tree_drawn, provenance(known.backbone, **facts))
+        save_tree(output, draft_tree, provenance(known.backbone, **facts))
         if assets.has_package("matplotlib"):
             picture = output.with_suffix(".png")
-            draw_picture(tree_drawn, picture, used.accuracies or None)
+            draw_picture(draft_tree, picture, used.accuracies or None)
     report = {
-        "nodes": tree_drawn.size,
+        "nodes": draft_tree.size,
         "nodes_per_depth": [
-            tree_drawn.depths.count(depth) for depth in range(tree_drawn.max_depth + 1)
+            draft_tree.depths.count(depth) for depth in range(draft_tree.max_depth + 1)
         ],
         "expected_acceptance_length": expected,
         "heads": used.heads,
@@ -126,9 +126,9 @@ def tree(
         "budgets": chosen.sizes,
     }
     if printing.json:
-        console.emit_json({**report, **tree_drawn.to_json(), "choices": tree_drawn.choices})
+        console.emit_json({**report, **draft_tree.to_json(), "choices": draft_tree.choices})
     else:
-        show(tree_drawn, used, report)
+        show(draft_tree, used, report)
 
 
 def show(tree: "Tree", used: Calibration, report: dict[str, Any]) -> None:
