@@ -422,8 +422,9 @@ def test_a_drafter_kept_in_8_bits_is_smaller_and_decodes(run: Run, model: str) -
     assert drafted["answer"] == plain["answer"]
 
 
-def test_ctrl_c_leaves_a_checkpoint_and_resume_ends_the_same(
-    run: Run, model: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_stopped_training_leaves_a_checkpoint_and_resume_ends_the_same(
+    run: Run, model: str, monkeypatch: pytest.MonkeyPatch, number: int, code: int
 ) -> None:
     medusa(*words_of(run, model, "--quiet"))
     whole = (run.drafter_dir / "medusa_lm_head.safetensors").read_bytes()
@@ -435,11 +436,11 @@ def test_ctrl_c_leaves_a_checkpoint_and_resume_ends_the_same(
     def interrupt(self: TrainLog, event: Any) -> None:
         write(self, event)
         if isinstance(event, Stepped) and event.step == 2:
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), number)
 
     with monkeypatch.context() as interrupted:
         interrupted.setattr(TrainLog, "write", interrupt)
-        result = medusa(*words_of(run, model), exit_code=130)
+        result = medusa(*words_of(run, model), exit_code=code)
     assert "--resume" in result.stderr
     medusa("train", "--resume", "--run", str(run.path), "--dtype", "fp32", "--quiet")
     assert (run.drafter_dir / "medusa_lm_head.safetensors").read_bytes() == whole

@@ -2,8 +2,7 @@
 
 import os
 import signal
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from medusa_cli import console, options
-from medusa_cli.errors import INTERRUPTED, UsageError, UserError
+from medusa_cli.errors import UsageError, UserError
 from medusa_cli.files import assets, mtp
 from medusa_cli.files.model_files import check_model_files
 from medusa_cli.options import LoadFlags, OutputFlags, flag
@@ -63,7 +62,7 @@ def train(
 
     Writes RUN/drafter (and RUN/adapter), the log train.jsonl, the curves train.png and checkpoints. The drafter is
     that of the validation with the highest simulated acceptance. Without options it takes about ten minutes on two
-    cores. Ctrl-C leaves a checkpoint for --resume.
+    cores. Ctrl-C or SIGTERM leaves a checkpoint for --resume.
     """
     first = os.environ.get("RANK", "0") == "0"
     printing.configure(first=first)  # of several processes one prints
@@ -120,7 +119,7 @@ def train(
     from medusa_cli.train import train as run_training
     from medusa_cli.train.log import shares
 
-    with stopping() as should_stop, console.bars() as show:
+    with console.bars() as show, stopping() as signals:
         trained = run_training(
             target,
             plan,
@@ -129,14 +128,14 @@ def train(
             start=origin,
             resume=resume,
             logger=logger,
-            should_stop=should_stop,
+            should_stop=lambda: bool(signals),
             show=show,
         )
     if trained is None:  # the first process prints for all
         return
     if trained.pop("stopped"):
         console.warn("stopped; the same command with --resume goes on")
-        raise typer.Exit(INTERRUPTED)
+        raise typer.Exit(128 + signals[0])
     owner = trained["run"]
     if printing.json:
         console.emit_json({**trained, "run": str(owner.path), "drafter": str(owner.drafter_dir)})
@@ -209,16 +208,22 @@ def _span(seconds: float) -> str:
 
 
 @contextmanager
-def stopping() -> Iterator[Callable[[], bool]]:
-    """Turns the first Ctrl-C into a request to stop between steps; a second one interrupts at once."""
-    asked = threading.Event()
+def stopping() -> Iterator[list[int]]:
+    """Collects the first Ctrl-C or SIGTERM, which asks to stop between steps; a second one ends at once."""
+    received: list[int] = []
+    before: dict[int, Any] = {}
 
     def ask(number: int, frame: object) -> None:
-        asked.set()
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        received.append(number)
+        restore()
 
-    before = signal.signal(signal.SIGINT, ask)
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        before[number] = signal.signal(number, ask)
     try:
-        yield asked.is_set
+        yield received
     finally:
-        signal.signal(signal.SIGINT, before)
+        restore()
