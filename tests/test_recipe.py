@@ -277,7 +277,7 @@ def test_runs_own_model_is_trained_whatever_the_recipe_names(
 
     def chosen(run: Run, *words: str, model: str | None = None) -> Recipe:
         caplog.clear()
-        return recipe_of(run, words, {"model": model}, resume=False, origin=run)
+        return recipe_of(run, words, {"model": model}, resume=False)
 
     for words in (("medusa1",), ("hydra", "train.lr=0.5"), ("eagle",), ()):
         assert chosen(run, *words).model == "me/mine" and not caplog.records

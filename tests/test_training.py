@@ -468,6 +468,28 @@ def test_training_starts_from_another_runs_heads(run: Run, model: str, tmp_path:
     assert "holds none of this kind and shape" in started("third", "drafter.num_heads=3").stderr
 
 
+def test_a_fine_tune_takes_the_drafter_of_its_model_and_trains_it_further(
+    run: Run, model: str, tmp_path: Path
+) -> None:
+    medusa(*words_of(run, model, "drafter=hydra", "train.max_tokens=200"))
+    tuned = save_model(tmp_path / "tuned", seed=1)
+    words = ["chat", "--model", tuned, "--prompt", "w1 w2", "--max-new-tokens", "8", "--json"]
+    drafts = medusa(*words, "--drafter", str(run.drafter_dir), "--tree", "dynamic:4")
+    plain = medusa(*words, "--baseline")
+    assert "other weights" in drafts.stderr
+    assert json.loads(drafts.stdout)["answer"] == json.loads(plain.stdout)["answer"]
+
+    mine = Run.open(f"{tmp_path}/mine", create=True)
+    write_lines(mine.distill_path, [conversation(n) for n in range(12)])
+    # The origin's recipe gives the drafter's shape, and the model is the fine-tune.
+    keys = [word for word in SETTINGS if not word.startswith("drafter")]
+    command = ["train", *keys, "train.lr=0", "--run", str(mine.path), "--model", tuned]
+    trained = medusa(*command, "--from", str(run.path), "--dtype", "fp32")
+    assert f"the heads start from {run.drafter_dir}" in trained.stderr
+    first, second = (next(one.drafter_dir.glob("*.safetensors")) for one in (run, mine))
+    assert first.read_bytes() == second.read_bytes()
+
+
 @pytest.mark.parametrize(
     "more",
     [

@@ -100,7 +100,7 @@ def distill(
             raise UserError(
                 f"--resume: {target.path} holds no distillation", "leave --resume out to begin one"
             )
-        plan = recipe_of(target, words, flags, resume=False, origin=target)
+        plan = recipe_of(target, words, flags, resume=False)
         asked = plan.distill
         check_settings(asked)
         seeds, report = read_seeds(asked.seed, asked.random_seed, asked.max_samples)

@@ -28,7 +28,8 @@ _DATA = "Conversations (JSON or JSONL) to train on. [default: the run's distill.
 _STAGE = "1: the heads on the frozen model; 2: heads and model together. [default: 1]"
 _SCHEDULE = "Stage 2: schedule of lambda_0, the heads' weight: constant, warmup, sine."
 _FROM = (
-    "Start from another run's heads if they fit (in stage 2 with their adapter). "
+    "Start from another run's heads, or from those that ship for a model, if they fit (in stage 2 "
+    "with their adapter). Without a recipe the new heads have their shape. "
     "A run without data uses that run's. mtp: from the MTP layer in the model's own checkpoint."
 )
 _LOGGER = "Show the training in tensorboard, wandb or trackio, too."
@@ -46,7 +47,7 @@ def train(
     run: options.Run = DEFAULT_RUN,
     model: options.Model = None,
     data: Annotated[Path | None, flag("--data FILE", _DATA)] = None,
-    start: Annotated[str | None, flag("--from RUN", _FROM)] = None,
+    start: Annotated[str | None, flag("--from RUN|MODEL", _FROM)] = None,
     stage: Annotated[int | None, flag("--stage N", _STAGE)] = None,
     schedule: Annotated[str | None, flag("--schedule NAME", _SCHEDULE)] = None,
     tuning: Annotated[
@@ -79,7 +80,7 @@ def train(
 
     words = recipe or []
     own = start == mtp.NAME and not (RUNS / mtp.NAME).is_dir()
-    origin = Run.open(start, named="@from") if start is not None and not own else None
+    origin = Run.with_heads(start) if start is not None and not own else None
     if origin is not None and not (origin.drafter_dir.is_dir() or origin.data_path.is_file()):
         raise UserError(
             f"--from {start}: it holds neither heads nor conversations",
@@ -96,7 +97,7 @@ def train(
     # A run resumed by its own recipe computes as that says: --dtype is then only the model's.
     if loading.dtype in ("bf16", "fp32") and not (resume and all("=" in word for word in words)):
         flags["train.dtype"] = loading.dtype
-    plan = recipe_of(target, words, flags, resume, origin or target)
+    plan = recipe_of(target, words, flags, resume, origin)
     check_model_files(plan.model)
     for name, value in (("--schedule", schedule), ("--tuning", tuning)):
         if value is not None and plan.train.stage == 1:

@@ -16,7 +16,7 @@ from medusa_cli.errors import UserError, shown
 from medusa_cli.files.io import convert, read_object, write_json
 from medusa_cli.files.weights import SCALE, read_weights, to_int8
 from medusa_cli.model import Backbone
-from medusa_cli.runs.run import DRAFTER_CONFIG, check_backbone, describe_drafter
+from medusa_cli.runs.run import DRAFTER_CONFIG, check_backbone, describe_drafter, same
 
 log = logging.getLogger(__name__)
 # A config of another tool has one of these keys.
@@ -51,14 +51,19 @@ def load_drafter(folder: Path, backbone: Backbone) -> HeadDrafter:
     """Loads the drafter in a folder.
 
     A checkpoint of another tool is read as it is. Raises UserError, naming both models, if it was
-    trained for another backbone.
+    trained for a backbone of another shape; warns if only the weights are others.
     """
     if is_foreign(folder):
         return load_incoming(folder, backbone)
     kind = drafter_kind(folder)
     identity = describe_drafter(folder).provenance.identity
     if identity:
-        check_backbone(identity, backbone.identity, f"the drafter in {folder}")
+        check_backbone(identity, backbone.identity, f"the drafter in {folder}", tuned=True)
+        if not same(identity, backbone.identity, "weights"):
+            log.warning(
+                f"the drafter in {folder} was trained on other weights than those of {backbone.id}, which accepts "
+                "fewer of its drafts; `medusa distill` and `medusa train --from` adapt it"
+            )
         if identity.get("adapter") != backbone.adapter:
             adapters = (identity.get("adapter"), backbone.adapter)
             trained, loaded = (f"adapter {name}" if name else "no adapter" for name in adapters)

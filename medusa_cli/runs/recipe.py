@@ -21,7 +21,7 @@ from msgspec import Meta
 from medusa_cli.errors import UsageError, UserError, shown
 from medusa_cli.files.assets import DEFAULT_MODEL
 from medusa_cli.files.io import is_whole, parse_yaml, read_text, read_yaml
-from medusa_cli.runs.run import Run
+from medusa_cli.runs.run import Run, describe_drafter
 
 SHARED = Path("share", "medusa-cli", "recipes")  # of an installed package
 log = logging.getLogger(__name__)
@@ -458,26 +458,50 @@ def split_words(words: Sequence[str]) -> tuple[str | None, dict[str, str]]:
 
 
 def recipe_of(
-    run: Run, words: Sequence[str], flags: Mapping[str, Any], resume: bool, origin: Run
+    run: Run,
+    words: Sequence[str],
+    flags: Mapping[str, Any],
+    resume: bool,
+    origin: Run | None = None,
 ) -> Recipe:
     """Returns the recipe of a command: its file (a resumed run's own by default), KEY=VALUE words, then flags.
 
-    Unless words or flags name them, model and chat template come from the run `origin`, if it has them.
+    Unless words or flags name them, model and chat template come from the run, or else from the run
+    `origin`, if it has them. Without a file the drafter's settings come from the origin's drafter.
     """
     file, settings = split_words(words)
     settings |= {key: str(value) for key, value in flags.items() if value is not None}
+    if file is None and origin is not None and not resume:
+        settings = _shape_of(origin, settings) | settings
     overrides = [f"{key}={value}" for key, value in settings.items()]
+    giver = run if origin is None or run.model is not None else origin
     if resume and file is None and run.recipe_path.is_file():
         recipe = load_recipe(run.recipe_path, overrides)
     else:
         recipe = load_recipe(file, overrides)
-        if origin.model not in (None, recipe.model) and "model" not in settings:
+        if giver.model not in (None, recipe.model) and "model" not in settings:
             recipe = _of_model(
-                recipe, str(origin.model), file, keep_template="chat_template" in settings
+                recipe, str(giver.model), file, keep_template="chat_template" in settings
             )
     return dataclasses.replace(
-        recipe, chat_template=run.template_with(recipe.chat_template or origin.chat_template)
+        recipe, chat_template=run.template_with(recipe.chat_template or giver.chat_template)
     )
+
+
+def _shape_of(origin: Run, settings: Mapping[str, str]) -> dict[str, str]:
+    """Returns the settings of a run's drafter, as its training recorded them; none if another kind is asked for."""
+    if not (origin.drafter_dir / "config.json").is_file():
+        return {}
+    recorded = describe_drafter(origin.drafter_dir).provenance.recipe.drafter
+    asked = settings.get("drafter") or settings.get("drafter.name")
+    if asked not in (None, recorded.get("name")):
+        return {}
+    shape = {f"drafter.{key}": value for key, value in recorded.items()}
+    return {
+        key: value if isinstance(value, str) else json.dumps(value)
+        for key, value in shape.items()
+        if key in types()
+    }
 
 
 def _of_model(recipe: Recipe, model: str, file: str | None, keep_template: bool) -> Recipe:

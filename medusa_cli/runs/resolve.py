@@ -244,6 +244,9 @@ def find_drafter(name: str) -> tuple[Path, Run | None]:
     path = Path(name).expanduser()
     if not path.is_dir() and (RUNS / name).is_dir():
         path = RUNS / name
+    shipped = Run.pretrained(name)
+    if shipped is not None and not (path / "drafter").is_dir():  # `bench` writes a run of its name
+        path = shipped.path
     if not path.is_dir():
         path = _fetched(name)
     folder = path / "drafter" if (path / "drafter" / "config.json").is_file() else path

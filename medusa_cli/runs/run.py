@@ -20,6 +20,7 @@ LOCK = ".lock"
 RUNS = Path("runs")
 DEFAULT_RUN = "default"
 DRAFTER_CONFIG = "the drafter's config"
+SHAPE = ("architecture", "hidden_size", "vocab_size", "layers")  # of a model's identity
 STAMP = "drafter_stamp"  # the key under which a file that was made for a drafter keeps its stamp
 # A model's id, architecture, sizes, and the digest of its weights.
 Identity = dict[str, str | int | None]
@@ -51,6 +52,7 @@ class Settings:
     """The part of a drafter's recipe that is read again."""
 
     train: TrainSection = TrainSection()
+    drafter: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -134,16 +136,24 @@ def describe_distillation(folder: Path) -> Distillation:
     )
 
 
-def check_backbone(expected: dict[str, Any], actual: dict[str, Any], what: str) -> None:
+def same(expected: dict[str, Any], actual: dict[str, Any], *keys: str) -> bool:
+    """Returns True if two identities agree where both know a key: a server does not tell its weights."""
+    known = [key for key in keys if expected.get(key) is not None and actual.get(key) is not None]
+    return all(expected[key] == actual[key] for key in known)
+
+
+def check_backbone(
+    expected: dict[str, Any], actual: dict[str, Any], what: str, *, tuned: bool = False
+) -> None:
     """Raises UserError unless both identities name the same weights; the id may differ, as a folder may move.
 
-    Only what both know is compared: a server does not tell its weights.
+    tuned: other weights of the same architecture and sizes will do, as a fine-tune has them.
     """
-    keys = ("architecture", "hidden_size", "vocab_size", "layers", "weights")
-    known = [key for key in keys if expected.get(key) is not None and actual.get(key) is not None]
-    if any(expected[key] != actual[key] for key in known):
+    keys = SHAPE if tuned else (*SHAPE, "weights")
+    if not same(expected, actual, *keys):
         names = [
-            f"{shown(model.get('id'))} (hidden {model.get('hidden_size')}, vocabulary {model.get('vocab_size')})"
+            f"{shown(model.get('id'))} (hidden {model.get('hidden_size')}, vocabulary {model.get('vocab_size')}, "
+            f"{model.get('layers')} layers)"
             for model in (expected, actual)
         ]
         raise UserError(
@@ -272,6 +282,13 @@ class Run:
         """Returns the drafter that ships for a model, laid out like a run."""
         path = Path(__file__).parent.parent / "pretrained" / model
         return cls(path) if (path / "drafter" / "config.json").is_file() else None
+
+    @classmethod
+    def with_heads(cls, name: str) -> "Run":
+        """Returns the run of a name to train on from, or the drafter that ships for the model of that name."""
+        trained = cls(cls._path(name)).drafter_dir.is_dir()
+        shipped = None if trained else cls.pretrained(name)
+        return shipped or cls.open(name, named="@from")
 
     @property
     def owner(self) -> dict[str, Any] | None:

@@ -216,8 +216,9 @@ def start_heads(
 def copy_heads(run: Run, backbone: Backbone, drafter: HeadDrafter, adapted: bool) -> bool:
     """Copies the run's drafter into a new one of the same shape; returns False if there is no such drafter.
 
-    adapted: heads of stage 2 are copied too, with the adapter that they belong to. The fresh
-    drafter may have more prefix layers and blocks in its heads: these change nothing yet.
+    It may be of a model with other weights, from which a fine-tune was made. adapted: heads of
+    stage 2 are copied too, with the adapter that they belong to. The fresh drafter may have more
+    prefix layers and blocks in its heads: these change nothing yet.
     """
     if not (run.drafter_dir / "config.json").is_file():
         return False
@@ -226,7 +227,7 @@ def copy_heads(run: Run, backbone: Backbone, drafter: HeadDrafter, adapted: bool
     if not identity or (learnt and not adapted):
         return False
     try:
-        check_backbone(identity, backbone.identity, "the drafter")
+        check_backbone(identity, backbone.identity, "the drafter", tuned=not adapted)
         trained = load_kind(type(drafter), run.drafter_dir, backbone)
     except UserError:
         return False
