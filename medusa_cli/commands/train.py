@@ -29,7 +29,7 @@ _STAGE = "1: the heads on the frozen model; 2: heads and model together. [defaul
 _SCHEDULE = "Stage 2: schedule of lambda_0, the heads' weight: constant, warmup, sine."
 _FROM = (
     "Start from another run's heads, or from those that ship for a model, if they fit (in stage 2 "
-    "with their adapter). Without a recipe the new heads have their shape. "
+    "with their adapter). Without a recipe their shape and loss are kept. "
     "A run without data uses that run's. mtp: from the MTP layer in the model's own checkpoint."
 )
 _LOGGER = "Show the training in tensorboard, wandb or trackio, too."

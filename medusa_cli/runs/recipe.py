@@ -467,12 +467,12 @@ def recipe_of(
     """Returns the recipe of a command: its file (a resumed run's own by default), KEY=VALUE words, then flags.
 
     Unless words or flags name them, model and chat template come from the run, or else from the run
-    `origin`, if it has them. Without a file the drafter's settings come from the origin's drafter.
+    `origin`, if it has them. Without a file the drafter's settings and its loss are those of the origin.
     """
     file, settings = split_words(words)
     settings |= {key: str(value) for key, value in flags.items() if value is not None}
     if file is None and origin is not None and not resume:
-        settings = _shape_of(origin, settings) | settings
+        settings = _settings_of(origin, settings) | settings
     overrides = [f"{key}={value}" for key, value in settings.items()]
     giver = run if origin is None or run.model is not None else origin
     if resume and file is None and run.recipe_path.is_file():
@@ -488,18 +488,23 @@ def recipe_of(
     )
 
 
-def _shape_of(origin: Run, settings: Mapping[str, str]) -> dict[str, str]:
-    """Returns the settings of a run's drafter, as its training recorded them; none if another kind is asked for."""
+def _settings_of(origin: Run, asked: Mapping[str, str]) -> dict[str, str]:
+    """Returns the settings of a run's drafter and its loss, as its training recorded them.
+
+    Empty if another kind is asked for.
+    """
     if not (origin.drafter_dir / "config.json").is_file():
         return {}
-    recorded = describe_drafter(origin.drafter_dir).provenance.recipe.drafter
-    asked = settings.get("drafter") or settings.get("drafter.name")
-    if asked not in (None, recorded.get("name")):
+    recorded = describe_drafter(origin.drafter_dir).provenance.recipe
+    kind = asked.get("drafter") or asked.get("drafter.name")
+    if kind not in (None, recorded.drafter.get("name")):
         return {}
-    shape = {f"drafter.{key}": value for key, value in recorded.items()}
+    loss = {key: getattr(recorded.train, key) for key in ("decay", "soft", "regress", "scored")}
+    settings = {f"drafter.{key}": value for key, value in recorded.drafter.items()}
+    settings |= {f"train.{key}": value for key, value in loss.items() if value is not None}
     return {
         key: value if isinstance(value, str) else json.dumps(value)
-        for key, value in shape.items()
+        for key, value in settings.items()
         if key in types()
     }
 

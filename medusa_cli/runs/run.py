@@ -42,9 +42,13 @@ class Data:
 
 @dataclass(frozen=True)
 class TrainSection:
-    """The part of a recipe's section `train` that is read again."""
+    """The part of a recipe's section `train` that is read again: what is held out, and the loss."""
 
     validation_fraction: float | None = None
+    decay: float | None = None
+    soft: float | None = None
+    regress: float | None = None
+    scored: int | None = None
 
 
 @dataclass(frozen=True)
