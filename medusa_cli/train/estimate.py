@@ -54,7 +54,7 @@ def estimate(
     )
     torch.manual_seed(train.seed)
     drafter = setup.build_drafter(backbone, recipe.drafter, dataset)
-    setup.start_heads(run, start, backbone, drafter, train.stage)
+    setup.start_heads(run, start, backbone, drafter, train.stage, dataset)
     if not online:
         dataset = replace(
             dataset, states=torch.empty(0)

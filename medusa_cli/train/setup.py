@@ -186,7 +186,12 @@ def joint_backbone(recipe: Recipe, options: LoadOptions) -> Backbone:
 
 
 def start_heads(
-    run: Run, start: Run | None, backbone: Backbone, drafter: HeadDrafter, stage: int
+    run: Run,
+    start: Run | None,
+    backbone: Backbone,
+    drafter: HeadDrafter,
+    stage: int,
+    dataset: Dataset,
 ) -> None:
     """Copies the heads of the run `start`, in stage 2 with their adapter; stage 2 takes the run's own by default.
 
@@ -197,6 +202,7 @@ def start_heads(
     if start is None and stage == 1:
         return
     if copy_heads(giver, backbone, drafter, adapted=needed):
+        _renew_vocabulary(drafter, dataset)
         folder = giver.drafter_dir
         trained = rounding_in(giver.drafter_dir)
         log.info(f"the heads start from {folder}")
@@ -211,6 +217,19 @@ def start_heads(
         )
     else:
         log.info(f"the heads start fresh: {giver.path} holds none of this kind and shape")
+
+
+def _renew_vocabulary(drafter: HeadDrafter, dataset: Dataset) -> None:
+    """Gives copied heads the tokens of the new texts in place of those that these never hold.
+
+    Heads with weights for each token of the draft vocabulary keep it.
+    """
+    config = drafter.config
+    if config.vocabulary != "draft" or len(drafter.matrices) or drafter.conditional is not None:
+        return
+    known = drafter.draft_ids
+    ids = frequent_tokens(dataset.texts(), len(known), config.vocab_size, known)
+    drafter.draft_ids.copy_(ids.sort().values)
 
 
 def copy_heads(run: Run, backbone: Backbone, drafter: HeadDrafter, adapted: bool) -> bool:

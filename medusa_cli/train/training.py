@@ -92,7 +92,7 @@ def train(
         run.keep_template(recipe.chat_template)
         backbone, dataset, drafter = _load(run, recipe, options, source, world, show)
         if not resume:
-            setup.start_heads(run, start, backbone, drafter, recipe.train.stage)
+            setup.start_heads(run, start, backbone, drafter, recipe.train.stage, dataset)
         trainer = Trainer(
             backbone,
             drafter,
