@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from medusa_cli import cli
+from medusa_cli.files.assets import DEFAULT_MODEL
 from medusa_cli.runs.run import Run
 from tests import helppage, recipepage
 
@@ -155,7 +156,8 @@ def sandbox(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = folder / "my-org" / "my-model"
     tiny_model(vocab=320, positions=2048).save_pretrained(model)
     byte_tokenizer(320).save_pretrained(model)
-    shutil.copytree(model, folder / "my-org" / "base-model")
+    for copy in (folder / "my-org" / "base-model", folder / "tuned"):
+        shutil.copytree(model, copy)
     for name in ("mine", "other", "default"):
         save_run(folder / "runs" / name, str(model), calibrated=True)
         save_conversations(folder / "runs" / name)
@@ -200,7 +202,8 @@ def place(sandbox: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     monkeypatch.setenv("MEDUSA_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(resolve, "DEFAULT_MODEL", model)
     shipped = Run(folder / "runs" / "mine")
-    monkeypatch.setattr(Run, "pretrained", lambda name: shipped if name in (MODEL, model) else None)
+    named = (MODEL, model, DEFAULT_MODEL)
+    monkeypatch.setattr(Run, "pretrained", lambda name: shipped if name in named else None)
     monkeypatch.setattr(
         "medusa_cli.files.assets.mt_bench_path", lambda: folder / "spec_bench" / "question.jsonl"
     )
