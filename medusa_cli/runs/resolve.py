@@ -242,11 +242,12 @@ def find_drafter(name: str) -> tuple[Path, Run | None]:
     drafter.
     """
     path = Path(name).expanduser()
-    if not path.is_dir() and (RUNS / name).is_dir():
+    if not path.is_dir():
         path = RUNS / name
-    shipped = Run.pretrained(name)
-    if shipped is not None and not (path / "drafter").is_dir():  # `bench` writes a run of its name
-        path = shipped.path
+        shipped = Run.pretrained(name)
+        # `bench` makes a run of a shipped drafter's name, without a drafter.
+        if shipped is not None and not (path / "drafter").is_dir():
+            path = shipped.path
     if not path.is_dir():
         path = _fetched(name)
     folder = path / "drafter" if (path / "drafter" / "config.json").is_file() else path
