@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from medusa_cli import console
-from medusa_cli.errors import UsageError
+from medusa_cli.errors import UsageError, in_flags
 from medusa_cli.files import assets
 from medusa_cli.files.assets import DEFAULT_MODEL, DEFAULT_SEED
 from medusa_cli.files.model_files import check_model_files
 from medusa_cli.runs.load_options import LoadOptions
 from medusa_cli.runs.recipe import COLDEST, template_text
-from medusa_cli.runs.resolve import Choice, choose
+from medusa_cli.runs.resolve import Choice, NoDrafter, choose
 from medusa_cli.runs.run import DEFAULT_RUN
 
 if TYPE_CHECKING:
@@ -74,7 +74,10 @@ _TREE = (
     "best tree of N nodes by the calibration. dynamic: grown for every step, of N nodes. FILE: from `medusa tree`, or "
     "a medusa_choices list. [default: auto]"
 )
-_LOOKUP = "Draft n-gram matches of the text, too; without a drafter, only these. [default: with --tree auto]"
+_LOOKUP = (
+    "Draft n-gram matches of the text, too; without a drafter, only these. "
+    "[default: with --tree auto; in chat and serve also without a drafter]"
+)
 _DTYPE = (
     "Number type of the weights: auto (as in the files), bf16, fp16, or fp32 "
     "(which also multiplies with fp32 rows)."
@@ -202,10 +205,21 @@ class DraftFlags:
         return choice
 
     def or_plain(self, baseline: bool, chat_template: Path | None = None) -> Choice:
-        """Returns the files, or with --baseline the ones of plain decoding, and a template's text."""
+        """Returns the files, or with --baseline the ones of plain decoding, and a template's text.
+
+        A model without a drafter gets n-gram drafts.
+        """
         if baseline and self.lookup:
             raise UsageError("--baseline and --lookup exclude each other", "leave one of them out")
-        choice = self.choose(need_drafter=not baseline)
+        try:
+            choice = self.choose(need_drafter=not baseline)
+        except NoDrafter as reason:
+            if self.lookup is False or self.tree is not None:
+                raise
+            choice = replace(self, lookup=True).choose()
+            console.info(
+                f"{reason.message}: drafting n-grams of the text; {in_flags(reason.remedy)}"
+            )
         return (
             choice
             if chat_template is None

@@ -103,7 +103,7 @@ def test_a_template_takes_the_place_of_the_models(place: Path, tmp_path: Path) -
     )
 
 
-def test_a_model_without_a_drafter_needs_lookup_or_baseline(place: Path) -> None:
+def test_a_model_without_a_drafter_drafts_n_grams(place: Path) -> None:
     words = [
         "chat",
         "--model",
@@ -115,9 +115,12 @@ def test_a_model_without_a_drafter_needs_lookup_or_baseline(place: Path) -> None
         "--max-new-tokens",
         "15",
     ]
-    assert "--lookup" in medusa(*words, exit_code=1).stderr
+    without = medusa(*words)
+    assert "n-grams" in without.stderr and "medusa train" in without.stderr
+    assert "no drafter" in medusa(*words, "--no-lookup", exit_code=1).stderr
+    assert "no drafter" in medusa(*words, "--tree", "static", exit_code=1).stderr
     drafted, plain = medusa(*words, "--lookup"), medusa(*words, "--baseline")
-    assert drafted.stdout == plain.stdout != "" and "n-grams" in drafted.stderr
+    assert drafted.stdout == without.stdout == plain.stdout != "" and "n-grams" in drafted.stderr
     assert "--baseline and --lookup" in medusa(*words, "--lookup", "--baseline", exit_code=2).stderr
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from medusa_cli.errors import UserError
 from medusa_cli.files.io import TEMPORARY, replacing, replacing_folder, restore, write_atomic
+from medusa_cli.runs.resolve import choose
 from medusa_cli.runs.run import LOCK, Run, sole_writer
 from tests.helpers import conversation, medusa, save_model, save_run, write_lines
 
@@ -227,3 +228,27 @@ def test_a_file_system_without_locks_warns(
         pass
     shown = capsys.readouterr().err
     assert shown.startswith("warning: ") and str(tmp_path) in shown and shown.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("model", "drafter"),
+    [
+        ("qwen2.5-coder-0.5b", "qwen2.5-coder-0.5b"),
+        ("Qwen/Qwen2.5-Coder-0.5B-Instruct", "qwen2.5-coder-0.5b"),
+        ("/models/qwen2.5-coder-0.5b-instruct-q4_k_m.gguf", "qwen2.5-coder-0.5b"),
+        ("SmolLM2-135M-Instruct.Q4_1.gguf", "smollm2-135m"),
+        ("Qwen/Qwen2.5-Coder-0.5Beta", None),
+        ("Qwen/Qwen2.5-Coder-1.5B-Instruct", None),
+        ("my/smollm2-135m/other", None),
+    ],
+)
+def test_shipped_drafter_is_found_by_a_model_file_s_name(model: str, drafter: str | None) -> None:
+    shipped = Run.shipped_for(model)
+    assert (shipped and shipped.path.name) == drafter
+
+
+def test_shipped_drafter_is_not_taken_for_another_size(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "smollm2-135m-tiny")
+    with pytest.raises(UserError, match="no drafter ships for the model"):
+        choose(str(model), None, None, None)
+    assert choose(str(model), None, None, None, lookup=True).drafter is None

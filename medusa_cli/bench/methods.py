@@ -49,7 +49,7 @@ def choose_files(
     A drafter's name stands for a run inside the run, or for the run's own drafter by its kind. "medusa" without others
     stands for the run's drafter of any kind. Raises UserError for a drafter that does not exist.
     """
-    outer = Run.open(run) if run else Run.pretrained(model or DEFAULT_MODEL)
+    outer = Run.open(run) if run else Run.shipped_for(model or DEFAULT_MODEL)
     inner = {name for name in names if run and outer is not None and _kind(outer.path / name)}
     named = [name for name in names if name in DRAFTERS or name in inner]
     if named == ["medusa"]:

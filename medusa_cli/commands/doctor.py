@@ -33,7 +33,7 @@ def doctor(
     nothing in the run. Typed bare it examines the drafter that ships.
     """
     printing.configure()
-    target = Run.open(run) if run is not None else Run.pretrained(model or DEFAULT_MODEL)
+    target = Run.open(run) if run is not None else Run.shipped_for(model or DEFAULT_MODEL)
     if target is None:
         raise UserError(f"no drafter ships for the model {model!r}", "give the @run that holds one")
     name = model

@@ -79,7 +79,7 @@ class Source:
         """Returns the newest report of `medusa bench` on this very drafter, in Markdown; None if there is none."""
         stamp = stamp_of(self.run.drafter_dir)
         folder = self.run.bench_dir
-        shipped = Run.pretrained(self.model)
+        shipped = Run.shipped_for(self.model)
         if (
             shipped is not None and shipped.path == self.run.path
         ):  # bench writes to a run of the model's name
@@ -95,7 +95,7 @@ class Source:
 
 def find_source(run: str | None = None, model: str | None = None, trusted: bool = False) -> Source:
     """Returns the drafter of a run, by default the one that ships for the model; raises UserError if unusable."""
-    target = Run.open(run) if run else Run.pretrained(model or DEFAULT_MODEL)
+    target = Run.open(run) if run else Run.shipped_for(model or DEFAULT_MODEL)
     if target is None:
         raise UserError(
             f"no drafter ships for the model {model!r}", "train one, then give its @run"

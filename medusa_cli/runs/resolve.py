@@ -10,7 +10,7 @@ from medusa_cli.files import mtp
 from medusa_cli.files.assets import DEFAULT_MODEL, gguf_path
 from medusa_cli.files.hub import hub_folder
 from medusa_cli.files.io import read_as, read_object
-from medusa_cli.files.model_files import check_model_files
+from medusa_cli.files.model_files import check_model_files, config_fields
 from medusa_cli.runs.run import (
     DEFAULT_RUN,
     DRAFTER_CONFIG,
@@ -41,6 +41,10 @@ DRAFTER_KEYS = {
     "backbone_hidden_size",
 }
 MAX_NODES = 256  # of --tree static:N and dynamic:N; far fewer pay anywhere
+
+
+class NoDrafter(UserError):
+    """An error for a model that no drafter ships for, where none was named."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +162,7 @@ def choose(
     plain = Choice(model, run=target, adapter=target.adapter if target else None, lookup=lookup)
     if not need_drafter:
         return plain
-    source = target or Run.pretrained(model)
+    source = target or _shipped_for(model)
     if own:
         folder = mtp.own_drafter(model)
     if folder is None:
@@ -188,15 +192,24 @@ def choose(
     )
 
 
-def _no_drafter(model: str) -> UserError:
+def _shipped_for(model: str) -> Run | None:
+    """Returns the drafter that ships for a model, unless the model's config tells of another size."""
+    shipped = Run.shipped_for(model)
+    if shipped is None or (fields := config_fields(model)) is None:
+        return shipped
+    identity = describe_drafter(shipped.drafter_dir).provenance.identity
+    return shipped if fields.get("hidden_size") == identity["hidden_size"] else None
+
+
+def _no_drafter(model: str) -> NoDrafter:
     if gguf_path(model) is None:  # unpacking one takes its time
         check_model_files(model)
     if mtp.find_source(model) is not None:
-        return UserError(
+        return NoDrafter(
             f"no drafter ships for the model {model!r}",
             f"its own checkpoint holds an MTP layer: give @drafter {mtp.NAME}",
         )
-    return UserError(
+    return NoDrafter(
         f"no drafter ships for the model {model!r}",
         f"train one with `medusa distill --model {model}` and `medusa train`, then give its @run; @lookup drafts "
         "without one",

@@ -4,6 +4,7 @@ import fcntl
 import hashlib
 import logging
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,6 +19,8 @@ from medusa_cli.files.io import read_as, read_text, restore, sweep, write_atomic
 log = logging.getLogger(__name__)
 LOCK = ".lock"
 RUNS = Path("runs")
+# A folder like a run's for each model that a drafter ships for.
+SHIPPED = Path(__file__).parent.parent / "pretrained"
 DEFAULT_RUN = "default"
 DRAFTER_CONFIG = "the drafter's config"
 SHAPE = ("architecture", "hidden_size", "vocab_size", "layers")  # of a model's identity
@@ -284,8 +287,19 @@ class Run:
     @classmethod
     def pretrained(cls, model: str) -> "Run | None":
         """Returns the drafter that ships for a model, laid out like a run."""
-        path = Path(__file__).parent.parent / "pretrained" / model
+        path = SHIPPED / model
         return cls(path) if (path / "drafter" / "config.json").is_file() else None
+
+    @classmethod
+    def shipped_for(cls, model: str) -> "Run | None":
+        """Returns the drafter that ships for a model, also where it is named by a file, a folder or a hub id.
+
+        Its last part begins with the shipped drafter's name, as in Qwen/Qwen2.5-Coder-0.5B-Instruct.
+        """
+        last = Path(model).name.lower()
+        names = (path.name for path in SHIPPED.iterdir())
+        fitting = [name for name in names if re.match(rf"{re.escape(name)}([-_.]|$)", last)]
+        return cls.pretrained(max(fitting, key=len)) if fitting else None
 
     @classmethod
     def with_heads(cls, name: str) -> "Run":
