@@ -54,13 +54,12 @@ def run(tmp_path: Path) -> Run:
 
 def bf16_backbone(engine: str) -> Backbone:
     """Returns a bf16 backbone on an engine; engine bnb.nf4 stands for weights that bitsandbytes quantized."""
-    backbone = Backbone(tiny_model().bfloat16(), tiny_tokenizer())
+    network = tiny_model().bfloat16()
+    if engine == "bnb.nf4":
+        network.config.quantization_config = SimpleNamespace(load_in_4bit=True, load_in_8bit=False)
+    backbone = Backbone(network, tiny_tokenizer())
     quantize = engine if engine in ("int8", "int4") else None
     attach(backbone, "native" if quantize or engine == "native" else "eager", quantize=quantize)
-    if engine == "bnb.nf4":
-        backbone.model.config.quantization_config = SimpleNamespace(
-            load_in_4bit=True, load_in_8bit=False
-        )
     return backbone
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import importlib
+import json
 import multiprocessing
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -803,6 +804,59 @@ def test_a_changed_model_is_packed_again(tmp_path: Path, apart: Path) -> None:
     before = logits_of(load(save_model(tmp_path / "model")))
     after = logits_of(load(save_model(tmp_path / "model", seed=1)))
     assert not torch.equal(before, after) and len(list(apart.iterdir())) == 2
+
+
+def fail(*arguments: Any) -> Any:
+    raise AssertionError("a network was built")
+
+
+def test_a_later_start_builds_no_network(
+    model: str, apart: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = load(model)
+    tokens = plain(first, 20)
+    monkeypatch.setattr("medusa_cli.model.load._build", fail)
+    second = load(model)
+    assert torch.equal(logits_of(first), logits_of(second)) and plain(second, 20) == tokens
+    assert first.identity == second.identity and first.eos_ids == second.eos_ids
+
+
+def test_a_network_is_built_when_it_is_read(model: str, apart: Path) -> None:
+    first, second = load(model), load(model)
+    assert type(second.model) is type(first.model)
+    assert second.model.generation_config is second.generation_config
+
+
+def test_a_text_beyond_the_kept_rotary_tables_builds_the_network(
+    model: str, apart: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = logits_of(load(model))
+    monkeypatch.setattr("medusa_cli.engine.known.POSITIONS", 8)
+    load(model)
+    assert torch.equal(logits_of(load(model)), expected)
+
+
+def test_a_changed_config_is_verified_again(tmp_path: Path, apart: Path) -> None:
+    model = save_model(tmp_path / "model")
+    before = logits_of(load(model))
+    path = tmp_path / "model" / "config.json"
+    config = json.loads(path.read_text())
+    config["rms_norm_eps"] = 0.5
+    path.write_text(json.dumps(config))
+    assert not torch.allclose(logits_of(load(model)), before)
+
+
+@pytest.mark.parametrize("kind", ["empty", "cut", "zeros", "layer"])
+def test_a_damaged_description_is_made_again(kind: str, model: str, apart: Path) -> None:
+    expected = logits_of(load(model))
+    [file] = (home() / "known").iterdir()
+    whole = file.read_bytes()
+    damage = {**DAMAGE, "layer": lambda data: data.replace(b'\\"place\\": 1', b'\\"place\\": 9')}
+    file.write_bytes(damage[kind](whole))
+    assert file.read_bytes() != whole
+    assert torch.equal(logits_of(load(model)), expected)
+    assert file.stat().st_size == len(whole)
+    assert file.read_bytes() != damage[kind](whole)
 
 
 @pytest.fixture

@@ -252,3 +252,10 @@ def test_shipped_drafter_is_not_taken_for_another_size(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no drafter ships for the model"):
         choose(str(model), None, None, None)
     assert choose(str(model), None, None, None, lookup=True).drafter is None
+
+
+def test_shipped_drafter_is_taken_for_a_gguf_file(tmp_path: Path) -> None:
+    file = tmp_path / "smollm2-135m.Q8_0.gguf"
+    file.write_bytes(b"GGUF")
+    shipped = Run.pretrained("smollm2-135m")
+    assert shipped and choose(str(file), None, None, None).drafter == shipped.drafter_dir

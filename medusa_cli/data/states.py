@@ -22,7 +22,6 @@ from medusa_cli.engine import Plan
 from medusa_cli.errors import UserError
 from medusa_cli.files.io import check_regular
 from medusa_cli.model import Backbone
-from medusa_cli.model.backbone import quantization_of
 from medusa_cli.model.distributed import Distributed
 from medusa_cli.runs.run import Run, check_backbone, describe_distillation
 
@@ -106,8 +105,8 @@ class StateStore:
 
 def rounding(backbone: Backbone) -> str | None:
     """Returns how a backbone's weights are quantized, by its engine or at load; None where they are not."""
-    rounded: str | None = backbone.engine.quantize
-    return rounded or quantization_of(backbone.model)
+    rounded: str | None = backbone.engine.quantize or backbone.identity.get("rounding")
+    return rounded
 
 
 def with_hidden_states(

@@ -293,7 +293,7 @@ def sequence_processors(
     None if there are only temperature and cuts. Raises UsageError for token ids beyond the
     vocabulary, UserError for a generation config that is not valid.
     """
-    config = backbone.model.generation_config
+    config = backbone.generation_config
     ends = sorted(stop_ids) or None
     defaults = {**PROCESSORS, **WARPERS} if sampling.exact else PROCESSORS
     if not options.given and not sampling.min_p and not differing(config, defaults):
@@ -339,7 +339,7 @@ def sequence_processors(
 
 def check_generation_config(backbone: Backbone) -> None:
     """Logs the settings of the model's generation config; raises UserError if it is not valid."""
-    config = backbone.model.generation_config
+    config = backbone.generation_config
     for sampling in (Sampling(), Sampling("exact", 1.0)):
         processors = sequence_processors(backbone, [0], 1, backbone.eos_ids, sampling, MODELS_OWN)
         try:  # the only token of an answer is its first and its last
@@ -362,7 +362,7 @@ def check_generation_config(backbone: Backbone) -> None:
 
 def changes_of(backbone: Backbone) -> list[str]:
     """Returns the generation-config fields that change logits, with their values."""
-    return differing(backbone.model.generation_config, {**PROCESSORS, **WARPERS})
+    return differing(backbone.generation_config, {**PROCESSORS, **WARPERS})
 
 
 def differing(config: Any, defaults: Mapping[str, Any]) -> list[str]:

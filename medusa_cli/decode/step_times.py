@@ -22,7 +22,6 @@ from medusa_cli.engine.timing import (
     watched,
 )
 from medusa_cli.model import Backbone
-from medusa_cli.model.backbone import quantization_of
 from medusa_cli.tree import Draft, DynamicTree, Tree
 from medusa_cli.tree.search import StepTimes
 
@@ -145,7 +144,7 @@ def step_times_for(
             backbone.engine.title,
             "graphs" if captures(backbone.engine) else "",
             str(backbone.dtype),
-            *((rounding,) if (rounding := quantization_of(backbone.model)) else ()),
+            *((rounding,) if (rounding := backbone.identity.get("rounding")) else ()),
             *((drafter.name, str(drafter.num_heads)) if drafter is not None else ()),
             stamp or "",
         )

@@ -17,6 +17,7 @@ from medusa_cli.drafters.layers import (
     DecoderLayer,
     HeadAttention,
     Padding,
+    identity_,
     last_of,
     residual_blocks,
 )
@@ -49,8 +50,7 @@ class AdaptationLayer(nn.Module):
         super().__init__()
         self.fc = nn.Linear(2 * hidden_size, hidden_size)
         self.layer = DecoderLayer(hidden_size)
-        nn.init.zeros_(self.fc.weight)
-        nn.init.eye_(self.fc.weight[:, :hidden_size])
+        identity_(self.fc.weight)
         nn.init.zeros_(self.fc.bias)
 
     def join(self, hidden: Tensor, embedded: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from medusa_cli.drafters.base import Batch, NewTokens, check_layers, with_last_layer
 from medusa_cli.drafters.expansion import Frontier, draft_by_level
 from medusa_cli.drafters.heads import HeadDrafter, HeadsConfig
-from medusa_cli.drafters.layers import DecoderLayer, LayerCache, Padding, normed
+from medusa_cli.drafters.layers import DecoderLayer, LayerCache, Padding, identity_, normed
 from medusa_cli.drafters.slots import NewTensors, fill_by_level
 from medusa_cli.model import Backbone
 from medusa_cli.tree import Draft, DynamicTree, Tree
@@ -177,7 +177,7 @@ class Eagle(LayerDrafter):
         )
         self.norm = nn.RMSNorm(size, eps=config.rms_norm_eps)
         nn.init.zeros_(self.fc.weight)
-        nn.init.eye_(self.fc.weight[:, -size:])  # a fresh one passes the highest layer's state on
+        identity_(self.fc.weight[:, -size:])  # a fresh one passes the highest layer's state on
         self.truncate(0)
 
     @classmethod

@@ -15,6 +15,7 @@ from medusa_cli.device import upload
 from medusa_cli.drafters.base import Batch, NewTokens, check_layers
 from medusa_cli.drafters.expansion import draft_by_level
 from medusa_cli.drafters.heads import HeadDrafter, HeadsConfig
+from medusa_cli.drafters.layers import identity_
 from medusa_cli.engine import Plan
 from medusa_cli.engine.extra_rows import ExtraRows, extra_row_states
 from medusa_cli.errors import UsageError, UserError
@@ -56,7 +57,10 @@ class Firp(HeadDrafter):
         size = config.hidden_size
         self.steps = nn.ModuleList(nn.Linear(size, size) for _ in range(config.num_heads))
         for weight in self.steps.parameters():
-            nn.init.eye_(weight) if weight.dim() == 2 else nn.init.zeros_(weight)
+            if weight.dim() == 2:
+                identity_(weight)
+            else:
+                nn.init.zeros_(weight)
 
     @classmethod
     def fields_of_model(cls, backbone: Backbone, num_heads: int) -> dict[str, Any]:
@@ -151,7 +155,7 @@ def check_extra_rows(backbone: Backbone) -> None:
         logits.append(out.logits[0].clone())  # the next pass may overwrite them
     error = difference(logits[1], logits[0])
     tolerance = 1e-3 if engine.dtype == torch.float32 else 0.25
-    if error > tolerance and not quantization_of(backbone.model):
+    if error > tolerance and not quantization_of(backbone.model.config):
         raise UserError(
             f"the layers of the model {backbone.id!r} cannot be run one by one: its logits then differ by {error:.2g}",
             "use a drafter other than firp, such as drafter=hydra",

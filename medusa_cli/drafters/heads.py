@@ -102,9 +102,10 @@ class HeadDrafter(Scoring):
         super().__init__()
         self.config = config
         self.num_heads = config.num_heads
-        ids = torch.arange(config.vocab_size)
         if config.vocabulary == "draft":
             ids = torch.zeros(config.draft_vocab_size or 0, dtype=torch.long)
+        else:
+            ids = torch.arange(config.vocab_size)
         self.register_buffer("draft_ids", ids, persistent=False)
         learnt = config.vocabulary != "shared" and "own" in self.vocabularies
         count = 0

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from medusa_cli.drafters.base import Batch, NewTokens
 from medusa_cli.drafters.expansion import Frontier, Guess, draft_by_level
 from medusa_cli.drafters.heads import HeadDrafter, HeadsConfig, check_ranges
-from medusa_cli.drafters.layers import DecoderLayer, Padding, residual_blocks
+from medusa_cli.drafters.layers import DecoderLayer, Padding, identity_, residual_blocks
 from medusa_cli.drafters.slots import NewTensors, fill_by_level
 from medusa_cli.model import Backbone
 from medusa_cli.tree import Draft, DynamicTree, Tree
@@ -51,8 +51,7 @@ class HydraHead(nn.Module):
         self.skip = nn.Linear((tokens + 1) * hidden_size, hidden_size, bias=raw)
         self.mix = nn.Linear((tokens + 1) * hidden_size, hidden_size)
         self.stack = residual_blocks(hidden_size, layers - 1)
-        nn.init.zeros_(self.skip.weight)
-        nn.init.eye_(self.skip.weight[:, :hidden_size])
+        identity_(self.skip.weight)
         nn.init.zeros_(self.mix.weight)
         nn.init.zeros_(self.mix.bias)
 

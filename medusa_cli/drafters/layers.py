@@ -34,6 +34,16 @@ class ResidualBlock(nn.Module):
         return x + F.silu(self.linear(x))
 
 
+@torch.no_grad()
+def identity_(weight: Tensor) -> None:
+    """Makes a weight [N, K] hand its first N inputs on, as nn.init.eye_ does.
+
+    That imports torch's decompositions on the meta device, which takes a second.
+    """
+    weight.zero_()
+    weight.diagonal().fill_(1)
+
+
 def residual_blocks(hidden_size: int, count: int) -> nn.Sequential:
     """Returns residual blocks one after another, each with its own weights."""
     return nn.Sequential(*(ResidualBlock(hidden_size) for _ in range(count)))

@@ -112,7 +112,7 @@ class EagerEngine(LayoutEngine):
         assert logits is not None
         self._state_bytes = cache.slot_bytes
         error = difference(logits[0, right.to(device)], decoded)
-        if error > self._allowed(TOLERANCE, TOLERANCE_16) and not quantization_of(network):
+        if error > self._allowed(TOLERANCE, TOLERANCE_16) and not quantization_of(network.config):
             raise unverifiable(
                 self.backbone.config, f"its logits there differ from its own by {error:.2%}"
             )

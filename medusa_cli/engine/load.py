@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from medusa_cli.engine.description import Description, rotary_of
+from medusa_cli.engine.description import Description, Rotary, rotary_of
 from medusa_cli.engine.eager import EagerEngine
 from medusa_cli.engine.engine import Engine
+from medusa_cli.engine.known import verify_once
 from medusa_cli.engine.native import NativeEmbedding, NativeEngine
 from medusa_cli.engine.native_model import NativeModel
 from medusa_cli.engine.packed import MissingWeights, Packed, pack_in_memory, pack_once
@@ -29,8 +30,9 @@ from medusa_cli.model.load import (
     DTYPES,
     checkpoint_dtype,
     has_own_code,
+    late_network,
     load_network,
-    load_without_weights,
+    load_tokenizer,
     resolve_device,
 )
 from medusa_cli.model.weights import NetworkWeights, has_files
@@ -128,12 +130,13 @@ def attach(
 
 @dataclass(frozen=True)
 class _Loaded:
-    """A model for the native engine: its network without weights, and these packed."""
+    """A model for the native engine: its network without weights, perhaps not built yet, and these packed."""
 
     network: Any
     tokenizer: Any
     description: Description
     packed: Packed
+    rotary: Rotary
 
 
 def _load_native(
@@ -152,7 +155,7 @@ def _load_native(
     if loaded is None:
         loaded = _from_network(model, options, adapter, chat_template, int8_rows)
 
-    native = NativeModel(loaded.description, loaded.packed, rotary_of(loaded.network))
+    native = NativeModel(loaded.description, loaded.packed, loaded.rotary)
     backbone = Backbone(
         loaded.network,
         loaded.tokenizer,
@@ -173,15 +176,16 @@ def _from_files(
     model: str, options: LoadOptions, chat_template: str | None, int8_rows: bool
 ) -> _Loaded | None:
     """Packs a model's files as they are; None for a model without files, or with other names in them."""
-    network, tokenizer = load_without_weights(model, chat_template)
     if not has_files(model):
         return None
-    description = verified(network)
+    late = late_network(model)
+    known = verify_once(model, late)
+    tokenizer = load_tokenizer(model, late, chat_template)
     try:
-        packed = pack_once(model, description, network, _integer(options), int8_rows)
+        packed = pack_once(model, known.description, late, _integer(options), int8_rows)
     except MissingWeights:
         return None
-    return _Loaded(network, tokenizer, description, packed)
+    return _Loaded(late, tokenizer, known.description, packed, partial(known.rotary, late))
 
 
 def _from_network(
@@ -200,7 +204,8 @@ def _from_network(
         network = lora.merge(network, adapter)
     description = verified(network)
     packed = pack_in_memory(description, NetworkWeights(network), _integer(options), int8_rows)
-    return _Loaded(network.to("meta"), tokenizer, description, packed)
+    rotary = rotary_of(network)
+    return _Loaded(network.to("meta"), tokenizer, description, packed, rotary)
 
 
 def _dtype_in_memory(model: str, options: LoadOptions, adapter: Path | None) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 from medusa_cli.engine.description import Description
 from medusa_cli.engine.experts import Part
 from medusa_cli.files.assets import home
-from medusa_cli.model.backbone import Unsupported
+from medusa_cli.model.backbone import LateNetwork, Unsupported
 from medusa_cli.model.digest import weights_of
 from medusa_cli.model.weights import Weights, open_weights, source_stamp
 from medusa_cli.native import Format, PackedMatrix, RawMatrix
@@ -56,7 +56,11 @@ class Packed:
 
 
 def pack_once(
-    model: str, description: Description, network: Any, quantize: str | None, int8_rows: bool
+    model: str,
+    description: Description,
+    late: LateNetwork,
+    quantize: str | None,
+    int8_rows: bool,
 ) -> Packed:
     """Returns the packed weights of a model's files from the cache; the first call writes them there.
 
@@ -68,7 +72,7 @@ def pack_once(
     except (OSError, ValueError, KeyError, TypeError):  # missing, or damaged
         pass
 
-    weights = open_weights(model, network)
+    weights = open_weights(model, late.network)
     try:
         log.info("packing the weights of %s, once", model)
         pack_to_file(path, description, weights, quantize, weights_of(model))

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from inspect import unwrap
 from typing import Any
@@ -34,6 +35,24 @@ def _rows_of(
     return weight[ids], None if bias is None else bias[ids]
 
 
+@dataclass
+class LateNetwork:
+    """A network without weights, which `build` makes on the meta device when it is first needed.
+
+    That imports the classes of its type, which takes more than a second.
+    """
+
+    config: Any
+    generation_config: Any
+    build: Callable[[], Any]
+
+    @cached_property
+    def network(self) -> Any:
+        network = self.build()
+        network.generation_config = self.generation_config
+        return network
+
+
 class Backbone:
     """A frozen causal LM, unmodified but for its attention function, and the engine that runs it.
 
@@ -55,9 +74,10 @@ class Backbone:
         embedding: Any = None,
         lm_head: Callable[[Tensor | None], tuple[Tensor, Tensor | None]] | None = None,
     ) -> None:
-        register()
-        model.set_attn_implementation(NAME)
-        self.model = model.eval().requires_grad_(False)
+        self._late = model if isinstance(model, LateNetwork) else None
+        if self._late is None:
+            self.model = _prepared(model)
+        self.generation_config = model.generation_config
         self.tokenizer = tokenizer
         self.id = id
         self.adapter = adapter
@@ -76,7 +96,15 @@ class Backbone:
             bias = None if head.bias is None else head.bias.detach()
             lm_head = partial(_rows_of, head.weight.detach(), bias)
         self._lm_head = lm_head
-        self.identity: dict[str, Any] = identity_of(model, id=id, weights=weights, adapter=adapter)
+        self.identity: dict[str, Any] = identity_of(
+            model.config, self.vocab_size, id=id, weights=weights, adapter=adapter
+        )
+
+    @cached_property
+    def model(self) -> Any:
+        """Returns transformers' network, which decoding on the native engine does not need."""
+        assert self._late is not None
+        return _prepared(self._late.network)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -115,7 +143,7 @@ class Backbone:
     @cached_property
     def eos_ids(self) -> frozenset[int]:
         """Returns the token ids that end an answer."""
-        return frozenset(eos_ids_of((self.model.generation_config, self.config, self.tokenizer)))
+        return frozenset(eos_ids_of((self.generation_config, self.config, self.tokenizer)))
 
     def states(self, tokens: Tensor, taps: Sequence[int] = (-1,)) -> Tensor:
         """Returns tapped states [B, L, H * taps] of right-padded rows of tokens [B, L], for training.
@@ -148,6 +176,13 @@ class Backbone:
                 [id for id in ids if id not in special], skip_special_tokens=False
             )
         )
+
+
+def _prepared(network: Any) -> Any:
+    """Gives a network our attention, for inference; returns it."""
+    register()
+    network.set_attn_implementation(NAME)
+    return network.eval().requires_grad_(False)
 
 
 def padded_pass(backbone: Backbone, tokens: Tensor, **options: Any) -> Any:
@@ -346,26 +381,29 @@ def usable_positions(config: Any) -> int:
 
 
 def identity_of(
-    network: Any, *, id: str, weights: str | None, adapter: str | None
+    config: Any, vocab_size: int, *, id: str, weights: str | None, adapter: str | None
 ) -> dict[str, Any]:
-    """Returns a network's identity: id, architecture, sizes, rounding, digests of its files' weights and adapter."""
-    text = network.config.get_text_config()
+    """Returns a model's identity: id, architecture, sizes, rounding, digests of its files' weights and adapter.
+
+    config: the whole model's.
+    """
+    text = config.get_text_config()
     identity = {
         "id": id,
         "architecture": text.model_type,
         "hidden_size": text.hidden_size,
-        "vocab_size": network.get_input_embeddings().weight.shape[0],
+        "vocab_size": vocab_size,
         "layers": text.num_hidden_layers,
         "weights": weights,
-        "rounding": quantization_of(network),
+        "rounding": quantization_of(config),
         "adapter": adapter,
     }
     return {key: value for key, value in identity.items() if value is not None}
 
 
-def quantization_of(network: Any) -> str | None:
-    """Returns how bitsandbytes quantizes a network's weights, as `LoadOptions.quantize`; None if it does not."""
-    settings = getattr(network.config, "quantization_config", None)
+def quantization_of(config: Any) -> str | None:
+    """Returns how bitsandbytes quantizes a model's weights, as `LoadOptions.quantize`; None if it does not."""
+    settings = getattr(config, "quantization_config", None)
     if getattr(settings, "load_in_4bit", False):
         return "bnb.nf4"
     return "bnb.int8" if getattr(settings, "load_in_8bit", False) else None

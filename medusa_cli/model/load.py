@@ -1,6 +1,7 @@
 """Loads networks and tokenizers, and checks them; and asks for the CPU's number types and the free memory."""
 
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from medusa_cli.files.model_files import (
     tensors_of,
     weights_file,
 )
-from medusa_cli.model.backbone import auto_class, text_config
+from medusa_cli.model.backbone import LateNetwork, auto_class, text_config
 from medusa_cli.model.checks import (
     check_architecture,
     check_files,
@@ -138,30 +139,46 @@ def load_network(
     return network, tokenizer
 
 
-def load_without_weights(model: str, chat_template: str | None = None) -> tuple[Any, Any]:
-    """Returns a model's network on the meta device, which has no weights, and its tokenizer.
-
-    Raises UserError for a model that is missing, damaged or unusable.
-    """
+def late_network(model: str) -> LateNetwork:
+    """Returns a model's network without weights, not built yet; raises UserError for one that is unusable."""
     from transformers import GenerationConfig
 
     source = assets.model_dir(model)
     config = read_config(model, whole=True)
-    check_architecture(config, model)
+    refuse_unsupported(config)
+    try:
+        if model_file(source, "generation_config.json") is not None:
+            generation_config = GenerationConfig.from_pretrained(source)
+        else:
+            generation_config = GenerationConfig.from_model_config(config)
+    except Exception as reason:  # damaged files raise any exception
+        raise unloadable(model, reason) from reason
+    return LateNetwork(config, generation_config, partial(_build, config, model))
+
+
+def load_tokenizer(model: str, late: LateNetwork, chat_template: str | None = None) -> Any:
+    """Returns the tokenizer of a model; raises UserError where it, or what belongs to it, is missing or unusable."""
+    source = assets.model_dir(model)
     check_tokenizer(source, model)
     try:
         _refuse_adapter(source, model)
-        with torch.device("meta"):
-            network = auto_class(config).from_config(config, trust_remote_code=False)
-        if model_file(source, "generation_config.json") is not None:
-            network.generation_config = GenerationConfig.from_pretrained(source)
         tokenizer = _load_tokenizer(source, chat_template, False)
     except (UserError, MemoryError):
         raise
     except Exception as reason:  # damaged files raise any exception
         raise unloadable(model, reason) from reason
-    check_files([], (network.generation_config, network.config, tokenizer), model)
-    return network, tokenizer
+    check_files([], (late.generation_config, late.config, tokenizer), model)
+    return tokenizer
+
+
+def _build(config: Any, model: str) -> Any:
+    """Returns a network on the meta device; raises UserError for one that the model's files do not fit."""
+    check_architecture(config, model)
+    try:
+        with torch.device("meta"):
+            return auto_class(config).from_config(config, trust_remote_code=False)
+    except Exception as reason:  # a damaged config raises any exception
+        raise unloadable(model, reason) from reason
 
 
 def _load_tokenizer(source: str, chat_template: str | None, trusted: bool) -> Any:

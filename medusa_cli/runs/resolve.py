@@ -195,7 +195,7 @@ def choose(
 def _shipped_for(model: str) -> Run | None:
     """Returns the drafter that ships for a model, unless the model's config tells of another size."""
     shipped = Run.shipped_for(model)
-    if shipped is None or (fields := config_fields(model)) is None:
+    if shipped is None or Path(model).is_file() or (fields := config_fields(model)) is None:
         return shipped
     identity = describe_drafter(shipped.drafter_dir).provenance.identity
     return shipped if fields.get("hidden_size") == identity["hidden_size"] else None

@@ -317,7 +317,11 @@ def _tuned_run(backbone: Backbone, run: Run) -> tuple[Run, dict[str, Any]]:
         backbone.model.save_pretrained(part)
         backbone.tokenizer.save_pretrained(part)
     identity = identity_of(
-        backbone.model, id=str(folder), weights=weights_of(str(folder)), adapter=None
+        backbone.model.config,
+        backbone.vocab_size,
+        id=str(folder),
+        weights=weights_of(str(folder)),
+        adapter=None,
     )
     write_json(tuned.path / "run.json", provenance(identity))
     log.info(f"the tuned model is in {folder}, its run is {tuned.path}")

@@ -1,0 +1,116 @@
+"""What the library was seen to compute: kept, so that a later start builds no network of transformers'."""
+
+import json
+import logging
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from pathlib import Path
+
+import msgspec
+import torch
+import transformers
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from medusa_cli.engine.description import Description, rotary_of
+from medusa_cli.engine.twin import verified
+from medusa_cli.files.assets import file_stamp, home, model_dir
+from medusa_cli.files.io import replacing
+from medusa_cli.files.model_files import model_file
+from medusa_cli.model.backbone import LateNetwork
+from medusa_cli.model.weights import source_stamp
+from medusa_cli.native.library import LIBRARY, instructions
+
+# Rotary tables are kept for so many positions; a longer text builds the network.
+POSITIONS = 4096
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Known:
+    """A model's verified description, and its rotary tables by kind: cosines and sines [POSITIONS, D]."""
+
+    description: Description
+    tables: dict[str, tuple[Tensor, Tensor]]
+
+    def rotary(self, late: LateNetwork, positions: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+        """Returns cosines and sines [1, n, D] of the first n positions [1, n] for layers of a kind."""
+        count = positions.shape[1]
+        if count > POSITIONS:
+            return rotary_of(late.network)(positions, kind)
+        cos, sin = self.tables[kind]
+        return cos[None, :count], sin[None, :count]
+
+
+def verify_once(model: str, late: LateNetwork) -> Known:
+    """Returns what is known of a model in files; the first call verifies its network, and keeps the result.
+
+    Raises Unsupported as `verified` does.
+    """
+    path = home() / "known" / f"{_stamp(model)}.safetensors"
+    try:
+        return _read(path)
+    except (OSError, ValueError, KeyError, SafetensorError):  # missing, or damaged
+        pass
+    known = _verify(late)
+    try:
+        _write(path, known)
+    except OSError as reason:
+        log.warning("%s cannot be kept: %s", path, reason.strerror)
+    return known
+
+
+def _verify(late: LateNetwork) -> Known:
+    description = verified(late.network)
+    rotary = rotary_of(late.network)
+    positions = torch.arange(POSITIONS)[None]
+    tables = {}
+    for kind in description.tables:
+        cos, sin = rotary(positions, kind)
+        tables[kind] = (cos[0].contiguous(), sin[0].contiguous())
+    return Known(description, tables)
+
+
+def _stamp(model: str) -> str:
+    """Returns a digest of all that a description depends on: the model's files, this program, transformers, the CPU."""
+    config = model_file(model_dir(model), "config.json")
+    stats = [(path.name, path.stat()) for path in sorted(Path(__file__).parent.glob("*.py"))]
+    parts = [
+        source_stamp(model),
+        None if config is None else file_stamp(config),
+        transformers.__version__,
+        [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats],
+        file_stamp(LIBRARY),
+        instructions()[0],
+    ]
+    return sha256(json.dumps(parts).encode()).hexdigest()[:24]
+
+
+def _write(path: Path, known: Known) -> None:
+    tensors: dict[str, Tensor] = {}
+    for kind, (cos, sin) in known.tables.items():
+        tensors |= {f"{kind}.cos": cos, f"{kind}.sin": sin}
+    text = json.dumps(asdict(known.description))
+    metadata = {"description": text, "digest": _digest(text)}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as part:
+        save_file(tensors, part, metadata)
+
+
+def _read(path: Path) -> Known:
+    """Reads a kept description; raises OSError, ValueError, KeyError or SafetensorError for a damaged one."""
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata() or {}
+        if _digest(metadata["description"]) != metadata["digest"]:
+            raise ValueError("it is damaged")
+        description = msgspec.json.decode(metadata["description"], type=Description)
+        tables = {
+            kind: (file.get_tensor(f"{kind}.cos"), file.get_tensor(f"{kind}.sin"))
+            for kind in description.tables
+        }
+    return Known(description, tables)
+
+
+def _digest(text: str) -> str:
+    return sha256(text.encode()).hexdigest()
