@@ -21,7 +21,7 @@ from medusa_cli.drafters import MedusaHeads
 from medusa_cli.engine import load_backbone
 from medusa_cli.errors import UserError
 from medusa_cli.files import assets
-from medusa_cli.files.gguf import read_header
+from medusa_cli.files.gguf_header import read_header
 from medusa_cli.model.digest import weights_of
 from medusa_cli.runs.load_options import LoadOptions
 from medusa_cli.tree import Tree
@@ -85,14 +85,7 @@ def write_gguf(
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_rope_dimension_count(config.hidden_size // HEADS)
     writer.add_vocab_size(VOCAB)
-    writer.add_tokenizer_model("gpt2")
-    special = ["<start>", "<end>"]
-    letters = list(bytes_to_unicode().values())
-    words = [*letters, "ab", *(f"<unused{i}>" for i in range(VOCAB - len(letters) - 3)), *special]
-    writer.add_token_list(words)
-    writer.add_token_types([1] * (len(letters) + 1) + [3] * (VOCAB - len(letters) - 1))
-    writer.add_token_merges(["a b"])
-    writer.add_eos_token_id(END)
+    add_tokenizer(writer)
     if template:
         writer.add_chat_template(template)
     change(writer)
@@ -115,6 +108,17 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return network
+
+
+def add_tokenizer(writer: gguf.GGUFWriter) -> None:
+    writer.add_tokenizer_model("gpt2")
+    special = ["<start>", "<end>"]
+    letters = list(bytes_to_unicode().values())
+    words = [*letters, "ab", *(f"<unused{i}>" for i in range(VOCAB - len(letters) - 3)), *special]
+    writer.add_token_list(words)
+    writer.add_token_types([1] * (len(letters) + 1) + [3] * (VOCAB - len(letters) - 1))
+    writer.add_token_merges(["a b"])
+    writer.add_eos_token_id(END)
 
 
 def write_experts(path: Path, family: str, kind: Kind) -> Any:
@@ -278,6 +282,194 @@ def test_experts_are_read_from_the_file(
         assert not list(folder.glob("*.safetensors"))
         network.save_pretrained(tmp_path / "whole")
         assert weights_of(str(file)) == weights_of(str(tmp_path / "whole"))
+
+
+def write_lfm2(path: Path, kind: Kind) -> Any:
+    """Writes a tiny LFM2 as llama.cpp's converter does; returns its network with the weights that the file holds."""
+    config = tiny_config("lfm2", vocab_size=VOCAB, conv_bias=False, block_auto_adjust_ff_dim=False)
+    torch.manual_seed(0)
+    network = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    writer = gguf.GGUFWriter(path, "lfm2")
+    attends = [kind == "full_attention" for kind in config.layer_types]
+    writer.add_head_count_kv([KV_HEADS * own for own in attends])
+    writer.add_layer_norm_rms_eps(config.norm_eps)
+    writer.add_shortconv_l_cache(config.conv_L_cache)
+    weights = dict(network.named_parameters())
+    return write_hybrid(writer, network, weights, kind)
+
+
+def write_qwen35(path: Path, kind: Kind, value_heads: int = 4, later: int = 0) -> Any:
+    """Writes a tiny Qwen 3.5 as llama.cpp's converter does; returns its network with the weights that the file holds.
+
+    later: layers that predict later tokens.
+    """
+    config = tiny_config(
+        "qwen3_5_text",
+        vocab_size=VOCAB,
+        linear_num_key_heads=2,
+        linear_num_value_heads=value_heads,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    network = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, weight in network.named_parameters():
+            if name.endswith(("norm.weight", "dt_bias", "A_log")):
+                weight += torch.randn_like(weight) / 10
+    writer = gguf.GGUFWriter(path, "qwen35")
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    rotary = int(config.head_dim * config.rope_parameters["partial_rotary_factor"])
+    writer.add_rope_dimension_sections([rotary // 2, 0, 0, 0])
+    writer.add_rope_dimension_count(rotary)
+    writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+    writer.add_ssm_state_size(config.linear_key_head_dim)
+    writer.add_ssm_group_count(2)
+    writer.add_ssm_time_step_rank(value_heads)
+    writer.add_ssm_inner_size(16 * value_heads)
+    writer.add_uint32("qwen35.full_attention_interval", 2)
+    if later:
+        writer.add_uint32("qwen35.nextn_predict_layers", later)
+        writer.add_tensor("blk.4.nextn.eh_proj.weight", np.ones((64, 128), np.float32))
+
+    # The first value head of each key head comes first, then the second ones.
+    heads = [key * (value_heads // 2) + own for own in range(value_heads // 2) for key in range(2)]
+    wide = [16 * head + number for head in heads for number in range(16)]
+    after_keys = [*range(64), *(64 + row for row in wide)]
+    rows = {
+        "in_proj_qkv.weight": after_keys,
+        "conv1d.weight": after_keys,
+        "in_proj_z.weight": wide,
+        "in_proj_a.weight": heads,
+        "in_proj_b.weight": heads,
+        "A_log": heads,
+        "dt_bias": heads,
+    }
+    stored = {}
+    for name, weight in network.named_parameters():
+        values = weight.detach()
+        own = name.rpartition("linear_attn.")[2] if "linear_attn." in name else ""
+        values = values[rows[own]] if own in rows else values
+        if own == "out_proj.weight":
+            values = values[:, wide]
+        if own == "A_log":
+            values = -values.exp()
+        if name.endswith("norm.weight") and own != "norm.weight":
+            values = values + 1
+        stored[name.replace("dt_bias", "dt_proj.bias")] = values
+    return write_hybrid(writer, network, stored, kind, later)
+
+
+def write_hybrid(
+    writer: gguf.GGUFWriter,
+    network: Any,
+    weights: dict[str, torch.Tensor],
+    kind: Kind,
+    later: int = 0,
+) -> Any:
+    """Adds sizes, a tokenizer and weights, by the names of the converter's table, to a file; returns the network."""
+    config = network.config
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_block_count(config.num_hidden_layers + later)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_vocab_size(VOCAB)
+    add_tokenizer(writer)
+    arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == writer.arch)
+    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
+    for name, values in weights.items():
+        module, _, part = name.rpartition(".")
+        known = names.get_name(module)
+        stored = names.get_name(name) if known is None else f"{known}.{part}"
+        assert stored is not None, name
+        numbers = values.detach().squeeze(1) if values.dim() == 3 else values.detach()
+        own = kind if part == "weight" and values.dim() == 2 else Kind.F32
+        packed = gguf.quantize(np.ascontiguousarray(numbers.numpy()), own)
+        writer.add_tensor(stored, packed, raw_dtype=own)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return network
+
+
+HYBRIDS: dict[str, Callable[[Path, Kind], Any]] = {
+    "lfm2": write_lfm2,
+    "qwen35": write_qwen35,
+    "qwen35 with a value head for each key head": lambda path, kind: write_qwen35(path, kind, 2),
+}
+
+
+@pytest.mark.parametrize("kind", [Kind.F32, Kind.Q8_0], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_layers_with_a_running_state_are_read_from_the_file(
+    file: Path, family: str, kind: Kind
+) -> None:
+    network = HYBRIDS[family](file, kind)
+    assert not list(Path(assets.model_dir(str(file))).glob("*.safetensors"))
+    ids = torch.tensor(PROMPT)
+    expected = network(ids[None]).logits[0]
+    bound = 1e-3 if kind == Kind.F32 else 0.1
+    for engine in ("native", "eager"):
+        backbone = load_backbone(str(file), LoadOptions(dtype="fp32", engine=engine))
+        logits = forward(backbone, ids).logits
+        assert float((logits - expected).norm() / expected.norm()) < bound, engine
+    assert weights_of(str(file)) is not None
+
+
+def test_layers_that_predict_later_tokens_are_left_out(file: Path) -> None:
+    network = write_qwen35(file, Kind.F32, later=1)
+    backbone = load_backbone(str(file), FP32)
+    assert backbone.num_layers == network.config.num_hidden_layers
+    ids = torch.tensor(PROMPT)
+    expected = network(ids[None]).logits[0]
+    torch.testing.assert_close(forward(backbone, ids).logits, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_drafts_over_a_hybrid_s_file_are_plain_decoding(file: Path) -> None:
+    write_qwen35(file, Kind.Q8_0)
+    backbone = load_backbone(str(file))
+    drafter = MedusaHeads.create(backbone, 2, 1, "own").eval()
+    drafted = generate(
+        backbone, drafter, Tree.dense([2, 1]), PROMPT, max_new_tokens=24, stop_ids=()
+    )
+    plain = generate_plain(backbone, PROMPT, max_new_tokens=24, stop_ids=())
+    assert tokens_of(drafted) == tokens_of(plain)
+
+
+@pytest.mark.parametrize("key", ["ssm.group_count", "rope.dimension_count", "embedding_length"])
+def test_a_hybrid_s_file_without_a_size_is_refused(file: Path, key: str) -> None:
+    write_qwen35(file, Kind.F32)
+    data = file.read_bytes()
+    name = f"qwen35.{key}".encode()
+    file.write_bytes(data.replace(name, name[:-1] + b"_"))
+    refused(file)
+
+
+def test_words_of_qwen35_s_file_are_split_as_its_own(file: Path) -> None:
+    write_qwen35(file, Kind.F32)
+    tokenizer = load_backbone(str(file), FP32).tokenizer
+    assert type(tokenizer) is transformers.Qwen3_5Tokenizer
+    marked = "ab\u0301b"  # a mark within a word, at which an earlier Qwen's tokenizer ends it
+    words = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str(marked)
+    assert len(words) == 1
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_llama_cpp_decodes_the_same_file_of_a_hybrid(file: Path, family: str) -> None:
+    pytest.importorskip("xllamacpp")
+    HYBRIDS[family](file, Kind.F32)
+    backbone = load_backbone(str(file), FP32)
+    plain = tokens_of(generate_plain(backbone, PROMPT, max_new_tokens=48))
+    name = next(name for name in LLAMA)
+    [answer] = llama_method(name, file, backbone)([PROMPT], 48, lambda tokens: None)
+    assert answer.turns[0][:8] == plain[:8]
 
 
 @pytest.mark.parametrize("engine", ["native", "eager"])

@@ -20,6 +20,7 @@ from typing import Any
 
 from medusa_cli.errors import UsageError, UserError, first_line
 from medusa_cli.files import gguf
+from medusa_cli.files.gguf_header import is_gguf, read_header
 
 log = logging.getLogger(__name__)
 DEFAULT_MODEL = "qwen2.5-coder-0.5b"
@@ -173,7 +174,7 @@ def gguf_path(name: str) -> Path | None:
     if name in MODELS:
         return _model_file(MODELS[name])
     path = Path(name).expanduser()
-    return path if gguf.is_gguf(path) else None
+    return path if is_gguf(path) else None
 
 
 def model_dir(name: str) -> str:
@@ -189,7 +190,7 @@ def model_dir(name: str) -> str:
     if name in MODELS:
         return str(_converted(name))
     path = Path(name).expanduser()
-    if gguf.is_gguf(path):
+    if is_gguf(path):
         return str(_unpacked(path))
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -302,7 +303,7 @@ def _unpacked(path: Path) -> Path:
     """Returns the folder with config and tokenizer of a GGUF file's content, written once."""
     return _build_once(
         home() / "models" / f"gguf-{file_stamp(path)}",
-        lambda part: gguf.write_metadata(path, gguf.read_header(path), part),
+        lambda part: gguf.write_metadata(path, read_header(path), part),
     )
 
 

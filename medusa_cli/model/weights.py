@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from medusa_cli.files.assets import file_stamp, model_dir
-from medusa_cli.files.gguf import GgufNames, read_header
+from medusa_cli.files.gguf_header import read_header
+from medusa_cli.files.gguf_names import GgufNames
 from medusa_cli.files.model_files import checkpoint_files, weights_file
 from medusa_cli.model.checks import unloadable
 from medusa_cli.native.matrix import Floats, Format, RawMatrix
@@ -149,7 +150,9 @@ class GgufWeights(Weights):
 
             raw = RawMatrix.of(dequantize(np.asarray(rows), GGMLQuantizationType[tensor.type]))
         order = self.names.order(name)
-        return raw if order is None else raw.reordered(order)
+        raw = raw if order is None else raw.reordered(np.array(order))
+        columns = self.names.columns(name)  # they cross blocks of numbers, which share factors
+        return raw if columns is None else RawMatrix.of(raw.floats()[:, columns])
 
     def vector(self, name: str) -> Floats:
         from gguf import GGMLQuantizationType, dequantize
@@ -159,8 +162,8 @@ class GgufWeights(Weights):
         values = dequantize(data, GGMLQuantizationType[tensor.type]).astype(np.float32)
         order = self.names.order(name)
         if order is not None:
-            values = values[order]
-        return values - 1 if self.names.gain_less_one(name) else values
+            values = values.reshape(len(order), -1)[order].ravel()
+        return self.names.values(name, values)
 
     def experts(self, name: str) -> RawMatrix | None:
         return self.matrix(name) if name in self else None
@@ -180,10 +183,11 @@ class GgufWeights(Weights):
         for name, stored in self.names.tensors.items():
             dimensions = len(self.names.header.tensors[stored].shape)
             module, _, part = name.rpartition(".")
+            shape = self.names.shapes[name]
             if dimensions == 1:
-                yield name, torch.from_numpy(self.vector(name))
+                yield name, torch.from_numpy(self.vector(name)).view(shape)
             elif dimensions == 2:
-                yield name, torch.from_numpy(self.matrix(name).floats())
+                yield name, torch.from_numpy(self.matrix(name).floats()).view(shape)
             elif part == "gate":
                 gate_and_up = [self.stacked(name), self.stacked(f"{module}.up")]
                 yield f"{module}.gate_up_proj", torch.cat(gate_and_up, dim=1)
@@ -200,8 +204,7 @@ class GgufSlice:
         self.expert = expert
 
     def get_shape(self) -> list[int]:
-        names = self.weights.names
-        shape = names.header.tensors[names.tensors[self.name]].shape
+        shape = self.weights.names.shapes[self.name]
         return [*shape] if self.expert is None else [*shape[1:]]
 
     def __getitem__(self, place: tuple[slice, ...]) -> Tensor:
@@ -211,7 +214,7 @@ class GgufSlice:
         first = 0 if self.expert is None else self.expert * self.get_shape()[0]
         rows = raw.rows[first:][place[0]]
         part = RawMatrix(raw.format, np.ascontiguousarray(rows), raw.inputs)
-        return torch.from_numpy(part.floats())[:, place[1]]
+        return torch.from_numpy(part.floats())[:, place[-1]]
 
 
 def gguf_slices(model: str) -> dict[str, GgufSlice] | None:
@@ -221,10 +224,10 @@ def gguf_slices(model: str) -> dict[str, GgufSlice] | None:
     weights = GgufWeights(path, meta_network(model))
     slices = {}
     for name, stored in weights.names.tensors.items():
-        shape = weights.names.header.tensors[stored].shape
-        if len(shape) < 3:
+        if len(weights.names.header.tensors[stored].shape) < 3:
             slices[name] = GgufSlice(weights, name)
             continue
+        shape = weights.names.shapes[name]
         # Other files have a weight for each expert.
         module, _, part = name.rpartition(".")
         for expert in range(shape[0]):

@@ -1,0 +1,204 @@
+"""The header of a GGUF file, read within bounds: its metadata, and where its tensors lie."""
+
+import math
+import mmap
+import struct
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from medusa_cli.errors import UserError, shown
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+# Bounds of a header, several times any model's: a reader trusts them.
+ENTRIES = 1 << 16  # metadata, and tensors
+ELEMENTS = 1 << 21  # of all arrays: a vocabulary's tokens, scores, types and merges
+STRING = 1 << 24  # bytes
+SIZES = {"block_count": 1024, "context_length": 1 << 30}
+DIMENSIONS = 4
+# Types of metadata by their number, in the format of `struct`; besides there are strings and arrays.
+SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
+TEXT, ARRAY = 8, 9
+ELSEWHERE = "give the folder or the hub id of the model that it was made from"
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor of a file: its type by ggml's name, its shape, and where its bytes begin and end in the file."""
+
+    type: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+@dataclass
+class Header:
+    """Metadata and the tensors by name; of arrays only the lengths, unless they were asked for."""
+
+    metadata: dict[str, Any] = field(default_factory=dict)
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def numbers(self) -> int:
+        """Returns how many numbers all tensors hold."""
+        return sum(math.prod(tensor.shape) for tensor in self.tensors.values())
+
+    @property
+    def types(self) -> set[str]:
+        return {tensor.type for tensor in self.tensors.values()}
+
+    @property
+    def architecture(self) -> str:
+        return str(self.metadata.get("general.architecture", ""))
+
+    @property
+    def dtype(self) -> str:
+        """Returns the name of the torch type that the weights are kept in: bf16 for quantized ones."""
+        if self.types <= {"F16", "F32"}:
+            return "float16" if "F16" in self.types else "float32"
+        return "bfloat16"
+
+
+def is_gguf(path: Path) -> bool:
+    """Returns True if a file exists and begins as a GGUF file does."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(len(MAGIC)) == MAGIC
+
+
+def read_header(path: Path, arrays: bool = False) -> Header:
+    """Reads a GGUF file's header; raises UserError for a damaged one, before memory is taken by what it claims.
+
+    arrays: reads the arrays of the metadata, too, such as a vocabulary's tokens.
+    """
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return _Reader(data, arrays).header()
+    except ValueError as reason:  # its own refusals, and numbers of unknown types
+        raise UserError(
+            f"@model {str(path)!r} is not a usable GGUF file: {reason}", ELSEWHERE
+        ) from reason
+    except struct.error as reason:
+        raise UserError(
+            f"@model {str(path)!r} is a GGUF file that ends too early", "get it again"
+        ) from reason
+
+
+class _Reader:
+    """Reads a header from the beginning of a file's bytes; raises ValueError, and struct.error at their end."""
+
+    def __init__(self, data: mmap.mmap, arrays: bool) -> None:
+        self.data = data
+        self.arrays = arrays
+        self.position = len(MAGIC)
+        self.elements = 0
+
+    def header(self) -> Header:
+        header = Header()
+        version = self.number("I")
+        tensors = self.bounded(ENTRIES, "tensors")
+        entries = self.bounded(ENTRIES, "entries")
+        if version not in VERSIONS:
+            raise ValueError(f"its version is {version}, not one of {VERSIONS}")
+        for _ in range(entries):
+            key = self.string()
+            header.metadata[key] = self.value(self.number("I"))
+        for key, value in header.metadata.items():
+            limit = SIZES.get(key.rpartition(".")[2])
+            if limit is not None and not (type(value) is int and 1 <= value <= limit):
+                raise ValueError(f"its {shown(key)} is {shown(value)}")
+        named = [self.tensor() for _ in range(tensors)]
+        alignment = header.metadata.get("general.alignment", 32)
+        if type(alignment) is not int or alignment < 1:
+            raise ValueError(f"its alignment is {shown(alignment)}")
+        begin = -(-self.position // alignment) * alignment
+        for name, tensor in named:
+            if name in header.tensors:
+                raise ValueError(f"it has two tensors {shown(name)}")
+            header.tensors[name] = replace(
+                tensor, start=begin + tensor.start, end=begin + tensor.end
+            )
+            if begin + tensor.end > len(self.data):
+                raise struct.error
+        return header
+
+    def number(self, format: str) -> Any:
+        [value] = struct.unpack_from(f"<{format}", self.data, self.position)
+        self.position += struct.calcsize(f"<{format}")
+        return value
+
+    def bounded(self, limit: int, what: str) -> int:
+        count: int = self.number("Q")
+        if count > limit:
+            raise ValueError(f"it claims {count:,} {what}")
+        return count
+
+    def string(self) -> str:
+        length = self.bounded(STRING, "bytes of one text")
+        return struct.unpack_from(f"{length}s", self.data, self._advance(length))[0].decode("utf-8")
+
+    def _advance(self, size: int) -> int:
+        """Returns the position before `size` bytes, and moves behind them."""
+        self.position += size
+        return self.position - size
+
+    def value(self, kind: int) -> Any:
+        """Returns a scalar, a text or an array; of an array its length where arrays are skipped."""
+        if kind in SCALARS:
+            return self.number(SCALARS[kind])
+        if kind == TEXT:
+            return self.string()
+        if kind != ARRAY:
+            raise ValueError(f"it has metadata of the unknown type {kind}")
+        kind = self.number("I")
+        count = self.bounded(ELEMENTS, "elements of an array")
+        self.elements += count
+        if self.elements > ELEMENTS:
+            raise ValueError(f"it claims {self.elements:,} elements of arrays")
+        if kind in SCALARS:
+            start = self._advance(count * struct.calcsize(f"<{SCALARS[kind]}"))
+            if not self.arrays:
+                return count
+            return list(struct.unpack_from(f"<{count}{SCALARS[kind]}", self.data, start))
+        if kind != TEXT:
+            raise ValueError(f"it has an array of the unknown type {kind}")
+        if self.arrays:
+            return [self.string() for _ in range(count)]
+        self._skip_strings(count)
+        return count
+
+    def _skip_strings(self, count: int) -> None:
+        """Skips `count` texts; a vocabulary has some hundred thousand."""
+        length = struct.Struct("<Q")
+        data = self.data
+        position = self.position
+        for _ in range(count):
+            [size] = length.unpack_from(data, position)
+            if size > STRING:
+                raise ValueError(f"it claims {size:,} bytes of one text")
+            position += 8 + size
+        self.position = position
+
+    def tensor(self) -> tuple[str, Tensor]:
+        """Returns a tensor and its name; its bytes are counted from the beginning of all tensors' bytes."""
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+        name = self.string()
+        dimensions = self.number("I")
+        if not 1 <= dimensions <= DIMENSIONS:
+            raise ValueError(f"its tensor {shown(name)} has {dimensions} dimensions")
+        shape = [self.number("Q") for _ in range(dimensions)]
+        kind = GGMLQuantizationType(self.number("I"))
+        offset = self.number("Q")
+        block, size = GGML_QUANT_SIZES[kind]
+        if shape[0] % block:
+            raise ValueError(
+                f"its tensor {shown(name)} has rows of {shape[0]:,} numbers, no whole blocks of {kind.name}"
+            )
+        # The file's first dimension is the innermost.
+        return name, Tensor(
+            kind.name, tuple(reversed(shape)), offset, offset + math.prod(shape) // block * size
+        )
