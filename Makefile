@@ -1,6 +1,6 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help install demo style check test test-avx2 test-slow crash fuzz package sanitize bench-decode bench-serve bench-busy bench-gpu reproduce docs verify-hf verify-vllm verify-bench verify-llama-cpp soak help-page models-page clean
+.PHONY: help install demo style check test test-avx2 test-slow crash fuzz package sanitize bench-decode bench-serve bench-busy bench-gpu reproduce docs verify-hf verify-vllm verify-bench verify-llama-cpp soak help-page models-page demo-picture clean
 
 # Any build of torch will do, e.g. make install TORCH='torch==2.13.0+cpu'
 TORCH ?= torch==2.13.0
@@ -110,6 +110,9 @@ reproduce: $(READY) ## the papers' headlines on the default model, some 80 minut
 help-page: $(READY) ## write docs/commands.md and the recipe's keys from --help
 	$(BIN)/python -m tests.helppage > docs/commands.md
 	$(BIN)/python -m tests.recipepage
+
+demo-picture: $(READY) ## draw what make demo prints: docs/images/demo.svg
+	$(BIN)/python -m tests.demopicture > docs/images/demo.svg
 
 models-page: $(READY) ## decode with tiny networks of all model types, write docs/models.md
 	mkdir -p build

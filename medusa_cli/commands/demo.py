@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from medusa_cli.model import Backbone
 
 QUESTIONS = (
-    "Why is the sky blue? Explain it to a child.",
+    "Explain recursion to a beginner in three sentences.",
     "Write a Python function that checks if a word is a palindrome, and show how to call it.",
-    "Write a short, friendly email that moves tomorrow's meeting to Friday at ten.",
+    "Write a SQL query for the ten customers who spent most last year.",
 )
 MAX_NEW_TOKENS = 96
 WARM_UP_TOKENS = 8
