@@ -1,4 +1,4 @@
-"""A language model as judge (MT-Bench's way): grades of answers, and pairs against the reference in both orders."""
+"""A language model as judge, as in MT-Bench: grades of answers, and pairwise comparisons with the reference."""
 
 import json
 import logging
@@ -24,17 +24,19 @@ PAIR = (
     "length of the answers sway you. Give your reasons in a few sentences, then end with your verdict in double "
     "brackets: [[A]] if assistant A is better, [[B]] if assistant B is, [[C]] for a tie."
 )
-MAX_TOKENS = 1024  # of a reply
+MAX_TOKENS = 1024  # per reply
 CONCURRENCY = 4
-Texts = Mapping[str, Mapping[str, Sequence[str]]]  # by method and question, the answer to each turn
-Outcome = (
-    float | str | None
-)  # a grade; "method", "reference" or "tie"; None: the reply holds neither
+Texts = Mapping[str, Mapping[str, Sequence[str]]]  # answers to all turns, by method and question
+# A grade; or "method", "reference" or "tie"; or None if the reply contains none of these.
+Outcome = float | str | None
 log = logging.getLogger(__name__)
 
 
 class Task(NamedTuple):
-    """A question to the judge. order 0: a grade of one turn; 1 and 2: a pair, the reference first or second."""
+    """Holds a question for the judge.
+
+    order: 0 for a grade of one turn; 1 or 2 for a pair with the reference first or second.
+    """
 
     method: str
     question: str
@@ -53,9 +55,10 @@ class Task(NamedTuple):
 
 
 def tasks(questions: Sequence[Question], texts: Texts, reference: str) -> Iterator[Task]:
-    """Yields a grade for every turn of every method, and each method against the reference in both orders.
+    """Yields a grading task for every turn of every method, and comparisons of each method with the reference.
 
-    Pairs of the same answers are not asked: they are ties.
+    Each pair of answers is compared in both orders. Identical answers are not compared, because
+    they are ties.
     """
     for question in questions:
         for method, answers in texts.items():
@@ -83,7 +86,7 @@ def _conversation(question: Question, answers: Sequence[str], name: str) -> str:
 
 
 def _references(question: Question, turn: int) -> str:
-    """Returns the question set's own answers up to a turn, if it has any."""
+    """Returns the question set's reference answers up to a turn, if it has any."""
     text = "\n\n".join(question.reference[: turn + 1])
     return f"\n\n<reference answer>\n{text}\n</reference answer>" if text else ""
 
@@ -94,9 +97,11 @@ def tally(
     texts: Texts,
     reference: str,
 ) -> dict[str, Any]:
-    """Returns mean grades by method, and wins, ties and losses against the reference where both orders agree.
+    """Returns the mean grade of each method, and its wins, ties and losses against the reference.
 
-    outcomes: by the task's method, question, turn and order.
+    A method wins or loses a pair only if both orders agree. Otherwise, the pair is a tie. Pairs
+    with an unreadable reply are not counted. outcomes: by the task's method, question, turn and
+    order.
     """
     single = {}
     pairs = {}
@@ -129,10 +134,10 @@ def tally(
 def judge_bench(
     bench: Path, document: dict[str, Any], url: str, model: str, on_reply: Callable[[int], object]
 ) -> None:
-    """Asks a model behind an OpenAI-compatible server and adds the outcome to a saved bench and its document.
+    """Has a model on an OpenAI-compatible server judge a saved bench; adds the outcome to its file and document.
 
-    Replies are kept beside the bench and not asked for again. Raises UserError if the server does not answer or
-    refuses.
+    Replies are stored next to the bench and not requested again. Raises UserError if the bench
+    holds no answers, or if the server does not answer or refuses.
     """
     path = bench.with_suffix(".judgement.jsonl")
     reference = document["reference"]

@@ -1,4 +1,4 @@
-"""Decoding methods that a bench compares: our loops and transformers' generate; peers.py has other programs."""
+"""Decoding methods that a bench compares: our loop and transformers' generate; peers.py has other programs."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -19,20 +19,21 @@ from medusa_cli.runs.run import Run, describe_drafter
 
 TRANSFORMERS = ("hf", "hf-lookup", "hf-assisted")
 DRAFTED = ("medusa", "medusa-alone", "lookup", *sorted(set(DRAFTERS) - {"medusa"}))
-# Other programs that read a GGUF file: alone, and with their own n-gram drafts.
+# Other programs that read a GGUF file: without drafts, and with their own n-gram drafts.
 LLAMA = ("llama.cpp", "llama.cpp-ngram")
 OPENVINO = ("openvino", "openvino-lookup")
 METHODS = (*TRANSFORMERS, "ar", *DRAFTED, *LLAMA, *OPENVINO)
-# Methods that decode one sequence at a time only.
+# Methods that can decode only one sequence at a time.
 UNBATCHED = ("hf-lookup", "hf-assisted", *LLAMA, *OPENVINO)
-LOOKUP_TOKENS = 10  # of transformers' prompt lookup
+LOOKUP_TOKENS = 10  # draft tokens per step of prompt lookup
 OnTokens = Callable[[list[int]], None]
-# Continues prompts side by side, at most that many new tokens each, and reports new tokens at once if it can.
+# Continues prompts in parallel with at most the given number of new tokens each. Reports new tokens
+# immediately if it can.
 Method = Callable[[Sequence[Sequence[int]], int, OnTokens], list[Measurement]]
 
 
 def split_names(text: str) -> list[str]:
-    """Returns the names of a comma-separated list, in order, each once."""
+    """Returns the names in a comma-separated list, in order and without duplicates."""
     return list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
 
 
@@ -44,10 +45,11 @@ def choose_files(
     tree: str | None,
     lookup: bool | None,
 ) -> tuple[Choice, dict[str, Choice]]:
-    """Returns the files that the methods share, and each method's own.
+    """Returns the files that the methods share, and the files of each method.
 
-    A drafter's name stands for a run inside the run, or for the run's own drafter by its kind. "medusa" without others
-    stands for the run's drafter of any kind. Raises UserError for a drafter that does not exist.
+    The name of a drafter refers to a run inside the run, or to the run's own drafter if it is of
+    that kind. If "medusa" is the only drafter named, it refers to the run's drafter of any kind.
+    Raises UserError if a drafter does not exist.
     """
     outer = Run.open(run) if run else Run.shipped_for(model or DEFAULT_MODEL)
     inner = {name for name in names if run and outer is not None and _kind(outer.path / name)}
@@ -89,13 +91,13 @@ def our_method(
     sampling: Sampling,
     batch_size: int,
 ) -> Method:
-    """Returns our decoding loop, plain without a policy."""
+    """Returns our decoding loop, which decodes without drafts if there is no policy."""
     decoder = Decoder(backbone, drafter, policy, slots=batch_size)
 
     def answer(
         prompts: Sequence[Sequence[int]], max_new_tokens: int, on_tokens: OnTokens
     ) -> list[Measurement]:
-        decoder.clear_prefix_cache()  # the other methods run every prompt from its beginning, too
+        decoder.clear_prefix_cache()  # the other methods run every prompt from its start, too
         answers = [Measurement([[]]) for _ in prompts]
         requests = (Request(prompt, max_new_tokens, sampling) for prompt in prompts)
         for sequence, step in decoder.run(requests):
@@ -109,16 +111,16 @@ def our_method(
 def transformers_method(
     backbone: Backbone, sampling: Sampling, lookup: bool = False, assistant: Any = None
 ) -> Method:
-    """Returns transformers' generate on the unmodified model; several prompts are padded on the left.
+    """Returns transformers' generate on the unmodified model; multiple prompts are padded on the left.
 
-    lookup: with its prompt lookup. assistant: a smaller model of the same vocabulary that drafts.
+    lookup: uses its prompt lookup. assistant: a smaller model with the same vocabulary, which
+    drafts.
     """
     model = backbone.model
     ends = sorted(backbone.eos_ids)
     pad = ends[0] if ends else 0
-    rule = (
-        sampling if sampling.greedy else replace(sampling, mode="exact")
-    )  # it has no typical acceptance
+    # transformers has no typical acceptance.
+    rule = sampling if sampling.greedy else replace(sampling, mode="exact")
     drafting = {
         "prompt_lookup_num_tokens": LOOKUP_TOKENS if lookup else None,
         "assistant_model": assistant,
@@ -132,9 +134,8 @@ def transformers_method(
         mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
         ids = torch.tensor(padded, device=model.device)
         mask_ids = torch.tensor(mask, device=model.device)
-        streamer = (
-            _Streamer(on_tokens) if len(prompts) == 1 else None
-        )  # transformers streams one sequence only
+        # transformers can stream only one sequence.
+        streamer = _Streamer(on_tokens) if len(prompts) == 1 else None
         with torch.inference_mode():
             out = model.generate(
                 ids,
@@ -147,9 +148,8 @@ def transformers_method(
                 **drafting,
                 **generate_arguments(rule, MODELS_OWN, width),
             )
-        return [
-            Measurement([_until_end(row, ends)]) for row in out[:, width:].tolist()
-        ]  # tolist waits for the device
+        # tolist waits for the device.
+        return [Measurement([_until_end(row, ends)]) for row in out[:, width:].tolist()]
 
     return answer
 
@@ -162,7 +162,7 @@ def _until_end(tokens: list[int], ends: Sequence[int]) -> list[int]:
 
 
 class _Streamer:
-    """A transformers streamer that passes new token ids on; its first call carries the prompt."""
+    """Passes on new token ids as a transformers streamer; its first call carries the prompt."""
 
     def __init__(self, on_tokens: OnTokens) -> None:
         self._on_tokens = on_tokens
@@ -174,4 +174,4 @@ class _Streamer:
         self._prompt_seen = True
 
     def end(self) -> None:
-        """Has nothing to flush."""
+        """Does nothing, because nothing is buffered."""

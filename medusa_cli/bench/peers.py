@@ -1,4 +1,4 @@
-"""Other programs in a bench: llama.cpp, OpenVINO GenAI, servers; and whose plain decoding is whose."""
+"""Other programs in a bench (llama.cpp, OpenVINO GenAI, servers), and the plain counterpart of each method."""
 
 import json
 import os
@@ -27,12 +27,12 @@ from medusa_cli.files.assets import MODELS, has_package
 from medusa_cli.model import Backbone
 
 NAME = re.compile(r"[A-Za-z0-9][\w.]*(-[\w.-]+)?")
-LOOKUP_NGRAM = 3  # longest match of OpenVINO's prompt lookup
-KEY = "MEDUSA_API_KEY"  # sent as a bearer token, as `distill` and the judge do
+LOOKUP_NGRAM = 3  # longest n-gram match of OpenVINO's prompt lookup
+KEY = "MEDUSA_API_KEY"  # variable with the bearer token, also used by `distill` and the judge
 
 
 def parse_peers(texts: Sequence[str]) -> dict[str, str]:
-    """Returns addresses by name from texts NAME=URL; raises UsageError for another form and for names of methods."""
+    """Returns addresses by name from texts NAME=URL; raises UsageError if a text is invalid or a name is taken."""
     peers = {}
     for text in texts:
         name, _, url = text.partition("=")
@@ -45,9 +45,10 @@ def parse_peers(texts: Sequence[str]) -> dict[str, str]:
 
 
 def plain_of(name: str, names: Sequence[str], peers: Mapping[str, str]) -> str | None:
-    """Returns the method that decodes as `name` does, but without its drafts; None if it is plain, or not measured.
+    """Returns the method that decodes like `name` but without drafts.
 
-    Of a peer NAME-DRAFTS that is NAME; of our methods it is ar.
+    For a peer NAME-DRAFTS, this is NAME. For our methods, it is ar. Returns None if `name` is plain
+    itself, or if its plain method is not measured.
     """
     program = name.partition("-")[0]
     foreign = name in TRANSFORMERS or name in (*LLAMA, *OPENVINO) or name in peers
@@ -56,7 +57,7 @@ def plain_of(name: str, names: Sequence[str], peers: Mapping[str, str]) -> str |
 
 
 def check_reader(name: str, model: str, gguf: Path | None, sampling: Sampling) -> None:
-    """Raises UsageError if a reader of GGUF files is not installed, has no file, or would not decode greedily."""
+    """Raises UsageError if a program for GGUF files is not installed, has no file, or would not decode greedily."""
     package = "xllamacpp" if name in LLAMA else "openvino_genai"
     if not has_package(package):
         raise UsageError(
@@ -72,9 +73,10 @@ def check_reader(name: str, model: str, gguf: Path | None, sampling: Sampling) -
 
 
 def llama_method(name: str, gguf: Path, backbone: Backbone) -> Method:
-    """Returns greedy decoding of a GGUF file of the same model by llama.cpp's server inside the package xllamacpp.
+    """Returns greedy decoding of a GGUF file of the same model by the llama.cpp server in the package xllamacpp.
 
-    It has torch's number of threads. llama.cpp-ngram: with its n-gram drafts, by its own defaults.
+    It uses torch's number of threads. llama.cpp-ngram adds its n-gram drafts with their default
+    settings.
     """
     import xllamacpp  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
@@ -105,7 +107,8 @@ def llama_method(name: str, gguf: Path, backbone: Backbone) -> Method:
             {"prompt": list(prompts[0]), "n_predict": max_new_tokens, **options}
         ).encode()
         request = urllib.request.Request(f"{server.listening_address}/completion", body, kind)
-        # As a stream it would leave out tokens that end inside a letter; so would the server's calls without HTTP.
+        # A stream would leave out tokens that end inside a character, as would the server's calls
+        # without HTTP.
         with urllib.request.urlopen(request) as reply:
             document = json.load(reply)
         tokens: list[int] = document["tokens"]
@@ -122,7 +125,7 @@ def llama_method(name: str, gguf: Path, backbone: Backbone) -> Method:
 def openvino_method(name: str, gguf: Path, backbone: Backbone) -> Method:
     """Returns greedy decoding of a GGUF file by OpenVINO GenAI, with torch's number of threads.
 
-    openvino-lookup: with its prompt lookup.
+    openvino-lookup adds its prompt lookup.
     """
     import openvino  # type: ignore[import-not-found, import-untyped, unused-ignore]
     import openvino_genai as genai  # type: ignore[import-not-found, import-untyped, unused-ignore]
@@ -156,9 +159,10 @@ def openvino_method(name: str, gguf: Path, backbone: Backbone) -> Method:
 
 
 def server_method(name: str, url: str, backbone: Backbone) -> Method:
-    """Returns greedy decoding by a server, which gets the prompts' token ids.
+    """Returns greedy decoding by a server, which receives the token ids of the prompts.
 
-    A server that returns no token ids (`return_token_ids`, as vLLM has it) has its text encoded again.
+    If the server returns no token ids (`return_token_ids`, as in vLLM), its text is tokenized
+    again.
     """
     ends = sorted(backbone.eos_ids)
     model = _answer(name, f"{url}/v1/models")["data"][0]["id"]
@@ -177,7 +181,7 @@ def server_method(name: str, url: str, backbone: Backbone) -> Method:
         tokens = choice.get("token_ids")
         if tokens is None:
             tokens = backbone.tokenizer.encode(choice["text"], add_special_tokens=False)
-        # Servers differ in whether the end token counts as one of the answer.
+        # Servers differ in whether the end token is part of the answer.
         if choice.get("finish_reason") == "stop" and ends and not {*tokens[-1:]} & {*ends}:
             tokens = [*tokens, ends[0]]
         on_tokens(tokens)
@@ -187,7 +191,7 @@ def server_method(name: str, url: str, backbone: Backbone) -> Method:
 
 
 def _answer(name: str, url: str, body: dict[str, Any] | None = None) -> Any:
-    """Returns a server's document; raises UserError, naming the peer, if it gives none."""
+    """Returns a server's JSON reply; raises UserError with the peer's name if there is none."""
     headers = {"Content-Type": "application/json"}
     if key := os.environ.get(KEY):
         headers["Authorization"] = f"Bearer {key}"

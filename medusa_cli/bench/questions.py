@@ -1,4 +1,4 @@
-"""Questions of a bench: read from files and hub datasets, chosen by category and number."""
+"""Questions for a bench, read from files and hub datasets, and selected by category and number."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -11,22 +11,24 @@ from medusa_cli.errors import UsageError, UserError
 from medusa_cli.files import assets
 from medusa_cli.files.io import Malformed, read_jsonl
 
-# Ours: nobody trains on them. Prompts of `distill --seed code` come from other sources.
+# Our own questions, on which nobody trains. The prompts of `distill --seed code` come from other
+# sources.
 CODING = Path(__file__).with_name("coding.jsonl")
 SUFFIXES = (".jsonl", ".json", ".parquet", ".txt")
-# Keys under which published sets keep the user's words, their id and a reference answer; the first one present counts.
+# Keys under which published sets store the user's text, its id and a reference answer. The first
+# key present is used.
 TEXT_KEYS = ("turns", "messages", "conversations", "prompt", "question", "instruction", "text")
 ID_KEYS = ("question_id", "task_id", "id")
 REFERENCE_KEYS = ("reference", "answer", "canonical_solution")
 # Spec-Bench counts MT-Bench's eight categories as one of its six tasks.
 SPEC_BENCH = frozenset({"translation", "summarization", "qa", "math_reasoning", "rag"})
-# SPEED-Bench has this text on the hub in the place of texts that may not be passed on.
+# On the hub, SPEED-Bench has this placeholder for texts that may not be redistributed.
 WITHHELD = "FULL BENCHMARK DATA SHOULD BE FETCHED"
 
 
 @dataclass(frozen=True)
 class Question:
-    """One question: the user's turns in order, and reference answers to judge by where the set has them."""
+    """Holds the user turns of a question in order, and reference answers for the judge if the set has them."""
 
     id: str
     category: str
@@ -35,7 +37,7 @@ class Question:
 
 
 def of_categories(questions: Sequence[Question], wanted: str | None) -> list[Question]:
-    """Returns the questions of the categories in a comma-separated list; raises UsageError for an unknown one."""
+    """Returns the questions in a comma-separated list of categories; raises UsageError for an unknown category."""
     known = list(dict.fromkeys(question.category for question in questions))
     names = known if wanted is None else [name.strip() for name in wanted.split(",")]
     if unknown := [name for name in names if name not in known]:
@@ -46,7 +48,10 @@ def of_categories(questions: Sequence[Question], wanted: str | None) -> list[Que
 
 
 def spread(questions: Sequence[Question], limit: int | None) -> list[Question]:
-    """Returns at most `limit` questions, taken from the categories in turn, in their order; all of them for None."""
+    """Returns at most `limit` questions (None: all), taken from the categories in turn, in the same order.
+
+    Raises UsageError for a limit below 1.
+    """
     if limit is not None and limit < 1:
         raise UsageError(f"@limit {limit} is too small", "use 1 or more")
     groups: dict[str, list[int]] = {}
@@ -59,9 +64,9 @@ def spread(questions: Sequence[Question], limit: int | None) -> list[Question]:
 
 
 def read_questions(source: str | Path) -> tuple[list[Question], int]:
-    """Returns the questions of a file or a hub dataset OWNER/NAME[:CONFIG[:SPLIT]], and how many records it skipped.
+    """Returns the questions of a file or hub dataset OWNER/NAME[:CONFIG[:SPLIT]], and the number of skipped records.
 
-    Raises UserError for a source that does not exist or has no usable question.
+    Raises UserError if the source does not exist or has no usable question.
     """
     records = [_question(record, number) for number, record in enumerate(_records(str(source)), 1)]
     questions = [question for question in records if question is not None]
@@ -95,7 +100,7 @@ def _records(source: str) -> Iterator[Any]:
 
 
 def _file_records(path: Path) -> Iterator[Any]:
-    """Yields a file's records by its suffix; None for a line that is not JSON."""
+    """Yields a file's records in the format given by its suffix; None for a line that is not JSON."""
     if path.suffix == ".parquet":
         import pyarrow.parquet
 
@@ -107,9 +112,8 @@ def _file_records(path: Path) -> Iterator[Any]:
             ) from reason
         return
     if path.suffix == ".txt":
-        lines = path.read_text(encoding="utf-8", errors="replace").split(
-            "\n"
-        )  # a question may hold other breaks
+        # Not splitlines, because a question may contain other line breaks.
+        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
         yield from ({"prompt": line.strip()} for line in lines if line.strip())
         return
     bad: list[None] = []
@@ -118,7 +122,7 @@ def _file_records(path: Path) -> Iterator[Any]:
 
 
 def _question(record: Any, number: int) -> Question | None:
-    """Returns a record as a question; None if it has no words of a user."""
+    """Returns a record as a question, or None if it has no user text."""
     if not isinstance(record, dict):
         return None
     key = next((key for key in TEXT_KEYS if record.get(key)), "")
@@ -143,7 +147,7 @@ def _question(record: Any, number: int) -> Question | None:
 
 
 def _turns(words: Any) -> tuple[Any, ...]:
-    """Returns the user's turns of a text, of texts in order, or of messages with roles."""
+    """Returns the user turns of a text, a list of texts, or a list of messages with roles."""
     if not isinstance(words, list):
         return (words,)
     if not isinstance(words[0], dict):

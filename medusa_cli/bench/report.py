@@ -1,4 +1,4 @@
-"""Reports: saved benches as one HTML page that needs no network, and as Markdown."""
+"""Reports of saved benches, as one HTML page that needs no network and as Markdown."""
 
 import base64
 import io
@@ -12,13 +12,13 @@ from medusa_cli import __version__
 from medusa_cli.errors import UserError, first_line
 from medusa_cli.files.io import Document, read_object, write_atomic
 
-LISTED = 40  # differences in the table
+LISTED = 40  # rows in the table of differences
 Interval = tuple[float, float] | None
-Curves = Mapping[str, Sequence[tuple[float, float, Interval]]]  # by name: x, y and y's interval
+Curves = Mapping[str, Sequence[tuple[float, float, Interval]]]  # by name: (x, y, interval of y)
 
 
 class SavedBench(NamedTuple):
-    """A saved bench with the sweeps beside it; `name` tells it from the report's other benches."""
+    """Holds a saved bench and the sweeps next to it; `name` identifies it in the report."""
 
     name: str
     document: Document
@@ -32,7 +32,7 @@ class Table(NamedTuple):
 
 
 class Section(NamedTuple):
-    """Words, tables, and the SVG of charts by title."""
+    """Holds a section's text, its tables, and its SVG charts by title."""
 
     title: str
     words: str
@@ -41,7 +41,7 @@ class Section(NamedTuple):
 
 
 def read_bench(path: Path) -> Document:
-    """Reads a saved bench; raises UserError for a file that holds none."""
+    """Reads a saved bench; raises UserError if the file does not hold one."""
     document = read_object(path, "the bench")
     if (
         not isinstance(document.get("methods"), dict)
@@ -55,9 +55,10 @@ def read_bench(path: Path) -> Document:
 
 
 def write_report(paths: Mapping[str, Path], page: Path) -> list[Path]:
-    """Writes benches by name as a page that needs no other file, and as Markdown beside it; returns both paths.
+    """Writes benches as a self-contained HTML page, and as Markdown next to it; returns both paths.
 
-    Raises UserError for figures that no bench writes: a file may hold anything.
+    paths: the files of the benches by name. Raises UserError if a file holds figures that no bench
+    writes.
     """
     from jinja2 import Environment, FileSystemLoader
 
@@ -91,10 +92,10 @@ def write_report(paths: Mapping[str, Path], page: Path) -> list[Path]:
 
 
 def markdown(title: str, facts: Mapping[str, str], sections: Sequence[Section]) -> str:
-    """Returns words and tables; charts are in the page only."""
+    """Returns the text and tables of a report in Markdown; charts are only in the HTML page."""
 
     def inline(text: str) -> str:
-        """Returns a text on one line, in which nothing reads as HTML or ends a table's cell."""
+        """Returns a text on one line, escaped so that nothing reads as HTML or ends a table cell."""
         return escape(" ".join(text.split()), quote=False).replace("|", "\\|")
 
     lines = [f"# {inline(title)}", ""]
@@ -114,11 +115,11 @@ def markdown(title: str, facts: Mapping[str, str], sections: Sequence[Section]) 
 
 
 def chart(title: str, draw: Callable[[Any], object], height: float = 3.4) -> dict[str, str]:
-    """Returns the drawing of `draw` on matplotlib's axes, by its title, as the address of an SVG image."""
+    """Returns the chart that `draw` makes on matplotlib's axes, by title, as the data URL of an SVG image."""
     import matplotlib
     from matplotlib.figure import Figure
 
-    # Names are of people's choosing, and some hold dollars: no text is mathematics.
+    # Users choose the names, and dollar signs in them must not be parsed as math.
     style = {
         "svg.fonttype": "none",
         "text.parse_math": False,
@@ -151,7 +152,7 @@ def chart(title: str, draw: Callable[[Any], object], height: float = 3.4) -> dic
 def bars(
     title: str, groups: Mapping[str, Mapping[str, Mapping[str, Any]]], key: str, unit: str
 ) -> dict[str, str]:
-    """Returns a chart of a figure of methods by group: horizontal bars with whiskers, a dotted line at 1."""
+    """Returns a bar chart of one figure for methods by group: horizontal, with whiskers and a dotted line at 1."""
     names = list(dict.fromkeys(name for methods in groups.values() for name in methods))
 
     def draw(axes: Any) -> None:
@@ -181,7 +182,7 @@ def bars(
 
 
 def lines(title: str, curves: Curves, x: str, y: str, log: bool = False) -> dict[str, str]:
-    """Returns a chart of lines with their intervals as bands. log: the x axis doubles between ticks."""
+    """Returns a line chart with intervals as bands; log: the x axis is logarithmic with base 2."""
 
     def draw(axes: Any) -> None:
         for number, (name, points) in enumerate(curves.items()):
@@ -229,7 +230,7 @@ def _cell(value: float | None, form: str) -> str:
 
 
 def _methods(benches: Sequence[SavedBench]) -> Iterator[tuple[str, Document, str, dict[str, Any]]]:
-    """Yields every method with its name in the report, its bench's document, its name there, and its figures."""
+    """Yields each method's name in the report, its bench document, its name there, and its figures."""
     for bench in benches:
         for method, figures in bench.document["methods"].items():
             yield (
@@ -241,7 +242,7 @@ def _methods(benches: Sequence[SavedBench]) -> Iterator[tuple[str, Document, str
 
 
 def gains_table(document: Document) -> tuple[list[str], list[list[str]]]:
-    """Returns the head and the rows of a bench's closing table."""
+    """Returns the header and rows of the table that `medusa bench` prints at the end."""
     rows = []
     for name, figures in document["methods"].items():
         interval = figures["speedup_95"]

@@ -1,4 +1,4 @@
-"""A bench: loads the model twice in turn (transformers' own, ours), all methods answer, one document results."""
+"""A bench: loads transformers' model and then ours, has all methods answer, and returns one document."""
 
 import gc
 import importlib.metadata
@@ -58,9 +58,10 @@ WARM_UP_TOKENS = 24
 log = logging.getLogger(__name__)
 
 
-# Receives a method's name, the results that it answers, and new tokens; none: their answers to this turn are complete.
+# Receives a method's name, the results that it is answering, and new tokens. An empty list means
+# that the answers to this turn are complete.
 OnTokens = Callable[[str, list[Result], list[int]], None]
-# Opened for methods that share a backbone, with the number of turns that they answer together.
+# Opened for methods that share a backbone, with the total number of turns that they answer.
 Watch = Callable[[Backbone, int], AbstractContextManager[OnTokens]]
 
 
@@ -70,11 +71,11 @@ def unwatched(backbone: Backbone, turns: int) -> AbstractContextManager[OnTokens
 
 @dataclass(frozen=True)
 class Bench:
-    """Settings of a measurement: methods by name, questions, and at most `max_new_tokens` a turn.
+    """Holds the settings of a measurement: method names, questions, and at most `max_new_tokens` per turn.
 
-    drafts: the files of methods that draft with a drafter. gguf: the file of llama.cpp and OpenVINO. draft_model: for
-    hf-assisted. peers: addresses of servers that answer, too, by the names of their methods.
-    Raises UsageError for a method that is unknown or cannot run.
+    drafts: the files of the methods that use a drafter. gguf: the file for llama.cpp and OpenVINO.
+    draft_model: the model that drafts for hf-assisted. peers: addresses of servers that also
+    answer, by method name. Raises UsageError if a method is unknown or cannot run.
     """
 
     choice: Choice
@@ -123,7 +124,7 @@ class Bench:
                 raise UsageError(f"{flag} {value} has no effect with @methods {text}", remedy)
 
     def run(self, watch: Watch = unwatched) -> dict[str, Any]:
-        """Returns the bench's document; only one copy of the model is loaded at a time."""
+        """Runs the bench and returns its document; only one copy of the model is loaded at a time."""
         trees = {name: static_tree(choice) for name, choice in self.drafts.items()}
         results = [Result(question) for question in self.questions]
         self._answer_by_transformers(results, watch)
@@ -149,7 +150,8 @@ class Bench:
                 ]
                 for name in self.methods
             }
-        # Rounded weights answer as a model of their own: the plain model's answers tell how far it moved.
+        # Quantized weights form a different model. The likelihood of the plain model's answers
+        # shows how far it has moved.
         asks_quality = not self.sampling.greedy or backbone.engine.quantize is not None
         mode = "greedy" if self.sampling.greedy else self.sampling.mode
         facts = f"{self.choice.model}, {_dtype(backbone.dtype)} on {backbone.device}, {backbone.engine.title}, "
@@ -191,7 +193,7 @@ class Bench:
         }
 
     def _answer_by_transformers(self, results: list[Result], watch: Watch) -> None:
-        """Runs transformers' methods on the unmodified model and frees it."""
+        """Runs the transformers methods on the unmodified model, then frees it."""
         names = [name for name in self.methods if name in TRANSFORMERS]
         if not names:
             return
@@ -213,14 +215,14 @@ class Bench:
             torch.cuda.empty_cache()
 
     def _plain_backbone(self) -> Backbone:
-        """Loads the transformers model with the run's adapter, in the number type that our engine will compute in."""
+        """Loads the transformers model with the run's adapter, in the number type that our engine will use."""
         options = self.options
         model = self.choice.model
         device = resolve_device(options.device)
         dtype = resolve_dtype(options.dtype, model, device, options.trust_remote_code)
         name = next(name for name, known in DTYPES.items() if known == dtype)
         quantize = options.quantize if options.quantised else None
-        # With gradients the layers stay as they are.
+        # With gradients, the layers are not replaced.
         backbone = self._load(
             replace(options, engine="eager", dtype=name, quantize=quantize), gradients=True
         )
@@ -238,7 +240,7 @@ class Bench:
         )
 
     def _assistant(self, backbone: Backbone) -> Any:
-        """Loads the model that drafts for hf-assisted; raises UserError for another vocabulary."""
+        """Loads the model that drafts for hf-assisted; raises UserError if its vocabulary differs."""
         network, tokenizer = load_network(str(self.draft_model), self.options)
         if tokenizer.get_vocab() != backbone.tokenizer.get_vocab():
             raise UserError(
@@ -254,7 +256,7 @@ class Bench:
         for name in self.methods:
             if name in (*LLAMA, *OPENVINO):
                 file = self.gguf or gguf_path(self.choice.model)
-                assert file is not None  # check_reader has seen to it
+                assert file is not None  # check_reader ensures this
                 method = llama_method if name in LLAMA else openvino_method
                 methods[name] = method(name, file, backbone)
             elif name in self.peers:
@@ -271,7 +273,10 @@ class Bench:
 
 
 def _describe(choice: Choice, drafter: Drafter | None, policy: DraftPolicy) -> dict[str, Any]:
-    """Returns a method's drafter and policy. tree: the file it is from, None if it was searched."""
+    """Returns a description of a method's drafter and policy.
+
+    tree: the file that the tree comes from, or None if the tree was searched.
+    """
     assert choice.drafter is not None and drafter is not None
     return {
         "drafter": str(choice.drafter),
@@ -295,11 +300,12 @@ def answer_all(
     results: list[Result],
     watch: Watch = unwatched,
 ) -> None:
-    """Adds each method's answers to the results, after a warm-up. The order of methods rotates between questions.
+    """Adds each method's answers to the results after a warm-up; the order of methods rotates between questions.
 
-    All methods get the same prompts: the reference's answer is the history of the next turn. Results that other methods
-    have answered before keep their prompts. A batch of questions is answered turn by turn; its seconds are shared by
-    tokens. Raises UserError, before anything is measured, for a question longer than the context; later turns that are
+    All methods get the same prompts, in which the reference method's answers are the history of
+    later turns. Results that other methods have already answered keep their prompts. A batch of
+    questions is answered turn by turn, and its time is divided in proportion to tokens. Raises
+    UserError before any measurement if a question is longer than the context. Later turns that are
     longer than the context are left out.
     """
     names = list(methods)
@@ -311,7 +317,7 @@ def answer_all(
     for result in results if fresh else ():
         _add_prompt(backbone, result, 0, "")
     for method in methods.values():
-        # One sequence drafts, which packs the drafter; many may decode plainly.
+        # A single sequence drafts, which packs the drafter's weights; a batch may use no drafts.
         for together in sorted({1, min(size, len(results))}):
             warm_up = [results[0].prompts[0]] * together
             method(warm_up, min(WARM_UP_TOKENS, count), lambda tokens: None)
@@ -340,9 +346,9 @@ def answer_all(
 
 
 def _add_prompt(backbone: Backbone, result: Result, turn: int, reference: str) -> None:
-    """Adds the prompt of a turn after the answered ones, if there is such a turn and it fits into the context.
+    """Adds the prompt of the turn after the answered ones, if there is such a turn and it fits in the context.
 
-    Raises UserError for a first turn that does not fit.
+    Raises UserError if a first turn does not fit.
     """
     question = result.question
     if len(result.prompts) < turn or len(question.turns) <= turn:
@@ -369,9 +375,10 @@ def _add_prompt(backbone: Backbone, result: Result, turn: int, reference: str) -
 def first_difference(
     backbone: Backbone, result: Result, name: str, reference: str
 ) -> dict[str, Any] | None:
-    """Returns where a method's tokens leave the reference's, None if they are the same.
+    """Returns where a method's tokens first differ from the reference's, or None if they are identical.
 
-    margin: between the logits of both tokens in the model; near 0, rounding decided a tie.
+    margin: the difference between the model's logits of the two tokens. If it is near 0, rounding
+    decided a tie.
     """
     pairs = zip(result.answers[reference].turns, result.answers[name].turns, strict=True)
     for turn, (expected, actual) in enumerate(pairs):
@@ -380,7 +387,7 @@ def first_difference(
         place: dict[str, Any] = {"question": result.question.id, "turn": turn}
         shorter = min(len(expected), len(actual))
         same = next((i for i in range(shorter) if expected[i] != actual[i]), shorter)
-        if same == shorter:  # one is the beginning of the other
+        if same == shorter:  # one is a prefix of the other
             return place | {"position": same, "margin": 0.0}
         ids = torch.tensor([*result.prompts[turn], *expected[:same]])
         logits = backbone.engine.forward(Plan.chain(ids), backbone.engine.new_cache()).logits[
@@ -396,9 +403,10 @@ def first_difference(
 
 
 def likelihood(backbone: Backbone, results: Sequence[Result]) -> dict[str, dict[str, float]]:
-    """Returns each method's answers to first turns under the model's own distribution at temperature 1.
+    """Returns how likely each method's first-turn answers are under the model's distribution at temperature 1.
 
-    nll: nats a token; perplexity: its exponential; agreement: share of tokens that are the model's first choice.
+    nll: nats per token. perplexity: its exponential. agreement: the share of tokens that are the
+    model's first choice.
     """
     quality = {}
     for name in results[0].answers:
@@ -427,7 +435,7 @@ def likelihood(backbone: Backbone, results: Sequence[Result]) -> dict[str, dict[
 
 
 def environment(device: torch.device) -> dict[str, str | int]:
-    """Returns operating system, processor, accelerator, and versions of what computes."""
+    """Returns the operating system, CPU, accelerator and the versions of the compute libraries."""
     facts: dict[str, str | int] = {
         "system": platform.platform(),
         "processor": processor(),
@@ -448,7 +456,7 @@ def environment(device: torch.device) -> dict[str, str | int]:
 
 
 def save(document: dict[str, Any], folder: Path) -> Path:
-    """Writes a bench into a folder under the present time; returns its path."""
+    """Writes a bench to a folder in a file named after the current time; returns its path."""
     path = folder / f"{datetime.now(timezone.utc):%Y-%m-%dT%H%M%S-%f}.json"
     write_json(path, document)
     return path

@@ -1,4 +1,4 @@
-"""Figures of a bench: speed, acceptance, and their bootstrap intervals over questions."""
+"""Figures of a bench: speed and acceptance, with bootstrap intervals over questions."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -18,9 +18,10 @@ Sums = NDArray[np.float64]
 
 @dataclass
 class Measurement:
-    """Measures a method's answer to a question: token ids of each turn, seconds, sums over steps (none: not our loop).
+    """Holds a method's answer to a question: token ids of each turn, seconds, and sums over steps.
 
-    depths: steps by the number of draft tokens they accepted; prefill is not a step.
+    Only our loop records steps. depths: the number of steps by the number of draft tokens they
+    accepted. The prefill is not a step.
     """
 
     turns: list[list[int]] = field(default_factory=list)
@@ -49,7 +50,7 @@ class Measurement:
 
 @dataclass
 class Result:
-    """A question, the prompt of each turn, and each method's answer."""
+    """Holds a question, the prompt of each turn, and each method's answer."""
 
     question: Question
     prompts: list[list[int]] = field(default_factory=list)
@@ -57,12 +58,12 @@ class Result:
 
 
 def reference_of(names: Sequence[str]) -> str:
-    """Returns the method whose answers the others must equal: our plain loop, else hf, else the first."""
+    """Returns the method whose answers the others must match: our plain loop, else hf, else the first."""
     return next((name for name in ("ar", "hf") if name in names), names[0])
 
 
 def baseline_of(names: Sequence[str]) -> str:
-    """Returns the method that speedups are over: hf, else our plain loop, else the first."""
+    """Returns the method that speedups are relative to: hf, else our plain loop, else the first."""
     return next((name for name in ("hf", "ar") if name in names), names[0])
 
 
@@ -71,10 +72,10 @@ def summarise(
     differences: Mapping[str, Sequence[Any]] | None,
     plain: Mapping[str, str | None] | None = None,
 ) -> dict[str, Any]:
-    """Returns every method's figures by name; docs/measuring.md explains each.
+    """Returns the figures of every method by name; docs/measuring.md explains each figure.
 
-    differences: each method's first difference in every question that has one; None: not compared. plain: the method
-    that decodes as each one does, but without its drafts.
+    differences: each method's first difference in every question that has one; None if answers are
+    not compared. plain: for each method, the one that decodes the same way but without drafts.
     """
     names = list(results[0].answers)
     baseline = baseline_of(names)
@@ -119,9 +120,9 @@ def summarise(
 
 
 def _own_plain(results: Sequence[Result], name: str, plain: str | None) -> dict[str, Any] | None:
-    """Returns how many answers with drafts are those of the same program without; None without such a method.
+    """Returns how many answers equal those of the same program without drafts; None if there is no such method.
 
-    drafted: draft tokens of the program, None where it does not tell.
+    drafted: the number of draft tokens, or None if the program does not report it.
     """
     if plain is None:
         return None
@@ -162,10 +163,11 @@ def _rates(results: Sequence[Result], name: str, baseline: str) -> dict[str, Any
 def by_position(
     answers: Sequence[Mapping[int, int]],
 ) -> list[dict[str, float | tuple[float, float] | None]]:
-    """Returns acceptance at draft positions 1, 2..., from each answer's number of steps by accepted depth.
+    """Returns the acceptance at draft positions 1, 2, ... from each answer's number of steps by accepted depth.
 
-    reached: share of all steps that accepted the position (as vLLM and SPEED-Bench count), with its interval; after:
-    share of the steps that had accepted the position before (EAGLE's k-alpha).
+    reached: the share of all steps that accepted the position (as in vLLM and SPEED-Bench), with
+    its interval. after: the share of the steps that accepted the previous position (EAGLE's
+    k-alpha).
     """
     width = 1 + max((depth for depths in answers for depth in depths), default=0)
     table = np.array([[depths.get(k, 0) for k in range(width)] for depths in answers], float)
@@ -188,10 +190,11 @@ def bootstrap(
     rounds: int = ROUNDS,
     seed: int = 0,
 ) -> tuple[float, float] | None:
-    """Returns the 95 % interval of a figure over questions drawn with replacement; None below two questions.
+    """Returns the 95 % interval of a figure over questions drawn with replacement.
 
-    columns [Q, C]: what each question adds to the sums. figure: from sums [..., C] to the figure [...]. Two methods'
-    columns stand in one row, so that their ratio is drawn in pairs.
+    columns [Q, C]: the contribution of each question to the sums. figure: maps sums [..., C] to the
+    figure [...]. The columns of two methods are in one row, so that their ratio is resampled in
+    pairs. Returns None for fewer than two questions.
     """
     table = np.asarray(columns, dtype=np.float64)
     if len(table) < 2:
@@ -201,7 +204,7 @@ def bootstrap(
     )
     with np.errstate(divide="ignore", invalid="ignore"):
         values = figure(draws @ table)  # [rounds]
-    values = values[np.isfinite(values)]  # a draw of only empty answers has no rate
+    values = values[np.isfinite(values)]  # a sample with only empty answers has no rate
     if not len(values):
         return None
     low, high = np.quantile(values, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
@@ -209,10 +212,10 @@ def bootstrap(
 
 
 def rate(sums: Sums) -> Sums:
-    """Returns column 0 over column 1."""
+    """Returns column 0 divided by column 1."""
     return sums[..., 0] / sums[..., 1]
 
 
 def ratio_of_rates(sums: Sums) -> Sums:
-    """Returns column 0 over 1, over column 2 over 3."""
+    """Returns columns 0 / 1 divided by columns 2 / 3."""
     return rate(sums) / rate(sums[..., 2:])

@@ -1,4 +1,4 @@
-"""Times of forward passes by rows, and the bandwidth of memory, which bounds them."""
+"""Times of forward passes by number of rows, and the memory bandwidth that bounds them."""
 
 import logging
 import statistics
@@ -23,9 +23,10 @@ log = logging.getLogger(__name__)
 def time_rows(
     backbone: Backbone, rows: Sequence[int] = ROWS, *, context: int, rounds: int = ROUNDS
 ) -> dict[str, Any]:
-    """Returns median milliseconds of a pass by rows after `context` tokens, seconds of the prefill, the cache's bytes.
+    """Returns the median pass time in milliseconds by number of rows, with `context` tokens in the cache.
 
-    The sizes take turns, so that drift of the machine hits all alike.
+    It also returns the prefill time in seconds and the cache size in bytes. Row counts are
+    interleaved so that machine drift affects them all equally.
     """
     cache = backbone.engine.new_cache(capacity=context + max(rows))
     prompt = Plan.chain(torch.arange(context) % backbone.vocab_size, logits="none")
@@ -37,14 +38,14 @@ def time_rows(
             tree = Tree((-1, *[0] * (count - 1)), tuple(range(count)))
             plan = Plan(ids[None], tree.depth, tree.mask)
             seconds = best_time(backbone.device, partial(_verify, backbone.engine, plan, cache), 1)
-            if number >= 2:  # the first rounds warm up
+            if number >= 2:  # the first rounds are a warm-up
                 laps[count].append(seconds)
     medians = {str(count): 1e3 * statistics.median(times) for count, times in laps.items()}
     return {"step_ms": medians, "prefill_s": prefill, "cache_bytes": cache.nbytes}
 
 
 def _verify(engine: Engine, plan: Plan, cache: Cache) -> None:
-    """Runs a pass, and reads each row's most likely token as acceptance does."""
+    """Runs a pass and reads each row's most likely token, as acceptance does."""
     out = engine.forward(plan, cache)
     assert out.logits is not None
     best = out.logits.argmax(-1) if out.best is None else out.best
@@ -52,7 +53,11 @@ def _verify(engine: Engine, plan: Plan, cache: Cache) -> None:
 
 
 def time_passes(backbone: Backbone, contexts: Sequence[int]) -> dict[str, Any]:
-    """Times a backbone's passes by context and rows, beside the time that reading its weights takes at least."""
+    """Times a backbone's passes by context and number of rows.
+
+    The result also has the minimum time to read the weights at the measured bandwidth. Raises
+    UsageError if the longest context does not fit.
+    """
     longest = backbone.max_positions - 3
     if contexts[-1] > longest:
         raise UsageError(

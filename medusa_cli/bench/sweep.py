@@ -1,4 +1,4 @@
-"""Sweeps: one bench for each value of an axis. A killed sweep goes on, and known points are not measured again."""
+"""Sweeps: one bench per value of an axis. A killed sweep resumes, and known points are not measured again."""
 
 import hashlib
 import json
@@ -26,7 +26,7 @@ from medusa_cli.tree.search import Accuracies, largest
 
 
 class Axis(NamedTuple):
-    """A varied setting: its unit, its usual values, and the flags that it replaces."""
+    """Describes a varied setting: its unit, its default values, and the flags that it replaces."""
 
     unit: str
     values: tuple[float, ...]
@@ -58,7 +58,10 @@ log = logging.getLogger(__name__)
 
 
 def parse_values(name: str, text: str | None) -> list[float]:
-    """Returns the rising values of a list such as 2,4,8, or the axis's usual ones; raises UsageError for a bad one."""
+    """Returns the values of a list such as 2,4,8 in rising order, or by default those of the axis.
+
+    Raises UsageError for an unknown axis or an invalid value.
+    """
     if name not in AXES:
         raise UsageError(f"@sweep {name!r} is unknown", f"use one of {', '.join(AXES)}")
     if text is None:
@@ -79,7 +82,7 @@ def parse_values(name: str, text: str | None) -> list[float]:
 def sweep(
     base: Bench, axis: str, values: Sequence[float], folder: Path, watch: Watch = unwatched
 ) -> dict[str, Any]:
-    """Measures the points that are not in the folder yet, writes sweep-AXIS.json there and returns it."""
+    """Measures the points that are not in the folder yet, writes sweep-AXIS.json there and returns its content."""
     if "medusa" not in base.drafts or not METHODS.issuperset(base.methods):
         text = f"@methods {','.join(base.methods)} cannot be swept"
         raise UsageError(text, "use medusa, and hf, hf-lookup or ar beside it")
@@ -97,9 +100,8 @@ def sweep(
         result = read_object(path, "the point")["bench"]
         for name, figures in result["methods"].items():
             drafts = name in result["drafting"]
-            if (
-                drafts or series == points[0][0]
-            ):  # methods that do not draft are the same in every series
+            # Methods that do not draft are the same in every series.
+            if drafts or series == points[0][0]:
                 nll = (result["quality"] or {}).get(name, {}).get("nll")
                 row = {key: figures[key] for key in FIGURES}
                 rows.append(
@@ -184,7 +186,10 @@ def _digest(bench: Bench) -> str:
 
 
 def _long_questions(bench: Bench, tokens: int) -> list[Question]:
-    """Returns first turns, each after as much text of the other questions as makes some `tokens` tokens."""
+    """Returns first turns, each after text of the other questions that brings it to about `tokens` tokens.
+
+    Raises UsageError if that does not fit in the model's context.
+    """
     folder = model_dir(bench.choice.model)
     trusted = bench.options.trust_remote_code
     limit = getattr(
@@ -202,7 +207,7 @@ def _long_questions(bench: Bench, tokens: int) -> list[Question]:
 
 
 def fill(questions: Sequence[Question], tokenizer: Any, tokens: int) -> list[Question]:
-    """Puts text of the other questions before each first turn, up to `tokens` tokens; later turns are dropped."""
+    """Prepends text of the other questions to each first turn, up to `tokens` tokens; later turns are dropped."""
     filled = []
     for index, question in enumerate(questions):
         turn = question.turns[0]

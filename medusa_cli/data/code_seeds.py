@@ -1,4 +1,4 @@
-"""Seed prompts about code: made from the Python sources that are installed here, or picked from other seeds."""
+"""Seed prompts about code, made from the Python sources installed here or picked from other seeds."""
 
 import ast
 import hashlib
@@ -17,10 +17,10 @@ from medusa_cli.data.conversation import Conversation
 
 KINDS = ("complete", "explain", "repair", "test", "translate", "change", "fim")
 WEIGHTS = (2, 1, 2, 1, 1, 2, 1)
-SEEDS = 20_000  # at most; reading the sources for as many takes half a minute
+SEEDS = 20_000  # maximum; reading the sources for this many takes half a minute
 FROM_A_FILE = 4
 FILE_BYTES = 200_000
-SIZES = range(200, 2001)  # characters of a function
+SIZES = range(200, 2001)  # characters in a function
 CLASS_SIZES = range(600, 3501)
 _UNREADABLE = (OSError, ValueError, SyntaxError, RecursionError, MemoryError)
 SKIPPED = {
@@ -45,14 +45,14 @@ LANGUAGES = (
     "Kotlin",
     "Swift",
 )
-# Tokens before the text in front of a gap, the text behind it, and the gap's filling: Qwen's,
-# StarCoder's, DeepSeek's. Seeds have the first.
+# Tokens that precede the text before a gap, the text after it, and the text that fills it, as used
+# by Qwen, StarCoder and DeepSeek. Seeds contain the first set.
 FIM = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
     ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
 )
-# Tokens that a repair prompt breaks, and their replacements.
+# Tokens that repair prompts replace to introduce a bug, and their replacements.
 SWAPS = {"==": "!=", "!=": "==", "<": "<=", "<=": "<", ">": ">=", ">=": ">", "+": "-", "-": "+"}
 SWAPS |= {"and": "or", "or": "and", "True": "False", "False": "True", "0": "1", "1": "0"}
 
@@ -100,8 +100,8 @@ FOLLOWING = {
     "translate": ("Show how to call it, with the expected output.", "Now add comments."),
     "change": ("Summarise the change as a commit message.", "Now show it as a unified diff."),
 }
-# Code in a text: a fence, a line of some language, a traceback, or a word that only programmers
-# use.
+# Signs of code in a text: a code fence, a line in some language, a traceback, or a word that only
+# programmers use.
 _CODE = re.compile(
     r"```|Traceback \(most recent call last\)|#include *[<\"]|</(?:div|html|script|body|span)>|\w\([^()\n]*\);\s*$"
     r"|^\s*(?:def \w+\(|class \w+[:({]|import \w+$|from [\w.]+ import |(?:public|private) (?:static|class|void) "
@@ -114,7 +114,7 @@ _CODE = re.compile(
     r"|\bC(?:\+\+|#)(?!\w)",
     re.IGNORECASE | re.MULTILINE,
 )
-# Results of ShareGPT's search plug-in hold addresses and names of programs on any subject.
+# Web search results pasted into ShareGPT contain URLs and program names on any subject.
 _PASTED = "Web search results:"
 
 
@@ -124,10 +124,10 @@ def is_code(text: str) -> bool:
 
 
 def code_seeds(random_seed: int, limit: int | None = None) -> list[Conversation]:
-    """Returns prompts from the sources of the standard library and of installed packages, the same for a seed.
+    """Returns prompts made from the standard library and installed packages.
 
-    Each source is used once, however many packages have a copy. A smaller limit gives the first of
-    a larger one's.
+    The prompts are the same for the same random seed. Each source is used once, even if several
+    packages contain a copy. A smaller limit returns the first prompts of a larger one.
     """
     seeds: dict[str, Conversation] = {}
     for source in _sources(random_seed):
@@ -141,7 +141,7 @@ def code_seeds(random_seed: int, limit: int | None = None) -> list[Conversation]
 
 @dataclass(frozen=True)
 class _Source:
-    """A function or class, its text without indentation, and where it stands."""
+    """Holds a function or class, its text without indentation, and its file and line."""
 
     node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
     text: str
@@ -154,12 +154,12 @@ class _Source:
 
     @property
     def head(self) -> int:
-        """Returns the number of lines up to the docstring's end."""
+        """Returns the number of lines up to the end of the docstring."""
         return (self.node.body[0].end_lineno or 0) - self.line + 1
 
 
 def _sources(random_seed: int) -> Iterator[_Source]:
-    """Yields documented functions and classes, at most FROM_A_FILE a file, in an order that the seed mixes."""
+    """Yields documented functions and classes, at most FROM_A_FILE per file, in an order that depends on the seed."""
     files: dict[str, Path] = {}
     for key in ("stdlib", "purelib", "platlib"):
         root = Path(sysconfig.get_paths()[key])
@@ -176,7 +176,7 @@ def _sources(random_seed: int) -> Iterator[_Source]:
 
 
 def _sources_of(path: Path, name: str, chance: random.Random) -> list[_Source]:
-    """Returns some of a file's documented functions and classes; none of a file that cannot be parsed."""
+    """Returns a sample of a file's documented functions and classes, or none if the file cannot be parsed."""
     try:
         data = path.read_bytes()
         if len(data) > FILE_BYTES:
@@ -197,7 +197,7 @@ def _sources_of(path: Path, name: str, chance: random.Random) -> list[_Source]:
         first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
         part = textwrap.dedent("\n".join(lines[first - 1 : node.end_lineno]))
         sizes = CLASS_SIZES if isinstance(node, ast.ClassDef) else SIZES
-        # Special tokens in a text, such as a tokenizer's own sources have, would be taken for such.
+        # A tokenizer would treat these strings as special tokens; tokenizer sources contain them.
         if (
             len(part) in sizes
             and len(node.body) > 2
@@ -210,7 +210,7 @@ def _sources_of(path: Path, name: str, chance: random.Random) -> list[_Source]:
 
 
 def _parses(text: str) -> bool:
-    """Returns False for a part that is not a program of its own: lines of a string may hinder its dedenting."""
+    """Returns False if a part is not valid code by itself, for example if a multi-line string prevents dedenting."""
     try:
         ast.parse(text)
     except _UNREADABLE:
@@ -219,7 +219,7 @@ def _parses(text: str) -> bool:
 
 
 def _seed(source: _Source, digest: str, chance: random.Random) -> Conversation:
-    """Returns a prompt about a source, of a kind by chance, and in half of the cases a second one that follows it."""
+    """Returns a prompt of a random kind about a source, followed in half of the cases by a second prompt."""
     if isinstance(source.node, ast.ClassDef):
         kind = chance.choice(("change", "change", "explain", "test"))
     else:
@@ -247,7 +247,7 @@ def _seed(source: _Source, digest: str, chance: random.Random) -> Conversation:
 
 
 def _name_in(source: _Source, chance: random.Random) -> str:
-    """Returns the name of an argument or a variable of a source."""
+    """Returns the name of a random argument or variable in a source."""
     names = {node.arg for node in ast.walk(source.node) if isinstance(node, ast.arg)} - {
         "self",
         "cls",
@@ -264,16 +264,16 @@ def _variables(source: _Source) -> set[str]:
 
 
 def _broken(source: _Source, chance: random.Random) -> tuple[str, str]:
-    """Returns a source with one fault, and the traceback that a misspelt name gives, else "".
+    """Returns a source with one bug, and the traceback if the bug is a misspelled name, else "".
 
-    A source that has nothing to break stays as it is.
+    A source with nothing to break is returned unchanged.
     """
     tokens = list(tokenize.generate_tokens(io.StringIO(source.text + "\n").readline))
     body = [token for token in tokens if token.start[0] > source.head]
     variables = _variables(source)
     names = [token for token in body if token.string in variables and len(token.string) > 3]
     swaps = [token for token in body if token.string in SWAPS]
-    # The first of a name's tokens assigns it: a misspelt one would be another variable.
+    # The first occurrence of a name assigns it: misspelled, it would just be another variable.
     first = {token.string: token for token in reversed(names)}
     names = [token for token in names if token is not first[token.string] and not _assigns(token)]
 
@@ -297,7 +297,7 @@ def _broken(source: _Source, chance: random.Random) -> tuple[str, str]:
 
 
 def _assigns(token: tokenize.TokenInfo) -> bool:
-    """Returns True for a name that is assigned or a keyword, by the text after it, or that follows a dot."""
+    """Returns True if the surrounding text shows that a name is assigned, is a keyword or follows a dot."""
     start = token.start[1]
     end = token.end[1]
     return bool(re.match(r"\s*(?:[-+*/|&]?=(?!=)|,|:|\bin\b)", token.line[end:])) or token.line[
@@ -306,13 +306,13 @@ def _assigns(token: tokenize.TokenInfo) -> bool:
 
 
 def _put(lines: list[str], token: tokenize.TokenInfo, text: str) -> None:
-    """Replaces a token in lines."""
+    """Replaces a token in a list of lines with a text."""
     line = lines[token.start[0] - 1]
     lines[token.start[0] - 1] = line[: token.start[1]] + text + line[token.end[1] :]
 
 
 def _with_gap(source: _Source, chance: random.Random) -> str:
-    """Returns a source with a gap of one to five lines behind its docstring, in the order prefix, suffix."""
+    """Returns a source with a gap of one to five lines after its docstring, in the order prefix, suffix."""
     lines = source.lines
     first = chance.randrange(source.head, len(lines))
     last = min(len(lines), first + chance.randint(1, 5))
@@ -324,13 +324,13 @@ def _with_gap(source: _Source, chance: random.Random) -> str:
 
 
 def fim_tokens(tokenizer: Any) -> tuple[str, str, str] | None:
-    """Returns a tokenizer's own tokens for fill-in-the-middle, None if it has none that are known."""
+    """Returns a tokenizer's fill-in-the-middle tokens, or None if it has no known ones."""
     vocabulary = tokenizer.get_vocab()
     return next((tokens for tokens in FIM if all(token in vocabulary for token in tokens)), None)
 
 
 def with_fim_tokens(seeds: Sequence[Conversation], tokenizer: Any) -> list[Conversation]:
-    """Returns seeds whose raw prompts have a tokenizer's own tokens; without them if it has none."""
+    """Returns seeds with the tokenizer's own tokens in raw prompts; drops raw prompts if it has none."""
     own = fim_tokens(tokenizer)
     if own is None:
         return [seed for seed in seeds if not seed.raw]

@@ -1,4 +1,4 @@
-"""Conversations: one type for seeds, distilled answers and training data, and one reader of their files."""
+"""The conversation type for seeds, distilled answers and training data, and the reader for conversation files."""
 
 import hashlib
 import json
@@ -18,7 +18,7 @@ from medusa_cli.model.chat_template import Message, encode
 
 Count = Annotated[int, Meta(ge=0, lt=2**48)]
 
-# The roles of ShareGPT, of OpenAI and of data sets made from them.
+# Role names in ShareGPT, in OpenAI's format and in data sets derived from them.
 ROLES = {
     **dict.fromkeys(("user", "human"), "user"),
     **dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard", "model"), "assistant"),
@@ -28,12 +28,12 @@ ROLES = {
 
 @dataclass(frozen=True)
 class Conversation:
-    """A conversation: its messages and, once tokenised, its token ids and the answers' spans [start, end).
+    """Holds messages and, once tokenized, the token ids and the spans [start, end) of the answers.
 
-    A seed holds only the system prompt and the user's turns. state_rows: first row and number of
-    rows in a file of hidden states, one for every position but the last. states_digest: digest of
-    tokens and rows. raw: the only turn is the prompt itself, without a chat template, such as
-    fill-in-the-middle.
+    A seed holds only the system prompt and the user turns. state_rows: the first row and the number
+    of rows in a file of hidden states, with one row for every position except the last.
+    states_digest: the digest of the tokens and rows. raw: the only turn is the prompt itself
+    without a chat template, for example for fill-in-the-middle.
     """
 
     id: str
@@ -48,13 +48,13 @@ class Conversation:
     def from_turns(
         cls, id: str, turns: Sequence[str], system: str | None = None, raw: bool | None = None
     ) -> "Conversation":
-        """Returns a seed: the user's turns after an optional system prompt."""
+        """Returns a seed: the user turns after an optional system prompt."""
         opening = [] if system is None else [{"role": "system", "content": system}]
         return cls(id, [*opening, *({"role": "user", "content": turn} for turn in turns)], raw=raw)
 
     @property
     def system(self) -> str | None:
-        """Returns the system prompt, None without one."""
+        """Returns the system prompt, or None if there is none."""
         return next(
             (message["content"] for message in self.messages[:1] if message["role"] == "system"),
             None,
@@ -62,12 +62,12 @@ class Conversation:
 
     @property
     def turns(self) -> list[str]:
-        """Returns the texts of the user's turns."""
+        """Returns the texts of the user turns."""
         return [message["content"] for message in self.messages if message["role"] == "user"]
 
     @property
     def positions(self) -> int:
-        """Returns the number of answer tokens: the positions that are trained on."""
+        """Returns the number of answer tokens, which are the positions to train on."""
         return sum(end - start for start, end in self.spans)
 
     def to_json(self) -> str:
@@ -81,7 +81,7 @@ class Conversation:
 def messages_of(record: dict[str, Any]) -> list[Message]:
     """Returns a record's messages (role, content) from OpenAI's "messages" or ShareGPT's "conversations".
 
-    Raises Malformed, with the reason, for a record of another form.
+    Raises Malformed with the reason if the record has another form.
     """
     raw = record.get("messages") or record.get("conversations")
     if not isinstance(raw, list) or not raw:
@@ -101,7 +101,11 @@ def messages_of(record: dict[str, Any]) -> list[Message]:
 
 
 def _text_of(content: Any) -> Any:
-    """Returns the text of a message's content, which may be OpenAI's list of parts; None unless all are text."""
+    """Returns the text of a message's content.
+
+    The content may be a list of parts, as in OpenAI's format. Returns None unless all of them are
+    text.
+    """
     if not isinstance(content, list):
         return content
     texts = []
@@ -113,12 +117,12 @@ def _text_of(content: Any) -> Any:
 
 
 def specforge_row(conversation: Conversation) -> dict[str, Any]:
-    """Returns a conversation as a row of SpecForge's and speculators' data sets."""
+    """Returns a conversation as a row in the data format of SpecForge and speculators."""
     return {"id": conversation.id, "conversations": conversation.messages}
 
 
 def speculators_row(conversation: Conversation) -> dict[str, Any]:
-    """Returns a tokenised conversation as speculators' rows: token ids, and a mask that is 1 on the answers."""
+    """Returns a tokenized conversation as a speculators row: token ids, and a mask that is 1 on answers."""
     mask = [0] * len(conversation.tokens)
     for start, end in conversation.spans:
         mask[start:end] = [1] * (end - start)
@@ -128,7 +132,7 @@ def speculators_row(conversation: Conversation) -> dict[str, Any]:
 def _spans_of(mask: Any, length: int) -> list[tuple[int, int]]:
     """Returns the spans [start, end) of a loss mask; raises Malformed unless it has a 0 or 1 for every token.
 
-    A row that begins with an answer has no prompt for it: its first token is left out.
+    If a row begins with an answer, no position precedes its first token, so that token is left out.
     """
     if (
         not isinstance(mask, list)
@@ -142,7 +146,7 @@ def _spans_of(mask: Any, length: int) -> list[tuple[int, int]]:
 
 
 def id_of(record: dict[str, Any]) -> str:
-    """Returns a record's id, or a digest of the record where it has none; raises Malformed for an unusable id."""
+    """Returns a record's id, or a digest of the record if it has none; raises Malformed for an unusable id."""
     name = record.get("id") or record.get("prompt_id")
     if not isinstance(name, str | int | None):
         raise Malformed("an id that is not text")
@@ -180,12 +184,15 @@ def tokenised_of(record: Any) -> Conversation:
 
 
 def conversation_of(record: Any, backbone: Backbone) -> Conversation:
-    """Returns a parsed record as a tokenised conversation, cut to the model's context; raises Malformed."""
+    """Returns a parsed record as a tokenized conversation, truncated to the model's context.
+
+    Raises Malformed if the record is unusable.
+    """
     if not isinstance(record, dict):
         raise Malformed("not an object")
     name = id_of(record)
     limit = backbone.max_positions
-    if isinstance(record.get("input_ids"), list) and "loss_mask" in record:  # speculators'
+    if isinstance(record.get("input_ids"), list) and "loss_mask" in record:  # speculators format
         ids = record["input_ids"]
         record = {"tokens": ids, "spans": _spans_of(record["loss_mask"], len(ids))}
     if "tokens" in record:
@@ -208,10 +215,10 @@ def conversation_of(record: Any, backbone: Backbone) -> Conversation:
 
 
 def read_conversations(path: Path, backbone: Backbone) -> tuple[list[Conversation], ReadReport]:
-    """Reads a JSONL file or a JSON array of conversations; the chat template tokenises those without token ids.
+    """Reads conversations from a JSONL file or a JSON array.
 
-    Malformed and truncated records are counted and skipped. Raises UserError for a missing or empty
-    file, or if no record is left.
+    The chat template tokenizes conversations without token ids. Malformed and truncated records are
+    counted and skipped. Raises UserError if the file is missing or empty, or if no record is left.
     """
     remedy = "make it with `medusa distill`, or give other data with @data"
     if not path.is_file():

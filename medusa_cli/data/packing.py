@@ -1,4 +1,4 @@
-"""Training data: conversations for training and held out, in micro-batches, with the states that a drafter reads."""
+"""Training data: training and held-out conversations, micro-batches, and the hidden states that drafters read."""
 
 import hashlib
 import json
@@ -20,22 +20,22 @@ from medusa_cli.errors import UserError
 from medusa_cli.files.io import ReadReport
 from medusa_cli.model import Backbone
 
-# A part of a ShareGPT conversation, or a turn of one: seven letters and digits, not all of them
-# small letters, and a number or two.
+# Id of a part or turn of a ShareGPT conversation: seven letters and digits, not all lowercase,
+# followed by one or two numbers.
 _PART = re.compile(r"(?=[a-z]*[A-Z0-9])([A-Za-z0-9]{7})_\d+(?:/\d+)?")
 
-# The turns of a conversation in speculators' data, each a row.
+# Id of a row in speculators data, which holds one turn of a conversation.
 _GENERATION = re.compile(r"(.+)_gen\d+")
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """Holds conversations to train on and held-out ones.
+    """Holds training conversations and held-out ones.
 
-    digest: names the conversations, their order and the split. states [rows, W]: the rows that
-    conversations point into; None: the model runs them in every step. kept: the states were kept
-    while distilling, also if another backbone is loaded. columns [H * taps]: the columns of a row that a
-    drafter reads; None: all.
+    digest: identifies the conversations, their order and the split. states [rows, W]: the rows that
+    the conversations refer to; None: the model computes them in every step. kept: the states were
+    stored during distillation, whichever backbone is loaded now. columns [H * taps]: the columns of
+    a row that a drafter reads; None: all.
     """
 
     train: list[Conversation]
@@ -47,12 +47,12 @@ class Dataset:
     columns: Tensor | None = None
 
     def answers(self, items: Sequence[Conversation] | None = None) -> list[Tensor]:
-        """Returns the tokens of the answers in conversations, by default those to train on."""
+        """Returns the tokens of each answer in the conversations, by default the training ones."""
         items = self.train if items is None else items
         return [torch.tensor(item.tokens[start:end]) for item in items for start, end in item.spans]
 
     def texts(self) -> list[Tensor]:
-        """Returns the tokens of the answers to train on, and those of each conversation's other parts."""
+        """Returns the tokens of each training answer, and the other tokens of each training conversation."""
         prompts = []
         for item in self.train:
             tokens = torch.tensor(item.tokens)
@@ -70,7 +70,7 @@ class Dataset:
         items: Sequence[Conversation],
         dtype: torch.dtype | None = None,
     ) -> Batch:
-        """Packs conversations for a drafter of a frozen backbone; dtype None keeps the states' type."""
+        """Packs conversations for a drafter on a frozen backbone; dtype None keeps the dtype of the states."""
         if self.states is None:
             return batch_of(backbone, drafter, items, dtype)
         starts = [item.state_rows[0] for item in items if item.state_rows is not None]
@@ -81,17 +81,18 @@ class Dataset:
     def micro_batches(
         self, items: Sequence[Conversation], limit: int, chance: random.Random | None = None
     ) -> list[list[Conversation]]:
-        """Returns micro-batches of whole conversations: a part of one would lack what came before it.
+        """Returns micro-batches of whole conversations, because a part would lack the text before it.
 
-        With states they have at most `limit` learnt positions, in order unless `chance` shuffles
-        them. Without states they have at most `limit` tokens with padding, and their conversations
-        are of similar length. A longer conversation is a batch of its own.
+        With states, a batch has at most `limit` trained positions, and conversations stay in order
+        unless `chance` shuffles them. Without states, a batch has at most `limit` tokens including
+        padding, and its conversations are of similar length. A conversation longer than the limit
+        forms a batch by itself.
         """
         batches: list[list[Conversation]] = []
         if self.states is None:
             ties = chance or random.Random(0)
             for item in sorted(items, key=lambda item: (len(item.tokens), ties.random())):
-                # Sorted by length, the newest is the longest: all rows are padded to it.
+                # Items are sorted by length, so all rows are padded to the newest one.
                 if not batches or (len(batches[-1]) + 1) * len(item.tokens) > limit:
                     batches.append([])
                 batches[-1].append(item)
@@ -113,9 +114,9 @@ class Dataset:
     def schedule(
         self, limit: int, epochs: int, seed: int, max_positions: int | None
     ) -> list[list[Conversation]]:
-        """Returns every micro-batch of a training in order, shuffled in each epoch; at most about max_positions.
+        """Returns all micro-batches of a training run in order, reshuffled in each epoch, up to about max_positions.
 
-        The same for the same seed, so that a resumed training needs only its place in it.
+        The same seed gives the same schedule, so that a resumed run only needs its position in it.
         """
         batches: list[list[Conversation]] = []
         left = positions_of(self.train) * epochs if max_positions is None else max_positions
@@ -129,17 +130,17 @@ class Dataset:
 
 
 def positions_of(items: Sequence[Conversation]) -> int:
-    """Returns the number of answer tokens: the positions that are trained on."""
+    """Returns the number of answer tokens, which are the positions to train on."""
     return sum(item.positions for item in items)
 
 
 def read_dataset(
     path: Path, backbone: Backbone, fraction: float, max_length: int | None = None
 ) -> Dataset:
-    """Reads a file of conversations and holds a fraction of them out; raises UserError for missing or unusable data.
+    """Reads a file of conversations and holds out a fraction; raises UserError for missing or unusable data.
 
-    Conversations are cut to max_length tokens, and left out without an answer of two tokens: no
-    head could learn it.
+    Conversations are truncated to max_length tokens. Those without an answer of at least two tokens
+    are left out, because no head could learn from them.
     """
     return split_conversations(
         *read_conversations(path, backbone), fraction=fraction, max_length=max_length
@@ -153,7 +154,7 @@ def split_conversations(
     fraction: float,
     max_length: int | None = None,
 ) -> Dataset:
-    """Returns conversations cut to max_length tokens, a fraction of them held out; raises UserError if none is left."""
+    """Truncates conversations to max_length tokens and holds out a fraction; raises UserError if none is left."""
     kept = []
     for item in conversations:
         spans = [(start, min(end, max_length or end)) for start, end in item.spans]
@@ -178,13 +179,13 @@ def split_conversations(
 
 
 def held_out_ids(ids: Sequence[str], fraction: float) -> set[str]:
-    """Returns the ids of conversations kept from training.
+    """Returns the ids of the held-out conversations.
 
-    The hash of an id decides, so that more data does not move any. The parts that ShareGPT's long
-    conversations are cut into (CsuNKMw_0, CsuNKMw_17), and the turns that speculators makes rows
-    of, go together: with its other parts in training, a held-out part would be easier than an
-    unseen conversation. Of two or more at least one is held out (unless fraction is 0), and never
-    all.
+    The hash of an id decides, so that more data does not change the side of any conversation. The
+    parts into which ShareGPT splits a long conversation (CsuNKMw_0, CsuNKMw_17) stay together, and
+    so do turns that are separate rows in speculators data. A held-out part whose other parts are in
+    training would be easier than an unseen conversation. Of two or more conversations, at least one
+    is held out (unless fraction is 0), and never all of them.
     """
     parts: dict[str, list[str]] = {}
     for id in ids:
@@ -203,10 +204,11 @@ def _hash(name: str) -> int:
 def frequent_tokens(
     texts: Sequence[Tensor], size: int, vocab_size: int, known: Tensor | None = None
 ) -> Tensor:
-    """Returns the `size` tokens that stand in the largest number of texts [size], ties by id.
+    """Returns the `size` tokens that occur in the largest number of texts [size], with ties broken by id.
 
-    Of equal ones those in an earlier vocabulary `known` come first. The number of occurrences would
-    mislead: an answer that repeats itself says one rare token a hundred times.
+    Of equally frequent tokens, those in an earlier vocabulary `known` come first. The total number
+    of occurrences would be misleading, because a repetitive answer can contain one rare token a
+    hundred times.
     """
     counts = torch.bincount(torch.cat([text.unique() for text in texts]), minlength=vocab_size)
     if known is not None:
@@ -216,7 +218,7 @@ def frequent_tokens(
 
 
 def coverage(ids: Tensor, answers: Sequence[Tensor]) -> float:
-    """Returns the share of answer tokens that a vocabulary of some ids holds."""
+    """Returns the share of answer tokens that are in the vocabulary `ids`."""
     counts = torch.bincount(torch.cat(list(answers)), minlength=int(ids.max()) + 1)
     return float(counts[ids.cpu()].sum() / counts.sum())
 
@@ -227,9 +229,9 @@ def batch_of(
     items: Sequence[Conversation],
     dtype: torch.dtype | None = None,
 ) -> Batch:
-    """Runs conversations through the network as it is now; dtype None: the network's.
+    """Runs conversations through the network as it is now; dtype None keeps the network's dtype.
 
-    Gradients reach the network, but for a drafter that uses the verify pass.
+    Gradients reach the network unless the drafter uses the verify pass.
     """
     tokens = nn.utils.rnn.pad_sequence(
         [torch.tensor(item.tokens) for item in items], batch_first=True
@@ -255,10 +257,10 @@ def _pick(
     drafter: HeadDrafter,
     device: torch.device,
 ) -> Batch:
-    """Returns the positions of conversations whose states begin at the rows `starts` of states [rows, W].
+    """Returns the batch of conversations whose states begin at the rows `starts` of states [rows, W].
 
-    These positions emit answers' tokens; for a drafter whose layers see prompts, they are all but
-    the last.
+    It holds the positions that emit answer tokens. If the drafter's layers see prompts, it holds
+    all positions but the last of each conversation.
     """
     prompts = drafter.sees_prompt
     rows = []

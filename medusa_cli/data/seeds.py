@@ -1,4 +1,4 @@
-"""Seed prompts from ShareGPT, code, any JSON or JSONL file of conversations, or a hub dataset: the user's turns."""
+"""Seed prompts (user turns) from ShareGPT, code, a JSON or JSONL file of conversations, or a hub dataset."""
 
 import logging
 import random
@@ -14,30 +14,30 @@ from medusa_cli.files import assets
 from medusa_cli.files.io import HALF, Malformed, ReadReport, is_whole, read_jsonl, usable
 
 HUB = {"ultrachat": "HuggingFaceH4/ultrachat_200k"}
-# ShareGPT's long turns, each as a conversation of its own: texts to summarise, translate, extract from, and code to
-# change.
+# Long turns from ShareGPT, each as a separate conversation: texts to summarize, translate or
+# extract from, and code to change.
 LONG = "sharegpt-long"
-LONG_TURNS = range(
-    1500, 6001
-)  # characters, some 400 to 1,500 tokens: most of them text that was pasted in
-# Prompts from the sources of installed packages, and ShareGPT's conversations that open with a
-# programming turn.
+# Length in characters, about 400 to 1,500 tokens. Most of the text in such turns was pasted in.
+LONG_TURNS = range(1500, 6001)
+# Prompts from the sources of installed packages, and ShareGPT conversations that open with a turn
+# about programming.
 CODE = "code"
 CODE_TURNS = "sharegpt-code"
 NAMED = (assets.DEFAULT_SEED, LONG, CODE_TURNS, CODE, *HUB)
 log = logging.getLogger(__name__)
-# Seeds are sorted by length within windows of this many batches: neighbours in the batch then have
-# like lengths (attention runs to the longest), while the order over all windows stays mixed.
+# Seeds are sorted by length within windows of this many batches. The conversations in a batch then
+# have similar lengths (attention runs to the longest), while the overall order stays random.
 WINDOW = 8
 
 
 def read_seeds(
     source: str, random_seed: int = 0, limit: int | None = None
 ) -> tuple[list[Conversation], ReadReport]:
-    """Reads the user's side of every usable conversation of a named seed, a .json/.jsonl file or a hub dataset id.
+    """Reads the user turns of all usable conversations from a named seed, a .json/.jsonl file or a hub dataset id.
 
     Truncated and malformed records are counted in the report and skipped. Raises UserError if no
-    record is left. random_seed, limit: of prompts about code, which are made and not read.
+    record is left. random_seed, limit: used only for prompts about code, which are generated
+    instead of read.
     """
     report = ReadReport()
     if source == CODE:
@@ -82,7 +82,7 @@ def _records(source: str, report: ReadReport) -> Iterator[Any]:
 
 
 def seed_of(record: Any) -> Conversation:
-    """Returns the user's side of a record; raises Malformed where it has none."""
+    """Returns the system prompt and user turns of a record; raises Malformed if it has no user turn."""
     if not isinstance(record, dict):
         raise Malformed("not an object")
     messages = messages_of(record)
@@ -99,7 +99,7 @@ def seed_of(record: Any) -> Conversation:
 
 
 def long_turns(seeds: Sequence[Conversation]) -> list[Conversation]:
-    """Returns a seed for each of the seeds' long turns, named by its conversation and its number there."""
+    """Returns one seed per long turn, named after its conversation and the turn's number."""
     return [
         Conversation.from_turns(f"{seed.id}/{number}", [turn])
         for seed in seeds
@@ -109,7 +109,7 @@ def long_turns(seeds: Sequence[Conversation]) -> list[Conversation]:
 
 
 def about_code(seeds: Sequence[Conversation]) -> list[Conversation]:
-    """Returns the seeds whose first turn is about programming; logs how many turns are."""
+    """Returns the seeds whose first turn is about programming; logs how many turns are about it."""
     chosen = [seed for seed in seeds if is_code(seed.turns[0])]
     of_code = sum(is_code(turn) for seed in chosen for turn in seed.turns)
     turns = sum(is_code(turn) for seed in seeds for turn in seed.turns)
@@ -123,7 +123,7 @@ def about_code(seeds: Sequence[Conversation]) -> list[Conversation]:
 def in_order(
     seeds: Sequence[Conversation], random_seed: int, batch_size: int, max_samples: int | None = None
 ) -> list[Conversation]:
-    """Shuffles seeds, takes max_samples and sorts them by length within windows; the same for every resume."""
+    """Shuffles seeds, takes max_samples and sorts them by length within windows; a resume gets the same order."""
     mixed = list(seeds)
     random.Random(random_seed).shuffle(mixed)
     mixed = mixed[:max_samples]
@@ -135,9 +135,9 @@ def in_order(
 
 
 def distinct(seeds: Sequence[Conversation], answered: Collection[str] = ()) -> list[Conversation]:
-    """Returns the seeds in order, one for each first prompt; one answered already stays.
+    """Returns the seeds in order, one per distinct first prompt, and all seeds that are already answered.
 
-    Prompts are the same if they differ only in case, white space and Unicode form.
+    Prompts count as equal if they differ only in case, white space and Unicode form.
     """
 
     def normalise(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Acceptance of draft tokens: by the model's own choice, or typical acceptance."""
+"""Acceptance of draft tokens: by comparison with the model's choices, or typical acceptance."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from medusa_cli.device import upload
 from medusa_cli.tree import Draft
 from medusa_cli.tree.tree import PADDING, ROOT_PARENT
 
-# The accepted nodes from the root on, and the bonus token that the model adds after them.
+# The accepted nodes, starting at the root, and the bonus token that the model adds after them.
 Path = tuple[list[int], int]
 
 
@@ -22,11 +22,11 @@ def accept(
     samplers: Sequence[Sampler],
     likeliest: Tensor | None = None,
 ) -> list[Path]:
-    """Returns each draft's accepted path by the model's logits [B, N, V] after each node.
+    """Returns the accepted path of each draft, given the model's logits [B, N, V] after each node.
 
-    Padded rows are not read. likeliest: the tokens [B, N] of the largest logits, where they are
-    known. Logits processors work on the nodes that are visited, in their order: they see the same
-    text as without drafts.
+    Padding rows are not read. likeliest: the tokens [B, N] with the largest logits, if they are
+    known. Logits processors run only on the visited nodes, in order, so they see the same text as
+    without drafts.
     """
     fast = any(sampler.greedy and sampler.processors is None for sampler in samplers)
     best: list[list[int]] = []
@@ -45,10 +45,10 @@ def accept(
 
 
 def _chosen(scores: Tensor, draft: Draft, sampler: Sampler) -> Path:
-    """Follows the sampler's choices, which plain decoding makes with the same numbers."""
+    """Follows the sampler's choices; plain decoding makes the same choices from the same random numbers."""
     if sampler.processors is not None or scores.device.type == "cpu":  # few nodes are visited
         return _follow(draft, lambda node: sampler.choose(scores[node]))
-    # Each read of a value waits for the device, so all nodes are drawn at once.
+    # Each read of a value waits for the device, so the tokens of all nodes are drawn at once.
     uniforms = sampler.peek_uniforms(draft.tree.max_depth + 1)
     tokens = sampler.sample(scores, [uniforms[depth] for depth in draft.tree.depths])
     path = _follow(draft, tokens.__getitem__)
@@ -57,7 +57,7 @@ def _chosen(scores: Tensor, draft: Draft, sampler: Sampler) -> Path:
 
 
 def _follow(draft: Draft, choose: Callable[[int], int]) -> Path:
-    """Walks from the root to children that hold the token chosen after their parent."""
+    """Walks from the root, each time to the child that holds the token chosen after its parent."""
     tokens = draft.ids
     children = draft.tree.children
     path = [0]
@@ -72,17 +72,19 @@ def _follow(draft: Draft, choose: Callable[[int], int]) -> Path:
 def longest_path(
     chosen: Tensor, tokens: Tensor, depth: Tensor, parents: Tensor, tree_mask: Tensor, length: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Follows the tokens chosen [B, N] after all nodes of B trees, without reading a value.
+    """Follows the tokens [B, N] chosen after each node of B trees, without reading a value from the device.
 
-    It serves CUDA graphs; `accept` is its twin for the host: it draws only at the nodes that it
-    visits, and runs logits processors. tokens, depth, parents [B, N] and tree_mask [B, N, N] are
-    the trees; paths have at most `length` nodes. Returns the number of accepted nodes and the last
-    one [B, 1], the path in order [B, P], and a mask of the path [B, N].
+    It serves CUDA graphs. Its counterpart on the host is `accept`, which also runs logits
+    processors and, on a CPU, draws only at the nodes that it visits. tokens, depth, parents [B, N]
+    and tree_mask [B, N, N] describe the trees. Paths have at most `length` nodes. Returns the
+    number of accepted nodes and the last one, [B, 1] each, the path in order [B, P], and a mask of
+    the path [B, N].
     """
     nodes = torch.arange(tokens.shape[1], device=tokens.device)
     steps = torch.arange(length, device=tokens.device)
     matches = (chosen.gather(1, parents.clamp(min=0)) == tokens) | (parents == ROOT_PARENT)
-    # A node and all its ancestors match. The deepest wins, of equals the first.
+    # Accepted nodes match, and so do all their ancestors. The deepest one wins, or the first of
+    # several.
     accepted = (matches[:, None] | ~tree_mask).all(-1) & (parents != PADDING)
     worth = depth * len(nodes) + (len(nodes) - 1 - nodes)
     last = worth.masked_fill(~accepted, -1).argmax(-1, keepdim=True)  # [B, 1]
@@ -90,14 +92,15 @@ def longest_path(
     number = on_path.cumsum(1) - 1
     here = on_path[:, None] & (number[:, None] == steps[:, None])  # [B, P, N]
     count = depth.gather(1, last) + 1
-    # Beyond a path's end every row stays in its place.
+    # Beyond the end of a path, every row keeps its place.
     return count, last, torch.where(steps < count, here.long().argmax(-1), steps), on_path
 
 
 def _typical(logits: Tensor, draft: Draft, sampler: Sampler) -> Path:
     """Returns the longest path whose tokens all have p > min(epsilon, delta * exp(-H)) (Medusa, section 3.3.1).
 
-    Of equally long paths the likeliest wins. The bonus token is the model's most likely one.
+    Among equally long paths, the most likely one wins. The bonus token is the model's most likely
+    token.
     """
     sampling = sampler.sampling
     processors = sampler.processors

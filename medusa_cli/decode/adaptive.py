@@ -1,4 +1,4 @@
-"""The adaptive policy: it drafts the tree size with the most tokens a second."""
+"""The adaptive policy, which chooses the tree size that gives the most tokens per second."""
 
 from __future__ import annotations
 
@@ -20,41 +20,41 @@ from medusa_cli.decode.sequence import DraftState, Sequence
 from medusa_cli.tree import Tree
 from medusa_cli.tree.search import SizedTree, StepTimes
 
-# The policy changes to another tree if that promises this factor more tokens a second.
+# The policy switches to another tree if that promises this many times the tokens per second.
 MARGIN = 1.03
-# It drafts at all if a tree promises this factor more than plain decoding.
+# It drafts only if a tree promises this many times the tokens per second of plain decoding.
 MIN_GAIN = 1.02
-# A step slower than this factor of its expected time is an outlier, unless the next one is slow,
-# too.
+# A step that takes more than this multiple of its expected time is an outlier, unless the next step
+# is slow, too.
 OUTLIER_RATIO = 1.5
-# Plain steps between two trials of a tree: at first, and at most.
+# Number of plain steps between two trials of a tree: initially, and at most.
 RETRY_STEPS = 12
 MAX_RETRY_STEPS = 96
-# Steps of a trial without accepted tokens.
+# A trial ends after this many steps without accepted draft tokens.
 TRIAL_STEPS = 2
-# Share of the time of plain steps that a trial may add to them.
+# A trial may add at most this share to the time of the plain steps before it.
 MAX_TRIAL_COST = 0.02
 # Weight of a prior, in expected draft tokens.
 PRIOR = 2.0
-# Decay of older steps in a sequence, and over all sequences of a kind of sampling.
+# Decay of older steps within a sequence, and over all sequences with the same kind of sampling.
 SEQUENCE_DECAY = 0.98
 KIND_DECAY = 0.995
-# Rate at which step times correct the measured ones.
+# Rate at which observed step times correct the measured ones.
 EMA_RATE = 0.1
-# Rate at which the corrections of other trees follow.
+# Rate at which the corrections of the other trees follow.
 FOLLOW_RATE = 0.02
-# The largest correction by one step.
+# The largest ratio of observed to measured time that one step may contribute.
 MAX_RATIO = 3.0
-# Numbers of matched tokens that are tried.
+# Numbers of matched tokens to try.
 MATCH_LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
 
 
 @dataclass(eq=False)
 class BatchCosts:
-    """Holds the step cost of each of T trees for one batch size.
+    """Holds the step cost of each of T trees at one batch size.
 
-    measured [T]: seconds as measured before decoding. corrections [T]: factors learnt from steps.
-    timed [T]: True for trees that steps have timed.
+    measured [T]: seconds measured before decoding. corrections [T]: factors learned from steps.
+    timed [T]: True for trees with at least one observed step.
     """
 
     measured: NDArray[np.float64]
@@ -63,23 +63,23 @@ class BatchCosts:
 
     @property
     def seconds(self) -> NDArray[np.float64]:
-        """Returns the expected seconds of a step over each tree [T]."""
+        """Returns the expected duration in seconds of a step with each tree, [T]."""
         return self.measured * self.corrections
 
     def ratio(self, tree: int, seconds: float) -> float:
-        """Returns the seconds of a step over a tree by the measured ones, at most MAX_RATIO."""
+        """Returns the ratio of a step's seconds to the tree's measured seconds, at most MAX_RATIO."""
         return min(seconds / self.measured[tree], MAX_RATIO)
 
     def known(self, tree: int) -> float:
-        """Returns the correction that steps over a tree have taught, 1 before the first."""
+        """Returns the correction learned from steps with a tree, or 1 before the first step."""
         return self.corrections[tree] if self.timed[tree] else 1.0
 
     def correct(self, tree: int, ratio: float) -> None:
-        """Learns from a step over a tree. Trees not yet timed take the smallest correction seen."""
+        """Learns from a step with a tree. Trees without an observed step get the smallest correction so far."""
         new = (1 - EMA_RATE) * self.known(tree) + EMA_RATE * ratio if self.timed[tree] else ratio
         self.corrections[tree] = new
         self.timed[tree] = True
-        # A machine's speed changes for all trees.
+        # A change in the machine's speed affects all trees.
         self.corrections += FOLLOW_RATE * (new - self.corrections)
         self.corrections[~self.timed] = self.corrections[self.timed].min()
         if not self.timed[0]:
@@ -87,15 +87,15 @@ class BatchCosts:
 
 
 class StepCosts:
-    """Estimates the seconds of steps: measured times, corrected by steps of all its decoders."""
+    """Estimates step times: measured seconds, corrected by the steps of all decoders that share them."""
 
     def __init__(self, trees: Iterable[Tree], step_times: StepTimes) -> None:
         self._trees = list(trees)
-        self.measured = cache(step_times.step)  # seconds by nodes, depth and batch
+        self.measured = cache(step_times.step)  # seconds by nodes, depth and batch size
         self._batches: dict[int, BatchCosts] = {}
 
     def of_batch(self, batch: int) -> BatchCosts:
-        """Returns the costs for a batch size, which learn from steps."""
+        """Returns the costs at a batch size; later steps correct them."""
         if batch not in self._batches:
             measured = np.array(
                 [self.measured(tree.size, tree.max_depth, batch) for tree in self._trees]
@@ -106,12 +106,12 @@ class StepCosts:
 
 
 class AdaptivePolicy(DraftPolicy):
-    """Chooses the tree size that gives the most tokens a second, down to plain decoding.
+    """Chooses the tree size that gives the most tokens per second, down to plain decoding.
 
-    Tracks one ratio per sequence: accepted / expected draft tokens. A tree then gives 1 + ratio *
-    (expected - 1) tokens a step. Step time is measured per (tree, batch size) and corrected by the
-    steps. All sequences of a pass draft the same tree. A new sequence starts from the estimate of
-    its kind of sampling.
+    It tracks one ratio per sequence: accepted to expected draft tokens. A tree then gives 1 + ratio
+    * (expected - 1) tokens per step. The step time is measured per (tree, batch size) and corrected
+    by later steps. All sequences in a pass draft the same tree. A new sequence starts from the
+    estimate for its kind of sampling.
     """
 
     def __init__(
@@ -121,9 +121,10 @@ class AdaptivePolicy(DraftPolicy):
         ngrams: bool = False,
         max_nodes: int | None = None,
     ) -> None:
-        """Takes trees of all sizes; max_nodes: the most nodes of a draft, n-gram matches included.
+        """Creates a policy that chooses among trees of all sizes.
 
-        If no tree is that small, all are kept.
+        max_nodes: the maximum number of nodes in a draft, including n-gram matches. If all trees
+        are larger, all are kept.
         """
         super().__init__(ngrams)
         trees = list(trees)
@@ -141,21 +142,21 @@ class AdaptivePolicy(DraftPolicy):
             self.trees = f"trees of a size that pays, {self.size} nodes to begin with"
 
     def _reset(self) -> None:
-        """Starts as a policy without sequences.
+        """Resets the policy to its state without sequences.
 
-        Step costs and estimates by kind of sampling stay.
+        Step costs and the estimates per kind of sampling are kept.
         """
         self._sequences = [AcceptanceEstimate(1.0, PRIOR, SEQUENCE_DECAY)]
         self._plain_steps = 0
         self._retry_after = RETRY_STEPS
         self._trial_left = 0
         self._outlier = False
-        self._current, _ = self._best()  # an index of `_trees`
+        self._current, _ = self._best()  # an index into `_trees`
 
     def fork(self) -> AdaptivePolicy:
-        """Returns this policy for another decoder.
+        """Returns a copy of this policy for another decoder.
 
-        Both learn the same `costs` and estimates by kind of sampling.
+        Both share `costs` and the estimates per kind of sampling, and both update them.
         """
         other = copy.copy(self)
         other._reset()
@@ -163,18 +164,19 @@ class AdaptivePolicy(DraftPolicy):
 
     @property
     def size(self) -> int:  # type: ignore[override]
-        """Returns the nodes of the current tree."""
+        """Returns the number of nodes in the current tree."""
         return self._trees[self._current].tree.size
 
     @property
     def acceptance(self) -> float:
-        """Returns the mean ratio of accepted to expected tokens of the running sequences."""
+        """Returns the ratio of accepted to expected draft tokens, averaged over the running sequences."""
         return sum(sequence.ratio for sequence in self._sequences) / len(self._sequences)
 
     def begin(self, sampling: Sampling) -> DraftState:
-        """Returns a new sequence's state, and resets the retry interval.
+        """Returns the state of a new sequence, and resets the retry interval.
 
-        Plain steps count on: answers may be shorter than the steps between two trials.
+        The count of plain steps continues, because an answer may be shorter than the interval
+        between two trials.
         """
         state = super().begin(sampling)
         kind, prior = sampling_kind(sampling)
@@ -190,11 +192,11 @@ class AdaptivePolicy(DraftPolicy):
         if acceptances and acceptances != self._sequences:
             self._sequences = acceptances
             best, _ = self._best()
-            # Otherwise the trial goes on: sequences may come and go with every step.
+            # Otherwise the trial continues: sequences may come and go at every step.
             if best or not self._trial_left:
                 self._current = best
                 self._trial_left = 0
-        # A match of a single token is no likelier than the drafter's own guess.
+        # A single-token match is no more likely than the drafter's own guess.
         chances = [
             found[0].chance if found and found[0].length >= PAIR else 0.0 for found in matches
         ]
@@ -206,11 +208,11 @@ class AdaptivePolicy(DraftPolicy):
         return proposals
 
     def weigh_matches(self, chances: list[float]) -> list[tuple[Tree, int]]:
-        """Returns each sequence's tree, and the number of matched tokens to add to it.
+        """Returns the tree of each sequence, and the number of matched tokens to add to it.
 
-        chances: of a matched token to be right if those before it are; 0 without a match. The
-        widest draft sets the time of the pass, and the drafter runs for all sequences or for none:
-        sizes are chosen for all together.
+        chances: the probability that a matched token is right if those before it are; 0 without a
+        match. The widest draft determines the time of the pass, and the drafter runs either for all
+        sequences or for none. Therefore the sizes are chosen for all sequences together.
         """
         current = self._trees[self._current]
         plain = self._trees[0]
@@ -234,7 +236,7 @@ class AdaptivePolicy(DraftPolicy):
         return choice
 
     def record(self, sequences: list[Sequence], steps: list[Step]) -> None:
-        """Learns acceptance and step costs, and decides on the next tree.
+        """Updates the acceptance estimates and step costs, and chooses the next tree.
 
         Steps that drafted n-gram matches or a truncated tree do not update the drafter's estimate.
         """
@@ -266,7 +268,7 @@ class AdaptivePolicy(DraftPolicy):
                 self._retry_after = RETRY_STEPS
 
     def _continue_trial(self, tree: int, accepted: bool) -> None:
-        if not tree:  # FIRP had no extra rows yet in the trial's first step
+        if not tree:  # FIRP has no extra rows yet in the first step of a trial
             return
         self._trial_left -= not accepted
         best, rates = self._best()
@@ -277,15 +279,17 @@ class AdaptivePolicy(DraftPolicy):
         self._retry_after = RETRY_STEPS if best else min(2 * self._retry_after, MAX_RETRY_STEPS)
 
     def _count_plain_step(self) -> None:
-        """Counts plain steps; starts a trial of the cheapest tree when enough have passed.
+        """Counts a plain step, and starts a trial of the cheapest tree once enough steps have passed.
 
-        That is after `_retry_after` steps, and as many as pay for the trial."""
+        There must be at least `_retry_after` plain steps, and enough to keep the cost of the trial
+        within MAX_TRIAL_COST of their time.
+        """
         self._plain_steps += 1
         if self._plain_steps < self._retry_after or len(self._trees) == 1:
             return
         seconds = self.costs.of_batch(len(self._sequences)).seconds
         cheapest = 1 + int(seconds[1:].argmin())
-        trial_cost = TRIAL_STEPS * (seconds[cheapest] / seconds[0] - 1)  # in plain steps
+        trial_cost = TRIAL_STEPS * (seconds[cheapest] / seconds[0] - 1)  # in units of plain steps
         if trial_cost > MAX_TRIAL_COST * self._plain_steps:
             return
         self._plain_steps = 0
@@ -295,7 +299,7 @@ class AdaptivePolicy(DraftPolicy):
             sequence.weight = min(sequence.weight, PRIOR)  # earlier steps weigh less in the trial
 
     def _correct_cost(self, tree: int, seconds: float, batch: int) -> None:
-        """Corrects the cost of a tree, except by a single slow step: it may be an outlier."""
+        """Corrects the cost of a tree, but ignores a single slow step, which may be an outlier."""
         costs = self.costs.of_batch(batch)
         ratio = costs.ratio(tree, seconds)
         after_outlier = self._outlier
@@ -304,9 +308,10 @@ class AdaptivePolicy(DraftPolicy):
             costs.correct(tree, ratio)
 
     def _best(self) -> tuple[int, NDArray[np.float64]]:
-        """Returns the index of the best tree, and the tokens a second of each tree.
+        """Returns the index of the best tree, and the tokens per second of each tree.
 
-        The index is 0, plain decoding, if no tree gives MIN_GAIN times as many.
+        The index is 0 (plain decoding) unless a tree gives more than MIN_GAIN times the tokens per
+        second of plain decoding.
         """
         tokens = 1 + self.acceptance * (self._expected - 1)
         rates = tokens / self.costs.of_batch(len(self._sequences)).seconds
@@ -315,7 +320,7 @@ class AdaptivePolicy(DraftPolicy):
 
 
 class MatchedDraft(NamedTuple):
-    """Holds a tree, the matched tokens to add, and the expected tokens of a step."""
+    """Holds a tree, the number of matched tokens to add, and the expected tokens per step."""
 
     tree: Tree
     matched: int
@@ -325,11 +330,11 @@ class MatchedDraft(NamedTuple):
 def best_in_rows(
     options: Iterable[SizedTree], acceptance: float, chance: float, rows: int
 ) -> MatchedDraft:
-    """Returns the draft with the most expected tokens: a tree of `options`, and a match.
+    """Returns the draft with the most expected tokens: one of the trees in `options`, and a match.
 
-    rows: the most nodes. acceptance: ratio of accepted to expected draft tokens. chance: of a
-    matched token; 0 without a match. The drafter's guesses count where the first matched token
-    fails.
+    rows: the maximum number of nodes. acceptance: the ratio of accepted to expected draft tokens.
+    chance: the probability that a matched token is right; 0 without a match. The drafter's guesses
+    count only if the first matched token is wrong.
     """
     drafts = []
     for sized in options:

@@ -1,4 +1,4 @@
-"""Results of steps: their sums, log probabilities, and the text of an answer so far."""
+"""Results of decoding steps: statistics, log probabilities and the text of an answer so far."""
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -10,17 +10,18 @@ from torch import Tensor
 from medusa_cli.device import upload
 from medusa_cli.model import Backbone
 
-# Tokenizers decode the bytes of an unfinished character to this.
+# Tokenizers decode the bytes of an incomplete character to this.
 REPLACEMENT = "\ufffd"
-# Tokens of one line after which decoding starts from a later token.
+# After this many tokens on one line, text decoding restarts from a later token.
 MAX_LINE_TOKENS = 256
 
 
 @dataclass(frozen=True)
 class Likelihood:
-    """Holds the log probabilities of a token and of the likeliest tokens, by the model itself.
+    """Holds the model's log probabilities of a token and of the most likely tokens.
 
-    That is before logits processors, temperature and cuts. A prompt's first token has nan.
+    They are computed before logits processors, temperature and truncation (top-p, top-k, min-p).
+    The log probability of a prompt's first token is nan.
     """
 
     token: int
@@ -30,7 +31,7 @@ class Likelihood:
 
 @torch.inference_mode()
 def likelihoods(logits: Tensor, tokens: Sequence[int], top: int) -> tuple[Likelihood, ...]:
-    """Returns log probabilities of n tokens and of the `top` likeliest ones, by logits [n, V]."""
+    """Returns the log probabilities of n tokens and of the `top` most likely ones, given logits [n, V]."""
     log_p = logits[: len(tokens)].float().log_softmax(-1)
     chosen = upload(list(tokens), log_p.device)
     own = log_p.gather(1, chosen[:, None])[:, 0].tolist()
@@ -46,8 +47,8 @@ class Accepted:
     """Holds an accepted path of one sequence.
 
     path, tokens [A+1]: the accepted nodes, root first, and their tokens. bonus: the token after
-    them. hidden [A+1, H * layers]: the path's states. extra_hidden [K, H]: the last node's extra
-    rows (FIRP). likelihoods: of the new tokens, on request.
+    them. hidden [A+1, H * layers]: the hidden states of the path. extra_hidden [K, H]: the extra
+    rows of the last node (FIRP). likelihoods: those of the new tokens, if requested.
     """
 
     path: list[int]
@@ -60,10 +61,10 @@ class Accepted:
 
 @dataclass(frozen=True)
 class Step:
-    """Holds a step's tokens and seconds: one round of draft, verify, accept, keep.
+    """Holds the tokens and the duration of one step, in which tokens are drafted, verified, accepted and kept.
 
-    path: the accepted nodes, root first, of a tree of `nodes`; () at prefill. looked_up: draft
-    tokens from n-gram matches.
+    path: the accepted nodes, root first, of a tree of `nodes` nodes; () at prefill. draft_s,
+    verify_s: seconds. looked_up: the number of draft tokens from n-gram matches.
     """
 
     tokens: list[int]
@@ -76,13 +77,13 @@ class Step:
 
     @property
     def accepted(self) -> int:
-        """Returns the tokens beyond plain decoding's one, up to the answer's end."""
+        """Returns the number of tokens beyond the one that plain decoding adds, up to the end of the answer."""
         return len(self.tokens) - 1
 
 
 @dataclass
 class Stats:
-    """Sums steps; prefill is counted separately."""
+    """Sums steps; prefill time is counted separately."""
 
     tokens: int = 0
     steps: int = 0
@@ -121,38 +122,38 @@ class Stats:
 
     @property
     def acceptance_length(self) -> float:
-        """Returns the tokens a verified step adds, the bonus token included.
+        """Returns the mean number of tokens per verified step, including the bonus token.
 
-        1.0 is plain decoding.
+        It is 1.0 for plain decoding.
         """
         return 1.0 + self.accepted / self.steps if self.steps else 1.0
 
     @property
     def tokens_per_s(self) -> float:
-        """Returns tokens a second, prefill included."""
+        """Returns the tokens per second, including prefill."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
     @property
     def step_s(self) -> float:
-        """Returns the mean seconds of a verified step, drafting included."""
+        """Returns the mean duration of a verified step in seconds, including drafting."""
         return (self.draft_s + self.verify_s) / self.steps if self.steps else 0.0
 
 
 class TextStream:
-    """Turns new token ids into the text they add.
+    """Converts new token ids to the text that they add.
 
-    Bytes of an unfinished character wait for the rest. All parts together are the text of all ids
-    decoded at once. keep: special tokens that the text shows.
+    Bytes of an incomplete character are held back until the rest arrives. All parts together equal
+    the text of all ids decoded at once. keep: special tokens that appear in the text.
     """
 
     def __init__(self, backbone: Backbone, keep: Collection[int] = ()) -> None:
         self._decode = partial(backbone.decode, keep=keep) if keep else backbone.decode
         self._ids: list[int] = []
-        # Tokens before `_start` are done. Those up to `_line` are decoded again with what follows:
-        # Llama decoders strip a blank from the beginning of what they decode, and it must not be a
-        # line's own.
+        # Tokens before `_start` are done. Those up to `_line` are decoded again together with later
+        # ones. Llama decoders strip a leading blank from the text that they decode, and this must
+        # not be the first blank of a line.
         self._start = self._line = 0
-        self._shown = 0  # characters of the text since `_start`
+        self._shown = 0  # number of characters returned since `_start`
 
     def add(self, ids: Sequence[int]) -> str:
         """Returns the text that these ids add."""
@@ -163,35 +164,35 @@ class TextStream:
         new = text[self._shown :]
         self._shown = len(text)
         if new.endswith("\n") or len(self._ids) - self._line >= MAX_LINE_TOKENS:
-            # The end of a line is a safe place to start again, so long answers are not decoded over
-            # and over.
+            # The end of a line is a safe place to restart. This avoids decoding a long answer again
+            # for every step.
             self._start = self._line
             self._line = len(self._ids)
             self._shown = len(self._decode(self._ids[self._start :]))
         return new
 
     def flush(self) -> str:
-        """Returns the text that still waits at the end of the answer."""
+        """Returns the text that is still held back at the end of the answer."""
         return self._decode(self._ids[self._start :])[self._shown :]
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Text that a step added by its accepted draft tokens, or by the token after them."""
+    """Holds text that a step added, either by its accepted draft tokens or by the token after them."""
 
     text: str
     accepted: bool
 
 
 class Answer:
-    """An answer so far: its text, token ids, statistics and, on request, log probabilities.
+    """Holds an answer so far: its text, token ids, statistics and, on request, log probabilities.
 
-    finish_reason: None while the answer goes on, then "stop", "length" or "cancelled". A stop
-    string is not part of the text; a text that may begin one waits. `tokens` has the tokens of a
-    stop string, and the end token. step: the last step, truncated after the token that completes a
-    stop string. keep: special tokens that the text shows, besides those in stop strings. ends:
-    tokens that the text does not show if one of them ends the answer. include_stop: the text shows
-    the stop string or end token.
+    finish_reason: None until the answer ends, then "stop", "length" or "cancelled". A stop string
+    is not part of the text; text that may begin one is held back. `tokens` includes the tokens of a
+    stop string and the end token. step: the last step, truncated after the token that completes a
+    stop string. keep: special tokens that appear in the text, in addition to those in stop strings.
+    ends: tokens that are left out of the text if one of them ends the answer. include_stop: the
+    text includes the stop string or end token.
     """
 
     def __init__(
@@ -219,7 +220,7 @@ class Answer:
         self._waiting: list[Piece] = []
 
     def add(self, step: Step, finish_reason: str | None) -> list[Piece]:
-        """Takes a step and the sequence's finish reason, None if it goes on.
+        """Adds a step and the sequence's finish reason, which is None while the sequence continues.
 
         Returns the text that can be shown.
         """
@@ -244,7 +245,7 @@ class Answer:
         return self._show(finish_reason)
 
     def cancel(self) -> list[Piece]:
-        """Ends the answer unless it has ended; returns the text that waited."""
+        """Ends the answer unless it has already ended; returns the text that was held back."""
         return [] if self.finish_reason else self._show("cancelled")
 
     def _show(self, finish_reason: str | None) -> list[Piece]:
@@ -265,7 +266,7 @@ class Answer:
         return shown
 
     def _end(self, pieces: Sequence[Piece]) -> int | None:
-        """Returns where a stop string ends the text of these pieces; None if there is none."""
+        """Returns the position at which a stop string ends the text of these pieces, or None if there is none."""
         text = "".join(piece.text for piece in pieces)
         starts = [(text.find(stop), stop) for stop in self._stops]
         ends = [start + len(stop) * self._include_stop for start, stop in starts if start >= 0]
@@ -273,15 +274,15 @@ class Answer:
 
 
 def truncated(step: Step, count: int) -> Step:
-    """Returns a step with its first `count` tokens only, and their log probabilities."""
+    """Returns a step with only its first `count` tokens and their log probabilities."""
     cut = len(step.tokens) - count
-    # The step of a prompt has the prompt's log probabilities, too.
+    # A prefill step also has the log probabilities of the prompt.
     kept = step.likelihoods[: len(step.likelihoods) - cut]
     return replace(step, tokens=step.tokens[:count], likelihoods=kept)
 
 
 def special_tokens_in(backbone: Backbone, texts: Sequence[str]) -> set[int]:
-    """Returns the special tokens that stand in one of these texts."""
+    """Returns the special tokens that occur in one of these texts."""
     added = backbone.tokenizer.added_tokens_decoder.items()
     return {
         id for id, token in added if token.special and any(token.content in text for text in texts)
@@ -289,7 +290,7 @@ def special_tokens_in(backbone: Backbone, texts: Sequence[str]) -> set[int]:
 
 
 def partial_stop(text: str, stop: str) -> int:
-    """Returns how many characters at the end of a text begin a stop string."""
+    """Returns the number of characters at the end of a text that may begin a stop string."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if stop.startswith(text[-n:])), 0)
 

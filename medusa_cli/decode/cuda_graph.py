@@ -1,8 +1,8 @@
 """Whole decoding steps captured as CUDA graphs: draft tokens and trees in, accepted paths out.
 
-The tree is data: a graph serves all trees up to a number of nodes, and all batches up to a number
-of sequences. So a few graphs, captured before the first step, serve static and dynamic trees and
-n-gram matches.
+The tree is data: a graph serves all trees up to a maximum number of nodes, and all batches up to a
+maximum number of sequences. Therefore a few graphs, captured before the first step, serve static
+and dynamic trees and n-gram matches.
 """
 
 from __future__ import annotations
@@ -34,19 +34,20 @@ from medusa_cli.tree import Draft, DynamicTree, Tree
 from medusa_cli.tree.tensors import GrowingTrees, TreeTensors, outline
 from medusa_cli.tree.tree import PADDING, ROOT_PARENT, UNREAD, unread_draft
 
-# Sizes of graphs in nodes; batches are powers of two.
+# Sizes of graphs in nodes; batch sizes are powers of two.
 ROWS = (1, 16, 64)
-# Most accepted nodes of a path, and most tokens that a drafter reads in a graph.
+# Maximum number of accepted nodes per path, and of tokens that a drafter reads in a graph.
 DEPTHS = 32
-# Parameters of a sequence before its random numbers: 1 if it samples, temperature, top-p, top-k.
+# Parameters per sequence, stored before its random numbers: 1 if it samples, temperature, top-p,
+# top-k.
 FIELDS = 4
-# Top-p and top-k choose among this many of the likeliest tokens.
+# Top-p and top-k choose among this many of the most likely tokens.
 LIKELIEST = 1024
-# Runs before a capture: in them libraries choose kernels and allocate workspaces.
+# Warm-up runs before a capture, in which libraries choose kernels and allocate workspaces.
 WARM_UPS = 2
 # The whole context is reserved only if that takes less than this share of the free memory.
 FREE_SHARE = 0.8
-# The trial: tokens before the step, levels of its draft, and repetitions.
+# For the trial: tokens before the step, levels of its draft, and repetitions.
 BEFORE = 12
 LEVELS = 4
 LAPS = 5
@@ -57,7 +58,7 @@ Capture = Callable[[Callable[[], tuple[Tensor, Tensor]]], Callable[[], tuple[Ten
 
 
 def sampling_params(samplers: list[Sampler], batch: int, count: int) -> Tensor:
-    """Returns each sequence's FIELDS parameters and `count` random numbers [batch, FIELDS + count].
+    """Returns FIELDS parameters and `count` random numbers per sequence, [batch, FIELDS + count].
 
     The batch is padded with greedy sequences.
     """
@@ -82,17 +83,17 @@ def sampling_params(samplers: list[Sampler], batch: int, count: int) -> Tensor:
 
 
 def choose(logits: Tensor, params: Tensor, depth: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the token after each node [B, N].
+    """Returns the token chosen after each node [B, N].
 
-    Also returns a mask [B, N]: False where LIKELIEST tokens are too few to choose from. logits [B,
-    N, V]; params: of `sampling_params`; depth [B, N]: of the nodes.
+    Also returns a mask [B, N] that is False if LIKELIEST tokens are too few to choose from. logits
+    [B, N, V]; params: the result of `sampling_params`; depth [B, N]: the depths of the nodes.
     """
     fields = params[:, :FIELDS].unbind(-1)
     sampled, temperature, top_p, top_k = (field[:, None] for field in fields)  # [B, 1] each
     uniforms = params[:, FIELDS:].gather(1, depth)  # [B, N]
     weights = (logits / temperature[..., None].float()).softmax(-1)
     ids = weights.topk(min(LIKELIEST, weights.shape[-1]), dim=-1).indices.sort(dim=-1).values
-    # The sort is stable: of equal weights the first id comes first.
+    # The sort is stable: among equal weights, the lowest id comes first.
     ordered, order = weights.gather(-1, ids).sort(dim=-1, descending=True, stable=True)
     ids = ids.gather(-1, order)
     whole = ordered.shape[-1] == weights.shape[-1]
@@ -100,9 +101,10 @@ def choose(logits: Tensor, params: Tensor, depth: Tensor) -> tuple[Tensor, Tenso
     last = top_k[..., None].long().clamp(1, ordered.shape[-1]) - 1
     lowest = ordered.gather(-1, last.expand(*depth.shape, 1))
     kept = ordered.masked_fill((ordered < lowest) & cut[..., None], 0)  # ties with the k-th stay
-    # Without top-k the mass is relative to the whole vocabulary.
+    # Without top-k, the mass is relative to the whole vocabulary.
     kept = kept / kept.sum(-1, keepdim=True).masked_fill(~cut[..., None], 1.0)
-    # If the k-th has no weight, as in cold sampling, tokens that tie with it have none either.
+    # If the k-th token has no weight, as at low temperature, tokens that tie with it have none
+    # either.
     cut_off = (ordered[..., -1] < lowest[..., 0]) | (lowest[..., 0] == 0)
     enough = torch.where(cut, cut_off, (kept.sum(-1) >= top_p) | (top_p > 1)) | whole
     place = draw(nucleus(kept, top_p[..., None].float()), uniforms)
@@ -113,11 +115,11 @@ def choose(logits: Tensor, params: Tensor, depth: Tensor) -> tuple[Tensor, Tenso
 
 
 class CudaGraphs:
-    """Runs steps over a cache by its first B slots.
+    """Runs steps over the first B slots of a cache.
 
-    Each reads one small tensor back from the device. limits: of the dynamic trees that it grows,
-    None for static trees. capture: makes a graph of a step; None captures CUDA graphs, and on other
-    devices runs steps as they are.
+    Each step reads one small tensor back from the device. limits: those of the dynamic trees that
+    graphs grow; None for static trees. capture: makes a graph of a step. None captures CUDA graphs;
+    on other devices, it runs steps uncaptured.
     """
 
     def __init__(
@@ -137,7 +139,7 @@ class CudaGraphs:
         self._drafter: HeadDrafter | None = None
         if isinstance(drafter, HeadDrafter) and drafter.drafts_in_graphs:
             self._drafter = drafter
-        self._slots: LayerSlots | None = None  # of the drafter's layers
+        self._slots: LayerSlots | None = None  # for the drafter's layers
         self._steps: dict[tuple[int, int, bool], _GraphStep] = {}
         self._buffer: Tensor | None = None  # the cache's values when the graphs were captured
         self._pool: Any = None
@@ -147,7 +149,7 @@ class CudaGraphs:
             self._reserve(engine)
 
     def _reserve(self, engine: LayoutEngine) -> None:
-        """Reserves the cache for the whole context if memory allows: growing drops graphs."""
+        """Reserves the cache for the whole context if memory allows, because growth drops all graphs."""
         rows = engine.backbone.max_positions + ROWS[-1]
         needed = rows * self._cache.slots * engine.row_bytes
         if needed < FREE_SHARE * free_memory(engine.backbone.device):
@@ -173,7 +175,7 @@ class CudaGraphs:
         log.info("%d CUDA graphs captured in %.1f s", self.count, time.perf_counter() - started)
 
     def supports(self, sequences: list[Sequence]) -> bool:
-        """Returns True for greedy and exact steps without logits processors or log probabilities."""
+        """Returns True for greedy and exact sampling without logits processors or log probabilities."""
         if self.failed or any(sequence.request.top is not None for sequence in sequences):
             return False
         return all(_is_simple(sequence.sampler) for sequence in sequences)
@@ -184,11 +186,11 @@ class CudaGraphs:
         proposals: list[Proposal],
         drafted: Mapping[int, Draft] | None,
     ) -> tuple[list[Draft], list[Accepted]] | None:
-        """Takes a step: returns the drafts, and the accepted paths, whose rows stay in the cache.
+        """Takes a step; returns the drafts and the accepted paths, whose rows stay in the cache.
 
-        drafted: the drafter's drafts on the device, by the sequence's index; None: the graph
-        drafts. The host reads no draft token. Returns None if a graph cannot run the step: a draft
-        is too large, a graph failed, or top-p needs more tokens.
+        drafted: the drafter's drafts on the device, by sequence index; None if the graph drafts.
+        The host reads no draft token. Returns None if a graph cannot run the step: a draft is too
+        large, a graph failed, or top-p needs more tokens.
         """
         if drafted is None:
             trees = [outline(tree) for tree, _ in proposals]
@@ -228,7 +230,7 @@ class CudaGraphs:
     ) -> list[Accepted] | None:
         """Runs the graph that has room for the drafts; see `step`.
 
-        drafting: the sequences, if the graph drafts.
+        drafting: the sequences, if the graph drafts for them.
         """
         cache = self._cache
         size = len(drafts)
@@ -257,10 +259,10 @@ class CudaGraphs:
         return accepted
 
     def _unread(self, sequence: Sequence, slot: int) -> tuple[NewTokens, list[int]]:
-        """Returns the tokens that a graph reads for a sequence's drafter, and the token after each.
+        """Returns the tokens that a graph reads for a sequence's drafter, and the token after each of them.
 
-        If a graph has no room for all, as after a prompt or many plain steps, the drafter reads the
-        first ones here.
+        If a graph does not have room for all of them, the drafter reads the first ones here. This
+        happens after a prompt or many plain steps.
         """
         drafter = _drafter_of(sequence)
         assert self._slots is not None
@@ -275,7 +277,7 @@ class CudaGraphs:
         return new, [*sequence.tokens[new.start + 1 :], sequence.root]
 
     def _step(self, batch: int, rows: int, sampled: bool) -> _GraphStep:
-        """Returns the captured step of a size; growth of the cache drops all others."""
+        """Returns the captured step of a size. If the cache has grown, all earlier captures are dropped."""
         cache = self._cache
         cache.reserve(max(cache.lengths) + rows)
         if self._buffer is None or cache.values is not self._buffer:
@@ -313,7 +315,7 @@ class CudaGraphs:
     def _captured(
         self, run: Callable[[], tuple[Tensor, Tensor]]
     ) -> Callable[[], tuple[Tensor, Tensor]]:
-        """Returns the replay of a computation on the device."""
+        """Captures a computation as a CUDA graph; returns a function that replays it."""
         with torch.cuda.device(self._engine.backbone.device):
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
@@ -322,7 +324,7 @@ class CudaGraphs:
                     run()
             torch.cuda.current_stream().wait_stream(side)
             graph = torch.cuda.CUDAGraph()
-            # Calls of the application's other threads must not spoil the capture.
+            # CUDA calls from the application's other threads must not invalidate the capture.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 out = run()
 
@@ -334,7 +336,7 @@ class CudaGraphs:
 
 
 def _is_simple(sampler: Sampler) -> bool:
-    """Returns True for greedy and exact sampling that a graph can do."""
+    """Returns True for greedy and exact sampling that a graph supports."""
     if sampler.processors is not None or sampler.sampling.top_k > LIKELIEST:
         return False
     return sampler.greedy or sampler.sampling.exact
@@ -346,10 +348,10 @@ def _drafter_of(sequence: Sequence) -> HeadDrafter:
 
 
 class _GraphStep:
-    """Runs steps of one size in sequences and nodes, on buffers that hold the inputs.
+    """Runs steps of one size, in sequences and nodes, on buffers that hold the inputs.
 
-    The drafter, over slots for its layers, drafts the tokens that the host does not know; with
-    `limits` it grows dynamic trees in their place.
+    The drafter, with slots for its layers, drafts the tokens that the host does not know. With
+    `limits`, it grows dynamic trees in their place.
     """
 
     def __init__(
@@ -375,9 +377,9 @@ class _GraphStep:
         self._slots = slots if rows > 1 else None
         self._limits = limits
         reads = 0 if self._slots is None else self._slots.rows
-        # Each slot's length; the depths, parents, ranks and tokens of N nodes, and as bits the nodes
-        # that each one sees; the fields of NewTensors of P new tokens, with their places in
-        # `hidden`.
+        # Each row holds the length of a slot, the depths, parents, ranks and tokens of N nodes, and
+        # bits for the nodes that each one sees. The fields of NewTensors for P new tokens follow,
+        # with the places of these tokens in `hidden`.
         self._inputs = self._pack([0] * batch, [], []).to(device)  # [B, 1 + 5 N + 3 + 2 P]
         self.lengths = self._inputs[:, 0]
         nodes = self._inputs[:, 1 : 1 + 5 * rows]
@@ -394,7 +396,7 @@ class _GraphStep:
     def _pack(
         self, lengths: list[int], drafts: list[Draft], new: list[tuple[NewTokens, list[int]]]
     ) -> Tensor:
-        """Returns the inputs of a run as one tensor of the host; new: of CudaGraphs._unread."""
+        """Returns the inputs of a run as one tensor on the host. new: the results of CudaGraphs._unread."""
         packed = []
         place = 0
         for slot, length in enumerate(lengths):
@@ -442,7 +444,7 @@ class _GraphStep:
 
     @torch.inference_mode()
     def capture(self, capture: Capture) -> None:
-        """Captures the step; meanwhile its buffers hold only roots behind the slots' texts."""
+        """Captures the step while its buffers hold only roots, after the texts in the slots."""
         self._inputs.copy_(self._pack(self._cache.lengths[: len(self.lengths)], [], []))
         self._run()  # allocates the cache's buffers and rotary tables
         self._run_again = capture(self._run)
@@ -456,11 +458,11 @@ class _GraphStep:
         guesses: Mapping[int, Draft],
         new: list[tuple[NewTokens, list[int]]],
     ) -> tuple[Tensor, Tensor]:
-        """Returns results [B, 2 + 2 P] and the path's states [B, P, H * taps].
+        """Returns the results [B, 2 + 2 P] and the hidden states of the path [B, P, H * taps].
 
-        Results are the number of accepted nodes, the bonus token, the path, and its tokens.
+        The results are the number of accepted nodes, the bonus token, the path, and its tokens.
 
-        A count of 0 accepted nodes means that the likeliest tokens were too few.
+        A count of 0 accepted nodes means that the most likely tokens were too few to choose from.
         """
         device = self._inputs.device
         size = len(self._inputs)
@@ -475,7 +477,7 @@ class _GraphStep:
         return self._run_again()
 
     def _run(self) -> tuple[Tensor, Tensor]:
-        """Runs the step; it reads no value of a tensor."""
+        """Runs the step without reading the value of a tensor."""
         engine = self._engine
         tree_mask = (self.bits[..., None] >> self._every & 1).bool()  # [B, N, N]
         nodes = self.depth, self.parents, self.ranks, self.tokens, tree_mask
@@ -521,7 +523,7 @@ class _GraphStep:
 
 
 def captures(engine: Engine) -> bool:
-    """Returns True if a trial shows that an engine's captured steps are equal and faster."""
+    """Returns True if a trial shows that an engine's captured steps equal ordinary ones and are faster."""
     if not isinstance(engine, LayoutEngine):
         return False
     if engine.captures is None:
@@ -531,7 +533,7 @@ def captures(engine: Engine) -> bool:
 
 @torch.inference_mode()
 def _trial(engine: LayoutEngine) -> bool:
-    """Compares captured steps, greedy and sampled, with ordinary ones.
+    """Returns True if captured steps agree with ordinary ones, greedy and sampled, and greedy ones are faster.
 
     A failure is logged in one line.
     """
@@ -577,7 +579,7 @@ def _trial(engine: LayoutEngine) -> bool:
 
 
 def _equal(engine: LayoutEngine, ours: Accepted, plain: Accepted) -> bool:
-    """Returns True if two steps agree: in tokens (fp32), and in states up to rounding."""
+    """Returns True if two steps agree in their states up to rounding and, in fp32, in their tokens."""
     rows = min(len(ours.path), len(plain.path))
     expected = plain.hidden[:rows]
     error = float((ours.hidden[:rows] - expected).float().norm() / expected.float().norm())
@@ -589,7 +591,7 @@ def _equal(engine: LayoutEngine, ours: Accepted, plain: Accepted) -> bool:
 
 
 def _draft(engine: LayoutEngine, cache: Cache) -> Draft:
-    """Returns a chain of the engine's next tokens after BEFORE tokens; the last one is wrong."""
+    """Returns a chain of the tokens that the engine predicts after BEFORE tokens; the last one is made wrong."""
     vocabulary = engine.backbone.vocab_size
     out = engine.forward(Plan.chain(torch.arange(BEFORE) * 37 % vocabulary), cache)
     tokens = []
@@ -616,7 +618,7 @@ def _ordinary_step(
 def _timed(
     engine: LayoutEngine, cache: Cache, step: Callable[[], Accepted | None]
 ) -> tuple[Accepted | None, float]:
-    """Returns a step's result and its least seconds."""
+    """Returns the result of a step and its shortest duration in seconds."""
     result = step()
 
     def lap() -> None:

@@ -1,4 +1,4 @@
-"""The decoder: sequences in the slots of one cache, and the step that all decoding consists of."""
+"""The decoder, which holds sequences in the slots of one cache and advances them step by step."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from medusa_cli.model import Backbone
 from medusa_cli.tree import Draft
 from medusa_cli.tree.tree import batch_drafts
 
-# Rows of a pass over a prompt whose log probabilities are requested.
+# Rows per pass over a prompt whose log probabilities are requested.
 PROMPT_ROWS = 256
 
 
 class Decoder:
     """Runs sequences in the slots of one cache; `step` advances each of them.
 
-    Without a drafter it decodes plainly, but for n-gram matches that the policy drafts. Greedy and
-    exact sampling give the same tokens and the same distribution as plain decoding. The rows of a
-    done sequence stay in its slot as a cached prefix.
+    Without a drafter, it decodes plainly, except for n-gram matches that the policy drafts. Greedy
+    and exact sampling give the same tokens, and so the same distribution, as plain decoding. The
+    rows of a finished sequence stay in its slot as a cached prefix.
     """
 
     def __init__(
@@ -53,10 +53,10 @@ class Decoder:
         cuda_graphs: bool | None = None,
         taps: tuple[int, ...] = (-1,),
     ) -> None:
-        """Prepares a cache of `slots` sequences.
+        """Creates a cache with `slots` slots.
 
-        cuda_graphs: None decides by a trial. taps: layers whose hidden states a sequence keeps
-        without a drafter.
+        cuda_graphs: None lets a trial decide. taps: the layers whose hidden states a sequence keeps
+        if there is no drafter.
         """
         self.backbone = backbone
         self.engine = backbone.engine
@@ -74,7 +74,7 @@ class Decoder:
 
     @property
     def sequences(self) -> list[Sequence]:
-        """Returns the running sequences, whose prompts are through."""
+        """Returns the running sequences whose prefill is complete."""
         return self._prefixes.running
 
     @property
@@ -82,9 +82,9 @@ class Decoder:
         return self._prefixes.free
 
     def run(self, requests: Iterable[Request]) -> Iterator[tuple[Sequence, Step]]:
-        """Decodes requests, as many at once as there are slots.
+        """Decodes requests, as many at a time as there are slots.
 
-        Request i becomes the sequence of number i. A request's answer does not depend on the
+        Request i becomes the sequence with number i. A request's answer does not depend on the
         others. Closing the iterator cancels the running sequences.
         """
         try:
@@ -101,7 +101,7 @@ class Decoder:
     def admit(self, request: Request, number: int = 0) -> tuple[Sequence, Step]:
         """Runs the prompt of a request.
 
-        Returns its sequence and the step with the answer's first token.
+        Returns its sequence and the step that contains the first token of the answer.
         """
         *_, (sequence, step) = self.prefill(request, number)
         assert step is not None
@@ -109,11 +109,11 @@ class Decoder:
 
     @torch.inference_mode()
     def prefill(self, request: Request, number: int = 0) -> Iterator[tuple[Sequence, Step | None]]:
-        """Gives a request a slot and runs its prompt, one chunk per item.
+        """Assigns a slot to a request and runs its prompt; yields one item per chunk.
 
-        The last item has the first token's step. Other sequences may take steps in between.
-        `number` selects the sequence's random stream. Raises UserError for a prompt longer than the
-        context, UsageError for limits that are not valid.
+        The last item contains the step with the first token. Other sequences may take steps in
+        between. `number` selects the sequence's random stream. Raises UserError for a prompt longer
+        than the context, and UsageError for invalid limits.
         """
         sequence = Sequence(self.backbone, request, number, self.policy.begin(request.sampling))
         self._check_memory(len(request.prompt) + sequence.stop.left)
@@ -127,7 +127,7 @@ class Decoder:
         yield sequence, step
 
     def _run_prompt(self, sequence: Sequence) -> Generator[tuple[Sequence, None], None, Step]:
-        """Runs the prompt chunk by chunk; returns the step with the answer's first token."""
+        """Runs the prompt chunk by chunk; returns the step that contains the first token of the answer."""
         request = sequence.request
         device = self.backbone.device
         prompt = list(request.prompt)
@@ -163,7 +163,7 @@ class Decoder:
         return Step(new, verify_s=seconds, likelihoods=tuple(reported))
 
     def _chunk_plan(self, sequence: Sequence, chunk: list[int], last: bool) -> Plan:
-        """Returns the plan of a pass over a chunk of a prompt; last: the prompt ends with it."""
+        """Returns the plan of a pass over a chunk of a prompt. last: this is the last chunk."""
         extra_rows = None
         logits = "last" if last else "none"
         if last and self.drafter is not None:
@@ -176,10 +176,11 @@ class Decoder:
 
     @torch.inference_mode()
     def step(self) -> list[tuple[Sequence, Step]]:
-        """Drafts, verifies, accepts and keeps for every running sequence; returns each one's step.
+        """Drafts, verifies, accepts and keeps tokens for every running sequence; returns the step of each one.
 
-        Seconds are each sequence's share. On a GPU the drafting seconds are the host's, which does
-        not wait for the draft. An error or an interruption cancels the sequences.
+        The seconds are each sequence's share of the total. On a GPU, the drafting time is that of
+        the host, which does not wait for the draft. An error or an interruption cancels the
+        sequences.
         """
         sequences = self._prefixes.move_running_first()
         if not sequences:
@@ -187,19 +188,19 @@ class Decoder:
         try:
             with self.engine.without_torch_threads():
                 return self._advance(sequences)
-        except BaseException:  # the cache may hold rows whose tokens no sequence has taken
+        except BaseException:  # the cache may hold rows that no sequence has recorded
             for sequence in sequences:
                 sequence.cancel()
             raise
 
     def _advance(self, sequences: list[Sequence]) -> list[tuple[Sequence, Step]]:
-        """Takes one step of all running sequences, by a CUDA graph if one can run it."""
+        """Advances all running sequences by one step, with a CUDA graph if one supports it."""
         started = time.perf_counter()
         proposals = self._fit(sequences, self.policy.next(sequences))
         graphs = self.cuda_graphs
         if graphs is not None and not graphs.supports(sequences):
             graphs = None
-        drafted: dict[int, Draft] | None = None  # a graph may draft
+        drafted: dict[int, Draft] | None = None  # None if a graph drafts
         if graphs is None or not graphs.drafts:
             drafted = self._draft(sequences, proposals)
         drafted_at = time.perf_counter()
@@ -230,7 +231,7 @@ class Decoder:
     ) -> tuple[list[Draft], list[Accepted]]:
         """Takes a step without a CUDA graph.
 
-        drafted: the drafter's drafts, None if it has not drafted yet.
+        drafted: the drafter's drafts, or None if it has not drafted yet.
         """
         if drafted is None:
             drafted = self._draft(sequences, proposals)
@@ -249,12 +250,12 @@ class Decoder:
         return drafts, accepted
 
     def _draft(self, sequences: list[Sequence], proposals: list[Proposal]) -> dict[int, Draft]:
-        """Returns the drafter's drafts by the sequence's index; none for the tree of the root."""
+        """Returns the drafter's drafts by sequence index; a tree of only the root has no entry."""
         if self.drafter is None:
             return {}
         drafts: dict[int, Draft] = {}
         trees = [tree for tree, _ in proposals]
-        for tree in dict.fromkeys(trees):  # one call for all sequences of a tree
+        for tree in dict.fromkeys(trees):  # one call for all sequences with the same tree
             if not tree.max_depth:
                 continue
             alike = [i for i, other in enumerate(trees) if other == tree]
@@ -269,7 +270,7 @@ class Decoder:
         return drafts
 
     def _verify(self, drafts: list[Draft], proposals: list[Proposal]) -> Output:
-        """Runs the verify pass over B drafts; padding follows the rows of smaller trees."""
+        """Runs the verify pass over B drafts; smaller trees are padded at the end."""
         depth = max(tree.max_depth for tree, _ in proposals)
         extra_rows = None if self.drafter is None else self.drafter.extra_rows(depth)
         plan = Plan(*batch_drafts(drafts), 0, self.taps, "all", extra_rows)
@@ -280,7 +281,7 @@ class Decoder:
     ) -> Accepted:
         """Keeps the rows of an accepted path in a slot of the cache.
 
-        Returns the path with its states.
+        Returns the path with its hidden states.
         """
         assert out.logits is not None
         self.cache.keep(slot, path)
@@ -295,7 +296,7 @@ class Decoder:
         return Accepted(path, tokens, bonus, out.hidden[slot, rows], extra, reported)
 
     def _fit(self, sequences: list[Sequence], proposals: list[Proposal]) -> list[Proposal]:
-        """Cuts trees and n-gram paths to the positions that are left in the context."""
+        """Truncates trees and n-gram paths to the positions left in the context."""
         fitting: list[Proposal] = []
         for sequence, (tree, paths) in zip(sequences, proposals, strict=True):
             depth = self.backbone.max_positions - len(sequence.tokens) - 1
@@ -305,11 +306,11 @@ class Decoder:
         return fitting
 
     def _check_memory(self, tokens: int) -> None:
-        """Raises UserError if the memory cannot hold a cache of `tokens` tokens per slot."""
+        """Raises UserError if there is not enough memory for a cache of `tokens` tokens per slot."""
         capacity = self.cache.grown(tokens + self.policy.size)
         if capacity == self.cache.capacity:
             return
-        # The old cache stays until it is copied.
+        # The old cache stays in memory until it has been copied.
         needed = capacity * self.cache.slots * self.engine.row_bytes
         free = free_memory(self.backbone.device)
         if needed > free:

@@ -1,4 +1,4 @@
-"""Grammars of answers, by llguidance: JSON schemas, regular expressions, Lark and GBNF."""
+"""Grammars that constrain answers, using llguidance: JSON schemas, regular expressions, Lark and GBNF."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from medusa_cli.model import Backbone
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-# One way of writing JSON, the one that models write most: free whitespace lets small models write
-# blanks for ever, and forces fewer tokens. An answer by `oneOf` follows one part of it; whether it
-# follows no other is not checked.
+# Only one JSON formatting is allowed, the one that models write most often. With free whitespace,
+# small models may write blanks forever, and fewer tokens are forced. An answer under `oneOf`
+# matches one of its schemas; whether it also matches another is not checked.
 JSON_OPTIONS: Any = {
     **{"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "},
     **{"coerce_one_of": True},
 }
 KINDS = ("json_schema", "regex", "grammar")
 ANY_OBJECT = {"type": "object"}
-# Keywords of JSON schemas whose values are not schemas, and those whose values are schemas by name.
+# JSON Schema keywords whose values are not schemas, and those whose values map names to schemas.
 VALUES = {"enum", "const", "default", "examples", "required"}
 BY_NAME = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
-# Keywords that define the properties of an object: two of them at once must agree.
+# Keywords that define the properties of an object. If two of them are present, they must agree.
 SHAPING = ("properties", "patternProperties", "$ref", "anyOf", "oneOf", "allOf", "enum", "const")
 DEMANDING = ("required", "minProperties")
-# Formats that llguidance follows. By the standard, others do not constrain a text.
+# Formats that llguidance supports. According to the standard, others do not constrain a text.
 FORMATS = {
     "date-time",
     "time",
@@ -54,9 +54,9 @@ FORMATS = {
     "uuid",
 }
 CACHED_GRAMMARS = 128
-PRIVATE = "\ue000"  # a character that no text has
-# The parsers of grammars are recursive, over brackets and over rules: a chain of 1,000 references
-# ends the process.
+PRIVATE = "\ue000"  # a private-use character, which texts do not contain
+# Grammar parsers recurse over brackets and over rules: a chain of 1,000 references crashes the
+# process.
 MAX_NESTING = 100
 MAX_RULES = 250
 
@@ -65,7 +65,7 @@ MAX_RULES = 250
 class Grammar:
     """Constrains an answer. kind: "json_schema", "regex" or "grammar" (Lark or GBNF).
 
-    text: its source.
+    text: the source of the grammar.
     """
 
     kind: str
@@ -73,10 +73,10 @@ class Grammar:
 
     @classmethod
     def of(cls, **sources: Any) -> Grammar | None:
-        """Returns the grammar of one source, given by its kind; None without one.
+        """Returns the grammar of the one source that is given, named by its kind; None without a source.
 
-        A JSON schema may be a dict. Raises UsageError for more than one, and for a schema that is
-        not a JSON object.
+        A JSON schema may be a dict. Raises UsageError for more than one source, for an empty one,
+        and for a schema that is not a JSON object.
         """
         given = {kind: source for kind, source in sources.items() if source is not None}
         if not given:
@@ -105,7 +105,7 @@ class Grammar:
 
 
 def check_size(kind: str, source: str, rules: int) -> None:
-    """Raises UsageError for a source too nested or with too many rules for recursive parsers."""
+    """Raises UsageError for a source with too much nesting or too many rules for recursive parsers."""
     if max(accumulate((letter in "([{") - (letter in ")]}") for letter in source)) > MAX_NESTING:
         raise UsageError(
             f"@{kind} is nested too deeply", f"use at most {MAX_NESTING} brackets at once"
@@ -115,16 +115,16 @@ def check_size(kind: str, source: str, rules: int) -> None:
 
 
 def inline(schema: Mapping[str, Any]) -> str:
-    """Returns a JSON schema as the body of a rule in Lark's form."""
+    """Returns a JSON schema as the body of a Lark rule."""
     return f"%json {json.dumps({**schema, 'x-guidance': JSON_OPTIONS})}"
 
 
 def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a JSON schema whose objects have only the properties that it names or asks for.
+    """Returns a JSON schema whose objects may have only the properties that it lists.
 
-    Most schemas leave `additionalProperties` out and mean none, and small models would add more and
-    more. Parts that must agree with others (`allOf`) stay open, and so do the parts that they refer
-    to. Unknown formats are left out.
+    Most schemas omit `additionalProperties` although they allow none, and small models would keep
+    adding properties. Parts that must agree with others (`allOf`) stay open, and so do the parts
+    that they refer to. Unknown formats are removed.
     """
     result: dict[str, Any] = json.loads(json.dumps(schema))
     open_parts = _combined(result)
@@ -137,7 +137,7 @@ def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _names_all(part: Mapping[str, Any]) -> bool:
-    """Returns True if a schema names all the properties that its objects need."""
+    """Returns True if a schema lists all the properties that its objects need."""
     properties = part.get("properties")
     required = part.get("required", ())
     if not isinstance(properties, dict) or not isinstance(required, list | tuple):
@@ -147,10 +147,10 @@ def _names_all(part: Mapping[str, Any]) -> bool:
 
 
 def _combined(schema: Any) -> set[int]:
-    """Returns the ids of parts that must agree with others, and of the parts inside them."""
+    """Returns the ids of the parts that must agree with others, and of the parts inside them."""
     combined = set[int]()
     todo = [part for part in _parts(schema) if _combines(part)]
-    todo.reverse()  # the outer ones first, which hold the others
+    todo.reverse()  # outer parts are popped first; they contain the others
     while todo:
         start = todo.pop()
         if id(start) in combined:
@@ -176,7 +176,7 @@ def _combines(part: Mapping[str, Any]) -> bool:
 
 
 def _referred(schema: Any, reference: Any) -> Any:
-    """Returns the part of a schema at a JSON pointer, None for other references."""
+    """Returns the part of a schema that a JSON pointer refers to, or None for other references."""
     if not isinstance(reference, str) or not reference.startswith("#"):
         return None
     part = schema
@@ -192,7 +192,7 @@ def _referred(schema: Any, reference: Any) -> Any:
 
 
 def _parts(schema: Any) -> Iterator[dict[str, Any]]:
-    """Yields a schema and all schemas in it, the outer ones first."""
+    """Yields a schema and all schemas inside it, outer ones first."""
     todo = [schema]
     while todo:
         part = todo.pop()
@@ -208,16 +208,16 @@ def _parts(schema: Any) -> Iterator[dict[str, Any]]:
 
 
 class GrammarCompiler:
-    """Compiles grammars over the vocabulary of one tokenizer, and keeps the latest ones.
+    """Compiles grammars for the vocabulary of one tokenizer, and caches the most recent ones.
 
-    Raises UserError without llguidance, and for a tokenizer that it cannot read.
+    Raises UserError if llguidance is missing, and for a tokenizer that it cannot read.
     """
 
     def __init__(self, backbone: Backbone) -> None:
         need_extra("grammar", "an answer by a grammar")
         try:
             self._tokenizer, self._special = _tokenizer_of(backbone)
-        except Exception as reason:  # of a library that reads any file
+        except Exception as reason:  # the library's errors have many types
             text = f"grammars cannot be followed with the tokenizer of {backbone.id!r}: {first_line(reason)}"
             raise UserError(
                 text, "use a model with a byte-level or SentencePiece tokenizer.json"
@@ -225,9 +225,9 @@ class GrammarCompiler:
         self.matcher = lru_cache(CACHED_GRAMMARS)(self._matcher)
 
     def _matcher(self, grammar: Grammar) -> LLMatcher:
-        """Returns a matcher at the beginning of a grammar, for its callers to copy.
+        """Returns a matcher at the beginning of a grammar; callers must copy it.
 
-        Raises UsageError for a bad one.
+        Raises UsageError for an invalid grammar.
         """
         from llguidance import LLMatcher, grammar_from
 
@@ -244,7 +244,7 @@ class GrammarCompiler:
                 first = matcher.deep_copy()
                 first.compute_bitmask()
                 fault = first.get_error() and "no text follows it, or it is too large"
-        except Exception as reason:  # of the reader of GBNF
+        except Exception as reason:  # raised by the GBNF reader
             fault = str(reason)
         if fault:
             text = " ".join(fault.split("\n   1 |")[0].split())
@@ -255,10 +255,10 @@ class GrammarCompiler:
 
 
 def _tokenizer_of(backbone: Backbone) -> tuple[LLTokenizer, dict[str, int]]:
-    """Returns the tokenizer of grammars, and the ids of its special tokens by name.
+    """Returns the tokenizer for grammars, and the ids of its special tokens by name.
 
-    llguidance takes some added tokens for special ones because of their angle brackets, such as
-    Qwen's `<tool_call>`.
+    llguidance treats some added tokens, such as Qwen's `<tool_call>`, as special because of their
+    angle brackets.
     """
     tokens = backbone.tokenizer.added_tokens_decoder
     special = {}
@@ -272,11 +272,11 @@ def _tokenizer_of(backbone: Backbone) -> tuple[LLTokenizer, dict[str, int]]:
 
 
 def _without_names(backbone: Backbone, special: Collection[str]) -> LLTokenizer:
-    """Returns a tokenizer that writes the names of special tokens with other tokens.
+    """Returns a tokenizer that encodes the names of special tokens with other tokens.
 
-    By its own rules a tokenizer writes the text `<tool_call>` as that token, and where a grammar
-    forces the text, llguidance would allow nothing else; but its parser takes no special token for
-    text, and refuses it.
+    According to its own rules, a tokenizer encodes the text `<tool_call>` as that token. If a
+    grammar forces this text, llguidance would allow only that token. But its parser does not accept
+    a special token as text, and rejects it.
     """
     from llguidance import LLTokenizer
 
@@ -296,12 +296,12 @@ def _without_names(backbone: Backbone, special: Collection[str]) -> LLTokenizer:
     return LLTokenizer(json.dumps(file), n_vocab=backbone.vocab_size, eos_token=ends)
 
 
-# Strings, regular expressions and comments of Lark's form, within which `<name>` is text.
+# Strings, regular expressions and comments in Lark, inside which `<name>` is text.
 _LARK_TEXT = r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/(?:\\.|[^/\\\n])+/'
 
 
 def by_ids(grammar: str, special: Mapping[str, int]) -> str:
-    """Returns a grammar whose special tokens are given by their ids in place of their names."""
+    """Returns a grammar in which the names of special tokens are replaced with their ids."""
     if "<" not in grammar or not special:
         return grammar
     names = "|".join(re.escape(name) for name in sorted(special, key=len, reverse=True))
@@ -316,10 +316,10 @@ _compilers: WeakKeyDictionary[Backbone, GrammarCompiler] = WeakKeyDictionary()
 
 
 def matcher_of(backbone: Backbone, grammar: Grammar) -> LLMatcher:
-    """Returns a grammar's compiled matcher, which must be copied before it is moved.
+    """Returns the compiled matcher of a grammar, which must be copied before it is advanced.
 
-    Raises UsageError for a grammar that cannot be followed, UserError where the model or this
-    machine cannot.
+    Raises UsageError for a grammar that cannot be followed, and UserError if the tokenizer or the
+    installation does not support grammars.
     """
     if backbone not in _compilers:
         _compilers[backbone] = GrammarCompiler(backbone)
@@ -329,9 +329,9 @@ def matcher_of(backbone: Backbone, grammar: Grammar) -> LLMatcher:
 class GrammarProcessor(LogitsProcessor):
     """Sets the logits of tokens that the grammar does not allow next to -inf.
 
-    The matcher follows the answer in the text, and goes back where another path of a draft begins.
-    If only one text may follow, llguidance allows only the tokens that the tokenizer writes it
-    with.
+    The matcher follows the answer in the text, and rolls back when another path of a draft begins.
+    If only one text may follow, llguidance allows only the tokens into which the tokenizer encodes
+    it.
     """
 
     def __init__(self, matcher: LLMatcher, prompt_length: int, stop_ids: Iterable[int]) -> None:
@@ -341,12 +341,12 @@ class GrammarProcessor(LogitsProcessor):
         self._answer: list[int] = []  # the tokens that the matcher has read
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Returns logits [1, V] after the text [1, L].
+        """Returns the masked logits [1, V] after the text [1, L].
 
-        After a text that the grammar does not allow comes the end.
+        After a text that the grammar does not allow, only the end is allowed.
         """
         if self._read(input_ids) or self._matcher.is_error():
-            # Beyond the limits of grammars the mask allows only the end.
+            # Beyond the library's limits, the mask allows only the end.
             bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
             allowed = torch.from_numpy(
                 np.unpackbits(bits, count=scores.shape[-1], bitorder="little")
@@ -358,20 +358,21 @@ class GrammarProcessor(LogitsProcessor):
             allowed[self._stop_ids or [0]] = True
         forbidden = ~allowed.to(scores.device)
         masked = scores.masked_fill(forbidden, -torch.inf)
-        if masked.max() == -torch.inf:  # other processors forbid all that the grammar allows
+        if masked.max() == -torch.inf:  # other processors forbid all allowed tokens
             return torch.zeros_like(scores).masked_fill(forbidden, -torch.inf)
         return masked
 
     def cuts_off(self, text: Tensor) -> bool:
-        """Returns True if the text [1, L] ends before the grammar does, at a limit of the library.
+        """Returns True if the text [1, L] ends before the grammar does, because of a limit of the library.
 
-        The library may refuse a token that it allowed before; after both only the end is allowed.
+        The library may also refuse a token that it allowed before. In both cases, only the end is
+        allowed afterwards.
         """
         complete = self._read(text) or self._matcher.is_accepting() or self._matcher.is_stopped()
         return not complete or bool(self._matcher.is_error())
 
     def forced(self, text: Tensor) -> list[int]:
-        """Returns the only tokens that may follow the text [1, L], the end among them."""
+        """Returns the tokens that must follow the text [1, L], including the end token if it is forced."""
         if not self._read(text):
             return []
         tokens: list[int] = self._matcher.compute_ff_tokens()
@@ -379,7 +380,7 @@ class GrammarProcessor(LogitsProcessor):
         return tokens + self._stop_ids[:1] if self._matcher.is_stopped() else tokens
 
     def _read(self, text: Tensor) -> bool:
-        """Moves the matcher to the end of a text [1, L].
+        """Advances the matcher to the end of a text [1, L].
 
         Returns False if the grammar does not allow the text.
         """

@@ -1,4 +1,4 @@
-"""N-gram lookup: drafts the tokens that followed the text's last tokens before."""
+"""N-gram lookup, which drafts the tokens that followed earlier occurrences of the last tokens."""
 
 from __future__ import annotations
 
@@ -16,43 +16,43 @@ from numpy.typing import NDArray
 from medusa_cli.device import upload
 from medusa_cli.tree import Draft, Tree
 
-# Longer matches count as this long.
+# Longer matches count as matches of this length.
 MAX_LENGTH = 16
-# Occurrences that are compared.
+# Maximum number of occurrences to compare.
 MAX_POSITIONS = 8
-# Tokens of a match.
+# Maximum number of draft tokens per match.
 MAX_TOKENS = 16
-# Matches per step.
+# Maximum number of matches per step.
 MAX_BRANCHES = 3
-# Length of a match of two tokens, and the class of all matches but the longest.
+# The length of a two-token match, and the class of all matches except the longest.
 PAIR = 2
 OTHER = -1
-# Prior chance of a matched token by the least length of the match.
+# Prior probability that a matched token is right, by the minimum length of the match.
 PRIOR_BY_LENGTH = {1: 0.3, PAIR: 0.5, 3: 0.6, 4: 0.7, 6: 0.8, 9: 0.9, OTHER: 0.15}
 CORPUS_PRIOR_BY_LENGTH = {PAIR: 0.3, 4: 0.4, 8: 0.5, 16: 0.7}
-# Weight of a prior in tokens.
+# Weight of a prior, in tokens.
 PRIOR = 4.0
 # Decay of older steps.
 DECAY = 0.97
 MAX_CHANCE = 0.98
-# Occurrences in a corpus that are compared.
+# Maximum number of occurrences in a corpus to compare.
 CORPUS_POSITIONS = 32
-# The token between the texts of a corpus.
+# The token that separates the texts of a corpus.
 GAP = -1
 
 
 def shared_length(left: Sequence[int], right: Sequence[int]) -> int:
-    """Returns how many first tokens two texts share."""
+    """Returns the length of the common prefix of two texts."""
     pairs = zip(left, right, strict=False)
     return next((count for count, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))
 
 
 @dataclass(eq=False)
 class AcceptanceEstimate:
-    """Estimates accepted / expected draft tokens; the weight of older ones decays with each update.
+    """Estimates the ratio of accepted to expected draft tokens; the weight of older ones decays with each update.
 
-    weight: the expected draft tokens that the ratio rests on. shared: the estimate of all sequences
-    of a kind, which is updated, too.
+    weight: the number of expected draft tokens on which the ratio is based. shared: the estimate
+    over all sequences of a kind, which is updated, too.
     """
 
     ratio: float
@@ -71,21 +71,21 @@ class AcceptanceEstimate:
 
 @dataclass(frozen=True)
 class NgramMatch:
-    """Holds the tokens after an earlier occurrence, its length, and each token's chance."""
+    """Holds the tokens after an earlier occurrence, the length of the match, and the chance of each token."""
 
     tokens: tuple[int, ...]
     length: int
     chance: float
 
 
-# Estimates of how often matched tokens are accepted, by length of the match.
+# Estimates of how often matched tokens are accepted, by match length.
 NgramTrust = dict[int, AcceptanceEstimate]
 
 
 def ngram_trust(
     shared: NgramTrust | None = None, priors: Mapping[int, float] = PRIOR_BY_LENGTH
 ) -> NgramTrust:
-    """Returns the prior trust; with `shared`, half way from the prior to `shared`."""
+    """Returns the prior trust, or, given `shared`, the mean of the prior and `shared`."""
     if shared is None:
         return {length: AcceptanceEstimate(prior, PRIOR, DECAY) for length, prior in priors.items()}
     trust = {}
@@ -98,7 +98,7 @@ def ngram_trust(
 class NgramSource(ABC):
     """Finds matches for one text.
 
-    Updates the trust in its matches, and in all texts' (`shared`).
+    It updates the trust in its matches, both for this text and for all texts (`shared`).
     """
 
     priors: ClassVar[Mapping[int, float]] = PRIOR_BY_LENGTH
@@ -111,7 +111,7 @@ class NgramSource(ABC):
     def find(self, tokens: Sequence[int], root: int) -> list[NgramMatch]:
         """Returns matches for the end of the text (`tokens`, then `root`), longest first.
 
-        No two begin with the same token.
+        No two matches begin with the same token.
         """
 
     def learn(self, accepted: Sequence[int]) -> None:
@@ -138,7 +138,7 @@ class NgramIndex(NgramSource):
     def find(self, tokens: Sequence[int], root: int) -> list[NgramMatch]:
         """Returns matches of MAX_TOKENS tokens.
 
-        One that overlaps the end of the text is continued periodically.
+        A match that overlaps the end of the text is continued periodically.
         """
         for position in range(self._indexed, len(tokens)):
             self._after.setdefault((tokens[position],), []).append(position + 1)
@@ -165,7 +165,7 @@ class NgramIndex(NgramSource):
 
 
 def _match_length(text: Sequence[int], start: int) -> int:
-    """Returns how many tokens before `start` equal those at the end of the text."""
+    """Returns the number of tokens before `start` that equal those at the end of the text."""
     length = 1
     while length < min(MAX_LENGTH, start) and text[start - 1 - length] == text[-1 - length]:
         length += 1
@@ -173,10 +173,11 @@ def _match_length(text: Sequence[int], start: int) -> int:
 
 
 class Corpus:
-    """Indexes earlier texts: all positions, sorted by the tokens before, read backwards.
+    """Indexes earlier texts: all positions are sorted by the tokens before them, read backwards.
 
-    tokens, positions int32 [T]: texts between gaps. The longest match of a text's end then stands
-    where that end would be sorted in, which takes some 20 comparisons in ten million tokens.
+    tokens int32 [T]: the texts, separated by gaps. positions int32 [T]: the sorted positions. The
+    longest match for the end of a text stands where that end would be inserted. Finding it takes
+    some 20 comparisons in ten million tokens.
     """
 
     tokens: NDArray[np.int32]
@@ -186,15 +187,15 @@ class Corpus:
         self.index(texts)
 
     def index(self, texts: Iterable[Sequence[int]]) -> None:
-        """Indexes these texts and drops those before.
+        """Indexes these texts and drops the previous ones.
 
-        Takes some 0.4 s and 60 MB a million tokens.
+        It takes some 0.4 s and 60 MB per million tokens.
         """
         border = np.full(max(MAX_LENGTH, MAX_TOKENS), GAP, np.int32)
         parts = [part for text in texts for part in (np.asarray(text, np.int32), border[:1])]
         self.tokens = np.concatenate([border, *parts, border])
         rank = np.zeros(len(self.tokens), np.int64)
-        length = 1  # of each position by the `length` tokens before it
+        length = 1  # `rank` orders positions by this many tokens before them
         rank[1:] = self.tokens[:-1] - GAP
         while length < MAX_LENGTH:
             pairs = rank * (int(rank.max()) + 1)
@@ -208,11 +209,11 @@ class Corpus:
         return int((self.tokens != GAP).sum())
 
     def find(self, end: Sequence[int]) -> tuple[int, tuple[int, ...]]:
-        """Returns the length of the longest match of a text's end, and its most frequent continuation.
+        """Returns the length of the longest match for the end of a text, and its most frequent continuation.
 
-        Of many positions CORPUS_POSITIONS neighbours are compared.
+        If many positions match, only CORPUS_POSITIONS neighbors are compared.
         """
-        # Lists: numpy's calls are slow after a pass has replaced the processor's caches.
+        # Lists are used because numpy calls are slow after a pass has overwritten the CPU caches.
         wanted = list(end[: -MAX_LENGTH - 1 : -1])
         tokens = self.tokens.data
         positions = self.positions.data
@@ -238,9 +239,9 @@ class Corpus:
 
 
 class CorpusMatches(NgramSource):
-    """Finds the longest match of the text's end in a corpus.
+    """Finds the longest match for the end of the text in a corpus.
 
-    Matches below `min_chance` only update the trust.
+    Matches with a chance below `min_chance` are not drafted; they only update the trust.
     """
 
     priors = CORPUS_PRIOR_BY_LENGTH
@@ -257,9 +258,9 @@ class CorpusMatches(NgramSource):
 
 
 def likeliest(matches: Iterable[NgramMatch]) -> list[NgramMatch]:
-    """Returns at most MAX_BRANCHES matches with different first tokens, likeliest first.
+    """Returns at most MAX_BRANCHES matches with different first tokens, most likely first.
 
-    Matches of a single token come last.
+    Single-token matches come last.
     """
     first: dict[int, NgramMatch] = {}
     for match in sorted(
@@ -270,9 +271,9 @@ def likeliest(matches: Iterable[NgramMatch]) -> list[NgramMatch]:
 
 
 def add_paths(draft: Draft, paths: Sequence[Sequence[int]]) -> Draft:
-    """Adds paths of tokens from the root to a draft.
+    """Adds paths of tokens below the root to a draft.
 
-    Tokens that the draft has already are not added twice.
+    Tokens that are already in the draft are not added twice.
     """
     tokens = list(draft.ids)
     parents = list(draft.tree.parents)

@@ -1,4 +1,4 @@
-"""Draft policies choose what each sequence drafts in its next step: a tree, and n-gram matches."""
+"""Draft policies, which choose the tree and n-gram matches that each sequence drafts in its next step."""
 
 from __future__ import annotations
 
@@ -25,37 +25,37 @@ from medusa_cli.tree import Draft, DynamicTree, Tree
 from medusa_cli.tree.search import Accuracies, node_values
 
 ROOT = Tree.root_only()
-# A node below this chance is not worth a row of any tree.
+# A node with a smaller chance is not worth a row in any tree.
 MIN_CHANCE = 0.05
-# A match in a corpus below this chance is no likelier than a drafter's own guess.
+# A corpus match with a smaller chance is no more likely than the drafter's own guess.
 MIN_CORPUS_CHANCE = 0.5
-# Assumed chance of a head's first guess where no calibration exists.
+# Assumed chance of a head's first guess if there is no calibration.
 UNCALIBRATED = 0.3
 
 
-# One sequence's draft: a tree for the drafter, and paths of tokens that n-gram matches add from
-# the root.
+# The draft of one sequence: a tree for the drafter, and token paths from n-gram matches, which
+# start below the root.
 Proposal = tuple[Tree | DynamicTree, list[tuple[int, ...]]]
 
 
 class DraftPolicy(ABC):
     """Chooses what each sequence drafts. Several sequences share one policy.
 
-    Each has its own DraftState. ngrams: draft n-gram matches of the text (prompt lookup) and of the
-    `corpora`, too. The trust in a match is learnt for its source and length, as in SAM Decoding
-    (arXiv:2411.10666). If a grammar forces the next tokens, only these are drafted.
+    Each sequence has its own DraftState. ngrams: also draft n-gram matches from the text (prompt
+    lookup) and from the `corpora`. The trust in a match is learned per source and match length, as
+    in SAM Decoding (arXiv:2411.10666). If a grammar forces the next tokens, only these are drafted.
     """
 
     max_depth: int
     size: int
-    trees: str  # the trees' description, for people
+    trees: str  # a readable description of the trees
 
     def __init__(self, ngrams: bool = False) -> None:
         self.ngrams = ngrams
         self.corpora: list[Corpus] = []
         self._trust: dict[
             tuple[str, int], NgramTrust
-        ] = {}  # by kind of sampling and number of the source
+        ] = {}  # by kind of sampling and source number, 0 for the text
 
     @property
     def description(self) -> str:
@@ -70,7 +70,7 @@ class DraftPolicy(ABC):
         return f"{self.trees}, and {matched}" if self.max_depth else matched
 
     def begin(self, sampling: Sampling) -> DraftState:
-        """Returns the state of a sequence that begins."""
+        """Returns the state of a new sequence."""
         if not self.ngrams:
             return DraftState()
         kind, _ = sampling_kind(sampling)
@@ -86,7 +86,7 @@ class DraftPolicy(ABC):
         return DraftState(ngrams=(text, *earlier))
 
     def next(self, sequences: list[Sequence]) -> list[Proposal]:
-        """Returns each sequence's next proposal.
+        """Returns the next proposal of each sequence.
 
         Sequences that draft nothing get the root without matches.
         """
@@ -117,18 +117,18 @@ class DraftPolicy(ABC):
         """Returns each sequence's tree, and the paths of matched tokens to add to it."""
 
     def record(self, sequences: list[Sequence], steps: list[Step]) -> None:
-        """Learns from the step that each sequence has just made."""
+        """Learns from the step that each sequence has just taken."""
         for sequence, step in zip(sequences, steps, strict=True):
             for source in sequence.draft.ngrams:
                 source.learn(step.tokens)
 
     def fork(self) -> DraftPolicy:
-        """Returns this policy for another decoder."""
+        """Returns the policy for another decoder, by default this one."""
         return self
 
 
 class StaticTreePolicy(DraftPolicy):
-    """Drafts one static tree in every step; matches replace its least likely nodes."""
+    """Drafts one static tree in every step; n-gram matches replace its least likely nodes."""
 
     def __init__(self, tree: Tree, accuracies: Accuracies = (), ngrams: bool = False) -> None:
         super().__init__(ngrams)
@@ -138,13 +138,13 @@ class StaticTreePolicy(DraftPolicy):
         self.trees = f"tree of {tree.size} nodes"
         assumed = [[UNCALIBRATED / (1 + rank) for rank in range(width)] for width in tree.widths]
         self._chances = node_values(tree, accuracies or assumed)
-        self._likeliest: dict[int, Tree] = {}  # by size
+        self._likeliest: dict[int, Tree] = {}  # by the number of replaced nodes
 
     def propose(self, sequences: list[Sequence], matches: list[list[NgramMatch]]) -> list[Proposal]:
         return [self._replace_nodes(found) if found else (self.tree, []) for found in matches]
 
     def _replace_nodes(self, matches: list[NgramMatch]) -> Proposal:
-        """Replaces the least likely nodes of the tree by matched tokens that are likelier."""
+        """Replaces the least likely nodes of the tree with matched tokens that are more likely."""
         ascending = sorted(self._chances[1:])
         counts = [0] * len(matches)
         taken = 0
@@ -157,7 +157,7 @@ class StaticTreePolicy(DraftPolicy):
             counts[best] += 1
             taken += 1
         if taken not in self._likeliest:
-            # A parent is at least as likely as its children, so this order keeps parents first.
+            # A parent is at least as likely as its children, so this order puts parents first.
             order = sorted(range(1, self.size), key=lambda node: (-self._chances[node], node))
             nodes = [0, *sorted(order[: self.size - taken - 1])]
             self._likeliest[taken] = Tree.select(self.tree.parents, self.tree.ranks, nodes)
@@ -165,9 +165,9 @@ class StaticTreePolicy(DraftPolicy):
 
 
 class DynamicTreePolicy(DraftPolicy):
-    """Lets the drafter grow a tree of its likeliest guesses in every step.
+    """Lets the drafter grow a tree of its most likely guesses in every step.
 
-    Matches take at most half of the budget.
+    N-gram matches take at most half of the budget.
     """
 
     def __init__(self, tree: DynamicTree, ngrams: bool = False) -> None:
@@ -203,7 +203,7 @@ def _prefixes(matches: list[NgramMatch], counts: list[int]) -> list[tuple[int, .
 def complete(
     engine: Engine, sequences: list[Sequence], proposals: list[Proposal], drafts: list[Draft]
 ) -> list[Draft]:
-    """Adds n-gram paths to each draft, and cuts it to the nodes that a pass takes."""
+    """Adds n-gram paths to each draft, and truncates it to the number of nodes that a pass supports."""
     completed = []
     for sequence, (_, paths), draft in zip(sequences, proposals, drafts, strict=True):
         if paths:
@@ -214,5 +214,5 @@ def complete(
 
 
 def policy_of(tree: Tree | DynamicTree) -> DraftPolicy:
-    """Returns the policy that drafts one tree."""
+    """Returns the policy that drafts this tree."""
     return StaticTreePolicy(tree) if isinstance(tree, Tree) else DynamicTreePolicy(tree)

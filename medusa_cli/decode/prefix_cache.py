@@ -1,4 +1,4 @@
-"""The slots of a cache: each holds a running sequence, or a done one as a cached prefix."""
+"""The slots of a cache: each holds a running sequence, or a finished one as a cached prefix."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from medusa_cli.engine import Cache
 
 
 class PrefixCache:
-    """Gives sequences slots of a cache.
+    """Assigns the slots of a cache to sequences.
 
-    A prompt with the same beginning as a slot's text runs only the rest.
+    If a prompt begins with the same tokens as a slot's text, only the rest of the prompt is run.
     """
 
     def __init__(self, cache: Cache, drafter: Drafter | None) -> None:
@@ -21,7 +21,7 @@ class PrefixCache:
 
     @property
     def running(self) -> list[Sequence]:
-        """Returns the running sequences whose prompts are through, by slot."""
+        """Returns the running sequences whose prefill is complete, in slot order."""
         return [sequence for sequence in self._slots if sequence is not None and sequence.decoding]
 
     @property
@@ -30,14 +30,14 @@ class PrefixCache:
         return sum(sequence is None or sequence.done for sequence in self._slots)
 
     def slot_of(self, sequence: Sequence) -> int:
-        """Returns the slot of a sequence; steps may move it."""
+        """Returns the slot of a sequence. A step may move the sequence to another slot."""
         return self._slots.index(sequence)
 
     def take(self, sequence: Sequence) -> None:
-        """Gives a sequence the idle slot that shares most with its prompt.
+        """Assigns a sequence the idle slot that shares the longest prefix with its prompt.
 
-        It takes over those rows. At least the prompt's last token is left to run. Raises ValueError
-        if no slot is idle.
+        The sequence takes over the rows of that prefix. At least the last token of the prompt is
+        left to run. Raises ValueError if no slot is idle.
         """
         prompt = sequence.request.prompt
         reuse = 0 if sequence.request.scores_prompt else sequence.request.reuse
@@ -54,21 +54,22 @@ class PrefixCache:
         ]
         if not idle:
             raise ValueError(f"all {len(self._slots)} slots are taken")
-        # Among slots that share as much, `share` prefers the emptiest: a later request may begin
-        # with another's text.
+        # Among slots that share the same number of tokens, `share` prefers the one with the
+        # shortest text: a later request may begin with the text of another slot.
         slot = max(idle, key=share)
         shared = self._cache.reusable(slot, share(slot)[0])
         sequence.reuse_prefix(self._slots[slot], shared, self._drafter)
-        # The drafter may know less, and a running state can return to few positions.
+        # The drafter may have state for fewer tokens, and a recurrent state can be restored at only
+        # a few positions.
         while (shared := self._cache.reusable(slot, sequence.reused)) < sequence.reused:
             sequence.reuse_prefix(self._slots[slot], shared, self._drafter)
         self._slots[slot] = sequence
         self._cache.truncate(slot, sequence.reused)
 
     def move_running_first(self) -> list[Sequence]:
-        """Moves running sequences to the first slots, over which passes run.
+        """Moves the running sequences to the first slots, because passes run over these.
 
-        Returns the running sequences by slot.
+        Returns the running sequences in slot order.
         """
         while (running := self.running) != self._slots[: len(running)]:
             slot = next(i for i, sequence in enumerate(self._slots) if sequence is not running[i])

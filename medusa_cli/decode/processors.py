@@ -1,4 +1,4 @@
-"""Logits processors of transformers, by generation config and request."""
+"""Transformers' logits processors, as selected by the generation config and the request."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from medusa_cli.errors import UsageError, UserError, first_line, shown
 from medusa_cli.model import Backbone
 from medusa_cli.tree import Draft
 
-# Fields of a generation config that generate() reads, with their neutral values. Processors work in
-# every mode, warpers in exact sampling.
+# Fields of a generation config that generate() reads, with their neutral values. Processors apply
+# in every mode, warpers only in exact sampling.
 PROCESSORS: dict[str, Any] = {
     **{
         "repetition_penalty": 1.0,
@@ -55,7 +55,7 @@ WARPERS: dict[str, Any] = {
     "epsilon_cutoff": 0.0,
     "eta_cutoff": 0.0,
 }
-# Taken only from the caller: a model does not choose sampling or the length of an answer.
+# These come only from the caller: a model does not choose the sampling or the answer length.
 CALLERS: dict[str, Any] = {
     **{
         "do_sample": False,
@@ -66,7 +66,7 @@ CALLERS: dict[str, Any] = {
         "max_new_tokens": None,
     }
 }
-# Not supported: other searches, stop criteria and passes of the model.
+# Not supported: other search methods, other stop criteria and additional model passes.
 NOT_DONE: dict[str, Any] = {
     **{
         "num_beams": 1,
@@ -83,7 +83,7 @@ NOT_DONE: dict[str, Any] = {
     },
     **{"stop_strings": None, "max_time": None},
 }
-PENALTY_LIMIT = 2.0  # of OpenAI's penalties
+PENALTY_LIMIT = 2.0  # the limit of the OpenAI API's penalties
 log = logging.getLogger(__name__)
 
 
@@ -123,11 +123,11 @@ CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 @dataclass(frozen=True)
 class LogitsOptions:
-    """Changes the logits before a token is chosen, by transformers' names.
+    """Holds the options that change the logits before a token is chosen, named as in transformers.
 
-    None takes the model's own value. presence_penalty, frequency_penalty: see AdditivePenalties.
-    logit_bias: added to the logits of tokens; it replaces the model's sequence_bias. grammar:
-    constrains the answer. Raises UsageError for values that are not valid.
+    None selects the model's default. presence_penalty, frequency_penalty: see AdditivePenalties.
+    logit_bias: numbers added to the logits of tokens; it replaces the model's sequence_bias.
+    grammar: constrains the answer. Raises UsageError for invalid values.
     """
 
     repetition_penalty: float | None = None
@@ -152,11 +152,11 @@ class LogitsOptions:
 
     @property
     def given(self) -> dict[str, Any]:
-        """Returns the options that are not left to the model."""
+        """Returns the options that are set explicitly, by name."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
     def check(self, backbone: Backbone) -> None:
-        """Raises UsageError for ids beyond the vocabulary and grammars that cannot be followed."""
+        """Raises UsageError for token ids beyond the vocabulary and for grammars that cannot be followed."""
         vocabulary = backbone.vocab_size
         ids = {"bad_words_ids": [id for word in self.bad_words_ids or () for id in word]}
         ids |= {
@@ -176,9 +176,10 @@ MODELS_OWN = LogitsOptions()
 
 
 class AdditivePenalties(LogitsProcessor):
-    """Subtracts OpenAI's penalties from the logits of tokens that are in the answer so far.
+    """Subtracts the OpenAI API's penalties from the logits of tokens that already occur in the answer.
 
-    presence: once a token; frequency: times its count. The prompt does not count, as in vLLM.
+    presence: subtracted once per token; frequency: subtracted once per occurrence. Tokens of the
+    prompt do not count, as in vLLM.
     """
 
     def __init__(self, prompt_length: int, presence: float, frequency: float) -> None:
@@ -187,7 +188,7 @@ class AdditivePenalties(LogitsProcessor):
         self._frequency = frequency
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Returns logits [B, V] after the text [B, L]."""
+        """Returns the penalized logits [B, V] after the text [B, L]."""
         answer = input_ids[:, self._prompt_length :]
         counts = torch.zeros_like(scores).scatter_add_(
             1, answer, torch.ones_like(answer, dtype=scores.dtype)
@@ -196,10 +197,10 @@ class AdditivePenalties(LogitsProcessor):
 
 
 class SequenceProcessors:
-    """Holds a sequence's processors and its text so far.
+    """Holds the logits processors of a sequence and its text so far.
 
-    Each new token is processed once, in order. In exact sampling temperature, top-k and top-p are
-    among them. grammar: the one among them that follows a grammar.
+    Each new token is processed once, in order. In exact sampling, the processors include
+    temperature, top-k and top-p. grammar: the processor that follows a grammar, if there is one.
     """
 
     def __init__(
@@ -210,15 +211,15 @@ class SequenceProcessors:
         self._grammar = grammar
 
     def __call__(self, logits: Tensor, following: Tensor | None = None) -> Tensor:
-        """Returns the logits [V] after the text and the tokens that follow it, in fp32."""
+        """Returns the processed logits [V] in fp32 after the text and the tokens in `following`."""
         text = self._text if following is None else torch.cat([self._text, following[None]], dim=1)
         scores: Tensor = self._processors(text, logits[None].to(text.device, torch.float32))
         return scores[0]
 
     def along(self, draft: Draft, logits: Tensor) -> Tensor:
-        """Returns the logits [N, V] of a draft's nodes, each after its path.
+        """Returns the processed logits [N, V] of a draft's nodes, each after the path to it.
 
-        The root is the text's last token.
+        The root is the last token of the text.
         """
         paths = [draft.tree.path(node)[1:] for node in range(draft.tree.size)]
         return torch.stack(
@@ -226,7 +227,7 @@ class SequenceProcessors:
         )
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Adds tokens that were chosen to the text."""
+        """Appends chosen tokens to the text."""
         self._text = torch.cat([self._text, self._text.new_tensor([tokens])], dim=1)
 
     @property
@@ -235,7 +236,7 @@ class SequenceProcessors:
         return self._grammar is not None and self._grammar.cuts_off(self._text)
 
     def forced(self) -> list[int]:
-        """Returns the tokens that a grammar forces after the text."""
+        """Returns the tokens that the grammar forces after the text."""
         return [] if self._grammar is None else self._grammar.forced(self._text)
 
 
@@ -245,9 +246,9 @@ def generate_arguments(
     prompt_length: int,
     grammar: GrammarProcessor | None = None,
 ) -> dict[str, Any]:
-    """Returns the arguments of transformers' generate for the same decoding.
+    """Returns the arguments with which transformers' generate decodes in the same way.
 
-    The rest is the generation config's.
+    All other settings come from the generation config.
     """
     arguments = {**NOT_DONE, **options.given}
     own = LogitsProcessorList()
@@ -256,7 +257,8 @@ def generate_arguments(
     frequency = arguments.pop("frequency_penalty", 0.0)
     if presence or frequency:
         own.append(AdditivePenalties(prompt_length, presence, frequency))
-    if grammar is not None:  # after all others but temperature and cuts: it has the last word
+    # The grammar runs after all others except temperature and truncation, so that it decides last.
+    if grammar is not None:
         own.append(grammar)
     if (bias := arguments.pop("logit_bias", None)) is not None:
         arguments["sequence_bias"] = [
@@ -275,7 +277,7 @@ def generate_arguments(
             "top_p": sampling.top_p,
         }
         arguments |= {} if sampling.min_p is None else {"min_p": sampling.min_p or None}
-    else:  # transformers warns of arguments that a greedy answer does not read
+    else:  # transformers warns about arguments that greedy decoding ignores
         arguments |= dict.fromkeys(["temperature", "top_k", "top_p", *WARPERS])
     return {**arguments, "do_sample": sampling.exact, "logits_processor": own}
 
@@ -288,10 +290,10 @@ def sequence_processors(
     sampling: Sampling,
     options: LogitsOptions,
 ) -> SequenceProcessors | None:
-    """Returns generate's logits processors for a sequence.
+    """Returns the logits processors that transformers' generate uses for a sequence.
 
-    None if there are only temperature and cuts. Raises UsageError for token ids beyond the
-    vocabulary, UserError for a generation config that is not valid.
+    Returns None if there would be only temperature, top-k and top-p. Raises UsageError for token
+    ids beyond the vocabulary, and UserError for an invalid generation config.
     """
     config = backbone.generation_config
     ends = sorted(stop_ids) or None
@@ -313,7 +315,7 @@ def sequence_processors(
     if ends is None:
         arguments["exponential_decay_length_penalty"] = None
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of a minimum that the answer's limit does not allow
+        warnings.simplefilter("ignore")  # about a minimum length above the limit
         try:
             processors = backbone.model.generate(
                 text,
@@ -324,10 +326,10 @@ def sequence_processors(
                 cache_implementation=None,
                 custom_generate=lambda model, input_ids, logits_processor, **_: (
                     logits_processor
-                ),  # nothing runs
+                ),  # the model does not run
                 **arguments,
             )
-        except Exception as reason:  # options are checked, and a file may hold anything
+        except Exception as reason:  # the options are valid, but the config file may not be
             raise _invalid_config(backbone, reason) from reason
     sampler = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper)
     return (
@@ -338,11 +340,12 @@ def sequence_processors(
 
 
 def check_generation_config(backbone: Backbone) -> None:
-    """Logs the settings of the model's generation config; raises UserError if it is not valid."""
+    """Logs the settings of the model's generation config; raises UserError if the config is invalid."""
     config = backbone.generation_config
     for sampling in (Sampling(), Sampling("exact", 1.0)):
         processors = sequence_processors(backbone, [0], 1, backbone.eos_ids, sampling, MODELS_OWN)
-        try:  # the only token of an answer is its first and its last
+        # The answer's only token is both its first and its last, so processors for either run.
+        try:
             processors and processors(torch.zeros(backbone.vocab_size))
         except Exception as reason:
             raise _invalid_config(backbone, reason) from reason
@@ -361,12 +364,12 @@ def check_generation_config(backbone: Backbone) -> None:
 
 
 def changes_of(backbone: Backbone) -> list[str]:
-    """Returns the generation-config fields that change logits, with their values."""
+    """Returns the fields of the generation config that change logits, with their values."""
     return differing(backbone.generation_config, {**PROCESSORS, **WARPERS})
 
 
 def differing(config: Any, defaults: Mapping[str, Any]) -> list[str]:
-    """Returns the fields of a generation config that differ from defaults, with values."""
+    """Returns the fields of a generation config that differ from the defaults, with their values."""
     values = {name: getattr(config, name, None) for name in defaults}
     return [
         f"{name} {shown(value)}"

@@ -1,4 +1,4 @@
-"""The sampler of a sequence: it chooses tokens from logits by its random stream."""
+"""The sampler of a sequence, which chooses tokens from logits with a random stream."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from medusa_cli.decode.processors import SequenceProcessors
 from medusa_cli.decode.sampling import Sampling
 from medusa_cli.device import upload
 
-# A nucleus is rarely larger, and a top-k of this size takes a tenth of the time of sorting the
-# vocabulary.
+# A nucleus is rarely larger than this. A top-k of this size takes a tenth of the time of sorting
+# the vocabulary.
 NUCLEUS = 512
-# Up to FLAT weights are summed one by one; more are summed in blocks of BLOCK first.
+# Up to FLAT weights are summed one by one; larger numbers are first summed in blocks of BLOCK.
 FLAT = 2048
 BLOCK = 128
-# Devices without fp64: the host draws.
+# Devices without fp64, for which the host draws.
 WITHOUT_DOUBLE = ("mps",)
 
 
 def candidates(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor | None]:
     """Returns the weights [.., C] to draw from and their token ids.
 
-    Ids are None for the whole vocabulary in order. Applies temperature, then top-k, then top-p to
-    logits [.., V].
+    The ids are None if the weights cover the whole vocabulary in order. Temperature, then top-k,
+    then top-p are applied to logits [.., V].
     """
     scores = logits.float() / sampling.temperature
     ids = None
@@ -41,15 +41,15 @@ def candidates(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor | Non
 
 
 def nucleus(probs: Tensor, top_p: float | Tensor) -> Tensor:
-    """Sets probabilities (in falling order) outside the nucleus to zero.
+    """Sets probabilities outside the nucleus to zero. The input is in descending order.
 
-    A token stays while the mass before it is below top_p, so the most likely one always stays.
+    A token stays if the mass before it is below top_p, so the most likely token always stays.
     """
     return probs.masked_fill(probs.cumsum(-1) - probs >= top_p, 0)
 
 
 def _top_k(scores: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """Returns the k largest scores in falling order, and ties of the k-th; their token ids."""
+    """Returns the k largest scores in descending order, including ties with the k-th, and their token ids."""
     values, ids = scores.topk(top_k, dim=-1)
     lowest = values[..., -1:]
     count = int((scores >= lowest).sum(-1).max())
@@ -60,8 +60,8 @@ def _top_k(scores: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
 
 
 def _likeliest(probs: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
-    """Returns the largest probabilities in falling order that sum to top_p; their token ids."""
-    # On a GPU reading the sum costs more than a sort.
+    """Returns the largest probabilities, in descending order, that together reach top_p, and their token ids."""
+    # On a GPU, reading the sum costs more than sorting.
     if probs.device.type == "cpu" and probs.shape[-1] > NUCLEUS:
         best = probs.topk(NUCLEUS, dim=-1)
         if bool((best.values.sum(-1) > top_p).all()):
@@ -71,11 +71,12 @@ def _likeliest(probs: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
 
 
 def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """Returns the index [..] where each uniform number [..] falls among weights [.., C].
+    """Returns the index [..] at which each uniform number [..] falls among weights [.., C].
 
-    Weights need not sum to one. Inverting the distribution takes one random number a row;
-    exponential races take C. In a vocabulary the sums of blocks first find its block: running sums
-    in fp64 over all weights of many rows are slow.
+    The weights need not sum to one. Inverting the distribution takes one random number per row,
+    whereas exponential races take C. If there are more than FLAT weights, the block is located
+    first, using the sums of the blocks. Running sums in fp64 over all weights of many rows would be
+    slow.
     """
     size = weights.shape[-1]
     if size <= FLAT:
@@ -91,12 +92,12 @@ def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def _invert(weights: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns where the running sum of weights [.., C] exceeds a target [.., 1], and the rest.
+    """Returns the index at which the running sum of weights [.., C] exceeds a target [.., 1], and the rest.
 
-    The rest is the target less the sum before the index.
+    The rest is the target minus the sum before the index.
     """
     summed = weights.cumsum(-1)
-    # Rounding must not select a weight of zero, nor go beyond the last one.
+    # Rounding must not select a weight of zero or go beyond the last weight.
     limit = torch.nextafter(summed[..., -1:], torch.zeros_like(target))
     target = torch.minimum(target.clamp(min=0), limit)
     index = torch.searchsorted(summed, target, right=True).clamp(max=weights.shape[-1] - 1)
@@ -104,11 +105,11 @@ def _invert(weights: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Sampler:
-    """Chooses the tokens of one sequence, by one uniform number of its random stream each.
+    """Chooses the tokens of one sequence, each with one uniform number from the sequence's random stream.
 
-    The numbers do not depend on the device or on drafts: an answer depends only on its seed.
-    `stream` selects the random stream; stream 0 is the seed's own. processors: change the
-    logits first; None if there are none.
+    The numbers do not depend on the device or on drafts, so the seed alone determines the answer to
+    a request. `stream` selects the random stream; stream 0 uses the seed unchanged. processors:
+    change the logits first; None if there are none.
     """
 
     def __init__(
@@ -121,7 +122,7 @@ class Sampler:
         self._uniforms: list[float] = []
 
     def peek_uniforms(self, count: int) -> list[float]:
-        """Returns the random numbers of the next `count` tokens."""
+        """Returns the random numbers for the next `count` tokens."""
         missing = count - len(self._uniforms)
         if missing > 0:
             self._uniforms += torch.rand(
@@ -130,12 +131,12 @@ class Sampler:
         return self._uniforms[:count]
 
     def advance(self, count: int) -> None:
-        """Drops the numbers of `count` tokens that were chosen."""
+        """Drops the random numbers of `count` chosen tokens."""
         del self._uniforms[:count]
 
     def sample(self, logits: Tensor, uniforms: Sequence[float]) -> list[int]:
-        """Returns one token for each row of logits [n, V] by its uniform number."""
-        # Temperature and cuts are among a sequence's processors.
+        """Returns one token for each row of logits [n, V], chosen with the row's uniform number."""
+        # If a sequence has processors, they include temperature and truncation.
         ids: Tensor | None = None
         if self.processors is None:
             weights, ids = candidates(logits, self.sampling)
@@ -151,9 +152,9 @@ class Sampler:
         return tokens
 
     def choose(self, logits: Tensor) -> int:
-        """Returns the next token from one row of logits [V].
+        """Returns the next token, chosen from one row of logits [V].
 
-        With processors this chooses every token, in order.
+        If the sequence has processors, every token is chosen here, in order.
         """
         if self.processors is not None:
             logits = self.processors(logits)

@@ -11,15 +11,16 @@ from medusa_cli.errors import UsageError
 MODES = ("greedy", "exact", "typical")
 # Dividing logits by less than this may overflow fp32.
 MIN_TEMPERATURE = 1e-6
-# Above this temperature the acceptance prior stays the same.
+# Above this temperature, the acceptance prior no longer changes.
 MAX_TEMPERATURE = 100.0
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Holds mode, temperature, cuts, epsilon and delta of typical acceptance, and the seed.
+    """Holds the mode, the temperature, truncation settings, epsilon and delta of typical acceptance, and the seed.
 
-    min_p: None is the model's own, as in its generation config.
+    top_p, top_k, min_p: the truncation. A min_p of None selects the value in the model's generation
+    config.
     """
 
     mode: str = "greedy"
@@ -65,7 +66,7 @@ class Sampling:
 
     @classmethod
     def by_name(cls, temperature: float, name: str) -> Sampling:
-        """Returns exact sampling with a seed derived from a name; greedy at temperature 0."""
+        """Returns exact sampling with a seed derived from a name, or greedy sampling at temperature 0."""
         if temperature == 0:
             return cls()
         return cls(
@@ -84,12 +85,12 @@ class Sampling:
 
     @cached_property
     def exact(self) -> bool:
-        """Returns True if tokens are drawn from the model's distribution (temperature, cuts)."""
+        """Returns True if tokens are drawn from the model's distribution after temperature and truncation."""
         return self.mode == "exact" and not self.greedy
 
 
 def cuts(top_p: float, top_k: int, min_p: float | None) -> dict[str, float]:
-    """Returns the settings that leave tokens out, by name."""
+    """Returns the active truncation settings (top-p, top-k, min-p) by option name."""
     return {
         **({"@top_p": top_p} if top_p < 1 else {}),
         **({"@top_k": top_k} if top_k else {}),
@@ -105,10 +106,10 @@ def sampling_of(
     random_seed: int | None,
     min_p: float | None = None,
 ) -> Sampling:
-    """Returns the sampling of these options; a temperature without a mode means exact sampling.
+    """Returns the sampling for these options. A temperature without a mode selects exact sampling.
 
-    Raises UsageError for top-p, top-k or min-p without a temperature: greedy decoding would not
-    read them.
+    Raises UsageError for top-p, top-k or min-p without a temperature, because greedy decoding
+    ignores them.
     """
     if temperature is None:
         temperature = 0.7 if mode in ("exact", "typical") else 0.0
@@ -123,10 +124,10 @@ def sampling_of(
 
 
 def sampling_kind(sampling: Sampling) -> tuple[str, float]:
-    """Returns the name of sampling with similar acceptance, and its prior acceptance ratio.
+    """Returns the name of a kind of sampling with similar acceptance, and its prior acceptance ratio.
 
-    The ratio compares with greedy calibration: the hotter the sampling, the fewer drafts are
-    accepted; top-p and top-k soften that.
+    The ratio is relative to greedy calibration. At higher temperatures, fewer draft tokens are
+    accepted. Top-p, top-k and min-p weaken this effect.
     """
     if sampling.greedy:
         return "greedy", 1.0

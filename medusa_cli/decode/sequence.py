@@ -1,4 +1,4 @@
-"""A request, the sequence that answers it in a slot of the cache, and the criteria that stop it."""
+"""Requests, the sequences that answer them in the slots of a cache, and stop criteria."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from medusa_cli.model import Backbone
 class Request:
     """Asks for the continuation of a prompt of token ids.
 
-    stop_ids: end tokens, None for the model's own. stop_strings: for `Answer`, whose driver then
-    cancels the sequence. top: how many of the likeliest tokens to report
-    with each token, None for no log probabilities. reuse: how many of the prompt's first tokens
-    cached rows may serve, None for all. prompt_logprobs: report the prompt's tokens, too; then
-    max_new_tokens may be 0. speculative: False decodes plainly. Log probabilities are the model's
-    own, before logits_options and temperature, as in OpenAI's API and vLLM.
+    stop_ids: end tokens; None selects those of the model. stop_strings: for `Answer`, whose driver
+    then cancels the sequence. top: the number of most likely tokens to report with each token; None
+    reports no log probabilities. reuse: the number of first prompt tokens that may be served from
+    cached rows; None means all. prompt_logprobs: also report the prompt's tokens; max_new_tokens
+    may then be 0. speculative: False selects plain decoding. Log probabilities are those of the
+    model, before logits_options and temperature, as in the OpenAI API and vLLM.
     """
 
     prompt: abc.Sequence[int]
@@ -47,10 +47,10 @@ class Request:
 class StopCriteria:
     """Truncates new tokens at the first stop token or limit; `Answer` finds stop strings.
 
-    `reason` is then "stop" or "length". left: tokens that the answer may still have.
+    `reason` is then "stop" or "length". left: the number of tokens that the answer may still have.
 
-    Raises UsageError for a limit below 1, UserError for a prompt that is empty or fills the
-    context.
+    Raises UsageError for a limit below 1, or below 0 with prompt_logprobs. Raises UserError for a
+    prompt that is empty or fills the context.
     """
 
     def __init__(self, backbone: Backbone, request: Request) -> None:
@@ -74,7 +74,7 @@ class StopCriteria:
         self.reason: str | None = None
 
     def truncate(self, tokens: abc.Sequence[int]) -> list[int]:
-        """Returns the tokens that belong to the answer, its last one included."""
+        """Returns the tokens that belong to the answer, including its last one."""
         kept: list[int] = []
         for token in tokens[: self.left]:
             kept.append(token)
@@ -89,7 +89,7 @@ class StopCriteria:
 
 @dataclass
 class DraftState:
-    """Holds a policy's state of one sequence: its acceptance and its n-gram sources.
+    """Holds a policy's state for one sequence: the acceptance estimate and the n-gram sources.
 
     speculative: False for a sequence that drafts nothing.
     """
@@ -100,13 +100,13 @@ class DraftState:
 
 
 class Sequence:
-    """A prompt and its answer so far, in one slot of the cache.
+    """Holds a prompt and its answer so far, in one slot of the cache.
 
-    A sequence that is done is its slot's cached prefix. tokens: those whose rows are in the slot.
-    root: the next token, decided but not yet in the cache. drafter: a fork with this sequence's
-    state. unread: tokens that the drafter has not read; without a drafter, the last step's.
-    draft: the draft policy's state of the sequence. reused: tokens of the prompt that the slot held
-    before. `number` selects the random stream.
+    A finished sequence is the cached prefix of its slot. tokens: those whose rows are in the slot.
+    root: the next token, which is decided but not yet in the cache. drafter: a fork with this
+    sequence's state. unread: tokens that the drafter has not read; without a drafter, those of the
+    last step. draft: the draft policy's state for the sequence. reused: the number of prompt tokens
+    that the slot already held. `number` selects the random stream.
     """
 
     root: int
@@ -119,7 +119,7 @@ class Sequence:
         self.draft = draft
         draft.speculative = request.speculative
         self.stop = StopCriteria(backbone, request)
-        # transformers asks for a token even if a prompt is only scored.
+        # transformers requires at least one new token, even if the prompt is only scored.
         length = max(1, self.stop.left)
         processors = sequence_processors(
             backbone,
@@ -137,9 +137,9 @@ class Sequence:
 
     @property
     def finish_reason(self) -> str | None:
-        """Returns "stop", "length" or "cancelled"; None while the answer goes on.
+        """Returns "stop", "length" or "cancelled", or None while the answer continues.
 
-        It is also "length" for an answer that a limit of the grammar's library cut off.
+        It is also "length" if a limit of the grammar library cut the answer off.
         """
         processors = self.sampler.processors
         cut_off = self.stop.reason == "stop" and processors is not None and processors.exhausted
@@ -151,19 +151,19 @@ class Sequence:
 
     @property
     def decoding(self) -> bool:
-        """Returns True if the prompt is through and the answer goes on."""
+        """Returns True if prefill is complete and the answer continues."""
         return not self.stop.reason and len(self.tokens) >= len(self.request.prompt)
 
     def cancel(self) -> None:
-        """Ends the answer where it is, unless it has ended."""
+        """Ends the answer at its current length, unless it has already ended."""
         self.stop.reason = self.stop.reason or "cancelled"
 
     def reuse_prefix(self, held: Sequence | None, shared: int, drafter: Drafter | None) -> None:
-        """Takes over the first `shared` tokens of a slot's done sequence.
+        """Takes over the first `shared` tokens of the finished sequence in a slot.
 
-        They are fewer if its drafter knows fewer.
+        It takes over fewer tokens if that sequence's drafter has state for fewer.
 
-        It may be called again with fewer.
+        The method may be called again with a smaller number.
         """
         self.unread = []
         if drafter is not None:
@@ -184,7 +184,7 @@ class Sequence:
         self.tokens = list(self.request.prompt[:shared])
 
     def finish_prefill(self, new: NewTokens) -> list[int]:
-        """Takes the rest of the prompt; returns the answer's first token."""
+        """Records the rest of the prompt; returns the first token of the answer."""
         self.unread.append(new if self.drafter is None else self.drafter.first_input(new))
         self.root = new.root
         return self.stop.truncate([new.root])
@@ -196,7 +196,7 @@ class Sequence:
         return concat(new) if len(new) > 1 else new[0]
 
     def commit(self, accepted: Accepted) -> list[int]:
-        """Takes an accepted path; returns the new tokens, the bonus token last."""
+        """Records an accepted path; returns the new tokens, with the bonus token last."""
         path = upload(accepted.tokens, accepted.hidden.device)
         new = NewTokens(
             path, accepted.hidden, accepted.bonus, len(self.tokens), accepted.extra_hidden

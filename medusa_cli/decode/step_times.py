@@ -1,4 +1,4 @@
-"""Times of whole decoding steps on this machine, measured once for a drafter and a backbone."""
+"""Durations of whole decoding steps on this machine, measured once per drafter and backbone."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -27,12 +27,12 @@ from medusa_cli.tree.search import StepTimes
 
 CONTEXT = 256
 ROUNDS = 4
-# Matmuls run by blocks of rows, so the cost rises in steps: small sizes are timed one by one.
+# Matmuls run in blocks of rows, so the cost rises in jumps. Small sizes are timed one by one.
 SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 14, 16, 18, 20, 24, 32, 48, 64)
-# Sizes above one that costs this many plain steps are not timed.
+# Once a size costs this many times a plain step, larger sizes are not timed.
 HOPELESS = 6.0
-# Sizes up to this one are timed by the last of several steps: after a pass of another size the
-# processor's caches hold other memory.
+# For sizes up to this one, only the last of several steps is timed: after a pass of another size,
+# the CPU caches hold other data.
 REPEATED = 8
 REPEATS = 3
 WITHOUT = "no drafter"  # the stamp of step times without a drafter
@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class KeptTimes:
-    """Holds step times in the timings file; `busy` as in KernelTimings."""
+    """Holds step times in the timings file; `busy` has the same meaning as in KernelTimings."""
 
     verify: Curve
     draft: Curve
@@ -49,7 +49,7 @@ class KeptTimes:
 
 
 class NullDrafter(Drafter):
-    """Drafts token 0 on every node: its steps cost as much as steps with n-gram matches only."""
+    """Drafts token 0 for every node; its steps cost as much as steps that draft only n-gram matches."""
 
     num_heads = 4
 
@@ -76,10 +76,10 @@ def measure_step_times(
     sizes: Sequence[int] = SIZES,
     on_progress: Callable[[int], None] = lambda steps: None,
 ) -> StepTimes:
-    """Times steps by tree size, and drafts by levels, after `context` tokens.
+    """Measures step times by tree size, and draft times by number of levels, after `context` tokens.
 
-    Returns the least of the rounds. Disturbances of a machine only add. Tokens are arbitrary: a
-    step's time does not depend on them.
+    Returns the minimum over the rounds, because disturbances of the machine only add time. The
+    tokens are arbitrary: step times do not depend on them.
     """
     heads = drafter.num_heads
     late = drafter.uses_verify_pass
@@ -90,7 +90,7 @@ def measure_step_times(
     decoder = Decoder(backbone, drafter)
     known = (
         len(getattr(drafter, "draft_ids", ())) or backbone.vocab_size
-    )  # no head has more guesses
+    )  # a head cannot make more guesses
     chains = {depth: policy_of(Tree.chain(depth)) for depth in range(1, heads + 1)}
     bushy = {nodes: policy_of(_bushy(nodes, heads)) for nodes in sizes if nodes <= known}
     verify: dict[int, float] = {}
@@ -98,17 +98,17 @@ def measure_step_times(
 
     def step(policy: DraftPolicy) -> Step:
         decoder.policy = policy
-        if late:  # its extra rows are in the verify pass before
+        if late:  # it drafts from extra rows of the previous verify pass
             decoder.step()
         on_progress(1)
         return decoder.step()[0][1]
 
     for number in range(rounds + 1):
-        # The prompt is still there from the round before: only its last token is run again.
+        # The prompt is still cached from the previous round: only its last token is run again.
         sequence, _ = decoder.admit(Request(prompt, backbone.max_positions, stop_ids=()))
         for depth, policy in chains.items():
             seconds = step(policy).draft_s
-            if number:  # the first round warms up
+            if number:  # the first round is a warm-up
                 draft[depth] = min(seconds, draft.get(depth, seconds))
         for nodes, policy in list(bushy.items()):
             for _ in range(REPEATS - 1 if nodes <= REPEATED else 0):
@@ -131,10 +131,10 @@ def step_times_for(
     again: bool = False,
     on_progress: Callable[[int], None] = lambda steps: None,
 ) -> StepTimes:
-    """Returns a drafter's step times on this machine: kept ones, or measured now and kept.
+    """Returns a drafter's step times on this machine, either from the timings file or measured now and stored.
 
-    Without a drafter these are the passes of the backbone only. Times of a busy machine are
-    measured again an hour later.
+    Without a drafter, they cover only the passes of the backbone. Times from a busy machine are
+    measured again after an hour.
     """
     stamp = WITHOUT if drafter is None else stamp
     key = "|".join(
@@ -158,7 +158,7 @@ def step_times_for(
     )
     if stamp is not None:
         keep_timings(key, KeptTimes(step_times.verify, step_times.draft, busy))
-    # A thread that waits for a GPU looks disturbed, too.
+    # A thread that waits for a GPU also looks disturbed.
     if busy is not None and backbone.device.type == "cpu":
         log.warning(
             "other programs took much of the processor while steps were timed, so the tree may be the wrong one; "
@@ -168,6 +168,6 @@ def step_times_for(
 
 
 def _bushy(nodes: int, depth: int) -> Tree:
-    """Returns a tree of `nodes` nodes: one path of all heads, the other nodes at the root."""
+    """Returns a tree of `nodes` nodes: one path through all heads, and the other nodes directly below the root."""
     chain = [[0] * level for level in range(1, min(depth, nodes - 1) + 1)]
     return Tree.from_choices([*chain, *([rank] for rank in range(1, nodes - len(chain)))])

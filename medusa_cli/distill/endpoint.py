@@ -1,4 +1,4 @@
-"""Answers of servers that run the model; only its tokenizer is needed here."""
+"""Answers from servers that run the model; only its tokenizer is needed here."""
 
 import sys
 import zlib
@@ -25,8 +25,8 @@ from medusa_cli.runs.recipe import DistillRecipe
 class Tokenizer:
     """Holds a model's tokenizer, sizes and end tokens without weights; raises UserError if they cannot be loaded.
 
-    chat_template replaces the tokenizer's own. trust_remote_code allows the model's Python files to
-    run.
+    chat_template: replaces the tokenizer's own. trust_remote_code: allows the model's Python files
+    to run.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Tokenizer:
             self.tokenizer = AutoTokenizer.from_pretrained(
                 source, trust_remote_code=trust_remote_code
             )
-        except Exception as reason:  # damaged files raise any exception
+        except Exception as reason:  # damaged files can raise any exception
             raise unloadable(model, reason) from reason
         if chat_template is not None:
             self.tokenizer.chat_template = chat_template
@@ -64,18 +64,19 @@ class Tokenizer:
 def connect(
     addresses: str, served_name: str | None, tokenizer: Tokenizer
 ) -> tuple[ChatServers, list[str]]:
-    """Returns the servers at comma-separated addresses that serve the model, and a line for each that is silent.
+    """Returns the model's servers at comma-separated addresses, and a message for each one that does not answer.
 
-    served_name: the model's name on the servers; None: found by asking for one token. Raises
-    UserError where no server answers for the model.
+    served_name: the model's name on the servers. If it is None, likely names are tried by
+    requesting one token. Raises UserError if no server answers for the model.
     """
     greeting = [{"role": "user", "content": "Hello"}]
-    render(tokenizer, greeting, prompt=True)  # raises at once where there is no template
+    render(tokenizer, greeting, prompt=True)  # fails early if there is no template
     servers = ChatServers(addresses.split(","))
     name = tokenizer.id
     listed, silent = servers.check()
-    # Someone who starts a server gives a named model as a folder. The folder comes first: a server
-    # that loads models on demand would look for the name on the hub, for minutes.
+    # Servers of a named model are usually started with its folder. The folder is tried first,
+    # because a server that loads models on demand would spend minutes looking for the name on the
+    # hub.
     local = [assets.model_dir(name)] if name in assets.MODELS else []
     local += [str(Path(name).resolve())] if Path(name).is_dir() else []
     reasons = []
@@ -99,10 +100,11 @@ def answer_remotely(
     settings: DistillRecipe,
     on_tokens: Callable[[int], None] = lambda count: None,
 ) -> Iterator[Outcome]:
-    """Answers every seed's turns one after another by the servers, several conversations at a time.
+    """Answers each seed's turns in order with the servers, several conversations at a time.
 
-    Yields each seed's outcome as it ends, without states: training computes them. A seed that fails
-    does not stop the others. on_tokens receives the number of its answer tokens.
+    Yields each seed's outcome as soon as it ends. Outcomes have no hidden states, which training
+    computes. A seed that fails does not stop the others. on_tokens: called with the number of
+    answer tokens of each seed.
     """
     waiting = iter(seeds)
     with ThreadPoolExecutor(max_workers=settings.concurrency) as pool:
@@ -117,7 +119,7 @@ def answer_remotely(
         try:
             while running:
                 done, running = wait(running, return_when=FIRST_COMPLETED)
-                # The servers get their next questions before answers are written: they must not idle.
+                # New questions are sent before answers are written, so that servers do not idle.
                 running |= ask(len(done))
                 for outcome in (future.result() for future in done):
                     on_tokens(outcome.conversation.positions if outcome.conversation else 0)
@@ -129,9 +131,10 @@ def answer_remotely(
 def _converse(
     servers: ChatServers, tokenizer: Tokenizer, seed: Conversation, settings: DistillRecipe
 ) -> Outcome:
-    """Asks the servers one seed's turns; each answer is part of the next prompt.
+    """Has the servers answer one seed's turns, with each answer as part of the next prompt.
 
-    A later turn that is too long ends the conversation: beyond the context, servers differ.
+    A later turn that is too long ends the conversation, because servers behave differently beyond
+    the context.
     """
     messages = [] if seed.system is None else seed.messages[:1]
     options: dict[str, Any] = {
@@ -157,7 +160,7 @@ def _converse(
 
 
 def _fits(tokenizer: Tokenizer, prompt: list[Message], settings: DistillRecipe) -> bool:
-    """Returns True if an answer fits after a prompt."""
+    """Returns True if an answer fits in the context after a prompt."""
     context = min(settings.context, tokenizer.max_positions)
     if len(prompt[-1]["content"]) > TOKEN_CHARACTERS * context:
         return False
@@ -172,7 +175,7 @@ def tokenise(
 ) -> Conversation:
     """Returns answered messages with token ids and spans; an answer cut by the length limit has no end token.
 
-    Raises Malformed where the ids do not give the answers' text back.
+    Raises Malformed if the token ids do not decode to the text of the answers.
     """
     tokens, spans = encode(tokenizer, messages)
     answers = [message["content"] for message in messages if message["role"] == "assistant"]

@@ -1,10 +1,10 @@
-"""Filters of distilled conversations: answers that only refuse."""
+"""Filters for distilled conversations: detection of answers that only refuse."""
 
 import re
 
 from medusa_cli.data.conversation import Conversation
 
-LONGEST = 600  # characters: a longer answer that begins by refusing goes on with something else
+LONGEST = 600  # characters; after a refusal, a longer answer continues with something else
 _REFUSAL = re.compile(
     r"\W*(?:unfortunately,? |(?:I(?: am|'m) (?:very |really |so )?sorry|I apologi[sz]e|sorry|my apologies)[,.;]? ?"
     r"(?:but )?)?"
@@ -17,12 +17,12 @@ _REFUSAL = re.compile(
 
 
 def is_refusal(answer: str) -> bool:
-    """Returns True for a short answer that begins by refusing, such as "I'm sorry, but I can't assist with that."."""
+    """Returns True for a short answer that begins with a refusal, such as "I'm sorry, but I can't assist with that"."""
     return len(answer) <= LONGEST and _REFUSAL.match(answer.replace("\u2019", "'")) is not None
 
 
 def refuses(conversation: Conversation) -> bool:
-    """Returns True if an answer of a conversation refuses."""
+    """Returns True if any answer in a conversation is a refusal."""
     return any(
         is_refusal(message["content"])
         for message in conversation.messages

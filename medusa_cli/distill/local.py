@@ -1,4 +1,4 @@
-"""Answers from a model on this machine, many conversations at a time, with the hidden states of every position."""
+"""Answers from a model on this machine, for many conversations at a time, with hidden states at every position."""
 
 import logging
 import os
@@ -17,21 +17,21 @@ from medusa_cli.model import Backbone
 from medusa_cli.model.chat_template import after_answer, render, token_ids
 from medusa_cli.runs.recipe import DistillRecipe
 
-# More rows than this gain little on a GPU and nothing on a CPU, and a batch's last answers keep
-# fewer of them busy.
+# A larger batch gains little on a GPU and nothing on a CPU, and its last answers would leave more
+# slots idle.
 MAX_BATCH = 64
-# Share of the free memory that caches and states may take: the passes need some too.
+# Share of the free memory for caches and states; forward passes need some as well.
 MEMORY_SHARE = 0.7
-# Most characters of a token, as a rule: longer prompts are dropped without tokenising them.
+# Typical maximum of characters per token; longer prompts are dropped without tokenizing them.
 TOKEN_CHARACTERS = 8
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A seed's conversation and the states [len(tokens) - 1, H * taps] at its positions; servers send none.
+    """Holds a seed's conversation and its hidden states [len(tokens) - 1, H * taps]; servers send no states.
 
-    Without a conversation, failure is the reason, or None for a prompt that is too long for the
+    If there is no conversation, failure is the reason, or None if the prompt is too long for the
     context.
     """
 
@@ -42,13 +42,14 @@ class Outcome:
 
 
 def choose_batch_size(backbone: Backbone, settings: DistillRecipe, processes: int) -> int:
-    """Returns how many conversations the free memory holds now, at most MAX_BATCH; logs it where they are fewer.
+    """Returns how many conversations fit in the free memory, at most MAX_BATCH; logs the number if it is less.
 
-    Each has keys and values of every layer, and, where these lie in the same memory, its hidden
-    states.
+    Each conversation needs memory for its KV cache. Unless the device is a GPU, its hidden states
+    need space in the same memory.
     """
-    config = backbone.config  # by the processes of this machine
+    config = backbone.config
     shared = backbone.device.type != "cuda"
+    # The processes on this machine share its main memory.
     free = free_memory(backbone.device) // (
         int(os.environ.get("LOCAL_WORLD_SIZE", processes)) if shared else 1
     )
@@ -71,17 +72,17 @@ def answer_locally(
     settings: DistillRecipe,
     on_tokens: Callable[[int], None] = lambda count: None,
 ) -> Iterator[Outcome]:
-    """Answers every seed's turns one after another with the backbone; yields each seed's outcome as it ends.
+    """Answers each seed's turns in order with the backbone; yields each seed's outcome as soon as it ends.
 
-    on_tokens receives the number of new answer tokens of each step.
+    on_tokens: called with the number of new answer tokens in each step.
     """
     waiting = iter(seeds)
     slots: list[_Answering | None] = [None] * (settings.batch_size or MAX_BATCH)
     decoder = Decoder(backbone, slots=len(slots), taps=with_last_layer(settings.taps))
     while True:
         for index in range(len(slots)):
-            # An answer may end with its very first token, so several turns and seeds may take a
-            # slot here.
+            # An answer may end with its very first token, so several turns and seeds may pass
+            # through a slot here.
             while (current := slots[index]) is None or current.sequence.done:
                 if current is not None:
                     current.end_turn()
@@ -114,7 +115,7 @@ def answer_locally(
 
 
 class _Answering:
-    """Answers one conversation: holds its tokens so far, the states of all but the last, and the open answer."""
+    """Answers one conversation; holds its tokens so far, the states of all but the last, and the open answer."""
 
     def __init__(self, seed: Conversation, decoder: Decoder, settings: DistillRecipe) -> None:
         self.seed = seed
@@ -130,9 +131,9 @@ class _Answering:
         self.answer_start = 0
 
     def ask(self) -> bool:
-        """Asks the next question; returns False if none is left or an answer to it would not fit the context.
+        """Asks the next question; returns False if none is left or an answer to it would not fit in the context.
 
-        Raises Malformed where the chat template refuses the question.
+        Raises Malformed if the chat template rejects the question.
         """
         question = next(iter(self.turns[len(self.spans) :]), None)
         if question is None or len(question) > TOKEN_CHARACTERS * self.context:
@@ -151,8 +152,8 @@ class _Answering:
         if len(prompt) + limit > self.context:
             return False
 
-        # The last token of an answer is chosen but not yet run. Another text's prefix cannot be
-        # reused: this conversation's states are kept as they come.
+        # The last token of an answer is chosen but not yet run. The prefix of another text cannot
+        # be reused, because this conversation needs the states of all its positions.
         known = max(0, len(self.tokens) - 1)
         sampling = Sampling.by_name(
             self.settings.temperature, f"{self.settings.random_seed}:{self.seed.id}"
@@ -171,13 +172,13 @@ class _Answering:
         return True
 
     def end_turn(self) -> None:
-        """Closes the answer just written."""
+        """Closes the answer that has just ended."""
         self.spans.append((self.answer_start, len(self.tokens)))
         answer = self.backbone.decode(self.tokens[self.answer_start :])
         self.messages.append({"role": "assistant", "content": answer})
 
     def outcome(self, failure: str | None) -> Outcome:
-        """Returns the conversation as far as it was answered; without an answer, the failure."""
+        """Returns the part of the conversation that was answered, or the failure if there is no answer."""
         if not self.spans:
             return Outcome(self.seed.id, failure=failure)
         conversation = Conversation(

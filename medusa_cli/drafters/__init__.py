@@ -1,4 +1,4 @@
-"""Drafters: they guess the next tokens of a backbone."""
+"""Drafters, which guess the next tokens of a backbone."""
 
 from medusa_cli.drafters.amphista import Amphista
 from medusa_cli.drafters.base import Batch, Drafter, NewTokens

@@ -1,4 +1,4 @@
-"""Amphista: two adaptation layers with caches, and heads that see one another and draft at once."""
+"""Amphista: two adaptation layers with caches, and heads that see each other and draft in parallel."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ from medusa_cli.tree.tensors import TreeTensors
 
 @dataclass(frozen=True)
 class AmphistaConfig(HeadsConfig):
-    """attention_layers: self-attention layers over the heads.
+    """Adds Amphista's settings.
 
-    2 is the paper's alpha variant (appendix A.2.3). context: of the adaptation layers: the
-    "conversation" (section 3.1: positions 1 .. t - 1), or the "answer".
+    attention_layers: the number of self-attention layers over the heads. 2 is the paper's alpha
+    variant (appendix A.2.3). context: the part that the adaptation layers see, the "conversation"
+    (section 3.1: positions 1 .. t - 1) or the "answer".
     """
 
     attention_layers: int = 1
@@ -44,7 +45,7 @@ class AmphistaConfig(HeadsConfig):
 
 
 class AdaptationLayer(nn.Module):
-    """fc([h; e]) and a causal decoder layer (section 3.1); a fresh one passes h on."""
+    """Applies fc([h; e]) and a causal decoder layer (section 3.1); a fresh layer passes h through."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
@@ -54,13 +55,17 @@ class AdaptationLayer(nn.Module):
         nn.init.zeros_(self.fc.bias)
 
     def join(self, hidden: Tensor, embedded: Tensor) -> Tensor:
-        """Returns the decoder layer's input [.., H], from states and the next tokens' embeddings."""
+        """Returns the decoder layer's input [.., H], computed from states and the next tokens' embeddings."""
         joined: Tensor = self.fc(torch.cat([hidden, embedded], dim=-1))
         return joined
 
 
 class Amphista(HeadDrafter):
-    """K heads: the first half reads the first adaptation layer's state, the others the second's (section 3)."""
+    """Holds Amphista's K heads (section 3).
+
+    The first half reads the state of the first adaptation layer, the second half that of the
+    second.
+    """
 
     name = "amphista"
     drafts_in_graphs = True
@@ -89,7 +94,7 @@ class Amphista(HeadDrafter):
         new: Sequence[NewTokens],
         tree: Tree | DynamicTree,
     ) -> list[Draft]:
-        """Adapts each sequence's new states, lets the heads see one another, and fills every node at once."""
+        """Adapts the new states of each sequence, lets the heads see each other, and drafts every node at once."""
         adapted = self.read(backbone, sequences, new)
         return draft_by_level(tree, new, self._guesses(backbone, adapted, tree.max_depth))
 
@@ -117,9 +122,9 @@ class Amphista(HeadDrafter):
     def read(
         self, backbone: Backbone, sequences: Sequence[Amphista], new: Sequence[NewTokens]
     ) -> list[Tensor]:
-        """Adds the new states to each sequence's caches.
+        """Adds the new states to the caches of each sequence.
 
-        Returns each stage's states of the last positions [B, H].
+        Returns the states [B, H] of each stage at the last positions.
         """
         x = torch.cat([tokens.hidden for tokens in new]).to(self.dtype)
         positions = [range(n.start, n.end) for n in new]
@@ -135,7 +140,7 @@ class Amphista(HeadDrafter):
     def _together(
         self, adapted: Sequence[Tensor], blocks: nn.ModuleList, attention: nn.ModuleList
     ) -> Tensor:
-        """Returns the heads' states [P, K, H] from the states of the two stages, [P, H] each."""
+        """Returns the states [P, K, H] of the heads, given the states of the two stages [P, H]."""
         half = self.num_heads // 2
         apart = [block(adapted[head >= half]) for head, block in enumerate(blocks)]
         x = torch.stack(apart, dim=1) + self.position
@@ -155,6 +160,6 @@ class Amphista(HeadDrafter):
             assert isinstance(stage, AdaptationLayer)
             x = stage.layer(stage.join(x, embedded))
             adapted.append(padding.unpad(x)[learnt])
-        states = self._together(adapted, self.blocks, self.attention)  # [n, K, H], learnt positions
+        states = self._together(adapted, self.blocks, self.attention)  # [n, K, H], trained rows
         for head, positions in enumerate(rows):
             yield states[batch.learnt_index[positions], head].to(batch.hidden.dtype)

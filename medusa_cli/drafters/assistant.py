@@ -1,4 +1,4 @@
-"""Gemma 4's assistants: a few layers of queries only, over the model's own keys and values."""
+"""Gemma 4's assistants: a few layers that have only queries and read the model's keys and values."""
 
 from __future__ import annotations
 
@@ -23,16 +23,20 @@ KINDS = ("full_attention", "sliding_attention")
 
 @dataclass(frozen=True)
 class AssistantConfig(HeadsConfig):
-    """num_heads: draft tokens of a path. text: the assistant's config, as transformers has it."""
+    """Adds an assistant's settings.
+
+    num_heads: the number of draft tokens on a path. text: the assistant's config, in transformers'
+    form.
+    """
 
     text: dict[str, Any] = field(default_factory=dict)
 
 
 class Assistant(TransformersDrafter):
-    """Reads [embedding; state] of a node, attends to the text's keys and values, and gives the next state.
+    """Reads [embedding; state] of a node, attends to the text's keys and values, and computes the next state.
 
-    Its layers have no keys of their own: a node sees the text, and its ancestors only through the
-    state. So all nodes stand at the position of the root.
+    Its layers have no keys of their own: a node sees the text directly, but its ancestors only
+    through the state. So all nodes are at the position of the root.
     """
 
     name = "assistant"
@@ -59,7 +63,7 @@ class Assistant(TransformersDrafter):
             )
 
     def named_weights(self) -> dict[str, Tensor]:
-        """Returns the weights under the maker's names; the lm_head is the embedding."""
+        """Returns the weights under the publisher's names; the lm_head is the embedding."""
         named = {
             name.removeprefix("assistant."): weight
             for name, weight in self.state_dict(keep_vars=True).items()
@@ -75,14 +79,14 @@ class Assistant(TransformersDrafter):
         new: Sequence[NewTokens],
         tree: Tree | DynamicTree,
     ) -> list[Draft]:
-        """Drafts level by level, from the last state of each sequence."""
+        """Drafts level by level, starting from the last state of each sequence."""
         network = self.packed("assistant")
         dtype = network.model.norm.weight.dtype
         states = torch.cat([tokens.hidden[-1:] for tokens in new])  # [B, H], then [N, H]
         known = {kind: self._rows(backbone, kind, new, dtype) for kind in KINDS}
         window = network.config.get_text_config().sliding_window
         lengths = [tokens.end for tokens in new]
-        every = torch.zeros(1)  # no number: layers with shared keys then keep all rows
+        every = torch.zeros(1)  # not a number: layers with shared keys then keep all rows
 
         def guess(
             head: int, width: int, temperature: float | None, level: Frontier
@@ -109,7 +113,7 @@ class Assistant(TransformersDrafter):
     def _rows(
         self, backbone: Backbone, kind: str, new: Sequence[NewTokens], dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        """Returns keys and values [1, heads, M, D] of the last layer of a kind, one sequence after another."""
+        """Returns the keys and values [1, heads, M, D] in the last layer of a kind, sequence after sequence."""
         layer = last_layer(backbone.config, kind)
         rows = [tokens.cache.rows_of(layer, tokens.slot, tokens.end) for tokens in new]
         keys, values = (
@@ -127,7 +131,7 @@ class Assistant(TransformersDrafter):
 
 
 def network_of(fields: dict[str, Any]) -> Any:
-    """Returns transformers' network of an assistant by its config; UserError for impossible values."""
+    """Returns transformers' network of an assistant, given its config; raises UserError for impossible values."""
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     with refusing(str(fields.get("model_type"))):
@@ -140,7 +144,7 @@ def network_of(fields: dict[str, Any]) -> Any:
 
 
 def last_layer(config: Any, kind: str) -> int:
-    """Returns the last layer of a kind that has keys of its own, by a model's text config."""
+    """Returns the last layer of a kind that has its own keys, according to a model's text config."""
     own = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", None) or 0)
     return max(layer for layer in range(own) if config.layer_types[layer] == kind)
 
@@ -152,7 +156,10 @@ def _positions(counts: Sequence[int], lengths: Sequence[int], device: torch.devi
 
 
 def _mask(counts: Sequence[int], lengths: Sequence[int], window: int | None, x: Tensor) -> Tensor:
-    """Returns the additive mask [1, 1, N, M]: a node sees its sequence's text, or what a window shows of it."""
+    """Returns the additive mask [1, 1, N, M].
+
+    A node sees the text of its sequence, or the part of the text that lies in a window.
+    """
     blocks = []
     for count, end in zip(counts, lengths, strict=True):
         seen = torch.ones(end, dtype=torch.bool, device=x.device)

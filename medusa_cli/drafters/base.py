@@ -1,4 +1,4 @@
-"""The contract between a drafter and the decoder, and the records that pass between them."""
+"""The interface between drafters and the decoder, and the records that they exchange."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 class NewTokens:
     """Holds the tokens [A+1] accepted since the last draft, with their hidden states [A+1, H * taps].
 
-    They stand at positions start .. start + A. root: the next token, decided but not yet in the
-    cache. The first such record is the prompt. extra_hidden: final states [K, H] of the last
-    token's extra rows, where the drafter has some. cache, slot: the engine's cache and the
-    sequence's slot in it, for a drafter that reads the backbone's keys and values.
+    They are at positions start .. start + A. root: the next token, which is decided but not yet in
+    the cache. The first such record is the prompt. extra_hidden: final states [K, H] of the last
+    token's extra rows, if the drafter has any. cache, slot: the engine's cache and the sequence's
+    slot in it, for a drafter that reads the backbone's keys and values.
     """
 
     tokens: Tensor
@@ -45,7 +45,7 @@ class NewTokens:
         return self.start + len(self.tokens)
 
     def last(self) -> NewTokens:
-        """Returns only the last position; its tensors do not keep a long prompt's alive."""
+        """Returns only the last position; its tensors are copies, so those of a long prompt can be freed."""
         return replace(
             self,
             tokens=self.tokens[-1:].clone(),
@@ -68,26 +68,26 @@ class NewTokens:
 
     @property
     def following(self) -> Tensor:
-        """Returns the token after each position [A+1], the root last."""
+        """Returns the token after each position [A+1]; the last one is the root."""
         return torch.cat([self.tokens[1:], upload([self.root], self.tokens.device)])
 
 
 def concat(pieces: Sequence[NewTokens]) -> NewTokens:
-    """Joins consecutive pieces into one."""
+    """Joins consecutive records into one."""
     tokens = torch.cat([p.tokens for p in pieces])
     hidden = torch.cat([p.hidden for p in pieces])
     return replace(pieces[-1], tokens=tokens, hidden=hidden, start=pieces[0].start)
 
 
 def with_last_layer(layers: Sequence[int]) -> tuple[int, ...]:
-    """Returns the taps of a drafter that reads states after these layers and after the last."""
+    """Returns the taps of a drafter that reads the states after these layers and after the last layer."""
     return (*(layer - 1 for layer in layers), -1)
 
 
 def check_layers(layers: Sequence[int], depth: int, setting: str, *, repeats: bool = False) -> None:
-    """Raises UsageError for layers that are not 1 to depth - 1 or not in rising order.
+    """Raises UsageError unless all layers are between 1 and depth - 1 and in ascending order.
 
-    setting: the name that the error shows. repeats: a layer may be named more than once.
+    setting: the name shown in the error. repeats: a layer may occur more than once.
     """
     rising = list(layers) == sorted(layers if repeats else set(layers))
     if not rising or not all(1 <= layer < depth for layer in layers):
@@ -101,11 +101,11 @@ def check_layers(layers: Sequence[int], depth: int, setting: str, *, repeats: bo
 class Batch:
     """Holds P packed training positions: hidden [P, H * taps], next and segment [P].
 
-    next: the token after each. Head k (from 1) predicts next[p + k] where segment[p + k] ==
-    segment[p]. Positions of prompts have segment -1: they are seen but not learnt. sequence [P]:
-    each position's conversation, for layers with a cache; None: they see only the segment. trace,
-    rows [P]: the pass over full sequences [B, L] and the positions in its B * L, for a drafter that
-    uses the verify pass.
+    next: the token after each position. Head k (from 1) predicts next[p + k] if segment[p + k] ==
+    segment[p]. Positions in prompts have segment -1: they are visible but not trained on. sequence
+    [P]: the conversation of each position, for layers with a cache. If it is None, they see only
+    the segment. trace, rows [P]: the pass over full sequences [B, L], and the indices of the
+    positions among its B * L, for a drafter that uses the verify pass.
     """
 
     hidden: Tensor
@@ -117,12 +117,12 @@ class Batch:
 
     @property
     def learnt(self) -> Tensor:
-        """Returns the positions [n] that are learnt."""
+        """Returns the positions [n] to train on."""
         return torch.nonzero(self.segment >= 0).squeeze(-1)
 
     @property
     def learnt_index(self) -> Tensor:
-        """Returns the index [P] of each learnt position among the learnt ones.
+        """Returns the index [P] of each trained position among the trained positions.
 
         Other positions have no valid index.
         """
@@ -135,38 +135,38 @@ class Batch:
 
     @property
     def attention_groups(self) -> Tensor:
-        """Returns the conversation, or segment, [P] within which each position sees all earlier ones."""
+        """Returns the conversation or segment [P] within which each position sees all earlier ones."""
         return self.segment if self.sequence is None else self.sequence
 
 
 class Drafter(nn.Module, ABC):
-    """Drafts the next tokens of a backbone, which is always an argument."""
+    """Drafts the next tokens of a backbone, which is always passed as an argument."""
 
     taps: tuple[int, ...] = (-1,)  # the backbone's layers whose output it reads
-    uses_verify_pass: ClassVar[bool] = False  # drafts from extra rows of the verify pass before
+    uses_verify_pass: ClassVar[bool] = False  # drafts from extra rows of the previous verify pass
     reads_cache: ClassVar[bool] = False  # reads the backbone's own keys and values
     num_heads: int
 
     def first_input(self, prompt: NewTokens) -> NewTokens:
-        """Returns the prompt tokens that the drafter needs: by default the last one."""
+        """Returns the prompt tokens that the drafter needs, by default the last one."""
         return prompt.last()
 
     def truncate(self, length: int) -> int:
         """Forgets this sequence's state from position `length` on.
 
-        Returns the first position it must be given again. State for earlier positions stays valid
-        for any text with the same first `length` tokens.
+        Returns the first position that the drafter must read again. State for earlier positions
+        stays valid for any text with the same first `length` tokens.
         """
         return length
 
     def fork(self) -> Self:
-        """Returns this drafter for another sequence: shared weights, and its own state."""
+        """Returns a copy of this drafter for another sequence, with shared weights and separate state."""
         other = copy.copy(self)
         other.truncate(0)
         return other
 
     def extra_rows(self, depth: int) -> ExtraRows | None:
-        """Returns the rows to add to a verify pass, to draft a tree of this depth next (FIRP)."""
+        """Returns the extra rows that a verify pass needs, so that a tree of this depth can be drafted next (FIRP)."""
         return None
 
     @abstractmethod
@@ -177,9 +177,9 @@ class Drafter(nn.Module, ABC):
         new: Sequence[NewTokens],
         tree: Tree | DynamicTree,
     ) -> list[Draft]:
-        """Drafts B sequences' trees: a token for each node of a static tree, or trees that grow.
+        """Drafts the trees of B sequences: a token for each node of a static tree, or trees that grow.
 
-        sequences: a fork for each. new: its tokens since its last draft, at first the prompt's
-        `first_input`. No tree is deeper than num_heads. FIRP drafts no deeper than the extra rows
-        of the pass before.
+        sequences: one fork per sequence. new: each sequence's tokens since its last draft,
+        initially the `first_input` of its prompt. No tree is deeper than num_heads. FIRP drafts no
+        deeper than the extra rows of the previous pass.
         """

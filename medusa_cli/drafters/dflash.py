@@ -1,4 +1,4 @@
-"""DFlash and DSpark: one pass over a block of the root and masks drafts all levels at once."""
+"""DFlash and DSpark, which draft all levels in one pass over a block of the root and mask tokens."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ from medusa_cli.model import Backbone
 from medusa_cli.model.attention import additive, cache_name
 from medusa_cli.tree import Draft, DynamicTree, Tree
 
-# Blocks of a pass in calibration: its mask is dense.
+# Blocks per pass in calibration, limited because its mask is dense.
 BLOCKS = 64
 
 
 @dataclass(frozen=True)
 class DflashConfig(HeadsConfig):
-    """num_heads: draft tokens of a path. conditional: the rank of DSpark's Markov head.
+    """Adds DFlash's settings.
 
-    text: the config of its layers, as transformers has it. taps: the number of backbone layers
-    below each state that is read. sample_from_anchor: slot k of the block drafts the token after
-    it, so that the root's slot drafts, too; else slot k drafts its own token.
+    num_heads: the number of draft tokens on a path. conditional: the rank of DSpark's Markov head.
+    text: the config of its layers, in transformers' form. taps: for each state that is read, the
+    number of backbone layers below it. sample_from_anchor: slot k of the block drafts the token
+    after it, so the root's slot drafts, too. Otherwise, slot k drafts its own token.
     """
 
     text: dict[str, Any] = field(default_factory=dict)
@@ -50,9 +51,10 @@ class DflashConfig(HeadsConfig):
 
 
 class KnownRows:
-    """Gives a layer its context's keys and values before those of the block.
+    """Puts the keys and values of a layer's context before those of the block.
 
-    known: those of each of B sequences [heads, m_i, D]; of a block each has `size` rows.
+    known: the context's keys and values [heads, m_i, D] for each of B sequences. size: the number
+    of rows per block.
     """
 
     def __init__(self, known: Sequence[tuple[Tensor, Tensor]], size: int) -> None:
@@ -78,10 +80,10 @@ class KnownRows:
 
 
 class Dflash(TransformersDrafter):
-    """Layers see the fused states of all tokens before the root, and every slot of the block the others.
+    """Drafts a block of slots, which see each other and the fused states of all tokens before the root.
 
-    The scores of a level do not depend on draft tokens, but for DSpark's bias from the parent. So a
-    tree costs what a chain costs.
+    The scores of a level do not depend on draft tokens, except for DSpark's bias from the parent.
+    So a tree costs no more than a chain.
     """
 
     name = "dflash"
@@ -105,7 +107,7 @@ class Dflash(TransformersDrafter):
             parts.layer(parts.config, index) for index in range(config.num_layers)
         )
         self.norm = norm(size, eps=eps)
-        # In a tuple it is no part of the module: its rates stay in fp32.
+        # The tuple keeps the rotary embeddings out of the module, so that their rates stay in fp32.
         with torch.device("cpu"):
             self._rotary = (parts.rotary(parts.config),)
         self._cache = cache_name(parts.layer.forward)
@@ -120,7 +122,7 @@ class Dflash(TransformersDrafter):
         return list(self.layers)
 
     def embed(self, backbone: Backbone, tokens: Tensor) -> Tensor:
-        """Returns the backbone's embeddings as they are."""
+        """Returns the backbone's embeddings unchanged."""
         return backbone.embedding(tokens).to(self.dtype)
 
     @torch.inference_mode()
@@ -131,7 +133,7 @@ class Dflash(TransformersDrafter):
         new: Sequence[NewTokens],
         tree: Tree | DynamicTree,
     ) -> list[Draft]:
-        """Adds the new states to the caches, runs a block a sequence, and drafts the tree from it."""
+        """Adds the new states to the caches, runs one block per sequence, and drafts the trees from the blocks."""
         self._add_context(sequences, new)
         known = [[cache.filled() for cache in own.caches] for own in sequences]
         starts = [tokens.end for tokens in new]
@@ -155,13 +157,13 @@ class Dflash(TransformersDrafter):
                 own.caches[index].append(own_keys, own_values, at)
 
     def _fuse(self, hidden: Tensor) -> Tensor:
-        """Returns the states [n, H] that the layers' keys and values come from."""
+        """Returns the states [n, H] from which the layers' keys and values are computed."""
         lower = hidden[..., : -self.config.hidden_size].to(self.dtype)
         fused: Tensor = self.hidden_norm(self.packed("fc")(lower))
         return fused
 
     def _keys_values(self, context: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Returns each layer's keys and values [heads, n, D] of context states [n, H] at positions [n]."""
+        """Returns each layer's keys and values [heads, n, D] for context states [n, H] at positions [n]."""
         cos, sin = (table[0] for table in self._rotary[0](context, positions[None]))
         pairs = []
         for layer in self.packed("layers"):
@@ -183,10 +185,10 @@ class Dflash(TransformersDrafter):
         roots: Tensor,
         starts: Sequence[int],
     ) -> Tensor:
-        """Returns the final states [B, heads, H] of the slots that draft, one block a sequence.
+        """Returns the final states [B, heads, H] of the slots that draft, with one block per sequence.
 
-        known: of each sequence, every layer's keys and values of its context. roots [B] stand at
-        positions `starts` [B].
+        known: for each sequence, the keys and values of its context in every layer. roots [B] are
+        at positions `starts` [B].
         """
         size = self.config.block_size
         device = roots.device
@@ -233,7 +235,7 @@ class Dflash(TransformersDrafter):
             yield states[batch.learnt_index[positions], head].to(batch.hidden.dtype)
 
     def named_weights(self) -> dict[str, Tensor]:
-        """Returns the weights under the names of speculators."""
+        """Returns the weights under the names that speculators uses."""
         names = {
             "matrices.0": "lm_head.weight",
             "conditional.before": "markov_head.markov_w1.weight",

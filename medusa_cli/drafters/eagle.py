@@ -1,4 +1,7 @@
-"""EAGLE-3: one decoder layer over fused states of three layers (arXiv:2503.01840); what it shares with MTP."""
+"""EAGLE-3: one decoder layer over fused states of three layers (arXiv:2503.01840).
+
+The module also holds the base class that EAGLE-3 and MTP share.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +30,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EagleConfig(HeadsConfig):
-    """num_heads: the steps of its training-time test.
+    """Adds EAGLE-3's settings. num_heads: the number of steps in its training-time test.
 
-    The other names are those of serving engines' configs. taps: the number of backbone layers
-    below each state that is read. Training reads the last layer's, too. norm_before_residual: the
-    layer adds to its normed input; norm_before_fc: the states are normed before they are fused.
+    The other names are those in the configs of serving engines. taps: for each state that is read,
+    the number of backbone layers below it. Training also reads the state of the last layer.
+    norm_before_residual: the layer adds to its normalized input. norm_before_fc: the states are
+    normalized before they are fused.
     """
 
     taps: tuple[int, ...] = ()
@@ -46,22 +50,22 @@ class EagleConfig(HeadsConfig):
 
 
 def widest(size: int | Sequence[int]) -> int:
-    """Returns a width, or the largest of those by layer."""
+    """Returns a width, or the largest one if there is one per layer."""
     return size if isinstance(size, int) else max(size)
 
 
 class LayerDrafter(HeadDrafter):
-    """Head k is the k-th step of one decoder layer: its state after k draft tokens gives the next one's scores.
+    """Runs one decoder layer repeatedly: head k is its state after k draft tokens, which scores the next token.
 
-    The layer sees the conversation from its first token: the true rows, and in a draft the rows of
-    a node's ancestors.
+    The layer sees the conversation from its first token. It sees the true rows and, in a draft, the
+    rows of a node's ancestors.
     """
 
     reads_next = sees_prompt = True
 
     @abstractmethod
     def enter(self, backbone: Backbone, hidden: Tensor) -> Tensor:
-        """Returns the states [n, H] that enter the layer, of the backbone's [n, H * taps]."""
+        """Returns the states [n, H] that enter the layer, computed from the backbone's [n, H * taps]."""
 
     @abstractmethod
     def extend(
@@ -78,7 +82,7 @@ class LayerDrafter(HeadDrafter):
 
     @abstractmethod
     def score_states(self, backbone: Backbone, states: Tensor) -> Tensor:
-        """Returns the logits [n, M] of the layer's states [n, H]."""
+        """Returns the logits [n, M] for the layer's states [n, H]."""
 
     @torch.inference_mode()
     def draft(
@@ -88,11 +92,11 @@ class LayerDrafter(HeadDrafter):
         new: Sequence[NewTokens],
         tree: Tree | DynamicTree,
     ) -> list[Draft]:
-        """Drafts level by level; layer and matrix take the rows of all sequences at once."""
+        """Drafts level by level; the layer and the matrix process the rows of all sequences at once."""
         states = self.read(backbone, sequences, new)  # [B, H], then [N, H]
         caches = [own.caches[0] for own in sequences]
         lengths = [cache.length for cache in caches]
-        # Which of the tree's rows are ancestors of each node.
+        # For each node, which of the tree's rows are its ancestors.
         ancestors = [torch.zeros(1, 0, dtype=torch.bool, device=states.device) for _ in new]
 
         def guess(
@@ -126,9 +130,9 @@ class LayerDrafter(HeadDrafter):
     def read(
         self, backbone: Backbone, sequences: Sequence[Self], new: Sequence[NewTokens]
     ) -> Tensor:
-        """Adds the new tokens to each sequence's cache.
+        """Adds the new tokens to the cache of each sequence.
 
-        Returns the states of the last ones [B, H].
+        Returns the states [B, H] of the last tokens.
         """
         entering = self.enter(backbone, torch.cat([tokens.hidden for tokens in new]))
         embedded = self.embed(backbone, torch.cat([tokens.following for tokens in new]))
@@ -137,12 +141,12 @@ class LayerDrafter(HeadDrafter):
         return self.extend(entering, places, caches, embedded, last=True)
 
     def embed(self, backbone: Backbone, tokens: Tensor) -> Tensor:
-        """Returns the backbone's embeddings unscaled: the layer's own norm scales them."""
+        """Returns the backbone's embeddings without scaling, because the layer's norm scales them."""
         return backbone.embedding(tokens).to(self.dtype)
 
 
 class Eagle(LayerDrafter):
-    """EAGLE-3's layer reads the fused states of some of the backbone's layers."""
+    """Drafts with EAGLE-3's layer, which reads the fused states of some backbone layers."""
 
     name = "eagle"
     drafts_in_graphs = True
@@ -153,7 +157,7 @@ class Eagle(LayerDrafter):
     settings = ("taps", "norm_before_residual")
     vocabularies = ("draft", "own")
     config: EagleConfig
-    levels: Tensor  # [H * taps], factors of the states to fuse; ones in a file
+    levels: Tensor  # [H * taps], factors for the states to fuse; all ones in a file
     input_norm: nn.RMSNorm | None
 
     def __init__(self, config: EagleConfig) -> None:
@@ -177,13 +181,14 @@ class Eagle(LayerDrafter):
         )
         self.norm = nn.RMSNorm(size, eps=config.rms_norm_eps)
         nn.init.zeros_(self.fc.weight)
-        identity_(self.fc.weight[:, -size:])  # a fresh one passes the highest layer's state on
+        identity_(self.fc.weight[:, -size:])  # a fresh one passes the highest layer's state through
         self.truncate(0)
 
     @classmethod
     def create(cls, backbone: Backbone, *settings: Any, **named: Any) -> Eagle:
         drafter = super().create(backbone, *settings, **named)
-        # The matrix starts as a copy of the lm_head, so its input is normed as the lm_head's.
+        # The matrix starts as a copy of the lm_head, so its input is normalized like that of the
+        # lm_head.
         gain = backbone.engine.final_gain()
         if gain is not None:
             drafter.norm.weight.data.copy_(gain)
@@ -229,7 +234,10 @@ class Eagle(LayerDrafter):
 
     @torch.inference_mode()
     def fill(self, backbone: Backbone, new: NewTensors, trees: TreeTensors) -> None:
-        """Drafts level by level; each level computes all nodes: states are right after their parents'."""
+        """Drafts level by level; each level computes all nodes.
+
+        The states of a node are right once those of its parent are.
+        """
         layer = self.packed("midlayer")
         (cached,) = new.caches
         size = len(new.hidden)
@@ -257,20 +265,20 @@ class Eagle(LayerDrafter):
         return self.score(backbone, 0, self.norm(states))
 
     def _lower(self, hidden: Tensor) -> Tensor:
-        """Returns the states to fuse, levelled, without the last layer's."""
+        """Returns the leveled states to fuse, without those of the last layer."""
         return self._fused(hidden).to(self.dtype) * self.levels.to(self.dtype)
 
     def _fused(self, hidden: Tensor) -> Tensor:
-        """Returns the states to fuse, normed where the config says so."""
+        """Returns the states to fuse, normalized if the config says so."""
         lower = hidden[..., : -self.config.hidden_size]
         return lower if self.input_norm is None else normed(self.input_norm, lower)
 
     @torch.no_grad()
     def level(self, hidden: Tensor) -> None:
-        """Divides each tap by its root mean square over states [n, H * taps] of answers.
+        """Divides each tap by its root mean square over states [n, H * taps] from answers.
 
-        Raw states differ tenfold in size, and training would need thousands of steps to make up for
-        it.
+        Raw states differ tenfold in size, and training would need thousands of steps to compensate
+        for it.
         """
         size = self.config.hidden_size
         squares = self._fused(hidden).float().square().unflatten(-1, (-1, size)).mean((0, 2))
@@ -279,7 +287,7 @@ class Eagle(LayerDrafter):
     @torch.no_grad()
     def start_from(self, trained: HeadDrafter) -> None:
         super().start_from(trained)
-        self.fc.weight.div_(self.levels)  # files hold it for raw states
+        self.fc.weight.div_(self.levels)  # files hold the weight for raw states
 
     def head_states(
         self, backbone: Backbone, batch: Batch, rows: Sequence[Tensor]
@@ -293,7 +301,7 @@ class Eagle(LayerDrafter):
             yield normed(self.norm, states[batch.learnt_index[positions]]).to(batch.hidden.dtype)
 
     def for_files(self) -> Eagle:
-        """Returns a drafter that reads raw states: the levels are folded into `fc`."""
+        """Returns a drafter that reads raw states, with the levels folded into `fc`."""
         folded = copy.deepcopy(self)
         with torch.no_grad():
             folded.fc.weight.mul_(folded.levels)
@@ -301,22 +309,22 @@ class Eagle(LayerDrafter):
         return folded
 
     def named_weights(self) -> dict[str, Tensor]:
-        """Returns the weights under the names that serving engines read."""
+        """Returns the weights under the names that serving engines expect."""
         renamed = {"matrices.0": "lm_head.weight"}
         return {renamed.get(name, name): weight for name, weight in self.named_parameters()}
 
 
 def default_taps(depth: int) -> tuple[int, ...]:
-    """Returns a low, a middle and a high layer of a model, as EAGLE-3 takes them.
+    """Returns a low, a middle and a high layer of a model, as in EAGLE-3.
 
-    A shallow model gives fewer.
+    A shallow model gets its last layers below the top one, at most three.
     """
     taps = (2, depth // 2, depth - 3)
     return taps if taps == tuple(sorted(set(taps))) else tuple(range(1, depth))[-3:]
 
 
 def _extend_ancestor_masks(ancestors: Sequence[Tensor], level: Frontier) -> list[Tensor]:
-    """Returns the mask of each node of a level: its parent's mask, and itself."""
+    """Returns the mask of each node in a level: its parent's mask and the node itself."""
     masks = []
     start = 0
     for own, parent_rows in zip(ancestors, level.parent_rows.split(level.counts), strict=True):
@@ -331,12 +339,11 @@ def training_time_test(
 ) -> Iterator[Tensor]:
     """Yields the states [n, H] of steps 1, 2 and so on at n positions (training-time test).
 
-    states, embedded [P, H]: fused states
-    and embeddings of the next tokens; conversation [P]; learnt [n]: positions. Step 1 reads the
-    true states at positions 0 .. p. Step k stands for level k of a draft made after position p: it
-    is at position p + k - 1 and reads the state of the step before and the true token there. It
-    sees the true rows 0 .. p and its own rows of steps 2 .. k, but no row of another position's
-    draft.
+    states, embedded [P, H]: the fused states and the embeddings of the next tokens. conversation
+    [P]: the conversation of each position. learnt [n]: the trained positions. Step 1 reads the true
+    states at positions 0 .. p. Step k stands for level k of a draft made after position p. It is at
+    position p + k - 1 and reads the previous step's state and the true token there. It sees the
+    true rows 0 .. p and its own rows of steps 2 .. k, but no row of another position's draft.
     """
     true = Padding(conversation)
     own = Padding(true.sequence[learnt])
@@ -354,7 +361,7 @@ def training_time_test(
     states = states[learnt]
     step = 0
     while True:
-        # Beyond a conversation's end there is no target: any token may be read there.
+        # Beyond the end of a conversation there is no target, so any token may be read there.
         token = (learnt + step).clamp(max=len(embedded) - 1)
         read = layer.reads(states, embedded[token])
         if step:
@@ -373,10 +380,10 @@ def _attend(
     rows: Padding,
     drafted: Sequence[tuple[Tensor, Tensor]],
 ) -> Tensor:
-    """Attends from rows q [heads, n, D] to their sequence's keys, and each to its own drafts.
+    """Attends from rows q [heads, n, D] to the keys of their sequence, and from each row to its own drafts.
 
-    Both are in one softmax. keys, values [S, heads, L, D]; mask [S, 1, W, L]; rows: where q's stand
-    among W rows a sequence.
+    Both share one softmax. keys, values [S, heads, L, D]; mask [S, 1, W, L]; rows: the places of
+    q's rows among the W rows per sequence.
     """
     q = q * q.shape[-1] ** -0.5
     scores = (

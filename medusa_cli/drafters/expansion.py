@@ -1,4 +1,4 @@
-"""Tree expansion: static and dynamic trees are drafted level by level."""
+"""Tree expansion, which drafts static and dynamic trees level by level."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,8 +16,9 @@ from medusa_cli.tree import Draft, DynamicTree, Tree, TreeBuilder
 class Frontier:
     """Holds the N nodes of B sequences' trees whose children are drafted next, sequence by sequence.
 
-    counts [B]: nodes of each sequence. parent_rows [N]: each one's parent among the nodes of the
-    previous frontier; in the first frontier, its sequence. tokens [N]: their tokens.
+    counts [B]: the number of nodes per sequence. parent_rows [N]: the index of each node's parent
+    among the nodes of the previous frontier; in the first frontier, the index of its sequence.
+    tokens [N]: the tokens of the nodes.
     """
 
     counts: list[int]
@@ -25,22 +26,22 @@ class Frontier:
     tokens: Tensor
 
 
-# guess(head, width, temperature, frontier): log confidences and token ids [N, width] of the
-# children, best first.
+# guess(head, width, temperature, frontier) returns the log confidences and token ids [N, width] of
+# the children, best first.
 Guess = Callable[[int, int, float | None, Frontier], tuple[Tensor, Tensor]]
 
 
 def roots_of(new: Sequence[NewTokens]) -> Tensor:
-    """Returns the roots [B] of B sequences."""
+    """Returns the root tokens [B] of B sequences."""
     return upload([tokens.root for tokens in new], new[0].tokens.device)
 
 
 def draft_by_level(tree: Tree | DynamicTree, new: Sequence[NewTokens], guess: Guess) -> list[Draft]:
-    """Drafts B trees below the roots of B sequences, the children of one level's nodes at a time."""
+    """Drafts B trees below the roots of B sequences, one level of children at a time."""
     if isinstance(tree, DynamicTree):
         return _grow(tree, new, guess)
-    tokens = roots_of(new)[:, None].repeat(1, tree.size)
-    count = len(new)  # [B, N]
+    tokens = roots_of(new)[:, None].repeat(1, tree.size)  # [B, N]
+    count = len(new)
     for head, level in enumerate(_levels(tree, count, tokens.device)):
         frontier = Frontier(
             [len(level.parents)] * count, level.parent_rows, tokens[:, level.parents].flatten()
@@ -85,8 +86,8 @@ def _grow(limits: DynamicTree, new: Sequence[NewTokens], guess: Guess) -> list[D
 class _Level:
     """Holds the nodes of one depth and their ranks.
 
-    rows [n]: the index of each one's parent in `parents`. parent_rows: each parent's own parent
-    among the parents of the level before, for B sequences one after another.
+    rows [n]: the index of each node's parent in `parents`. parent_rows: the index of each parent's
+    own parent among the parents of the previous level, for B sequences one after another.
     """
 
     width: int
@@ -102,7 +103,7 @@ def _levels(tree: Tree, count: int, device: torch.device) -> list[_Level]:
     """Returns the levels of a tree below its root, for drafts of `count` sequences."""
     depths, parent_of, ranks = map(torch.tensor, (tree.depths, tree.parents, tree.ranks))
     levels = []
-    before = torch.tensor([-1])  # the parents of the level before
+    before = torch.tensor([-1])  # the parents of the previous level
     for depth in range(1, tree.max_depth + 1):
         nodes = (depths == depth).nonzero().squeeze(-1)
         parents, rows = parent_of[nodes].unique(return_inverse=True)

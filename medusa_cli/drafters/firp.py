@@ -1,4 +1,4 @@
-"""FIRP: guessed states of the next tokens are extra rows of the verify pass."""
+"""FIRP, which adds guessed states of the next tokens as extra rows to the verify pass."""
 
 from __future__ import annotations
 
@@ -27,18 +27,19 @@ from medusa_cli.tree import Draft, DynamicTree, Tree
 
 @dataclass(frozen=True)
 class FirpConfig(HeadsConfig):
-    """layers: the number of backbone layers below each head's pseudo state."""
+    """Adds FIRP's setting. layers: the number of backbone layers below each head's pseudo state."""
 
     layers: tuple[Annotated[int, Meta(ge=1)], ...] = ()
 
 
 class Firp(HeadDrafter):
-    """K linear maps; head k's turns layer t_k's state h at position p into its state at position p + k (section 3.2).
+    """Holds K linear maps (section 3.2).
 
-    The pseudo state goes on through the layers above, seeing the context, itself and the earlier
-    heads' pseudo states, and through the backbone's own norm and lm_head. Training lets it see the
-    same, where the paper shows it the true states of the tokens in between: so training and
-    drafting agree.
+    The map of head k turns the state of layer t_k at position p into its state at position p + k.
+    This pseudo state passes through the layers above. There it sees the context, itself and the
+    pseudo states of earlier heads. The backbone's norm and lm_head follow. In training it sees the
+    same, so training and drafting agree. In the paper, training instead shows it the true states of
+    the tokens in between.
     """
 
     name = "firp"
@@ -47,8 +48,8 @@ class Firp(HeadDrafter):
     vocabularies = ("draft", "shared")
     uses_verify_pass = True
     learning_rate = 1e-2  # the maps start as the identity and have far to go
-    # With only soft targets the loss is the KL divergence of equation 4, up to the target's own
-    # entropy.
+    # With only soft targets, the loss is the KL divergence of equation 4, up to the entropy of the
+    # targets.
     soft = 1.0
     config: FirpConfig
 
@@ -79,7 +80,7 @@ class Firp(HeadDrafter):
         return self.rows_of(list(self.packed("steps"))[:depth]) if depth else None
 
     def rows_of(self, steps: Sequence[nn.Module]) -> ExtraRows:
-        """Returns the extra rows that the first heads' maps make."""
+        """Returns the extra rows that the maps of the first heads produce."""
         maps: list[Callable[[Tensor], Tensor]] = [partial(self._step, step) for step in steps]
         return ExtraRows(self.config.layers[: len(maps)], tuple(maps))
 
@@ -94,7 +95,7 @@ class Firp(HeadDrafter):
         new: Sequence[NewTokens],
         tree: Tree | DynamicTree,
     ) -> list[Draft]:
-        """Fills every node from the pseudo states that came with the last accepted tokens."""
+        """Drafts every node from the pseudo states that were computed with the last accepted tokens."""
 
         depth = min(
             0 if tokens.extra_hidden is None else len(tokens.extra_hidden) for tokens in new
@@ -133,17 +134,16 @@ class Firp(HeadDrafter):
 
 
 def spread(heads: int, depth: int) -> tuple[int, ...]:
-    """Returns entry layers of K heads, evenly from a half to five sixths of the depth."""
+    """Returns the entry layers of K heads, spaced evenly from one half to five sixths of the depth."""
     shares = [1 / 2 + (1 / 3) * k / max(heads - 1, 1) for k in range(heads)]
     return tuple(max(1, min(depth - 1, round(share * depth))) for share in shares)
 
 
 @torch.inference_mode()
 def check_extra_rows(backbone: Backbone) -> None:
-    """Raises UserError unless a pass with extra rows gives the logits of one without, up to rounding.
+    """Raises UserError unless a pass with extra rows gives the same logits as one without, up to rounding.
 
-    Some networks scale or shift states outside their layers, which a pass layer by layer does not
-    see.
+    Some networks scale or shift states outside their layers, which a layer-by-layer pass misses.
     """
     engine = backbone.engine
     tokens = torch.arange(PROBE) * 37 % backbone.vocab_size

@@ -1,4 +1,4 @@
-"""Drafters of K heads with vocabulary matrices: config, creation, training states."""
+"""The base class of drafters that have K heads with vocabulary matrices: config, creation and training states."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def check_ranges(config: Any, **ranges: tuple[int, float]) -> None:
-    """Raises ValueError, naming the field, for a number out of its range.
+    """Raises ValueError with the name of the field for a number outside its range.
 
     A field may also be None.
     """
@@ -39,11 +39,12 @@ def check_ranges(config: Any, **ranges: tuple[int, float]) -> None:
 
 @dataclass(frozen=True)
 class HeadsConfig:
-    """The numbers of heads K and layers L, and the vocabulary that the heads score.
+    """Holds the numbers of heads K and layers L, and the vocabulary that the heads score.
 
-    vocabulary "own": all V tokens; "draft": the M most frequent ones; "shared": all, by the
-    backbone's lm_head. matrices: a vocabulary matrix for "each" head, "one" for all, or "none":
-    rows of the lm_head, which do not learn. conditional: rank of the bias from the token before.
+    vocabulary "own": all V tokens; "draft": the M most frequent tokens; "shared": all tokens,
+    scored by the backbone's lm_head. matrices: a vocabulary matrix for "each" head, "one" for all,
+    or "none", which uses rows of the lm_head and does not train them. conditional: the rank of the
+    bias from the previous token.
     """
 
     num_heads: int
@@ -70,33 +71,33 @@ class HeadsConfig:
 
 
 class HeadDrafter(Scoring):
-    """Has K heads that end in vocabulary matrices [M, H]: one each, one for all, or the backbone's lm_head.
+    """Has K heads that end in vocabulary matrices [M, H]: one per head, one for all, or the backbone's lm_head.
 
-    A subclass says how the states are made (`head_states`) and how a tree is drafted from them
-    (`draft`).
+    A subclass defines how the states are computed (`head_states`) and how a tree is drafted from
+    them (`draft`).
     """
 
     name: ClassVar[str]
-    learning_rate: ClassVar[float] = 2e-3  # the peak where a recipe names none
-    # Default of train.regress in stage 1; None: its heads do not read earlier draft tokens.
+    learning_rate: ClassVar[float] = 2e-3  # the peak, if a recipe does not set one
+    # Default of train.regress in stage 1; None if the heads do not read earlier draft tokens.
     regress: ClassVar[float | None] = None
-    soft: ClassVar[float | None] = None  # fixes the share of soft targets; None: train.soft
+    soft: ClassVar[float | None] = None  # a fixed share of soft targets; None uses train.soft
     weights_file: ClassVar[str] = "drafter.safetensors"
     config_class: ClassVar[type[HeadsConfig]] = HeadsConfig
     settings: ClassVar[tuple[str, ...]] = (
         "num_layers",
         "matrices",
-    )  # the drafter keys of a recipe that not all read
+    )  # drafter keys of a recipe that only some drafters read
     vocabularies: ClassVar[tuple[str, ...]] = (
         "draft",
         "own",
         "shared",
     )  # without "own" it has no matrices
-    reads_next: ClassVar[bool] = False  # the rows of its decoder layers also see the next token
+    reads_next: ClassVar[bool] = False  # rows of its decoder layers also read the next token
     drafts_in_graphs: ClassVar[bool] = False  # `fill` drafts within a CUDA graph
-    sees_prompt: bool = False  # its own decoder layers see a conversation from its first token
+    sees_prompt: bool = False  # its decoder layers see a conversation from the start
     config: HeadsConfig
-    caches: list[LayerCache]  # rows of its sequence in its decoder layers
+    caches: list[LayerCache]  # the rows of its sequence, per decoder layer
 
     def __init__(self, config: HeadsConfig) -> None:
         super().__init__()
@@ -128,10 +129,11 @@ class HeadDrafter(Scoring):
         matrices: str = "each",
         **own: Any,
     ) -> Self:
-        """Returns a fresh fp32 drafter, its matrices copied from the lm_head.
+        """Returns a fresh fp32 drafter with matrices copied from the lm_head.
 
-        draft_ids [M] for "draft". own: fields of the config that only this kind has; None and ()
-        follow from the model.
+        draft_ids [M]: for the vocabulary "draft". own: config fields that only this kind has; None
+        and () select values that follow from the model. Raises UsageError for an unsupported
+        vocabulary.
         """
         if vocabulary not in cls.vocabularies:
             raise UsageError(
@@ -161,15 +163,15 @@ class HeadDrafter(Scoring):
 
     @classmethod
     def fields_of_model(cls, backbone: Backbone, num_heads: int) -> dict[str, Any]:
-        """Returns fields of a fresh config that follow from the model."""
+        """Returns the fields of a fresh config that follow from the model."""
         return {}
 
     @classmethod
     def check_fit(cls, config: Any, backbone: Backbone) -> None:
-        """Raises UsageError where a config asks for layers that the backbone does not have."""
+        """Raises UsageError if a config asks for layers that the backbone does not have."""
 
     def first_input(self, prompt: NewTokens) -> NewTokens:
-        """Returns all new prompt tokens if its own layers see the prompt, else the last one."""
+        """Returns all new prompt tokens if the drafter's layers see the prompt, otherwise the last one."""
         return prompt if self.sees_prompt else prompt.last()
 
     @property
@@ -178,17 +180,17 @@ class HeadDrafter(Scoring):
         return [module for module in self.modules() if isinstance(module, DecoderLayer)]
 
     def read(self, backbone: Backbone, sequences: Sequence[Self], new: Sequence[NewTokens]) -> Any:
-        """Adds new tokens to the caches of B sequences; returns the states from which it drafts."""
+        """Adds new tokens to the caches of B sequences; returns the states from which the drafter drafts."""
 
     def fill(self, backbone: Backbone, new: NewTensors, trees: TreeTensors) -> None:
         """Drafts the nodes of trees whose tokens are not known, within a CUDA graph."""
         raise NotImplementedError(f"{self.name} does not draft within CUDA graphs")
 
     def truncate(self, length: int) -> int:
-        if not length or not self.sees_prompt:  # each fork has its own caches
+        if not length or not self.sees_prompt:  # forks do not share caches
             self.caches = [LayerCache() for _ in self.decoder_layers]
             return length
-        # The last row is dropped if it saw the token after it, which may differ now.
+        # If the last row has read the token after it, it is dropped: that token may differ now.
         end = min(cache.truncate(length - self.reads_next) for cache in self.caches)
         for cache in self.caches:  # they may end at different positions
             cache.truncate(end)
@@ -198,9 +200,10 @@ class HeadDrafter(Scoring):
 
     @torch.no_grad()
     def start_from(self, trained: HeadDrafter) -> None:
-        """Copies weights and vocabulary of a trained drafter of the same kind.
+        """Copies the weights and the vocabulary of a trained drafter of the same kind.
 
-        It may have fewer layers."""
+        The trained drafter may have fewer layers.
+        """
         weights = dict(trained.named_parameters())
         for name, weight in self.named_parameters():
             if name in weights:
@@ -218,7 +221,7 @@ class HeadDrafter(Scoring):
 
     @torch.inference_mode()
     def logits(self, backbone: Backbone, batch: Batch) -> Iterator[Tensor]:
-        """Yields each head's fp32 logits [n, M] at the n learnt positions, after true tokens."""
+        """Yields each head's fp32 logits [n, M] at the n trained positions, given the true tokens before them."""
         batch = replace(batch, hidden=batch.hidden.to(self.dtype))
         rows = batch.learnt
         last = len(batch.next) - 1
@@ -232,7 +235,7 @@ class HeadDrafter(Scoring):
     # Files
 
     def for_files(self) -> Self:
-        """Returns the drafter whose weights are written: by default itself."""
+        """Returns the drafter whose weights are written to files, by default this one."""
         return self
 
     def named_weights(self) -> dict[str, Tensor]:
@@ -244,14 +247,14 @@ class HeadDrafter(Scoring):
 
     @classmethod
     def weights_elsewhere(cls, folder: Path, model: str | None) -> dict[str, Tensor] | None:
-        """Returns the weights of a folder that holds only a config; None if it holds its own.
+        """Returns the weights for a folder that holds only a config, or None if the folder holds its own.
 
-        model: the base model that the config names.
+        model: the base model named in the config.
         """
         return None
 
     def config_json(self) -> dict[str, Any]:
-        """Returns the config as config.json has it."""
+        """Returns the config in the form of config.json."""
         return asdict(self.config)
 
     @classmethod

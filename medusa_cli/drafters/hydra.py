@@ -1,4 +1,4 @@
-"""Hydra heads: head k also reads the tokens drafted before its own."""
+"""Hydra heads: head k also reads the draft tokens before its own."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ from medusa_cli.tree.tensors import TreeTensors
 
 @dataclass(frozen=True)
 class HydraConfig(HeadsConfig):
-    """prefix_layers: causal decoder layers over the accepted states before the heads.
+    """Adds Hydra's settings.
 
-    0 is Hydra, 1 Hydra++. context: their context: the "conversation", or only the "answer". raw:
-    embeddings without normalisation, and a bias in the linear path of each head's input, as in the
-    authors' code.
+    prefix_layers: the number of causal decoder layers between the accepted states and the heads. 0
+    is Hydra, 1 is Hydra++. context: the part that these layers see, the "conversation" or only the
+    "answer". raw: embeddings without normalization, and a bias in the linear path of each head's
+    input, as in the authors' code.
     """
 
     prefix_layers: int = 0
@@ -36,14 +37,15 @@ class HydraConfig(HeadsConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_ranges(self, prefix_layers=(0, 4))
-        if not self.prefix_layers:  # then `context` has no effect: equal heads get equal configs
+        # Without prefix layers, `context` has no effect. Equal heads then get equal configs.
+        if not self.prefix_layers:
             object.__setattr__(self, "context", "answer")
 
 
 class HydraHead(nn.Module):
-    """Head k: [h; e1; ..; ek] -> R x + SiLU(W x), then L - 1 residual blocks.
+    """Computes head k: [h; e1; ..; ek] -> R x + SiLU(W x), then L - 1 residual blocks.
 
-    A fresh head gives h back.
+    A fresh head returns h.
     """
 
     def __init__(self, hidden_size: int, tokens: int, layers: int, raw: bool = False) -> None:
@@ -60,9 +62,9 @@ class HydraHead(nn.Module):
 
 
 class HydraHeads(HeadDrafter):
-    """K sequentially dependent heads (Hydra, section 3).
+    """Holds K sequentially dependent heads (Hydra, section 3).
 
-    With prefix layers before them, Hydra++ (section 4).
+    With prefix layers before the heads, it is Hydra++ (section 4).
     """
 
     name = "hydra"
@@ -95,7 +97,7 @@ class HydraHeads(HeadDrafter):
         new: Sequence[NewTokens],
         tree: Tree | DynamicTree,
     ) -> list[Draft]:
-        """Drafts level by level: the next head guesses a node's children from its path."""
+        """Drafts level by level: each head guesses the children of a node from the path to that node."""
         states = self.read(backbone, sequences, new)
         return draft_by_level(tree, new, self._guesses(backbone, states))
 
@@ -108,9 +110,9 @@ class HydraHeads(HeadDrafter):
         fill_by_level(trees, self.num_heads, self._guesses(backbone, new.last(x)))
 
     def _guesses(self, backbone: Backbone, x: Tensor) -> Guess:
-        """Returns the guesses after states x [B, H].
+        """Returns the guess function that starts from states x [B, H].
 
-        x is then [N, (1 + depth) H], with a path's embeddings.
+        On later levels, x is [N, (1 + depth) H] and includes the embeddings of a path.
         """
 
         def guess(
@@ -154,7 +156,7 @@ class HydraHeads(HeadDrafter):
             for layer in self.prefix:
                 x = layer(x)
             context = padding.unpad(x).to(context.dtype)
-        # Positions too near the end have no target for a head and may read any token.
+        # Positions too close to the end have no target for a head and may read any token.
         last = len(batch.next) - 1
         for head, positions in enumerate(rows):
             tokens = [embedded[(positions + i).clamp(max=last)] for i in range(head + 1)]

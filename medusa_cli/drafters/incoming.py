@@ -1,4 +1,4 @@
-"""Drafters that other tools trained: finds a checkpoint's layout, and checks every tensor."""
+"""Import of drafters that other tools trained: detects a checkpoint's layout and checks every tensor."""
 
 import pickle
 import re
@@ -23,17 +23,17 @@ from medusa_cli.files.io import convert, read_object
 from medusa_cli.files.weights import FLOATS, INTEGERS, read_weights
 
 SUFFIXES = (".safetensors", ".pt", ".bin")
-# Names of weight files, the safe form of each first.
+# Names of weight files, with the safe format of each one first.
 FILES = [
     f"{name}{end}"
     for name in ("medusa_lm_head", "hydra_lm_head", "model", "pytorch_model")
     for end in SUFFIXES
 ]
 INDEX = "model.safetensors.index.json"
-# Keys of configs that count the heads.
+# Config keys that state the number of heads.
 COUNTS = ("medusa_num_heads", "hydra_num_heads", "num_heads")
 HYDRA_KEY = re.compile(r"hydra_mlp\.(\d\d?)\.(\d\d?)\.(.+)")
-# Faults that an error lists, and types that a torch file may hold.
+# Maximum number of faults listed in an error, and dtypes that a torch file may hold.
 LISTED = 4
 TYPES = {
     torch.bfloat16,
@@ -49,10 +49,10 @@ TYPES = {
 
 @dataclass(frozen=True)
 class Incoming:
-    """A checkpoint's drafter as it is run here.
+    """Holds a checkpoint's drafter in the form in which it runs here.
 
-    kind, config: the class and its config. settings: the config as config.json has it. tensors: by
-    our names. format: the layout in which it came. notes: what was changed.
+    kind, config: the class and its config. settings: the config in the form of config.json.
+    tensors: under our names. format: the layout of the checkpoint. notes: what was changed.
     """
 
     format: str
@@ -65,7 +65,7 @@ class Incoming:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Holds the config and all tensors of a folder, a file or a hub id that another tool wrote."""
+    """Holds the config and all tensors of a folder, a file or a hub repository that another tool wrote."""
 
     place: str
     config: dict[str, Any]
@@ -73,7 +73,7 @@ class Checkpoint:
 
     @classmethod
     def open(cls, place: str) -> "Checkpoint":
-        """Reads a checkpoint; raises UserError for files that are missing, damaged or hostile."""
+        """Reads a checkpoint; raises UserError for files that are missing, damaged or malicious."""
         folder, files = _fetch(place)
         path = folder / "config.json"
         tensors: dict[str, Tensor] = {}
@@ -83,7 +83,7 @@ class Checkpoint:
 
     @property
     def model(self) -> Any:
-        """Returns the name of the drafter's model as the config has it, None if it names none."""
+        """Returns the drafter's base model as named in the config, or None if the config names none."""
         return self.config.get("base_model_name_or_path") or eagle3.verifier_of(self.config)
 
     @property
@@ -92,7 +92,7 @@ class Checkpoint:
         return DRAFTERS[FORMATS[_format(self.tensors, self.config, self.place)][0]]
 
     def read(self, base: Any, vocab_size: int) -> Incoming:
-        """Returns the drafter for a model of the config `base`; raises UserError if it does not fit the model."""
+        """Returns the drafter for a model with the config `base`; raises UserError if it does not fit the model."""
         format = _format(self.tensors, self.config, self.place)
         kind = self.kind
         settings, tensors, notes = FORMATS[format][1](self.tensors, self.config, base)
@@ -115,7 +115,7 @@ class Checkpoint:
 
 
 def _count_notes(config: dict[str, Any], heads: int) -> list[str]:
-    """Returns a note if a config counts fewer heads than the file holds; raises UserError if it counts more."""
+    """Returns a note if a config states fewer heads than the file holds; raises UserError if it states more."""
     stated = next((config[key] for key in COUNTS if isinstance(config.get(key), int)), heads)
     if stated > heads:
         raise UserError(
@@ -130,7 +130,7 @@ def _count_notes(config: dict[str, Any], heads: int) -> list[str]:
 
 
 def _fetch(place: str) -> tuple[Path, list[Path]]:
-    """Returns a checkpoint's folder and its files of weights; a hub id is downloaded first."""
+    """Returns the folder and the weight files of a checkpoint; a hub id is downloaded first."""
     folder = Path(place).expanduser()
     if folder.is_file():
         if folder.suffix not in SUFFIXES:
@@ -159,10 +159,10 @@ def _fetch(place: str) -> tuple[Path, list[Path]]:
 
 
 def _inside(folder: Path, name: str) -> Path:
-    """Returns the path of a file that an index names; raises UserError unless it lies in the folder."""
+    """Returns the path of a file named in an index; raises UserError unless it is inside the folder."""
     path = (folder / name).resolve()
     root = folder.resolve()
-    if root.parent.name == "snapshots":  # in the hub's cache files are links to its blobs
+    if root.parent.name == "snapshots":  # in the hub's cache, files are links to blobs
         root = root.parents[1]
     if not path.is_relative_to(root):
         raise UserError(
@@ -172,7 +172,10 @@ def _inside(folder: Path, name: str) -> Path:
 
 
 def _format(tensors: dict[str, Tensor], config: dict[str, Any], place: str) -> str:
-    """Returns the name of the layout that a checkpoint's tensors have."""
+    """Returns the name of a checkpoint's layout, based on its tensors and config.
+
+    Raises UserError for an unknown layout.
+    """
     kind = config.get("speculators_model_type")
     if config.get("model_type") in assistant.TYPES:
         return "assistant"
@@ -213,7 +216,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         ) from reason
     except UserError:
         raise
-    except Exception as reason:  # torch and zipfile raise a dozen types for damaged files
+    except Exception as reason:  # damaged files raise a dozen types
         raise UserError(
             f"{path} is not a complete torch file: {first_line(reason)}", "fetch it again"
         ) from reason
@@ -241,7 +244,10 @@ def _is_named_tensor(entry: tuple[Any, Any]) -> bool:
 
 
 def _check_unpacked(path: Path) -> None:
-    """Raises UserError for a compressed torch file: torch compresses nothing, and such a file may unpack endlessly."""
+    """Raises UserError for a compressed torch file.
+
+    torch does not compress its files, and a compressed file may expand without limit.
+    """
     with path.open("rb") as file:
         if file.read(4) != b"PK\x03\x04":
             return
@@ -255,16 +261,16 @@ def _check_unpacked(path: Path) -> None:
 def check_tensors(
     tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], place: str
 ) -> None:
-    """Raises UserError, naming tensors, unless they have exactly these names and shapes and are finite floats.
+    """Raises UserError, listing the faults, unless the tensors have exactly these names and shapes.
 
-    place: the checkpoint's folder, file or hub id.
+    They must also be finite floats. place: the checkpoint's folder, file or hub id.
     """
     faults = [f"{name} is missing" for name in shapes if name not in tensors]
     faults += [f"{name} is unknown" for name in tensors if name not in shapes]
     for name, shape in shapes.items():
         if name in tensors and tensors[name].shape != shape:
             faults.append(f"{name} is {_size(tensors[name].shape)} instead of {_size(shape)}")
-    # Values are read last: a tensor of another shape may be too large for it.
+    # Values are checked last: a tensor of another shape may be too large to check.
     if not faults:
         faults = [
             f"{name} holds integers" for name in tensors if not tensors[name].is_floating_point()
@@ -284,9 +290,10 @@ def _size(shape: tuple[int, ...]) -> str:
 def read_hydra(
     tensors: dict[str, Tensor], config: dict[str, Any], model: Any
 ) -> tuple[dict[str, Any], dict[str, Tensor], list[str]]:
-    """Reads Hydra heads as the authors' code saves them: settings, tensors, notes; UserError for other architectures.
+    """Reads Hydra heads as saved by the authors' code; returns settings, tensors and notes.
 
-    Biases of the vocabulary matrices are left out, with a note.
+    Raises UserError for other architectures. Biases of the vocabulary matrices are left out, with a
+    note.
     """
     arch = config.get("hydra_head_arch", "mlp")
     if arch != "mlp" or any(name.startswith("prefix_embeding_layer.") for name in tensors):
@@ -327,7 +334,7 @@ def read_hydra(
                 )
 
     tensors = dict(tensors)
-    tensors.pop("input_embed_fn.weight", None)  # the model's own
+    tensors.pop("input_embed_fn.weight", None)  # the model's embeddings are used
     biases = [tensors.pop(f"hydra_lm_head.{k}.bias", None) for k in range(heads)]
     known = [bias for bias in biases if bias is not None and bias.shape == (model.vocab_size,)]
     largest = max((bias.float().abs().max().item() for bias in known), default=0)
@@ -337,7 +344,7 @@ def read_hydra(
     return settings, {names.get(name, name): tensor for name, tensor in tensors.items()}, notes
 
 
-# The kind of drafter that each layout holds, and its reader.
+# For each layout, the kind of drafter that it holds and the function that reads it.
 FORMATS = {
     "medusa": ("medusa", medusa.read_medusa),
     "hydra": ("hydra", read_hydra),

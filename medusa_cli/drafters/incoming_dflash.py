@@ -1,4 +1,4 @@
-"""DFlash and DSpark folders as speculators writes them."""
+"""Import of DFlash and DSpark folders as written by speculators."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -11,13 +11,13 @@ from medusa_cli.errors import UserError, shown
 from medusa_cli.files.io import convert
 
 TYPES = ("dflash", "dspark")
-# Parts of checkpoints that are not used: the confidence of a slot, and the model's own matrices.
+# Unused parts of checkpoints: the head for a slot's confidence, and the model's own matrices.
 UNUSED = ("confidence_head.", "embed_tokens.", "verifier_norm.", "verifier_lm_head.")
 
 
 @dataclass(frozen=True)
 class BlockConfig:
-    """The fields of config.json that the block depends on; speculators' defaults."""
+    """Holds the fields of config.json that determine the block, with speculators' defaults."""
 
     block_size: Annotated[int, Meta(ge=1, le=64)] = 8
     draft_vocab_size: Width | None = None
@@ -33,7 +33,10 @@ class BlockConfig:
 def read_dflash(
     tensors: dict[str, Tensor], config: dict[str, Any], model: Any
 ) -> tuple[dict[str, Any], dict[str, Tensor], list[str]]:
-    """Reads a DFlash or DSpark folder: settings, tensors, notes; UserError for variants that cannot be run here."""
+    """Reads a DFlash or DSpark folder; returns settings, tensors and notes.
+
+    Raises UserError for unsupported variants.
+    """
     theirs = convert(
         {key: value for key, value in config.items() if value is not None},
         BlockConfig,

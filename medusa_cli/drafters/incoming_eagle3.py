@@ -1,4 +1,4 @@
-"""EAGLE-3 folders as SpecForge, speculators and AngelSlim write them."""
+"""Import of EAGLE-3 folders as written by SpecForge, speculators and AngelSlim."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -12,24 +12,25 @@ from medusa_cli.files.io import convert
 
 DEFAULT_METHOD = "default_proposal_method"
 AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
-# Draft tokens if a checkpoint does not say how many it was trained for: SpecForge's default.
+# Number of draft tokens if a checkpoint does not state how many it was trained for. This is
+# SpecForge's default.
 LEVELS = 7
 AGAIN = "fetch the checkpoint again"
-# Variants of the norms that are run here.
+# Supported variants of the norms.
 NORMS = ("norm_before_residual", "norm_before_fc")
-# Variants of the layer that cannot be run here: configs that switch one on are refused.
+# Unsupported variants of the layer: configs that enable one are refused.
 VARIANTS = (
     "fc_norm",
     "norm_output",
     "attention_bias",
     "mlp_bias",
 )
-Width = Annotated[int, Meta(ge=1, lt=1 << 24)]  # larger ones overflow
+Width = Annotated[int, Meta(ge=1, lt=1 << 24)]  # larger values overflow
 
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """The fields of a drafter's config.json that its layer and vocabulary depend on."""
+    """Holds the fields of a drafter's config.json that determine its layer and vocabulary."""
 
     num_attention_heads: Width
     intermediate_size: Width
@@ -44,7 +45,7 @@ class LayerConfig:
 
 
 def verifier_of(config: dict[str, Any]) -> str | None:
-    """Returns the model that a speculators config names, None if it names none."""
+    """Returns the verifier model named in a speculators config, or None if it names none."""
     name = nested(nested(config.get("speculators_config")).get("verifier")).get("name_or_path")
     return name if isinstance(name, str) else None
 
@@ -52,16 +53,16 @@ def verifier_of(config: dict[str, Any]) -> str | None:
 def read_eagle3(
     tensors: dict[str, Tensor], config: dict[str, Any], model: Any
 ) -> tuple[dict[str, Any], dict[str, Tensor], list[str]]:
-    """Reads an EAGLE-3 folder: settings, tensors, notes. Shared key and value heads are copied to every query head.
+    """Reads an EAGLE-3 folder; returns settings, tensors and notes.
 
-    Raises UserError for variants of the layer that cannot be run here, and for impossible maps and
-    widths.
+    Shared key and value heads are copied to every query head. Raises UserError for unsupported
+    variants of the layer, and for impossible maps and widths.
     """
     plain = _flat(config)
     variants = [key for key in (*VARIANTS, "rope_scaling") if plain.get(key)]
     if "speculators_model_type" in config:
-        plain = {"norm_before_residual": True, **plain}  # as vLLM reads one that does not say it
-    if plain.get("rope_type", "default") != "default":  # of rope_parameters
+        plain = {"norm_before_residual": True, **plain}  # vLLM's default
+    if plain.get("rope_type", "default") != "default":  # from rope_parameters
         variants.append("rope_type")
     if plain.get("num_hidden_layers", 1) != 1:
         variants.append("num_hidden_layers")
@@ -131,12 +132,12 @@ def read_eagle3(
 
 
 def nested(value: Any) -> dict[str, Any]:
-    """Returns an object of a config, empty for anything else."""
+    """Returns a nested object of a config, or an empty dict for any other value."""
     return value if isinstance(value, dict) else {}
 
 
 def _flat(config: dict[str, Any]) -> dict[str, Any]:
-    """Returns a config without the nesting of speculators and EAGLE."""
+    """Returns a config without the nesting that speculators and EAGLE use."""
     eagle = nested(config.get("eagle_config"))
     if isinstance(layers := eagle.get(AUX_LAYERS), list):
         eagle = {
@@ -148,7 +149,10 @@ def _flat(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def checked_map(d2t: Tensor | None, t2d: Tensor | None, vocabulary: int, tokens: int) -> Tensor:
-    """Returns the draft tokens' ids [M] by their offsets d2t; raises UserError unless t2d [V] marks the same tokens."""
+    """Returns the draft tokens' ids [M], given their offsets d2t.
+
+    Raises UserError unless t2d [V] marks the same tokens.
+    """
     if (
         d2t is None
         or t2d is None
@@ -168,7 +172,7 @@ def checked_map(d2t: Tensor | None, t2d: Tensor | None, vocabulary: int, tokens:
 
 
 def levels(config: dict[str, Any], otherwise: int) -> int:
-    """Returns how many tokens a checkpoint was trained to draft, `otherwise` if it does not say so."""
+    """Returns how many tokens a checkpoint was trained to draft, or `otherwise` if it does not state this."""
     own = nested(config.get("speculators_config"))
     entries = own.get("proposal_methods")
     methods = [nested(entry) for entry in entries] if isinstance(entries, list) else []

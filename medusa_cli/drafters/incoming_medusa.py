@@ -1,4 +1,4 @@
-"""Medusa heads as FasterDecoding, vLLM (to 0.32) and TGI save them."""
+"""Import of Medusa heads as saved by FasterDecoding, vLLM (up to 0.32) and TGI."""
 
 import re
 from typing import Any
@@ -8,14 +8,17 @@ from torch import Tensor
 
 from medusa_cli.errors import UserError
 
-# Two digits at most: a hostile name must not make us count to a billion.
+# At most two digits: a malicious name must not make the code count to a billion.
 KEY = re.compile(r"(\d\d?)\.(\d\d?)\.(linear\.weight|linear\.bias|weight)")
 
 
 def read_medusa(
     tensors: dict[str, Tensor], config: dict[str, Any], model: Any
 ) -> tuple[dict[str, Any], dict[str, Tensor], list[str]]:
-    """Reads heads of FasterDecoding (v1, and v2 without matrices), vLLM or TGI: settings, tensors, notes."""
+    """Reads heads from FasterDecoding (v1, and v2 without matrices), vLLM or TGI.
+
+    Returns settings, tensors and notes. Raises UserError if there are no Medusa heads.
+    """
     tensors = {plain_name(name): tensor for name, tensor in tensors.items()}
     ids = tensors.pop("token_map", None)
     keys = [key for name in tensors if (key := KEY.fullmatch(name)) and key[3] == "linear.weight"]
@@ -33,7 +36,7 @@ def read_medusa(
     if not config.get("medusa_fc_bias") and not any(
         name.endswith(".linear.bias") for name in tensors
     ):
-        notes.append("its layers have no biases")  # vLLM's form; zeros stand for them
+        notes.append("its layers have no biases")  # vLLM's form; zeros replace them
         for key in keys:
             weight = tensors[key[0]]
             tensors[f"{key[1]}.{key[2]}.linear.bias"] = weight.new_zeros(weight.shape[:1])
@@ -55,7 +58,7 @@ def read_medusa(
 
 
 def _checked_ids(ids: Tensor, vocabulary: int) -> Tensor:
-    """Returns a token_map as int32; raises UserError unless it names different tokens of the model."""
+    """Returns a token_map as int32; raises UserError unless it lists distinct tokens of the model."""
     integers = (
         ids.dim() == 1
         and not ids.is_floating_point()
@@ -70,6 +73,9 @@ def _checked_ids(ids: Tensor, vocabulary: int) -> Tensor:
 
 
 def plain_name(name: str) -> str:
-    """Returns a tensor's name in FasterDecoding's files, given it, vLLM's own form, or a whole model's."""
+    """Returns a tensor's name as in FasterDecoding's files.
+
+    The given name may have that form, vLLM's form, or the form in a whole model.
+    """
     name = re.sub(r"^(model\.)?medusa_heads?\.", "", name)
     return re.sub(r"^blocks\.(\d+)\.layers\.(\d+)\.", r"\1.\2.linear.", name)

@@ -1,4 +1,4 @@
-"""Reads and writes the drafter of a folder."""
+"""Reading and writing of the drafter in a folder."""
 
 import logging
 from pathlib import Path
@@ -19,7 +19,7 @@ from medusa_cli.model import Backbone
 from medusa_cli.runs.run import DRAFTER_CONFIG, check_backbone, describe_drafter, same
 
 log = logging.getLogger(__name__)
-# A config of another tool has one of these keys.
+# A config from another tool has one of these keys.
 FOREIGN = {
     "speculators_model_type",
     "model_type",
@@ -30,7 +30,7 @@ FOREIGN = {
 
 
 def is_foreign(folder: Path) -> bool:
-    """Returns True if the config in a folder is of another tool."""
+    """Returns True if the config in a folder comes from another tool."""
     config = read_object(Path(folder) / "config.json", DRAFTER_CONFIG)
     return "drafter" not in config and not FOREIGN.isdisjoint(config)
 
@@ -50,8 +50,9 @@ def drafter_kind(folder: Path) -> type[HeadDrafter]:
 def load_drafter(folder: Path, backbone: Backbone) -> HeadDrafter:
     """Loads the drafter in a folder.
 
-    A checkpoint of another tool is read as it is. Raises UserError, naming both models, if it was
-    trained for a backbone of another shape; warns if only the weights are others.
+    A checkpoint from another tool is read directly. Raises UserError, naming both models, if the
+    drafter was trained for a backbone of another shape. Raises UserError, too, if it was trained
+    with another adapter. Logs a warning if only the weights differ.
     """
     if is_foreign(folder):
         return load_incoming(folder, backbone)
@@ -93,7 +94,7 @@ def load_kind(kind: type[HeadDrafter], folder: Path, backbone: Backbone) -> Head
 
 
 def load_incoming(folder: Path, backbone: Backbone) -> HeadDrafter:
-    """Loads the checkpoint of another tool; raises UserError for one that does not fit the model."""
+    """Loads the checkpoint of another tool; raises UserError if it does not fit the model."""
     drafter = Checkpoint.open(str(folder)).read(backbone.config, backbone.vocab_size)
     for note in drafter.notes:
         log.info("%s: %s", folder, note)
@@ -103,7 +104,7 @@ def load_incoming(folder: Path, backbone: Backbone) -> HeadDrafter:
 def fill_drafter(
     kind: type[HeadDrafter], config: Any, tensors: dict[str, Tensor], backbone: Backbone
 ) -> HeadDrafter:
-    """Returns a drafter with the tensors of its file, in the backbone's dtype, ready to draft."""
+    """Returns a drafter with the tensors from its file, in the backbone's dtype, ready to draft."""
     kind.check_fit(config, backbone)
     drafter = kind(config)
     with torch.no_grad():
@@ -115,7 +116,7 @@ def fill_drafter(
 
 
 def read_drafter(kind: type[HeadDrafter], folder: Path) -> tuple[Any, dict[str, Tensor]]:
-    """Reads the config and tensors of a drafter's files.
+    """Reads the config and the tensors from a drafter's files.
 
     Raises UserError for files that do not fit each other.
     """
@@ -145,7 +146,7 @@ def read_drafter(kind: type[HeadDrafter], folder: Path) -> tuple[Any, dict[str, 
 def save_drafter(
     drafter: HeadDrafter, folder: Path, provenance: dict[str, Any], int8: bool = False
 ) -> None:
-    """Writes config.json and the weights: in bf16, or matrices in 8 bits, as CPUs draft with them."""
+    """Writes config.json and the weights: in bf16, or with matrices in int8, as used for drafting on CPUs."""
     folder.mkdir(parents=True, exist_ok=True)
     weights: dict[str, Tensor] = {}
     for name, parameter in drafter.for_files().named_weights().items():

@@ -1,4 +1,4 @@
-"""Drafters by name, and the shapes of their weights."""
+"""The drafter classes by name, and the shapes of their weights."""
 
 from typing import Any
 
@@ -31,9 +31,9 @@ DRAFTERS: dict[str, type[HeadDrafter]] = {kind.name: kind for kind in KINDS}
 
 
 def weight_shapes(kind: type[HeadDrafter], config: Any) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of a drafter's weights by its config, without memory.
+    """Returns the shapes of the weights of a drafter with this config, without allocating memory.
 
-    Raises UserError for impossible ones.
+    Raises UserError for impossible sizes.
     """
     try:
         with torch.device("meta"):

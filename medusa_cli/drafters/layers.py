@@ -1,4 +1,4 @@
-"""Layers of drafters: residual blocks, attention with its own cache, the bias from a token."""
+"""Layers of drafters: residual blocks, attention with its own cache, and the bias from a token."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ from medusa_cli.device import upload
 from medusa_cli.engine.attention import behind, columns_read, reads_by_length, visible_behind
 from medusa_cli.model.attention import additive
 
-# In drafting the bias is added only to this many of a head's best guesses: it rarely lifts others.
+# When drafting, the bias is added only to this many of a head's best guesses: it rarely lifts
+# others.
 CANDIDATES = 128
-# Attention score of a fresh row to itself; scores to other tokens are around 0, with deviation 1.
+# Attention score of a row to itself in a fresh layer. Scores to other tokens are around 0, with a
+# standard deviation of 1.
 OWN_SCORE = 12.0
 
 
 class ResidualBlock(nn.Module):
-    """Adds SiLU(W1 x + b); W1 and b start at zero: a fresh block changes nothing (Medusa, 3.1.1)."""
+    """Adds SiLU(W1 x + b); W1 and b start at zero, so a fresh block changes nothing (Medusa, section 3.1.1)."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
@@ -36,23 +38,24 @@ class ResidualBlock(nn.Module):
 
 @torch.no_grad()
 def identity_(weight: Tensor) -> None:
-    """Makes a weight [N, K] hand its first N inputs on, as nn.init.eye_ does.
+    """Makes a weight [N, K] pass its first N inputs through, as nn.init.eye_ does.
 
-    That imports torch's decompositions on the meta device, which takes a second.
+    On the meta device, nn.init.eye_ imports torch's decompositions, which takes a second.
     """
     weight.zero_()
     weight.diagonal().fill_(1)
 
 
 def residual_blocks(hidden_size: int, count: int) -> nn.Sequential:
-    """Returns residual blocks one after another, each with its own weights."""
+    """Returns a sequence of residual blocks, each with its own weights."""
     return nn.Sequential(*(ResidualBlock(hidden_size) for _ in range(count)))
 
 
 class LayerCache:
-    """Holds keys and values [heads, rows, D] of a decoder layer and a sequence, by position.
+    """Holds the keys and values [heads, rows, D] of one decoder layer for one sequence, by position.
 
-    Rows come in order of position; a position may have none, and rows of a tree share positions.
+    Rows are in order of position. A position may have no row, and the rows of a tree share
+    positions.
     """
 
     def __init__(self) -> None:
@@ -80,41 +83,42 @@ class LayerCache:
         return self.rows[0, :, : self.length], self.rows[1, :, : self.length]
 
     def count(self, positions: Sequence[int]) -> None:
-        """Counts rows that are in place, as a CUDA graph has written them."""
+        """Registers rows that are already in place, because a CUDA graph has written them."""
         self._positions += positions
         self.length += len(positions)
 
     def move(self, rows: Tensor) -> None:
-        """Moves to other memory, which has room for the rows in use."""
+        """Moves the cache to other memory, which has room for the rows in use."""
         if self.rows is not None:
             rows[:, :, : self.length] = self.rows[:, :, : self.length]
         self.rows = rows
 
     def truncate(self, position: int) -> int:
-        """Forgets the rows from a position on; returns the first that has none now."""
+        """Forgets the rows from a position on; returns the position after the last row that is left."""
         self.length = bisect_left(self._positions, position)
         del self._positions[self.length :]
         return self._positions[-1] + 1 if self._positions else 0
 
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Any = None) -> Tensor:
-    """Attends from rows q [heads, n, D], the last n of all rows [heads, m, D], under a mask [n, m].
+    """Attends from rows q [heads, n, D], the last n of m rows, to all rows [heads, m, D] under a mask [n, m].
 
-    Without a mask each row sees itself and the rows before it.
+    Without a mask, each row sees itself and the rows before it.
     """
     if mask is None and q.shape[1] > 1:
         from torch.nn.attention.bias import (
             causal_lower_right,
-        )  # brings torch._dynamo, half a second of imports
+        )  # imports torch._dynamo, which takes half a second
 
         mask = causal_lower_right(q.shape[1], keys.shape[1])
     return F.scaled_dot_product_attention(q[None], keys[None], values[None], attn_mask=mask)[0]
 
 
 class SlotRows:
-    """Holds R rows of each of B slots, behind `lengths` [B] rows of the slot; positions [B, R].
+    """Holds R rows for each of B slots, after the `lengths` [B] rows that are already there; positions [B, R].
 
-    tree_mask bool [B, R, R]: the rows among themselves; of an empty slot all see the first one.
+    tree_mask bool [B, R, R]: which of these rows see each other. In an empty slot, all rows see the
+    first one.
     """
 
     def __init__(self, lengths: Tensor, positions: Tensor, tree_mask: Tensor) -> None:
@@ -123,9 +127,9 @@ class SlotRows:
         self._tree_mask = tree_mask
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, cached: Tensor) -> Tensor:
-        """Writes keys and values [B, heads, R, D] behind the lengths of `cached` [2, B, heads, C, D].
+        """Writes keys and values [B, heads, R, D] to `cached` [2, B, heads, C, D], after the earlier rows.
 
-        Returns the attention of queries [B, heads, R, D].
+        Returns the attention output [B, heads, R, D] for the queries.
         """
         size, heads, rows, dim = query.shape
         slots = torch.arange(size, device=query.device)[:, None]
@@ -141,8 +145,8 @@ class SlotRows:
         query, keys, values = (x.transpose(1, 2).flatten(0, 1) for x in (query, keys, values))
         known_keys, known_values = cached.flatten(1, 2)
         tree_mask = self._tree_mask.clone()
-        # Behind an empty slot column 0 is read, which is the first of these rows: others must not
-        # count it twice.
+        # In an empty slot, column 0 of the cache is read, which is the first of these rows. The
+        # other rows must not count it twice.
         tree_mask[:, 1:, 0] &= self.lengths[:, None] > 0
         mask = additive(tree_mask[:, None], query.dtype)
         reads = columns_read(self.lengths, rows, heads, cached.shape[3])
@@ -151,13 +155,13 @@ class SlotRows:
 
 
 def head_count(hidden_size: int) -> int:
-    """Returns the most heads of an even width of at least 64 that share a hidden size."""
+    """Returns the maximum number of heads that split a hidden size evenly, with an even width of at least 64."""
     counts = range(max(1, hidden_size // 64), 1, -1)
     return next((count for count in counts if hidden_size % (2 * count) == 0), 1)
 
 
 class SelfAttention(nn.Module):
-    """Pre-norm self-attention that is added to its input; a fresh one adds nothing."""
+    """Adds pre-norm self-attention to its input; a fresh layer adds nothing."""
 
     def __init__(
         self, hidden_size: int, heads: int, head_dim: int, read_size: int, eps: float = 1e-6
@@ -174,35 +178,35 @@ class SelfAttention(nn.Module):
         nn.init.zeros_(self.self_attn["o_proj"].weight)  # type: ignore[arg-type]
 
     def project(self, name: str, x: Tensor) -> Tensor:
-        """Returns one projection of x [.., n, H] by heads [.., heads, n, D]."""
+        """Returns one projection of x [.., n, H], split into heads [.., heads, n, D]."""
         projected: Tensor = self.self_attn[name](x)
         return projected.unflatten(-1, (self.heads, -1)).transpose(-3, -2)
 
     def add(self, x: Tensor, seen: Tensor) -> Tensor:
-        """Adds the output projection of attention [.., heads, n, D] to x [.., n, H]."""
+        """Adds the output projection of the attention output [.., heads, n, D] to x [.., n, H]."""
         return x + self.self_attn["o_proj"](seen.transpose(-3, -2).flatten(-2))
 
 
 class HeadAttention(SelfAttention):
-    """Bi-directional self-attention over the K heads of one position (Amphista's auto-embedding, section 3.2)."""
+    """Applies bidirectional self-attention over the K heads of a position (Amphista's auto-embedding, section 3.2)."""
 
     def __init__(self, hidden_size: int) -> None:
         heads = head_count(hidden_size)
         super().__init__(hidden_size, heads, hidden_size // heads, hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns states [P, K, H] of states [P, K, H]."""
+        """Returns states [P, K, H], computed from states [P, K, H]."""
         read = normed(self.hidden_norm, x)
         q, k, v = (self.project(name, read) for name in ("q_proj", "k_proj", "v_proj"))
         return self.add(x, F.scaled_dot_product_attention(q, k, v))
 
 
 class DecoderLayer(SelfAttention):
-    """A causal decoder layer with rotary positions and a SwiGLU MLP.
+    """Applies a causal decoder layer with rotary embeddings and a SwiGLU MLP.
 
-    A fresh one passes its input on. embeddings: attention reads [embedding; state] of width 2H, as
-    EAGLE's layer does; its parts have the names that serving engines read. norm_before_residual:
-    attention is added to the normed state, not to the state itself.
+    A fresh layer passes its input through. embeddings: attention reads [embedding; state] of width
+    2H, as in EAGLE's layer. The submodules have the names that serving engines expect.
+    norm_before_residual: attention is added to the normalized state instead of the state itself.
     """
 
     def __init__(
@@ -238,10 +242,10 @@ class DecoderLayer(SelfAttention):
 
     @torch.no_grad()
     def _start_at_own_token(self, hidden_size: int) -> None:
-        """Lets a fresh row attend to itself: queries and keys start as one random projection.
+        """Makes each row of a fresh layer attend to itself: queries and keys start as one random projection.
 
-        The embedding reaches a state only through attention, and an even one mixes it with all
-        tokens before.
+        The embedding reaches a state only through attention, and uniform attention would mix it
+        with those of all earlier tokens.
         """
         q, k = (self.self_attn.get_parameter(f"{name}.weight") for name in ("q_proj", "k_proj"))
         nn.init.zeros_(q)
@@ -254,11 +258,11 @@ class DecoderLayer(SelfAttention):
         return self.self_attn["o_proj"].in_features // self.heads  # type: ignore[operator, return-value]
 
     def new_rows(self, *shape: int) -> Tensor:
-        """Returns zeros of the weights' type on their device."""
+        """Returns zeros with the dtype and device of the weights."""
         return self.hidden_norm.weight.new_zeros(shape)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns states [S, n, H] of sequences x [S, n, H], each from its first position on."""
+        """Returns states [S, n, H] for sequences x [S, n, H] that start at position 0."""
         read = self.reads(x)
         positions = torch.arange(x.shape[1], device=x.device)
         q = self.queries(read, positions)
@@ -266,24 +270,24 @@ class DecoderLayer(SelfAttention):
         return self.leave(x, F.scaled_dot_product_attention(q, k, v, is_causal=x.shape[1] > 1))
 
     def reads(self, x: Tensor, embedded: Tensor | None = None) -> Tensor:
-        """Returns the input of attention, from states and embeddings [.., H]."""
+        """Returns the input of the attention, computed from states and embeddings [.., H]."""
         states = normed(self.hidden_norm, x)
         if embedded is None:
             return states
         return torch.cat([normed(self.input_layernorm, embedded), states], dim=-1)
 
     def queries(self, read: Tensor, positions: Tensor) -> Tensor:
-        """Returns queries [.., heads, n, D] of rows at positions [n]."""
+        """Returns queries [.., heads, n, D] for rows at positions [n]."""
         return rotate(self.project("q_proj", read), positions, self.rope_theta)
 
     def keys_values(self, read: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns keys and values [.., heads, n, D] of rows at positions [n]."""
+        """Returns keys and values [.., heads, n, D] for rows at positions [n]."""
         return rotate(self.project("k_proj", read), positions, self.rope_theta), self.project(
             "v_proj", read
         )
 
     def leave(self, x: Tensor, seen: Tensor) -> Tensor:
-        """Returns the layer's output [.., n, H] from its input and the attention's output [.., heads, n, D]."""
+        """Returns the layer's output [.., n, H], given its input and the attention output [.., heads, n, D]."""
         if self.norm_before_residual:
             x = normed(self.hidden_norm, x)
         x = self.add(x, seen)
@@ -302,9 +306,9 @@ class DecoderLayer(SelfAttention):
     ) -> Tensor:
         """Adds rows x [n, H] of B sequences, one after another, to their caches.
 
-        Returns the layer's output [n, H]. positions: each sequence's. masks: which of all rows
-        [n_i, m_i] its rows see; by default all before them. last: returns only each sequence's last
-        row [B, H].
+        Returns the layer's output [n, H]. positions: those of each sequence's rows. masks: for each
+        sequence, which of all its rows [n_i, m_i] the new rows see. By default, a row sees itself
+        and all rows before it. last: returns only the last row of each sequence [B, H].
         """
         counts = [len(own) for own in positions]
         flat = upload([position for own in positions for position in own], x.device)
@@ -342,23 +346,23 @@ class DecoderLayer(SelfAttention):
 
 
 def last_of(counts: Sequence[int]) -> list[int]:
-    """Returns the last row of each of consecutive runs of rows."""
+    """Returns the index of the last row in each of several consecutive runs of rows."""
     return [end - 1 for end in accumulate(counts)]
 
 
 def owners(counts: Sequence[int], device: torch.device) -> Tensor:
-    """Returns the number of its run for each row of consecutive runs of rows."""
+    """Returns, for each row of consecutive runs of rows, the number of its run."""
     runs = [torch.full((count,), number, device=device) for number, count in enumerate(counts)]
     return torch.cat(runs)
 
 
 def normed(norm: nn.RMSNorm, x: Tensor) -> Tensor:
-    """Normalises in the weight's type: under autocast the types differ, and torch warns."""
+    """Normalizes x in the dtype of the weight: under autocast, the dtypes differ and torch warns."""
     return norm(x.to(norm.weight.dtype))
 
 
 def rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
-    """Rotates queries or keys [.., n, D] by positions [.., n]; halves of D form the pairs."""
+    """Rotates queries or keys [.., n, D] according to positions [.., n]; the halves of D form the pairs."""
     half = x.shape[-1] // 2
     rates = theta ** (-torch.arange(0, 2 * half, 2, device=x.device).float() / (2 * half))
     angles = positions.float()[..., None] * rates
@@ -370,7 +374,7 @@ def rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
 class Padding:
     """Converts between packed rows [P] of consecutive segments and padded sequences [S, L].
 
-    sequence, position [P]: each row's sequence and its position in it.
+    sequence, position [P]: the sequence of each row, and the row's position in it.
     """
 
     def __init__(self, segment: Tensor) -> None:
@@ -382,7 +386,7 @@ class Padding:
         self._index = self.sequence * self.shape[1] + self.position
 
     def pad(self, x: Tensor) -> Tensor:
-        """Returns rows [P, ..] as sequences [S, L, ..], zero where there is none."""
+        """Returns rows [P, ..] as sequences [S, L, ..], padded with zeros."""
         rows = x.new_zeros(self.shape[0] * self.shape[1], *x.shape[1:])
         return rows.index_copy(0, self._index, x).unflatten(0, self.shape)
 
@@ -392,10 +396,10 @@ class Padding:
 
 
 class TokenBias(nn.Module):
-    """Adds after @ before[token] to the scores [M] of any head; a fresh one adds nothing.
+    """Adds after @ before[token] to the scores [M] of any head; a fresh bias adds nothing.
 
-    before [V, r] of the token that is drafted one place earlier, after [M, r] of the guesses; one
-    pair for all heads.
+    before [V, r]: for the token drafted one place earlier. after [M, r]: for the guesses. All heads
+    share one pair.
     """
 
     def __init__(self, tokens: int, guesses: int, rank: int) -> None:
@@ -404,7 +408,7 @@ class TokenBias(nn.Module):
         self.after = nn.Parameter(torch.zeros(guesses, rank))
 
     def factors(self, states: Tensor, matrix: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Widens states [n, H] and a matrix [M, H] so that their matmul includes the bias of tokens [n]."""
+        """Widens states [n, H] and a matrix [M, H] so that their matmul includes the bias from tokens [n]."""
         before = F.embedding(tokens, self.before).to(states.dtype)
         after = self.after.to(matrix.dtype)
         return torch.cat([states, before], dim=-1), torch.cat([matrix, after], dim=-1)
@@ -412,9 +416,10 @@ class TokenBias(nn.Module):
     def best(
         self, scores: Tensor, tokens: Sequence[Tensor], width: int, temperature: float | None
     ) -> tuple[Tensor, Tensor]:
-        """Returns log confidences and indices [N, width] of the best guesses after B sequences' tokens.
+        """Returns the log confidences and indices [N, width] of the best guesses after the tokens of B sequences.
 
-        scores [B, M] are without the bias. Other guesses than the candidates keep their scores.
+        scores [B, M] do not include the bias. Guesses outside the CANDIDATES best keep their
+        scores.
         """
         best = scores.topk(min(max(CANDIDATES, width), scores.shape[-1]), dim=-1)
         pairs = zip(tokens, best.indices, strict=True)

@@ -19,7 +19,7 @@ from medusa_cli.tree.tensors import TreeTensors
 
 
 class MedusaHeads(HeadDrafter):
-    """Has K heads of L residual blocks; head k drafts the token k places after the next one (3.1.1)."""
+    """Holds K heads of L residual blocks; head k drafts the token k places after the next one (section 3.1.1)."""
 
     name = "medusa"
     drafts_in_graphs = True
@@ -62,7 +62,7 @@ class MedusaHeads(HeadDrafter):
             yield block(batch.hidden[positions])
 
     def named_weights(self) -> dict[str, Tensor]:
-        """Returns the weights under the names of the layout that serving engines read.
+        """Returns the weights under the names that serving engines expect.
 
         They are "{k}.{layer}.linear.weight" and ".bias", and "{k}.{L}.weight" for the vocabulary
         matrix.
@@ -77,7 +77,7 @@ class MedusaHeads(HeadDrafter):
     def config_json(self) -> dict[str, Any]:
         config = super().config_json()
         counts = {f"medusa_{key}": config.pop(key) for key in ("num_heads", "num_layers")}
-        # Without the last key, engines that read this layout drop the biases silently.
+        # Without medusa_fc_bias, engines that read this layout silently drop the biases.
         return {**counts, "medusa_fc_bias": True, **config}
 
     @classmethod
@@ -87,5 +87,5 @@ class MedusaHeads(HeadDrafter):
             for key in ("num_heads", "num_layers")
             if f"medusa_{key}" in data
         }
-        # Checkpoints of other tools name no vocabulary: their heads score all of it.
+        # Checkpoints from other tools do not name a vocabulary: their heads score all tokens.
         return {"vocabulary": "own", **data, **counts}

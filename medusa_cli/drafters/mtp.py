@@ -1,4 +1,4 @@
-"""MTP: the layer for multi-token prediction that a model brings along, run by transformers' own decoder layer."""
+"""MTP: the multi-token prediction layer that comes with a model, run by transformers' decoder layer."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from medusa_cli.model import Backbone
 from medusa_cli.model.attention import additive, cache_name
 from medusa_cli.model.backbone import text_model
 
-# Rows of a pass over a prompt: its mask is dense.
+# Rows per pass over a prompt, limited because its mask is dense.
 ROWS = 512
-# Types that transformers does not know, and those whose layers are theirs.
+# Model types that transformers does not support, and the types with the same layers.
 ALIKE = {"mimo": "qwen2"}
-# Fields of a model's config that a drafter's few layers have otherwise.
+# Fields of a model's config that are set differently for the few layers of a drafter.
 GIVEN = ("model_type", "layer_types", "num_hidden_layers")
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -37,10 +37,11 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True)
 class MtpConfig(HeadsConfig):
-    """num_heads: draft tokens of a path; the one layer is run again for each.
+    """Adds MTP's settings.
 
-    text: the model's config, of one layer, as transformers has it. state_first: the projection
-    reads [state; embedding]. raw_state: it reads the state before the model's last norm.
+    num_heads: the number of draft tokens on a path; the one layer runs again for each. text: the
+    model's config for one layer, in transformers' form. state_first: the projection reads [state;
+    embedding]. raw_state: it reads the state before the model's last norm.
     """
 
     text: dict[str, Any] = field(default_factory=dict)
@@ -49,7 +50,7 @@ class MtpConfig(HeadsConfig):
 
 
 class MtpLayer(nn.Module):
-    """Runs a decoder layer over the projected [embedding; state], both normed, and norms its output."""
+    """Runs a decoder layer over the projected [embedding; state], both normalized, and normalizes its output."""
 
     def __init__(self, config: MtpConfig) -> None:
         super().__init__()
@@ -63,7 +64,7 @@ class MtpLayer(nn.Module):
         self.fc = nn.Linear(2 * size, size, bias=False)
         self.layer = parts.layer(parts.config, 0)
         self.norm = norm(size, eps=eps)
-        # In a tuple it is no part of the module: its rates stay in fp32.
+        # The tuple keeps the rotary embeddings out of the module, so that their rates stay in fp32.
         with torch.device("cpu"):
             self._rotary = (parts.rotary(parts.config),)
         self._cache = cache_name(type(self.layer).forward)
@@ -71,10 +72,10 @@ class MtpLayer(nn.Module):
     def forward(
         self, states: Tensor, embedded: Tensor, positions: Tensor, mask: Tensor, rows: Any
     ) -> Tensor:
-        """Returns the normed output [N, H] of rows with states and embeddings [N, H] at positions [N].
+        """Returns the normalized output [N, H] for rows with states and embeddings [N, H] at positions [N].
 
-        mask [N, M] bool: which rows each one sees, those before and these. rows: takes the keys and
-        values of these and returns all.
+        mask [N, M] bool: which of the earlier and current rows each row sees. rows: stores the keys
+        and values of the current rows, and returns those of all rows.
         """
         dtype = self.norm.weight.dtype
         parts = [self.embedding_norm(embedded.to(dtype)), self.state_norm(states.to(dtype))]
@@ -91,7 +92,7 @@ class MtpLayer(nn.Module):
 
 
 class CachedRows:
-    """Gives a layer the rows of B sequences, one sequence after another, and keeps them in their caches."""
+    """Provides a layer with the rows of B sequences, one after another, and stores new rows in their caches."""
 
     def __init__(self, caches: Sequence[LayerCache], positions: Sequence[Sequence[int]]) -> None:
         self._caches = caches
@@ -119,7 +120,7 @@ class CachedRows:
 
 
 class GrowingRows:
-    """Keeps the rows of earlier steps for the next ones, with their gradients."""
+    """Keeps the rows of earlier steps for later steps, with their gradients."""
 
     def __init__(self) -> None:
         self._known: list[tuple[Tensor, Tensor]] = []
@@ -134,24 +135,25 @@ class GrowingRows:
 
 
 class TransformersDrafter(HeadDrafter):
-    """Runs layers of transformers, which want one number type throughout."""
+    """Runs layers from transformers, which need a single dtype throughout."""
 
     def packed(self, name: str) -> Any:
         fresh = name not in self._packed
         module = super().packed(name)
         if fresh and name in self._packed:
-            module.float()  # as packed layers give it
+            module.float()  # packed layers return fp32
         return module
 
 
 class Mtp(TransformersDrafter, LayerDrafter):
-    """A model's MTP layer over its final states; the normed output of a step is the state of the next.
+    """Runs a model's MTP layer over its final states; the normalized output of a step is the next step's state.
 
-    The model's own embeddings go in, and its lm_head scores, over all tokens or a draft vocabulary.
+    The input includes the model's embeddings. The model's lm_head scores all tokens or a draft
+    vocabulary.
     """
 
     name = NAME
-    learning_rate = 1e-4  # it is trained already
+    learning_rate = 1e-4  # it is already trained
     regress = 0.0
     config_class = MtpConfig
     settings = ()
@@ -165,7 +167,7 @@ class Mtp(TransformersDrafter, LayerDrafter):
 
     @classmethod
     def create(cls, backbone: Backbone, *settings: Any, **named: Any) -> Mtp:
-        """Returns the drafter with the weights of the model's checkpoint, in fp32."""
+        """Returns the drafter in fp32 with the weights from the model's checkpoint."""
         drafter = super().create(backbone, *settings, **named)
         assert isinstance(drafter, Mtp)
         tensors = checkpoint_tensors(backbone.id)
@@ -184,7 +186,7 @@ class Mtp(TransformersDrafter, LayerDrafter):
         return [self.mtp]
 
     def named_weights(self) -> dict[str, Tensor]:
-        """Returns every weight under its name in the file, the biases of routers to experts among them."""
+        """Returns every weight under its name in the file, including the biases of expert routers."""
         return self.state_dict(keep_vars=True)
 
     @classmethod
@@ -196,7 +198,7 @@ class Mtp(TransformersDrafter, LayerDrafter):
     def enter(self, backbone: Backbone, hidden: Tensor) -> Tensor:
         states = hidden.to(self.dtype)
         gain = backbone.engine.final_gain() if self.config.raw_state else None
-        # The norm that follows undoes the scale, but not the gain of the model's last norm.
+        # The following norm cancels the scale, but not the gain of the model's last norm.
         return states if gain is None else states / gain.to(states)
 
     def extend(
@@ -233,7 +235,7 @@ class Mtp(TransformersDrafter, LayerDrafter):
         caches: Sequence[LayerCache],
         embedded: Tensor,
     ) -> Tensor:
-        """Adds long prompts sequence by sequence, some rows at a time; returns the last rows [B, H]."""
+        """Adds long prompts sequence by sequence, ROWS rows at a time; returns the last rows [B, H]."""
         outs = []
         start = 0
         for cache, places in zip(caches, positions, strict=True):
@@ -251,7 +253,7 @@ class Mtp(TransformersDrafter, LayerDrafter):
     def head_states(
         self, backbone: Backbone, batch: Batch, rows: Sequence[Tensor]
     ) -> Iterator[Tensor]:
-        """Yields the states of each step, by the training-time test: see `eagle.training_time_test`."""
+        """Yields the states of each step in the training-time test; see `eagle.training_time_test`."""
         padding = Padding(batch.attention_groups)
         learnt = batch.learnt
         count = len(learnt)
@@ -265,7 +267,8 @@ class Mtp(TransformersDrafter, LayerDrafter):
         itself = torch.eye(count, dtype=torch.bool, device=learnt.device)
         for step, positions in enumerate(rows):
             if step:
-                # Beyond a conversation's end there is no target: any token may be read there.
+                # Beyond the end of a conversation there is no target, so any token may be read
+                # there.
                 token = (learnt + step).clamp(max=len(embedded) - 1)
                 mask = torch.cat([mask, itself], dim=1)
                 at = padding.position[learnt] + step
@@ -274,9 +277,9 @@ class Mtp(TransformersDrafter, LayerDrafter):
 
 
 def as_ported(drafter: Mtp, batch: Batch) -> dict[str, tuple[Mtp, Batch]]:
-    """Returns the drafter and the batch as other readings of the checkpoint have them, by what they change.
+    """Returns the drafter and the batch for alternative readings of the checkpoint, keyed by the change.
 
-    These are the ways in which ports of MTP layers went wrong, each alone.
+    Each one contains a single error that ports of MTP layers have made.
     """
     raw = "after" if drafter.config.raw_state else "before"
     other_state, other_order, other_norms = (_copy(drafter) for _ in range(3))
@@ -299,7 +302,7 @@ def as_ported(drafter: Mtp, batch: Batch) -> dict[str, tuple[Mtp, Batch]]:
 
 
 def _copy(drafter: Mtp) -> Mtp:
-    """Returns a drafter with weights of its own."""
+    """Returns a copy of a drafter with its own weights."""
     other = Mtp(drafter.config)
     other.load_state_dict(drafter.state_dict())
     other.draft_ids.copy_(drafter.draft_ids)
@@ -309,7 +312,7 @@ def _copy(drafter: Mtp) -> Mtp:
 
 @dataclass(frozen=True)
 class LayerParts:
-    """Holds transformers' config of a model with few layers, and the classes of its parts."""
+    """Holds transformers' config for a model with a few layers, and the classes of the model's parts."""
 
     config: Any
     layer: Any
@@ -318,9 +321,9 @@ class LayerParts:
 
     @classmethod
     def of(cls, fields: dict[str, Any], layers: int) -> LayerParts:
-        """Returns the parts of layers of full attention by the fields of a model's config.
+        """Returns the parts for layers with full attention, given the fields of a model's config.
 
-        Raises UserError for a type of model that transformers does not know, and for impossible
+        Raises UserError for a model type that transformers does not support, and for impossible
         values.
         """
         from transformers import CONFIG_MAPPING, AutoModelForCausalLM
@@ -341,7 +344,7 @@ class LayerParts:
 
 @contextmanager
 def refusing(kind: str) -> Iterator[None]:
-    """Turns the errors of transformers' configs and layers, which are of many types, into a UserError."""
+    """Converts errors from transformers' configs and layers, which have many types, to a UserError."""
     try:
         yield
     except Exception as reason:
@@ -353,7 +356,10 @@ def refusing(kind: str) -> Iterator[None]:
 
 
 def checkpoint_tensors(model: str) -> dict[str, Tensor]:
-    """Returns the tensors of a model's MTP layer by our names; UserError if its checkpoint holds none."""
+    """Returns the tensors of a model's MTP layer under our names.
+
+    Raises UserError if the model's checkpoint holds no such layer, or a quantized one.
+    """
     source = need_source(model)
     tensors: dict[str, Tensor] = {}
     with opened(checkpoint_files(source.place), "pt") as slices:
@@ -370,9 +376,9 @@ def checkpoint_tensors(model: str) -> dict[str, Tensor]:
 
 
 def with_joined_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Returns a layer's tensors with those of experts joined, as transformers' layers hold them.
+    """Returns a layer's tensors with those of the experts joined, as in transformers' layers.
 
-    gate and up [I, H] become gate_up_proj [E, 2 I, H], down [H, I] becomes down_proj [E, H, I].
+    gate and up [I, H] become gate_up_proj [E, 2 I, H], and down [H, I] becomes down_proj [E, H, I].
     """
     experts: dict[str, dict[int, dict[str, Tensor]]] = {}
     joined: dict[str, Tensor] = {}
@@ -385,7 +391,7 @@ def with_joined_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     for place, parts in experts.items():
         every = [parts[number] for number in sorted(parts)]
         if any(len(part) < 3 for part in every):
-            continue  # what is missing is named when the tensors are checked
+            continue  # missing tensors are reported by the later check
         gate_up = [torch.cat([part["gate_proj"], part["up_proj"]]) for part in every]
         joined[f"{place}.gate_up_proj"] = torch.stack(gate_up)
         joined[f"{place}.down_proj"] = torch.stack([part["down_proj"] for part in every])

@@ -1,4 +1,4 @@
-"""Scores of draft tokens: a drafter's vocabulary matrices, and its weights packed for drafting."""
+"""Scoring of draft tokens: the vocabulary matrices of a drafter, and its weights packed for drafting."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 
 class Scoring(Drafter):
-    """Scores states by vocabulary matrices [M, H]: the drafter's own, or rows of the lm_head."""
+    """Scores states with vocabulary matrices [M, H]: the drafter's own, or rows of the lm_head."""
 
     config: Any
-    matrices: nn.ParameterList  # one per head, one for all, or none: then the lm_head scores
+    matrices: nn.ParameterList  # one per head, one for all, or none if the lm_head scores
     conditional: TokenBias | None
     draft_ids: Tensor  # [M], token ids of the scores
-    # Weight and bias of a draft vocabulary, for heads without matrices.
+    # Weight and bias of the lm_head for a draft vocabulary, for heads without matrices.
     _lm_head_rows: tuple[Tensor, Tensor | None] | None
 
     def matrix(self, backbone: Backbone, head: int) -> Tensor:
@@ -39,15 +39,15 @@ class Scoring(Drafter):
         return self._vocabulary_rows(backbone)[0]
 
     def _vocabulary_rows(self, backbone: Backbone) -> tuple[Tensor, Tensor | None]:
-        """Returns the lm_head's weight and bias of the draft vocabulary, looked up once."""
+        """Returns the lm_head's weight and bias for the draft vocabulary, which are looked up only once."""
         if self._lm_head_rows is None:
             self._lm_head_rows = backbone.lm_head_rows(self.draft_ids)
         return self._lm_head_rows
 
     def bias(self, backbone: Backbone) -> Tensor | None:
-        """Returns the bias [M] of the lm_head for heads without their own matrices.
+        """Returns the lm_head's bias [M] for heads without matrices of their own.
 
-        None if there is none.
+        Returns None if there is no bias.
         """
         if len(self.matrices):
             return None
@@ -56,15 +56,15 @@ class Scoring(Drafter):
         return self._vocabulary_rows(backbone)[1]
 
     def of_vocabulary(self, rows: Any) -> Any:
-        """Selects the rows [M, ..] that the heads score from rows [V, ..] of the model's tokens.
+        """Selects the rows [M, ..] that the heads score from the rows [V, ..] of the model's tokens.
 
-        None stays None.
+        None is returned unchanged.
         """
         whole = rows is None or self.config.vocabulary != "draft"
         return rows if whole else rows[self.draft_ids.to(rows.device)]
 
     def vocabulary_index(self, device: torch.device) -> Tensor:
-        """Returns each token id's row of the vocabulary matrices [V]; -1 for other tokens."""
+        """Returns the row of each token id in the vocabulary matrices [V], or -1 if a token has none."""
         index = torch.full((self.config.vocab_size,), -1, dtype=torch.long, device=device)
         index[self.draft_ids.to(device)] = torch.arange(len(self.draft_ids), device=device)
         return index
@@ -72,7 +72,7 @@ class Scoring(Drafter):
     def factors(
         self, backbone: Backbone, head: int, states: Tensor, before: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Returns the factors [n, ..] and [M, ..] of a head's scores; before [n]: tokens."""
+        """Returns the factors [n, ..] and [M, ..] of a head's scores. before [n]: the preceding tokens."""
         matrix = self.matrix(backbone, head)
         if self.conditional is None:
             return states, matrix
@@ -84,13 +84,13 @@ class Scoring(Drafter):
         return self
 
     def _forget_packed(self) -> None:
-        """Drops the packed copies of weights, which may change now."""
+        """Drops the packed copies of weights, because the weights may change now."""
         self._packed: dict[str, nn.Module] = {}
         self._scorers: list[Callable[[Tensor], Tensor]] = []
         self._lm_head_rows = None
 
     def packed(self, name: str) -> Any:
-        """Returns the submodule `name`, or its copy with linear layers packed for drafting."""
+        """Returns the submodule `name`, or a copy of it with linear layers packed for drafting."""
         if not packs(next(self.parameters()).device):
             return getattr(self, name)
         if name not in self._packed:
@@ -103,12 +103,12 @@ class Scoring(Drafter):
         return next(self.parameters()).dtype
 
     def embed(self, backbone: Backbone, tokens: Tensor) -> Tensor:
-        """Returns the backbone's embeddings [.., H] at unit root mean square, as states have."""
+        """Returns the backbone's embeddings [.., H], scaled to a root mean square of 1 like hidden states."""
         embedded = backbone.embedding(tokens).to(self.dtype)
         return F.rms_norm(embedded, embedded.shape[-1:])
 
     def score(self, backbone: Backbone, head: int, states: Tensor) -> Tensor:
-        """Returns a head's logits [.., M] for states [.., H], in fp32: top-k over bf16 is slow."""
+        """Returns a head's logits [.., M] for states [.., H], in fp32 because top-k over bf16 is slow."""
         engine = backbone.engine
         own = len(self.matrices) > 0
         if not self._scorers:  # forks share this list
@@ -122,9 +122,9 @@ class Scoring(Drafter):
         return scorer(states if own else states.to(backbone.dtype)).float()
 
     def best(self, scores: Tensor, width: int, temperature: float | None) -> tuple[Tensor, Tensor]:
-        """Returns log confidences and token ids [N, width] of the best guesses by scores [N, M].
+        """Returns the log confidences and token ids [N, width] of the best guesses, given scores [N, M].
 
-        Without a temperature, as for static trees, the scores themselves stand for the confidences.
+        Without a temperature, as for static trees, the scores themselves serve as confidences.
         """
         scaled = scores if temperature is None else scores / temperature
         best = scaled.topk(min(width, scaled.shape[-1]), dim=-1)
@@ -136,9 +136,9 @@ class Scoring(Drafter):
     def at_once(
         self, depth: int, compute: Callable[..., Sequence[Tensor]], *inputs: Tensor
     ) -> Guess:
-        """Returns guesses by scores that do not depend on draft tokens, except for the bias.
+        """Returns the guess function for scores that do not depend on draft tokens, except for the bias.
 
-        compute(*inputs) gives the scores [B, M] of each of `depth` heads.
+        compute(*inputs) returns the scores [B, M] of each of `depth` heads.
         """
         scores = torch.stack(list(compute(*inputs)))
 

@@ -1,6 +1,6 @@
-"""Drafting within a CUDA graph: trees, new tokens and drafters' caches are tensors of fixed shapes.
+"""Drafting within a CUDA graph: trees, new tokens and drafter caches are tensors of fixed shapes.
 
-Nothing here reads a value of a tensor or makes a shape from one.
+Nothing here reads the value of a tensor or derives a shape from one.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from medusa_cli.tree.tensors import TreeTensors
 class NewTensors:
     """Holds up to P tokens of each of B sequences that the drafter has not read.
 
-    hidden [B, P, H * taps]; following [B, P]: the token after each, the root after the last of
-    `count` [B]; start [B]: the first one's position; held [B]: rows of each sequence in the layers'
-    caches, each [2, B, heads, C, D].
+    hidden [B, P, H * taps]; following [B, P]: the token after each one, which is the root after the
+    last of `count` [B] tokens; start [B]: the position of the first token; held [B]: the number of
+    rows of each sequence in the caches of the layers; caches: one [2, B, heads, C, D] per layer.
     """
 
     hidden: Tensor
@@ -33,13 +33,17 @@ class NewTensors:
     caches: Sequence[Tensor]
 
     def rows(self) -> SlotRows:
-        """Returns the tokens as rows of decoder layers; each sees the earlier ones."""
+        """Returns the tokens as rows for decoder layers; each row sees the earlier ones."""
         every = torch.arange(self.hidden.shape[1], device=self.hidden.device)
         tree_mask = (every <= every[:, None]).expand(len(self.hidden), -1, -1)
         return SlotRows(self.held, self.start[:, None] + every, tree_mask)
 
     def nodes(self, trees: TreeTensors) -> SlotRows:
-        """Returns the trees' nodes as rows behind the new ones: a layer that reads next tokens has read the root."""
+        """Returns the nodes of the trees as rows after the new ones.
+
+        Other nodes do not see the root's row: a layer that reads next tokens has already read the
+        root.
+        """
         tree_mask = trees.mask.clone()
         tree_mask[:, 1:, 0] = False
         positions = (self.start + self.count)[:, None] + trees.depth - 1
@@ -51,17 +55,18 @@ class NewTensors:
 
 
 class LayerSlots:
-    """Holds rows of decoder layers in S slots of C rows, at addresses that CUDA graphs know.
+    """Holds rows of decoder layers in S slots of C rows, at fixed addresses that CUDA graphs use.
 
-    The caches of a sequence move in when a graph runs it in a slot. Caches of the slot's previous
-    sequence move out. rows: the most new tokens of a sequence that a graph reads.
+    The caches of a sequence move in when a graph runs it in a slot. The caches of the slot's
+    previous sequence move out. rows: the maximum number of new tokens per sequence that a graph
+    reads.
     """
 
     def __init__(
         self, layers: Sequence[DecoderLayer], slots: int, capacity: int, rows: int
     ) -> None:
         self.rows = rows
-        # Free rows hold finite numbers.
+        # Unused rows must hold finite numbers.
         self.buffers = [
             layer.new_rows(2, slots, layer.heads, capacity, layer.head_dim) for layer in layers
         ]
@@ -79,13 +84,13 @@ class LayerSlots:
         self._owners[slot] = caches
 
     def held(self, slot: int) -> int:
-        """Returns the rows of a slot that belong to a sequence."""
+        """Returns the number of rows in a slot that belong to a sequence."""
         owner = next(iter(self._owners[slot]), None)
         return owner.length if owner is not None and owner.rows is self._views[0][slot] else 0
 
 
 def fill_by_level(trees: TreeTensors, levels: int, guess: Guess) -> None:
-    """Drafts the nodes of trees whose tokens are not known; every level runs over all nodes."""
+    """Drafts the nodes of trees whose tokens are not known, level by level; every level computes all nodes."""
     size, count = trees.depth.shape
     sequences = torch.arange(size, device=trees.depth.device)
     frontier = Frontier([1] * size, sequences, trees.tokens[:, 0])

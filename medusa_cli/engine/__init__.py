@@ -1,4 +1,4 @@
-"""Engines: plans of forward passes in, states and logits out, over one KV cache of slots."""
+"""Engines, which run plans of forward passes over a KV cache of slots and return states and logits."""
 
 from medusa_cli.engine.cache import Cache
 from medusa_cli.engine.engine import Engine

@@ -1,4 +1,4 @@
-"""Attention over the KV cache on a GPU: torch's fused kernels, under masks or by lengths that are data."""
+"""Attention over the KV cache on a GPU with torch's fused kernels, under masks or by lengths in a tensor."""
 
 from functools import cache
 
@@ -12,9 +12,9 @@ from medusa_cli.model.attention import additive
 def fused(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, kv: int, scale: float
 ) -> Tensor:
-    """Attends queries [B * R, heads, D] to keys and values [B * KV, C, D] by torch's fused attention.
+    """Computes torch's fused attention from queries [B * R, heads, D] to keys and values [B * KV, C, D].
 
-    mask [B, 1, G * R, L]; an empty one is causal. Returns [B * R, heads * D].
+    mask [B, 1, G * R, L]; an empty mask means causal attention. Returns [B * R, heads * D].
     """
     size = mask.shape[0]
     wide = mask.shape[-1]
@@ -29,7 +29,7 @@ def fused(
         )
         return attended.transpose(1, 2).reshape(-1, heads * dim)
     query = query.reshape(size, kv, -1, dim)
-    # Only tensors of four dimensions have fused kernels.
+    # Fused kernels accept only tensors of four dimensions.
     seen_keys, seen_values = (
         cached[:, :wide].unflatten(0, (size, kv)) for cached in (keys, values)
     )
@@ -49,12 +49,12 @@ def behind(
     reads: list[Tensor],
     scale: float,
 ) -> Tensor:
-    """Attends R rows of each of B slots to the slot's earlier columns, and under a mask to one another.
+    """Computes attention from R rows in each of B slots to earlier columns and, under a mask, to one another.
 
-    Flash attention reads no column beyond a slot's length, which is data; the log-sum-exps of both
-    parts merge them. query [B * R, heads, D]; keys, values [B * KV, C, D], which hold the new rows,
-    too; new_keys, new_values [B * R, KV, D]; mask, additive [B, 1, G * R, R]; reads: of
-    `columns_read`. Returns [B * R, heads * D].
+    Flash attention reads no column beyond a slot's length, which it gets as a tensor. The two parts
+    are merged by their log-sum-exps. query [B * R, heads, D]. keys, values [B * KV, C, D]: the
+    cache, which already holds the new rows. new_keys, new_values [B * R, KV, D]. mask: additive
+    [B, 1, G * R, R]. reads: the result of `columns_read`. Returns [B * R, heads * D].
     """
     count, heads, dim = query.shape
     kv = new_keys.shape[1]
@@ -62,8 +62,8 @@ def behind(
     size = count // rows
     capacity = keys.shape[1]
     starts, places, used = reads
-    # The cache as rows of KV heads: those of a slot's first head, and as many behind them that no
-    # head reads.
+    # A view of the cache as rows of KV heads: head h of row r is the cached row r + h * capacity.
+    # Only the rows of a slot's first head are read.
     shape = (size * kv * capacity - (kv - 1) * capacity, kv, dim)
     strides = (dim, capacity * dim, 1)
     far, far_sum, *_ = torch.ops.aten._flash_attention_forward(
@@ -79,7 +79,7 @@ def behind(
         scale=scale,
         seqused_k=used,
     )
-    if rows == 1:  # it has read its own column
+    if rows == 1:  # flash attention has read the new column
         return far.reshape(count, heads * dim)
     grouped = query.view(size, rows, kv, -1, dim).permute(0, 2, 3, 1, 4).reshape(size, kv, -1, dim)
     key, value = (
@@ -99,28 +99,28 @@ def behind(
 
 
 def merged(far: Tensor, far_sum: Tensor, near: Tensor, near_sum: Tensor) -> Tensor:
-    """Merges attention over two sets of columns [.., D] by the log-sum-exp of each [..]."""
+    """Merges the attention outputs [.., D] over two sets of columns by their log-sum-exps [..]."""
     return far + (near_sum - far_sum).sigmoid()[..., None] * (near - far)
 
 
 def columns_read(lengths: Tensor, rows: int, kv: int, capacity: int) -> list[Tensor]:
-    """Returns where the R rows and the keys of each slot begin [B + 1], and how many of its columns are read [B]."""
+    """Returns where each slot's R rows and its keys begin, both [B + 1], and how many columns it reads [B]."""
     slots = torch.arange(len(lengths) + 1, dtype=torch.int32, device=lengths.device)
-    # Behind an empty slot the first of the rows is read as if it had been there: a kernel must read
-    # some column.
+    # In an empty slot, the first new row is read as if it had been there before, since a kernel
+    # must read some column.
     used = lengths + 1 if rows == 1 else lengths.clamp(min=1)
     return [slots * rows, slots * (kv * capacity), used.int()]
 
 
 def visible_behind(lengths: Tensor, tree_mask: Tensor, wide: int) -> Tensor:
-    """Returns which of a slot's first columns R rows see [B, R, L]: the first lengths[b], and one another by a mask.
+    """Returns the mask [B, R, L] by which R rows see a slot's first L = `wide` columns.
 
-    tree_mask bool [B or 1, R, R].
+    They see the first lengths[b] columns, and one another according to tree_mask, bool [B or 1, R, R].
     """
     rows = tree_mask.shape[1]
     row = (
         torch.arange(wide, device=lengths.device) - lengths[:, None]
-    )  # [B, L]: the row of this pass in a column
+    )  # [B, L]: the row of this pass in each column
     among = tree_mask.expand(len(lengths), -1, -1).gather(
         2, row.clamp(0, rows - 1)[:, None].expand(-1, rows, -1)
     )
@@ -131,7 +131,7 @@ def visible_behind(lengths: Tensor, tree_mask: Tensor, wide: int) -> Tensor:
 def reads_by_length(
     device: torch.device, dtype: torch.dtype, heads: int, kv: int, dim: int
 ) -> bool:
-    """Returns True if `behind` runs on a device and gives the results of attention under a mask."""
+    """Returns True if `behind` runs on a device and agrees with attention under a mask to within 2%."""
     if device.type == "cpu":
         return False
     size = 2

@@ -1,4 +1,4 @@
-"""The KV cache: slots of one sequence each, with their own lengths and accepted paths, in one buffer that grows."""
+"""The KV cache: slots in one growing buffer, each with its own sequence, length and accepted path."""
 
 from collections.abc import Sequence
 
@@ -11,11 +11,11 @@ FIRST_ROWS = 256
 
 
 class Cache:
-    """S sequences' keys and values [layers, S, KV, C, D].
+    """The keys and values [layers, S, KV, C, D] of S sequences.
 
-    Rows of slot s from lengths[s] on are free: a pass writes them, `keep` says which stay. Free
-    rows hold finite numbers, so that a matmul may run over them under a mask. The capacity C
-    doubles as needed.
+    The rows of slot s from lengths[s] on are free: a pass writes them, and `keep` selects the rows
+    that stay. Free rows hold finite numbers, so that a matmul may run over them under a mask. The
+    capacity C doubles as needed.
     """
 
     def __init__(self, layers: int, slots: int = 1, capacity: int = FIRST_ROWS) -> None:
@@ -27,7 +27,10 @@ class Cache:
         self.values: Tensor | None = None
 
     def allocate(self, heads: int, dim: int, like: Tensor, value_dim: int | None = None) -> None:
-        """Makes the buffers for KV heads of a width (of values: value_dim), of the type and on the device of `like`."""
+        """Allocates the buffers for `heads` KV heads, with the number type and device of `like`.
+
+        dim: the width of keys, and of values if value_dim is None.
+        """
         self.keys, self.values = self._buffers(heads, dim, value_dim or dim, like, self.capacity)
 
     def _buffers(
@@ -38,11 +41,11 @@ class Cache:
 
     @property
     def nbytes(self) -> int:
-        """Returns the bytes of memory, free rows included."""
+        """Returns the size of the buffers in bytes, including free rows."""
         return sum(buffer.nbytes for buffer in (self.keys, self.values) if buffer is not None)
 
     def grown(self, rows: int) -> int:
-        """Returns the capacity that has room for this many rows."""
+        """Returns the capacity, doubled until it has room for this many rows."""
         capacity = self.capacity
         while capacity < rows:
             capacity *= 2
@@ -60,14 +63,14 @@ class Cache:
             keys, values = self._buffers(heads, *widths, self.values, capacity)
             values[..., :used, :] = self.values[..., :used, :]
             keys[..., :used, :] = self.keys[..., :used, :]
-            # Assigned at once: if memory is short, the cache stays as it was.
+            # Assigned last, so that the cache stays as it was if memory runs out.
             self.keys = keys
             self.values = values
         self.capacity = capacity
 
     @torch.inference_mode()
     def keep(self, slot: int, path: Sequence[int]) -> None:
-        """Keeps the rows `path` (rising, from 0) among the rows just written behind a slot's length."""
+        """Keeps the rows `path` (ascending, counted from 0) of those just written after a slot's length."""
         start = self.lengths[slot]
         done = 0
         while done < len(path) and path[done] == done:
@@ -83,7 +86,8 @@ class Cache:
     def compact(self, lengths: Tensor, path: Tensor) -> None:
         """Moves rows lengths[b] + path[b, i] of the first B slots to lengths[b] + i, without the host; path [B, P].
 
-        Gathering first makes overlaps safe. `lengths` of the cache stay as they are.
+        Rows are gathered before they are written, so overlaps are safe. The cache's own `lengths`
+        stay as they are.
         """
         assert self.keys is not None and self.values is not None
         size, count = path.shape
@@ -96,11 +100,11 @@ class Cache:
             part.scatter_(3, target, part.gather(3, source))
 
     def reusable(self, slot: int, rows: int) -> int:
-        """Returns to how many of a slot's first `rows` rows it can be truncated."""
+        """Returns the largest length, up to `rows`, to which a slot can be truncated."""
         return rows
 
     def truncate(self, slot: int, length: int) -> None:
-        """Forgets a slot's rows from `length` on, as far as `reusable` allows."""
+        """Discards a slot's rows from `length` on; `length` must be one that `reusable` returns."""
         self.lengths[slot] = min(self.lengths[slot], length)
 
     @torch.inference_mode()

@@ -1,7 +1,7 @@
-"""A transformers decoder as the native library runs it: which weights its layers have, and what they compute.
+"""A transformers decoder as the native library runs it: the weights of its layers, and what they compute.
 
-The layers of most decoders consist of the same parts. A network says which of them it has, and
-needs no weights for that.
+The layers of most decoders consist of the same parts. The parts that a network has can be read from
+its modules, without loading weights.
 """
 
 import copy
@@ -23,18 +23,18 @@ from medusa_cli.model.attention import Masks
 from medusa_cli.model.backbone import Layers, Unsupported
 from medusa_cli.native.library import MIXERS, PATHS, TABLES
 
-# In the order of the library's numbers.
+# Activations in the order of the library's numbers.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "squared_relu": lambda x: F.relu(x).square(),
 }
-# Gives the cosines and sines [1, n, D] of positions [1, n] for layers of a kind.
+# Maps positions [1, n] and a kind of layer to cosines and sines [1, n, D].
 Rotary = Callable[[Tensor, str], tuple[Tensor, Tensor]]
-# The library's norms of one head's query and key have a buffer of this size.
+# The library normalizes one head's query or key in a buffer of this size.
 MAX_HEAD_DIM = 1024
 
-# The names of a layer's matrices in transformers' networks, and of matrices that hold several.
+# The library's names of a layer's matrices, mapped to their names in transformers' networks.
 ATTENTION_MATRICES = {
     "query": ("q_proj",),
     "key": ("k_proj",),
@@ -46,6 +46,7 @@ MLP_MATRICES = {
     "up": ("up_proj", "fc1", "c_fc", "w3"),
     "down": ("down_proj", "fc2", "c_proj", "output_linear", "w2"),
 }
+# The names of matrices that hold several of these.
 JOINED_ATTENTION = ("qkv_proj",)
 JOINED_MLP = ("gate_up_proj", "input_linear")
 ACTIVATION_NAMES = ("act_fn", "activation_fn", "act", "activation")
@@ -55,17 +56,17 @@ HEAD_NORMS = {
     "query_norm": ("q_norm", "q_layernorm", "query_layernorm"),
     "key_norm": ("k_norm", "k_layernorm", "key_layernorm"),
 }
-# What layers get of a token besides their states (Gemma 4's per-layer embeddings).
+# For the inputs that layers read besides their states (Gemma 4's per-layer embeddings).
 INPUT_MATRICES = {"input_gate": "per_layer_input_gate", "input_out": "per_layer_projection"}
 INPUT_NORM = "post_per_layer_input_norm"
-# The norms before and after attention, and before and after the MLP, by the names that a layer has.
+# The norms before and after attention and before and after the MLP, with their names by family.
 NORM_PLACES = ("attention_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm")
 NORM_NAMES = (
     ("input_layernorm", None, "post_attention_layernorm", None),  # Llama
     ("attention_layernorm", None, "feedforward_layernorm", None),  # Apertus
     ("input_layernorm", None, "pre_feedforward_layernorm", None),  # VaultGemma
     ("operator_norm", None, "ffn_norm", None),  # LFM2
-    ("input_layernorm", None, "input_layernorm", None),  # Cohere, Phi: side by side
+    ("input_layernorm", None, "input_layernorm", None),  # Cohere, Phi: parallel
     (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),  # OLMo 2
     (
         "input_layernorm",
@@ -84,13 +85,13 @@ NORM_NAMES = (
 
 @dataclass(frozen=True)
 class LayerNames:
-    """The names in transformers' network of one layer's parts, by the library's names.
+    """The parts of one layer: the library's names, mapped to the names in transformers' network.
 
-    vectors: those that are no norms. kind: of its attention, such as full or sliding. table: the
-    kind of its rotary positions, None if it turns nothing. experts: their number, 0 for one MLP.
-    kv, dim: the heads of its keys, and their width, 0 without attention. mixer: the number in MIXERS
-    of what mixes its rows. place: in the cache, among the layers of its mixer; an attention layer
-    without a key matrix shares the place of another one.
+    vectors: all vectors that are not norms. kind: the kind of attention, such as full or sliding.
+    table: the kind of its rotary embeddings, None if it rotates nothing. experts: the number of
+    experts, 0 for a single MLP. kv, dim: the number of key heads and their width, 0 without
+    attention. mixer: the index of its mixer in MIXERS. place: the index in the cache among layers
+    with the same mixer. An attention layer without a key matrix shares the place of another layer.
     """
 
     matrices: dict[str, str]
@@ -107,10 +108,11 @@ class LayerNames:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Names the input of layers besides their states: `width` numbers a token for each layer.
+    """The inputs that layers read besides their states: `width` floats per token and layer.
 
-    They are an embedding, times a scale, plus a projection of the first states, times a scale and
-    normalised; their sum is multiplied by a factor. The rest are names.
+    They are the sum of an embedding, times `embedding_scale`, and a projection of the first states,
+    times `scale` and normalized. The sum is multiplied by `factor`. embedding, projection and norm
+    are names.
     """
 
     width: int
@@ -124,12 +126,13 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Description:
-    """A decoder: its sizes, the names of its parts, and the constants that they compute with.
+    """A decoder: its sizes, the names of its parts, and the constants used in computing them.
 
-    parts: matrices that are rows of stored ones. activation: the index in ACTIVATIONS. flags: by
-    the library's names. one_more: norms multiply by 1 + w. residual: the factor of what attention
-    and MLP add. cap: of attention's scores, 0 for none. routing: to experts. window: of sliding
-    layers, 0 for none. tables: the kinds of rotary positions. inputs: of layers besides states.
+    parts: matrices that are some rows of a stored weight. activation: the index in ACTIVATIONS.
+    flags: by the library's names. one_more: norms multiply by 1 + w. residual: the factor of the
+    outputs of attention and MLP. cap: the soft cap of attention scores, 0 for none. routing: the
+    choice of experts. window: the window of sliding layers, 0 for none. tables: the kinds of rotary
+    embeddings. inputs: what layers read besides their states.
     """
 
     sizes: dict[str, int]
@@ -167,28 +170,28 @@ class Description:
 
     @property
     def looked_up(self) -> set[str]:
-        """Returns the names of the matrices of which a step only looks rows up."""
+        """Returns the names of the matrices that a step uses only to look up rows."""
         of_inputs = set() if self.inputs is None else {self.inputs.embedding}
         return ({self.embedding} | of_inputs) - {self.head}
 
     def places(self, mixer: str) -> int:
-        """Returns how many layers with a mixer have a place of their own in the cache."""
+        """Returns how many places the layers with a given mixer have in the cache."""
         number = MIXERS.index(mixer)
         return len({layer.place for layer in self.layers if layer.mixer == number})
 
     @property
     def vector_names(self) -> list[str]:
-        """Returns the names of all vectors that are no norms."""
+        """Returns the names of all vectors that are not norms."""
         return [name for layer in self.layers for name in layer.vectors.values()]
 
     @property
     def convolutions(self) -> set[str]:
-        """Returns the names of the weights of convolutions."""
+        """Returns the names of the convolution weights."""
         return {layer.vectors["conv"] for layer in self.layers if "conv" in layer.vectors}
 
     @property
     def routers(self) -> set[str]:
-        """Returns the names of the matrices that choose and weigh experts."""
+        """Returns the names of the matrices that choose and weight experts."""
         return {
             name
             for layer in self.layers
@@ -199,7 +202,7 @@ class Description:
 
 @dataclass(frozen=True)
 class _Rows:
-    """The rows first .. end - 1 of a linear layer, or with `every`, of each so many rows of it."""
+    """Rows first .. end - 1 of a linear layer or, with `every`, of each block of `every` rows."""
 
     linear: nn.Linear
     first: int
@@ -212,7 +215,10 @@ class _Rows:
         return times * (self.end - self.first)
 
     def stored(self, module: str, name: str) -> tuple[str, Part | None]:
-        """Returns the name that the matrix has, of a module's, and the part that it is of it."""
+        """Returns the name of the stored matrix, and its part of the layer's weight.
+
+        module: the name of the linear layer. The part is None if the matrix is the whole weight.
+        """
         if self.count == self.linear.out_features:
             return module, None
         part = Part(f"{module}.weight", f"{module}.bias", self.first, self.end, self.every)
@@ -220,7 +226,7 @@ class _Rows:
 
 
 def describe(network: Any) -> Description:
-    """Reads a network's parts, on any device; raises Unsupported for parts that the library does not have."""
+    """Describes a network on any device; raises Unsupported if it has parts that the library lacks."""
     parts = Layers(network)
     config = network.config.get_text_config()
     masks = Masks(config, torch.float32)
@@ -236,7 +242,7 @@ def describe(network: Any) -> Description:
         raise Unsupported("it has no attention")
 
     layers: list[LayerNames] = []
-    # The layer whose keys and values others of its kind share.
+    # By kind of attention: the layer whose keys and values later layers share.
     owners: dict[str, LayerNames] = {}
     for index, layer in enumerate(parts.layers):
         mixer = mixers[index]
@@ -264,7 +270,7 @@ def describe(network: Any) -> Description:
         if owner is not None:
             turns = owner.table is not None
         elif mixer is None:
-            # Layers of the same attributes compute alike.
+            # Layers with the same attributes rotate queries and keys in the same way.
             alike = kind, *_plain_attributes(attention)
             if alike not in turning:
                 turning[alike] = _turning(parts, index, rotary, norms.get("query_norm"))
@@ -384,7 +390,7 @@ def describe(network: Any) -> Description:
 
 
 def rotary_of(network: Any) -> Rotary:
-    """Returns a network's rotary tables as a function; it runs on the CPU even if the network has no weights."""
+    """Returns a function that computes a network's rotary tables on the CPU, even if it has no weights."""
     parts = Layers(network)
     config = network.config.get_text_config()
     with torch.device("cpu"):
@@ -400,7 +406,7 @@ def rotary_of(network: Any) -> Rotary:
 
 
 class _Shared:
-    """Facts that the library takes once for all layers."""
+    """Facts that the library stores once for all layers."""
 
     def __init__(self) -> None:
         self.values: dict[str, set[Any]] = defaultdict(set)
@@ -411,7 +417,7 @@ class _Shared:
             self.values[name].add(value)
 
     def add_norm(self, norm: Any) -> None:
-        """Adds what a norm computes; raises Unsupported for one that the library does not have."""
+        """Adds a norm's epsilon and kind; raises Unsupported if the library does not have such a norm."""
         eps = eps_of(norm)
         if type(norm) not in self.kinds:
             self.kinds[type(norm)] = _kind_of(norm, eps)
@@ -419,7 +425,10 @@ class _Shared:
         self.add(eps=eps, centered=centered, one_more=one_more)
 
     def only(self, name: str, default: Any = None) -> Any:
-        """Returns a fact's value; raises Unsupported if layers differ in it, or none has it."""
+        """Returns a fact's value, or `default` if no layer has it.
+
+        Raises Unsupported if layers differ in the value or if it is None.
+        """
         values = self.values[name] or {default}
         if len(values) != 1 or None in values:
             raise Unsupported(f"its layers differ in ways not known here ({name})")
@@ -427,12 +436,12 @@ class _Shared:
 
 
 def _first_of(owner: Any, names: Sequence[str]) -> Any:
-    """Returns the first part that an owner has of some names; None if it has none."""
+    """Returns the first of the named attributes that is not None; None if there is none."""
     return next((part for name in names if (part := getattr(owner, name, None)) is not None), None)
 
 
 def _attention_matrices(attention: Any) -> dict[str, _Rows]:
-    """Returns the matrices of attention by the library's names."""
+    """Returns the matrices of an attention module by the library's names."""
     matrices = _linears(attention, ATTENTION_MATRICES)
     joined = _first_of(attention, JOINED_ATTENTION)
     if joined is not None and "out" in matrices:
@@ -447,7 +456,7 @@ def _attention_matrices(attention: Any) -> dict[str, _Rows]:
 
 
 def _without_gate(attention: Any, matrices: dict[str, _Rows]) -> dict[str, _Rows]:
-    """Cuts the queries' matrix where each head's query is followed by a gate of its outputs (Qwen3.5)."""
+    """Splits the query matrix if an output gate follows the query of each head (Qwen3.5)."""
     linear = matrices["query"].linear
     dim = getattr(attention, "head_dim", None)
     if dim is None or matrices["query"].count != 2 * matrices["out"].linear.in_features:
@@ -460,7 +469,10 @@ def _without_gate(attention: Any, matrices: dict[str, _Rows]) -> dict[str, _Rows
 
 
 def _input_matrices(layer: Any) -> dict[str, _Rows]:
-    """Returns the matrices of a layer's inputs besides its states by the library's names, if it has some."""
+    """Returns the matrices for a layer's inputs besides its states, by the library's names.
+
+    The result is empty if the layer has no such inputs.
+    """
     if getattr(layer, INPUT_NORM, None) is None:
         return {}
     return _complete(
@@ -469,7 +481,7 @@ def _input_matrices(layer: Any) -> dict[str, _Rows]:
 
 
 def _mlp_matrices(mlp: Any) -> dict[str, _Rows]:
-    """Returns the matrices of an MLP, which may have no gate, by the library's names."""
+    """Returns the matrices of an MLP by the library's names; the gate is optional."""
     matrices = _linears(mlp, MLP_MATRICES)
     joined = _first_of(mlp, JOINED_MLP)
     if joined is not None:
@@ -488,7 +500,7 @@ def _linears(owner: Any, names: dict[str, tuple[str, ...]]) -> dict[str, _Rows]:
 
 
 def _cut(linear: Any, counts: dict[str, int]) -> dict[str, _Rows]:
-    """Cuts a linear layer into parts of so many rows."""
+    """Splits a linear layer into parts with these numbers of rows."""
     parts = {}
     first = 0
     for name, count in counts.items():
@@ -500,7 +512,7 @@ def _cut(linear: Any, counts: dict[str, int]) -> dict[str, _Rows]:
 def _complete(
     matrices: dict[str, _Rows], wanted: Sequence[str] | dict[str, Any]
 ) -> dict[str, _Rows]:
-    """Returns matrices; raises Unsupported if a wanted one lacks, or one is no plain linear layer."""
+    """Returns `matrices`; raises Unsupported if one is missing or is not a plain linear layer."""
     for name in wanted:
         if name not in matrices:
             raise Unsupported(f"its layers have no plain {name} matrix")
@@ -532,7 +544,7 @@ def _head_norms(attention: Any) -> dict[str, Any]:
 
 
 def _has_value_norm(attention: Any) -> bool:
-    """Returns True if attention normalises values; raises Unsupported for norms of them with gains."""
+    """Returns True if attention normalizes values; raises Unsupported if that norm has a gain."""
     norm = getattr(attention, "v_norm", None)
     if getattr(norm, "weight", None) is not None:
         raise Unsupported("its norms of values have gains")
@@ -540,7 +552,7 @@ def _has_value_norm(attention: Any) -> bool:
 
 
 def _inputs(base: Any, names: dict[int, str], shared: "_Shared") -> Inputs | None:
-    """Returns what layers get of a token besides their states; None if that is nothing."""
+    """Describes the inputs that layers read besides their states; returns None if there are none."""
     embedding = getattr(base, "embed_tokens_per_layer", None)
     if embedding is None:
         return None
@@ -558,7 +570,7 @@ def _inputs(base: Any, names: dict[int, str], shared: "_Shared") -> Inputs | Non
 
 
 def eps_of(norm: Any) -> float:
-    """Returns the epsilon of a norm; raises Unsupported unless it has the parts of one."""
+    """Returns a norm's epsilon; raises Unsupported if the module lacks an epsilon or a 1-D weight."""
     eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
     weight = getattr(norm, "weight", None)
     if eps is None or weight is None or weight.dim() != 1:
@@ -567,9 +579,10 @@ def eps_of(norm: Any) -> float:
 
 
 def _kind_of(norm: Any, eps: float) -> tuple[bool, bool]:
-    """Returns whether a norm subtracts the mean, and whether it multiplies by 1 + w, by its values.
+    """Returns whether a norm subtracts the mean, and whether it multiplies by 1 + w.
 
-    Raises Unsupported for one that computes something else. Its own weights are not read.
+    A copy of the norm is probed with known weights. Raises Unsupported if the norm computes
+    something else.
     """
     probe = copy.deepcopy(norm).to_empty(device="cpu").float()
     for number, parameter in enumerate(probe.parameters()):
@@ -588,7 +601,7 @@ def _kind_of(norm: Any, eps: float) -> tuple[bool, bool]:
 
 
 def _plain_attributes(module: Any) -> Sequence[Any]:
-    """Returns the names and values of a module's numbers and texts, but for its own index."""
+    """Returns the names and values of a module's numbers and strings, except its layer index."""
     plain = (bool, int, float, str, type(None))
     return sorted(
         (name, str(value))
@@ -598,9 +611,10 @@ def _plain_attributes(module: Any) -> Sequence[Any]:
 
 
 def _turning(parts: Layers, index: int, rotary: Rotary, query_norm: Any) -> tuple[bool, bool]:
-    """Returns whether a layer turns queries and keys, and whether it does before it normalises them.
+    """Returns whether a layer rotates queries and keys, and whether it rotates before it normalizes.
 
-    Found by what depends on the cosines, in a pass of two rows through its attention.
+    The answers come from a pass of two rows through its attention: a result that depends on the
+    cosines was rotated.
     """
     attention = parts.layers[index].self_attn
     weight = next(attention.parameters())
@@ -641,20 +655,23 @@ def _depends(result: Tensor, source: Tensor) -> bool:
 
 
 def _turns_pairs(attention: Any) -> bool:
-    """Returns True if rotary positions turn neighbours: `rotate_half` of its module moves them."""
+    """Returns True if rotary embeddings rotate adjacent pairs, as `rotate_half` in its module shows."""
     rotate_half = getattr(sys.modules[type(attention).__module__], "rotate_half", None)
     return rotate_half is not None and rotate_half(torch.arange(4.0)).tolist() == [-1, 0, -3, 2]
 
 
 def _embedding_scale(base: Any) -> float:
-    """Returns what embeddings are multiplied by."""
+    """Returns the factor by which embeddings are multiplied."""
     scale = getattr(base.embed_tokens, "scalar_embed_scale", None)
     return float(getattr(base, "embedding_multiplier", 1.0) if scale is None else scale)
 
 
 def _activation_of(function: Any) -> int:
-    """Returns the library's number of an activation function, by its values."""
-    if function is None:  # LFM2's MLP names none; the twin shows whether it is this one
+    """Returns the library's number for an activation function, found by comparing values.
+
+    Raises Unsupported if the library does not have the function.
+    """
+    if function is None:  # LFM2's MLP has no attribute for it; the twin verifies SiLU
         function = F.silu
     probe = torch.linspace(-6, 6, 101)
     values = function(probe)

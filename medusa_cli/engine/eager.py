@@ -1,4 +1,4 @@
-"""The eager engine: runs transformers' own layers; the readable reference, and the engine for unknown models."""
+"""The eager engine, which runs transformers' own layers: a readable reference, and the engine for unknown models."""
 
 from typing import Any
 
@@ -26,12 +26,12 @@ from medusa_cli.model.backbone import (
 )
 from medusa_cli.model.checks import FAULTS, PROBE, difference, probe_tokens
 
-# Bytes for the states after each node of one sequence's tree: larger trees are cut.
+# The most bytes for the states after each node of one sequence's tree; larger trees are cut.
 NODE_STATES = 1 << 29
-# The allowed difference of logits relative to their size, in fp32 and in 16 bits.
+# The allowed relative difference of logits, in fp32 and in 16 bits.
 TOLERANCE = 1e-3
 TOLERANCE_16 = 0.25
-# The same for running states: rounding gives 1e-5, another formula more than this.
+# The same for running states: rounding causes 1e-5, and a different formula more than this.
 STATE_TOLERANCE = 1e-4
 STATE_TOLERANCE_16 = 0.05
 
@@ -49,7 +49,7 @@ class EagerEngine(LayoutEngine):
         self.stateful = stateful_modules(backbone.text_model)
         self.weight_bytes = _bytes_read(backbone)
         self.head = backbone.model.get_output_embeddings()
-        # Until `check` has run.
+        # These values hold until `check` has run.
         self._by_token = bool(self.stateful)
         self._decoded_states = not self.stateful
         self._state_bytes = 0  # of one sequence
@@ -79,9 +79,9 @@ class EagerEngine(LayoutEngine):
     def check(self) -> None:
         """Raises UserError unless a verify pass over a small tree gives the network's own logits, up to rounding.
 
-        The tree follows two tokens: the rest of a chain, and a wrong node that no other sees beside
-        its second one. If layers keep a running state, the logits are transformers' own
-        decoding.
+        The tree follows two tokens. It consists of the rest of a chain, and of a wrong node next to
+        the second node of that chain, which no other node sees. If layers keep a running state, the
+        logits are compared with those of decoding in transformers.
         """
         network = self.backbone.model
         device = self.backbone.device
@@ -121,7 +121,7 @@ class EagerEngine(LayoutEngine):
         return exact if self.dtype == torch.float32 else sixteen
 
     def _decoded(self, tokens: Tensor) -> Tensor:
-        """Returns the logits [n, V] of tokens [n] as transformers' `generate` computes them: two, then one by one."""
+        """Returns the logits [n, V] for tokens [n] as in transformers' `generate`: two tokens, then one by one."""
         text = self.backbone.text_model
         cache = DynamicCache(config=self.backbone.config)
         states = []
@@ -133,13 +133,13 @@ class EagerEngine(LayoutEngine):
             )
         return self.logits(
             torch.cat(states).to(self.dtype)
-        ).clone()  # of a buffer that the next pass overwrites
+        ).clone()  # the next pass overwrites their buffer
 
     def _learn_states(self, tokens: Tensor, own: Tensor, decoded: Tensor) -> None:
-        """Learns how the layers' states can be used, from the logits of one pass and of decoding.
+        """Determines how the layers' states can be used, from the logits of one pass and of decoding.
 
-        Some layers start afresh where more than one token follows (Jamba's in transformers 5.24),
-        and some decode by another formula than they read a prompt (Nemotron-H's).
+        Some layers start afresh if more than one token follows (Jamba's in transformers 5.24). Others
+        use different formulas for decoding and for prompts (Nemotron-H's).
         """
         allowed = self._allowed(STATE_TOLERANCE, STATE_TOLERANCE_16)
         self._decoded_states = float((decoded - own).norm() / own.norm()) <= allowed
@@ -172,17 +172,17 @@ class EagerEngine(LayoutEngine):
                 cache.take_snapshot(slot, cache.lengths[slot] + tokens.shape[1])
         return tapped(out, taps).to(self.dtype), out.last_hidden_state.to(
             self.dtype
-        )  # Mamba's are fp32
+        )  # Mamba's states are fp32
 
     def _places(self, cache: TransformersCache, positions: Tensor) -> dict[str, Any]:
-        """Returns the arguments with the cache and the rows' positions, which pure Mamba does not take."""
+        """Returns the arguments for the cache and the rows' positions; pure Mamba accepts no positions."""
         places: dict[str, Any] = {cache_name(type(self.backbone.model).forward): cache}
         if self.masks.kinds:
             places["position_ids"] = positions
         return places
 
     def _layer_by_layer(self, tokens: Tensor, layout: Layout, cache: LayerCache) -> Tensor:
-        """Returns final states [B, R, H]; extra rows enter on the way."""
+        """Runs the layers one by one and returns the final states [B, R, H]; extra rows enter on the way."""
         backbone = self.backbone
         extra_rows = layout.extra_rows
         assert extra_rows is not None
@@ -209,10 +209,10 @@ class EagerEngine(LayoutEngine):
 
 
 def _bytes_read(backbone: Backbone) -> int:
-    """Returns the bytes of weights that a step reads: no tables of embeddings, nothing that sees images."""
+    """Returns the bytes of weights that a step reads, without embedding tables and vision modules."""
     text = backbone.text_model
     head = backbone.model.get_output_embeddings()
     tables = {id(module.weight) for module in text.modules() if isinstance(module, nn.Embedding)}
     read = {id(weight): weight.nbytes for weight in text.parameters() if id(weight) not in tables}
-    read[id(head.weight)] = head.weight.nbytes  # the embedding may be the lm_head, too
+    read[id(head.weight)] = head.weight.nbytes  # the lm_head may be the embedding table, too
     return sum(read.values())

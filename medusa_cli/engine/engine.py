@@ -1,4 +1,4 @@
-"""The contract of an engine: plans in, states and logits out, over a cache."""
+"""The interface of engines, which run plans over a cache and return states and logits."""
 
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
@@ -14,31 +14,30 @@ from medusa_cli.model import Backbone
 from medusa_cli.model.attention import Masks
 from medusa_cli.model.load import DTYPES
 
-# Rows of one prefill pass: long enough for full matmul speed, short enough that its mask stays
-# small.
+# Rows per prefill pass: enough for full matmul speed, but few enough for a small mask.
 PREFILL_ROWS = 512
-# On a GPU, whose kernels take no mask for the first piece, and which fewer rows would leave idle.
+# The same on a GPU: fewer rows would leave it idle, and the first piece needs no mask.
 GPU_PREFILL_ROWS = 2048
-# Rows of fp32 logits whose buffer is reused from step to step.
+# Logits of up to this many rows in fp32 share a buffer that every step reuses.
 SCRATCH_ROWS = 256
 
 
 class Engine(ABC):
-    """Runs a backbone's passes.
+    """Runs a backbone's forward passes.
 
-    dtype: the type of its states. head: the lm_head, in that type. weight_bytes: bytes of weights
-    that a step over few rows reads. On a CPU the next pass may overwrite the logits of the last
-    one.
+    dtype: the number type of its states. head: the lm_head in that type. weight_bytes: bytes of
+    weights that a step over a small number of rows reads. On a CPU, the next pass may overwrite the
+    logits of the previous pass.
     """
 
     name: ClassVar[str]
     dtype: torch.dtype
     head: nn.Module
     weight_bytes: int
-    # How the engine has quantized the weights: int8, int4 or None.
+    # The type to which the engine has quantized the weights: int8, int4 or None.
     quantize: str | None = None
-    # True if a row of a pass has the same bits in a pass of its own, in a tree, in a batch and in a
-    # prompt: then greedy output over drafts equals plain decoding's in every number type.
+    # True if a row has the same bits alone, in a tree, in a batch and in a prompt. Greedy output
+    # with drafts then equals that of plain decoding in every number type.
     row_invariant = False
 
     def __init__(self, backbone: Backbone) -> None:
@@ -46,30 +45,30 @@ class Engine(ABC):
 
     @property
     def title(self) -> str:
-        """Returns the engine in words."""
+        """Returns a short description of the engine."""
         return f"{self.name} engine"
 
     def new_cache(self, slots: int = 1, capacity: int = FIRST_ROWS) -> Cache:
-        """Returns empty slots of `capacity` rows, which grow as needed."""
+        """Returns a cache of empty slots with room for `capacity` rows, which grows as needed."""
         return Cache(self.backbone.num_layers, slots, capacity)
 
     @property
     def number_type(self) -> str:
-        """Returns the name of the weights' number type, as `--dtype` has it."""
+        """Returns the weights' number type by its name in `--dtype`."""
         return next(name for name, dtype in DTYPES.items() if dtype == self.dtype)
 
     def without_torch_threads(self) -> AbstractContextManager[None]:
-        """Returns a context in which torch leaves the processors to the engine's own threads, if it has some."""
+        """Returns a context in which torch leaves the CPU cores to the engine's own threads, if it has any."""
         return nullcontext()
 
     @property
     def prefill_rows(self) -> int:
-        """Returns the rows of one prefill pass."""
+        """Returns the largest number of rows per prefill pass."""
         return PREFILL_ROWS if self.backbone.device.type == "cpu" else GPU_PREFILL_ROWS
 
     @property
     def row_bytes(self) -> int:
-        """Returns the bytes of one token's keys and values in the cache."""
+        """Returns the KV-cache size per token in bytes."""
         config = self.backbone.config
         heads: int = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         dim: int = (
@@ -79,7 +78,7 @@ class Engine(ABC):
 
     @torch.no_grad()
     def final_gain(self) -> Tensor | None:
-        """Returns the gain [H] of the network's last norm; None if it has none."""
+        """Returns the gain [H] of the network's final norm; None if it has no such norm."""
         norm = getattr(self.backbone.text_model, "norm", None)
         if norm is None:
             return None
@@ -88,12 +87,15 @@ class Engine(ABC):
         return gain
 
     def tree_rows(self, length: int) -> int:
-        """Returns how many nodes a tree behind `length` tokens may have."""
+        """Returns the largest number of nodes for a tree after `length` tokens."""
         return self.backbone.max_positions
 
     @torch.inference_mode()
     def forward(self, plan: Plan, cache: Cache) -> Output:
-        """Runs a plan. All rows of a chain stay in the cache; `cache.keep` names the rows of a tree that do."""
+        """Runs a plan.
+
+        All rows of a chain stay in the cache. For a tree, `cache.keep` selects the rows that stay.
+        """
         slots, rows = plan.tokens.shape
         if not plan.is_chain:
             return self.run_pass(plan, cache)
@@ -106,7 +108,7 @@ class Engine(ABC):
         return output
 
     def _prefill_in_pieces(self, plan: Plan, cache: Cache) -> Output:
-        """Runs a long chain piece by piece; the last one has the extra rows."""
+        """Runs a long chain piece by piece; only the last piece has the extra rows."""
         slots, rows = plan.tokens.shape
         cache.reserve(max(cache.lengths[plan.first : plan.first + slots]) + rows)
 
@@ -123,24 +125,24 @@ class Engine(ABC):
 
     @abstractmethod
     def run_pass(self, plan: Plan, cache: Cache) -> Output:
-        """Runs a plan in one pass, and writes the keys and values of its rows behind the slots' lengths."""
+        """Runs a plan in one pass and writes its rows' keys and values after the slots' lengths."""
 
     def lm_head(self, states: Tensor) -> Tensor:
-        """Returns the lm_head's scores [.., V] of final states [.., H] in the engine's type."""
+        """Returns the lm_head's scores [.., V] for final states [.., H] in the engine's number type."""
         scores: Tensor = self.head(states)
         return scores
 
 
 class LayoutEngine(Engine):
-    """Runs layers in torch on a plan that is laid out in positions, masks and columns.
+    """Runs layers in torch on a plan that is laid out as positions, masks and columns.
 
     masks: additive masks in the type of the states.
     """
 
     masks: Masks
-    # True if steps are captured as CUDA graphs; None: not tried yet.
+    # True if steps are captured as CUDA graphs; None if that has not been tried yet.
     captures: bool | None = False
-    # True if attention in CUDA graphs reads no column behind the slots' lengths, which are data.
+    # True if attention in CUDA graphs reads no column beyond the slots' lengths, given in a tensor.
     by_length = False
 
     def __init__(self, backbone: Backbone) -> None:
@@ -166,16 +168,16 @@ class LayoutEngine(Engine):
     def run(
         self, tokens: Tensor, layout: Layout, cache: Cache, taps: tuple[int, ...]
     ) -> tuple[Tensor, Tensor]:
-        """Runs tokens [B, n] laid out in R rows each; writes keys and values behind the slots' lengths.
+        """Runs tokens [B, n] laid out as R rows per slot; writes keys and values after the slots' lengths.
 
-        Returns tapped states [B, R, H * taps] and final ones [B, R, H].
+        Returns the tapped states [B, R, H * taps] and the final states [B, R, H].
         """
 
     def logits(self, states: Tensor) -> Tensor:
-        """Returns the model's fp32 logits [.., V] of final states [.., H], its factors and caps included.
+        """Returns the model's fp32 logits [.., V] for final states [.., H], with its factors and caps applied.
 
-        A step's logits lie in a buffer that the next step overwrites: new memory costs more than
-        the cast, as the system zeroes each page.
+        On a CPU, the cast logits of up to SCRATCH_ROWS rows lie in a buffer that the next step
+        overwrites. New memory would cost more than the cast, as the system zeroes each page.
         """
         scores = self.backbone.finish_logits(self.lm_head(states))
         rows = scores.numel() // scores.shape[-1]

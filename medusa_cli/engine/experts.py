@@ -1,4 +1,4 @@
-"""A mixture of experts as the native library runs it: which weights it has, and how it chooses experts."""
+"""Mixtures of experts for the native library: their weights, and how their routers choose experts."""
 
 import copy
 import itertools
@@ -14,17 +14,18 @@ from torch.nn import functional as F
 from medusa_cli.model.backbone import Unsupported
 
 ROUTER_NAMES = ("gate", "router")
-# Of the bias that a router adds to scores only to choose by them.
+# Name of the bias that a router adds to the scores only to choose experts.
 BIAS = "e_score_correction_bias"
-# Rows of the probe of a router.
+# Number of random rows that probe a router.
 ROWS = 7
 
 
 @dataclass(frozen=True)
 class Part:
-    """The rows first .. end - 1 of a stored weight (None: to its last), or with `every`, of each so many rows of it.
+    """Rows first .. end - 1 of a stored weight, or all rows from `first` on if `end` is None.
 
-    The latter is of experts, whose matrices a weight holds one after the other.
+    With `every`, the weight holds the experts' matrices one after another, `every` rows each, and
+    the part is rows first .. end - 1 of each matrix.
     """
 
     weight: str
@@ -34,7 +35,7 @@ class Part:
     every: int | None = None
 
     def rows(self, count: int) -> slice | NDArray[np.bool_]:
-        """Returns the part's rows among `count`."""
+        """Returns a slice or a mask [count] that selects the part from a weight of `count` rows."""
         if self.every is None:
             return slice(self.first, self.end)
         within = np.arange(count) % self.every
@@ -43,10 +44,10 @@ class Part:
 
 @dataclass(frozen=True)
 class Routing:
-    """Holds the rule by which a row chooses experts, by the library's names.
+    """The rule by which a router chooses experts for a row; the fields have the library's names.
 
-    The scores are sigmoids or a softmax of the router's logits. The best are divided by their sum
-    if normalized, then multiplied by a scale.
+    The scores are sigmoids or a softmax of the router's logits. The `top_experts` best scores are
+    divided by their sum if `normalized`, then multiplied by `expert_scale`.
     """
 
     top_experts: int = 0
@@ -55,13 +56,17 @@ class Routing:
     expert_scale: float = 1.0
 
     def is_like(self, other: "Routing") -> bool:
-        """Returns True if another one differs at most in the number of experts."""
+        """Returns True if another rule differs from this one at most in `top_experts`."""
         return replace(self, top_experts=other.top_experts) == other
 
 
 @dataclass(frozen=True)
 class Experts:
-    """The names of a mixture's matrices and vectors by the library's names."""
+    """A mixture of experts: its routing, and the names of its matrices and vectors.
+
+    matrices, vectors: the library's names, mapped to the names of the stored weights. parts: the
+    matrices that are rows of larger weights.
+    """
 
     count: int
     routing: Routing
@@ -76,7 +81,10 @@ def has_experts(mlp: Any) -> bool:
 
 
 def experts_of(mlp: Any, name: str) -> Experts:
-    """Reads a mixture of experts, by its name in the network; raises Unsupported for one not known here."""
+    """Describes a mixture of experts; `name` is the name of its module in the network.
+
+    Raises Unsupported if it has unknown parts or chooses experts in an unknown way.
+    """
     own, router = next(
         ((own, router) for own in ROUTER_NAMES if (router := getattr(mlp, own, None)) is not None),
         ("", None),
@@ -89,7 +97,7 @@ def experts_of(mlp: Any, name: str) -> Experts:
         shared = {"shared_router": f"{name}.shared_expert_gate"}
     else:
         shared = {}
-    if not hasattr(router, "weight"):  # Hunyuan's is within
+    if not hasattr(router, "weight"):  # Hunyuan's router is a submodule
         own = f"{own}.wg"
     count, twice, _ = gate_up.shape
     inner = twice // 2
@@ -113,7 +121,7 @@ def experts_of(mlp: Any, name: str) -> Experts:
 
 
 def _are_stacked(gate_up: Any, down: Any) -> bool:
-    """Returns True for matrices [experts, 2 * inner, hidden] and [experts, hidden, inner]."""
+    """Returns True if the matrices are [experts, 2 * inner, hidden] and [experts, hidden, inner]."""
     if gate_up is None or down is None or gate_up.dim() != 3 or down.dim() != 3:
         return False
     count, twice, hidden = gate_up.shape
@@ -122,9 +130,10 @@ def _are_stacked(gate_up: Any, down: Any) -> bool:
 
 @torch.no_grad()
 def routing_of(router: Any, count: int) -> Routing:
-    """Returns how a router chooses among `count` experts, by its values for random weights and rows.
+    """Returns the rule by which a router chooses among `count` experts.
 
-    Raises Unsupported for one that chooses in a way not known here.
+    The rule is found by probing the router with random weights and rows. Raises Unsupported if no
+    known rule reproduces its output.
     """
     probe = copy.deepcopy(router).to_empty(device="cpu").float()
     chance = torch.Generator().manual_seed(0)
@@ -151,7 +160,7 @@ def routing_of(router: Any, count: int) -> Routing:
 
 
 def _route(scores: Tensor, bias: Tensor, top: int, sigmoid: bool, normalized: bool) -> Tensor:
-    """Returns the weights [n, experts] of a router's scores, zeros for those not chosen."""
+    """Returns the experts' weights [n, experts] for a router's logits, zero for experts not chosen."""
     scores = scores.sigmoid() if sigmoid else F.softmax(scores, dim=-1)
     chosen = (scores + bias).topk(top, dim=-1).indices
     weights = torch.zeros_like(scores).scatter(1, chosen, scores.gather(1, chosen))

@@ -1,4 +1,4 @@
-"""FIRP's extra rows: guessed states of coming tokens that join a forward pass in a middle layer."""
+"""FIRP's extra rows: predicted states of future tokens that join a forward pass at a middle layer."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,17 +14,17 @@ from medusa_cli.model.attention import Attend, cache_name
 from medusa_cli.model.backbone import Backbone, Layers, Unsupported, padded_pass
 from medusa_cli.model.checks import FAULTS, PROBE, difference, probe_tokens
 
-# Positions whose extra rows attend together: few, so that few of their columns are masked.
+# Positions whose extra rows attend together; with more of them, more columns would be masked.
 CHUNK = 32
 
 
 @dataclass(frozen=True)
 class ExtraRows:
-    """K maps [.., H] -> [.., H]: map k makes a row's k-th extra row of its state after layers[k] layers.
+    """K maps [.., H] -> [.., H]; map k turns a row's state after layers[k] layers into its k-th extra row.
 
-    Pseudo row k (from 1) of a row at position p stands at p + k. It sees the columns of that row,
-    itself and the row's extra rows before it; no other row sees it. layers do not decrease (FIRP,
-    section 3.2).
+    Extra row k (counted from 1) of a row at position p has the position p + k. It sees the columns
+    that its row sees, the row's earlier extra rows and itself. Only the row's later extra rows see
+    it. `layers` must not decrease (FIRP, section 3.2).
     """
 
     layers: tuple[int, ...]
@@ -35,14 +35,14 @@ class ExtraRows:
         return [apply for at, apply in zip(self.layers, self.maps, strict=True) if at == layer]
 
     def step_mask(self, device: torch.device) -> Tensor:
-        """Returns which extra rows of a row see each other, bool [K, K]."""
+        """Returns the bool mask [K, K] by which the extra rows of a row see each other."""
         return torch.ones(
             len(self.layers), len(self.layers), dtype=torch.bool, device=device
         ).tril()
 
 
 class ExtraRowStates:
-    """The extra rows of one pass over B sequences of n rows, made of `sources` [m] of these: K * m a sequence."""
+    """The extra rows of a pass over B sequences of n rows: K * m per sequence, made from rows `sources` [m]."""
 
     def __init__(self, rows: ExtraRows, sources: Tensor) -> None:
         self.rows = rows
@@ -53,7 +53,7 @@ class ExtraRowStates:
         m = len(self.sources)
         steps = len(self.rows.layers)
         count = steps * m
-        # An extra row sees the rows of its source, and the source's extra rows up to itself.
+        # An extra row sees the rows that its source sees, and the source's extra rows up to itself.
         same_source = torch.eye(m, dtype=torch.bool, device=tree_mask.device)
         step_mask = self.rows.step_mask(tree_mask.device)
         among = (step_mask[:, None, :, None] & same_source[None, :, None]).view(count, count)
@@ -64,12 +64,12 @@ class ExtraRowStates:
         return torch.cat([above, below], dim=1), torch.cat([depth, *depths], dim=1)
 
     def enter(self, layer: int, x: Tensor) -> Tensor:
-        """Appends the states that enter before a layer to its states [B, rows, H]."""
+        """Appends the extra rows that enter before a layer to the states x [B, rows, H]."""
         entering = [apply(x[:, self.sources]) for apply in self.rows.entering(layer)]
         return torch.cat([x, *entering], dim=1) if entering else x
 
     def split(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Splits final states [B, n + K m, H] into the rows' [B, n, H] and the extra rows' [B, m, K, H]."""
+        """Splits final states [B, n + K m, H] into those of rows [B, n, H] and of extra rows [B, m, K, H]."""
         m = len(self.sources)
         steps = len(self.rows.layers)
         rows, extra = states.split([states.shape[1] - steps * m, steps * m], dim=1)
@@ -78,8 +78,10 @@ class ExtraRowStates:
 
 @dataclass(frozen=True)
 class Trace:
-    """The states [B, L, H] before each layer and after the last norm (states[-1]) of a pass over padded sequences,
-    and each layer's keys and values [B, KV, L, D]."""
+    """The states [B, L, H] and each layer's keys and values [B, KV, L, D] in a pass over padded sequences.
+
+    states: those before each layer; states[-1] are those after the final norm.
+    """
 
     states: tuple[Tensor, ...]
     keys: tuple[Tensor, ...]
@@ -88,7 +90,7 @@ class Trace:
 
 @torch.no_grad()
 def trace(backbone: Backbone, tokens: Tensor) -> Trace:
-    """Runs a pass over tokens [B, L] and keeps everything that extra rows need, for training."""
+    """Runs a pass over tokens [B, L] and returns everything that extra rows need for training."""
     cache = DynamicCache()
     name = cache_name(type(backbone.model).forward)
     out = padded_pass(backbone, tokens, use_cache=True, output_hidden_states=True, **{name: cache})
@@ -99,9 +101,10 @@ def trace(backbone: Backbone, tokens: Tensor) -> Trace:
 def extra_row_states(
     backbone: Backbone, traced: Trace, extra_rows: ExtraRows, rows: Tensor
 ) -> Tensor:
-    """Returns the final states [P, K, H] of the extra rows of P positions, rising rows [P] of a trace's B * L.
+    """Returns the final states [P, K, H] of the extra rows of P positions in a trace.
 
-    They equal a forward pass's; gradients reach the maps, through the layers above them.
+    rows [P]: ascending indices among the trace's B * L positions. The states equal those of a
+    forward pass. Gradients reach the maps through the layers above them.
     """
     parts = layers_one_by_one(backbone)
     size, length = traced.states[-1].shape[:2]
@@ -150,10 +153,10 @@ _ONE_BY_ONE: WeakKeyDictionary[Backbone, Layers] = WeakKeyDictionary()
 
 
 def layers_one_by_one(backbone: Backbone) -> Layers:
-    """Returns the parts of a network whose layers may run one by one; raises UserError for any other.
+    """Returns the parts of a network whose layers can run one by one; raises UserError for any other network.
 
-    Some scale their embeddings outside the layers, or give these more than states: a few tokens
-    show it.
+    Some networks scale their embeddings outside the layers, or pass more than states to the layers.
+    A pass over a few tokens detects them.
     """
     if backbone not in _ONE_BY_ONE:
         try:
@@ -173,7 +176,7 @@ def layers_one_by_one(backbone: Backbone) -> Layers:
 
 @torch.no_grad()
 def _compare_layers(backbone: Backbone, parts: Layers) -> None:
-    """Raises Unsupported unless layers that run one by one give the network's own states of a few tokens."""
+    """Raises Unsupported unless layers that run one by one reproduce the network's states for a few tokens."""
     tokens = probe_tokens(backbone.vocab_size, device=backbone.device)[None]
     positions = torch.arange(PROBE, device=backbone.device)[None]
     own = padded_pass(backbone, tokens).last_hidden_state
@@ -195,7 +198,7 @@ def _compare_layers(backbone: Backbone, parts: Layers) -> None:
 
 
 def _by_sequence(rows: Tensor, size: int, length: int) -> tuple[Tensor, Tensor]:
-    """Returns the index [P] of flat rows [P] in size * W, and padded positions [size, W] of the sequences."""
+    """Returns the indices [P] of flat rows [P] in size * W, and each sequence's padded positions [size, W]."""
     owner = rows // length
     counts = torch.bincount(owner, minlength=size)
     wide = int(counts.max())
@@ -207,10 +210,11 @@ def _by_sequence(rows: Tensor, size: int, length: int) -> tuple[Tensor, Tensor]:
 def _chunk(
     backbone: Backbone, kind: str, positions: Tensor, step_mask: Tensor, length: int
 ) -> tuple[int, Tensor]:
-    """Returns the real columns that extra rows of positions [B, W] read, and their mask [B, 1, W * steps, columns].
+    """Returns how many real columns the extra rows of positions [B, W] read, and their mask.
 
-    Each sees the real columns up to its own position, and of its extra rows those of step_mask
-    [steps, steps]. A dense mask over all positions' extra rows would be mostly empty.
+    The mask is [B, 1, W * steps, real columns + W * steps]. An extra row sees the real columns up to
+    its source's position, and those of the source's extra rows that step_mask [steps, steps] marks.
+    A dense mask over the extra rows of all positions would be mostly empty.
     """
     steps = len(step_mask)
     size, wide = positions.shape
@@ -229,7 +233,10 @@ def _chunk(
 def _attend_to(
     chunks: list[tuple[int, Tensor]], split: int, keys: Tensor, values: Tensor
 ) -> Attend:
-    """Returns attention of chunks of `split` extra rows to real keys and values [B, KV, L, D] and to their own."""
+    """Returns an attention function for chunks of `split` extra rows.
+
+    A chunk attends to real keys and values [B, KV, L, D] and to those of its own rows.
+    """
 
     def attend(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
         batch, heads, _, dim = query.shape

@@ -1,4 +1,4 @@
-"""A cache for layers that differ: in the shape of their keys, or by a running state in place of keys."""
+"""A cache for layers whose keys differ in shape, or that have a running state instead of keys."""
 
 from collections.abc import Sequence
 
@@ -13,8 +13,8 @@ class LayerCache(StateCache):
     """A cache whose layers may have fewer or narrower key heads than its buffers, or running states.
 
     node_states [B, R, ...]: the states after each row of the last tree, in the B slots from
-    `first_node_slot` on. by_token: layers with a state must take what follows in a slot token by
-    token.
+    `first_node_slot` on. by_token: if a slot already holds tokens, layers with a running state must
+    process further tokens one by one.
     """
 
     def __init__(self, layers: int, slots: int = 1, capacity: int = FIRST_ROWS) -> None:
@@ -22,10 +22,8 @@ class LayerCache(StateCache):
         self.by_token = False
         self.node_states: dict[StateKey, Tensor] = {}
         self.first_node_slot = 0
-        self._places: dict[int, int] = {}  # of the layers with keys, in the buffers
-        self._sizes: dict[
-            int, tuple[int, int, int]
-        ] = {}  # their heads, and widths of keys and values
+        self._places: dict[int, int] = {}  # layers with keys: their index in the buffers
+        self._sizes: dict[int, tuple[int, int, int]] = {}  # their heads, key width and value width
 
     @property
     def nbytes(self) -> int:
@@ -34,7 +32,10 @@ class LayerCache(StateCache):
     def keys_and_values(
         self, layer: int, slots: slice, key: Tensor, value: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Returns a layer's keys and values [B, KV, C, D] in some slots, wide enough for rows as `key` and `value`."""
+        """Returns a layer's keys and values [B, KV, C, D] in some slots.
+
+        The buffers are first widened to fit the shapes of `key` and `value`.
+        """
         place = self._places.setdefault(layer, len(self._places))
         heads = key.shape[1]
         dim = key.shape[3]
@@ -47,7 +48,7 @@ class LayerCache(StateCache):
         ]
 
     def rows_of(self, layer: int, slot: int, length: int) -> tuple[Tensor, Tensor]:
-        """Returns a layer's keys and values [KV, length, D] of a slot's first rows."""
+        """Returns a layer's keys and values [KV, length, D] for the first `length` rows of a slot."""
         assert self.keys is not None and self.values is not None
         place = self._places[layer]
         heads, dim, value_dim = self._sizes[layer]
@@ -55,7 +56,7 @@ class LayerCache(StateCache):
         return keys, self.values[place, slot, :heads, :length, :value_dim]
 
     def _widen(self, layers: int, heads: int, dim: int, value_dim: int, like: Tensor) -> None:
-        """Makes buffers that hold a layer of these sizes; layers with smaller ones use a part of theirs."""
+        """Grows the buffers to hold a layer of these sizes; layers with smaller sizes use a part of them."""
         if self.keys is None or self.values is None:
             self.layers = max(layers, self.layers)
             self.allocate(heads, dim, like, value_dim)
@@ -71,7 +72,7 @@ class LayerCache(StateCache):
             buffer[: before.shape[0], :, : before.shape[2], :, : before.shape[4]] = before
 
     def put(self, key: StateKey, slots: slice, state: Tensor) -> None:
-        """Sets the states [B, ...] of slots."""
+        """Sets the states [B, ...] of some slots."""
         if key not in self.states:
             self.states[key] = state.new_zeros(self.slots, *state.shape[1:])
         self.states[key][slots] = state

@@ -1,4 +1,4 @@
-"""Linear layers of drafters when they draft: with int8 weights in the native library on a CPU, else unchanged."""
+"""Linear layers of drafters for inference: int8 weights in the native library on a CPU, unchanged elsewhere."""
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,10 @@ class PlainLinear(nn.Module):
 
 
 def packed_linear(weight: Tensor, bias: Tensor | None = None) -> nn.Module:
-    """Returns a linear layer for a weight [N, K]: int8 halves the bytes read, and drafts need not be exact."""
+    """Returns a linear layer for a weight [N, K], in int8 if it is on a CPU and the native library can be used.
+
+    Int8 halves the bytes read, and drafts need not be exact.
+    """
     weight = weight.detach()
     if weight.device.type != "cpu" or not native.is_available():
         return PlainLinear(weight, None if bias is None else bias.detach())
@@ -35,7 +38,7 @@ def packed_linear(weight: Tensor, bias: Tensor | None = None) -> nn.Module:
 
 
 def pack_linears(module: nn.Module) -> None:
-    """Replaces every plain nn.Linear in a module by its packed layer, in place, for inference only."""
+    """Replaces every plain nn.Linear in a module with its packed layer, in place; for inference only."""
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear:

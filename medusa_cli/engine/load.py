@@ -1,4 +1,4 @@
-"""Loads a backbone with the engine that its model, the device and the user's options call for."""
+"""Loading of a backbone with the engine that suits its model, the device and the user's options."""
 
 import logging
 from dataclasses import dataclass, replace
@@ -52,13 +52,13 @@ def load_backbone(
     shard: bool = False,
     chat: bool = False,
 ) -> Backbone:
-    """Loads a causal LM and its tokenizer for decoding, or, with gradients, to train on its states.
+    """Loads a causal LM and its tokenizer for decoding or, with `gradients`, for training on its states.
 
-    engine "native" runs the library on a CPU, "torch" rewritten layers on a GPU, "eager"
-    transformers' own; "auto" the first of these that can run the model. adapter: a folder from
-    stage 2, merged into the weights or, if bitsandbytes quantized these, kept as a layer of its
-    own. chat: the model needs a chat template. The rest is load_network's. Raises UserError for
-    anything missing or unusable.
+    Engine "native" runs the library on a CPU, "torch" runs rewritten layers on a GPU, and "eager"
+    runs transformers' own layers. "auto" selects the first of these that can run the model. adapter:
+    a folder from stage 2. It is merged into the weights or, if bitsandbytes quantized them, kept as
+    separate layers. chat: the model must have a chat template. The other arguments are those of
+    `load_network`. Raises UserError if anything is missing or unusable.
     """
     foreign = options.trust_remote_code and has_own_code(
         model
@@ -94,7 +94,7 @@ def load_backbone(
             log.info("%s runs on the eager engine: %s", model, reason)
 
     backbone.engine = EagerEngine(backbone)
-    if not shard:  # all processes must run a split network at once
+    if not shard:  # all processes must run a sharded network together
         backbone.engine.check()
     return backbone
 
@@ -102,7 +102,7 @@ def load_backbone(
 def attach(
     backbone: Backbone, engine: str = "eager", *, quantize: str | None = None, rows: str = "auto"
 ) -> Engine:
-    """Gives a backbone, whose network is in memory, the engine of a name.
+    """Attaches the named engine to a backbone whose network is in memory, and returns the engine.
 
     Raises UsageError if the engine cannot run the network.
     """
@@ -130,7 +130,7 @@ def attach(
 
 @dataclass(frozen=True)
 class _Loaded:
-    """A model for the native engine: its network without weights, perhaps not built yet, and these packed."""
+    """A model for the native engine: its network without weights, possibly not built yet, and packed weights."""
 
     network: Any
     tokenizer: Any
@@ -175,7 +175,7 @@ def _load_native(
 def _from_files(
     model: str, options: LoadOptions, chat_template: str | None, int8_rows: bool
 ) -> _Loaded | None:
-    """Packs a model's files as they are; None for a model without files, or with other names in them."""
+    """Packs a model's files as they are; returns None if there are none or if their weights have other names."""
     if not has_files(model):
         return None
     late = late_network(model)
@@ -195,7 +195,7 @@ def _from_network(
     chat_template: str | None,
     int8_rows: bool,
 ) -> _Loaded:
-    """Packs a network that transformers loads, with an adapter merged into it."""
+    """Packs a network that transformers loads, with the adapter, if any, merged into it."""
     options = replace(options, dtype=_dtype_in_memory(model, options, adapter), device="cpu")
     network, tokenizer = load_network(
         model, replace(options, quantize=None), chat_template=chat_template
@@ -209,10 +209,10 @@ def _from_network(
 
 
 def _dtype_in_memory(model: str, options: LoadOptions, adapter: Path | None) -> str:
-    """Returns the type to load a network in before packing: the checkpoint's, unless another is named.
+    """Returns the number type in which a network is loaded before packing.
 
-    A merged adapter's sums are rounded to the type they are stored in, so with dtype fp32 they are
-    kept in fp32.
+    It is the checkpoint's type unless the options request another one. fp32 counts as a request only
+    with an adapter: its sums with the weights are rounded to the type in which they are stored.
     """
     if options.dtype != "auto" and not (options.dtype == "fp32" and adapter is None):
         return options.dtype
@@ -228,7 +228,7 @@ def _integer(options: LoadOptions) -> str | None:
 def _lm_head(
     native: NativeModel, ids: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Returns the lm_head's weight [M, H] and bias [M] of token ids, or all, in fp32, by looking rows up."""
+    """Looks up the lm_head's weight [M, H] and bias [M] for token ids, or for all tokens, in fp32."""
     rows = np.arange(native.description.sizes["vocab"]) if ids is None else ids.numpy()
     hidden = native.description.sizes["hidden"]
     weight = native.head.embed(rows)[:, :hidden]
@@ -238,7 +238,7 @@ def _lm_head(
 
 @torch.inference_mode()
 def _check_finite(backbone: Backbone) -> None:
-    """Raises UserError for a model whose logits of a few tokens are not finite."""
+    """Raises UserError if the model's logits for a few tokens are not finite."""
     engine = backbone.engine
     tokens = torch.arange(PROBE) % backbone.vocab_size
     out = engine.forward(Plan.chain(tokens, logits="all"), engine.new_cache())
@@ -258,7 +258,7 @@ def _check_chat(backbone: Backbone, chat: bool) -> None:
 def _check_engine(
     named: str | None, options: LoadOptions, foreign: bool, shard: bool, model: str
 ) -> None:
-    """Raises UsageError for an engine that the other options rule out."""
+    """Raises UsageError if the other options rule out the named engine."""
     if named in ("auto", "eager", None):
         return
     flag = _flag(options)
@@ -288,7 +288,7 @@ def _refusal(options: LoadOptions, model: str, reason: Unsupported) -> UsageErro
 
 
 def _flag(options: LoadOptions) -> str:
-    """Returns the flag that asks for an engine: `quantize` asks for the native one."""
+    """Returns the flag that requested the engine; int8 and int4 in `quantize` request the native engine."""
     return (
         f"@quantize {options.quantize}"
         if options.quantize in INTEGER

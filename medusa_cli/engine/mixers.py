@@ -1,4 +1,4 @@
-"""Layers that mix rows by something other than attention, as the native library runs them: their weights and sizes."""
+"""Layers that mix rows without attention, as the native library runs them: their weights and sizes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from torch import nn
 from medusa_cli.model.backbone import Unsupported, stateful_modules
 from medusa_cli.native.library import MIXERS
 
-# The library's names of matrices by transformers' ones.
+# The library's names of matrices and vectors, mapped to transformers' names.
 SHORT_CONV = {"input": "in_proj", "out": "out_proj"}
 DELTA_NET = {
     "input": "in_proj_qkv",
@@ -29,9 +29,10 @@ MAX_KERNEL = 16
 
 @dataclass(frozen=True)
 class Mixer:
-    """Describes a layer without attention: its kind in MIXERS, its weights and sizes by the library's names.
+    """Describes how a layer without attention mixes rows; `kind` is one of MIXERS.
 
-    norm: a module whose epsilon is the model's, if it has one.
+    matrices, vectors: the library's names, mapped to the names of the stored weights. sizes: by the
+    library's names. norm: the mixer's norm, if it has one; it must have the model's epsilon.
     """
 
     kind: str
@@ -46,9 +47,10 @@ class Mixer:
 
 
 def mixers_of(base: nn.Module, layers: Any, names: Mapping[int, str]) -> list[Mixer | None]:
-    """Returns the mixers of layers, None for those that attend; Unsupported for running states not known here.
+    """Returns the mixer of each layer, or None for an attention layer.
 
-    names: of modules by their id.
+    names: the modules' names by the modules' id. Raises Unsupported if some layers keep a running
+    state that is not known here.
     """
     mixers = [_mixer_of(layer, names) for layer in layers]
     if len(stateful_modules(base)) != sum(mixer is not None for mixer in mixers):
@@ -96,7 +98,11 @@ def _delta_net(module: Any, name: str) -> Mixer:
 
 
 def _kernel(conv: nn.Conv1d) -> int:
-    """Returns the inputs that an output of a convolution by channel reads."""
+    """Returns the kernel size of a depthwise convolution.
+
+    Raises Unsupported if the convolution has a bias, is not depthwise, or has a kernel size outside
+    2 .. MAX_KERNEL.
+    """
     [kernel] = conv.kernel_size
     if conv.bias is not None or conv.groups != conv.in_channels or not 1 < kernel <= MAX_KERNEL:
         raise Unsupported("its convolutions have parts not known here")

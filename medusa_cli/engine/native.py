@@ -1,4 +1,4 @@
-"""The native engine: one call of the library runs all layers for the rows of all slots."""
+"""The native engine: one call of the library runs all layers on the rows of all slots."""
 
 import itertools
 from collections import Counter
@@ -24,16 +24,16 @@ from medusa_cli.native import Format, PackedMatrix, instructions, library
 from medusa_cli.native.library import MIXERS, TILE, UNIT, CacheBuffers, Step
 
 FLOAT_BYTES = 4
-# Of the delta nets of all layers.
+# The key of the states of all delta-net layers.
 DELTA_STATES = (0, "recurrent", 0)
-# Rows of logits whose buffer is made at first.
+# The minimum number of rows in the buffer of logits.
 FIRST_LOGITS = 16
 
 
 class NativeEngine(Engine):
-    """Runs a model in the library's structures; states are fp32.
+    """Runs a model in the native library, with fp32 states.
 
-    A row's bits depend neither on the other rows of a pass nor on the number of threads.
+    The bits of a row depend neither on the other rows of the pass nor on the number of threads.
     int8_rows: states are rounded to 8 bits before a matmul with quantized weights.
     """
 
@@ -49,7 +49,7 @@ class NativeEngine(Engine):
         self.quantize = quantize
         self.dtype = torch.float32
         self.sizes = model.description.sizes
-        # Numbers of a row in the library's buffers of states.
+        # Floats per row in the library's buffers of states.
         self.stride = padded(self.sizes["hidden"], UNIT)
         self.head = NativeLinear(model.head)
         self.weight_bytes = model.bytes_read
@@ -57,7 +57,7 @@ class NativeEngine(Engine):
 
     @property
     def title(self) -> str:
-        """Returns the engine in words: its weights' formats, the largest part first, its rows and instructions."""
+        """Returns the engine's title: weight formats, largest share first, row type and instruction set."""
         bytes_of: Counter[str] = Counter()
         for matrix in self.model.packed.matrices.values():
             bytes_of[matrix.format.name] += matrix.nbytes
@@ -67,7 +67,7 @@ class NativeEngine(Engine):
 
     @contextmanager
     def without_torch_threads(self) -> Iterator[None]:
-        """Limits torch to one thread: its idle threads would spin on the processors that the library needs."""
+        """Limits torch to one thread, since its idle threads would spin on cores that the library needs."""
         count = torch.get_num_threads()
         if count == 1:
             yield
@@ -80,7 +80,7 @@ class NativeEngine(Engine):
 
     @property
     def number_type(self) -> str:
-        """Returns the type of float weights; of quantized ones "auto", or "fp32" with fp32 rows."""
+        """Returns the type of float weights; for quantized weights, "auto" or, with fp32 rows, "fp32"."""
         formats = {
             self.model.packed.matrices[layer.matrices["out"]].format
             for layer in self.model.description.layers
@@ -135,7 +135,7 @@ class NativeEngine(Engine):
 
     @property
     def stateful(self) -> bool:
-        """Returns True if a slot cannot be truncated to every length."""
+        """Returns True if slots cannot be truncated to an arbitrary length."""
         return self.model.description.places("delta_net") > 0
 
     def _refuse_extra_rows(self) -> None:
@@ -153,9 +153,10 @@ class NativeEngine(Engine):
         mask: Tensor,
         extra_rows: ExtraRowStates | None,
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """Runs all layers over rows of a depth [B or 1, R], which see each other by a mask [B or 1, R, R].
+        """Runs all layers on rows with depths [B or 1, R] that see each other according to a mask [B or 1, R, R].
 
-        Returns the final states [B, R, stride] and the tapped ones; extra rows enter on the way.
+        Returns the final states [B, R, stride] and the tapped states by layer. Extra rows enter on
+        the way.
         """
         lengths = np.array(cache.lengths[plan.first : plan.first + len(plan.tokens)], np.int64)
         cache.reserve(int(lengths.max()) + depth.shape[1])
@@ -174,7 +175,7 @@ class NativeEngine(Engine):
         last = self.sizes["layers"]
         entries = extra_rows.rows.layers if extra_rows is not None else ()
         cuts = sorted({0, last, *entries})
-        # As in the network's own list of states, the last layer's are those after the last norm.
+        # As in the network's list of states, those of the last layer follow the final norm.
         taps = sorted(set(plan.taps) - {-1, last - 1})
         by_tap: dict[int, Tensor] = {}
         for first, end in itertools.pairwise(cuts):
@@ -199,7 +200,7 @@ class NativeEngine(Engine):
         return x, by_tap
 
     def _padded(self, states: Tensor) -> Tensor:
-        """Returns states [.., H] with zeros up to the library's stride."""
+        """Returns states [.., H], padded with zeros to the library's stride."""
         return nn.functional.pad(states, (0, self.stride - self.sizes["hidden"])).contiguous()
 
     def _run_layers(
@@ -216,11 +217,11 @@ class NativeEngine(Engine):
         taps: Sequence[int],
         keeps: bool,
     ) -> Sequence[Tensor]:
-        """Runs layers first .. end - 1 on states x [B, R, stride] in place; returns those after the tapped layers.
+        """Runs layers first .. end - 1 on states x [B, R, stride] in place; returns the tapped layers' states.
 
-        Slots from `first_slot` on hold `lengths` [B] rows. positions [B, n] and seen [B or 1, n, n]
-        are of n rows, of which R have entered. inputs: of layers besides their states; layer 0
-        completes them. keeps: all rows stay.
+        The slots from `first_slot` on hold `lengths` [B] rows. positions [B, n] and seen [B or 1,
+        n, n] cover n rows, of which R have entered. inputs: what layers read besides their states;
+        layer 0 completes it. keeps: all rows stay in the cache.
         """
         slots, rows, stride = x.shape
         assert inputs is None or inputs.shape[:2] == x.shape[:2]
@@ -256,7 +257,7 @@ class NativeEngine(Engine):
         return _looked_up(self.model.embedding, tokens, scale, self.stride)
 
     def _inputs(self, tokens: Tensor) -> Tensor | None:
-        """Returns the embeddings [B, n, layers * width] that layers get besides their states; None if they get none."""
+        """Returns the embeddings [B, n, layers * width] that layers read besides states; None if there are none."""
         inputs = self.model.description.inputs
         if inputs is None:
             return None
@@ -265,9 +266,9 @@ class NativeEngine(Engine):
         return _looked_up(matrix, tokens, inputs.embedding_scale, width)
 
     def _scores(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the logits [B, n, V] and best tokens [B, n] of states [B, n, stride].
+        """Returns the logits [B, n, V] and best tokens [B, n] for states [B, n, stride].
 
-        The logits of few rows lie in a buffer that the next pass overwrites.
+        The logits of up to SCRATCH_ROWS rows lie in a buffer that the next pass overwrites.
         """
         head = self.model.head
         states = states.contiguous()
@@ -277,7 +278,7 @@ class NativeEngine(Engine):
         out = self._logits
         if out is None or len(out) < count:
             out = np.empty((max(count, FIRST_LOGITS), wide), np.float32)
-            if count <= SCRATCH_ROWS:  # more belong to a prompt's pieces, which are joined later
+            if count <= SCRATCH_ROWS:  # a prompt's pieces have more rows and are joined later
                 self._logits = out
 
         best = np.empty((slots, rows), np.int32)
@@ -293,12 +294,12 @@ class NativeEngine(Engine):
         assert code == 0
         scores = torch.from_numpy(out[:count, : self.sizes["vocab"]]).view(slots, rows, -1)
         logits = self.backbone.finish_logits(scores)
-        # A soft cap may make the best scores equal.
+        # A soft cap may round the best scores to the same value.
         return logits, torch.from_numpy(best) if logits is scores else logits.argmax(-1).int()
 
     @torch.inference_mode()
     def states_at(self, tokens: Tensor, first: int) -> Tensor:
-        """Returns the final states [n, H] of tokens [n] at the positions from `first` on, for a comparison."""
+        """Returns the final states [n, H] for tokens [n] at positions from `first` on, for a comparison."""
         count = len(tokens)
         cache = self.new_cache()
         cache.reserve(count)
@@ -314,13 +315,16 @@ class NativeEngine(Engine):
         return x[0, :, : self.sizes["hidden"]]
 
     def logits_of(self, states: Tensor) -> Tensor:
-        """Returns the logits [n, V] of final states [n, H]."""
+        """Returns the logits [n, V] for final states [n, H]."""
         logits, _ = self._scores(self._padded(states[None]))
         return logits[0]
 
 
 def _looked_up(matrix: PackedMatrix, tokens: Tensor, scale: float, stride: int) -> Tensor:
-    """Returns the rows [B, n, stride] of tokens [B, n], times a scale."""
+    """Returns a matrix's rows [B, n, stride] for tokens [B, n], times a scale.
+
+    Raises IndexError if a token is beyond the vocabulary.
+    """
     ids = np.ascontiguousarray(tokens.numpy(), np.int64)
     x = torch.empty(*tokens.shape, stride)
     struct = byref(matrix.struct)
@@ -330,7 +334,7 @@ def _looked_up(matrix: PackedMatrix, tokens: Tensor, scale: float, stride: int) 
 
 
 def _depth_and_mask(plan: Plan) -> tuple[Tensor, Tensor]:
-    """Returns the depth [B or 1, n] of a plan's rows, and which of them see each other [B or 1, n, n]."""
+    """Returns the depths [B or 1, n] of a plan's rows, and their tree mask [B or 1, n, n]."""
     if plan.depth is None or plan.tree_mask is None:
         return _chain(plan.tokens.shape[1])
     depth = plan.depth if plan.depth.dim() == 2 else plan.depth[None]
@@ -346,8 +350,8 @@ def _chain(rows: int) -> tuple[Tensor, Tensor]:
 class NativeCache(StateCache):
     """Keys, values and running states in the library's layout; see Cache in step.h.
 
-    inputs: of short convolutions, which are cut back as keys are. states: of delta nets. pending:
-    what `keep` needs of a tree's rows for these.
+    inputs: the inputs of short convolutions, which are truncated as keys are. states: the states of
+    delta nets. pending: the data of a tree's rows from which `keep` updates these states.
     """
 
     def __init__(self, model: NativeModel, slots: int, capacity: int) -> None:
@@ -355,7 +359,7 @@ class NativeCache(StateCache):
         capacity = padded(max(1, capacity), TILE)
         super().__init__(description.places("attention"), slots, capacity)
         self.model = model
-        # The heads of keys, and their width, at each place.
+        # The number of key heads and their width at each place.
         self.shapes = {
             names.place: (names.kv, names.dim)
             for names in description.layers
@@ -379,7 +383,7 @@ class NativeCache(StateCache):
 
     @property
     def buffers(self) -> CacheBuffers:
-        """Returns the buffers as the library takes them."""
+        """Returns the buffers in the library's structure."""
         assert self.keys is not None and self.values is not None
         states = self.states.get(DELTA_STATES)
         return CacheBuffers(
@@ -398,7 +402,7 @@ class NativeCache(StateCache):
         return super().nbytes + self.inputs.nbytes + self.pending.nbytes
 
     def at(self, place: int) -> tuple[Tensor, Tensor]:
-        """Returns the keys [S, KV, C / 16, D, 16] and values [S, KV, C, D in whole tiles] at a place."""
+        """Returns the keys [S, KV, C / 16, D, 16] and values [S, KV, C, D padded to 16] at a place."""
         assert self.keys is not None and self.values is not None
         kv, dim = self.shapes[place]
         wide = padded(dim, TILE)
@@ -424,7 +428,7 @@ class NativeCache(StateCache):
         self.inputs[..., :length, :] = inputs[..., :length, :]
 
     def reserve_pending(self, rows: int) -> None:
-        """Makes room for a tree of so many rows in every slot."""
+        """Makes room for a tree of `rows` rows in every slot."""
         if self._delta_layers and (self.pending.dim() < 2 or rows > self.pending.shape[2]):
             self.pending = torch.zeros(
                 self._delta_layers, self.slots, rows, self.model.delta_row[1]
@@ -475,15 +479,14 @@ class NativeLinear(nn.Module):
 
 
 class NativeEmbedding(nn.Module):
-    """Embeds tokens by a packed matrix, for a network whose weights only the engine holds."""
+    """Embeds tokens with a packed matrix, for a network whose weights are held only by the engine."""
 
     def __init__(self, model: NativeModel) -> None:
         super().__init__()
         self.matrix = model.embedding
         self.scale = model.struct.embedding_scale
         self.hidden = model.description.sizes["hidden"]
-        # Has the vocabulary's size, the number type and the device, for code that asks the weight
-        # for them.
+        # Has the vocabulary size, number type and device, for code that reads them from the weight.
         self.weight = torch.empty(model.description.sizes["vocab"], 0)
 
     def forward(self, tokens: Tensor) -> Tensor:

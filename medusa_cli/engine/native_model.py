@@ -1,4 +1,4 @@
-"""A model in the structures of the native library."""
+"""A model in the native library's structures."""
 
 import dataclasses
 from ctypes import POINTER, cast
@@ -25,24 +25,24 @@ from medusa_cli.native.library import (
 )
 from medusa_cli.native.matrix import Floats, padded_floats
 
-# Rows of rotary tables at first; they grow.
+# The initial number of rows in rotary tables, which grow as needed.
 FIRST_POSITIONS = 2048
 
 
 def padded(size: int, multiple: int) -> int:
-    """Returns the smallest multiple of a number that is not below `size`."""
+    """Returns `size` rounded up to a multiple of `multiple`."""
     return -(-size // multiple) * multiple
 
 
 class NativeModel:
-    """A model in the library's structures, which keeps all memory that these point to."""
+    """A model in the library's structures; it owns all memory that the structures point to."""
 
     def __init__(self, description: Description, packed: Packed, rotary: Rotary) -> None:
         self.description = description
         self.packed = packed
         self._rotary = rotary
         self._tables: list[Floats] = []
-        # Gains of norms that have none.
+        # The gain of norms that have none.
         self._ones = padded_floats(np.ones(MAX_HEAD_DIM))
         self._check_shapes()
 
@@ -103,7 +103,7 @@ class NativeModel:
 
     @property
     def delta_row(self) -> tuple[int, int]:
-        """Returns the channels of a delta net's convolution, and the numbers of a row of its products."""
+        """Returns the channels of a delta net's convolution, and the floats per row of its projections."""
         sizes = self.description.sizes
         keys = sizes["key_heads"] * sizes["key_dim"]
         channels = 2 * keys + sizes["value_heads"] * sizes["value_dim"]
@@ -111,14 +111,14 @@ class NativeModel:
 
     @property
     def delta_state(self) -> int:
-        """Returns the numbers of a delta net's state in one slot."""
+        """Returns the number of floats in a delta net's state per slot."""
         sizes = self.description.sizes
         state = sizes["value_heads"] * sizes["key_dim"] * sizes["value_dim"]
         return (sizes["kernel"] - 1) * self.delta_row[0] + state
 
     @property
     def bytes_read(self) -> int:
-        """Returns the bytes of weights that a pass over one row reads: of experts, those that a row chooses."""
+        """Returns the bytes of weights that a pass over one row reads, counting only the chosen experts."""
         total = self.head.nbytes
         if self.description.inputs is not None:
             total += self.packed.matrices[self.description.inputs.projection].nbytes
@@ -131,19 +131,19 @@ class NativeModel:
         return total
 
     def _table(self, kind: str | None) -> int:
-        """Returns the number of the rotary table of layers of a kind, -1 for layers that turn nothing."""
+        """Returns the index of the rotary table for layers of a kind, or -1 if they rotate nothing."""
         if kind is None:
             return -1
         tables = self.description.tables
         return tables.index(kind) if len(tables) > 1 else 0
 
     def _check_shapes(self) -> None:
-        """Raises Unsupported unless every matrix and vector has the size that the library will read."""
+        """Raises Unsupported unless every matrix and vector has the size that the library reads."""
         sizes = self.description.sizes
         whole = self.description.flags["whole_norms"]
         hidden = sizes["hidden"]
         given = 0 if self.description.inputs is None else self.description.inputs.width
-        # A bias lies behind the gain.
+        # A bias follows the gain.
         parts = 2 if self.description.flags["centered"] else 1
 
         for names in self.description.layers:
@@ -186,7 +186,7 @@ class NativeModel:
                 raise Unsupported("its vocabulary has another size")
 
     def _check_inputs(self) -> None:
-        """Raises Unsupported unless what layers get besides their states has the sizes that the library will read."""
+        """Raises Unsupported unless the weights for layers' additional inputs have the sizes the library reads."""
         inputs = self.description.inputs
         if inputs is None:
             return
@@ -207,7 +207,7 @@ class NativeModel:
             raise Unsupported("its embeddings by layer have sizes not known here")
 
     def _mixer_shapes(self, names: LayerNames) -> dict[str, tuple[int, int]]:
-        """Returns the shapes of what mixes a layer's rows."""
+        """Returns the shapes of the matrices of a layer's mixer."""
         sizes = self.description.sizes
         mixer = MIXERS[names.mixer]
         hidden = sizes["hidden"]
@@ -233,7 +233,11 @@ class NativeModel:
         }
 
     def _mlp_shapes(self, names: LayerNames) -> dict[str, tuple[int, int]]:
-        """Returns the shapes of a layer's MLP, or of its experts' together; Unsupported if they fill no tiles."""
+        """Returns the shapes of the matrices of a layer's MLP, or of all its experts together.
+
+        Raises Unsupported if the experts' sizes are not whole tiles, or if a row chooses more
+        experts than there are.
+        """
         hidden = self.description.sizes["hidden"]
         experts = names.experts or 1
         inner = self.packed.matrices[names.matrices["up"]].shape[0] // experts
@@ -260,7 +264,7 @@ class NativeModel:
         return shapes
 
     def reserve(self, positions: int) -> None:
-        """Makes rotary tables of at least `positions` positions."""
+        """Makes room for at least `positions` positions in the rotary tables."""
         if positions <= self.struct.positions:
             return
         count = max(positions, 2 * self.struct.positions, FIRST_POSITIONS)
@@ -279,7 +283,7 @@ class NativeModel:
 
 
 def _has_inputs(matrix: PackedMatrix, wanted: int) -> bool:
-    """Returns True if a matrix has so many inputs: rounded ones are filled up to whole groups."""
+    """Returns True if a matrix has `wanted` inputs; rounded matrices are padded to whole groups."""
     return 0 <= matrix.shape[1] - wanted < UNIT
 
 
@@ -288,6 +292,6 @@ def _once(sines: Tensor) -> slice:
     half = sines.shape[1] // 2
     if torch.equal(sines[:, :half], sines[:, half:]):
         return slice(0, half)
-    if torch.equal(sines[:, ::2], sines[:, 1::2]):  # Cohere: neighbours are equal
+    if torch.equal(sines[:, ::2], sines[:, 1::2]):  # Cohere: adjacent columns are equal
         return slice(0, None, 2)
-    return slice(0, None)  # gpt-oss
+    return slice(0, None)  # gpt-oss: no column is repeated

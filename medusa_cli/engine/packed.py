@@ -1,4 +1,4 @@
-"""Packed weights: a model's matrices in the library's tiles, made once and kept in a file that is mapped."""
+"""Packed weights: a model's matrices in the library's tiles, made once and kept in a memory-mapped file."""
 
 import json
 import logging
@@ -21,7 +21,7 @@ from medusa_cli.native import Format, PackedMatrix, RawMatrix
 from medusa_cli.native.library import library
 from medusa_cli.native.matrix import Bytes, Floats, aligned, pack_tiles, padded_floats
 
-# The version of the files, which changes with the library's way of packing.
+# The version of the file format; it changes whenever the library packs differently.
 VERSION = 1
 # Every part of a file begins at a multiple of this many bytes.
 ALIGNMENT = 64
@@ -29,15 +29,15 @@ log = logging.getLogger(__name__)
 
 
 class MissingWeights(Unsupported):
-    """Names a weight that a model's files do not have by the name of transformers' network."""
+    """Says which weight of transformers' network is missing from a model's files."""
 
 
 @dataclass
 class Packed:
     """Packed matrices and fp32 vectors by name.
 
-    memory: the mapped file that holds them, if any. digest: `weights_of` the model they were made
-    of.
+    memory: the mapped file that holds them, if any. digest: the digest, from `weights_of`, of the
+    model that they were made from.
     """
 
     matrices: dict[str, PackedMatrix] = field(default_factory=dict)
@@ -64,12 +64,12 @@ def pack_once(
 ) -> Packed:
     """Returns the packed weights of a model's files from the cache; the first call writes them there.
 
-    Where the cache cannot be written, they are packed in memory.
+    If the cache cannot be written, the weights are packed in memory.
     """
     path = home() / "packed" / f"{stamp_of(source_stamp(model), quantize)}.bin"
     try:
         return read_packed(path, description, int8_rows)
-    except (OSError, ValueError, KeyError, TypeError):  # missing, or damaged
+    except (OSError, ValueError, KeyError, TypeError):  # missing or damaged
         pass
 
     weights = open_weights(model, late.network)
@@ -83,14 +83,14 @@ def pack_once(
 
 
 def stamp_of(*parts: Any) -> str:
-    """Returns a digest of all that packed weights depend on."""
+    """Returns a digest of everything that packed weights depend on."""
     return sha256(json.dumps([VERSION, *parts], default=str).encode()).hexdigest()[:24]
 
 
 def pack_in_memory(
     description: Description, weights: Weights, quantize: str | None, int8_rows: bool
 ) -> Packed:
-    """Packs a model's weights; raises MissingWeights."""
+    """Packs a model's weights; raises MissingWeights if its files lack one."""
     packed = Packed()
     for name, raw, bias in _matrices(description, weights, quantize):
         int8 = int8_rows and name not in description.routers
@@ -102,9 +102,9 @@ def pack_in_memory(
 def pack_to_file(
     path: Path, description: Description, weights: Weights, quantize: str | None, digest: str | None
 ) -> None:
-    """Writes packed weights, one matrix in memory at a time; raises MissingWeights.
+    """Writes packed weights with one matrix in memory at a time; raises MissingWeights if one is missing.
 
-    The file begins with the position of its JSON, which says where each part lies.
+    The first 8 bytes of the file are the position of its JSON, which lists where each part lies.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
@@ -137,7 +137,7 @@ def pack_to_file(
 
 
 def _write(file: Any, end: int, data: Bytes) -> list[int]:
-    """Writes bytes from the next aligned position after `end` on; returns that position and their number."""
+    """Writes bytes at the first aligned position from `end` on; returns that position and their number."""
     start = -(-end // ALIGNMENT) * ALIGNMENT
     file.seek(start)
     file.write(data)
@@ -145,7 +145,7 @@ def _write(file: Any, end: int, data: Bytes) -> list[int]:
 
 
 def read_packed(path: Path, description: Description, int8_rows: bool) -> Packed:
-    """Maps packed weights; raises ValueError for a file that does not hold a model's."""
+    """Maps packed weights; raises ValueError if the file is cut off or does not hold this model."""
     memory = np.memmap(path, np.uint8, "r")
     start = int.from_bytes(memory[:8].tobytes(), "little")
     if not 8 <= start < memory.nbytes:
@@ -174,7 +174,7 @@ def read_packed(path: Path, description: Description, int8_rows: bool) -> Packed
 
 
 def _part(memory: Any, place: list[int]) -> Bytes:
-    """Returns a part of a mapped file by its position and size; raises ValueError if it lies outside."""
+    """Returns a part of a mapped file, given its position and size; raises ValueError if it lies outside."""
     start, size = place
     if start < 0 or size < 0 or start % ALIGNMENT or start + size > memory.nbytes:
         raise ValueError("it is cut off")
@@ -185,7 +185,7 @@ def _part(memory: Any, place: list[int]) -> Bytes:
 def _matrices(
     description: Description, weights: Weights, quantize: str | None
 ) -> Iterator[tuple[str, RawMatrix, Floats | None]]:
-    """Yields the name, values and bias of every matrix of a model; raises MissingWeights."""
+    """Yields the name, values and bias of every matrix of a model; raises MissingWeights if one is missing."""
     for name in description.matrix_names:
         part = description.parts.get(name) or Part(f"{name}.weight", f"{name}.bias")
         raw, bias = _part_of(name, part, weights)
@@ -198,7 +198,10 @@ def _matrices(
 
 
 def _part_of(name: str, part: Part, weights: Weights) -> tuple[RawMatrix, Floats | None]:
-    """Returns the matrix and the bias of a part, by the library's name of it; raises MissingWeights."""
+    """Returns the matrix and the bias of a part; raises MissingWeights if the files lack it.
+
+    name: the matrix's name in the description.
+    """
     if part.every is not None and (stacked := weights.experts(name)) is not None:
         return stacked, None
     raw = weights.matrix(_stored(part.weight, weights))
@@ -208,10 +211,9 @@ def _part_of(name: str, part: Part, weights: Weights) -> tuple[RawMatrix, Floats
 
 
 def _vectors(description: Description, weights: Weights) -> Iterator[tuple[str, Floats]]:
-    """Yields every vector of a model by its name, padded; raises MissingWeights.
+    """Yields the name and padded values of every vector of a model; raises MissingWeights if one is missing.
 
-    Of a norm it is the gain that it multiplies by, and behind that the bias, where norms are
-    centered.
+    The vector of a norm is its gain, followed by its bias if norms are centered.
     """
     for name in description.norm_names:
         gain = weights.vector(_stored(f"{name}.weight", weights))
@@ -223,18 +225,21 @@ def _vectors(description: Description, weights: Weights) -> Iterator[tuple[str, 
         yield name, vector
     for name in description.vector_names:
         values = weights.vector(_stored(name, weights))
-        if name in description.convolutions:  # [channels, kernel], which the library reads by input
+        if name in description.convolutions:  # [channels, kernel]; the library reads the transpose
             values = values.reshape(-1, description.sizes["kernel"]).T.ravel()
         yield name, padded_floats(values)
 
 
 def _stored(name: str, weights: Weights) -> str:
-    """Returns a weight's name; raises MissingWeights if the files lack it."""
+    """Returns the name of a weight; raises MissingWeights if the files lack it."""
     if name not in weights:
         raise MissingWeights(f"its files have no {name}")
     return name
 
 
 def _rounded_format(quantize: str, is_head: bool) -> Format:
-    """Returns the format of rounded weights; the lm_head in 4 bits would change a model ten times as much."""
+    """Returns the format of rounded weights.
+
+    The lm_head is never rounded to 4 bits: that would change the model ten times as much.
+    """
     return Format.Q4_1 if quantize == "int4" and not is_head else Format.Q8_0

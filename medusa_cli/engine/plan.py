@@ -1,4 +1,4 @@
-"""The plan of a forward pass: its tokens, their positions and mask, and the outputs wanted."""
+"""The plan of a forward pass: its tokens, their positions and mask, and the requested outputs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,11 +17,12 @@ from medusa_cli.model.attention import FULL, Masks, additive
 class Plan:
     """Describes a pass over tokens [B, n] in the B slots of a cache from `first` on.
 
-    Row i stands at its slot's length + depth[.., i]. It sees all rows of the slot and, of this pass,
-    tree_mask[.., i, :]. depth is [n] or [B, n], tree_mask bool [n, n] or [B, n, n]; both None for a
-    chain. taps: the layers whose outputs are wanted; -1 is the final state after the last norm.
-    logits: of "all" rows, the "last" one, or "none". extra_rows: FIRP's rows of every row, or of a
-    chain's last one; they leave nothing in the cache, and the tap is -1 then.
+    Row i has its slot's length + depth[.., i] as its position. It sees all earlier rows of the slot
+    and the rows of this pass that tree_mask[.., i, :] marks. depth is [n] or [B, n] and tree_mask is
+    bool [n, n] or [B, n, n]; both are None for a chain. taps: the layers whose outputs are
+    requested; -1 is the final state after the final norm. logits: the rows that get logits: "all",
+    "last" or "none". extra_rows: FIRP's extra rows for every row, or for a chain's last row. They
+    leave nothing in the cache and require taps to be (-1,).
     """
 
     tokens: Tensor
@@ -47,7 +48,7 @@ class Plan:
         logits: str = "last",
         extra_rows: ExtraRows | None = None,
     ) -> "Plan":
-        """Returns a pass over one sequence's next tokens [n], such as a prompt's."""
+        """Returns the plan of a pass over the next tokens [n] of one sequence, such as a prompt."""
         return cls(torch.as_tensor(tokens)[None], None, None, slot, tuple(taps), logits, extra_rows)
 
 
@@ -55,8 +56,8 @@ class Plan:
 class Output:
     """Holds a pass's fp32 logits [B, n, V] (or [B, 1, V], or None) and tapped hidden states [B, n, H * taps].
 
-    extra: the final states [B, n, K, H] (of a chain [B, 1, K, H]) of extra rows. best: the
-    likeliest tokens [B, n], where the engine finds them on the way.
+    extra: the final states of extra rows, [B, n, K, H], or [B, 1, K, H] for a chain. best: the most
+    likely token for each row of logits, if the engine finds them on the way.
     """
 
     logits: Tensor | None
@@ -67,14 +68,14 @@ class Output:
 
 @dataclass(frozen=True)
 class Layout:
-    """Describes a pass for layers: R rows of each of B slots from `first` on, extra rows last.
+    """Describes a pass for layers: R rows in each of B slots from `first` on, extra rows last.
 
-    positions [B or 1, R]; masks by kind of layer, additive [B, R, L] over a slot's first L columns,
-    empty for a chain that begins a slot (where each row sees those before it); start: the slot's
-    length, if B is 1 and the host has it; columns [B, R]: where rows are written. lengths [B]:
-    those of the slots, where attention reads no column behind them; the mask of full attention is
-    then [B, R, R], among the rows. tree: depth [B or 1, n] and mask [B or 1, n, n] of a tree's
-    rows, None for a chain.
+    positions [B or 1, R]. masks: additive masks [B, R, L] by kind of layer, over a slot's first
+    L = `wide` columns; an empty mask, for a chain that begins a slot, means causal attention. start:
+    the slot's length, if B is 1 and the host knows it. columns [B, R]: where rows are written.
+    lengths [B]: the lengths of the slots, if attention reads no column beyond them; the mask of full
+    attention is then [B, R, R], over the rows themselves. tree: depth [B or 1, n] and mask
+    [B or 1, n, n] of a tree's rows, None for a chain.
     """
 
     first: int
@@ -92,7 +93,8 @@ class Layout:
 def lay_out(plan: Plan, cache: Cache, masks: Masks, context: int, device: torch.device) -> Layout:
     """Returns the layout of a plan in a cache, which grows as needed.
 
-    context: the model's; extra rows may stand beyond it, where rotary tables may change.
+    context: the model's maximum number of positions. Extra rows beyond it get its last position,
+    since rotary tables may change there.
     """
     every = torch.arange(plan.tokens.shape[1], device=device)
     if plan.depth is None or plan.tree_mask is None:
@@ -117,7 +119,7 @@ def lay_out(plan: Plan, cache: Cache, masks: Masks, context: int, device: torch.
     cache.reserve(end)
 
     if plan.is_chain and lengths == [0] and extra_rows is None and device.type != "cpu":
-        # A GPU's fastest kernel takes no mask.
+        # The fastest kernel of a GPU accepts no mask.
         return Layout(plan.first, 1, depth, masks.causal(rows, device), 0, every[None], rows)
     layout = lay_out_at(
         upload(lengths, device), tree_mask, depth, masks, context, plan.first, end, extra_rows
@@ -136,10 +138,10 @@ def lay_out_at(
     extra_rows: ExtraRowStates | None = None,
     by_length: bool = False,
 ) -> Layout:
-    """Returns the layout of rows with tree_mask [B or 1, R, R] and depth [B or 1, R] behind lengths [B].
+    """Returns the layout of rows with tree_mask [B or 1, R, R] and depth [B or 1, R] after lengths [B].
 
-    by_length: attention reads no column behind the lengths. It reads no value of a tensor, so it
-    can be captured in a CUDA graph.
+    by_length: attention reads no column beyond the lengths. This function reads no tensor's values
+    on the host, so it can be captured in a CUDA graph.
     """
     size = len(lengths)
     rows = depth.shape[1]
@@ -148,7 +150,7 @@ def lay_out_at(
 
     if not by_length or masks.kinds != [FULL]:
         column = torch.arange(wide, device=lengths.device).expand(size, -1)
-        if masks.kinds != [FULL]:  # windows count positions
+        if masks.kinds != [FULL]:  # windows count positions, not columns
             inside = (column - lengths[:, None]).clamp(0, rows - 1)
             column = torch.where(
                 column < lengths[:, None], column, positions.expand(size, -1).gather(1, inside)

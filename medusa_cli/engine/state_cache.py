@@ -1,4 +1,4 @@
-"""A cache with running states: they cannot be cut back as rows can, so slots return to snapshots."""
+"""A cache with running states, which cannot be truncated as rows can: slots return to snapshots instead."""
 
 from dataclasses import dataclass, field
 
@@ -7,10 +7,10 @@ from torch import Tensor
 
 from medusa_cli.engine.cache import FIRST_ROWS, Cache
 
-# A layer (0 for all of them together), "conv" or "recurrent", and a number: a layer may have several
-# states.
+# The layer (0 for all layers together), "conv" or "recurrent", and an index, since a layer may have
+# several states.
 StateKey = tuple[int, str, int]
-# Snapshots of a slot's states, the latest ones, to which the slot can go back.
+# The number of latest snapshots of a slot's states to which the slot can return.
 SNAPSHOTS = 4
 
 
@@ -23,11 +23,11 @@ class Snapshot:
 
 
 class StateCache(Cache):
-    """A cache whose slots may have running states [S, ...], those after their own rows.
+    """A cache whose slots may have running states [S, ...], which are those after the slots' rows.
 
-    A slot is truncated to a snapshot, or begins again: `reusable` says to which length.
-    decoded_states: False if states after decoding are not those after a prompt, and so of no use to
-    another prompt.
+    A slot can be truncated only to a snapshot or to its beginning; `reusable` returns the length.
+    decoded_states: False if states after decoding differ from those after a prompt, so that another
+    prompt cannot reuse them.
     """
 
     def __init__(self, layers: int, slots: int = 1, capacity: int = FIRST_ROWS) -> None:
@@ -48,7 +48,7 @@ class StateCache(Cache):
         return sum(states[0].nbytes for states in self.states.values())
 
     def take_snapshot(self, slot: int, length: int) -> None:
-        """Remembers the states of a slot of `length` tokens."""
+        """Takes a snapshot of a slot's states after `length` tokens."""
         if self.states:
             states = {key: state[slot].clone() for key, state in self.states.items()}
             self._snapshots[slot] = [
@@ -73,7 +73,10 @@ class StateCache(Cache):
         super().truncate(slot, length)
 
     def _restore(self, slot: int, length: int) -> None:
-        """Sets a slot's states to the ones after `length` tokens; after none it begins again."""
+        """Restores a slot's states after `length` tokens; an empty slot needs none.
+
+        Raises ValueError if the latest snapshot has another length.
+        """
         if not length:
             return
         latest = self._snapshots[slot][-1:]

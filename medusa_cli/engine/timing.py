@@ -1,4 +1,4 @@
-"""Keeps the times of decoding steps on this machine in one file."""
+"""The file that keeps the times of decoding steps on this machine."""
 
 import logging
 import time
@@ -17,10 +17,10 @@ from medusa_cli.files.assets import home
 from medusa_cli.files.io import read_object, write_json
 from medusa_cli.native import cpu_count, instructions, is_available
 
-# Seconds by size (rows, nodes, levels), by the name of the work.
+# Seconds by the size of some work, such as rows, nodes or levels.
 Curve = Mapping[Annotated[int, Meta(ge=1, le=1024)], Annotated[float, Meta(gt=0, lt=1e4)]]
 T = TypeVar("T")
-# The fields of a config that a step's time depends on; some families lack some.
+# The config fields on which a step's time depends; some model families lack some of them.
 SHAPE = (
     "hidden_size",
     "intermediate_size",
@@ -29,8 +29,9 @@ SHAPE = (
     "num_hidden_layers",
     "vocab_size",
 )
-# A timing thread computes or spins all the while. If it ran for a smaller share of the time, the machine was busy, and
-# it is timed again after this many seconds: not at each start, which takes longest on a busy machine.
+# A timing thread computes or spins all the time. If it ran for less than this share of the time,
+# the machine was busy, and it is timed again after RETRY_AFTER seconds. It is not timed again at
+# every start, because timing takes longest on a busy machine.
 UNDISTURBED = 0.8
 RETRY_AFTER = 3600
 log = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ def timings_file() -> Path:
 
 
 def read_timings(key: str, kind: type[T]) -> T | None:
-    """Returns the kept timings of a key; None if there are none, or the file is damaged."""
+    """Returns the timings kept under a key; None if there are none or the file is damaged."""
     try:
         kept = _read_file().get(key)
         return None if kept is None else msgspec.convert(kept, kind, str_keys=True)
@@ -55,7 +56,7 @@ def read_timings(key: str, kind: type[T]) -> T | None:
 
 
 def keep_timings(key: str, timings: Any) -> None:
-    """Keeps the timings of a key in the file; without a writable file they are measured again next time."""
+    """Keeps timings under a key in the file; if it cannot be written, they are measured again next time."""
     kept: dict[str, Any] = {}
     with suppress(UserError):  # a damaged file is replaced
         kept = _read_file()
@@ -66,7 +67,7 @@ def keep_timings(key: str, timings: Any) -> None:
 
 
 def watched(measure: Callable[[], T]) -> tuple[T, float | None]:
-    """Returns a measurement, and the time if other programs took much of the processor meanwhile, else None."""
+    """Returns a measurement, and the current time if other programs used much of the CPU meanwhile, else None."""
     wall = time.perf_counter()
     own = time.thread_time()
     measurement = measure()
@@ -75,7 +76,7 @@ def watched(measure: Callable[[], T]) -> tuple[T, float | None]:
 
 
 def is_doubtful(busy: float | None) -> bool:
-    """Returns True for timings of a machine that was busy at this time, if that is long enough ago to time it again."""
+    """Returns True if the machine was busy when it was timed, at least RETRY_AFTER seconds ago."""
     return busy is not None and not 0 <= time.time() - busy < RETRY_AFTER
 
 
@@ -84,7 +85,7 @@ def _read_file() -> dict[str, Any]:
 
 
 def machine_key(config: Any) -> str:
-    """Returns the key of timings: processor, its instructions, threads, version of torch, shape of the model."""
+    """Returns the key of timings: CPU, instruction set, threads, torch version and model shape."""
     shape = [config.model_type, *(getattr(config, name, None) for name in SHAPE)]
     can = instructions()[0] if is_available() else torch.backends.cpu.get_cpu_capability()
     return "|".join(

@@ -1,7 +1,7 @@
-"""The torch engine for GPUs: a decoder's layers written out over joined matrices, with few operations between them.
+"""The torch engine for GPUs: a decoder's layers rewritten with joined matrices and fewer operations.
 
-Known parts: RMS norms, rotary self-attention with optional norms on queries and keys, a gated MLP,
-and Gemma's norms after attention and MLP. Any other layer is `Unsupported`.
+It supports RMS norms, rotary self-attention with optional norms of queries and keys, a gated MLP,
+and Gemma's norms after attention and MLP. Any other layer raises Unsupported.
 """
 
 import itertools
@@ -20,10 +20,9 @@ from medusa_cli.model.attention import Masks
 from medusa_cli.model.backbone import Backbone, Layers, Unsupported, padded_pass
 from medusa_cli.model.checks import FAULTS, probe_tokens
 
-# Tokens of the passes that compare the layers with the network, at the first positions and at the
-# last.
+# Tokens per pass that compares the layers with the network, at the first and the last positions.
 TOKENS = 12
-# The allowed difference of states from the network's own, relative to their size, by their type.
+# The allowed relative difference from the network's states, by number type.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
 
 
@@ -46,7 +45,10 @@ class Norm(nn.Module):
 
 
 def norm_of(module: Any) -> Norm:
-    """Returns the same norm in fewer operations; Unsupported unless it is an RMS norm with gain w or 1 + w (Gemma)."""
+    """Returns a module's norm in fewer operations.
+
+    Raises Unsupported unless the module is an RMS norm with gain w or 1 + w (Gemma).
+    """
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     weight = getattr(module, "weight", None)
     if eps is None or weight is None or weight.dim() != 1:
@@ -63,7 +65,7 @@ def norm_of(module: Any) -> Norm:
 
 
 class Joined(nn.Module):
-    """Linear layers that read the same rows, as one matmul; it takes over their weights."""
+    """Linear layers that read the same rows, joined into one matmul with a copy of their weights."""
 
     weight: Tensor
     bias: Tensor | None
@@ -86,9 +88,9 @@ class Joined(nn.Module):
 
 
 class TorchLayer(nn.Module):
-    """One decoder layer on rows [B * R, H] of B slots, whose keys and values it writes in place.
+    """One decoder layer for rows [B * R, H] of B slots: the parts before and after attention.
 
-    kind and table: the indices of its masks and rotary tables.
+    kind, table: the indices of its mask and its rotary table.
     """
 
     def __init__(self, layer: Any, config: Any, kind: int, table: int) -> None:
@@ -133,7 +135,7 @@ class TorchLayer(nn.Module):
         )
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns queries and keys [B * R, heads + KV, D], rotated by tables, and values [B * R, KV, D]."""
+        """Returns queries and keys [B * R, heads + KV, D], rotated, and values [B * R, KV, D]."""
         qkv = self.qkv(self.attention_norm(x)).view(-1, self.heads + 2 * self.kv, self.dim)
         query_key, value = qkv.split([self.heads + self.kv, self.kv], dim=1)
         if self.query_norm is not None and self.key_norm is not None:
@@ -142,7 +144,7 @@ class TorchLayer(nn.Module):
         return torch.addcmul(query_key * cos, query_key.roll(self.dim // 2, -1), sin), value
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
-        """Returns the layer's output [B * R, H] from its input and the attention's [B * R, heads * D]."""
+        """Returns the layer's output [B * R, H] for its input and the attention output [B * R, heads * D]."""
         y = self.out(attended)
         x = x + (y if self.out_norm is None else self.out_norm(y))
         gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
@@ -154,7 +156,7 @@ class TorchLayer(nn.Module):
 class TorchEngine(LayoutEngine):
     """Runs the layers of a transformers decoder; raises Unsupported if it does not know their parts.
 
-    The network's own linear layers are freed one by one as they are joined.
+    The weights of each layer of the network are freed as soon as they are joined.
     """
 
     name = "torch"
@@ -203,7 +205,7 @@ class TorchEngine(LayoutEngine):
         return joined
 
     def _expected(self, tokens: Tensor, first: int) -> Tensor:
-        """Returns the network's own states [1, n, H] of tokens [n] at the positions from `first` on."""
+        """Returns the network's states [1, n, H] for tokens [n] at positions from `first` on."""
         positions = first + torch.arange(len(tokens), device=tokens.device)[None]
         states: Tensor = padded_pass(
             self.backbone, tokens[None], position_ids=positions
@@ -212,9 +214,12 @@ class TorchEngine(LayoutEngine):
 
     @torch.inference_mode()
     def _check(self, tokens: Tensor, expected: dict[int, Tensor]) -> None:
-        """Raises Unsupported unless states of a few tokens, by their first position, are the network's own."""
+        """Raises Unsupported unless the states of a few tokens match the network's states.
+
+        expected: the network's states by first position.
+        """
         for first, states in expected.items():
-            # Tables of only these positions take the place of the first ones.
+            # Tables of only these positions replace those of the first positions.
             positions = first + torch.arange(TOKENS, device=tokens.device)
             positions = positions.clamp(max=self.backbone.max_positions - 1)
             self._rotary = {
@@ -251,7 +256,7 @@ class TorchEngine(LayoutEngine):
             if not inputs or x.shape[1] != rows:
                 inputs = self.inputs(x.shape[1], layout)
             tapped[after - 1] = x = self.run_layers(first, after, x, layout, cache, *inputs)
-        # As in the network's own list of states, the last layer's are those after the last norm.
+        # As in the network's list of states, those of the last layer follow the final norm.
         tapped[-1] = x
         return x if taps == (-1,) else torch.cat([tapped[tap] for tap in taps], dim=-1), x
 
@@ -268,10 +273,10 @@ class TorchEngine(LayoutEngine):
         sin: list[Tensor],
         columns: Tensor,
     ) -> Tensor:
-        """Returns the states [B, R, H] after layers first .. end - 1, and after the last layer its norm.
+        """Returns the states [B, R, H] after layers first .. end - 1, normalized after the last layer.
 
-        masks by kind of layer; reads: of `columns_read`, or none; cos, sin by table; columns [B,
-        R]: where each slot gets its rows.
+        masks: by kind of layer. reads: the result of `columns_read`, or an empty list. cos, sin: by
+        rotary table. columns [B, R]: the columns in which each slot's rows are written.
         """
         assert cache.keys is not None and cache.values is not None
         shape = x.shape
@@ -316,17 +321,17 @@ class TorchEngine(LayoutEngine):
         return masks, reads, cos, sin, layout.columns[:, :rows]
 
     def _cos_sin(self, table: int, positions: Tensor, wide: int) -> tuple[Tensor, Tensor]:
-        """Returns cosines and sines [P, 1, D] of positions [P] below `wide`."""
+        """Returns the cosines and sines [P, 1, D] for positions [P], which are below `wide`."""
         context = self.backbone.max_positions
         length = len(self._rotary[table][0]) if table in self._rotary else 0
         if length < min(wide, context):
-            # Captured steps keep the place of the tables, so these never grow.
+            # CUDA graphs keep the address of the tables, so the tables must never grow.
             self._rotary[table] = self._table(table, torch.arange(context, device=positions.device))
         cos, sin = self._rotary[table]
         return cos[positions][:, None], sin[positions][:, None]
 
     def _table(self, table: int, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns cosines and sines [P, D] of positions [P]; the first half of the sines is negated."""
+        """Returns the cosines and sines [P, D] for positions [P]; the first half of the sines is negated."""
         like = torch.empty(1, dtype=self.dtype, device=positions.device)
         cos, sin = self._parts.rotary(like, positions[None], self._tables[table])
         half = sin.shape[-1] // 2
@@ -342,7 +347,7 @@ def _write(cached: Tensor, new: Tensor, columns: Tensor) -> None:
 
 
 def release(module: nn.Module) -> None:
-    """Frees the weights of a module's linear layers, which joined ones replace."""
+    """Frees the weights of a module's linear layers, which joined layers replace."""
     for layer in module.modules():
         if type(layer) is nn.Linear:
             layer.weight = nn.Parameter(torch.empty(0), requires_grad=False)

@@ -1,4 +1,4 @@
-"""The check that the library computes a model: on a small random twin of it, against transformers' pass."""
+"""The check that the library computes a model correctly: it runs a small random twin against transformers."""
 
 import copy
 from typing import Any
@@ -24,14 +24,14 @@ from medusa_cli.model.backbone import (
 from medusa_cli.model.checks import FAULTS, check_network, probe_tokens
 from medusa_cli.model.weights import NetworkWeights
 
-# Tokens of a pass over the twin, and its window, which is shorter.
+# Tokens of a pass over the twin, and its attention window, which is shorter.
 TOKENS = 20
 WINDOW = 7
-# Its soft cap of attention, which its scores exceed.
+# The twin's soft cap of attention scores, which its scores exceed.
 CAP = 2.0
-# Layers of the twin: with Gemma 3's pattern, of both kinds.
+# Layers of the twin: with Gemma 3's pattern, they include both kinds.
 LAYERS = 7
-# Bounds of other sizes that configs have.
+# Upper bounds for other sizes in configs.
 SMALLER = {
     "hidden_size_per_layer_input": 32,
     "num_experts": 8,
@@ -43,16 +43,16 @@ SMALLER = {
     "shared_expert_intermediate_size": 96,
     "shared_intermediate_size": 96,
 }
-# Forgetting of delta nets by exp(A) is made slow, so that states count.
+# Subtracted from A_log, so that delta nets forget slowly by exp(A_log) and states matter.
 SLOW = 3
-# The largest difference of its states, relative to their size.
+# The largest allowed relative difference of the twin's states.
 TOLERANCE = 1e-4
 
 
 def verified(network: Any) -> Description:
-    """Describes a network after the library's pass over its twin gave transformers' states.
+    """Describes a network once the library has reproduced transformers' states on its twin.
 
-    Raises Unsupported where parts are unknown or states differ.
+    Raises Unsupported if parts are unknown or states differ.
     """
     try:
         description = describe(network)
@@ -70,7 +70,7 @@ def verified(network: Any) -> Description:
 
 
 def twin_of(network: Any) -> Any:
-    """Returns a small network of random fp32 weights whose layers compute as a network's do."""
+    """Returns a small network with random fp32 weights and the same kinds of layers as a network."""
     config = copy.deepcopy(text_config(network.config))
     heads = config.num_attention_heads
     groups = heads // (getattr(config, "num_key_value_heads", None) or heads)
@@ -135,29 +135,29 @@ def twin_of(network: Any) -> Any:
             if name.endswith("layer_scalar"):
                 values.copy_(torch.rand_like(values) + 0.5)
         twin._apply(_without_memory)
-    take_own_attention(twin)  # a backbone's network has ours
+    take_own_attention(twin)  # a backbone's network has our attention
     return twin.eval()
 
 
 def _without_memory(tensor: Tensor) -> Tensor:
-    """Returns zeros that take no memory in place of a tensor on the meta device."""
+    """Returns zeros that use no memory for a tensor on the meta device, and any other tensor unchanged."""
     return torch.zeros((), dtype=tensor.dtype).expand(tensor.shape) if tensor.is_meta else tensor
 
 
 def _chosen_kinds(kinds: list[str], shared: int) -> list[str]:
-    """Returns the kinds of a twin's layers, each among them; of layers that share keys, too."""
+    """Returns the kinds of a twin's layers; each kind occurs, also among layers that share keys."""
     if shared:
         own = kinds[:-shared]
         last = max(own.index(kind) for kind in set(kinds))
         return [*own[: last + 1], *sorted(set(kinds), reverse=True)]
-    # Its last layers may be of a kind that its first are not.
+    # The network's last layers may have a kind that its first layers lack.
     chosen = kinds[:LAYERS]
     chosen[-1] = next((kind for kind in kinds if kind not in chosen), chosen[-1])
     return chosen
 
 
 def _fields_by_kind(config: Any) -> dict[str, dict[str, Any]]:
-    """Returns the fields that layers of each kind have of their own, if a config has such."""
+    """Returns a config's per-layer fields by kind of layer; the result is empty if it has none."""
     names = getattr(config, "per_layer_attributes", None)
     if not names:
         return {}
@@ -170,7 +170,7 @@ def _fields_by_kind(config: Any) -> dict[str, dict[str, Any]]:
 def _built(network: Any, config: Any) -> Any:
     """Builds a network of the same class for another text config, in fp32.
 
-    What sees images is on the meta device: text does not pass through it.
+    Vision modules are on the meta device, since text does not pass through them.
     """
     kind = type(network)
     own = network.config.get_text_config()
@@ -194,13 +194,13 @@ def _built(network: Any, config: Any) -> Any:
 
 @torch.inference_mode()
 def _compare(twin: Any, description: Description) -> None:
-    """Raises Unsupported unless the library gives a twin's states and logits, at its first and last positions."""
+    """Raises Unsupported unless the library reproduces a twin's logits and its states at both ends of its context."""
     packed = pack_in_memory(description, NetworkWeights(twin), None, False)
     backbone = Backbone(twin)
     engine = NativeEngine(backbone, NativeModel(description, packed, rotary_of(twin)), False)
     tokens = probe_tokens(backbone.vocab_size, TOKENS)
 
-    # A twin's window is short; its context is the model's.
+    # A twin's window is short, but its context is as long as the model's.
     for first in (0, max(0, usable_positions(backbone.config) - TOKENS)):
         positions = first + torch.arange(TOKENS)[None]
         expected = padded_pass(backbone, tokens[None], position_ids=positions).last_hidden_state[0]

@@ -1,4 +1,4 @@
-"""The cache as transformers' layers see it, and the order in which layers with a running state follow a tree."""
+"""The cache as transformers' layers see it, and the order in which stateful layers process a tree."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ from medusa_cli.engine.state_cache import StateKey
 
 @contextmanager
 def following(modules: Sequence[Any], view: "View") -> Iterator[None]:
-    """Lets modules with a running state follow a view's chain or tree."""
+    """Makes modules with a running state process the chain or tree of a view, within a context."""
     own = [vars(module).get("forward") for module in modules]
     for module in modules:
         module.forward = partial(view.follow, module.layer_idx, module.forward)
@@ -33,9 +33,9 @@ def following(modules: Sequence[Any], view: "View") -> Iterator[None]:
 class View(TransformersCache):
     """The slots of one pass as transformers' layers see them.
 
-    A module with a running state takes a tree level by level. The nodes of a level are a batch of
-    sequences with one new token each, which go on from their parents' states. So a node takes the
-    way of plain decoding.
+    A module with a running state processes a tree level by level. The nodes of a level are a batch
+    of sequences with one new token each, which continue from their parents' states. A node is thus
+    computed as in plain decoding.
     """
 
     def __init__(self, cache: LayerCache, layout: Layout, layers: int) -> None:
@@ -55,7 +55,7 @@ class View(TransformersCache):
         *args: Any,
         **options: Any,
     ) -> Any:
-        """Returns a module's output for states [B, R, H]; `args`, `options`: its other arguments."""
+        """Returns a module's output for states [B, R, H]; `args` and `options` are its other arguments."""
         known = {key: states for key, states in self._cache.states.items() if key[0] == layer}
         run = partial(self._follow_chain if self._layout.tree is None else self._follow_tree, known)
         return run(lambda rows: forward(rows, *args, **options), hidden_states)
@@ -98,7 +98,7 @@ class View(TransformersCache):
 
     @cached_property
     def _levels(self) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Returns slots, rows and parents' rows [n] of the nodes of each level, the roots first."""
+        """Returns the slots, rows and parents' rows, all [n], of the nodes in each level, roots first."""
         assert self._layout.tree is not None
         depth, mask = self._layout.tree
         above = mask & (depth[:, None, :] == depth[:, :, None] - 1)
@@ -124,7 +124,7 @@ class View(TransformersCache):
         conv_kernel_size: int | None = None,
         **options: object,
     ) -> Tensor:
-        """Keeps the last inputs of a convolution; returns them with those before, as transformers' own cache does."""
+        """Keeps the last inputs of a convolution; returns earlier and new inputs, as transformers' cache does."""
         key = (layer_idx, "conv", state_idx)
         before = self._now.get(key)
         if before is None:
@@ -161,7 +161,7 @@ def _along_rows(outs: list[Any]) -> Any:
 
 
 def _by_node(outs: list[Any], places: Sequence[tuple[Tensor, Tensor]], shape: Sequence[int]) -> Any:
-    """Joins a module's outputs [n, 1, ..] for the levels of a tree to [B, R, ..]; tuples part by part."""
+    """Joins a module's outputs [n, 1, ..] for a tree's levels into [B, R, ..]; tuples are joined part by part."""
     if isinstance(outs[0], tuple):
         return tuple(_by_node(list(part), places, shape) for part in zip(*outs, strict=True))
     if outs[0] is None:

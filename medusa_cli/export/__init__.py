@@ -1,1 +1,1 @@
-"""Drafters in the layouts of other programs, out and in."""
+"""Export and import of drafters in the layouts of other programs."""

@@ -1,4 +1,4 @@
-"""The model card of an export: base model, licence, use, identity and measured figures."""
+"""The model card of an export: base model, license, usage, identity and measured figures."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +13,7 @@ UNMEASURED = "Not measured yet: `medusa bench --mt-bench` does it."
 
 
 def front_matter(source: Source) -> str:
-    """Returns the lines that the hub reads: base model (if it has a hub id), licence (if stated), tags."""
+    """Returns the lines that the hub reads: base model (if it has a hub id), license (if stated) and tags."""
     import yaml
 
     facts: dict[str, object] = {}
@@ -26,7 +26,7 @@ def front_matter(source: Source) -> str:
 
 
 def licence_of(model: str) -> str | None:
-    """Returns the licence that a model's GGUF file or its own card states; None if neither does."""
+    """Returns the license stated in a model's GGUF file or in its own card, or None if there is none."""
     if (file := gguf_path(model)) is not None:
         stated = read_header(file).metadata.get("general.license")
         return stated if isinstance(stated, str) else None
@@ -43,7 +43,7 @@ def licence_of(model: str) -> str | None:
 
 
 def identity_of(source: Source) -> str:
-    """Returns a line that names the model that the drafter was trained for, by its sizes and its weights' digest."""
+    """Returns a line that identifies the model the drafter was trained for, by its sizes and weights digest."""
     identity = describe_drafter(source.run.drafter_dir).provenance.identity
     names = {
         "architecture": "architecture",
@@ -57,11 +57,11 @@ def identity_of(source: Source) -> str:
 
 
 def card(source: Source, title: str, use: Sequence[str]) -> str:
-    """Returns a card in Markdown; use: its paragraphs and shell blocks on how the folder is used."""
+    """Returns a card in Markdown; use: paragraphs and shell blocks that explain how to use the folder."""
     parts = [front_matter(source), f"# {title}", *use, identity_of(source)]
     return "\n\n".join([*parts, "## Measured", source.bench or UNMEASURED]) + "\n"
 
 
 def shell(lines: Sequence[str]) -> list[str]:
-    """Returns each command line as a block of a card."""
+    """Returns each command line as a shell block for a card."""
     return [f"```sh\n{line}\n```" for line in lines]

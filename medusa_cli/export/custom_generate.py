@@ -1,12 +1,12 @@
-"""Several tokens a step from `model.generate`, and the same tokens as without.
+"""Custom `generate` for transformers: several tokens per step, and the same tokens as without drafts.
 
     model = AutoModelForCausalLM.from_pretrained(FOLDER)
     model.generate(**inputs, custom_generate=FOLDER, trust_remote_code=True)
 
-A small drafter proposes a tree of tokens, and matches of earlier text propose more. One pass of the
-model verifies all of them and accepts the ones that it chooses itself. transformers copies this file
-away from the weights: they are found by the folder or hub id that the model was loaded from, or by
-`drafter=FOLDER`.
+A small drafter proposes a tree of tokens, and n-gram matches in the earlier text propose more. One
+pass of the model verifies all of them and accepts the ones that the model itself would choose.
+transformers copies this file but not the weights. They are found by the folder or hub id that the
+model was loaded from, or by `drafter=FOLDER`.
 """
 
 import json
@@ -40,16 +40,16 @@ from medusa_cli.drafters.medusa import MedusaHeads
 from medusa_cli.model.attention import Masks, cache_name
 from medusa_cli.tree.tree import Draft, Tree
 
-# FIRP is not among them: its extra rows go through the model's layers.
+# FIRP is not supported, because its extra rows go through the model's layers.
 KINDS: dict[str, type[HeadDrafter]] = {
     kind.name: kind for kind in (MedusaHeads, HydraHeads, Amphista, Eagle)
 }
-# Steps of a trial, and steps until the other way is tried again: the interval doubles up to the
-# longest.
+# Steps of a trial, and steps until the other mode is tried again. The interval doubles up to
+# LONGEST_RETRY.
 TRY = 6
 RETRY = 48
 LONGEST_RETRY = 768
-# Tokens of an n-gram match are drafted while they are accepted more often than this.
+# Tokens of an n-gram match are drafted while their chance of being accepted is above this.
 MIN_CHANCE = 0.25
 
 
@@ -63,17 +63,17 @@ def generate(
     tokenizer: Any = None,
     **kwargs: Any,
 ) -> Any:
-    """Returns the result of `model.generate` for one prompt, in fewer passes; drafter: its folder or hub id.
+    """Returns the result of `model.generate` for one prompt in fewer passes; drafter: its folder or hub id.
 
-    drafts: "auto" leaves drafts out while they do not pay on this machine and in this text;
-    "always" drafts every step.
+    drafts: "auto" skips drafts while they do not save time on this machine and for this text;
+    "always" drafts in every step. Raises ValueError for unsupported settings, such as beams.
     """
     if drafts not in ("auto", "always"):
         raise ValueError(f"drafts={drafts!r} is unknown: give 'auto' or 'always'")
     for key in (
         "custom_generate",
         "trust_remote_code",
-    ):  # given again if `model.generate` is this function already
+    ):  # passed again if `model.generate` already is this function
         kwargs.pop(key, None)
     if model.config._attn_implementation not in ("sdpa", "eager"):
         raise ValueError(
@@ -121,13 +121,13 @@ def generate(
             sequences=generation.ids, **{name: cache}, **generation.kept
         )
 
-    # The class's own `generate` prepares prompt, processors and criteria as always, without
+    # The class's own `generate` prepares the prompt, processors and criteria as usual, and disables
     # gradients.
     return type(model).generate(model, inputs, custom_generate=decode, streamer=streamer, **kwargs)
 
 
 def add_stop_strings(model: Any, tokenizer: Any, kwargs: dict[str, Any]) -> None:
-    """Turns stop strings into stopping criteria: transformers hands no tokenizer to a function in its place."""
+    """Turns stop strings into stopping criteria, because transformers passes no tokenizer to a custom function."""
     configs = (kwargs.get("generation_config"), model.generation_config)
     given = [
         kwargs.get("stop_strings"),
@@ -145,26 +145,24 @@ def add_stop_strings(model: Any, tokenizer: Any, kwargs: dict[str, Any]) -> None
 
 
 class DraftSwitch:
-    """Drafts while that takes less time a token than plain steps; now and then the other way is tried again."""
+    """Drafts while that takes less time per token than plain steps; the other mode is tried again now and then."""
 
     def __init__(self) -> None:
         self.drafts = True
         self._retry = RETRY
-        self._speeds: dict[
-            bool, float
-        ] = {}  # tokens a second with drafts and without, as far as both were tried
+        # Tokens per second with and without drafts, for the modes tried so far.
+        self._speeds: dict[bool, float] = {}
         self._steps: list[tuple[float, int]] = []
 
     def record(self, drafts: bool, seconds: float, tokens: int) -> None:
-        """Records a step's time; several answers of one model may record to one switch."""
+        """Records a step's time and tokens; several answers from one model may share one switch."""
         if drafts != self.drafts:
             return
         self._steps.append((seconds, tokens))
         if len(self._steps) <= (TRY if len(self._speeds) < 2 else self._retry):
             return
-        spent, accepted = map(
-            sum, zip(*self._steps[1:], strict=True)
-        )  # the first step of a way is slower
+        # The first step of a mode is slower and is not counted.
+        spent, accepted = map(sum, zip(*self._steps[1:], strict=True))
         if len(self._speeds) == 2:
             self._speeds = {}
             self._retry = min(2 * self._retry, LONGEST_RETRY)
@@ -178,7 +176,7 @@ class DraftSwitch:
 
 
 class Generation:
-    """Holds the tokens so far, and chooses and stops them one by one as `generate` does."""
+    """Holds the tokens so far; chooses each next token and decides when to stop, as `generate` does."""
 
     def __init__(
         self, ids: Tensor, processors: Any, criteria: Any, config: Any, streamer: Any
@@ -186,14 +184,14 @@ class Generation:
         self.ids = ids
         self.done = False
         wanted = [name for name in ("scores", "logits") if getattr(config, f"output_{name}")]
-        self.kept: dict[str, tuple[Tensor, ...]] = {name: () for name in wanted}  # of each token
+        self.kept: dict[str, tuple[Tensor, ...]] = {name: () for name in wanted}  # per token
         self._processors = processors
         self._criteria = criteria
         self._streamer = streamer
         self._sample = config.do_sample
 
     def choose(self, logits: Tensor) -> int:
-        """Returns the next token for logits [V]: the most likely one, or a draw from the distribution asked for."""
+        """Returns the next token for logits [V]: the most likely one, or a sample from the requested distribution."""
         raw = logits[None].to(self.ids.device, torch.float32, copy=True)
         scores = self._processors(self.ids, raw)
         token = (
@@ -211,7 +209,7 @@ class Generation:
         return int(token)
 
     def accept(self, logits: Tensor, draft: Draft) -> tuple[list[int], int]:
-        """Follows the children that hold the tokens chosen from logits [N, V]; returns the path and the next token."""
+        """Follows the nodes that hold the tokens chosen from logits [N, V]; returns the path and the next token."""
         tokens = draft.tokens.tolist()
         path = [0]
         while True:
@@ -227,10 +225,12 @@ class Generation:
 def run(
     model: Any, loaded: "Loaded", prompt: Tensor, generation: Generation, switch: DraftSwitch | None
 ) -> DynamicCache:
-    """Drafts (switch None: always), verifies, accepts and keeps rows until the answer ends; returns the cache."""
-    cache = (
-        DynamicCache()
-    )  # without a config every layer keeps all rows, so that rejected ones can be removed
+    """Drafts, verifies, accepts and keeps rows until the answer ends; returns the cache.
+
+    switch: decides whether a step drafts; None: every step does.
+    """
+    # Without a config, every layer keeps all rows, so that rejected ones can be removed.
+    cache = DynamicCache()
     backbone = backbone_of(model)
     drafter = loaded.drafter.fork()
     index = NgramIndex(ngram_trust())
@@ -270,7 +270,7 @@ def run(
         states = tapped(out.hidden_states, drafter.taps, model.device)
         keep(cache, start, rows)
         accepted = NewTokens(draft.tokens[rows], states[rows], root, start)
-        # Tokens of steps without drafts wait until the drafter is used again.
+        # Tokens from steps without drafts are collected until the drafter is used again.
         new = accepted if drafts else concat([new, accepted])
         text += accepted.tokens.tolist()
         index.learn([*text[start + 1 :], root])
@@ -280,12 +280,15 @@ def run(
 
 
 def tapped(states: Any, taps: tuple[int, ...], device: torch.device) -> Tensor:
-    """Returns the states [n, H * taps] after some layers, of all layers' [1, n, H]; the first are the embeddings."""
+    """Returns the tapped hidden states [n, H * taps] from those of all layers [1, n, H], embeddings first."""
     return torch.cat([states[tap if tap < 0 else tap + 1][0].to(device) for tap in taps], dim=-1)
 
 
 def tree_masks(model: Any, tree: Tree, start: int, positions: Tensor) -> Any:
-    """Returns the mask, by kind of layer if there are several: a node sees all cached rows [start] and its path."""
+    """Returns the attention mask, by layer kind if there are several.
+
+    Each node sees all cached rows [start] and its own path.
+    """
     visible = F.pad(tree.mask.to(positions.device), (start, 0), value=True)
     columns = torch.cat([torch.arange(start, device=positions.device), positions])
     additive = Masks(model.config.get_text_config(), model.dtype).additive(
@@ -296,7 +299,7 @@ def tree_masks(model: Any, tree: Tree, start: int, positions: Tensor) -> Any:
 
 
 def keep(cache: DynamicCache, start: int, rows: Tensor) -> None:
-    """Keeps the accepted rows among the rows from `start` on."""
+    """Keeps only the accepted rows among the cache rows from `start` on."""
     for layer in cache.layers:
         for name in ("keys", "values"):
             every = getattr(layer, name)
@@ -320,7 +323,7 @@ def backbone_of(model: Any) -> Any:
 
 @dataclass
 class Loaded:
-    """A model's drafter with its tree and switch; key: the folder or id it was loaded from."""
+    """Holds a model's drafter with its tree and switch; key: the source, dtype and device it was loaded with."""
 
     key: tuple[Any, ...]
     drafter: HeadDrafter
@@ -328,11 +331,14 @@ class Loaded:
     switch: DraftSwitch
 
 
-_loaded: WeakKeyDictionary[Any, Loaded] = WeakKeyDictionary()  # of each model in use
+_loaded: WeakKeyDictionary[Any, Loaded] = WeakKeyDictionary()  # by model in use
 
 
 def load_drafter(source: str, model: Any) -> Loaded:
-    """Returns the drafter of a folder or hub id in the model's type on its device; read once for a model."""
+    """Returns the drafter of a folder or hub id in the model's dtype and on its device.
+
+    It is read only once per model. Raises ValueError if the source holds no drafter.
+    """
     key = (source, model.dtype, model.device)
     if model in _loaded and _loaded[model].key == key:
         return _loaded[model]
@@ -348,9 +354,8 @@ def load_drafter(source: str, model: Any) -> Loaded:
     config = kind.config_class(
         **{f.name: data[f.name] for f in fields(kind.config_class) if f.name in data}
     )
-    with torch.random.fork_rng(
-        devices=[]
-    ):  # a caller's draws do not depend on the drafter's first weights
+    # Initializing the drafter's weights must not change the caller's random draws.
+    with torch.random.fork_rng(devices=[]):
         drafter = kind(config)
     tensors = load_file(cached_file(source, f"drafter/{kind.weights_file}"))
     for name, weight in drafter.named_weights().items():

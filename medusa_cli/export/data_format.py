@@ -1,4 +1,4 @@
-"""A run's conversations as the rows that SpecForge and speculators train on."""
+"""Export of a run's conversations as rows that SpecForge and speculators train on."""
 
 import json
 from collections.abc import Iterable
@@ -25,8 +25,8 @@ def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 def export_data(run: Run, output: Path, *, overwrite: bool = False) -> tuple[list[str], list[str]]:
     """Writes a run's conversations twice: as messages, and with token ids and loss masks.
 
-    Prompts without a chat template stand only in the second file. Raises UserError for a run
-    without conversations.
+    Prompts without a chat template are only in the second file. Raises UserError if the run has no
+    conversations.
     """
     owner = Run(run.data_path.parent)
     conversations = list(read_distilled(owner))

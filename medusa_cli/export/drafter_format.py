@@ -1,4 +1,4 @@
-"""A drafter as this program reads it: weights, tree and calibration in one folder, for `--drafter`."""
+"""Export of a drafter in this program's layout: weights, tree and calibration in one folder for `--drafter`."""
 
 import shutil
 from pathlib import Path

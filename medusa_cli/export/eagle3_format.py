@@ -1,4 +1,4 @@
-"""EAGLE-3 folders, as vLLM, SGLang and llama.cpp read them."""
+"""Export to EAGLE-3 folders, as read by vLLM, SGLang and llama.cpp."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ KIND = "eagle"
 def export_eagle3(
     source: Source, output: Path, *, overwrite: bool = False
 ) -> tuple[list[str], list[str]]:
-    """Writes an EAGLE drafter in the form that other engines read; raises UserError for any other kind."""
+    """Writes an EAGLE drafter in the layout that other engines read; raises UserError for any other kind."""
     refuse_other_kinds(source, "eagle3")
     config = source.config
     tensors = engine_tensors(source)
@@ -43,7 +43,7 @@ def export_eagle3(
 
 
 def refuse_other_kinds(source: Source, form: str) -> None:
-    """Raises UserError for a drafter that is not EAGLE."""
+    """Raises UserError unless the drafter is an EAGLE drafter."""
     if source.kind != KIND:
         raise UserError(
             f"@to {form} cannot hold the {source.kind} drafter {source.run.drafter_dir}",
@@ -54,10 +54,11 @@ def refuse_other_kinds(source: Source, form: str) -> None:
 def engine_tensors(source: Source) -> dict[str, Tensor]:
     """Returns an EAGLE drafter's tensors with the maps of its draft vocabulary.
 
-    d2t [M]: target = i + d2t[i]. t2d [V]: True for its tokens.
+    d2t [M]: draft token i is the model's token i + d2t[i]. t2d [V]: True for the tokens in the
+    draft vocabulary.
     """
     tensors = dict(source.tensors)
-    if source.config.vocabulary == "draft":  # engines want no maps for a full vocabulary
+    if source.config.vocabulary == "draft":  # engines expect no maps for a full vocabulary
         ids = tensors.pop("draft_ids").long()
         tensors["d2t"] = ids - torch.arange(len(ids))
         tensors["t2d"] = torch.zeros(source.config.vocab_size, dtype=torch.bool).index_fill(
@@ -67,7 +68,7 @@ def engine_tensors(source: Source) -> dict[str, Tensor]:
 
 
 def served_model(source: Source) -> tuple[str, list[str]]:
-    """Returns the model to serve with a drafter, and a note where it is yet to be written."""
+    """Returns the model to serve with a drafter, and a note if that model must be exported first."""
     if source.run.adapter is None:
         return assets.model_dir(source.model), []
     merged = f"{source.run.name}-merged"
@@ -77,7 +78,7 @@ def served_model(source: Source) -> tuple[str, list[str]]:
 
 
 def _launch(model: str, folder: str, tokens: int) -> list[str]:
-    """Returns the command that starts each engine with the drafter."""
+    """Returns, for each engine, the command that starts it with the drafter."""
     speculative = f'{{"method": "eagle3", "model": "{folder}", "num_speculative_tokens": {tokens}}}'
     return [
         f"vllm serve {model} --speculative-config '{speculative}'",
@@ -90,7 +91,7 @@ def _launch(model: str, folder: str, tokens: int) -> list[str]:
 
 
 def _engine_config(source: Source) -> dict[str, Any]:
-    """Returns config.json under the engines' names."""
+    """Returns the content of config.json with the key names of the engines."""
     base = read_config(source.model, source.trusted)
     own = source.config
     widths = ("hidden_size", "intermediate_size", "num_attention_heads", "head_dim", "vocab_size")
@@ -110,8 +111,8 @@ def _engine_config(source: Source) -> dict[str, Any]:
         "eos_token_id": base.eos_token_id,
         "torch_dtype": str(source.tensors["fc.weight"].dtype).removeprefix("torch."),
         AUX_LAYERS: list(own.taps),
-        # Nested, where SGLang reads them, layers count from 0: the layer that gives a state, not
-        # the one that takes it.
+        # SGLang reads the nested layers, which count from 0. They name the layer that outputs a
+        # state instead of the layer that receives it.
         "eagle_config": {
             AUX_LAYERS: [layer - 1 for layer in own.taps],
             "use_aux_hidden_state": True,

@@ -1,4 +1,4 @@
-"""The drafter to export, and the folder to write: complete or absent, with a checksum for every file."""
+"""The drafter to export, and the output folder, which is complete or absent and has a checksum for every file."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +19,7 @@ CHECKSUMS = "SHA256SUMS"
 
 @contextmanager
 def exporting(folder: Path, overwrite: bool = False) -> Iterator[Path]:
-    """Yields an empty folder to fill, which becomes `folder` with its checksums.
+    """Yields an empty folder to fill, which then becomes `folder` together with its checksums.
 
     Raises UserError if `folder` is not empty, unless it holds an earlier export and `overwrite` is
     set.
@@ -50,10 +50,10 @@ def exporting(folder: Path, overwrite: bool = False) -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class Source:
-    """A run's drafter as it is on disk: kind, config (of the kind's class), tensors by their names in the file.
+    """Holds a run's drafter as it is on disk: kind, config (of the kind's class), and tensors by name in the file.
 
-    model: the name of its model. trusted: the model's Python files may run. repository: the hub's repository that the
-    export goes to, if any.
+    model: the name of its model. trusted: the model's Python files may run. repository: the hub
+    repository that receives the export, if any.
     """
 
     run: Run
@@ -65,26 +65,25 @@ class Source:
     repository: str | None = None
 
     def name_of(self, output: Path) -> str:
-        """Returns what users call the export: its repository, else its folder."""
+        """Returns the name by which users refer to the export: its repository, or else its folder."""
         return self.repository or str(output)
 
     @property
     def calibration(self) -> dict[str, Any] | None:
-        """Returns the run's calibration, None if it has none."""
+        """Returns the run's calibration, or None if it has none."""
         path = self.run.calibration_path
         return read_object(path, "the calibration") if path.is_file() else None
 
     @property
     def bench(self) -> str | None:
-        """Returns the newest report of `medusa bench` on this very drafter, in Markdown; None if there is none."""
+        """Returns the newest `medusa bench` report on exactly this drafter, in Markdown; None if there is none."""
         stamp = stamp_of(self.run.drafter_dir)
         folder = self.run.bench_dir
         shipped = Run.shipped_for(self.model)
-        if (
-            shipped is not None and shipped.path == self.run.path
-        ):  # bench writes to a run of the model's name
+        # For a shipped drafter, bench writes to a run named after the model.
+        if shipped is not None and shipped.path == self.run.path:
             folder = Run(RUNS / called(self.model)).bench_dir
-        for path in sorted(folder.glob("*.json"), reverse=True):  # named by their time
+        for path in sorted(folder.glob("*.json"), reverse=True):  # named after their time
             drafting = read_object(path, "the report").get("drafting") or {}
             if path.with_suffix(".md").is_file() and stamp in [
                 entry.get(STAMP) for entry in drafting.values()
@@ -94,7 +93,7 @@ class Source:
 
 
 def find_source(run: str | None = None, model: str | None = None, trusted: bool = False) -> Source:
-    """Returns the drafter of a run, by default the one that ships for the model; raises UserError if unusable."""
+    """Returns a run's drafter, by default the one that ships for the model; raises UserError if it is unusable."""
     target = Run.open(run) if run else Run.shipped_for(model or DEFAULT_MODEL)
     if target is None:
         raise UserError(

@@ -1,4 +1,4 @@
-"""A folder from which transformers decodes with drafts: model, drafter, tree, code and a model card."""
+"""Export of a folder with which transformers decodes with drafts: model, drafter, tree, code and model card."""
 
 import re
 import shutil
@@ -21,9 +21,9 @@ from medusa_cli.tree.tree import Tree
 
 PACKAGE = Path(__file__).parents[1]
 IMPORT = re.compile(r"^( *)from medusa_cli\.([\w.]+) import(.*\n)", re.MULTILINE)
-# Modules of which the files that decode read only types: annotations are never evaluated.
+# Modules that the decoding files import only for types; annotations are never evaluated.
 TYPES = {"engine.extra_rows", "model"}
-# Stands for engine/linear.py, which packs weights by the native library.
+# Replaces engine/linear.py, which packs weights with the native library.
 LINEAR = '''"""Linear layers of drafters when they draft: as they are."""
 
 from torch.nn import functional as F
@@ -43,7 +43,7 @@ def packed_linear(weight, bias=None):
     return lambda x: F.linear(x, weight, bias)
 '''
 REQUIREMENTS = "transformers>=5.20\nsafetensors\n"
-# Nodes of the tree if the run has a calibration and no tree.
+# Number of tree nodes if the run has a calibration but no tree.
 NODES = 16
 CHAT = """inputs = tokenizer.apply_chat_template(
     [{"role": "user", "content": "Why is the sky blue?"}],
@@ -90,11 +90,11 @@ names this folder if the model was loaded from another place. Steps go without d
 def export_hf(
     source: Source, output: Path, *, overwrite: bool = False, budget: int | None = None
 ) -> tuple[list[str], list[str]]:
-    """Writes the model (an adapter merged), drafter, tree and calibration, the code that decodes with them, a card.
+    """Writes the model (with any adapter merged), drafter, tree, calibration, decoding code and a model card.
 
-    budget: nodes of the best tree by the calibration; None for the run's own tree. Raises UserError
-    for a kind of drafter that transformers cannot run, or without a tree or a calibration to search
-    one by.
+    budget: the number of nodes of the best tree according to the calibration; None: the run's own
+    tree. Raises UserError if transformers cannot run the kind of drafter or the model's layers, or
+    if there is neither a tree nor a calibration to search one with.
     """
     if source.kind not in KINDS:
         fault = f"@to hf cannot hold the {source.kind} drafter {source.run.drafter_dir}"
@@ -133,7 +133,7 @@ def export_hf(
 
 
 def _write_code(folder: Path) -> None:
-    """Writes the files that decode, flat and with relative imports: transformers copies no others to where it runs."""
+    """Writes the decoding files to one folder with relative imports, as transformers copies no other files."""
     modules = ["export.custom_generate"]
     texts = {"engine_linear.py": LINEAR, "requirements.txt": REQUIREMENTS}
 
@@ -146,7 +146,7 @@ def _write_code(folder: Path) -> None:
             modules.append(module)
         return f"{indent}from .{name} import{names}"
 
-    for module in modules:  # which grows by the imports of each
+    for module in modules:  # the list grows as imports are found
         path = PACKAGE / module.replace(".", "/")
         text = (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text(
             encoding="utf-8"
@@ -163,7 +163,7 @@ def _name(dtype: torch.dtype | None) -> str:
 
 
 def _tree(source: Source, budget: int | None) -> Tree:
-    """Returns the run's tree, or the best one of a budget by the calibration."""
+    """Returns the run's tree, or the best tree of `budget` nodes according to the calibration."""
     path = source.run.tree_path
     calibration = source.calibration
     heads = source.config.num_heads

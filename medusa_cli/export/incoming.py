@@ -1,4 +1,4 @@
-"""Import of drafters that other tools trained: write a run."""
+"""Import of drafters trained by other tools into runs."""
 
 import os
 from pathlib import Path
@@ -26,10 +26,9 @@ def import_drafter(
 ) -> tuple[Run, dict[str, Any], list[str]]:
     """Reads a folder, file or hub id in any known layout and writes runs/NAME, by default named after it.
 
-    Returns the run, its drafter's kind and heads with the layout they came in, and notes on
-    changes. trust_remote_code: run the Python files that the model's config may need. Raises
-    UserError, naming the fault, for a checkpoint that does not fit the model, and for a run that
-    has a drafter.
+    Returns the run, the drafter's kind, heads and original layout, and notes on changes.
+    trust_remote_code: runs Python files that the model's config may need. Raises UserError with the
+    reason if the checkpoint does not fit the model, or if the run already has a drafter.
     """
     checkpoint = Checkpoint.open(place)
     owner = model or checkpoint.model
@@ -59,10 +58,10 @@ def import_mtp(
     size: int | None = None,
     options: LoadOptions = DEFAULT_LOADING,
 ) -> tuple[Run, dict[str, Any], list[str]]:
-    """Writes the MTP layer of a model's checkpoint into a run; returns what `import_drafter` returns.
+    """Writes the MTP layer of a model's checkpoint into a run; returns the same values as `import_drafter`.
 
-    Its draft vocabulary holds the `size` most frequent tokens of the conversations in `data`, by
-    default the run's; without conversations it scores all tokens.
+    The draft vocabulary holds the `size` most frequent tokens of the conversations in `data`, by
+    default the run's. Without conversations, the drafter scores all tokens.
     """
     settings = mtp_settings(model)
     tensors = checkpoint_tensors(model)
@@ -92,7 +91,7 @@ def import_mtp(
 
 
 def _sizes(model: str, base: Any) -> dict[str, Any]:
-    """Returns what a model's config tells of its identity."""
+    """Returns the part of a model's identity that its config contains."""
     return {
         "id": model,
         "architecture": base.model_type,
@@ -105,7 +104,7 @@ def _sizes(model: str, base: Any) -> dict[str, Any]:
 def _write(
     target: Run, drafter: Incoming, identity: dict[str, Any], imported: dict[str, Any]
 ) -> None:
-    """Writes a drafter into a run; raises UserError if it has one or belongs to another model."""
+    """Writes a drafter into a run; raises UserError if the run already has one or belongs to another model."""
     with sole_writer(target.path, "medusa import"):
         if (target.drafter_dir / "config.json").is_file():
             raise UserError(f"{target.path} has a drafter already", "give another @run")
@@ -113,7 +112,7 @@ def _write(
         source = provenance(identity, imported=imported)
         with replacing_folder(target.drafter_dir) as part:
             path = part / drafter.kind.weights_file
-            # Tensors that share memory, as tied ones do, each get their own.
+            # Tensors that share memory, such as tied ones, are copied separately.
             form = torch.contiguous_format
             copies = {
                 name: tensor.detach().clone(memory_format=form)
@@ -126,6 +125,6 @@ def _write(
 
 
 def _run_name(place: str) -> str:
-    """Returns the run's name after a folder (its last part; links keep their own name), a file or a hub id."""
+    """Returns a run name taken from a folder (its last part; links are not resolved), a file or a hub id."""
     path = Path(os.path.abspath(Path(place).expanduser()))
     return path.stem if path.is_file() else path.name

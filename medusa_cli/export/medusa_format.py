@@ -1,4 +1,7 @@
-"""Medusa heads in the layout of FasterDecoding, vLLM (to 0.32) and TGI: medusa_lm_head.safetensors and config.json."""
+"""Export of Medusa heads in the layout of FasterDecoding, vLLM (up to 0.32) and TGI.
+
+The layout consists of medusa_lm_head.safetensors and config.json.
+"""
 
 import logging
 from pathlib import Path
@@ -21,8 +24,9 @@ def export_medusa(
     """Writes Medusa heads with a full vocabulary matrix [V, H] each; raises UserError for any other kind.
 
     Tokens outside a draft vocabulary get the mean of its rows, so that none of them is ever the
-    likeliest. Heads that read the model's lm_head are written without matrices (FasterDecoding's
-    second form). Heads with a conditional bias are refused: the layout cannot hold it.
+    most likely token. Heads that use the model's lm_head are written without matrices
+    (FasterDecoding's v2). Heads with a conditional bias also raise UserError, because the layout
+    cannot hold the bias.
     """
     config = source.config
     tensors = source.tensors
@@ -80,7 +84,7 @@ def export_medusa(
             "medusa_num_layers": layers,
             "hidden_size": config.hidden_size,
             "vocab_size": config.vocab_size,
-            "medusa_fc_bias": True,  # engines drop the biases silently without it
+            "medusa_fc_bias": True,  # without it, engines silently drop the biases
         }
         write_json(part / "config.json", facts)
         page = card(
@@ -91,11 +95,10 @@ def export_medusa(
 
 
 def _full_matrix(tensors: dict[str, Tensor], name: str, vocabulary: int) -> Tensor:
-    """Returns a head's vocabulary matrix [V, H] in memory of its own."""
+    """Returns a copy of a head's vocabulary matrix, widened to the whole vocabulary [V, H]."""
     matrix = tensors[f"{name}.weight"]
     if "draft_ids" not in tensors:
         return matrix.clone()
-    mean = (
-        matrix.float().mean(0, keepdim=True).to(matrix.dtype)
-    )  # zeros would win where all logits lie below 0
+    # Zeros would win if all other logits were negative.
+    mean = matrix.float().mean(0, keepdim=True).to(matrix.dtype)
     return mean.repeat(vocabulary, 1).index_copy(0, tensors["draft_ids"].long(), matrix)

@@ -1,4 +1,4 @@
-"""EAGLE-3 drafters as checkpoints of the library speculators, which vLLM serves without further arguments."""
+"""Export of EAGLE-3 drafters as checkpoints of the speculators library, which vLLM serves without more arguments."""
 
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,10 @@ from medusa_cli.model.load import read_config
 def export_speculators(
     source: Source, output: Path, *, overwrite: bool = False
 ) -> tuple[list[str], list[str]]:
-    """Writes an EAGLE drafter as speculators does; raises UserError for any other kind.
+    """Writes an EAGLE drafter in the layout of speculators; raises UserError for any other kind.
 
-    Read in its source of August 2026 (config.py, models/eagle3). The embeddings are the verifier's,
-    and left out.
+    The layout follows the library's source as of August 2026 (config.py, models/eagle3). The
+    embeddings belong to the verifier and are left out.
     """
     refuse_other_kinds(source, "speculators")
     verifier, notes = served_model(source)
@@ -48,7 +48,7 @@ def export_speculators(
 
 
 def _config(source: Source, verifier: str) -> dict[str, Any]:
-    """Returns config.json; it names every setting of a layer, as defaults differ between versions."""
+    """Returns the content of config.json; it sets every layer option, because defaults differ between versions."""
     base = read_config(source.model, source.trusted)
     own = source.config
     widths = ("hidden_size", "intermediate_size", "num_attention_heads", "head_dim", "vocab_size")
@@ -76,7 +76,7 @@ def _config(source: Source, verifier: str) -> dict[str, Any]:
         },
         "transformer_layer_config": layer,
         "draft_vocab_size": own.draft_vocab_size or own.vocab_size,
-        "target_hidden_size": None,  # the drafter's own
+        "target_hidden_size": None,  # same as the drafter's
         AUX_LAYERS: list(own.taps),
         **{key: getattr(own, key) for key in NORMS},
         **{key: False for key in VARIANTS if key not in layer},

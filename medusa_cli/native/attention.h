@@ -1,8 +1,10 @@
-// Attention of a step's rows to what their slot holds, and to each other by a draft tree's mask.
+// Attention from a step's rows to the columns of their slot, and to each other under a draft tree's
+// mask.
 //
-// Keys lie in tiles of 16 columns [columns / 16, D, 16], so that a lane is a column; values row by row [columns, D], so
-// that a lane is a dimension. A score is a sum over D in order, an output a sum over columns in order, in which masked
-// columns count exactly nothing: a path of a tree gets the bits of the same tokens in a chain, wherever its columns lie.
+// Keys lie in tiles of 16 columns [columns / 16, D, 16], so that a lane is a column. Values lie row
+// by row [columns, D], so that a lane is a dimension. A score is a sum over D in order. An output
+// is a sum over columns in order, to which masked columns add exactly zero. A path of a tree
+// therefore gives the same bits as the same tokens in a chain, wherever its columns lie.
 #pragma once
 
 #include <algorithm>
@@ -12,17 +14,19 @@
 
 namespace medusa {
 
-// Which columns the rows of one slot see. Row r sees column c < prefix if c >= lowest[r], and column prefix + j by bit
-// masks over tiles of 16 columns: tile i of row r is the columns 16 * (prefix / 16 + i) ..
+// The columns that the rows of one slot see. Row r sees column c < prefix if c >= lowest[r]. For
+// the columns from the prefix on, it has bit masks over tiles of 16 columns, of which tile i begins
+// at column 16 * (prefix / 16 + i).
 struct Sight {
   int64_t prefix;
-  int64_t tiles;                 // masks of a row
-  std::vector<int64_t> lowest;   // [rows], of a window, at most the prefix
-  std::vector<int64_t> last;     // [rows], one behind the last column that it sees
+  int64_t tiles;                 // masks per row
+  std::vector<int64_t> lowest;   // [rows], first column of the window, at most the prefix
+  std::vector<int64_t> last;     // [rows], one past the last column that the row sees
   std::vector<uint16_t> masks;   // [rows, tiles]
 };
 
-// Sets what `rows` rows see: each other by seen [rows, stride], at positions, within a window (0: no bound).
+// Sets the columns that `rows` rows see. seen [rows, stride]: which rows see each other. positions:
+// those of the rows. window: the number of positions that a row sees, 0 for no bound.
 inline void look(Sight& sight, int64_t rows, int64_t prefix, const uint8_t* seen, int64_t stride,
                  const int32_t* positions, int64_t window) {
   const int64_t first = prefix / 16;
@@ -56,21 +60,22 @@ inline uint16_t visible(const Sight& sight, int64_t row, int64_t tile) {
   return lowest >= 16 ? 0 : static_cast<uint16_t>(0xffff << lowest);
 }
 
-// Query rows that read keys and values together, and vectors of 16 dimensions that they sum at once.
+// The query rows that read keys together (QUERIES) and values together (SUMS), and the vectors of
+// 16 dimensions that are summed at once (DEEP).
 #if defined(__AVX512BW__)
 constexpr int QUERIES = 8, SUMS = 4, DEEP = 4;
 #else
 constexpr int QUERIES = 4, SUMS = 2, DEEP = 2;
 #endif
 
-// cap * tanh(x / cap)
+// Returns cap * tanh(x / cap).
 inline F soft_cap(F x, float cap) {
   const F e = exp(mul(set(2.0f / cap), min(x, set(20.0f * cap))));
   return mul(set(cap), sub(set(1.0f), div(set(2.0f), add(e, set(1.0f)))));
 }
 
-// Scores of R queries [R, dim] with columns of tiles first .. end - 1, soft-capped where `cap` is not 0, and masked with
-// -inf; scores [R, stride].
+// Computes the scores [R, stride] of R queries [R, dim] for the columns of tiles first .. end - 1.
+// Scores are soft-capped if `cap` is not 0; the scores of masked columns are -inf.
 template <int R>
 inline void score(const float* queries, const float* keys, int64_t dim, int64_t first, int64_t end, const Sight& sight,
                   const int64_t* rows, float cap, float* scores, int64_t stride) {
@@ -97,8 +102,8 @@ inline float first_of(F x) {
   return lanes[0];
 }
 
-// Sums V vectors of values from dimension `d` on, weighted by R rows of weights, over columns first .. end - 1. Where
-// `totals` is given, it gets the sums of the weights.
+// Sums V vectors of values over columns first .. end - 1, weighted by R rows of weights. If
+// `totals` is not null, it receives the sums of the weights.
 template <int R, int V>
 inline void weigh(const float* weights, int64_t stride, const float* values, int64_t dim, int64_t first, int64_t end,
                   float* out, int64_t out_stride, float* totals) {
@@ -134,14 +139,15 @@ inline void weigh_rows(const float* weights, int64_t stride, const float* values
   }
 }
 
-// Room for one thread's attention.
+// Scratch memory for one thread's attention.
 struct AttentionRoom {
   std::vector<float> scores, queries, out;
 };
 
-// Attends `count` <= QUERIES queries of one key head. queries: pointers to [dim] numbers; rows: the row of each in the
-// slot; keys, values: of the slot and head; outputs: pointers to [dim] numbers. padded: dim in whole vectors. sinks: one
-// more score of each query, which has no value, or null.
+// Runs attention for `count` <= QUERIES queries of one key head. queries, outputs: pointers to
+// [dim] floats. rows: each query's row in the slot. keys, values: those of the slot and head.
+// padded: dim rounded up to whole vectors. sinks: one more score per query, which has no value, or
+// null.
 inline void attend(const float* const* queries, const int64_t* rows, int count, const Sight& sight, const float* keys,
                    const float* values, int64_t dim, int64_t padded, float scale, float cap, const float* sinks,
                    AttentionRoom& room, float* const* outputs) {

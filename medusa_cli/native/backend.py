@@ -1,4 +1,4 @@
-"""The build backend: setuptools, which also asks for a compiler from PyPI where the system has none."""
+"""The build backend: setuptools, which also requires a compiler from PyPI if the system has none."""
 
 from typing import Any
 
@@ -33,6 +33,6 @@ def get_requires_for_build_editable(settings: Any = None) -> list[str]:
 
 
 def _compiler() -> list[str]:
-    from build import compiler  # beside this file, which is the backend's path
+    from build import compiler  # next to this file, in the backend's path
 
     return [] if compiler() else ["ziglang"]

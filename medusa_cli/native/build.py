@@ -1,7 +1,7 @@
-"""Compiles the native library, when the package is built or installed. It needs nothing but the standard library.
+"""Compiles the native library when the package is built or installed; needs only setuptools.
 
-The compiler is $CXX, else the system's, else the one in the `ziglang` package, which `backend.py` asks for where there
-is no other. Without a compiler the package is built without the library: the eager engine runs in its place.
+The compiler is $CXX, else the system's, else the one in the `ziglang` package, which `backend.py` requires if there is
+no other. Without a compiler, the package is built without the library and runs on the eager engine.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from setuptools.command.build_py import build_py
 
 SOURCES = Path(__file__).parent
 LIBRARY = "libmedusa.so"
-# A matmul's rows must not depend on what a compiler contracts to one operation.
+# The bits of a matmul's rows must not depend on which operations a compiler contracts.
 FLAGS = ["-std=c++17", "-O3", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-g0", "-Wall"]
-# GCC 12 says of its own header of AVX-512 that it reads what is not set.
+# GCC 12 warns that its own AVX-512 header reads uninitialized values.
 QUIET = ["-Wno-uninitialized", "-Wno-maybe-uninitialized", "-Wno-unknown-warning-option"]
 COMMON = ("pool", "formats", "library")
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
-# step.cpp is compiled once for each.
+# step.cpp is compiled once per instruction set.
 INSTRUCTIONS = {
     "avx2": AVX2,
     "avxvnni": [*AVX2, "-mavxvnni"],
@@ -49,7 +49,10 @@ def compiler() -> list[str] | None:
 
 
 def compile_library(target: Path, flags: list[str] | None = None) -> None:
-    """Writes the library; raises CalledProcessError where the compiler fails. flags: more of the compiler's."""
+    """Compiles the library into `target`, with additional compiler flags.
+
+    Raises CalledProcessError if the compiler fails, and FileNotFoundError if there is none.
+    """
     command = compiler()
     if command is None:
         raise FileNotFoundError("no C++ compiler")
@@ -70,7 +73,7 @@ def compile_library(target: Path, flags: list[str] | None = None) -> None:
             return output
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            # The longest first.
+            # The longest jobs come first.
             objects = list(pool.map(compile_one, reversed(jobs)))
         part = target.with_name(target.name + ".part")
         subprocess.run(
@@ -96,7 +99,7 @@ class BdistWheel(bdist_wheel):
     """Makes a wheel for any Python 3 on one platform."""
 
     def finalize_options(self) -> None:
-        # Files of one platform: they go to the wheel's root.
+        # The files are for one platform, so they go to the wheel's root.
         self.distribution.has_ext_modules = lambda: True
         super().finalize_options()
 

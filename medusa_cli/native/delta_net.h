@@ -1,12 +1,14 @@
-// Gated delta nets: linear attention whose memory is a matrix S [key_dim, value_dim] of each value head.
+// Gated delta nets: linear attention with a matrix S [key_dim, value_dim] per value head as memory.
 //
-// A row with query q, key k and value v forgets by a decay, writes what its key does not give yet, and reads:
+// A row with query q, key k and value v decays S, writes the part of v that k does not retrieve
+// yet, and reads with q:
 //
 //     S = decay S        S = S + k (beta (v - k^T S))        out = q^T S
 //
-// Columns of S do not depend on each other, so a share of the work is some columns of one head: it follows a slot's rows
-// one after the other, a tree's in the order in which parents come first. S lies in tiles of 16 columns
-// [value_dim / 16, key_dim, 16]. Each number is one sum in one order, whichever rows stand beside it.
+// The columns of S do not depend on each other, so a share of the work is some columns of one head.
+// It processes a slot's rows one after another; in a tree, parents come first. S lies in tiles of
+// 16 columns [value_dim / 16, key_dim, 16]. Each number is one sum in a fixed order, regardless of
+// the other rows in the pass.
 #pragma once
 
 #include <vector>
@@ -18,8 +20,9 @@
 
 namespace medusa {
 
-// Where the parts of a row lie: what the convolution makes of queries, keys and values, then strengths (beta) and decays
-// of the value heads. Before the convolution they are the products that these are made of.
+// The offsets of the parts of a row: queries, keys and values after the convolution, then the
+// strengths (beta) and decays of the value heads. Before the convolution, a row has the same layout
+// and holds the projections from which these are computed.
 struct DeltaRow {
   int64_t key, value, beta, decay, all;
   explicit DeltaRow(const Model& m)
@@ -28,7 +31,8 @@ struct DeltaRow {
   int64_t channels() const { return beta; }
 };
 
-// A slot's state of one layer: the convolution's last inputs [kernel - 1, channels], then S of each value head.
+// A slot's state in one layer: the convolution's last inputs [kernel - 1, channels], then S for
+// each value head.
 struct DeltaState {
   int64_t inputs, head, all;
   explicit DeltaState(const Model& m)
@@ -36,21 +40,21 @@ struct DeltaState {
         all(inputs + m.value_heads * head) {}
 };
 
-// From which state each row of a slot goes on, and where the state after it goes.
+// The state from which each row of a slot continues, and the place of the state after it.
 struct Walk {
   static constexpr int64_t kSlot = -1;   // the slot's own state
-  static constexpr int64_t kNone = -2;   // no row goes on from it
+  static constexpr int64_t kNone = -2;   // no row continues from it
   std::vector<int64_t> from, to;
-  int64_t places = 0;  // states that are held at once, beside the slot's
+  int64_t places = 0;  // states that are held at once, besides the slot's
 
-  // All rows stay: each goes on from the one before, in the slot's state.
+  // All rows stay: each continues from the row before it and updates the slot's state.
   void chain(int64_t rows) {
     from.assign(rows, kSlot);
     to.assign(rows, kSlot);
     places = 0;
   }
 
-  // The slot's state stays as it is. A row's last child takes the row's place over.
+  // The slot's state stays as it is. A row's last child takes over the row's place.
   void tree(const int64_t* parents, int64_t rows) {
     from.assign(rows, kSlot);
     to.assign(rows, kNone);
@@ -83,7 +87,7 @@ struct Walk {
 
 namespace ISA {
 
-// Returns log(1 + y) for 0 <= y <= 1: 2 atanh(y / (2 + y)).
+// Returns log(1 + y) for 0 <= y <= 1 as 2 atanh(y / (2 + y)).
 inline F log1p(F y) {
   const F s = div(y, add(y, set(2.0f))), square = mul(s, s);
   F sum = set(1.0f / 17);
@@ -94,7 +98,7 @@ inline F log1p(F y) {
 // Returns log(1 + e^x).
 inline F softplus(F x) { return add(max(x, set(0.0f)), log1p(exp(sub(set(0.0f), abs(x))))); }
 
-// Scales a head's `dim` numbers by factor / their length.
+// Scales a head's `dim` floats to the length `factor`.
 inline void unit_length(float* x, int64_t dim, float factor) {
   F squares = set(0.0f);
   for (int64_t i = 0; i < dim; i += 16) squares = fma(load(x + i), load(x + i), squares);
@@ -102,7 +106,8 @@ inline void unit_length(float* x, int64_t dim, float factor) {
   for (int64_t i = 0; i < dim; i += 16) store(x + i, mul(load(x + i), scale));
 }
 
-// Computes a row [DeltaRow] from the products of the rows of its path, its own last.
+// Computes a row [DeltaRow] from the projections of the rows on its path, of which its own are
+// last.
 inline void mix(const Model& m, const Layer& layer, const float* const* inputs, float* row) {
   const DeltaRow at(m);
   const float* own = inputs[m.kernel - 1];
@@ -120,7 +125,8 @@ inline void mix(const Model& m, const Layer& layer, const float* const* inputs, 
   }
 }
 
-// One row's step in V tiles of columns, from one state to another, which may be the same, or null.
+// Runs one row through V tiles of columns and updates their state. to: where the new state goes; it
+// may be equal to `from`, or null.
 template <int V>
 inline void follow(const float* from, float* to, const float* query, const float* key, const float* value, float beta,
                    float decay, int64_t dim, float* out) {
@@ -147,8 +153,9 @@ inline void follow(const float* from, float* to, const float* query, const float
   MEDUSA_UNROLL for (int v = 0; v < V; v++) store(out + 16 * v, sums[v]);
 }
 
-// Follows the rows [count, DeltaRow] of a slot in some columns, V tiles from `tile` on, of one value head. state: the
-// slot's; held [places, V, dim, 16]: room; out [count, stride]: the head's outputs.
+// Runs the rows [count, DeltaRow] of a slot through V tiles of columns from `tile` on, in one value
+// head. state: the slot's state. held [places, V, dim, 16]: room for the states of the walk. out
+// [count, stride]: the head's outputs.
 template <int V>
 inline void follow_rows(const Model& m, const Walk& walk, const float* rows, int64_t count, int64_t head, int64_t tile,
                         float* state, float* held, float* out, int64_t stride) {

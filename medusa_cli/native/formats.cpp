@@ -35,7 +35,7 @@ uint32_t read32(const uint8_t* bytes) {
   return value;
 }
 
-// Puts the low 4 bits of a unit's 32 numbers of channel c into its vectors, and the bits above into planes.
+// Packs the low 4 bits of a unit's 32 numbers for channel c into the unit's vectors.
 void put_nibbles(const uint8_t* numbers, int c, uint8_t (*q)[64]) {
   for (int j = 0; j < 4; j++) {
     for (int i = 0; i < 4; i++) {
@@ -53,7 +53,7 @@ void put_fifth_bits(const uint8_t* numbers, int c, uint8_t* plane) {
   }
 }
 
-// Bits 2j, 2j + 1 of byte 4c + i of plane p are bits 4 and 5 of input 16p + 4j + i.
+// Bits 2j and 2j + 1 of byte 4c + i of plane p are bits 4 and 5 of input 16p + 4j + i.
 void put_upper_pairs(const uint8_t* numbers, int c, uint8_t (*planes)[64]) {
   for (int p = 0; p < 2; p++) {
     for (int i = 0; i < 4; i++) {
@@ -70,7 +70,7 @@ void put_bytes(const uint8_t* numbers, int c, uint8_t (*q)[64]) {
   }
 }
 
-// Low halves of 16 bytes are inputs 0 .. 15, high halves 16 .. 31.
+// The low halves of 16 bytes are inputs 0 .. 15, and the high halves are inputs 16 .. 31.
 void split_halves(const uint8_t* bytes, uint8_t* numbers) {
   for (int k = 0; k < 16; k++) {
     numbers[k] = bytes[k] & 15;
@@ -82,7 +82,8 @@ void add_fifth_bits(uint32_t bits, uint8_t* numbers) {
   for (int k = 0; k < 32; k++) numbers[k] |= (bits >> k & 1) << 4;
 }
 
-// The 6-bit scales and mins of eight groups in 12 bytes, as Q4_K and Q5_K have them.
+// Reads the 6-bit scale and min of one group. Q4_K and Q5_K store those of eight groups in 12
+// bytes.
 void read_scales(const uint8_t* bytes, int group, uint8_t* scale, uint8_t* min) {
   if (group < 4) {
     *scale = bytes[group] & 63;
@@ -93,7 +94,7 @@ void read_scales(const uint8_t* bytes, int group, uint8_t* scale, uint8_t* min) 
   }
 }
 
-// Packs one block of one channel.
+// Packs one block of channel c.
 void put_block(int32_t format, const uint8_t* file, int c, uint8_t* out) {
   uint8_t numbers[256];
   switch (format) {
@@ -304,10 +305,10 @@ uint16_t float_to_half(float value) {
   if (size == 0) return sign;
   int exponent;
   std::frexp(size, &exponent);
-  // One unit in the last place of a half of this size, at least of the smallest ones.
+  // The exponent of the last place of a half of this size, and at least that of subnormals.
   const int unit = std::fmax(exponent - 11, -24);
   const auto units = static_cast<uint32_t>(std::nearbyint(std::ldexp(size, -unit)));
-  // Carries into the exponent are right by themselves.
+  // A carry into the exponent gives the right exponent.
   return sign | static_cast<uint16_t>(unit == -24 ? units : units + (uint32_t(unit + 24) << 10));
 }
 

@@ -1,13 +1,15 @@
-// Weights as the library holds them: matrices in tiles of 16 output channels, in the exact bits of their file.
+// Weights as the library stores them: matrices in tiles of 16 output channels, with the exact bits
+// of their file.
 //
-// A tile's inputs come in blocks; within a block, 32 inputs of the 16 channels are one unit. A unit of 8-bit numbers is
-// eight vectors of 64 bytes, each with four consecutive inputs of channel 0, then of channel 1, ..:
+// A tile's inputs come in blocks; within a block, 32 inputs of the 16 channels form a unit. A unit
+// of 8-bit numbers has eight vectors of 64 bytes. Each vector holds four consecutive inputs of
+// channel 0, then of channel 1, and so on:
 //
 //     vector j:  c0: 4j 4j+1 4j+2 4j+3 | c1: 4j .. 4j+3 | .. | c15: 4j .. 4j+3
 //
-// which is what one integer dot product instruction multiplies with four inputs of a row. Four-bit numbers are packed
-// in four vectors: the low halves of vector j are the unit's vector 2j, the high halves 2j + 1. The fifth and sixth bits
-// are planes of 64 bytes.
+// One integer dot-product instruction multiplies such a vector with four inputs of a row. Four-bit
+// numbers are packed into four vectors: the low halves of vector j are the unit's vector 2j, and
+// the high halves are vector 2j + 1. The fifth and sixth bits are stored in planes of 64 bytes.
 //
 //     value of input k in channel c  =  scale[group][c] * (q - zero)   or   scale[group][c] * q + offset[group][c]
 #pragma once
@@ -16,8 +18,8 @@
 
 namespace medusa {
 
-constexpr int kTile = 16;    // channels of a tile
-constexpr int kUnit = 32;    // inputs of a unit, and of a group of 8-bit rows
+constexpr int kTile = 16;    // channels per tile
+constexpr int kUnit = 32;    // inputs per unit, and per group of 8-bit rows
 constexpr int kChunk = 256;  // inputs that are unpacked at once
 
 enum Format : int32_t {
@@ -37,9 +39,10 @@ enum Format : int32_t {
   kFormats = 13,
 };
 
-// The facts of a quantized format. group: inputs that share a scale. block: inputs of a block of the tile and of
-// the file. bits: of an unpacked number (the stored width may be larger). zero: subtracted from it, where has_offset is
-// false. file_bytes: of a block of the file; tile_bytes: of a block of a tile.
+// The properties of a format. group: inputs that share a scale. block: inputs per block, both in a
+// tile and in a file. bits: bits per number in a tile, which may be more than in a file. zero: the
+// number subtracted from it if has_offset is false. file_bytes, tile_bytes: the bytes of a block in
+// a file and in a tile.
 struct FormatInfo {
   int group;
   int block;
@@ -54,13 +57,15 @@ const FormatInfo& info(int32_t format);
 inline bool is_float(int32_t format) { return format <= BF16; }
 inline int float_bytes(int32_t format) { return format == F32 ? 4 : 2; }
 
-// Bytes of a matrix [n, k] in tiles. k is a whole number of blocks where the format has blocks.
+// Returns the bytes of a matrix [n, k] in tiles. k must be a whole number of blocks.
 int64_t tiled_bytes(int32_t format, int64_t n, int64_t k);
 
-// Packs channels first .. end - 1 (multiples of 16, or end = n) of a matrix [n, k] as a file holds it, row by row.
+// Packs channels first .. end - 1 (multiples of 16, or end = n) of a matrix [n, k], which a file
+// stores row by row.
 void pack(int32_t format, const uint8_t* file, int64_t n, int64_t k, int64_t first, int64_t end, uint8_t* tiles);
 
-// Blocks of tiles. Formats of 256 inputs have 8-bit scales of groups beside one fp16 scale of all.
+// Blocks of tiles. Formats with blocks of 256 inputs have an 8-bit scale per group besides an fp16
+// scale per block.
 struct TileQ4_0 { uint8_t q[4][64]; uint16_t d[16]; };
 struct TileQ4_1 { uint8_t q[4][64]; uint16_t d[16], m[16]; };
 struct TileQ5_0 { uint8_t q[4][64], h[64]; uint16_t d[16]; };
@@ -72,7 +77,8 @@ struct TileQ6_K { uint8_t q[8][4][64], h[8][2][64]; int8_t scale[16][16]; uint16
 struct TileQ3_K { uint8_t q[8][4][64]; int8_t scale[16][16]; uint16_t d[16]; };
 struct TileQ2_K { uint8_t q[8][4][64], scale[16][16], min[16][16]; uint16_t d[16], dmin[16]; };
 
-// Rounds a row of k weights to a file's blocks of Q8_0 (34 bytes a 32 weights) or Q4_1 (20 bytes).
+// Rounds a row of k weights to blocks of Q8_0 (34 bytes per 32 weights) or Q4_1 (20 bytes), as
+// files store them.
 void round_q8_0(const float* weights, int64_t k, uint8_t* file);
 void round_q4_1(const float* weights, int64_t k, uint8_t* file);
 

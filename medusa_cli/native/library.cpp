@@ -1,4 +1,5 @@
-// The C interface: chooses an instruction set, keeps the pool of threads, checks what could leave the buffers.
+// The C interface, which chooses an instruction set, keeps the thread pool, and checks arguments
+// that could lead to accesses outside the buffers.
 #include <cstdlib>
 #include <cstring>
 #include <mutex>
@@ -52,7 +53,7 @@ struct Features {
   }
 };
 
-// From the fastest to the one that every machine has.
+// Lists the instruction sets from the fastest to the generic one, which every machine supports.
 int choices(Choice* out) {
   const Features has;
   int count = 0;
@@ -96,7 +97,7 @@ const Functions& functions() {
 }
 
 #if !defined(_WIN32)
-// A forked process has no threads but its own: the pool is made anew.
+// A forked process has only the thread that forked, so the pool must be created again.
 void forked() {
   pool = nullptr;
   new (&running) std::mutex;
@@ -117,7 +118,7 @@ using namespace medusa;
 
 extern "C" {
 
-// Returns the names of the instruction sets that this machine has, the fastest first, with commas.
+// Returns the names of this machine's instruction sets, fastest first, separated by commas.
 const char* medusa_instructions() {
   static char names[128];
   Choice all[8];
@@ -130,7 +131,7 @@ const char* medusa_instructions() {
   return names;
 }
 
-// Takes an instruction set by its name; returns 0, or -1 if this machine lacks it.
+// Selects an instruction set by its name; returns 0, or -1 if this machine lacks it.
 int medusa_use(const char* name) {
   std::lock_guard<std::mutex> lock(running);
   Choice all[8];
@@ -149,13 +150,13 @@ void medusa_threads(int count) {
   wanted = count < 1 ? 1 : count;
 }
 
-// The sizes of structures, for Python to compare with its own.
+// Returns the size of a structure, which Python compares with its own; -1 if there is none.
 int64_t medusa_size(int which) {
   const int64_t sizes[] = {sizeof(Matrix), sizeof(Layer), sizeof(Model), sizeof(Cache), sizeof(Step)};
   return which >= 0 && which < 5 ? sizes[which] : -1;
 }
 
-// group, block, bits, zero, has_offset, file_bytes, tile_bytes of a format.
+// Writes group, block, bits, zero, has_offset, file_bytes and tile_bytes of a format to `out`.
 int medusa_format(int format, int64_t* out) {
   if (format < 0 || format >= kFormats) return -1;
   const FormatInfo& f = info(format);
@@ -170,7 +171,7 @@ void medusa_pack(int format, const uint8_t* file, int64_t n, int64_t k, int64_t 
   pack(format, file, n, k, first, end, tiles);
 }
 
-// Rounds rows [n, k] of floats to a file's blocks of Q8_0 or Q4_1.
+// Rounds rows [n, k] of floats to blocks of Q8_0 or Q4_1, as files store them.
 int medusa_round(int format, const float* weights, int64_t n, int64_t k, uint8_t* file) {
   if ((format != Q8_0 && format != Q4_1) || k % 32) return -1;
   const int64_t bytes = k / 32 * info(format).file_bytes;
@@ -222,7 +223,8 @@ int medusa_embed(const Matrix* matrix, const int64_t* ids, int64_t count, float 
   return 0;
 }
 
-// Moves the columns length + path[i] of a slot to length + i, and lets running states follow; path rises.
+// Moves the columns length + path[i] of a slot to length + i, and advances running states along the
+// path. The path must ascend.
 int medusa_keep(const Model* model, const Cache* cache, int64_t slot, int64_t length, const int64_t* path,
                 int64_t count) {
   std::lock_guard<std::mutex> lock(running);
@@ -237,7 +239,7 @@ int medusa_keep(const Model* model, const Cache* cache, int64_t slot, int64_t le
   for (int64_t l = 0; l < model->layers; l++) {
     const Layer& layer = model->layer[l];
     if (layer.mixer == DELTA_NET) continue;
-    if (layer.mixer == ATTENTION && !layer.key.tiles) continue;  // its columns are another layer's
+    if (layer.mixer == ATTENTION && !layer.key.tiles) continue;  // it uses another layer's columns
     const int64_t dim = layer.dim, wide = padded(dim, 16);
     for (int64_t i = 0; i < count; i++) {
       const int64_t from = length + path[i], to = length + i;

@@ -1,4 +1,4 @@
-"""The compiled library: its structures, its functions, and the instruction set and threads that it runs on."""
+"""The compiled library: its structures and functions, and the instruction set and threads that it uses."""
 
 import ctypes
 import os
@@ -9,9 +9,9 @@ from typing import Any
 
 from medusa_cli.files.cpus import cpu_count
 
-# MEDUSA_LIBRARY names another build of it, such as one with sanitizers.
+# MEDUSA_LIBRARY selects another build of the library, such as one with sanitizers.
 LIBRARY = Path(os.environ.get("MEDUSA_LIBRARY") or Path(__file__).parent / "libmedusa.so")
-TABLES = 4  # of rotary positions that a model may have
+TABLES = 4  # the most rotary tables that a model may have
 TILE = 16
 UNIT = 32
 
@@ -50,11 +50,11 @@ NORMS = (
     "input_norm",
 )
 VECTORS = ("sinks", "router_bias", "conv", "decay_log", "decay_bias", "state_norm")
-# What mixes the rows of a layer, in the order of the library's numbers.
+# The ways in which layers mix rows, in the order of the library's numbers.
 MIXERS = ("attention", "short_conv", "delta_net")
-# Of layers that follow paths: a convolution's inputs for an output, and delta nets' sizes.
+# Sizes of layers that follow paths: the kernel size of convolutions, and the sizes of delta nets.
 PATHS = ("kernel", "delta_layers", "key_heads", "value_heads", "key_dim", "value_dim")
-# Facts of a model that are true or false.
+# The boolean properties of a model.
 FLAGS = ("centered", "whole_norms", "late_norms", "pairs", "parallel")
 ROUTING = ("top_experts", "sigmoid", "normalized")
 
@@ -141,9 +141,9 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 
 @cache
 def library() -> Any:
-    """Loads the library once; raises Unavailable where it was not compiled, or for another machine.
+    """Loads the library once; raises Unavailable if it was not compiled or does not fit this machine.
 
-    It runs this CPU's best instructions, or MEDUSA_CPU's, on as many threads as `cpu_count` says.
+    It uses this CPU's fastest instruction set, or the one in MEDUSA_CPU, and `cpu_count()` threads.
     """
     if not LIBRARY.is_file():
         raise Unavailable(
@@ -175,7 +175,7 @@ def library() -> Any:
 
 
 def instructions(native: Any = None) -> list[str]:
-    """Returns the instruction sets that this machine has and the library is compiled for, the fastest first."""
+    """Returns the instruction sets that both this machine and the library support, fastest first."""
     names: bytes = (native or library()).instructions()
     return names.decode().split(",")
 

@@ -1,13 +1,14 @@
 // Matmuls of rows with matrices in tiles.
 //
-// A share of a matmul is some tiles of 16 channels, for all rows. It unpacks 256 inputs of a tile at once, into bytes
-// with scales for rows of 8 bits, or into floats for rows of floats, and multiplies blocks of rows with them:
+// A share of a matmul is some tiles of 16 channels for all rows. It unpacks 256 inputs of a tile at
+// once: into bytes with scales for 8-bit rows, or into floats for rows of floats. It then
+// multiplies blocks of rows with them:
 //
 //                 256 inputs                 16 channels
 //     row 0   [ x x x x . . . ]            [ w w w w . . ]
 //     row 1   [ x x x x . . . ]     x      [ w w w w . . ]  = one tile, unpacked once for all rows
 //
-// A row's result is one sum in one order, which no other row enters.
+// A row's result is one sum in a fixed order, which does not depend on other rows.
 #pragma once
 
 #include <algorithm>
@@ -17,7 +18,8 @@
 
 namespace medusa {
 
-// A matrix [n, k] in tiles, with a bias [n padded to 16] or none. int8_rows: rows are rounded to 8 bits.
+// A matrix [n, k] in tiles with an optional bias [n padded to 16]. int8_rows: the rows that it is
+// multiplied with are rounded to 8 bits.
 struct Matrix {
   int32_t format;
   int32_t int8_rows;
@@ -27,16 +29,17 @@ struct Matrix {
   const float* bias;
 };
 
-// Rows as matmuls read them: floats [rows, stride], and where matrices want it in 8 bits, in groups of 32 inputs:
-// x ~ scale * q. Sums of a group's numbers stand ready for the zeros and offsets of weights.
+// Rows as matmuls read them: floats [rows, stride] and, if a matrix needs them, 8-bit numbers in
+// groups of 32 inputs, where x ~ scale * q. The sums of each group are precomputed for the zeros
+// and offsets of weights.
 struct Rows {
   const float* x;
   int64_t stride;    // of x and q, a multiple of 32
   int8_t* q;
   float* scale;      // [rows, stride / 32]
   float* offset32;   // scale * sum of a group
-  float* offset16;   // [rows, stride / 16], of half a group
-  int32_t* zero[5];  // -zero * sum, for zeros 8, 16, 128 of groups [rows, stride / 32] and 32, 4 of halves
+  float* offset16;   // [rows, stride / 16], for half groups
+  int32_t* zero[5];  // -zero * sum: zeros 8, 16, 128 for groups [rows, stride / 32], 32, 4 for half groups
 
   Rows from(int64_t row) const {
     const int64_t groups = row * (stride / 32), halves = row * (stride / 16);
@@ -69,7 +72,7 @@ inline void round_row(const Rows& row, int64_t first, int64_t end) {
     int8_t* q = row.q + 32 * g;
     store_i8(q, qa);
     store_i8(q + 16, qb);
-    // Sums of 16 whole numbers below 128 are exact in floats.
+    // Sums of 16 integers below 128 are exact in floats.
     const float sums[2] = {sum(qa), sum(qb)};
     const float whole = sums[0] + sums[1];
     row.scale[g] = scale;
@@ -82,7 +85,7 @@ inline void round_row(const Rows& row, int64_t first, int64_t end) {
   }
 }
 
-// 256 inputs of a tile, or the rest of k, as bytes.
+// 256 inputs of a tile, or the rest of k, unpacked to bytes.
 struct Bytes {
   int units;
   alignas(64) uint8_t q[kChunk / kUnit][8][64];
@@ -90,10 +93,10 @@ struct Bytes {
   alignas(64) float offset[kChunk / 16][kTile];
 };
 
-// Bytes of weights that are asked for ahead of their use.
+// The number of bytes ahead of its use at which a weight is prefetched.
 constexpr int64_t kAhead = 3072;
 
-// Four packed vectors of nibbles as eight vectors.
+// Unpacks four vectors of nibbles into eight vectors of bytes.
 inline void split_nibbles(const uint8_t (*packed)[64], B* q) {
   const B low = set_b(15);
   for (int j = 0; j < 4; j++) {
@@ -133,8 +136,8 @@ inline const Tile& block_of(const uint8_t* blocks, int64_t index) {
 
 inline F negated(F a) { return mul(a, set(-1.0f)); }
 
-// Unpacks a unit of some blocks: its vectors q[8], and scales and offsets of its groups. SIGNED: numbers of 8 bits get
-// their sign back.
+// Unpacks a unit into its vectors q[8] and the scales and offsets of its groups. SIGNED: 8-bit
+// numbers become signed again.
 template <int FORMAT, bool SIGNED>
 inline void unpack_unit(const uint8_t* blocks, int64_t unit, B* q, F* scale, F* offset) {
   if constexpr (FORMAT == Q4_0) {
@@ -197,23 +200,25 @@ inline void unpack_unit(const uint8_t* blocks, int64_t unit, B* q, F* scale, F* 
   }
 }
 
-// The facts of a format that kernels are compiled for.
+// The properties of a format for which kernels are compiled.
 template <int FORMAT>
 struct Kind {
-  static constexpr int groups = FORMAT == Q6_K || FORMAT == Q3_K || FORMAT == Q2_K ? 2 : 1;  // of a unit
+  static constexpr int groups = FORMAT == Q6_K || FORMAT == Q3_K || FORMAT == Q2_K ? 2 : 1;  // per unit
   static constexpr bool has_offset =
       FORMAT == Q4_1 || FORMAT == Q5_1 || FORMAT == Q4_K || FORMAT == Q5_K || FORMAT == Q2_K;
   static constexpr int bits = FORMAT == Q8_0 ? 8 : FORMAT == Q6_K ? 6
                             : FORMAT == Q5_0 || FORMAT == Q5_1 || FORMAT == Q5_K ? 5 : 4;
-  // The bits of `dot`; if it takes any unsigned bytes, all formats share its code.
+  // The bits for which `dot` is compiled; if it accepts any unsigned bytes, all formats share its
+  // code.
   static constexpr int dot_bits = UNSIGNED_BYTES ? 8 : bits;
   static constexpr bool is_signed = FORMAT == Q8_0 && !UNSIGNED_BYTES;
-  // The place in Rows::zero, -1: nothing is subtracted.
+  // The index in Rows::zero, or -1 if nothing is subtracted.
   static constexpr int zero = has_offset || is_signed ? -1
                             : FORMAT == Q4_0 ? 0 : FORMAT == Q5_0 ? 1 : FORMAT == Q8_0 ? 2 : FORMAT == Q6_K ? 3 : 4;
 };
 
-// Returns the block and unit of input 256 * n: formats of 256 inputs have one block there, others eight.
+// Returns the first block of the 256 inputs from `first` on, which is a multiple of 256. Formats
+// with blocks of 256 inputs have one block there, and the others have eight.
 inline const uint8_t* chunk_of(int32_t format, const uint8_t* tile, int64_t first) {
   const FormatInfo& f = info(format);
   return tile + first / f.block * f.tile_bytes;
@@ -255,7 +260,7 @@ inline void with_format(int32_t format, const Work& work) {
   }
 }
 
-// 256 inputs of a tile as floats [inputs, 16].
+// 256 inputs of a tile, or the rest of k, as floats [inputs, 16].
 struct Floats {
   int inputs;
   alignas(64) float w[kChunk][kTile];
@@ -290,14 +295,14 @@ inline void to_floats(int32_t format, const uint8_t* tile, int64_t first, Bytes&
   }
 }
 
-// A kernel's inputs: rows in 8 bits, from one row and input on.
+// A kernel's inputs: 8-bit rows, beginning at some row and input.
 struct Inputs {
   const int8_t* q;
   const float* scale;
   const float* offset;
   const int32_t* zero;
   int64_t stride;  // of q
-  int64_t units;   // of scale; offset and zero have as many a row, or twice as many
+  int64_t units;   // per row of scale; offset and zero have as many, or twice as many
 };
 
 template <int FORMAT>
@@ -310,7 +315,8 @@ inline Inputs inputs_of(const Rows& x, int64_t row, int64_t first) {
   return {x.q + row * x.stride + first, x.scale + at, offset + at * K::groups, zero + at * K::groups, x.stride, units};
 }
 
-// Adds the products of R rows with one unit, the inputs' unit u, to sums of LANES channels.
+// Adds the dot products of R rows with one unit of weights to the sums of LANES channels. u: the
+// unit's index in the inputs.
 template <int FORMAT, int R>
 inline void add_unit(const I* weights, const L* scale, const L* offset, const Inputs& x, int64_t u, L* total) {
   using K = Kind<FORMAT>;
@@ -327,7 +333,7 @@ inline void add_unit(const I* weights, const L* scale, const L* offset, const In
   }
 }
 
-// Adds the products of R rows with unpacked bytes to sums [R, 16].
+// Adds the dot products of R rows with unpacked bytes to sums [R, 16].
 template <int FORMAT, int R>
 inline void add_bytes(const Bytes& w, const Inputs& x, float* sums) {
   constexpr int groups = Kind<FORMAT>::groups;
@@ -348,7 +354,7 @@ inline void add_bytes(const Bytes& w, const Inputs& x, float* sums) {
   }
 }
 
-// Sets sums [R, 16] to the products of R rows with a whole tile, which is unpacked on the way.
+// Sets sums [R, 16] to the dot products of R rows with a whole tile, which is unpacked on the way.
 template <int FORMAT, int R>
 inline void multiply_packed(const uint8_t* tile, int64_t units, const Inputs& x, float* sums) {
   const int64_t bytes = unit_bytes(FORMAT);
@@ -377,7 +383,8 @@ inline void multiply_packed(const uint8_t* tile, int64_t units, const Inputs& x,
   }
 }
 
-// Adds the products of R rows with unpacked floats to sums [R, 16]: even and odd inputs apart, then to the sums.
+// Adds the dot products of R rows with unpacked floats to sums [R, 16]. Even and odd inputs are
+// summed separately before they are added.
 template <int R>
 inline void add_floats(const Floats& w, const float* x, int64_t stride, float* sums) {
   for (int lane = 0; lane < kTile; lane += LANES) {
@@ -401,7 +408,7 @@ inline void add_floats(const Floats& w, const float* x, int64_t stride, float* s
   }
 }
 
-// Calls work(std::integral_constant<int, R>, first row) for blocks of at most ROWS rows.
+// Calls work(std::integral_constant<int, R>, first row) for each block of R <= ROWS rows.
 template <class Work>
 inline void by_blocks(int64_t rows, const Work& work) {
   int64_t r = 0;
@@ -419,10 +426,11 @@ inline void by_blocks(int64_t rows, const Work& work) {
   }
 }
 
-// Rows up to which a tile is unpacked for each block of rows: to keep what is unpacked costs more.
+// Up to this many rows, a tile is unpacked anew for each block of rows: storing the unpacked tile
+// would cost more.
 constexpr int64_t kFewRows = 2 * ROWS;
 
-// Sets sums [rows, 16] to the products of 8-bit rows with a tile of k inputs.
+// Sets sums [rows, 16] to the dot products of 8-bit rows with a tile of k inputs.
 template <int FORMAT>
 inline void multiply_bytes(const uint8_t* tile, int64_t k, const Rows& x, int64_t rows, Bytes& room, float* sums) {
   if (rows <= kFewRows) {
@@ -443,7 +451,7 @@ inline void multiply_bytes(const uint8_t* tile, int64_t k, const Rows& x, int64_
   }
 }
 
-// Sets sums [rows, 16] to the products of rows of floats with a tile.
+// Sets sums [rows, 16] to the dot products of rows of floats with a tile.
 inline void multiply_floats(const Matrix& m, const uint8_t* tile, const Rows& x, int64_t rows, Bytes& bytes,
                             Floats& room, float* sums) {
   std::memset(sums, 0, rows * kTile * sizeof(float));
@@ -457,11 +465,11 @@ inline void multiply_floats(const Matrix& m, const uint8_t* tile, const Rows& x,
   }
 }
 
-// Rows whose sums stay near the processor while a tile's chunks pass.
+// Rows whose sums stay in a CPU cache while a tile's chunks are processed.
 constexpr int64_t kPanel = 64;
 
-// Computes y [rows, ldy] = x W^T + bias, or adds it to y, for the channels of tiles first .. end - 1; y begins with the
-// channel 16 * first.
+// Computes y [rows, ldy] = x W^T + bias, or adds it to y, for the channels of tiles
+// first .. end - 1. y begins at channel 16 * first.
 inline void multiply(const Matrix& m, const Rows& x, int64_t rows, int64_t first, int64_t end, float* y, int64_t ldy,
                      bool add_to) {
   alignas(64) float sums[kPanel][kTile];

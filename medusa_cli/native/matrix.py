@@ -1,4 +1,4 @@
-"""Matrices for the native library: as a file holds them (raw), and packed in tiles."""
+"""Matrices for the native library: raw, as a file stores them, and packed in tiles."""
 
 import ctypes
 from collections.abc import Callable
@@ -18,7 +18,7 @@ Floats = NDArray[np.float32]
 
 
 class Format(IntEnum):
-    """A number type of weights; the names of quantized ones are ggml's."""
+    """A number type of weights; quantized types have the names that ggml uses."""
 
     F32 = 0
     F16 = 1
@@ -39,7 +39,7 @@ class Format(IntEnum):
         return self <= Format.BF16
 
     def row_bytes(self, inputs: int) -> int:
-        """Returns the bytes of a row in a file."""
+        """Returns the size of a row in a file, in bytes."""
         return inputs // facts(self).block * facts(self).file_bytes
 
     def fits(self, inputs: int) -> bool:
@@ -69,7 +69,7 @@ def facts(format: Format) -> Facts:
 
 @dataclass(frozen=True)
 class RawMatrix:
-    """A matrix [n, k] as a file holds it: bytes [n, row bytes] of a format."""
+    """A matrix [n, k] as a file stores it: bytes [n, row bytes] in a format."""
 
     format: Format
     rows: Bytes
@@ -82,7 +82,7 @@ class RawMatrix:
 
     @classmethod
     def of(cls, values: NDArray[Any]) -> "RawMatrix":
-        """Returns a matrix of floats: fp32, fp16, or bf16 as uint16."""
+        """Returns a matrix of floats, which may be fp32, fp16, or bf16 stored as uint16."""
         kinds = {"float32": Format.F32, "float16": Format.F16, "uint16": Format.BF16}
         values = np.ascontiguousarray(values)
         return cls(
@@ -92,7 +92,7 @@ class RawMatrix:
         )
 
     def floats(self) -> Floats:
-        """Returns the values [n, k] exactly."""
+        """Returns the exact values [n, k] in fp32."""
         if self.format == Format.F32:
             return self.rows.view(np.float32)
         if self.format == Format.F16:
@@ -104,7 +104,7 @@ class RawMatrix:
         return dequantize(self.rows, GGMLQuantizationType[self.format.name])
 
     def rounded(self, format: Format) -> "RawMatrix":
-        """Returns the matrix rounded to Q8_0 or Q4_1; inputs are filled up to whole groups by zeros."""
+        """Returns the matrix rounded to Q8_0 or Q4_1; inputs are padded with zeros to whole groups."""
         inputs = -(-self.inputs // UNIT) * UNIT
         values = np.zeros((len(self.rows), inputs), np.float32)
         values[:, : self.inputs] = self.floats()
@@ -124,7 +124,11 @@ class RawMatrix:
 
 
 class PackedMatrix:
-    """A matrix [n, k] in tiles, with a bias [n] or none; it keeps its memory. int8_rows: rows are rounded to 8 bits."""
+    """A matrix [n, k] in tiles with an optional bias [n]; it owns the memory of both.
+
+    int8_rows: the rows that a quantized matrix is multiplied with are rounded to 8 bits. Raises
+    ValueError if the tiles or the bias do not fit the shape.
+    """
 
     def __init__(
         self,
@@ -173,7 +177,7 @@ class PackedMatrix:
         return y[:, : self.shape[0]]
 
     def embed(self, ids: NDArray[np.int64], scale: float = 1.0) -> Floats:
-        """Returns the rows [count, k] of ids, times a scale; raises IndexError for an id that the matrix lacks."""
+        """Returns the rows [count, k] for ids, times a scale; raises IndexError if the matrix lacks an id."""
         out = np.empty((len(ids), self.shape[1]), np.float32)
         ids = np.ascontiguousarray(ids, np.int64)
         if library().embed(
@@ -184,7 +188,7 @@ class PackedMatrix:
 
 
 def pack_tiles(raw: RawMatrix, out: Bytes | None = None) -> Bytes:
-    """Returns a matrix's tiles, in `out` where that is given (zeros, of the right size)."""
+    """Returns a matrix's tiles, in `out` if it is given (zeros of the right size)."""
     outputs = len(raw.rows)
     size = library().tiled_bytes(int(raw.format), outputs, raw.inputs)
     tiles = aligned(size) if out is None else out
@@ -201,7 +205,7 @@ def pack_tiles(raw: RawMatrix, out: Bytes | None = None) -> Bytes:
 
 
 def in_parts(count: int, work: Callable[[int, int], None]) -> None:
-    """Calls work(first, end) for parts of 0 .. count - 1, whole tiles each, by threads."""
+    """Calls work(first, end) in threads for parts of 0 .. count - 1, which are split between tiles."""
     size = max(TILE, -(-count // (4 * cpu_count()) // TILE) * TILE)
     parts = [(first, min(count, first + size)) for first in range(0, count, size)]
     if len(parts) == 1:
@@ -212,14 +216,14 @@ def in_parts(count: int, work: Callable[[int, int], None]) -> None:
 
 
 def aligned(size: int) -> Bytes:
-    """Returns zeros that begin at a multiple of 64 bytes."""
+    """Returns `size` zero bytes that begin at a multiple of 64 bytes."""
     memory = np.zeros(size + 64, np.uint8)
     start = -memory.ctypes.data % 64
     return memory[start : start + size]
 
 
 def padded_floats(values: NDArray[Any]) -> Floats:
-    """Returns numbers [n] in fp32, with zeros up to the next multiple of 32."""
+    """Returns numbers [n] in fp32, padded with zeros to the next multiple of 32."""
     out = np.zeros(-(-len(values) // UNIT) * UNIT, np.float32)
     out[: len(values)] = values
     return out

@@ -1,4 +1,4 @@
-// The operations between matmuls: norms, rotary positions, activations.
+// The operations between matmuls: norms, rotary embeddings and activations.
 #pragma once
 
 #include "simd.h"
@@ -9,7 +9,8 @@ enum Activation : int32_t { SILU = 0, GELU_TANH = 1, SQUARED_RELU = 2 };
 
 namespace ISA {
 
-// Computes y = x / rms(x) * gain over n numbers; x, gain and y have zeros up to the next multiple of 16.
+// Computes y = x / rms(x) * gain over n floats. x, gain and y are padded with zeros to a multiple
+// of 16.
 inline void rms_norm(const float* x, const float* gain, float* y, int64_t n, float eps) {
   F squares = set(0.0f);
   for (int64_t i = 0; i < n; i += 16) {
@@ -20,7 +21,8 @@ inline void rms_norm(const float* x, const float* gain, float* y, int64_t n, flo
   for (int64_t i = 0; i < n; i += 16) store(y + i, mul(mul(load(x + i), factor), load(gain + i)));
 }
 
-// The same with the mean subtracted first, and a bias added: gain [2, n padded to 32] ends with it.
+// Does the same, but first subtracts the mean, and adds a bias, which is the second half of gain
+// [2, n padded to 32].
 inline void layer_norm(const float* x, const float* gain, float* y, int64_t n, float eps) {
   const float* bias = gain + (n + 31) / 32 * 32;
   F total = set(0.0f), squares = set(0.0f);
@@ -40,7 +42,8 @@ inline void normalize(bool centered, const float* x, const float* gain, float* y
   centered ? layer_norm(x, gain, y, n, eps) : rms_norm(x, gain, y, n, eps);
 }
 
-// The same for the `dim` numbers of one head, which may be no multiple of 16 and have neighbours.
+// Normalizes the `dim` floats of one head in place. dim need not be a multiple of 16, and other
+// heads may follow directly.
 inline void head_norm(bool centered, float* x, const float* gain, int64_t dim, float eps) {
   alignas(64) float padded[1024] = {};
   std::memcpy(padded, x, dim * sizeof(float));
@@ -48,7 +51,8 @@ inline void head_norm(bool centered, float* x, const float* gain, int64_t dim, f
   std::memcpy(x, padded, dim * sizeof(float));
 }
 
-// Turns the first 2 * half numbers of a head: the first half with the second.
+// Rotates the first 2 * half floats of a head; each float of the first half is paired with one of
+// the second half.
 inline void rotate(float* __restrict x, const float* __restrict cos, const float* __restrict sin, int64_t half) {
   float* __restrict second = x + half;
   for (int64_t i = 0; i < half; i++) {
@@ -58,7 +62,7 @@ inline void rotate(float* __restrict x, const float* __restrict cos, const float
   }
 }
 
-// The same with each number's neighbour.
+// Does the same with pairs of adjacent floats.
 inline void rotate_pairs(float* x, const float* cos, const float* sin, int64_t half) {
   for (int64_t i = 0; i < half; i++) {
     const float a = x[2 * i], b = x[2 * i + 1];
@@ -71,7 +75,7 @@ inline F sigmoid(F x) { return div(set(1.0f), add(set(1.0f), exp(sub(set(0.0f), 
 
 inline F silu(F x) { return div(x, add(set(1.0f), exp(sub(set(0.0f), max(x, set(-80.0f)))))); }
 
-// 0.5 x (1 + tanh(u)) = x / (1 + exp(-2u)) with u = sqrt(2 / pi) (x + 0.044715 x^3).
+// Returns 0.5 x (1 + tanh(u)) = x / (1 + exp(-2u)) with u = sqrt(2 / pi) (x + 0.044715 x^3).
 inline F gelu_tanh(F x) {
   const F cube = mul(mul(x, x), x);
   const F u = mul(set(0.7978845608f), fma(set(0.044715f), cube, x));

@@ -4,10 +4,10 @@ namespace medusa {
 
 namespace {
 
-// Between two jobs of a step pass about a microsecond, between two steps some hundred.
+// About one microsecond passes between two jobs of a step, and about 100 between two steps.
 constexpr int kSpins = 2000;
-// Polls of the caller before it offers its processor to others: a share that is out may belong to a thread that waits
-// for it.
+// The number of polls before the caller yields its CPU: a share that was taken may belong to a
+// thread that is waiting for that CPU.
 constexpr int kPolls = 20000;
 
 inline void pause() {

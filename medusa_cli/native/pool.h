@@ -1,8 +1,9 @@
-// A pool of threads that share the steps of one decoder.
+// A pool of threads that share the work of a decoder's steps.
 //
-// A job is cut into many small shares, which threads take from one counter: a thread that the system holds up delays
-// the share that it has, and no other. Idle threads spin for some microseconds, then sleep: beside other programs,
-// threads that spin on take the processor from the one that works.
+// A job is split into many small shares, which threads take from one counter. A thread that the
+// system holds up delays only the share that it has taken. Idle threads spin for some microseconds
+// and then sleep: if other programs run, threads that keep spinning take the CPU from a thread that
+// works.
 #pragma once
 
 #include <atomic>
@@ -24,7 +25,8 @@ class Pool {
 
   int threads() const { return static_cast<int>(workers_.size()) + 1; }
 
-  // Calls work(share, thread) for each share 0 .. shares - 1 and returns when all have returned.
+  // Calls work(share, thread) for each share 0 .. shares - 1 and returns when all calls have
+  // returned.
   template <class Work>
   void run(int64_t shares, const Work& work) {
     if (shares <= 1 || workers_.empty()) {
@@ -45,8 +47,9 @@ class Pool {
   bool take(int thread);
   void sleep(uint64_t seen);
 
-  // The ticket holds the job's number (16 bits), its shares (24) and the next share (24), so that one atomic addition
-  // both takes a share and tells whether it exists: a late thread never mistakes one job for another.
+  // The ticket holds the job's number (16 bits), its shares (24) and the next share (24). One
+  // atomic addition thus takes a share and shows whether it exists, and a late thread never
+  // mistakes one job for another.
   static constexpr int kBits = 24;
   static constexpr int64_t kMask = (int64_t(1) << kBits) - 1;
 

@@ -1,28 +1,32 @@
-// Short convolutions by channel: a row's output reads its own inputs and those of the rows before it on its path.
+// Short depthwise convolutions: a row's output depends on its own inputs and on those of the rows
+// before it on its path.
 //
 //     prefix             tree of a pass              row 3 reads, with a kernel of 4:
 //     .. -3 -2 -1        0 - 1 - 3                   [-1] [0] [1] [3]
 //                          \ 2
 //
-// PathInputs are kept as rows, so a path of a tree reads the same numbers as a chain, in the same order.
+// Inputs are kept row by row, so a path of a tree reads the same numbers as a chain, in the same
+// order.
 #pragma once
 
 #include "simd.h"
 
 namespace medusa {
 
-constexpr int64_t kKernel = 16;  // inputs that an output reads, at most
+constexpr int64_t kKernel = 16;  // the largest kernel size
 
-// The rows of one slot's inputs: the prefix's `known` last ones end before `end`, those of the pass begin at `rows`.
+// The rows of one slot's inputs. The last `known` rows of the prefix end before `end`, and the rows
+// of the pass begin at `rows`.
 struct PathInputs {
   const float* end;
   int64_t stride, known;
   const float* rows;
   int64_t row_stride;
-  const int64_t* parents;  // -1: a row goes on from the prefix
+  const int64_t* parents;  // -1: the row continues the prefix
 };
 
-// Sets the parent of each of `rows` rows: the last of the earlier rows that it sees [rows, stride], else -1.
+// Sets the parent of each of `rows` rows to the last earlier row that it sees, or else to -1.
+// seen [rows, stride]: which rows each row sees.
 inline void find_parents(const uint8_t* seen, int64_t stride, int64_t rows, int64_t* parents) {
   for (int64_t r = 0; r < rows; r++) {
     int64_t parent = r - 1;
@@ -31,7 +35,8 @@ inline void find_parents(const uint8_t* seen, int64_t stride, int64_t rows, int6
   }
 }
 
-// Finds the inputs of the last `kernel` rows of a path that ends in `row`, its own last; null before the beginning.
+// Finds the inputs of the last `kernel` rows on the path that ends at `row`. The inputs of `row`
+// come last; inputs from before the beginning are null.
 inline void path_inputs(const PathInputs& slot, int64_t row, int64_t kernel, const float** inputs) {
   int64_t at = row;
   for (int64_t k = kernel - 1; k >= 0; k--) {

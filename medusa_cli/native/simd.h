@@ -1,8 +1,9 @@
-// Vectors for one instruction set, chosen by the compiler's flags. Every operation is written for all of them.
+// Vectors for one instruction set, which the compiler's flags select. Every operation is
+// implemented for each instruction set.
 //
-// Floats come as 16 lanes (F), whatever the width of registers, and are added up over lanes in one order: all
-// instruction sets give the same bits. Integer dot products work on LANES channels (I, with floats L): they are exact,
-// so their order does not matter.
+// Floats come in vectors of 16 lanes (F), regardless of the width of registers. Lanes are summed in
+// a fixed order, so all instruction sets give the same bits. Integer dot products work on LANES
+// channels (I, with floats L). They are exact, so their order does not matter.
 #pragma once
 
 #include <cmath>
@@ -15,7 +16,7 @@
 #include <immintrin.h>
 #endif
 
-// Before a loop over rows whose sums must stay in registers.
+// Placed before loops over rows whose sums must stay in registers.
 #if defined(__clang__)
 #define MEDUSA_UNROLL _Pragma("unroll")
 #else
@@ -48,18 +49,18 @@ inline F load_bf16(const uint16_t* p) {
 }
 inline F load_u8(const uint8_t* p) { return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p))); }
 inline F load_i8(const int8_t* p) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p))); }
-// Returns byte `i` (0 .. 3) of each of 16 groups of four.
+// Returns byte `i` (0 .. 3) of each of 16 groups of four bytes.
 inline F load_byte_of_4(const uint8_t* p, int i) {
   const __m512i bytes = _mm512_srli_epi32(_mm512_loadu_si512(p), 8 * i);
   return _mm512_cvtepi32_ps(_mm512_and_si512(bytes, _mm512_set1_epi32(255)));
 }
-// Returns a where the mask's bit is set, else b.
+// Returns the lanes of a for which the mask's bit is set, and the other lanes of b.
 inline F choose(uint16_t mask, F a, F b) { return _mm512_mask_blend_ps(mask, b, a); }
-// Returns a where x >= limit, else 0.
+// Returns the lanes of a for which x >= limit; the other lanes are 0.
 inline F zero_below(F x, float limit, F a) {
   return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(limit), _CMP_GE_OQ), a);
 }
-// Multiplies by 2 to the power of whole numbers n.
+// Returns a times 2 to the power of n; n holds whole numbers.
 inline F scale2(F a, F n) { return _mm512_scalef_ps(a, n); }
 // Stores 16 whole numbers as bytes.
 inline void store_i8(int8_t* p, F a) { _mm_storeu_si128((__m128i*)p, _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(a))); }
@@ -135,7 +136,7 @@ inline __m256 fold_max(F x) { return _mm256_max_ps(x.a, x.b); }
 
 #else
 
-// ---- 16 floats in an array, for the compiler to make vectors of
+// ---- 16 floats in an array, which the compiler can vectorize
 
 struct F { float v[16]; };
 #define MEDUSA_LANES(expression) F r; for (int i = 0; i < 16; i++) r.v[i] = (expression); return r
@@ -221,7 +222,7 @@ inline F exp(F a) {
   return zero_below(a, -87.0f, scale2(p, n));
 }
 
-// ---- 64 bytes: a vector of four inputs of 16 channels
+// ---- 64 bytes: a vector of four inputs for 16 channels
 
 #if defined(__AVX512BW__)
 using B = __m512i;
@@ -231,7 +232,7 @@ inline B set_b(uint8_t a) { return _mm512_set1_epi8(char(a)); }
 inline B and_b(B a, B b) { return _mm512_and_si512(a, b); }
 inline B or_b(B a, B b) { return _mm512_or_si512(a, b); }
 inline B xor_b(B a, B b) { return _mm512_xor_si512(a, b); }
-// Shifts pairs of bytes: the bits that come from the other byte must be masked.
+// Shifts pairs of bytes; the caller must mask the bits that come from the other byte.
 template <int N> inline B right(B a) { return _mm512_srli_epi16(a, N); }
 template <int N> inline B left(B a) { return _mm512_slli_epi16(a, N); }
 #elif defined(__AVX2__)
@@ -262,7 +263,8 @@ template <int N> inline B right(B a) { MEDUSA_BYTES(a.v[i] >> N); }
 template <int N> inline B left(B a) { MEDUSA_BYTES(a.v[i] << N); }
 #endif
 
-// Asks for `bytes` from an address on: a tile's next units come from memory while this one is multiplied.
+// Prefetches `bytes` bytes from an address on, so that a tile's next units arrive from memory while
+// the current one is multiplied.
 inline void prefetch(const uint8_t* p, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i);
 }
@@ -328,7 +330,7 @@ inline I load_i(const uint8_t* p) {
 }
 #endif
 
-// The channels from LANES * part on.
+// Returns the LANES channels from LANES * part on.
 #if defined(__AVX512BW__)
 inline I part_of(B a, int) { return a; }
 inline L part_of(F a, int) { return a; }
@@ -344,14 +346,15 @@ inline I part_of(B a, int) {
 inline L part_of(F a, int) { return a; }
 #endif
 
-// Rows a matmul works on at once: as many as registers hold besides a unit of weights.
+// Rows that a matmul processes at once: as many as registers can hold besides a unit of weights.
 #if defined(__AVX512BW__)
 constexpr int ROWS = 8;
 #else
 constexpr int ROWS = 4;
 #endif
 
-// With instructions that add four products of an unsigned and a signed byte to 32 bits, numbers need no sign.
+// Weights need no sign if an instruction adds four products of unsigned and signed bytes to 32
+// bits.
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
 constexpr bool UNSIGNED_BYTES = true;
 #else
@@ -360,7 +363,7 @@ constexpr bool UNSIGNED_BYTES = false;
 
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
 
-// Returns `first` plus the products of COUNT vectors of weights with 4 * COUNT inputs of a row.
+// Returns `first` plus the dot products of COUNT vectors of weights with 4 * COUNT inputs of a row.
 template <int BITS, int COUNT>
 inline I dot(I first, const I* weights, const int8_t* x) {
   I total = first;
@@ -393,8 +396,9 @@ inline I fold_16(I a) { return _mm256_madd_epi16(a, _mm256_set1_epi16(1)); }
 inline I signed_pairs_of(I w, I x) { return _mm256_maddubs_epi16(_mm256_sign_epi8(w, w), _mm256_sign_epi8(x, w)); }
 #endif
 
-// Sums of two products have 16 bits. With inputs of at most 127, these many fit: 8 of 4-bit weights
-// (8 * 2 * 15 * 127 = 30,480), 4 of 5 bits, 2 of 6 bits, 1 of 8 bits, whose sign is moved to the row.
+// Sums of two products have 16 bits. With inputs of at most 127, 8 such sums can be added for 4-bit
+// weights (8 * 2 * 15 * 127 = 30,480), 4 for 5 bits, 2 for 6 bits, and 1 for 8 bits. The sign of an
+// 8-bit weight is moved to the row's input.
 template <int BITS, int COUNT>
 inline I dot(I first, const I* weights, const int8_t* x) {
   constexpr int fit = BITS == 4 ? 8 : BITS == 5 ? 4 : BITS == 6 ? 2 : 1;

@@ -15,13 +15,14 @@ namespace ISA {
 
 namespace {
 
-// Numbers from which on threads share the operations between matmuls; fewer take less time than handing them out.
+// From this many floats on, threads share the operations between matmuls. With fewer, sharing takes
+// longer than the work.
 constexpr int64_t kManyNumbers = 1 << 14;
-// Multiplications that make a share worth taking, and shares for each thread.
+// The minimum number of multiplications per share, and the number of shares per thread.
 constexpr int64_t kLeastWork = 1 << 15;
 constexpr int64_t kSharesPerThread = 8;
 
-// A buffer that grows and is used again by the next step.
+// A buffer that grows and that the next step reuses.
 template <class T>
 class Buffer {
  public:
@@ -39,10 +40,11 @@ class Buffer {
   int64_t size_ = 0;
 };
 
-// Rows of floats with room for their 8 bits.
+// Rows of floats with room for their 8-bit numbers.
 class RowBuffer {
  public:
-  // Returns rows of k numbers; x: where the floats are if not in this buffer, [count, stride].
+  // Returns `count` rows of k floats. x [count, stride]: the floats, if they are not in this
+  // buffer.
   Rows rows(int64_t count, int64_t k, bool int8, const float* x = nullptr, int64_t stride = 0) {
     Rows r = {};
     r.stride = x ? stride : padded(k, kUnit);
@@ -75,7 +77,7 @@ class RowBuffer {
 
 float* writable(const Rows& rows) { return const_cast<float*>(rows.x); }
 
-// Calls work(row) for each row of `numbers` numbers, by threads if there is enough work.
+// Calls work(row) for each row of `numbers` floats, in threads if there is enough work.
 template <class Work>
 void each_row(Pool& pool, int64_t rows, int64_t numbers, const Work& work) {
   if (rows * numbers < kManyNumbers) {
@@ -94,7 +96,8 @@ void round_rows(Pool& pool, const Rows& rows, int64_t count) {
   each_row(pool, count, rows.stride, [&](int64_t r) { round_row(rows.from(r), 0, rows.stride); });
 }
 
-// Normalises states [count, stride] into rows, or copies them where there is no norm, and rounds these.
+// Normalizes states [count, stride] into rows, or copies them if there is no norm. Then rounds the
+// rows if they have room for 8-bit numbers.
 void norm_rows(Pool& pool, const Model& m, const float* x, int64_t stride, const float* gain, const Rows& rows,
                int64_t count) {
   each_row(pool, count, stride, [&](int64_t r) {
@@ -105,7 +108,7 @@ void norm_rows(Pool& pool, const Model& m, const float* x, int64_t stride, const
   });
 }
 
-// One matmul of a job: y begins at the matrix's first channel.
+// One matmul of a job; y begins at the matrix's first channel.
 struct Target {
   const Matrix* matrix;
   float* y;
@@ -140,12 +143,12 @@ void matmuls(Pool& pool, const Rows& x, int64_t rows, const Target (&targets)[N]
   });
 }
 
-// Cuts several jobs into shares for threads.
+// Splits several jobs into shares for threads.
 class Shares {
  public:
   void clear() { jobs_.clear(); }
 
-  // Adds a job of so many parts, of which some make a share together.
+  // Adds a job of `parts` parts, of which `together` parts form a share.
   void add(int64_t parts, int64_t together) {
     const int64_t first = count();
     jobs_.push_back({first, first + (parts + together - 1) / together, parts, together});
@@ -169,14 +172,14 @@ class Shares {
   std::vector<Job> jobs_;
 };
 
-// An MLP, and the rows that go through it.
+// An MLP and the rows that go through it.
 struct Mlp {
   Matrix gate, up, down;
   int64_t first, rows;
 };
 
-// Computes act(gate) * up, or act(up) without a gate, by pairs of tiles, and rounds them at once: 32 channels are a group
-// of the next product.
+// Computes act(gate) * up, or act(up) without a gate, for pairs of tiles. Each pair is rounded at
+// once, since its 32 channels form a group of the next matmul.
 void gated(Pool& pool, const std::vector<Mlp>& mlps, int64_t activation, const Rows& x, const Rows& inner,
            Shares& shares, Buffer<float>& buffer) {
   int64_t most = 0;
@@ -215,13 +218,14 @@ void gated(Pool& pool, const std::vector<Mlp>& mlps, int64_t activation, const R
   });
 }
 
-// An expert of a row, where the row lies among those gathered for experts, and the weight of what it adds.
+// An expert that was chosen for a row, the row's index among the rows gathered for experts, and the
+// weight of the expert's output.
 struct Pick {
   int64_t expert, row;
   float weight;
 };
 
-// The buffers of passes. One pass runs at a time.
+// The buffers of passes. Only one pass runs at a time.
 struct Workspace {
   RowBuffer normed, attended, inner, given, gathered;
   Buffer<float> qkv, added, gates, scores, out;
@@ -232,7 +236,7 @@ struct Workspace {
   std::vector<Sight> sights;
   Buffer<float> mixed, held;
   std::vector<int64_t> parents;  // [slots, rows]
-  std::vector<Walk> walks;       // of slots
+  std::vector<Walk> walks;       // per slot
 };
 
 Workspace& workspace() {
@@ -240,7 +244,8 @@ Workspace& workspace() {
   return *shared;
 }
 
-// Where a layer's queries, keys and values of one row lie, and the gate of its outputs.
+// The offsets of keys, values and the output gate in a row that begins with a layer's queries, and
+// the row's width.
 struct Widths {
   int64_t key, value, gate, all;
   Widths(const Model& m, const Layer& layer)
@@ -250,14 +255,14 @@ struct Widths {
         all(gate + (layer.output_gate.tiles ? key : 0)) {}
 };
 
-// Normalises and turns a query or a key; null: the layer does not.
+// Normalizes and rotates a query or a key; a null gain or null cosines omit that operation.
 void turn(const Model& m, const Layer& layer, float* head, const float* gain, const float* cos, const float* sin) {
   if (gain && !m.late_norms) head_norm(m.centered, head, gain, layer.dim, m.eps);
   if (cos) (m.pairs ? rotate_pairs : rotate)(head, cos, sin, m.rotary[layer.table] / 2);
   if (gain && m.late_norms) head_norm(m.centered, head, gain, layer.dim, m.eps);
 }
 
-// Normalises and turns queries and keys, and writes keys and values into the cache.
+// Normalizes and rotates queries and keys, and writes keys and values into the cache.
 void place(Pool& pool, const Model& m, const Cache& cache, const Step& step, int64_t index, float* qkv) {
   const Layer& layer = m.layer[index];
   const Widths widths(m, layer);
@@ -296,7 +301,8 @@ void attend_all(Pool& pool, const Model& m, const Cache& cache, const Step& step
   const int64_t dim = layer.dim;
   const int64_t groups = m.heads / layer.kv, queries = step.rows * groups;
   const float* own_sinks = layer.sinks;
-  // As many blocks as threads can share, of as many queries as read keys together.
+  // Blocks have up to QUERIES queries, but fewer if there would be fewer than two blocks per
+  // thread.
   const int64_t parts = step.slots * layer.kv;
   int64_t together = QUERIES;
   while (together > 1 && parts * ((queries + together - 1) / together) < 2 * pool.threads()) together /= 2;
@@ -324,8 +330,8 @@ void attend_all(Pool& pool, const Model& m, const Cache& cache, const Step& step
   });
 }
 
-// Adds what attention or the MLP gives [rows, stride] to the states x, through a norm where the layer has one after it,
-// times the model's factor.
+// Adds the output [rows, stride] of attention or the MLP to the states x, times the model's
+// residual factor. If the layer has a norm for the output, it is applied first.
 void add_rows(Pool& pool, const Model& m, float* added, int64_t rows, const float* norm, float* x, int64_t stride) {
   each_row(pool, rows, stride, [&](int64_t r) {
     float* row = added + r * stride;
@@ -336,7 +342,7 @@ void add_rows(Pool& pool, const Model& m, float* added, int64_t rows, const floa
   });
 }
 
-// Adds y W^T to the states x in this way.
+// Adds y W^T to the states x in the same way as add_rows.
 void add_product(Pool& pool, const Matrix& w, const Rows& y, int64_t rows, const float* norm, const Model& m, float* x,
                  int64_t stride, Workspace& work) {
   if (!norm && m.residual == 1.0f) {
@@ -349,7 +355,7 @@ void add_product(Pool& pool, const Matrix& w, const Rows& y, int64_t rows, const
   add_rows(pool, m, added, rows, norm, x, stride);
 }
 
-// Chooses a row's experts by their scores [experts padded to 16], and puts them in rising order.
+// Chooses a row's experts by their scores [experts padded to 16], and sorts them by index.
 void choose_experts(const Model& m, const Layer& layer, float* scores, Pick* picks) {
   const int64_t n = layer.experts, wide = padded(n, 16);
   for (int64_t i = n; i < wide; i++) scores[i] = -INFINITY;
@@ -389,7 +395,7 @@ void choose_experts(const Model& m, const Layer& layer, float* scores, Pick* pic
   }
 }
 
-// Returns the matrix of one of several experts, which lie one after the other.
+// Returns the matrix of one expert; the experts' matrices lie one after another.
 Matrix of_expert(const Matrix& all, int64_t experts, int64_t expert) {
   const int64_t tile_bytes = all.k / info(all.format).block * info(all.format).tile_bytes;
   Matrix own = all;
@@ -399,8 +405,9 @@ Matrix of_expert(const Matrix& all, int64_t experts, int64_t expert) {
   return own;
 }
 
-// Adds a mixture of experts of normalised rows to the states x. Rows are gathered by expert, so that each expert's
-// matrices are read once; what a row gets is summed over its experts in rising order.
+// Adds the output of a mixture of experts for normalized rows to the states x. Rows are gathered by
+// expert, so that each expert's matrices are read once. A row's output is summed over its experts
+// in ascending order.
 void add_mixture(Pool& pool, const Model& m, const Layer& layer, const Rows& normed, int64_t rows, float* x,
                  int64_t stride, Workspace& work) {
   const int64_t top = m.top_experts, shared = layer.shared_up.tiles ? rows : 0;
@@ -475,7 +482,8 @@ void add_mixture(Pool& pool, const Model& m, const Layer& layer, const Rows& nor
   add_rows(pool, m, added, rows, layer.mlp_out_norm, x, stride);
 }
 
-// Adds a projection of the first states, normalised by layer, to the embeddings that layers get besides their states.
+// Adds a projection of the first states, normalized per layer, to the embeddings that layers read
+// besides their states.
 void complete_inputs(Pool& pool, const Model& m, const Step& step, int64_t rows, int64_t stride, Workspace& work) {
   const int64_t wide = m.layers * m.inputs;
   const Rows states = work.given.rows(rows, m.hidden, m.inputs_projection.int8_rows);
@@ -494,7 +502,7 @@ void complete_inputs(Pool& pool, const Model& m, const Step& step, int64_t rows,
   });
 }
 
-// Adds what a layer makes of its inputs besides the states.
+// Computes a layer's output for its inputs besides the states, and adds it to the states.
 void add_inputs(Pool& pool, const Model& m, const Layer& layer, int64_t index, const Step& step, int64_t rows,
                 int64_t stride, Workspace& work) {
   const Rows states = work.given.rows(rows, m.hidden, layer.input_gate.int8_rows);
@@ -512,7 +520,7 @@ void add_inputs(Pool& pool, const Model& m, const Layer& layer, int64_t index, c
   add_product(pool, layer.input_out, inner, rows, layer.input_norm, m, step.x, stride, work);
 }
 
-// Weighs what attention gives by the sigmoid of its gates.
+// Multiplies the output of attention by the sigmoid of its gates.
 void gate_outputs(Pool& pool, const Model& m, const Layer& layer, const float* qkv, int64_t rows,
                   const Rows& attended) {
   const Widths widths(m, layer);
@@ -523,7 +531,7 @@ void gate_outputs(Pool& pool, const Model& m, const Layer& layer, const float* q
   });
 }
 
-// Returns what attention gives for normalised rows.
+// Returns the output of attention for normalized rows.
 Rows attention(Pool& pool, const Model& m, const Cache& cache, const Step& step, int64_t index, const Rows& read,
                Workspace& work) {
   const Layer& layer = m.layer[index];
@@ -547,7 +555,8 @@ Rows attention(Pool& pool, const Model& m, const Cache& cache, const Step& step,
   return attended;
 }
 
-// Returns what a short convolution gives for normalised rows. Its inputs stay in the cache as rows.
+// Returns the output of a short convolution for normalized rows. Its inputs stay in the cache as
+// rows.
 Rows short_conv(Pool& pool, const Model& m, const Cache& cache, const Step& step, int64_t index, const Rows& read,
                 Workspace& work) {
   const Layer& layer = m.layer[index];
@@ -587,13 +596,14 @@ float* pending_of(const Model& m, const Cache& cache, const Layer& layer, int64_
   return cache.pending + (layer.place * cache.slots + slot) * cache.pending_rows * DeltaRow(m).all;
 }
 
-// The inputs of a delta net's convolution in one slot, whose rows' products begin at `rows`.
+// Returns the inputs of a delta net's convolution in one slot; the rows' projections begin at
+// `rows`.
 PathInputs delta_inputs(const Model& m, const float* state, const float* rows, const int64_t* parents) {
   const DeltaRow at(m);
   return {state + (m.kernel - 1) * at.channels(), at.channels(), m.kernel - 1, rows, at.all, parents};
 }
 
-// Keeps the last inputs of the convolution of a path that ends in `row`.
+// Keeps the convolution's last inputs on the path that ends at `row`.
 void keep_inputs(const Model& m, float* state, const PathInputs& inputs, int64_t row) {
   const int64_t channels = DeltaRow(m).channels();
   const float* last[kKernel];
@@ -602,7 +612,8 @@ void keep_inputs(const Model& m, float* state, const PathInputs& inputs, int64_t
   for (int64_t k = 1; k < m.kernel; k++) std::memmove(state + (k - 1) * channels, last[k], channels * sizeof(float));
 }
 
-// Calls work for the shares of the columns of a delta net's heads: work(part, head, first tile, number of tiles, thread).
+// Calls work(part, head, first tile, number of tiles, thread) for each share of the columns of a
+// delta net's heads.
 template <class Work>
 void each_columns(Pool& pool, const Model& m, int64_t parts, const Work& work) {
   const int64_t tiles = m.value_dim / 16, together = tiles % DEEP ? 1 : DEEP, groups = tiles / together;
@@ -612,14 +623,14 @@ void each_columns(Pool& pool, const Model& m, int64_t parts, const Work& work) {
   });
 }
 
-// Follows rows in some columns of a head; room for the states that a walk holds.
+// Runs rows through some columns of a head. held: room for the states of the walk.
 void follow_columns(const Model& m, const Walk& walk, const float* rows, int64_t count, int64_t head, int64_t tile,
                     int64_t tiles, float* state, float* held, float* out, int64_t stride) {
   const auto work = tiles == DEEP ? follow_rows<DEEP> : follow_rows<1>;
   work(m, walk, rows, count, head, tile, state, held, out, stride);
 }
 
-// Returns what a gated delta net gives for normalised rows.
+// Returns the output of a gated delta net for normalized rows.
 Rows delta_net(Pool& pool, const Model& m, const Cache& cache, const Step& step, int64_t index, const Rows& read,
                Workspace& work) {
   const Layer& layer = m.layer[index];
@@ -708,7 +719,8 @@ void replay(Pool& pool, const Model& m, const Cache& cache, int64_t slot, const 
   }
 }
 
-// Finds the parents of a step's rows, for layers that follow paths, and the way of states along them.
+// Finds the parents of a step's rows and the walk of states along them, for layers that follow
+// paths.
 void find_paths(const Model& m, const Step& step, Workspace& work) {
   work.parents.resize(step.slots * step.rows);
   work.walks.resize(std::max<size_t>(work.walks.size(), step.slots));
@@ -726,7 +738,7 @@ bool reads_int8(const Layer& layer) {
   return std::any_of(std::begin(all), std::end(all), [](const Matrix* own) { return own->int8_rows; });
 }
 
-// Returns what a layer's mixer gives for normalised rows.
+// Returns the output of a layer's mixer for normalized rows.
 Rows mixed_rows(Pool& pool, const Model& m, const Cache& cache, const Step& step, int64_t index, const Rows& read,
                 Workspace& work) {
   const int64_t mixer = m.layer[index].mixer;
@@ -740,7 +752,7 @@ void run(Pool& pool, const Model& m, const Cache& cache, const Step& step) {
   const int64_t rows = step.slots * step.rows, stride = padded(m.hidden, kUnit);
   if (m.inputs && step.first == 0) complete_inputs(pool, m, step, rows, stride, work);
   if (m.kernel) find_paths(m, step, work);
-  // Layers of one window share what their rows see.
+  // Consecutive layers with the same window share the columns that rows see.
   work.sights.resize(step.slots);
   int64_t window = -1;
   for (int64_t i = step.first; i < step.end; i++) {
@@ -752,7 +764,7 @@ void run(Pool& pool, const Model& m, const Cache& cache, const Step& step) {
              step.positions + s * step.rows, window);
       }
     }
-    // Files may mix formats: rows are rounded where one of the matrices that read them asks for it.
+    // Files may mix formats, so rows are rounded if any of the matrices that read them needs it.
     const Rows read = work.normed.rows(rows, m.hidden, reads_int8(layer));
     norm_rows(pool, m, step.x, stride, layer.attention_norm, read, rows);
     const Rows attended = mixed_rows(pool, m, cache, step, i, read, work);
@@ -796,7 +808,7 @@ void run(Pool& pool, const Model& m, const Cache& cache, const Step& step) {
 
 void multiply_rows(Pool& pool, const Matrix& m, const float* x, int64_t rows, int64_t ldx, float* y, int64_t ldy) {
   Workspace& work = workspace();
-  // Rows of any stride are copied into whole groups.
+  // Rows may have any stride, so they are copied and padded to whole groups.
   const Rows given = work.given.rows(rows, m.k, m.int8_rows);
   for (int64_t r = 0; r < rows; r++) {
     float* row = writable(given) + r * given.stride;
@@ -808,7 +820,7 @@ void multiply_rows(Pool& pool, const Matrix& m, const float* x, int64_t rows, in
   matmuls(pool, given, rows, {Target{&m, y, ldy, false}});
 }
 
-// The best channel of each row, the first of equals.
+// Finds the best channel of each row, or the first of several equal ones.
 void find_best(Pool& pool, const Matrix& m, const float* y, int64_t rows, int64_t ldy, int32_t* best) {
   each_row(pool, rows, m.n, [&](int64_t r) {
     const float* row = y + r * ldy;

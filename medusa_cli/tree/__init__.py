@@ -1,4 +1,4 @@
-"""Draft trees: static and dynamic ones, the search for the best, files and drawings."""
+"""Draft trees: static and dynamic trees, the search for the best one, files and drawings."""
 
 from medusa_cli.tree.tree import Draft, DynamicTree, Tree, TreeBuilder
 

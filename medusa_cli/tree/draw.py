@@ -1,4 +1,4 @@
-"""Drawings of a draft tree: in the terminal, and as a picture."""
+"""Drawings of a draft tree, in the terminal and as an image."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,12 +8,12 @@ from medusa_cli.files.io import replacing
 from medusa_cli.tree.search import Accuracies, node_values
 from medusa_cli.tree.tree import Tree
 
-# Chances from this one on are drawn in the strongest colour.
+# Chances of at least this value are drawn in the strongest color.
 STRONG = 0.3
 
 
 def draw_terminal(tree: Tree, accuracies: Accuracies | None = None) -> Any:
-    """Returns a rich renderable: each node's rank and, with accuracies, its chance."""
+    """Returns a rich renderable that shows each node's rank and, given accuracies, its chance."""
     from rich.text import Text
     from rich.tree import Tree as Lines
 
@@ -32,7 +32,7 @@ def draw_terminal(tree: Tree, accuracies: Accuracies | None = None) -> Any:
 
 
 def draw_picture(tree: Tree, path: Path, accuracies: Accuracies | None = None) -> None:
-    """Writes the tree as PNG or SVG, by the path's suffix."""
+    """Writes the tree as PNG or SVG, depending on the path's suffix."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -52,7 +52,7 @@ def draw_picture(tree: Tree, path: Path, accuracies: Accuracies | None = None) -
 
 
 def draw_nodes(axes: Any, tree: Tree, values: Sequence[float]) -> None:
-    """Draws a tree on matplotlib's axes: the larger a node's value, the stronger its colour."""
+    """Draws a tree on matplotlib axes; a larger value gives a node a stronger color."""
     x = columns(tree)
     for node in range(1, tree.size):
         parent = tree.parents[node]
@@ -86,7 +86,7 @@ def draw_nodes(axes: Any, tree: Tree, values: Sequence[float]) -> None:
 
 
 def columns(tree: Tree) -> list[float]:
-    """Returns each node's horizontal position: leaves in order, parents above children."""
+    """Returns the horizontal position of each node: leaves are in order, and parents centered above children."""
     x = [0.0] * tree.size
     for column, leaf in enumerate(sorted(tree.leaves, key=tree.path)):
         x[leaf] = float(column)

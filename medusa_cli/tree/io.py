@@ -1,4 +1,4 @@
-"""Tree files: a tree, or a list of rank paths, and the provenance of the search that made it."""
+"""Tree files, which hold a tree or a list of rank paths, and the provenance of the tree search."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +8,7 @@ from medusa_cli.errors import UserError
 from medusa_cli.files.io import convert, read_json, write_json
 from medusa_cli.tree.tree import Tree
 
-# A step verifies all nodes at once under an N x N mask: no machine gains from more.
+# A step verifies all nodes at once with an N x N mask: no machine benefits from more nodes.
 MAX_NODES = 1024
 REMEDY = "make one with `medusa tree`, or give a list of rank paths"
 
@@ -20,7 +20,7 @@ def save_tree(path: Path, tree: Tree, provenance: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class TreeProvenance:
-    """Holds the drafter of a tree's search, and the chance from which a node paid there."""
+    """Holds the drafter for which the tree was searched, and the chance above which a node was worth its cost."""
 
     drafter_stamp: str | None = None
     break_even: float = 0.0
@@ -32,7 +32,7 @@ class TreeProvenance:
 
 @dataclass(frozen=True)
 class TreeFile:
-    """The content of a tree file: parents and ranks, or rank paths under one of two names."""
+    """Holds the content of a tree file: parents and ranks, or rank paths under one of two names."""
 
     parents: list[int] | None = None
     ranks: list[int] | None = None
@@ -41,7 +41,7 @@ class TreeFile:
     provenance: TreeProvenance = TreeProvenance()
 
     def tree(self) -> Tree:
-        """Returns the tree; raises ValueError where the file holds none."""
+        """Returns the tree; raises ValueError if the file holds none."""
         if self.parents is not None and self.ranks is not None:
             return Tree(tuple(self.parents), tuple(self.ranks))
         paths = self.choices if self.choices is not None else self.medusa_choices
@@ -53,7 +53,7 @@ class TreeFile:
 def load_tree(path: Path) -> Tree:
     """Reads a tree from {"parents", "ranks"}, {"choices": [[...]]} or a bare list of choices.
 
-    Raises UserError for other files.
+    Raises UserError for other files, and for trees of more than MAX_NODES nodes.
     """
     try:
         tree = _read(path).tree()

@@ -1,4 +1,4 @@
-"""Search for the best sparse tree by each head's accuracies (Medusa, section 3.3.3)."""
+"""Search for the best sparse tree, based on each head's accuracies (Medusa, section 3.3.3)."""
 
 import heapq
 from bisect import bisect_left
@@ -12,12 +12,12 @@ Accuracies = Sequence[Sequence[float]]
 
 
 def search(accuracies: Accuracies, budget: int) -> Tree:
-    """Returns the tree of `budget` nodes, root included, with the greatest expected length.
+    """Returns the tree of `budget` nodes, including the root, with the greatest expected length.
 
-    accuracies[k][i] is the chance that guess i of head k is right. With independent heads a node's
-    value is the product along its path. A child is never worth more than its parent, so taking the
-    best node each time is optimal. Raises UsageError for a budget below 1 or above the number of
-    nodes there are.
+    accuracies[k][i] is the probability that guess i of head k is right. If heads are independent, a
+    node's value is the product along its path. A child is never worth more than its parent, so
+    taking the best node each time is optimal. Raises UsageError for a budget below 1 or above the
+    number of possible nodes.
     """
     possible = largest(accuracies)
     if not 1 <= budget <= possible:
@@ -25,7 +25,7 @@ def search(accuracies: Accuracies, budget: int) -> Tree:
             f"@budget {budget} is not valid",
             f"these heads allow 1 to {possible:,} nodes, the root included",
         )
-    # Ranks by falling accuracy: measured accuracies need not fall strictly with the rank.
+    # Ranks by descending accuracy: measured accuracies need not decrease strictly with the rank.
     order = [sorted(range(len(head)), key=lambda i: (-head[i], i)) for head in accuracies]
     parents = [-1]
     ranks = [0]
@@ -33,7 +33,7 @@ def search(accuracies: Accuracies, budget: int) -> Tree:
     values = [1.0]
     heap: list[
         tuple[float, int, int, int]
-    ] = []  # (-value, depth, parent, place in the order of ranks)
+    ] = []  # (-value, depth, parent, index into the sorted ranks)
 
     def offer(parent: int, place: int) -> None:
         depth = depths[parent]
@@ -54,7 +54,7 @@ def search(accuracies: Accuracies, budget: int) -> Tree:
 
 
 def largest(accuracies: Accuracies) -> int:
-    """Returns the nodes, root included, of the full tree over these heads and ranks."""
+    """Returns the number of nodes, including the root, in the full tree over these heads and ranks."""
     total = level = 1
     for head in accuracies:
         level *= len(head)
@@ -63,9 +63,9 @@ def largest(accuracies: Accuracies) -> int:
 
 
 def node_values(tree: Tree, accuracies: Accuracies) -> list[float]:
-    """Returns each node's chance of acceptance, 1 for the root.
+    """Returns each node's probability of acceptance, 1 for the root.
 
-    Nodes without an accuracy have 0.
+    Nodes without an accuracy get 0.
     """
     values = [1.0]
     for node in range(1, tree.size):
@@ -77,37 +77,40 @@ def node_values(tree: Tree, accuracies: Accuracies) -> list[float]:
 
 
 def expected_length(tree: Tree, accuracies: Accuracies) -> float:
-    """Returns the expected tokens a step: the sum of the nodes' chances, the root's for the bonus token."""
+    """Returns the expected tokens per step, which is the sum of the nodes' chances.
+
+    The root's chance counts for the bonus token.
+    """
     return sum(node_values(tree, accuracies))
 
 
-# Nodes over which the cost of one more is averaged.
+# The cost of one more node is averaged over this many nodes.
 SPAN = 12
-# Sizes are tried one by one up to this one, then in strides: matmuls run in blocks of rows.
+# Sizes up to this one are tried one by one, larger sizes in strides: matmuls run in blocks of rows.
 DENSE_SIZES = 20
 STRIDE = 4
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Seconds of a step's parts: verifying by rows of a pass, and drafting by levels.
+    """Holds the seconds that a step's parts take: verifying by rows of a pass, and drafting by levels.
 
-    Verifying covers the pass, acceptance and keeping. A drafter that drafts all levels at once
-    costs the same for each depth.
+    Verifying includes the pass, acceptance and keeping. A drafter that drafts all levels at once
+    takes the same time at every depth.
     """
 
     verify: Mapping[int, float]
     draft: Mapping[int, float]
 
     def step(self, nodes: int, depth: int, batch: int = 1) -> float:
-        """Returns the seconds of a step of `batch` sequences over trees of this size."""
+        """Returns the duration in seconds of a step of `batch` sequences with trees of this size."""
         drafting = interpolate(self.draft, depth) if depth else 0.0
         return interpolate(self.verify, nodes * batch) + drafting
 
 
 @dataclass(frozen=True)
 class SizedTree:
-    """Holds a tree and its expected tokens per step, by calibration."""
+    """Holds a tree and its expected tokens per step according to the calibration."""
 
     tree: Tree
     expected: float
@@ -115,7 +118,7 @@ class SizedTree:
 
 @dataclass(frozen=True)
 class TimedTree(SizedTree):
-    """Adds the seconds of a step over the tree, drafting included."""
+    """Adds the duration in seconds of a step with the tree, including drafting."""
 
     seconds: float
 
@@ -125,9 +128,9 @@ class TimedTree(SizedTree):
 
 
 def budgets(accuracies: Accuracies, step_times: StepTimes) -> list[TimedTree]:
-    """Returns the best tree of each size worth trying, over as many heads as pay.
+    """Returns the best tree of each size worth trying, with as many heads as are worth their cost.
 
-    The first tree is the root.
+    The first tree is only the root.
     """
     limit = min(max(step_times.verify), largest(accuracies))
     best = []
@@ -146,10 +149,10 @@ def budgets(accuracies: Accuracies, step_times: StepTimes) -> list[TimedTree]:
 
 
 def break_even(chosen: TimedTree, step_times: StepTimes) -> float:
-    """Returns the chance from which a further node pays.
+    """Returns the chance above which one more node is worth its cost.
 
-    It is the node's seconds times the chosen budget's tokens a second. The seconds are the mean
-    over the next SPAN nodes, for timing noise is as large as the cost of one.
+    It is the node's cost in seconds times the tokens per second of the chosen budget. The cost is
+    the mean over the next SPAN nodes, because timing noise is as large as the cost of one node.
     """
     nodes = chosen.tree.size
     more = interpolate(step_times.verify, nodes + SPAN)
@@ -158,7 +161,7 @@ def break_even(chosen: TimedTree, step_times: StepTimes) -> float:
 
 
 def interpolate(points: Mapping[int, float], x: int) -> float:
-    """Returns the value at x: linear between points, with the last slope beyond them."""
+    """Returns the value at x: linear between points, and extrapolated beyond them with the last slope."""
     known = sorted(points)
     if len(known) == 1 or x <= known[0]:
         return points[known[0]]
@@ -166,5 +169,5 @@ def interpolate(points: Mapping[int, float], x: int) -> float:
     low = known[after - 1]
     high = known[after]
     slope = (points[high] - points[low]) / (high - low)
-    # Noise may give a negative slope; no step is cheaper for being larger.
+    # Noise may make the slope negative, but a larger step is never cheaper.
     return points[high] + (max(slope, 0.0) if x > high else slope) * (x - high)

@@ -1,6 +1,6 @@
-"""Draft trees as tensors of fixed shapes: static ones are filled, dynamic ones grow.
+"""Draft trees as tensors of fixed shapes: static trees are filled, dynamic trees grow.
 
-Nothing here reads a value of a tensor or makes a shape from one, so that CUDA graphs can hold it.
+Nothing here reads the value of a tensor or derives a shape from one, so CUDA graphs can capture it.
 """
 
 import math
@@ -14,10 +14,10 @@ from medusa_cli.tree.tree import PADDING, ROOT_PARENT, UNREAD, DynamicTree, Tree
 
 
 class TreeTensors:
-    """Holds B static trees of up to N nodes; each node is to hold its head's guess of its rank.
+    """Holds B static trees of up to N nodes; each node receives its head's guess of the node's rank.
 
     depth, parents, ranks, tokens [B, N]; mask bool [B, N, N]: each node sees itself and its
-    ancestors. A node beyond a tree has depth 0 and the parent PADDING. One that is to be drafted
+    ancestors. A padding node has depth 0 and the parent PADDING. A node that is still to be drafted
     has the token UNREAD.
     """
 
@@ -32,17 +32,17 @@ class TreeTensors:
 
     @property
     def width(self) -> int:
-        """Returns the number of guesses read below one node."""
+        """Returns the number of guesses read per node."""
         return self.depth.shape[1]
 
     def temperature(self, head: int) -> float | None:
-        """Returns the temperature of a head's confidences; None if only their order matters."""
+        """Returns the temperature of a head's confidences, or None if only their order matters."""
         return None
 
     def extend(self, head: int, log_p: Tensor, ids: Tensor) -> Tensor:
-        """Takes a head's log confidences and tokens [B, N or 1, W] below its depth, best first.
+        """Adds a head's log confidences and tokens [B, N or 1, W], best first, below the nodes at its depth.
 
-        Returns the number [B, N] that each node's parent had before.
+        Returns the index [B, N] that each node's parent had before.
         """
         parents = self.parents.clamp(min=0)
         width = ids.shape[-1]
@@ -58,9 +58,9 @@ class TreeTensors:
 class GrowingTrees(TreeTensors):
     """Grows B dynamic trees in place of the UNREAD nodes of static ones (see `outline`).
 
-    As many nodes stay as these have, the likeliest of all levels, by TreeBuilder's rule. Nodes
-    whose tokens are known stay and get no children. A grown sibling may hold the same token: the
-    longer path is accepted.
+    As many nodes stay as the static trees have. They are the most likely ones of all levels, chosen
+    as in TreeBuilder. Nodes with known tokens stay and get no children. A grown sibling may hold
+    the same token as such a node; the longer path is accepted.
     """
 
     def __init__(self, limits: DynamicTree, *outlines: Tensor) -> None:
@@ -91,11 +91,12 @@ class GrowingTrees(TreeTensors):
         extended = (self.depth == head) & self._values.isfinite() & (head < self._levels)
         below = below.masked_fill(~extended[..., None] | (below < floor), -torch.inf)
         values = F.pad(torch.cat([self._values, below.flatten(1)], dim=1), (0, 1), value=-torch.inf)
-        # The sort is stable: of equal values the earlier node, which is never deeper, comes first.
+        # The sort is stable: among equal values, the earlier node comes first, which is never
+        # deeper.
         best = values.sort(dim=1, descending=True, stable=True)
         kept = (best.values[:, :count] > -torch.inf) & (every < self._room)
         nowhere = values.shape[1] - 1
-        # Parents before children.
+        # Parents come before their children.
         order = best.indices[:, :count].masked_fill(~kept, nowhere).sort(dim=1).values
         nodes = torch.stack([self.parents, self.ranks, self.depth, self.tokens])  # [4, B, N]
         ranks = torch.arange(width, device=ids.device).expand(below.shape)
@@ -110,7 +111,7 @@ class GrowingTrees(TreeTensors):
         self._values = values.gather(1, order)
         self.parents = torch.where(above < 0, above, torch.searchsorted(order, above))
         self.parents = self.parents.masked_fill(order == nowhere, PADDING)
-        # An old node keeps its row of the mask; a new one takes its parent's.
+        # An old node keeps its row of the mask; a new node takes its parent's row.
         old = order < count
         above = above.clamp(min=0)
         source = torch.where(old, order, above)
@@ -122,7 +123,7 @@ class GrowingTrees(TreeTensors):
 
 @lru_cache(maxsize=256)
 def outline(tree: Tree | DynamicTree) -> Tree:
-    """Returns a static tree of the most nodes and levels of a dynamic one: a chain and leaves."""
+    """Returns a static tree with the maximum nodes and levels of a dynamic one: a chain and leaves."""
     if isinstance(tree, Tree):
         return tree
     chain = min(tree.max_depth, tree.budget - 1)

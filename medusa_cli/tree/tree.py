@@ -1,4 +1,4 @@
-"""Draft trees: static ones, dynamic ones that grow in each step, and the tokens of their nodes."""
+"""Draft trees: static trees, dynamic trees that grow in each step, and the tokens of their nodes."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -11,14 +11,14 @@ from torch import Tensor
 
 # Stands for a token that the host does not know.
 UNREAD = -1
-# Parents of the root, and of nodes beyond a tree, where trees are tensors.
+# Parents of the root and of padding nodes in trees stored as tensors.
 ROOT_PARENT = -1
 PADDING = -2
 
 
 @dataclass(frozen=True)
 class Tree:
-    """A tree of N nodes; node 0 is the root (parent -1), every other node comes after its parent.
+    """Holds a tree of N nodes; node 0 is the root (parent -1), and every other node comes after its parent.
 
     A node at depth d >= 1 with rank r holds the r-th best guess (from 0) of head d.
     """
@@ -41,9 +41,9 @@ class Tree:
 
     @classmethod
     def from_choices(cls, choices: Iterable[Sequence[int]]) -> "Tree":
-        """Builds a tree from rank paths, one a node (medusa_choices).
+        """Builds a tree from rank paths, one per node (medusa_choices).
 
-        Raises ValueError for a missing parent.
+        Raises ValueError for a missing parent or a negative rank.
         """
         paths = sorted(
             {tuple(path) for path in choices if len(path)}, key=lambda path: (len(path), path)
@@ -61,7 +61,7 @@ class Tree:
 
     @classmethod
     def dense(cls, shape: Sequence[int]) -> "Tree":
-        """Returns the Cartesian product of each head's top shape[k] guesses (Medusa, section 3.1.2)."""
+        """Returns the tree of the Cartesian product of each head's top shape[k] guesses (Medusa, section 3.1.2)."""
         level: list[tuple[int, ...]] = [()]
         choices: list[tuple[int, ...]] = []
         for width in shape:
@@ -71,17 +71,17 @@ class Tree:
 
     @classmethod
     def chain(cls, length: int) -> "Tree":
-        """Returns the best guess of each of the first `length` heads, one below the other."""
+        """Returns a chain of the best guesses of the first `length` heads."""
         return cls.dense([1] * length)
 
     @classmethod
     def root_only(cls) -> "Tree":
-        """Returns the tree of plain decoding: no guesses."""
+        """Returns the tree of plain decoding, which has only the root."""
         return cls((-1,), (0,))
 
     @classmethod
     def select(cls, parents: Sequence[int], ranks: Sequence[int], nodes: Sequence[int]) -> "Tree":
-        """Returns the tree of some of these nodes, in rising order, each with its parent."""
+        """Returns the tree of the selected nodes, which are in ascending order and include their parents."""
         index = {node: i for i, node in enumerate(nodes)}
         return cls(
             tuple(index[parents[node]] if node else -1 for node in nodes),
@@ -94,7 +94,7 @@ class Tree:
 
     @cached_property
     def depths(self) -> tuple[int, ...]:
-        """Returns the depth of every node, 0 at the root."""
+        """Returns the depth of every node; the root has depth 0."""
         depths: list[int] = []
         for parent in self.parents:
             depths.append(0 if parent < 0 else depths[parent] + 1)
@@ -111,7 +111,7 @@ class Tree:
 
     @cached_property
     def widths(self) -> tuple[int, ...]:
-        """Returns how many guesses of each head the tree uses: 1 + the highest rank per depth."""
+        """Returns the number of guesses that the tree uses per head: 1 + the highest rank at each depth."""
         widths = [0] * self.max_depth
         for depth, rank in zip(self.depths[1:], self.ranks[1:], strict=True):
             widths[depth - 1] = max(widths[depth - 1], rank + 1)
@@ -119,12 +119,12 @@ class Tree:
 
     @cached_property
     def mask(self) -> Tensor:
-        """Returns the attention mask, bool [N, N]: mask[i, j] where j is i or an ancestor of i."""
+        """Returns the attention mask, bool [N, N]: mask[i, j] is True if j is i or an ancestor of i."""
         mask = torch.eye(self.size, dtype=torch.bool)
         above = torch.tensor([0, *self.parents[1:]])
         for _ in range(
             self.max_depth.bit_length()
-        ):  # each pass doubles the generations that a node sees
+        ):  # each iteration doubles the number of generations that a node sees
             mask |= mask[above]
             above = above[above]
         return mask
@@ -159,7 +159,7 @@ class Tree:
 
     @cached_property
     def choices(self) -> list[list[int]]:
-        """Returns every node but the root as its path of ranks."""
+        """Returns the rank path of every node except the root."""
         return [[self.ranks[step] for step in self.path(node)[1:]] for node in range(1, self.size)]
 
     def truncate(self, depth: int) -> "Tree":
@@ -177,7 +177,7 @@ class Tree:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Tree":
-        """Reads what to_json wrote; raises ValueError for numbers that are not integers."""
+        """Reads the output of to_json; raises ValueError for numbers that are not integers."""
         parents = tuple(data["parents"])
         ranks = tuple(data["ranks"])
         if not all(type(number) is int for number in (*parents, *ranks)):
@@ -187,32 +187,32 @@ class Tree:
 
 @dataclass(frozen=True)
 class DynamicTree:
-    """Limits a tree that grows in a step: `budget` nodes with the root, chances >= `min_chance`.
+    """Limits a tree that grows in each step: `budget` nodes including the root, chances >= `min_chance`.
 
-    A head's confidences are its softmax at its own temperature (1 by default), which `calibrate`
-    fits.
+    A head's confidences are its softmax at a temperature of its own (1 by default), which
+    `calibrate` fits.
     """
 
     budget: int
     max_depth: int
     temperatures: tuple[float, ...] = ()
     min_chance: float = 0.0
-    width: int = 10  # guesses considered below one node
+    width: int = 10  # guesses considered per node
 
     def temperature(self, head: int) -> float:
         return self.temperatures[head] if head < len(self.temperatures) else 1.0
 
     def truncate(self, depth: int) -> "DynamicTree":
-        """Returns the limits of trees down to a depth."""
+        """Returns the same limits with at most this depth."""
         return self if self.max_depth <= depth else replace(self, max_depth=depth)
 
 
 class TreeBuilder:
-    """Grows one step's tree level by level; the best `budget - 1` candidates stay.
+    """Grows the tree of one step level by level; the best `budget - 1` candidates stay.
 
-    A node's value is the product of the confidences along its path, never more than its parent's:
-    the ancestors of a node among the best are among the best, too. GrowingTrees does the same by
-    tensors, which is slower on a CPU.
+    A node's value is the product of the confidences along its path, and never more than its
+    parent's. So if a node is among the best, its ancestors are, too. GrowingTrees does the same
+    with tensors, which is slower on a CPU.
     """
 
     def __init__(self, limits: DynamicTree, root: int) -> None:
@@ -229,9 +229,9 @@ class TreeBuilder:
         log_p: Sequence[Sequence[float]],
         tokens: Sequence[Sequence[int]],
     ) -> list[int]:
-        """Adds children of `nodes` by their log confidences, best first, and tokens.
+        """Adds children to `nodes`, given the children's log confidences, best first, and tokens.
 
-        Returns those worth extending.
+        Returns the children worth extending.
         """
         first = len(self._values)
         for node, row, guesses in zip(nodes, log_p, tokens, strict=True):
@@ -246,7 +246,7 @@ class TreeBuilder:
                 self.tokens.append(token)
         limit = self._limits.budget - 1
         if len(self._values) - 1 > limit:
-            # Equal values stay together; `tree` drops those beyond the budget.
+            # Nodes with equal values all stay; `tree` drops those beyond the budget.
             self._floor = max(
                 self._floor,
                 sorted(self._values[1:], reverse=True)[limit - 1] if limit else math.inf,
@@ -257,7 +257,7 @@ class TreeBuilder:
 
     def tree(self) -> tuple[Tree, list[int]]:
         """Returns the tree and the tokens of its nodes."""
-        # The sort is stable: of equal nodes the earlier one, which is never deeper, comes first.
+        # The sort is stable: among equal nodes, the earlier one comes first, which is never deeper.
         best = sorted(range(1, len(self._values)), key=lambda node: -self._values[node])
         best = best[: self._limits.budget - 1]
         kept = [0, *sorted(node for node in best if self._values[node] >= self._floor)]
@@ -266,9 +266,9 @@ class TreeBuilder:
 
 @dataclass(frozen=True)
 class Draft:
-    """Draft tokens [N] for the nodes of a tree; tokens[0] is the root.
+    """Holds draft tokens [N] for the nodes of a tree; tokens[0] is the root.
 
-    looked_up: nodes from n-gram matches.
+    looked_up: the number of nodes from n-gram matches.
     """
 
     tokens: Tensor
@@ -282,21 +282,21 @@ class Draft:
         return ids
 
     def first(self, nodes: int) -> "Draft":
-        """Returns the draft of the first nodes; a parent stands before its children."""
+        """Returns the draft of the first `nodes` nodes; parents come before their children."""
         tree = Tree(self.tree.parents[:nodes], self.tree.ranks[:nodes])
         return Draft(self.tokens[:nodes], tree, self.looked_up)
 
 
 def unread_draft(root: int, tree: Tree) -> Draft:
-    """Returns a draft on the host that only knows the root's token."""
+    """Returns a draft on the host in which only the root's token is known."""
     return Draft(torch.tensor([root, *[UNREAD] * (tree.size - 1)]), tree)
 
 
 def batch_drafts(drafts: Sequence[Draft]) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns tokens [B, N], depths and masks of B drafts for one pass, padded to the largest.
+    """Returns the tokens [B, N], depths and masks of B drafts for one pass, padded to the largest.
 
-    Depths are [N] and the mask is [N, N] if all trees are equal, else [B, N] and [B, N, N]. A
-    padded node sees only itself, and no other node sees it.
+    Depths are [N] and the mask is [N, N] if all trees are equal. Otherwise they are [B, N] and [B,
+    N, N]. A padding node sees only itself, and no other node sees it.
     """
     first = drafts[0].tree
     if all(draft.tree is first or draft.tree == first for draft in drafts):
