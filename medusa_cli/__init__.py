@@ -1,4 +1,4 @@
-"""Make any Hugging Face causal LM decode several tokens a step, with the same output."""
+"""Makes any Hugging Face causal LM decode several tokens per step, with the same output."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,7 @@ __all__ = ["Medusa", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    """Imports Medusa when it is first asked for: it brings torch."""
+    """Imports Medusa on first access, because it imports torch."""
     if name == "Medusa":
         from medusa_cli.api import Medusa
 

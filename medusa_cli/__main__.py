@@ -1,4 +1,4 @@
-"""`python -m medusa_cli`."""
+"""The entry point of `python -m medusa_cli`."""
 
 from medusa_cli.cli import main
 

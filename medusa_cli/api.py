@@ -32,28 +32,30 @@ from medusa_cli.runs.resolve import choose
 
 
 class Array(Protocol):
-    """An array of numpy or torch."""
+    """A NumPy array or a torch tensor."""
 
     def tolist(self) -> Any: ...
 
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]] | Array
 MAX_NEW_TOKENS = 512
-# Decoders that wait for the next stream at most: each holds a cache, on a GPU a whole context and its graphs.
+# Maximum number of idle decoders kept for the next stream. Each holds a KV cache; on a GPU this
+# cache covers the whole context, and CUDA graphs come with it.
 MAX_IDLE = 2
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationOptions:
-    """Holds the options of an answer, the keyword arguments of `Medusa.request`; UsageError for invalid values.
+    """Holds the options of an answer, which are the keyword arguments of `Medusa.request`.
 
-    Decoding is greedy without a temperature. stop: strings that end the answer. stop_ids: end tokens in place of the
-    model's own. logprobs: how many of the likeliest tokens to report with each; the model's own, before what follows.
-    prompt_logprobs: report the prompt's tokens before the answer's; the answer may then be empty. min_p and
-    repetition_penalty to logit_bias: None takes what the model's generation config says (LogitsOptions). json_schema,
-    regex, grammar (Lark or GBNF): what the answer must follow. speculative: False decodes plainly. raw: a text is
-    continued as it is.
+    Decoding is greedy if no temperature is given. stop: strings that end the answer. stop_ids: end tokens that replace
+    the model's. logprobs: how many of the likeliest tokens to report with each token; log probabilities are the
+    model's, before the options below change them. prompt_logprobs: also report the prompt's tokens, before the
+    answer's; the answer may then be empty. min_p, and the fields from repetition_penalty to logit_bias: None uses the
+    value in the model's generation config (see LogitsOptions). json_schema, regex, grammar (Lark or GBNF): constrain
+    the answer. speculative: False uses plain decoding. raw: a text is continued as it is, without a chat template.
+    Raises UsageError for invalid values.
     """
 
     max_new_tokens: int = MAX_NEW_TOKENS
@@ -97,7 +99,7 @@ class GenerationOptions:
         )
 
     def request(self, prompt: Sequence[int], backbone: Backbone) -> Request:
-        """Returns the request of a prompt's tokens; raises UsageError for values that do not fit the model."""
+        """Returns the request for a prompt's token ids; raises UsageError for values that do not fit the model."""
         logits_options = self.logits_options
         logits_options.check(backbone)
         if self.min_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
@@ -120,7 +122,7 @@ class GenerationOptions:
 
     @property
     def logits_options(self) -> LogitsOptions:
-        """Returns the changes of the logits."""
+        """Returns the options that change the logits."""
         grammar = self.grammar
         if not isinstance(grammar, Grammar):
             grammar = Grammar.of(json_schema=self.json_schema, regex=self.regex, grammar=grammar)
@@ -138,7 +140,7 @@ class GenerationOptions:
 
 
 class Medusa:
-    """A model with its drafter and draft policy, ready to answer. Several threads may use it in turn."""
+    """Generates answers with a model, its drafter and its draft policy. Several threads may take turns in using it."""
 
     loaded: LoadedModel
     backbone: Backbone
@@ -146,18 +148,18 @@ class Medusa:
     def __init__(self, loaded: LoadedModel) -> None:
         self.loaded = loaded
         self.backbone = loaded.backbone
-        self.idle: list[Decoder] = []  # of one slot each, the one used last at the end
-        self.lock = threading.RLock()  # passes share buffers: one at a time
-        self.thread = ThreadPoolExecutor(1, "medusa")  # of all `astream`s
+        self.idle: list[Decoder] = []  # one slot each, the most recently used last
+        self.lock = threading.RLock()  # forward passes share buffers, so only one may run
+        self.thread = ThreadPoolExecutor(1, "medusa")  # runs the steps of every `astream`
 
     def close(self) -> None:
-        """Frees the model; it can answer no more."""
+        """Frees the model, after which the object can no longer be used."""
         self.thread.shutdown()
         with self.lock:
             self.idle.clear()
             vars(self).pop("loaded", None)
             vars(self).pop("backbone", None)
-        gc.collect()  # networks and engines refer to each other
+        gc.collect()  # networks and engines form reference cycles
 
     def __getattr__(self, name: str) -> Any:
         if name in ("loaded", "backbone"):
@@ -186,12 +188,13 @@ class Medusa:
         trust_remote_code: bool = False,
         chat_template: str | Path | None = None,
     ) -> "Medusa":
-        """Loads a model (a name, a folder, a GGUF file, a hub id) with its drafter; arguments mean what options mean.
+        """Loads a model (a name, a folder, a GGUF file or a hub id) with its drafter.
 
-        drafter: a run, a folder, a hub id; "auto": the run's, else the one that ships; None: plain decoding. lookup:
-        whether n-gram matches are drafted, also without a drafter. model: None takes the run's, else the default one.
-        chat_template: a Jinja file, or its text.
-        Raises UserError for what does not exist or does not fit.
+        Arguments have the same meaning as the command-line options. drafter: a run, a folder or a hub id; "auto": the
+        run's drafter, else the one that ships for the model; None: plain decoding. lookup: whether to draft n-gram
+        matches, which also works without a drafter. model: None uses the run's model, else the default one.
+        chat_template: a Jinja file or the template's text.
+        Raises UserError if something does not exist or does not fit the model.
         """
         choice = choose(
             None if model is None else str(model),
@@ -209,11 +212,11 @@ class Medusa:
     def request(
         self, prompt: Prompt, options: GenerationOptions | None = None, **changes: Any
     ) -> Request:
-        """Returns the request that stream, generate and batch decode.
+        """Returns the request that `stream`, `generate` and `batch` decode.
 
-        prompt: messages (role, content), token ids, or a text. A text is a user's message; with `raw`, or without a
-        chat template, it is continued as it is. changes: fields of GenerationOptions. Raises UsageError for invalid
-        values.
+        prompt: messages (role, content), token ids or a text. A text becomes a user message. With `raw`, or if the
+        model has no chat template, the text is continued as it is. changes: fields of GenerationOptions. Raises
+        UsageError for invalid values.
         """
         options = _with(options, "request", changes)
         return options.request(self.encode(prompt, raw=options.raw), self.backbone)
@@ -221,7 +224,10 @@ class Medusa:
     def stream(
         self, prompt: Prompt | Request, options: GenerationOptions | None = None, **changes: Any
     ) -> "Stream":
-        """Returns the answer's text as it comes; takes what `request` takes. The prompt runs before this returns."""
+        """Returns a stream of the answer's text; accepts a request, or the arguments of `request`.
+
+        The prompt is processed before this method returns.
+        """
         options = _with(options, "stream", changes)
         return Stream(
             self, prompt if isinstance(prompt, Request) else self.request(prompt, options)
@@ -230,7 +236,7 @@ class Medusa:
     async def astream(
         self, prompt: Prompt | Request, options: GenerationOptions | None = None, **changes: Any
     ) -> AsyncIterator[str]:
-        """Yields the answer's text as it comes, its steps run in a thread of their own: other tasks go on meanwhile."""
+        """Yields the answer's text as it is generated. Steps run in a separate thread, so other tasks can continue."""
         chosen = _with(options, "astream", changes)
         run = asyncio.get_running_loop().run_in_executor
         stream = await run(self.thread, lambda: self.stream(prompt, chosen))
@@ -241,7 +247,7 @@ class Medusa:
     def generate(
         self, prompt: Prompt | Request, options: GenerationOptions | None = None, **changes: Any
     ) -> Answer:
-        """Returns the whole answer; takes what `request` takes."""
+        """Returns the whole answer; accepts a request, or the arguments of `request`."""
         with self.stream(prompt, _with(options, "generate", changes)) as stream:
             for _ in stream:
                 pass
@@ -253,7 +259,7 @@ class Medusa:
         options: GenerationOptions | None = None,
         **changes: Any,
     ) -> Answer:
-        """Answers a conversation's last message. Later turns of a conversation run only what is new."""
+        """Returns the answer to a conversation's last message. Later turns process only the new tokens."""
         return self.generate(messages, _with(options, "chat", changes))
 
     def batch(
@@ -264,7 +270,7 @@ class Medusa:
         batch_size: int = 8,
         **changes: Any,
     ) -> list[Answer]:
-        """Answers many prompts, batch_size at a time; prompt i uses random stream i."""
+        """Returns the answers to many prompts, decoded batch_size at a time; prompt i uses random stream i."""
         options = _with(options, "batch", changes)
         if batch_size < 1:
             raise UsageError(f"@batch_size {batch_size} is too small", "use 1 or more")
@@ -283,7 +289,7 @@ class Medusa:
         return answers
 
     def encode(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
-        """Returns the token ids of a prompt as `request` reads it; raises UsageError for anything else."""
+        """Returns the token ids of any prompt that `request` accepts; raises UsageError for other types."""
         if isinstance(prompt, str):
             if not raw and getattr(self.backbone.tokenizer, "chat_template", None):
                 return self.backbone.encode_chat([{"role": "user", "content": prompt}])
@@ -291,7 +297,7 @@ class Medusa:
         items: Any = prompt.tolist() if hasattr(prompt, "tolist") else prompt
         if isinstance(items, Sequence):
             if len(items) == 1 and isinstance(items[0], list):
-                [items] = items  # a tokenizer's array has a row for each text
+                [items] = items  # a tokenizer's array has one row per text
             if items and all(isinstance(message, Mapping) for message in items):
                 return self.backbone.encode_chat([_message(message) for message in items])
             ids = [
@@ -315,20 +321,20 @@ class Medusa:
         return Decoder(self.backbone, self.loaded.drafter, policy and policy.fork(), slots=slots)
 
     def take_back(self, decoder: Decoder) -> None:
-        """Keeps a stream's decoder for the next one, for its prefix; the oldest of more than MAX_IDLE is dropped."""
+        """Keeps a stream's decoder, whose prefix the next stream may reuse; drops the oldest beyond MAX_IDLE."""
         with self.lock:
             self.idle.append(decoder)
             del self.idle[:-MAX_IDLE]
 
 
 class Stream:
-    """An answer as it comes: yields its text step by step. Closing it, or dropping it, cancels the rest."""
+    """Yields an answer's text step by step. Closing or dropping the stream cancels the rest of the answer."""
 
     def __init__(self, medusa: Medusa, request: Request) -> None:
         self.answer = Answer(medusa.backbone, request.stop_strings, len(request.prompt))
         self._medusa = medusa
         with medusa.lock:
-            # The decoder used last most likely holds the beginning of this conversation.
+            # The most recently used decoder most likely holds the start of this conversation.
             decoder = medusa.idle.pop() if medusa.idle else medusa.decoder()
             try:
                 self._sequence, first = decoder.admit(request)
@@ -349,7 +355,7 @@ class Stream:
         raise StopIteration
 
     def step(self) -> list[Piece] | None:
-        """Returns the text of the next step's tokens, with which of them were drafted; None after the end."""
+        """Returns the next step's text in pieces that say whether they were drafted; None after the end."""
         if self._first is not None:
             pieces, self._first = self._first, None
             return pieces
@@ -365,7 +371,7 @@ class Stream:
         return self.answer.add(step, self._sequence.finish_reason)
 
     def close(self) -> None:
-        """Ends the answer where it is, unless it has ended."""
+        """Ends the answer at its current length, unless it has already ended."""
         self.answer.cancel()
         with self._medusa.lock:
             decoder, self._decoder = self._decoder, None
@@ -385,9 +391,9 @@ class Stream:
 
 
 class Chat:
-    """A conversation with a model; the oldest turns are left out when the context is full.
+    """Holds a conversation with a model; drops the oldest turns when the context is full.
 
-    With `options.raw` each text is continued as it is, whatever came before.
+    With `options.raw`, each text is continued as it is, without the earlier turns.
     """
 
     last: Answer
@@ -402,7 +408,7 @@ class Chat:
         self.clear(system)
 
     def clear(self, system: str | None = None) -> None:
-        """Begins anew; raises UserError for a system prompt that fills the context."""
+        """Starts a new conversation; raises UserError if the system prompt fills the context."""
         if system:
             check_system(self.medusa.backbone, system)
         self.system = system
@@ -411,7 +417,7 @@ class Chat:
 
     @contextmanager
     def stream(self, text: str) -> Iterator[Stream]:
-        """Yields the answer to a message as it comes, and keeps both when the block ends."""
+        """Yields the stream that answers a message; adds both to the conversation when the block ends."""
         question = {"role": "user", "content": text}
         backbone = self.medusa.backbone
         if self.options.raw:
@@ -449,7 +455,7 @@ def _message(message: Mapping[str, str]) -> dict[str, str]:
 def _with(
     options: GenerationOptions | None, method: str, changes: Mapping[str, Any]
 ) -> GenerationOptions:
-    """Returns the options with a method's keyword arguments; raises TypeError for others, as Python does."""
+    """Returns the options updated with keyword arguments; raises TypeError for unknown ones, as Python does."""
     for name in changes:
         if name not in GenerationOptions.__dataclass_fields__:
             raise TypeError(f"Medusa.{method}() got an unexpected keyword argument {name!r}")

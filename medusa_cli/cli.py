@@ -1,4 +1,4 @@
-"""The `medusa` program: imports the typed command, and turns errors into one line and an exit code."""
+"""The `medusa` program, which imports the requested command and turns errors into one line and an exit code."""
 
 import errno
 import os
@@ -15,7 +15,8 @@ from medusa_cli import __version__
 from medusa_cli.errors import INTERRUPTED, OUT_OF_MEMORY, UserError, in_flags, of_system
 from medusa_cli.files.cpus import limit_threads
 
-# Each is a function in the file of its name in commands/; a keyword of Python's has an underscore there.
+# Each command is a function in the file of the same name in commands/. If the name is a Python
+# keyword, an underscore follows it there.
 COMMANDS = {
     "distill": "make training data in the model's own words",
     "train": "train a drafter on it",
@@ -36,29 +37,29 @@ COMMANDS = {
 
 
 def function_of(name: str) -> Any:
-    """Returns the function of a command, with its options one by one."""
+    """Returns a command's function, with its groups of options spread out into single parameters."""
     from medusa_cli.options import spread_out
 
     return spread_out(getattr(module_of(name), word_of(name)))
 
 
 def module_of(name: str) -> Any:
-    """Imports the module of a command."""
+    """Imports and returns a command's module."""
     return import_module(f"medusa_cli.commands.{word_of(name)}")
 
 
 def word_of(name: str) -> str:
-    """Returns a command's name in Python."""
+    """Returns the Python name of a command's module and function."""
     return f"{name}_" if iskeyword(name) else name
 
 
 class Command(TyperCommand):
-    """A command whose help lists its own options first, then shared ones by panel, then sections of its own."""
+    """A command whose help lists its own options first, then the shared ones by panel, then its extra sections."""
 
     sections: dict[str, list[tuple[str, str]]] = {}
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Writes a section of options for each panel."""
+        """Writes one section of options per panel, then the extra sections."""
         panels: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
         for param in self.get_params(ctx):
             if (record := param.get_help_record(ctx)) is not None:
@@ -76,7 +77,7 @@ class Command(TyperCommand):
 
 
 def load_command(name: str) -> Any:
-    """Imports a command and returns it as typer runs it."""
+    """Imports a command and returns it in the form that typer runs."""
     app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
     app.command(name, cls=Command)(function_of(name))
     command: Any = typer.main.get_command(app)
@@ -85,12 +86,11 @@ def load_command(name: str) -> Any:
 
 
 class ErrorBoundary(TyperGroup):
-    """Runs a command; an exception becomes one line on stderr, after a traceback with --debug."""
+    """Runs a command and reports an exception in one line on stderr; with --debug, a traceback comes first."""
 
     def __init__(self, **attrs: Any) -> None:
-        super().__init__(
-            **{**attrs, "commands": dict.fromkeys(COMMANDS)}
-        )  # each is imported when it is asked for
+        # The command that is requested is imported later.
+        super().__init__(**{**attrs, "commands": dict.fromkeys(COMMANDS)})
 
     def get_command(self, ctx: Any, name: str) -> Any:
         return load_command(name) if name in COMMANDS else None
@@ -101,10 +101,10 @@ class ErrorBoundary(TyperGroup):
             formatter.write_dl(list(COMMANDS.items()))
 
     def main(self, args: Sequence[str] | None = None, *rest: Any, **options: Any) -> Any:
-        """Runs one command line and exits with its code."""
+        """Runs one command line and exits with its exit code."""
         words = list(sys.argv[1:] if args is None else args)
         try:
-            # Typer answers Ctrl-C in a command with code 130 and says nothing.
+            # Typer turns Ctrl-C in a command into exit code 130, without a message.
             code = super().main(words, *rest, **{**options, "standalone_mode": False})
         except KeyboardInterrupt:
             code = INTERRUPTED
@@ -142,7 +142,7 @@ def explain(reason: Exception) -> tuple[str, int]:
             return in_flags(of_system(reason).text), 1
         case ModuleNotFoundError() if message := missing_package(reason.name):
             return message, 1
-        # safetensors and torch have their own types for it.
+        # safetensors and torch raise exceptions of their own types for a full disk.
         case _ if any(
             os.strerror(fault) in str(reason) for fault in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         ):
@@ -151,14 +151,13 @@ def explain(reason: Exception) -> tuple[str, int]:
             "MemoryError",
             "OutOfMemoryError",
         ) or "DefaultCPUAllocator" in str(reason):
-            return in_flags(
-                OUT_OF_MEMORY
-            ), 1  # torch has two types of its own, which must not be imported here
+            # torch has two such exception types, but must not be imported here.
+            return in_flags(OUT_OF_MEMORY), 1
     text = f"{type(reason).__name__}: {reason}".removesuffix(": ")
     return f"internal error: {text} (run again with --debug for the traceback)", 1
 
 
-# Plain help: "[default: ...]" in a help text is text, not markup, and rich's help is slow to import.
+# Help is plain text: rich would read "[default: ...]" as markup, and its help is slow to import.
 app = typer.Typer(
     name="medusa",
     cls=ErrorBoundary,

@@ -1,4 +1,4 @@
-"""Prints results, messages and progress; control characters of other people's texts are shown, not sent."""
+"""Printing of results, messages and progress; control characters in foreign texts are spelled out."""
 
 import io
 import json as jsonlib
@@ -34,14 +34,15 @@ from rich.table import Table
 from rich.text import Text
 
 from medusa_cli.errors import TERMINATED, cut, in_flags
+from medusa_cli.progress import Show
 
-# The controls of ASCII and Latin-1 except newline and tab, marks that turn the direction of writing, and so disguise a
-# name, and halves of characters, which file names may have.
+# The control characters of ASCII and Latin-1 except newline and tab; marks that change the writing
+# direction and so can disguise a name; and lone surrogates, which file names may contain.
 _CONTROLS = {*range(0x20), *range(0x7F, 0xA0)} - {ord("\n"), ord("\t")}
 _CONTROLS |= {*range(0x202A, 0x202F), *range(0x2066, 0x206A), *range(0xD800, 0xE000)}
 _VISIBLE = {code: f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" for code in _CONTROLS}
-LINES = 5  # of a library's message
-LINE_S = 10.0  # between two lines of progress
+LINES = 5  # maximum number of lines of a library's message
+LINE_S = 10.0  # minimum seconds between two progress lines
 
 
 def visible(text: str) -> str:
@@ -50,9 +51,9 @@ def visible(text: str) -> str:
 
 
 class Screen(Console):
-    """A rich console that takes strings neither as markup nor as commands to the terminal.
+    """A rich console that interprets strings neither as markup nor as terminal commands.
 
-    plain: nothing but text is written, as NO_COLOR and TERM=dumb ask; rich would still move the cursor.
+    plain: write only text, as NO_COLOR and TERM=dumb request. rich itself would still move the cursor.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -72,7 +73,7 @@ class Screen(Console):
         )
 
     def render_str(self, text: str, **options: Any) -> Text:
-        return super().render_str(visible(text), **options)  # before it is measured
+        return super().render_str(visible(text), **options)  # before rich measures it
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
@@ -82,19 +83,17 @@ class Screen(Console):
 
 
 out, err = Screen(), Screen(stderr=True)
-_mode = SimpleNamespace(
-    quiet=False, json=False, column=0
-)  # column: of the cursor behind streamed text
+# column: the cursor's column after streamed text
+_mode = SimpleNamespace(quiet=False, json=False, column=0)
 
 
 def configure(quiet: bool = False, json: bool = False) -> None:
-    """Sets what is printed: quiet drops info and progress, json replaces results by `emit_json`'s document."""
+    """Configures the output: quiet drops info and progress; json replaces results with one document (`emit_json`)."""
     _mode.quiet, _mode.json = quiet, json
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(
-            errors="backslashreplace"
-        )  # for letters that its encoding lacks, as stderr does
-    # Libraries quote the files of a model in logs and warnings.
+        # Escapes characters that the encoding lacks, as stderr does.
+        sys.stdout.reconfigure(errors="backslashreplace")
+    # Libraries quote a model's files in logs and warnings.
     logging.setLogRecordFactory(_Record)
     warnings.formatwarning = _format_warning
     logger = logging.getLogger("medusa_cli")
@@ -105,7 +104,7 @@ def configure(quiet: bool = False, json: bool = False) -> None:
 
 
 def _brief(text: str) -> str:
-    """Returns the first lines of a library's message, such as a table of all tensors, made visible."""
+    """Returns the first lines of a library's message (it may list all tensors), with control characters spelled out."""
     lines = visible(text).splitlines()
     return cut("\n".join(lines if len(lines) <= LINES else [*lines[: LINES - 1], "..."]))
 
@@ -123,37 +122,37 @@ def _format_warning(*words: Any, **rest: Any) -> str:
 
 
 class _LogHandler(logging.Handler):
-    """Prints the core's messages with settings as flags."""
+    """Prints this package's log messages, with settings written as flags."""
 
     def emit(self, record: logging.LogRecord) -> None:
         (warn if record.levelno >= logging.WARNING else info)(in_flags(record.getMessage()))
 
 
 def info(message: str) -> None:
-    """Prints what is going on to stderr, unless quiet."""
+    """Prints an informational message to stderr, unless quiet."""
     if not _mode.quiet:
         err.print(Text(cut(visible(message))), soft_wrap=True)
 
 
 def warn(message: str) -> None:
-    """Prints a warning to stderr, in one line."""
+    """Prints a warning to stderr, on one line."""
     _print_line("warning", message, "yellow")
 
 
 def error(message: str) -> None:
-    """Prints an error to stderr, in one line."""
+    """Prints an error to stderr, on one line."""
     _print_line("error", message, "red")
 
 
 def _print_line(kind: str, message: str, style: str) -> None:
-    # Cut after control characters are spelled out, which makes the message longer.
+    # The message is cut last, because spelling out control characters makes it longer.
     err.print(
         Text(cut(visible(f"{kind}: {' '.join(message.split())}")), style=style), soft_wrap=True
     )
 
 
 def result(renderable: RenderableType) -> None:
-    """Prints a text or any rich renderable to stdout; nothing under --json."""
+    """Prints a text or any rich renderable to stdout; does nothing with --json."""
     if _mode.json:
         return
     if not isinstance(renderable, str):
@@ -177,9 +176,9 @@ def grid(
     left: Sequence[str] = (),
     caption: str = "",
 ) -> Group:
-    """Returns a table of cells, right-justified except the columns in `left`.
+    """Returns a table whose columns are right-justified, except those in `left`.
 
-    One that is wider than the terminal is cut into several, which all begin with the first column.
+    A table wider than the terminal is split into several, each of which begins with the first column.
     """
     lines = [[visible(cell) for cell in row] for row in rows]
     names = [max(map(len, name.split()), default=0) for name in columns]
@@ -203,14 +202,14 @@ def grid(
 
 
 def stream(pieces: Iterable[tuple[str, str]]) -> None:
-    """Writes pieces of a text with their styles to stdout at once, without a line break of its own."""
+    """Writes styled pieces of text to stdout immediately, without adding a line break."""
     pieces = list(pieces)
     plain = "".join(piece for piece, _ in pieces)
     _mode.column = column_after(visible(plain), _mode.column, out.width) if out.is_terminal else 0
     if not out.is_terminal:
         out.file.write(plain)
     elif not any(style for _, style in pieces):
-        out.file.write(visible(plain))  # rich would turn tabs into blanks
+        out.file.write(visible(plain))  # rich would turn tabs into spaces
     else:
         out.print(
             Text.assemble(*((visible(piece), style) for piece, style in pieces)),
@@ -221,7 +220,7 @@ def stream(pieces: Iterable[tuple[str, str]]) -> None:
 
 
 def column_after(text: str, column: int, width: int) -> int:
-    """Returns the cells of the terminal's line that are written behind a text; `width` if the line is full."""
+    """Returns the cursor's column after a text is written at `column`; `width` if the line is full."""
     for letter in text:
         size = cell_len(letter)
         if letter == "\n":
@@ -241,7 +240,7 @@ def trace() -> None:
 
 
 class _Rate(ProgressColumn):
-    """Done of total, and units a second."""
+    """Shows the units done, the total, and the units per second."""
 
     def render(self, task: Task) -> Text:
         done = f"{task.completed:,.0f}" + (f"/{task.total:,.0f}" if task.total is not None else "")
@@ -253,13 +252,12 @@ class _Rate(ProgressColumn):
 
 
 class _Lines:
-    """Writes a line of progress now and then, where no bar can be shown."""
+    """Writes progress lines, at least LINE_S seconds apart, if no bar can be shown."""
 
     def __init__(self) -> None:
         self._due = time.monotonic() + LINE_S
-        self._begun: dict[
-            str, tuple[float, int]
-        ] = {}  # by name: when it began, and what had been done
+        # By name: the start time, and the units already done at that time.
+        self._begun: dict[str, tuple[float, int]] = {}
 
     def show(
         self, name: str, done: int, total: float | None, unit: str = "tokens", note: str = ""
@@ -284,7 +282,7 @@ class _Lines:
 
 @contextmanager
 def _progress() -> Iterator[Progress | _Lines]:
-    """Yields bars on stderr until the block ends; without a terminal that shows them, lines."""
+    """Yields progress bars on stderr until the block ends, or progress lines if the terminal cannot show bars."""
     if not err.is_terminal or err.plain:
         with terminated():
             yield _Lines()
@@ -303,7 +301,7 @@ def _progress() -> Iterator[Progress | _Lines]:
 def progress(
     description: str, total: float | None = None, unit: str = "tokens"
 ) -> Iterator[Callable[[int], None]]:
-    """Shows one bar, and yields the function that counts more units as done."""
+    """Shows one progress bar, and yields a function that adds to the units done."""
     with _progress() as shown:
         if isinstance(shown, Progress):
             yield partial(
@@ -324,7 +322,10 @@ def progress(
 
 @contextmanager
 def fetching(name: str, total: int | None) -> Iterator[Callable[[int], None]]:
-    """Shows how many bytes of a file have come, their rate and the time left; in lines without a terminal."""
+    """Shows the progress of a download: bytes, rate and time left. Yields a function of the bytes done.
+
+    The progress appears as lines if the terminal cannot show bars.
+    """
     if not err.is_terminal or err.plain:
         yield _FetchLines(name, total).show
         return
@@ -341,7 +342,7 @@ def fetching(name: str, total: int | None) -> Iterator[Callable[[int], None]]:
 
 
 class _FetchLines:
-    """Prints a line every ten seconds of a fetch: bytes, rate and time left."""
+    """Prints a download's bytes, rate and time left every ten seconds."""
 
     def __init__(self, name: str, total: int | None) -> None:
         self.name = name
@@ -351,7 +352,7 @@ class _FetchLines:
 
     def show(self, done: int) -> None:
         now = time.monotonic()
-        if self.began is None:  # earlier units do not count for the rate
+        if self.began is None:  # earlier bytes do not count toward the rate
             self.began = now, done
         if now < self.due:
             return
@@ -368,10 +369,11 @@ class _FetchLines:
 
 
 @contextmanager
-def bars() -> Iterator[Callable[..., None]]:
-    """Yields a function that shows the progress of work in several parts, with a bar for each name.
+def bars() -> Iterator[Show]:
+    """Yields a function that shows the progress of work in several parts, with one bar per name.
 
-    It takes the name, the units done, their number, which may change, the unit, and a note to show beside the name.
+    Its arguments are the name, the units done, the total (which may change), the unit, and a note to show next to the
+    name.
     """
     with _progress() as shown:
         if not isinstance(shown, Progress):
@@ -390,7 +392,7 @@ def bars() -> Iterator[Callable[..., None]]:
 
 @contextmanager
 def terminated() -> Iterator[None]:
-    """Lets SIGTERM end the program through every `finally`, which restores the terminal."""
+    """Makes SIGTERM raise SystemExit, so that every `finally` runs and the terminal is restored."""
 
     def leave(number: int, frame: Any) -> None:
         raise SystemExit(TERMINATED)
@@ -407,7 +409,10 @@ def terminated() -> Iterator[None]:
 
 @contextmanager
 def footer() -> Iterator[Callable[[str], None]]:
-    """Yields what prints to the terminal's last row, below streamed text; silent when quiet or without a terminal."""
+    """Yields a function that prints to the terminal's last row, below streamed text.
+
+    The function does nothing with --quiet or --json, or if the terminal cannot show the row.
+    """
     if not (err.is_terminal and out.is_terminal) or err.plain or _mode.quiet or _mode.json:
         yield lambda text: None
         return
@@ -418,9 +423,10 @@ def footer() -> Iterator[Callable[[str], None]]:
 
     def show(text: str) -> None:
         if _mode.column == out.width:
-            # Behind a full line terminals wrap at the next letter, and many forget that when the cursor comes back.
+            # After a full line, terminals wrap at the next character. Many of them forget this
+            # when the cursor is restored.
             return
-        # Save the cursor, go to the last row, clear it, write dimmed, and come back.
+        # Save the cursor, go to the last row, clear it, write dimmed text, restore the cursor.
         write(
             f"\x1b7\x1b[{err.height};1H\x1b[2K\x1b[2m{visible(text)[: err.width - 1]}\x1b[0m\x1b8"
         )
@@ -428,7 +434,8 @@ def footer() -> Iterator[Callable[[str], None]]:
     _mode.column = 0
     with terminated():
         try:
-            # Leave the last row, then let everything above it scroll alone (setting the region moves the cursor home).
+            # Leave the last row, then make only the rows above it scroll. Setting this region
+            # moves the cursor home, so the cursor is saved and restored.
             write(f"\n\x1b[A\x1b7\x1b[1;{err.height - 1}r\x1b8")
             yield show
         finally:

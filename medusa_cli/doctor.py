@@ -1,4 +1,4 @@
-"""The checks of `medusa doctor`: each examines one part of a run and returns a finding."""
+"""The checks of `medusa doctor`, each of which examines one part of a run and returns a finding."""
 
 import math
 import random
@@ -39,21 +39,22 @@ from medusa_cli.tree import Tree
 from medusa_cli.tree.io import load_tree, tree_provenance
 from medusa_cli.tree.search import expected_length, largest, search
 
-# From good to bad; a part that cannot be examined is not a fault.
+# From best to worst. A part that cannot be examined is "unknown", which is not a fault.
 STATUSES = ("pass", "unknown", "warn", "fail")
-SAMPLE = 64  # conversations whose prompts may be decoded
-NODES = 16  # of a tree where the run has none
-PROMPTS = 8  # decoded, and their longest answer
-TOKENS = 48
-LONGEST_PROMPT = 384  # in tokens: long ones would take the examination's time
-SLIGHT = 0.05  # tokens a step that are not worth a warning
-READ = 8  # conversations that the model reads again, and tokens of each
-LONGEST = 640
-# Settings of a distillation that going on must repeat.
+SAMPLE = 64  # number of conversations from which prompts are taken
+NODES = 16  # size of the tree that is searched if the run has none
+PROMPTS = 8  # number of prompts that are decoded
+TOKENS = 48  # maximum answer length in tokens
+LONGEST_PROMPT = 384  # in tokens; longer prompts would make the examination slow
+SLIGHT = 0.05  # tokens per step; a shortfall up to this size causes no warning
+READ = 8  # number of conversations that the model reads again
+LONGEST = 640  # maximum number of tokens that it reads per conversation
+# Distillation settings that must be repeated when a distillation is resumed.
 REPEATED = ("seed", "max_new_tokens", "max_turns", "temperature", "random_seed")
-FIRST_LEVEL = 0.5  # of an MTP layer's first draft tokens are right; fewer hint at a wrong port
-CLEARLY = 0.1  # by which another reading must be better
-LAST = 50  # steps whose mean is the trained accuracy
+# Share of an MTP layer's first draft tokens that should be right; less suggests a wrong port.
+FIRST_LEVEL = 0.5
+CLEARLY = 0.1  # margin by which another reading must be better
+LAST = 50  # number of last steps over which the accuracy on trained text is averaged
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class Finding:
 
 
 def graded(value: float, warn: float, fail: float = math.inf) -> str:
-    """Returns the status of a value by two thresholds; larger is worse."""
+    """Returns the status of a value based on two thresholds; larger values are worse."""
     if value >= fail:
         return "fail"
     return "warn" if value >= warn else "pass"
@@ -76,10 +77,10 @@ def graded(value: float, warn: float, fail: float = math.inf) -> str:
 
 @dataclass
 class Case:
-    """Reads the parts of a run under examination. called: its name as typed, None for the drafter that ships.
+    """Reads the parts of the run under examination, and changes nothing in it.
 
-    A missing or damaged part raises UserError with the command that makes it. Nothing in the run
-    changes.
+    called: the run's name as typed, None for the drafter that ships for the model. A missing or damaged part raises
+    UserError with the command that creates it.
     """
 
     run: Run
@@ -88,7 +89,7 @@ class Case:
     options: LoadOptions = DEFAULT_LOADING
 
     def command(self, name: str, *words: str, **settings: Any) -> str:
-        """Returns a command on this run; for the drafter that ships, on a run of the user's own."""
+        """Returns a command line for this run; for the drafter that ships, the command uses the run "mine"."""
         settings = {"run": self.called or "mine", **settings}
         flags: list[str] = []
         for key, value in settings.items():
@@ -100,14 +101,14 @@ class Case:
 
     @property
     def distill(self) -> str:
-        """Returns the command that distills other data into a new run: settings in a run cannot change."""
+        """Returns the command that distills other data into a new run, because a run's settings cannot change."""
         return self.command(
             "distill", run=f"{self.called}-new" if self.called else "mine", model=self.model
         )
 
     @property
     def distill_more(self) -> str:
-        """Returns the command that doubles the run's conversations, in the same settings."""
+        """Returns the command that doubles the number of the run's conversations, with the same settings."""
         data = self.run.data_path
         if self.called is None or not data.is_file() or not (data.parent / HEADER).is_file():
             return self.distill
@@ -126,7 +127,7 @@ class Case:
         return self.command("distill", run=run, **same, max_samples=2 * count)
 
     def need(self, path: Path, command: str) -> Path:
-        """Returns a path of the run; raises UserError, with the command that makes it, if there is no such file."""
+        """Returns a path in the run; if there is no such file, raises UserError with the command that creates it."""
         if not path.is_file():
             raise UserError(f"{path} is missing", self.command(command))
         return path
@@ -140,7 +141,7 @@ class Case:
 
     @cached_property
     def backbone(self) -> Backbone:
-        """Returns the model as it decodes with this run."""
+        """Returns the model, with this run's adapter and chat template."""
         template = self.run.chat_template
         return load_backbone(
             self.model, self.options, adapter=self.run.adapter, chat_template=template
@@ -148,7 +149,7 @@ class Case:
 
     @cached_property
     def drafter(self) -> HeadDrafter:
-        """Returns the run's drafter on that model."""
+        """Returns the run's drafter, loaded for that model."""
         folder = self.need(self.run.drafter_dir / "config.json", "train").parent
         return load_drafter(folder, self.backbone)
 
@@ -159,7 +160,7 @@ class Case:
 
     @cached_property
     def tree(self) -> Tree:
-        """Returns the run's tree, or else the best one of some nodes by the calibration."""
+        """Returns the run's tree, or else the best tree of up to NODES nodes according to the calibration."""
         if self.run.tree_path.is_file():
             tree = load_tree(self.run.tree_path)
         else:
@@ -168,7 +169,7 @@ class Case:
         return tree
 
     def events(self, kind: str) -> list[dict[str, Any]]:
-        """Returns the training's events of a kind."""
+        """Returns the events of one kind from the training log."""
         return [
             line
             for line in read_log(self.need(self.run.path / NAME, "train"))
@@ -177,7 +178,7 @@ class Case:
 
     @cached_property
     def conversations(self) -> list[Conversation]:
-        """Returns the data in random order, conversations that were held out in training first."""
+        """Returns the data's conversations in random order, those held out from training first."""
         fraction = TrainRecipe().validation_fraction
         with suppress(UserError):  # other checks report a missing drafter
             fraction = self.provenance.held_out(fraction)
@@ -189,8 +190,9 @@ class Case:
 
     @cached_property
     def decoded(self) -> list[Stats]:
-        """Returns the stats of held-out prompts, each decoded greedily by itself over the run's tree."""
-        policy = policy_of(self.tree)  # before the model is loaded: its files may be missing
+        """Returns the stats of held-out prompts, each decoded greedily on its own with the run's tree."""
+        # Before the model is loaded, because files of the tree may be missing.
+        policy = policy_of(self.tree)
         medusa = Medusa(LoadedModel(self.backbone, self.drafter, policy))
         answers = medusa.batch(self._prompts(), batch_size=1, max_new_tokens=TOKENS)
         stats = [answer.stats for answer in answers if answer.stats.steps]
@@ -199,7 +201,7 @@ class Case:
         return stats
 
     def _prompts(self) -> list[list[int]]:
-        """Returns token ids of held-out prompts; of MT-Bench's first questions if the drafter came without data."""
+        """Returns the token ids of held-out prompts, or of MT-Bench questions if the drafter came without data."""
         if self.run.data_path.is_file():
             texts = [
                 conversation.turns[0]
@@ -218,7 +220,7 @@ class Case:
 
 
 def backbone(case: Case) -> Finding:
-    """Compares the model that decodes with the one that the drafter was trained on: weights, adapter, quantization."""
+    """Compares the model's weights, adapter and quantization with those that the drafter was trained on."""
     before = case.provenance.identity
     if not before:
         return Finding(
@@ -258,7 +260,7 @@ def tree(case: Case) -> Finding:
 def _stamped(case: Case, part: str, stamp: str | None, remedy: str) -> Finding:
     if stamp is None and case.called is None:
         return Finding("pass", f"the {part} ships with the drafter")
-    if stamp is None:  # trees given as widths belong to no drafter
+    if stamp is None:  # a tree given as widths belongs to no drafter
         return Finding("unknown", f"the {part} does not name its drafter", remedy)
     if outdated(stamp, case.run.drafter_dir):
         return Finding("fail", f"the {part} was made for an earlier drafter", remedy)
@@ -267,7 +269,7 @@ def _stamped(case: Case, part: str, stamp: str | None, remedy: str) -> Finding:
 
 @torch.inference_mode()
 def check_distilled_by_model(case: Case) -> Finding:
-    """Compares the likelihood of the data's answers with the likelihood of the model's own text at temperature 1."""
+    """Compares the likelihood of the answers in the data with that of the model's own text at temperature 1."""
     tokens = 0
     nats = 0.0
     entropy = 0.0
@@ -280,7 +282,7 @@ def check_distilled_by_model(case: Case) -> Finding:
         logits = backbone.engine.forward(
             Plan.chain(ids, logits="all"), backbone.engine.new_cache()
         ).logits[0]
-        log_p = logits[:-1].float().log_softmax(-1)  # row i emits token i + 1
+        log_p = logits[:-1].float().log_softmax(-1)  # row i predicts token i + 1
         emitted = log_p.gather(1, ids[1:, None])[:, 0]
         for start, stop in conversation.spans:
             rows = slice(start - 1, min(stop, end) - 1)
@@ -312,7 +314,7 @@ def check_distilled_by_model(case: Case) -> Finding:
 
 @torch.inference_mode()
 def first_level(case: Case) -> Finding:
-    """Compares an MTP layer's first draft tokens with the data, and tries other readings if few are right."""
+    """Compares an MTP layer's first draft tokens with the data; if few are right, tries other readings."""
     drafter = case.drafter
     if not isinstance(drafter, Mtp):
         return Finding("pass", f"the {drafter.name} drafter is no port of a model's MTP layer")
@@ -339,7 +341,10 @@ def first_level(case: Case) -> Finding:
 
 
 def _batch_of(case: Case, drafter: HeadDrafter) -> Batch:
-    """Returns some held-out conversations with the model's states, their answers to be learnt."""
+    """Returns a batch of held-out conversations and the model's hidden states, with the answers as targets.
+
+    Raises UserError if no answer has three tokens.
+    """
     backbone = case.backbone
     hidden = []
     following = []
@@ -369,7 +374,7 @@ def _batch_of(case: Case, drafter: HeadDrafter) -> Batch:
 
 
 def _first_share(case: Case, drafter: HeadDrafter, read: Batch, batch: Batch) -> float:
-    """Returns how many of the first draft tokens of `read` are the next ones of `batch`."""
+    """Returns the share of first draft tokens predicted from `read` that match the next tokens in `batch`."""
     scores = next(drafter.logits(case.backbone, read))
     rows = batch.targets(1)
     guesses = drafter.draft_ids[scores[batch.learnt_index[rows]].argmax(-1)]
@@ -377,7 +382,7 @@ def _first_share(case: Case, drafter: HeadDrafter, read: Batch, batch: Batch) ->
 
 
 def over_fitting(case: Case) -> Finding:
-    """Compares the heads' accuracy on trained and on held-out text, and looks for a rising held-out loss."""
+    """Compares the heads' accuracy on trained and on held-out text, and checks if the held-out loss rises."""
     steps = case.events("stepped")
     checks = case.events("validated")
     if not steps or not checks:
@@ -403,12 +408,12 @@ def over_fitting(case: Case) -> Finding:
 
 
 def _length_of_chain(accuracies: Sequence[float]) -> float:
-    """Returns the acceptance length of a chain of first guesses, by the accuracy of each."""
+    """Returns the acceptance length of a chain of first guesses, given the accuracy of each guess."""
     return expected_length(Tree.chain(len(accuracies)), [[share] for share in accuracies])
 
 
 def training_length(case: Case) -> Finding:
-    """Measures the gain of the training's second half: twice the positions should bring about as much again."""
+    """Measures the gain from the second half of training; doubling the positions should add about as much again."""
     checks = case.events("validated")
     end = checks[-1]["total_positions"] if checks else 0
     half = [check for check in checks if end / 4 <= check["total_positions"] <= end / 2]
@@ -442,7 +447,7 @@ def _shares(values: Sequence[float]) -> str:
 
 
 def acceptance(case: Case) -> Finding:
-    """Compares the measured acceptance length with the one that calibration and tree predict."""
+    """Compares the measured acceptance length with the one predicted by the calibration and the tree."""
     stats = case.decoded
     length = 1 + sum(part.accepted for part in stats) / sum(part.steps for part in stats)
     low, high = bootstrap([[part.steps + part.accepted, part.steps] for part in stats], rate) or (
@@ -464,11 +469,10 @@ def acceptance(case: Case) -> Finding:
             figures,
         )
     expected = figures["expected"] = expected_length(case.tree, case.heads.accuracies)
-    short = (expected - high) / max(
-        expected - 1, 1e-9
-    )  # of what drafts should add, beyond the interval
+    # The shortfall beyond the interval, relative to the tokens that drafts should add.
+    short = (expected - high) / max(expected - 1, 1e-9)
     status = graded(short, 0.1, 0.4) if expected - high > SLIGHT else "pass"
-    # The drafter that ships is calibrated; other prompts than its data's need data of their own.
+    # The drafter that ships is already calibrated; prompts unlike its data need new data.
     remedy = case.command("calibrate") if case.called else case.distill
     text = f"{text}; calibration and the tree of {case.tree.size} nodes predict {expected:.2f}"
     return Finding(status, text, remedy, figures)
@@ -487,7 +491,7 @@ CHECKS: dict[str, Callable[[Case], Finding]] = {
 
 
 def examine(case: Case, name: str) -> Finding:
-    """Runs a check; its status is unknown if a part that it needs is missing or damaged."""
+    """Runs a check; the finding's status is "unknown" if a part that it needs is missing or damaged."""
     try:
         finding = CHECKS[name](case)
     except (UserError, OSError) as reason:

@@ -1,6 +1,7 @@
-"""Errors a user can act on: what is wrong, the value, the remedy.
+"""Errors that a user can act on; each states the fault, the value and the remedy.
 
-A text names a setting as @max_new_tokens: the command line shows the flag, Python the argument, a server the field.
+Texts write a setting as @max_new_tokens. The command line shows it as a flag, Python as an argument, and the server as
+a field.
 """
 
 import errno
@@ -10,11 +11,12 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
-# Exit codes are 1, 2 for a wrong command line, and the shell's own for signals.
+# Exit codes are 1 for errors, 2 for a wrong command line, and the shell's codes for signals.
 INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
 OUT_OF_MEMORY = "out of memory; use a smaller batch, a smaller model, or @quantize bnb.nf4"
-LONGEST = 600  # characters of a message: five lines of 120, whatever values and paths it names
-# A word of its own, also after a bracket, so that addresses, paths and quoted text stay as they are.
+LONGEST = 600  # characters of a message: five lines of 120, whatever values and paths it contains
+# Matches @name only as a separate word or after a bracket, so that addresses, paths and quoted text
+# stay unchanged.
 _SETTING = re.compile(r"(?<![^\s(\[])@([a-z]\w*)(?!\w|[/@]|[.-]\w)")
 _REPR = reprlib.Repr()
 _REPR.maxlevel = 2
@@ -27,12 +29,12 @@ def shown(value: Any) -> str:
     """Returns a value's repr, cut if it is long."""
     try:
         return _REPR.repr(value)
-    except ValueError:  # Python writes no whole number of more than 4,300 digits
+    except ValueError:  # Python does not print integers of more than 4,300 digits
         return "a number of thousands of digits"
 
 
 def cut(text: str, longest: int = LONGEST) -> str:
-    """Returns a text without its middle beyond the longest that it may be: the end holds the remedy."""
+    """Returns a text, without its middle if it exceeds `longest` characters; the end holds the remedy."""
     return (
         text if len(text) <= longest else f"{text[: longest // 2]} ... {text[5 - longest // 2 :]}"
     )
@@ -44,17 +46,17 @@ def first_line(reason: BaseException) -> str:
 
 
 def in_words(text: str, word: Callable[[str], str] = str) -> str:
-    """Returns a text with `word` of each setting in place of its @name."""
+    """Returns a text in which `word(name)` replaces each setting's @name."""
     return _SETTING.sub(lambda match: word(match[1]), text)
 
 
 def in_flags(text: str) -> str:
-    """Returns a text with settings as flags of the command line."""
+    """Returns a text in which settings are written as command-line flags."""
     return in_words(text, lambda setting: "--" + setting.replace("_", "-"))
 
 
 class UserError(Exception):
-    """An error the user can fix: one line without a traceback, exit code 1."""
+    """An error that the user can fix, printed on one line without a traceback; exit code 1."""
 
     exit_code = 1
 
@@ -66,26 +68,25 @@ class UserError(Exception):
 
     @property
     def setting(self) -> str | None:
-        """Returns the first setting that the message names."""
+        """Returns the first setting that the message mentions, if any."""
         match = _SETTING.search(self.message)
         return match and match[1]
 
 
 class UsageError(UserError):
-    """A setting or value that is not valid; exit code 2."""
+    """An error for an invalid setting or value; exit code 2."""
 
     exit_code = 2
 
 
 def of_system(reason: OSError) -> UserError:
-    """Returns the error of a file that the system refuses."""
-    path = str(
-        reason.filename2 or reason.filename or ""
-    )  # filename2: the target that a temporary file replaces
+    """Returns the UserError for an error that the operating system reports for a file."""
+    # filename2 is the target that a temporary file replaces.
+    path = str(reason.filename2 or reason.filename or "")
     match reason.errno:
         case (
             errno.ENOSPC | errno.EDQUOT | errno.EFBIG
-        ):  # the last: a quota, ulimit, or a file system's limit
+        ):  # EFBIG: beyond a quota, a ulimit or the file system's limit
             return UserError(
                 f"no disk space left to write {path}".rstrip(),
                 "free some space or choose another @run",

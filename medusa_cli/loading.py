@@ -1,4 +1,4 @@
-"""Loads what was chosen: the backbone, its drafter and the draft policy."""
+"""Loading of the chosen backbone, its drafter and the draft policy."""
 
 import logging
 from collections.abc import Callable
@@ -24,9 +24,9 @@ from medusa_cli.tree import DynamicTree, Tree
 from medusa_cli.tree.io import load_tree, tree_provenance
 from medusa_cli.tree.search import SizedTree, StepTimes, budgets, largest, search
 
-# Most nodes of a dynamic tree whose nodes pay by a measured chance.
+# Default size limit of a dynamic tree that has a measured break-even probability per node.
 MAX_PAYING_NODES = 32
-# Draft tokens of `auto` for a drafter with neither calibration nor tree.
+# Number of draft tokens with `--tree auto` if the drafter has neither a calibration nor a tree.
 CHAIN = 3
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class LoadedModel:
 
     @property
     def description(self) -> str:
-        """Returns number type, engine and policy in one line."""
+        """Returns one line with the model, number type, device, engine, drafter and policy."""
         backbone = self.backbone
         dtype = str(backbone.dtype).removeprefix("torch.")
         policy = self.policy.description if self.policy is not None else "plain decoding"
@@ -56,12 +56,12 @@ def load_model(
     chat: bool = False,
     on_progress: Callable[[int], None] = lambda steps: None,
 ) -> LoadedModel:
-    """Loads what was chosen; raises UserError where drafter, tree and model do not fit.
+    """Loads the chosen model, drafter and tree; raises UserError if they do not fit together.
 
-    chat: the model needs a chat template. on_progress receives the number of steps timed, if `--tree auto` meets a
+    chat: require a chat template. on_progress: receives the number of steps timed, if `--tree auto` is used with a
     drafter for the first time on this machine.
     """
-    tree = static_tree(choice)  # files that are unusable are refused before the model is loaded
+    tree = static_tree(choice)  # unusable files are rejected before the model is loaded
     options = as_trained(options, choice.trained)
     backbone = load_backbone(
         choice.model, options, adapter=choice.adapter, chat_template=choice.template, chat=chat
@@ -75,9 +75,10 @@ def load_model(
 
 
 def static_tree(choice: Choice) -> Tree | None:
-    """Returns the chosen static tree, read or searched; None for plain decoding, and for `auto` with a calibration.
+    """Returns the chosen static tree, which is either read from a file or searched.
 
-    Warns if the tree was made for another drafter.
+    Returns None for plain decoding, and for `auto` with a calibration. Warns if the tree was made for another drafter.
+    Raises UsageError for a size that the heads do not allow.
     """
     tree = choice.tree
     if choice.drafter is None or (tree.kind == "auto" and choice.calibrated):
@@ -117,10 +118,10 @@ def load_drafting(
     tree: Tree | None,
     on_progress: Callable[[int], None] = lambda steps: None,
 ) -> tuple[Drafter | None, DraftPolicy]:
-    """Loads the chosen drafter and makes its policy, or without a drafter a policy of n-gram matches.
+    """Loads the chosen drafter and creates its policy; without a drafter, the policy drafts only n-gram matches.
 
-    Matches do not pay with FIRP, whose nodes cost extra rows each: warns if they were named. Raises UserError where
-    drafter and tree do not fit.
+    N-gram matches are not worth their cost with FIRP, where each node needs extra rows. Warns if they were requested
+    nevertheless. Raises UserError if the drafter and the tree do not fit together.
     """
     drafter = None if choice.drafter is None else load_drafter(choice.drafter, backbone)
     if drafter is not None and tree == Tree.root_only() and choice.tree.kind == "auto":
@@ -151,7 +152,7 @@ def _adaptive_policy(
     tree: Tree | None,
     on_progress: Callable[[int], None],
 ) -> AdaptivePolicy:
-    """Returns the policy of `auto`, by the times of steps on this machine."""
+    """Returns the policy for `--tree auto`, based on the step times of this machine."""
     stamp = None if choice.drafter is None else stamp_of(choice.drafter)
     step_times = step_times_for(backbone, drafter, stamp, on_progress=on_progress)
     trees = [] if drafter is None else _sized_trees(choice, drafter, tree, step_times)
@@ -159,9 +160,10 @@ def _adaptive_policy(
 
 
 def _dynamic_tree(choice: Choice, drafter: Drafter, tree: Tree) -> DynamicTree:
-    """Returns the dynamic tree of the chosen size, by default the static tree's.
+    """Returns the dynamic tree of the chosen size, by default the size of the static tree.
 
-    If `tree --budget auto` measured from which chance a node pays, that chance decides.
+    If `tree --budget auto` measured the break-even probability of a node, the tree has only nodes that reach it. The
+    default size is then at least MAX_PAYING_NODES.
     """
     paying = tree_provenance(choice.tree.file).break_even if choice.tree.file else 0.0
     nodes = choice.tree.nodes
@@ -173,7 +175,7 @@ def _dynamic_tree(choice: Choice, drafter: Drafter, tree: Tree) -> DynamicTree:
 def _sized_trees(
     choice: Choice, drafter: Drafter, tree: Tree | None, step_times: StepTimes
 ) -> list[SizedTree]:
-    """Returns the best tree of each size by calibration; without one, the given tree."""
+    """Returns the best tree of each size according to the calibration; without a calibration, the given tree."""
     accuracies = _calibration(choice).accuracies[: drafter.num_heads]
     if tree is not None and not accuracies:
         return [SizedTree(tree, 1 + UNCALIBRATED * tree.max_depth)]

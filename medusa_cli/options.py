@@ -1,4 +1,4 @@
-"""Declares the options that commands share: one flag, unit and help text each."""
+"""The options that commands share, each with one flag, unit and help text."""
 
 import math
 from collections.abc import Callable
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def flag(usage: str, help: str, panel: str | None = None, **more: Any) -> Any:
-    """Returns an option from its flags and metavar, such as "--run NAME"; most help texts name the default."""
+    """Returns an option for its flags and metavar, such as "--run NAME"; most help texts state the default."""
     flags = [word for word in usage.split() if word.startswith("-")]
     metavar = next((word for word in usage.split() if not word.startswith("-")), None)
     return typer.Option(
@@ -70,25 +70,25 @@ _SEED = (
     "of conversations, or a hub dataset's id."
 )
 _TREE = (
-    "auto: the size that pays on this machine for this text, down to no drafts. static: the run's tree.json, or the "
+    "auto: the fastest size on this machine for this text, down to no drafts. static: the run's tree.json, or the "
     "best tree of N nodes by the calibration. dynamic: grown for every step, of N nodes. FILE: from `medusa tree`, or "
     "a medusa_choices list. [default: auto]"
 )
 _LOOKUP = (
-    "Draft n-gram matches of the text, too; without a drafter, only these. "
+    "Also draft n-gram matches of the text; without a drafter, only those. "
     "[default: with --tree auto; in chat and serve also without a drafter]"
 )
 _DTYPE = (
     "Number type of the weights: auto (as in the files), bf16, fp16, or fp32 "
-    "(which also multiplies with fp32 rows)."
+    "(which also keeps activations in fp32)."
 )
 _ENGINE = (
-    "native: the compiled step (CPU). torch: joined layers (GPU). eager: transformers' layers. auto: the first that "
+    "native: compiled C++ (CPU). torch: fused layers (GPU). eager: transformers' layers. auto: the first that "
     "supports the model."
 )
 _ROWS = (
-    "States that the native engine multiplies with quantized weights: int8 (rounded in groups of 32, as llama.cpp "
-    "does), fp32, or auto (int8, and fp32 with --dtype fp32)."
+    "Type of activations for matmuls with quantized weights (native engine): int8 (rounded in groups of 32, as "
+    "llama.cpp does), fp32, or auto (int8, and fp32 with --dtype fp32)."
 )
 _QUANTIZE = (
     "Quantize the model's weights, which changes its answers: int8 or int4 (native engine, CPU), bnb.int8 or bnb.nf4 "
@@ -114,7 +114,8 @@ _QUESTIONS = (
 )
 
 Text = str | None
-# torchrun takes "--run" for a beginning of its own "--run-path" and refuses it: hence the second name.
+# torchrun mistakes "--run" for an abbreviation of its own "--run-path" and rejects it, hence the
+# second name.
 Run = Annotated[str, flag("--run --run-dir NAME", _RUN, show_default=True)]
 RunOrShipped = Annotated[
     Text, flag("--run NAME", f"{_RUN} [default: the drafter that ships for the model]")
@@ -161,7 +162,7 @@ JudgeModel = Annotated[Text, flag("--judge-model NAME", "The model that judges."
 
 @dataclass(frozen=True)
 class LoadFlags(LoadOptions):
-    """Flags of loading a model; `quantize` None stands for the way in which the drafter was trained."""
+    """Flags for loading a model; a `quantize` of None means the quantization used to train the drafter."""
 
     device: Annotated[
         str, _loading("--device NAME", "auto, cpu, cuda[:N], mps.", show_default=True)
@@ -173,7 +174,7 @@ class LoadFlags(LoadOptions):
     rows: Annotated[str, _loading("--rows TYPE", _ROWS, show_default=True)] = "auto"
 
     def of(self, model: str) -> str:
-        """Returns a model's name for messages, with a note if its own code runs."""
+        """Returns a model's name for messages, with a note if the model's own code is trusted."""
         return (
             f"{model}, its own code trusted (--trust-remote-code)"
             if self.trust_remote_code
@@ -183,7 +184,7 @@ class LoadFlags(LoadOptions):
 
 @dataclass(frozen=True)
 class DraftFlags:
-    """Flags of the model, its drafter and the draft policy."""
+    """Flags for the model, its drafter and the draft policy."""
 
     run: RunOrShipped = None
     model: Model = None
@@ -192,7 +193,7 @@ class DraftFlags:
     lookup: Annotated[bool | None, _drafting("--lookup/--no-lookup", _LOOKUP)] = None
 
     def choose(self, need_drafter: bool = True) -> Choice:
-        """Returns the files that belong together; raises UserError for missing ones, and a model that is refused."""
+        """Returns the files that belong together; raises UserError if one is missing or the model is not supported."""
         choice = choose(
             self.model,
             self.run,
@@ -205,9 +206,9 @@ class DraftFlags:
         return choice
 
     def or_plain(self, baseline: bool, chat_template: Path | None = None) -> Choice:
-        """Returns the files, or with --baseline the ones of plain decoding, and a template's text.
+        """Returns the files, with --baseline those for plain decoding, together with the chat template's text.
 
-        A model without a drafter gets n-gram drafts.
+        For a model without a drafter, n-gram matches are drafted. Raises UsageError for --baseline with --lookup.
         """
         if baseline and self.lookup:
             raise UsageError("--baseline and --lookup exclude each other", "leave one of them out")
@@ -229,7 +230,7 @@ class DraftFlags:
 
 @dataclass(frozen=True)
 class SamplingFlags:
-    """Flags of sampling and of the answer's length."""
+    """Flags for sampling and for the answer's length."""
 
     max_new_tokens: MaxNewTokens = None
     temperature: Temperature = None
@@ -250,16 +251,19 @@ class SamplingFlags:
 
 @dataclass(frozen=True)
 class GrammarFlags:
-    """Flags of what an answer must follow."""
+    """Flags for the grammar that an answer must follow."""
 
     json_schema: Annotated[
-        Path | None, _grammar("--json-schema FILE", "Answer in JSON by the schema in FILE.")
+        Path | None,
+        _grammar("--json-schema FILE", "Answer in JSON that follows the schema in FILE."),
     ] = None
-    regex: Annotated[Text, _grammar("--regex TEXT", "Answer by a regular expression.")] = None
+    regex: Annotated[
+        Text, _grammar("--regex TEXT", "Answer that matches a regular expression.")
+    ] = None
     grammar_file: Annotated[
         Path | None,
         _grammar(
-            "--grammar FILE", "Answer by the grammar in FILE, in Lark's or llama.cpp's form (GBNF)."
+            "--grammar FILE", "Answer that follows the grammar in FILE (Lark or llama.cpp's GBNF)."
         ),
     ] = None
 
@@ -279,7 +283,7 @@ class GrammarFlags:
 
 @dataclass(frozen=True)
 class OutputFlags:
-    """Flags of the command's output."""
+    """Flags for the command's output."""
 
     json: Annotated[
         bool, _output("--json", "Print one JSON document on stdout instead of text.")
@@ -288,14 +292,14 @@ class OutputFlags:
     debug: Debug = False
 
     def configure(self, first: bool = True) -> None:
-        """Configures the console; of several processes only the `first` prints."""
+        """Configures the console; if there are several processes, only the `first` one prints."""
         console.configure(quiet=self.quiet or not first, json=self.json or not first)
         assets.progress = console.fetching
 
 
 @dataclass(frozen=True)
 class QuestionFlags:
-    """Flags of the questions to ask; MT-Bench's by default."""
+    """Flags for the questions to ask; the default is MT-Bench."""
 
     mt_bench: Annotated[
         bool, flag("--mt-bench", "The 80 MT-Bench questions of two turns. [default]")
@@ -324,7 +328,7 @@ class QuestionFlags:
 
     @property
     def title(self) -> str:
-        """Returns the name of the set in reports."""
+        """Returns the name of the question set for reports."""
         if self.questions is None:
             return "coding" if self.coding else "MT-Bench"
         return Path(self.questions).name if Path(self.questions).is_file() else self.questions
@@ -344,7 +348,7 @@ class QuestionFlags:
 
 
 def spread_out(command: Callable[..., None]) -> Callable[..., None]:
-    """Returns a command as typer takes it: a parameter that is a dataclass becomes the dataclass's fields."""
+    """Returns a command in the form that typer accepts: each dataclass parameter is replaced by its fields."""
     hints = get_type_hints(command, include_extras=True)
     groups: dict[str, Any] = {name: kind for name, kind in hints.items() if is_dataclass(kind)}
     parameters: list[Parameter] = []
@@ -379,7 +383,7 @@ def spread_out(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def load(choice: Choice, loading: LoadFlags, *, chat: bool = False) -> "LoadedModel":
-    """Loads what was chosen, for `chat` if so asked, with a bar for the steps that are timed on the way."""
+    """Loads the chosen model and drafter, with a progress bar while steps are timed. chat: require a chat template."""
     from medusa_cli.loading import load_model
 
     with console.progress("timing steps", unit="steps") as advance:

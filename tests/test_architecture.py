@@ -29,7 +29,7 @@ LAYERS = [
     {"native"},
     {"device"},
 ]
-LEAVES = {"runs", "files", "errors"}
+LEAVES = {"runs", "files", "progress", "errors"}
 SPOKEN = {"__main__", "cli", "commands", "options", "console"}  # the command line's own
 HEAVY = {
     "torch",
@@ -85,7 +85,7 @@ def ours(names: Iterator[str]) -> set[str]:
 def allowed(top: str) -> set[str]:
     """Returns the top-level names that a module may import."""
     if top in LEAVES | {"console"}:
-        return LEAVES if top != "errors" else set()
+        return LEAVES if top not in ("errors", "progress") else set()
     layer = next(i for i, tops in enumerate(LAYERS) if top in tops)
     return (
         set().union(*LAYERS[layer + 1 :])

@@ -378,14 +378,15 @@ def test_library_call_trains_and_shows_its_progress(run: Run, model: str) -> Non
     )
     assert (
         trained is not None
-        and trained["run"] is run
-        and not trained["stopped"]
-        and trained["steps"] > 2
+        and trained.run is run
+        and not trained.stopped
+        and trained.figures["steps"] > 2
     )
-    assert [name for name, *_ in shown].count("training") == trained["steps"] + 1
-    assert shown[-1] == ("training", trained["positions"], trained["positions"])
-    first, two = trained["validation"]["accuracies"]
-    assert trained["expected_acceptance"] == pytest.approx(1 + first + first * two)
+    figures = trained.figures
+    assert [name for name, *_ in shown].count("training") == figures["steps"] + 1
+    assert shown[-1] == ("training", figures["positions"], figures["positions"])
+    first, two = figures["validation"]["accuracies"]
+    assert figures["expected_acceptance"] == pytest.approx(1 + first + first * two)
     assert load_drafter(run.drafter_dir, engines.load_backbone(model)).num_heads == 2
 
 

@@ -36,7 +36,7 @@ METHODS = (
     "lookup), and drafters by name, such as hydra: of the run inside the run by that name, or the run's own. [default: "
     "hf,ar,medusa, with --sweep ar,medusa]"
 )
-SWEEP = "One bench a value of nodes, epsilon, temperature or context; resumes a killed one."
+SWEEP = "Run one bench per value of nodes, epsilon, temperature or context; resumes a killed one."
 GGUF = "The file that llama.cpp and OpenVINO read. [default: the model's, if it is a GGUF file or the default one]"
 PEER = (
     "A server of OpenAI's protocol (vLLM, SGLang, llama-server) as one more method; may be given again. NAME-DRAFTS is "
@@ -181,7 +181,14 @@ def show_sweep(document: Document) -> None:
         ]
         for row in sorted(document["points"], key=lambda row: (row["series"], row["x"]))
     ]
-    head = ("series", document["axis"], "tokens/s", "acceptance length", "overhead", "nats a token")
+    head = (
+        "series",
+        document["axis"],
+        "tokens/s",
+        "acceptance length",
+        "overhead",
+        "nats per token",
+    )
     console.result(
         console.grid(
             f"{document['title']}: sweep over {document['axis']}", head, rows, left=("series",)

@@ -35,7 +35,7 @@ def calibrate(
 ) -> None:
     """Measure the accuracy of every head's best guesses, from which `medusa tree` builds its tree.
 
-    Writes RUN/calibration.json and the heat map calibration.png. Typed bare it uses the conversations that
+    Writes RUN/calibration.json and the heat map calibration.png. Without options it uses the conversations that
     `medusa train` held out. Accuracies of another drafter, or on other conversations, are shown, and saved where
     --output says: the run's own calibration, which `medusa tree` builds on, stays.
     """

@@ -37,16 +37,16 @@ HELP = """/help          this list
 
 def chat(
     *,
-    prompt: Annotated[str | None, flag("--prompt TEXT", "Answer this once and leave.")] = None,
+    prompt: Annotated[str | None, flag("--prompt TEXT", "Answer this prompt and exit.")] = None,
     drafting: DraftFlags,
     system: Annotated[str | None, flag("--system TEXT", "System prompt.")] = None,
-    baseline: Annotated[bool, flag("--baseline", "Plain decoding, one token a step.")] = False,
+    baseline: Annotated[bool, flag("--baseline", "Plain decoding, one token per step.")] = False,
     show_accepted: Annotated[
         bool, flag("--show-accepted", "Colour accepted draft tokens.")
     ] = False,
     chat_template: ChatTemplate = None,
     raw: Annotated[
-        bool, flag("--raw", "Continue each text as it is, without a template or earlier turns.")
+        bool, flag("--raw", "Continue each text as it is, without chat template or earlier turns.")
     ] = False,
     stop: Annotated[
         list[str] | None, flag("--stop TEXT", "End an answer at this text; may be repeated.")
@@ -58,7 +58,7 @@ def chat(
 ) -> None:
     """Chat with a model; answers stream as they are verified.
 
-    Typed bare it takes the default model with the drafter that ships. Lines piped in are answered one after
+    Without options it takes the default model with its shipped drafter. Lines piped in are answered one after
     another.
     """
     printing.configure()

@@ -29,7 +29,7 @@ def compare(
 ) -> None:
     """Compare trainings: what each cost the model, and how good its heads are, on held-out conversations.
 
-    KL is from the trained model to the original in nats a token, ppl its perplexity over the original's, same how
+    KL is from the trained model to the original in nats per token, ppl its perplexity over the original's, same how
     often both take the same greedy token. Heads on a frozen model (stage 1) cost nothing; a model trained in full has
     no original beside it (-). The figures are from the best validation in RUN/train.jsonl or, with --data, of a
     pass over those conversations now: the way to compare runs that held out different ones.

@@ -20,9 +20,7 @@ _ENDPOINT = (
     "OpenAI-compatible servers of the model that answer instead of this machine (vLLM, SGLang, TGI, transformers "
     "serve). They get the key in MEDUSA_API_KEY."
 )
-_SYSTEM = (
-    "System prompt of the seeds that have none. [default: what the model's chat template sets]"
-)
+_SYSTEM = "System prompt for seeds that have none. [default: the chat template's]"
 _REFUSALS = 'Drop conversations with an answer such as "I can\'t assist with that".'
 _TEMPLATE = "Jinja template for a model whose tokenizer has none; the run keeps it."
 

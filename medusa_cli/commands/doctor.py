@@ -30,7 +30,7 @@ def doctor(
     """Examine why a run's acceptance is low, and name the commands that help.
 
     Looks at the model, the data, the training, the calibration and the tree, decodes some held-out prompts, and changes
-    nothing in the run. Typed bare it examines the drafter that ships.
+    nothing in the run. Without options it examines the drafter that ships.
     """
     printing.configure()
     target = Run.open(run) if run is not None else Run.shipped_for(model or DEFAULT_MODEL)

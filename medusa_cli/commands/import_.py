@@ -32,7 +32,7 @@ def import_(
     trust_remote_code: options.TrustRemoteCode = False,
     printing: OutputFlags,
 ) -> None:
-    """Take in a drafter that was trained elsewhere, or exported by `medusa export --to` medusa, eagle3, speculators.
+    """Import a drafter that was trained elsewhere, or exported by `medusa export --to` medusa, eagle3, speculators.
 
     Every tensor is checked against the model's widths before anything is written, and nothing in the files is executed.
     Then calibrate the run; tree, chat and bench take it by --run like any other.

@@ -13,7 +13,7 @@ from medusa_cli.files.io import Document
 from medusa_cli.options import OutputFlags, flag
 from medusa_cli.runs.run import Run
 
-RUNS = "Runs with a bench: NAME (runs/NAME), a folder, or a bench's .json file. Several stand side by side."
+RUNS = "Runs with a bench: NAME (runs/NAME), a folder, or a bench's .json file. Several are shown side by side."
 OUTPUT = "The page to write. [default: beside the first bench]"
 
 

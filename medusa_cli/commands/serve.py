@@ -34,7 +34,7 @@ def serve(
     *,
     drafting: DraftFlags,
     baseline: Annotated[
-        bool, options.flag("--baseline", "Plain decoding, one token a step.")
+        bool, options.flag("--baseline", "Plain decoding, one token per step.")
     ] = False,
     batch_size: Annotated[
         int, _limit("--batch-size N", "Answers that are decoded side by side.")

@@ -32,10 +32,8 @@ _FROM = (
     "with their adapter). Without a recipe their shape and loss are kept. "
     "A run without data uses that run's. mtp: from the MTP layer in the model's own checkpoint."
 )
-_LOGGER = "Show the training in tensorboard, wandb or trackio, too."
-_DRY_RUN = (
-    "Say what the training will take, data, memory and time, measured on two steps; write nothing."
-)
+_LOGGER = "Also log the training to tensorboard, wandb or trackio."
+_DRY_RUN = "Report the data, memory and time that training will take, measured on two steps; write nothing."
 Words = Annotated[
     list[str] | None, typer.Argument(metavar="[RECIPE.yaml] [KEY=VALUE ...]", help=_RECIPE)
 ]
@@ -134,19 +132,20 @@ def train(
         )
     if trained is None:  # the first process prints for all
         return
-    if trained.pop("stopped"):
-        console.warn("stopped; the same command with --resume goes on")
+    if trained.stopped:
+        console.warn("stopped; the same command with --resume continues")
         raise typer.Exit(128 + signals[0])
-    owner = trained["run"]
+    owner = trained.run
+    figures = trained.figures
     if printing.json:
-        console.emit_json({**trained, "run": str(owner.path), "drafter": str(owner.drafter_dir)})
+        console.emit_json({**figures, "run": str(owner.path), "drafter": str(owner.drafter_dir)})
         return
-    text = "{heads} heads, {steps:,} steps at {tokens_per_s:,.0f} tokens/s".format(**trained)
-    if trained["validation"] is not None:
-        accuracies = shares(trained["validation"]["accuracies"])
-        text += f", of step {trained['best_step']:,}: held-out top-1 by head {accuracies}"
-        text += f", about {trained['expected_acceptance']:.2f} tokens a step over a chain of first choices"
-        before = trained["expected_acceptance_at_start"]
+    text = "{heads} heads, {steps:,} steps at {tokens_per_s:,.0f} tokens/s".format(**figures)
+    if figures["validation"] is not None:
+        accuracies = shares(figures["validation"]["accuracies"])
+        text += f", of step {figures['best_step']:,}: held-out top-1 by head {accuracies}"
+        text += f", about {figures['expected_acceptance']:.2f} tokens per step over a top-1 chain"
+        before = figures["expected_acceptance_at_start"]
         text += f" ({before:.2f} at the start)" if before else ""
     checkpoint = target.path / "checkpoint.pt"
     if checkpoint.is_file():

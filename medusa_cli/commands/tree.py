@@ -53,7 +53,7 @@ def tree(
     ] = None,
     choices: Annotated[Path | None, flag("--choices FILE", CHOICES, dir_okay=False)] = None,
     heads: Annotated[
-        int | None, flag("--heads K", "Use the first K heads only. [default: all]")
+        int | None, flag("--heads K", "Use only the first K heads. [default: all]")
     ] = None,
     output: Annotated[Path | None, flag("--output FILE", OUTPUT, dir_okay=False)] = None,
     measure: Annotated[
@@ -62,10 +62,10 @@ def tree(
     loading: LoadFlags,
     printing: OutputFlags,
 ) -> None:
-    """Find the tree of guesses that is expected to accept most, draw it and save it.
+    """Find the draft tree with the highest expected acceptance length, draw it and save it.
 
     With --budget, the best tree of that many nodes for the accuracies `medusa calibrate` measured; with --budget
-    auto the size, too, is found, from the time that steps take on this machine. Typed bare it takes the accuracies
+    auto the size, too, is found, from the time that steps take on this machine. Without options it takes the accuracies
     of the default run, or else of the drafter that ships, whose tree is drawn but not saved.
     """
     printing.configure()

@@ -1,4 +1,4 @@
-"""Hidden states: bf16 rows on disk, kept while distilling, cached in a run, or computed once by a prefill."""
+"""Hidden states as bf16 rows on disk: kept from distillation, cached in a run, or computed once by a prefill."""
 
 import hashlib
 import json
@@ -6,7 +6,7 @@ import logging
 import mmap
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
 from itertools import accumulate
@@ -23,6 +23,7 @@ from medusa_cli.errors import UserError
 from medusa_cli.files.io import check_regular
 from medusa_cli.model import Backbone
 from medusa_cli.model.distributed import Distributed
+from medusa_cli.progress import Show, show_nothing
 from medusa_cli.runs.run import Run, check_backbone, describe_distillation
 
 log = logging.getLogger(__name__)
@@ -37,15 +38,15 @@ def states_digest(conversation: Conversation, rows: Tensor) -> str:
 
 
 def _raw(rows: Tensor) -> bytes:
-    """Returns the bytes of rows as they are on disk."""
+    """Returns the bytes of rows as they are stored on disk."""
     return rows.detach().to("cpu", torch.bfloat16).contiguous().view(torch.uint8).numpy().tobytes()
 
 
 def read_rows(path: Path, width: int, first: int, count: int) -> Tensor:
-    """Returns rows first .. first + count of a file as read-only bf16 [count >= 1, W].
+    """Returns `count` >= 1 rows of a file, from row `first` on, as read-only bf16 [count, W].
 
-    The rows are mapped and shared between processes: a private mapping counts as memory in full.
-    Raises UserError where the file is too short.
+    The rows are memory-mapped and shared between processes, because a private mapping counts in
+    full as used memory. Raises UserError if the file is too short.
     """
     row = 2 * width
     with path.open("rb") as file:
@@ -64,7 +65,7 @@ def read_rows(path: Path, width: int, first: int, count: int) -> Tensor:
 
 
 class StateStore:
-    """File of rows [W] in bf16, little-endian, without a header; callers keep the numbers of their rows."""
+    """Manages a file of little-endian bf16 rows [W] without a header; callers keep track of their row numbers."""
 
     def __init__(self, path: Path, width: int) -> None:
         self.path = path
@@ -80,19 +81,19 @@ class StateStore:
         return os.fstat(self._out.fileno()).st_size // self._row_bytes
 
     def append(self, rows: Tensor) -> int:
-        """Writes rows [n, W] at the end and returns the number of the first."""
+        """Appends rows [n, W] and returns the number of the first one."""
         first = self.rows
         self.write(rows, first)
         return first
 
     def write(self, rows: Tensor, first: int) -> None:
-        """Writes rows [n, W] from number `first` on, and flushes them."""
+        """Writes rows [n, W] from row number `first` on, and flushes them."""
         self._out.seek(first * self._row_bytes)
         self._out.write(_raw(rows))
         self._out.flush()
 
     def truncate(self, rows: int) -> None:
-        """Drops every row from number `rows` on, and any part of a row; pads a shorter file with zeros."""
+        """Keeps only the first `rows` rows of the file; pads a shorter file with zeros."""
         self._out.truncate(rows * self._row_bytes)
 
     def sync(self) -> None:
@@ -104,7 +105,7 @@ class StateStore:
 
 
 def rounding(backbone: Backbone) -> str | None:
-    """Returns how a backbone's weights are quantized, by its engine or at load; None where they are not."""
+    """Returns how a backbone's weights are quantized, by its engine or on loading; None if they are not."""
     rounded: str | None = backbone.engine.quantize or backbone.identity.get("rounding")
     return rounded
 
@@ -118,13 +119,13 @@ def with_hidden_states(
     *,
     among: Dataset | None = None,
     world: Distributed | None = None,
-    show: Callable[..., None] = lambda *progress: None,
+    show: Show = show_nothing,
 ) -> Dataset:
-    """Returns the data set of the file `path` with its states: kept while distilling, cached in the run, or computed.
+    """Returns the data set of the file `path` with its hidden states: kept, cached in the run, or computed.
 
-    among: a larger data set, whose states serve if they are cached. world: the processes that share
-    the computation. show: called with a name, the tokens done and their number. Raises UserError
-    for states of other data.
+    Kept states were stored during distillation. among: a larger data set, whose states are used if
+    they are cached. world: the processes that share the computation. show: called with a name, the
+    number of tokens done and the total. Raises UserError if the states belong to other data.
     """
     world = world or Distributed()
     owner = Run(path.parent).owner
@@ -138,7 +139,7 @@ def with_hidden_states(
         needed = _in_order(dataset)
         cached = _cache_path(run, backbone, needed, taps)
     starts = [0, *accumulate(len(item.tokens) - 1 for item in needed)]
-    if not world.gather(cached.is_file())[0]:  # all as the first one sees it
+    if not world.gather(cached.is_file())[0]:  # all follow the first process
         _prefill(cached, backbone, needed, starts, taps, world, show)
 
     rows = {
@@ -155,7 +156,7 @@ def with_hidden_states(
 def tokens_to_run(
     dataset: Dataset, run: Run, backbone: Backbone, path: Path, taps: Sequence[int]
 ) -> int:
-    """Returns how many tokens the model must run for the states of a data set: none if they are kept or cached."""
+    """Returns how many tokens the model must run to get a data set's states: 0 if they are kept or cached."""
     items = _in_order(dataset)
     if _cache_path(run, backbone, items, taps).is_file() or _kept(dataset, backbone, path, taps):
         return 0
@@ -163,16 +164,16 @@ def tokens_to_run(
 
 
 def states_of(backbone: Backbone, tokens: Sequence[int], taps: Sequence[int]) -> Tensor:
-    """Returns the states [n, H * taps] of a conversation's tokens."""
+    """Returns the hidden states [n, H * taps] of a conversation's tokens."""
     cache = backbone.engine.new_cache(capacity=len(tokens))
     return backbone.engine.forward(Plan.chain(tokens, taps=taps, logits="none"), cache).hidden[0]
 
 
 def _kept(dataset: Dataset, backbone: Backbone, path: Path, taps: Sequence[int]) -> Dataset | None:
-    """Returns the data set with the states that distilling kept beside the file; None if they do not fit.
+    """Returns the data set with the states that distillation stored next to the file; None if they do not fit.
 
-    The states are the model's without an adapter, quantized as it was then. Raises UserError for
-    rows of other data.
+    The states fit only if the model has no adapter and the same quantization as during
+    distillation. Raises UserError if the rows belong to other data.
     """
     origin = describe_distillation(path.parent)
     stored = path.with_name("states.bin")
@@ -209,7 +210,7 @@ def _in_order(dataset: Dataset) -> list[Conversation]:
 def _cache_path(
     run: Run, backbone: Backbone, items: Sequence[Conversation], taps: Sequence[int]
 ) -> Path:
-    """Returns where a run keeps the states of conversations: the name is a digest of all that they depend on."""
+    """Returns where a run caches the states of conversations; the name is a digest of all that they depend on."""
     owner = {key: value for key, value in backbone.identity.items() if key not in ("id", "weights")}
     numbers = [rounding(backbone), str(backbone.dtype), backbone.engine.number_type]
     digest = hashlib.sha256(json.dumps([owner, *numbers, list(taps)]).encode())
@@ -225,13 +226,14 @@ def _prefill(
     starts: Sequence[int],
     taps: Sequence[int],
     world: Distributed,
-    show: Callable[..., None],
+    show: Show,
 ) -> None:
-    """Computes the states of conversations, all positions but the last, from the rows `starts` on.
+    """Computes the states of conversations and writes them from the rows `starts` on.
 
-    The processes share the conversations, and write to one file of the final size. Over a sharded
-    backbone all run every conversation, and the first one writes. A killed prefill resumes with the
-    conversations that lack their end.
+    Every position except the last gets a row. The processes share the conversations and write to
+    one file of the final size. With a sharded backbone, every process runs every conversation, and
+    only the first one writes. A killed prefill resumes with the conversations whose last row is
+    missing.
     """
     part = path.with_name(f"{path.name}.part")
     width = backbone.hidden_size * len(taps)
@@ -241,7 +243,7 @@ def _prefill(
         store.truncate(starts[-1])
     with closing(store):
         states = read_rows(part, width, 0, starts[-1])
-        # Rows are written in order, so that the last number is the last to come.
+        # Rows are written in order, so the last value of a conversation is written last.
         left = world.gather(
             [i for i in range(len(conversations)) if not states[starts[i + 1] - 1, -1]]
         )[0]
@@ -262,6 +264,6 @@ def _prefill(
     with (
         world.main_process_first(),
         suppress(FileNotFoundError),
-    ):  # another training computed the same
+    ):  # another training run computed the same states
         if world.first:
             part.replace(path)

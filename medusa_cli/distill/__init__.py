@@ -1,4 +1,4 @@
-"""Self-distillation: seed prompts in, conversations in the model's own words out (Medusa, section 3.3.2)."""
+"""Self-distillation: turns seed prompts into conversations in the model's own words (Medusa, section 3.3.2)."""
 
 from medusa_cli.distill.distillation import Records, distill
 from medusa_cli.distill.local import Outcome, answer_locally

@@ -1,4 +1,4 @@
-"""Self-distillation: the model or servers answer the seeds; a killed run resumes."""
+"""Self-distillation: the model or servers answer the seeds, and a killed run can be resumed."""
 
 import hashlib
 import json
@@ -36,15 +36,16 @@ from medusa_cli.files.io import (
 )
 from medusa_cli.model import Backbone
 from medusa_cli.model.distributed import Distributed
+from medusa_cli.progress import Show
 from medusa_cli.runs.load_options import LoadOptions
 from medusa_cli.runs.recipe import COLDEST, DistillRecipe, Recipe
 from medusa_cli.runs.run import Run, provenance
 
-# Conversations of the longest answers that the estimate of all tokens begins with.
+# The token estimate starts with this many hypothetical conversations with the longest answers.
 DOUBT = 16
 HEADER = "distill.json"
-BETWEEN = ", "  # the seeds that the header names
-# Counts of conversations that a distillation returns.
+BETWEEN = ", "  # separates the seed names in the header
+# Counts that a distillation returns.
 COUNTS = ("failed", "skipped", "dropped", "refused", "new_tokens")
 log = logging.getLogger(__name__)
 
@@ -70,22 +71,22 @@ def distill(
     processes: Distributed,
     on_progress: Callable[..., None] = lambda *event: None,
 ) -> dict[str, Any] | None:
-    """Answers the seeds of which the run has no conversation; returns counts to the first process, None to the others.
+    """Answers the seeds that have no conversation in the run yet; returns counts in the first process, else None.
 
-    Of several processes each writes a part, which the first one merges at the end, or at the next
-    start. on_progress: called with a name, the tokens done, an estimate of all, the unit, and the
-    conversations done.
+    If there are several processes, each of them writes a part. The first process merges the parts
+    at the end, or at the next start. on_progress: called with a name, the tokens done, an estimate
+    of the total, the unit, and the conversations done.
     """
     shared = processes.size > 1
-    with processes.main_process_first():  # it fetches the files for all
+    with processes.main_process_first():  # the first one downloads the files
         answer, model, settings = _source(recipe, loading, processes.size)
         run.bind(model.identity)
         header = _header(recipe.chat_template, settings, loading, model)
         width = model.hidden_size * (1 + len(settings.taps))
         records = Records(run, width, header) if processes.first else None
         if records is not None:
-            merge_parts(run, records)  # of processes that were killed
-            run.failed_path.unlink(missing_ok=True)  # failed seeds are asked again
+            merge_parts(run, records)  # left behind by killed processes
+            run.failed_path.unlink(missing_ok=True)  # failed seeds are tried again
             run.keep_template(recipe.chat_template)
 
     done = set(processes.gather(sorted(records.done) if records else [])[0])
@@ -140,7 +141,7 @@ def distill(
 
 
 def _report(run: Run, counts: Counter[str], context: int) -> None:
-    """Logs the conversations that were not kept, and why."""
+    """Logs how many conversations were not kept, and why."""
     if counts["skipped"]:
         log.info(
             f"{counts['skipped']:,} prompts were skipped: too long for a context of {context:,} (distill.context)"
@@ -160,16 +161,14 @@ def _report(run: Run, counts: Counter[str], context: int) -> None:
 
 
 class Progress:
-    """Counts answer tokens, and estimates how many all conversations will have.
+    """Counts answer tokens and estimates the total for all conversations.
 
-    The first conversations to end are the short ones. So the tokens of all count, also of
-    unfinished ones. DOUBT conversations of the longest answers count, too, with a weight that falls
-    to 0.
+    Short conversations end first, so the tokens of unfinished conversations are counted as well.
+    DOUBT hypothetical conversations with the longest answers are also counted, with a weight that
+    falls to 0.
     """
 
-    def __init__(
-        self, seeds: Sequence[Conversation], settings: DistillRecipe, show: Callable[..., None]
-    ) -> None:
+    def __init__(self, seeds: Sequence[Conversation], settings: DistillRecipe, show: Show) -> None:
         self._seeds = len(seeds)
         self._show = show
         turns = sum(min(len(seed.turns), settings.max_turns) for seed in seeds)
@@ -178,13 +177,13 @@ class Progress:
 
     @property
     def total(self) -> int:
-        """Returns the estimate."""
+        """Returns the estimated total of answer tokens."""
         doubt = DOUBT * (1 - self.ended / self._seeds)
         each = (self.tokens + doubt * self._most / self._seeds) / (self.ended + doubt)
         return max(self.tokens, min(self._most, round(each * self._seeds)))
 
     def count(self, tokens: int) -> None:
-        """Counts new tokens of answers."""
+        """Adds new answer tokens."""
         self.tokens += tokens
         self._show(
             "distilling",
@@ -203,7 +202,7 @@ class Progress:
 def _source(
     recipe: Recipe, loading: LoadOptions, processes: int
 ) -> tuple[Callable[..., Iterator[Outcome]], Backbone | Tokenizer, DistillRecipe]:
-    """Returns a function that answers seeds, here or by servers, its model, and the settings in force."""
+    """Returns a function that answers seeds, locally or with servers, its model, and the effective settings."""
     settings = recipe.distill
     template = recipe.chat_template
     if settings.endpoint is not None:
@@ -236,7 +235,7 @@ def _header(
         "rounding": rounding,
         "taps": list(settings.taps),
         "chat_template": digest,
-        # Servers do not tell theirs.
+        # Servers do not report their generation config.
         "generation_config": changes_of(model) if isinstance(model, Backbone) else [],
     }
     shared |= {key: value for key, value in optional.items() if value}
@@ -246,9 +245,10 @@ def _header(
 def _fitting(
     seeds: Sequence[Conversation], settings: DistillRecipe, model: Backbone | Tokenizer
 ) -> list[Conversation]:
-    """Returns the seeds that can be asked, with the system prompt of the settings where they have none.
+    """Returns the seeds that can be answered, adding the system prompt of the settings to those without one.
 
-    Fill-in-the-middle needs a tokenizer with tokens for it, and no server's chat.
+    Fill-in-the-middle requires a tokenizer with tokens for it, and cannot be used with servers,
+    which only chat.
     """
     if settings.endpoint is None:
         kept = (
@@ -294,12 +294,13 @@ def _keep(run: Run, records: "Records", outcome: Outcome, settings: DistillRecip
 
 
 class Records:
-    """A run's conversations: an append-only file of lines, and one of state rows of a width.
+    """Manages a run's conversations: an append-only file of lines, and a file of state rows of a given width.
 
-    kill -9 at any moment loses only the conversations under way, and doubles none: state rows go to
-    disk before the line that names them. Opening drops a cut-off last line, and rows that no line
-    names. Raises UserError, and leaves the files alone, for any other bad line, and where the file
-    has other settings than the header. Answers to several seeds may stand in one file.
+    If the process is killed at any moment, only the conversations in progress are lost and none is
+    duplicated, because state rows go to disk before the line that refers to them. Opening drops a
+    cut-off last line, and rows that no line refers to. Raises UserError and leaves the files
+    unchanged for any other invalid line, or if the file has settings other than the header's. One
+    file may hold answers to several seed sets.
     """
 
     def __init__(self, run: Run, width: int, header: dict[str, Any]) -> None:
@@ -357,12 +358,12 @@ class Records:
         self.tokens += conversation.positions
 
     def sync(self) -> None:
-        """Waits until all is on disk."""
+        """Waits until everything is on disk."""
         self.states.sync()
         os.fsync(self._lines.fileno())
 
     def close(self) -> None:
-        with suppress(OSError):  # of a flush that failed before
+        with suppress(OSError):  # an earlier failed flush raises again
             self._lines.close()
         self.states.close()
 
@@ -385,20 +386,20 @@ def read_distilled(run: Run) -> Iterator[Conversation]:
 
 
 def part_of(run: Run, rank: int) -> Run:
-    """Returns the folder in which one process of several keeps its conversations, laid out as a run."""
+    """Returns the folder in which one of several processes stores its conversations, laid out like a run."""
     return Run.open(str(run.path / "parts" / f"{rank:03d}") + os.sep, create=True)
 
 
 def merge_parts(run: Run, records: Records) -> None:
-    """Moves the conversations of all parts into the run's own file; raises UserError for parts of other settings.
+    """Moves the conversations of all parts into the run's own file; raises UserError for parts with other settings.
 
-    A part is removed only when all of it is on disk, and known conversations are passed over:
-    killed at any moment, the next merge ends the work. A conversation whose states are not its own
-    is left out, and asked again.
+    A part is removed only after all of it is on disk, and conversations that are already in the run
+    are skipped. If a merge is killed, the next one therefore completes it. A conversation whose
+    states do not match it is left out and answered again.
     """
     width = records.states.width
     for part in map(Run, sorted((run.path / "parts").glob("*"))):
-        Records(part, width, records.header).close()  # drops what a kill left at the end
+        Records(part, width, records.header).close()  # drops what a killed process left incomplete
         for conversation in read_distilled(part):
             rows = conversation.state_rows
             states = None if rows is None else read_rows(part.states_path, width, *rows)

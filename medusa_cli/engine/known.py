@@ -1,4 +1,4 @@
-"""What the library was seen to compute: kept, so that a later start builds no network of transformers'."""
+"""Verified descriptions of models, kept so that a later start need not build a transformers network."""
 
 import json
 import logging
@@ -22,20 +22,23 @@ from medusa_cli.model.backbone import LateNetwork
 from medusa_cli.model.weights import source_stamp
 from medusa_cli.native.library import LIBRARY, instructions
 
-# Rotary tables are kept for so many positions; a longer text builds the network.
+# Rotary tables are kept for this many positions; the network is built for a longer text.
 POSITIONS = 4096
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Known:
-    """A model's verified description, and its rotary tables by kind: cosines and sines [POSITIONS, D]."""
+    """A model's verified description and its rotary tables by kind: cosines and sines [POSITIONS, D]."""
 
     description: Description
     tables: dict[str, tuple[Tensor, Tensor]]
 
     def rotary(self, late: LateNetwork, positions: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-        """Returns cosines and sines [1, n, D] of the first n positions [1, n] for layers of a kind."""
+        """Returns cosines and sines [1, n, D] for the first n positions [1, n] and layers of a kind.
+
+        late: the network, which is built only if n is above POSITIONS.
+        """
         count = positions.shape[1]
         if count > POSITIONS:
             return rotary_of(late.network)(positions, kind)
@@ -44,14 +47,14 @@ class Known:
 
 
 def verify_once(model: str, late: LateNetwork) -> Known:
-    """Returns what is known of a model in files; the first call verifies its network, and keeps the result.
+    """Returns the verified description of a model; the first call verifies its network and keeps the result.
 
     Raises Unsupported as `verified` does.
     """
     path = home() / "known" / f"{_stamp(model)}.safetensors"
     try:
         return _read(path)
-    except (OSError, ValueError, KeyError, SafetensorError):  # missing, or damaged
+    except (OSError, ValueError, KeyError, SafetensorError):  # missing or damaged
         pass
     known = _verify(late)
     try:
@@ -73,9 +76,15 @@ def _verify(late: LateNetwork) -> Known:
 
 
 def _stamp(model: str) -> str:
-    """Returns a digest of all that a description depends on: the model's files, this program, transformers, the CPU."""
+    """Returns a digest of everything that a description depends on.
+
+    This covers the model's files, the engines' code, transformers, the library and the CPU.
+    """
     config = model_file(model_dir(model), "config.json")
-    stats = [(path.name, path.stat()) for path in sorted(Path(__file__).parent.glob("*.py"))]
+    package = Path(__file__).parent.parent
+    rooms = (package / room for room in ("engine", "model", "native"))
+    sources = sorted(path for room in rooms for path in room.glob("*.py"))
+    stats = [(path.name, path.stat()) for path in sources]
     parts = [
         source_stamp(model),
         None if config is None else file_stamp(config),
@@ -99,7 +108,7 @@ def _write(path: Path, known: Known) -> None:
 
 
 def _read(path: Path) -> Known:
-    """Reads a kept description; raises OSError, ValueError, KeyError or SafetensorError for a damaged one."""
+    """Reads a kept description; raises OSError, ValueError, KeyError or SafetensorError if it is damaged."""
     with safe_open(path, "pt") as file:
         metadata = file.metadata() or {}
         if _digest(metadata["description"]) != metadata["digest"]:

@@ -1,1 +1,1 @@
-"""Files on disk and on the network, without torch: I/O, weights, named models and data, GGUF, chat servers."""
+"""Access to files and servers without torch: I/O, weights, named models and data, GGUF, and chat servers."""

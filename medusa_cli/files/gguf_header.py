@@ -1,4 +1,4 @@
-"""The header of a GGUF file, read within bounds: its metadata, and where its tensors lie."""
+"""The header of a GGUF file, read within bounds: its metadata, and the positions of its tensors."""
 
 import math
 import mmap
@@ -11,13 +11,13 @@ from medusa_cli.errors import UserError, shown
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
-# Bounds of a header, several times any model's: a reader trusts them.
-ENTRIES = 1 << 16  # metadata, and tensors
-ELEMENTS = 1 << 21  # of all arrays: a vocabulary's tokens, scores, types and merges
-STRING = 1 << 24  # bytes
+# Bounds of a header, several times larger than in any model, because a reader trusts its numbers.
+ENTRIES = 1 << 16  # of metadata, and tensors
+ELEMENTS = 1 << 21  # of all arrays together: a vocabulary's tokens, scores, types and merges
+STRING = 1 << 24  # bytes of a text
 SIZES = {"block_count": 1024, "context_length": 1 << 30}
 DIMENSIONS = 4
-# Types of metadata by their number, in the format of `struct`; besides there are strings and arrays.
+# Types of metadata by number, as formats of `struct`; other types are strings and arrays.
 SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 TEXT, ARRAY = 8, 9
 ELSEWHERE = "give the folder or the hub id of the model that it was made from"
@@ -25,7 +25,7 @@ ELSEWHERE = "give the folder or the hub id of the model that it was made from"
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor of a file: its type by ggml's name, its shape, and where its bytes begin and end in the file."""
+    """A tensor in a file: ggml's name of its type, its shape, and where its bytes begin and end in the file."""
 
     type: str
     shape: tuple[int, ...]
@@ -35,14 +35,14 @@ class Tensor:
 
 @dataclass
 class Header:
-    """Metadata and the tensors by name; of arrays only the lengths, unless they were asked for."""
+    """Holds the metadata and the tensors by name; for arrays only their lengths, unless arrays were requested."""
 
     metadata: dict[str, Any] = field(default_factory=dict)
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def numbers(self) -> int:
-        """Returns how many numbers all tensors hold."""
+        """Returns the total number of values in all tensors."""
         return sum(math.prod(tensor.shape) for tensor in self.tensors.values())
 
     @property
@@ -55,14 +55,14 @@ class Header:
 
     @property
     def dtype(self) -> str:
-        """Returns the name of the torch type that the weights are kept in: bf16 for quantized ones."""
+        """Returns the name of the torch type for the weights, which is bfloat16 for quantized ones."""
         if self.types <= {"F16", "F32"}:
             return "float16" if "F16" in self.types else "float32"
         return "bfloat16"
 
 
 def is_gguf(path: Path) -> bool:
-    """Returns True if a file exists and begins as a GGUF file does."""
+    """Returns True if a file exists and begins like a GGUF file."""
     if not path.is_file():
         return False
     with path.open("rb") as file:
@@ -70,14 +70,14 @@ def is_gguf(path: Path) -> bool:
 
 
 def read_header(path: Path, arrays: bool = False) -> Header:
-    """Reads a GGUF file's header; raises UserError for a damaged one, before memory is taken by what it claims.
+    """Reads a GGUF file's header; raises UserError for a damaged one before allocating the sizes that it claims.
 
-    arrays: reads the arrays of the metadata, too, such as a vocabulary's tokens.
+    arrays: also read the arrays in the metadata, such as a vocabulary's tokens.
     """
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _Reader(data, arrays).header()
-    except ValueError as reason:  # its own refusals, and numbers of unknown types
+    except ValueError as reason:  # raised by the reader, or for unknown type numbers
         raise UserError(
             f"@model {str(path)!r} is not a usable GGUF file: {reason}", ELSEWHERE
         ) from reason
@@ -88,7 +88,7 @@ def read_header(path: Path, arrays: bool = False) -> Header:
 
 
 class _Reader:
-    """Reads a header from the beginning of a file's bytes; raises ValueError, and struct.error at their end."""
+    """Reads a header from a file's bytes; raises ValueError, or struct.error if the bytes end too early."""
 
     def __init__(self, data: mmap.mmap, arrays: bool) -> None:
         self.data = data
@@ -141,12 +141,12 @@ class _Reader:
         return struct.unpack_from(f"{length}s", self.data, self._advance(length))[0].decode("utf-8")
 
     def _advance(self, size: int) -> int:
-        """Returns the position before `size` bytes, and moves behind them."""
+        """Returns the current position, and moves it forward by `size` bytes."""
         self.position += size
         return self.position - size
 
     def value(self, kind: int) -> Any:
-        """Returns a scalar, a text or an array; of an array its length where arrays are skipped."""
+        """Returns a scalar, a text or an array, or only an array's length if arrays are skipped."""
         if kind in SCALARS:
             return self.number(SCALARS[kind])
         if kind == TEXT:
@@ -171,7 +171,7 @@ class _Reader:
         return count
 
     def _skip_strings(self, count: int) -> None:
-        """Skips `count` texts; a vocabulary has some hundred thousand."""
+        """Skips `count` texts, of which a vocabulary has some hundred thousand."""
         length = struct.Struct("<Q")
         data = self.data
         position = self.position
@@ -183,7 +183,7 @@ class _Reader:
         self.position = position
 
     def tensor(self) -> tuple[str, Tensor]:
-        """Returns a tensor and its name; its bytes are counted from the beginning of all tensors' bytes."""
+        """Returns a name and its tensor, whose byte positions count from the beginning of all tensors' bytes."""
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
         name = self.string()

@@ -1,4 +1,4 @@
-"""Where a GGUF file holds a network's weights, and what it stores in another order or form than transformers."""
+"""The tensors of a network's weights in a GGUF file, and their differences in order and form from transformers."""
 
 from collections.abc import Iterator
 from functools import cache
@@ -7,23 +7,23 @@ from typing import Any
 from medusa_cli.errors import shown
 from medusa_cli.files.gguf_header import Header
 
-# Gains of norms are stored as they are, where transformers' weights are the gains less one.
+# Architectures whose files store the gains of norms; transformers' weights are the gains minus one.
 WHOLE_GAINS = ("gemma2", "gemma3", "qwen35")
-# The gated norm of a delta net's heads, which is no such norm.
+# The gated norm of a delta net's heads, whose weights in transformers are the gains.
 GATED_NORM = "linear_attn.norm.weight"
-# Rotary frequencies, which are a config's.
+# Divisors of rotary frequencies, which belong to the config and not to the weights.
 FREQUENCIES = "rope_freqs.weight"
-# Names of weights that gguf's table has by older ones.
+# Names of weights that gguf's table lists under older names.
 OLDER_NAMES = (
     ("linear_attn.dt_bias", "linear_attn.dt_proj.bias"),
     ("layer_scalar", "layer_scalar.weight"),
 )
-# Buffers that are weights.
+# Buffers of a network that files store like weights.
 BUFFERS = ("layer_scalar",)
 
 
 class GgufNames:
-    """The tensor of a GGUF file for each weight of a network, by the names that the gguf package gives.
+    """Maps each weight of a network to a tensor in a GGUF file, with the gguf package's table of names.
 
     Raises ValueError for weights without a tensor, tensors without a weight, shapes that differ and unreadable types.
     """
@@ -37,7 +37,7 @@ class GgufNames:
         names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
         self.header = header
         self.tensors: dict[str, str] = {}
-        self.shapes: dict[str, tuple[int, ...]] = {}  # in the network
+        self.shapes: dict[str, tuple[int, ...]] = {}  # shapes in the network
         for name, module, kind, shape in _all_parts(network):
             known = names.get_name(module)
             tensor = names.get_name(name) if known is None else f"{known}.{kind}"
@@ -59,7 +59,7 @@ class GgufNames:
         self.config = config
 
     def order(self, name: str) -> list[int] | None:
-        """Returns the rows of a weight in the file in the order that transformers has, or None if it is the same."""
+        """Returns the file's rows of a weight in transformers' order, or None if the order is the same."""
         module, _, part = name.rpartition(".")
         module = module.rpartition(".")[2] if part in ("weight", "bias") else part
         rows = self.header.tensors[self.tensors[name]].shape[0]
@@ -70,7 +70,7 @@ class GgufNames:
         return None
 
     def _order_of_llama(self, module: str, rows: int) -> list[int] | None:
-        """llama.cpp alternates the halves of a llama's head, which rotate together."""
+        """Returns the order for Llama: llama.cpp interleaves the two halves of a head, which rotate together."""
         config = self.config
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
         if module not in heads:
@@ -85,7 +85,10 @@ class GgufNames:
         ]
 
     def _order_of_delta_net(self, module: str, rows: int) -> list[int] | None:
-        """llama.cpp has the first value head of each key head first, then the second ones, and so on."""
+        """Returns the order for a delta net.
+
+        llama.cpp stores the first value head of every key head first, then the second ones, and so on.
+        """
         heads = self._value_heads()
         if heads is None or module in ("norm", "out_proj"):
             return None
@@ -98,14 +101,14 @@ class GgufNames:
         return [*range(before), *(before + row for row in own)]
 
     def columns(self, name: str) -> list[int] | None:
-        """Returns the inputs of a matrix in the file in the order that transformers has, or None if it is the same."""
+        """Returns the file's columns of a matrix in transformers' order, or None if the order is the same."""
         if self.header.architecture != "qwen35" or not name.endswith("linear_attn.out_proj.weight"):
             return None
         heads = self._value_heads()
         return None if heads is None else _expanded(heads, self.config.linear_value_head_dim)
 
     def _value_heads(self) -> list[int] | None:
-        """Returns a delta net's value heads in transformers' order, None if each key head has one."""
+        """Returns the file's value heads of a delta net in transformers' order, or None if each key head has one."""
         keys = self.config.linear_num_key_heads
         values = self.config.linear_num_value_heads
         if keys == values:
@@ -113,7 +116,7 @@ class GgufNames:
         return [number * keys + key for key in range(keys) for number in range(values // keys)]
 
     def values(self, name: str, stored: Any) -> Any:
-        """Returns the numbers of a vector, an array, as transformers has them."""
+        """Returns the values that transformers has for a vector (an array) stored in the file."""
         import numpy as np
 
         if name.endswith(".A_log") and self.header.architecture == "qwen35":
@@ -124,7 +127,7 @@ class GgufNames:
 
 
 def _all_parts(network: Any) -> Iterator[tuple[str, str, str, tuple[int, ...]]]:
-    """Yields what a file holds of a network: name, module and kind by gguf's table, and shape."""
+    """Yields the parts of a network that a file stores: name, module and kind in gguf's table, and shape."""
     buffers = (item for item in network.named_buffers() if item[0].endswith(BUFFERS))
     for name, weight in (*network.named_parameters(), *buffers):
         yield from _stored_parts(name, tuple(weight.shape))
@@ -133,10 +136,10 @@ def _all_parts(network: Any) -> Iterator[tuple[str, str, str, tuple[int, ...]]]:
 def _stored_parts(
     name: str, shape: tuple[int, ...]
 ) -> Iterator[tuple[str, str, str, tuple[int, ...]]]:
-    """Yields what a file holds of a weight: its name, the module and kind by gguf's table, and its shape.
+    """Yields the parts of a weight that a file stores: name, module and kind in gguf's table, and shape.
 
-    A file has the gates of all experts apart from their up matrices; both are named as their
-    module, with .gate and .up.
+    A file stores the gates of all experts separately from their up matrices. Both are named after
+    their module, followed by .gate or .up.
     """
     known = name
     for ours, older in OLDER_NAMES:
@@ -153,24 +156,24 @@ def _stored_parts(
 
 
 def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the shape that a file has: a convolution's middle dimension, of 1, is left out."""
+    """Returns the shape in a file, which lacks a convolution's middle dimension of 1."""
     return (shape[0], *shape[2:]) if len(shape) == 3 and shape[1] == 1 else shape
 
 
 def _expanded(order: list[int], width: int) -> list[int]:
-    """Returns an order of blocks of `width` rows as an order of rows."""
+    """Returns the order of rows that results from an order of blocks of `width` rows."""
     return [block * width + row for block in order for row in range(width)]
 
 
 def _is_later_layer(tensor: str, layers: int) -> bool:
-    """Returns True for a tensor of a layer behind the model's, which predicts later tokens (MTP)."""
+    """Returns True for a tensor of a layer after the model's last one, which predicts later tokens (MTP)."""
     block, _, rest = tensor.removeprefix("blk.").partition(".")
     return tensor.startswith("blk.") and bool(rest) and block.isdigit() and int(block) >= layers
 
 
 @cache
 def _is_readable(kind: str) -> bool:
-    """Returns True for a type of weights that the gguf package reads, tried on one block of zeros."""
+    """Returns True if the gguf package can read a type of weights, as tried on one block of zeros."""
     import gguf
     import numpy as np
 

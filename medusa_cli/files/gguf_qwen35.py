@@ -1,10 +1,10 @@
-"""Config and tokenizer of Qwen 3.5's GGUF files, which transformers' reader does not know."""
+"""The config and tokenizer of Qwen 3.5's GGUF files, which transformers' reader does not support."""
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-# Fields of transformers' config by the file's keys behind the architecture's name.
+# Fields of transformers' config, by the file's keys without the architecture's name.
 FIELDS = {
     "block_count": "num_hidden_layers",
     "context_length": "max_position_embeddings",
@@ -23,14 +23,14 @@ FIELDS = {
 
 
 def qwen35_config(metadata: Mapping[str, Any], vocab_size: int, tied: bool) -> Any:
-    """Returns the config of a file's model; raises ValueError for a key that is missing or impossible.
+    """Returns the config of a file's model; raises ValueError for a key with a missing or impossible value.
 
-    tied: the lm_head is the embedding.
+    tied: the lm_head uses the embedding's weight.
     """
     from transformers import Qwen3_5TextConfig
 
     fields: dict[str, Any] = {own: _number(metadata, key) for key, own in FIELDS.items()}
-    # The layers that predict later tokens are counted with the model's.
+    # The file's number of layers includes those that predict later tokens.
     fields["num_hidden_layers"] -= metadata.get("qwen35.nextn_predict_layers", 0)
     layers = fields["num_hidden_layers"]
     values = fields["linear_num_value_heads"]
@@ -54,7 +54,7 @@ def qwen35_config(metadata: Mapping[str, Any], vocab_size: int, tied: bool) -> A
 
 
 def _number(metadata: Mapping[str, Any], key: str) -> Any:
-    """Returns a positive number of the metadata; raises ValueError where there is none."""
+    """Returns a positive number from the metadata; raises ValueError if there is none."""
     value = metadata.get(f"qwen35.{key}")
     if not isinstance(value, int | float) or not value > 0:
         raise ValueError(f"its qwen35.{key} is {value}")
@@ -62,7 +62,7 @@ def _number(metadata: Mapping[str, Any], key: str) -> Any:
 
 
 def qwen35_tokenizer(tokenizer: Any, folder: Path) -> Any:
-    """Returns Qwen 3.5's tokenizer with the vocabulary of an earlier Qwen's, which splits words otherwise."""
+    """Returns Qwen 3.5's tokenizer with the vocabulary of an earlier Qwen tokenizer, which splits words differently."""
     from transformers import Qwen3_5Tokenizer
 
     own = folder / "tokenizer"

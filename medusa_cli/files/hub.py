@@ -1,4 +1,4 @@
-"""Folders to and from the model hub."""
+"""Download of folders from the model hub, and upload to it."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -6,15 +6,15 @@ from pathlib import Path
 
 from medusa_cli.errors import UsageError, UserError, first_line
 
-# Seconds after which the hub counts as out of reach; its client would try for some twenty.
+# Seconds after which the hub counts as unreachable; its client would try for some twenty seconds.
 PATIENCE = 4
 
 
 def hub_folder(name: str, patterns: Sequence[str], named: str) -> Path:
-    """Returns the folder of the hub's cache that holds a repository's files of these patterns.
+    """Returns the folder in the hub's cache that holds a repository's files with these patterns.
 
-    New files are downloaded; without a network the cached ones do. Raises UserError, with the setting `named`, for a
-    repository that is not there.
+    New files are downloaded; without a network, the cached files are used. Raises UserError, with the setting `named`,
+    for a repository that is not available.
     """
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import (
@@ -64,9 +64,9 @@ def check_push(name: str) -> None:
 
 
 def push_folder(folder: Path, name: str, private: bool) -> str:
-    """Uploads a folder to a repository, which is made if there is none; returns the address of the commit.
+    """Uploads a folder to a repository, which is created if necessary; returns the address of the commit.
 
-    Files that are there under other names stay. Raises UserError where the hub refuses or cannot be reached.
+    Files with other names stay in the repository. Raises UserError if the hub refuses or cannot be reached.
     """
     from huggingface_hub import HfApi
 

@@ -18,21 +18,21 @@ import yaml
 
 from medusa_cli.errors import UserError, shown
 
-# The prefix of unfinished files; the next writer removes a killed one's.
+# The prefix of unfinished files; the next writer removes those of a writer that was killed.
 TEMPORARY = ".medusa-part-"
 _LEFTOVER = re.compile(re.escape(TEMPORARY) + r"[a-z0-9_]{8}\..+")
 _GAP = re.compile(r"[ \t\r\n,]*")
 T = TypeVar("T")
 Document = dict[str, Any]  # a JSON object
-# Limits of a document; the largest that this program writes are a hundredth of MAX_BYTES.
+# Limits of a document; the largest documents of this program have a hundredth of MAX_BYTES.
 MAX_BYTES = 16 << 20
-MAX_DEPTH = 64  # of YAML
+MAX_DEPTH = 64  # nesting depth of YAML
 CHUNK = 1 << 20  # characters of a JSON array that are read at a time
 AGAIN = "write it again with the command that made it"
 
 
 def write_atomic(path: Path, data: str | bytes) -> None:
-    """Writes a whole file or nothing."""
+    """Writes a file completely or not at all."""
     with replacing(path) as part:
         part.write_bytes(data.encode() if isinstance(data, str) else data)
 
@@ -44,7 +44,7 @@ def write_json(path: Path, obj: Any) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yields a temporary path to write; on success it replaces `path` in one move."""
+    """Yields a temporary path to write; on success, its file replaces `path` in one move."""
     with _temporary(path, folder=False) as part:
         yield part
         _flush(part)
@@ -54,7 +54,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def replacing_folder(path: Path) -> Iterator[Path]:
-    """Yields an empty folder to fill; on success it replaces `path`."""
+    """Yields an empty folder to fill; on success, it replaces `path`."""
     restore(path)
     with _temporary(path, folder=True) as part:
         try:
@@ -71,7 +71,7 @@ def replacing_folder(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def _temporary(path: Path, folder: bool) -> Iterator[Path]:
-    """Yields a new file or folder beside `path`, locked as long as its writer lives, and removes it if it is left."""
+    """Yields a new file or folder next to `path`, locked while its writer lives; removes it if it is left over."""
     path.parent.mkdir(parents=True, exist_ok=True)
     sweep(path.parent)
     while True:
@@ -117,13 +117,13 @@ def sweep(folder: Path) -> None:
 
 
 def _flush(path: Path) -> None:
-    """Waits until a file's content is on disk: a rename may get there first."""
+    """Waits until a file's content is on disk, because a later rename may reach the disk first."""
     with path.open("rb") as written:
         os.fsync(written.fileno())
 
 
 def _replace_folder(path: Path, part: Path) -> None:
-    """Replaces a folder in two moves, again if a reader put the old one back between them."""
+    """Replaces a folder in two moves, and repeats them if a reader restored the old folder in between."""
     while True:
         if path.exists():
             shutil.rmtree(_aside(path), ignore_errors=True)
@@ -137,7 +137,7 @@ def _replace_folder(path: Path, part: Path) -> None:
 
 
 def restore(path: Path) -> None:
-    """Puts a folder back whose replacement was cut off between its two moves."""
+    """Restores a folder whose replacement was interrupted between its two moves."""
     if _aside(path).is_dir() and not path.exists():
         _aside(path).rename(path)
 
@@ -147,7 +147,7 @@ def _aside(path: Path) -> Path:
 
 
 def check_regular(path: Path) -> None:
-    """Raises UserError for a path that is not a file: a reader might wait for ever at a pipe."""
+    """Raises UserError for a path that is not a regular file, because reading a pipe might never end."""
     if path.exists() and not path.is_file():
         raise UserError(f"{path} is not a regular file", "move it away, or choose another @run")
 
@@ -155,7 +155,7 @@ def check_regular(path: Path) -> None:
 def read_text(
     path: Path, what: str = "", kind: str = "text", remedy: str = "check the path"
 ) -> str:
-    """Returns a file's text; raises UserError if it is missing, no regular file, too large, or no UTF-8."""
+    """Returns a file's text; raises UserError if it is missing, not a regular file, too large or not UTF-8."""
     name = f"{what} {path}".strip()
     if not path.exists():
         raise UserError(f"{name} does not exist", remedy)
@@ -172,7 +172,7 @@ def read_text(
 
 
 def read_json(path: Path, what: str = "") -> Any:
-    """Returns a JSON document; raises UserError if it is missing, empty, cut off or no JSON."""
+    """Returns a JSON document; raises UserError if it is missing, empty, cut off or not JSON."""
     text = read_text(path, what, "JSON text")
     try:
         return _parse(text)
@@ -183,7 +183,7 @@ def read_json(path: Path, what: str = "") -> Any:
 
 
 def read_object(path: Path, what: str = "") -> Document:
-    """Returns a JSON object; raises UserError as `read_json`, and for other JSON."""
+    """Returns a JSON object; raises UserError as `read_json` does, and for other JSON values."""
     data = read_json(path, what)
     if not isinstance(data, dict):
         raise UserError(f"{what} {path}".strip() + " holds no JSON object", AGAIN)
@@ -191,12 +191,12 @@ def read_object(path: Path, what: str = "") -> Document:
 
 
 def read_as(path: Path, kind: type[T], what: str, remedy: str = AGAIN) -> T:
-    """Returns a JSON document as a declared type; raises UserError that names the field."""
+    """Returns a JSON document as a declared type; raises UserError with the name of an invalid field."""
     return convert(read_object(path, what), kind, f"{what} {path}", remedy)
 
 
 def convert(data: Any, kind: type[T], name: str, remedy: str = AGAIN) -> T:
-    """Returns plain data as a dataclass or msgspec.Struct; raises UserError that names the field."""
+    """Returns plain data as a dataclass or msgspec.Struct; raises UserError with the name of an invalid field."""
     try:
         return msgspec.convert(data, kind)
     except (ValueError, OverflowError) as reason:
@@ -208,19 +208,19 @@ def convert(data: Any, kind: type[T], name: str, remedy: str = AGAIN) -> T:
 
 
 def _parse(text: str | bytes) -> Any:
-    """Returns the value of JSON text; raises ValueError for other text, and for deep nesting."""
+    """Returns the value of a JSON text; raises ValueError for other texts and for deep nesting."""
     try:
         return msgspec.json.decode(text)
     except RecursionError:
         raise ValueError("it is nested too deep") from None
 
 
-# The fault of a text with half of a surrogate pair.
+# What error messages call a lone surrogate in a text.
 HALF = "half a character"
 
 
 def is_whole(text: str) -> bool:
-    """Returns False for a text with half of a surrogate pair, which can be neither tokenised nor written."""
+    """Returns False for a text with a lone surrogate, which can be neither tokenized nor written."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -229,12 +229,12 @@ def is_whole(text: str) -> bool:
 
 
 class Malformed(ValueError):
-    """A record that cannot be used; its text is the reason under which it is counted."""
+    """An error for an unusable record; its text is the reason under which the record is counted."""
 
 
 @dataclass
 class ReadReport:
-    """Counts of records read, and of records skipped by reason."""
+    """Counts the records that were read, and the skipped records by reason."""
 
     read: int = 0
     skipped: dict[str, int] = field(default_factory=dict)
@@ -244,7 +244,7 @@ class ReadReport:
         self.skipped[reason] = self.skipped.get(reason, 0) + 1
 
     def skip_line(self, number: int, reason: str) -> None:
-        """Counts a skipped line; an `on_bad` of `read_jsonl`."""
+        """Counts a skipped line; serves as `on_bad` for `read_jsonl`."""
         self.skip(reason)
 
     def __str__(self) -> str:
@@ -255,7 +255,7 @@ class ReadReport:
 
 
 def usable(records: Iterable[Any], make: Callable[[Any], T], report: ReadReport) -> list[T]:
-    """Returns one item of `make` for each id; the report counts Malformed and repeated ones."""
+    """Returns one item from `make` per id; the report counts malformed records and repeated ids."""
     items: dict[str, Any] = {}
     for record in records:
         try:
@@ -277,10 +277,10 @@ def read_jsonl(
     *,
     array: bool = False,
 ) -> Iterator[Any]:
-    """Yields each JSON value of a JSONL file; blank lines are left out.
+    """Yields each JSON value in a JSONL file; blank lines are left out.
 
-    on_bad receives the number and the fault of a line that is no JSON; the line is skipped unless on_bad raises.
-    array: a file that begins with "[" is read as one JSON array.
+    on_bad: receives the number of a line that is not JSON, and what is wrong with it. The line is skipped unless on_bad
+    raises. array: read a file that begins with "[" as one JSON array.
     """
     for number, value in _array_items(path) if array and _is_array(path) else _lines(path):
         if isinstance(value, ValueError):
@@ -290,7 +290,7 @@ def read_jsonl(
 
 
 def _lines(path: Path) -> Iterator[tuple[int, Any]]:
-    """Yields the number and the value of each line, a ValueError for a line that is no JSON or too large."""
+    """Yields the number and the value of each line; the value is a ValueError if the line is not JSON or too large."""
     with path.open("rb") as stream:
         number = 0
         while line := stream.readline(MAX_BYTES):
@@ -299,7 +299,7 @@ def _lines(path: Path) -> Iterator[tuple[int, Any]]:
                 continue
             try:
                 value = _parse(line)
-            except ValueError:  # no JSON or no UTF-8
+            except ValueError:  # not JSON or not UTF-8
                 value = ValueError("no JSON" if line.endswith(b"\n") else "cut off")
             yield number, value
 
@@ -310,9 +310,9 @@ def _is_array(path: Path) -> bool:
 
 
 def _array_items(path: Path) -> Iterator[tuple[int, Any]]:
-    """Yields the number and the value of each item of a JSON array, and a ValueError where the array breaks off.
+    """Yields the number and the value of each item of a JSON array, and a ValueError where the array is cut off.
 
-    The file is read in chunks: seeds of several gigabytes need not fit the memory.
+    The file is read in chunks, so that seeds of several gigabytes need not fit into memory.
     """
     decoder = json.JSONDecoder()
     with path.open(encoding="utf-8", errors="replace") as stream:
@@ -330,7 +330,7 @@ def _array_items(path: Path) -> Iterator[tuple[int, Any]]:
                 value = ValueError("cut off")
                 end = len(text)
             if end == len(text) and end - start <= MAX_BYTES and (more := stream.read(CHUNK)):
-                text, start = text[start:] + more, 0  # the item may go on in the next chunk
+                text, start = text[start:] + more, 0  # the item may continue in the next chunk
                 continue
             yield number, value
             if isinstance(value, ValueError):
@@ -340,7 +340,7 @@ def _array_items(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def repair_jsonl(path: Path) -> None:
-    """Cuts off a last line that is no JSON, and ends the last line with a line break: what a crash may leave."""
+    """Removes a last line that is not JSON, and adds a missing line break at the end; a crash may leave either."""
     end = good = 0
     last = b""
     with path.open("r+b") as stream:
@@ -359,7 +359,7 @@ def repair_jsonl(path: Path) -> None:
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses aliases, which may stand for a value that fills the memory, deep nesting, and keys that stand twice."""
+    """Refuses deep nesting, repeated keys, and aliases, which may expand to a value that fills the memory."""
 
     depth = 0
 
@@ -389,7 +389,7 @@ def parse_yaml(text: str) -> Any:
 
 
 def read_yaml(path: Path, what: str) -> Any:
-    """Returns a YAML document; raises UserError if it is missing, no YAML, or beyond the limits."""
+    """Returns a YAML document; raises UserError if it is missing, not YAML, or beyond the limits."""
     try:
         return parse_yaml(read_text(path, what, remedy="check the path: it must be a YAML file"))
     except yaml.YAMLError as reason:

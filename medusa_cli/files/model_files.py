@@ -1,4 +1,4 @@
-"""Reads a model's files without torch, whose import takes a second, and refuses models that cannot be used."""
+"""Reading of a model's files, and refusal of unusable models, without torch, whose import takes a second."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -16,20 +16,21 @@ from medusa_cli.files.io import convert, read_as, read_object
 from medusa_cli.files.layer_kinds import KINDS, STATEFUL
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
-# The names of tokenizers' files contain one of these.
+# The names of tokenizer files contain one of these.
 TOKENIZER_FILES = ("token", "vocab", "spiece", "tekken")
-# The methods of transformers' cache by which layers hand over a new state.
+# The methods of transformers' cache with which layers store a new state.
 STATE_UPDATES = ("update_conv_state", "update_recurrent_state")
-# Flags of a network's class whose attention can be replaced.
+# Flags of network classes whose attention can be replaced.
 ATTENTION_FLAGS = ("_supports_sdpa", "_supports_attention_backend")
-# Configs with these fields have sparse attention: a small network chooses the tokens that each query reads.
+# Configs with these fields have sparse attention, where a small network chooses the tokens that each
+# query reads.
 INDEXERS = ("index_topk", "indexer_budget", "indexer_n_heads")
 INDEXED = "sparse attention, in which an indexer chooses the tokens that each token reads"
 OUTSIDE = (
     "Mamba or linear-attention layers (a running state) that keep it outside transformers' cache"
 )
 PREFIX_LM = "a prompt's tokens see those that follow in it (a prefix LM)"
-# The next best model of the same maker, by the beginning of a model's type.
+# The best alternative from the same maker, by the beginning of the model type.
 INSTEAD = {
     "axk": "A.X-K1",
     "deepseek": "DeepSeek V3",
@@ -51,7 +52,7 @@ CONFIG, AGAIN = "the model's config", "get the model again"
 
 @dataclass(frozen=True)
 class Config:
-    """The types of fields in a model's config.json, and bounds far above the sizes of any model."""
+    """The fields of a model's config.json: their types, and bounds far above the sizes of any model."""
 
     model_type: str = ""
     num_hidden_layers: Annotated[int, Meta(ge=1, le=1024)] | None = None
@@ -68,7 +69,7 @@ class Config:
 
 @dataclass(frozen=True)
 class Shards:
-    """The index of a checkpoint in several files."""
+    """The index of a checkpoint that has several files."""
 
     weight_map: dict[str, Annotated[str, Meta(min_length=1, max_length=255)]]
 
@@ -76,13 +77,13 @@ class Shards:
 def check_model_files(name: str) -> None:
     """Raises UserError for a model whose files show that it cannot be verified over a tree.
 
-    Classes of transformers and a pass tell more, when the model is loaded.
+    When the model is loaded, transformers' classes and a pass are checked as well.
     """
     if name.startswith(RANDOM) or (fields := config_fields(model_dir(name))) is None:
         return
     text = SimpleNamespace(**{"model_type": "", **(fields.get("text_config") or fields)})
     refuse_by_config(SimpleNamespace(**fields), text)
-    if "auto_map" not in fields:  # else its own code may run
+    if "auto_map" not in fields:  # otherwise the model's own code may run
         refuse_by_source(text)
 
 
@@ -96,7 +97,7 @@ def config_fields(source: str) -> dict[str, Any] | None:
 
 
 def check_tokenizer(source: str, model: str) -> None:
-    """Raises UserError for a folder without any file of a tokenizer's."""
+    """Raises UserError for a folder without any tokenizer file."""
     folder = Path(source)
     if folder.is_dir() and not any(
         word in path.name for path in folder.iterdir() for word in TOKENIZER_FILES
@@ -107,7 +108,7 @@ def check_tokenizer(source: str, model: str) -> None:
 
 
 def check_chat_template(name: str) -> None:
-    """Raises UserError for a model in a folder whose files hold no chat template."""
+    """Raises UserError for a model whose folder contains no chat template."""
     folder = Path(model_dir(name))
     if (
         not folder.is_dir()
@@ -148,12 +149,12 @@ def refuse_by_config(config: Any, text: Any) -> None:
 
 
 def layer_kinds(text: Any) -> list[str]:
-    """Returns the kinds of a text config's layers, as it calls them; none if they are all alike."""
+    """Returns the kinds of layers as the text config names them; an empty list if all layers are alike."""
     return list(getattr(text, "layer_types", None) or getattr(text, "block_types", None) or ())
 
 
 def refuse_by_source(text: Any) -> None:
-    """Raises UserError if transformers' source of a type of model has no way to follow a tree.
+    """Raises UserError if transformers' source code for a model type cannot follow a tree.
 
     Reading the source avoids importing the network's class, which takes two seconds.
     """
@@ -167,7 +168,7 @@ def refuse_by_source(text: Any) -> None:
 
 
 def source_of(kind: str) -> str | None:
-    """Returns the source of transformers' network for a type of model; None if there is no such file."""
+    """Returns the source code of transformers' network for a model type; None if there is no such file."""
     spec = find_spec("transformers")
     module = kind.replace("-", "_")
     if spec is None or spec.origin is None or not module.isidentifier():
@@ -183,7 +184,7 @@ def no_attention(text: Any) -> UserError:
 
 
 def unverifiable(text: Any, why: str) -> UserError:
-    """Returns the refusal of a model, by its text config, that tree verification cannot run."""
+    """Returns the error for a model, given by its text config, that cannot be verified over a tree."""
     return UserError(
         f"the model type {text.model_type!r} cannot be verified over a tree: {why}",
         instead_of(text),
@@ -191,7 +192,7 @@ def unverifiable(text: Any, why: str) -> UserError:
 
 
 def foreign_logits(text: Any, why: str) -> UserError:
-    """Returns the refusal of a model, by its text config, whose logits no known formula makes of the lm_head's."""
+    """Returns the error for a model whose logits do not follow from its lm_head's scores by a known formula."""
     return UserError(
         f"the model type {text.model_type!r} makes its logits of its lm_head's product in a way not known here "
         f"({why}); sampling and training would not be the model's",
@@ -200,7 +201,7 @@ def foreign_logits(text: Any, why: str) -> UserError:
 
 
 def instead_of(text: Any) -> str:
-    """Returns the remedy for a model that cannot be used, by its text config."""
+    """Returns the remedy for an unusable model, given by its text config."""
     starts = [start for start in INSTEAD if text.model_type.startswith(start)]
     others = (
         "Llama, Mistral, Qwen3, Gemma 3 or another model that runs (the page Models lists them)"
@@ -209,7 +210,7 @@ def instead_of(text: Any) -> str:
 
 
 def model_file(source: str, name: str) -> Path | None:
-    """Returns a file of a model in a folder or in the hub's cache; None without one."""
+    """Returns a model's file in a folder or in the hub's cache; None if there is no such file."""
     if Path(source).is_dir():
         path = Path(source) / name
         return path if path.is_file() else None
@@ -220,7 +221,7 @@ def model_file(source: str, name: str) -> Path | None:
 
 
 def checkpoint_files(source: str) -> list[Path]:
-    """Returns the safetensors files of a checkpoint in a folder or the hub's cache; none if some are missing."""
+    """Returns a checkpoint's safetensors files in a folder or the hub's cache; an empty list if some are missing."""
     for name in WEIGHTS:
         path = model_file(source, name)
         if path is None:
@@ -234,7 +235,7 @@ def checkpoint_files(source: str) -> list[Path]:
 
 
 def weights_file(model: str) -> Path | None:
-    """Returns the GGUF file that holds a model's weights; None where its folder holds them."""
+    """Returns the GGUF file that holds a model's weights; None if its folder holds them."""
     if model.startswith(RANDOM):
         return None
     path = gguf_path(model)
@@ -242,7 +243,7 @@ def weights_file(model: str) -> Path | None:
 
 
 def tensors_of(model: str) -> dict[str, tuple[list[int], str]]:
-    """Returns shape and type, such as "BF16", of each tensor in a model's files; none if they cannot be read."""
+    """Returns the shape and type, such as "BF16", of each tensor in a model's files; empty if they are unreadable."""
     from safetensors import SafetensorError
 
     try:
@@ -252,13 +253,13 @@ def tensors_of(model: str) -> dict[str, tuple[list[int], str]]:
                 for name, part in slices.items()
                 if (shape := part.get_shape())
             }
-    except SafetensorError:  # loading will name the damage
+    except SafetensorError:  # loading reports the damage
         return {}
 
 
 @contextmanager
 def opened(files: Sequence[Path], framework: str) -> Iterator[dict[str, Any]]:
-    """Opens a checkpoint's files; yields their tensors by name, of which only what is sliced is read."""
+    """Opens a checkpoint's files and yields slices of their tensors by name, which read only what is needed."""
     from safetensors import safe_open
 
     with ExitStack() as stack:

@@ -1,7 +1,8 @@
-"""Finds the multi-token prediction (MTP) layer in a model's own checkpoint, by the names of its tensors.
+"""The multi-token prediction (MTP) layer in a model's own checkpoint, found by the names of its tensors.
 
-transformers leaves these tensors out when it loads a model. Makers differ in names and in the order
-of the projection's input; weights of RMS norms are 1 + w where the model's own norms are.
+transformers ignores these tensors when it loads a model. Makers use different names and different
+orders of the projection's input. The gains of RMS norms are 1 + w if those of the model's own norms
+are.
 """
 
 import hashlib
@@ -18,10 +19,10 @@ from medusa_cli.files.io import read_object, write_json
 from medusa_cli.files.model_files import checkpoint_files, config_fields, tensors_of
 
 NAME = "mtp"
-# Draft tokens by default: one layer is run again and again, and is trained for the first few.
+# Default number of draft tokens. One layer runs repeatedly, and is trained for the first few tokens.
 LEVELS = 4
 EMBEDDING = "embed_tokens.weight"
-# Fields of a model's config that say nothing of a layer, or count layers that are not there.
+# Fields of a model's config that do not describe a layer, or that count layers that are absent.
 LEFT_OUT = (
     "architectures",
     "auto_map",
@@ -39,8 +40,8 @@ LEFT_OUT = (
 class Layout:
     """Maps our names of the parts around the layer to a maker's names.
 
-    state_first: the projection reads [state; embedding], not [embedding; state]. inside: what
-    precedes the names of the layer's own parts.
+    state_first: the projection reads [state; embedding], not [embedding; state]. inside: the prefix
+    of the names of the layer's own parts.
     """
 
     fc: str
@@ -52,7 +53,7 @@ class Layout:
     prefix: str = ""
 
     def ours(self, name: str) -> str | None:
-        """Returns our name of a checkpoint's tensor, None for one that the drafter does not hold."""
+        """Returns our name for a checkpoint's tensor, or None for a tensor that the drafter does not have."""
         if not name.startswith(self.prefix):
             return None
         part, _, end = name.removeprefix(self.prefix).rpartition(".")
@@ -65,9 +66,9 @@ class Layout:
         return f"mtp.layer.{inner.removeprefix(self.inside)}"
 
 
-# Copies of the model's own matrices within the layer of a checkpoint.
+# Copies of the model's own matrices inside the MTP layer of a checkpoint.
 COPIES = ("embed_tokens", "shared_head.head")
-# Qwen3-Next, 3.5 and later; GLM-4.5 and later and DeepSeek-V3; MiMo.
+# Layouts of Qwen3-Next, Qwen 3.5 and later; of DeepSeek-V3, GLM-4.5 and later; and of MiMo.
 QWEN = Layout(
     "fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", inside="layers.0.", prefix="mtp."
 )
@@ -78,9 +79,9 @@ MIMO = Layout(
 
 
 def find_layout(names: Iterable[str], depth: int) -> Layout | None:
-    """Returns the layout of the first MTP layer among a checkpoint's tensors, None if there is none.
+    """Returns the layout of the first MTP layer among a checkpoint's tensors, or None if there is none.
 
-    depth: the model's layers; GLM's and DeepSeek's MTP layer counts as one more.
+    depth: the number of the model's layers; GLM and DeepSeek number their MTP layer after these.
     """
     places = {
         r"(.*\.)?mtp\.(?=fc\.weight$)": QWEN,
@@ -96,7 +97,7 @@ def find_layout(names: Iterable[str], depth: int) -> Layout | None:
 
 @dataclass(frozen=True)
 class Source:
-    """Holds where a model's MTP layer is: folder or hub id, the text config's fields, layout, all tensors."""
+    """Describes where a model's MTP layer is: folder or hub id, fields of the text config, layout and all tensors."""
 
     place: str
     text: dict[str, Any]
@@ -105,7 +106,7 @@ class Source:
 
 
 def find_source(model: str) -> Source | None:
-    """Returns where a model's MTP layer is, None if its files on this machine have none."""
+    """Returns the source of a model's MTP layer, or None if the model's files on this machine have none."""
     if model.startswith(RANDOM) or gguf_path(model) is not None:
         return None
     place = model_dir(model)
@@ -117,7 +118,7 @@ def find_source(model: str) -> Source | None:
 
 
 def need_source(model: str) -> Source:
-    """Returns where a model's MTP layer is; UserError if its checkpoint has none. A hub id is downloaded."""
+    """Returns the source of a model's MTP layer, downloading a hub id; raises UserError if the checkpoint has none."""
     if not model.startswith(RANDOM) and gguf_path(model) is None:
         _fetch(model_dir(model))
     source = find_source(model)
@@ -130,7 +131,7 @@ def need_source(model: str) -> Source:
 
 
 def _fetch(place: str) -> None:
-    """Downloads the model of a hub id unless it is here."""
+    """Downloads a hub id's model unless it is on this machine."""
     if Path(place).is_dir() or checkpoint_files(place):
         return
     check_hub(place)
@@ -140,7 +141,7 @@ def _fetch(place: str) -> None:
 
 
 def mtp_settings(model: str) -> dict[str, Any]:
-    """Returns the config.json of the drafter that a model's checkpoint holds; UserError if it holds none."""
+    """Returns the config.json for the drafter in a model's checkpoint; raises UserError if it has none."""
     source = need_source(model)
     layout = source.layout
     text = {key: value for key, value in source.text.items() if key not in LEFT_OUT}
@@ -149,7 +150,7 @@ def mtp_settings(model: str) -> dict[str, Any]:
     if "first_k_dense_replace" in text:
         text["first_k_dense_replace"] = 0 if experts else 1
     if experts:
-        text["mlp_layer_types"] = ["sparse"]  # some configs take the first layer for a dense one
+        text["mlp_layer_types"] = ["sparse"]  # some configs treat the first layer as dense
     embedding = (shape for name, (shape, _) in source.tensors.items() if name.endswith(EMBEDDING))
     return {
         "drafter": NAME,
@@ -165,7 +166,7 @@ def mtp_settings(model: str) -> dict[str, Any]:
 
 
 def own_drafter(model: str) -> Path:
-    """Returns the folder of the drafter that a model's checkpoint holds: a config without weights of its own."""
+    """Returns the folder of the drafter in a model's checkpoint, which contains a config but no weights."""
     settings = mtp_settings(model)
     key = hashlib.sha256(str(Path(model_dir(model)).absolute()).encode()).hexdigest()[:16]
     folder = home() / "drafters" / key

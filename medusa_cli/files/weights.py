@@ -1,6 +1,6 @@
-"""Reads safetensors files: every tensor's name, shape and type is checked before any is read.
+"""Reading of safetensors files, where all names, shapes and types are checked before any tensor is read.
 
-A matrix NAME [N, K] may be stored in 8 bits: NAME holds int8, and NAME.scale [N, K / 32] an fp16
+A matrix NAME [N, K] may be stored in 8 bits: NAME is int8, and NAME.scale [N, K / 32] has an fp16
 factor for each group of 32 inputs. A row's last group may be shorter.
 """
 
@@ -28,11 +28,11 @@ def read_weights(
     ids: Mapping[str, Sequence[int]] = {},
     types: Sequence[str] = FLOATS,
 ) -> "dict[str, Tensor]":
-    """Returns the tensors named in `shapes` (None: all there are), of `types`, and in `ids`, integers; others are left.
+    """Returns the tensors named in `shapes` (None: all in the file), which have `types`, and the integers in `ids`.
 
-    Matrices of 8 bits come as fp32. Raises UserError for the first tensor that is missing, of
-    another shape or type, or not finite. Nothing is allocated before all names, shapes and types
-    are right.
+    Other tensors are not read. 8-bit matrices are returned as fp32. Raises UserError for the first
+    tensor that is missing, has another shape or type, or is not finite. Nothing is allocated before
+    all names, shapes and types have been checked.
     """
     import torch
     from safetensors import SafetensorError, safe_open
@@ -74,9 +74,10 @@ def _expected(
     shapes: Mapping[str, Sequence[int]] | None,
     types: Sequence[str],
 ) -> tuple[dict[str, tuple[list[int], Sequence[str]]], list[str]]:
-    """Returns the shape and types that each tensor must have, and the names of the matrices of 8 bits.
+    """Returns the shape and types that each tensor must have, and the names of the 8-bit matrices.
 
-    stored: type and shape of all tensors in the file. shapes: of the tensors to read; None: all.
+    stored: the type and shape of all tensors in the file. shapes: those of the tensors to read, None
+    for all.
     """
     in_8_bits = {key for key, (kind, _) in stored.items() if kind in INT8 and key + SCALE in stored}
     if shapes is None:
@@ -94,7 +95,7 @@ def _expected(
 
 
 def to_int8(matrix: "Tensor") -> "tuple[Tensor, Tensor]":
-    """Rounds a matrix [N, K] to 8 bits; returns int8 [N, K] and fp16 scales [N, K / 32], as GGUF's Q8_0 has them."""
+    """Rounds a matrix [N, K] to 8 bits; returns int8 [N, K] and fp16 scales [N, K / 32], as in GGUF's Q8_0."""
     import torch
 
     outputs, inputs = matrix.shape
@@ -109,6 +110,6 @@ def to_int8(matrix: "Tensor") -> "tuple[Tensor, Tensor]":
 
 
 def from_int8(rounded: "Tensor", scales: "Tensor") -> "Tensor":
-    """Returns the fp32 matrix [N, K] of 8 bits and its scales."""
+    """Returns the fp32 matrix [N, K] that int8 values and their scales represent."""
     spread = scales.float().repeat_interleave(GROUP, dim=1)
     return rounded.float() * spread[:, : rounded.shape[1]]

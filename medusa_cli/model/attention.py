@@ -1,4 +1,4 @@
-"""Gives transformers' layers attention with grouped heads, masks by kind of layer, and the cache."""
+"""Attention with grouped heads for transformers' layers, its masks by kind of layer, and the name of the cache."""
 
 import math
 from collections.abc import Callable
@@ -13,8 +13,8 @@ from medusa_cli.errors import UserError
 from medusa_cli.files.layer_kinds import CHUNKED, FULL, KINDS, SLIDING
 
 NAME = "medusa_grouped"
-# Attends query, key and value [B, heads, n, D] at a scaling to [B, n, heads, D]; may take the place
-# of a mask.
+# Returns the attention [B, n, heads, D] for query, key and value [B, heads, n, D] and a scaling.
+# Such a function may be passed instead of a mask.
 Attend = Callable[[Tensor, Tensor, Tensor, float | None], Tensor]
 
 
@@ -28,11 +28,12 @@ def grouped_attention(
     dropout: float = 0.0,
     **options: object,
 ) -> tuple[Tensor, None]:
-    """Attends query [B, G*KV, n, D] to key/value [B, KV, L, D] under an additive mask [B, 1, n, L] to [B, n, G*KV, D].
+    """Returns the attention [B, n, G*KV, D] of query [B, G*KV, n, D] over key and value [B, KV, L, D].
 
-    The G query heads of a key head become G*n rows of one call: a cache of L positions is read
-    once, not copied G times. An empty mask is causal, for which n is L. options: softcap, a bound
-    of the scores; s_aux [G*KV], the scores of attention sinks.
+    attention_mask: an additive mask [B, 1, n, L]; an empty one means a causal mask, for which n is
+    L. The G query heads of a key head become G*n rows of one call, so that a cache of L positions
+    is read once and not copied G times. options: softcap, a bound on the scores; s_aux [G*KV], the
+    scores of attention sinks. Raises ValueError for a bias by relative position.
     """
     if options.get("position_bias") is not None:
         raise ValueError("its attention adds a bias by relative position")
@@ -58,7 +59,7 @@ def grouped_attention(
             enable_gqa=query.shape[1] != key.shape[1],
         )
         return attended.transpose(1, 2).contiguous(), None
-    batch, heads, rows, dim = query.shape  # values may have another width
+    batch, heads, rows, dim = query.shape  # values may have a different width
     groups = heads // key.shape[1]
     if groups > 1:
         query = query.reshape(batch, key.shape[1], groups * rows, dim)
@@ -79,9 +80,9 @@ def _attend_by_scores(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attends as `grouped_attention`, with scores of its own: torch's function has no caps and no sinks.
+    """Returns the attention as `grouped_attention` does, for soft caps and sinks, which torch's function lacks.
 
-    A sink is one more column of scores that has no value: it only takes its share of the softmax.
+    A sink is an additional column of scores without a value; it only takes a share of the softmax.
     """
     batch, heads, rows, dim = query.shape
     shared, columns = key.shape[1:3]
@@ -104,7 +105,7 @@ def _attend_by_scores(
 
 
 def _no_mask(*_: object, **__: object) -> None:
-    """Fails: the backbone always passes a finished mask, so transformers must not build one."""
+    """Raises RuntimeError: the backbone always passes a finished mask, so transformers must not build one."""
     raise RuntimeError("it builds attention masks of its own")
 
 
@@ -118,17 +119,17 @@ def register() -> None:
 
 @cache
 def cache_name(forward: Callable[..., Any]) -> str:
-    """Returns the name of the cache among the arguments of a network's or a layer's `forward`.
+    """Returns the name of the cache argument of a network's or a layer's `forward`.
 
-    transformers 5.24 renamed it, which the files that come with a model may not know.
+    transformers 5.24 renamed it, but Python files that come with a model may use the old name.
     """
     return "cache" if "cache" in signature(forward).parameters else "past_key_values"
 
 
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns 0 where a bool mask is True, the lowest number of dtype elsewhere.
+    """Returns a mask with 0 where a bool mask is True, and the lowest number of dtype elsewhere.
 
-    A bool mask given straight to a model is silently wrong under eager attention.
+    A bool mask passed directly to a model gives silently wrong results with eager attention.
     """
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(
         ~mask, torch.finfo(dtype).min
@@ -136,9 +137,9 @@ def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Masks:
-    """Additive masks by kind of attention; a sliding window, and a chunk, count positions, not rows.
+    """Builds additive masks for each kind of attention; sliding windows and chunks count positions, not rows.
 
-    Layers that keep a running state have none: they see what precedes them.
+    Layers that keep a running state have no mask, because they see everything before them.
     """
 
     def __init__(self, config: Any, dtype: torch.dtype) -> None:
@@ -149,7 +150,7 @@ class Masks:
         if not names:
             windowed = self.window < math.inf and getattr(config, "use_sliding_window", True)
             names = [SLIDING if windowed else FULL]
-        self._names = set(names)  # as transformers calls the layers
+        self._names = set(names)  # transformers' names of the layers
         self._by_layer: list[str | None] = [KINDS.get(name, name) for name in names]
         self.kinds = sorted({kind for kind in self._by_layer if kind is not None})
 
@@ -158,13 +159,13 @@ class Masks:
         return self._by_layer[layer] or FULL if len(self.kinds) > 1 else self.kinds[0]
 
     def layers_with_keys(self, layers: int) -> int:
-        """Returns how many of the layers attend."""
-        if len(self._by_layer) < layers:  # all are alike
+        """Returns how many of the layers have attention."""
+        if len(self._by_layer) < layers:  # all layers are alike
             return layers
         return sum(kind is not None for kind in self._by_layer)
 
     def for_network(self, masks: dict[str, Tensor]) -> Any:
-        """Returns masks [B, 1, n, L] by kind as a network takes them; the mask itself if there is one kind."""
+        """Returns masks [B, 1, n, L] by kind, as a network expects them; only the mask if there is one kind."""
         by_kind = {kind: mask[:, None] for kind, mask in masks.items()}
         if len(by_kind) <= 1:
             return next(iter(by_kind.values()), None)
@@ -176,7 +177,7 @@ class Masks:
         return {**dict.fromkeys(KINDS), **by_kind, **by_name}
 
     def visible(self, kind: str, visible: Tensor, positions: Tensor, columns: Tensor) -> Tensor:
-        """Limits `visible` [(B,) n, L], the columns that rows see, to the reach of layers of a kind."""
+        """Returns `visible` [(B,) n, L], the columns that rows see, limited to the reach of layers of a kind."""
         if kind == FULL:
             return visible
         if kind == CHUNKED:
@@ -184,14 +185,14 @@ class Masks:
         return visible & (positions[..., None] - columns < self.window)
 
     def additive(self, visible: Tensor, positions: Tensor, columns: Tensor) -> dict[str, Tensor]:
-        """Returns the additive masks [(B,) n, L] by kind; arguments as of `visible`."""
+        """Returns the additive masks [(B,) n, L] by kind; the arguments are those of `visible`."""
         return {
             kind: additive(self.visible(kind, visible, positions, columns), self.dtype)
             for kind in self.kinds
         }
 
     def causal(self, rows: int, device: torch.device) -> dict[str, Tensor]:
-        """Returns causal masks [1, n, n] of n rows by kind; an empty one stands for all earlier rows."""
+        """Returns causal masks [1, n, n] for n rows by kind; in place of an empty one, rows see all earlier rows."""
         positions = torch.arange(rows, device=device)
         masks = {}
         for kind in self.kinds:

@@ -15,21 +15,21 @@ from medusa_cli.files.model_files import STATE_UPDATES
 from medusa_cli.model.attention import NAME, Masks, register
 from medusa_cli.model.chat_template import chat_prompt, token_ids
 
-# Positions of models that bound none, such as Mamba.
+# Maximum number of positions of models without a limit, such as Mamba.
 UNBOUNDED = 1 << 20
-# Rotary tables that change beyond the original context: the cached rows would have been turned by
-# the old ones.
+# Types of rotary embeddings that change beyond the original context. Rows already in the cache
+# would have been rotated by the old ones.
 CHANGING_ROPE = ("longrope", "dynamic")
 
 
 class Unsupported(Exception):
-    """Says why an engine cannot run a model."""
+    """An error that says why an engine cannot run a model."""
 
 
 def _rows_of(
     weight: Tensor, bias: Tensor | None, ids: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns the rows of token ids, or all."""
+    """Returns the rows of the weight and the bias for token ids, or all rows without ids."""
     if ids is None:
         return weight, bias
     return weight[ids], None if bias is None else bias[ids]
@@ -37,9 +37,9 @@ def _rows_of(
 
 @dataclass
 class LateNetwork:
-    """A network without weights, which `build` makes on the meta device when it is first needed.
+    """Holds a network without weights, which `build` creates on the meta device when it is first needed.
 
-    That imports the classes of its type, which takes more than a second.
+    Building it imports the classes of its model type, which takes more than a second.
     """
 
     config: Any
@@ -54,11 +54,11 @@ class LateNetwork:
 
 
 class Backbone:
-    """A frozen causal LM, unmodified but for its attention function, and the engine that runs it.
+    """Holds a frozen causal LM, unmodified except for its attention function, and the engine that runs it.
 
-    weights, adapter: the digests of their files. embedding, lm_head: for a network on the meta
-    device, where only the engine holds weights: a layer that looks tokens up, and a function that
-    returns the lm_head's weight and bias.
+    weights, adapter: the digests of their files. embedding: a layer that looks up tokens. lm_head: a
+    function that returns the lm_head's weight and bias. The last two are given for a network on the
+    meta device, where only the engine holds weights.
     """
 
     engine: Any  # an engine.Engine, which this package must not import
@@ -91,7 +91,7 @@ class Backbone:
         self.vocab_size: int = self.embedding.weight.shape[0]
         self.device: torch.device = self.embedding.weight.device
         if lm_head is None:
-            # Taken from the layer itself, which an adapter may wrap later.
+            # Read from the layer now, because an adapter may wrap the layer later.
             head = model.get_output_embeddings()
             bias = None if head.bias is None else head.bias.detach()
             lm_head = partial(_rows_of, head.weight.detach(), bias)
@@ -102,13 +102,13 @@ class Backbone:
 
     @cached_property
     def model(self) -> Any:
-        """Returns transformers' network, which decoding on the native engine does not need."""
+        """Returns transformers' network, which decoding with the native engine does not need."""
         assert self._late is not None
         return _prepared(self._late.network)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Returns the type of the states: the engine may compute in fp32 over 16-bit weights."""
+        """Returns the number type of the hidden states; the engine may compute in fp32 with 16-bit weights."""
         engine = getattr(self, "engine", None)
         return self.embedding.weight.dtype if engine is None else engine.dtype
 
@@ -123,21 +123,21 @@ class Backbone:
         return self._lm_head(None)[1]
 
     def lm_head_rows(self, ids: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Returns the lm_head's weight [M, H], and its bias [M] if it has one, of token ids [M]."""
+        """Returns the lm_head's weight [M, H], and its bias [M] if it has one, for token ids [M]."""
         return self._lm_head(ids.to(self.device))
 
     def take_own_attention(self) -> None:
-        """Gives the network transformers' attention again, for passes without an engine."""
+        """Restores transformers' attention in the network, for passes without an engine."""
         take_own_attention(self.model)
 
     @property
     def text_model(self) -> Any:
-        """Returns the part of the network that makes states of token ids."""
+        """Returns the part of the network that computes hidden states from token ids."""
         return text_model(self.model)
 
     @cached_property
     def masks(self) -> Masks:
-        """Returns additive masks of the weights' type, for passes through the network itself."""
+        """Returns the builder of masks in the weights' number type, for passes through the network itself."""
         return Masks(self.config, self.embedding.weight.dtype)
 
     @cached_property
@@ -146,26 +146,26 @@ class Backbone:
         return frozenset(eos_ids_of((self.generation_config, self.config, self.tokenizer)))
 
     def states(self, tokens: Tensor, taps: Sequence[int] = (-1,)) -> Tensor:
-        """Returns tapped states [B, L, H * taps] of right-padded rows of tokens [B, L], for training.
+        """Returns the tapped hidden states [B, L, H * taps] of right-padded token rows [B, L], for training.
 
-        There is no cache; gradients reach the network's trainable weights.
+        No cache is used; gradients reach the network's trainable weights.
         """
         states = tapped(padded_pass(self, tokens, output_hidden_states=tuple(taps) != (-1,)), taps)
-        return states.to(self.embedding.weight.dtype)  # Mamba's are fp32
+        return states.to(self.embedding.weight.dtype)  # Mamba's states are fp32
 
     def finish_logits(self, scores: Tensor) -> Tensor:
         """Returns the model's logits [.., V] from its lm_head's scores."""
         return finish_logits(self.config, scores)
 
     def encode_chat(self, messages: list[dict[str, Any]], **template: Any) -> list[int]:
-        """Returns the token ids of a conversation, `template`: more arguments of transformers' chat templates.
+        """Returns the token ids of a conversation. template: more arguments for transformers' chat templates.
 
-        Raises UserError where the model's chat template fails or is missing.
+        Raises UserError if the model's chat template fails or is missing.
         """
         return token_ids(self, chat_prompt(self, messages, template))
 
     def decode(self, ids: Sequence[int], keep: Collection[int] = ()) -> str:
-        """Returns the text of token ids without special tokens, but for those to keep."""
+        """Returns the text of token ids, without special tokens except those in `keep`."""
         if not keep:
             return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
         special = {
@@ -179,17 +179,17 @@ class Backbone:
 
 
 def _prepared(network: Any) -> Any:
-    """Gives a network our attention, for inference; returns it."""
+    """Returns a network, set to the attention of this module and to inference."""
     register()
     network.set_attn_implementation(NAME)
     return network.eval().requires_grad_(False)
 
 
 def padded_pass(backbone: Backbone, tokens: Tensor, **options: Any) -> Any:
-    """Runs right-padded rows of tokens [B, L] through the network under a causal mask."""
+    """Runs right-padded token rows [B, L] through the network with a causal mask."""
     device = backbone.device
     size, length = tokens.shape
-    if backbone.masks.kinds:  # pure Mamba takes no positions
+    if backbone.masks.kinds:  # pure Mamba accepts no positions
         options = {
             "position_ids": torch.arange(length, device=device)[None].expand(size, -1),
             **options,
@@ -202,14 +202,15 @@ def padded_pass(backbone: Backbone, tokens: Tensor, **options: Any) -> Any:
 
 
 def take_own_attention(network: Any) -> None:
-    """Gives a network transformers' own attention."""
+    """Sets a network to transformers' own attention."""
     network.set_attn_implementation("sdpa" if network._supports_sdpa else "eager")
 
 
 def text_config(config: Any) -> Any:
-    """Returns the text part of a model's config, whose every field can be read.
+    """Returns the text part of a model's config, in which every field can be read.
 
-    transformers raises where a field is read that layers have of their own, even with a default.
+    Otherwise transformers raises when a field that differs between layers is read, even with a
+    default.
     """
     text = config.get_text_config()
     text.allow_global_per_layer_attribute_access = True
@@ -218,18 +219,18 @@ def text_config(config: Any) -> Any:
 
 
 def text_model(network: Any) -> Any:
-    """Returns the part of a network that makes states of token ids; of one that sees images too, that for text."""
+    """Returns the part of a network that computes hidden states from token ids; for a vision model, the text part."""
     base = network.base_model
     if base is not network and type(base.config) is type(network.config.get_text_config()):
         return base
     decoder = network.get_decoder()
     return (
         network.model if decoder is network else decoder
-    )  # Llama 4's class does not name its part
+    )  # Llama 4's class does not declare its decoder
 
 
 def auto_class(config: Any) -> Any:
-    """Returns transformers' class that loads a config's model: some that see images are not causal LMs there."""
+    """Returns the transformers class that loads a config's model; some vision models are not causal LMs there."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     known = type(config) in AutoModelForCausalLM._model_mapping
@@ -237,7 +238,7 @@ def auto_class(config: Any) -> Any:
     return AutoModelForImageTextToText if sees else AutoModelForCausalLM
 
 
-# Changes that architectures make to the lm_head's scores, by the config's field, in their order.
+# Changes that architectures make to the lm_head's scores, by config field, in order of application.
 LOGIT_CHANGES: dict[str, Callable[[Tensor, float], Tensor]] = {
     "logits_mup_width_multiplier": lambda scores, by: scores / by,
     "logits_scaling": lambda scores, by: scores / by,
@@ -250,9 +251,9 @@ LOGIT_CHANGES: dict[str, Callable[[Tensor, float], Tensor]] = {
 
 
 def finish_logits(config: Any, scores: Tensor) -> Tensor:
-    """Returns a model's logits from its lm_head's scores, by its text config; `check_network` verifies them.
+    """Returns a model's logits, computed from its lm_head's scores according to its text config.
 
-    The best token stays the best.
+    The best token stays the best. `check_network` verifies the logits.
     """
     for name, change in LOGIT_CHANGES.items():
         by = getattr(config, name, None)
@@ -262,7 +263,7 @@ def finish_logits(config: Any, scores: Tensor) -> Tensor:
 
 
 def tapped(out: Any, taps: Sequence[int]) -> Tensor:
-    """Returns the tapped states [.., H * taps] of a network's output; UserError if its layers give no such states."""
+    """Returns the tapped states [.., H * taps] of a network's output; raises UserError if its layers lack them."""
     final: Tensor = out.last_hidden_state
     if tuple(taps) == (-1,):
         return final
@@ -277,7 +278,7 @@ def tapped(out: Any, taps: Sequence[int]) -> Tensor:
 
 
 def eos_ids_of(owners: Iterable[Any]) -> list[Any]:
-    """Returns the end-of-answer token ids that configs and tokenizers name."""
+    """Returns the end-of-answer token ids that configs and tokenizers give."""
     eos_ids: list[Any] = []
     for owner in owners:
         named = getattr(owner, "eos_token_id", None)
@@ -302,13 +303,16 @@ def _updates_state(forward: Callable[..., Any]) -> bool:
 
 
 def _names_in(forward: Callable[..., Any]) -> Sequence[str]:
-    """Returns the names that a function's code reads, attributes among them."""
+    """Returns the names that a function's code reads, including attributes."""
     code = getattr(unwrap(forward), "__code__", None)
     return () if code is None else code.co_names
 
 
 class Layers:
-    """The parts most decoders are made of: embedding, rotary tables, layers, last norm; Unsupported if one lacks."""
+    """Holds the parts that most decoders consist of: embedding, rotary embeddings, layers and last norm.
+
+    Raises Unsupported if one is missing.
+    """
 
     def __init__(self, model: Any) -> None:
         base = text_model(model)
@@ -332,7 +336,7 @@ class Layers:
         self.by_kind = getattr(base.rotary_emb, "layer_types", None) is not None
 
     def refuse_special_layers(self) -> None:
-        """Raises Unsupported for attention and running states that layers run one by one do not know."""
+        """Raises Unsupported for attention or running states that do not work if layers run one by one."""
         if stateful_modules(self.base):
             raise Unsupported("some layers keep a running state")
         if getattr(self.config, "attn_logit_softcapping", None) is not None:
@@ -350,23 +354,23 @@ class Layers:
 
 
 def by_layer(config: Any) -> Sequence[Any]:
-    """Returns the text configs of a model's layers, or the one of the model."""
+    """Returns the text configs of a model's layers, or only the model's config if the layers share it."""
     layers: Sequence[Any] = getattr(config, "per_layer_config", None) or [config]
     return layers
 
 
 def key_sizes(config: Any) -> tuple[int, int]:
-    """Returns the key heads and their width by the config of a model or a layer; zeros without attention."""
+    """Returns the number of key heads and their width from a model's or a layer's config; zeros without attention."""
     heads = getattr(config, "num_attention_heads", None) or 0
     dim = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0)
     return getattr(config, "num_key_value_heads", None) or heads, dim
 
 
 def usable_positions(config: Any) -> int:
-    """Returns the positions a model is run for: its context, or the original one if its rotary tables change there.
+    """Returns a model's maximum number of positions: its context, up to where its rotary embeddings change.
 
-    Moshi's is its window: a prompt beyond it sees all of itself in transformers, an answer's tokens
-    the window.
+    For Moshi it is the sliding window. In transformers, the tokens of a longer prompt see the whole
+    prompt, but an answer's tokens see only the window.
     """
     context = int(getattr(config, "max_position_embeddings", None) or UNBOUNDED)
     if config.model_type == "moshi" and config.sliding_window:
@@ -383,9 +387,9 @@ def usable_positions(config: Any) -> int:
 def identity_of(
     config: Any, vocab_size: int, *, id: str, weights: str | None, adapter: str | None
 ) -> dict[str, Any]:
-    """Returns a model's identity: id, architecture, sizes, rounding, digests of its files' weights and adapter.
+    """Returns a model's identity: id, architecture, sizes, quantization, and digests of its weights and adapter.
 
-    config: the whole model's.
+    config: the config of the whole model.
     """
     text = config.get_text_config()
     identity = {
@@ -402,7 +406,7 @@ def identity_of(
 
 
 def quantization_of(config: Any) -> str | None:
-    """Returns how bitsandbytes quantizes a model's weights, as `LoadOptions.quantize`; None if it does not."""
+    """Returns bitsandbytes' quantization of a model's weights as in `LoadOptions.quantize`; None without one."""
     settings = getattr(config, "quantization_config", None)
     if getattr(settings, "load_in_4bit", False):
         return "bnb.nf4"

@@ -1,7 +1,7 @@
-"""Turns conversations into token ids and answer spans; the chat template needs no generation marks.
+"""Conversion of conversations into token ids and answer spans; chat templates need no generation marks.
 
-The template is rendered up to each answer and through it: the difference is the answer with its end
-token.
+The template is rendered up to the start of each answer and up to its end. The difference is the
+answer with its end token.
 """
 
 import resource
@@ -20,7 +20,7 @@ Message = dict[str, str]
 
 
 class ChatTokenizer(Protocol):
-    """The part of a backbone that tokenises conversations; endpoints have it without a network."""
+    """The part of a backbone that tokenizes conversations; for endpoints, it exists without a network."""
 
     id: str
     tokenizer: Any
@@ -30,7 +30,7 @@ class ChatTokenizer(Protocol):
     def eos_ids(self) -> Collection[int]: ...
 
 
-# Limits of a chat template: seconds, bytes, and characters beyond a few times those of the
+# Limits of a chat template: seconds, bytes of memory, and characters beyond four times those of the
 # messages.
 MAX_SECONDS = 10.0
 MAX_BYTES = 1 << 30
@@ -44,12 +44,13 @@ def render(
     prompt: bool,
     template: Mapping[str, Any] | None = None,
 ) -> str:
-    """Returns the text of messages under the chat template; `prompt` adds the beginning of the next answer.
+    """Returns the text of messages in the chat template; `prompt` adds the beginning of the next answer.
 
-    template: more arguments of transformers' `apply_chat_template`, which passes unknown ones on to
+    template: more arguments for transformers' `apply_chat_template`, which passes unknown ones on to
     the template.
 
-    Raises UserError if the model has no template, Malformed if the template refuses the messages.
+    Raises UserError if the model has no template or if rendering takes too much time or memory, and
+    Malformed if the template refuses the messages.
     """
     check_template(model)
     try:
@@ -58,7 +59,7 @@ def render(
             text = str(model.tokenizer.apply_chat_template(messages, **arguments))
     except (MemoryError, TimeoutError) as reason:
         raise too_much(model) from reason
-    except Exception as reason:  # a template is a program, and may fail as any
+    except Exception as reason:  # a template is a program and may fail in any way
         raise Malformed(f"the chat template refuses it ({first_line(reason)})") from reason
     if len(text) > MAX_GROWTH + 4 * len(str((messages, template))):
         raise too_much(model)
@@ -70,7 +71,7 @@ def render(
 def chat_prompt(
     model: ChatTokenizer, messages: list[dict[str, Any]], template: Mapping[str, Any] | None = None
 ) -> str:
-    """Returns the text of a prompt; raises UserError where the model's chat template fails or is missing."""
+    """Returns the text of a prompt; raises UserError if the model's chat template fails or is missing."""
     try:
         return render(model, messages, prompt=True, template=template)
     except Malformed as reason:
@@ -82,10 +83,10 @@ def chat_prompt(
 
 @contextmanager
 def _bounded() -> Iterator[None]:
-    """Ends a block that takes more than MAX_SECONDS or MAX_BYTES more memory, by TimeoutError or MemoryError.
+    """Raises TimeoutError in a block after MAX_SECONDS, and MemoryError if it takes MAX_BYTES more memory.
 
-    Only in the main thread: no other can be interrupted, and others need memory meanwhile. A
-    server has a process for it (`serve.templates`).
+    The limits apply only in the main thread. No other thread can be interrupted, and other threads
+    may need memory at the same time. A server renders in a separate process (`serve.templates`).
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -96,11 +97,10 @@ def _bounded() -> Iterator[None]:
 
     limits = resource.getrlimit(resource.RLIMIT_AS)
     before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(
-        signal.ITIMER_REAL, MAX_SECONDS, MAX_SECONDS
-    )  # again: Jinja catches what its optimizer raises
+    # The timer repeats, because Jinja catches exceptions that are raised in its optimizer.
+    signal.setitimer(signal.ITIMER_REAL, MAX_SECONDS, MAX_SECONDS)
     try:
-        with suppress(OSError, ValueError):  # no Linux, or a limit that is lower
+        with suppress(OSError, ValueError):  # not Linux, or the hard limit is lower
             taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
             resource.setrlimit(resource.RLIMIT_AS, (taken + MAX_BYTES, limits[1]))
         yield
@@ -118,9 +118,9 @@ def too_much(model: ChatTokenizer) -> UserError:
 
 
 def try_template(model: ChatTokenizer) -> None:
-    """Raises UserError if the model's chat template, if any, takes too much for one word."""
+    """Raises UserError if the model's chat template, if any, takes too much time or memory for one word."""
     if getattr(model.tokenizer, "chat_template", None):
-        with suppress(Malformed):  # it may want other messages
+        with suppress(Malformed):  # the template may require other messages
             render(model, [{"role": "user", "content": "a"}], prompt=True)
 
 
@@ -131,9 +131,9 @@ def check_template(model: ChatTokenizer) -> None:
 
 
 def token_ids(model: ChatTokenizer, text: str, *, begin: bool = False) -> list[int]:
-    """Returns the token ids of a text, `begin` with special tokens.
+    """Returns the token ids of a text. begin: add the tokenizer's special tokens.
 
-    Raises UserError for text that is not UTF-8, and for ids beyond the model's vocabulary.
+    Raises UserError for text that UTF-8 cannot encode, and for ids beyond the model's vocabulary.
     """
     if not is_whole(text):
         raise UserError(f"the text holds {HALF}", "give whole ones, in UTF-8")
@@ -156,7 +156,7 @@ def after_answer(
     rest = whole.removeprefix(before)
     if not rest.startswith(
         answer
-    ):  # some tokenizers take a blank for a part of the answer's first token
+    ):  # some tokenizers treat a space as a part of the answer's first token
         rest = rest.lstrip()
     return (
         rest.removeprefix(answer) if whole.startswith(before) and rest.startswith(answer) else None
@@ -201,8 +201,8 @@ def _extend(
             f"the chat template of {model.id!r} rewrites earlier turns, so answers have no fixed span",
             "use @data with single-turn conversations, or data made by `medusa distill`",
         )
-    # A piece of its own may begin with a token of its own (Llama's blank), so it is cut from the whole
-    # if it can be.
+    # A piece that is encoded separately may begin with an extra token (Llama's space). If possible,
+    # the whole text is encoded and the piece's tokens are taken from it.
     whole = token_ids(model, longer)
     if whole[: len(tokens)] != tokens:
         whole = [*tokens, *token_ids(model, longer[len(text) :])]
@@ -219,17 +219,18 @@ def fit(
     answer: int,
     forgotten: int = 0,
 ) -> tuple[list[int], int]:
-    """Returns the token ids of a prompt that leaves room for an answer, and the count of oldest messages left out.
+    """Returns the token ids of a prompt that leaves room for an answer, and the number of oldest messages left out.
 
-    A system prompt stays; `forgotten` messages stay left out. An answer of `answer` tokens gets a
-    quarter of the context at most. Raises UserError if even the question does not fit.
+    A system prompt is kept, and the oldest `forgotten` messages stay left out. The room is for
+    `answer` tokens, but at most a quarter of the context. Raises UserError if even the question
+    does not fit.
     """
     system = list(messages[:1]) if messages and messages[0]["role"] == "system" else []
     turns = list(messages[len(system) :])
     tokens = encode([*system, *turns[forgotten:], question])
     free = min(answer, context // 4)
     if len(tokens) + free > context:
-        # Leaves room for two answers, so that not every later turn leaves another one out.
+        # Leave room for two answers, so that not every later turn drops another one.
         while forgotten < len(turns) and len(tokens) + 2 * free > context:
             forgotten += 2
             tokens = encode([*system, *turns[forgotten:], question])

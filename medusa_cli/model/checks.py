@@ -1,4 +1,4 @@
-"""Refuses models that cannot be loaded or verified over a tree, by transformers' classes and by one pass."""
+"""Checks, based on transformers' classes and a pass, that a model can be loaded and verified over a tree."""
 
 import math
 from collections.abc import Sequence
@@ -31,24 +31,23 @@ from medusa_cli.model.backbone import (
     text_model,
 )
 
-PROBE = 6  # tokens of the passes that check a network
-# A pass through a model that does not fit its config, or through code not known here, raises any of
-# these.
+PROBE = 6  # number of tokens in the passes that check a network
+# Exceptions that a pass raises if a model does not fit its config, or if its code is not supported.
 FAULTS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
 
 
 def probe_tokens(vocab_size: int, count: int = PROBE, device: torch.device | str = "cpu") -> Tensor:
-    """Returns tokens [count] for a pass that checks a model: different ones, unless the vocabulary is small."""
+    """Returns tokens [count] for a pass that checks a model; they differ unless the vocabulary is small."""
     return torch.arange(count, device=device) * 37 % vocab_size
 
 
 def refuse_unsupported(config: Any) -> None:
-    """Raises UserError for a model whose attention, by its config, a tree cannot verify."""
+    """Raises UserError for a model whose config has attention that cannot verify a tree."""
     refuse_by_config(config, config.get_text_config())
 
 
 def refuse_layers(network: Any, text: Any) -> None:
-    """Raises UserError for a network, by its text config too, of whose layers some cannot follow a tree."""
+    """Raises UserError if a network or its text config shows that some layers cannot follow a tree."""
     stateful = bool(stateful_modules(network))
     if not stateful and any(kind in STATEFUL for kind in layer_kinds(text)):
         raise unverifiable(text, f"it has {OUTSIDE}")
@@ -71,20 +70,20 @@ def unloadable(model: str, why: str | Exception) -> UserError:
 def check_architecture(config: Any, model: str) -> None:
     """Raises UserError for a model that cannot be verified, or whose files do not fit its config.
 
-    The network is built without weights, so that no config can take the memory.
+    The network is built without weights, so that no config can exhaust the memory.
     """
     refuse_unsupported(config)
     files = tensors_of(model)
     try:
         with torch.device("meta"):
             network = auto_class(config).from_config(config, trust_remote_code=False)
-    except Exception as reason:  # a damaged config raises any exception
+    except Exception as reason:  # a damaged config may raise any exception
         raise unloadable(model, reason) from reason
     weights = dict(network.named_parameters())
     refuse_layers(network, config.get_text_config())
     if (
         not files or getattr(config, "quantization_config", None) is not None
-    ):  # packed weights have their own shapes
+    ):  # packed weights have other shapes
         return
     prefix = f"{network.base_model_prefix}."
     for name, weight in weights.items():
@@ -94,7 +93,7 @@ def check_architecture(config: Any, model: str) -> None:
                 model,
                 f"config.json asks for {name} of shape {[*weight.shape]}, its files hold {shape}",
             )
-    # Experts are stored by other names.
+    # Experts are stored under other names, so the totals are compared as well.
     wanted = sum(weight.numel() for weight in weights.values())
     stored = sum(math.prod(shape) for shape, _ in files.values())
     if wanted > 2 * stored:
@@ -104,7 +103,7 @@ def check_architecture(config: Any, model: str) -> None:
 
 
 def check_files(missing: Sequence[str], owners: Sequence[Any], model: str) -> None:
-    """Raises UserError for tensors missing from a network's files, and for ends of an answer that are not token ids."""
+    """Raises UserError for tensors missing from a network's files, and for end tokens that are not token ids."""
     if missing:
         lack = f"its files lack {len(missing)} tensors of the network, such as {shown(missing[0])}"
         raise UserError(f"@model {model!r}: {lack}", AGAIN)
@@ -115,11 +114,11 @@ def check_files(missing: Sequence[str], owners: Sequence[Any], model: str) -> No
 
 @torch.no_grad()
 def check_network(network: Any, model: str) -> None:
-    """Raises UserError for a network whose logits of a few tokens are not finite, or not its lm_head's own."""
+    """Raises UserError if a network's logits for a few tokens are not finite, look ahead, or do not fit its lm_head."""
     table = network.get_input_embeddings().weight
     head = network.get_output_embeddings()
     ids = torch.arange(PROBE, device=table.device)[None] % len(table)
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}  # some warn without
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}  # some warn without a mask
     passes: list[Any] = []
     hook = text_model(network).register_forward_hook(
         lambda module, args, out: passes.append(out[0])
@@ -128,10 +127,10 @@ def check_network(network: Any, model: str) -> None:
         logits = network(**inputs).logits.float()
         states = (
             passes[0] if passes else text_model(network)(**inputs)[0]
-        )  # OPT runs a part of its base
+        )  # OPT runs only a part of its base model
         own = finish_logits(
             network.config.get_text_config(), head(states.to(table.dtype))
-        ).float()  # Mamba's are fp32
+        ).float()  # Mamba's states are fp32
         looks_ahead = _looks_ahead(network, ids, logits)
     except torch.OutOfMemoryError:
         raise
@@ -154,10 +153,10 @@ def check_network(network: Any, model: str) -> None:
 
 
 def _looks_ahead(network: Any, ids: Tensor, logits: Tensor) -> bool:
-    """Returns True if logits [1, n, V] of ids [1, n] differ without the later half: a prefix LM's do."""
+    """Returns True if logits [1, n, V] of ids [1, n] change without the later half, as in a prefix LM."""
     if (
         "token_type_ids" not in signature(type(network).forward).parameters
-    ):  # no other network tells prefixes
+    ):  # no other network marks prefixes
         return False
     half = ids[:, : ids.shape[1] // 2]
     first_half = network(input_ids=half, attention_mask=torch.ones_like(half)).logits.float()
@@ -165,6 +164,6 @@ def _looks_ahead(network: Any, ids: Tensor, logits: Tensor) -> bool:
 
 
 def difference(ours: Tensor, theirs: Tensor) -> float:
-    """Returns how much rows [n, V] differ relative to their size: the median, as few rows may part at near-ties."""
+    """Returns the median difference between rows [n, V], relative to their norm; a few may diverge at near-ties."""
     size = theirs.norm(dim=-1).clamp(min=1e-9)  # a padding token may give zeros
     return float(((ours - theirs).norm(dim=-1) / size).median())

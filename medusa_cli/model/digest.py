@@ -1,4 +1,4 @@
-"""The digest of a model's weights: drafters and data record it, so that they refuse other weights."""
+"""The digest of a model's weights, which drafters and data record so that other weights are refused."""
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -10,17 +10,17 @@ from medusa_cli.files.assets import RANDOM, model_dir
 from medusa_cli.files.model_files import checkpoint_files, opened
 from medusa_cli.model.weights import gguf_slices
 
-# A sample of a tensor: this many windows of this many numbers, from its beginning to its end.
+# A tensor's sample has this many windows of this many numbers, from its beginning to its end.
 WINDOWS = 4
 WIDTH = 64
-# Tensors sampled of a checkpoint: experts may be many thousands.
+# Maximum number of tensors sampled from a checkpoint, which may have many thousands of experts.
 MAX_TENSORS = 2000
 
 
 def weights_of(model: str) -> str | None:
-    """Returns the digest of the weights in a model's files, from samples of its tensors; None without files.
+    """Returns the digest of the weights in a model's files, based on samples of its tensors; None without files.
 
-    A random model's digest is its name's: its weights differ at every load.
+    A random model's digest is that of its name, because its weights differ at every load.
     """
     if model.startswith(RANDOM):
         return hashlib.sha256(model.encode()).hexdigest()[:16]
@@ -34,17 +34,19 @@ def weights_of(model: str) -> str | None:
 
 
 def _samples(slices: Mapping[str, Any]) -> Iterator[bytes]:
-    """Yields samples of a checkpoint's tensors, reading nothing else."""
-    names = sorted(
-        name for name in slices if not name.endswith("inv_freq")
-    )  # old rotary tables: no weights
+    """Yields samples of a checkpoint's tensors, without reading anything else."""
+    # inv_freq: rotary embeddings in old files, which are not weights.
+    names = sorted(name for name in slices if not name.endswith("inv_freq"))
     for name in names[:: -(-len(names) // MAX_TENSORS)]:
         if shape := slices[name].get_shape():
             yield _sample(slices[name], shape)
 
 
 def _sample(tensor: Any, shape: Iterable[int]) -> bytes:
-    """Returns windows along a tensor's last axis, floats in bf16, with its shape: equal for every float type."""
+    """Returns the bytes of a tensor's shape and of windows along its last axis.
+
+    Floats are converted to bf16, so that the bytes are equal for every float type.
+    """
     *leading, last = shape
     windows = []
     for number in range(WINDOWS):
@@ -59,6 +61,6 @@ def _sample(tensor: Any, shape: Iterable[int]) -> bytes:
 
 
 def _digest(samples: Iterable[bytes]) -> str:
-    """Returns one digest of all samples; names, order and ties of the tensors do not change it."""
+    """Returns one digest of all samples, which does not depend on the names, order and ties of the tensors."""
     each = {hashlib.sha256(sample).digest() for sample in samples}
     return hashlib.sha256(b"".join(sorted(each))).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""Several processes under torchrun (or accelerate launch): their ranks, their shares of the work, and their sums."""
+"""Several processes under torchrun (or accelerate launch): ranks, shares of the work, and sums of gradients."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -14,15 +14,16 @@ from torch import nn
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.model.backbone import text_model
 
-# Processes wait for one another where they share work, and their shares may differ by hours.
+# Processes wait for one another when they share work, and their shares may differ by hours.
 TIMEOUT = timedelta(days=7)
 
 
 @dataclass(frozen=True)
 class Distributed:
-    """Holds this process's rank among `size` (0 of 1 by default), and on its machine. Rank 0 writes and prints.
+    """Holds this process's rank among `size` processes (0 of 1 by default), and its rank on its machine.
 
-    sharded: the model's layers are split over the processes, so that all must make the same passes.
+    Rank 0 writes and prints. sharded: the model's layers are split over the processes, which must
+    all run the same passes.
     """
 
     rank: int = 0
@@ -36,8 +37,9 @@ class Distributed:
     ) -> "Distributed":
         """Reads the launcher's environment variables and joins the process group.
 
-        Tensors on a GPU of the process's own are summed through NCCL. All else, or all with a named
-        backend, goes through gloo. UsageError where there are fewer GPUs than processes.
+        If each process has a GPU, tensors there are summed through NCCL, and all others through
+        gloo. A given `backend` is used for all tensors instead. Raises UsageError if a machine has
+        fewer GPUs than processes.
         """
         size = int(os.environ.get("WORLD_SIZE", "1"))
         if size == 1:
@@ -62,29 +64,29 @@ class Distributed:
         return self.rank == 0
 
     def device(self, asked: str) -> str:
-        """Returns the device of this process: under several processes on CUDA, a GPU each."""
+        """Returns the device of this process; if there are several processes on CUDA, each has one GPU."""
         as_asked = self.size == 1 or asked not in ("auto", "cuda") or not torch.cuda.is_available()
         return asked if as_asked else f"cuda:{self.local_rank}"
 
     def strided_shard(self, items: Sequence[Any]) -> list[Any]:
-        """Returns every size-th item, from this process's rank on."""
+        """Returns every size-th item, starting at this process's rank."""
         return list(items[self.rank :: self.size])
 
     def micro_batches(self, items: Sequence[Any]) -> list[tuple[Any, bool]]:
-        """Returns this process's strided shard, each item with True if it counts.
+        """Returns this process's strided shard, where each item has True if it counts.
 
-        Over a sharded model every process makes as many passes: one that has fewer items repeats
-        the last one, which does not count.
+        With a sharded model, every process must run the same number of passes. A process that has
+        fewer items repeats the last of all items, which does not count.
         """
         own = [(item, True) for item in self.strided_shard(items)]
         missing = -len(items) % self.size if self.sharded else 0
         return [*own, (items[-1], False)] if self.rank >= self.size - missing else own
 
     def add_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Replaces every gradient by its sum over the processes; one that no process has stays None."""
+        """Replaces every gradient with its sum over the processes; a gradient that no process has stays None."""
         if self.size == 1:
             return
-        # An optimizer steps for a gradient of zeros and not for None: the two must not be confused.
+        # An optimizer makes a step for a gradient of zeros but not for None, so they must differ.
         present = torch.tensor(
             [float(p.grad is not None) for p in parameters], device=parameters[0].device
         )
@@ -97,13 +99,13 @@ class Distributed:
             torch.distributed.all_reduce(parameter.grad)
 
     def broadcast(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Gives every process the first one's weights."""
+        """Copies the first process's weights to all processes."""
         if self.size > 1:
             for parameter in parameters:
                 torch.distributed.broadcast(parameter.data, 0)
 
     def gather(self, value: Any) -> list[Any]:
-        """Returns the small objects of all processes, in order of their ranks."""
+        """Returns the values of all processes, which should be small, in order of rank."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -120,7 +122,7 @@ class Distributed:
             self.wait()
 
     def wait(self) -> None:
-        """Waits until all processes are here."""
+        """Waits until all processes have reached this point."""
         if self.size > 1:
             torch.distributed.barrier()
 
@@ -133,9 +135,9 @@ class Distributed:
 def split_layers(network: Any, device: str) -> None:
     """Freezes a network and splits the matrices of its decoder layers over all processes.
 
-    At most one whole layer at a time goes from the CPU to the device. Vectors, and tensors outside
-    the layers, stay whole. All processes must then make the same passes. Raises UserError for a
-    network without a list of layers.
+    At most one whole layer at a time is on the device. Vectors, and tensors outside the layers, are
+    not split. All processes must then run the same passes. Raises UserError for a network without a
+    list of layers.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -154,16 +156,16 @@ def split_layers(network: Any, device: str) -> None:
     network.requires_grad_(False)
     for layer in layers:
         layer.to(device)
-        # Vectors are small, and a backbone's identity reads its norms.
+        # Vectors are small, so they are not split.
         fully_shard(
             layer,
             mesh=mesh,
             ignored_params={weight for weight in layer.parameters() if weight.dim() < 2},
         )
-    # This splits nothing more, but lets a layer be gathered while the one before it runs.
+    # This splits nothing else, but allows a layer to be gathered while the previous one runs.
     kind = type(base)
     fully_shard(base, mesh=mesh, ignored_params=set(base.parameters()))
-    base.__class__ = kind  # transformers tells by the class's name which states it returns
+    base.__class__ = kind  # transformers chooses the states to return by class name
     for tensor in chain(network.parameters(), network.buffers()):
         if not isinstance(tensor, DTensor):
             tensor.data = tensor.data.to(device)

@@ -1,4 +1,4 @@
-"""Loads networks and tokenizers, and checks them; and asks for the CPU's number types and the free memory."""
+"""Loading and checking of networks and tokenizers, and the choice of their device and number type."""
 
 import logging
 from functools import partial
@@ -30,11 +30,11 @@ from medusa_cli.model.checks import (
 from medusa_cli.model.distributed import split_layers
 from medusa_cli.runs.load_options import DEFAULT_LOADING, LoadOptions
 
-# As safetensors names them.
+# Number types by safetensors' names.
 FLOATS = {"BF16": torch.bfloat16, "F32": torch.float32, "F16": torch.float16, "F64": torch.float64}
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 
-# Models of random weights by the name of their shape, to time models that cannot be downloaded.
+# Fields and values of models with random weights, to time models that cannot be downloaded.
 FIELDS = (
     "vocab_size",
     "hidden_size",
@@ -63,16 +63,16 @@ def load_network(
 ) -> tuple[Any, Any]:
     """Returns the unmodified transformers model, on the device, and its tokenizer.
 
-    device "auto" is CUDA if there is one; dtype "auto" the checkpoint's own, but fp32 on a CPU
-    without instructions for it. "random:SHAPE" has random weights and no tokenizer. shard: see
-    split_layers. chat_template replaces the tokenizer's own. Raises UserError for a model that is
-    missing, damaged or unusable.
+    The device "auto" is CUDA if available. The dtype "auto" is that of the checkpoint, or fp32 on a
+    CPU without instructions for it. A model "random:SHAPE" has random weights and no tokenizer.
+    shard: see split_layers. chat_template: replaces the tokenizer's template. Raises UserError for
+    a model that is missing, damaged or unusable.
     """
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    # It hints at kernels that a CPU can do without, whenever one of the libraries imports it.
+    # Whenever a library imports it, bitsandbytes logs hints about kernels that a CPU does not need.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     device = resolve_device(options.device)
     dtype = resolve_dtype(options.dtype, model, device, options.trust_remote_code)
@@ -88,7 +88,7 @@ def load_network(
         if shard:
             split_layers(network, device)
         return network, None
-    # Weights are read only from safetensors: a pickle may hold any code.
+    # Weights are read only from safetensors, because a pickle may contain any code.
     settings: dict[str, Any] = {"dtype": dtype, "use_safetensors": True}
     if options.quantised:
         from transformers import BitsAndBytesConfig
@@ -125,10 +125,10 @@ def load_network(
         tokenizer = _load_tokenizer(source, chat_template, trusted)
     except (UserError, MemoryError):
         raise
-    except Exception as reason:  # damaged files raise any exception
+    except Exception as reason:  # damaged files may raise any exception
         raise unloadable(model, reason) from reason
     check_files(missing, (network.generation_config, network.config, tokenizer), model)
-    if shard:  # all processes must run a split network at once, so none checks it
+    if shard:  # all processes must run a split network together, so it is not checked
         split_layers(network, device)
         return network, tokenizer
     if options.quantised:
@@ -140,7 +140,7 @@ def load_network(
 
 
 def late_network(model: str) -> LateNetwork:
-    """Returns a model's network without weights, not built yet; raises UserError for one that is unusable."""
+    """Returns a model's network without weights, to be built later; raises UserError for an unusable model."""
     from transformers import GenerationConfig
 
     source = assets.model_dir(model)
@@ -151,13 +151,13 @@ def late_network(model: str) -> LateNetwork:
             generation_config = GenerationConfig.from_pretrained(source)
         else:
             generation_config = GenerationConfig.from_model_config(config)
-    except Exception as reason:  # damaged files raise any exception
+    except Exception as reason:  # damaged files may raise any exception
         raise unloadable(model, reason) from reason
     return LateNetwork(config, generation_config, partial(_build, config, model))
 
 
 def load_tokenizer(model: str, late: LateNetwork, chat_template: str | None = None) -> Any:
-    """Returns the tokenizer of a model; raises UserError where it, or what belongs to it, is missing or unusable."""
+    """Returns the tokenizer of a model; raises UserError if it, or a file that it needs, is missing or unusable."""
     source = assets.model_dir(model)
     check_tokenizer(source, model)
     try:
@@ -165,19 +165,19 @@ def load_tokenizer(model: str, late: LateNetwork, chat_template: str | None = No
         tokenizer = _load_tokenizer(source, chat_template, False)
     except (UserError, MemoryError):
         raise
-    except Exception as reason:  # damaged files raise any exception
+    except Exception as reason:  # damaged files may raise any exception
         raise unloadable(model, reason) from reason
     check_files([], (late.generation_config, late.config, tokenizer), model)
     return tokenizer
 
 
 def _build(config: Any, model: str) -> Any:
-    """Returns a network on the meta device; raises UserError for one that the model's files do not fit."""
+    """Returns a network on the meta device; raises UserError if the model's files do not fit it."""
     check_architecture(config, model)
     try:
         with torch.device("meta"):
             return auto_class(config).from_config(config, trust_remote_code=False)
-    except Exception as reason:  # a damaged config raises any exception
+    except Exception as reason:  # a damaged config may raise any exception
         raise unloadable(model, reason) from reason
 
 
@@ -185,14 +185,14 @@ def _load_tokenizer(source: str, chat_template: str | None, trusted: bool) -> An
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trusted)
-    tokenizer.encode("a")  # some settings are read at the first text
+    tokenizer.encode("a")  # some settings are read only with the first text
     if chat_template is not None:
         tokenizer.chat_template = chat_template
     return tokenizer
 
 
 def _refuse_adapter(source: str, model: str) -> None:
-    """Raises UserError for an adapter beside a model: transformers would load it, and the model that it names."""
+    """Raises UserError for an adapter next to a model, as transformers would load it and the model that it names."""
     from transformers.utils import find_adapter_config_file
 
     if find_adapter_config_file(source):
@@ -203,7 +203,7 @@ def _refuse_adapter(source: str, model: str) -> None:
 
 
 def _network_of_gguf(path: Path, config: Any, dtype: torch.dtype) -> Any:
-    """Returns transformers' network with the weights of a GGUF file, each exactly as the file says in fp32."""
+    """Returns transformers' network with the weights of a GGUF file, dequantized exactly to fp32, then in dtype."""
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM, GenerationConfig
 
@@ -211,7 +211,7 @@ def _network_of_gguf(path: Path, config: Any, dtype: torch.dtype) -> Any:
 
     with init_empty_weights(include_buffers=False):
         network = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
-    network.tie_weights()  # accelerate's context gives tied layers a weight each
+    network.tie_weights()  # accelerate's context gives each tied layer a weight
     weights = GgufWeights(path, network)
     state = {name: values.to(dtype) for name, values in weights.items()}
     network.load_state_dict(state, strict=False, assign=True)
@@ -233,7 +233,7 @@ def _keep_gradients(network: nn.Module) -> None:
 
 
 def resolve_device(device: str) -> str:
-    """Returns the torch device of a setting; UsageError if this machine lacks it."""
+    """Returns the torch device for a setting; raises UsageError if this machine lacks it."""
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     place = torch.device(device)
@@ -256,7 +256,7 @@ def resolve_device(device: str) -> str:
 def resolve_dtype(
     dtype: str, model: str, device: str, trust_remote_code: bool = False
 ) -> torch.dtype:
-    """Returns the torch dtype of a setting."""
+    """Returns the torch dtype for a setting."""
     if dtype != "auto":
         return DTYPES[dtype]
     own = checkpoint_dtype(model, trust_remote_code)
@@ -265,7 +265,7 @@ def resolve_dtype(
 
 
 def has_own_code(model: str) -> bool:
-    """Returns True if a model's config names Python files beside it."""
+    """Returns True if a model's config refers to Python files that come with it."""
     from transformers import PretrainedConfig
 
     return (
@@ -275,7 +275,7 @@ def has_own_code(model: str) -> bool:
 
 
 def read_config(model: str, trust_remote_code: bool = False, whole: bool = False) -> Any:
-    """Returns a model's text config, or its `whole` one, without its weights; UserError if there is none."""
+    """Returns a model's text config, or its `whole` config, without weights; raises UserError if there is none."""
     from transformers import AutoConfig
 
     if model.startswith(RANDOM):
@@ -285,18 +285,18 @@ def read_config(model: str, trust_remote_code: bool = False, whole: bool = False
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
         return config if whole else text_config(config)
-    except Exception as reason:  # damaged files raise any exception
+    except Exception as reason:  # damaged files may raise any exception
         raise unloadable(model, reason) from reason
 
 
 def checkpoint_dtype(model: str, trust_remote_code: bool = False) -> torch.dtype:
-    """Returns the type of a model's saved weights; bf16 if it is unknown or none of DTYPES."""
+    """Returns the number type of a model's saved weights; bf16 if it is unknown or not in DTYPES."""
     stored = stored_dtype(model, trust_remote_code)
     return next((dtype for dtype in DTYPES.values() if dtype == stored), torch.bfloat16)
 
 
 def stored_dtype(model: str, trust_remote_code: bool = False) -> torch.dtype | None:
-    """Returns the type that a model's config names, else that of its safetensors files, else None."""
+    """Returns the number type in a model's config, else that of its safetensors files, else None."""
     dtype = getattr(read_config(model, trust_remote_code), "dtype", None)
     if dtype is None and not model.startswith(RANDOM):
         return next(
@@ -306,7 +306,7 @@ def stored_dtype(model: str, trust_remote_code: bool = False) -> torch.dtype | N
 
 
 def random_config(name: str) -> Any:
-    """Returns the Llama config of "random:SHAPE"; UsageError for an unknown shape."""
+    """Returns the Llama config for "random:SHAPE"; raises UsageError for an unknown shape."""
     from transformers import LlamaConfig
 
     shape = name.removeprefix(RANDOM)

@@ -1,4 +1,4 @@
-"""LoRA on a backbone: attached for stage 2, switched off for the original model, saved, merged at load."""
+"""LoRA adapters of a backbone: attached for stage 2, switched off for the original model, saved, and merged."""
 
 import hashlib
 import warnings
@@ -21,8 +21,8 @@ WEIGHTS = "adapter_model.safetensors"
 ADAPTER_WEIGHTS = "the adapter's weights"
 
 
-# Keys of a saved adapter's config that do not change what its weights mean. Others are empty or
-# false by default.
+# Keys in a saved adapter's config that do not change the meaning of its weights. Any other keys
+# that are not used must be empty or false.
 NOT_READ = (
     *(
         "task_type",
@@ -46,10 +46,10 @@ NOT_READ = (
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """The keys of a saved adapter's config that are used: plain LoRA of one rank over named modules.
+    """Holds the keys of a saved adapter's config that are used: plain LoRA of one rank on named modules.
 
-    init_lora_weights: names in other words change the model's own weights, too. use_rslora: scale
-    by alpha / sqrt(r).
+    init_lora_weights: any other value changes the model's own weights, too. use_rslora: scale by
+    alpha / sqrt(r).
     """
 
     peft_type: Literal["LORA"]
@@ -62,9 +62,10 @@ class AdapterConfig:
 
 
 def attach(network: Any, *, rank: int, alpha: float, dropout: float) -> None:
-    """Adds fresh LoRA to every linear layer of a network in place, the lm_head included (Medusa, section 3.2.2).
+    """Adds new LoRA weights to every linear layer of a network, including the lm_head (Medusa, section 3.2.2).
 
-    Attach before the network becomes a Backbone, which freezes its weights, and `unfreeze` after.
+    The network is changed in place. Call this before it becomes a Backbone, which freezes its
+    weights, and `unfreeze` afterwards.
     """
     with _quiet():
         from peft import LoraConfig, inject_adapter_in_model
@@ -72,7 +73,7 @@ def attach(network: Any, *, rank: int, alpha: float, dropout: float) -> None:
     names = {name for name, module in network.named_modules() if isinstance(module, nn.Linear)}
     if text_model(network) is network.base_model:
         names = {name.rpartition(".")[2] for name in names}
-    else:  # the part that sees images has layers of the same names
+    else:  # the vision part has layers with the same names
         read = {
             id(module)
             for module in (*text_model(network).modules(), network.get_output_embeddings())
@@ -83,11 +84,11 @@ def attach(network: Any, *, rank: int, alpha: float, dropout: float) -> None:
     )
     with _quiet():
         inject_adapter_in_model(config, network)
-    network.medusa_lora = config  # what `save` writes beside the weights
+    network.medusa_lora = config  # `save` writes it next to the weights
 
 
 def unfreeze(network: Any, *, everything: bool = False) -> None:
-    """Makes the adapter trainable, in fp32, or with `everything` each weight of the network."""
+    """Makes the adapter trainable in fp32 or, with `everything`, all weights of the network."""
     for name, weight in network.named_parameters():
         if "lora_" in name and not everything:
             weight.data = weight.data.float()
@@ -101,7 +102,7 @@ def trained_weights(network: Any) -> dict[str, nn.Parameter]:
 
 @contextmanager
 def adapter_off(network: Any) -> Iterator[None]:
-    """Switches the adapter off: the network computes as the original, with no second copy of the weights."""
+    """Switches the adapter off, so that the network acts as the original without a second copy of the weights."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers = [module for module in network.modules() if isinstance(module, BaseTunerLayer)]
@@ -115,7 +116,7 @@ def adapter_off(network: Any) -> Iterator[None]:
 
 
 def take_up(network: Any, folder: Path) -> None:
-    """Copies a saved adapter into the attached one, to train it on; UserError if its shape differs."""
+    """Copies a saved adapter into the attached one, to continue its training; raises UserError if shapes differ."""
     weights = {name: weight for name, weight in network.named_parameters() if "lora_" in name}
     keys = {name: "base_model.model." + name.replace(".default.", ".") for name in weights}
     saved = read_weights(folder / WEIGHTS, ADAPTER_WEIGHTS)
@@ -132,16 +133,16 @@ def take_up(network: Any, folder: Path) -> None:
 
 
 def original(layer: Any) -> Any:
-    """Returns the linear layer below an adapter."""
+    """Returns the linear layer that an adapter wraps, or the layer itself without an adapter."""
     return getattr(layer, "base_layer", layer)
 
 
 def weight_change(
     layer: Any, rows: Callable[[Tensor], Tensor] = lambda weight: weight
 ) -> Tensor | None:
-    """Returns the change that a layer's adapter makes to the rows [n, H] that `rows` picks of its weight [V, H].
+    """Returns the change [n, H] that a layer's adapter makes to those rows of its weight [V, H] that `rows` selects.
 
-    None if there is no adapter or it is off.
+    Returns None if there is no adapter or it is off.
     """
     from peft.tuners.lora import LoraLayer
 
@@ -155,14 +156,14 @@ def weight_change(
 
 
 def save(network: Any, folder: Path, backbone: str) -> None:
-    """Writes the adapter in peft's layout into a folder, which replaces an earlier one once it is complete."""
+    """Writes the adapter to a folder in peft's layout; the folder replaces an earlier one once it is complete."""
     from peft import get_peft_model_state_dict
     from safetensors.torch import save_file
 
     config = network.medusa_lora
     config.base_model_name_or_path = backbone
     config.inference_mode = True
-    # Otherwise peft saves the lm_head's own weights as well.
+    # Otherwise peft also saves the lm_head's own weights.
     state = get_peft_model_state_dict(network, adapter_name="default", save_embedding_layers=False)
     with replacing_folder(folder) as part:
         save_file(
@@ -174,7 +175,7 @@ def save(network: Any, folder: Path, backbone: str) -> None:
 
 
 def merge(network: Any, folder: Path, quantized: bool = False) -> Any:
-    """Returns the network with a saved adapter merged into its weights; beside them if these are quantized.
+    """Returns the network with a saved adapter merged into its weights, or kept separate if they are quantized.
 
     Raises UserError if the adapter does not fit the network.
     """
@@ -187,7 +188,7 @@ def merge(network: Any, folder: Path, quantized: bool = False) -> Any:
         with _quiet():
             from peft import LoraConfig, PeftModel
 
-            # Only checked keys are used: other keys of the file load models and import modules.
+            # Only checked keys are used, because other keys can load models and import modules.
             config = LoraConfig(
                 r=known.r,
                 lora_alpha=known.lora_alpha,
@@ -203,7 +204,7 @@ def merge(network: Any, folder: Path, quantized: bool = False) -> Any:
                 if "lora_" in name
             ]
             lost = sorted({*names} - {*saved})
-            if lost:  # they would be as fresh ones
+            if lost:  # they would keep their initial values
                 raise ValueError(f"its weights lack {len(lost)} tensors, such as {lost[0]}")
             left = sorted({*saved} - {*names})
             if left:
@@ -219,7 +220,7 @@ def merge(network: Any, folder: Path, quantized: bool = False) -> Any:
 
 
 def _read_config(path: Path) -> AdapterConfig:
-    """Reads an adapter's config; raises UserError for adapters that are more than plain LoRA."""
+    """Reads an adapter's config; raises UserError for an adapter that is more than plain LoRA."""
     document = read_object(path, "the adapter's config")
     known = convert(document, AdapterConfig, f"the adapter's config {path}", AGAIN)
     for key in sorted({*document} - {*vars(known)} - {*NOT_READ}):
@@ -232,7 +233,7 @@ def _read_config(path: Path) -> AdapterConfig:
 
 
 def untie(network: Any) -> None:
-    """Gives the lm_head its own weight: an adapter merged into a tied one would change the embeddings too."""
+    """Gives the lm_head its own weight, as an adapter merged into a tied one would change the embeddings, too."""
     head = network.get_output_embeddings()
     if head.weight is network.get_input_embeddings().weight:
         head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
@@ -242,7 +243,7 @@ def untie(network: Any) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silences hints on tied weights, which `untie` parts, and on names that peft uses."""
+    """Silences warnings about tied weights (which `untie` separates), adapter keys and a name that peft uses."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")
         warnings.filterwarnings("ignore", message="Found missing adapter keys")
@@ -251,7 +252,7 @@ def _quiet() -> Iterator[None]:
 
 
 def digest(folder: Path) -> str:
-    """Returns the digest of an adapter's weights; UserError if a folder holds none."""
+    """Returns the digest of an adapter's weights; raises UserError if the folder has none."""
     return hashlib.sha256(_weights_in(folder).read_bytes()).hexdigest()[:16]
 
 

@@ -1,4 +1,4 @@
-"""A model's weights by transformers' names: from a GGUF file, safetensors files, or a network in memory."""
+"""A model's weights under transformers' names, from a GGUF file, safetensors files or a network in memory."""
 
 import math
 from abc import ABC, abstractmethod
@@ -20,11 +20,11 @@ from medusa_cli.files.model_files import checkpoint_files, weights_file
 from medusa_cli.model.checks import unloadable
 from medusa_cli.native.matrix import Floats, Format, RawMatrix
 
-# Other types are widened to fp32.
+# Other types are converted to fp32.
 FLOAT_TYPES = {torch.float32: Format.F32, torch.float16: Format.F16, torch.bfloat16: Format.BF16}
 
 
-# Names in transformers' networks, and in files that were made before them.
+# Parts of names in transformers' networks, and the equivalent parts in older files.
 OLDER_NAMES = (
     ("model.language_model.", "language_model.model."),
     ("model.language_model.", "model."),
@@ -36,37 +36,37 @@ OLDER_NAMES = (
     (".gate.e_score_correction_bias", ".e_score_correction_bias"),
     (".gate.moe_statics.", ".moe_statics."),
 )
-# Of an expert's matrices in files that have a weight for each.
+# Names of an expert's matrices in files that have one weight per expert.
 EXPERT_NAMES = {"gate": ("gate_proj", "w1"), "up": ("up_proj", "w3"), "down": ("down_proj", "w2")}
 
 
 class Weights(ABC):
-    """The weights of a model by the names of transformers' network."""
+    """Reads the weights of a model, by their names in transformers' network."""
 
     @abstractmethod
     def __contains__(self, name: str) -> bool: ...
 
     @abstractmethod
     def matrix(self, name: str) -> RawMatrix:
-        """Returns a matrix in the bits of its file."""
+        """Returns a matrix in the number format of its file."""
 
     @abstractmethod
     def vector(self, name: str) -> Floats:
-        """Returns the numbers of a norm or a bias in fp32."""
+        """Returns the values of a norm or a bias in fp32."""
 
     def experts(self, name: str) -> RawMatrix | None:
-        """Returns the matrices of a layer's experts, one after the other; None where one weight has them all.
+        """Returns the matrices of a layer's experts, concatenated; None if the weight by transformers' name holds all.
 
-        name: of their module, with .gate, .up or .down.
+        name: the name of their module, followed by .gate, .up or .down.
         """
         return None
 
     def release(self) -> None:  # noqa: B027  (most have nothing to release)
-        """Returns the memory of weights that were read to the system."""
+        """Releases the memory of weights that have been read."""
 
 
 class NetworkWeights(Weights):
-    """The weights of a network in memory."""
+    """Reads the weights of a network in memory."""
 
     def __init__(self, network: Any) -> None:
         self.tensors: dict[str, Tensor] = network.state_dict(keep_vars=True)
@@ -82,7 +82,7 @@ class NetworkWeights(Weights):
 
 
 class CheckpointWeights(Weights):
-    """The weights in safetensors files, mapped into memory."""
+    """Reads the weights in safetensors files, which are mapped into memory."""
 
     def __init__(self, files: Sequence[Path], prefix: str) -> None:
         from safetensors import SafetensorError, safe_open
@@ -96,7 +96,7 @@ class CheckpointWeights(Weights):
         self.parts = {name: part for part in parts for name in part.keys()}  # noqa: SIM118  (no mapping)
 
     def _name(self, name: str) -> str:
-        """Returns the name in the files: some lack the prefix of the base model, or have an older name."""
+        """Returns a weight's name in the files, which may lack the base model's prefix or use older names."""
         for ours, theirs in (("", ""), *OLDER_NAMES):
             own = name.replace(ours, theirs) if ours else name
             for stored in (own, own.removeprefix(self.prefix)):
@@ -130,7 +130,10 @@ class CheckpointWeights(Weights):
 
 
 class GgufWeights(Weights):
-    """The weights of a GGUF file, mapped into memory. network: transformers', which may lie on the meta device."""
+    """Reads the weights of a GGUF file, which is mapped into memory.
+
+    network: transformers' network, which may be on the meta device.
+    """
 
     def __init__(self, path: Path, network: Any) -> None:
         self.names = GgufNames(read_header(path), network)
@@ -151,7 +154,7 @@ class GgufWeights(Weights):
             raw = RawMatrix.of(dequantize(np.asarray(rows), GGMLQuantizationType[tensor.type]))
         order = self.names.order(name)
         raw = raw if order is None else raw.reordered(np.array(order))
-        columns = self.names.columns(name)  # they cross blocks of numbers, which share factors
+        columns = self.names.columns(name)  # they cross blocks, whose numbers share factors
         return raw if columns is None else RawMatrix.of(raw.floats()[:, columns])
 
     def vector(self, name: str) -> Floats:
@@ -179,7 +182,7 @@ class GgufWeights(Weights):
         self.data._mmap.madvise(mmap.MADV_DONTNEED)
 
     def items(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields each weight in fp32 as transformers has it."""
+        """Yields the name and the fp32 values of each weight, in transformers' layout."""
         for name, stored in self.names.tensors.items():
             dimensions = len(self.names.header.tensors[stored].shape)
             module, _, part = name.rpartition(".")
@@ -196,7 +199,7 @@ class GgufWeights(Weights):
 
 
 class GgufSlice:
-    """Reads a weight of a GGUF file, or that of one of its experts, when it is sliced, as safetensors' slices do."""
+    """Reads a weight of a GGUF file, or one expert's part of it, when it is sliced, as safetensors' slices do."""
 
     def __init__(self, weights: GgufWeights, name: str, expert: int | None = None) -> None:
         self.weights = weights
@@ -218,7 +221,7 @@ class GgufSlice:
 
 
 def gguf_slices(model: str) -> dict[str, GgufSlice] | None:
-    """Returns the weights of a model that lie in a GGUF file, to be read in part; None for other models."""
+    """Returns the weights of a model's GGUF file as slices, which read only what is needed; None for other models."""
     if (path := weights_file(model)) is None:
         return None
     weights = GgufWeights(path, meta_network(model))
@@ -228,7 +231,7 @@ def gguf_slices(model: str) -> dict[str, GgufSlice] | None:
             slices[name] = GgufSlice(weights, name)
             continue
         shape = weights.names.shapes[name]
-        # Other files have a weight for each expert.
+        # Other files have one weight per expert.
         module, _, part = name.rpartition(".")
         for expert in range(shape[0]):
             own = f"{module}.{expert}.{part}_proj.weight"
@@ -246,26 +249,26 @@ def meta_network(model: str) -> Any:
 
 
 def has_files(model: str) -> bool:
-    """Returns True if a model's weights lie in files on this machine."""
+    """Returns True if a model's weights are in files on this machine."""
     return weights_file(model) is not None or bool(checkpoint_files(model_dir(model)))
 
 
 def open_weights(model: str, network: Any) -> Weights:
-    """Opens the files of a model that has some; its network may lie on the meta device."""
+    """Opens the weights of a model that has files; its network may be on the meta device."""
     if (path := weights_file(model)) is not None:
         return GgufWeights(path, network)
     return CheckpointWeights(checkpoint_files(model_dir(model)), network.base_model_prefix)
 
 
 def source_stamp(model: str) -> list[str]:
-    """Returns the stamps of the files of a model's weights."""
+    """Returns the stamps of the files that hold a model's weights."""
     if (path := weights_file(model)) is not None:
         return [file_stamp(path)]
     return [file_stamp(path) for path in checkpoint_files(model_dir(model))]
 
 
 def raw_of(tensor: Tensor) -> RawMatrix:
-    """Returns a matrix of floats in its own type; of several, one after the other."""
+    """Returns a matrix of floats in its own type; several matrices are concatenated."""
     tensor = tensor.flatten(0, -2)
     if tensor.dtype not in FLOAT_TYPES:
         tensor = tensor.float()

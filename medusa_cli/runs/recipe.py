@@ -59,15 +59,15 @@ class DrafterRecipe:
     )
     num_heads: Annotated[int, Meta(ge=1, le=64)] = key(
         5,
-        "heads; head k guesses the token k + 1 places on",
+        "number of heads; head k predicts the token k + 1 positions ahead",
     )
     num_layers: Annotated[int, Meta(ge=1, le=16)] = key(1, "residual blocks in each head")
     vocabulary: Literal["auto", "draft", "own", "shared"] = key(
         "auto",
-        "tokens that heads score: draft (the most frequent of the data), own (all, a matrix "
-        "a head), shared (all, by the model's lm_head); auto: draft where that is smaller",
+        "tokens that the heads score: draft (the most frequent in the data), own (all, one "
+        "matrix per head), shared (all, with the model's lm_head); auto: draft if that is smaller",
     )
-    draft_vocab_size: Count = key(12288, "tokens of the draft vocabulary")
+    draft_vocab_size: Count = key(12288, "size of the draft vocabulary in tokens")
     matrices: Literal["each", "one", "none"] = key(
         "each",
         "a vocabulary matrix for each head, one for all, or none: rows of the lm_head, which do not learn",
@@ -78,7 +78,7 @@ class DrafterRecipe:
     )
     taps: Layers = key(
         (),
-        "EAGLE: aux hidden state layers to read; []: a low, a middle and a high one",
+        "EAGLE: auxiliary hidden-state layers to read; []: a low, a middle and a high one",
     )
     norm_before_residual: bool = key(
         False,
@@ -90,7 +90,7 @@ class DrafterRecipe:
     )
     context: Literal["conversation", "answer"] = key(
         "conversation",
-        "what Hydra's prefix layers and Amphista's layers see: the conversation or the answer",
+        "context of Hydra's prefix layers and Amphista's layers: the conversation or the answer",
     )
     conditional: Rank | None = key(
         None,
@@ -110,20 +110,22 @@ class DistillRecipe:
         "sharegpt",
         "prompts: sharegpt, sharegpt-long, sharegpt-code, code, a file, or a hub data set",
     )
-    max_samples: Count | None = key(None, "conversations; null: all")
-    max_new_tokens: Count = key(256, "tokens of an answer")
-    max_turns: Count = key(2, "turns of a conversation")
+    max_samples: Count | None = key(None, "maximum number of conversations; null: all")
+    max_new_tokens: Count = key(256, "maximum tokens per answer")
+    max_turns: Count = key(2, "maximum turns per conversation")
     temperature: Annotated[float, Meta(ge=0, le=100)] = key(
         0.0,
         "sampling temperature; 0 is greedy",
     )
-    random_seed: Seed = key(0, "seed of the sampling")
-    context: Annotated[int, Meta(ge=16, le=10_000_000)] = key(512, "positions of a conversation")
+    random_seed: Seed = key(0, "seed of the sampler")
+    context: Annotated[int, Meta(ge=16, le=10_000_000)] = key(
+        512, "maximum positions per conversation"
+    )
     batch_size: Count | None = key(
         None,
-        "conversations decoded at a time; null: as many as the memory holds, at most 64",
+        "conversations decoded at a time; null: as many as fit in memory, at most 64",
     )
-    taps: Layers = key((), "aux hidden state layers to keep besides the last state")
+    taps: Layers = key((), "auxiliary hidden-state layers to keep besides the last state")
     dedup: bool = key(
         True,
         "skip a seed whose first prompt differs from an earlier one only in case or white space",
@@ -134,11 +136,11 @@ class DistillRecipe:
         0,
         "drop conversations with a shorter answer",
     )
-    endpoint: str | None = key(None, "URLs of servers that answer in place of this machine")
-    endpoint_model: str | None = key(None, "the model's name on the servers; null: asked of them")
+    endpoint: str | None = key(None, "URLs of servers that answer instead of this machine")
+    endpoint_model: str | None = key(None, "the model's name on the servers; null: ask them")
     concurrency: Annotated[int, Meta(ge=1, le=65_536)] = key(
         8,
-        "conversations at a time on the servers",
+        "concurrent conversations on the servers",
     )
 
 
@@ -148,53 +150,55 @@ class TrainRecipe:
 
     stage: Literal[1, 2] = key(1, "1: heads on the frozen model; 2: heads and model")
     epochs: Annotated[int, Meta(ge=1, le=10_000)] = key(2, "passes over the data")
-    max_tokens: Count | None = key(800_000, "most positions of all passes; null: no bound")
+    max_tokens: Count | None = key(800_000, "maximum positions over all epochs; null: no limit")
     batch_tokens: Annotated[int, Meta(ge=2, le=10_000_000)] = key(
         1024,
-        "positions of a micro-batch of whole conversations; where the model runs: tokens with padding",
+        "positions per micro-batch of whole conversations; if the model runs too: tokens with padding",
     )
-    accumulation: Count = key(1, "micro-batches of a step")
+    accumulation: Count = key(1, "micro-batches per step")
     optimizer: Literal["adamw", "adamw8bit"] = key(
         "adamw",
-        "adamw, or adamw8bit with its state in 8 bits (bitsandbytes)",
+        "adamw, or adamw8bit, which keeps its state in 8 bits (bitsandbytes)",
     )
-    lr: Positive | None = key(None, "the heads' peak learning rate; null: the drafter's own")
-    min_lr_ratio: Share = key(0.05, "the last learning rate as a share of the peak")
+    lr: Positive | None = key(None, "the heads' peak learning rate; null: the drafter's default")
+    min_lr_ratio: Share = key(0.05, "final learning rate as a fraction of the peak")
     warmup_steps: Annotated[int, Meta(ge=0)] = key(
         20,
-        "steps in which the rate rises to its peak, at most a tenth of all",
+        "steps over which the learning rate rises to its peak, at most a tenth of all",
     )
-    decay: Share = key(0.8, "head k's loss weighs decay^k")
-    soft: Share = key(0.0, "share of the model's own distribution in the targets")
+    decay: Share = key(0.8, "weight of head k's loss is decay^k")
+    soft: Share = key(0.0, "share of soft targets, the model's own distribution")
     regress: Positive | None = key(
         None,
-        "weight of a regression to the model's own states, for Hydra, and EAGLE on little "
-        "text; null: the drafter's own",
+        "weight of a regression onto the model's hidden states, for Hydra, and for EAGLE with "
+        "little data; null: the drafter's default",
     )
     scored: Annotated[int, Meta(ge=64, le=10_000_000)] | None = key(
         None,
-        "sampled softmax: tokens scored in a batch; null: the whole vocabulary",
+        "sampled softmax: tokens scored per batch; null: the whole vocabulary",
     )
     states: Literal["kept", "fresh"] = key(
         "kept",
-        "kept: stage 1 keeps the model's hidden states on disk; fresh: computes them in every step",
+        "kept: stage 1 reads the model's hidden states from disk; fresh: it computes them in every step",
     )
     # Stage 2 (Medusa, section 3.2.2).
     tuning: Literal["lora", "qlora", "full"] = key(
         "lora",
-        "stage 2: lora, qlora (the model in 4 bits), or full (all weights; writes a model and a run of its own)",
+        "stage 2: lora, qlora (the model in 4 bits), or full (all weights; writes the model and a new run)",
     )
     lora_rank: Rank = key(32, "stage 2: rank of the adapter")
-    lora_alpha: Positive = key(16.0, "stage 2: the adapter's scale times its rank")
-    lora_dropout: Share = key(0.05, "stage 2: dropout before the adapter")
+    lora_alpha: Positive = key(
+        16.0, "stage 2: alpha of the adapter, which scales it by alpha / rank"
+    )
+    lora_dropout: Share = key(0.05, "stage 2: dropout on the adapter's input")
     objective: Literal["kl", "ce"] = key(
         "kl",
-        "stage 2: the model's own loss, KL to the original (kl) or cross-entropy (ce)",
+        "stage 2: the model's loss, KL divergence to the original (kl) or cross-entropy (ce)",
     )
     lambda_0: Positive = key(0.2, "stage 2: peak weight of the heads' loss")
     schedule: Literal["constant", "warmup", "sine"] = key(
         "warmup",
-        "stage 2: of lambda_0: constant, warmup (heads first, then both, rising) or sine",
+        "stage 2: schedule of lambda_0: constant, warmup (heads first, then both, rising) or sine",
     )
     heads_first: Share = key(
         0.1,
@@ -206,26 +210,26 @@ class TrainRecipe:
     )
     max_length: Annotated[int, Meta(ge=16)] = key(
         1024,
-        "stage 2: tokens after which conversations are cut",
+        "stage 2: conversations are cut after this many tokens",
     )
     gradient_checkpointing: bool = key(
         False,
-        "stage 2: compute activations again in the backward pass, to save memory",
+        "stage 2: recompute activations in the backward pass to save memory",
     )
     # Either stage.
     shard: bool = key(False, "under torchrun: each process holds a part of the model's layers")
     validation_fraction: Annotated[float, Meta(ge=0, le=0.5)] = key(
         0.05,
-        "share of the conversations that is held out",
+        "fraction of the conversations held out for validation",
     )
     validation_every: Count = key(50, "steps between validations")
-    validation_tokens: Count = key(16_384, "positions of a validation")
+    validation_tokens: Count = key(16_384, "positions per validation")
     checkpoint_every: Count = key(100, "steps between checkpoints")
-    seed: Seed = key(0, "seed of the order, the fresh weights and the dropout")
-    dtype: Literal["bf16", "fp32"] = key("bf16", "number type of the training")
+    seed: Seed = key(0, "seed of data order, weight initialization and dropout")
+    dtype: Literal["bf16", "fp32"] = key("bf16", "number type of the computation")
     save_dtype: Literal["bf16", "int8"] = key(
         "bf16",
-        "number type of the drafter's file; int8 halves its matrices, and drafts on a CPU as fast",
+        "number type of the drafter's file; int8 halves its size and is as fast on a CPU",
     )
 
 

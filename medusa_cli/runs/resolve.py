@@ -147,38 +147,58 @@ def choose(
 
     Raises UserError for missing files.
     """
-    own = drafter is not None and means_mtp(drafter)
-    folder: Path | None = None
-    home: Run | None = None
-    if drafter is not None and not own:
-        folder, home = find_drafter(drafter)
-    if home is not None and run is not None:
+    named = None if drafter is None else _named(drafter)
+    if named is not None and named.run is not None and run is not None:
         raise UsageError("@run and @drafter name a run each", "leave one of them out")
     target = Run.open(run) if run else None
-    owner = target or home
-    if model is None:
-        model = (owner.model if owner else None) or _model_of(folder) or DEFAULT_MODEL
+    model = model or _model_for(named, target)
     asked = TreeChoice.parse(tree)
     plain = Choice(model, run=target, adapter=target.adapter if target else None, lookup=lookup)
     if not need_drafter:
         return plain
-    source = target or _shipped_for(model)
-    if own:
-        folder = mtp.own_drafter(model)
-    if folder is None:
-        folder = source.drafter_dir if source else None
-    elif source is None or folder.resolve() != source.drafter_dir.resolve():
-        # The tree and temperatures that ship fit no other drafter.
-        source = home or target
-        plain = replace(
-            plain,
-            adapter=home.adapter if home else None,
-            chat_template=home.chat_template if home else None,
-        )
-    if folder is None:
+
+    default = target or _shipped_for(model)
+    if named is None:
+        if default is not None:
+            return _with_drafter(plain, default.drafter_dir, default, asked)
         if lookup:
             return plain
         raise _no_drafter(model)
+
+    folder = named.folder or mtp.own_drafter(model)
+    if default is not None and folder.resolve() == default.drafter_dir.resolve():
+        return _with_drafter(plain, folder, default, asked)
+    # The adapter of the default run, and the tree that ships, fit no other drafter.
+    home = named.run
+    plain = replace(
+        plain,
+        adapter=home.adapter if home else None,
+        chat_template=home.chat_template if home else None,
+    )
+    return _with_drafter(plain, folder, home or target, asked)
+
+
+@dataclass(frozen=True)
+class _Named:
+    """A drafter that was named: its folder, None for the model's MTP layer, and the run that it lies in, if any."""
+
+    folder: Path | None
+    run: Run | None = None
+
+
+def _named(drafter: str) -> _Named:
+    return _Named(None) if means_mtp(drafter) else _Named(*find_drafter(drafter))
+
+
+def _model_for(named: _Named | None, target: Run | None) -> str:
+    """Returns the model of the named run or drafter, or the default model."""
+    owner = target or (named.run if named else None)
+    folder = named.folder if named else None
+    return (owner.model if owner else None) or _model_of(folder) or DEFAULT_MODEL
+
+
+def _with_drafter(plain: Choice, folder: Path, source: Run | None, asked: TreeChoice) -> Choice:
+    """Returns a choice with a drafter, and with the tree and calibration of the run `source`."""
     if not (folder / "config.json").is_file():
         raise UserError(
             f"{folder} holds no drafter",
@@ -187,7 +207,7 @@ def choose(
     return replace(
         plain,
         drafter=folder,
-        tree=_with_file(asked, folder, source, run),
+        tree=_with_file(asked, folder, source),
         calibration=source.calibration_path if source else None,
     )
 
@@ -216,7 +236,7 @@ def _no_drafter(model: str) -> NoDrafter:
     )
 
 
-def _with_file(tree: TreeChoice, folder: Path, source: Run | None, run: str | None) -> TreeChoice:
+def _with_file(tree: TreeChoice, folder: Path, source: Run | None) -> TreeChoice:
     """Returns the tree with the file of the run `source`; raises UserError for a drafter that lacks what it needs."""
     if tree.kind == "file":
         return tree
@@ -231,7 +251,9 @@ def _with_file(tree: TreeChoice, folder: Path, source: Run | None, run: str | No
     if tree.nodes is not None or tree.kind == "auto":
         return tree
     remedy = (
-        f"make one with `medusa tree --run {run}`" if run else "give the @run that it belongs to"
+        f"make one with `medusa tree --run {source.path}`"
+        if source
+        else "give the @run that it belongs to"
     )
     raise UserError(f"there is no tree for {folder}", f"{remedy}, or give @tree FILE")
 

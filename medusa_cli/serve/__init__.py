@@ -1,1 +1,1 @@
-"""An OpenAI-compatible server over the decoder that all commands use."""
+"""An OpenAI-compatible server on top of the decoder that all commands use."""

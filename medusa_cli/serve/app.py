@@ -1,4 +1,4 @@
-"""The ASGI application: OpenAI's routes, and the handler that turns bodies into requests and steps into answers."""
+"""The ASGI application, with OpenAI's routes and a handler that turns bodies into requests and steps into answers."""
 
 import asyncio
 import time
@@ -53,13 +53,13 @@ from medusa_cli.serve.tools import calls_grammar, describe_tools, marker_ids, te
 
 Body = ChatRequest | CompletionRequest | TokenizeText | TokenizeChat | DetokenizeRequest
 PAGE = Path(__file__).with_name("index.html")
-# The page may run its own script and talk to this server, and nothing else.
+# The page may only run its own script and connect to this server.
 POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
 )
-# Pages that this machine serves, as other servers of models allow them.
+# Origins of pages that this machine serves; other model servers allow them, too.
 LOCAL_PAGES = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
-# Keeps only the likeliest token, as OpenAI's 0 does.
+# Keeps only the likeliest token, as a top_p of 0 does in OpenAI's API.
 MIN_TOP_P = 1e-9
 REFUSALS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorBody} for status in (400, 401, 403, 404, 408, 413, 429, 500, 503)
@@ -68,7 +68,7 @@ ANSWERS: dict[int | str, dict[str, Any]] = {**REFUSALS, 200: {"content": {"text/
 
 
 def build(medusa: Medusa, limits: Limits, templates: TemplateProcess) -> tuple[Any, Scheduler]:
-    """Returns the ASGI application, and the scheduler that its caller runs and drains."""
+    """Returns the ASGI application, and the scheduler that the caller runs and drains."""
     metrics = Metrics(limits.names[0])
     scheduler = Scheduler(
         medusa, metrics, slots=limits.slots, waiting=limits.waiting, remember=limits.remember
@@ -172,7 +172,7 @@ def build(medusa: Medusa, limits: Limits, templates: TemplateProcess) -> tuple[A
         response.headers.update(reason.headers or {})
         return response
 
-    # Before the key is checked: browsers ask without it whether they may send it.
+    # CORS comes before the check of the key, because browsers send preflight requests without it.
     allowed: Any = {"allow_origins": limits.cors, "allow_origin_regex": LOCAL_PAGES}
     any_method: Any = {"allow_methods": ["*"], "allow_headers": ["*"]}
     return CORSMiddleware(Middleware(app, limits, metrics), **allowed, **any_method), scheduler
@@ -193,7 +193,7 @@ class Handler:
 
     @property
     def context(self) -> int:
-        """Returns the most tokens that a prompt and its answer have together."""
+        """Returns the maximum number of tokens of a prompt and its answer together."""
         limits = self._limits
         return min(
             self._medusa.backbone.max_positions, limits.max_prompt_tokens + limits.max_new_tokens
@@ -226,7 +226,7 @@ class Handler:
         }
 
     def slots(self) -> list[dict[str, Any]]:
-        """Returns each slot's state in llama.cpp's words, without any text."""
+        """Returns each slot's state in llama.cpp's format, without any text."""
         running = self._scheduler.running()
         idle: dict[str, Any] = {"n_ctx": self.context, "speculative": self._scheduler.speculative}
         slots = [
@@ -251,9 +251,9 @@ class Handler:
         receive: Receive,
         original: ResponsesRequest | None = None,
     ) -> Response:
-        """Returns the whole answer, or a stream of it, in the form that was asked for; raises Refusal.
+        """Returns the whole answer, or a stream of it, in the requested format; raises Refusal.
 
-        original: the request of a response, which `body` asks for as a chat.
+        original: the request to /v1/responses that `body` expresses as a chat, if any.
         """
         body.model = body.model or self._limits.names[0]
         requests = await self._requests(body)
@@ -265,7 +265,7 @@ class Handler:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(events.put_nowait, (index, event))
 
-        # Special tokens that the answer's text shows.
+        # Special tokens that are kept in the answer's text.
         keep = set() if body.skip_special_tokens else {*special_ids(backbone)}
         if isinstance(body, ChatRequest) and body.offered:
             keep |= {*marker_ids(backbone).values()}
@@ -296,7 +296,7 @@ class Handler:
         return JSONResponse(answer.whole())
 
     async def tokenize(self, body: TokenizeText | TokenizeChat) -> dict[str, Any]:
-        """Returns the token ids of a text or a conversation in vLLM's form; raises Refusal."""
+        """Returns the token ids of a text or a conversation in vLLM's format; raises Refusal."""
         [tokens] = await self._encode(body)
         backbone = self._medusa.backbone
         texts = backbone.tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
@@ -313,7 +313,7 @@ class Handler:
         return {"prompt": self._medusa.backbone.tokenizer.decode(tokens)}
 
     async def _requests(self, body: ChatRequest | CompletionRequest) -> list[Request]:
-        """Returns the decoder's requests, one a choice, within the server's limits."""
+        """Returns the requests for the decoder, one per choice, within the server's limits; raises Refusal."""
         limits = self._limits
         prompts = await self._encode(body)
         limit = (
@@ -370,7 +370,7 @@ class Handler:
             raise self._refusal(reason, "prompt") from reason
 
     def _stop_ids(self, body: ChatRequest | CompletionRequest) -> set[int] | None:
-        """Returns the tokens that end an answer, None for only the model's own; raises Refusal."""
+        """Returns the token ids that end an answer, or None for just those of the model; raises Refusal."""
         backbone = self._medusa.backbone
         for token in body.stop_token_ids:
             if token >= backbone.vocab_size:
@@ -381,7 +381,10 @@ class Handler:
         return {*body.stop_token_ids, *backbone.eos_ids} if body.stop_token_ids else None
 
     async def _grammar(self, body: ChatRequest | CompletionRequest) -> Grammar | None:
-        """Compiles the answer's grammar here, not between the steps of other answers; raises Refusal."""
+        """Returns the answer's grammar, if any; raises Refusal.
+
+        The grammar is compiled here, so that it need not be compiled between the steps of other answers.
+        """
         backbone = self._medusa.backbone
         try:
             grammar = body.followed
@@ -401,7 +404,7 @@ class Handler:
             raise self._refusal(reason, body.constraint) from reason
 
     async def _encode(self, body: Body) -> list[list[int]]:
-        """Returns the token ids of a request's prompts."""
+        """Returns the token ids of a request's prompts; raises Refusal."""
         if body.model is not None:
             self.check_model(body.model)
         try:
@@ -463,7 +466,7 @@ class Handler:
         return [encode(prompt) for prompt in body.prompts]
 
     def _refusal(self, reason: UserError, param: str) -> Refusal:
-        """Returns the refusal for an error of the core; clients must not learn the model's path on this machine."""
+        """Returns the refusal for a UserError, without the model's path on this machine, which clients must not see."""
         refusal = refusal_for(reason, param)
         text = str(refusal).replace(self._medusa.backbone.id, self._limits.names[0])
         return Refusal(refusal.status, text, param=refusal.param, code=refusal.code)
@@ -472,7 +475,7 @@ class Handler:
 async def _until_gone(
     tickets: list[Ticket], events: asyncio.Queue[tuple[int, Event]], receive: Receive
 ) -> AsyncGenerator[tuple[int, Event]]:
-    """Yields all choices' events; a client that goes away, or stops reading, frees its slots."""
+    """Yields the events of all choices; if the client disconnects or stops reading, its slots are freed."""
 
     def abandon() -> None:
         for ticket in tickets:

@@ -1,4 +1,4 @@
-"""Refusals in OpenAI's form: a message, the parameter at fault, a code."""
+"""Refusals in OpenAI's format, with a message, the parameter at fault and a code."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from medusa_cli.decode.grammar import KINDS
 from medusa_cli.errors import UserError, cut, in_words, shown
 from medusa_cli.serve.schema import FORMS, ITEMS
 
-LONGEST_NAME = 100  # characters of a field's name
+LONGEST_NAME = 100  # maximum number of characters of a field's name
 TYPES = {
     401: "authentication_error",
     429: "rate_limit_error",
@@ -29,7 +29,7 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """The body of every refusal, for the schema."""
+    """The body of every refusal, declared for the OpenAPI schema."""
 
     error: ErrorDetail
 
@@ -37,7 +37,7 @@ class ErrorBody(BaseModel):
 class Refusal(Exception):
     """Ends a request with an HTTP status, a message, and the parameter at fault.
 
-    kind: its type, None for the status's; more: further fields of the body.
+    kind: the error type, None for the usual type of the status. more: additional fields of the body.
     """
 
     def __init__(
@@ -80,17 +80,17 @@ class Refusal(Exception):
             headers["WWW-Authenticate"] = "Bearer"
         if self.status in (408, 413):  # the rest of the body is still on its way
             headers["Connection"] = "close"
-        # In ASCII: a request may bring halves of surrogate pairs, which UTF-8 cannot hold.
+        # ASCII, because a request may contain lone surrogates, which UTF-8 cannot encode.
         return Response(json.dumps(self.body), self.status, headers, "application/json")
 
 
 def _printable(text: str) -> str:
-    """Returns a text cut and without control characters, which clients print as they are."""
+    """Returns a text, shortened and with its control characters escaped, as clients print messages unchanged."""
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in cut(text))
 
 
 def refusal_for(reason: UserError, param: str | None = None) -> Refusal:
-    """Returns the refusal for an error of the core; `param` is at fault if no setting is."""
+    """Returns the refusal for a UserError; `param` is the parameter at fault if the error mentions no setting."""
 
     def field(setting: str) -> str:
         names = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
@@ -104,7 +104,7 @@ def refusal_for(reason: UserError, param: str | None = None) -> Refusal:
 
 
 def too_long(tokens: int, context: int) -> Refusal:
-    """Returns the refusal for a prompt of too many tokens, in OpenAI's and in llama.cpp's words."""
+    """Returns the refusal for a prompt with too many tokens, with the error fields of OpenAI and llama.cpp."""
     return Refusal(
         400,
         f"the prompt has {tokens:,} tokens, which exceeds the context of {context:,} that this server takes",
@@ -137,7 +137,7 @@ def refusal_for_http(path: str, reason: HTTPException) -> Refusal:
 
 
 def refusal_for_body(errors: Sequence[Mapping[str, Any]]) -> Refusal:
-    """Returns the refusal for the first of pydantic's errors on a body."""
+    """Returns the refusal for the first of pydantic's validation errors in a body."""
     first = errors[0]
     path = [
         cut(str(part), LONGEST_NAME)
@@ -153,7 +153,7 @@ def refusal_for_body(errors: Sequence[Mapping[str, Any]]) -> Refusal:
         return Refusal(400, "the body is empty; send a JSON object", code="invalid_json")
     if kind == "model_attributes_type" and not path:
         fault = "is not a JSON object"
-        if isinstance(first.get("input"), bytes):  # curl sends it so without a header
+        if isinstance(first.get("input"), bytes):  # what curl sends if no header is given
             fault = "was not sent as JSON; add the header Content-Type: application/json"
         return Refusal(400, f"the body {fault}", code="invalid_json")
     if kind == "extra_forbidden":

@@ -1,11 +1,11 @@
-"""Prompts of completions with a suffix: models that fill in the middle have tokens for it."""
+"""Prompts for completions with a suffix, made of tokens that some models have for filling in the middle."""
 
 from medusa_cli.errors import UsageError
 from medusa_cli.model import Backbone
 from medusa_cli.model.chat_template import token_ids
 
-# Tokens before the prefix, before the suffix, and before the middle: Qwen and others, StarCoder and
-# others, CodeLlama, DeepSeek.
+# The tokens before the prefix, the suffix and the middle, as used by Qwen and others, StarCoder and
+# others, CodeLlama, and DeepSeek.
 TOKENS = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
@@ -17,7 +17,10 @@ TOKENS = (
 
 
 def infill_ids(backbone: Backbone, prefix: str, suffix: str) -> list[int]:
-    """Returns the token ids of a prompt for the text between two others; raises UsageError if the model knows none."""
+    """Returns the token ids of a prompt for the text between two others.
+
+    Raises UsageError if the model has no tokens for filling in the middle.
+    """
     vocabulary = backbone.tokenizer.get_vocab()
     known = next((names for names in TOKENS if all(name in vocabulary for name in names)), None)
     if known is None:

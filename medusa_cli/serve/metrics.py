@@ -14,7 +14,7 @@ SEQUENCES = (1, 2, 4, 8, 16, 32, 64)
 
 
 def add_positions(accepted_at: list[int], step: Step) -> None:
-    """Adds a step to the counts of accepted draft tokens by position, the first after the root at 0."""
+    """Adds a step to the counts of accepted draft tokens by position; position 0 is the first after the root."""
     accepted = step.accepted if step.path else 0
     accepted_at += [0] * (accepted - len(accepted_at))
     for position in range(accepted):
@@ -22,10 +22,10 @@ def add_positions(accepted_at: list[int], step: Step) -> None:
 
 
 class SpeculativeCounters(Collector):
-    """Counts drafts as vLLM does, under its names, which its benches and others read.
+    """Counts drafts as vLLM does and under vLLM's names, which its benchmarks and other tools read.
 
-    A draft tree counts with all its nodes but the root. vLLM's benches add up all lines of a name,
-    so that those with the time of creation, which a Counter has, would count as well.
+    All nodes of a draft tree except the root count as draft tokens. The counts are not Counters, because a Counter
+    also exports its creation time. vLLM's benchmarks add up all lines of a name, and would add that time.
     """
 
     def __init__(self, model: str) -> None:
@@ -60,7 +60,7 @@ class SpeculativeCounters(Collector):
 
 
 class Metrics:
-    """One server's numbers, in a registry of their own; the code that knows a number updates it here."""
+    """Holds one server's metrics in a separate registry. The code that produces a number updates it here."""
 
     def __init__(self, model: str = "") -> None:
         self._registry = CollectorRegistry()
@@ -98,7 +98,7 @@ class Metrics:
         )
 
     def count(self, step: Step) -> None:
-        """Counts one sequence's step."""
+        """Adds one step of one sequence to the counts."""
         self._generated.inc(len(step.tokens))
         self._speculative.count(step)
         if step.path:
@@ -107,5 +107,5 @@ class Metrics:
             self._accepted.inc(step.accepted)
 
     def page(self) -> bytes:
-        """Returns all numbers in Prometheus's text format."""
+        """Returns all metrics in Prometheus's text format."""
         return generate_latest(self._registry)

@@ -1,4 +1,4 @@
-"""Limits of a server, and the middleware that checks key and body before a request is parsed."""
+"""A server's limits, and the middleware that checks the API key and the body before a request is parsed."""
 
 import asyncio
 import hmac
@@ -21,25 +21,26 @@ from medusa_cli.serve.metrics import Metrics
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
-OPEN = ("/health", "/metrics", "/openapi.json", "/version", "/")  # without a key
-ANSWERING = ("/chat/completions", "/completions", "/responses", "/models")  # with /v1 or without
+OPEN = ("/health", "/metrics", "/openapi.json", "/version", "/")  # served without a key
+ANSWERING = ("/chat/completions", "/completions", "/responses", "/models")  # also below /v1
 PATHS = (*OPEN, *ANSWERING, *(f"/v1{path}" for path in ANSWERING))
 PATHS += ("/tokenize", "/detokenize", "/apply-template", "/props", "/slots")
-# A client's own id of a request, which the answer repeats.
+# A request id chosen by the client, which the response repeats.
 REQUEST_ID = re.compile(r"[!-~]{1,128}")
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Names, keys and limits of a server.
+    """Holds the names, keys and limits of a server.
 
-    host: the address or name that the server listens at, "" for a Unix socket. slots: requests that
-    decode side by side. waiting: requests in the queue. max_body: bytes. Seconds that a client may
-    take: head_s for a request's head, body_s for its body, read_s without reading its answer,
-    idle_s between two requests; template_s that the chat template may take. temperature: of
-    requests that name none. remember: answers that are looked up for later ones. cors: origins
-    whose web pages may use the server.
+    host: the address or name that the server listens on, "" for a Unix socket. slots: the number of
+    requests that are decoded concurrently. waiting: the maximum number of requests in the queue.
+    max_body: the largest body in bytes. Time limits for a client in seconds: head_s for a request's
+    head, body_s for its body, read_s without reading the answer, idle_s between two requests.
+    template_s: the time limit for rendering the chat template. temperature: the default for
+    requests that give none. remember: the number of answers from which later ones are drafted.
+    cors: origins whose web pages may use the server.
     """
 
     names: tuple[str, ...]
@@ -67,8 +68,9 @@ class Limits:
 class Middleware:
     """Passes requests on with their whole body.
 
-    Refuses a wrong key, a large body, a slow one, and without a key a foreign Host: a web page
-    whose name was made to point at this machine (DNS rebinding) must not use the model.
+    Refuses a wrong key, and a body that is too large or too slow. If the server has no keys, refuses
+    an unknown Host, because a web page whose name is made to point to this machine (DNS rebinding)
+    must not use the model.
     """
 
     def __init__(self, app: Any, limits: Limits, metrics: Metrics) -> None:
@@ -110,7 +112,7 @@ class Middleware:
                 self._check_host(headers)
             elif (
                 scope["path"] not in OPEN and scope["method"] != "OPTIONS"
-            ):  # browsers ask first, without a key
+            ):  # browsers send OPTIONS first, without a key
                 self._check_key(headers)
             body = await asyncio.wait_for(self._read(headers, receive), self._limits.body_s)
         except Refusal as reason:
@@ -122,7 +124,7 @@ class Middleware:
             )
             await slow.response()(scope, receive, counted)
             return
-        if body is None:  # the client is gone
+        if body is None:  # the client has disconnected
             return
         unread = [{"type": "http.request", "body": body, "more_body": False}]
 
@@ -131,25 +133,25 @@ class Middleware:
 
         method = (
             "GET" if scope["method"] == "HEAD" else scope["method"]
-        )  # uvicorn leaves the body out
+        )  # uvicorn omits the body for HEAD
         await self._app({**scope, "method": method}, replay, counted)
 
     def _check_host(self, headers: Headers) -> None:
         host = re.sub(r":\d*$", "", headers.get("host", "")).lower()
-        # Browsers always send it, and reach no Unix socket.
+        # Browsers always send this header, and cannot connect to a Unix socket.
         if not self._limits.host or host in ("", "localhost", self._limits.host.lower()):
             return
         try:
-            ip_address(host.strip("[]"))  # points at no other machine
+            ip_address(host.strip("[]"))  # an IP address is safe from DNS rebinding
         except ValueError:
             text = f"the host {shown(host)} is not served here; whoever runs this server can name it as its host"
             raise Refusal(403, text, code="invalid_host") from None
 
     def _check_key(self, headers: Headers) -> None:
         scheme, _, given = headers.get("authorization", "").encode("latin-1").partition(b" ")
-        if scheme.lower() != b"bearer":  # as Anthropic's clients, and llama.cpp's
+        if scheme.lower() != b"bearer":  # clients of Anthropic and llama.cpp send x-api-key
             given = headers.get("x-api-key", "").encode("latin-1")
-        # All keys are compared, so that the time tells nothing.
+        # All keys are compared, so that the time taken reveals nothing.
         right = [hmac.compare_digest(given.strip(), key.encode()) for key in self._limits.api_keys]
         if not any(right):
             raise Refusal(
@@ -159,7 +161,7 @@ class Middleware:
             )
 
     async def _read(self, headers: Headers, receive: Receive) -> bytes | None:
-        """Returns the whole body, None if the client goes away before its end."""
+        """Returns the whole body, or None if the client disconnects early; raises Refusal if it is too large."""
         limit = self._limits.max_body
         too_large = Refusal(413, f"the body is larger than {limit:,} bytes", code="too_large")
         length = headers.get("content-length", "0")

@@ -1,15 +1,15 @@
-"""Fields of requests that change no answer here, with the values of which that holds.
+"""Request fields that do not change the answer here, with the values for which this is true.
 
-Clients send fields of many servers. One that cannot change the answer, or has the value that
-changes nothing, is taken and not used; one that would change it is refused by name, as an unknown
-one is.
+Clients send fields that belong to many different servers. A field is accepted but not used if it
+cannot change the answer, or if its value changes nothing. A field that would change the answer is
+refused by name, like an unknown field.
 """
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-# Returns True for a value that changes nothing, in the object that it stands in.
+# Returns True if a value changes nothing; receives the value and the object that contains it.
 Check = Callable[[Any, Mapping[str, Any]], bool]
 Table = Mapping[str, Check]
 log = logging.getLogger(__name__)
@@ -21,7 +21,7 @@ def anything(value: Any, fields: Mapping[str, Any]) -> bool:
 
 
 def only(*values: Any) -> Check:
-    """Returns a check for these values; true is not 1."""
+    """Returns a check that accepts only these values; True does not count as 1."""
 
     def check(value: Any, fields: Mapping[str, Any]) -> bool:
         return any(
@@ -33,7 +33,7 @@ def only(*values: Any) -> Check:
 
 
 def unless(field: str) -> Check:
-    """Returns a check for any value that has no effect without another field."""
+    """Returns a check that accepts any value unless another field is set, without which it has no effect."""
 
     def check(value: Any, fields: Mapping[str, Any]) -> bool:
         return not fields.get(field)
@@ -42,7 +42,7 @@ def unless(field: str) -> Check:
 
 
 def same_as(field: str, *values: Any) -> Check:
-    """Returns a check for the value of another field of the same meaning, and for these."""
+    """Returns a check that accepts the value of another field with the same meaning, and these values."""
 
     def check(value: Any, fields: Mapping[str, Any]) -> bool:
         return (field in fields and fields[field] == value) or only(*values)(value, fields)
@@ -51,7 +51,7 @@ def same_as(field: str, *values: Any) -> Check:
 
 
 def among(*values: Any) -> Check:
-    """Returns a check for lists of nothing but these values."""
+    """Returns a check that accepts lists of only these values."""
 
     def check(value: Any, fields: Mapping[str, Any]) -> bool:
         return isinstance(value, list) and all(item in values for item in value)
@@ -60,12 +60,12 @@ def among(*values: Any) -> Check:
 
 
 def one_of_each(value: Any, fields: Mapping[str, Any]) -> bool:
-    """Returns True for a `best_of` that draws as many answers as it returns."""
+    """Returns True for a `best_of` equal to the number of answers that are returned."""
     return only(fields.get("n") or 1)(value, fields)
 
 
 def without_penalty(value: Any, fields: Mapping[str, Any]) -> bool:
-    """Returns True for a window of penalties that is the whole text, as here, or that no penalty reads."""
+    """Returns True for a penalty window that covers the whole text, as here, or that no penalty uses."""
     given = (fields.get("repeat_penalty"), fields.get("repetition_penalty"))
     others = fields.get("presence_penalty") or fields.get("frequency_penalty")
     return only(-1)(value, fields) or (
@@ -77,7 +77,8 @@ def named(check: Check, *fields: str) -> dict[str, Check]:
     return dict.fromkeys(fields, check)
 
 
-# The asking user, billing, caching, routing, queueing, reporting; hints that models do not get.
+# Fields about the user, billing, caching, routing, queueing and reporting, and hints that the model
+# does not receive.
 ABOUT_THE_REQUEST = named(
     anything,
     *(
@@ -119,7 +120,7 @@ ABOUT_THE_REQUEST = named(
     ),
     *("include_reasoning", "reasoning_format", "parse_tool_calls", "return_tokens_as_token_ids"),
 )
-# Sampling and searches that are not done, switched off.
+# Sampling and search methods that are not supported, with the values that switch them off.
 SWITCHED_OFF = {
     **named(
         only(0),
@@ -181,7 +182,7 @@ SWITCHED_OFF = {
     "repeat_last_n": without_penalty,
     "best_of": one_of_each,
 }
-# Fields that are used, with values by which clients leave them out.
+# Fields that are used, with the values that clients send to leave them unset.
 LEFT_OUT = {
     **named(only(-1), "top_k", "seed"),
     "logprobs": only(False),
@@ -207,7 +208,7 @@ RESPONSES: Table = {
     "include": among("reasoning.encrypted_content"),
     "max_output_tokens": only(-1),
 }
-# Of messages, their parts, tools and calls: marks of clients, providers and past answers.
+# Fields that clients, providers and past answers add to messages, their parts, tools and calls.
 MARKS: Table = named(
     anything,
     *(
@@ -235,7 +236,7 @@ STRUCTURE: Table = named(
 
 
 def note(fields: Iterable[str]) -> None:
-    """Logs fields of the tables that are taken and not used, each once."""
+    """Logs fields of the tables that are accepted but not used, each of them once."""
     for field in fields:
         if field not in _noted:
             _noted.add(field)

@@ -1,4 +1,4 @@
-"""Answers in OpenAI's form, whole or in chunks; fields beyond OpenAI's stand under "medusa"."""
+"""Answers in OpenAI's format, whole or in chunks; fields specific to this server are under "medusa"."""
 
 import hashlib
 import json
@@ -19,7 +19,7 @@ from medusa_cli.serve.scheduler import Event, Ticket
 from medusa_cli.serve.schema import ChatRequest, CompletionRequest
 from medusa_cli.serve.tools import CallReader
 
-# OpenAI's value for an impossible token: JSON has no infinity.
+# OpenAI's log probability of an impossible token, because JSON has no infinity.
 NEVER = -9999.0
 MAX_CHARACTER_BYTES = 4
 
@@ -27,12 +27,13 @@ MAX_CHARACTER_BYTES = 4
 def sse(data: dict[str, Any], name: str | None = None) -> str:
     """Returns a server-sent event."""
     head = "" if name is None else f"event: {name}\n"
-    # In ASCII: many clients take U+2028 and its like, which JSON may hold, for the end of a line.
+    # ASCII, because JSON may contain U+2028 and similar characters, which many clients mistake for
+    # the end of a line.
     return f"{head}data: {json.dumps(data)}\n\n"
 
 
 class OpenAIFormat:
-    """Formats the answers to one request: all chunks have the same id, time and model, and each choice its index."""
+    """Formats the answers to one request. All chunks have the same id, time and model; each choice has an index."""
 
     def __init__(
         self, backbone: Backbone, body: ChatRequest | CompletionRequest, tickets: Sequence[Ticket]
@@ -50,7 +51,7 @@ class OpenAIFormat:
         self._fingerprint = fingerprint_of(backbone)
         self._stream_usage = body.stream_options.include_usage
         self._continuous = self._stream_usage and body.stream_options.continuous_usage_stats
-        # Log probabilities of prompts come first; they do not count as the answer's unless it
+        # Log probabilities of the prompt come first. They are reported with the answer only if it
         # echoes the prompt.
         scored = body.prompt_logprobs is not None and not (
             isinstance(body, CompletionRequest) and body.echo
@@ -73,7 +74,7 @@ class OpenAIFormat:
             self._echoes = [body.echoed] * len(tickets)
 
     async def stream(self, events: AsyncGenerator[tuple[int, Event]]) -> AsyncIterator[str]:
-        """Yields the answers as server-sent events, one a step of a choice."""
+        """Yields the answers as server-sent events, one per step of a choice."""
 
         def usage() -> dict[str, Any]:
             if self._continuous:
@@ -101,12 +102,12 @@ class OpenAIFormat:
                     return
                 if event.pieces or event.likelihoods or event.last or with_ids:
                     yield sse({**self.chunk(index, event), **usage()})
-        if self._stream_usage:  # after the last choice, in a chunk of its own
+        if self._stream_usage:  # after the last choice, in a separate chunk
             yield sse({**self._body([]), "usage": self._usage(), **self._metrics()})
         yield "data: [DONE]\n\n"
 
     def whole(self) -> dict[str, Any]:
-        """Returns the finished answers."""
+        """Returns the response body with the finished answers."""
         choices = []
         for index, ticket in enumerate(self._tickets):
             answer = ticket.answer
@@ -134,7 +135,7 @@ class OpenAIFormat:
         return {**body, **more, "usage": self._usage(), **self._metrics()}
 
     def chunk(self, index: int, event: Event) -> dict[str, Any]:
-        """Returns the chunk of one step of a choice."""
+        """Returns the chunk for one step of a choice."""
         text = "".join(piece.text for piece in event.pieces)
         delta: dict[str, Any] = {"content": text} if text else {}
         if calls := self._calls[index]:
@@ -155,11 +156,11 @@ class OpenAIFormat:
         return {**own, "system_fingerprint": self._fingerprint, "choices": choices}
 
     def _prompt_ids(self, choice: dict[str, Any], index: int) -> dict[str, Any]:
-        """Adds the token ids of its prompt to a choice; returns a chat's, whose choices share one prompt."""
+        """Adds the prompt's token ids to a choice; returns them instead for a chat, whose choices share one prompt."""
         return self._of_prompt(choice, "prompt_token_ids", [*self._tickets[index].request.prompt])
 
     def _prompt_logprobs(self, choice: dict[str, Any], index: int) -> dict[str, Any]:
-        """Adds the log probabilities of its prompt to a choice, as vLLM does; returns a chat's."""
+        """Adds the prompt's log probabilities to a choice, as vLLM does; returns them instead for a chat."""
         ticket = self._tickets[index]
         wanted = self._asked.prompt_logprobs
         rows: list[dict[str, Any] | None] = []
@@ -167,7 +168,7 @@ class OpenAIFormat:
             entries: dict[str, Any] = {}
             for rank, (token, logprob) in enumerate(likelihood.top[:wanted], 1):
                 entries[str(token)] = self._prompt_entry(token, logprob, rank)
-            # Its rank is known only among the likeliest.
+            # The token's rank is known only if it is among the likeliest.
             entries.setdefault(
                 str(likelihood.token),
                 self._prompt_entry(likelihood.token, likelihood.logprob, None),
@@ -194,7 +195,7 @@ class OpenAIFormat:
         return {"logprob": max(logprob, NEVER), "rank": rank, "decoded_token": text}
 
     def _usage(self) -> dict[str, Any]:
-        """Returns token counts, each prompt's once, and how many draft tokens were accepted."""
+        """Returns the token counts, with each prompt counted once, and how many draft tokens were accepted."""
         prompts = self._tickets[:: self._n]
         tokens = sum(ticket.answer.stats.tokens for ticket in self._tickets)
         prompt = sum(len(ticket.request.prompt) for ticket in prompts)
@@ -207,7 +208,10 @@ class OpenAIFormat:
         }
 
     def _metrics(self) -> dict[str, Any]:
-        """Returns vLLM's per-request acceptance, which guidellm and AIPerf read, of a single answer with drafts."""
+        """Returns the acceptance figures of a single answer with drafts, in the per-request format of vLLM.
+
+        guidellm and AIPerf read this format. Nothing is returned for several answers, or without drafts.
+        """
         [ticket, *others] = self._tickets
         if others or not ticket.drafts:
             return {}
@@ -248,8 +252,8 @@ class OpenAIFormat:
             offsets.append(texts.place(likelihood.token))
             (text, own), *others = texts.row(likelihood, top)
             tokens.append((text, own))
-            # The likeliest comes first: of tokens with one text it is the one that stays.
-            # The answer's own token is always reported.
+            # If several tokens have the same text, the likeliest is kept: it is written last here.
+            # The answer's token is always reported.
             row = {text: logprob for text, logprob in reversed(others)}
             if own is not None:
                 row.setdefault(text, own)
@@ -263,10 +267,10 @@ class OpenAIFormat:
 
 
 def speculative_figures(tickets: Sequence[Ticket], by_position: bool = False) -> dict[str, Any]:
-    """Returns the counts of draft tokens of one request's answers.
+    """Returns the draft-token counts of one request's answers.
 
-    by_position: and how many steps drafted, how many of them accepted a token at each position, and
-    seconds.
+    by_position: also return the number of steps with drafts, how many of them accepted a token at
+    each position, and the seconds taken by prefill, drafting and verification.
     """
     stats = Stats()
     for ticket in tickets:
@@ -293,12 +297,12 @@ def speculative_figures(tickets: Sequence[Ticket], by_position: bool = False) ->
 
 
 def acceptance(ticket: Ticket) -> dict[str, Any]:
-    """Returns the acceptance of an answer's drafts under vLLM's names; all nodes of a tree are draft tokens."""
+    """Returns an answer's acceptance figures under vLLM's names; all tree nodes but the root are draft tokens."""
     stats = ticket.answer.stats
     reached = [
         ticket.drafts,
         *ticket.accepted_at,
-    ]  # steps that accepted 0 draft tokens or more, 1 or more...
+    ]  # steps that accepted at least 0, 1, 2, ... draft tokens
     return {
         "mean_acceptance_length": 1 + stats.accepted / ticket.drafts,
         "draft_acceptance_rate": stats.accepted / stats.drafted,
@@ -317,7 +321,7 @@ def special_ids(backbone: Backbone) -> tuple[int, ...]:
 
 
 def fingerprint_of(backbone: Backbone) -> str:
-    """Returns a name of all that may change an answer: the model, its number type, the engine, this version."""
+    """Returns a fingerprint of everything that may change an answer: model, number type, engine and version."""
     given = [backbone.identity, str(backbone.dtype), backbone.engine.title, __version__]
     return f"fp_{hashlib.sha256(json.dumps(given, default=str).encode()).hexdigest()[:10]}"
 
@@ -326,7 +330,7 @@ TokenLogprob = tuple[str, float | None]
 
 
 def _entry(text: str, logprob: float | None) -> dict[str, Any]:
-    # A part of a character has no text of its own, and not every tokenizer tells its bytes.
+    # A token that is part of a character has no text, and not every tokenizer reports its bytes.
     return {
         "token": text,
         "logprob": logprob,
@@ -335,22 +339,22 @@ def _entry(text: str, logprob: float | None) -> dict[str, Any]:
 
 
 class TokenTexts:
-    """Decodes tokens in their context: Llama's decoder strips the leading blank of a single token.
+    """Decodes tokens in context, because Llama's decoder strips the leading space of a single token.
 
-    keep: special tokens that the answer's text shows.
+    keep: special tokens that are kept in the answer's text.
     """
 
     def __init__(self, backbone: Backbone, keep: Collection[int] = ()) -> None:
         self._tokenizer = backbone.tokenizer
         self._hidden = set(special_ids(backbone)) - set(keep)
-        self._before: list[int] = []  # the last tokens, from a whole character on
+        self._before: list[int] = []  # the last tokens, from the start of a character
         self._text = ""  # their text
         self._offset = 0  # characters of the answer's text before `_unfinished`
-        self._unfinished: list[int] = []  # tokens of a character that is not whole
+        self._unfinished: list[int] = []  # tokens of an incomplete character
         self._finished: list[int] = []  # the tokens before them
 
     def row(self, likelihood: Likelihood, top: int) -> list[TokenLogprob]:
-        """Returns text and log probability of the answer's next token, then of the likeliest tokens in its place."""
+        """Returns the text and log probability of the answer's next token, then those of the likeliest tokens."""
         entries = [(likelihood.token, likelihood.logprob), *likelihood.top[:top]]
         texts = {token: self._in_context(token) for token, _ in entries}
         partial = self._decode([likelihood.token]).endswith(REPLACEMENT)
@@ -366,7 +370,7 @@ class TokenTexts:
         ]
 
     def place(self, token: int) -> int:
-        """Returns the place of the answer's next token in its text: for parts of a character, the character's."""
+        """Returns the offset of the answer's next token in its text; all tokens of a character share its offset."""
         place = self._offset
         if token in self._hidden:
             return place

@@ -1,4 +1,4 @@
-"""OpenAI's responses: the bodies of /v1/responses as chats, and their answers as items, whole or in events."""
+"""OpenAI's Responses API: request bodies, their conversion to chats, and answers as items, whole or in events."""
 
 import time
 import uuid
@@ -28,12 +28,12 @@ from medusa_cli.serve.schema import (
 )
 from medusa_cli.serve.tools import CallReader
 
-# Fields of responses by the fields of chats.
+# Field names of /v1/responses, by the equivalent fields of chats.
 FIELDS = {"messages": "input", "response_format": "text", "max_tokens": "max_output_tokens"}
 
 
 class AnyTextPart(Strict):
-    """Part of a message's content."""
+    """A part of a message's content."""
 
     no_effect = neutral.MARKS
     type: Literal["input_text", "output_text", "text"]
@@ -41,13 +41,13 @@ class AnyTextPart(Strict):
 
 
 class PastItem(Strict):
-    """Declares the fields that every item of the past may have."""
+    """The fields that every past item may have."""
 
     no_effect = neutral.MARKS
 
 
 class MessageItem(PastItem):
-    """Turn of a conversation."""
+    """A turn of a conversation."""
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
@@ -55,7 +55,7 @@ class MessageItem(PastItem):
 
 
 class CallItem(PastItem):
-    """Call of a tool in the past."""
+    """A past call of a tool."""
 
     type: Literal["function_call"]
     call_id: str
@@ -64,7 +64,7 @@ class CallItem(PastItem):
 
 
 class CallOutputItem(PastItem):
-    """Result of a call."""
+    """The result of a past call."""
 
     type: Literal["function_call_output"]
     call_id: str
@@ -85,7 +85,7 @@ Item = Annotated[
 
 
 class TextFormat(NamedSchema):
-    """Form of the answer."""
+    """The form of the answer."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
 
@@ -96,23 +96,23 @@ class TextOptions(Strict):
 
 
 class Typed(Strict):
-    """Holds the only type of tools there is; it is checked before the other fields."""
+    """The only supported type of tool, which is checked before the other fields."""
 
     type: Literal["function"]
 
 
 class FunctionTool(Function, Typed):
-    """Function that the model may call."""
+    """A function that the model may call."""
 
 
 class ChosenTool(Typed):
-    """Choice of one tool."""
+    """The choice of one tool."""
 
     name: str
 
 
 class ResponsesRequest(Common):
-    """Body of /v1/responses: the fields that map onto a chat. Nothing is stored."""
+    """The body of /v1/responses, with the fields that have an equivalent in a chat. Nothing is stored."""
 
     no_effect = neutral.RESPONSES
     input: Annotated[
@@ -135,7 +135,7 @@ class ResponsesRequest(Common):
         return self
 
     def chat(self) -> ChatRequest:
-        """Returns the chat that asks for the same; raises ValidationError for items that do not belong together."""
+        """Returns the equivalent chat request; raises ValidationError for items that do not belong together."""
         body: dict[str, Any] = {
             "model": self.model,
             "messages": self._messages(),
@@ -185,7 +185,7 @@ class ResponsesRequest(Common):
 
 
 class ResponsesFormat:
-    """Formats the answer to one request: its items, a message and calls, and the events that tell of them."""
+    """Formats the answer to one request as items (messages and calls), and as the events that announce them."""
 
     def __init__(self, body: ResponsesRequest, chat: ChatRequest, ticket: Ticket) -> None:
         self._body = body
@@ -195,7 +195,7 @@ class ResponsesFormat:
         self._id = _new_id("resp")
         self._created = int(time.time())
         self._items: list[dict[str, Any]] = []
-        self._open = False  # the last item goes on
+        self._open = False  # whether the last item is unfinished
         self._sequence = 0
 
     def whole(self) -> dict[str, Any]:
@@ -204,7 +204,7 @@ class ResponsesFormat:
         return self._response(ended=True)
 
     async def stream(self, events: AsyncGenerator[tuple[int, Event]]) -> AsyncIterator[str]:
-        """Yields the response as server-sent events with names."""
+        """Yields the response as named server-sent events."""
         async with aclosing(events):
             for name in ("response.created", "response.in_progress"):
                 yield self._event(name, response=self._response())
@@ -270,7 +270,7 @@ class ResponsesFormat:
         return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
 
     def _begin(self, item: dict[str, Any]) -> list[str]:
-        """Begins an item; returns the events; the previous item's come first."""
+        """Begins an item; returns the events, after those that end the previous item."""
         events = self._end()
         self._items.append({**item, "status": "in_progress"})
         self._open = True
@@ -356,7 +356,7 @@ class ResponsesFormat:
 
 
 def in_responses(reason: Refusal) -> Refusal:
-    """Returns a refusal of a chat in the words of responses."""
+    """Returns a chat's refusal, with the field names of /v1/responses."""
     field = str(reason.param).partition(".")[0]
     if field in FIELDS:
         text = str(reason).replace(str(reason.param), FIELDS[field])

@@ -1,4 +1,4 @@
-"""Requests to steps: one thread owns the decoder, and requests join and leave between its steps."""
+"""The scheduler of requests: one thread owns the decoder, and requests join and leave between its steps."""
 
 import gc
 import logging
@@ -17,17 +17,17 @@ from medusa_cli.errors import UserError
 from medusa_cli.serve.errors import Refusal
 from medusa_cli.serve.metrics import Metrics, add_positions
 
-# Seconds after which a client whose request was refused may try again.
+# Seconds after which a client may retry a refused request.
 RETRY_S = 2
 RESTART_S = 10
-# Tokens of answers that are remembered: they are indexed again, in 50 ms at most, after each answer.
+# Maximum number of remembered tokens. After each answer they are indexed again, in 50 ms at most.
 MAX_REMEMBERED = 1 << 17
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Event:
-    """Holds the text and tokens that a step added to an answer; its last event may carry an error instead."""
+    """Holds the text and tokens that a step added to an answer; the last event may carry an error instead."""
 
     pieces: list[Piece] = field(default_factory=list)
     likelihoods: tuple[Likelihood, ...] = ()
@@ -38,11 +38,11 @@ class Event:
 
 @dataclass(eq=False)
 class Ticket:
-    """A request in the queue or in a slot, its answer so far, and the callback that receives its events.
+    """Holds a request in the queue or in a slot, its answer so far, and the callback that receives its events.
 
-    reused: tokens of the prompt that came from the prefix cache. drafts: steps with draft tokens.
-    accepted_at: by position, the steps that accepted a draft token there. abandoned: nobody waits
-    for the answer, so the scheduler frees its slot before the next step.
+    reused: the number of prompt tokens from the prefix cache. drafts: the number of steps with draft
+    tokens. accepted_at: for each position, the number of steps that accepted a draft token there.
+    abandoned: nobody waits for the answer, so the scheduler frees its slot before the next step.
     """
 
     request: Request
@@ -56,7 +56,7 @@ class Ticket:
 
     @property
     def seconds(self) -> float:
-        """Returns the time since the request was submitted."""
+        """Returns the seconds since the request was submitted."""
         return time.perf_counter() - self.submitted
 
     def count(self, step: Step) -> None:
@@ -66,10 +66,10 @@ class Ticket:
 
 
 class Scheduler:
-    """Decodes requests in the order they come: at most `slots` at a time, while `waiting` more wait.
+    """Decodes requests in order of arrival, at most `slots` at a time, while up to `waiting` more are queued.
 
-    remember: the number of last answers, of at most MAX_REMEMBERED tokens, that later ones are
-    drafted from.
+    remember: the number of recent answers, with at most MAX_REMEMBERED tokens together, from which
+    later answers are drafted.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Scheduler:
         self._decoder = medusa.decoder(slots)
         self._running: dict[Sequence, Ticket] = {}
         self._prompt: tuple[Ticket, Iterator[tuple[Sequence, Step | None]]] | None = (
-            None  # under way
+            None  # the ticket whose prompt is being processed, and its remaining pieces
         )
         self._waiting: deque[Ticket] = deque()
         self._changed = threading.Condition()  # guards the queue
@@ -101,11 +101,11 @@ class Scheduler:
         return self._medusa.loaded.policy is not None
 
     def running(self) -> list[Ticket]:
-        """Returns the requests that decode."""
+        """Returns the requests that are being decoded."""
         return list(self._running.values())
 
     def submit(self, tickets: Collection[Ticket]) -> None:
-        """Queues all requests of a client or none; the decoding thread delivers their events. Raises Refusal."""
+        """Queues all requests of a client, or none and raises Refusal. The decoding thread delivers their events."""
         capacity = self._max_waiting + self._slots
         if len(tickets) > capacity:
             text = f"{len(tickets)} answers are more than the {capacity} that this server decodes or queues"
@@ -123,17 +123,17 @@ class Scheduler:
             self._changed.notify()
 
     def drain(self) -> None:
-        """Takes no more requests; `run` returns after those under way are answered."""
+        """Stops accepting requests; `run` returns after the accepted ones are answered."""
         self.closing = (
-            True  # without the lock: the thread that a signal handler interrupts may hold it
+            True  # without the lock, which the thread interrupted by a signal handler may hold
         )
 
     def run(self) -> None:
         """Decodes in this thread until drained.
 
-        It should be the thread that loaded the model: OpenMP's workers belong to a thread, and a
-        second team of them sleeps between matmuls instead of spinning, so steps on a CPU take half
-        as long again.
+        This should be the thread that loaded the model. OpenMP's workers belong to a thread, and a
+        second team of workers sleeps between matmuls instead of spinning. Steps on a CPU then take
+        1.5 times as long.
         """
         self.alive = True
         try:
@@ -144,7 +144,7 @@ class Scheduler:
                     self._step()
                 except (
                     Exception
-                ) as reason:  # clients must hear of it, and the next request must be served
+                ) as reason:  # clients must be told, and the next request must be served
                     log.exception("a step failed; its requests fail")
                     self._fail_all(reason)
         finally:
@@ -160,7 +160,7 @@ class Scheduler:
         return True
 
     def _evict(self) -> None:
-        """Ends abandoned requests: frees their slots and their places in the queue."""
+        """Ends abandoned requests, and frees their slots and their places in the queue."""
         for sequence, ticket in list(self._running.items()):
             if ticket.abandoned:
                 self._release(sequence)
@@ -173,7 +173,7 @@ class Scheduler:
             self._finish(ticket, Event(last=True))
 
     def _prefill(self) -> None:
-        """Runs a piece of one request's prompt: a step of the running ones follows each."""
+        """Runs one piece of one request's prompt; each piece is followed by a step of the running requests."""
         while self._prompt is not None or (self._waiting and self._decoder.free_slots):
             if self._prompt is None:
                 with self._changed:
@@ -227,7 +227,7 @@ class Scheduler:
             self._remember(ticket)
 
     def _remember(self, ticket: Ticket) -> None:
-        """Indexes an answer, after the end of its prompt, with the last ones; the oldest give way."""
+        """Indexes an answer, preceded by the end of its prompt, with the recent ones; drops the oldest if needed."""
         if self._answers.maxlen:
             self._answers.append([*ticket.request.prompt[-MAX_LENGTH:], *ticket.answer.tokens])
             while sum(map(len, self._answers)) > MAX_REMEMBERED:
@@ -251,11 +251,11 @@ class Scheduler:
         ticket.deliver(event)
 
     def _fail_all(self, reason: Exception) -> None:
-        """Fails all running requests, and starts over with an empty cache, for which the old one makes room."""
+        """Fails all running requests; frees the decoder and creates a new one with an empty cache."""
         for sequence in list(self._running):
             self._finish(self._running.pop(sequence), Event(error=reason, last=True))
         self._prompt = None
-        traceback.clear_frames(reason.__traceback__)  # they hold the old decoder
+        traceback.clear_frames(reason.__traceback__)  # the frames hold the old decoder
         del self._decoder
         gc.collect()
         self._decoder = self._medusa.decoder(self._slots)

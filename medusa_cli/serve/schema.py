@@ -1,7 +1,7 @@
-"""Bodies of requests, in the words of OpenAI, vLLM and llama.cpp.
+"""Request bodies, with the field names of OpenAI, vLLM and llama.cpp.
 
-A field that cannot change the answer is taken (`neutral`); one that would change it and is not
-served is refused by name, never ignored.
+A field that cannot change the answer is accepted (see `neutral`). An unsupported field that would
+change the answer is refused by name, never ignored.
 """
 
 import json
@@ -23,28 +23,29 @@ from medusa_cli.decode.grammar import ANY_OBJECT, Grammar
 from medusa_cli.errors import UsageError
 from medusa_cli.serve import neutral
 
-# Each token of an answer is searched for each stop string.
+# Limits of stop strings, because every token of an answer is searched for each of them.
 MAX_STOPS = 1024
 MAX_STOP = 1024
 MAX_CHOICES = 128
 MAX_NAME = 256
 MAX_TOOLS = 128
 MAX_TOP = 20
-# A field of several forms is checked in the form it was sent in; refusals leave out these names of
-# forms.
+# A field that has several forms is validated in the form in which it was sent. Refusals omit these
+# names of forms.
 TEXT, LIST, TEXTS, LISTS, OBJECT = FORMS = "<text>", "<list>", "<texts>", "<lists>", "<object>"
 ITEMS = "<message>", "<function_call>", "<function_call_output>"
 FORM = Discriminator(lambda value: LIST if isinstance(value, list) else TEXT)
 StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP)]
 TokenId = Annotated[int, Field(ge=0)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1)]
-Form = TypeVar("Form")  # of a part that chats and responses write differently
+Form = TypeVar("Form")  # a part that chats and responses write differently
 
 
 class Strict(BaseModel):
-    """Refuses unknown fields, and true as a number; null means left out, as clients send back what they received.
+    """Refuses unknown fields, and booleans for numbers.
 
-    no_effect: fields that may be given with values that change nothing.
+    Null means left out, because clients send back what they received. no_effect: fields that are accepted with values
+    that change nothing.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
@@ -56,8 +57,8 @@ class Strict(BaseModel):
         if not isinstance(data, dict):
             return data
         given = {name: value for name, value in data.items() if value is not None}
-        # Declared fields are read, except for values of no effect: another kind of object may
-        # not declare them.
+        # Declared fields are used unless their value has no effect. A table may accept any value of
+        # a field, because another model that shares the table does not declare the field.
         checks = {
             name: check
             for name, check in cls.no_effect.items()
@@ -69,7 +70,11 @@ class Strict(BaseModel):
 
 
 class StreamOptions(Strict):
-    """include_usage: send a last chunk with the usage and no choice; continuous: and the usage so far in each."""
+    """Options for streams.
+
+    include_usage: send a last chunk with the usage and no choice. continuous_usage_stats: then also send the usage so
+    far in each chunk.
+    """
 
     no_effect = neutral.STREAM
     include_usage: bool = False
@@ -77,7 +82,7 @@ class StreamOptions(Strict):
 
 
 class NamedSchema(Strict):
-    """JSON schema with a name; it is followed, strict or not. Without a schema any object will do."""
+    """A JSON schema with a name, enforced whether `strict` is set or not. Without a schema, any object is valid."""
 
     no_effect = neutral.SCHEMA
     name: str | None = Field(default=None, max_length=MAX_NAME)
@@ -94,14 +99,14 @@ Choices = Annotated[list[str], Field(min_length=1)]
 
 
 def choice_of(texts: Sequence[str]) -> str:
-    """Returns the grammar of one of some texts."""
+    """Returns the grammar of a choice between texts."""
     return "start: " + " | ".join(json.dumps(text) for text in texts)
 
 
 class ResponseFormat(Strict):
-    """Form of the answer: any text, any JSON object, or one by a schema.
+    """The form of the answer: any text, any JSON object, or JSON that follows a schema.
 
-    schema: of a JSON object, as llama.cpp takes it.
+    schema: the schema of a JSON object, in llama.cpp's way.
     """
 
     type: Literal["text", "json_object", "json_schema"] = "text"
@@ -118,7 +123,7 @@ class ResponseFormat(Strict):
 
     @property
     def source(self) -> Source | None:
-        """Returns the grammar of the answer."""
+        """Returns the arguments of the answer's grammar; None for any text."""
         if self.type == "text":
             return None
         schema = self.schema_ if self.json_schema is None else self.json_schema.schema_
@@ -126,7 +131,7 @@ class ResponseFormat(Strict):
 
 
 class StructuredOutputs(Strict):
-    """Constraint of the answer in vLLM's words: one of these."""
+    """A constraint on the answer, with vLLM's field names, of which only one may be given."""
 
     no_effect = neutral.STRUCTURE
     json_: Schema | None = Field(None, alias="json")
@@ -137,7 +142,7 @@ class StructuredOutputs(Strict):
 
     @property
     def source(self) -> Source:
-        """Returns the grammar of the answer; raises UsageError."""
+        """Returns the arguments of the answer's grammar; raises UsageError for both a choice and a grammar."""
         if self.choice and self.grammar:
             raise UsageError("@choice and @grammar constrain one answer", "leave one of them out")
         schema = ANY_OBJECT if self.json_object and self.json_ is None else self.json_
@@ -149,10 +154,10 @@ class StructuredOutputs(Strict):
 
 
 class Speculative(Strict):
-    """Says if an answer uses drafts, and if it reports their figures.
+    """Controls whether an answer uses drafts, and whether the usage has figures about them.
 
-    enabled: false decodes plainly. figures: count the accepted draft tokens of each position in the
-    usage.
+    enabled: false means plain decoding. figures: report the number of accepted draft tokens at each
+    position in the usage.
     """
 
     enabled: bool = True
@@ -160,7 +165,7 @@ class Speculative(Strict):
 
 
 class Common(Strict):
-    """Fields of all requests for an answer."""
+    """The fields of all requests for an answer."""
 
     no_effect = neutral.REQUEST
     model: str | None = Field(None, description="default: the only model there is")
@@ -182,7 +187,7 @@ class Common(Strict):
 
 
 class Sampled(Common):
-    """Fields of chats and completions: sampling, stop criteria, forms of the answer."""
+    """The fields of chats and completions: sampling, stop criteria and the form of the answer."""
 
     top_k: int | None = Field(
         None, ge=0, le=1_000_000, description="0 keeps all; not in OpenAI's API"
@@ -203,7 +208,7 @@ class Sampled(Common):
         dict[Annotated[int, Field(ge=0, strict=False)], Annotated[float, Field(ge=-100, le=100)]]
         | None
     ) = None
-    # vLLM's and llama.cpp's; null is the model's own value.
+    # Fields of vLLM and llama.cpp, where null means the model's default.
     repetition_penalty: float | None = Field(
         None, gt=0, le=100, validation_alias=AliasChoices("repetition_penalty", "repeat_penalty")
     )
@@ -242,7 +247,7 @@ class Sampled(Common):
 
     @property
     def forms(self) -> dict[str, Source]:
-        """Returns the grammar of the answer by the fields that name one; raises UsageError."""
+        """Returns the arguments of the answer's grammar, by the fields that give one; raises UsageError."""
         forms: dict[str, Source] = {}
         if self.structured_outputs is not None:
             forms["structured_outputs"] = self.structured_outputs.source
@@ -253,7 +258,7 @@ class Sampled(Common):
 
     @property
     def constraint(self) -> str:
-        """Returns the field that constrains the answer, if any does."""
+        """Returns the name of the field that constrains the answer, "structured_outputs" if none does."""
         fields = ("structured_outputs", *FORM_FIELDS)
         return next(
             (field for field in fields if getattr(self, field) is not None), "structured_outputs"
@@ -261,7 +266,7 @@ class Sampled(Common):
 
     @property
     def followed(self) -> Grammar | None:
-        """Returns the grammar of the answer; raises UsageError."""
+        """Returns the grammar that the answer must follow, if any; raises UsageError if several are given."""
         forms = self.forms
         if len(forms) > 1:
             first, second, *_ = forms
@@ -271,7 +276,7 @@ class Sampled(Common):
         return Grammar.of(**next(iter(forms.values()), {}))
 
 
-# vLLM's former fields and llama.cpp's, by the kinds of grammars.
+# Former fields of vLLM and fields of llama.cpp, with the kinds of grammars that they give.
 FORM_FIELDS = {
     "guided_json": "json_schema",
     "guided_regex": "regex",
@@ -284,7 +289,7 @@ Content = Annotated[Annotated[str, Tag(TEXT)] | Annotated[list[Form], Tag(LIST)]
 
 
 class TextPart(Strict):
-    """Part of a message's content."""
+    """A part of a message's content."""
 
     no_effect = neutral.MARKS
     type: Literal["text"]
@@ -292,12 +297,12 @@ class TextPart(Strict):
 
 
 def text_of(content: str | list[Any]) -> str:
-    """Returns the text of a content, whose parts stand side by side."""
+    """Returns the text of a message's content, with its parts joined."""
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 class Function(Strict):
-    """Function that the model may call."""
+    """A function that the model may call."""
 
     no_effect = neutral.MARKS
     name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
@@ -306,7 +311,7 @@ class Function(Strict):
 
 
 class Tool(Strict):
-    """Tool of the only type there is."""
+    """A tool of the only supported type."""
 
     no_effect = neutral.MARKS
     type: Literal["function"]
@@ -314,7 +319,7 @@ class Tool(Strict):
 
     @property
     def plain(self) -> dict[str, Any]:
-        """Returns the tool in the form that chat templates take."""
+        """Returns the tool in the form that chat templates expect."""
         function = self.function
         parameters = function.parameters or {"type": "object", "properties": {}}
         more = {
@@ -326,7 +331,7 @@ class Tool(Strict):
 
 
 class CalledFunction(Strict):
-    """Function that an answer called. Its arguments may be no JSON: the end of an answer may have cut them."""
+    """A function that an answer called. If the end of the answer cut off its arguments, they are not valid JSON."""
 
     no_effect = neutral.MARKS
     name: str
@@ -341,9 +346,9 @@ class CalledFunction(Strict):
 
     @property
     def plain(self) -> dict[str, Any]:
-        """Returns the call in the form that chat templates take; arguments that are not a JSON object stay text."""
+        """Returns the call in the form that chat templates expect; arguments that are not a JSON object stay text."""
         try:
-            # Clients write a call without arguments as an empty text.
+            # Clients send an empty text for a call without arguments.
             value = (
                 self.arguments
                 if isinstance(self.arguments, dict)
@@ -358,7 +363,7 @@ class CalledFunction(Strict):
 
 
 class ToolCall(Strict):
-    """Call in an answer of the past."""
+    """A call in an earlier answer."""
 
     no_effect = neutral.MARKS
     id: str = ""
@@ -371,7 +376,7 @@ class FunctionName(Strict):
 
 
 class NamedTool(Strict):
-    """Choice of one tool."""
+    """The choice of one tool."""
 
     type: Literal["function"]
     function: FunctionName
@@ -384,7 +389,7 @@ ToolChoice = Annotated[
 
 
 class Message(Strict):
-    """Turn of a conversation. refusal: stands in for the content. function_call: a call in OpenAI's first form."""
+    """A turn of a conversation. refusal: used if there is no content. function_call: a call in OpenAI's old format."""
 
     no_effect = neutral.MESSAGE
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
@@ -410,7 +415,7 @@ class Message(Strict):
 
     @property
     def plain(self) -> dict[str, Any]:
-        """Returns the message in the form that chat templates take."""
+        """Returns the message in the form that chat templates expect."""
         role = {"developer": "system", "function": "tool"}.get(self.role, self.role)
         message: dict[str, Any] = {
             "role": role,
@@ -432,7 +437,7 @@ class Message(Strict):
 
 
 class Conversation(Strict):
-    """Messages, and how the chat template renders them."""
+    """Messages, and the options for rendering them with the chat template."""
 
     messages: list[Message] = Field(min_length=1)
     tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
@@ -470,12 +475,12 @@ class Conversation(Strict):
 
     @property
     def offered(self) -> list[dict[str, Any]]:
-        """Returns the tools that the model is told of."""
+        """Returns the tools that the model is told about."""
         return [tool.plain for tool in self.tools or ()]
 
 
 class ChatRequest(Sampled, Conversation):
-    """Body of /v1/chat/completions."""
+    """The body of /v1/chat/completions."""
 
     no_effect = neutral.CHAT
     max_tokens: int | None = Field(
@@ -507,7 +512,7 @@ class ChatRequest(Sampled, Conversation):
 
     @property
     def required(self) -> list[dict[str, Any]]:
-        """Returns the tools of which the answer must call one; none if it may do without."""
+        """Returns the tools of which the answer must call one; an empty list if no call is required."""
         if isinstance(self.tool_choice, NamedTool):
             return [
                 tool
@@ -529,14 +534,17 @@ class ChatRequest(Sampled, Conversation):
 
     @property
     def echoed(self) -> str:
-        """Returns the text that comes before the answer: with `echo` the last message, if it is none of a user's."""
+        """Returns the text that precedes the answer, which is empty without `echo`.
+
+        With `echo` it is the last message, if that is an assistant's or if no generation prompt is added.
+        """
         last = self.messages[-1]
         own = last.role == "assistant" or not self.template["add_generation_prompt"]
         return text_of(last.content or "") if self.echo and own else ""
 
     @property
     def limit(self) -> int | None:
-        """Returns the longest answer in tokens."""
+        """Returns the maximum length of the answer in tokens."""
         return self.max_completion_tokens if self.max_tokens is None else self.max_tokens
 
     @property
@@ -555,7 +563,7 @@ def _form_of_prompt(value: Any) -> str:
 
 
 class CompletionRequest(Sampled):
-    """Body of /v1/completions: texts, or lists of token ids, to continue."""
+    """The body of /v1/completions, with texts or lists of token ids to continue."""
 
     prompt: Annotated[
         Annotated[str, Field(min_length=1), Tag(TEXT)]
@@ -603,7 +611,7 @@ class CompletionRequest(Sampled):
 
 
 class TokenizeText(Strict):
-    """Body of /tokenize with a text, in vLLM's words."""
+    """The body of /tokenize for a text, with vLLM's field names."""
 
     model: str | None = None
     prompt: str
@@ -612,14 +620,14 @@ class TokenizeText(Strict):
 
 
 class TokenizeChat(Conversation):
-    """Body of /tokenize with messages."""
+    """The body of /tokenize for messages."""
 
     model: str | None = None
     return_token_strs: bool = False
 
 
 class DetokenizeRequest(Strict):
-    """Body of /detokenize."""
+    """The body of /detokenize."""
 
     model: str | None = None
     tokens: list[TokenId]

@@ -1,4 +1,4 @@
-"""The server process: one thread takes requests, another decodes; the first signal lets answers finish."""
+"""The server process: one thread accepts requests, another decodes; the first signal lets answers finish."""
 
 import asyncio
 import logging
@@ -25,25 +25,23 @@ from medusa_cli.serve.app import build
 from medusa_cli.serve.middleware import Limits
 from medusa_cli.serve.templates import TemplateProcess
 
-# Bytes of a request's line and headers, connections that wait to be accepted, bytes of answers that
-# the system keeps for a client that does not read.
-MAX_HEADERS = 64 << 10
-BACKLOG = 128
-SEND_BUFFER = 32 << 10
-# Bytes. A client that reads fewer within `Limits.read_s` is cut off.
+MAX_HEADERS = 64 << 10  # bytes of a request's first line and headers
+BACKLOG = 128  # connections that wait to be accepted
+SEND_BUFFER = 32 << 10  # bytes of an answer that the system buffers for a client that does not read
+# A client that reads fewer bytes than this within `Limits.read_s` is disconnected.
 MIN_READ = 16 << 10
-# Logs to which anybody who connects can make the server write.
+# Logs to which any client can make the server write.
 LOGS = ("uvicorn.error", "asyncio", "medusa_cli.serve.scheduler")
 
 
 class Server:
-    """Takes requests in a thread of its own, and decodes in the one that calls `run`."""
+    """Accepts requests in a separate thread, and decodes in the thread that calls `run`."""
 
     def __init__(self, medusa: Medusa, limits: Limits) -> None:
         self._templates = TemplateProcess(medusa.backbone, limits.template_s)
         app, self._scheduler = build(medusa, limits, self._templates)
         self._head_s = limits.head_s
-        # A quarter is for other files: the listener, the log, the model.
+        # A quarter of the limit is left for other files: the listener, the log, the model.
         limits = replace(limits, max_connections=min(limits.max_connections, file_limit() * 3 // 4))
         config = uvicorn.Config(
             app,
@@ -79,12 +77,12 @@ class Server:
         web = threading.Thread(target=self._listen, args=(listener,), name="web", daemon=True)
         web.start()
         self._scheduler.run()
-        self._web.should_exit = True  # after the last lines are sent
+        self._web.should_exit = True  # uvicorn first sends the last lines
         web.join()
         self._templates.close()
 
     def stop(self) -> None:
-        """Refuses new requests, finishes those under way, then ends; a second call raises KeyboardInterrupt."""
+        """Refuses new requests and ends the server after the accepted ones; a second call raises KeyboardInterrupt."""
         if self._scheduler.closing:
             raise KeyboardInterrupt
         self._scheduler.drain()
@@ -97,15 +95,15 @@ class Server:
 
     async def _serve(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
-        if self._web.config.is_ssl:  # uvicorn leaves a silent client asyncio's minute
+        if self._web.config.is_ssl:  # uvicorn keeps asyncio's default of a minute
             loop.create_server = partial(loop.create_server, ssl_handshake_timeout=self._head_s)  # type: ignore
         await self._web.serve(sockets=[listener])
 
 
 class Protocol(H11Protocol):
-    """uvicorn's protocol, which has no deadline but that between two requests.
+    """Adds deadlines to uvicorn's protocol, whose only deadline is between two requests.
 
-    A connection beyond `Limits.max_connections` ends the one that has waited longest for a whole
+    A connection beyond `Limits.max_connections` closes the one that has waited longest for a whole
     request.
     """
 
@@ -122,9 +120,8 @@ class Protocol(H11Protocol):
     def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._waiting_since = self.loop.time()
-        transport.set_write_buffer_limits(
-            high=1, low=0
-        )  # `pause_writing` then reports every answer that is not read
+        # `pause_writing` is then called for every answer that is not read.
+        transport.set_write_buffer_limits(high=1, low=0)
         self._expect_head()
         if len(self.connections) > self._limits.max_connections:
             self._make_room()
@@ -151,12 +148,12 @@ class Protocol(H11Protocol):
             self._reading.cancel()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)  # resumes writing
+        super().connection_lost(exc)  # also resumes writing
         if self._head is not None:
             self._head.cancel()
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Logs nothing: a server may answer a request to upgrade as any other."""
+        """Logs nothing, because a server may answer an upgrade request like any other request."""
 
     def _make_room(self) -> None:
         others: list[Any] = [
@@ -182,14 +179,16 @@ class Protocol(H11Protocol):
 
 
 class OnceAMinute(logging.Filter):
-    """Passes a message on once a minute, with the count of messages dropped since; an OSError without its traceback."""
+    """Passes on each message once per minute, with the number of messages dropped since then.
+
+    An OSError is logged without its traceback.
+    """
 
     def __init__(self, period_s: float = 60) -> None:
         super().__init__()
         self._period_s = period_s
-        self._passed = dict[
-            str, tuple[float, int]
-        ]()  # by the message's beginning: when, and how many were dropped
+        # By the message's first 40 characters: the time when it passed, and how many were dropped.
+        self._passed = dict[str, tuple[float, int]]()
 
     def filter(self, record: logging.LogRecord) -> bool:
         now = time.monotonic()
@@ -213,16 +212,16 @@ _once_a_minute = OnceAMinute()
 
 
 def file_limit() -> int:
-    """Raises the number of files that this process may open as far as it goes, and returns it."""
+    """Raises this process's limit on open files as far as possible, and returns the limit."""
     limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(ValueError, OSError):  # some systems name a limit that they refuse
+    with suppress(ValueError, OSError):  # some systems report a limit that they refuse
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         limit = hard
     return sys.maxsize if limit == resource.RLIM_INFINITY else limit
 
 
 def check_certificate(certificate: Path | None, key: Path | None) -> None:
-    """Raises UsageError for files that do not serve HTTPS: missing, no PEM, not a pair, or with a password."""
+    """Raises UsageError for files unsuitable for HTTPS: missing, not PEM, not a pair, or with a password."""
     if certificate is None:
         if key is not None:
             raise UsageError(
@@ -240,7 +239,7 @@ def check_certificate(certificate: Path | None, key: Path | None) -> None:
 
 
 def listen(host: str, port: int, uds: Path | None = None) -> socket.socket:
-    """Returns a socket bound to an address, or to the file `uds`; port 0 is any free one.
+    """Returns a socket bound to an address, or to the file `uds`; port 0 means any free port.
 
     Raises UsageError for an address that cannot be bound.
     """
@@ -259,7 +258,7 @@ def listen(host: str, port: int, uds: Path | None = None) -> socket.socket:
         OverflowError,
         ValueError,
         TypeError,
-    ) as reason:  # a host name that no address can have
+    ) as reason:  # TypeError, ValueError: an invalid host name
         listener.close()
         fault = getattr(reason, "strerror", None) or str(reason)
         place = f"@host {host} @port {port}"
@@ -272,6 +271,6 @@ def listen(host: str, port: int, uds: Path | None = None) -> socket.socket:
 
 
 def _is_served(path: Path) -> bool:
-    """Returns False for a Unix socket that a server which was killed left behind."""
+    """Returns False for a Unix socket that a killed server left behind."""
     with socket.socket(socket.AF_UNIX) as client:
         return client.connect_ex(str(path)) == 0

@@ -1,4 +1,4 @@
-"""Renders chat templates in a process of its own: a thread could be neither interrupted nor bounded in memory."""
+"""Rendering of chat templates in a separate process, because a thread cannot be interrupted or limited in memory."""
 
 import multiprocessing
 import signal
@@ -14,13 +14,13 @@ from medusa_cli.model.chat_template import chat_prompt, too_much
 
 
 def prepare() -> None:
-    """Starts the process from which the renderers are forked, which imports their modules meanwhile."""
+    """Starts the process from which renderers are forked; it imports their modules in the background."""
     multiprocessing.set_forkserver_preload([__name__])
     forkserver.ensure_running()
 
 
 class TemplateProcess:
-    """Renders one model's chat template, for one caller at a time; ends a rendering after `seconds`."""
+    """Renders one model's chat template for one caller at a time; aborts a rendering after `seconds`."""
 
     def __init__(self, backbone: Backbone, seconds: float) -> None:
         self._model = SimpleNamespace(id=backbone.id, tokenizer=backbone.tokenizer)
@@ -37,7 +37,7 @@ class TemplateProcess:
         self._ready = False
 
     def render(self, messages: Sequence[Mapping[str, Any]], template: Mapping[str, Any]) -> str:
-        """Returns a prompt's text as `chat_prompt` does; raises UserError also if it takes too much."""
+        """Returns a prompt's text as `chat_prompt` does; also raises UserError if rendering takes too long."""
         try:
             if not self._ready:
                 self._ready = self._connection.recv()
@@ -61,7 +61,7 @@ class TemplateProcess:
 
 def _render_all(connection: Connection, model: Any) -> None:
     """Renders prompts until the other end is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server ends it, after the last answer
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server ends it after the last answer
     try:
         connection.send(True)
         while True:

@@ -1,7 +1,8 @@
-"""Tools: how a model is told of them, the grammar of their calls, and the calls that its answer makes as it comes.
+"""Tools: their description in the prompt, the grammar of their calls, and the calls found in a streamed answer.
 
-Models write calls as Hermes and Qwen, as Llama 3, or as Mistral do; the chat template tells which.
-A model whose template knows no tools is told of them in the system prompt, in Hermes' form.
+Models write calls in the style of Hermes and Qwen, of Llama 3, or of Mistral; the chat template
+shows which. If the template does not support tools, the system prompt describes them in Hermes'
+style.
 """
 
 import json
@@ -15,11 +16,11 @@ from medusa_cli.decode.answer import partial_stop
 from medusa_cli.decode.grammar import Grammar, inline
 from medusa_cli.model import Backbone
 
-# Tokens of some vocabularies, plain text in others.
+# These are tokens in some vocabularies, and plain text in others.
 BEGIN = ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>")
 END = "</tool_call>"
 MARKERS = (*BEGIN, END, "[ARGS]", "[CALL_ID]")
-MAX_CALLS = 8  # of an answer that must call
+MAX_CALLS = 8  # in an answer that must call a tool
 INSTRUCTION = """You may call functions to help with the request. These are their signatures:
 <tools>
 {tools}
@@ -35,7 +36,7 @@ Tools = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class ToolStyle:
-    """Describes how a model writes calls: the text around all of them, around and between them, and a call itself."""
+    """Describes how a model writes calls: the text around all calls, around and between calls, and a call itself."""
 
     first: str = ""
     last: str = ""
@@ -52,7 +53,7 @@ MISTRAL_11 = ToolStyle(before="[TOOL_CALLS]", call="BARE[ARGS]ARGUMENTS")
 
 
 def style_of(template: str) -> ToolStyle:
-    """Returns how a model of this chat template writes calls."""
+    """Returns the style in which a model with this chat template writes calls."""
     if "[TOOL_CALLS]" in template:
         return MISTRAL_11 if "[ARGS]" in template else MISTRAL
     if "<|python_tag|>" in template or '"parameters": dictionary' in template:
@@ -61,7 +62,7 @@ def style_of(template: str) -> ToolStyle:
 
 
 def marker_ids(backbone: Backbone) -> dict[str, int]:
-    """Returns the markers that are tokens of the model, special or not, by their text."""
+    """Returns the ids, by text, of the markers that are tokens of the model, special or not."""
     tokens = backbone.tokenizer.added_tokens_decoder
     return {token.content: id for id, token in tokens.items() if token.content in MARKERS}
 
@@ -69,9 +70,9 @@ def marker_ids(backbone: Backbone) -> dict[str, int]:
 def calls_grammar(
     backbone: Backbone, tools: Tools, several: bool, answer: Grammar | None = None
 ) -> Grammar:
-    """Returns the grammar of calls of the tools, at least one, in the model's style.
+    """Returns the grammar of one or more tool calls in the model's style.
 
-    several: more than one may follow. answer: a JSON schema that the answer may follow instead.
+    several: allow more than one call. answer: a JSON schema that the answer may follow instead.
     """
     style = style_of(template_of(backbone))
     ids = marker_ids(backbone)
@@ -110,7 +111,7 @@ def template_of(backbone: Backbone) -> str:
 def describe_tools(
     backbone: Backbone, messages: Sequence[Message], tools: Tools
 ) -> tuple[list[Message], dict[str, Any]]:
-    """Returns messages, and more arguments of the chat template, that tell the model of its tools."""
+    """Returns messages and additional chat-template arguments that tell the model about its tools."""
     if "tools" in template_of(backbone):
         return list(messages), {"tools": list(tools)} if tools else {}
     rendered: list[Message] = []
@@ -157,12 +158,12 @@ _decode = json.JSONDecoder().raw_decode
 def read_calls(
     text: str, names: Collection[str], last: bool, sent: int = 0
 ) -> tuple[str, list[tuple[str, str]]]:
-    """Returns the content of an answer so far, and its calls, by name and arguments, as far as both are certain.
+    """Returns an answer's content so far, and its calls (name, arguments), as far as both are certain.
 
-    A call begins with a marker of any style, or with the answer. Text that does not call a tool of these
-    names is content. last: the answer ends here; else the arguments of the last call may go on. A
-    call that the end of the answer cuts is content, too, unless it is one of the first `sent`,
-    which the client has.
+    A call begins with a marker of any style, or at the start of the answer. Text that does not call
+    a tool in `names` is content. last: the answer ends here; otherwise the arguments of the last
+    call may continue. A call that is cut off by the end of the answer is content, too, unless it is
+    one of the first `sent` calls, which the client already has.
     """
     content = ""
     calls = list[tuple[str, str]]()
@@ -171,14 +172,14 @@ def read_calls(
     while True:
         bare = not (begun or calls) and text[at:].lstrip().startswith("{")
         start, after = (at, at) if bare else _next_marker(text, at, last)
-        if text[at:start].strip() or (begun and not calls):  # blanks around a call are not content
+        if text[at:start].strip() or (begun and not calls):  # spaces around a call are not content
             content += text[at:start]
         if after is None:
             return content, calls
         at = after
         begun = begun or bool(content)
 
-        # Calls, until no other follows. Text from `start` on is content if it does not become a call.
+        # Read calls until no other follows. Text from `start` is content unless it becomes a call.
         while True:
             if between := _BETWEEN.match(text, at):
                 at = between.end()
@@ -211,7 +212,7 @@ def read_calls(
 def _next_marker(text: str, at: int, last: bool) -> tuple[int, int | None]:
     """Returns the start and end of the next marker from position `at` on.
 
-    Without one the end is None, and the start is where a marker may be under way, else the text's end.
+    Without a marker, the end is None. The start is then where an incomplete marker may begin, or else the text's end.
     """
     if found := _BEGIN.search(text, at):
         return found.span()
@@ -222,7 +223,7 @@ def _next_marker(text: str, at: int, last: bool) -> tuple[int, int | None]:
 def _call_at(
     text: str, at: int, names: Collection[str], bare: bool
 ) -> tuple[tuple[str, str], int | None] | None:
-    """Returns the call that begins at a place, and its end (None while it goes on); None for other text."""
+    """Returns the call that begins at a position, and its end (None while incomplete); None for other text."""
     head = _JSON_HEAD.match(text, at) or _ARGS_HEAD.match(text, at)
     if head and head[1] in names:
         end = _end(text, head.end())
@@ -233,7 +234,7 @@ def _call_at(
 
 
 def _may_become_call(text: str, at: int, bare: bool, last: bool) -> bool:
-    """Returns True if the text from a place on, which is not a call yet, may go on as one."""
+    """Returns True if the text from a position on is not a call yet, but may become one."""
     if last or END in text[at:] or _JSON_HEAD.match(text, at) or _ARGS_HEAD.match(text, at):
         return False
     squeezed = "".join(text[at : at + 40].split())[: len(_NAME_HEAD)]
@@ -241,7 +242,7 @@ def _may_become_call(text: str, at: int, bare: bool, last: bool) -> bool:
 
 
 def _end(text: str, start: int) -> int | None:
-    """Returns the end of the JSON value at a place of a text; None while it goes on."""
+    """Returns the end of the JSON value at a position in a text; None while the value is incomplete."""
     try:
         return _decode(text, start)[1]
     except (ValueError, RecursionError):
@@ -249,7 +250,7 @@ def _end(text: str, start: int) -> int | None:
 
 
 def _whole_call(text: str, start: int, names: Collection[str]) -> tuple[str, str] | None:
-    """Returns name and arguments of a call in another order, or with its arguments in a text."""
+    """Returns the name and arguments of a complete call, with its keys in any order or its arguments as a text."""
     end = _end(text, start)
     call = _decode(text, start)[0] if end else None
     if (
@@ -263,18 +264,18 @@ def _whole_call(text: str, start: int, names: Collection[str]) -> tuple[str, str
 
 
 class CallReader:
-    """Splits an answer, as it comes, into its content and its calls of tools."""
+    """Splits a streamed answer into its content and its tool calls."""
 
     def __init__(self, names: Collection[str]) -> None:
         self._names = names
         self._text = ""
         self._sent = self._arguments = (
-            0  # characters of the content, and of the last call's arguments, so far
+            0  # characters sent of the content and of the last call's arguments
         )
         self.count = 0
 
     def feed(self, text: str, last: bool = False) -> dict[str, Any]:
-        """Takes more of the answer; returns the content and the calls that it adds, as a delta of OpenAI's API."""
+        """Adds text to the answer; returns the new content and calls as a delta in OpenAI's format."""
         self._text += text
         content, calls = read_calls(self._text, self._names, last, self.count)
         delta: dict[str, Any] = (
@@ -285,7 +286,7 @@ class CallReader:
         for index in range(max(0, self.count - 1), len(calls)):
             name, arguments = calls[index]
             if index == self.count:
-                id = secrets.token_hex(5)[:9]  # as long as Mistral's
+                id = secrets.token_hex(5)[:9]  # as long as Mistral's ids
                 function = {"name": name, "arguments": arguments}
                 parts.append({"index": index, "id": id, "type": "function", "function": function})
                 self.count += 1

@@ -1,4 +1,4 @@
-"""Training drafters on the model's own answers, and measuring how often their drafts are right."""
+"""Training of drafters on the model's own answers, and measurement of how often their drafts are correct."""
 
 from medusa_cli.train.calibration import calibrate
 from medusa_cli.train.estimate import estimate

@@ -1,7 +1,9 @@
-"""Calibration: how often the i-th guess of each head is right where decoding asks for it (section 3.3.3)."""
+"""Calibration: how often the i-th guess of each head is right at the positions where decoding uses it.
+
+Source: Medusa, section 3.3.3.
+"""
 
 import logging
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from medusa_cli.engine import load_backbone
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.files.io import Document
 from medusa_cli.model import Backbone
+from medusa_cli.progress import Show, show_nothing
 from medusa_cli.runs.load_options import DEFAULT_LOADING, LoadOptions
 from medusa_cli.runs.recipe import load_recipe
 from medusa_cli.runs.run import STAMP, Run, describe_drafter, provenance, stamp_of
@@ -23,23 +26,23 @@ from medusa_cli.train.setup import engine_for, longest, runs_model
 from medusa_cli.tree import Tree
 from medusa_cli.tree.search import largest, search
 
-# Positions of a batch: its scores of one head [P, M] are held at once.
+# Positions per batch. The scores [P, M] of one head are in memory at the same time.
 POSITIONS = 512
-# Temperatures tried for a head's confidences, and on how many positions: a smooth curve needs no
-# more.
+# Temperatures tried for a head's confidences, and the number of positions they are compared on.
+# The loss is a smooth function of the temperature, so more positions are not needed.
 TEMPERATURES = tuple(round(0.6 + 0.05 * step, 2) for step in range(29))
 FIT_POSITIONS = 4096
-# The tree over which decoding is simulated. Accuracies measured over 14 nodes predict what 4 to 64
-# give, within 2.5 %.
+# Size of the tree with which decoding is simulated. Accuracies measured with 14 nodes predict the
+# acceptance length of trees of 4 to 64 nodes to within 2.5 %.
 NODES = 14
 ROUNDS = 3
-# Weight of the share among all positions, in steps.
+# Weight of the accuracy over all positions, as a number of simulated steps.
 PRIOR = 20
-# Ranks of a token beyond the guesses, and past its answer's end.
+# Rank of a token that is not among the guesses, and rank of a position past the answer's end.
 MISSED = 1 << 30
 PAST_END = (1 << 30) + 1
-# Held-out conversations by default of a drafter that must run the model for them: 22,000 tokens, a
-# few minutes.
+# Default number of held-out conversations if the drafter must run the model on them: 22,000 tokens,
+# which take a few minutes.
 WHOLE = 100
 log = logging.getLogger(__name__)
 
@@ -53,17 +56,18 @@ def calibrate(
     data: Path | None = None,
     top: int = 10,
     max_samples: int | None = None,
-    show: Callable[..., None] = lambda *progress: None,
+    show: Show = show_nothing,
 ) -> Document:
-    """Measures the `top` best guesses of each head of the drafter in a folder; returns the calibration's document.
+    """Measures the `top` best guesses of each head of the drafter in a folder; returns the calibration document.
 
-    data: a file of conversations, all of which are measured; None: those held out in the drafter's
-    training. show: called with a name, the tokens done and their number.
+    data: a file of conversations, which are all measured. If it is None, the conversations held out
+    when the drafter was trained are measured. show: called with a name, the number of tokens done
+    and the total.
     """
     kind = drafter_kind(folder)
     origin = describe_drafter(folder).provenance
     recipe = load_recipe(run.recipe_path if run.recipe_path.is_file() else None)
-    # A run that learnt from conversations elsewhere has none of its own.
+    # A run that was trained on conversations from elsewhere has none of its own.
     learnt = origin.data.path if origin.data is not None and not run.data_path.is_file() else None
     source = data or Path(learnt or run.data_path)
     if max_samples is None and data is None and kind.uses_verify_pass:
@@ -117,14 +121,15 @@ def measure(
     drafter: HeadDrafter,
     dataset: Dataset,
     top: int = 10,
-    show: Callable[..., None] = lambda *progress: None,
+    show: Show = show_nothing,
 ) -> Document:
-    """Measures every head's `top` best guesses on a data set's held-out items; returns figures by head k.
+    """Measures the `top` best guesses of every head k on the held-out items of a data set.
 
-    accuracies[k][i]: share of the positions where decoding asks head k at which its guess i was the
-    token; a token outside the draft vocabulary counts as missed. counted[k]: positions with a token
-    for head k. temperatures[k]: the one of head k's softmax at which its confidences fit (least log
-    loss). roots: simulated steps. Raises UserError where no answer reaches a head.
+    accuracies[k][i]: the share of the positions where decoding uses head k at which guess i was
+    right. A token outside the draft vocabulary counts as a miss. counted[k]: the number of
+    positions with a token for head k. temperatures[k]: the softmax temperature at which the
+    confidences of head k fit best (lowest log loss). roots: the number of simulated steps. Raises
+    UserError if the answers are too short to reach every head.
     """
     vocabulary = len(drafter.draft_ids)
     if not 1 <= top <= vocabulary:
@@ -146,9 +151,8 @@ def measure(
         batch = dataset.batch(backbone, drafter, conversations)
         own = torch.full((len(batch.learnt), heads), PAST_END)
         for head, scores in enumerate(drafter.logits(backbone, batch)):
-            ahead = (
-                head + 1
-            )  # head k (from 1) guesses the token k places after the backbone's own next one
+            # Head k (from 1) predicts the token k places after the backbone's next token.
+            ahead = head + 1
             rows = batch.targets(ahead)
             if not len(rows):
                 continue
@@ -184,14 +188,14 @@ def measure(
 
 
 def accuracies_at_roots(ranks: Tensor, top: int) -> tuple[list[list[float]], int]:
-    """Returns each head's accuracies [K][top] where decoding asks for its guesses, and the number of steps.
+    """Returns each head's accuracies [K][top] where decoding uses its guesses, and the number of steps.
 
-    ranks [n, K]: where the right token stands among each head's guesses at the positions of whole
-    answers, given the right ones before. A step begins where the one before failed, which is where
-    guesses are hard, and a head counts where the heads before it were accepted. Decoding is
-    simulated over the best tree of NODES nodes, which follows from the accuracies: three rounds
-    settle both. Few steps reach the last heads, so the share among all positions counts as much as
-    PRIOR more steps.
+    ranks [n, K]: the rank of the right token among each head's guesses, at the positions of whole
+    answers and given the right tokens before it. A step begins where the previous one failed, at a
+    position that is hard to guess. A head counts only if the heads before it were accepted.
+    Decoding is simulated with the best tree of NODES nodes. That tree depends on the accuracies,
+    and three rounds are enough for both to settle. Few steps reach the last heads, so the accuracy
+    over all positions is added with the weight of PRIOR steps.
     """
     known = (ranks != PAST_END).double()
     right = (ranks[..., None] == torch.arange(top)).double()  # [n, K, top]
@@ -208,10 +212,10 @@ def accuracies_at_roots(ranks: Tensor, top: int) -> tuple[list[list[float]], int
 
 
 def accepted(ranks: Tensor, tree: Tree) -> Tensor:
-    """Returns how many draft tokens of a tree are accepted in a step from each position [n], by ranks [n, K]."""
+    """Returns how many draft tokens [n] of a tree are accepted in a step from each position, given ranks [n, K]."""
     children = torch.full(
         (tree.size, max(tree.widths) + 1), -1
-    )  # the last column stands for all misses
+    )  # the last column stands for any miss
     for child in range(1, tree.size):
         children[tree.parents[child], tree.ranks[child]] = child
     node = torch.zeros(len(ranks), dtype=torch.long)
@@ -224,9 +228,10 @@ def accepted(ranks: Tensor, tree: Tree) -> Tensor:
 
 
 def begins(accepted: Tensor) -> Tensor:
-    """Returns True at the positions [n] where steps begin: each ends one token after its accepted ones [n].
+    """Returns a mask [n] of the positions where steps begin, given the number of tokens `accepted` [n] at each.
 
-    Positions are the ones of whole answers; no step accepts tokens past its answer.
+    A step ends one token after its accepted tokens. The positions are those of whole answers, and
+    no step accepts tokens past the end of its answer.
     """
     roots = torch.zeros(len(accepted), dtype=torch.bool)
     at = 0
@@ -238,7 +243,7 @@ def begins(accepted: Tensor) -> Tensor:
 
 
 def _log_losses(scores: Tensor, targets: Tensor) -> Tensor:
-    """Returns the summed log losses of targets among scores [n, M] at each temperature; target -1 is left out."""
+    """Returns the summed log loss of targets under scores [n, M] at each temperature, without targets of -1."""
     known = targets >= 0
     scores = scores[known]
     targets = targets[known]

@@ -1,4 +1,4 @@
-"""Checkpoints of an unfinished training; each appears whole or not at all."""
+"""Checkpoints of a training run in progress, each written completely or not at all."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ from medusa_cli.runs.run import Run, check_backbone
 from medusa_cli.train.log import NAME
 
 T = TypeVar("T")
-# A resumed training may change these: they do not change the weights it learns.
+# Settings that may change on resume, because they do not affect the learned weights.
 MAY_CHANGE = (
     "train.checkpoint_every",
     "train.validation_every",
@@ -28,7 +28,11 @@ MAY_CHANGE = (
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Holds a training after some steps; data: the data set's digest; arithmetic: of the states."""
+    """Holds the state of a training run after some steps.
+
+    data: the digest of the data set. arithmetic: the quantization and number type of the hidden
+    states.
+    """
 
     step: int
     tensors: dict[str, Any]
@@ -40,7 +44,10 @@ class Checkpoint:
 
 
 def arithmetic_of(backbone: Backbone, kept: bool) -> dict[str, str | None]:
-    """Returns quantization and number type of the states; kept: they come from distilling, in the type used there."""
+    """Returns the quantization of the hidden states, and their number type unless they were kept.
+
+    kept: the states were stored during distillation, in the number type used there.
+    """
     arithmetic = {"quantize": rounding(backbone)}
     if not kept:
         arithmetic["dtype"] = backbone.engine.number_type
@@ -57,7 +64,7 @@ def best_path(run: Run) -> Path:
 
 @dataclass(frozen=True)
 class Best:
-    """The weights after the step whose validation gave the highest simulated acceptance."""
+    """Holds the weights after the step whose validation had the highest simulated acceptance length."""
 
     step: int
     acceptance: float
@@ -65,31 +72,30 @@ class Best:
 
 
 def earlier_path(path: Path) -> Path:
-    """Returns the name that a file of an earlier training has until the new one has saved a checkpoint."""
+    """Returns the path to which a file of an earlier training run moves until the new run saves a checkpoint."""
     return path.with_name(f"{path.stem}.earlier{path.suffix}")
 
 
 def _files(run: Run) -> tuple[Path, ...]:
-    """Returns the files of a training, the checkpoint last: it moves when the others have moved."""
+    """Returns the files of a training run. The checkpoint comes last, so that it moves after the others."""
     return run.recipe_path, run.path / NAME, best_path(run), checkpoint_path(run)
 
 
 def set_aside(run: Run) -> None:
-    """Renames the files of an earlier training, so that one replaced by mistake can be renamed back.
+    """Renames the files of an earlier training run, so that a run replaced by mistake can be restored.
 
-    The new training deletes them when it saves its first checkpoint.
+    The new run deletes them when it saves its first checkpoint.
     """
     if checkpoint_path(run).is_file():
         for path in _files(run):
             if path.is_file():
                 path.replace(earlier_path(path))
-    best_path(run).unlink(
-        missing_ok=True
-    )  # of a training that was killed before its first checkpoint
+    # A run that was killed before its first checkpoint may have left one.
+    best_path(run).unlink(missing_ok=True)
 
 
 def save(run: Run, checkpoint: Checkpoint) -> None:
-    """Writes a checkpoint and deletes the earlier training set aside; raises UserError if the disk is full."""
+    """Writes a checkpoint and deletes the files that were set aside; raises UserError if the disk is full."""
     _write(checkpoint_path(run), checkpoint)
     for file in _files(run):
         earlier_path(file).unlink(missing_ok=True)
@@ -104,7 +110,7 @@ def _write(path: Path, content: Checkpoint | Best) -> None:
     try:
         with replacing(path) as part:
             torch.save(vars(content), part)
-    except RuntimeError as reason:  # so torch reports a full disk
+    except RuntimeError as reason:  # torch reports a full disk this way
         raise UserError(
             f"the checkpoint {path} could not be written: {first_line(reason)}",
             "free disk space or choose another @run",
@@ -125,7 +131,10 @@ def load(path: Path) -> Checkpoint:
 
 
 def load_best(run: Run) -> Best | None:
-    """Reads the best weights of a training; None if it has none yet, UserError if they are damaged."""
+    """Reads the best weights of a training run, or returns None if it has none yet.
+
+    Raises UserError if they are damaged.
+    """
     path = best_path(run)
     return _read(path, Best) if path.is_file() else None
 
@@ -133,14 +142,18 @@ def load_best(run: Run) -> Best | None:
 def _read(path: Path, kind: type[T]) -> T:
     try:
         return convert(torch.load(path, map_location="cpu", weights_only=True), kind)
-    except Exception as reason:  # torch and pickle raise many types for a damaged file
+    except Exception as reason:  # torch and pickle raise many types of errors here
         raise UserError(
             f"@resume: {path} is damaged", "delete it and train without @resume"
         ) from reason
 
 
 def check(checkpoint: Checkpoint, backbone: Backbone, dataset: Dataset, recipe: Recipe) -> None:
-    """Raises UserError if recipe, backbone, the states' number type or data changed since the checkpoint."""
+    """Raises UserError if something that the checkpoint depends on has changed.
+
+    This applies to the data, the backbone, the quantization and number type of the hidden states,
+    and the recipe except for MAY_CHANGE.
+    """
     changed = differences(checkpoint.recipe, recipe, ("drafter", "train"))
     changed = [key for key in changed if key not in MAY_CHANGE]
     if changed:

@@ -1,4 +1,4 @@
-"""Estimates the data, memory and time of a training from one or two steps whose result is thrown away."""
+"""Estimates of the data, memory and time of a training run from one or two steps whose results are discarded."""
 
 import time
 from dataclasses import replace
@@ -20,8 +20,8 @@ from medusa_cli.runs.run import Run
 from medusa_cli.train import setup
 from medusa_cli.train.loop import Trainer
 
-SAMPLED = 2  # steps: the first one warms up
-FORWARD = 1 / 3  # share of a step that is its forward pass
+SAMPLED = 2  # steps; the first one is a warm-up
+FORWARD = 1 / 3  # share of a step's time spent in the forward pass
 
 
 def estimate(
@@ -32,11 +32,11 @@ def estimate(
     data: Path | None = None,
     start: Run | None = None,
 ) -> Document:
-    """Estimates the costs of `train` with the same arguments, and writes nothing.
+    """Estimates the cost of `train` with the same arguments, without writing anything.
 
-    tokens_to_run: those whose hidden states are not kept yet, disk_bytes: of these states.
-    memory_bytes: the process's peak so far, which the training's is. seconds: of states, training
-    and validations.
+    tokens_to_run: the number of tokens whose hidden states are not stored yet. disk_bytes: the size
+    of those states. memory_bytes: the peak of this process so far, which is also the peak of
+    training. seconds: the time for hidden states, training and validations.
     """
     setup.check_recipe(recipe)
     train = recipe.train
@@ -56,9 +56,8 @@ def estimate(
     drafter = setup.build_drafter(backbone, recipe.drafter, dataset)
     setup.start_heads(run, start, backbone, drafter, train.stage, dataset)
     if not online:
-        dataset = replace(
-            dataset, states=torch.empty(0)
-        )  # batches are of positions, as with all states
+        # With a states tensor, even an empty one, batch sizes are measured in positions.
+        dataset = replace(dataset, states=torch.empty(0))
     trainer = Trainer(backbone, drafter, dataset, recipe, run)
     missing = 0
     prefill = 0.0
@@ -88,7 +87,7 @@ def estimate(
 
 
 def _take_states(trainer: Trainer) -> float:
-    """Computes the states of only the first steps' conversations; returns seconds a token."""
+    """Computes the hidden states for only the first SAMPLED steps; returns seconds per token."""
     backbone = trainer.backbone
     taps = trainer.drafter.taps
     rows: list[torch.Tensor] = []
@@ -113,7 +112,7 @@ def _take_states(trainer: Trainer) -> float:
 
 
 def _time_steps(trainer: Trainer) -> float:
-    """Does the first steps, in memory; returns seconds a position of the last of them."""
+    """Runs the first SAMPLED steps in memory; returns seconds per position of the last one."""
     step = trainer.train_step()
     for _ in range(1, min(SAMPLED, trainer.steps)):
         step = trainer.train_step()

@@ -1,7 +1,7 @@
-"""Fused linear cross-entropy: the loss of a linear layer's logits and its gradients, some rows at a time.
+"""Fused linear cross-entropy: the loss on a linear layer's logits and its gradients, in blocks of rows.
 
-The logits of all rows and their gradients never exist together, which saves memory and the time to
-fill it.
+The full logits and their gradients are never in memory at the same time. This saves memory and the
+time to fill it.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-# Rows of fp32 logits worked on at once: 128 x 12,288 stay in the cache of a CPU.
+# Rows of fp32 logits processed at once: 128 x 12,288 stay in a CPU's cache.
 ROWS = 128
-# Takes fp32 log-probabilities [n, V] and the rows they are of; returns the summed loss and its
-# gradient by the logits [n, V], which may take the memory of the argument.
+# Takes fp32 log-probabilities [n, V] and the slice of rows they belong to. Returns the summed loss
+# and its gradient with respect to the logits [n, V], which may reuse the argument's memory.
 RowLoss = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
 
 
@@ -27,7 +27,7 @@ def plain_linear_loss(
     soft: float = 0.0,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Computes the loss and hits of `linear_loss` as its formula reads; tests compare the two."""
+    """Computes the loss and hits of `linear_loss` directly from the formula; tests compare the two."""
     logits = F.linear(hidden, weight.to(hidden.dtype), bias).float()
     wanted = (1 - soft) * F.one_hot(targets, len(weight)).float()
     if teacher is not None:
@@ -46,8 +46,9 @@ def linear_loss(
 ) -> tuple[Tensor, Tensor]:
     """Returns the mean loss of softmax(hidden [n, H] @ weight [M, H]^T + bias [M]) and the top-1 hits on targets [n].
 
-    The loss is the cross-entropy to (1 - soft) * one-hot + soft * teacher [n, M], 0 without rows.
-    The matmul is in hidden's dtype, the loss in fp32; the bias does not learn.
+    The loss is the cross-entropy against (1 - soft) * one-hot + soft * teacher [n, M], or 0 if
+    there are no rows. The matmul runs in the dtype of `hidden`, and the loss is computed in fp32.
+    The bias is not trained.
     """
     bias = None if bias is None else bias.to(hidden.dtype)
     hits = torch.zeros((), dtype=torch.long, device=hidden.device)
@@ -70,9 +71,9 @@ def linear_loss(
 def cross_entropy(
     log_q: Tensor, targets: Tensor, p: Tensor | None = None, soft: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Returns the summed cross-entropy of rows [n, M] to (1 - soft) * one-hot + soft * p, and its gradient by logits.
+    """Returns the summed cross-entropy of rows [n, M] and its gradient with respect to the logits.
 
-    The gradient takes the memory of log_q.
+    The target distribution is (1 - soft) * one-hot + soft * p. The gradient overwrites log_q.
     """
     total = -(1.0 - soft) * log_q.gather(1, targets[:, None]).sum()
     if p is not None and soft:
@@ -86,9 +87,10 @@ def cross_entropy(
 
 
 class LogSoftmax:
-    """fp32 log-probabilities of blocks of logits, in one buffer that the next block overwrites.
+    """Computes fp32 log-probabilities of blocks of logits in one buffer, which the next block overwrites.
 
-    New memory for every block costs more than the work on it, as the system zeroes each page.
+    Allocating memory for every block costs more than the computation, because the system zeroes
+    each page.
     """
 
     def __init__(self) -> None:
@@ -104,7 +106,7 @@ class LogSoftmax:
 
     @property
     def spare(self) -> Tensor:
-        """Returns the buffer of the logits, free once the log-probabilities are made."""
+        """Returns the logits buffer, which is free once the log-probabilities are computed."""
         return self._logits
 
 
@@ -115,10 +117,10 @@ def blockwise_loss(
     weights: Sequence[Tensor],
     rows: int | None = None,
 ) -> Tensor:
-    """Returns the sum of a loss over the rows of softmax(linear(hidden [n, H])); computes its gradients, too.
+    """Returns the sum of a loss over the rows of softmax(linear(hidden [n, H])), and computes its gradients.
 
-    Logits exist for `rows` rows at a time (None: for all), fp32 ones for ROWS. Gradients reach
-    hidden and the weights, which must be all weights of `linear` that learn.
+    Logits exist for `rows` rows at a time (None: for all), and fp32 logits for ROWS rows. Gradients
+    reach `hidden` and `weights`, which must include every trainable weight of `linear`.
     """
     rows = rows or max(1, len(hidden))
     total: Tensor = _BlockwiseLoss.apply(
@@ -148,7 +150,7 @@ class _BlockwiseLoss(torch.autograd.Function):
             part = hidden[start : start + rows].detach().requires_grad_(to_hidden)
             with torch.set_grad_enabled(to_hidden or bool(leaves)):
                 logits = linear(part)
-            # The gradient takes the logits' memory, block by block.
+            # The gradient overwrites the logits, block by block.
             gradient = logits.detach()
             for first in range(0, len(part), ROWS):
                 block = gradient[first : first + ROWS]

@@ -1,4 +1,4 @@
-"""The events of a training, its log (one JSON object a line) and the curves."""
+"""Training events, their log (one JSON object per line) and the training curves."""
 
 import dataclasses
 import json
@@ -19,7 +19,7 @@ NAME = "train.jsonl"
 
 @dataclass(frozen=True)
 class Stepped:
-    """One optimizer step: loss in nats (weighted over heads), each head's loss and top-1 accuracy."""
+    """Records one optimizer step: loss in nats (weighted over heads), each head's loss and top-1 accuracy."""
 
     step: int
     steps: int
@@ -37,7 +37,7 @@ class Stepped:
 
 @dataclass(frozen=True)
 class Validated:
-    """Loss and top-1 accuracy of each head on held-out conversations, after `step` steps."""
+    """Records each head's loss and top-1 accuracy on held-out conversations after `step` steps."""
 
     step: int
     loss: float
@@ -45,23 +45,23 @@ class Validated:
     accuracies: list[float]
     positions: int
     total_positions: int
-    parts: dict[str, float]  # stage 2: the cost of the model's change
+    parts: dict[str, float]  # stage 2: also how far the model has moved
 
     @property
     def acceptance(self) -> float:
-        """Returns the simulated acceptance length: tokens a step over a chain of first choices."""
+        """Returns the simulated acceptance length: tokens per step with a chain of each head's top-1 token."""
         return acceptance_of(self.accuracies)
 
 
 def acceptance_of(accuracies: Sequence[float]) -> float:
-    """Returns 1 + a_1 + a_1 a_2 + ... of the heads' top-1 accuracies, as if heads were right independently."""
+    """Returns 1 + a_1 + a_1 a_2 + ... for top-1 accuracies a_k, as if the heads were right independently."""
     return 1 + sum(accumulate(accuracies, mul))
 
 
 def best_of(checks: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """Returns the validation of the highest simulated acceptance among a log's lines, the first of equals.
+    """Returns the log line of the validation with the highest simulated acceptance length, the first of equals.
 
-    That before the first step is none of the training's.
+    The validation before the first step does not count. Returns None if there is no other.
     """
     return max(
         (line for line in checks if line["step"]),
@@ -72,7 +72,7 @@ def best_of(checks: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint was written after `step` steps."""
+    """Records that a checkpoint was written after `step` steps."""
 
     step: int
 
@@ -82,7 +82,7 @@ KINDS = {kind.__name__.lower(): kind for kind in (Stepped, Validated, Saved)}
 
 
 class TrainLog:
-    """Appends events to a JSONL file; a resumed training first drops the events after its checkpoint."""
+    """Appends events to a JSONL file; on resume, it first drops the events after the checkpoint."""
 
     def __init__(self, path: Path, resumed_at: int | None = None) -> None:
         self.path = path
@@ -106,7 +106,7 @@ class TrainLog:
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """Returns the lines of a log up to the first bad one, such as a last one that was cut off."""
+    """Returns the lines of a log up to the first invalid one, such as a last line that was cut off."""
     lines: list[dict[str, Any]] = []
     heads = 0
     with suppress(ValueError, TypeError, KeyError):
@@ -125,12 +125,12 @@ def _stop(number: int, reason: str) -> None:
 
 
 def shares(values: Sequence[float]) -> str:
-    """Returns shares of 1 in two digits each."""
+    """Returns fractions with two decimals each, separated by slashes."""
     return "/".join(f"{value:.2f}".lstrip("0") for value in values)
 
 
 def draw_curves(log: Sequence[dict[str, Any]], path: Path, title: str) -> None:
-    """Draws loss and top-1 accuracy of each head over positions: training thin, held-out with marks."""
+    """Draws each head's loss and top-1 accuracy over positions: training as thin lines, held-out with markers."""
     steps = [line for line in log if line["event"] == "stepped"]
     checks = [line for line in log if line["event"] == "validated"]
     labels = {"head_losses": "loss (nats)", "accuracies": "top-1 accuracy"}
@@ -139,7 +139,7 @@ def draw_curves(log: Sequence[dict[str, Any]], path: Path, title: str) -> None:
         for axis, (key, label) in zip(axes, labels.items(), strict=True):
             for head in range(len((steps or checks)[0]["head_losses"]) if steps or checks else 0):
                 style = {"color": f"C{head}", "label": f"head {head + 1}"}
-                # A single batch's accuracy jumps about; the mean of its neighbours shows the trend.
+                # The accuracy of single batches is noisy; a moving average shows the trend.
                 values = _smooth([line[key][head] for line in steps])
                 axis.plot(trained, values, color=style["color"], alpha=0.4, linewidth=1)
                 axis.plot(
@@ -179,7 +179,7 @@ def _smooth(values: list[float], width: int = 9) -> list[float]:
 
 @contextmanager
 def _figure(path: Path, columns: int, size: tuple[float, float]) -> Iterator[tuple[Any, Any]]:
-    """Yields a figure and its axes, and saves it."""
+    """Yields a figure and its axes, then saves the figure."""
     # The object interface draws without a display and leaves pyplot's global state alone.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

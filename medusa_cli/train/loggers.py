@@ -1,4 +1,4 @@
-"""Shows a training in TensorBoard, Weights & Biases or Trackio, beside the run's own log."""
+"""Logging of training events to TensorBoard, Weights & Biases or Trackio, in addition to the run's own log."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ OnEvent = Callable[[Logged], None]
 
 @contextmanager
 def logger_of(name: str | None, run: Run, recipe: Recipe) -> Iterator[OnEvent]:
-    """Yields a function that sends a training's events to a logger of LOGGERS; None: to nobody."""
+    """Yields a function that sends training events to the logger of this name in LOGGERS; None: it ignores them."""
     if name is None:
         yield lambda event: None
         return
@@ -27,7 +27,7 @@ def logger_of(name: str | None, run: Run, recipe: Recipe) -> Iterator[OnEvent]:
 
 
 def metrics_of(event: Logged) -> dict[str, float]:
-    """Returns an event's figures by name: train/loss, held_out/acceptance, train/accuracy_1 (of head 1) and so on."""
+    """Returns an event's figures by name: train/loss, held_out/acceptance, train/accuracy_1 (for head 1) and so on."""
     group = "held_out" if isinstance(event, Validated) else "train"
     figures: dict[str, Any] = asdict(event)
     if isinstance(event, Validated):
@@ -84,5 +84,5 @@ def _trackio(run: Run, recipe: Recipe) -> Iterator[Send]:
         trackio.finish()
 
 
-# By the name of the extra that brings the package.
+# Keyed by the name of the extra that installs the package.
 LOGGERS = {"tensorboard": _tensorboard, "wandb": _wandb, "trackio": _trackio}

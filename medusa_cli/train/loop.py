@@ -24,17 +24,17 @@ from medusa_cli.train import checkpoint as checkpoints
 from medusa_cli.train.log import Logged, Saved, Stepped, Validated
 from medusa_cli.train.losses import BatchLoss, stage_1_loss, stage_2_loss
 
-CLIP = 1.0  # of the gradient's norm
+CLIP = 1.0  # maximum norm of the gradient
 BETAS = (0.9, 0.95)
 
 
 class Trainer:
-    """Trains a drafter, and in stage 2 its backbone with it; `events()` runs the training and yields its events.
+    """Trains a drafter, in stage 2 together with its backbone; `events()` runs the training and yields events.
 
-    The drafter becomes fp32 (master weights) and computes in the recipe's dtype. With resume, the
-    run's checkpoint is resumed: the same steps follow with the same batches and rates. Of several
-    processes each takes a share of every step's micro-batches, so that a step is the same for any
-    number of them.
+    The drafter is converted to fp32 (master weights) and computes in the recipe's dtype. With
+    `resume`, training continues from the run's checkpoint, with the same batches and learning rates
+    as without the interruption. If there are several processes, each takes a share of every step's
+    micro-batches. A step is therefore the same for any number of processes.
     """
 
     def __init__(
@@ -58,9 +58,8 @@ class Trainer:
 
         train = recipe.train
         self.drafter = drafter.to(backbone.device, torch.float32).train()
-        self.weights = (
-            trained_weights(backbone.model) if train.stage == 2 else {}
-        )  # of the backbone, by name
+        # The backbone's trainable weights by name.
+        self.weights = trained_weights(backbone.model) if train.stage == 2 else {}
         heads = list(trained_weights(drafter).values())
         slow = list(self.weights.values())
         self.parameters = [*heads, *slow]
@@ -80,9 +79,8 @@ class Trainer:
                 measured += positions_of(batch)
 
         self.step = 0
-        self.best: tuple[int, float] | None = (
-            None  # step and simulated acceptance of the best validation
-        )
+        # Step and simulated acceptance length of the best validation.
+        self.best: tuple[int, float] | None = None
         if resume:
             self._restore()
 
@@ -92,16 +90,16 @@ class Trainer:
 
     @property
     def positions(self) -> int:
-        """Positions of the whole training, all epochs together."""
+        """Returns the number of positions in the whole training run, over all epochs."""
         return sum(self.sizes)
 
     @property
     def positions_done(self) -> int:
-        """Positions of the steps done so far."""
+        """Returns the number of positions in the steps done so far."""
         return sum(self.sizes[: self.step])
 
     def events(self) -> Iterator[Logged]:
-        """Runs from the present step to the last, or until it should stop; a checkpoint is written at either end."""
+        """Runs from the current step to the last, or until it should stop, and writes a checkpoint at the end."""
         train = self.recipe.train
         if self.validation and train.stage == 2 and self.step == 0:
             yield self._validate_and_keep()
@@ -117,20 +115,20 @@ class Trainer:
         yield Saved(self.step)
 
     def train_step(self) -> Stepped:
-        """Does the next step."""
+        """Runs the next step."""
         start = time.perf_counter()
         group = self.groups[self.step]
         size = self.sizes[self.step]
         sums = []
         for (number, items), counts in self.world.micro_batches(list(enumerate(group))):
-            # The seed belongs to the micro-batch, so that any process drops the same.
+            # Each micro-batch has its own seed, so that dropout is the same in any process.
             torch.manual_seed(
                 random.Random(f"{self.recipe.train.seed}:{self.step}:{number}").getrandbits(56)
             )
             loss = self._loss(items)
             if not math.isfinite(float(loss.total.detach())):
                 self._refuse(f"the loss is {float(loss.total.detach())}", items)
-            # A token counts the same in every micro-batch.
+            # Every token has the same weight, whatever its micro-batch.
             (loss.total * (positions_of(items) / size if counts else 0.0)).backward()
             if counts:
                 sums.append(sums_of(loss))
@@ -150,8 +148,8 @@ class Trainer:
         )
 
     def _loss(self, items: list[Conversation]) -> BatchLoss:
-        train = self.recipe.train
         """Returns the loss of a micro-batch in this step."""
+        train = self.recipe.train
         # 1 in the last step, and in the validation after it.
         progress = min(1.0, self.step / max(1, self.steps - 1))
         with torch.autocast(
@@ -162,7 +160,7 @@ class Trainer:
             return stage_2_loss(self.backbone, self.drafter, train, items, progress)
 
     def _update(self, group: list[list[Conversation]]) -> tuple[float, float]:
-        """Clips, steps and clears the gradients; returns the heads' rate and the gradients' norm before clipping."""
+        """Clips, applies and clears the gradients; returns the heads' learning rate and the norm before clipping."""
         train = self.recipe.train
         norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, CLIP))
         if not math.isfinite(norm):
@@ -185,13 +183,13 @@ class Trainer:
         )
 
     def validate(self) -> Validated:
-        """Returns loss and accuracies on the held-out answers (at most about validation_tokens positions)."""
+        """Returns the loss and accuracies on held-out answers, limited to about validation_tokens positions."""
         modules = [self.drafter, *([self.backbone.model] if self.weights else [])]
         sums = []
         for module in modules:
             module.eval()
-        # no_grad, not inference_mode: autocast would keep its cast weights for the next training
-        # step.
+        # no_grad instead of inference_mode, under which autocast would keep its cast weights for
+        # the next training step.
         with torch.no_grad():
             for items, counts in self.world.micro_batches(self.validation):
                 loss = self._loss(items)
@@ -202,7 +200,7 @@ class Trainer:
         return Validated(self.step, total_positions=self.positions_done, **means(sums, self.world))
 
     def _validate_and_keep(self) -> Validated:
-        """Validates, and keeps the weights if no validation before gave as high a simulated acceptance."""
+        """Validates, and saves the weights if their simulated acceptance length is the highest so far."""
         event = self.validate()
         if self.step and (self.best is None or event.acceptance > self.best[1]):
             self.best = self.step, event.acceptance
@@ -212,7 +210,7 @@ class Trainer:
         return event
 
     def take_best(self) -> None:
-        """Takes the weights of the best validation in the place of the last step's."""
+        """Replaces the weights of the last step with those of the best validation."""
         if self.best is None or self.best[0] == self.step:
             return
         best = checkpoints.load_best(self.run)
@@ -235,8 +233,8 @@ class Trainer:
         return {name: tensor.detach() for name, tensor in self._tensors().items()}
 
     def _tensors(self) -> dict[str, Tensor]:
-        """Returns all that a checkpoint keeps of the drafter, and the weights of the backbone that learn."""
-        # Buffers too: the ids of a draft vocabulary may come with heads that other data gave.
+        """Returns the drafter tensors that a checkpoint keeps, and the trainable weights of the backbone."""
+        # Buffers are included, because copied heads may bring the draft vocabulary of other data.
         own = [*self.drafter.named_parameters(), *self.drafter.named_buffers()]
         return {
             **dict(own),
@@ -244,7 +242,7 @@ class Trainer:
         }
 
     def save(self) -> None:
-        """Writes the checkpoint that a resumed training begins with; the first process does."""
+        """Writes the checkpoint from which training can resume; only the first process writes it."""
         if not self.world.first:
             return
         checkpoint = checkpoints.Checkpoint(
@@ -287,14 +285,17 @@ class Trainer:
             ) from reason
         self.step = checkpoint.step
         best = checkpoints.load_best(self.run)
-        if (
-            best is not None and best.step <= self.step
-        ):  # later steps are done again, with their validations
+        # Later steps are run again, including their validations.
+        if best is not None and best.step <= self.step:
             self.best = best.step, best.acceptance
 
 
 def peak_rates(drafter: HeadDrafter, train: TrainRecipe) -> list[float]:
-    """Returns the peak learning rates of the heads (by default their kind's) and of the backbone (a quarter of it)."""
+    """Returns the peak learning rates of the heads and the backbone.
+
+    By default, the heads have the rate of their drafter kind, and the backbone a quarter of the
+    heads' rate.
+    """
     heads = drafter.learning_rate if train.lr is None else train.lr
     return [heads, heads / 4 if train.backbone_lr is None else train.backbone_lr]
 
@@ -302,7 +303,7 @@ def peak_rates(drafter: HeadDrafter, train: TrainRecipe) -> list[float]:
 def optimizer_of(
     groups: list[list[nn.Parameter]], rates: list[float], train: TrainRecipe, device: str
 ) -> torch.optim.Optimizer:
-    """Returns the recipe's optimizer over groups of parameters, each with its rate."""
+    """Returns the recipe's optimizer for groups of parameters, each with its own learning rate."""
     settings = [{"params": group, "lr": rate} for group, rate in zip(groups, rates, strict=False)]
     if train.optimizer == "adamw8bit":
         from bitsandbytes.optim import AdamW8bit
@@ -314,7 +315,10 @@ def optimizer_of(
 
 
 def learning_rate(step: int, steps: int, *, min_ratio: float, warmup: int) -> float:
-    """Returns the share of the peak rate at step `step` (from 0) of `steps`; the warmup takes at most a tenth."""
+    """Returns the fraction of the peak learning rate at step `step` (from 0) of `steps`.
+
+    The warm-up takes at most a tenth of the steps.
+    """
     warmup = min(warmup, steps // 10)
     if step < warmup:
         return (step + 1) / (warmup + 1)
@@ -323,7 +327,10 @@ def learning_rate(step: int, steps: int, *, min_ratio: float, warmup: int) -> fl
 
 
 def sums_of(loss: BatchLoss) -> dict[str, Any]:
-    """Returns a micro-batch's figures as sums: its loss weighs its positions, a head's loss its targets."""
+    """Returns a micro-batch's figures as sums.
+
+    The loss is weighted by positions, and each head's loss by its number of targets.
+    """
     learnt = loss.learnt.cpu()
     return {
         "loss": loss.positions * float(loss.total.detach()),
@@ -337,7 +344,10 @@ def sums_of(loss: BatchLoss) -> dict[str, Any]:
 
 
 def means(sums: Sequence[dict[str, Any]], world: Distributed) -> dict[str, Any]:
-    """Returns the means over the micro-batches of all processes: loss, head losses, accuracies, positions, parts."""
+    """Returns the mean loss, head losses, accuracies and parts over the micro-batches of all processes.
+
+    positions: the total number of positions.
+    """
     every = [batch for own in world.gather(sums) for batch in own]
     total = {name: sum(batch[name] for batch in every) for name in every[0] if name != "parts"}
     parts = {name: sum(batch["parts"][name] for batch in every) for name in every[0]["parts"]}

@@ -1,4 +1,4 @@
-"""Losses of both stages: of heads on a frozen model, and of heads and model together."""
+"""Losses of both training stages: heads on a frozen model, and heads and model together."""
 
 import math
 from collections.abc import Callable
@@ -25,22 +25,22 @@ from medusa_cli.train.fused_linear import (
     linear_loss,
 )
 
-# Rows of the whole vocabulary's logits at once: 64 x 49,152 in fp32 are 12 MB, which stay near the
-# cores.
+# Rows of full-vocabulary logits processed at once: 64 x 49,152 in fp32 are 12 MB, which stay in the
+# CPU's cache.
 LM_ROWS = 64
-# Sampled softmax draws this share of its tokens from the less likely ones.
+# Share of its tokens that sampled softmax draws from the less likely ones.
 DRAWN = 0.25
-# One position in so many tells the teacher's most likely tokens of a batch.
+# One position in this many is used to find the teacher's most likely tokens in a batch.
 ASKED = 8
 
 
 @dataclass(frozen=True)
 class BatchLoss:
-    """The loss of a micro-batch and its parts.
+    """Holds the loss of a micro-batch and its parts.
 
-    total: the value to minimise, a mean over all `positions`; a head without a target at a position
+    total: the value to minimize, a mean over all `positions`. A head without a target at a position
     adds nothing there. per_head [K]: each head's mean loss over its `learnt` [K] targets. correct,
-    counted [K]: each head's top-1 hits and targets. parts: other parts by name.
+    counted [K]: each head's top-1 hits and targets. parts: the other parts of the loss by name.
     """
 
     total: Tensor
@@ -71,11 +71,12 @@ def stage_2_loss(
     items: list[Conversation],
     progress: float,
 ) -> BatchLoss:
-    """Returns L = L_LM + lambda_0 * sum of lambda_k L_k (Medusa, equation 2), at a share of the training.
+    """Returns L = L_LM + lambda_0 * sum of lambda_k L_k (Medusa, equation 2).
 
-    L_LM is KL(original || trained), where the original is the same network with its adapter off
-    (section 3.3.2), or with objective "ce" the cross-entropy of the answers' tokens. Without
-    gradients the parts of the loss also say how much training changed the model.
+    progress: the fraction of the training that is done. L_LM is KL(original || trained), where the
+    original is the same network with its adapter off (section 3.3.2). With objective "ce", it is
+    the cross-entropy of the answer tokens. If gradients are disabled, the parts also report how
+    much training has changed the model.
     """
     dtype = torch.bfloat16 if train.dtype == "bf16" else None
     measure = not torch.is_grad_enabled()
@@ -89,7 +90,7 @@ def stage_2_loss(
         return replace(heads, parts={"lambda_0": weight})
 
     original = None
-    # Trained in full, the network keeps no original to compare with.
+    # With full tuning, there is no original left to compare with.
     if train.tuning != "full" and (train.objective == "kl" or measure):
         with torch.no_grad(), adapter.adapter_off(backbone.model):
             original = batch_of(backbone, drafter, items, dtype)
@@ -102,9 +103,10 @@ def stage_2_loss(
 def model_loss(
     backbone: Backbone, batch: Batch, original: Batch | None, objective: str, measure: bool
 ) -> tuple[Tensor, dict[str, float]]:
-    """Returns L_LM of the answers' tokens, a mean, and with `measure` the cost of the model's change.
+    """Returns the mean L_LM over the answer tokens and, with `measure`, figures on how far the model has moved.
 
-    original: the batch as the original model computes it; None where it is not kept, or not needed.
+    original: the batch as computed by the original model, or None if that is not kept or not
+    needed.
     """
     final = slice(-backbone.hidden_size, None)  # the lm_head's input
     states = batch.hidden[batch.learnt, final]
@@ -146,11 +148,12 @@ def model_loss(
 
 
 def lambda_0(progress: float, *, schedule: str, peak: float, share: float) -> tuple[float, bool]:
-    """Returns the heads' weight at a share of the training, and True if the backbone learns (Medusa, section 3.2.2).
+    """Returns the weight of the heads' loss, and True if the backbone is trained (Medusa, section 3.2.2).
 
-    constant: the peak throughout. warmup: only the heads learn for a `share` of the training
-    (always, if it is 1); then the weight rises in a straight line to its peak. sine: it rises as a
-    quarter of a sine to its peak.
+    progress: the fraction of the training that is done. constant: the peak throughout. warmup: only
+    the heads are trained for the first `share` of the training, or throughout if `share` is 1.
+    After that, the weight rises linearly to its peak. sine: the weight rises to its peak along a
+    quarter of a sine wave.
     """
     if schedule == "constant":
         return peak, True
@@ -164,13 +167,13 @@ def lambda_0(progress: float, *, schedule: str, peak: float, share: float) -> tu
 def drafter_loss(
     drafter: HeadDrafter, backbone: Backbone, batch: Batch, train: TrainRecipe
 ) -> BatchLoss:
-    """Returns the sum over heads k of decay^k times the loss of the token k places on (Medusa, equation 1).
+    """Returns the sum over heads k of decay^k times the loss on the token k places ahead (Medusa, equation 1).
 
     A target outside the draft vocabulary adds nothing to the loss and counts as a miss in the
-    accuracy. Heads that read the draft tokens also learn the backbone's own states at their
-    targets' places, by a smooth L1 distance (`train.regress`; EAGLE, arXiv:2401.15077). Only the
-    total includes that part. Heads that do not read the draft tokens could only learn the mean of
-    the possible states.
+    accuracy. Heads that read the draft tokens also learn the backbone's hidden states at the
+    positions of their targets, with a smooth L1 loss (`train.regress`; EAGLE, arXiv:2401.15077).
+    Only the total includes that part. Heads that do not read the draft tokens could only learn the
+    mean of the possible states.
     """
     device = batch.next.device
     index = drafter.vocabulary_index(device)
@@ -195,7 +198,7 @@ def drafter_loss(
     if lm_head is not None:
         p = teacher_probabilities(backbone, lm_head, final, rows, log_weight)
 
-    scored: Callable[[Tensor], Tensor] = nn.Identity()  # the rows of a matrix that are scored
+    scored: Callable[[Tensor], Tensor] = nn.Identity()  # selects the rows of a matrix to score
     if rows is not None:
         scored = cache(partial(torch.index_select, dim=0, index=rows))  # heads may share a matrix
     regress = regression_weight(drafter, train)
@@ -228,40 +231,39 @@ def drafter_loss(
 
 
 def regression_weight(drafter: HeadDrafter, train: TrainRecipe) -> float:
-    """Returns the weight of the regression to the backbone's states, 0 for drafters without it."""
+    """Returns the weight of the regression to the backbone's states, or 0 for drafters without it."""
     if drafter.regress is None:
         return 0.0
     if train.regress is not None:
         return train.regress
-    # In stage 2 the backbone's states are not a fixed target: they move with the heads.
+    # In stage 2, the backbone's states are not a fixed target: they change along with the heads.
     return drafter.regress if train.stage == 1 else 0.0
 
 
 def sample_vocabulary(
     batch: Batch, count: int, index: Tensor, mass: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns `count` rows [m] of the vocabulary to score, an index [V] into only these, and their log weights [m].
+    """Returns `count` vocabulary rows [m] to score, an index [V] into these rows, and their log weights [m].
 
-    index [V] gives each token's row, -1 for none. mass [M]: the teacher's probabilities of the
-    rows, summed over positions; None: the batch's tokens count.
+    index [V]: the row of each token, or -1 if it has none. mass [M]: the teacher's probabilities of
+    the rows, summed over positions. If it is None, the tokens of the batch are counted instead.
     """
     size = int(index.max()) + 1
     emitted = index[batch.next[batch.learnt]]
     counts = torch.bincount(emitted[emitted >= 0], minlength=size)
     rows, log_weight = sample_rows(counts.float() if mass is None else mass, counts > 0, count)
-    number = rows.new_full(
-        (size + 1,), -1
-    )  # of each row among `rows`; the last entry belongs to row -1
+    # The index of each row among `rows`. The last entry serves tokens without a row (-1).
+    number = rows.new_full((size + 1,), -1)
     number[rows] = torch.arange(len(rows), device=rows.device)
     return rows, number[index], log_weight
 
 
 def sample_rows(mass: Tensor, required: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Returns the rows [m] of a vocabulary that a batch scores, and the log of how many rows each stands for [m].
+    """Returns the vocabulary rows [m] that a batch scores, and the log [m] of how many rows each represents.
 
-    The `required` rows [M] and most others by their mass [M] are scored for certain; rows drawn at
-    random stand for the rest (sampled softmax, Jean et al., arXiv:1412.2007). With the log weights
-    added to the scores, the softmax is that over all rows in the mean.
+    The `required` rows [M] and the rows with the largest mass [M] are always scored. Rows drawn at
+    random represent the rest (sampled softmax, Jean et al., arXiv:1412.2007). With the log weights
+    added to the scores, the softmax matches the softmax over all rows in expectation.
     """
     order = torch.where(required, torch.inf, mass).argsort(descending=True)
     certain = min(count - int(DRAWN * count), int(((mass > 0) | required).sum()))
@@ -280,8 +282,9 @@ def sample_rows(mass: Tensor, required: Tensor, count: int) -> tuple[Tensor, Ten
 def teacher_head(drafter: HeadDrafter, backbone: Backbone) -> tuple[Tensor, Tensor | None]:
     """Returns the lm_head's weight [M, H], and its bias [M] if it has one, for the heads' vocabulary.
 
-    In stage 2 it is the adapted model's: that model verifies the drafts. The model's own loss,
-    self-distillation's KL, ties it to the original (Medusa, section 3.3.2).
+    In stage 2, it is the lm_head of the adapted model, because that model verifies the drafts. The
+    KL loss of self-distillation keeps the adapted model close to the original (Medusa, section
+    3.3.2).
     """
     if drafter.config.vocabulary == "draft":
         weight, bias = backbone.lm_head_rows(drafter.draft_ids)
@@ -300,9 +303,10 @@ def teacher_probabilities(
     rows: Tensor | None = None,
     log_weight: Tensor | None = None,
 ) -> Tensor:
-    """Returns the backbone's probabilities [n, M] over the vocabulary of a `teacher_head`, after states [n, H].
+    """Returns the backbone's probabilities [n, M] over the vocabulary of a `teacher_head`, given states [n, H].
 
-    rows [m], log_weight [m]: only these rows of the vocabulary, each standing for some others.
+    rows [m]: limits the vocabulary to these rows. log_weight [m]: the log of how many rows each of
+    them represents.
     """
     weight, bias = lm_head
     if rows is not None:

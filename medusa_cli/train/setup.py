@@ -1,4 +1,4 @@
-"""Model, data and drafter of a training, as the recipe describes them."""
+"""The model, data and drafter of a training run, set up according to the recipe."""
 
 import logging
 from dataclasses import replace
@@ -31,12 +31,12 @@ def runs_model(kind: type[HeadDrafter] | HeadDrafter, train: TrainRecipe) -> boo
 
 
 def longest(train: TrainRecipe) -> int:
-    """Returns the tokens to which conversations are cut that the model runs whole."""
+    """Returns the length in tokens to which conversations are truncated if the model runs them whole."""
     return min(train.max_length, train.batch_tokens)
 
 
 def check_recipe(recipe: Recipe) -> None:
-    """Raises UsageError for settings that have no effect together or cannot be."""
+    """Raises UsageError for settings that have no effect or cannot be combined."""
     kind = DRAFTERS[recipe.drafter.name]
     train = recipe.train
     drafter = recipe.drafter
@@ -59,8 +59,8 @@ def check_recipe(recipe: Recipe) -> None:
             f"train.stage=2 cannot train drafter={kind.name}: its states are computed in a frozen model",
             "use train.stage=1, or another drafter",
         )
-    # Such heads learn with the lm_head's weight without the adapter, and would score with the
-    # merged one.
+    # Such heads are trained with the lm_head without the adapter, but would score with the merged
+    # one.
     if "own" not in kind.vocabularies:
         raise UsageError(
             f"train.stage=2 trains the lm_head, which drafter={kind.name} needs unchanged",
@@ -80,7 +80,7 @@ def check_recipe(recipe: Recipe) -> None:
 
 
 def check_loading(train: TrainRecipe, options: LoadOptions, world: Distributed) -> None:
-    """Raises UsageError if the model cannot be trained, or sharded, as it is to be loaded."""
+    """Raises UsageError if the model cannot be trained or sharded with these load options."""
     tuning = train.tuning if train.stage == 2 else None
     quantised = tuning == "qlora" or options.quantised
     if tuning == "full" and quantised:
@@ -107,7 +107,10 @@ def check_loading(train: TrainRecipe, options: LoadOptions, world: Distributed) 
 
 
 def build_drafter(backbone: Backbone, recipe: DrafterRecipe, dataset: Dataset) -> HeadDrafter:
-    """Returns an untrained drafter; a draft vocabulary holds the tokens of most of the data set's texts."""
+    """Returns an untrained drafter; a draft vocabulary holds the tokens that occur in the most texts of the data.
+
+    Raises UsageError if the draft vocabulary would be larger than the model's vocabulary.
+    """
     kind = DRAFTERS[recipe.name]
     size = recipe.draft_vocab_size
     vocabulary: str = recipe.vocabulary
@@ -132,7 +135,11 @@ def build_drafter(backbone: Backbone, recipe: DrafterRecipe, dataset: Dataset) -
 
 
 def engine_for(kind: type[HeadDrafter], train: TrainRecipe, engine: str) -> str:
-    """Returns the engine to load the backbone with; UsageError for others than eager if conversations run."""
+    """Returns the engine with which to load the backbone.
+
+    If stage 1 runs the model over whole conversations, the engine is eager. Raises UsageError if
+    another one was requested in that case.
+    """
     if not runs_model(kind, train):
         return engine
     if engine in ("native", "torch"):
@@ -144,7 +151,7 @@ def engine_for(kind: type[HeadDrafter], train: TrainRecipe, engine: str) -> str:
 
 
 def frozen_backbone(recipe: Recipe, options: LoadOptions) -> Backbone:
-    """Loads the frozen model with its decoding engine, or with the one that runs whole conversations."""
+    """Loads the frozen model with its decoding engine, or with the engine that can run whole conversations."""
     kind = DRAFTERS[recipe.drafter.name]
     train = recipe.train
     options = replace(options, engine=engine_for(kind, train, options.engine))
@@ -156,13 +163,12 @@ def frozen_backbone(recipe: Recipe, options: LoadOptions) -> Backbone:
 
 
 def joint_backbone(recipe: Recipe, options: LoadOptions) -> Backbone:
-    """Loads the recipe's model with a new LoRA adapter (over 4-bit weights for qlora), or with all weights to train."""
+    """Loads the recipe's model with a new LoRA adapter (on 4-bit weights for qlora), or with all weights trainable."""
     train = recipe.train
     if train.tuning == "qlora":
         options = replace(options, quantize="bnb.nf4")
-    if (
-        train.dtype == "fp32" and options.dtype == "auto"
-    ):  # nothing casts the states of a bf16 network for the heads
+    # In fp32 training, nothing casts the states of a bf16 network for the heads.
+    if train.dtype == "fp32" and options.dtype == "auto":
         options = replace(options, dtype="fp32")
     network, tokenizer = load_network(
         recipe.model, options, shard=train.shard, chat_template=recipe.chat_template
@@ -175,12 +181,11 @@ def joint_backbone(recipe: Recipe, options: LoadOptions) -> Backbone:
             network, rank=train.lora_rank, alpha=train.lora_alpha, dropout=train.lora_dropout
         )
     backbone = Backbone(network, tokenizer, id=recipe.model, weights=weights_of(recipe.model))
-    attach(backbone, "eager")  # gradients pass only through the network's own layers
+    attach(backbone, "eager")  # gradients flow only through the network's own layers
     adapter.unfreeze(network, everything=train.tuning == "full")
     if train.gradient_checkpointing:
-        network.gradient_checkpointing_enable(
-            {"use_reentrant": False}
-        )  # a frozen embedding starts no gradient
+        # The reentrant form needs inputs with gradients, and the embedding is frozen.
+        network.gradient_checkpointing_enable({"use_reentrant": False})
     network.train()
     return backbone
 
@@ -193,9 +198,10 @@ def start_heads(
     stage: int,
     dataset: Dataset,
 ) -> None:
-    """Copies the heads of the run `start`, in stage 2 with their adapter; stage 2 takes the run's own by default.
+    """Copies the heads of the run `start`, in stage 2 with their adapter.
 
-    Heads that do not fit are left; stage 2 then raises UserError where `start` was named.
+    If `start` is None, stage 2 uses the run's own heads. Heads that do not fit are not copied. In
+    that case, stage 2 raises UserError if `start` was given.
     """
     giver = start or run
     needed = stage == 2 and start is not None
@@ -220,9 +226,10 @@ def start_heads(
 
 
 def _renew_vocabulary(drafter: HeadDrafter, dataset: Dataset) -> None:
-    """Gives copied heads the tokens of the new texts in place of those that these never hold.
+    """Sets the draft vocabulary of copied heads to the most frequent tokens of the new texts.
 
-    Heads with weights for each token of the draft vocabulary keep it.
+    Among equally frequent tokens, those in the old vocabulary are preferred. Heads with weights for
+    each token of the draft vocabulary keep their vocabulary.
     """
     config = drafter.config
     if config.vocabulary != "draft" or len(drafter.matrices) or drafter.conditional is not None:
@@ -235,9 +242,9 @@ def _renew_vocabulary(drafter: HeadDrafter, dataset: Dataset) -> None:
 def copy_heads(run: Run, backbone: Backbone, drafter: HeadDrafter, adapted: bool) -> bool:
     """Copies the run's drafter into a new one of the same shape; returns False if there is no such drafter.
 
-    It may be of a model with other weights, from which a fine-tune was made. adapted: heads of
-    stage 2 are copied too, with the adapter that they belong to. The fresh drafter may have more
-    prefix layers and blocks in its heads: these change nothing yet.
+    The drafter may belong to a model with other weights, such as the base of a fine-tune. adapted:
+    stage 2 heads are copied too, with the adapter that they belong to. The new drafter may have
+    more prefix layers and more blocks per head, because new ones have no effect yet.
     """
     if not (run.drafter_dir / "config.json").is_file():
         return False

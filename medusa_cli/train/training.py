@@ -1,4 +1,4 @@
-"""`train`, the work of `medusa train`, and `evaluate`, which measures a trained run on other conversations."""
+"""`train`, which implements `medusa train`, and `evaluate`, which measures a trained run on other conversations."""
 
 import json
 import logging
@@ -6,7 +6,7 @@ import math
 import shutil
 from collections.abc import Callable
 from contextlib import closing, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from medusa_cli.model import lora as adapter
 from medusa_cli.model.backbone import identity_of
 from medusa_cli.model.digest import weights_of
 from medusa_cli.model.distributed import Distributed
+from medusa_cli.progress import Show, show_nothing
 from medusa_cli.runs.load_options import DEFAULT_LOADING, LoadOptions
 from medusa_cli.runs.recipe import Recipe, load_recipe
 from medusa_cli.runs.run import Run, provenance, rounding_in, sole_writer
@@ -53,11 +54,20 @@ from medusa_cli.train.loggers import OnEvent, logger_of
 from medusa_cli.train.loop import Trainer
 
 log = logging.getLogger(__name__)
-LEVELLED = 4096  # positions that tell the scale of EAGLE's taps
-GOOD_COVERAGE = 0.95  # of held-out tokens: the rest end a path of drafts
-FAR = 0.05  # nats a token from the original beyond which stage 2 warns
-# Figures of a training that its drafter's files name.
+LEVELLED = 4096  # positions used to measure the scale of EAGLE's taps
+GOOD_COVERAGE = 0.95  # of held-out tokens; any other token ends a draft path
+FAR = 0.05  # KL to the original in nats per token above which stage 2 warns
+# Training figures that are stored with the drafter.
 KEPT_FIGURES = ("steps", "best_step", "positions", "draft_coverage", "validation")
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The result of a training run: where the drafter is, the figures, and whether it was stopped early."""
+
+    run: Run
+    figures: Document
+    stopped: bool = False
 
 
 def train(
@@ -70,16 +80,17 @@ def train(
     resume: bool = False,
     logger: str | None = None,
     should_stop: Callable[[], bool] = lambda: False,
-    show: Callable[..., None] = lambda *progress, **note: None,
-) -> Document | None:
-    """Trains the recipe's drafter in a run and saves it there; returns the figures, and the run that the drafter is in.
+    show: Show = show_nothing,
+) -> Trained | None:
+    """Trains the recipe's drafter in a run and saves it there.
 
-    The drafter is that of the validation with the highest simulated acceptance, or of the last step
-    without any. data: conversations other than the run's. start: a run whose heads (in stage 2 with
-    their adapter) are trained on. logger: tensorboard, wandb or trackio, which then see the
-    training, too. should_stop is asked before every step; a stopped training leaves a checkpoint
-    for `resume`. show: called with a name, the tokens done and their number, and a `note`. Under
-    torchrun, the processes share every step, and all but the first return None.
+    The saved drafter is that of the validation with the highest simulated acceptance length, or of
+    the last step if there is no validation. data: conversations to use instead of the run's. start:
+    a run whose heads (in stage 2 with their adapter) are trained further. logger: tensorboard,
+    wandb or trackio, which then also receives the events. should_stop: called before every step;
+    training stops if it returns True, and leaves a checkpoint for `resume`. show: called with a
+    name, the number of tokens done, the total and a `note`. Under torchrun, the processes share
+    every step, and all but the first return None.
     """
     setup.check_recipe(recipe)
     keep_freed_memory()
@@ -122,9 +133,9 @@ def train(
 
         figures = _figures(trainer)
         if trainer.step < trainer.steps:
-            return {"run": run, "stopped": True, **figures}
+            return Trained(run, figures, stopped=True)
         trainer.take_best()
-        return {"run": _save(trainer, source, figures), "stopped": False, **figures}
+        return Trained(_save(trainer, source, figures), figures)
 
 
 def _load(
@@ -133,9 +144,9 @@ def _load(
     options: LoadOptions,
     source: Path,
     world: Distributed,
-    show: Callable[..., None],
+    show: Show,
 ) -> tuple[Backbone, Dataset, HeadDrafter]:
-    """Returns backbone, data set and a new drafter; the first process fetches the files that all read."""
+    """Returns the backbone, data set and a new drafter; the first process downloads the files that all of them read."""
     train = recipe.train
     kind = DRAFTERS[recipe.drafter.name]
     with nullcontext() if train.shard else world.main_process_first():
@@ -151,9 +162,8 @@ def _load(
     )
     torch.manual_seed(train.seed)
     drafter = setup.build_drafter(backbone, recipe.drafter, dataset)
-    if (
-        drafter.uses_verify_pass and train.stage == 1 and not train.shard
-    ):  # stage 2's dropout differs from pass to pass
+    # Not in stage 2, where dropout makes any two passes differ.
+    if drafter.uses_verify_pass and train.stage == 1 and not train.shard:
         check_extra_rows(backbone)
 
     if not online:
@@ -167,7 +177,7 @@ def _load(
 
 
 def _describe(trainer: Trainer) -> None:
-    """Logs the size of the training, and the processes that have nothing to do in it."""
+    """Logs the size of the training run, and warns if some processes have nothing to do."""
     dataset = trainer.dataset
     train = trainer.recipe.train
     size = trainer.world.size
@@ -192,8 +202,8 @@ def _describe(trainer: Trainer) -> None:
         )
 
 
-def _run(trainer: Trainer, show: Callable[..., None], on_event: OnEvent) -> None:
-    """Runs the steps; logs, shows and draws them."""
+def _run(trainer: Trainer, show: Show, on_event: OnEvent) -> None:
+    """Runs the steps, logs the events, shows progress and draws the curves."""
     run = trainer.run
     total = trainer.positions
     acceptance = ""
@@ -218,7 +228,7 @@ def _run(trainer: Trainer, show: Callable[..., None], on_event: OnEvent) -> None
 
 
 def _report(event: Validated) -> None:
-    """Logs a validation; in stage 2 also the cost to the model, with a warning where it is high."""
+    """Logs a validation; in stage 2 also how far the model has moved, with a warning if that is too far."""
     text = f"step {event.step}: held-out loss {event.loss:.3f}, top-1 by head {shares(event.accuracies)}, "
     text += f"simulated {event.acceptance:.2f} tokens a step"
     parts = event.parts
@@ -237,7 +247,7 @@ def _report(event: Validated) -> None:
 
 
 def _figures(trainer: Trainer) -> Document:
-    """Returns the figures of a training for its result and the drafter's provenance."""
+    """Returns the training figures for the result and for the drafter's provenance."""
     lines = read_log(trainer.run.path / NAME)
     steps = [line for line in lines if line["event"] == "stepped"]
     checks = [line for line in lines if line["event"] == "validated"]
@@ -249,7 +259,7 @@ def _figures(trainer: Trainer) -> Document:
         "heads": trainer.drafter.num_heads,
         "steps": trainer.steps,
         "positions": trainer.positions,
-        # The vocabulary may be another data set's.
+        # The vocabulary may come from another data set.
         "draft_coverage": coverage(trainer.drafter.draft_ids, trainer.dataset.answers()),
         "held_out_coverage": _held_out_coverage(trainer),
         "validation": best and {key: best[key] for key in keys},
@@ -264,13 +274,13 @@ def _figures(trainer: Trainer) -> Document:
 
 
 def _held_out_coverage(trainer: Trainer) -> float | None:
-    """Returns the share of the held-out answers' tokens that the heads can guess; None without such answers."""
+    """Returns the share of held-out answer tokens that the heads can guess; None if there are no such answers."""
     answers = trainer.dataset.answers(trainer.dataset.held_out)
     return coverage(trainer.drafter.draft_ids, answers) if answers else None
 
 
 def _save(trainer: Trainer, source: Path, figures: Document) -> Run:
-    """Saves the drafter (and adapter or tuned model) with its provenance; returns the run that they are in."""
+    """Saves the drafter (and the adapter or tuned model) with its provenance; returns the run that holds them."""
     run = trainer.run
     backbone = trainer.backbone
     train = trainer.recipe.train
@@ -281,7 +291,7 @@ def _save(trainer: Trainer, source: Path, figures: Document) -> Run:
     elif train.stage == 2:
         adapter.save(backbone.model, run.adapter_dir, identity["id"])
         identity["adapter"] = adapter.digest(run.adapter_dir)
-    elif run.adapter is not None:  # it belonged to the drafter that is replaced now
+    elif run.adapter is not None:  # it belonged to the drafter that is being replaced
         shutil.rmtree(run.adapter_dir)
 
     dataset = trainer.dataset
@@ -299,7 +309,7 @@ def _save(trainer: Trainer, source: Path, figures: Document) -> Run:
 
 
 def _copy_conversations(source: Path, run: Run) -> None:
-    """Writes conversations into the run of a tuned model, without their states, which were another model's."""
+    """Copies conversations into a tuned model's run, without their states, which are the original model's."""
     with replacing(run.distill_path) as part, part.open("w", encoding="utf-8") as out:
         for record in read_jsonl(source, array=True):
             if isinstance(record, dict):
@@ -309,7 +319,10 @@ def _copy_conversations(source: Path, run: Run) -> None:
 
 
 def _tuned_run(backbone: Backbone, run: Run) -> tuple[Run, dict[str, Any]]:
-    """Saves a fully tuned model, which is another model, in a run of its own, RUN/tuned; returns run and identity."""
+    """Saves a fully tuned model in a run of its own, RUN/tuned; returns that run and the model's identity.
+
+    The run is separate because the tuned model is a different model.
+    """
     tuned = Run.open(str(run.path / "tuned") + "/", create=True)
     folder = tuned.path / "model"
     backbone.take_own_attention()
@@ -331,11 +344,11 @@ def _tuned_run(backbone: Backbone, run: Run) -> tuple[Run, dict[str, Any]]:
 def evaluate(
     run: Run, data: Path, options: LoadOptions, max_samples: int | None = None
 ) -> Validated:
-    """Measures a run's heads, and its adapter if it has one, on the first conversations of a file.
+    """Measures a run's heads, and its adapter if it has one, on the first `max_samples` conversations of a file.
 
-    A run of stage 1 is measured as one whose adapter does nothing, but for FIRP, which needs a
-    frozen model. Raises UserError for heads that cannot be read, and for a model tuned in full,
-    which keeps no original to compare with.
+    A stage 1 run is measured like a stage 2 run whose adapter has no effect, except for FIRP, which
+    needs a frozen model. Raises UserError if the heads cannot be read, or if the model was fully
+    tuned and so has no original to compare with.
     """
     recipe = load_recipe(run.recipe_path)
     train = recipe.train
@@ -352,7 +365,7 @@ def evaluate(
         "tuning": train.tuning if joint else "lora",
     }
     changed |= {"objective": "kl", "dtype": dtype, "shard": False}
-    # Conversations are cut and batched alike for every run, and all of them are measured.
+    # Conversations are truncated and batched alike for every run, and all of them are measured.
     changed |= {"max_length": 1024, "batch_tokens": 2048, "validation_tokens": 10_000_000}
     recipe = replace(recipe, train=replace(train, **changed))
     options = replace(options, dtype=dtype, engine="eager", quantize=rounding_in(run.drafter_dir))
@@ -360,9 +373,8 @@ def evaluate(
     backbone = (setup.frozen_backbone if frozen else setup.joint_backbone)(recipe, options)
     dataset = read_dataset(data, backbone, 0.0, setup.longest(recipe.train))
     kept = dataset.train[:max_samples]
-    dataset = replace(
-        dataset, train=kept, held_out=kept
-    )  # nothing is trained, but a trainer needs something to train
+    # Nothing is trained, but a Trainer requires training data.
+    dataset = replace(dataset, train=kept, held_out=kept)
     drafter = setup.build_drafter(backbone, recipe.drafter, dataset)
     if not setup.copy_heads(run, backbone, drafter, adapted=joint):
         raise UserError(

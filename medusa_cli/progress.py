@@ -1,0 +1,15 @@
+"""The function through which long work reports its progress, whoever shows it."""
+
+from typing import Protocol
+
+
+class Show(Protocol):
+    """Receives the name of a part of the work, the units done, their total, their unit, and a note next to the name."""
+
+    def __call__(
+        self, name: str, done: int, total: int, unit: str = "tokens", note: str = ""
+    ) -> None: ...
+
+
+def show_nothing(name: str, done: int, total: int, unit: str = "tokens", note: str = "") -> None:
+    """Ignores the progress."""
