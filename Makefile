@@ -21,7 +21,7 @@ $(READY): pyproject.toml $(wildcard medusa_cli/native/*.cpp medusa_cli/native/*.
 
 install: $(READY) ## make .venv with torch, the package and the developer's tools
 
-demo: $(READY) ## decode MT-Bench questions plain and with drafts, side by side
+demo: $(READY) ## answer three questions plainly and with drafts, side by side
 	$(BIN)/medusa demo
 
 style: $(READY) ## ruff: lint and format, changing nothing

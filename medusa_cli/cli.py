@@ -22,7 +22,7 @@ COMMANDS = {
     "train": "train a drafter on it",
     "calibrate": "measure how often its guesses are right",
     "tree": "find the best tree of guesses",
-    "chat": "chat, several tokens a step",
+    "chat": "chat, several tokens per step",
     "serve": "answer over HTTP, as OpenAI's API does",
     "bench": "measure speedup, acceptance and overhead",
     "report": "measurements as one page, charts and tables",
@@ -183,7 +183,7 @@ def _root(
         ),
     ] = False,
 ) -> None:
-    """Make a language model decode several tokens a step, with the same output.
+    """Make a language model decode several tokens per step, with the same output.
 
     In order: distill -> train -> calibrate -> tree -> chat / bench. Each command finds in the run directory
     what the one before it wrote; `medusa demo` shows the result.

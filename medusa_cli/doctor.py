@@ -425,7 +425,7 @@ def training_length(case: Case) -> Finding:
     after = _length_of_chain(checks[-1]["accuracies"])
     text = (
         f"the last {end - half[-1]['total_positions']:,} of {end:,} positions raised a chain of first guesses from "
-        f"{before:.2f} to {after:.2f} tokens a step; twice as many should give about as much again"
+        f"{before:.2f} to {after:.2f} tokens per step; twice as many should give about as much again"
     )
     figures = {"positions": end, "tokens_a_step": after, "tokens_a_step_before": before}
     status = graded(after / before - 1, 0.03)
@@ -454,7 +454,7 @@ def acceptance(case: Case) -> Finding:
         length,
         length,
     )
-    text = f"{length:.2f} ({low:.2f}-{high:.2f}) tokens a step on {len(stats)} prompts"
+    text = f"{length:.2f} ({low:.2f}-{high:.2f}) tokens per step on {len(stats)} prompts"
     figures = {
         "measured": length,
         "interval": [low, high],

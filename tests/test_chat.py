@@ -47,7 +47,7 @@ def test_one_prompt_prints_the_answer_alone_on_stdout(place: Path) -> None:
         chat(place, "--prompt", "w1 w2"),
         chat(place, "--prompt", "w1 w2", "--baseline"),
     )
-    assert drafted.stdout == plain.stdout != "" and "tokens a step" in drafted.stderr
+    assert drafted.stdout == plain.stdout != "" and "tokens per step" in drafted.stderr
     document = json.loads(chat(place, "--prompt", "w1 w2", "--json").stdout)
     assert document["answer"] + "\n" == plain.stdout
     assert document["acceptance_length"] >= 1 and document["tokens"] <= 15
@@ -159,7 +159,7 @@ def test_a_bad_line_costs_that_line_and_the_exit_code(place: Path, tmp_path: Pat
 
 def test_bytes_that_are_no_utf8_cost_a_character(place: Path) -> None:
     shown = chat(place, input=b"w1 \xff\xfe w2\nw3\n")
-    assert shown.stderr.count("tokens a step") == 2
+    assert shown.stderr.count("tokens per step") == 2
 
 
 def test_ctrl_c_stops_the_answer_and_keeps_the_conversation(
@@ -277,7 +277,7 @@ def test_every_turn_of_a_long_chat_is_answered(place: Path, tmp_path: Path) -> N
     shown = short(place, "--system", "w5", input="\n".join([*lines, f"/save {saved}"]) + "\n")
     assert shown.exit_code == 0 and "error" not in shown.stderr, shown.stderr
     assert (
-        shown.stderr.count("tokens a step") == 30
+        shown.stderr.count("tokens per step") == 30
         and shown.stderr.count("context of 64 tokens is full") >= 2
     )
     system, *messages = json.loads(saved.read_text())["messages"]
@@ -287,11 +287,11 @@ def test_every_turn_of_a_long_chat_is_answered(place: Path, tmp_path: Path) -> N
 def test_a_line_too_long_costs_that_line(place: Path) -> None:
     shown = short(place, input="w1\n" + "w2 " * 80 + "\nw3\n", exit_code=1)
     assert shown.stderr.count("error:") == 1
-    assert shown.stderr.count("tokens a step") == 2 and "is full" not in shown.stderr
+    assert shown.stderr.count("tokens per step") == 2 and "is full" not in shown.stderr
 
 
 def test_a_system_prompt_that_fills_the_context_is_refused(place: Path) -> None:
     shown = short(place, "--system", "w1 " * 80, input="w1\nw2\n", exit_code=1)
     assert shown.stderr.count("error:") == 1 and shown.stdout == ""
     shown = short(place, "--system", "w5", input="/system " + "w1 " * 80 + "\nw2\n", exit_code=1)
-    assert shown.stderr.count("tokens a step") == 1  # the earlier prompt is in force
+    assert shown.stderr.count("tokens per step") == 1  # the earlier prompt is in force

@@ -292,7 +292,7 @@ def categories(benches: Sequence[SavedBench]) -> Iterator[Section]:
     charts = dict[str, str]()
     for title, key, unit in (
         ("Speedup", "speedup", "x"),
-        ("Acceptance length", "acceptance_length", "tokens a step"),
+        ("Acceptance length", "acceptance_length", "tokens per step"),
     ):
         rows = [
             [category, *(_with_interval(part[n], key) if n in part else "-" for n in methods)]
@@ -356,7 +356,7 @@ def sweeps(benches: Sequence[SavedBench]) -> Iterator[Section]:
             Table(head, rows, f"{name}: {sweep['axis']}, measured {sweep['created'][:10]}")
         )
         for key, y in (
-            ("acceptance_length", "tokens a step"),
+            ("acceptance_length", "tokens per step"),
             ("tokens_per_s", "tokens/s"),
             ("nll", "nats a token"),
         ):

@@ -134,7 +134,7 @@ def answer(session: "Chat", text: str, show_accepted: bool, silent: bool = False
 def status(stats: "Stats") -> str:
     """Returns speed and acceptance in one line."""
     return (
-        f"{stats.tokens} tokens, {stats.tokens_per_s:.1f} tokens/s, {stats.acceptance_length:.2f} tokens a step "
+        f"{stats.tokens} tokens, {stats.tokens_per_s:.1f} tokens/s, {stats.acceptance_length:.2f} tokens per step "
         f"({stats.steps} steps of {1e3 * stats.step_s:.0f} ms)"
     )
 

@@ -217,7 +217,7 @@ def show_answers(plain: Side, drafted: Side) -> None:
     text = f"identical: the same {len(expected)} tokens"
     gain = rate_of(drafted.measured) / rate_of(plain.measured)
     length = drafted.measured.stats.acceptance_length
-    text += f", {gain:.2f} x as fast, {length:.2f} tokens a step"
+    text += f", {gain:.2f} x as fast, {length:.2f} tokens per step"
     console.result(Text(text, style="bold green") if console.out.is_terminal else text)
 
 
@@ -294,5 +294,5 @@ def closing_table(figures: Mapping[str, Mapping[str, Any]], facts: str) -> Rende
             " Other programs round in another order or width, so a near-tie of two tokens may fall"
             " the other way."
         )
-    head = ("method", "tokens/s", "over plain", "tokens a step", "same answers")
+    head = ("method", "tokens/s", "over plain", "tokens per step", "same answers")
     return console.grid("The same questions, greedy", head, rows, left=("method",), caption=caption)

@@ -154,11 +154,11 @@ def show(tree: "Tree", used: Calibration, report: dict[str, Any]) -> None:
             "{tokens_per_s:.1f}",
         )
         table = [tuple(cell.format(**row) for cell in form) for row in report["budgets"]]
-        head = ("nodes", "heads used", "tokens a step", "ms a step", "tokens/s")
+        head = ("nodes", "heads used", "tokens per step", "ms per step", "tokens/s")
         console.result(console.grid("Sizes on this machine, the chosen size first", head, table))
     expected = report["expected_acceptance_length"]
     length = (
-        "unknown without a calibration" if expected is None else f"{expected:.2f} tokens a step"
+        "unknown without a calibration" if expected is None else f"{expected:.2f} tokens per step"
     )
     console.result(f"{tree.size:,} nodes, expected acceptance length: {length}")
     saved = " and ".join(path for path in (report["output"], report["picture"]) if path is not None)

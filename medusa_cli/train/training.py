@@ -217,7 +217,7 @@ def _run(trainer: Trainer, show: Show, on_event: OnEvent) -> None:
                 note += f"{acceptance}, {event.memory / 1e9:.1f} GB"
                 show("training", event.total_positions, total, note=note)
             elif isinstance(event, Validated):
-                acceptance = f", {event.acceptance:.2f} tokens a step"
+                acceptance = f", {event.acceptance:.2f} tokens per step"
                 _report(event)
             else:
                 draw_curves(
@@ -230,7 +230,7 @@ def _run(trainer: Trainer, show: Show, on_event: OnEvent) -> None:
 def _report(event: Validated) -> None:
     """Logs a validation; in stage 2 also how far the model has moved, with a warning if that is too far."""
     text = f"step {event.step}: held-out loss {event.loss:.3f}, top-1 by head {shares(event.accuracies)}, "
-    text += f"simulated {event.acceptance:.2f} tokens a step"
+    text += f"simulated {event.acceptance:.2f} tokens per step"
     parts = event.parts
     if "kl" in parts:
         perplexity = math.exp(parts["nll"])

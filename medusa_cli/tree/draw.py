@@ -43,7 +43,7 @@ def draw_picture(tree: Tree, path: Path, accuracies: Accuracies | None = None) -
     draw_nodes(axes, tree, values)
     title = f"{tree.size} nodes, root included; numbers are ranks"
     axes.set_title(
-        title + (f"; {sum(values):.2f} tokens a step expected" if accuracies else ""), fontsize=9
+        title + (f"; {sum(values):.2f} tokens per step expected" if accuracies else ""), fontsize=9
     )
     with replacing(Path(path)) as part:
         figure.savefig(

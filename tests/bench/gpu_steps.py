@@ -177,7 +177,7 @@ def time_engine(backbone: Backbone, cuda_graphs: bool, budget: Budget) -> dict[s
 
 
 def time_drafts(backbone: Backbone, cuda_graphs: bool, budget: Budget) -> list[dict[str, Any]]:
-    """Decodes with synthetic drafts by nodes and chance; returns tokens a step, tokens a second and the same tokens.
+    """Decodes with synthetic drafts by nodes and chance; returns tokens per step, tokens a second and the same tokens.
 
     In bf16 two tokens may be nearly alike, and the rows of a tree round otherwise than one row: then answers part.
     """
@@ -220,7 +220,7 @@ def decode(
     cuda_graphs: bool,
     budget: Budget,
 ) -> tuple[list[int], float, float]:
-    """Returns an answer's tokens, tokens a second and tokens a step, both without the prompt's pass."""
+    """Returns an answer's tokens, tokens a second and tokens per step, both without the prompt's pass."""
     decoder = Decoder(
         backbone, drafter, None if tree is None else policy_of(tree), cuda_graphs=cuda_graphs
     )

@@ -76,7 +76,7 @@ CLAIMS: list[tuple[str, str, float | None, Callable[[Evidence], float]]] = [
     ),
     (
         "Medusa, Table 1",
-        "Medusa-2 accepts several tokens a step",
+        "Medusa-2 accepts several tokens per step",
         3.47,
         lambda e: e.length("joint"),
     ),
