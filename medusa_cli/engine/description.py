@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from medusa_cli.engine.experts import Part, Routing, experts_of, has_experts
-from medusa_cli.engine.mixers import mixers_of
+from medusa_cli.engine.experts import Experts, Part, Routing, experts_of, has_experts
+from medusa_cli.engine.mixers import Mixer, mixers_of
 from medusa_cli.model.attention import Masks
 from medusa_cli.model.backbone import Layers, Unsupported
 from medusa_cli.native.library import MIXERS, PATHS, TABLES
@@ -227,123 +227,13 @@ class _Rows:
 
 def describe(network: Any) -> Description:
     """Describes a network on any device; raises Unsupported if it has parts that the library lacks."""
-    parts = Layers(network)
-    config = network.config.get_text_config()
-    masks = Masks(config, torch.float32)
-    names = {id(module): name for name, module in network.named_modules()}
-    shared = _Shared()
-    shared.add_norm(parts.norm)
-    stored_parts: dict[str, Part] = {}
-    turning: dict[Any, tuple[bool, bool]] = {}
-    rotary = rotary_of(network)
-    mixers = mixers_of(parts.base, parts.layers, names)
-    attending = [index for index, mixer in enumerate(mixers) if mixer is None]
-    if not attending:
-        raise Unsupported("it has no attention")
-
-    layers: list[LayerNames] = []
-    # By kind of attention: the layer whose keys and values later layers share.
-    owners: dict[str, LayerNames] = {}
-    for index, layer in enumerate(parts.layers):
-        mixer = mixers[index]
-        number = 0 if mixer is None else mixer.number
-        attention = getattr(layer, "self_attn", None)
-        mlp = _first_of(layer, MLP_NAMES)
-        matrices = _input_matrices(layer)
-        if mixer is None:
-            matrices |= _attention_matrices(attention)
-        experts = None
-        if has_experts(mlp):
-            experts = experts_of(mlp, names[id(mlp)])
-            shared_mlp = _first_of(mlp, SHARED_NAMES) or _first_of(layer, SHARED_NAMES)
-            if shared_mlp is not None:
-                own = _mlp_matrices(shared_mlp)
-                matrices |= {f"shared_{name}": rows for name, rows in own.items()}
-            shared.add(routing=experts.routing)
-        else:
-            matrices |= _mlp_matrices(mlp)
-        norms = _norms(layer) | _head_norms(attention)
-        kind = masks.layer_type(index)
-        owner = owners.get(kind) if mixer is None and "key" not in matrices else None
-        turns = False
-        late = False
-        if owner is not None:
-            turns = owner.table is not None
-        elif mixer is None:
-            # Layers with the same attributes rotate queries and keys in the same way.
-            alike = kind, *_plain_attributes(attention)
-            if alike not in turning:
-                turning[alike] = _turning(parts, index, rotary, norms.get("query_norm"))
-            turns, late = turning[alike]
-
-        for norm in norms.values():
-            shared.add_norm(norm)
-        heads = config.num_attention_heads
-        dim = 0
-        kv = 0
-        if mixer is None:
-            dim = matrices["query"].count // heads
-            kv = owner.kv if owner is not None else matrices["key"].count // dim
-            if dim > MAX_HEAD_DIM or heads % kv:
-                raise Unsupported("its heads have sizes not known here")
-            shared.add(
-                scale=getattr(attention, "scaling", None),
-                cap=getattr(attention, "attn_logit_softcapping", None) or 0.0,
-            )
-        else:
-            shared.add(**mixer.sizes)
-            if mixer.norm is not None:
-                shared.add(eps=eps_of(mixer.norm))
-        shared.add(
-            residual=getattr(layer, "residual_multiplier", 1.0),
-            activation=_activation_of(
-                _first_of(mlp if experts is None else mlp.experts, ACTIVATION_NAMES)
-            ),
-            parallel=norms.get("attention_norm") is norms.get("mlp_norm") is not None,
-        )
-        if "query_norm" in norms:
-            wide = norms["query_norm"].weight.numel()
-            shared.add(whole_norms=wide != dim)
-        if "query_norm" in norms and owner is None:
-            shared.add(late_norms=late)
-        if "key" in matrices:
-            shared.add(value_norms=_has_value_norm(attention))
-
-        stored = {}
-        vectors = {}
-        for name, rows in matrices.items():
-            stored[name], part = rows.stored(names[id(rows.linear)], name)
-            if part is not None:
-                stored_parts[stored[name]] = part
-        if getattr(attention, "sinks", None) is not None:
-            vectors["sinks"] = f"{names[id(attention)]}.sinks"
-        if getattr(layer, "layer_scalar", None) is not None:
-            vectors["scalar"] = f"{names[id(layer)]}.layer_scalar"
-        if mixer is not None:
-            stored |= mixer.matrices
-            vectors |= mixer.vectors
-        if experts is not None:
-            stored |= experts.matrices
-            stored_parts |= experts.parts
-            vectors |= experts.vectors
-        layers.append(
-            LayerNames(
-                matrices=stored,
-                norms={name: names[id(norm)] for name, norm in norms.items()},
-                vectors=vectors,
-                kind=kind,
-                table=parts.kinds[index] if turns else None,
-                experts=0 if experts is None else experts.count,
-                kv=kv,
-                dim=dim,
-                mixer=number,
-                place=owner.place
-                if owner is not None
-                else len({own.place for own in layers if own.mixer == number}),
-            )
-        )
-        if getattr(attention, "store_full_length_kv", False):
-            owners[kind] = layers[-1]
+    reader = _Reader(network)
+    for index in range(len(reader.parts.layers)):
+        reader.read_layer(index)
+    parts = reader.parts
+    config = reader.config
+    names = reader.names
+    shared = reader.shared
 
     tables = sorted(set(parts.kinds)) if parts.by_kind else [parts.kinds[0]]
     if len(tables) > TABLES:
@@ -351,6 +241,7 @@ def describe(network: Any) -> Description:
     head = network.get_output_embeddings()
     tied = bool(getattr(config, "tie_word_embeddings", False)) and head.bias is None
     embedding = names[id(parts.base.embed_tokens)]
+    window = reader.masks.window
     return Description(
         sizes={
             "layers": len(parts.layers),
@@ -359,11 +250,11 @@ def describe(network: Any) -> Description:
             "vocab": network.get_input_embeddings().weight.shape[0],
             **{name: shared.only(name, 0) for name in PATHS if name != "delta_layers"},
             "delta_layers": sum(
-                mixer is not None and mixer.kind == "delta_net" for mixer in mixers
+                mixer is not None and mixer.kind == "delta_net" for mixer in reader.mixers
             ),
         },
-        layers=layers,
-        parts=stored_parts,
+        layers=reader.layers,
+        parts=reader.stored_parts,
         embedding=embedding,
         head=embedding if tied else names[id(head)],
         norm=names[id(parts.norm)],
@@ -377,16 +268,195 @@ def describe(network: Any) -> Description:
             "centered": shared.only("centered"),
             "whole_norms": shared.only("whole_norms", False),
             "late_norms": shared.only("late_norms", False),
-            "pairs": _turns_pairs(parts.layers[attending[0]].self_attn),
+            "pairs": _turns_pairs(reader.first_attending.self_attn),
             "parallel": shared.only("parallel"),
             "value_norms": shared.only("value_norms"),
         },
         one_more=shared.only("one_more"),
         routing=shared.only("routing", Routing()),
-        window=0 if math.isinf(masks.window) else int(masks.window),
+        window=0 if math.isinf(window) else int(window),
         tables=tables,
         inputs=_inputs(parts.base, names, shared),
     )
+
+
+@dataclass(frozen=True)
+class _LayerParts:
+    """The modules of one layer: rows of linear layers and norms by the library's names, its MLP and experts.
+
+    attention: None in a layer with another mixer.
+    """
+
+    matrices: dict[str, _Rows]
+    norms: dict[str, Any]
+    attention: Any
+    mlp: Any
+    experts: Experts | None
+    mixer: Mixer | None
+
+
+@dataclass(frozen=True)
+class _Turning:
+    """The rotation of a layer's queries and keys: whether there is one, and whether it comes before the head norms."""
+
+    turns: bool = False
+    late_norms: bool = False
+
+
+class _Reader:
+    """Reads the layers of a network in order, and collects the facts that they share."""
+
+    def __init__(self, network: Any) -> None:
+        self.parts = Layers(network)
+        self.config = network.config.get_text_config()
+        self.masks = Masks(self.config, torch.float32)
+        self.names = {id(module): name for name, module in network.named_modules()}
+        self.mixers = mixers_of(self.parts.base, self.parts.layers, self.names)
+        self.shared = _Shared()
+        self.shared.add_norm(self.parts.norm)
+        self.layers: list[LayerNames] = []
+        self.stored_parts: dict[str, Part] = {}
+        self._rotary = rotary_of(network)
+        self._turning: dict[Any, _Turning] = {}
+        # By kind of attention: the layer whose keys and values later layers share.
+        self._owners: dict[str, LayerNames] = {}
+        layers = zip(self.parts.layers, self.mixers, strict=True)
+        attending = [layer for layer, mixer in layers if mixer is None]
+        if not attending:
+            raise Unsupported("it has no attention")
+        self.first_attending = attending[0]
+
+    def read_layer(self, index: int) -> None:
+        """Adds the names of a layer's parts to `layers`, and its facts to `shared`."""
+        layer = self.parts.layers[index]
+        own = self._parts_of(layer, self.mixers[index])
+        kind = self.masks.layer_type(index)
+        shares_keys = own.mixer is None and "key" not in own.matrices
+        owner = self._owners.get(kind) if shares_keys else None
+        turning = self._turning_of(index, own, owner)
+        kv, dim = self._heads_of(own, owner)
+        self._add_facts(layer, own, dim)
+        if "query_norm" in own.norms and owner is None:
+            self.shared.add(late_norms=turning.late_norms)
+
+        matrices = self._stored_matrices(own)
+        vectors = self._vectors(layer, own)
+        number = 0 if own.mixer is None else own.mixer.number
+        if owner is not None:
+            place = owner.place
+        else:
+            place = len({earlier.place for earlier in self.layers if earlier.mixer == number})
+        self.layers.append(
+            LayerNames(
+                matrices=matrices,
+                norms={name: self.names[id(norm)] for name, norm in own.norms.items()},
+                vectors=vectors,
+                kind=kind,
+                table=self.parts.kinds[index] if turning.turns else None,
+                experts=0 if own.experts is None else own.experts.count,
+                kv=kv,
+                dim=dim,
+                mixer=number,
+                place=place,
+            )
+        )
+        if getattr(own.attention, "store_full_length_kv", False):
+            self._owners[kind] = self.layers[-1]
+
+    def _parts_of(self, layer: Any, mixer: Mixer | None) -> _LayerParts:
+        attention = getattr(layer, "self_attn", None)
+        mlp = _first_of(layer, MLP_NAMES)
+        matrices = _input_matrices(layer)
+        if mixer is None:
+            matrices |= _attention_matrices(attention)
+        experts = None
+        if has_experts(mlp):
+            experts = experts_of(mlp, self.names[id(mlp)])
+            shared_mlp = _first_of(mlp, SHARED_NAMES) or _first_of(layer, SHARED_NAMES)
+            if shared_mlp is not None:
+                own = _mlp_matrices(shared_mlp)
+                matrices |= {f"shared_{name}": rows for name, rows in own.items()}
+        else:
+            matrices |= _mlp_matrices(mlp)
+        norms = _norms(layer) | _head_norms(attention)
+        return _LayerParts(matrices, norms, attention, mlp, experts, mixer)
+
+    def _turning_of(self, index: int, own: _LayerParts, owner: LayerNames | None) -> _Turning:
+        if owner is not None:
+            return _Turning(owner.table is not None)
+        if own.mixer is not None:
+            return _Turning()
+        # Layers with the same attributes rotate queries and keys in the same way.
+        alike = self.masks.layer_type(index), *_plain_attributes(own.attention)
+        if alike not in self._turning:
+            query_norm = own.norms.get("query_norm")
+            self._turning[alike] = _Turning(*_turning(self.parts, index, self._rotary, query_norm))
+        return self._turning[alike]
+
+    def _heads_of(self, own: _LayerParts, owner: LayerNames | None) -> tuple[int, int]:
+        """Returns a layer's key heads and their width, zeros without attention; raises Unsupported for other sizes."""
+        if own.mixer is not None:
+            return 0, 0
+        heads = self.config.num_attention_heads
+        dim = own.matrices["query"].count // heads
+        kv = owner.kv if owner is not None else own.matrices["key"].count // dim
+        if dim > MAX_HEAD_DIM or heads % kv:
+            raise Unsupported("its heads have sizes not known here")
+        return kv, dim
+
+    def _add_facts(self, layer: Any, own: _LayerParts, dim: int) -> None:
+        shared = self.shared
+        for norm in own.norms.values():
+            shared.add_norm(norm)
+        if own.experts is not None:
+            shared.add(routing=own.experts.routing)
+        if own.mixer is None:
+            shared.add(
+                scale=getattr(own.attention, "scaling", None),
+                cap=getattr(own.attention, "attn_logit_softcapping", None) or 0.0,
+            )
+        else:
+            shared.add(**own.mixer.sizes)
+            if own.mixer.norm is not None:
+                shared.add(eps=eps_of(own.mixer.norm))
+        activated = own.mlp if own.experts is None else own.mlp.experts
+        attention_norm = own.norms.get("attention_norm")
+        shared.add(
+            residual=getattr(layer, "residual_multiplier", 1.0),
+            activation=_activation_of(_first_of(activated, ACTIVATION_NAMES)),
+            parallel=attention_norm is own.norms.get("mlp_norm") is not None,
+        )
+        if "query_norm" in own.norms:
+            shared.add(whole_norms=own.norms["query_norm"].weight.numel() != dim)
+        if "key" in own.matrices:
+            shared.add(value_norms=_has_value_norm(own.attention))
+
+    def _stored_matrices(self, own: _LayerParts) -> dict[str, str]:
+        """Returns the names of a layer's matrices, and notes those that are parts of stored ones."""
+        stored = {}
+        for name, rows in own.matrices.items():
+            stored[name], part = rows.stored(self.names[id(rows.linear)], name)
+            if part is not None:
+                self.stored_parts[stored[name]] = part
+        if own.mixer is not None:
+            stored |= own.mixer.matrices
+        if own.experts is not None:
+            stored |= own.experts.matrices
+            self.stored_parts |= own.experts.parts
+        return stored
+
+    def _vectors(self, layer: Any, own: _LayerParts) -> dict[str, str]:
+        """Returns the names of a layer's vectors that are no norms."""
+        vectors = {}
+        if getattr(own.attention, "sinks", None) is not None:
+            vectors["sinks"] = f"{self.names[id(own.attention)]}.sinks"
+        if getattr(layer, "layer_scalar", None) is not None:
+            vectors["scalar"] = f"{self.names[id(layer)]}.layer_scalar"
+        if own.mixer is not None:
+            vectors |= own.mixer.vectors
+        if own.experts is not None:
+            vectors |= own.experts.vectors
+        return vectors
 
 
 def rotary_of(network: Any) -> Rotary:

@@ -73,7 +73,7 @@ def write_metadata(path: Path, header: Header, folder: Path) -> None:
         factors = _rope_factors(path, header, network)
         if factors:
             config.rope_parameters |= {
-                "rope_type": "longrope",  # the only type with factors; they are the same for any length
+                "rope_type": "longrope",  # the only type with factors; any length uses the same
                 "short_factor": factors,
                 "long_factor": factors,
                 "attention_factor": 1.0,

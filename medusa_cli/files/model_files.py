@@ -22,8 +22,8 @@ TOKENIZER_FILES = ("token", "vocab", "spiece", "tekken")
 STATE_UPDATES = ("update_conv_state", "update_recurrent_state")
 # Flags of network classes whose attention can be replaced.
 ATTENTION_FLAGS = ("_supports_sdpa", "_supports_attention_backend")
-# Configs with these fields have sparse attention, where a small network chooses the tokens that each
-# query reads.
+# Configs with these fields have sparse attention, where a small network chooses the tokens that
+# each query reads.
 INDEXERS = ("index_topk", "indexer_budget", "indexer_n_heads")
 INDEXED = "sparse attention, in which an indexer chooses the tokens that each token reads"
 OUTSIDE = (
@@ -264,4 +264,4 @@ def opened(files: Sequence[Path], framework: str) -> Iterator[dict[str, Any]]:
 
     with ExitStack() as stack:
         parts = [stack.enter_context(safe_open(path, framework=framework)) for path in files]
-        yield {name: part.get_slice(name) for part in parts for name in part.keys()}  # noqa: SIM118  (no mapping)
+        yield {name: part.get_slice(name) for part in parts for name in part.keys()}  # noqa: SIM118  (not a mapping)

@@ -19,7 +19,7 @@ from medusa_cli.files.io import read_object, write_json
 from medusa_cli.files.model_files import checkpoint_files, config_fields, tensors_of
 
 NAME = "mtp"
-# Default number of draft tokens. One layer runs repeatedly, and is trained for the first few tokens.
+# Default number of draft tokens. One layer runs repeatedly, and is trained for the first few only.
 LEVELS = 4
 EMBEDDING = "embed_tokens.weight"
 # Fields of a model's config that do not describe a layer, or that count layers that are absent.

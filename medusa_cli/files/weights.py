@@ -43,7 +43,7 @@ def read_weights(
         raise UserError(f"{name} does not exist or is not a file", remedy)
     try:
         with safe_open(path, framework="pt") as file:
-            slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118  (it is no mapping)
+            slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118  (it is not a mapping)
             stored = {
                 key: (part.get_dtype(), list(part.get_shape())) for key, part in slices.items()
             }

@@ -93,7 +93,7 @@ class CheckpointWeights(Weights):
             parts = [self.stack.enter_context(safe_open(path, framework="pt")) for path in files]
         except SafetensorError as reason:
             raise unloadable(str(files[0].parent), reason) from reason
-        self.parts = {name: part for part in parts for name in part.keys()}  # noqa: SIM118  (no mapping)
+        self.parts = {name: part for part in parts for name in part.keys()}  # noqa: SIM118  (not a mapping)
 
     def _name(self, name: str) -> str:
         """Returns a weight's name in the files, which may lack the base model's prefix or use older names."""

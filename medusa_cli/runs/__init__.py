@@ -1,1 +1,1 @@
-"""Runs on disk: the directory, its files, its recipe."""
+"""Runs on disk: the directory, its files and its recipe."""

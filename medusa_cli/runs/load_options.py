@@ -1,4 +1,4 @@
-"""Options of loading a model, which decide its number type, its engine and its quantization."""
+"""Options for loading a model, which determine its number type, its engine and its quantization."""
 
 import logging
 import re
@@ -23,9 +23,9 @@ WORDS = {
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """Options of loading a model: device, number type, engine, quantization, and if its own code may run.
+    """Options for loading a model: device, number type, engine, quantization, and whether its own code may run.
 
-    rows: the number type in which the native engine multiplies states with quantized weights.
+    rows: the number type of the states that the native engine multiplies with quantized weights.
     """
 
     device: str = "auto"
@@ -59,9 +59,9 @@ Options = TypeVar("Options", bound=LoadOptions)
 
 
 def as_trained(options: Options, drafter: Path | None) -> Options:
-    """Returns the options with the quantization that a folder's drafter was trained on, unless one is given.
+    """Returns the options with the quantization that a folder's drafter was trained with, unless one is given.
 
-    Warns if another one is given.
+    Warns if a different one is given.
     """
     trained = rounding_in(drafter) if drafter is not None else None
     if trained in (None, options.quantize):

@@ -1,4 +1,4 @@
-"""The recipe: every setting of distilling and training, from a YAML file and KEY=VALUE words."""
+"""The recipe: every setting for distillation and training, from a YAML file and KEY=VALUE words."""
 
 import dataclasses
 import difflib
@@ -23,16 +23,16 @@ from medusa_cli.files.assets import DEFAULT_MODEL
 from medusa_cli.files.io import is_whole, parse_yaml, read_text, read_yaml
 from medusa_cli.runs.run import Run, describe_drafter
 
-SHARED = Path("share", "medusa-cli", "recipes")  # of an installed package
+SHARED = Path("share", "medusa-cli", "recipes")  # in an installed package
 log = logging.getLogger(__name__)
-# Nobody has more of anything that is counted here: a larger number is a typing error.
+# No count in a recipe needs to be larger, so a larger number is a typing error.
 Count = Annotated[int, Meta(ge=1, le=10_000_000)]
 Rank = Annotated[int, Meta(ge=1, le=65_536)]
 Seed = Annotated[int, Meta(ge=0, le=2**62)]
 Layers = tuple[int, ...]
 Positive = Annotated[float, Meta(ge=0)]
 Share = Annotated[float, Meta(ge=0, le=1)]
-# A lower temperature divides scores out of their numbers' range.
+# With a lower temperature, divided scores would leave the range of their number type.
 COLDEST = 1e-3
 WORDS = {
     "int": "a whole number",
@@ -45,7 +45,7 @@ WORDS |= {"array": "a list of whole numbers such as [1,2]"}
 
 
 def key(default: Any, meaning: str) -> Any:
-    """Returns a field of a recipe with its default, and its meaning for the help and the docs."""
+    """Returns a recipe's field with its default, and with its meaning for the help and the docs."""
     return dataclasses.field(default=default, metadata={"meaning": meaning})
 
 
@@ -104,7 +104,7 @@ class DrafterRecipe:
 
 @dataclass(frozen=True)
 class DistillRecipe:
-    """The conversations to distil."""
+    """The conversations to distill."""
 
     seed: str = key(
         "sharegpt",
@@ -146,7 +146,7 @@ class DistillRecipe:
 
 @dataclass(frozen=True)
 class TrainRecipe:
-    """The training: sizes are in positions (answer tokens), intervals in optimizer steps."""
+    """The training. Sizes are in positions (answer tokens), and intervals in optimizer steps."""
 
     stage: Literal[1, 2] = key(1, "1: heads on the frozen model; 2: heads and model")
     epochs: Annotated[int, Meta(ge=1, le=10_000)] = key(2, "passes over the data")
@@ -287,7 +287,7 @@ def types() -> dict[str, Any]:
 
 
 def recipe_folders() -> list[Path]:
-    """Returns the folders of the recipes that ship: of a clone, or of an installed package."""
+    """Returns the folders with the recipes that ship, in a clone or in an installed package."""
     above = Path(__file__).parents[2]
     clone = [above / "recipes"] if (above / "pyproject.toml").is_file() else []
     roots = dict.fromkeys([Path(sysconfig.get_path("data")), Path(site.getuserbase()), above])
@@ -295,9 +295,9 @@ def recipe_folders() -> list[Path]:
 
 
 def find_recipe(name: str | Path) -> Path:
-    """Returns a recipe's file: the file itself, or the one that ships by this name, with or without recipes/ before it.
+    """Returns a recipe's file: the file itself, or the shipped one with this name, which recipes/ may precede.
 
-    Raises UserError, which lists what ships, if there is neither.
+    Raises UserError, which lists the shipped recipes, if there is neither.
     """
     path = Path(name)
     if path.exists():
@@ -340,13 +340,13 @@ def load_recipe(path: str | Path | None = None, overrides: Sequence[str] = ()) -
         text = text.strip()
         whole = (
             types()[name] in (str, str | None) and text != "null"
-        )  # text stays text, whatever YAML makes of it
+        )  # text stays text, however YAML would read it
         recipe = _with(recipe, name, text if whole else _parsed(text))
     return recipe
 
 
 def _with(recipe: Recipe, key: str, value: Any, folder: Path | None = None) -> Recipe:
-    """Returns the recipe with one setting; a chat template is read, from `folder` if given."""
+    """Returns the recipe with one setting changed; a chat template is read from its file, in `folder` if given."""
     value = _valid(key, value)
     if key == "chat_template" and value is not None:
         value = template_text(value, folder)
@@ -357,7 +357,7 @@ def _with(recipe: Recipe, key: str, value: Any, folder: Path | None = None) -> R
 
 
 def _full(key: str, source: str) -> str:
-    """Returns a known key; raises UsageError with the nearest one for an unknown key."""
+    """Returns the full name of a key; raises UsageError with the nearest known key for an unknown one."""
     key = "drafter.name" if key == "drafter" else key
     if key in types():
         return key
@@ -376,11 +376,11 @@ def _full(key: str, source: str) -> str:
 
 
 def _valid(key: str, value: Any) -> Any:
-    """Returns the value in its key's type; raises UsageError, naming key and value, if it has another one."""
+    """Returns the value in its key's type; raises UsageError, with key and value, if it does not fit the type."""
     kind = types()[key]
     choices = typing.get_args(kind) if typing.get_origin(kind) is Literal else ()
     try:
-        # Not strict: YAML reads 1e-3, which has no point, as text.
+        # Not strict, because YAML reads 1e-3, which has no decimal point, as text.
         number = msgspec.convert(value, kind, strict=False)
         if isinstance(number, float) and not math.isfinite(number):
             expected = "a finite number"
@@ -399,7 +399,7 @@ def _valid(key: str, value: Any) -> Any:
 
 
 def _parsed(text: str) -> Any:
-    """Returns a word's value as YAML reads it; the word itself if it is no YAML."""
+    """Returns the value that YAML reads from a word, or the word itself if it is not YAML."""
     import yaml
 
     try:
@@ -409,9 +409,10 @@ def _parsed(text: str) -> Any:
 
 
 def template_text(value: str, folder: Path | None = None) -> str:
-    """Returns the text of a chat template: the value itself, which then has braces, or the text of that file.
+    """Returns the text of a chat template: the value itself if it has braces, otherwise the text of that file.
 
-    A recipe may name a file in its own `folder` only; the command line (None) may name any file.
+    A recipe may refer only to a file in its own `folder`; the command line (None) may refer to any file. Raises
+    UserError for other files, and for a file that cannot be read.
     """
     if "{" in value:
         return value
@@ -425,7 +426,7 @@ def template_text(value: str, folder: Path | None = None) -> str:
                 f"{remedy} in it, or name it on the command line",
             )
         return read_text(path, f"{name}:", remedy=remedy)
-    except (OSError, ValueError) as reason:  # no name of a file at all
+    except (OSError, ValueError) as reason:  # not a valid file name
         raise UserError(f"{name} cannot be read", remedy) from reason
 
 
@@ -438,7 +439,7 @@ def _flatten(data: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
 
 
 def differences(old: dict[str, Any], new: Recipe, sections: Sequence[str]) -> list[str]:
-    """Returns the dotted keys of the sections whose values differ from an old recipe's, as a dict."""
+    """Returns the dotted keys in the sections whose values differ from those of an old recipe, given as a dict."""
     before = dict(_flatten(old))
     after = [
         (key, value) for key, value in _flatten(new.to_dict()) if key.split(".")[0] in sections
@@ -468,10 +469,10 @@ def recipe_of(
     resume: bool,
     origin: Run | None = None,
 ) -> Recipe:
-    """Returns the recipe of a command: its file (a resumed run's own by default), KEY=VALUE words, then flags.
+    """Returns a command's recipe: its file (by default, a resumed run's own), then KEY=VALUE words, then flags.
 
-    Unless words or flags name them, model and chat template come from the run, or else from the run
-    `origin`, if it has them. Without a file the drafter's settings and its loss are those of the origin.
+    Unless words or flags set them, the model and the chat template come from the run, or else from the run `origin`,
+    if it has them. Without a file, the settings of the drafter and its loss are those of `origin`.
     """
     file, settings = split_words(words)
     settings |= {key: str(value) for key, value in flags.items() if value is not None}
@@ -495,7 +496,7 @@ def recipe_of(
 def _settings_of(origin: Run, asked: Mapping[str, str]) -> dict[str, str]:
     """Returns the settings of a run's drafter and its loss, as its training recorded them.
 
-    Empty if another kind is asked for.
+    The result is empty if another kind of drafter is requested.
     """
     if not (origin.drafter_dir / "config.json").is_file():
         return {}
@@ -514,7 +515,7 @@ def _settings_of(origin: Run, asked: Mapping[str, str]) -> dict[str, str]:
 
 
 def _of_model(recipe: Recipe, model: str, file: str | None, keep_template: bool) -> Recipe:
-    """Returns a recipe for a run's model, and says so if its file names another one, whose chat template is left."""
+    """Returns a recipe for a run's model; if its file names another model, warns and drops that chat template."""
     if file is not None and "model" in read_yaml(find_recipe(file), "the recipe"):
         log.warning(
             f"the recipe {file} is for the model {recipe.model}, and the run's is {model}, which is taken; "

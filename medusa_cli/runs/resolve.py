@@ -1,4 +1,4 @@
-"""Finds the files of model, run, drafter and tree that belong together, without loading them."""
+"""Resolution of the model, run, drafter and tree that belong together, without loading them."""
 
 import logging
 from dataclasses import dataclass, field, replace
@@ -22,7 +22,7 @@ from medusa_cli.runs.run import (
 )
 
 log = logging.getLogger(__name__)
-# Files of a drafter's repository; the weights of one without a folder of its own come besides.
+# Files in a drafter's repository. The weights are fetched as well if there is no folder drafter/.
 PATTERNS = (
     "config.json",
     "tree.json",
@@ -31,7 +31,8 @@ PATTERNS = (
     "adapter/*",
     "drafter/*",
 )
-# Keys of drafters' configs: of this program, speculators, serving engines' EAGLE-3, Medusa, Hydra, and assistants.
+# Keys in drafters' configs: those of this program, of speculators, of EAGLE-3 in serving engines,
+# of Medusa, of Hydra, and of assistants.
 DRAFTER_KEYS = {
     "drafter",
     "speculators_model_type",
@@ -40,20 +41,20 @@ DRAFTER_KEYS = {
     "hydra_num_heads",
     "backbone_hidden_size",
 }
-MAX_NODES = 256  # of --tree static:N and dynamic:N; far fewer pay anywhere
+MAX_NODES = 256  # limit of --tree static:N and dynamic:N; the best sizes are far smaller
 
 
 class NoDrafter(UserError):
-    """An error for a model that no drafter ships for, where none was named."""
+    """An error for a model for which no drafter ships and none was given."""
 
 
 @dataclass(frozen=True)
 class TreeChoice:
-    """The draft tree that was asked for.
+    """The draft tree that was requested.
 
-    kind: "auto" (the size that pays here), "static", "dynamic" (grown for every step) or "file". nodes: of a static
-    tree, which is searched by the calibration, or of a dynamic one; None: as many as the file's tree has. file: the
-    named tree, or the run's.
+    kind: "auto" (the fastest size on this machine), "static", "dynamic" (grown for every step) or "file". nodes: the
+    size of a static tree, which is searched with the calibration, or of a dynamic tree; None: the size of the file's
+    tree. file: the given tree, or the run's.
     """
 
     kind: str = "auto"
@@ -67,12 +68,12 @@ class TreeChoice:
 
     @property
     def searched(self) -> bool:
-        """Returns True if the tree is searched by the calibration for its number of nodes."""
+        """Returns True if a tree of the given size is searched with the calibration."""
         return self.kind == "static" and self.nodes is not None
 
     @classmethod
     def parse(cls, text: str | None) -> "TreeChoice":
-        """Reads auto (None), static[:N], dynamic[:N] or a file's name; raises UserError for anything else."""
+        """Parses auto (None), static[:N], dynamic[:N] or a file's name; raises UserError for anything else."""
         if text in (None, "auto"):
             return cls()
         kind, colon, number = text.partition(":")
@@ -98,8 +99,9 @@ def _parse_nodes(tree: str, number: str) -> int:
 class Choice:
     """The model's name, the files of drafter and tree, and the run.
 
-    adapter: what stage 2 added to the model. lookup: draft n-gram matches, too, or only those without a drafter; None:
-    with the tree `auto`. chat_template: a Jinja template in place of the model's and the run's.
+    adapter: the adapter that stage 2 trained. lookup: also draft n-gram matches, or only those if there is no drafter;
+    None: only with a drafter and the tree `auto`. chat_template: a Jinja template that replaces those of the model and
+    the run.
     """
 
     model: str
@@ -125,12 +127,12 @@ class Choice:
 
     @property
     def template(self) -> str | None:
-        """Returns the chat template in place of the model's own, or None."""
+        """Returns the chat template that replaces the model's own, or None."""
         return self.chat_template or (self.run.chat_template if self.run else None)
 
     @property
     def trained(self) -> Path | None:
-        """Returns the folder of the drafter, or of the run's one where decoding is plain."""
+        """Returns the folder of the drafter or, for plain decoding, of the run's drafter."""
         return self.drafter or (self.run.drafter_dir if self.run else None)
 
 
@@ -143,7 +145,7 @@ def choose(
     need_drafter: bool = True,
     lookup: bool | None = None,
 ) -> Choice:
-    """Resolves model, drafter and tree: those named, else the run's, else the pretrained ones.
+    """Resolves the model, drafter and tree: those given, else the run's, else the ones that ship.
 
     Raises UserError for missing files.
     """
@@ -213,7 +215,7 @@ def _with_drafter(plain: Choice, folder: Path, source: Run | None, asked: TreeCh
 
 
 def _shipped_for(model: str) -> Run | None:
-    """Returns the drafter that ships for a model, unless the model's config tells of another size."""
+    """Returns the drafter that ships for a model, unless the model's config has another hidden size."""
     shipped = Run.shipped_for(model)
     if shipped is None or Path(model).is_file() or (fields := config_fields(model)) is None:
         return shipped
@@ -222,7 +224,7 @@ def _shipped_for(model: str) -> Run | None:
 
 
 def _no_drafter(model: str) -> NoDrafter:
-    if gguf_path(model) is None:  # unpacking one takes its time
+    if gguf_path(model) is None:  # unpacking a GGUF file takes time
         check_model_files(model)
     if mtp.find_source(model) is not None:
         return NoDrafter(
@@ -237,7 +239,7 @@ def _no_drafter(model: str) -> NoDrafter:
 
 
 def _with_file(tree: TreeChoice, folder: Path, source: Run | None) -> TreeChoice:
-    """Returns the tree with the file of the run `source`; raises UserError for a drafter that lacks what it needs."""
+    """Returns the choice with the tree file of the run `source`; raises UserError if tree or calibration is missing."""
     if tree.kind == "file":
         return tree
     calibrated = source is not None and source.calibration_path.is_file()
@@ -259,7 +261,7 @@ def _with_file(tree: TreeChoice, folder: Path, source: Run | None) -> TreeChoice
 
 
 def named_drafter(name: str | None, model: str) -> Path | None:
-    """Returns the folder of the drafter that a name means for a model; None without a name."""
+    """Returns the folder of the drafter that a name refers to for a model; None if no name is given."""
     if name is None:
         return None
     return mtp.own_drafter(model) if means_mtp(name) else find_drafter(name)[0]
@@ -271,16 +273,16 @@ def means_mtp(name: str) -> bool:
 
 
 def find_drafter(name: str) -> tuple[Path, Run | None]:
-    """Returns the folder of the drafter that a run, a folder or a hub id names, and what it is used with.
+    """Returns the folder of the drafter that a run, a folder or a hub id names, and the run that it is used with.
 
-    That is a folder laid out like a run, with tree and calibration, if there is one. Raises UserError for a name of no
-    drafter.
+    This is a folder laid out like a run, with tree and calibration; None if there is none. Raises UserError if the name
+    refers to no drafter.
     """
     path = Path(name).expanduser()
     if not path.is_dir():
         path = RUNS / name
         shipped = Run.pretrained(name)
-        # `bench` makes a run of a shipped drafter's name, without a drafter.
+        # `bench` creates a run with a shipped drafter's name, but without a drafter.
         if shipped is not None and not (path / "drafter").is_dir():
             path = shipped.path
     if not path.is_dir():
@@ -291,14 +293,14 @@ def find_drafter(name: str) -> tuple[Path, Run | None]:
             f"@drafter {name!r}: {path} holds no drafter",
             "give a run, a drafter's folder, or a hub id",
         )
-    # Exports keep tree and calibration beside the weights.
+    # Exports have the tree and the calibration next to the weights.
     if any((folder / file).is_file() for file in ("tree.json", "calibration.json")):
         return folder, Run(folder)
     return folder, Run(path) if folder != path else None
 
 
 def _fetched(name: str) -> Path:
-    """Returns the hub's folder of a drafter, without the weights of a model that lies beside it."""
+    """Returns a drafter's folder from the hub, without the weights of a model that is stored next to it."""
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
         raise UserError(
             f"@drafter {name!r} does not exist", "give a run, a drafter's folder, or a hub id"
@@ -316,22 +318,22 @@ def _fetched(name: str) -> Path:
 
 
 def is_drafter(config: dict[str, Any]) -> bool:
-    """Returns True for the config of a drafter, of this or another tool; a model's has none of these keys."""
+    """Returns True for a drafter's config, from this or another tool; a model's config has none of these keys."""
     named = str(config.get("architectures")).lower()
     return "eagle" in named or not DRAFTER_KEYS.isdisjoint(config)
 
 
 def _model_of(folder: Path | None) -> str | None:
-    """Returns the name of the model that a drafter was trained for, if its config tells."""
+    """Returns the name of the model that a drafter was trained for, if its config states it."""
     name = describe_drafter(folder).provenance.identity.get("id") if folder else None
     return name if isinstance(name, str) else None
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Accuracies [K][top] (empty: not measured) and temperatures of heads, their model, and the drafter's stamp.
+    """Holds heads' accuracies [K][top] (empty: not measured) and temperatures, their model, and the drafter's stamp.
 
-    The reader adds the path, the number of heads (None: unknown), and if the run has another drafter by now.
+    read_calibration adds the path, the number of heads (None: unknown), and whether the run now has another drafter.
     """
 
     accuracies: list[list[float]] = field(default_factory=list)
@@ -343,7 +345,7 @@ class Calibration:
     stale: bool = False
 
     def first(self, number: int | None) -> "Calibration":
-        """Returns the first `number` heads (None: all); raises UsageError if there are fewer."""
+        """Returns the calibration of the first `number` heads (None: all); raises UsageError if there are fewer."""
         if number is None:
             return self
         if number < 1 or (self.heads is not None and number > self.heads):
@@ -359,7 +361,10 @@ class Calibration:
 
 
 def read_calibration(path: Path, drafter: Path | None = None) -> Calibration:
-    """Reads a calibration of the drafter in a folder; raises UserError without shares for every head and rank."""
+    """Reads a calibration, and compares it with the drafter in a folder, if given.
+
+    Raises UserError unless there are accuracies from 0 to 1 for every head, and temperatures above 0.
+    """
     remedy = "write it with `medusa calibrate`"
     file = read_as(path, Calibration, "the calibration", remedy)
     rows = file.accuracies
@@ -374,9 +379,9 @@ def read_calibration(path: Path, drafter: Path | None = None) -> Calibration:
 
 
 def find_calibration(run: str | None, file: Path | None) -> tuple[Run | None, Calibration, str]:
-    """Returns the run whose tree is made, its calibration, and the source of that in words.
+    """Returns the run for which a tree is made, its calibration, and a description of the calibration's source.
 
-    A named file comes first, then the named run, the default run once it is calibrated, and what ships.
+    In order of preference: the given file, the given run, the default run if it is calibrated, the shipped drafter.
     """
     if file is not None:
         return Run.open(run) if run else None, read_calibration(file), str(file)

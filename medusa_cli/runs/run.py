@@ -19,12 +19,12 @@ from medusa_cli.files.io import read_as, read_text, restore, sweep, write_atomic
 log = logging.getLogger(__name__)
 LOCK = ".lock"
 RUNS = Path("runs")
-# A folder like a run's for each model that a drafter ships for.
+# Contains a folder laid out like a run for each model for which a drafter ships.
 SHIPPED = Path(__file__).parent.parent / "pretrained"
 DEFAULT_RUN = "default"
 DRAFTER_CONFIG = "the drafter's config"
-SHAPE = ("architecture", "hidden_size", "vocab_size", "layers")  # of a model's identity
-STAMP = "drafter_stamp"  # the key under which a file that was made for a drafter keeps its stamp
+SHAPE = ("architecture", "hidden_size", "vocab_size", "layers")  # fields of a model's identity
+STAMP = "drafter_stamp"  # the key of the drafter's stamp in files that were made for a drafter
 # A model's id, architecture, sizes, and the digest of its weights.
 Identity = dict[str, str | int | None]
 
@@ -37,7 +37,7 @@ def provenance(backbone: str | dict[str, Any], **extra: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Data:
-    """The conversations that something was made of."""
+    """The conversations from which a file was made."""
 
     path: str | None = None
     digest: str | None = None
@@ -45,7 +45,7 @@ class Data:
 
 @dataclass(frozen=True)
 class TrainSection:
-    """The part of a recipe's section `train` that is read again: what is held out, and the loss."""
+    """The part of a recipe's section `train` that is read back: the held-out fraction, and the loss."""
 
     validation_fraction: float | None = None
     decay: float | None = None
@@ -56,7 +56,7 @@ class TrainSection:
 
 @dataclass(frozen=True)
 class Settings:
-    """The part of a drafter's recipe that is read again."""
+    """The part of a drafter's recipe that is read back."""
 
     train: TrainSection = TrainSection()
     drafter: dict[str, Any] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Provenance:
-    """The part of a file's provenance that is read again."""
+    """The part of a file's provenance that is read back."""
 
     backbone: Identity | str | None = None
     data: Data | None = None
@@ -76,14 +76,14 @@ class Provenance:
         return self.backbone if isinstance(self.backbone, dict) else {}
 
     def held_out(self, otherwise: float) -> float:
-        """Returns the share of the conversations that training held out, `otherwise` if unknown."""
+        """Returns the fraction of the conversations that training held out, or `otherwise` if it is unknown."""
         fraction = self.recipe.train.validation_fraction
         return otherwise if fraction is None else fraction
 
 
 @dataclass(frozen=True)
 class DrafterConfig:
-    """A drafter's config.json, of whatever kind; another tool's names no kind."""
+    """The config.json of a drafter of any kind; another tool's config does not state the kind."""
 
     drafter: str | None = None
     num_heads: int | None = None
@@ -101,7 +101,7 @@ def describe_drafter(folder: Path) -> DrafterConfig:
 
 
 def rounding_in(folder: Path) -> str | None:
-    """Returns the quantization of the weights that the drafter in a folder was trained on; None: none, or unknown."""
+    """Returns the quantization of the weights that a folder's drafter was trained on; None if none or unknown."""
     if not (folder / "config.json").is_file():
         return None
     rounding = describe_drafter(folder).provenance.identity.get("rounding")
@@ -115,7 +115,7 @@ def stamp_of(folder: Path) -> str | None:
 
 
 def outdated(stamp: str | None, folder: Path) -> bool:
-    """Returns True if a known stamp belongs to another drafter than the folder's."""
+    """Returns True if a stamp is known and belongs to another drafter than the one in the folder."""
     now = stamp_of(folder)
     return stamp is not None and now is not None and stamp != now
 
@@ -128,13 +128,13 @@ class Distillation:
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """Returns the layers whose states were kept before the final ones in each row."""
+        """Returns the layers whose hidden states are stored before the final ones in each row."""
         taps = self.settings.get("taps")
         return tuple(taps) if isinstance(taps, list) else ()
 
 
 def describe_distillation(folder: Path) -> Distillation:
-    """Returns how a run's conversations were distilled; empty if unknown."""
+    """Returns the settings with which a run's conversations were distilled; empty if unknown."""
     path = folder / "distill.json"
     return (
         read_as(path, Distillation, "the distillation's header")
@@ -144,7 +144,7 @@ def describe_distillation(folder: Path) -> Distillation:
 
 
 def same(expected: dict[str, Any], actual: dict[str, Any], *keys: str) -> bool:
-    """Returns True if two identities agree where both know a key: a server does not tell its weights."""
+    """Returns True if two identities agree on the keys that both have; a server does not report its weights."""
     known = [key for key in keys if expected.get(key) is not None and actual.get(key) is not None]
     return all(expected[key] == actual[key] for key in known)
 
@@ -152,9 +152,9 @@ def same(expected: dict[str, Any], actual: dict[str, Any], *keys: str) -> bool:
 def check_backbone(
     expected: dict[str, Any], actual: dict[str, Any], what: str, *, tuned: bool = False
 ) -> None:
-    """Raises UserError unless both identities name the same weights; the id may differ, as a folder may move.
+    """Raises UserError unless both identities have the same weights; the id may differ, as a folder may move.
 
-    tuned: other weights of the same architecture and sizes will do, as a fine-tune has them.
+    tuned: accept other weights of the same architecture and sizes, such as those of a fine-tuned model.
     """
     keys = SHAPE if tuned else (*SHAPE, "weights")
     if not same(expected, actual, *keys):
@@ -171,9 +171,9 @@ def check_backbone(
 
 @contextmanager
 def sole_writer(folder: Path, command: str) -> Iterator[None]:
-    """Holds the run's lock for a command; raises UserError that names the other holder.
+    """Holds the run's lock for a command; raises UserError, with the holder's name, if another process has it.
 
-    The system frees the lock of a killed process. Warns if a file system has no locks.
+    The system releases the lock of a killed process. Warns if a file system has no locks.
     """
     path = folder / LOCK
     with path.open("a+", encoding="utf-8") as lock:
@@ -181,7 +181,7 @@ def sole_writer(folder: Path, command: str) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as reason:
             name, _, process = path.read_text(encoding="utf-8").partition("\n")
-            # It may not have written its name yet.
+            # The holder may not have written its name yet.
             holder = f"`{name}` (process {process})" if process else "another process"
             raise UserError(
                 f"the run {folder} is being written by {holder}",
@@ -199,7 +199,7 @@ def sole_writer(folder: Path, command: str) -> Iterator[None]:
 
 
 class Run:
-    """One experiment's folder; each path belongs to an artefact, present or not."""
+    """The folder of one experiment; each path belongs to an artifact, which may not exist."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -207,7 +207,7 @@ class Run:
         self.recipe_path = path / "recipe.yaml"
         self.distill_path = (
             path / "distill.jsonl"
-        )  # what `distill` writes; `data_path` is what to learn from
+        )  # output of `distill`; the data to learn from is `data_path`
         self.failed_path = path / "distill-failed.jsonl"  # seeds without a usable answer, and why
         self.states_path = path / "states.bin"
         self.cache_dir = path / "cache"  # states that were computed for a training
@@ -243,7 +243,7 @@ class Run:
 
     @classmethod
     def inside(cls, name: str) -> bool:
-        """Returns True if a run of this name would lie in one that has conversations."""
+        """Returns True if a run of this name would be inside a run that has conversations."""
         return (cls._path(name).parent / "distill.jsonl").is_file()
 
     @staticmethod
@@ -252,20 +252,20 @@ class Run:
 
     @property
     def data_path(self) -> Path:
-        """Returns the conversations to learn from: the run's own, else the ones of the run that it lies in."""
+        """Returns the file of conversations to learn from: the run's own, else that of the enclosing run."""
         outer = self.path.parent / self.distill_path.name
         return outer if outer.is_file() and not self.distill_path.is_file() else self.distill_path
 
     @property
     def chat_template(self) -> str | None:
-        """Returns the template of the run's conversations, or of the run that it lies in; None: the tokenizer's."""
+        """Returns the chat template of the run, else of the enclosing run; None means the tokenizer's template."""
         for path in (self.template_path, self.data_path.with_name(self.template_path.name)):
             if path.is_file():
                 return read_text(path, "the run's chat template")
         return None
 
     def template_with(self, given: str | None) -> str | None:
-        """Returns the chat template in force; raises UserError if `given` is not the run's."""
+        """Returns the chat template to use; raises UserError if `given` differs from the run's."""
         known = self.chat_template
         if given is not None and known is not None and given != known:
             raise UserError(
@@ -281,7 +281,7 @@ class Run:
 
     @property
     def adapter(self) -> Path | None:
-        """Returns the folder of the run's adapter, if stage 2 left one."""
+        """Returns the folder of the run's adapter, if stage 2 wrote one."""
         return self.adapter_dir if (self.adapter_dir / "adapter_config.json").is_file() else None
 
     @classmethod
@@ -292,9 +292,9 @@ class Run:
 
     @classmethod
     def shipped_for(cls, model: str) -> "Run | None":
-        """Returns the drafter that ships for a model, also where it is named by a file, a folder or a hub id.
+        """Returns the drafter that ships for a model, which may be given by a name, a file, a folder or a hub id.
 
-        Its last part begins with the shipped drafter's name, as in Qwen/Qwen2.5-Coder-0.5B-Instruct.
+        The last part must begin with the shipped drafter's name, as in Qwen/Qwen2.5-Coder-0.5B-Instruct.
         """
         last = Path(model).name.lower()
         names = (path.name for path in SHIPPED.iterdir())
@@ -303,7 +303,7 @@ class Run:
 
     @classmethod
     def with_heads(cls, name: str) -> "Run":
-        """Returns the run of a name to train on from, or the drafter that ships for the model of that name."""
+        """Returns the run whose training is continued: the run `name`, or the drafter that ships for that model."""
         trained = cls(cls._path(name)).drafter_dir.is_dir()
         shipped = None if trained else cls.pretrained(name)
         return shipped or cls.open(name, named="@from")
@@ -327,18 +327,18 @@ class Run:
         return None if owner is None else str(owner["id"])
 
     def bind(self, identity: dict[str, Any]) -> None:
-        """Ties the run to a model at first use; raises UserError if it belongs to another one."""
+        """Binds the run to a model at its first use; raises UserError if it belongs to another model."""
         marker = self.path / "run.json"
         known = self.owner
         if known is None:
             write_json(marker, provenance(identity))
             return
         check_backbone(known, identity, f"the run {self.path}")
-        # A run that a server answered is bound without the weights at first.
+        # A run with answers from a server is first bound without the digest of the weights.
         if known.get("weights") is None and identity.get("weights") is not None:
             write_json(marker, provenance({**known, "weights": identity["weights"]}))
 
 
 def called(model: str) -> str:
-    """Returns a model's name from its id or folder; a link keeps its own name, "." gets the folder's."""
+    """Returns a model's name from its id or folder; a link keeps its own name, and "." becomes the folder's name."""
     return Path(os.path.abspath(model)).name
