@@ -1,4 +1,4 @@
-"""Printing of results, messages and progress; control characters in foreign texts are spelled out."""
+"""Printing of results, messages and progress, with control characters spelled out."""
 
 import io
 import json as jsonlib

@@ -53,7 +53,7 @@ def best_time(device: torch.device, work: Callable[[], object], laps: int = 6) -
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """Returns the bandwidth of a plain copy in bytes per second, reads and writes both counted."""
+    """Returns the bandwidth of a plain copy in bytes per second, counting both reads and writes."""
     source = torch.ones(COPIED_BYTES // 4, device=device)
     target = torch.empty_like(source)
     return 2 * COPIED_BYTES / best_time(device, lambda: target.copy_(source))
@@ -95,7 +95,7 @@ def free_memory(device: torch.device) -> int:
 
 
 def _numbers(path: Path) -> dict[str, int]:
-    """Returns the numbers, by name, in a file with lines "name number ..."; no numbers if there is no file."""
+    """Returns the numbers by name from a file with lines "name number ..."; an empty dict if there is no file."""
     lines = (
         [line.replace(":", " ").split() for line in path.read_text().splitlines()]
         if path.is_file()

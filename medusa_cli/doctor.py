@@ -191,7 +191,7 @@ class Case:
     @cached_property
     def decoded(self) -> list[Stats]:
         """Returns the stats of held-out prompts, each decoded greedily on its own with the run's tree."""
-        # Before the model is loaded, because files of the tree may be missing.
+        # This precedes the loading of the model, because files of the tree may be missing.
         policy = policy_of(self.tree)
         medusa = Medusa(LoadedModel(self.backbone, self.drafter, policy))
         answers = medusa.batch(self._prompts(), batch_size=1, max_new_tokens=TOKENS)

@@ -24,7 +24,7 @@ from medusa_cli.tree import DynamicTree, Tree
 from medusa_cli.tree.io import load_tree, tree_provenance
 from medusa_cli.tree.search import SizedTree, StepTimes, budgets, largest, search
 
-# Default size limit of a dynamic tree that has a measured break-even probability per node.
+# Default size limit of a dynamic tree whose nodes must reach a measured break-even probability.
 MAX_PAYING_NODES = 32
 # Number of draft tokens with `--tree auto` if the drafter has neither a calibration nor a tree.
 CHAIN = 3

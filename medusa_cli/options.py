@@ -206,7 +206,7 @@ class DraftFlags:
         return choice
 
     def or_plain(self, baseline: bool, chat_template: Path | None = None) -> Choice:
-        """Returns the files, with --baseline those for plain decoding, together with the chat template's text.
+        """Returns the files (with --baseline, those for plain decoding) and the chat template's text.
 
         For a model without a drafter, n-gram matches are drafted. Raises UsageError for --baseline with --lookup.
         """

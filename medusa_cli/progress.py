@@ -1,4 +1,4 @@
-"""The function through which long work reports its progress, whoever shows it."""
+"""The type of function to which long-running work reports its progress."""
 
 from typing import Protocol
 

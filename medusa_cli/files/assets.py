@@ -517,7 +517,7 @@ def _pip() -> list[str]:
 
 
 def _download(wheel: Wheel, folder: Path) -> Path:
-    """Returns one wheel, fetched by pip with its settings if it is missing; raises UserError for other content."""
+    """Returns one wheel, fetched by pip with its settings if it is missing; raises UserError for a wrong sha256."""
     if (kept := next(folder.glob("*.whl"), None)) and sha256_of(kept) == wheel.sha256:
         return kept
     shutil.rmtree(folder, ignore_errors=True)
@@ -609,7 +609,7 @@ def install_line(extra: str) -> str:
 
 
 def missing_package(package: str | None) -> str | None:
-    """Returns the message for a failed import, with the smallest extra that has the package; None without an extra."""
+    """Returns the message for a failed import, with the smallest extra that has the package; None if none has it."""
     extras = [
         extra
         for extra, packages in EXTRAS.items()

@@ -12,7 +12,7 @@ from medusa_cli.errors import UserError, shown
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 # Bounds of a header, several times larger than in any model, because a reader trusts its numbers.
-ENTRIES = 1 << 16  # of metadata, and tensors
+ENTRIES = 1 << 16  # number of metadata entries, and number of tensors
 ELEMENTS = 1 << 21  # of all arrays together: a vocabulary's tokens, scores, types and merges
 STRING = 1 << 24  # bytes of a text
 SIZES = {"block_count": 1024, "context_length": 1 << 30}
@@ -183,7 +183,7 @@ class _Reader:
         self.position = position
 
     def tensor(self) -> tuple[str, Tensor]:
-        """Returns a name and its tensor, whose byte positions count from the beginning of all tensors' bytes."""
+        """Returns a tensor's name and the tensor, with byte positions from the beginning of all tensors' bytes."""
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
         name = self.string()

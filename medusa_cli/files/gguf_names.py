@@ -59,7 +59,7 @@ class GgufNames:
         self.config = config
 
     def order(self, name: str) -> list[int] | None:
-        """Returns the file's rows of a weight in transformers' order, or None if the order is the same."""
+        """Returns the numbers of a weight's rows in the file, in transformers' order; None if the order is the same."""
         module, _, part = name.rpartition(".")
         module = module.rpartition(".")[2] if part in ("weight", "bias") else part
         rows = self.header.tensors[self.tensors[name]].shape[0]
@@ -101,7 +101,7 @@ class GgufNames:
         return [*range(before), *(before + row for row in own)]
 
     def columns(self, name: str) -> list[int] | None:
-        """Returns the file's columns of a matrix in transformers' order, or None if the order is the same."""
+        """Returns the numbers of a matrix's columns in the file, in transformers' order; None if it is the same."""
         if self.header.architecture != "qwen35" or not name.endswith("linear_attn.out_proj.weight"):
             return None
         heads = self._value_heads()

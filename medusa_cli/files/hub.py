@@ -1,4 +1,4 @@
-"""Download of folders from the model hub, and upload to it."""
+"""Downloads of folders from the model hub, and uploads to it."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

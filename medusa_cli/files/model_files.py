@@ -77,7 +77,7 @@ class Shards:
 def check_model_files(name: str) -> None:
     """Raises UserError for a model whose files show that it cannot be verified over a tree.
 
-    When the model is loaded, transformers' classes and a pass are checked as well.
+    When the model is loaded, further checks use transformers' classes and a pass.
     """
     if name.startswith(RANDOM) or (fields := config_fields(model_dir(name))) is None:
         return
@@ -154,7 +154,7 @@ def layer_kinds(text: Any) -> list[str]:
 
 
 def refuse_by_source(text: Any) -> None:
-    """Raises UserError if transformers' source code for a model type cannot follow a tree.
+    """Raises UserError if transformers' source code for a model type shows no way to follow a tree.
 
     Reading the source avoids importing the network's class, which takes two seconds.
     """

@@ -28,7 +28,7 @@ def read_weights(
     ids: Mapping[str, Sequence[int]] = {},
     types: Sequence[str] = FLOATS,
 ) -> "dict[str, Tensor]":
-    """Returns the tensors named in `shapes` (None: all in the file), which have `types`, and the integers in `ids`.
+    """Returns the tensors in `shapes` (None: all in the file), which must have `types`, and the integers in `ids`.
 
     Other tensors are not read. 8-bit matrices are returned as fp32. Raises UserError for the first
     tensor that is missing, has another shape or type, or is not finite. Nothing is allocated before

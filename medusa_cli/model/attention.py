@@ -1,4 +1,4 @@
-"""Attention with grouped heads for transformers' layers, its masks by kind of layer, and the name of the cache."""
+"""Attention with grouped heads for transformers' layers, and attention masks by kind of layer."""
 
 import math
 from collections.abc import Callable
@@ -165,7 +165,7 @@ class Masks:
         return sum(kind is not None for kind in self._by_layer)
 
     def for_network(self, masks: dict[str, Tensor]) -> Any:
-        """Returns masks [B, 1, n, L] by kind, as a network expects them; only the mask if there is one kind."""
+        """Returns masks [B, 1, n, L] by kind, as a network expects them, or just the mask if there is one kind."""
         by_kind = {kind: mask[:, None] for kind, mask in masks.items()}
         if len(by_kind) <= 1:
             return next(iter(by_kind.values()), None)
@@ -192,7 +192,7 @@ class Masks:
         }
 
     def causal(self, rows: int, device: torch.device) -> dict[str, Tensor]:
-        """Returns causal masks [1, n, n] for n rows by kind; in place of an empty one, rows see all earlier rows."""
+        """Returns causal masks [1, n, n] for n rows by kind; with an empty mask, rows see all earlier rows."""
         positions = torch.arange(rows, device=device)
         masks = {}
         for kind in self.kinds:

@@ -179,7 +179,7 @@ class Backbone:
 
 
 def _prepared(network: Any) -> Any:
-    """Returns a network, set to the attention of this module and to inference."""
+    """Returns a network after setting it to this package's attention and to inference."""
     register()
     network.set_attn_implementation(NAME)
     return network.eval().requires_grad_(False)
@@ -209,8 +209,8 @@ def take_own_attention(network: Any) -> None:
 def text_config(config: Any) -> Any:
     """Returns the text part of a model's config, in which every field can be read.
 
-    Otherwise transformers raises when a field that differs between layers is read, even with a
-    default.
+    Otherwise transformers raises an error when code reads a field that differs between layers, even
+    with a default value.
     """
     text = config.get_text_config()
     text.allow_global_per_layer_attribute_access = True
@@ -367,9 +367,10 @@ def key_sizes(config: Any) -> tuple[int, int]:
 
 
 def usable_positions(config: Any) -> int:
-    """Returns a model's maximum number of positions: its context, up to where its rotary embeddings change.
+    """Returns a model's maximum number of positions.
 
-    For Moshi it is the sliding window. In transformers, the tokens of a longer prompt see the whole
+    This is the context, or the original context if the rotary embeddings change beyond it. For
+    Moshi it is the sliding window. In transformers, the tokens of a longer prompt see the whole
     prompt, but an answer's tokens see only the window.
     """
     context = int(getattr(config, "max_position_embeddings", None) or UNBOUNDED)

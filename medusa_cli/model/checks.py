@@ -42,7 +42,7 @@ def probe_tokens(vocab_size: int, count: int = PROBE, device: torch.device | str
 
 
 def refuse_unsupported(config: Any) -> None:
-    """Raises UserError for a model whose config has attention that cannot verify a tree."""
+    """Raises UserError for a model whose attention, according to its config, cannot verify a tree."""
     refuse_by_config(config, config.get_text_config())
 
 
@@ -114,7 +114,7 @@ def check_files(missing: Sequence[str], owners: Sequence[Any], model: str) -> No
 
 @torch.no_grad()
 def check_network(network: Any, model: str) -> None:
-    """Raises UserError if a network's logits for a few tokens are not finite, look ahead, or do not fit its lm_head."""
+    """Raises UserError if a network's logits are not finite, depend on later tokens, or do not fit its lm_head."""
     table = network.get_input_embeddings().weight
     head = network.get_output_embeddings()
     ids = torch.arange(PROBE, device=table.device)[None] % len(table)

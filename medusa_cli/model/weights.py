@@ -55,7 +55,7 @@ class Weights(ABC):
         """Returns the values of a norm or a bias in fp32."""
 
     def experts(self, name: str) -> RawMatrix | None:
-        """Returns the matrices of a layer's experts, concatenated; None if the weight by transformers' name holds all.
+        """Returns the matrices of a layer's experts, concatenated; None if a single weight holds all of them.
 
         name: the name of their module, followed by .gate, .up or .down.
         """

@@ -32,7 +32,7 @@ Seed = Annotated[int, Meta(ge=0, le=2**62)]
 Layers = tuple[int, ...]
 Positive = Annotated[float, Meta(ge=0)]
 Share = Annotated[float, Meta(ge=0, le=1)]
-# With a lower temperature, divided scores would leave the range of their number type.
+# With a lower temperature, scores divided by it would exceed the range of their number type.
 COLDEST = 1e-3
 WORDS = {
     "int": "a whole number",
@@ -295,7 +295,7 @@ def recipe_folders() -> list[Path]:
 
 
 def find_recipe(name: str | Path) -> Path:
-    """Returns a recipe's file: the file itself, or the shipped one with this name, which recipes/ may precede.
+    """Returns a recipe's file: the file itself, or the shipped one of that name, given with or without recipes/.
 
     Raises UserError, which lists the shipped recipes, if there is neither.
     """

@@ -170,7 +170,7 @@ def choose(
     folder = named.folder or mtp.own_drafter(model)
     if default is not None and folder.resolve() == default.drafter_dir.resolve():
         return _with_drafter(plain, folder, default, asked)
-    # The adapter of the default run, and the tree that ships, fit no other drafter.
+    # The adapter of the default run and the tree that ships do not fit another drafter.
     home = named.run
     plain = replace(
         plain,
@@ -182,7 +182,7 @@ def choose(
 
 @dataclass(frozen=True)
 class _Named:
-    """A drafter that was named: its folder, None for the model's MTP layer, and the run that it lies in, if any."""
+    """A drafter that was given by name: its folder (None for the model's MTP layer) and the run that contains it."""
 
     folder: Path | None
     run: Run | None = None
@@ -193,7 +193,7 @@ def _named(drafter: str) -> _Named:
 
 
 def _model_for(named: _Named | None, target: Run | None) -> str:
-    """Returns the model of the named run or drafter, or the default model."""
+    """Returns the model of the given run or drafter, or else the default model."""
     owner = target or (named.run if named else None)
     folder = named.folder if named else None
     return (owner.model if owner else None) or _model_of(folder) or DEFAULT_MODEL
@@ -275,8 +275,8 @@ def means_mtp(name: str) -> bool:
 def find_drafter(name: str) -> tuple[Path, Run | None]:
     """Returns the folder of the drafter that a run, a folder or a hub id names, and the run that it is used with.
 
-    This is a folder laid out like a run, with tree and calibration; None if there is none. Raises UserError if the name
-    refers to no drafter.
+    The run is a folder laid out like one, with tree and calibration; None if there is none. Raises UserError if the
+    name refers to no drafter.
     """
     path = Path(name).expanduser()
     if not path.is_dir():

@@ -370,7 +370,7 @@ class Handler:
             raise self._refusal(reason, "prompt") from reason
 
     def _stop_ids(self, body: ChatRequest | CompletionRequest) -> set[int] | None:
-        """Returns the token ids that end an answer, or None for just those of the model; raises Refusal."""
+        """Returns the token ids that end an answer, or None for only the model's own; raises Refusal."""
         backbone = self._medusa.backbone
         for token in body.stop_token_ids:
             if token >= backbone.vocab_size:

@@ -1,4 +1,4 @@
-"""Prompts for completions with a suffix, made of tokens that some models have for filling in the middle."""
+"""Prompts for completions with a suffix, which use some models' tokens for filling in the middle."""
 
 from medusa_cli.errors import UsageError
 from medusa_cli.model import Backbone

@@ -65,7 +65,7 @@ def one_of_each(value: Any, fields: Mapping[str, Any]) -> bool:
 
 
 def without_penalty(value: Any, fields: Mapping[str, Any]) -> bool:
-    """Returns True for a penalty window that covers the whole text, as here, or that no penalty uses."""
+    """Returns True for a penalty window that covers the whole text, as it does here, or that no penalty uses."""
     given = (fields.get("repeat_penalty"), fields.get("repetition_penalty"))
     others = fields.get("presence_penalty") or fields.get("frequency_penalty")
     return only(-1)(value, fields) or (

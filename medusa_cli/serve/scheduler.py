@@ -105,7 +105,7 @@ class Scheduler:
         return list(self._running.values())
 
     def submit(self, tickets: Collection[Ticket]) -> None:
-        """Queues all requests of a client, or none and raises Refusal. The decoding thread delivers their events."""
+        """Queues all of a client's requests, or raises Refusal and queues none; `run` delivers their events."""
         capacity = self._max_waiting + self._slots
         if len(tickets) > capacity:
             text = f"{len(tickets)} answers are more than the {capacity} that this server decodes or queues"

@@ -23,7 +23,7 @@ from medusa_cli.decode.grammar import ANY_OBJECT, Grammar
 from medusa_cli.errors import UsageError
 from medusa_cli.serve import neutral
 
-# Limits of stop strings, because every token of an answer is searched for each of them.
+# Limits on stop strings, because every token of an answer is searched for each of them.
 MAX_STOPS = 1024
 MAX_STOP = 1024
 MAX_CHOICES = 128
@@ -42,7 +42,7 @@ Form = TypeVar("Form")  # a part that chats and responses write differently
 
 
 class Strict(BaseModel):
-    """Refuses unknown fields, and booleans for numbers.
+    """Refuses unknown fields, and booleans in place of numbers.
 
     Null means left out, because clients send back what they received. no_effect: fields that are accepted with values
     that change nothing.
@@ -106,7 +106,7 @@ def choice_of(texts: Sequence[str]) -> str:
 class ResponseFormat(Strict):
     """The form of the answer: any text, any JSON object, or JSON that follows a schema.
 
-    schema: the schema of a JSON object, in llama.cpp's way.
+    schema: the schema of a JSON object, as in llama.cpp's API.
     """
 
     type: Literal["text", "json_object", "json_schema"] = "text"
@@ -123,7 +123,7 @@ class ResponseFormat(Strict):
 
     @property
     def source(self) -> Source | None:
-        """Returns the arguments of the answer's grammar; None for any text."""
+        """Returns the arguments of `Grammar.of` for the answer; None for any text."""
         if self.type == "text":
             return None
         schema = self.schema_ if self.json_schema is None else self.json_schema.schema_
@@ -142,7 +142,7 @@ class StructuredOutputs(Strict):
 
     @property
     def source(self) -> Source:
-        """Returns the arguments of the answer's grammar; raises UsageError for both a choice and a grammar."""
+        """Returns the arguments of `Grammar.of` for the answer; raises UsageError for both a choice and a grammar."""
         if self.choice and self.grammar:
             raise UsageError("@choice and @grammar constrain one answer", "leave one of them out")
         schema = ANY_OBJECT if self.json_object and self.json_ is None else self.json_
@@ -247,7 +247,7 @@ class Sampled(Common):
 
     @property
     def forms(self) -> dict[str, Source]:
-        """Returns the arguments of the answer's grammar, by the fields that give one; raises UsageError."""
+        """Returns the arguments of `Grammar.of` for the answer, by the field that gives them; raises UsageError."""
         forms: dict[str, Source] = {}
         if self.structured_outputs is not None:
             forms["structured_outputs"] = self.structured_outputs.source
@@ -276,7 +276,7 @@ class Sampled(Common):
         return Grammar.of(**next(iter(forms.values()), {}))
 
 
-# Former fields of vLLM and fields of llama.cpp, with the kinds of grammars that they give.
+# Former fields of vLLM and fields of llama.cpp, with the kind of grammar that each contains.
 FORM_FIELDS = {
     "guided_json": "json_schema",
     "guided_regex": "regex",

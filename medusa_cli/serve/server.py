@@ -95,7 +95,7 @@ class Server:
 
     async def _serve(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
-        if self._web.config.is_ssl:  # uvicorn keeps asyncio's default of a minute
+        if self._web.config.is_ssl:  # uvicorn keeps asyncio's default of one minute
             loop.create_server = partial(loop.create_server, ssl_handshake_timeout=self._head_s)  # type: ignore
         await self._web.serve(sockets=[listener])
 
@@ -179,7 +179,7 @@ class Protocol(H11Protocol):
 
 
 class OnceAMinute(logging.Filter):
-    """Passes on each message once per minute, with the number of messages dropped since then.
+    """Passes on each message at most once per minute, with the number of messages dropped since then.
 
     An OSError is logged without its traceback.
     """

@@ -37,7 +37,7 @@ class TemplateProcess:
         self._ready = False
 
     def render(self, messages: Sequence[Mapping[str, Any]], template: Mapping[str, Any]) -> str:
-        """Returns a prompt's text as `chat_prompt` does; also raises UserError if rendering takes too long."""
+        """Returns a prompt's text like `chat_prompt`; also raises UserError if it takes too much time or memory."""
         try:
             if not self._ready:
                 self._ready = self._connection.recv()
