@@ -238,6 +238,7 @@ class Medusa:
     ) -> AsyncIterator[str]:
         """Yields the answer's text as it is generated. Steps run in a separate thread, so other tasks can continue."""
         chosen = _with(options, "astream", changes)
+        _ = self.backbone  # raises UserError after close()
         run = asyncio.get_running_loop().run_in_executor
         stream = await run(self.thread, lambda: self.stream(prompt, chosen))
         with stream:

@@ -356,7 +356,7 @@ class _FetchLines:
             self.began = now, done
         if now < self.due:
             return
-        self.due = now + 10
+        self.due = now + LINE_S
         rate = (done - self.began[1]) / max(now - self.began[0], 1e-9)
         text = f"{self.name}: {done / 1e6:,.0f} MB"
         if self.total is not None:

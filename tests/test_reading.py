@@ -18,7 +18,7 @@ from medusa_cli.distill import Records
 from medusa_cli.drafters import DRAFTERS, load_drafter
 from medusa_cli.drafters.io import save_drafter
 from medusa_cli.errors import LONGEST, UserError
-from medusa_cli.files.io import read_json
+from medusa_cli.files.io import read_json, read_jsonl
 from medusa_cli.runs.run import Run, provenance
 from medusa_cli.train.log import Validated, read_log
 from tests.helpers import FRESH, change_json, medusa, save_model, save_run, tiny_backbone
@@ -54,6 +54,17 @@ def test_what_is_no_file_or_too_large_is_named_and_not_waited_for(
     monkeypatch.setattr("medusa_cli.files.io.MAX_BYTES", 100)
     with pytest.raises(UserError, match="is larger than"):
         read_json(tmp_path / "large.json")
+
+
+def test_a_line_that_is_too_large_counts_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("medusa_cli.files.io.MAX_BYTES", 100)
+    path = tmp_path / "lines.jsonl"
+    path.write_text("1\n" + "2" * 250 + "\n3\nno\n")
+    bad: list[int] = []
+    assert list(read_jsonl(path, lambda number, reason: bad.append(number))) == [1, 3]
+    assert bad == [2, 4]
 
 
 def record_of(number: int) -> dict[str, Any]:

@@ -47,7 +47,9 @@ def test_a_budget_searches_draws_and_saves_in_the_run(folder: Path) -> None:
     saved = json.loads((folder / "runs/mine/tree.json").read_text())
     assert load_tree(folder / "runs/mine/tree.json").size == 10
     assert saved["provenance"]["backbone"] == {"id": "tiny"} and saved["provenance"]["budget"] == 10
-    assert f"{saved['provenance']['expected_acceptance_length']:.2f} tokens per step" in shown.stdout
+    assert (
+        f"{saved['provenance']['expected_acceptance_length']:.2f} tokens per step" in shown.stdout
+    )
     assert (folder / "runs/mine/tree.png").read_bytes().startswith(b"\x89PNG")
     document = report("--run", "mine", "--budget", "6")
     assert document["nodes"] == 6 == len(document["parents"]) == len(document["choices"]) + 1

@@ -15,7 +15,7 @@ from medusa_cli.errors import UsageError, UserError
 from medusa_cli.files.assets import DEFAULT_MODEL
 from medusa_cli.model import Backbone
 from medusa_cli.runs.resolve import Choice, choose
-from medusa_cli.runs.run import Run, describe_drafter
+from medusa_cli.runs.run import RUNS, Run, describe_drafter
 
 TRANSFORMERS = ("hf", "hf-lookup", "hf-assisted")
 DRAFTED = ("medusa", "medusa-alone", "lookup", *sorted(set(DRAFTERS) - {"medusa"}))
@@ -63,9 +63,10 @@ def choose_files(
         elif outer is not None and _kind(outer.path) == name:
             source = run
         else:
+            folder = outer.path if outer and run else RUNS / "NAME"
             raise UserError(
                 f"@methods {name}: there is no {name} drafter in {outer.path if outer else 'any run'}",
-                f"run `medusa train drafter={name} --run runs/{run or 'NAME'}/{name}` and give @run {run or 'NAME'}",
+                f"run `medusa train drafter={name} --run {folder / name}` and give @run {run or 'NAME'}",
             )
         files[name] = choose(model, source, None, tree, lookup=lookup)
     own = "medusa" not in files and any(name.startswith("medusa") for name in names)

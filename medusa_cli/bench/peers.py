@@ -28,6 +28,7 @@ from medusa_cli.model import Backbone
 
 NAME = re.compile(r"[A-Za-z0-9][\w.]*(-[\w.-]+)?")
 LOOKUP_NGRAM = 3  # longest n-gram match of OpenVINO's prompt lookup
+ANSWER_S = 3600.0  # maximum seconds for a peer's answer
 KEY = "MEDUSA_API_KEY"  # variable with the bearer token, also used by `distill` and the judge
 
 
@@ -197,7 +198,8 @@ def _answer(name: str, url: str, body: dict[str, Any] | None = None) -> Any:
         headers["Authorization"] = f"Bearer {key}"
     data = None if body is None else json.dumps(body).encode()
     try:
-        with urllib.request.urlopen(urllib.request.Request(url, data, headers)) as reply:
+        request = urllib.request.Request(url, data, headers)
+        with urllib.request.urlopen(request, timeout=ANSWER_S) as reply:
             return json.load(reply)
     except (OSError, ValueError) as reason:
         fault = f"@peer {name}: {url} gave no answer: {first_line(reason)}"

@@ -147,18 +147,18 @@ def _spans_of(mask: Any, length: int) -> list[tuple[int, int]]:
 
 def id_of(record: dict[str, Any]) -> str:
     """Returns a record's id, or a digest of the record if it has none; raises Malformed for an unusable id."""
-    name = record.get("id") or record.get("prompt_id")
+    name = record.get("id")
+    if name in (None, ""):
+        name = record.get("prompt_id")
     if not isinstance(name, str | int | None):
         raise Malformed("an id that is not text")
     try:
-        name = str(
-            name
-            or hashlib.sha256(json.dumps(record, sort_keys=True, default=str).encode()).hexdigest()[
-                :16
-            ]
-        )
+        if name in (None, ""):
+            text = json.dumps(record, sort_keys=True, default=str)
+            name = hashlib.sha256(text.encode()).hexdigest()[:16]
     except RecursionError:
         raise Malformed("nested too deep") from None
+    name = str(name)
     if not is_whole(name):
         raise Malformed(HALF)
     return name

@@ -150,10 +150,10 @@ def _chosen_kinds(kinds: list[str], shared: int) -> list[str]:
         own = kinds[:-shared]
         last = max(own.index(kind) for kind in set(kinds))
         return [*own[: last + 1], *sorted(set(kinds), reverse=True)]
-    # The network's last layers may have a kind that its first layers lack.
-    chosen = kinds[:LAYERS]
-    chosen[-1] = next((kind for kind in kinds if kind not in chosen), chosen[-1])
-    return chosen
+    # The network's last layers may have kinds that its first layers lack.
+    first = kinds[:LAYERS]
+    missing = [kind for kind in dict.fromkeys(kinds) if kind not in first]
+    return [*first, *missing]
 
 
 def _fields_by_kind(config: Any) -> dict[str, dict[str, Any]]:

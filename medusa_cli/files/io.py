@@ -293,14 +293,23 @@ def _lines(path: Path) -> Iterator[tuple[int, Any]]:
     """Yields the number and the value of each line; the value is a ValueError if the line is not JSON or too large."""
     with path.open("rb") as stream:
         number = 0
+        ended = True
         while line := stream.readline(MAX_BYTES):
-            number += 1
-            if not line.strip():
+            begins = ended
+            ended = line.endswith(b"\n")
+            number += begins
+            if (
+                not begins or not line.strip()
+            ):  # the rest of a line that is too large, or a blank one
                 continue
-            try:
-                value = _parse(line)
-            except ValueError:  # not JSON or not UTF-8
-                value = ValueError("no JSON" if line.endswith(b"\n") else "cut off")
+            value: Any
+            if len(line) == MAX_BYTES and not ended:
+                value = ValueError("too large")
+            else:
+                try:
+                    value = _parse(line)
+                except ValueError:  # not JSON or not UTF-8
+                    value = ValueError("no JSON" if ended else "cut off")
             yield number, value
 
 

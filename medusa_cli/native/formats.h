@@ -55,7 +55,6 @@ struct FormatInfo {
 
 const FormatInfo& info(int32_t format);
 inline bool is_float(int32_t format) { return format <= BF16; }
-inline int float_bytes(int32_t format) { return format == F32 ? 4 : 2; }
 
 // Returns the bytes of a matrix [n, k] in tiles. k must be a whole number of blocks.
 int64_t tiled_bytes(int32_t format, int64_t n, int64_t k);

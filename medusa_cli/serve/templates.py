@@ -12,6 +12,9 @@ from medusa_cli.errors import UserError
 from medusa_cli.model import Backbone
 from medusa_cli.model.chat_template import chat_prompt, too_much
 
+# Maximum seconds until a renderer has started.
+START_S = 60.0
+
 
 def prepare() -> None:
     """Starts the process from which renderers are forked; it imports their modules in the background."""
@@ -40,6 +43,8 @@ class TemplateProcess:
         """Returns a prompt's text like `chat_prompt`; also raises UserError if it takes too much time or memory."""
         try:
             if not self._ready:
+                if not self._connection.poll(START_S):
+                    raise TimeoutError
                 self._ready = self._connection.recv()
             self._connection.send((messages, template))
             if not self._connection.poll(self._seconds):
