@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def flag(usage: str, help: str, panel: str | None = None, **more: Any) -> Any:
-    """Returns an option for its flags and metavar, such as "--run NAME"; most help texts state the default."""
+    """Returns a typer option for flags and a metavar, such as "--run NAME"; most help texts state the default."""
     flags = [word for word in usage.split() if word.startswith("-")]
     metavar = next((word for word in usage.split() if not word.startswith("-")), None)
     return typer.Option(

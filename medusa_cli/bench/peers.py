@@ -33,7 +33,7 @@ KEY = "MEDUSA_API_KEY"  # variable with the bearer token, also used by `distill`
 
 
 def parse_peers(texts: Sequence[str]) -> dict[str, str]:
-    """Returns addresses by name from texts NAME=URL; raises UsageError if a text is invalid or a name is taken."""
+    """Parses strings NAME=URL into URLs by name; raises UsageError if one is invalid or its name is taken."""
     peers = {}
     for text in texts:
         name, _, url = text.partition("=")

@@ -61,7 +61,8 @@ log = logging.getLogger(__name__)
 # Receives a method's name, the results that it is answering, and new tokens. An empty list means
 # that the answers to this turn are complete.
 OnTokens = Callable[[str, list[Result], list[int]], None]
-# Opened for methods that share a backbone, with the total number of turns that they answer.
+# Makes the context that is entered around methods that share a backbone; receives the number of
+# turns that they answer.
 Watch = Callable[[Backbone, int], AbstractContextManager[OnTokens]]
 
 

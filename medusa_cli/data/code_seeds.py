@@ -52,7 +52,7 @@ FIM = (
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
     ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
 )
-# Tokens that repair prompts replace to introduce a bug, and their replacements.
+# Substitutions of tokens that introduce a bug into the code of a repair prompt.
 SWAPS = {"==": "!=", "!=": "==", "<": "<=", "<=": "<", ">": ">=", ">=": ">", "+": "-", "-": "+"}
 SWAPS |= {"and": "or", "or": "and", "True": "False", "False": "True", "0": "1", "1": "0"}
 

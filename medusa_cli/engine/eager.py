@@ -79,8 +79,8 @@ class EagerEngine(LayoutEngine):
     def check(self) -> None:
         """Raises UserError unless a verify pass over a small tree gives the network's own logits, up to rounding.
 
-        The tree follows two tokens. It consists of the rest of a chain, and of a wrong node next to
-        the second node of that chain, which no other node sees. If layers keep a running state, the
+        The first two tokens of a chain are the prefix. The tree is the rest of that chain and one
+        wrong node, to which no other node attends. If layers keep a running state, the
         logits are compared with those of decoding in transformers.
         """
         network = self.backbone.model
@@ -209,7 +209,7 @@ class EagerEngine(LayoutEngine):
 
 
 def _bytes_read(backbone: Backbone) -> int:
-    """Returns the bytes of weights that a step reads, without embedding tables and vision modules."""
+    """Returns how many bytes of weights a step reads, excluding embedding tables and vision modules."""
     text = backbone.text_model
     head = backbone.model.get_output_embeddings()
     tables = {id(module.weight) for module in text.modules() if isinstance(module, nn.Embedding)}

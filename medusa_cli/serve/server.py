@@ -103,8 +103,8 @@ class Server:
 class Protocol(H11Protocol):
     """Adds deadlines to uvicorn's protocol, whose only deadline is between two requests.
 
-    A connection beyond `Limits.max_connections` closes the one that has waited longest for a whole
-    request.
+    If a new connection exceeds `Limits.max_connections`, the one that has gone longest without a
+    complete request is closed.
     """
 
     def __init__(self, limits: Limits, **options: Any) -> None:
