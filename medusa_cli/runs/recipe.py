@@ -295,7 +295,7 @@ def recipe_folders() -> list[Path]:
 
 
 def find_recipe(name: str | Path) -> Path:
-    """Returns the path of a recipe: `name` if it exists, else the shipped recipe of that name, with or without recipes/.
+    """Returns a recipe's path: `name` if it exists, else the shipped recipe of that name (with or without recipes/).
 
     Raises UserError, which lists the shipped recipes, if there is neither.
     """
