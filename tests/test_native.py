@@ -836,6 +836,22 @@ def test_a_text_beyond_the_kept_rotary_tables_builds_the_network(
     assert torch.equal(logits_of(load(model)), expected)
 
 
+def test_rotary_tables_that_change_with_the_text_are_those_of_the_context(
+    tmp_path: Path, apart: Path
+) -> None:
+    config = tiny_model().config
+    config.max_position_embeddings = 64
+    config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    network = transformers.LlamaForCausalLM(config).eval()
+    model = save_network(network, tmp_path / "model")
+    tokens = torch.arange(60) % 40
+    expected = network(tokens[None]).logits[0]
+    for _ in range(2):  # verified, and as kept
+        backbone = load_backbone(model, LoadOptions(dtype="fp32"))
+        torch.testing.assert_close(forward(backbone, tokens).logits, expected, rtol=1e-3, atol=1e-3)
+        assert backbone.max_positions == 64
+
+
 def test_a_changed_config_is_verified_again(tmp_path: Path, apart: Path) -> None:
     model = save_model(tmp_path / "model")
     before = logits_of(load(model))

@@ -18,7 +18,7 @@ from medusa_cli.engine.twin import verified
 from medusa_cli.files.assets import file_stamp, home, model_dir
 from medusa_cli.files.io import replacing
 from medusa_cli.files.model_files import model_file
-from medusa_cli.model.backbone import LateNetwork
+from medusa_cli.model.backbone import LateNetwork, text_config, usable_positions
 from medusa_cli.model.weights import source_stamp
 from medusa_cli.native.library import LIBRARY, instructions
 
@@ -40,9 +40,9 @@ class Known:
         late: the network, which is built only if n is above POSITIONS.
         """
         count = positions.shape[1]
-        if count > POSITIONS:
-            return rotary_of(late.network)(positions, kind)
         cos, sin = self.tables[kind]
+        if count > len(cos):
+            return rotary_of(late.network)(positions, kind)
         return cos[None, :count], sin[None, :count]
 
 
@@ -67,7 +67,8 @@ def verify_once(model: str, late: LateNetwork) -> Known:
 def _verify(late: LateNetwork) -> Known:
     description = verified(late.network)
     rotary = rotary_of(late.network)
-    positions = torch.arange(POSITIONS)[None]
+    # Some tables change with the length of the text beyond the model's context.
+    positions = torch.arange(min(POSITIONS, usable_positions(text_config(late.config))))[None]
     tables = {}
     for kind in description.tables:
         cos, sin = rotary(positions, kind)

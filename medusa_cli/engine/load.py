@@ -22,7 +22,7 @@ from medusa_cli.engine.twin import verified
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.files.assets import RANDOM
 from medusa_cli.model import Backbone, lora
-from medusa_cli.model.backbone import Unsupported
+from medusa_cli.model.backbone import Unsupported, text_config, usable_positions
 from medusa_cli.model.chat_template import check_template, try_template
 from medusa_cli.model.checks import PROBE
 from medusa_cli.model.digest import weights_of
@@ -155,7 +155,8 @@ def _load_native(
     if loaded is None:
         loaded = _from_network(model, options, adapter, chat_template, int8_rows)
 
-    native = NativeModel(loaded.description, loaded.packed, loaded.rotary)
+    context = usable_positions(text_config(loaded.network.config))
+    native = NativeModel(loaded.description, loaded.packed, loaded.rotary, context)
     backbone = Backbone(
         loaded.network,
         loaded.tokenizer,

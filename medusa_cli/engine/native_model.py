@@ -10,7 +10,7 @@ from torch import Tensor
 from medusa_cli.engine.description import MAX_HEAD_DIM, Description, LayerNames, Rotary
 from medusa_cli.engine.packed import Packed
 from medusa_cli.model.attention import FULL
-from medusa_cli.model.backbone import Unsupported
+from medusa_cli.model.backbone import UNBOUNDED, Unsupported
 from medusa_cli.native import PackedMatrix
 from medusa_cli.native.library import (
     FLAGS,
@@ -35,12 +35,22 @@ def padded(size: int, multiple: int) -> int:
 
 
 class NativeModel:
-    """A model in the library's structures; it owns all memory that the structures point to."""
+    """A model in the library's structures; it owns all memory that the structures point to.
 
-    def __init__(self, description: Description, packed: Packed, rotary: Rotary) -> None:
+    max_positions: rotary tables are not made for more, unless more are asked for.
+    """
+
+    def __init__(
+        self,
+        description: Description,
+        packed: Packed,
+        rotary: Rotary,
+        max_positions: int = UNBOUNDED,
+    ) -> None:
         self.description = description
         self.packed = packed
         self._rotary = rotary
+        self._max_positions = max_positions
         self._tables: list[Floats] = []
         # The gain of norms that have none.
         self._ones = padded_floats(np.ones(MAX_HEAD_DIM))
@@ -267,7 +277,8 @@ class NativeModel:
         """Makes room for at least `positions` positions in the rotary tables."""
         if positions <= self.struct.positions:
             return
-        count = max(positions, 2 * self.struct.positions, FIRST_POSITIONS)
+        spare = max(2 * self.struct.positions, FIRST_POSITIONS)
+        count = max(positions, min(spare, self._max_positions))
         tables = []
         for number, kind in enumerate(self.description.tables):
             cos, sin = self._rotary(torch.arange(count)[None], kind)
