@@ -60,7 +60,7 @@ def model_flag(default: str) -> Any:
 
 
 _RUN = "Run directory: NAME means runs/NAME; anything with a / is a folder."
-_MODEL = "A named model, a folder, a GGUF file, or a Hugging Face id."
+_MODEL = "A named model, a folder, a GGUF file, a Hugging Face id, or ORG/NAME:Q4_K_M for a repository's GGUF file."
 _DRAFTER = (
     "A saved drafter: a run's, a folder's, a hub id's, one of another tool as `medusa import` takes it, or mtp: the "
     "MTP layer in the model's own checkpoint. [default: the run's drafter/, else the one that ships]"

@@ -49,7 +49,9 @@ class Handler(BaseHTTPRequestHandler):
             elif rest[:1] == ["tree"]:
                 self.answer([entry(*file) for file in self.files_of(repository).items()])
             else:
-                self.answer({"id": repository, "sha": sha_of(self.files_of(repository))})
+                files = self.files_of(repository)
+                siblings = [{"rfilename": name} for name in files]
+                self.answer({"id": repository, "sha": sha_of(files), "siblings": siblings})
             return
         owner, name, _, revision, *parts = path.split("/")
         file = self.server.repositories.get(f"{owner}/{name}", {}).get("/".join(parts))

@@ -1,15 +1,22 @@
 """To and from the hub: exports are uploaded, and drafters downloaded, through huggingface_hub's own requests."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 import yaml
 
+from medusa_cli import Medusa
 from medusa_cli.errors import UserError
+from medusa_cli.files.assets import gguf_path
+from medusa_cli.files.hub import hub_gguf
 from medusa_cli.runs.resolve import choose, find_drafter
 from tests.helpers import medusa, medusa_json, save_model, save_run
 from tests.hub import Hub, running_hub
+from tests.test_gguf import VOCAB, write_gguf
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +89,40 @@ def test_the_drafter_of_a_pushed_model_comes_without_the_models_weights(
     assert choice.drafter is not None and choice.tree.file is not None
     assert not any("/model.safetensors" in request for request in hub.requests)
     assert "owner/heads" in hub.repositories["owner/heads"]["README.md"].decode()
+
+
+def test_a_gguf_file_of_a_repository_is_a_model(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "tiny.gguf"
+    network = write_gguf(file)
+    hub.repositories["owner/tiny-GGUF"] = {
+        "tiny-Q4_0.gguf": b"GGUF",
+        "tiny-Q8_0.gguf": file.read_bytes(),
+        "mmproj-Q8_0.gguf": b"GGUF",
+    }
+    hub_gguf.cache_clear()
+    loaded = Medusa.from_pretrained("owner/tiny-GGUF:q8_0", drafter=None, dtype="fp32")
+    weight = torch.from_numpy(loaded.backbone.engine.model.head.embed(np.arange(VOCAB)))
+    torch.testing.assert_close(weight, network.lm_head.weight.detach())
+    assert not any("Q4_0.gguf" in request for request in hub.requests)
+
+    hub_gguf.cache_clear()  # as in another process
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert gguf_path("owner/tiny-GGUF:Q8_0").read_bytes() == file.read_bytes()
+
+
+def test_what_a_repository_of_gguf_files_does_not_hold_is_named(hub: Hub) -> None:
+    hub.repositories["owner/tiny-GGUF"] = {"a-Q8_0.gguf": b"GGUF", "b-Q8_0.gguf": b"GGUF"}
+    for model, match in (
+        ("owner/tiny-GGUF:Q4_K_M", "no GGUF files.*a-Q8_0.gguf"),
+        ("owner/tiny-GGUF:Q8_0", "2 GGUF files"),
+        ("owner/tiny-GGUF", "config.json.*owner/tiny-GGUF:a-Q8_0.gguf"),
+        ("owner/none:Q8_0", "owner/none:Q8_0"),
+    ):
+        hub_gguf.cache_clear()
+        shown = medusa("chat", "--model", model, "--prompt", "a", exit_code=1).stderr
+        assert re.search(match, shown), shown
 
 
 def test_what_the_hub_does_not_take_or_have_is_one_line(

@@ -21,6 +21,7 @@ from typing import Any
 from medusa_cli.errors import UsageError, UserError, first_line
 from medusa_cli.files import gguf
 from medusa_cli.files.gguf_header import is_gguf, read_header
+from medusa_cli.files.hub import gguf_files, hub_gguf, names_gguf, tags_remedy
 
 log = logging.getLogger(__name__)
 DEFAULT_MODEL = "qwen2.5-coder-0.5b"
@@ -174,6 +175,8 @@ def gguf_path(name: str) -> Path | None:
     """Returns a model's GGUF file, which is fetched if necessary for a named model; None for other models."""
     if name in MODELS:
         return _model_file(MODELS[name])
+    if names_gguf(name):
+        return hub_gguf(name)
     path = Path(name).expanduser()
     return path if is_gguf(path) else None
 
@@ -190,7 +193,7 @@ def model_dir(name: str) -> str:
         )
     if name in MODELS:
         return str(_converted(name))
-    path = Path(name).expanduser()
+    path = hub_gguf(name) if names_gguf(name) else Path(name).expanduser()
     if is_gguf(path):
         return str(_unpacked(path))
     if path.is_dir():
@@ -252,7 +255,11 @@ def check_hub(name: str, kind: str = "model", named: str = "@model") -> None:
             raise UserError(
                 f"{named} {name!r} is not on this machine and HF_HUB_OFFLINE is set", remedy
             )
-        HfApi().repo_info(name, repo_type=kind, timeout=4)
+        known = HfApi().repo_info(name, repo_type=kind, timeout=4).siblings or []
+        files = [sibling.rfilename for sibling in known]
+        if kind == "model" and "config.json" not in files and (stored := gguf_files(files)):
+            fault = f"{named} {name!r} holds GGUF files and no config.json"
+            raise UserError(fault, tags_remedy(name, stored))
     except HFValidationError as reason:
         raise UserError(
             f"{named} {name!r} is not a hub id", "give OWNER/NAME or a local folder"

@@ -1,13 +1,17 @@
 """Downloads of folders from the model hub, and uploads to it."""
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 from medusa_cli.errors import UsageError, UserError, first_line
 
 # Seconds after which the hub counts as unreachable; its client would try for some twenty seconds.
 PATIENCE = 4
+# Maximum number of files that an error message lists.
+MOST_NAMED = 12
 
 
 def hub_folder(name: str, patterns: Sequence[str], named: str) -> Path:
@@ -46,6 +50,82 @@ def hub_folder(name: str, patterns: Sequence[str], named: str) -> Path:
     except Exception as reason:
         fault = f"{named} {name!r} could not be downloaded: {first_line(reason)}"
         raise UserError(fault, "run again: what has come is kept") from reason
+
+
+def names_gguf(name: str) -> bool:
+    """Returns True if a name has the form OWNER/NAME:TAG, for a GGUF file in a repository."""
+    repository, colon, tag = name.partition(":")
+    is_path = repository.startswith((".", "/", "~"))
+    return bool(colon and tag) and repository.count("/") == 1 and not is_path
+
+
+@cache
+def hub_gguf(name: str) -> Path:
+    """Returns the GGUF file that OWNER/NAME:TAG names; it is downloaded unless it is in the hub's cache.
+
+    TAG is the end of the file's name, such as Q4_K_M, or the whole name. Raises UserError for a repository that is not
+    available, and for a tag of no file or of several files.
+    """
+    from huggingface_hub import HfApi, snapshot_download
+
+    repository, _, tag = name.partition(":")
+    if (folder := _cached_folder(repository)) is not None:
+        kept = [str(path.relative_to(folder)) for path in folder.rglob("*.gguf")]
+        if len(files := _of_tag(kept, tag)) == 1:
+            return folder / files[0]
+    try:
+        known = HfApi().repo_info(repository, timeout=PATIENCE).siblings or []
+        stored = gguf_files(file.rfilename for file in known)
+        files = _of_tag(stored, tag)
+        if len(files) == 1:
+            return Path(snapshot_download(repository, allow_patterns=files)) / files[0]
+    except Exception as reason:  # the client raises its HTTP library's errors
+        fault = f"@model {name!r} could not be downloaded: {first_line(reason)}"
+        raise UserError(fault, "check the name and the network, or give a GGUF file") from reason
+    fault = f"@model {name!r}: {len(files) or 'no'} GGUF files in {repository} end in {tag!r}"
+    raise UserError(fault, tags_remedy(repository, stored))
+
+
+def _cached_folder(repository: str) -> Path | None:
+    """Returns the folder in the hub's cache that holds files of a repository, perhaps not all; None without any."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        HFValidationError,
+        IncompleteSnapshotError,
+        LocalEntryNotFoundError,
+    )
+
+    try:
+        return Path(snapshot_download(repository, local_files_only=True))
+    except IncompleteSnapshotError as reason:
+        return Path(reason.snapshot_path)
+    except (HFValidationError, LocalEntryNotFoundError):
+        return None
+
+
+def gguf_files(files: Iterable[str]) -> list[str]:
+    """Returns the GGUF files of models among a repository's files, without those for images and later parts."""
+    names = ((file, file.rpartition("/")[2]) for file in files)
+    return sorted(
+        file
+        for file, name in names
+        if name.endswith(".gguf") and not name.startswith("mmproj") and "-of-" not in name
+    )
+
+
+def tags_remedy(repository: str, files: Sequence[str]) -> str:
+    """Returns a remedy that lists a repository's GGUF files as models."""
+    shown = ", ".join(f"{repository}:{file}" for file in files[:MOST_NAMED])
+    return f"give one of {shown}" if files else "give a repository that has GGUF files"
+
+
+def _of_tag(files: Iterable[str], tag: str) -> list[str]:
+    """Returns the file with a name, or the files whose names end in a tag."""
+    stored = gguf_files(files)
+    if tag in stored:
+        return [tag]
+    end = re.compile(rf"(^|[-_./]){re.escape(tag)}\.gguf$", re.IGNORECASE)
+    return [file for file in stored if end.search(file)]
 
 
 def check_push(name: str) -> None:

@@ -237,7 +237,9 @@ class TrainRecipe:
 class Recipe:
     """The model and the sections of a recipe. chat_template is the text of a Jinja template."""
 
-    model: str = key(DEFAULT_MODEL, "a named model, a folder, a GGUF file, or a Hugging Face id")
+    model: str = key(
+        DEFAULT_MODEL, "as --model: a named model, a folder, a GGUF file, or a Hugging Face id"
+    )
     chat_template: str | None = key(
         None,
         "a Jinja file in the recipe's folder, for a tokenizer without a template",

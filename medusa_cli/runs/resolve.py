@@ -217,7 +217,10 @@ def _with_drafter(plain: Choice, folder: Path, source: Run | None, asked: TreeCh
 def _shipped_for(model: str) -> Run | None:
     """Returns the drafter that ships for a model, unless the model's config has another hidden size."""
     shipped = Run.shipped_for(model)
-    if shipped is None or Path(model).is_file() or (fields := config_fields(model)) is None:
+    if shipped is None or shipped.path.name == model or gguf_path(model) is not None:
+        return shipped
+    fields = config_fields(model)
+    if fields is None:
         return shipped
     identity = describe_drafter(shipped.drafter_dir).provenance.identity
     return shipped if fields.get("hidden_size") == identity["hidden_size"] else None
