@@ -13,10 +13,12 @@ from pathlib import Path
 import pytest
 
 from medusa_cli.errors import UserError
+from medusa_cli.files.assets import gguf_path
 from medusa_cli.files.io import TEMPORARY, replacing, replacing_folder, restore, write_atomic
 from medusa_cli.runs.resolve import choose
 from medusa_cli.runs.run import LOCK, Run, sole_writer
 from tests.helpers import conversation, medusa, save_model, save_run, write_lines
+from tests.test_gguf import write_gguf
 
 WRITER = """
 import pathlib, sys
@@ -254,8 +256,20 @@ def test_shipped_drafter_is_not_taken_for_another_size(tmp_path: Path) -> None:
     assert choose(str(model), None, None, None, lookup=True).drafter is None
 
 
-def test_shipped_drafter_is_taken_for_a_gguf_file(tmp_path: Path) -> None:
-    file = tmp_path / "smollm2-135m.Q8_0.gguf"
-    file.write_bytes(b"GGUF")
+def test_shipped_drafter_is_taken_for_a_gguf_file_of_its_shape(tmp_path: Path) -> None:
     shipped = Run.pretrained("smollm2-135m")
-    assert shipped and choose(str(file), None, None, None).drafter == shipped.drafter_dir
+    original = gguf_path("smollm2-135m")
+    assert shipped is not None and original is not None
+    file = tmp_path / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    file.symlink_to(original)
+    assert choose(str(file), None, None, None).drafter == shipped.drafter_dir
+    other = tmp_path / "smollm2-135m-tiny.gguf"
+    write_gguf(other)
+    with pytest.raises(UserError, match="no drafter ships for the model"):
+        choose(str(other), None, None, None)
+
+
+@pytest.mark.parametrize("model", ["./smollm2-135m-x", "/a/b/smollm2-135m.gguf"])
+def test_a_missing_path_with_a_shipped_drafter_s_name_is_named(model: str) -> None:
+    with pytest.raises(UserError, match="smollm2-135m"):
+        choose(model, None, None, None)

@@ -314,10 +314,11 @@ def sequence_processors(
     }
     if ends is None:
         arguments["exponential_decay_length_penalty"] = None
+    network = backbone.model  # which may be built now, and raise errors of its own
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about a minimum length above the limit
         try:
-            processors = backbone.model.generate(
+            processors = network.generate(
                 text,
                 attention_mask=torch.ones_like(text),
                 max_length=length + max_new_tokens,

@@ -10,13 +10,13 @@ import msgspec
 import torch
 import transformers
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from medusa_cli.engine.description import Description, rotary_of
 from medusa_cli.engine.twin import verified
 from medusa_cli.files.assets import file_stamp, home, model_dir
-from medusa_cli.files.io import replacing
+from medusa_cli.files.io import write_atomic
 from medusa_cli.files.model_files import model_file
 from medusa_cli.model.backbone import LateNetwork, text_config, usable_positions
 from medusa_cli.model.weights import source_stamp
@@ -83,14 +83,16 @@ def _stamp(model: str) -> str:
     """
     config = model_file(model_dir(model), "config.json")
     package = Path(__file__).parent.parent
-    rooms = (package / room for room in ("engine", "model", "native"))
-    sources = sorted(path for room in rooms for path in room.glob("*.py"))
-    stats = [(path.name, path.stat()) for path in sources]
+    rooms = (package / room for room in ("engine", "model", "native", "files"))
+    code = sha256()
+    for path in sorted(path for room in rooms for path in room.glob("*.py")):
+        code.update(path.read_bytes())
     parts = [
         source_stamp(model),
         None if config is None else file_stamp(config),
         transformers.__version__,
-        [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats],
+        torch.__version__,
+        code.hexdigest(),
         file_stamp(LIBRARY),
         instructions()[0],
     ]
@@ -104,8 +106,7 @@ def _write(path: Path, known: Known) -> None:
     text = json.dumps(asdict(known.description))
     metadata = {"description": text, "digest": _digest(text)}
     path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as part:
-        save_file(tensors, part, metadata)
+    write_atomic(path, save(tensors, metadata))
 
 
 def _read(path: Path) -> Known:

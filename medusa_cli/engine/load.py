@@ -112,7 +112,7 @@ def attach(
             description = verified(network)
             int8 = rows != "fp32" and quantize is not None
             packed = pack_in_memory(description, NetworkWeights(network), quantize, int8)
-            model = NativeModel(description, packed, rotary_of(network))
+            model = NativeModel(description, packed, rotary_of(network), backbone.max_positions)
             backbone.engine = NativeEngine(backbone, model, int8, quantize)
         elif engine == "torch":
             backbone.engine = TorchEngine(backbone)

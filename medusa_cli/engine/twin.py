@@ -197,11 +197,13 @@ def _compare(twin: Any, description: Description) -> None:
     """Raises Unsupported unless the library reproduces a twin's logits and its states at both ends of its context."""
     packed = pack_in_memory(description, NetworkWeights(twin), None, False)
     backbone = Backbone(twin)
-    engine = NativeEngine(backbone, NativeModel(description, packed, rotary_of(twin)), False)
+    context = usable_positions(backbone.config)
+    model = NativeModel(description, packed, rotary_of(twin), context)
+    engine = NativeEngine(backbone, model, False)
     tokens = probe_tokens(backbone.vocab_size, TOKENS)
 
     # A twin's window is short, but its context is as long as the model's.
-    for first in (0, max(0, usable_positions(backbone.config) - TOKENS)):
+    for first in (0, max(0, context - TOKENS)):
         positions = first + torch.arange(TOKENS)[None]
         expected = padded_pass(backbone, tokens[None], position_ids=positions).last_hidden_state[0]
         states = engine.states_at(tokens, first)

@@ -32,15 +32,18 @@ class GgufNames:
         import gguf
 
         architecture = header.architecture
-        arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+        known = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
+        if architecture not in known:
+            raise ValueError(f"the installed gguf package does not know {architecture}")
+        arch = known[architecture]
         config = network.config.get_text_config()
         names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
         self.header = header
         self.tensors: dict[str, str] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}  # shapes in the network
         for name, module, kind, shape in _all_parts(network):
-            known = names.get_name(module)
-            tensor = names.get_name(name) if known is None else f"{known}.{kind}"
+            prefix = names.get_name(module)
+            tensor = names.get_name(name) if prefix is None else f"{prefix}.{kind}"
             if tensor not in header.tensors:
                 raise ValueError(f"it lacks {shown(str(tensor))}, the weight {name}")
             stored_shape = header.tensors[tensor].shape

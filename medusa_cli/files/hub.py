@@ -10,6 +10,8 @@ from medusa_cli.errors import UsageError, UserError, first_line
 
 # Seconds after which the hub counts as unreachable; its client would try for some twenty seconds.
 PATIENCE = 4
+# The end of the name of one of several parts of a file.
+PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 # Maximum number of files that an error message lists.
 MOST_NAMED = 12
 
@@ -55,7 +57,7 @@ def hub_folder(name: str, patterns: Sequence[str], named: str) -> Path:
 def names_gguf(name: str) -> bool:
     """Returns True if a name has the form OWNER/NAME:TAG, for a GGUF file in a repository."""
     repository, colon, tag = name.partition(":")
-    is_path = repository.startswith((".", "/", "~"))
+    is_path = repository.startswith((".", "/", "~")) or Path(name).exists()
     return bool(colon and tag) and repository.count("/") == 1 and not is_path
 
 
@@ -109,7 +111,7 @@ def gguf_files(files: Iterable[str]) -> list[str]:
     return sorted(
         file
         for file, name in names
-        if name.endswith(".gguf") and not name.startswith("mmproj") and "-of-" not in name
+        if name.endswith(".gguf") and not name.startswith("mmproj") and not PART.search(name)
     )
 
 

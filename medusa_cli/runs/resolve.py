@@ -7,7 +7,7 @@ from typing import Any
 
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.files import mtp
-from medusa_cli.files.assets import DEFAULT_MODEL, gguf_path
+from medusa_cli.files.assets import DEFAULT_MODEL, gguf_path, model_dir
 from medusa_cli.files.hub import hub_folder
 from medusa_cli.files.io import read_as, read_object
 from medusa_cli.files.model_files import check_model_files, config_fields
@@ -15,10 +15,12 @@ from medusa_cli.runs.run import (
     DEFAULT_RUN,
     DRAFTER_CONFIG,
     RUNS,
+    SHAPE,
     Identity,
     Run,
     describe_drafter,
     outdated,
+    same,
 )
 
 log = logging.getLogger(__name__)
@@ -215,15 +217,23 @@ def _with_drafter(plain: Choice, folder: Path, source: Run | None, asked: TreeCh
 
 
 def _shipped_for(model: str) -> Run | None:
-    """Returns the drafter that ships for a model, unless the model's config has another hidden size."""
+    """Returns the drafter that ships for a model, unless the model's config shows that it has another shape."""
     shipped = Run.shipped_for(model)
-    if shipped is None or shipped.path.name == model or gguf_path(model) is not None:
+    if shipped is None or shipped.path.name == model:
         return shipped
-    fields = config_fields(model)
-    if fields is None:
-        return shipped
+    place = model_dir(model)
+    fields = config_fields(place)
+    if fields is None:  # a hub id that is not in the cache
+        fields = config_fields(str(hub_folder(model, ["config.json"], "@model"))) or {}
+    text = fields.get("text_config") or fields
+    shape = {
+        "architecture": text.get("model_type"),
+        "hidden_size": text.get("hidden_size"),
+        "vocab_size": text.get("vocab_size"),
+        "layers": text.get("num_hidden_layers"),
+    }
     identity = describe_drafter(shipped.drafter_dir).provenance.identity
-    return shipped if fields.get("hidden_size") == identity["hidden_size"] else None
+    return shipped if same(identity, shape, *SHAPE) else None
 
 
 def _no_drafter(model: str) -> NoDrafter:
