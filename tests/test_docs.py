@@ -288,7 +288,7 @@ def test_python_page_runs(place: Path, capsys: pytest.CaptureFixture[str]) -> No
     names = run_python(*(block for block in PYTHON if block.page.name == "python.md"))
     assert "drafter" in capsys.readouterr().out  # of the run's description
     assert names["stream"].answer.finish_reason in ("stop", "length")
-    assert Path("runs/mine/drafter") == names["trained"]["run"].drafter_dir
+    assert Path("runs/mine/drafter") == names["trained"].run.drafter_dir
 
 
 def test_python_of_the_server_runs(place: Path) -> None:

@@ -155,7 +155,7 @@ def choose(
     if named is not None and named.run is not None and run is not None:
         raise UsageError("@run and @drafter name a run each", "leave one of them out")
     target = Run.open(run) if run else None
-    model = model or _model_for(named, target)
+    model = _model_for(named, target) if model is None else model
     asked = TreeChoice.parse(tree)
     plain = Choice(model, run=target, adapter=target.adapter if target else None, lookup=lookup)
     if not need_drafter:
@@ -218,9 +218,11 @@ def _with_drafter(plain: Choice, folder: Path, source: Run | None, asked: TreeCh
 
 def _shipped_for(model: str) -> Run | None:
     """Returns the drafter that ships for a model, unless the model's config shows that it has another shape."""
+    if (named := Run.pretrained(model)) is not None:
+        return named
     shipped = Run.shipped_for(model)
-    if shipped is None or shipped.path.name == model:
-        return shipped
+    if shipped is None:
+        return None
     place = model_dir(model)
     fields = config_fields(place)
     if fields is None:  # a hub id that is not in the cache

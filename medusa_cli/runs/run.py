@@ -296,6 +296,8 @@ class Run:
 
         The last part must begin with the shipped drafter's name, as in Qwen/Qwen2.5-Coder-0.5B-Instruct.
         """
+        if (named := cls.pretrained(model)) is not None:
+            return named
         last = Path(model).name.lower()
         names = (path.name for path in SHIPPED.iterdir())
         fitting = [name for name in names if re.match(rf"{re.escape(name)}([-_.]|$)", last)]
