@@ -34,7 +34,7 @@ from rich.table import Table
 from rich.text import Text
 
 from medusa_cli.errors import TERMINATED, cut, in_flags
-from medusa_cli.progress import Show
+from medusa_cli.progress import ShowProgress
 
 # The control characters of ASCII and Latin-1 except newline and tab; marks that change the writing
 # direction and so can disguise a name; and lone surrogates, which file names may contain.
@@ -369,7 +369,7 @@ class _FetchLines:
 
 
 @contextmanager
-def bars() -> Iterator[Show]:
+def bars() -> Iterator[ShowProgress]:
     """Yields a function that shows the progress of work in several parts, with one bar per name.
 
     Its arguments are the name, the units done, the total (which may change), the unit, and a note to show next to the

@@ -3,7 +3,7 @@
 from typing import Protocol
 
 
-class Show(Protocol):
+class ShowProgress(Protocol):
     """Receives the name of a part of the work, the units done, their total, their unit, and a note next to the name."""
 
     def __call__(

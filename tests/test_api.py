@@ -193,6 +193,8 @@ def test_closing_frees_the_model(place: Path) -> None:
     assert network() is None
     with pytest.raises(UserError, match="closed"):
         medusa.generate(IDS)
+    with pytest.raises(UserError, match="closed"):
+        asyncio.run(anext(medusa.astream(IDS)))
     medusa.close()
 
 

@@ -18,6 +18,7 @@ from medusa_cli.model import chat_template
 from medusa_cli.model.chat_template import encode, token_ids
 from medusa_cli.runs.recipe import load_recipe
 from medusa_cli.runs.run import Run
+from medusa_cli.serve.templates import TemplateProcess
 from tests.helpers import (
     CHAT_TEMPLATE,
     medusa,
@@ -245,3 +246,20 @@ def test_a_template_is_bounded_in_time_and_memory(
     with pytest.raises(UserError, match="template"):
         Medusa.from_pretrained(model, drafter=None, dtype="fp32")
     assert resource.getrlimit(resource.RLIMIT_AS) == limits
+
+
+def test_a_renderer_that_does_not_start_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = save_model(tmp_path / "model")
+    messages = [{"role": "user", "content": "w1"}]
+    with Medusa.from_pretrained(model, drafter=None, dtype="fp32") as medusa:
+        process = TemplateProcess(medusa.backbone, 20.0)
+        try:
+            monkeypatch.setattr("medusa_cli.serve.templates.START_S", -1.0)
+            with pytest.raises(UserError, match="template"):
+                process.render(messages, {})
+            monkeypatch.undo()
+            assert "w1" in process.render(messages, {})
+        finally:
+            process.close()

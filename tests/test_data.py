@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from medusa_cli.data.conversation import Conversation, read_conversations
+from medusa_cli.data.conversation import Conversation, id_of, read_conversations
 from medusa_cli.data.packing import (
     Dataset,
     coverage,
@@ -61,6 +61,14 @@ def bf16_backbone(engine: str) -> Backbone:
     quantize = engine if engine in ("int8", "int4") else None
     attach(backbone, "native" if quantize or engine == "native" else "eager", quantize=quantize)
     return backbone
+
+
+def test_ids_of_records_are_kept_unless_they_are_none() -> None:
+    assert id_of({"id": 0}) == "0" and id_of({"id": "a", "prompt_id": "b"}) == "a"
+    for missing in (None, "", False):
+        assert id_of({"id": missing, "prompt_id": "b"}) == "b"
+        first, second = (id_of({"id": missing, "messages": text}) for text in ("x", "y"))
+        assert first != second and len(first) == len(second) == 16
 
 
 def test_spans_are_answers_with_their_end_token(backbone: Backbone) -> None:

@@ -281,7 +281,7 @@ def test_the_newest_report_on_this_drafter_is_found(
     monkeypatch.chdir(tmp_path)
     run = save_run(tmp_path / "x1", model)
     # `bench` writes its reports on a shipped drafter to a run of the model's name.
-    monkeypatch.setattr(Run, "shipped_for", classmethod(lambda cls, name: run))
+    monkeypatch.setattr(Run, "pretrained", classmethod(lambda cls, name: run))
     folder = tmp_path / "runs" / "x1" / "bench"
     folder.mkdir(parents=True)
     for name, stamp in (

@@ -452,6 +452,16 @@ def test_a_hybrid_s_file_without_a_size_is_refused(file: Path, key: str) -> None
     refused(file)
 
 
+def test_a_hybrid_s_file_with_a_negative_number_of_layers_is_refused(file: Path) -> None:
+    write_qwen35(file, Kind.F32, later=1)
+    data = file.read_bytes()
+    key = b"qwen35.nextn_predict_layers"
+    place = data.index(key) + len(key)
+    as_int32 = struct.pack("<Ii", 5, -1_000_000)
+    file.write_bytes(data[:place] + as_int32 + data[place + 8 :])
+    refused(file, "layers")
+
+
 def test_words_of_qwen35_s_file_are_split_as_its_own(file: Path) -> None:
     write_qwen35(file, Kind.F32)
     tokenizer = load_backbone(str(file), FP32).tokenizer

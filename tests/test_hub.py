@@ -12,7 +12,7 @@ import yaml
 from medusa_cli import Medusa
 from medusa_cli.errors import UserError
 from medusa_cli.files.assets import gguf_path
-from medusa_cli.files.hub import hub_gguf
+from medusa_cli.files.hub import gguf_files, hub_gguf, names_gguf
 from medusa_cli.runs.resolve import choose, find_drafter
 from tests.helpers import medusa, medusa_json, save_model, save_run
 from tests.hub import Hub, running_hub
@@ -123,6 +123,20 @@ def test_what_a_repository_of_gguf_files_does_not_hold_is_named(hub: Hub) -> Non
         hub_gguf.cache_clear()
         shown = medusa("chat", "--model", model, "--prompt", "a", exit_code=1).stderr
         assert re.search(match, shown), shown
+
+
+def test_names_of_gguf_files_are_told_from_paths_and_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "llama:8b.gguf").touch()
+    assert names_gguf("owner/name:Q8_0")
+    for name in ("models/llama:8b.gguf", "./a/b:Q8_0", "owner/name", "owner/name:", "a:Q8_0"):
+        assert not names_gguf(name), name
+    whole = ["mixture-of-experts-Q4_K_M.gguf", "b/model.gguf"]
+    parts = ["model-00001-of-00002.gguf", "model-00002-of-00002.gguf", "mmproj-Q8_0.gguf", "a.txt"]
+    assert gguf_files([*whole, *parts]) == sorted(whole)
 
 
 def test_what_the_hub_does_not_take_or_have_is_one_line(

@@ -15,7 +15,7 @@ import pytest
 import torch
 import transformers
 
-from medusa_cli.engine import Plan, attach, load_backbone
+from medusa_cli.engine import Plan, attach, load_backbone, twin
 from medusa_cli.engine.description import rotary_of
 from medusa_cli.engine.linear import packed_linear
 from medusa_cli.engine.native import NativeEngine
@@ -831,7 +831,7 @@ def test_a_text_beyond_the_kept_rotary_tables_builds_the_network(
     model: str, apart: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = logits_of(load(model))
-    monkeypatch.setattr("medusa_cli.engine.known.POSITIONS", 8)
+    monkeypatch.setattr("medusa_cli.engine.description_cache.POSITIONS", 8)
     load(model)
     assert torch.equal(logits_of(load(model)), expected)
 
@@ -852,6 +852,14 @@ def test_rotary_tables_that_change_with_the_text_are_those_of_the_context(
         assert backbone.max_positions == 64
 
 
+@pytest.mark.parametrize(
+    "kinds", [["a"] * 9 + ["b"], ["a"] * 9 + ["b", "c"], ["a"] * 6 + ["b"] + ["c"] * 3]
+)
+def test_a_twin_has_layers_of_every_kind(kinds: list[str]) -> None:
+    chosen = twin._chosen_kinds(kinds, 0)
+    assert set(chosen) == set(kinds) and len(chosen) < len(kinds)
+
+
 def test_a_changed_config_is_verified_again(tmp_path: Path, apart: Path) -> None:
     model = save_model(tmp_path / "model")
     before = logits_of(load(model))
@@ -865,7 +873,7 @@ def test_a_changed_config_is_verified_again(tmp_path: Path, apart: Path) -> None
 @pytest.mark.parametrize("kind", ["empty", "cut", "zeros", "layer"])
 def test_a_damaged_description_is_made_again(kind: str, model: str, apart: Path) -> None:
     expected = logits_of(load(model))
-    [file] = (home() / "known").iterdir()
+    [file] = (home() / "descriptions").iterdir()
     whole = file.read_bytes()
     damage = {**DAMAGE, "layer": lambda data: data.replace(b'\\"place\\": 1', b'\\"place\\": 9')}
     file.write_bytes(damage[kind](whole))

@@ -245,7 +245,7 @@ def test_a_file_system_without_locks_warns(
     ],
 )
 def test_shipped_drafter_is_found_by_a_model_file_s_name(model: str, drafter: str | None) -> None:
-    shipped = Run.shipped_for(model)
+    shipped = Run.pretrained(model) or Run.shipped_by_name(model)
     assert (shipped and shipped.path.name) == drafter
 
 
@@ -267,6 +267,13 @@ def test_shipped_drafter_is_taken_for_a_gguf_file_of_its_shape(tmp_path: Path) -
     write_gguf(other)
     with pytest.raises(UserError, match="no drafter ships for the model"):
         choose(str(other), None, None, None)
+
+
+def test_shipped_drafter_is_not_exported_for_another_size(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "smollm2-135m-tiny")
+    words = ("export", "--to", "drafter", "--model", model, "--output", tmp_path / "out")
+    assert "no drafter ships" in medusa(*words, exit_code=1).stderr
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("model", ["./smollm2-135m-x", "/a/b/smollm2-135m.gguf"])

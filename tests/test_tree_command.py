@@ -202,7 +202,7 @@ def test_another_drafter_takes_nothing_of_the_drafter_that_ships(
 ) -> None:
     model = str(tmp_path / "model")
     shipped = save_run(tmp_path / "shipped", model, calibrated=True)
-    monkeypatch.setattr(Run, "shipped_for", classmethod(lambda cls, name: shipped))
+    monkeypatch.setattr(Run, "pretrained", classmethod(lambda cls, name: shipped))
     other = str(shutil.copytree(stale.drafter_dir, tmp_path / "other"))
     save_tree(tmp_path / "chain.json", Tree.chain(2), {})
     for drafter, tree, code in (

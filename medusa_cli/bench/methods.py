@@ -14,7 +14,7 @@ from medusa_cli.drafters import DRAFTERS, Drafter
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.files.assets import DEFAULT_MODEL
 from medusa_cli.model import Backbone
-from medusa_cli.runs.resolve import Choice, choose
+from medusa_cli.runs.resolve import Choice, choose, shipped_for
 from medusa_cli.runs.run import RUNS, Run, describe_drafter
 
 TRANSFORMERS = ("hf", "hf-lookup", "hf-assisted")
@@ -51,7 +51,7 @@ def choose_files(
     that kind. If "medusa" is the only drafter named, it refers to the run's drafter of any kind.
     Raises UserError if a drafter does not exist.
     """
-    outer = Run.open(run) if run else Run.shipped_for(model or DEFAULT_MODEL)
+    outer = Run.open(run) if run else shipped_for(model or DEFAULT_MODEL)
     inner = {name for name in names if run and outer is not None and _kind(outer.path / name)}
     named = [name for name in names if name in DRAFTERS or name in inner]
     if named == ["medusa"]:

@@ -14,6 +14,7 @@ from medusa_cli.errors import UserError
 from medusa_cli.files.assets import DEFAULT_MODEL
 from medusa_cli.options import LoadFlags, OutputFlags, flag
 from medusa_cli.runs.load_options import as_trained
+from medusa_cli.runs.resolve import shipped_for
 from medusa_cli.runs.run import Run
 
 COLOURS = {"pass": "green", "unknown": "dim", "warn": "yellow", "fail": "bold red"}
@@ -33,7 +34,7 @@ def doctor(
     nothing in the run. Without options it examines the drafter that ships.
     """
     printing.configure()
-    target = Run.open(run) if run is not None else Run.shipped_for(model or DEFAULT_MODEL)
+    target = Run.open(run) if run is not None else shipped_for(model or DEFAULT_MODEL)
     if target is None:
         raise UserError(f"no drafter ships for the model {model!r}", "give the @run that holds one")
     name = model

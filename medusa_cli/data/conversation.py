@@ -147,13 +147,12 @@ def _spans_of(mask: Any, length: int) -> list[tuple[int, int]]:
 
 def id_of(record: dict[str, Any]) -> str:
     """Returns a record's id, or a digest of the record if it has none; raises Malformed for an unusable id."""
-    name = record.get("id")
-    if name in (None, "") or name is False:
-        name = record.get("prompt_id")
+    given = (record.get("id"), record.get("prompt_id"))
+    name = next((id for id in given if id is not None and id is not False and id != ""), None)
     if not isinstance(name, str | int | None):
         raise Malformed("an id that is not text")
     try:
-        if name in (None, "") or name is False:
+        if name is None:
             text = json.dumps(record, sort_keys=True, default=str)
             name = hashlib.sha256(text.encode()).hexdigest()[:16]
     except RecursionError:

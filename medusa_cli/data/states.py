@@ -23,7 +23,7 @@ from medusa_cli.errors import UserError
 from medusa_cli.files.io import check_regular
 from medusa_cli.model import Backbone
 from medusa_cli.model.distributed import Distributed
-from medusa_cli.progress import Show, show_nothing
+from medusa_cli.progress import ShowProgress, show_nothing
 from medusa_cli.runs.run import Run, check_backbone, describe_distillation
 
 log = logging.getLogger(__name__)
@@ -119,7 +119,7 @@ def with_hidden_states(
     *,
     among: Dataset | None = None,
     world: Distributed | None = None,
-    show: Show = show_nothing,
+    show: ShowProgress = show_nothing,
 ) -> Dataset:
     """Returns the data set of the file `path` with its hidden states: kept, cached in the run, or computed.
 
@@ -226,7 +226,7 @@ def _prefill(
     starts: Sequence[int],
     taps: Sequence[int],
     world: Distributed,
-    show: Show,
+    show: ShowProgress,
 ) -> None:
     """Computes the states of conversations and writes them from the rows `starts` on.
 

@@ -36,7 +36,7 @@ from medusa_cli.files.io import (
 )
 from medusa_cli.model import Backbone
 from medusa_cli.model.distributed import Distributed
-from medusa_cli.progress import Show
+from medusa_cli.progress import ShowProgress
 from medusa_cli.runs.load_options import LoadOptions
 from medusa_cli.runs.recipe import COLDEST, DistillRecipe, Recipe
 from medusa_cli.runs.run import Run, provenance
@@ -168,7 +168,9 @@ class Progress:
     falls to 0.
     """
 
-    def __init__(self, seeds: Sequence[Conversation], settings: DistillRecipe, show: Show) -> None:
+    def __init__(
+        self, seeds: Sequence[Conversation], settings: DistillRecipe, show: ShowProgress
+    ) -> None:
         self._seeds = len(seeds)
         self._show = show
         turns = sum(min(len(seed.turns), settings.max_turns) for seed in seeds)

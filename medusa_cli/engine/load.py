@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from medusa_cli.engine.description import Description, Rotary, rotary_of
+from medusa_cli.engine.description_cache import describe_once
 from medusa_cli.engine.eager import EagerEngine
 from medusa_cli.engine.engine import Engine
-from medusa_cli.engine.known import verify_once
 from medusa_cli.engine.native import NativeEmbedding, NativeEngine
 from medusa_cli.engine.native_model import NativeModel
 from medusa_cli.engine.packed import MissingWeights, Packed, pack_in_memory, pack_once
@@ -30,7 +30,7 @@ from medusa_cli.model.load import (
     DTYPES,
     checkpoint_dtype,
     has_own_code,
-    late_network,
+    lazy_network,
     load_network,
     load_tokenizer,
     resolve_device,
@@ -179,14 +179,14 @@ def _from_files(
     """Packs a model's files as they are; returns None if there are none or if their weights have other names."""
     if not has_files(model):
         return None
-    late = late_network(model)
-    known = verify_once(model, late)
-    tokenizer = load_tokenizer(model, late, chat_template)
+    lazy = lazy_network(model)
+    cached = describe_once(model, lazy)
+    tokenizer = load_tokenizer(model, lazy, chat_template)
     try:
-        packed = pack_once(model, known.description, late, _integer(options), int8_rows)
+        packed = pack_once(model, cached.description, lazy, _integer(options), int8_rows)
     except MissingWeights:
         return None
-    return _Loaded(late, tokenizer, known.description, packed, partial(known.rotary, late))
+    return _Loaded(lazy, tokenizer, cached.description, packed, partial(cached.rotary, lazy))
 
 
 def _from_network(

@@ -14,7 +14,7 @@ import numpy as np
 from medusa_cli.engine.description import Description
 from medusa_cli.engine.experts import Part
 from medusa_cli.files.assets import home
-from medusa_cli.model.backbone import LateNetwork, Unsupported
+from medusa_cli.model.backbone import LazyNetwork, Unsupported
 from medusa_cli.model.digest import weights_of
 from medusa_cli.model.weights import Weights, open_weights, source_stamp
 from medusa_cli.native import Format, PackedMatrix, RawMatrix
@@ -58,7 +58,7 @@ class Packed:
 def pack_once(
     model: str,
     description: Description,
-    late: LateNetwork,
+    lazy: LazyNetwork,
     quantize: str | None,
     int8_rows: bool,
 ) -> Packed:
@@ -72,7 +72,7 @@ def pack_once(
     except (OSError, ValueError, KeyError, TypeError):  # missing or damaged
         pass
 
-    weights = open_weights(model, late.network)
+    weights = open_weights(model, lazy.network)
     try:
         log.info("packing the weights of %s, once", model)
         pack_to_file(path, description, weights, quantize, weights_of(model))

@@ -12,6 +12,7 @@ from medusa_cli.drafters.io import drafter_kind, read_drafter
 from medusa_cli.errors import UserError
 from medusa_cli.files.assets import DEFAULT_MODEL, sha256_of
 from medusa_cli.files.io import read_object, replacing_folder
+from medusa_cli.runs.resolve import shipped_for
 from medusa_cli.runs.run import RUNS, STAMP, Run, called, stamp_of
 
 CHECKSUMS = "SHA256SUMS"
@@ -79,7 +80,7 @@ class Source:
         """Returns the newest `medusa bench` report on exactly this drafter, in Markdown; None if there is none."""
         stamp = stamp_of(self.run.drafter_dir)
         folder = self.run.bench_dir
-        shipped = Run.shipped_for(self.model)
+        shipped = shipped_for(self.model)
         # For a shipped drafter, bench writes to a run named after the model.
         if shipped is not None and shipped.path == self.run.path:
             folder = Run(RUNS / called(self.model)).bench_dir
@@ -94,7 +95,7 @@ class Source:
 
 def find_source(run: str | None = None, model: str | None = None, trusted: bool = False) -> Source:
     """Returns a run's drafter, by default the one that ships for the model; raises UserError if it is unusable."""
-    target = Run.open(run) if run else Run.shipped_for(model or DEFAULT_MODEL)
+    target = Run.open(run) if run else shipped_for(model or DEFAULT_MODEL)
     if target is None:
         raise UserError(
             f"no drafter ships for the model {model!r}", "train one, then give its @run"

@@ -21,7 +21,7 @@ from typing import Any
 from medusa_cli.errors import UsageError, UserError, first_line
 from medusa_cli.files import gguf
 from medusa_cli.files.gguf_header import is_gguf, read_header
-from medusa_cli.files.hub import gguf_files, hub_gguf, names_gguf, tags_remedy
+from medusa_cli.files.hub import gguf_files, hub_gguf, names_gguf, repository_files, tags_remedy
 
 log = logging.getLogger(__name__)
 DEFAULT_MODEL = "qwen2.5-coder-0.5b"
@@ -241,7 +241,7 @@ def untrusted(model: str) -> UserError:
 
 def check_hub(name: str, kind: str = "model", named: str = "@model") -> None:
     """Raises UserError within seconds for a hub id that is neither in the hub's cache nor reachable."""
-    from huggingface_hub import HfApi, try_to_load_from_cache
+    from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.constants import HF_HUB_OFFLINE
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
@@ -255,8 +255,7 @@ def check_hub(name: str, kind: str = "model", named: str = "@model") -> None:
             raise UserError(
                 f"{named} {name!r} is not on this machine and HF_HUB_OFFLINE is set", remedy
             )
-        known = HfApi().repo_info(name, repo_type=kind, timeout=4).siblings or []
-        files = [sibling.rfilename for sibling in known]
+        files = repository_files(name, kind)
         if kind == "model" and "config.json" not in files and (stored := gguf_files(files)):
             fault = f"{named} {name!r} holds GGUF files and no config.json"
             raise UserError(fault, tags_remedy(name, stored))

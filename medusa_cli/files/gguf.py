@@ -33,7 +33,7 @@ def write_metadata(path: Path, header: Header, folder: Path) -> None:
     UserError if that reader does not support the architecture, or would leave something out.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+    from transformers import AutoModelForCausalLM, GenerationConfig
     from transformers.utils import logging
 
     verbosity = logging.get_verbosity()
@@ -51,17 +51,7 @@ def write_metadata(path: Path, header: Header, folder: Path) -> None:
         logging.set_verbosity_error()
         logging.disable_progress_bar()
         _check_read(header)
-        if header.architecture == "qwen35":
-            with _read_once(path, named="qwen3"):  # vocabulary and merges have the same form
-                tokenizer = AutoTokenizer.from_pretrained(**source)
-            vocab_size = header.tensors["token_embd.weight"].shape[0]
-            tied = "output.weight" not in header.tensors
-            config = qwen35_config(header.metadata, vocab_size, tied)
-            tokenizer = qwen35_tokenizer(tokenizer, folder)
-        else:
-            with _read_once(path):
-                config = AutoConfig.from_pretrained(**source)
-                tokenizer = AutoTokenizer.from_pretrained(**source)
+        config, tokenizer = _config_and_tokenizer(path, header, source)
         config.dtype = header.dtype
         for key, own in EXPERT_SIZES.items():
             size = header.metadata.get(f"{header.architecture}.{key}")
@@ -100,6 +90,21 @@ def write_metadata(path: Path, header: Header, folder: Path) -> None:
     config.save_pretrained(folder)
     generation.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def _config_and_tokenizer(path: Path, header: Header, source: dict[str, Any]) -> tuple[Any, Any]:
+    """Returns the config and tokenizer of a file, read by transformers or, for Qwen 3.5, by our own table of names."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    if header.architecture != "qwen35":
+        with _read_once(path):
+            return AutoConfig.from_pretrained(**source), AutoTokenizer.from_pretrained(**source)
+    vocab_size = header.tensors["token_embd.weight"].shape[0]
+    tied = "output.weight" not in header.tensors
+    config = qwen35_config(header.metadata, vocab_size, tied)
+    with _read_once(path, named="qwen3"):  # vocabulary and merges have the same form
+        tokenizer = AutoTokenizer.from_pretrained(**source)
+    return config, qwen35_tokenizer(tokenizer)
 
 
 def _dequantize(

@@ -13,13 +13,8 @@ WHOLE_GAINS = ("gemma2", "gemma3", "qwen35")
 GATED_NORM = "linear_attn.norm.weight"
 # Divisors of rotary frequencies, which belong to the config and not to the weights.
 FREQUENCIES = "rope_freqs.weight"
-# Names of weights that gguf's table lists under older names.
-OLDER_NAMES = (
-    ("linear_attn.dt_bias", "linear_attn.dt_proj.bias"),
-    ("layer_scalar", "layer_scalar.weight"),
-)
-# Buffers of a network that files store like weights.
-BUFFERS = ("layer_scalar",)
+# The name of a weight in transformers, and the older one in gguf's table.
+DT_BIAS, OLDER_DT_BIAS = "linear_attn.dt_bias", "linear_attn.dt_proj.bias"
 
 
 class GgufNames:
@@ -41,7 +36,12 @@ class GgufNames:
         self.header = header
         self.tensors: dict[str, str] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}  # shapes in the network
-        for name, module, kind, shape in _all_parts(network):
+        parts = (
+            part
+            for name, weight in network.named_parameters()
+            for part in _stored_parts(name, tuple(weight.shape))
+        )
+        for name, module, kind, shape in parts:
             prefix = names.get_name(module)
             tensor = names.get_name(name) if prefix is None else f"{prefix}.{kind}"
             if tensor not in header.tensors:
@@ -129,13 +129,6 @@ class GgufNames:
         return stored
 
 
-def _all_parts(network: Any) -> Iterator[tuple[str, str, str, tuple[int, ...]]]:
-    """Yields the parts of a network that a file stores: name, module and kind in gguf's table, and shape."""
-    buffers = (item for item in network.named_buffers() if item[0].endswith(BUFFERS))
-    for name, weight in (*network.named_parameters(), *buffers):
-        yield from _stored_parts(name, tuple(weight.shape))
-
-
 def _stored_parts(
     name: str, shape: tuple[int, ...]
 ) -> Iterator[tuple[str, str, str, tuple[int, ...]]]:
@@ -144,10 +137,7 @@ def _stored_parts(
     A file stores the gates of all experts separately from their up matrices. Both are named after
     their module, followed by .gate or .up.
     """
-    known = name
-    for ours, older in OLDER_NAMES:
-        known = known.removesuffix(ours) + older if known.endswith(ours) else known
-    module, _, kind = known.rpartition(".")
+    module, _, kind = name.replace(DT_BIAS, OLDER_DT_BIAS).rpartition(".")
     if kind == "gate_up_proj":
         half = (shape[0], shape[1] // 2, shape[2])
         yield f"{module}.gate", f"{module}.gate_proj", "weight", half

@@ -1,7 +1,7 @@
 """The config and tokenizer of Qwen 3.5's GGUF files, which transformers' reader does not support."""
 
 from collections.abc import Mapping
-from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 # Fields of transformers' config, by the file's keys without the architecture's name.
@@ -31,12 +31,13 @@ def qwen35_config(metadata: Mapping[str, Any], vocab_size: int, tied: bool) -> A
 
     fields: dict[str, Any] = {own: _number(metadata, key) for key, own in FIELDS.items()}
     # The file's number of layers includes those that predict later tokens.
-    fields["num_hidden_layers"] -= metadata.get("qwen35.nextn_predict_layers", 0)
-    layers = fields["num_hidden_layers"]
+    later = metadata.get("qwen35.nextn_predict_layers", 0)
+    layers = fields["num_hidden_layers"] - later
     values = fields["linear_num_value_heads"]
     inner = int(_number(metadata, "ssm.inner_size"))
-    if layers < 1 or inner % values or values % fields["linear_num_key_heads"]:
+    if later < 0 or layers < 1 or inner % values or values % fields["linear_num_key_heads"]:
         raise ValueError("its numbers of layers, heads and ssm.inner_size do not fit each other")
+    fields["num_hidden_layers"] = layers
     rotary = _number(metadata, "rope.dimension_count") / fields["head_dim"]
     return Qwen3_5TextConfig(
         **fields,
@@ -61,15 +62,10 @@ def _number(metadata: Mapping[str, Any], key: str) -> Any:
     return value
 
 
-def qwen35_tokenizer(tokenizer: Any, folder: Path) -> Any:
+def qwen35_tokenizer(tokenizer: Any) -> Any:
     """Returns Qwen 3.5's tokenizer with the vocabulary of an earlier Qwen tokenizer, which splits words differently."""
     from transformers import Qwen3_5Tokenizer
 
-    own = folder / "tokenizer"
-    tokenizer.save_pretrained(own)
-    try:
-        return Qwen3_5Tokenizer.from_pretrained(own)
-    finally:
-        for file in own.iterdir():
-            file.unlink()
-        own.rmdir()
+    with TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        return Qwen3_5Tokenizer.from_pretrained(folder)

@@ -68,7 +68,7 @@ def hub_gguf(name: str) -> Path:
     TAG is the end of the file's name, such as Q4_K_M, or the whole name. Raises UserError for a repository that is not
     available, and for a tag of no file or of several files.
     """
-    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub import snapshot_download
 
     repository, _, tag = name.partition(":")
     if (folder := _cached_folder(repository)) is not None:
@@ -76,8 +76,7 @@ def hub_gguf(name: str) -> Path:
         if len(files := _of_tag(kept, tag)) == 1:
             return folder / files[0]
     try:
-        known = HfApi().repo_info(repository, timeout=PATIENCE).siblings or []
-        stored = gguf_files(file.rfilename for file in known)
+        stored = gguf_files(repository_files(repository))
         files = _of_tag(stored, tag)
         if len(files) == 1:
             return Path(snapshot_download(repository, allow_patterns=files)) / files[0]
@@ -86,6 +85,14 @@ def hub_gguf(name: str) -> Path:
         raise UserError(fault, "check the name and the network, or give a GGUF file") from reason
     fault = f"@model {name!r}: {len(files) or 'no'} GGUF files in {repository} end in {tag!r}"
     raise UserError(fault, tags_remedy(repository, stored))
+
+
+def repository_files(repository: str, kind: str = "model") -> list[str]:
+    """Returns the names of a repository's files; raises the hub client's errors, within seconds without a network."""
+    from huggingface_hub import HfApi
+
+    files = HfApi().repo_info(repository, repo_type=kind, timeout=PATIENCE).siblings or []
+    return [file.rfilename for file in files]
 
 
 def _cached_folder(repository: str) -> Path | None:
@@ -106,7 +113,7 @@ def _cached_folder(repository: str) -> Path | None:
 
 
 def gguf_files(files: Iterable[str]) -> list[str]:
-    """Returns the GGUF files of models among a repository's files, without those for images and later parts."""
+    """Returns the GGUF files among a repository's files that hold a whole model, and not parts of one or of vision."""
     names = ((file, file.rpartition("/")[2]) for file in files)
     return sorted(
         file
@@ -118,7 +125,11 @@ def gguf_files(files: Iterable[str]) -> list[str]:
 def tags_remedy(repository: str, files: Sequence[str]) -> str:
     """Returns a remedy that lists a repository's GGUF files as models."""
     shown = ", ".join(f"{repository}:{file}" for file in files[:MOST_NAMED])
-    return f"give one of {shown}" if files else "give a repository that has GGUF files"
+    return (
+        f"give one of {shown}"
+        if files
+        else "give a repository with GGUF files that hold a whole model"
+    )
 
 
 def _of_tag(files: Iterable[str], tag: str) -> list[str]:

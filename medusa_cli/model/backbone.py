@@ -36,7 +36,7 @@ def _rows_of(
 
 
 @dataclass
-class LateNetwork:
+class LazyNetwork:
     """Holds a network without weights, which `build` creates on the meta device when it is first needed.
 
     Building it imports the classes of its model type, which takes more than a second.
@@ -74,8 +74,8 @@ class Backbone:
         embedding: Any = None,
         lm_head: Callable[[Tensor | None], tuple[Tensor, Tensor | None]] | None = None,
     ) -> None:
-        self._late = model if isinstance(model, LateNetwork) else None
-        if self._late is None:
+        self._lazy = model if isinstance(model, LazyNetwork) else None
+        if self._lazy is None:
             self.model = _prepared(model)
         self.generation_config = model.generation_config
         self.tokenizer = tokenizer
@@ -103,8 +103,8 @@ class Backbone:
     @cached_property
     def model(self) -> Any:
         """Returns transformers' network, which decoding with the native engine does not need."""
-        assert self._late is not None
-        return _prepared(self._late.network)
+        assert self._lazy is not None
+        return _prepared(self._lazy.network)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -19,7 +19,7 @@ from medusa_cli.files.model_files import (
     tensors_of,
     weights_file,
 )
-from medusa_cli.model.backbone import LateNetwork, auto_class, text_config
+from medusa_cli.model.backbone import LazyNetwork, auto_class, text_config
 from medusa_cli.model.checks import (
     check_architecture,
     check_files,
@@ -139,7 +139,7 @@ def load_network(
     return network, tokenizer
 
 
-def late_network(model: str) -> LateNetwork:
+def lazy_network(model: str) -> LazyNetwork:
     """Returns a model's network without weights, to be built later; raises UserError for an unusable model."""
     from transformers import GenerationConfig
 
@@ -153,10 +153,10 @@ def late_network(model: str) -> LateNetwork:
             generation_config = GenerationConfig.from_model_config(config)
     except Exception as reason:  # damaged files may raise any exception
         raise unloadable(model, reason) from reason
-    return LateNetwork(config, generation_config, partial(_build, config, model))
+    return LazyNetwork(config, generation_config, partial(_build, config, model))
 
 
-def load_tokenizer(model: str, late: LateNetwork, chat_template: str | None = None) -> Any:
+def load_tokenizer(model: str, lazy: LazyNetwork, chat_template: str | None = None) -> Any:
     """Returns the tokenizer of a model; raises UserError if it, or a file that it needs, is missing or unusable."""
     source = assets.model_dir(model)
     check_tokenizer(source, model)
@@ -167,7 +167,7 @@ def load_tokenizer(model: str, late: LateNetwork, chat_template: str | None = No
         raise
     except Exception as reason:  # damaged files may raise any exception
         raise unloadable(model, reason) from reason
-    check_files([], (late.generation_config, late.config, tokenizer), model)
+    check_files([], (lazy.generation_config, lazy.config, tokenizer), model)
     return tokenizer
 
 

@@ -161,7 +161,7 @@ def choose(
     if not need_drafter:
         return plain
 
-    default = target or _shipped_for(model)
+    default = target or shipped_for(model)
     if named is None:
         if default is not None:
             return _with_drafter(plain, default.drafter_dir, default, asked)
@@ -216,11 +216,14 @@ def _with_drafter(plain: Choice, folder: Path, source: Run | None, asked: TreeCh
     )
 
 
-def _shipped_for(model: str) -> Run | None:
-    """Returns the drafter that ships for a model, unless the model's config shows that it has another shape."""
+def shipped_for(model: str) -> Run | None:
+    """Returns the drafter that ships for a model, given by its name or by that of a file, folder or hub id.
+
+    The latter must have the drafter's shape.
+    """
     if (named := Run.pretrained(model)) is not None:
         return named
-    shipped = Run.shipped_for(model)
+    shipped = Run.shipped_by_name(model)
     if shipped is None:
         return None
     place = model_dir(model)

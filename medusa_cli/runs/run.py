@@ -291,13 +291,11 @@ class Run:
         return cls(path) if (path / "drafter" / "config.json").is_file() else None
 
     @classmethod
-    def shipped_for(cls, model: str) -> "Run | None":
-        """Returns the drafter that ships for a model, which may be given by a name, a file, a folder or a hub id.
+    def shipped_by_name(cls, model: str) -> "Run | None":
+        """Returns the shipped drafter with whose name a file, a folder or a hub id begins, if there is one.
 
-        The last part must begin with the shipped drafter's name, as in Qwen/Qwen2.5-Coder-0.5B-Instruct.
+        Qwen/Qwen2.5-Coder-0.5B-Instruct begins with qwen2.5-coder-0.5b.
         """
-        if (named := cls.pretrained(model)) is not None:
-            return named
         last = Path(model).name.lower()
         names = (path.name for path in SHIPPED.iterdir())
         fitting = [name for name in names if re.match(rf"{re.escape(name)}([-_.]|$)", last)]

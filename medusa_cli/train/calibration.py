@@ -18,7 +18,7 @@ from medusa_cli.engine import load_backbone
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.files.io import Document
 from medusa_cli.model import Backbone
-from medusa_cli.progress import Show, show_nothing
+from medusa_cli.progress import ShowProgress, show_nothing
 from medusa_cli.runs.load_options import DEFAULT_LOADING, LoadOptions
 from medusa_cli.runs.recipe import load_recipe
 from medusa_cli.runs.run import STAMP, Run, describe_drafter, provenance, stamp_of
@@ -56,7 +56,7 @@ def calibrate(
     data: Path | None = None,
     top: int = 10,
     max_samples: int | None = None,
-    show: Show = show_nothing,
+    show: ShowProgress = show_nothing,
 ) -> Document:
     """Measures the `top` best guesses of each head of the drafter in a folder; returns the calibration document.
 
@@ -121,7 +121,7 @@ def measure(
     drafter: HeadDrafter,
     dataset: Dataset,
     top: int = 10,
-    show: Show = show_nothing,
+    show: ShowProgress = show_nothing,
 ) -> Document:
     """Measures the `top` best guesses of every head k on the held-out items of a data set.
 

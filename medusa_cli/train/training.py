@@ -33,7 +33,7 @@ from medusa_cli.model import lora as adapter
 from medusa_cli.model.backbone import identity_of
 from medusa_cli.model.digest import weights_of
 from medusa_cli.model.distributed import Distributed
-from medusa_cli.progress import Show, show_nothing
+from medusa_cli.progress import ShowProgress, show_nothing
 from medusa_cli.runs.load_options import DEFAULT_LOADING, LoadOptions
 from medusa_cli.runs.recipe import Recipe, load_recipe
 from medusa_cli.runs.run import Run, provenance, rounding_in, sole_writer
@@ -80,7 +80,7 @@ def train(
     resume: bool = False,
     logger: str | None = None,
     should_stop: Callable[[], bool] = lambda: False,
-    show: Show = show_nothing,
+    show: ShowProgress = show_nothing,
 ) -> Trained | None:
     """Trains the recipe's drafter in a run and saves it there.
 
@@ -144,7 +144,7 @@ def _load(
     options: LoadOptions,
     source: Path,
     world: Distributed,
-    show: Show,
+    show: ShowProgress,
 ) -> tuple[Backbone, Dataset, HeadDrafter]:
     """Returns the backbone, data set and a new drafter; the first process downloads the files that all of them read."""
     train = recipe.train
@@ -202,7 +202,7 @@ def _describe(trainer: Trainer) -> None:
         )
 
 
-def _run(trainer: Trainer, show: Show, on_event: OnEvent) -> None:
+def _run(trainer: Trainer, show: ShowProgress, on_event: OnEvent) -> None:
     """Runs the steps, logs the events, shows progress and draws the curves."""
     run = trainer.run
     total = trainer.positions

@@ -18,7 +18,7 @@ from medusa_cli.engine.twin import verified
 from medusa_cli.files.assets import file_stamp, home, model_dir
 from medusa_cli.files.io import write_atomic
 from medusa_cli.files.model_files import model_file
-from medusa_cli.model.backbone import LateNetwork, text_config, usable_positions
+from medusa_cli.model.backbone import LazyNetwork, text_config, usable_positions
 from medusa_cli.model.weights import source_stamp
 from medusa_cli.native.library import LIBRARY, instructions
 
@@ -28,52 +28,52 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Known:
-    """A model's verified description and its rotary tables by kind: cosines and sines [POSITIONS, D]."""
+class CachedDescription:
+    """A model's verified description and its rotary tables by kind: cosines and sines [positions, D]."""
 
     description: Description
     tables: dict[str, tuple[Tensor, Tensor]]
 
-    def rotary(self, late: LateNetwork, positions: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    def rotary(self, lazy: LazyNetwork, positions: Tensor, kind: str) -> tuple[Tensor, Tensor]:
         """Returns cosines and sines [1, n, D] for the first n positions [1, n] and layers of a kind.
 
-        late: the network, which is built only if n is above POSITIONS.
+        lazy: the network, which is built only for more positions than the tables have.
         """
         count = positions.shape[1]
         cos, sin = self.tables[kind]
         if count > len(cos):
-            return rotary_of(late.network)(positions, kind)
+            return rotary_of(lazy.network)(positions, kind)
         return cos[None, :count], sin[None, :count]
 
 
-def verify_once(model: str, late: LateNetwork) -> Known:
+def describe_once(model: str, lazy: LazyNetwork) -> CachedDescription:
     """Returns the verified description of a model; the first call verifies its network and keeps the result.
 
     Raises Unsupported as `verified` does.
     """
-    path = home() / "known" / f"{_stamp(model)}.safetensors"
+    path = home() / "descriptions" / f"{_stamp(model)}.safetensors"
     try:
         return _read(path)
     except (OSError, ValueError, KeyError, SafetensorError):  # missing or damaged
         pass
-    known = _verify(late)
+    description = _verify(lazy)
     try:
-        _write(path, known)
+        _write(path, description)
     except OSError as reason:
         log.warning("%s cannot be kept: %s", path, reason.strerror)
-    return known
+    return description
 
 
-def _verify(late: LateNetwork) -> Known:
-    description = verified(late.network)
-    rotary = rotary_of(late.network)
+def _verify(lazy: LazyNetwork) -> CachedDescription:
+    description = verified(lazy.network)
+    rotary = rotary_of(lazy.network)
     # Some tables change with the length of the text beyond the model's context.
-    positions = torch.arange(min(POSITIONS, usable_positions(text_config(late.config))))[None]
+    positions = torch.arange(min(POSITIONS, usable_positions(text_config(lazy.config))))[None]
     tables = {}
     for kind in description.tables:
         cos, sin = rotary(positions, kind)
         tables[kind] = (cos[0].contiguous(), sin[0].contiguous())
-    return Known(description, tables)
+    return CachedDescription(description, tables)
 
 
 def _stamp(model: str) -> str:
@@ -99,17 +99,17 @@ def _stamp(model: str) -> str:
     return sha256(json.dumps(parts).encode()).hexdigest()[:24]
 
 
-def _write(path: Path, known: Known) -> None:
+def _write(path: Path, cached: CachedDescription) -> None:
     tensors: dict[str, Tensor] = {}
-    for kind, (cos, sin) in known.tables.items():
+    for kind, (cos, sin) in cached.tables.items():
         tensors |= {f"{kind}.cos": cos, f"{kind}.sin": sin}
-    text = json.dumps(asdict(known.description))
+    text = json.dumps(asdict(cached.description))
     metadata = {"description": text, "digest": _digest(text)}
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, save(tensors, metadata))
 
 
-def _read(path: Path) -> Known:
+def _read(path: Path) -> CachedDescription:
     """Reads a kept description; raises OSError, ValueError, KeyError or SafetensorError if it is damaged."""
     with safe_open(path, "pt") as file:
         metadata = file.metadata() or {}
@@ -120,7 +120,7 @@ def _read(path: Path) -> Known:
             kind: (file.get_tensor(f"{kind}.cos"), file.get_tensor(f"{kind}.sin"))
             for kind in description.tables
         }
-    return Known(description, tables)
+    return CachedDescription(description, tables)
 
 
 def _digest(text: str) -> str:
