@@ -104,7 +104,7 @@ RUN ?= runs/smollm2
 bench-gpu: $(READY) ## what was never measured here: the GPU tests, and steps and drafts at 1B and 7B, held against the aims
 	$(BIN)/python -m tests.bench.gpu_steps --device cuda
 
-reproduce: $(READY) ## the papers' headlines on the default model, some 80 minutes on two cores
+reproduce: $(READY) ## the papers' headlines on the default model, some three hours on two cores
 	$(BIN)/python -m tests.bench.papers
 
 help-page: $(READY) ## write docs/commands.md and the recipe's keys from --help

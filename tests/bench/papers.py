@@ -13,8 +13,11 @@ from pathlib import Path
 from typing import Any
 
 CONVERSATIONS = 600
-TRAININGS = {"medusa": ("medusa1", 400_000), "amphista": ("amphista", 400_000)}
-TRAININGS |= {"hydra++": ("hydra++", 400_000), "firp": ("firp", 80_000)}
+DRAFTERS = ("medusa", "amphista", "hydra++", "firp", "eagle")
+# The recipe of a drafter, if it has another name.
+RECIPES = {"medusa": "medusa1"}
+# Positions of the trainings in which the model runs, too, as a share of the others'.
+SHARE_WITH_MODEL = 0.2
 
 
 def medusa(*words: object) -> str:
@@ -120,6 +123,12 @@ CLAIMS: list[tuple[str, str, float | None, Callable[[Evidence], float]]] = [
         lambda e: e.over_medusa("64 nodes", "hydra++"),
     ),
     (
+        "Amphista, Tables 1 and 9",
+        "EAGLE, greedy",
+        2.58 / 1.87,
+        lambda e: e.over_medusa("64 nodes", "eagle"),
+    ),
+    (
         "Amphista, Table 2",
         "Amphista at temperature 0.7",
         2.37 / 1.86,
@@ -150,31 +159,33 @@ def outcome(paper: float | None, ours: float) -> str:
     return "reproduced" if share >= 0.8 else "in part" if share >= 0.2 else "not"
 
 
-def trainings(run: Path, model: str) -> Iterator[tuple[Path, list[object]]]:
+def trainings(run: Path, model: str, positions: int) -> Iterator[tuple[Path, list[object]]]:
     """Yields the file that each command of distilling and training leaves, and the command's words."""
     yield (
         run / "distill.jsonl",
         ["distill", "--run", run, "--model", model, "--max-samples", CONVERSATIONS],
     )
+    few = int(SHARE_WITH_MODEL * positions)
 
-    def train(name: str, recipe: str, *more: object) -> tuple[Path, list[object]]:
+    def train(name: str, recipe: str, count: int, *more: object) -> tuple[Path, list[object]]:
         words = [
             "train",
             f"recipes/smollm2-135m-{recipe}.yaml",
             "--run",
             run / name,
             f"model={model}",
+            f"train.max_tokens={count}",
             *more,
         ]
         return run / name / "drafter" / "config.json", words
 
-    for name, (recipe, positions) in TRAININGS.items():
-        yield train(
-            name, recipe, f"train.max_tokens={positions}", "train.epochs=4", "train.soft=0.5"
-        )
+    for name in DRAFTERS:
+        recipe = RECIPES.get(name, name)
+        count = few if name == "firp" else positions
+        yield train(name, recipe, count, "train.epochs=4", "train.soft=0.5")
         yield run / name / "calibration.json", ["calibrate", "--run", run / name]
-    yield train("medusa2", "medusa2", "--from", run / "medusa", "train.max_tokens=80000")
-    yield train("direct", "direct", "train.max_tokens=80000")
+    yield train("medusa2", "medusa2", few, "--from", run / "medusa")
+    yield train("direct", "direct", few)
     yield (
         run / "tree.json",
         ["tree", "--run", run / "medusa", "--budget", 64, "--output", run / "tree.json"],
@@ -198,7 +209,7 @@ def benches(run: Path, questions: int, tokens: int) -> Iterator[tuple[str, list[
     yield "auto", [*heads, "hf,ar,medusa"]
     yield "dense", [*heads, "ar,medusa", "--tree", run / "dense.json"]
     for nodes in (16, 22, 64):
-        kinds = ["--methods", "ar,medusa,amphista,hydra++,firp"]
+        kinds = ["--methods", ",".join(("ar", *DRAFTERS))]
         yield f"{nodes} nodes", [*ask, "--run", run, *kinds, "--tree", f"static:{nodes}"]
     warm = ["--methods", "medusa,amphista", "--tree", "static:64", "--temperature", 0.7]
     yield "warm", [*ask, "--run", run, *warm]
@@ -218,11 +229,12 @@ def benches(run: Path, questions: int, tokens: int) -> Iterator[tuple[str, list[
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--run", type=Path, default=Path("runs/papers"))
-    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--model", default="qwen2.5-coder-0.5b")
+    parser.add_argument("--positions", type=int, default=400_000, help="positions of each training")
     parser.add_argument("--questions", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=64, help="new tokens a turn")
     asked = parser.parse_args()
-    for file, words in trainings(asked.run, asked.model):
+    for file, words in trainings(asked.run, asked.model, asked.positions):
         if not file.is_file():
             medusa(*words)
     documents: dict[str, Any] = {}
