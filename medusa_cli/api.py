@@ -140,7 +140,7 @@ class GenerationOptions:
 
 
 class Medusa:
-    """Generates answers with a model, its drafter and its draft policy. Several threads may take turns in using it."""
+    """Generates answers with a model, its drafter and its draft policy. Several threads may use it in turn."""
 
     loaded: LoadedModel
     backbone: Backbone

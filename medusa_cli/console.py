@@ -322,7 +322,7 @@ def progress(
 
 @contextmanager
 def fetching(name: str, total: int | None) -> Iterator[Callable[[int], None]]:
-    """Shows the progress of a download: bytes, rate and time left. Yields a function of the bytes done.
+    """Shows the progress of a download: bytes, rate and time left. Yields a function that takes the bytes done.
 
     The progress appears as lines if the terminal cannot show bars.
     """

@@ -162,7 +162,7 @@ JudgeModel = Annotated[Text, flag("--judge-model NAME", "The model that judges."
 
 @dataclass(frozen=True)
 class LoadFlags(LoadOptions):
-    """Flags for loading a model; a `quantize` of None means the quantization used to train the drafter."""
+    """Flags for loading a model; if `quantize` is None, the quantization used to train the drafter applies."""
 
     device: Annotated[
         str, _loading("--device NAME", "auto, cpu, cuda[:N], mps.", show_default=True)

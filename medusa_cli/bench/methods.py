@@ -114,8 +114,8 @@ def transformers_method(
 ) -> Method:
     """Returns transformers' generate on the unmodified model; multiple prompts are padded on the left.
 
-    lookup: uses its prompt lookup. assistant: a smaller model with the same vocabulary, which
-    drafts.
+    lookup: use the prompt lookup of transformers. assistant: a smaller model with the same
+    vocabulary that drafts the tokens.
     """
     model = backbone.model
     ends = sorted(backbone.eos_ids)

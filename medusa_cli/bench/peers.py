@@ -58,7 +58,10 @@ def plain_of(name: str, names: Sequence[str], peers: Mapping[str, str]) -> str |
 
 
 def check_reader(name: str, model: str, gguf: Path | None, sampling: Sampling) -> None:
-    """Raises UsageError if a program for GGUF files is not installed, has no file, or would not decode greedily."""
+    """Raises UsageError if a program that reads GGUF files cannot be compared.
+
+    This is the case if it is not installed, if no GGUF file is known, or if decoding is not greedy.
+    """
     package = "xllamacpp" if name in LLAMA else "openvino_genai"
     if not has_package(package):
         raise UsageError(
@@ -76,7 +79,7 @@ def check_reader(name: str, model: str, gguf: Path | None, sampling: Sampling) -
 def llama_method(name: str, gguf: Path, backbone: Backbone) -> Method:
     """Returns greedy decoding of a GGUF file of the same model by the llama.cpp server in the package xllamacpp.
 
-    It uses torch's number of threads. llama.cpp-ngram adds its n-gram drafts with their default
+    It uses as many threads as torch. llama.cpp-ngram adds its n-gram drafts with their default
     settings.
     """
     import xllamacpp  # type: ignore[import-not-found, import-untyped, unused-ignore]
@@ -124,7 +127,7 @@ def llama_method(name: str, gguf: Path, backbone: Backbone) -> Method:
 
 
 def openvino_method(name: str, gguf: Path, backbone: Backbone) -> Method:
-    """Returns greedy decoding of a GGUF file by OpenVINO GenAI, with torch's number of threads.
+    """Returns greedy decoding of a GGUF file by OpenVINO GenAI, with as many threads as torch.
 
     openvino-lookup adds its prompt lookup.
     """

@@ -1,4 +1,4 @@
-"""Sweeps: one bench per value of an axis. A killed sweep resumes, and known points are not measured again."""
+"""Sweeps: one benchmark run per value of an axis. A killed sweep resumes, and known points are not measured again."""
 
 import hashlib
 import json
@@ -186,7 +186,7 @@ def _digest(bench: Bench) -> str:
 
 
 def _long_questions(bench: Bench, tokens: int) -> list[Question]:
-    """Returns first turns, each after text of the other questions that brings it to about `tokens` tokens.
+    """Returns first turns, each lengthened to about `tokens` tokens by text of the other questions before it.
 
     Raises UsageError if that does not fit in the model's context.
     """

@@ -1,4 +1,4 @@
-"""`medusa export`: a drafter, or the model with it, in the layout of another program."""
+"""`medusa export`: writes a drafter, or a model with its drafter, in the layout of another program."""
 
 from collections.abc import Callable
 from contextlib import ExitStack

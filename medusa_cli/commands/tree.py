@@ -106,7 +106,7 @@ def tree(
             "expected_acceptance_length": expected,
             **chosen.made_by,
         }
-        if widths is None and choices is None:  # those are no drafter's
+        if widths is None and choices is None:  # those belong to no drafter
             facts[STAMP] = known.drafter_stamp
         save_tree(output, draft_tree, provenance(known.backbone, **facts))
         if assets.has_package("matplotlib"):
@@ -166,7 +166,7 @@ def show(tree: "Tree", used: Calibration, report: dict[str, Any]) -> None:
 
 
 def as_given(widths: list[int] | None, choices: Path | None) -> Chosen:
-    """Returns the tree of --shape or --choices."""
+    """Returns the tree that --shape or --choices gives."""
     from medusa_cli.tree import Tree
     from medusa_cli.tree.io import load_tree
 
@@ -204,7 +204,7 @@ def by_budget(used: Calibration, budget: str | None, source: str, run: str | Non
 
 
 def by_time(used: Calibration, run: Run | None, loading: LoadFlags, again: bool) -> Chosen:
-    """Returns the tree of the size with the most expected tokens a second on this machine."""
+    """Returns the tree of the size with the most expected tokens per second on this machine."""
     from medusa_cli.tree.search import break_even, budgets
 
     if run is None or not (run.drafter_dir / "config.json").is_file():
@@ -236,7 +236,7 @@ def by_time(used: Calibration, run: Run | None, loading: LoadFlags, again: bool)
 
 
 def time_run(run: Run, loading: LoadFlags, again: bool) -> "StepTimes":
-    """Returns the times of a run's steps on this machine; they are timed unless they are kept, or `again`."""
+    """Returns the times of a run's steps on this machine; they are measured if none are kept, or if `again`."""
     from medusa_cli.decode.step_times import step_times_for
     from medusa_cli.drafters import load_drafter
     from medusa_cli.engine import load_backbone
@@ -270,7 +270,7 @@ def parse_shape(text: str) -> list[int]:
 
 
 def missing_accuracies(widths: tuple[int, ...], known: Calibration) -> list[str]:
-    """Lists what a tree needs of the heads that they lack, or that was not measured."""
+    """Lists what a tree needs and the heads do not have, or what was not measured."""
     notes = []
     if known.stale:
         notes.append(

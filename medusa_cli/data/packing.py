@@ -185,7 +185,7 @@ def held_out_ids(ids: Sequence[str], fraction: float) -> set[str]:
     parts into which ShareGPT splits a long conversation (CsuNKMw_0, CsuNKMw_17) stay together, and
     so do turns that are separate rows in speculators data. A held-out part whose other parts are in
     training would be easier than an unseen conversation. Of two or more conversations, at least one
-    is held out (unless fraction is 0), and never all of them.
+    is held out (unless fraction is 0), but never all.
     """
     parts: dict[str, list[str]] = {}
     for id in ids:

@@ -83,7 +83,7 @@ class Step:
 
 @dataclass
 class Stats:
-    """Sums steps; prefill time is counted separately."""
+    """Holds totals over steps; prefill time is counted separately."""
 
     tokens: int = 0
     steps: int = 0

@@ -327,7 +327,7 @@ def matcher_of(backbone: Backbone, grammar: Grammar) -> LLMatcher:
 
 
 class GrammarProcessor(LogitsProcessor):
-    """Sets the logits of tokens that the grammar does not allow next to -inf.
+    """Sets logits to -inf for tokens that the grammar does not allow next.
 
     The matcher follows the answer in the text, and rolls back when another path of a draft begins.
     If only one text may follow, llguidance allows only the tokens into which the tokenizer encodes

@@ -24,7 +24,8 @@ MAX_POSITIONS = 8
 MAX_TOKENS = 16
 # Maximum number of matches per step.
 MAX_BRANCHES = 3
-# The length of a two-token match, and the class of all matches except the longest.
+# PAIR: the length of a match of two tokens. OTHER: stands in place of a length for all matches
+# except the longest.
 PAIR = 2
 OTHER = -1
 # Prior probability that a matched token is right, by the minimum length of the match.
@@ -71,7 +72,7 @@ class AcceptanceEstimate:
 
 @dataclass(frozen=True)
 class NgramMatch:
-    """Holds the tokens after an earlier occurrence, the length of the match, and the chance of each token."""
+    """Holds the tokens after an earlier occurrence, the length of the match, and the probability of each token."""
 
     tokens: tuple[int, ...]
     length: int
@@ -241,7 +242,7 @@ class Corpus:
 class CorpusMatches(NgramSource):
     """Finds the longest match for the end of the text in a corpus.
 
-    Matches with a chance below `min_chance` are not drafted; they only update the trust.
+    Matches with a probability below `min_chance` are not drafted; they only update the trust.
     """
 
     priors = CORPUS_PRIOR_BY_LENGTH

@@ -55,7 +55,8 @@ WARPERS: dict[str, Any] = {
     "epsilon_cutoff": 0.0,
     "eta_cutoff": 0.0,
 }
-# These come only from the caller: a model does not choose the sampling or the answer length.
+# Only the caller sets these: a model's generation config does not choose the sampling or the length
+# of the answer.
 CALLERS: dict[str, Any] = {
     **{
         "do_sample": False,

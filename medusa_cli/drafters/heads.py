@@ -183,7 +183,7 @@ class HeadDrafter(Scoring):
         """Adds new tokens to the caches of B sequences; returns the states from which the drafter drafts."""
 
     def fill(self, backbone: Backbone, new: NewTensors, trees: TreeTensors) -> None:
-        """Drafts the nodes of trees whose tokens are not known, within a CUDA graph."""
+        """Drafts the tree nodes whose tokens are not known yet, within a CUDA graph."""
         raise NotImplementedError(f"{self.name} does not draft within CUDA graphs")
 
     def truncate(self, length: int) -> int:

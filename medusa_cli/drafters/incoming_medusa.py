@@ -75,7 +75,7 @@ def _checked_ids(ids: Tensor, vocabulary: int) -> Tensor:
 def plain_name(name: str) -> str:
     """Returns a tensor's name as in FasterDecoding's files.
 
-    The given name may have that form, vLLM's form, or the form in a whole model.
+    The given name may be in that form, in vLLM's form, or as in the files of a whole model.
     """
     name = re.sub(r"^(model\.)?medusa_heads?\.", "", name)
     return re.sub(r"^blocks\.(\d+)\.layers\.(\d+)\.", r"\1.\2.linear.", name)

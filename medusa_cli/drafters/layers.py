@@ -145,8 +145,8 @@ class SlotRows:
         query, keys, values = (x.transpose(1, 2).flatten(0, 1) for x in (query, keys, values))
         known_keys, known_values = cached.flatten(1, 2)
         tree_mask = self._tree_mask.clone()
-        # In an empty slot, column 0 of the cache is read, which is the first of these rows. The
-        # other rows must not count it twice.
+        # The kernel must read some column of each slot. In an empty slot, it reads column 0, where
+        # the first of these rows was just written. The other rows must not count that row twice.
         tree_mask[:, 1:, 0] &= self.lengths[:, None] > 0
         mask = additive(tree_mask[:, None], query.dtype)
         reads = columns_read(self.lengths, rows, heads, cached.shape[3])
@@ -242,7 +242,7 @@ class DecoderLayer(SelfAttention):
 
     @torch.no_grad()
     def _start_at_own_token(self, hidden_size: int) -> None:
-        """Makes each row of a fresh layer attend to itself: queries and keys start as one random projection.
+        """Makes each row of a fresh layer attend to itself: queries and keys start as the same random projection.
 
         The embedding reaches a state only through attention, and uniform attention would mix it
         with those of all earlier tokens.

@@ -1,4 +1,4 @@
-"""MTP: the multi-token prediction layer that comes with a model, run by transformers' decoder layer."""
+"""MTP: the multi-token prediction layer that comes with a model, run with transformers' decoder layer class."""
 
 from __future__ import annotations
 

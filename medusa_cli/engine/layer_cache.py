@@ -12,9 +12,9 @@ from medusa_cli.engine.state_cache import StateCache, StateKey
 class LayerCache(StateCache):
     """A cache whose layers may have fewer or narrower key heads than its buffers, or running states.
 
-    node_states [B, R, ...]: the states after each row of the last tree, in the B slots from
-    `first_node_slot` on. by_token: if a slot already holds tokens, layers with a running state must
-    process further tokens one by one.
+    node_states [B, R, ...]: the states after each row of the last tree, in B slots, the first of
+    which is `first_node_slot`. by_token: if a slot already holds tokens, layers with a running
+    state must process further tokens one by one.
     """
 
     def __init__(self, layers: int, slots: int = 1, capacity: int = FIRST_ROWS) -> None:
@@ -32,7 +32,7 @@ class LayerCache(StateCache):
     def keys_and_values(
         self, layer: int, slots: slice, key: Tensor, value: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Returns a layer's keys and values [B, KV, C, D] in some slots.
+        """Returns a layer's keys and values [B, KV, C, D] in the given slots.
 
         The buffers are first widened to fit the shapes of `key` and `value`.
         """
@@ -72,7 +72,7 @@ class LayerCache(StateCache):
             buffer[: before.shape[0], :, : before.shape[2], :, : before.shape[4]] = before
 
     def put(self, key: StateKey, slots: slice, state: Tensor) -> None:
-        """Sets the states [B, ...] of some slots."""
+        """Sets the states [B, ...] of the given slots."""
         if key not in self.states:
             self.states[key] = state.new_zeros(self.slots, *state.shape[1:])
         self.states[key][slots] = state

@@ -15,7 +15,7 @@ from medusa_cli.model.attention import FULL, Masks, additive
 
 @dataclass(frozen=True)
 class Plan:
-    """Describes a pass over tokens [B, n] in the B slots of a cache from `first` on.
+    """Describes a pass over tokens [B, n] in B slots of a cache, the first of which is `first`.
 
     Row i has its slot's length + depth[.., i] as its position. It sees all earlier rows of the slot
     and the rows of this pass that tree_mask[.., i, :] marks. depth is [n] or [B, n] and tree_mask is
@@ -68,7 +68,7 @@ class Output:
 
 @dataclass(frozen=True)
 class Layout:
-    """Describes a pass for layers: R rows in each of B slots from `first` on, extra rows last.
+    """Describes a pass for layers: R rows in each of B slots, starting at slot `first`, with extra rows last.
 
     positions [B or 1, R]. masks: additive masks [B, R, L] by kind of layer, over a slot's first
     L = `wide` columns; an empty mask, for a chain that begins a slot, means causal attention. start:

@@ -23,7 +23,7 @@ class Snapshot:
 
 
 class StateCache(Cache):
-    """A cache whose slots may have running states [S, ...], which are those after the slots' rows.
+    """A cache whose slots may have running states [S, ...]: the states after all rows of a slot.
 
     A slot can be truncated only to a snapshot or to its beginning; `reusable` returns the length.
     decoded_states: False if states after decoding differ from those after a prompt, so that another

@@ -1,4 +1,4 @@
-"""The check that the library computes a model correctly: it runs a small random twin against transformers."""
+"""The check that the library computes a model correctly: it compares a small random twin with transformers."""
 
 import copy
 from typing import Any

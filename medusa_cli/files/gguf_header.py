@@ -70,7 +70,7 @@ def is_gguf(path: Path) -> bool:
 
 
 def read_header(path: Path, arrays: bool = False) -> Header:
-    """Reads a GGUF file's header; raises UserError for a damaged one before allocating the sizes that it claims.
+    """Reads a GGUF file's header; raises UserError for a damaged one before it allocates the claimed sizes.
 
     arrays: also read the arrays in the metadata, such as a vocabulary's tokens.
     """
@@ -171,7 +171,7 @@ class _Reader:
         return count
 
     def _skip_strings(self, count: int) -> None:
-        """Skips `count` texts, of which a vocabulary has some hundred thousand."""
+        """Skips `count` texts, of which a vocabulary has about a hundred thousand."""
         length = struct.Struct("<Q")
         data = self.data
         position = self.position
@@ -183,7 +183,7 @@ class _Reader:
         self.position = position
 
     def tensor(self) -> tuple[str, Tensor]:
-        """Returns a tensor's name and the tensor, with byte positions from the beginning of all tensors' bytes."""
+        """Returns a tensor's name and the tensor; its byte positions count from the start of the tensor data."""
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
         name = self.string()

@@ -1,4 +1,4 @@
-"""Downloads of folders from the model hub, and uploads to it."""
+"""Downloads folders from the model hub, and uploads folders to it."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -66,7 +66,7 @@ def hub_gguf(name: str) -> Path:
     """Returns the GGUF file that OWNER/NAME:TAG names; it is downloaded unless it is in the hub's cache.
 
     TAG is the end of the file's name, such as Q4_K_M, or the whole name. Raises UserError for a repository that is not
-    available, and for a tag of no file or of several files.
+    available, and for a tag that matches no file or several.
     """
     from huggingface_hub import snapshot_download
 
@@ -96,7 +96,7 @@ def repository_files(repository: str, kind: str = "model") -> list[str]:
 
 
 def _cached_folder(repository: str) -> Path | None:
-    """Returns the folder in the hub's cache that holds files of a repository, perhaps not all; None without any."""
+    """Returns the folder in the hub's cache that holds some or all files of a repository; None if none does."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         HFValidationError,

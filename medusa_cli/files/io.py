@@ -24,7 +24,7 @@ _LEFTOVER = re.compile(re.escape(TEMPORARY) + r"[a-z0-9_]{8}\..+")
 _GAP = re.compile(r"[ \t\r\n,]*")
 T = TypeVar("T")
 Document = dict[str, Any]  # a JSON object
-# Limits of a document; the largest documents of this program have a hundredth of MAX_BYTES.
+# Limits of a document; the largest documents of this program reach a hundredth of MAX_BYTES.
 MAX_BYTES = 16 << 20
 MAX_DEPTH = 64  # nesting depth of YAML
 CHUNK = 1 << 20  # characters of a JSON array that are read at a time

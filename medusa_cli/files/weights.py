@@ -1,4 +1,4 @@
-"""Reading of safetensors files, where all names, shapes and types are checked before any tensor is read.
+"""Reads safetensors files; checks all names, shapes and types before it reads any tensor.
 
 A matrix NAME [N, K] may be stored in 8 bits: NAME is int8, and NAME.scale [N, K / 32] has an fp16
 factor for each group of 32 inputs. A row's last group may be shorter.

@@ -33,7 +33,7 @@ def grouped_attention(
     attention_mask: an additive mask [B, 1, n, L]; an empty one means a causal mask, for which n is
     L. The G query heads of a key head become G*n rows of one call, so that a cache of L positions
     is read once and not copied G times. options: softcap, a bound on the scores; s_aux [G*KV], the
-    scores of attention sinks. Raises ValueError for a bias by relative position.
+    scores of attention sinks. Raises ValueError for a relative position bias.
     """
     if options.get("position_bias") is not None:
         raise ValueError("its attention adds a bias by relative position")

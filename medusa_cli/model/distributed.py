@@ -73,7 +73,7 @@ class Distributed:
         return list(items[self.rank :: self.size])
 
     def micro_batches(self, items: Sequence[Any]) -> list[tuple[Any, bool]]:
-        """Returns this process's strided shard, where each item has True if it counts.
+        """Returns this process's strided shard; each item is paired with True if it counts.
 
         With a sharded model, every process must run the same number of passes. A process that has
         fewer items repeats the last of all items, which does not count.

@@ -10,7 +10,7 @@ from medusa_cli.errors import UsageError
 from medusa_cli.runs.run import rounding_in
 
 log = logging.getLogger(__name__)
-# Quantization of weights by the native engine, and by bitsandbytes.
+# Weight quantizations of the native engine, and those of bitsandbytes.
 INTEGER = ("int8", "int4")
 BITSANDBYTES = ("bnb.int8", "bnb.nf4")
 WORDS = {
@@ -25,7 +25,7 @@ WORDS = {
 class LoadOptions:
     """Options for loading a model: device, number type, engine, quantization, and whether its own code may run.
 
-    rows: the number type of the states that the native engine multiplies with quantized weights.
+    rows: the number type of the states that the native engine multiplies by quantized weights.
     """
 
     device: str = "auto"

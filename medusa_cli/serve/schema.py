@@ -44,8 +44,8 @@ Form = TypeVar("Form")  # a part that chats and responses write differently
 class Strict(BaseModel):
     """Refuses unknown fields, and booleans in place of numbers.
 
-    Null means left out, because clients send back what they received. no_effect: fields that are accepted with values
-    that change nothing.
+    A field that is null counts as omitted, because clients send back what they received. no_effect: fields that are
+    accepted if their value changes nothing.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)

@@ -184,7 +184,7 @@ def joint_backbone(recipe: Recipe, options: LoadOptions) -> Backbone:
     attach(backbone, "eager")  # gradients flow only through the network's own layers
     adapter.unfreeze(network, everything=train.tuning == "full")
     if train.gradient_checkpointing:
-        # The reentrant form needs inputs with gradients, and the embedding is frozen.
+        # The reentrant form needs inputs that require gradients. A frozen embedding returns none.
         network.gradient_checkpointing_enable({"use_reentrant": False})
     network.train()
     return backbone

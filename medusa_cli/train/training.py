@@ -146,7 +146,7 @@ def _load(
     world: Distributed,
     show: ShowProgress,
 ) -> tuple[Backbone, Dataset, HeadDrafter]:
-    """Returns the backbone, data set and a new drafter; the first process downloads the files that all of them read."""
+    """Returns the backbone, data set and a new drafter; the first process downloads files that all processes read."""
     train = recipe.train
     kind = DRAFTERS[recipe.drafter.name]
     with nullcontext() if train.shard else world.main_process_first():

@@ -8,12 +8,12 @@ from medusa_cli.files.io import replacing
 from medusa_cli.tree.search import Accuracies, node_values
 from medusa_cli.tree.tree import Tree
 
-# Chances of at least this value are drawn in the strongest color.
+# Probabilities of at least this value are drawn in the strongest color.
 STRONG = 0.3
 
 
 def draw_terminal(tree: Tree, accuracies: Accuracies | None = None) -> Any:
-    """Returns a rich renderable that shows each node's rank and, given accuracies, its chance."""
+    """Returns a rich renderable that shows each node's rank and, given accuracies, its probability."""
     from rich.text import Text
     from rich.tree import Tree as Lines
 
@@ -86,7 +86,7 @@ def draw_nodes(axes: Any, tree: Tree, values: Sequence[float]) -> None:
 
 
 def columns(tree: Tree) -> list[float]:
-    """Returns the horizontal position of each node: leaves are in order, and parents centered above children."""
+    """Returns the horizontal position of each node: leaves are in order, and parents are centered above them."""
     x = [0.0] * tree.size
     for column, leaf in enumerate(sorted(tree.leaves, key=tree.path)):
         x[leaf] = float(column)

@@ -20,7 +20,7 @@ def save_tree(path: Path, tree: Tree, provenance: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class TreeProvenance:
-    """Holds the drafter for which the tree was searched, and the chance above which a node was worth its cost."""
+    """Holds the drafter for which the tree was searched, and the probability above which a node was worth it."""
 
     drafter_stamp: str | None = None
     break_even: float = 0.0

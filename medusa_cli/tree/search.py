@@ -77,9 +77,9 @@ def node_values(tree: Tree, accuracies: Accuracies) -> list[float]:
 
 
 def expected_length(tree: Tree, accuracies: Accuracies) -> float:
-    """Returns the expected tokens per step, which is the sum of the nodes' chances.
+    """Returns the expected number of tokens per step: the sum of the nodes' probabilities of acceptance.
 
-    The root's chance counts for the bonus token.
+    The root's probability of 1 stands for the bonus token.
     """
     return sum(node_values(tree, accuracies))
 
@@ -93,7 +93,7 @@ STRIDE = 4
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Holds the seconds that a step's parts take: verifying by rows of a pass, and drafting by levels.
+    """Holds the seconds that a step's parts take: verifying by number of rows, and drafting by number of levels.
 
     Verifying includes the pass, acceptance and keeping. A drafter that drafts all levels at once
     takes the same time at every depth.
@@ -149,7 +149,7 @@ def budgets(accuracies: Accuracies, step_times: StepTimes) -> list[TimedTree]:
 
 
 def break_even(chosen: TimedTree, step_times: StepTimes) -> float:
-    """Returns the chance above which one more node is worth its cost.
+    """Returns the probability above which one more node is worth its cost.
 
     It is the node's cost in seconds times the tokens per second of the chosen budget. The cost is
     the mean over the next SPAN nodes, because timing noise is as large as the cost of one node.

@@ -187,7 +187,7 @@ class Tree:
 
 @dataclass(frozen=True)
 class DynamicTree:
-    """Limits a tree that grows in each step: `budget` nodes including the root, chances >= `min_chance`.
+    """Limits a tree that grows in each step: `budget` nodes including the root, probabilities >= `min_chance`.
 
     A head's confidences are its softmax at a temperature of its own (1 by default), which
     `calibrate` fits.
