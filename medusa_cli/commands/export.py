@@ -46,8 +46,8 @@ def export(
     """Write a drafter so that another program decodes with it, and print how that program is started.
 
     Without --run it is the drafter that ships for the model. An adapter from joint training is merged into the model
-    that --to hf writes, in the number type it is stored in. Every folder has the checksums of its files, and that of
-    a drafter a model card.
+    that --to hf writes, in the number type it is stored in. Every folder gets the checksums of its
+    files. A drafter's folder also gets a model card.
     """
     printing.configure()
     if to not in FORMATS:
