@@ -42,7 +42,7 @@ from medusa_cli.tree.search import expected_length, largest, search
 # From best to worst. A part that cannot be examined is "unknown", which is not a fault.
 STATUSES = ("pass", "unknown", "warn", "fail")
 SAMPLE = 64  # number of conversations from which prompts are taken
-NODES = 16  # size of the tree that is searched if the run has none
+NODES = 16  # maximum size of the tree that is made if the run has none
 PROMPTS = 8  # number of prompts that are decoded
 TOKENS = 48  # maximum answer length in tokens
 LONGEST_PROMPT = 384  # in tokens; longer prompts would make the examination slow
@@ -53,7 +53,7 @@ LONGEST = 640  # maximum number of tokens that it reads per conversation
 REPEATED = ("seed", "max_new_tokens", "max_turns", "temperature", "random_seed")
 # Share of an MTP layer's first draft tokens that should be right; less suggests a wrong port.
 FIRST_LEVEL = 0.5
-CLEARLY = 0.1  # margin by which another reading must be better
+CLEARLY = 0.1  # margin by which another reading of the checkpoint must be better
 LAST = 50  # number of last steps over which the accuracy on trained text is averaged
 
 
@@ -191,7 +191,7 @@ class Case:
     @cached_property
     def decoded(self) -> list[Stats]:
         """Returns the stats of held-out prompts, each decoded greedily on its own with the run's tree."""
-        # This precedes the loading of the model, because files of the tree may be missing.
+        # The tree is read before the model is loaded, because its files may be missing.
         policy = policy_of(self.tree)
         medusa = Medusa(LoadedModel(self.backbone, self.drafter, policy))
         answers = medusa.batch(self._prompts(), batch_size=1, max_new_tokens=TOKENS)
@@ -250,7 +250,7 @@ def calibration(case: Case) -> Finding:
 
 
 def tree(case: Case) -> Finding:
-    """Checks that the tree was searched for the current drafter."""
+    """Checks that the tree was made for the current drafter."""
     remedy = case.command("tree", budget="auto")
     if not case.run.tree_path.is_file():
         return Finding("unknown", f"{case.run.path} has no tree of its own", remedy)
@@ -314,7 +314,10 @@ def check_distilled_by_model(case: Case) -> Finding:
 
 @torch.inference_mode()
 def first_level(case: Case) -> Finding:
-    """Compares an MTP layer's first draft tokens with the data; if few are right, tries other readings."""
+    """Compares an MTP layer's first draft tokens with the data.
+
+    If few are right, it also tries other readings of the checkpoint.
+    """
     drafter = case.drafter
     if not isinstance(drafter, Mtp):
         return Finding("pass", f"the {drafter.name} drafter is no port of a model's MTP layer")

@@ -11,8 +11,8 @@ from medusa_cli.errors import UsageError, UserError
 from medusa_cli.files import assets
 from medusa_cli.files.io import Malformed, read_jsonl
 
-# Our own questions, on which nobody trains. The prompts of `distill --seed code` come from other
-# sources.
+# Our own questions, which are not used for training. The prompts of `distill --seed code` come from
+# other sources.
 CODING = Path(__file__).with_name("coding.jsonl")
 SUFFIXES = (".jsonl", ".json", ".parquet", ".txt")
 # Keys under which published sets store the user's text, its id and a reference answer. The first
@@ -48,9 +48,9 @@ def of_categories(questions: Sequence[Question], wanted: str | None) -> list[Que
 
 
 def spread(questions: Sequence[Question], limit: int | None) -> list[Question]:
-    """Returns at most `limit` questions (None: all), taken from the categories in turn, in the same order.
+    """Returns at most `limit` questions (None: all), chosen from each category in turn.
 
-    Raises UsageError for a limit below 1.
+    The chosen questions keep their order. Raises UsageError for a limit below 1.
     """
     if limit is not None and limit < 1:
         raise UsageError(f"@limit {limit} is too small", "use 1 or more")

@@ -1,4 +1,4 @@
-"""`medusa demo`: three questions, answered plain and with drafts side by side; then other programs in a table."""
+"""`medusa demo`: answers questions plain and with drafts, then compares all methods in a table."""
 
 import sys
 import time
@@ -35,7 +35,7 @@ MAX_NEW_TOKENS = 96
 WARM_UP_TOKENS = 8
 TITLES = {"ar": "plain decoding", "medusa": "with drafts", "lookup": "with n-gram drafts"}
 OTHERS = {"hf": "transformers", "llama.cpp": "llama.cpp"}
-SIDE_BY_SIDE = 88  # columns of a terminal from which on two panes fit beside each other
+SIDE_BY_SIDE = 88  # minimum width in columns of a terminal that shows two panes side by side
 REFRESH_S = 0.1
 
 Measurements = Mapping[str, "Measurement"]
@@ -84,9 +84,9 @@ def demo(
 def answer_questions(
     medusa: "Medusa", drafted: str, max_new_tokens: int, live: bool
 ) -> tuple[dict[str, "Measurement"], list[str]]:
-    """Answers all questions plain and with drafts, and shows both; returns the measurements and the plain texts.
+    """Answers all questions plain and with drafts, and shows both answers.
 
-    live: show the texts as they grow, too.
+    Returns the measurements and the plain texts. live: also show the texts while they grow.
     """
     from medusa_cli.bench.stats import Measurement
     from medusa_cli.decode import Decoder
@@ -118,7 +118,7 @@ def answer_questions(
 
 @dataclass
 class Side:
-    """One way's answer as it is shown: its name, what was measured, and its text with coloured draft tokens."""
+    """Holds a method's name, its measurement, and its answer with colored draft tokens."""
 
     name: str
     measured: "Measurement"
@@ -137,10 +137,13 @@ class Side:
 def timed_steps(
     decoder: "Decoder", request: "Request", backbone: "Backbone", measured: "Measurement"
 ) -> Iterator[list["Piece"]]:
-    """Yields the text of each step of one request, and adds the steps to a measurement, but not the time of showing."""
+    """Yields the text of each step of one request, and adds the steps to a measurement.
+
+    The measured time does not include the display of the text.
+    """
     from medusa_cli.decode import Answer
 
-    decoder.clear_prefix_cache()  # each way runs the whole prompt
+    decoder.clear_prefix_cache()  # so that each method runs the whole prompt
     answer = Answer(backbone)
     steps = decoder.run([request])
     while True:
@@ -155,19 +158,19 @@ def timed_steps(
 
 
 def rate_of(measured: "Measurement") -> float:
-    """Returns tokens a second, prefill included."""
+    """Returns the tokens per second, including the time of the prefill."""
     return measured.tokens / measured.seconds if measured.seconds else 0.0
 
 
 @contextmanager
 def streaming(live: bool) -> Iterator[Callable[[Sequence[Side]], None]]:
-    """Yields what shows two growing answers in their panes; it shows nothing without a terminal."""
+    """Yields a function that shows two growing answers in panes, or nothing without a terminal."""
     out = console.out
     if not live or not out.is_terminal or out.plain:
         yield lambda sides: None
         return
     due = 0.0
-    # Drawn between steps: a thread that draws would slow the steps down.
+    # The panes are drawn between steps, because a separate thread would slow the steps down.
     with Live(console=out, auto_refresh=False, transient=True) as screen:
 
         def show(sides: Sequence[Side]) -> None:
@@ -187,7 +190,10 @@ def streaming(live: bool) -> Iterator[Callable[[Sequence[Side]], None]]:
 
 
 def panes(sides: Sequence[Side], letters: int = sys.maxsize) -> RenderableType:
-    """Returns answers side by side, or one below the other in a narrow terminal; of each at most its last letters."""
+    """Returns answers side by side, or one below the other in a narrow terminal.
+
+    letters: the maximum number of characters per answer; only the end of a longer one is shown.
+    """
     panels = [
         Panel(side.text[max(0, len(side.text) - letters) :], title=side.title) for side in sides
     ]
@@ -201,7 +207,10 @@ def panes(sides: Sequence[Side], letters: int = sys.maxsize) -> RenderableType:
 
 
 def show_answers(plain: Side, drafted: Side) -> None:
-    """Prints both complete answers, and if they are the same; where nobody watches, the same answer once."""
+    """Prints both complete answers, and whether they are the same.
+
+    Without a terminal, identical answers are printed only once.
+    """
     expected = plain.measured.turns[0]
     actual = drafted.measured.turns[0]
     if console.out.is_terminal:
@@ -222,7 +231,7 @@ def show_answers(plain: Side, drafted: Side) -> None:
 
 
 def first_difference(first: Sequence[int], second: Sequence[int]) -> int:
-    """Returns the number of tokens at the beginning that two answers share."""
+    """Returns the number of tokens in the common beginning of two answers."""
     for place, (token, other) in enumerate(zip(first, second, strict=False)):
         if token != other:
             return place
@@ -232,7 +241,10 @@ def first_difference(first: Sequence[int], second: Sequence[int]) -> int:
 def answer_by_others(
     choice: Choice, loading: LoadFlags, max_new_tokens: int
 ) -> dict[str, "Measurement"]:
-    """Asks transformers, and llama.cpp if it can, the same questions; returns their measurements."""
+    """Answers the questions with transformers, and with llama.cpp if possible.
+
+    Returns the measurements.
+    """
     from medusa_cli.bench.questions import Question
     from medusa_cli.bench.run import Bench
     from medusa_cli.bench.stats import Measurement
@@ -258,7 +270,10 @@ def answer_by_others(
 
 
 def figures_of(name: str, measured: Measurements) -> dict[str, Any]:
-    """Returns a method's row of the closing table; `identical` counts answers that are plain decoding's."""
+    """Returns a method's row of the closing table.
+
+    identical: the number of answers that equal those of plain decoding.
+    """
     own = measured[name]
     plain = measured["ar"]
     pairs = zip(own.turns, plain.turns, strict=True)
@@ -274,7 +289,10 @@ def figures_of(name: str, measured: Measurements) -> dict[str, Any]:
 
 
 def closing_table(figures: Mapping[str, Mapping[str, Any]], facts: str) -> RenderableType:
-    """Returns speed and agreement of all methods, and why other programs' answers may differ."""
+    """Returns a table of the speed and agreement of all methods.
+
+    If another program's answer differs, the caption explains why that can happen.
+    """
     names = TITLES | OTHERS
     rows = [
         [

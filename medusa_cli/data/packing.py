@@ -183,9 +183,9 @@ def held_out_ids(ids: Sequence[str], fraction: float) -> set[str]:
 
     The hash of an id decides, so that more data does not change the side of any conversation. The
     parts into which ShareGPT splits a long conversation (CsuNKMw_0, CsuNKMw_17) stay together, and
-    so do turns that are separate rows in speculators data. A held-out part whose other parts are in
-    training would be easier than an unseen conversation. Of two or more conversations, at least one
-    is held out (unless fraction is 0), but never all.
+    so do turns that are separate rows in speculators data. If one part of a conversation were held
+    out and another one trained on, the held-out part would be easier than an unseen conversation.
+    Of two or more conversations, at least one is held out (unless fraction is 0), but never all.
     """
     parts: dict[str, list[str]] = {}
     for id in ids:

@@ -142,7 +142,7 @@ class AdaptivePolicy(DraftPolicy):
             self.trees = f"trees of a size that pays, {self.size} nodes to begin with"
 
     def _reset(self) -> None:
-        """Resets the policy to its state without sequences.
+        """Resets the policy to its state before the first sequence.
 
         Step costs and the estimates per kind of sampling are kept.
         """

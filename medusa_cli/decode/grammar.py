@@ -25,9 +25,9 @@ from medusa_cli.model import Backbone
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-# Only one JSON formatting is allowed, the one that models write most often. With free whitespace,
-# small models may write blanks forever, and fewer tokens are forced. An answer under `oneOf`
-# matches one of its schemas; whether it also matches another is not checked.
+# JSON may have only the whitespace that models write most often. With free whitespace, small
+# models may write blanks forever, and fewer tokens are forced. An answer under `oneOf` matches one
+# of its schemas; whether it also matches another is not checked.
 JSON_OPTIONS: Any = {
     **{"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "},
     **{"coerce_one_of": True},
@@ -37,7 +37,8 @@ ANY_OBJECT = {"type": "object"}
 # JSON Schema keywords whose values are not schemas, and those whose values map names to schemas.
 VALUES = {"enum", "const", "default", "examples", "required"}
 BY_NAME = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
-# Keywords that define the properties of an object. If two of them are present, they must agree.
+# Keywords that define the properties of an object. If a schema has two of them, they must agree on
+# the properties.
 SHAPING = ("properties", "patternProperties", "$ref", "anyOf", "oneOf", "allOf", "enum", "const")
 DEMANDING = ("required", "minProperties")
 # Formats that llguidance supports. According to the standard, others do not constrain a text.

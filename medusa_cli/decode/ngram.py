@@ -24,7 +24,7 @@ MAX_POSITIONS = 8
 MAX_TOKENS = 16
 # Maximum number of matches per step.
 MAX_BRANCHES = 3
-# PAIR: the length of a match of two tokens. OTHER: stands in place of a length for all matches
+# PAIR: the length of a match of two tokens. OTHER: used instead of the length for all matches
 # except the longest.
 PAIR = 2
 OTHER = -1
@@ -72,7 +72,7 @@ class AcceptanceEstimate:
 
 @dataclass(frozen=True)
 class NgramMatch:
-    """Holds the tokens after an earlier occurrence, the length of the match, and the probability of each token."""
+    """Holds the tokens that follow a match, its length, and the probability of each token."""
 
     tokens: tuple[int, ...]
     length: int
@@ -139,7 +139,7 @@ class NgramIndex(NgramSource):
     def find(self, tokens: Sequence[int], root: int) -> list[NgramMatch]:
         """Returns matches of MAX_TOKENS tokens.
 
-        A match that overlaps the end of the text is continued periodically.
+        If fewer tokens follow a match in the text, these tokens are repeated.
         """
         for position in range(self._indexed, len(tokens)):
             self._after.setdefault((tokens[position],), []).append(position + 1)
@@ -177,8 +177,8 @@ class Corpus:
     """Indexes earlier texts: all positions are sorted by the tokens before them, read backwards.
 
     tokens int32 [T]: the texts, separated by gaps. positions int32 [T]: the sorted positions. The
-    longest match for the end of a text stands where that end would be inserted. Finding it takes
-    some 20 comparisons in ten million tokens.
+    longest match for the end of a text is next to the place where that end would be inserted.
+    Finding it takes some 20 comparisons in ten million tokens.
     """
 
     tokens: NDArray[np.int32]

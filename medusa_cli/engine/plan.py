@@ -138,10 +138,12 @@ def lay_out_at(
     extra_rows: ExtraRowStates | None = None,
     by_length: bool = False,
 ) -> Layout:
-    """Returns the layout of rows with tree_mask [B or 1, R, R] and depth [B or 1, R] after lengths [B].
+    """Returns the layout of R new rows in each of B slots.
 
-    by_length: attention reads no column beyond the lengths. This function reads no tensor's values
-    on the host, so it can be captured in a CUDA graph.
+    lengths [B]: the current lengths of the slots. tree_mask [B or 1, R, R]: the rows of the pass
+    that each new row sees. depth [B or 1, R]: the positions of the new rows, relative to the
+    length. by_length: attention reads no column beyond the lengths. This function reads no
+    tensor's values on the host, so it can be captured in a CUDA graph.
     """
     size = len(lengths)
     rows = depth.shape[1]

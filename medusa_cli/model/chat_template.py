@@ -20,7 +20,10 @@ Message = dict[str, str]
 
 
 class ChatTokenizer(Protocol):
-    """The part of a backbone that tokenizes conversations; for endpoints, it exists without a network."""
+    """Describes the part of a backbone that tokenizes conversations.
+
+    If an endpoint runs the model, only this part is loaded.
+    """
 
     id: str
     tokenizer: Any

@@ -59,8 +59,8 @@ def check_recipe(recipe: Recipe) -> None:
             f"train.stage=2 cannot train drafter={kind.name}: its states are computed in a frozen model",
             "use train.stage=1, or another drafter",
         )
-    # Such heads are trained with the lm_head without the adapter, but would score with the merged
-    # one.
+    # Heads that use the model's lm_head are trained with its original weights, but decoding would
+    # use the lm_head into which the adapter is merged.
     if "own" not in kind.vocabularies:
         raise UsageError(
             f"train.stage=2 trains the lm_head, which drafter={kind.name} needs unchanged",

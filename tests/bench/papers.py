@@ -1,6 +1,6 @@
 """`make reproduce`: the papers' headlines as ratios, measured on a small model and set beside the papers' own.
 
-Every command's output stays in the run, by its name: a run that was stopped goes on where it was.
+Each command's output is kept in the run, so an interrupted reproduction resumes where it stopped.
 """
 
 import argparse
@@ -16,12 +16,12 @@ CONVERSATIONS = 600
 DRAFTERS = ("medusa", "amphista", "hydra++", "firp", "eagle")
 # The recipe of a drafter, if it has another name.
 RECIPES = {"medusa": "medusa1"}
-# Positions of the trainings in which the model runs, too, as a share of the others'.
+# Share of the positions for training runs in which the model runs, too.
 SHARE_WITH_MODEL = 0.2
 
 
 def medusa(*words: object) -> str:
-    """Runs a medusa command in a process of its own and returns its stdout; exits with its code where it fails."""
+    """Runs a medusa command in its own process and returns its stdout; if it fails, exits with its code."""
     print("medusa", *words, file=sys.stderr)
     command = [sys.executable, "-m", "medusa_cli", *map(str, words)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
