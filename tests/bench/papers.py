@@ -182,7 +182,7 @@ def trainings(run: Path, model: str, positions: int) -> Iterator[tuple[Path, lis
     for name in DRAFTERS:
         recipe = RECIPES.get(name, name)
         count = few if name == "firp" else positions
-        yield train(name, recipe, count, "train.epochs=4", "train.soft=0.5")
+        yield train(name, recipe, count, "train.epochs=4", "train.soft=0.5", "train.scored=2048")
         yield run / name / "calibration.json", ["calibrate", "--run", run / name]
     yield train("medusa2", "medusa2", few, "--from", run / "medusa")
     yield train("direct", "direct", few)
