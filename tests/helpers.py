@@ -541,25 +541,32 @@ def assert_distributed(seen: Tensor, expected: Tensor) -> None:
 
 
 class TokenServer(ThreadingHTTPServer):
-    """Server of completions: `say` makes the choice of the n-th request; warm-ups count."""
+    """Server of completions for the last of the `listed` models: `say` makes the choice of the n-th request.
 
-    def __init__(self, say: Callable[[int], dict]) -> None:
+    Warm-ups count; requests of one token, which ask whether a model is served, do not.
+    """
+
+    def __init__(self, say: Callable[[int], dict], *listed: str) -> None:
         numbers = itertools.count()
+        names = listed or ("served",)
 
         class Handler(BaseHTTPRequestHandler):
             def log_message(self, *args: object) -> None:
                 """Silent."""
 
             def do_GET(self) -> None:
-                self._send({"data": [{"id": "served"}]})
+                self._send({"data": [{"id": name} for name in names]})
 
             def do_POST(self) -> None:
-                self.rfile.read(int(self.headers["Content-Length"]))
-                self._send({"choices": [{**say(next(numbers)), "finish_reason": "length"}]})
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                if body["model"] != names[-1]:
+                    return self._send({"error": "no such model"}, 404)
+                choice = {} if body["max_tokens"] == 1 else say(next(numbers))
+                self._send({"choices": [{**choice, "finish_reason": "length"}]})
 
-            def _send(self, document: dict) -> None:
+            def _send(self, document: dict, status: int = 200) -> None:
                 data = json.dumps(document).encode()
-                self.send_response(200)
+                self.send_response(status)
                 self.send_header("Content-Length", str(len(data)))
                 self.end_headers()
                 self.wfile.write(data)

@@ -382,6 +382,16 @@ def test_answers_that_a_peers_drafts_change_are_counted(place: Path) -> None:
     assert [row[-1] for row in rows] == ["-", "-", "3/4 of theirs"] and len(head) == len(rows[0])
 
 
+def test_a_peer_is_asked_for_a_model_that_it_has_loaded(place: Path) -> None:
+    def say(number: int) -> dict:
+        return {"token_ids": [5, 9], "text": ""}
+
+    with TokenServer(say, "unloaded/model", "loaded") as server:
+        document = bench_json(place, "--methods", "ar", "--peer", f"engine={server.url}")
+    engine = document["methods"]["engine"]
+    assert engine["tokens"] == 2 * 2 * engine["questions"]  # two turns of two tokens
+
+
 def test_peers_that_cannot_be_asked_are_named(place: Path) -> None:
     refused(place, 1, "--peer", "--methods", "ar", "--peer", "gone=http://127.0.0.1:9")
     for peer in ("gone", "ar=http://127.0.0.1:9", "gone=ftp://x"):

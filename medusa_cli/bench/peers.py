@@ -169,7 +169,7 @@ def server_method(name: str, url: str, backbone: Backbone) -> Method:
     again.
     """
     ends = sorted(backbone.eos_ids)
-    model = _answer(name, f"{url}/v1/models")["data"][0]["id"]
+    model = _served_name(name, url, backbone)
 
     def answer(
         prompts: Sequence[Sequence[int]], max_new_tokens: int, on_tokens: OnTokens
@@ -192,6 +192,25 @@ def server_method(name: str, url: str, backbone: Backbone) -> Method:
         return [Measurement([tokens])]
 
     return answer
+
+
+def _served_name(name: str, url: str, backbone: Backbone) -> str:
+    """Returns the name under which a server answers for the model.
+
+    This is the model's own name, its folder, or the first listed name that the server accepts: some
+    servers list models that they have not loaded. Raises UserError if it accepts none.
+    """
+    listed = [entry["id"] for entry in _answer(name, f"{url}/v1/models")["data"]]
+    folder = [str(Path(backbone.id).resolve())] if Path(backbone.id).is_dir() else []
+    body = {"prompt": [0], "max_tokens": 1}
+    reasons = []
+    for model in dict.fromkeys([backbone.id, *folder, *listed]):
+        try:
+            _answer(name, f"{url}/v1/completions", {"model": model, **body})
+            return model
+        except UserError as reason:
+            reasons.append(reason)
+    raise reasons[-1]
 
 
 def _answer(name: str, url: str, body: dict[str, Any] | None = None) -> Any:
