@@ -165,48 +165,95 @@ def read_calls(
     call may continue. A call that is cut off by the end of the answer is content, too, unless it is
     one of the first `sent` calls, which the client already has.
     """
-    content = ""
-    calls = list[tuple[str, str]]()
-    at = 0
-    begun = False
-    while True:
-        bare = not (begun or calls) and text[at:].lstrip().startswith("{")
-        start, after = (at, at) if bare else _next_marker(text, at, last)
-        if text[at:start].strip() or (begun and not calls):  # spaces around a call are not content
-            content += text[at:start]
-        if after is None:
-            return content, calls
-        at = after
-        begun = begun or bool(content)
+    reader = _TextReader(text, names, last, sent)
+    while reader.skip_to_calls() and reader.read_adjacent_calls():
+        pass
+    return reader.content, reader.calls
 
-        # Read calls until no other follows. Text from `start` is content unless it becomes a call.
+
+class _TextReader:
+    """Holds the position in an answer's text, and the content and calls before it."""
+
+    def __init__(self, text: str, names: Collection[str], last: bool, sent: int) -> None:
+        self.content = ""
+        self.calls: list[tuple[str, str]] = []
+        self._text = text
+        self._names = names
+        self._last = last
+        self._sent = sent
+        self._at = 0
+        self._start = 0  # text from here on is content unless it becomes a call
+        self._begun = False  # content has begun, so a call needs a marker
+        self._bare = False  # the text at this position has no marker before it
+
+    def skip_to_calls(self) -> bool:
+        """Adds the text before the next marker to the content, and moves after the marker.
+
+        Returns False if there is no other marker so far.
+        """
+        at = self._at
+        is_first = not (self._begun or self.calls)
+        self._bare = is_first and self._text[at:].lstrip().startswith("{")
+        start, after = (at, at) if self._bare else _next_marker(self._text, at, self._last)
+        before = self._text[at:start]
+        # White space around calls is not content.
+        if before.strip() or (self._begun and not self.calls):
+            self.content += before
+        if after is None:
+            return False
+        self._begun = self._begun or bool(self.content)
+        self._start = start
+        self._at = after
+        return True
+
+    def read_adjacent_calls(self) -> bool:
+        """Reads calls until no other follows; returns False if the text so far ends among them."""
         while True:
-            if between := _BETWEEN.match(text, at):
-                at = between.end()
-            if text.startswith(END, at) or (last and at == len(text) and not bare):
-                at += len(END)
-                break
-            if marker := _BEGIN.match(text, at):
-                start, at = marker.span()
-                bare = False
+            self._skip_separators()
+            if self._is_at_end():
+                self._at += len(END)
+                return True
+            if marker := _BEGIN.match(self._text, self._at):
+                self._start, self._at = marker.span()
+                self._bare = False
                 continue
-            parsed = _call_at(text, at, names, bare)
+            parsed = _call_at(self._text, self._at, self._names, self._bare)
             if parsed is None:
-                if at == len(text) or _may_become_call(text, at, bare, last):
-                    return content, calls
-                content += text[start:at]
-                begun = True
-                break
+                return self._read_as_content()
             call, end = parsed
-            calls.append(call)
+            self.calls.append(call)
             if end is None:
-                if last and len(calls) > sent:
-                    calls.pop()
-                    content += text[start:]
-                return content, calls
-            start = end
-            at = end
-            bare = False
+                self._drop_cut_call()
+                return False
+            self._start = end
+            self._at = end
+            self._bare = False
+
+    def _skip_separators(self) -> None:
+        if between := _BETWEEN.match(self._text, self._at):
+            self._at = between.end()
+
+    def _is_at_end(self) -> bool:
+        """Returns True at the marker that ends calls, or at the end of the answer after a marker."""
+        if self._text.startswith(END, self._at):
+            return True
+        return self._last and self._at == len(self._text) and not self._bare
+
+    def _read_as_content(self) -> bool:
+        """Adds text that is not a call to the content; returns False if it may still become one."""
+        if self._at == len(self._text):
+            return False
+        if _may_become_call(self._text, self._at, self._bare, self._last):
+            return False
+        self.content += self._text[self._start : self._at]
+        self._begun = True
+        return True
+
+    def _drop_cut_call(self) -> None:
+        """Makes a call that the end of the answer cuts off content, unless the client already has it."""
+        if self._last and len(self.calls) > self._sent:
+            self.calls.pop()
+            self.content += self._text[self._start :]
 
 
 def _next_marker(text: str, at: int, last: bool) -> tuple[int, int | None]:
@@ -269,9 +316,9 @@ class CallReader:
     def __init__(self, names: Collection[str]) -> None:
         self._names = names
         self._text = ""
-        self._sent = self._arguments = (
-            0  # characters sent of the content and of the last call's arguments
-        )
+        # Characters sent of the content, and of the last call's arguments.
+        self._sent = 0
+        self._arguments = 0
         self.count = 0
 
     def feed(self, text: str, last: bool = False) -> dict[str, Any]:
