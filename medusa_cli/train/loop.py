@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from medusa_cli.data.conversation import Conversation
 from medusa_cli.data.packing import Dataset, positions_of
-from medusa_cli.device import peak_memory
+from medusa_cli.device import peak_memory, return_freed_memory
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.errors import UserError
 from medusa_cli.model import Backbone
@@ -25,6 +25,8 @@ from medusa_cli.train.log import Logged, Saved, Stepped, Validated
 from medusa_cli.train.losses import BatchLoss, stage_1_loss, stage_2_loss
 
 CLIP = 1.0  # maximum norm of the gradient
+# Steps between returns of freed memory to the system.
+STEPS_PER_TRIM = 20
 BETAS = (0.9, 0.95)
 
 
@@ -105,6 +107,8 @@ class Trainer:
             yield self._validate_and_keep()
         while self.step < self.steps and not any(self.world.gather(self.should_stop())):
             yield self.train_step()
+            if self.step % STEPS_PER_TRIM == 0:
+                return_freed_memory()
             last = self.step == self.steps
             if self.validation and (last or self.step % train.validation_every == 0):
                 yield self._validate_and_keep()

@@ -13,9 +13,17 @@ from pathlib import Path
 from typing import Any
 
 CONVERSATIONS = 600
-DRAFTERS = ("medusa", "amphista", "hydra++", "firp", "eagle")
+DRAFTERS = ("medusa", "hydra++", "eagle", "amphista", "firp")
 # The recipe of a drafter, if it has another name.
 RECIPES = {"medusa": "medusa1"}
+# The same for all. Small batches learn more from few positions.
+EQUAL = (
+    "train.epochs=4",
+    "train.batch_tokens=512",
+    "train.lr=1e-3",
+    "train.soft=0.5",
+    "train.scored=2048",
+)
 # Share of the positions for training runs in which the model runs, too.
 SHARE_WITH_MODEL = 0.2
 
@@ -182,7 +190,8 @@ def trainings(run: Path, model: str, positions: int) -> Iterator[tuple[Path, lis
     for name in DRAFTERS:
         recipe = RECIPES.get(name, name)
         count = few if name == "firp" else positions
-        yield train(name, recipe, count, "train.epochs=4", "train.soft=0.5", "train.scored=2048")
+        own = ["train.lr=1e-2"] if name == "firp" else []
+        yield train(name, recipe, count, *EQUAL, *own)
         yield run / name / "calibration.json", ["calibrate", "--run", run / name]
     yield train("medusa2", "medusa2", few, "--from", run / "medusa")
     yield train("direct", "direct", few)
