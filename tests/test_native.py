@@ -70,7 +70,7 @@ EACH_FAMILY = pytest.mark.parametrize("family", FAMILIES)
 VARIANTS = (
     "granite", "phi", "phi3", "stablelm", "nemotron", "smollm3", "olmo2", "glm4", "cohere2", "hunyuan_v1_dense",
     "gemma2", "granite_swa", "qwen2_moe", "mixtral", "exaone_moe", "cohere2_moe", "granitemoeshared", "gemma4_text",
-    "gemma4_unified_text",
+    "gemma4_unified_text", "gpt_oss", "apertus",
 )  # fmt: skip
 EACH_VARIANT = pytest.mark.parametrize("variant", VARIANTS)
 EACH_FORMAT = pytest.mark.parametrize("format", Format, ids=lambda format: format.name)

@@ -23,12 +23,16 @@ from medusa_cli.model.attention import Masks
 from medusa_cli.model.backbone import Layers, Unsupported
 from medusa_cli.native.library import MIXERS, PATHS, TABLES
 
-# Activations in the order of the library's numbers.
+# Plain activations in the order of the library's numbers.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "squared_relu": lambda x: F.relu(x).square(),
 }
+# The library's numbers of the activations that have constants.
+CLAMPED_SWIGLU, XIELU = 3, 4
+# The constants of xIELU that are weights.
+XIELU_VECTORS = ("alpha_p", "alpha_n", "beta")
 # Maps positions [1, n] and a kind of layer to cosines and sines [1, n, D].
 Rotary = Callable[[Tensor, str], tuple[Tensor, Tensor]]
 # The library normalizes one head's query or key in a buffer of this size.
@@ -107,6 +111,15 @@ class LayerNames:
 
 
 @dataclass(frozen=True)
+class Activation:
+    """An activation: the library's number of its kind, and the constants that are not weights; see step.h."""
+
+    kind: int
+    alpha: float = 0.0
+    limit: float = 0.0
+
+
+@dataclass(frozen=True)
 class Inputs:
     """The inputs that layers read besides their states: `width` floats per token and layer.
 
@@ -128,8 +141,8 @@ class Inputs:
 class Description:
     """A decoder: its sizes, the names of its parts, and the constants used in computing them.
 
-    parts: matrices that are some rows of a stored weight. activation: the index in ACTIVATIONS.
-    flags: by the library's names. one_more: norms multiply by 1 + w. residual: the factor of the
+    parts: matrices that are some rows of a stored weight. activation: that of the
+    MLPs. flags: by the library's names. one_more: norms multiply by 1 + w. residual: the factor of the
     outputs of attention and MLP. cap: the soft cap of attention scores, 0 for none. routing: the
     choice of experts. window: the window of sliding layers, 0 for none. tables: the kinds of rotary
     embeddings. inputs: what layers read besides their states.
@@ -146,7 +159,7 @@ class Description:
     embedding_scale: float
     residual: float
     cap: float
-    activation: int
+    activation: Activation
     flags: dict[str, bool]
     one_more: bool
     routing: Routing
@@ -419,11 +432,12 @@ class _Reader:
             shared.add(**own.mixer.sizes)
             if own.mixer.norm is not None:
                 shared.add(eps=eps_of(own.mixer.norm))
-        activated = own.mlp if own.experts is None else own.mlp.experts
         attention_norm = own.norms.get("attention_norm")
         shared.add(
             residual=getattr(layer, "residual_multiplier", 1.0),
-            activation=_activation_of(_first_of(activated, ACTIVATION_NAMES)),
+            activation=_activation_of_mlp(own.mlp)
+            if own.experts is None
+            else _activation_of_experts(own.mlp.experts),
             parallel=attention_norm is own.norms.get("mlp_norm") is not None,
         )
         if "query_norm" in own.norms:
@@ -456,6 +470,9 @@ class _Reader:
             vectors |= own.mixer.vectors
         if own.experts is not None:
             vectors |= own.experts.vectors
+        activation = _first_of(own.mlp, ACTIVATION_NAMES)
+        if _is_xielu(activation):
+            vectors |= {name: f"{self.names[id(activation)]}.{name}" for name in XIELU_VECTORS}
         return vectors
 
 
@@ -736,7 +753,55 @@ def _embedding_scale(base: Any) -> float:
     return float(getattr(base, "embedding_multiplier", 1.0) if scale is None else scale)
 
 
-def _activation_of(function: Any) -> int:
+def _activation_of_mlp(mlp: Any) -> Activation:
+    """Returns the activation of an MLP; raises Unsupported if the library does not have it."""
+    function = _first_of(mlp, ACTIVATION_NAMES)
+    if _is_xielu(function):
+        return Activation(XIELU)
+    return Activation(_number_of(function))
+
+
+def _is_xielu(function: Any) -> bool:
+    return all(hasattr(function, name) for name in XIELU_VECTORS)
+
+
+def _activation_of_experts(experts: Any) -> Activation:
+    """Returns the activation of experts, found by probing how they join gate and up.
+
+    Raises Unsupported if the library does not have it.
+    """
+    join = getattr(experts, "_apply_gate", None)
+    if join is None:
+        return _activation_of_mlp(experts)
+
+    def joined(gate: Tensor, up: Tensor) -> Tensor:
+        both = (
+            torch.cat([gate, up], dim=-1)
+            if getattr(experts, "is_concatenated", True)
+            else torch.stack([gate, up], dim=-1).flatten(-2)
+        )
+        values: Tensor = join(both)
+        return values
+
+    # A gate of 1 shows alpha if up is 0, and then the limit if up is far beyond it.
+    one = torch.ones(1, dtype=torch.float64)
+    least = joined(one, 0 * one)
+    alpha = round(float(least.logit()), 4)
+    limit = round(float(joined(one, 1e4 * one) / least), 4) - 1
+    gate = torch.linspace(-20, 20, 101)
+    up = gate.flip(0) + gate.sin()
+    known = gate.clamp(max=limit)
+    known = known * torch.sigmoid(alpha * known) * (up.clamp(-limit, limit) + 1)
+    if torch.allclose(joined(gate, up), known, atol=1e-5):
+        return Activation(CLAMPED_SWIGLU, alpha, limit)
+    plain = _activation_of_mlp(experts)
+    known = list(ACTIVATIONS.values())[plain.kind](gate) * up
+    if not torch.allclose(joined(gate, up), known, atol=1e-3):
+        raise Unsupported("its experts join gate and up in a way not known here")
+    return plain
+
+
+def _number_of(function: Any) -> int:
     """Returns the library's number for an activation function, found by comparing values.
 
     Raises Unsupported if the library does not have the function.

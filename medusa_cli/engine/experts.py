@@ -3,6 +3,7 @@
 import copy
 import itertools
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,8 @@ class Part:
     """Rows first .. end - 1 of a stored weight, or all rows from `first` on if `end` is None.
 
     With `every`, the weight holds the experts' matrices one after another, `every` rows each, and
-    the part is rows first .. end - 1 of each matrix.
+    the part is rows first .. end - 1 of each matrix, or only every `step`-th of these rows.
+    transposed: the number of such matrices if they are stored transposed, else 0.
     """
 
     weight: str
@@ -33,13 +35,16 @@ class Part:
     first: int = 0
     end: int | None = None
     every: int | None = None
+    step: int = 1
+    transposed: int = 0
 
     def rows(self, count: int) -> slice | NDArray[np.bool_]:
         """Returns a slice or a mask [count] that selects the part from a weight of `count` rows."""
         if self.every is None:
             return slice(self.first, self.end)
         within = np.arange(count) % self.every
-        return (within >= self.first) & (within < (self.end or self.every))
+        chosen = (within >= self.first) & (within < (self.end or self.every))
+        return chosen & ((within - self.first) % self.step == 0)
 
 
 @dataclass(frozen=True)
@@ -91,7 +96,8 @@ def experts_of(mlp: Any, name: str) -> Experts:
     )
     gate_up: Any = getattr(mlp.experts, "gate_up_proj", None)
     down: Any = getattr(mlp.experts, "down_proj", None)
-    if router is None or not _are_stacked(gate_up, down):
+    transposed = getattr(mlp.experts, "is_transposed", False)
+    if router is None or not _are_stacked(gate_up, down, transposed):
         raise Unsupported("its experts have parts not known here")
     if getattr(mlp, "shared_expert_gate", None) is not None:
         shared = {"shared_router": f"{name}.shared_expert_gate"}
@@ -99,9 +105,13 @@ def experts_of(mlp: Any, name: str) -> Experts:
         shared = {}
     if not hasattr(router, "weight"):  # Hunyuan's router is a submodule
         own = f"{own}.wg"
-    count, twice, _ = gate_up.shape
-    inner = twice // 2
+    count, inner, hidden = down.shape if transposed else down.mT.shape
     experts = f"{name}.experts"
+    of_gate_up = partial(_part_of, mlp.experts, experts, "gate_up_proj", 2 * inner)
+    if getattr(mlp.experts, "is_concatenated", True):
+        gate, up = of_gate_up(0, inner), of_gate_up(inner, 2 * inner)
+    else:
+        gate, up = of_gate_up(0, 2 * inner, step=2), of_gate_up(1, 2 * inner, step=2)
     bias = next((key for key in router.state_dict() if key.endswith(BIAS)), None)
     return Experts(
         count=count,
@@ -112,20 +122,43 @@ def experts_of(mlp: Any, name: str) -> Experts:
             **shared,
         },
         parts={
-            f"{experts}.gate": Part(f"{experts}.gate_up_proj", "", 0, inner, twice),
-            f"{experts}.up": Part(f"{experts}.gate_up_proj", "", inner, twice, twice),
-            f"{experts}.down": Part(f"{experts}.down_proj", "", 0, down.shape[1], down.shape[1]),
+            f"{experts}.gate": gate,
+            f"{experts}.up": up,
+            f"{experts}.down": _part_of(mlp.experts, experts, "down_proj", hidden, 0, hidden),
         },
         vectors={} if bias is None else {"router_bias": f"{name}.{own}.{bias}"},
     )
 
 
-def _are_stacked(gate_up: Any, down: Any) -> bool:
-    """Returns True if the matrices are [experts, 2 * inner, hidden] and [experts, hidden, inner]."""
+def _are_stacked(gate_up: Any, down: Any, transposed: bool) -> bool:
+    """Returns True if the matrices are [experts, 2 * inner, hidden] and [experts, hidden, inner].
+
+    transposed: the last two dimensions are swapped.
+    """
     if gate_up is None or down is None or gate_up.dim() != 3 or down.dim() != 3:
         return False
-    count, twice, hidden = gate_up.shape
-    return tuple(down.shape) == (count, hidden, twice // 2)
+    count, twice, hidden = gate_up.mT.shape if transposed else gate_up.shape
+    wanted = (count, hidden, twice // 2)
+    return tuple(down.mT.shape if transposed else down.shape) == wanted
+
+
+def _part_of(
+    module: Any, name: str, weight: str, every: int, first: int, end: int, step: int = 1
+) -> Part:
+    """Returns the part of experts' weight that is given rows of each expert's matrix.
+
+    name: that of the experts' module. every: the number of outputs of an expert's matrix.
+    """
+    bias = f"{weight}_bias"
+    return Part(
+        weight=f"{name}.{weight}",
+        bias=f"{name}.{bias}" if getattr(module, bias, None) is not None else "",
+        first=first,
+        end=end,
+        every=every,
+        step=step,
+        transposed=len(getattr(module, weight)) if getattr(module, "is_transposed", False) else 0,
+    )
 
 
 @torch.no_grad()
@@ -138,11 +171,15 @@ def routing_of(router: Any, count: int) -> Routing:
     probe = copy.deepcopy(router).to_empty(device="cpu").float()
     chance = torch.Generator().manual_seed(0)
     bias = torch.zeros(count)
+    added = torch.zeros(count)
     for name, values in probe.state_dict(keep_vars=True).items():
         random = torch.randn(values.shape, generator=chance)
         if name.endswith(BIAS):
             values.data = random / 10
             bias = values.data.view(-1)
+        elif name.endswith("bias"):
+            values.data = random
+            added = random
         else:
             values.data = 2 * random / random.shape[-1] ** 0.5
             weight = values.data
@@ -152,7 +189,7 @@ def routing_of(router: Any, count: int) -> Routing:
 
     top = chosen.shape[-1]
     for sigmoid, normalized in itertools.product((False, True), repeat=2):
-        ours = _route(x @ weight.T, bias, top, sigmoid, normalized)
+        ours = _route(x @ weight.T + added, bias, top, sigmoid, normalized)
         scale = float(expected.sum() / ours.sum())
         if torch.allclose(scale * ours, expected, atol=1e-5, rtol=1e-4):
             return Routing(top, sigmoid, normalized, round(scale, 4))

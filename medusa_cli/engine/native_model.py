@@ -7,7 +7,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from medusa_cli.engine.description import MAX_HEAD_DIM, Description, LayerNames, Rotary
+from medusa_cli.engine.description import (
+    MAX_HEAD_DIM,
+    XIELU,
+    XIELU_VECTORS,
+    Description,
+    LayerNames,
+    Rotary,
+)
 from medusa_cli.engine.packed import Packed
 from medusa_cli.model.attention import FULL
 from medusa_cli.model.backbone import UNBOUNDED, Unsupported
@@ -20,6 +27,7 @@ from medusa_cli.native.library import (
     TILE,
     UNIT,
     VECTORS,
+    Activation,
     Layer,
     Model,
 )
@@ -69,6 +77,7 @@ class NativeModel:
                     setattr(layer, name, packed.vectors[names.vectors[name]].ctypes.data)
             if description.flags["value_norms"]:
                 layer.value_norm = self._ones.ctypes.data
+            layer.activation = self._activation(names)
             layer.scalar = 1.0
             if "scalar" in names.vectors:
                 layer.scalar = packed.vectors[names.vectors["scalar"]][0]
@@ -92,7 +101,6 @@ class NativeModel:
             self.struct.inputs_factor = description.inputs.factor
             self.struct.inputs_projection = packed.matrices[description.inputs.projection].struct
             self.struct.inputs_norm = packed.vectors[description.inputs.norm].ctypes.data
-        self.struct.activation = description.activation
         self.struct.eps = description.eps
         self.struct.scale = description.scale
         self.struct.embedding_scale = description.embedding_scale
@@ -147,6 +155,22 @@ class NativeModel:
         tables = self.description.tables
         return tables.index(kind) if len(tables) > 1 else 0
 
+    def _activation(self, names: LayerNames) -> Activation:
+        """Returns the activation of a layer's MLP with its constants."""
+        own = self.description.activation
+        if own.kind != XIELU:
+            return Activation(kind=own.kind, alpha=own.alpha, limit=own.limit)
+        alpha_p, alpha_n, beta = (
+            float(self.packed.vectors[names.vectors[name]][0]) for name in XIELU_VECTORS
+        )
+        # As in transformers, softplus keeps the trained constants positive.
+        return Activation(
+            kind=own.kind,
+            alpha=np.logaddexp(0, alpha_p),
+            alpha_below=beta + np.logaddexp(0, alpha_n),
+            beta=beta,
+        )
+
     def _check_shapes(self) -> None:
         """Raises Unsupported unless every matrix and vector has the size that the library reads."""
         sizes = self.description.sizes
@@ -182,6 +206,7 @@ class NativeModel:
                 "sinks": sizes["heads"],
                 "router_bias": names.experts,
                 "scalar": 1,
+                **dict.fromkeys(XIELU_VECTORS, 1),
                 "conv": sizes["kernel"] * channels,
                 "decay_log": sizes["value_heads"],
                 "decay_bias": sizes["value_heads"],

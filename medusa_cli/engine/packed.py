@@ -203,8 +203,12 @@ def _part_of(name: str, part: Part, weights: Weights) -> tuple[RawMatrix, Floats
     name: the matrix's name in the description.
     """
     if part.every is not None and (stacked := weights.experts(name)) is not None:
+        if part.transposed or part.step > 1:
+            raise MissingWeights(f"its files have {name} in another layout")
         return stacked, None
     raw = weights.matrix(_stored(part.weight, weights))
+    if part.transposed:
+        raw = raw.transposed(part.transposed)
     rows = part.rows(len(raw.rows))
     bias = weights.vector(part.bias)[rows] if part.bias in weights else None
     return replace(raw, rows=raw.rows[rows]), bias

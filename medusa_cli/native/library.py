@@ -59,6 +59,15 @@ FLAGS = ("centered", "whole_norms", "late_norms", "pairs", "parallel")
 ROUTING = ("top_experts", "sigmoid", "normalized")
 
 
+class Activation(Structure):
+    """An activation and its constants; see step.h."""
+
+    _fields_ = [
+        ("kind", c_int64),
+        *((name, c_float) for name in ("alpha", "alpha_below", "beta", "limit")),
+    ]
+
+
 class Layer(Structure):
     """One decoder layer; see step.h."""
 
@@ -68,6 +77,7 @@ class Layer(Structure):
         *((name, c_void_p) for name in VECTORS),
         *((name, c_int64) for name in ("table", "window", "experts", "kv", "dim")),
         *((name, c_int64) for name in ("mixer", "place")),
+        ("activation", Activation),
         ("scalar", c_float),
     ]
 
@@ -81,7 +91,7 @@ class Model(Structure):
         ("key_width", c_int64),
         ("value_width", c_int64),
         ("rotary", c_int64 * TABLES),
-        *((name, c_int64) for name in ("positions", "activation", *FLAGS, *ROUTING)),
+        *((name, c_int64) for name in ("positions", *FLAGS, *ROUTING)),
         *((name, c_float) for name in ("eps", "scale", "embedding_scale", "residual")),
         *((name, c_float) for name in ("expert_scale", "cap")),
         ("inputs", c_int64),

@@ -103,6 +103,14 @@ class RawMatrix:
 
         return dequantize(self.rows, GGMLQuantizationType[self.format.name])
 
+    def transposed(self, count: int) -> "RawMatrix":
+        """Returns `count` matrices of floats, which lie one after another, each transposed."""
+        size = self.format.row_bytes(1)
+        values = self.rows.view(f"u{size}").reshape(count, -1, self.inputs)
+        turned = np.ascontiguousarray(values.transpose(0, 2, 1))
+        rows = turned.view(np.uint8).reshape(count * self.inputs, -1)
+        return RawMatrix(self.format, rows, turned.shape[2])
+
     def rounded(self, format: Format) -> "RawMatrix":
         """Returns the matrix rounded to Q8_0 or Q4_1; inputs are padded with zeros to whole groups."""
         inputs = -(-self.inputs // UNIT) * UNIT

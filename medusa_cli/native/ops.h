@@ -1,11 +1,9 @@
 // The operations between matmuls: norms, rotary embeddings and activations.
 #pragma once
 
-#include "simd.h"
+#include "step.h"
 
 namespace medusa {
-
-enum Activation : int32_t { SILU = 0, GELU_TANH = 1, SQUARED_RELU = 2 };
 
 namespace ISA {
 
@@ -88,9 +86,30 @@ inline F squared_relu(F x) {
   return mul(positive, positive);
 }
 
-inline F activate(int32_t kind, F x) {
-  if (kind == SILU) return silu(x);
-  return kind == GELU_TANH ? gelu_tanh(x) : squared_relu(x);
+// Returns (alpha x + beta) x above 0, and alpha_below (exp(x) - 1 - x) + beta x below.
+inline F xielu(const Activation& own, F x) {
+  const F above = max(x, set(0.0f)), below = min(x, set(0.0f));
+  const F curve = sub(sub(exp(below), set(1.0f)), below);
+  const F bent = fma(mul(set(own.alpha), above), above, mul(set(own.alpha_below), curve));
+  return fma(set(own.beta), x, bent);
+}
+
+inline F activate(const Activation& own, F x) {
+  if (own.kind == SILU) return silu(x);
+  if (own.kind == GELU_TANH) return gelu_tanh(x);
+  return own.kind == SQUARED_RELU ? squared_relu(x) : xielu(own, x);
+}
+
+// Returns g sigmoid(alpha g) (u + 1) for a gate g of at most the limit, and u within the limits.
+inline F clamped_swiglu(const Activation& own, F gate, F up) {
+  const F limit = set(own.limit);
+  const F g = min(gate, limit), u = max(min(up, limit), set(-own.limit));
+  return mul(mul(g, sigmoid(mul(set(own.alpha), g))), add(u, set(1.0f)));
+}
+
+// Returns act(gate) * up.
+inline F gate_by(const Activation& own, F gate, F up) {
+  return own.kind == CLAMPED_SWIGLU ? clamped_swiglu(own, gate, up) : mul(activate(own, gate), up);
 }
 
 }  // namespace ISA

@@ -180,7 +180,7 @@ struct Mlp {
 
 // Computes act(gate) * up, or act(up) without a gate, for pairs of tiles. Each pair is rounded at
 // once, since its 32 channels form a group of the next matmul.
-void gated(Pool& pool, const std::vector<Mlp>& mlps, int64_t activation, const Rows& x, const Rows& inner,
+void gated(Pool& pool, const std::vector<Mlp>& mlps, const Activation& activation, const Rows& x, const Rows& inner,
            Shares& shares, Buffer<float>& buffer) {
   int64_t most = 0;
   shares.clear();
@@ -208,8 +208,8 @@ void gated(Pool& pool, const std::vector<Mlp>& mlps, int64_t activation, const R
           float* out = writable(inner) + row * inner.stride + first * kTile;
           for (int64_t i = 0; i < (end - first) * kTile; i += 16) {
             const int64_t at = r * 2 * kTile + i;
-            const F value = activate(static_cast<int32_t>(activation), load(gate + at));
-            store(out + i, has_gate ? mul(value, load(up + at)) : value);
+            const F value = load(gate + at);
+            store(out + i, has_gate ? gate_by(activation, value, load(up + at)) : activate(activation, value));
           }
           if (inner.q) round_row(inner.from(row), first * kTile, first * kTile + kUnit);
         }
@@ -448,7 +448,7 @@ void add_mixture(Pool& pool, const Model& m, const Layer& layer, const Rows& nor
     if (shared) copy(r, gathered + r);
   });
   const Rows inner = work.inner.rows(gathered + shared, inner_wide, int8_inner);
-  gated(pool, work.mlps, m.activation, read, inner, work.shares, work.gates);
+  gated(pool, work.mlps, layer.activation, read, inner, work.shares, work.gates);
 
   float* out = work.out.room((gathered + shared) * stride);
   work.shares.clear();
@@ -513,7 +513,7 @@ void add_inputs(Pool& pool, const Model& m, const Layer& layer, int64_t index, c
     float* row = writable(inner) + r * inner.stride;
     const float* inputs = step.inputs + (r * m.layers + index) * m.inputs;
     for (int64_t i = 0; i < m.inputs; i += 16) {
-      store(row + i, mul(activate(static_cast<int32_t>(m.activation), load(row + i)), load(inputs + i)));
+      store(row + i, gate_by(layer.activation, load(row + i), load(inputs + i)));
     }
     if (inner.q) round_row(inner.from(r), 0, inner.stride);
   });
@@ -783,7 +783,7 @@ void run(Pool& pool, const Model& m, const Cache& cache, const Step& step) {
     } else {
       const Rows inner = work.inner.rows(rows, layer.up.n, layer.down.int8_rows);
       work.mlps.assign(1, {layer.gate, layer.up, layer.down, 0, rows});
-      gated(pool, work.mlps, m.activation, seen, inner, work.shares, work.gates);
+      gated(pool, work.mlps, layer.activation, seen, inner, work.shares, work.gates);
       add_product(pool, layer.down, inner, rows, layer.mlp_out_norm, m, step.x, stride, work);
     }
 

@@ -14,6 +14,15 @@ constexpr int64_t padded(int64_t size, int64_t multiple) { return (size + multip
 // How a layer mixes rows.
 enum Mixer : int64_t { ATTENTION = 0, SHORT_CONV = 1, DELTA_NET = 2 };
 
+enum ActivationKind : int64_t { SILU = 0, GELU_TANH = 1, SQUARED_RELU = 2, CLAMPED_SWIGLU = 3, XIELU = 4 };
+
+// An activation and its constants. The clamped SwiGLU has alpha and limit. xIELU has alpha for
+// numbers above 0, alpha_below for those below, and beta.
+struct Activation {
+  int64_t kind;
+  float alpha, alpha_below, beta, limit;
+};
+
 // One decoder layer.
 //
 // The gate is optional: if it has no tiles, the MLP is down(act(up(x))). A norm is a gain [n padded
@@ -64,6 +73,7 @@ struct Layer {
   int64_t kv, dim;  // key heads, and floats per head
   int64_t mixer;
   int64_t place;    // index in the cache among layers with the same mixer
+  Activation activation;
   float scalar;
 };
 
@@ -74,7 +84,6 @@ struct Model {
   int64_t key_width, value_width;  // floats per column of the cache
   int64_t rotary[kTables];         // floats per head that are rotated
   int64_t positions;               // rows of the rotary tables
-  int64_t activation;
   int64_t centered;     // norms subtract the mean (layer norms)
   int64_t whole_norms;  // query_norm and key_norm span all heads together
   int64_t late_norms;   // query_norm and key_norm follow the rotary embeddings
