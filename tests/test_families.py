@@ -63,7 +63,7 @@ def test_moshi_is_not_run_beyond_its_window(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("kind", ["gpt2", "gpt_neox", "phimoe", "olmo", "opt"])
+@pytest.mark.parametrize("kind", ["gpt2", "gpt_neox", "deepseek_v3", "minicpm3", "opt"])
 def test_family_that_only_the_eager_engine_runs_is_read_once(
     kind: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

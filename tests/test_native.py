@@ -66,11 +66,12 @@ pytestmark = [
 EACH_FAMILY = pytest.mark.parametrize("family", FAMILIES)
 # Types with layers unlike Llama's: factors, joined matrices, norms elsewhere and of other kinds, attention beside the
 # MLP, rotary positions of neighbours or in some layers only, soft caps, sinks, experts chosen in several ways, heads of
-# different widths, shared keys and embeddings by layer.
+# different widths, shared keys and embeddings by layer, clamped gates, xIELU, norms without a gain, before the first
+# layer and before the last matrices, and sparsemixer.
 VARIANTS = (
     "granite", "phi", "phi3", "stablelm", "nemotron", "smollm3", "olmo2", "glm4", "cohere2", "hunyuan_v1_dense",
     "gemma2", "granite_swa", "qwen2_moe", "mixtral", "exaone_moe", "cohere2_moe", "granitemoeshared", "gemma4_text",
-    "gemma4_unified_text", "gpt_oss", "apertus",
+    "gemma4_unified_text", "gpt_oss", "apertus", "olmo", "nanochat", "bitnet", "phimoe",
 )  # fmt: skip
 EACH_VARIANT = pytest.mark.parametrize("variant", VARIANTS)
 EACH_FORMAT = pytest.mark.parametrize("format", Format, ids=lambda format: format.name)
@@ -595,14 +596,18 @@ def test_variant_gives_its_networks_logits_with_the_same_bits_everywhere(
 
 
 @pytest.mark.parametrize(
-    "variant", ["qwen3_moe", "mixtral", "exaone_moe", "ernie4_5_moe", "granitemoe", "gemma3"]
+    "variant",
+    [
+        *("qwen3_moe", "mixtral", "exaone_moe", "ernie4_5_moe", "granitemoe", "gemma3"),
+        *("gpt_oss", "phimoe", "apertus"),
+    ],
 )
 def test_weights_of_experts_and_wrappers_are_mapped(
     variant: str, tmp_path: Path, apart: Path
 ) -> None:
     network = tiny_network(variant)
     for name, values in network.state_dict().items():
-        if name.endswith("e_score_correction_bias"):
+        if name.endswith(("e_score_correction_bias", "proj_bias", "alpha_p", "alpha_n")):
             values.copy_(torch.linspace(-1, 1, values.numel()).view_as(values))
     path = save_network(network, tmp_path / "model")
     text = text_of(30, 128)
@@ -627,6 +632,11 @@ def test_weights_of_experts_and_wrappers_are_mapped(
         ("phi", {"qk_layernorm": True}),
         ("granitemoeshared", {"embedding_multiplier": 3.0, "residual_multiplier": 0.3}),
         ("cohere2", {"logit_scale": 0.3}),
+        ("gpt_oss", {"swiglu_limit": 0.5, "swiglu_alpha": 0.9}),
+        ("olmo", {"clip_qkv": 0.5}),
+        ("olmoe", {"clip_qkv": 0.5}),
+        ("nanochat", {"num_key_value_heads": 1}),
+        ("phimoe", {"router_jitter_noise": 0.4}),
     ],
 )
 def test_fields_of_a_variant_are_followed(variant: str, fields: dict[str, Any]) -> None:
@@ -714,6 +724,60 @@ def test_sinks_and_soft_caps_change_the_logits() -> None:
             attach(backbone, "native")
             logits.append(forward(backbone, text).logits.clone())
         assert float((logits[0] - logits[1]).norm() / logits[1].norm()) > 0.05
+
+
+@pytest.mark.parametrize("sink", [-1e4, 0.0, 20.0, 1e4])
+def test_sinks_of_any_size_take_their_share_with_all_instructions(sink: float) -> None:
+    network, text = tiny_network("gpt_oss"), text_of(40, 128)
+    for layer in network.model.layers:
+        layer.self_attn.sinks.data[::2] = sink
+    backbone = Backbone(network, tiny_tokenizer(128))
+    attach(backbone, "native")
+    network.set_attn_implementation("eager")
+    with torch.inference_mode():
+        expected = network(text[None]).logits[0]
+    passes = []
+    for name in instructions():
+        library().use(name.encode())
+        passes.append(forward(backbone, text).logits.clone())
+        assert torch.equal(passes[-1], passes[0]), name
+        assert_same_bits(backbone, text, (1, 16, 30))
+    assert float((passes[0] - expected).norm() / expected.norm()) < 1e-4
+
+
+def test_constants_of_activations_are_those_of_each_layer() -> None:
+    network, text = tiny_network("apertus"), text_of(40, 128)
+    for number, layer in enumerate(network.model.layers):
+        own = layer.mlp.act_fn
+        own.alpha_p.data.fill_(number - 1.0)
+        own.alpha_n.data.fill_(1.0 - number)
+        own.beta.fill_(0.2 + number)
+    backbone = Backbone(network, tiny_tokenizer(128))
+    attach(backbone, "native")
+    logits = forward(backbone, text).logits
+    network.set_attn_implementation("eager")
+    with torch.inference_mode():
+        expected = network(text[None]).logits[0]
+    assert float((logits - expected).norm() / expected.norm()) < 1e-4
+
+
+def test_experts_chosen_by_sparsemixer_are_two() -> None:
+    for fields in ({"num_local_experts": 2}, {"num_local_experts": 17}):
+        text, network = text_of(40, 128), tiny_network("phimoe", **fields)
+        backbone = Backbone(network, tiny_tokenizer(128))
+        attach(backbone, "native")
+        logits = forward(backbone, text).logits
+        network.set_attn_implementation("eager")
+        with torch.inference_mode():
+            expected = network(text[None]).logits[0]
+        assert float((logits - expected).norm() / expected.norm()) < 1e-4
+    with pytest.raises(UsageError, match="engine native"):
+        variant_of("phimoe", num_local_experts=1)
+
+
+def test_a_bound_of_queries_that_is_not_positive_is_refused() -> None:
+    with pytest.raises(UsageError, match="bound"):
+        variant_of("olmo", clip_qkv=-1.0)
 
 
 def test_layers_that_compute_something_else_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

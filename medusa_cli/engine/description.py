@@ -60,6 +60,8 @@ HEAD_NORMS = {
     "query_norm": ("q_norm", "q_layernorm", "query_layernorm"),
     "key_norm": ("k_norm", "k_layernorm", "key_layernorm"),
 }
+# The norms before the matrices `out` and `down` (BitNet), with their names in attention and in the MLP.
+ATTENDED_NORM, INNER_NORM = "attn_sub_norm", "ffn_sub_norm"
 # For the inputs that layers read besides their states (Gemma 4's per-layer embeddings).
 INPUT_MATRICES = {"input_gate": "per_layer_input_gate", "input_out": "per_layer_projection"}
 INPUT_NORM = "post_per_layer_input_norm"
@@ -91,11 +93,12 @@ NORM_NAMES = (
 class LayerNames:
     """The parts of one layer: the library's names, mapped to the names in transformers' network.
 
-    vectors: all vectors that are not norms. kind: the kind of attention, such as full or sliding.
-    table: the kind of its rotary embeddings, None if it rotates nothing. experts: the number of
-    experts, 0 for a single MLP. kv, dim: the number of key heads and their width, 0 without
-    attention. mixer: the index of its mixer in MIXERS. place: the index in the cache among layers
-    with the same mixer. An attention layer without a key matrix shares the place of another layer.
+    norms: the names are empty for norms without a gain. vectors: all vectors that are not norms.
+    kind: the kind of attention, such as full or sliding. table: the kind of its rotary embeddings,
+    None if it rotates nothing. experts: the number of experts, 0 for a single MLP. kv, dim: the
+    number of key heads and their width, 0 without attention. mixer: the index of its mixer in
+    MIXERS. place: the index in the cache among layers with the same mixer. An attention layer
+    without a key matrix shares the place of another layer.
     """
 
     matrices: dict[str, str]
@@ -141,11 +144,12 @@ class Inputs:
 class Description:
     """A decoder: its sizes, the names of its parts, and the constants used in computing them.
 
-    parts: matrices that are some rows of a stored weight. activation: that of the
-    MLPs. flags: by the library's names. one_more: norms multiply by 1 + w. residual: the factor of the
-    outputs of attention and MLP. cap: the soft cap of attention scores, 0 for none. routing: the
-    choice of experts. window: the window of sliding layers, 0 for none. tables: the kinds of rotary
-    embeddings. inputs: what layers read besides their states.
+    parts: matrices that are some rows of a stored weight. norm: the name of the last norm, empty if
+    it has no gain. activation: that of all MLPs. flags: by the library's names. one_more: norms
+    multiply by 1 + w. residual: the factor of the outputs of attention and MLP. cap: the soft cap of
+    attention scores, 0 for none. clip: the bound of queries, keys and values, 0 for none. routing:
+    the choice of experts. window: the window of sliding layers, 0 for none. tables: the kinds of
+    rotary embeddings. inputs: what layers read besides their states.
     """
 
     sizes: dict[str, int]
@@ -159,6 +163,7 @@ class Description:
     embedding_scale: float
     residual: float
     cap: float
+    clip: float
     activation: Activation
     flags: dict[str, bool]
     one_more: bool
@@ -176,10 +181,11 @@ class Description:
 
     @property
     def norm_names(self) -> list[str]:
-        """Returns the names of all norms, each once."""
+        """Returns the names of all norms with a gain, each once."""
         of_layers = [name for layer in self.layers for name in layer.norms.values()]
         of_inputs = [] if self.inputs is None else [self.inputs.norm]
-        return list(dict.fromkeys([self.norm, *of_inputs, *of_layers]))
+        names = dict.fromkeys([self.norm, *of_inputs, *of_layers])
+        return [name for name in names if name]
 
     @property
     def looked_up(self) -> set[str]:
@@ -255,6 +261,7 @@ def describe(network: Any) -> Description:
     tied = bool(getattr(config, "tie_word_embeddings", False)) and head.bias is None
     embedding = names[id(parts.base.embed_tokens)]
     window = reader.masks.window
+    turns = _quarter_turn(reader.first_attending.self_attn)
     return Description(
         sizes={
             "layers": len(parts.layers),
@@ -270,22 +277,25 @@ def describe(network: Any) -> Description:
         parts=reader.stored_parts,
         embedding=embedding,
         head=embedding if tied else names[id(head)],
-        norm=names[id(parts.norm)],
+        norm=reader.norm_name(parts.norm),
         eps=shared.only("eps"),
         scale=float(shared.only("scale")),
         embedding_scale=_embedding_scale(parts.base),
         residual=float(shared.only("residual")),
         cap=float(shared.only("cap")),
+        clip=float(shared.only("clip")),
         activation=shared.only("activation"),
         flags={
             "centered": shared.only("centered"),
             "whole_norms": shared.only("whole_norms", False),
             "late_norms": shared.only("late_norms", False),
-            "pairs": _turns_pairs(reader.first_attending.self_attn),
+            "pairs": turns == [-1, 0, -3, 2],
+            "reversed": turns == [2, 3, 0, -1],
             "parallel": shared.only("parallel"),
+            "first_norm": _norms_first(parts, reader.masks),
             "value_norms": shared.only("value_norms"),
         },
-        one_more=shared.only("one_more"),
+        one_more=shared.only("one_more", False),
         routing=shared.only("routing", Routing()),
         window=0 if math.isinf(window) else int(window),
         tables=tables,
@@ -325,7 +335,7 @@ class _Reader:
         self.masks = Masks(self.config, torch.float32)
         self.names = {id(module): name for name, module in network.named_modules()}
         self.mixers = mixers_of(self.parts.base, self.parts.layers, self.names)
-        self.shared = _Shared()
+        self.shared = _Shared(self.config.hidden_size)
         self.shared.add_norm(self.parts.norm)
         self.layers: list[LayerNames] = []
         self.stored_parts: dict[str, Part] = {}
@@ -362,7 +372,7 @@ class _Reader:
         self.layers.append(
             LayerNames(
                 matrices=matrices,
-                norms={name: self.names[id(norm)] for name, norm in own.norms.items()},
+                norms={name: self.norm_name(norm) for name, norm in own.norms.items()},
                 vectors=vectors,
                 kind=kind,
                 table=self.parts.kinds[index] if turning.turns else None,
@@ -375,6 +385,10 @@ class _Reader:
         )
         if getattr(own.attention, "store_full_length_kv", False):
             self._owners[kind] = self.layers[-1]
+
+    def norm_name(self, norm: Any) -> str:
+        """Returns the name of a norm, or an empty name if it has no gain."""
+        return self.names[id(norm)] if _has_gain(norm) else ""
 
     def _parts_of(self, layer: Any, mixer: Mixer | None) -> _LayerParts:
         attention = getattr(layer, "self_attn", None)
@@ -391,7 +405,7 @@ class _Reader:
                 matrices |= {f"shared_{name}": rows for name, rows in own.items()}
         else:
             matrices |= _mlp_matrices(mlp)
-        norms = _norms(layer) | _head_norms(attention)
+        norms = _norms(layer) | _head_norms(attention) | _last_norms(attention, mlp)
         return _LayerParts(matrices, norms, attention, mlp, experts, mixer)
 
     def _turning_of(self, index: int, own: _LayerParts, owner: LayerNames | None) -> _Turning:
@@ -427,6 +441,7 @@ class _Reader:
             shared.add(
                 scale=getattr(own.attention, "scaling", None),
                 cap=getattr(own.attention, "attn_logit_softcapping", None) or 0.0,
+                clip=_clip_of(own.attention),
             )
         else:
             shared.add(**own.mixer.sizes)
@@ -441,7 +456,8 @@ class _Reader:
             parallel=attention_norm is own.norms.get("mlp_norm") is not None,
         )
         if "query_norm" in own.norms:
-            shared.add(whole_norms=own.norms["query_norm"].weight.numel() != dim)
+            norm = own.norms["query_norm"]
+            shared.add(whole_norms=_has_gain(norm) and norm.weight.numel() != dim)
         if "key" in own.matrices:
             shared.add(value_norms=_has_value_norm(own.attention))
 
@@ -495,7 +511,8 @@ def rotary_of(network: Any) -> Rotary:
 class _Shared:
     """Facts that the library stores once for all layers."""
 
-    def __init__(self) -> None:
+    def __init__(self, hidden: int) -> None:
+        self.hidden = hidden
         self.values: dict[str, set[Any]] = defaultdict(set)
         self.kinds: dict[type, tuple[bool, bool]] = {}
 
@@ -505,11 +522,14 @@ class _Shared:
 
     def add_norm(self, norm: Any) -> None:
         """Adds a norm's epsilon and kind; raises Unsupported if the library does not have such a norm."""
-        eps = eps_of(norm)
+        gain = _has_gain(norm)
+        eps = eps_of(norm) if gain else _eps_without_gain(norm, self.hidden)
         if type(norm) not in self.kinds:
-            self.kinds[type(norm)] = _kind_of(norm, eps)
+            self.kinds[type(norm)] = _kind_of(norm, eps, self.hidden)
         centered, one_more = self.kinds[type(norm)]
-        self.add(eps=eps, centered=centered, one_more=one_more)
+        self.add(eps=eps, centered=centered)
+        if gain:
+            self.add(one_more=one_more)
 
     def only(self, name: str, default: Any = None) -> Any:
         """Returns a fact's value, or `default` if no layer has it.
@@ -630,12 +650,31 @@ def _head_norms(attention: Any) -> dict[str, Any]:
     return {name: norm for name, norm in norms.items() if norm is not None}
 
 
+def _last_norms(attention: Any, mlp: Any) -> dict[str, Any]:
+    """Returns the norms before the last matrices of attention and the MLP by the library's names."""
+    norms = {
+        "attended_norm": getattr(attention, ATTENDED_NORM, None),
+        "inner_norm": getattr(mlp, INNER_NORM, None),
+    }
+    return {name: norm for name, norm in norms.items() if norm is not None}
+
+
 def _has_value_norm(attention: Any) -> bool:
     """Returns True if attention normalizes values; raises Unsupported if that norm has a gain."""
     norm = getattr(attention, "v_norm", None)
     if getattr(norm, "weight", None) is not None:
         raise Unsupported("its norms of values have gains")
     return norm is not None
+
+
+def _clip_of(attention: Any) -> float:
+    """Returns the bound of queries, keys and values, 0 for none; raises Unsupported if it is not positive."""
+    clip = getattr(getattr(attention, "config", None), "clip_qkv", None)
+    if clip is None:
+        return 0.0
+    if not clip > 0:
+        raise Unsupported("its bound of queries, keys and values is not positive")
+    return float(clip)
 
 
 def _inputs(base: Any, names: dict[int, str], shared: "_Shared") -> Inputs | None:
@@ -665,7 +704,18 @@ def eps_of(norm: Any) -> float:
     return float(eps)
 
 
-def _kind_of(norm: Any, eps: float) -> tuple[bool, bool]:
+def _has_gain(norm: Any) -> bool:
+    return getattr(norm, "weight", None) is not None
+
+
+def _eps_without_gain(norm: Any, hidden: int) -> float:
+    """Returns the epsilon of a norm without a gain, found by what it makes of small numbers."""
+    x = torch.linspace(-1e-3, 1e-3, hidden)
+    square = float(x.square().mean())
+    return float(f"{square / float(norm(x).square().mean()) - square:.3g}")
+
+
+def _kind_of(norm: Any, eps: float, hidden: int) -> tuple[bool, bool]:
     """Returns whether a norm subtracts the mean, and whether it multiplies by 1 + w.
 
     A copy of the norm is probed with known weights. Raises Unsupported if the norm computes
@@ -674,14 +724,16 @@ def _kind_of(norm: Any, eps: float) -> tuple[bool, bool]:
     probe = copy.deepcopy(norm).to_empty(device="cpu").float()
     for number, parameter in enumerate(probe.parameters()):
         parameter.data = torch.linspace(0.5 + number, 2, parameter.numel())
-    wide = probe.weight.numel()
+    gain = getattr(probe, "weight", None)
+    gain = torch.ones(hidden) if gain is None else gain
+    wide = gain.numel()
     x = torch.linspace(-2, 3, 2 * wide).square().view(2, wide)
     bias = getattr(probe, "bias", None)
     for centered in (False, True):
         centre = x.mean(-1, keepdim=True) if centered else 0
         unit = F.rms_norm(x - centre, (wide,), eps=eps)
         for one_more in (False, True):
-            expected = unit * (probe.weight + one_more) + (0 if bias is None else bias)
+            expected = unit * (gain + one_more) + (0 if bias is None else bias)
             if torch.allclose(probe(x), expected, atol=1e-4, rtol=1e-4):
                 return centered, one_more
     raise Unsupported(f"{type(norm).__name__} computes something other than a norm known here")
@@ -741,10 +793,46 @@ def _depends(result: Tensor, source: Tensor) -> bool:
     return gradient is not None
 
 
-def _turns_pairs(attention: Any) -> bool:
-    """Returns True if rotary embeddings rotate adjacent pairs, as `rotate_half` in its module shows."""
+def _quarter_turn(attention: Any) -> list[float]:
+    """Returns what `rotate_half` in attention's module makes of 0, 1, 2, 3; the list is empty if there is none.
+
+    Rotary embeddings rotate adjacent pairs if it swaps them, else the halves of a head.
+    """
     rotate_half = getattr(sys.modules[type(attention).__module__], "rotate_half", None)
-    return rotate_half is not None and rotate_half(torch.arange(4.0)).tolist() == [-1, 0, -3, 2]
+    return [] if rotate_half is None else list(rotate_half(torch.arange(4.0)).tolist())
+
+
+class _Reached(Exception):
+    """Ends a pass."""
+
+
+def _norms_first(parts: Layers, masks: Masks) -> bool:
+    """Returns True if the last norm also precedes the first layer, as a pass up to that layer shows.
+
+    A norm with a gain is not used in two places.
+    """
+    if _has_gain(parts.norm):
+        return False
+    calls: list[Any] = []
+
+    def stop(*_: Any) -> None:
+        raise _Reached
+
+    hooks = [
+        parts.norm.register_forward_pre_hook(lambda module, args: calls.append(args)),
+        parts.layers[0].register_forward_pre_hook(stop),
+    ]
+    device = parts.base.embed_tokens.weight.device
+    token = torch.zeros(1, 1, dtype=torch.long, device=device)
+    mask = masks.for_network(masks.causal(1, device))
+    try:
+        parts.base(input_ids=token, attention_mask=mask, position_ids=token, use_cache=False)
+    except _Reached:
+        pass
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return bool(calls)
 
 
 def _embedding_scale(base: Any) -> float:
@@ -770,9 +858,10 @@ def _activation_of_experts(experts: Any) -> Activation:
 
     Raises Unsupported if the library does not have it.
     """
+    function = _first_of(experts, ACTIVATION_NAMES)
     join = getattr(experts, "_apply_gate", None)
     if join is None:
-        return _activation_of_mlp(experts)
+        return Activation(_number_of(function))
 
     def joined(gate: Tensor, up: Tensor) -> Tensor:
         both = (
@@ -783,22 +872,22 @@ def _activation_of_experts(experts: Any) -> Activation:
         values: Tensor = join(both)
         return values
 
-    # A gate of 1 shows alpha if up is 0, and then the limit if up is far beyond it.
-    one = torch.ones(1, dtype=torch.float64)
-    least = joined(one, 0 * one)
-    alpha = round(float(least.logit()), 4)
-    limit = round(float(joined(one, 1e4 * one) / least), 4) - 1
+    # A small gate shows alpha if up is 0, and then the limit if up is far beyond it.
+    small = torch.full((1,), 2.0**-6, dtype=torch.float64)
+    least = joined(small, 0 * small)
+    alpha = round(float((least / small).logit() / small), 4)
+    limit = round(float(joined(small, torch.full_like(small, 1e4)) / least), 4) - 1
     gate = torch.linspace(-20, 20, 101)
     up = gate.flip(0) + gate.sin()
     known = gate.clamp(max=limit)
     known = known * torch.sigmoid(alpha * known) * (up.clamp(-limit, limit) + 1)
     if torch.allclose(joined(gate, up), known, atol=1e-5):
         return Activation(CLAMPED_SWIGLU, alpha, limit)
-    plain = _activation_of_mlp(experts)
-    known = list(ACTIVATIONS.values())[plain.kind](gate) * up
+    number = _number_of(function)
+    known = list(ACTIVATIONS.values())[number](gate) * up
     if not torch.allclose(joined(gate, up), known, atol=1e-3):
         raise Unsupported("its experts join gate and up in a way not known here")
-    return plain
+    return Activation(number)
 
 
 def _number_of(function: Any) -> int:

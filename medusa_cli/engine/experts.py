@@ -52,13 +52,15 @@ class Routing:
     """The rule by which a router chooses experts for a row; the fields have the library's names.
 
     The scores are sigmoids or a softmax of the router's logits. The `top_experts` best scores are
-    divided by their sum if `normalized`, then multiplied by `expert_scale`.
+    divided by their sum if `normalized`, then multiplied by `expert_scale`. If `jitter` is not 0,
+    two experts are chosen by sparsemixer instead (Phi-3.5-MoE).
     """
 
     top_experts: int = 0
     sigmoid: bool = False
     normalized: bool = False
     expert_scale: float = 1.0
+    jitter: float = 0.0
 
     def is_like(self, other: "Routing") -> bool:
         """Returns True if another rule differs from this one at most in `top_experts`."""
@@ -188,6 +190,11 @@ def routing_of(router: Any, count: int) -> Routing:
     expected = torch.zeros(ROWS, count).scatter(1, chosen, values.float())
 
     top = chosen.shape[-1]
+    jitter = float(getattr(router, "router_jitter_noise", 0.0))
+    if jitter and top == 2:
+        ours = _mix_sparsely(x @ weight.T + added, jitter)
+        if torch.allclose(ours, expected, atol=1e-5, rtol=1e-4):
+            return Routing(top, jitter=jitter)
     for sigmoid, normalized in itertools.product((False, True), repeat=2):
         ours = _route(x @ weight.T + added, bias, top, sigmoid, normalized)
         scale = float(expected.sum() / ours.sum())
@@ -202,3 +209,16 @@ def _route(scores: Tensor, bias: Tensor, top: int, sigmoid: bool, normalized: bo
     chosen = (scores + bias).topk(top, dim=-1).indices
     weights = torch.zeros_like(scores).scatter(1, chosen, scores.gather(1, chosen))
     return weights / weights.sum(-1, keepdim=True) if normalized else weights
+
+
+def _mix_sparsely(scores: Tensor, jitter: float) -> Tensor:
+    """Returns the weights [n, experts] of the two experts that sparsemixer chooses, zero for the others."""
+    weights = torch.zeros_like(scores)
+    left = scores
+    for _ in range(2):
+        best, chosen = left.max(dim=-1, keepdim=True)
+        far = (best - scores) / scores.abs().clamp(min=best) > 2 * jitter
+        shares = left.masked_fill(far, -torch.inf).softmax(dim=-1)
+        weights = weights.scatter(1, chosen, shares.gather(1, chosen))
+        left = left.scatter(1, chosen, -torch.inf)
+    return weights

@@ -92,7 +92,7 @@ class NativeEngine(Engine):
         return "auto" if self.int8_rows else "fp32"
 
     def final_gain(self) -> Tensor:
-        gain = self.model.packed.vectors[self.model.description.norm]
+        gain = self.model.gain_of(self.model.description.norm, self.sizes["hidden"])
         return torch.from_numpy(gain[: self.sizes["hidden"]].copy())
 
     def new_cache(self, slots: int = 1, capacity: int = FIRST_ROWS) -> "NativeCache":

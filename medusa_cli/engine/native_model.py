@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from medusa_cli.engine.description import (
-    MAX_HEAD_DIM,
     XIELU,
     XIELU_VECTORS,
     Description,
@@ -60,8 +59,8 @@ class NativeModel:
         self._rotary = rotary
         self._max_positions = max_positions
         self._tables: list[Floats] = []
-        # The gain of norms that have none.
-        self._ones = padded_floats(np.ones(MAX_HEAD_DIM))
+        # By width: the gain of norms that have none.
+        self._ones: dict[int, Floats] = {}
         self._check_shapes()
 
         self.layers = (Layer * len(description.layers))()
@@ -69,14 +68,16 @@ class NativeModel:
             for name in MATRICES:
                 if name in names.matrices:
                     setattr(layer, name, packed.matrices[names.matrices[name]].struct)
+            widths = self._norm_widths(names)
             for name in NORMS:
                 if name in names.norms:
-                    setattr(layer, name, packed.vectors[names.norms[name]].ctypes.data)
+                    gain = self.gain_of(names.norms[name], widths[name])
+                    setattr(layer, name, gain.ctypes.data)
             for name in VECTORS:
                 if name in names.vectors:
                     setattr(layer, name, packed.vectors[names.vectors[name]].ctypes.data)
             if description.flags["value_norms"]:
-                layer.value_norm = self._ones.ctypes.data
+                layer.value_norm = self.gain_of("", names.dim).ctypes.data
             layer.activation = self._activation(names)
             layer.scalar = 1.0
             if "scalar" in names.vectors:
@@ -106,7 +107,8 @@ class NativeModel:
         self.struct.embedding_scale = description.embedding_scale
         self.struct.residual = description.residual
         self.struct.cap = description.cap
-        self.struct.norm = packed.vectors[description.norm].ctypes.data
+        self.struct.clip = description.clip
+        self.struct.norm = self.gain_of(description.norm, description.sizes["hidden"]).ctypes.data
         self.struct.embedding = self.embedding.struct
         self.struct.head = self.head.struct
         self.struct.layer = cast(self.layers, POINTER(Layer))
@@ -155,6 +157,30 @@ class NativeModel:
         tables = self.description.tables
         return tables.index(kind) if len(tables) > 1 else 0
 
+    def gain_of(self, name: str, width: int) -> Floats:
+        """Returns the gain of a norm, followed by its bias if norms are centered; ones and zeros for an empty name."""
+        if name:
+            return self.packed.vectors[name]
+        if width not in self._ones:
+            gain = padded_floats(np.ones(width))
+            centered = self.description.flags["centered"]
+            self._ones[width] = np.concatenate([gain, 0 * gain]) if centered else gain
+        return self._ones[width]
+
+    def _norm_widths(self, names: LayerNames) -> dict[str, int]:
+        """Returns the numbers of floats that a layer's norms are over."""
+        sizes = self.description.sizes
+        heads = sizes["heads"] * names.dim
+        keys = names.kv * names.dim
+        whole = self.description.flags["whole_norms"]
+        return {
+            **dict.fromkeys(NORMS, sizes["hidden"]),
+            "query_norm": heads if whole else names.dim,
+            "key_norm": keys if whole else names.dim,
+            "attended_norm": heads,
+            "inner_norm": self.packed.matrices[names.matrices["up"]].shape[0],
+        }
+
     def _activation(self, names: LayerNames) -> Activation:
         """Returns the activation of a layer's MLP with its constants."""
         own = self.description.activation
@@ -174,19 +200,13 @@ class NativeModel:
     def _check_shapes(self) -> None:
         """Raises Unsupported unless every matrix and vector has the size that the library reads."""
         sizes = self.description.sizes
-        whole = self.description.flags["whole_norms"]
         hidden = sizes["hidden"]
         given = 0 if self.description.inputs is None else self.description.inputs.width
         # A bias follows the gain.
         parts = 2 if self.description.flags["centered"] else 1
 
         for names in self.description.layers:
-            dim = names.dim
-            widths = dict.fromkeys(NORMS, hidden)
-            widths |= {
-                "query_norm": sizes["heads"] * dim if whole else dim,
-                "key_norm": names.kv * dim if whole else dim,
-            }
+            widths = self._norm_widths(names)
             shapes = {
                 "input_gate": (given, hidden),
                 "input_out": (hidden, given),
@@ -199,7 +219,8 @@ class NativeModel:
                 if matrix.shape[0] != outputs or not _has_inputs(matrix, inputs):
                     raise Unsupported(f"its {stored} has the shape {matrix.shape}")
             for name, stored in names.norms.items():
-                if len(self.packed.vectors[stored]) != parts * padded(widths[name], UNIT):
+                gain = self.gain_of(stored, widths[name])
+                if len(gain) != parts * padded(widths[name], UNIT):
                     raise Unsupported(f"its {stored} has another size")
             channels = hidden if MIXERS[names.mixer] == "short_conv" else self.delta_row[0]
             counts = {
@@ -287,8 +308,11 @@ class NativeModel:
                 shared = self.packed.matrices[names.matrices["shared_up"]].shape[0]
             if inner % UNIT or shared % UNIT or hidden % TILE:
                 raise Unsupported("its experts have sizes that fill no tiles")
-            if not 0 < self.description.routing.top_experts <= names.experts:
+            routing = self.description.routing
+            if not 0 < routing.top_experts <= names.experts:
                 raise Unsupported("it chooses more experts than it has")
+            if routing.jitter and routing.top_experts != 2:
+                raise Unsupported("it chooses other than two experts by sparsemixer")
             shapes |= {
                 "router": (experts, hidden),
                 "shared_router": (1, hidden),
@@ -310,6 +334,8 @@ class NativeModel:
             once = _once(sin[0])
             cosines = np.ascontiguousarray(cos[0][:, once].float().numpy())
             sines = np.ascontiguousarray(sin[0][:, once].float().numpy())
+            if self.description.flags["reversed"]:
+                sines = -sines
             tables += [cosines, sines]
             self.struct.cos[number] = cosines.ctypes.data
             self.struct.sin[number] = sines.ctypes.data

@@ -29,6 +29,8 @@ TOKENS = 20
 WINDOW = 7
 # The twin's soft cap of attention scores, which its scores exceed.
 CAP = 2.0
+# The twin's bound of queries, keys and values, which they exceed.
+CLIP = 1.0
 # Layers of the twin: with Gemma 3's pattern, they include both kinds.
 LAYERS = 7
 # Upper bounds for other sizes in configs.
@@ -117,6 +119,8 @@ def twin_of(network: Any) -> Any:
         config.sliding_window = WINDOW
     if getattr(config, "attn_logit_softcapping", None):
         config.attn_logit_softcapping = CAP
+    if getattr(config, "clip_qkv", None):
+        config.clip_qkv = CLIP
 
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(0)

@@ -48,6 +48,8 @@ NORMS = (
     "mlp_norm",
     "mlp_out_norm",
     "input_norm",
+    "attended_norm",
+    "inner_norm",
 )
 VECTORS = ("sinks", "router_bias", "conv", "decay_log", "decay_bias", "state_norm")
 # The ways in which layers mix rows, in the order of the library's numbers.
@@ -55,7 +57,7 @@ MIXERS = ("attention", "short_conv", "delta_net")
 # Sizes of layers that follow paths: the kernel size of convolutions, and the sizes of delta nets.
 PATHS = ("kernel", "delta_layers", "key_heads", "value_heads", "key_dim", "value_dim")
 # The boolean properties of a model.
-FLAGS = ("centered", "whole_norms", "late_norms", "pairs", "parallel")
+FLAGS = ("centered", "whole_norms", "late_norms", "pairs", "parallel", "first_norm")
 ROUTING = ("top_experts", "sigmoid", "normalized")
 
 
@@ -93,7 +95,7 @@ class Model(Structure):
         ("rotary", c_int64 * TABLES),
         *((name, c_int64) for name in ("positions", *FLAGS, *ROUTING)),
         *((name, c_float) for name in ("eps", "scale", "embedding_scale", "residual")),
-        *((name, c_float) for name in ("expert_scale", "cap")),
+        *((name, c_float) for name in ("expert_scale", "jitter", "cap", "clip")),
         ("inputs", c_int64),
         ("inputs_scale", c_float),
         ("inputs_factor", c_float),

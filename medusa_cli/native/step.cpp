@@ -96,6 +96,15 @@ void round_rows(Pool& pool, const Rows& rows, int64_t count) {
   each_row(pool, count, rows.stride, [&](int64_t r) { round_row(rows.from(r), 0, rows.stride); });
 }
 
+// Normalizes k floats of each row in place. Then rounds the rows as round_rows does.
+void norm_in_place(Pool& pool, const Model& m, const Rows& rows, int64_t count, const float* gain, int64_t k) {
+  each_row(pool, count, rows.stride, [&](int64_t r) {
+    float* row = writable(rows) + r * rows.stride;
+    normalize(m.centered, row, gain, row, k, m.eps);
+    if (rows.q) round_row(rows.from(r), 0, rows.stride);
+  });
+}
+
 // Normalizes states [count, stride] into rows, or copies them if there is no norm. Then rounds the
 // rows if they have room for 8-bit numbers.
 void norm_rows(Pool& pool, const Model& m, const float* x, int64_t stride, const float* gain, const Rows& rows,
@@ -281,6 +290,9 @@ void place(Pool& pool, const Model& m, const Cache& cache, const Step& step, int
       normalize(m.centered, row, layer.query_norm, row, m.heads * dim, m.eps);
       if (has_keys) normalize(m.centered, row + widths.key, layer.key_norm, row + widths.key, layer.kv * dim, m.eps);
     }
+    if (m.clip != 0.0f) {
+      for (int64_t i = 0; i < widths.gate; i++) row[i] = std::min(std::max(row[i], -m.clip), m.clip);
+    }
     for (int64_t head = 0; head < m.heads; head++) turn(m, layer, row + head * dim, query_norm, cos, sin);
     for (int64_t head = 0; has_keys && head < layer.kv; head++) {
       float* key = row + widths.key + head * dim;
@@ -355,9 +367,37 @@ void add_product(Pool& pool, const Matrix& w, const Rows& y, int64_t rows, const
   add_rows(pool, m, added, rows, norm, x, stride);
 }
 
+// Chooses two experts by sparsemixer. Each is the best of those that are left, and its weight is a
+// softmax over those that are left whose score is close to its own.
+void mix_sparsely(const Model& m, int64_t n, const float* scores, Pick* picks) {
+  const int64_t wide = padded(n, 16);
+  for (int64_t pick = 0; pick < 2; pick++) {
+    const int64_t left_out = pick ? picks[0].expert : -1;
+    int64_t best = left_out == 0 ? 1 : 0;
+    for (int64_t i = best + 1; i < n; i++) {
+      if (i != left_out && scores[i] > scores[best]) best = i;
+    }
+    F total = set(0.0f);
+    for (int64_t first = 0; first < wide; first += 16) {
+      alignas(64) float near[16];
+      for (int64_t i = first; i < first + 16; i++) {
+        const bool known = i < n && i != left_out;
+        const float gap = known ? scores[best] - scores[i] : 0.0f;
+        const bool is_near = known && !(gap / std::max(std::fabs(scores[i]), scores[best]) > 2.0f * m.jitter);
+        near[i - first] = is_near ? -gap : -INFINITY;
+      }
+      total = add(total, exp(load(near)));
+    }
+    picks[pick].expert = best;
+    picks[pick].weight = m.expert_scale / sum(total);
+  }
+  if (picks[0].expert > picks[1].expert) std::swap(picks[0], picks[1]);
+}
+
 // Chooses a row's experts by their scores [experts padded to 16], and sorts them by index.
 void choose_experts(const Model& m, const Layer& layer, float* scores, Pick* picks) {
   const int64_t n = layer.experts, wide = padded(n, 16);
+  if (m.jitter != 0.0f) return mix_sparsely(m, n, scores, picks);
   for (int64_t i = n; i < wide; i++) scores[i] = -INFINITY;
   if (m.sigmoid) {
     for (int64_t i = 0; i < wide; i += 16) store(scores + i, sigmoid(load(scores + i)));
@@ -750,6 +790,12 @@ Rows mixed_rows(Pool& pool, const Model& m, const Cache& cache, const Step& step
 void run(Pool& pool, const Model& m, const Cache& cache, const Step& step) {
   Workspace& work = workspace();
   const int64_t rows = step.slots * step.rows, stride = padded(m.hidden, kUnit);
+  if (m.first_norm && step.first == 0) {
+    each_row(pool, rows, stride, [&](int64_t r) {
+      float* state = step.x + r * stride;
+      normalize(m.centered, state, m.norm, state, m.hidden, m.eps);
+    });
+  }
   if (m.inputs && step.first == 0) complete_inputs(pool, m, step, rows, stride, work);
   if (m.kernel) find_paths(m, step, work);
   // Consecutive layers with the same window share the columns that rows see.
@@ -768,7 +814,8 @@ void run(Pool& pool, const Model& m, const Cache& cache, const Step& step) {
     const Rows read = work.normed.rows(rows, m.hidden, reads_int8(layer));
     norm_rows(pool, m, step.x, stride, layer.attention_norm, read, rows);
     const Rows attended = mixed_rows(pool, m, cache, step, i, read, work);
-    round_rows(pool, attended, rows);
+    if (layer.attended_norm) norm_in_place(pool, m, attended, rows, layer.attended_norm, m.heads * layer.dim);
+    else round_rows(pool, attended, rows);
     const auto add_attention = [&] {
       add_product(pool, layer.out, attended, rows, layer.attention_out_norm, m, step.x, stride, work);
     };
@@ -782,8 +829,11 @@ void run(Pool& pool, const Model& m, const Cache& cache, const Step& step) {
       add_mixture(pool, m, layer, seen, rows, step.x, stride, work);
     } else {
       const Rows inner = work.inner.rows(rows, layer.up.n, layer.down.int8_rows);
+      Rows exact = inner;
+      if (layer.inner_norm) exact.q = nullptr;  // rows are rounded after the norm
       work.mlps.assign(1, {layer.gate, layer.up, layer.down, 0, rows});
-      gated(pool, work.mlps, layer.activation, seen, inner, work.shares, work.gates);
+      gated(pool, work.mlps, layer.activation, seen, exact, work.shares, work.gates);
+      if (layer.inner_norm) norm_in_place(pool, m, inner, rows, layer.inner_norm, layer.up.n);
       add_product(pool, layer.down, inner, rows, layer.mlp_out_norm, m, step.x, stride, work);
     }
 

@@ -28,9 +28,10 @@ struct Activation {
 // The gate is optional: if it has no tiles, the MLP is down(act(up(x))). A norm is a gain [n padded
 // to 32], followed by a bias of the same size if norms are centered. It is null if the layer lacks
 // it. attention_norm and mlp_norm come before attention and the MLP, and the out norms come after
-// them. query_norm, key_norm and value_norm apply to heads. sinks [heads], or null, are additional
-// attention scores without a value. A layer without a key matrix reads the keys and values of
-// another layer, which has the same place in the cache.
+// them. query_norm, key_norm and value_norm apply to heads. attended_norm comes before the matrix
+// `out` of attention, and inner_norm before `down` of a single MLP. sinks [heads], or null, are
+// additional attention scores without a value. A layer without a key matrix reads the keys and
+// values of another layer, which has the same place in the cache.
 //
 // If input_gate and input_out have tiles, the layer reads inputs besides its states. After the MLP,
 // it adds input_out(act(input_gate(x)) * inputs), normalized. At the end, scalar multiplies the
@@ -61,6 +62,8 @@ struct Layer {
   const float* mlp_norm;
   const float* mlp_out_norm;
   const float* input_norm;
+  const float* attended_norm;
+  const float* inner_norm;
   const float* sinks;
   const float* router_bias;
   const float* conv;
@@ -89,13 +92,16 @@ struct Model {
   int64_t late_norms;   // query_norm and key_norm follow the rotary embeddings
   int64_t pairs;        // rotary embeddings rotate adjacent pairs, not halves of a head
   int64_t parallel;     // attention and MLP read the same states
+  int64_t first_norm;   // the last norm also precedes the first layer
   int64_t top_experts;  // per row
   int64_t sigmoid;      // experts' scores are sigmoids, not a softmax
   int64_t normalized;   // the chosen experts' scores are divided by their sum
   float eps, scale, embedding_scale;
   float residual;      // factor of the outputs of attention and MLP
   float expert_scale;  // factor of the experts' scores
+  float jitter;        // if not 0, two experts are chosen by sparsemixer
   float cap;           // soft cap of attention scores, 0: none
+  float clip;          // bound of queries, keys and values, 0: none
   int64_t inputs;      // floats per layer of the inputs besides states, 0: none
   float inputs_scale, inputs_factor;  // of their projection; of its sum with their embedding
   Matrix inputs_projection;  // [layers * inputs, hidden]
