@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from medusa_cli.engine import Plan, attach, load_backbone, twin
 from medusa_cli.engine.description import rotary_of
@@ -21,7 +22,7 @@ from medusa_cli.engine.linear import packed_linear
 from medusa_cli.engine.native import NativeEngine
 from medusa_cli.engine.native_model import NativeModel
 from medusa_cli.engine.packed import pack_in_memory
-from medusa_cli.errors import UsageError
+from medusa_cli.errors import UsageError, UserError
 from medusa_cli.files.assets import home
 from medusa_cli.model import Backbone
 from medusa_cli.model.weights import NetworkWeights
@@ -620,6 +621,84 @@ def test_weights_of_experts_and_wrappers_are_mapped(
     for options in ({"quantize": "int4"}, {"quantize": "int8", "rows": "int8"}):
         rounded_logits = forward(load(path, **options), text).logits
         assert torch.isfinite(rounded_logits).all()
+
+
+def save_mxfp4(folder: Path) -> tuple[str, Any]:
+    """Saves a tiny gpt-oss with random experts in MXFP4; returns its path, and the network with their values."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    network = rounded(tiny_network("gpt_oss", intermediate_size=64), torch.bfloat16)
+    path = save_network(copy.deepcopy(network).to(torch.bfloat16), folder)
+    chance = torch.Generator().manual_seed(0)
+    tensors = {name: values.bfloat16() for name, values in network.state_dict().items()}
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        shape = (experts, outputs, inputs // 32)
+        blocks = torch.randint(256, (*shape, 16), generator=chance, dtype=torch.uint8)
+        scales = torch.randint(123, 126, shape, generator=chance, dtype=torch.uint8)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        network.state_dict()[name].copy_(convert_moe_packed_tensors(blocks, scales))
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4"}
+    (folder / "config.json").write_text(json.dumps(config))
+    return path, network
+
+
+def test_weights_in_mxfp4_are_mapped_with_their_exact_values(tmp_path: Path, apart: Path) -> None:
+    path, network = save_mxfp4(tmp_path / "model")
+    text = text_of(30, 128)
+    with torch.inference_mode():
+        expected = network(text[None]).logits[0]
+    backbone = load(path)
+    packed = backbone.engine.model.packed
+    assert packed.memory is not None
+    assert {matrix.format for matrix in packed.matrices.values()} == {Format.BF16}
+    logits = forward(backbone, text).logits
+    assert float((logits - expected).norm() / expected.norm()) < 1e-4
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"gate_up_proj_blocks": torch.zeros(4, 128, 2, 15, dtype=torch.uint8)},
+        {"gate_up_proj_blocks": torch.zeros(4, 128, 2, 16)},
+        {"gate_up_proj_blocks": torch.zeros(3, 127, 2, 16, dtype=torch.uint8)},
+        {"gate_up_proj_bias": torch.zeros(4, 127)},
+        {"down_proj_scales": torch.zeros(4, 64, 3, dtype=torch.uint8)},
+        {"down_proj_scales": None},
+    ],
+)
+def test_damaged_mxfp4_is_refused(
+    damage: dict[str, torch.Tensor | None], tmp_path: Path, apart: Path
+) -> None:
+    path, _ = save_mxfp4(tmp_path / "model")
+    file = Path(path) / "model.safetensors"
+    tensors = load_file(file)
+    for part, values in damage.items():
+        name = f"model.layers.1.mlp.experts.{part}"
+        del tensors[name]
+        if values is not None:
+            tensors[name] = values
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(UserError):
+        load(path)
+
+
+def test_layers_that_a_quantization_replaces_are_left_to_transformers(
+    tmp_path: Path, apart: Path
+) -> None:
+    path = save_network(tiny_network("bitnet"), tmp_path / "model")
+    assert load(path).engine.name == "native"
+    config = json.loads((Path(path) / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "bitnet",
+        "linear_class": "autobitlinear",
+        "quantization_mode": "online",
+    }
+    (Path(path) / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UsageError, match="engine native"):
+        load(path)
 
 
 @pytest.mark.parametrize(

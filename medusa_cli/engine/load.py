@@ -176,10 +176,15 @@ def _load_native(
 def _from_files(
     model: str, options: LoadOptions, chat_template: str | None, int8_rows: bool
 ) -> _Loaded | None:
-    """Packs a model's files as they are; returns None if there are none or if their weights have other names."""
+    """Packs a model's files as they are; returns None if there are none or if only transformers can read them."""
     if not has_files(model):
         return None
     lazy = lazy_network(model)
+    # Quantized weights may have their usual names, but belong to other layers than those of a plain network.
+    settings = getattr(lazy.config, "quantization_config", None)
+    is_mxfp4 = isinstance(settings, dict) and settings.get("quant_method") == "mxfp4"
+    if settings is not None and not is_mxfp4:
+        return None
     cached = describe_once(model, lazy)
     tokenizer = load_tokenizer(model, lazy, chat_template)
     try:

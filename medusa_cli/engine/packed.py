@@ -208,10 +208,17 @@ def _part_of(name: str, part: Part, weights: Weights) -> tuple[RawMatrix, Floats
         return stacked, None
     raw = weights.matrix(_stored(part.weight, weights))
     if part.transposed:
+        if len(raw.rows) % part.transposed:
+            raise Unsupported(f"its {part.weight} has another size")
         raw = raw.transposed(part.transposed)
-    rows = part.rows(len(raw.rows))
-    bias = weights.vector(part.bias)[rows] if part.bias in weights else None
-    return replace(raw, rows=raw.rows[rows]), bias
+    count = len(raw.rows)
+    rows = part.rows(count)
+    if part.bias not in weights:
+        return replace(raw, rows=raw.rows[rows]), None
+    bias = weights.vector(part.bias)
+    if len(bias) != count:
+        raise Unsupported(f"its {part.bias} has another size")
+    return replace(raw, rows=raw.rows[rows]), bias[rows]
 
 
 def _vectors(description: Description, weights: Weights) -> Iterator[tuple[str, Floats]]:

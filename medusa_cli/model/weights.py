@@ -17,6 +17,7 @@ from medusa_cli.files.assets import file_stamp, model_dir
 from medusa_cli.files.gguf_header import read_header
 from medusa_cli.files.gguf_names import GgufNames
 from medusa_cli.files.model_files import checkpoint_files, weights_file
+from medusa_cli.model.backbone import Unsupported
 from medusa_cli.model.checks import unloadable
 from medusa_cli.native.matrix import Floats, Format, RawMatrix
 
@@ -29,6 +30,7 @@ OLDER_NAMES = (
     ("model.language_model.", "language_model.model."),
     ("model.language_model.", "model."),
     ("lm_head.", "language_model.lm_head."),
+    (".mlp.router.", ".block_sparse_moe.gate."),
     (".mlp.", ".block_sparse_moe."),
     (".router.weight", ".router.layer.weight"),
     (".experts.gate_up_proj", ".input_linear.weight"),
@@ -36,6 +38,8 @@ OLDER_NAMES = (
     (".gate.e_score_correction_bias", ".e_score_correction_bias"),
     (".gate.moe_statics.", ".moe_statics."),
 )
+# The numbers of MXFP4.
+FP4 = tuple(sign * size for sign in (1, -1) for size in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
 # Names of an expert's matrices in files that have one weight per expert.
 EXPERT_NAMES = {"gate": ("gate_proj", "w1"), "up": ("up_proj", "w3"), "down": ("down_proj", "w2")}
 
@@ -105,9 +109,17 @@ class CheckpointWeights(Weights):
         return name
 
     def __contains__(self, name: str) -> bool:
-        return self._name(name) in self.parts
+        return self._name(name) in self.parts or self._is_mxfp4(name)
+
+    def _is_mxfp4(self, name: str) -> bool:
+        return all(self._name(f"{name}_{part}") in self.parts for part in ("blocks", "scales"))
 
     def _tensor(self, name: str) -> Tensor:
+        if self._is_mxfp4(name):
+            return _from_mxfp4(self._stored(f"{name}_blocks"), self._stored(f"{name}_scales"))
+        return self._stored(name)
+
+    def _stored(self, name: str) -> Tensor:
         stored = self._name(name)
         tensor: Tensor = self.parts[stored].get_tensor(stored)
         return tensor
@@ -265,6 +277,25 @@ def source_stamp(model: str) -> list[str]:
     if (path := weights_file(model)) is not None:
         return [file_stamp(path)]
     return [file_stamp(path) for path in checkpoint_files(model_dir(model))]
+
+
+def _from_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
+    """Returns the exact weights of experts [E, inputs, outputs] in bf16, as transformers' network has them.
+
+    blocks [E, outputs, groups, 16] hold the lower number of a pair in the lower four bits. scales [E, outputs, groups]
+    are exponents. Raises Unsupported for other shapes and types.
+    """
+    if blocks.dtype != torch.uint8 or scales.dtype != torch.uint8:
+        raise Unsupported("its MXFP4 weights have types not known here")
+    if blocks.dim() != 4 or blocks.shape[-1] != 16 or scales.shape != blocks.shape[:-1]:
+        raise Unsupported("its MXFP4 weights have shapes not known here")
+    numbers = torch.tensor(FP4, dtype=torch.bfloat16)
+    weights = []
+    for own, exponents in zip(blocks, scales, strict=True):
+        pairs = torch.stack([own & 15, own >> 4], dim=-1).flatten(-2)
+        values = torch.ldexp(numbers[pairs.int()], exponents.int()[..., None] - 127)
+        weights.append(values.flatten(-2).T)
+    return torch.stack(weights)
 
 
 def raw_of(tensor: Tensor) -> RawMatrix:
