@@ -36,7 +36,7 @@ from tests.helpers import (
     tiny_model,
     tokens_of,
 )
-from tests.models import tiny_config
+from tests.models import FULL, OUT, SLIDING, tiny_config
 
 FP32 = LoadOptions(dtype="fp32")
 VOCAB, HEADS, KV_HEADS = 288, 4, 2
@@ -376,9 +376,14 @@ def write_hybrid(
     writer.add_context_length(config.max_position_embeddings)
     writer.add_block_count(config.num_hidden_layers + later)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
+    if getattr(config, "use_double_wide_mlp", False):
+        widths = [layer.mlp.up_proj.out_features for layer in network.model.layers]
+        writer.add_feed_forward_length(widths)
+    else:
+        writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    rope = config.rope_parameters
+    writer.add_rope_freq_base(rope.get(FULL, rope)["rope_theta"])
     writer.add_vocab_size(VOCAB)
     add_tokenizer(writer)
     arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == writer.arch)
@@ -399,11 +404,215 @@ def write_hybrid(
     return network
 
 
+def tiny_network(model_type: str, **own: Any) -> Any:
+    """Returns a tiny random network of a type, in which no two layers or heads do the same."""
+    config = tiny_config(model_type, vocab_size=VOCAB, **own)
+    torch.manual_seed(0)
+    network = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, weight in network.named_parameters():
+            if weight.dim() == 1:
+                weight += torch.randn_like(weight) / 10
+        for name, weight in network.named_buffers():
+            if name.endswith("layer_scalar"):
+                weight *= 0.8
+    return network
+
+
+def write_as_converter(path: Path, kind: Kind, arch: str, network: Any, add: Change) -> Any:
+    """Writes a network as llama.cpp's converter does for an architecture; returns it with the file's weights.
+
+    add: adds the metadata that only this architecture has.
+    """
+    config = network.config
+    writer = gguf.GGUFWriter(path, arch)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    add(writer)
+    stored = {}
+    for name, weight in network.state_dict().items():
+        values = weight.detach()
+        of_heads = {"q_proj": HEADS, "k_proj": KV_HEADS} if arch in INTERLEAVED else {}
+        if heads := of_heads.get(name.split(".")[-2]):
+            values = torch.from_numpy(interleaved(values.numpy(), heads))
+        if arch == "gemma3" and name.endswith("norm.weight"):
+            values = values + 1
+        if name.endswith("layer_scalar"):
+            name += ".weight"
+        name = name.replace("block_sparse_moe.router", "mlp.gate")
+        name = name.replace("block_sparse_moe", "mlp")
+        if name.endswith("gate_up_proj"):
+            module = name.removesuffix("gate_up_proj")
+            stored[f"{module}gate_proj.weight"], stored[f"{module}up_proj.weight"] = values.chunk(
+                2, dim=1
+            )
+        elif name.endswith("experts.down_proj"):
+            stored[f"{name}.weight"] = values
+        elif name != "lm_head.weight" or not config.tie_word_embeddings:
+            stored[name] = values
+    return write_hybrid(writer, network, stored, kind)
+
+
+INTERLEAVED = ("granite", "granitemoe", "smollm3")
+
+
+def write_granite(path: Path, kind: Kind) -> Any:
+    network = tiny_network("granite")
+    return write_as_converter(path, kind, "granite", network, add_granite(network.config))
+
+
+def add_granite(config: Any) -> Change:
+    def add(writer: gguf.GGUFWriter) -> None:
+        writer.add_head_count_kv(KV_HEADS)
+        writer.add_rope_dimension_count(config.hidden_size // HEADS)
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
+
+    return add
+
+
+def write_granite_experts(path: Path, kind: Kind) -> Any:
+    factors = {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "logits_scaling": 2.0}
+    network = tiny_network("granitemoe", attention_multiplier=0.1, **factors)
+    config = network.config
+
+    def add(writer: gguf.GGUFWriter) -> None:
+        add_granite(config)(writer)
+        writer.add_expert_count(config.num_local_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+
+    return write_as_converter(path, kind, "granitemoe", network, add)
+
+
+def write_smollm3(path: Path, kind: Kind) -> Any:
+    network = tiny_network("smollm3", no_rope_layers=OUT)
+    return write_as_converter(
+        path, kind, "smollm3", network, lambda writer: writer.add_head_count_kv(KV_HEADS)
+    )
+
+
+def write_olmo2(path: Path, kind: Kind) -> Any:
+    network = tiny_network("olmo2")
+    return write_as_converter(
+        path, kind, "olmo2", network, lambda writer: writer.add_head_count_kv(KV_HEADS)
+    )
+
+
+def write_gemma3(path: Path, kind: Kind, factor: float = 8.0) -> Any:
+    """Writes a tiny Gemma 3, whose layers with full attention divide their positions by a factor."""
+    full = {"rope_type": "linear", "factor": factor, "rope_theta": 1e6}
+    network = tiny_network(
+        "gemma3_text",
+        num_hidden_layers=6,
+        layer_types=[*[SLIDING] * 5, FULL],
+        sliding_window=16,
+        query_pre_attn_scalar=16,
+        rope_parameters={FULL: full, SLIDING: {"rope_type": "default", "rope_theta": 1e4}},
+        tie_word_embeddings=True,
+    )
+
+    def add(writer: gguf.GGUFWriter) -> None:
+        writer.add_head_count_kv(KV_HEADS)
+        writer.add_key_length(16)
+        writer.add_value_length(16)
+        writer.add_sliding_window(16)
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(factor)
+
+    return write_as_converter(path, kind, "gemma3", network, add)
+
+
+def write_gemma4(path: Path, kind: Kind, same_values: bool = False) -> Any:
+    """Writes a tiny Gemma 4.
+
+    Its last two of six layers use keys and values of earlier ones. same_values: instead, in layers
+    with full attention, values are keys, of which there are fewer heads, and no layer has its own
+    inputs; as in the largest models.
+    """
+    network = tiny_network(
+        "gemma4_text",
+        num_hidden_layers=6,
+        layer_types=[SLIDING, SLIDING, FULL] * 2,
+        num_kv_shared_layers=0 if same_values else 2,
+        use_double_wide_mlp=not same_values,
+        attention_k_eq_v=same_values,
+        num_global_key_value_heads=1 if same_values else None,
+        hidden_size_per_layer_input=0 if same_values else 16,
+        vocab_size_per_layer_input=VOCAB,
+        final_logit_softcapping=30.0,
+        tie_word_embeddings=True,
+    )
+    config = network.config
+    shared = config.num_kv_shared_layers
+
+    def add(writer: gguf.GGUFWriter) -> None:
+        writer.add_head_count_kv([KV_HEADS, KV_HEADS, 1] * 2 if same_values else KV_HEADS)
+        writer.add_shared_kv_layers(shared)
+        writer.add_embedding_length_per_layer_input(config.hidden_size_per_layer_input)
+        writer.add_sliding_window_pattern([own == SLIDING for own in config.layer_types])
+        writer.add_sliding_window(config.sliding_window)
+        writer.add_key_length(32)
+        writer.add_value_length(32)
+        writer.add_key_length_swa(16)
+        writer.add_value_length_swa(16)
+        writer.add_rope_dimension_count(32)
+        writer.add_rope_dimension_count_swa(16)
+        writer.add_rope_freq_base_swa(1e4)
+        writer.add_final_logit_softcapping(30.0)
+        # A quarter of a head's 16 pairs rotates.
+        factors = np.array([1.0] * 4 + [1e30] * 12, np.float32)
+        writer.add_tensor("rope_freqs.weight", factors)
+        if shared:  # a checkpoint has them, and they are not used
+            writer.add_tensor("blk.5.attn_k.weight", np.ones((64, 64), np.float32))
+            writer.add_tensor("blk.5.attn_k_norm.weight", np.ones(32, np.float32))
+
+    return write_as_converter(path, kind, "gemma4", network, add)
+
+
 HYBRIDS: dict[str, Callable[[Path, Kind], Any]] = {
     "lfm2": write_lfm2,
     "qwen35": write_qwen35,
     "qwen35 with a value head for each key head": lambda path, kind: write_qwen35(path, kind, 2),
 }
+
+
+OTHERS: dict[str, Callable[[Path, Kind], Any]] = {
+    "granite": write_granite,
+    "granite with experts": write_granite_experts,
+    "smollm3": write_smollm3,
+    "olmo2": write_olmo2,
+    "gemma3": write_gemma3,
+    "gemma4": write_gemma4,
+    "gemma4 with keys as values": lambda path, kind: write_gemma4(path, kind, same_values=True),
+}
+
+
+@pytest.mark.parametrize("kind", [Kind.F32, Kind.Q8_0], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("family", OTHERS)
+def test_other_architectures_are_read_from_the_file(file: Path, family: str, kind: Kind) -> None:
+    network = OTHERS[family](file, kind)
+    folder = Path(assets.model_dir(str(file)))
+    assert not list(folder.glob("*.safetensors"))
+    ids = torch.tensor([*PROMPT, *range(5, 55)])  # longer than a window
+    expected = network(ids[None]).logits[0]
+    bound = 1e-4 if kind == Kind.F32 else 0.1
+    for engine in ("native", "eager"):
+        backbone = load_backbone(str(file), LoadOptions(dtype="fp32", engine=engine))
+        logits = forward(backbone, ids).logits
+        assert float((logits - expected).norm() / expected.norm()) < bound, engine
+    assert weights_of(str(file)) is not None
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_llama_cpp_decodes_the_same_file_of_others(file: Path, family: str) -> None:
+    pytest.importorskip("xllamacpp")
+    OTHERS[family](file, Kind.F32)
+    backbone = load_backbone(str(file), FP32)
+    plain = tokens_of(generate_plain(backbone, PROMPT, max_new_tokens=48))
+    name = next(name for name in LLAMA)
+    [answer] = llama_method(name, file, backbone)([PROMPT], 48, lambda tokens: None)
+    assert answer.turns[0][:8] == plain[:8]
 
 
 @pytest.mark.parametrize("kind", [Kind.F32, Kind.Q8_0], ids=lambda kind: kind.name)

@@ -9,16 +9,18 @@ from typing import Any
 from unittest.mock import patch
 
 from medusa_cli.errors import UserError, first_line, shown
+from medusa_cli.files.gguf_configs import CONFIGS, Keys, own_tokenizer, split_digits
 from medusa_cli.files.gguf_header import ELSEWHERE, Header, read_header
-from medusa_cli.files.gguf_names import GgufNames
-from medusa_cli.files.gguf_qwen35 import qwen35_config, qwen35_tokenizer
+from medusa_cli.files.gguf_names import FREQUENCIES, GgufNames
 
 # Architectures whose tensors have transformers' layout, except for differences that GgufNames
 # resolves, such as the order of rows in a Llama model's heads.
 DIRECT = (
-    *("llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "starcoder2", "stablelm"),
-    *("qwen2moe", "qwen3moe", "lfm2", "qwen35"),
+    *("llama", "qwen2", "qwen3", "gemma2", "phi3", "starcoder2", "stablelm"),
+    *("qwen2moe", "qwen3moe", "lfm2", *CONFIGS),
 )
+# Scaled positions that a config of ours has.
+SCALED = {"gemma3": "linear"}
 # Sizes of experts that transformers' reader ignores, and the config fields that they belong to.
 EXPERT_SIZES = {
     "expert_feed_forward_length": "moe_intermediate_size",
@@ -51,7 +53,8 @@ def write_metadata(path: Path, header: Header, folder: Path) -> None:
         logging.set_verbosity_error()
         logging.disable_progress_bar()
         _check_read(header)
-        config, tokenizer = _config_and_tokenizer(path, header, source)
+        factors = _rope_factors(path, header)
+        config, tokenizer = _config_and_tokenizer(path, header, source, factors)
         config.dtype = header.dtype
         for key, own in EXPERT_SIZES.items():
             size = header.metadata.get(f"{header.architecture}.{key}")
@@ -60,8 +63,8 @@ def write_metadata(path: Path, header: Header, folder: Path) -> None:
         with torch.device("meta"):
             network = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
         config.architectures = [type(network).__name__]
-        factors = _rope_factors(path, header, network)
-        if factors:
+        if factors and header.architecture != "gemma4":
+            _check_factors(factors, network)
             config.rope_parameters |= {
                 "rope_type": "longrope",  # the only type with factors; any length uses the same
                 "short_factor": factors,
@@ -92,19 +95,24 @@ def write_metadata(path: Path, header: Header, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def _config_and_tokenizer(path: Path, header: Header, source: dict[str, Any]) -> tuple[Any, Any]:
-    """Returns the config and tokenizer of a file, read by transformers or, for Qwen 3.5, by our own table of names."""
+def _config_and_tokenizer(
+    path: Path, header: Header, source: dict[str, Any], factors: list[float]
+) -> tuple[Any, Any]:
+    """Returns the config and tokenizer of a file, read by transformers or, for some architectures, by our own tables.
+
+    factors: the divisors of the rotary frequencies in the file.
+    """
     from transformers import AutoConfig, AutoTokenizer
 
-    if header.architecture != "qwen35":
+    if header.architecture in CONFIGS:
+        config = CONFIGS[header.architecture](Keys(read_header(path, arrays=True), factors))
+        tokenizer = own_tokenizer(header, source)
+    else:
         with _read_once(path):
-            return AutoConfig.from_pretrained(**source), AutoTokenizer.from_pretrained(**source)
-    vocab_size = header.tensors["token_embd.weight"].shape[0]
-    tied = "output.weight" not in header.tensors
-    config = qwen35_config(header.metadata, vocab_size, tied)
-    with _read_once(path, named="qwen3"):  # vocabulary and merges have the same form
-        tokenizer = AutoTokenizer.from_pretrained(**source)
-    return config, qwen35_tokenizer(tokenizer)
+            config = AutoConfig.from_pretrained(**source)
+            tokenizer = AutoTokenizer.from_pretrained(**source)
+    split_digits(header, tokenizer)
+    return config, tokenizer
 
 
 def _dequantize(
@@ -132,17 +140,12 @@ def _dequantize(
 
 
 @contextmanager
-def _read_once(path: Path, named: str | None = None) -> Iterator[None]:
-    """Makes transformers use our reader for a file's metadata; its own takes ten seconds for a large vocabulary.
-
-    named: an architecture to report instead of the file's.
-    """
+def _read_once(path: Path) -> Iterator[None]:
+    """Makes transformers use our reader for a file's metadata; its own takes ten seconds for a large vocabulary."""
     import gguf
     from transformers import modeling_gguf_pytorch_utils as reading
 
     header = read_header(path, arrays=True)
-    if named is not None:
-        header.metadata["general.architecture"] = named
 
     class Field:
         types: tuple[()] = ()
@@ -162,33 +165,34 @@ def _read_once(path: Path, named: str | None = None) -> Iterator[None]:
         yield
 
 
-def _rope_factors(path: Path, header: Header, network: Any) -> list[float]:
-    """Returns the divisors of a model's rotary frequencies (Llama 3), which transformers' reader ignores.
+def _rope_factors(path: Path, header: Header) -> list[float]:
+    """Returns the divisors of a model's rotary frequencies, which transformers' reader ignores.
 
-    The list is empty if the file has none. Raises ValueError for factors that do not fit the network.
+    The list is empty if the file has none. Raises ValueError for others than positive numbers.
     """
     import numpy as np
 
-    tensor = header.tensors.get("rope_freqs.weight")
+    tensor = header.tensors.get(FREQUENCIES)
     if tensor is None:
         return []
     if tensor.type != "F32":
-        raise ValueError(f"its rope_freqs.weight has the type {tensor.type}")
+        raise ValueError(f"its {FREQUENCIES} has the type {tensor.type}")
     values = np.fromfile(path, np.float32, math.prod(tensor.shape), offset=tensor.start).astype(
         np.float64
     )
-    frequencies = getattr(
-        getattr(getattr(network, "model", None), "rotary_emb", None), "inv_freq", None
-    )
-    if (
-        frequencies is None
-        or values.shape != frequencies.shape
-        or not (np.isfinite(values) & (values > 0)).all()
-    ):
-        raise ValueError(
-            f"its rope_freqs.weight {shown(values.shape)} holds no factors of the rotary frequencies"
-        )
+    if not (np.isfinite(values) & (values > 0)).all():
+        raise ValueError(f"its {FREQUENCIES} holds no factors of the rotary frequencies")
     return [float(value) for value in values]
+
+
+def _check_factors(factors: list[float], network: Any) -> None:
+    """Raises ValueError if a network has another number of rotary frequencies."""
+    embedding = getattr(getattr(network, "model", None), "rotary_emb", None)
+    frequencies = getattr(embedding, "inv_freq", None)
+    if frequencies is None or frequencies.shape != (len(factors),):
+        raise ValueError(
+            f"its {FREQUENCIES} has {len(factors)} factors, which do not fit the rotary embedding"
+        )
 
 
 def _check_read(header: Header) -> None:
@@ -196,7 +200,8 @@ def _check_read(header: Header) -> None:
     if header.metadata.get("split.count", 1) not in (0, 1):
         raise ValueError("it is one part of several; join them with `llama-gguf-split --merge`")
     for key, value in header.metadata.items():
-        if key.endswith(".rope.scaling.type") and value != "none":
+        own = SCALED.get(header.architecture)
+        if key.endswith(".rope.scaling.type") and value not in ("none", own):
             raise ValueError(
                 f"its positions are scaled ({shown(value)}), which transformers' reader leaves out"
             )

@@ -11,10 +11,18 @@ from medusa_cli.files.gguf_header import Header
 WHOLE_GAINS = ("gemma2", "gemma3", "qwen35")
 # The gated norm of a delta net's heads, whose weights in transformers are the gains.
 GATED_NORM = "linear_attn.norm.weight"
+# Architectures whose files interleave the two halves of each query and key head.
+INTERLEAVED = ("llama", "granite", "granitemoe", "smollm3")
 # Divisors of rotary frequencies, which belong to the config and not to the weights.
 FREQUENCIES = "rope_freqs.weight"
-# The name of a weight in transformers, and the older one in gguf's table.
-DT_BIAS, OLDER_DT_BIAS = "linear_attn.dt_bias", "linear_attn.dt_proj.bias"
+# What a file may hold for layers that use an earlier layer's keys and values, and a network does not.
+KEYS_AND_VALUES = (["attn_k"], ["attn_v"], ["attn_k_norm"])
+# Parts of names in transformers, and the older ones in gguf's table.
+OLDER_NAMES = {
+    "linear_attn.dt_bias": "linear_attn.dt_proj.bias",
+    ".block_sparse_moe.router.": ".mlp.gate.",
+    ".block_sparse_moe.": ".mlp.",
+}
 
 
 class GgufNames:
@@ -38,12 +46,16 @@ class GgufNames:
         self.shapes: dict[str, tuple[int, ...]] = {}  # shapes in the network
         parts = (
             part
-            for name, weight in network.named_parameters()
+            for name, weight in _weights(network)
             for part in _stored_parts(name, tuple(weight.shape))
         )
         for name, module, kind, shape in parts:
             prefix = names.get_name(module)
-            tensor = names.get_name(name) if prefix is None else f"{prefix}.{kind}"
+            tensor = f"{prefix}.{kind}"
+            if prefix is None:
+                tensor = str(names.get_name(name))
+                # A converter adds .weight to the names of some scalars.
+                tensor = tensor if tensor in header.tensors else f"{tensor}.weight"
             if tensor not in header.tensors:
                 raise ValueError(f"it lacks {shown(str(tensor))}, the weight {name}")
             stored_shape = header.tensors[tensor].shape
@@ -56,7 +68,14 @@ class GgufNames:
             self.tensors[name] = tensor
             self.shapes[name] = shape
         unused = set(header.tensors) - set(self.tensors.values()) - {FREQUENCIES}
-        left = {name for name in unused if not _is_later_layer(name, config.num_hidden_layers)}
+        layers = config.num_hidden_layers
+        shared = layers - (getattr(config, "num_kv_shared_layers", 0) or 0)
+        left = {
+            name
+            for name in unused
+            if not _is_from_layer(name, layers)
+            and not (name.split(".")[2:3] in KEYS_AND_VALUES and _is_from_layer(name, shared))
+        }
         if left:
             raise ValueError(f"the model has no place for its tensor {shown(min(left))}")
         self.config = config
@@ -66,14 +85,14 @@ class GgufNames:
         module, _, part = name.rpartition(".")
         module = module.rpartition(".")[2] if part in ("weight", "bias") else part
         rows = self.header.tensors[self.tensors[name]].shape[0]
-        if self.header.architecture == "llama":
-            return self._order_of_llama(module, rows)
+        if self.header.architecture in INTERLEAVED:
+            return self._order_of_heads(module, rows)
         if self.header.architecture == "qwen35" and ".linear_attn." in name:
             return self._order_of_delta_net(module, rows)
         return None
 
-    def _order_of_llama(self, module: str, rows: int) -> list[int] | None:
-        """Returns the order for Llama: llama.cpp interleaves the two halves of a head, which rotate together."""
+    def _order_of_heads(self, module: str, rows: int) -> list[int] | None:
+        """Returns the order of queries or keys: llama.cpp interleaves the two halves of a head, which rotate together."""
         config = self.config
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
         if module not in heads:
@@ -129,6 +148,13 @@ class GgufNames:
         return stored
 
 
+def _weights(network: Any) -> Iterator[tuple[str, Any]]:
+    """Yields a network's parameters, and its buffers that a checkpoint has, such as factors of layers."""
+    yield from network.named_parameters()
+    saved = network.state_dict()
+    yield from ((name, values) for name, values in network.named_buffers() if name in saved)
+
+
 def _stored_parts(
     name: str, shape: tuple[int, ...]
 ) -> Iterator[tuple[str, str, str, tuple[int, ...]]]:
@@ -137,13 +163,17 @@ def _stored_parts(
     A file stores the gates of all experts separately from their up matrices. Both are named after
     their module, followed by .gate or .up.
     """
-    module, _, kind = name.replace(DT_BIAS, OLDER_DT_BIAS).rpartition(".")
+    older = name
+    for own, theirs in OLDER_NAMES.items():
+        older = older.replace(own, theirs)
+    module, _, kind = older.rpartition(".")
+    own_module = name.rpartition(".")[0]
     if kind == "gate_up_proj":
         half = (shape[0], shape[1] // 2, shape[2])
-        yield f"{module}.gate", f"{module}.gate_proj", "weight", half
-        yield f"{module}.up", f"{module}.up_proj", "weight", half
+        yield f"{own_module}.gate", f"{module}.gate_proj", "weight", half
+        yield f"{own_module}.up", f"{module}.up_proj", "weight", half
     elif kind == "down_proj":
-        yield f"{module}.down", f"{module}.down_proj", "weight", shape
+        yield f"{own_module}.down", f"{module}.down_proj", "weight", shape
     else:
         yield name, module, kind, shape
 
@@ -158,10 +188,10 @@ def _expanded(order: list[int], width: int) -> list[int]:
     return [block * width + row for block in order for row in range(width)]
 
 
-def _is_later_layer(tensor: str, layers: int) -> bool:
-    """Returns True for a tensor of a layer after the model's last one, which predicts later tokens (MTP)."""
+def _is_from_layer(tensor: str, first: int) -> bool:
+    """Returns True for a tensor of the layer `first` or of a later one."""
     block, _, rest = tensor.removeprefix("blk.").partition(".")
-    return tensor.startswith("blk.") and bool(rest) and block.isdigit() and int(block) >= layers
+    return tensor.startswith("blk.") and bool(rest) and block.isdigit() and int(block) >= first
 
 
 @cache

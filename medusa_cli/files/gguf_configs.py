@@ -1,0 +1,312 @@
+"""Configs and tokenizers of GGUF files, for architectures that transformers' reader does not read, or reads in part."""
+
+from collections.abc import Callable
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from medusa_cli.errors import shown
+from medusa_cli.files.gguf_header import Header
+
+# Fields of transformers' configs, by the file's keys without the architecture's name.
+FIELDS = {
+    "block_count": "num_hidden_layers",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+}
+IDS = {
+    "tokenizer.ggml.bos_token_id": "bos_token_id",
+    "tokenizer.ggml.eos_token_id": "eos_token_id",
+    "tokenizer.ggml.padding_token_id": "pad_token_id",
+}
+GRANITE_FACTORS = {
+    "embedding_scale": "embedding_multiplier",
+    "attention.scale": "attention_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",  # both divide the logits by it
+}
+DELTA_NET = {
+    "full_attention_interval": "full_attention_interval",
+    "ssm.conv_kernel": "linear_conv_kernel_dim",
+    "ssm.state_size": "linear_key_head_dim",
+    "ssm.group_count": "linear_num_key_heads",
+    "ssm.time_step_rank": "linear_num_value_heads",
+}
+# As llama.cpp has it: in every fourth layer, SmolLM3 does not rotate.
+LAYERS_TO_NO_ROPE = 4
+# As llama.cpp has it: every sixth layer of Gemma 3 attends to all positions.
+LAYERS_TO_FULL_ATTENTION = 6
+# As llama.cpp has it: Gemma 3 27B, by its number of layers, divides by the width of a head in the
+# hidden state, not by the width of a query.
+LAYERS_OF_GEMMA3_27B = 62
+FULL, SLIDING = "full_attention", "sliding_attention"
+# Vocabularies, by the name of their splits, whose words end at every digit and else as GPT-2's do.
+DIGIT_BY_DIGIT = ("codeshell", "command-r", "exaone", "refact", "smollm", "starcoder")
+
+
+class Keys:
+    """Reads the metadata of a file, by keys without the architecture's name.
+
+    Raises ValueError for a missing or impossible value. The header must have been read with its arrays.
+    """
+
+    def __init__(self, header: Header, factors: list[float]) -> None:
+        self.header = header
+        self.factors = factors  # divisors of the rotary frequencies, if the file has some
+
+    def get(self, key: str) -> Any:
+        return self.header.metadata.get(f"{self.header.architecture}.{key}")
+
+    def number(self, key: str, default: float | None = None) -> Any:
+        """Returns a positive number."""
+        value = self.get(key)
+        if value is None and default is not None:
+            return default
+        if not isinstance(value, int | float) or not value > 0:
+            raise ValueError(f"its {self.header.architecture}.{key} is {shown(value)}")
+        return value
+
+    def count(self, key: str) -> int:
+        """Returns a whole number, which is 0 if the file does not have it."""
+        value = self.get(key)
+        if value is None:
+            return 0
+        if type(value) is not int or value < 0:
+            raise ValueError(f"its {self.header.architecture}.{key} is {shown(value)}")
+        return value
+
+    def by_layer(self, key: str, default: int | None = None) -> list[int]:
+        """Returns a positive number for each layer; a file has one for all, or a list."""
+        layers = int(self.number("block_count"))
+        if not isinstance(self.get(key), list):
+            return [int(self.number(key, default))] * layers
+        values: list[int] = self.get(key)
+        if len(values) != layers or not all(isinstance(own, int) and own > 0 for own in values):
+            raise ValueError(f"its {self.header.architecture}.{key} is {shown(values)}")
+        return values
+
+    def fields(self) -> dict[str, Any]:
+        """Returns the fields that most configs have, except for the rotary embedding."""
+        fields: dict[str, Any] = {own: self.number(key) for key, own in FIELDS.items()}
+        heads = fields["num_attention_heads"]
+        fields["num_key_value_heads"] = self.by_layer("attention.head_count_kv", heads)[0]
+        fields["intermediate_size"] = self.by_layer("feed_forward_length")[0]
+        fields["head_dim"] = self.number("attention.key_length", fields["hidden_size"] // heads)
+        fields["vocab_size"] = self.rows("token_embd.weight")
+        fields["tie_word_embeddings"] = "output.weight" not in self.header.tensors
+        return fields | {own: self.header.metadata.get(key) for key, own in IDS.items()}
+
+    def rows(self, tensor: str) -> int:
+        if tensor not in self.header.tensors:
+            raise ValueError(f"it lacks {tensor}")
+        return self.header.tensors[tensor].shape[0]
+
+    def rope(self) -> dict[str, Any]:
+        """Returns the parameters of a rotary embedding of whole heads, without scaling."""
+        head = self.number(
+            "attention.key_length",
+            self.number("embedding_length") // self.number("attention.head_count"),
+        )
+        if self.number("rope.dimension_count", head) != head:
+            raise ValueError("its rotary embeddings are narrower than its heads")
+        return {"rope_type": "default", "rope_theta": self.number("rope.freq_base", 10000.0)}
+
+    def windows(self, period: int | None = None) -> list[str]:
+        """Returns each layer's kind of attention; `period` is the distance of full ones if the file has none."""
+        layers = int(self.number("block_count"))
+        pattern = self.get("attention.sliding_window_pattern")
+        if not isinstance(pattern, list):
+            period = int(self.number("attention.sliding_window_pattern", period))
+            pattern = [bool((layer + 1) % period) for layer in range(layers)]
+        if len(pattern) != layers:
+            raise ValueError(f"its sliding_window_pattern has {len(pattern)} layers, not {layers}")
+        return [SLIDING if own else FULL for own in pattern]
+
+
+def _granite(keys: Keys) -> Any:
+    from transformers import GraniteConfig
+
+    return GraniteConfig(**_granite_fields(keys))
+
+
+def _granite_moe(keys: Keys) -> Any:
+    from transformers import GraniteMoeConfig
+
+    return GraniteMoeConfig(
+        **_granite_fields(keys),
+        num_local_experts=keys.number("expert_count"),
+        num_experts_per_tok=keys.number("expert_used_count"),
+    )
+
+
+def _granite_fields(keys: Keys) -> dict[str, Any]:
+    if keys.get("rope.scaling.finetuned") is False:
+        raise ValueError("its layers do not rotate, which transformers' Granite has no place for")
+    factors = {own: keys.number(key, 1.0) for key, own in GRANITE_FACTORS.items()}
+    if keys.get("attention.scale") is None:
+        factors["attention_multiplier"] = keys.fields()["head_dim"] ** -0.5
+    return {**keys.fields(), **factors, "rope_parameters": keys.rope(), **_biases(keys)}
+
+
+def _smollm3(keys: Keys) -> Any:
+    from transformers import SmolLM3Config
+
+    return SmolLM3Config(
+        **keys.fields(),
+        **_biases(keys),
+        rope_parameters=keys.rope(),
+        no_rope_layer_interval=LAYERS_TO_NO_ROPE,
+    )
+
+
+def _olmo2(keys: Keys) -> Any:
+    from transformers import Olmo2Config
+
+    if keys.get("attention.sliding_window") is not None:
+        raise ValueError("it is an Olmo 3, whose windows are not read from GGUF files")
+    return Olmo2Config(**keys.fields(), **_biases(keys), rope_parameters=keys.rope())
+
+
+def _biases(keys: Keys) -> dict[str, bool]:
+    return {"attention_bias": "blk.0.attn_q.bias" in keys.header.tensors}
+
+
+def _gemma3(keys: Keys) -> Any:
+    from transformers import Gemma3TextConfig
+
+    fields = keys.fields()
+    scale = fields["head_dim"]
+    if fields["num_hidden_layers"] == LAYERS_OF_GEMMA3_27B:
+        scale = fields["hidden_size"] // fields["num_attention_heads"]
+    full = keys.rope()
+    if keys.get("rope.scaling.type") == "linear":
+        full |= {"rope_type": "linear", "factor": keys.number("rope.scaling.factor")}
+    return Gemma3TextConfig(
+        **fields,
+        query_pre_attn_scalar=scale,
+        sliding_window=keys.number("attention.sliding_window"),
+        layer_types=keys.windows(LAYERS_TO_FULL_ATTENTION),
+        final_logit_softcapping=keys.get("final_logit_softcapping"),
+        rope_parameters={FULL: full, SLIDING: _rope_of_windows(keys)},
+    )
+
+
+def _rope_of_windows(keys: Keys) -> dict[str, Any]:
+    """Returns the rotary embedding of Gemma's layers with a window, which is never scaled."""
+    return {"rope_type": "default", "rope_theta": keys.number("rope.freq_base_swa", 10000.0)}
+
+
+def _gemma4(keys: Keys) -> Any:
+    from transformers import Gemma4TextConfig
+
+    if keys.count("expert_count"):
+        raise ValueError("its layers have experts, which are not read from files of Gemma 4")
+    fields = keys.fields()
+    kinds = keys.windows()
+    layers = len(kinds)
+    full = kinds.index(FULL) if FULL in kinds else -1
+    narrow = kinds.index(SLIDING) if SLIDING in kinds else -1
+    heads = keys.by_layer("attention.head_count_kv")
+    widths = keys.by_layer("feed_forward_length")
+    shared = keys.count("attention.shared_kv_layers")
+    if full < 0 or narrow < 0 or shared >= layers:
+        raise ValueError("its layers have one kind of attention, or share all keys")
+    doubled = [widths[0] * (2 if layer >= layers - shared else 1) for layer in range(layers)]
+    if widths != doubled and len(set(widths)) > 1:
+        raise ValueError(f"its feed_forward_length is {shown(widths)}")
+    if heads != [heads[full] if kind == FULL else heads[narrow] for kind in kinds]:
+        raise ValueError(f"its attention.head_count_kv is {shown(heads)}")
+    width = keys.number("attention.key_length_swa")
+    if keys.number("rope.dimension_count_swa", width) != width:
+        raise ValueError("the rotary embeddings of its windows are narrower than its heads")
+    inputs = keys.count("embedding_length_per_layer_input")
+    fields |= {"head_dim": width, "num_key_value_heads": heads[narrow]}
+    return Gemma4TextConfig(
+        **fields,
+        global_head_dim=keys.number("attention.key_length"),
+        num_global_key_value_heads=heads[full],
+        # Only then may layers with full attention have another number of key heads.
+        attention_k_eq_v=f"blk.{full}.attn_v.weight" not in keys.header.tensors,
+        num_kv_shared_layers=shared,
+        use_double_wide_mlp=len(set(widths)) > 1,
+        layer_types=kinds,
+        sliding_window=keys.number("attention.sliding_window"),
+        final_logit_softcapping=keys.get("final_logit_softcapping"),
+        hidden_size_per_layer_input=inputs,
+        vocab_size_per_layer_input=keys.rows("per_layer_token_embd.weight") if inputs else 1,
+        rope_parameters={FULL: keys.rope() | _proportion(keys), SLIDING: _rope_of_windows(keys)},
+    )
+
+
+def _proportion(keys: Keys) -> dict[str, Any]:
+    """Returns which part of a head Gemma 4 rotates: frequencies of others have a huge divisor in the file."""
+    rotated = keys.factors.count(1.0)
+    if not rotated or min(keys.factors[rotated:], default=1e30) < 1e29:
+        raise ValueError("its rope_freqs.weight does not say which part of a head rotates")
+    return {
+        "rope_type": "proportional",
+        "partial_rotary_factor": rotated / len(keys.factors),
+    }
+
+
+def _qwen35(keys: Keys) -> Any:
+    from transformers import Qwen3_5TextConfig
+
+    fields = keys.fields() | {own: keys.number(key) for key, own in DELTA_NET.items()}
+    # The file's number of layers includes those that predict later tokens.
+    fields["num_hidden_layers"] -= keys.count("nextn_predict_layers")
+    values = fields["linear_num_value_heads"]
+    inner = int(keys.number("ssm.inner_size"))
+    impossible = inner % values or values % fields["linear_num_key_heads"]
+    if fields["num_hidden_layers"] < 1 or impossible:
+        raise ValueError("its numbers of layers, heads and ssm.inner_size do not fit each other")
+    return Qwen3_5TextConfig(
+        **fields,
+        linear_value_head_dim=inner // values,
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": keys.number("rope.freq_base"),
+            "partial_rotary_factor": keys.number("rope.dimension_count") / fields["head_dim"],
+        },
+    )
+
+
+# Functions that return a config, by the file's architecture.
+CONFIGS: dict[str, Callable[[Keys], Any]] = {
+    "gemma3": _gemma3,
+    "gemma4": _gemma4,
+    "granite": _granite,
+    "granitemoe": _granite_moe,
+    "olmo2": _olmo2,
+    "qwen35": _qwen35,
+    "smollm3": _smollm3,
+}
+
+
+def own_tokenizer(header: Header, source: dict[str, Any]) -> Any:
+    """Returns the tokenizer of a file of one of these architectures.
+
+    source: the arguments with which transformers reads the file.
+    """
+    from transformers import PreTrainedTokenizerFast, Qwen3_5Tokenizer
+
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(**source)
+    if header.architecture != "qwen35":
+        return tokenizer
+    with TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        return Qwen3_5Tokenizer.from_pretrained(folder)
+
+
+def split_digits(header: Header, tokenizer: Any) -> None:
+    """Makes a tokenizer split numbers into digits if its vocabulary wants that, which transformers' reader ignores."""
+    from tokenizers import pre_tokenizers
+
+    if header.metadata.get("tokenizer.ggml.pre") in DIGIT_BY_DIGIT:
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Digits(individual_digits=True),
+                pre_tokenizers.ByteLevel(add_prefix_space=False),
+            ]
+        )
