@@ -1,7 +1,9 @@
 """GGUF files as models: decoded as the bits that they hold, refused if damaged or not read whole."""
 
+import json
 import struct
 import tracemalloc
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -394,7 +396,8 @@ def write_hybrid(
         stored = names.get_name(name) if known is None else f"{known}.{part}"
         assert stored is not None, name
         numbers = values.detach().squeeze(1) if values.dim() == 3 else values.detach()
-        own = kind if part == "weight" and values.dim() == 2 else Kind.F32
+        is_matrix = values.dim() == 2 or "experts" in name
+        own = kind if part == "weight" and is_matrix else Kind.F32
         packed = gguf.quantize(np.ascontiguousarray(numbers.numpy()), own)
         writer.add_tensor(stored, packed, raw_dtype=own)
     writer.write_header_to_file()
@@ -410,7 +413,7 @@ def tiny_network(model_type: str, **own: Any) -> Any:
     torch.manual_seed(0)
     network = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
-        for name, weight in network.named_parameters():
+        for weight in network.parameters():
             if weight.dim() == 1:
                 weight += torch.randn_like(weight) / 10
         for name, weight in network.named_buffers():
@@ -428,6 +431,11 @@ def write_as_converter(path: Path, kind: Kind, arch: str, network: Any, add: Cha
     writer = gguf.GGUFWriter(path, arch)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     add(writer)
+    with torch.no_grad():
+        for weight in network.parameters():
+            if weight.dim() > 1:
+                packed = gguf.quantize(weight.numpy(), kind)
+                weight.copy_(torch.from_numpy(gguf.dequantize(packed, kind).copy()))
     stored = {}
     for name, weight in network.state_dict().items():
         values = weight.detach()
@@ -526,7 +534,7 @@ def write_gemma3(path: Path, kind: Kind, factor: float = 8.0) -> Any:
 def write_gemma4(path: Path, kind: Kind, same_values: bool = False) -> Any:
     """Writes a tiny Gemma 4.
 
-    Its last two of six layers use keys and values of earlier ones. same_values: instead, in layers
+    The last three of its six layers use keys and values of earlier ones. same_values: instead, in layers
     with full attention, values are keys, of which there are fewer heads, and no layer has its own
     inputs; as in the largest models.
     """
@@ -534,11 +542,11 @@ def write_gemma4(path: Path, kind: Kind, same_values: bool = False) -> Any:
         "gemma4_text",
         num_hidden_layers=6,
         layer_types=[SLIDING, SLIDING, FULL] * 2,
-        num_kv_shared_layers=0 if same_values else 2,
+        num_kv_shared_layers=0 if same_values else 3,
         use_double_wide_mlp=not same_values,
         attention_k_eq_v=same_values,
         num_global_key_value_heads=1 if same_values else None,
-        hidden_size_per_layer_input=0 if same_values else 16,
+        hidden_size_per_layer_input=0 if same_values else 32,
         vocab_size_per_layer_input=VOCAB,
         final_logit_softcapping=30.0,
         tie_word_embeddings=True,
@@ -595,24 +603,177 @@ def test_other_architectures_are_read_from_the_file(file: Path, family: str, kin
     folder = Path(assets.model_dir(str(file)))
     assert not list(folder.glob("*.safetensors"))
     ids = torch.tensor([*PROMPT, *range(5, 55)])  # longer than a window
-    expected = network(ids[None]).logits[0]
-    bound = 1e-4 if kind == Kind.F32 else 0.1
+    with torch.inference_mode():
+        expected = network(ids[None]).logits[0]
     for engine in ("native", "eager"):
         backbone = load_backbone(str(file), LoadOptions(dtype="fp32", engine=engine))
         logits = forward(backbone, ids).logits
-        assert float((logits - expected).norm() / expected.norm()) < bound, engine
+        assert float((logits - expected).norm() / expected.norm()) < 1e-4, engine
     assert weights_of(str(file)) is not None
 
 
-@pytest.mark.parametrize("family", OTHERS)
-def test_llama_cpp_decodes_the_same_file_of_others(file: Path, family: str) -> None:
-    pytest.importorskip("xllamacpp")
+def rope_off(writer: gguf.GGUFWriter) -> None:
+    writer.add_rope_scaling_finetuned(False)
+
+
+def with_window(writer: gguf.GGUFWriter) -> None:
+    writer.add_sliding_window(16)
+
+
+def with_experts(writer: gguf.GGUFWriter) -> None:
+    writer.add_expert_count(4)
+
+
+def of_another_layer(writer: gguf.GGUFWriter) -> None:
+    writer.add_tensor("blk.2.attn_k_norm.bias", np.ones(32, np.float32))
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "part"),
+    [
+        ("granite", rope_off, "rotate"),
+        ("olmo2", with_window, "Olmo 3"),
+        ("gemma4", with_experts, "experts"),
+        ("gemma4", of_another_layer, "blk.2.attn_k_norm.bias"),
+    ],
+)
+def test_files_of_others_that_would_not_be_read_whole_are_refused(
+    file: Path, monkeypatch: pytest.MonkeyPatch, family: str, change: Change, part: str
+) -> None:
+    with monkeypatch.context() as patch:
+
+        def add(writer: gguf.GGUFWriter, add: Change = add_tokenizer) -> None:
+            add(writer)
+            change(writer)
+
+        patch.setattr("tests.test_gguf.add_tokenizer", add)
+        OTHERS[family](file, Kind.F32)
+    refused(file, part)
+
+
+@pytest.mark.parametrize(
+    ("family", "key"),
+    [
+        ("granite", "embedding_length"),
+        ("granite", "attention.head_count"),
+        ("gemma3", "attention.sliding_window"),
+        ("gemma3", "rope.scaling.factor"),
+        ("gemma4", "attention.sliding_window_pattern"),
+        ("gemma4", "attention.key_length_swa"),
+    ],
+)
+def test_files_of_others_without_a_size_are_refused(file: Path, family: str, key: str) -> None:
     OTHERS[family](file, Kind.F32)
+    data, name = file.read_bytes(), f"{family}.{key}".encode()
+    length = struct.pack("<Q", len(name))  # no other key that begins like it
+    file.write_bytes(data.replace(length + name, length + name[:-1] + b"~"))
+    refused(file, key)
+
+
+def asked(path: Path, call: str, body: dict[str, Any]) -> Any:
+    """Returns what llama.cpp's server answers about a file."""
+    xllamacpp = pytest.importorskip("xllamacpp")
+    settings = xllamacpp.CommonParams()
+    settings.model.path = str(path)
+    settings.n_ctx, settings.n_parallel = 512, 1
+    settings.verbosity, settings.cache_ram_mib = 0, 0
+    server = xllamacpp.Server(settings)
+    request = urllib.request.Request(
+        f"{server.listening_address}/{call}",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request) as reply:
+        return json.load(reply)
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_llama_cpp_gives_others_the_same_probabilities(file: Path, family: str) -> None:
+    OTHERS[family](file, Kind.F32)
+    ids = [*PROMPT, *range(5, 55)]
+    body = {"prompt": ids, "n_predict": 1, "temperature": -1.0, "n_probs": 20}
+    first = asked(file, "completion", body)["completion_probabilities"][0]["top_logprobs"]
     backbone = load_backbone(str(file), FP32)
-    plain = tokens_of(generate_plain(backbone, PROMPT, max_new_tokens=48))
-    name = next(name for name in LLAMA)
-    [answer] = llama_method(name, file, backbone)([PROMPT], 48, lambda tokens: None)
-    assert answer.turns[0][:8] == plain[:8]
+    ours = forward(backbone, torch.tensor(ids)).logits[-1].log_softmax(-1)
+    numbers = [own["id"] for own in first]
+    theirs = torch.tensor([own["logprob"] for own in first])
+    assert theirs.max() - theirs.min() > 0.5  # they depend on the layers
+    assert ours.argmax() == numbers[0]
+    torch.testing.assert_close(ours[numbers], theirs, rtol=0, atol=0.03)  # its keys are in fp16
+
+
+def add_pieces(writer: gguf.GGUFWriter, kind: str) -> None:
+    """Adds a tiny vocabulary of Gemma's kind, which llama.cpp calls llama or gemma4, to a file."""
+    special, letters = ["<pad>", "<eos>", "<bos>", "<unk>"], [f"<0x{i:02X}>" for i in range(256)]
+    pieces = ["\u2581", "a", "b", "c", "\u2581a", "ab", "\u2581ab", "\u2581\u2581", "\n", "1", "bc"]
+    unused = [f"<unused{i}>" for i in range(VOCAB - 260 - len(pieces))]
+    writer.add_tokenizer_model(kind)
+    writer.add_token_list([*special, *letters, *pieces, *unused])
+    writer.add_token_types([3, 3, 3, 2, *[6] * 256, *[1] * len(pieces), *[3] * len(unused)])
+    writer.add_token_scores([0.0] * 260 + [-float(number) for number in range(VOCAB - 260)])
+    if kind == "gemma4":
+        merges = ["\u2581 a", "a b", "\u2581a b", "\u2581 \u2581", "b c"]
+        writer.add_token_merges(merges)
+    writer.add_bos_token_id(2)
+    writer.add_eos_token_id(1)
+    writer.add_unk_token_id(3)
+    writer.add_add_bos_token(True)
+    writer.add_add_space_prefix(False)
+
+
+def add_digits(writer: gguf.GGUFWriter, kind: str) -> None:
+    """Adds a tiny vocabulary with merges of digits and of spaces, split as a kind of llama.cpp's."""
+    letters = list(bytes_to_unicode().values())
+    words = [*letters, "ab", "12", "\u01201", "\u0120\u0120"]
+    unused = [f"<unused{i}>" for i in range(VOCAB - len(words))]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(kind)
+    writer.add_token_list([*words, *unused])
+    writer.add_token_types([1] * len(words) + [3] * len(unused))
+    writer.add_token_merges(["a b", "1 2", "\u0120 1", "\u0120 \u0120"])
+    writer.add_eos_token_id(END)
+
+
+TEXTS = ("ab c", "bc  ab a\n\n b1 22 \u00e9", " ab 12", "  12 it's 121", "a\t b <unused3>   c\n \n")
+
+
+@pytest.mark.parametrize(
+    ("family", "add", "kind"),
+    [
+        ("granite", add_digits, "refact"),
+        ("granite", add_digits, "dbrx"),
+        ("smollm3", add_digits, "llama-bpe"),
+        ("gemma3", add_pieces, "llama"),
+        ("gemma4", add_pieces, "gemma4"),
+    ],
+)
+def test_words_of_other_architectures_are_split_as_llama_cpp_does(
+    file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    add: Callable[[gguf.GGUFWriter, str], None],
+    kind: str,
+) -> None:
+    monkeypatch.setattr("tests.test_gguf.add_tokenizer", lambda writer: add(writer, kind))
+    OTHERS[family](file, Kind.F32)
+    tokenizer = load_backbone(str(file), FP32).tokenizer
+    for own in TEXTS:
+        tokens = asked(file, "tokenize", {"content": own, "parse_special": True})["tokens"]
+        assert tokenizer.encode(own, add_special_tokens=False) == tokens, own
+        assert tokenizer.decode(tokens) == own
+
+
+def test_digits_of_a_llama_s_file_are_split_as_llama_cpp_does(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "tests.test_gguf.add_tokenizer", lambda writer: add_digits(writer, "smollm")
+    )
+    write_gguf(file)
+    tokenizer = load_backbone(str(file), FP32).tokenizer
+    for own in TEXTS:
+        tokens = asked(file, "tokenize", {"content": own, "parse_special": True})["tokens"]
+        assert tokenizer.encode(own, add_special_tokens=False) == tokens, own
 
 
 @pytest.mark.parametrize("kind", [Kind.F32, Kind.Q8_0], ids=lambda kind: kind.name)

@@ -15,8 +15,8 @@ GATED_NORM = "linear_attn.norm.weight"
 INTERLEAVED = ("llama", "granite", "granitemoe", "smollm3")
 # Divisors of rotary frequencies, which belong to the config and not to the weights.
 FREQUENCIES = "rope_freqs.weight"
-# What a file may hold for layers that use an earlier layer's keys and values, and a network does not.
-KEYS_AND_VALUES = (["attn_k"], ["attn_v"], ["attn_k_norm"])
+# Modules that layers do not need if they use an earlier layer's keys and values.
+KEYS_AND_VALUES = ("attn_k", "attn_v", "attn_k_norm")
 # Parts of names in transformers, and the older ones in gguf's table.
 OLDER_NAMES = {
     "linear_attn.dt_bias": "linear_attn.dt_proj.bias",
@@ -51,13 +51,11 @@ class GgufNames:
         )
         for name, module, kind, shape in parts:
             prefix = names.get_name(module)
-            tensor = f"{prefix}.{kind}"
-            if prefix is None:
-                tensor = str(names.get_name(name))
-                # A converter adds .weight to the names of some scalars.
-                tensor = tensor if tensor in header.tensors else f"{tensor}.weight"
+            tensor = str(names.get_name(name)) if prefix is None else f"{prefix}.{kind}"
+            if f"{tensor}.weight" in header.tensors:
+                tensor += ".weight"  # of a parameter without a module, such as a layer's factor
             if tensor not in header.tensors:
-                raise ValueError(f"it lacks {shown(str(tensor))}, the weight {name}")
+                raise ValueError(f"it lacks {shown(tensor)}, the weight {name}")
             stored_shape = header.tensors[tensor].shape
             if stored_shape != _without_ones(shape):
                 raise ValueError(
@@ -68,14 +66,7 @@ class GgufNames:
             self.tensors[name] = tensor
             self.shapes[name] = shape
         unused = set(header.tensors) - set(self.tensors.values()) - {FREQUENCIES}
-        layers = config.num_hidden_layers
-        shared = layers - (getattr(config, "num_kv_shared_layers", 0) or 0)
-        left = {
-            name
-            for name in unused
-            if not _is_from_layer(name, layers)
-            and not (name.split(".")[2:3] in KEYS_AND_VALUES and _is_from_layer(name, shared))
-        }
+        left = {name for name in unused if not _is_left_out(name, config)}
         if left:
             raise ValueError(f"the model has no place for its tensor {shown(min(left))}")
         self.config = config
@@ -92,7 +83,7 @@ class GgufNames:
         return None
 
     def _order_of_heads(self, module: str, rows: int) -> list[int] | None:
-        """Returns the order of queries or keys: llama.cpp interleaves the two halves of a head, which rotate together."""
+        """Returns the order of queries or keys: a file interleaves the two halves of a head, which rotate together."""
         config = self.config
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
         if module not in heads:
@@ -163,17 +154,17 @@ def _stored_parts(
     A file stores the gates of all experts separately from their up matrices. Both are named after
     their module, followed by .gate or .up.
     """
-    older = name
-    for own, theirs in OLDER_NAMES.items():
-        older = older.replace(own, theirs)
-    module, _, kind = older.rpartition(".")
-    own_module = name.rpartition(".")[0]
+    known = name
+    for own, older in OLDER_NAMES.items():
+        known = known.replace(own, older)
+    module, _, kind = known.rpartition(".")
+    experts = name.rpartition(".")[0]
     if kind == "gate_up_proj":
         half = (shape[0], shape[1] // 2, shape[2])
-        yield f"{own_module}.gate", f"{module}.gate_proj", "weight", half
-        yield f"{own_module}.up", f"{module}.up_proj", "weight", half
+        yield f"{experts}.gate", f"{module}.gate_proj", "weight", half
+        yield f"{experts}.up", f"{module}.up_proj", "weight", half
     elif kind == "down_proj":
-        yield f"{own_module}.down", f"{module}.down_proj", "weight", shape
+        yield f"{experts}.down", f"{module}.down_proj", "weight", shape
     else:
         yield name, module, kind, shape
 
@@ -188,10 +179,19 @@ def _expanded(order: list[int], width: int) -> list[int]:
     return [block * width + row for block in order for row in range(width)]
 
 
-def _is_from_layer(tensor: str, first: int) -> bool:
-    """Returns True for a tensor of the layer `first` or of a later one."""
+def _is_left_out(tensor: str, config: Any) -> bool:
+    """Returns True for a tensor that a model does not need.
+
+    It belongs to a layer after the last one, which predicts later tokens (MTP), or is a key's or a
+    value's in a layer that uses those of an earlier one.
+    """
     block, _, rest = tensor.removeprefix("blk.").partition(".")
-    return tensor.startswith("blk.") and bool(rest) and block.isdigit() and int(block) >= first
+    if not tensor.startswith("blk.") or not rest or not block.isdigit():
+        return False
+    layers: int = config.num_hidden_layers
+    own = layers - getattr(config, "num_kv_shared_layers", 0)
+    of_keys = rest.partition(".")[0] in KEYS_AND_VALUES
+    return int(block) >= (own if of_keys else layers)
 
 
 @cache
