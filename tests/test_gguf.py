@@ -612,6 +612,21 @@ def test_other_architectures_are_read_from_the_file(file: Path, family: str, kin
     assert weights_of(str(file)) is not None
 
 
+def test_all_ends_of_gemma4_end_an_answer(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def add(writer: gguf.GGUFWriter) -> None:
+        writer.add_tokenizer_model("gpt2")
+        ends = ["<turn|>", "<|tool_response>", "<eos>"]
+        letters = list(bytes_to_unicode().values())
+        unused = [f"<unused{i}>" for i in range(VOCAB - len(letters) - 4)]
+        writer.add_token_list([*letters, "ab", *unused, *ends])
+        writer.add_token_merges(["a b"])
+        writer.add_eos_token_id(END - 2)
+
+    monkeypatch.setattr("tests.test_gguf.add_tokenizer", add)
+    write_gemma4(file, Kind.F32)
+    assert load_backbone(str(file), FP32).eos_ids == {END - 2, END - 1, END}
+
+
 def rope_off(writer: gguf.GGUFWriter) -> None:
     writer.add_rope_scaling_finetuned(False)
 

@@ -73,11 +73,7 @@ def write_metadata(path: Path, header: Header, folder: Path) -> None:
                 "original_max_position_embeddings": config.max_position_embeddings,
             }
         generation = GenerationConfig.from_model_config(config)
-        if (end := header.metadata.get("tokenizer.ggml.eot_token_id")) not in (
-            None,
-            config.eos_token_id,
-        ):
-            generation.eos_token_id = [config.eos_token_id, end]  # end of text, end of turn
+        generation.eos_token_id = _ends(config, header) or None
         if header.architecture in DIRECT:
             GgufNames(header, network)
         else:
@@ -93,6 +89,13 @@ def write_metadata(path: Path, header: Header, folder: Path) -> None:
     config.save_pretrained(folder)
     generation.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def _ends(config: Any, header: Header) -> list[int]:
+    """Returns the tokens that end an answer: those of the config, and the end of a turn."""
+    ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    end_of_turn = header.metadata.get("tokenizer.ggml.eot_token_id")
+    return [end for end in dict.fromkeys([*ends, end_of_turn]) if end is not None]
 
 
 def _config_and_tokenizer(

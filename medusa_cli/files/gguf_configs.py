@@ -40,6 +40,8 @@ LAYERS_TO_FULL_ATTENTION = 6
 # As llama.cpp has it: Gemma 3 27B, by its number of layers, divides by the width of a head in the
 # hidden state, not by the width of a query.
 LAYERS_OF_GEMMA3_27B = 62
+# Tokens that end an answer of Gemma 4, whose files name one of them.
+ENDS_OF_GEMMA4 = ("<eos>", "<turn|>", "<|tool_response>")
 FULL, SLIDING = "full_attention", "sliding_attention"
 # Vocabularies, by the name of their splits, whose words end at every digit and else as GPT-2's do.
 DIGIT_BY_DIGIT = ("codeshell", "command-r", "exaone", "refact", "smollm", "starcoder")
@@ -221,7 +223,10 @@ def _gemma4(keys: Keys) -> Any:
     if keys.number("rope.dimension_count_swa", width) != width:
         raise ValueError("the rotary embeddings of its windows are narrower than its heads")
     inputs = keys.count("embedding_length_per_layer_input")
+    tokens: list[str] = keys.header.metadata.get("tokenizer.ggml.tokens") or []
+    ends = [number for number, token in enumerate(tokens) if token in ENDS_OF_GEMMA4]
     fields |= {"head_dim": width, "num_key_value_heads": heads[narrow]}
+    fields["eos_token_id"] = ends or fields["eos_token_id"]
     return Gemma4TextConfig(
         **fields,
         global_head_dim=keys.number("attention.key_length"),
