@@ -300,13 +300,15 @@ def write_lfm2(path: Path, kind: Kind) -> Any:
     return write_hybrid(writer, network, weights, kind)
 
 
-def write_qwen35(path: Path, kind: Kind, value_heads: int = 4, later: int = 0) -> Any:
+def write_qwen35(
+    path: Path, kind: Kind, value_heads: int = 4, later: int = 0, experts: bool = False
+) -> Any:
     """Writes a tiny Qwen 3.5 as llama.cpp's converter does; returns its network with the weights that the file holds.
 
     later: layers that predict later tokens.
     """
     config = tiny_config(
-        "qwen3_5_text",
+        "qwen3_5_moe_text" if experts else "qwen3_5_text",
         vocab_size=VOCAB,
         linear_num_key_heads=2,
         linear_num_value_heads=value_heads,
@@ -320,7 +322,12 @@ def write_qwen35(path: Path, kind: Kind, value_heads: int = 4, later: int = 0) -
         for name, weight in network.named_parameters():
             if name.endswith(("norm.weight", "dt_bias", "A_log")):
                 weight += torch.randn_like(weight) / 10
-    writer = gguf.GGUFWriter(path, "qwen35")
+    writer = gguf.GGUFWriter(path, "qwen35moe" if experts else "qwen35")
+    if experts:
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
     writer.add_head_count_kv(KV_HEADS)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_key_length(config.head_dim)
@@ -333,7 +340,7 @@ def write_qwen35(path: Path, kind: Kind, value_heads: int = 4, later: int = 0) -
     writer.add_ssm_group_count(2)
     writer.add_ssm_time_step_rank(value_heads)
     writer.add_ssm_inner_size(16 * value_heads)
-    writer.add_uint32("qwen35.full_attention_interval", 2)
+    writer.add_uint32(f"{writer.arch}.full_attention_interval", 2)
     if later:
         writer.add_uint32("qwen35.nextn_predict_layers", later)
         writer.add_tensor("blk.4.nextn.eh_proj.weight", np.ones((64, 128), np.float32))
@@ -362,7 +369,9 @@ def write_qwen35(path: Path, kind: Kind, value_heads: int = 4, later: int = 0) -
             values = -values.exp()
         if name.endswith("norm.weight") and own != "norm.weight":
             values = values + 1
-        stored[name.replace("dt_bias", "dt_proj.bias")] = values
+        if name.endswith("shared_expert_gate.weight"):
+            values = values[0]
+        stored |= by_expert(name.replace("dt_bias", "dt_proj.bias"), values)
     return write_hybrid(writer, network, stored, kind, later)
 
 
@@ -381,7 +390,7 @@ def write_hybrid(
     if getattr(config, "use_double_wide_mlp", False):
         widths = [layer.mlp.up_proj.out_features for layer in network.model.layers]
         writer.add_feed_forward_length(widths)
-    else:
+    elif hasattr(config, "intermediate_size"):
         writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     rope = config.rope_parameters
@@ -395,8 +404,8 @@ def write_hybrid(
         known = names.get_name(module)
         stored = names.get_name(name) if known is None else f"{known}.{part}"
         assert stored is not None, name
-        numbers = values.detach().squeeze(1) if values.dim() == 3 else values.detach()
         is_matrix = values.dim() == 2 or "experts" in name
+        numbers = values.detach() if values.dim() < 3 or is_matrix else values.detach().squeeze(1)
         own = kind if part == "weight" and is_matrix else Kind.F32
         packed = gguf.quantize(np.ascontiguousarray(numbers.numpy()), own)
         writer.add_tensor(stored, packed, raw_dtype=own)
@@ -420,6 +429,17 @@ def tiny_network(model_type: str, **own: Any) -> Any:
             if name.endswith("layer_scalar"):
                 weight *= 0.8
     return network
+
+
+def by_expert(name: str, values: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Returns a weight by its name, or the parts that a converter makes of the weights of all experts."""
+    if name.endswith("gate_up_proj"):
+        module = name.removesuffix("gate_up_proj")
+        gate, up = values.chunk(2, dim=1)
+        return {f"{module}gate_proj.weight": gate, f"{module}up_proj.weight": up}
+    if name.endswith("experts.down_proj"):
+        return {f"{name}.weight": values}
+    return {name: values}
 
 
 def write_as_converter(path: Path, kind: Kind, arch: str, network: Any, add: Change) -> Any:
@@ -448,15 +468,8 @@ def write_as_converter(path: Path, kind: Kind, arch: str, network: Any, add: Cha
             name += ".weight"
         name = name.replace("block_sparse_moe.router", "mlp.gate")
         name = name.replace("block_sparse_moe", "mlp")
-        if name.endswith("gate_up_proj"):
-            module = name.removesuffix("gate_up_proj")
-            stored[f"{module}gate_proj.weight"], stored[f"{module}up_proj.weight"] = values.chunk(
-                2, dim=1
-            )
-        elif name.endswith("experts.down_proj"):
-            stored[f"{name}.weight"] = values
-        elif name != "lm_head.weight" or not config.tie_word_embeddings:
-            stored[name] = values
+        if name != "lm_head.weight" or not config.tie_word_embeddings:
+            stored |= by_expert(name, values)
     return write_hybrid(writer, network, stored, kind)
 
 
@@ -582,6 +595,7 @@ HYBRIDS: dict[str, Callable[[Path, Kind], Any]] = {
     "lfm2": write_lfm2,
     "qwen35": write_qwen35,
     "qwen35 with a value head for each key head": lambda path, kind: write_qwen35(path, kind, 2),
+    "qwen35 with experts": lambda path, kind: write_qwen35(path, kind, experts=True),
 }
 
 

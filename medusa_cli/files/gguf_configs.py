@@ -93,7 +93,9 @@ class Keys:
         fields: dict[str, Any] = {own: self.number(key) for key, own in FIELDS.items()}
         heads = fields["num_attention_heads"]
         fields["num_key_value_heads"] = self.by_layer("attention.head_count_kv", heads)[0]
-        fields["intermediate_size"] = self.by_layer("feed_forward_length")[0]
+        # A file whose layers all have experts may have only their size.
+        experts = self.count("expert_feed_forward_length")
+        fields["intermediate_size"] = self.by_layer("feed_forward_length", experts or None)[0]
         fields["head_dim"] = self.number("attention.key_length", fields["hidden_size"] // heads)
         fields["vocab_size"] = self.rows("token_embd.weight")
         fields["tie_word_embeddings"] = "output.weight" not in self.header.tensors
@@ -258,6 +260,22 @@ def _proportion(keys: Keys) -> dict[str, Any]:
 def _qwen35(keys: Keys) -> Any:
     from transformers import Qwen3_5TextConfig
 
+    return Qwen3_5TextConfig(**_qwen35_fields(keys))
+
+
+def _qwen35_moe(keys: Keys) -> Any:
+    from transformers import Qwen3_5MoeTextConfig
+
+    return Qwen3_5MoeTextConfig(
+        **_qwen35_fields(keys),
+        num_experts=keys.number("expert_count"),
+        num_experts_per_tok=keys.number("expert_used_count"),
+        moe_intermediate_size=keys.number("expert_feed_forward_length"),
+        shared_expert_intermediate_size=keys.number("expert_shared_feed_forward_length"),
+    )
+
+
+def _qwen35_fields(keys: Keys) -> dict[str, Any]:
     fields = keys.fields() | {own: keys.number(key) for key, own in DELTA_NET.items()}
     # The file's number of layers includes those that predict later tokens.
     fields["num_hidden_layers"] -= keys.count("nextn_predict_layers")
@@ -266,15 +284,13 @@ def _qwen35(keys: Keys) -> Any:
     impossible = inner % values or values % fields["linear_num_key_heads"]
     if fields["num_hidden_layers"] < 1 or impossible:
         raise ValueError("its numbers of layers, heads and ssm.inner_size do not fit each other")
-    return Qwen3_5TextConfig(
-        **fields,
-        linear_value_head_dim=inner // values,
-        rope_parameters={
-            "rope_type": "default",
-            "rope_theta": keys.number("rope.freq_base"),
-            "partial_rotary_factor": keys.number("rope.dimension_count") / fields["head_dim"],
-        },
-    )
+    fields["linear_value_head_dim"] = inner // values
+    fields["rope_parameters"] = {
+        "rope_type": "default",
+        "rope_theta": keys.number("rope.freq_base"),
+        "partial_rotary_factor": keys.number("rope.dimension_count") / fields["head_dim"],
+    }
+    return fields
 
 
 # Functions that return a config, by the file's architecture.
@@ -285,6 +301,7 @@ CONFIGS: dict[str, Callable[[Keys], Any]] = {
     "granitemoe": _granite_moe,
     "olmo2": _olmo2,
     "qwen35": _qwen35,
+    "qwen35moe": _qwen35_moe,
     "smollm3": _smollm3,
 }
 
@@ -297,7 +314,7 @@ def own_tokenizer(header: Header, source: dict[str, Any]) -> Any:
     from transformers import PreTrainedTokenizerFast, Qwen3_5Tokenizer
 
     tokenizer = PreTrainedTokenizerFast.from_pretrained(**source)
-    if header.architecture != "qwen35":
+    if not header.architecture.startswith("qwen35"):
         return tokenizer
     with TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)

@@ -8,7 +8,9 @@ from medusa_cli.errors import shown
 from medusa_cli.files.gguf_header import Header
 
 # Architectures whose files store the gains of norms; transformers' weights are the gains minus one.
-WHOLE_GAINS = ("gemma2", "gemma3", "qwen35")
+WHOLE_GAINS = ("gemma2", "gemma3", "qwen35", "qwen35moe")
+# Architectures with delta nets.
+DELTA_NETS = ("qwen35", "qwen35moe")
 # The gated norm of a delta net's heads, whose weights in transformers are the gains.
 GATED_NORM = "linear_attn.norm.weight"
 # Architectures whose files interleave the two halves of each query and key head.
@@ -57,7 +59,7 @@ class GgufNames:
             if tensor not in header.tensors:
                 raise ValueError(f"it lacks {shown(tensor)}, the weight {name}")
             stored_shape = header.tensors[tensor].shape
-            if stored_shape != _without_ones(shape):
+            if _without_ones(stored_shape) != _without_ones(shape):
                 raise ValueError(
                     f"its {shown(tensor)} has the shape {[*stored_shape]}, the model needs {[*shape]}"
                 )
@@ -78,7 +80,7 @@ class GgufNames:
         rows = self.header.tensors[self.tensors[name]].shape[0]
         if self.header.architecture in INTERLEAVED:
             return self._order_of_heads(module, rows)
-        if self.header.architecture == "qwen35" and ".linear_attn." in name:
+        if self.header.architecture in DELTA_NETS and ".linear_attn." in name:
             return self._order_of_delta_net(module, rows)
         return None
 
@@ -115,7 +117,9 @@ class GgufNames:
 
     def columns(self, name: str) -> list[int] | None:
         """Returns the numbers of a matrix's columns in the file, in transformers' order; None if it is the same."""
-        if self.header.architecture != "qwen35" or not name.endswith("linear_attn.out_proj.weight"):
+        if self.header.architecture not in DELTA_NETS:
+            return None
+        if not name.endswith("linear_attn.out_proj.weight"):
             return None
         heads = self._value_heads()
         return None if heads is None else _expanded(heads, self.config.linear_value_head_dim)
@@ -132,7 +136,7 @@ class GgufNames:
         """Returns the values that transformers has for a vector (an array) stored in the file."""
         import numpy as np
 
-        if name.endswith(".A_log") and self.header.architecture == "qwen35":
+        if name.endswith(".A_log") and self.header.architecture in DELTA_NETS:
             return np.log(-stored)  # the file has -exp(A_log)
         if self.header.architecture in WHOLE_GAINS and name.endswith("norm.weight"):
             return stored if name.endswith(GATED_NORM) else stored - 1
@@ -169,9 +173,9 @@ def _stored_parts(
         yield name, module, kind, shape
 
 
-def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the shape in a file, which lacks a convolution's middle dimension of 1."""
-    return (shape[0], *shape[2:]) if len(shape) == 3 and shape[1] == 1 else shape
+def _without_ones(shape: tuple[int, ...]) -> list[int]:
+    """Returns a shape without dimensions of 1, which a file may lack."""
+    return [size for size in shape if size != 1]
 
 
 def _expanded(order: list[int], width: int) -> list[int]:
