@@ -19,8 +19,6 @@ DIRECT = (
     *("llama", "qwen2", "qwen3", "gemma2", "phi3", "starcoder2", "stablelm"),
     *("qwen2moe", "qwen3moe", "lfm2", *CONFIGS),
 )
-# Scaled positions that a config of ours has.
-SCALED = {"gemma3": "linear"}
 # Sizes of experts that transformers' reader ignores, and the config fields that they belong to.
 EXPERT_SIZES = {
     "expert_feed_forward_length": "moe_intermediate_size",
@@ -111,9 +109,14 @@ def _config_and_tokenizer(
         config = CONFIGS[header.architecture](Keys(read_header(path, arrays=True), factors))
         tokenizer = own_tokenizer(header, source)
     else:
+        scaling = Keys(header, factors).scaling()
         with _read_once(path):
             config = AutoConfig.from_pretrained(**source)
             tokenizer = AutoTokenizer.from_pretrained(**source)
+        if scaling["rope_type"] != "default":
+            if factors or header.architecture not in DIRECT:
+                raise ValueError("its positions are scaled, which transformers' reader leaves out")
+            config.rope_parameters |= scaling
     split_digits(header, tokenizer)
     return config, tokenizer
 
@@ -202,9 +205,3 @@ def _check_read(header: Header) -> None:
     """Raises ValueError for properties of a file that transformers' reader silently ignores."""
     if header.metadata.get("split.count", 1) not in (0, 1):
         raise ValueError("it is one part of several; join them with `llama-gguf-split --merge`")
-    for key, value in header.metadata.items():
-        own = SCALED.get(header.architecture)
-        if key.endswith(".rope.scaling.type") and value not in ("none", own):
-            raise ValueError(
-                f"its positions are scaled ({shown(value)}), which transformers' reader leaves out"
-            )

@@ -1,5 +1,6 @@
 """Configs and tokenizers of GGUF files, for architectures that transformers' reader does not read, or reads in part."""
 
+import math
 from collections.abc import Callable
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -107,14 +108,42 @@ class Keys:
         return self.header.tensors[tensor].shape[0]
 
     def rope(self) -> dict[str, Any]:
-        """Returns the parameters of a rotary embedding of whole heads, without scaling."""
+        """Returns the parameters of a rotary embedding of whole heads."""
         head = self.number(
             "attention.key_length",
             self.number("embedding_length") // self.number("attention.head_count"),
         )
         if self.number("rope.dimension_count", head) != head:
             raise ValueError("its rotary embeddings are narrower than its heads")
-        return {"rope_type": "default", "rope_theta": self.number("rope.freq_base", 10000.0)}
+        return {"rope_theta": self.number("rope.freq_base", 10000.0), **self.scaling()}
+
+    def scaling(self) -> dict[str, Any]:
+        """Returns the parameters by which a rotary embedding scales positions beyond those of the first training."""
+        unnamed = "none" if self.get("rope.scaling.factor") is None else "linear"
+        kind = self.get("rope.scaling.type") or unnamed
+        if kind == "none":
+            return {"rope_type": "default"}
+        if kind not in ("linear", "yarn"):
+            raise ValueError(f"its positions are scaled in an unknown way ({shown(kind)})")
+        factor = self.number("rope.scaling.factor")
+        if kind == "linear":
+            return {"rope_type": "linear", "factor": factor}
+        return {
+            "rope_type": "yarn",
+            "factor": factor,
+            "original_max_position_embeddings": self.number("rope.scaling.original_context_length"),
+            "beta_fast": self.number("rope.scaling.yarn_beta_fast", 32.0),
+            "beta_slow": self.number("rope.scaling.yarn_beta_slow", 1.0),
+            "attention_factor": self._attention_factor(factor),
+        }
+
+    def _attention_factor(self, factor: float) -> float:
+        """Returns what YaRN multiplies queries and keys by."""
+        own: float = self.number("rope.scaling.attn_factor", 1.0)
+        # Its effect is reduced by this multiple of itself, which is 0 in most files.
+        reduced = self.get("rope.scaling.yarn_log_multiplier") or 0.0
+        growth = 0.1 * math.log(factor) if factor > 1 else 0.0
+        return own * (1 + growth) / (1 + reduced * growth)
 
     def windows(self, period: int | None = None) -> list[str]:
         """Returns each layer's kind of attention; `period` is the distance of full ones if the file has none."""
@@ -164,6 +193,19 @@ def _smollm3(keys: Keys) -> Any:
     )
 
 
+def _mistral3(keys: Keys) -> Any:
+    from transformers import Ministral3Config
+
+    fields, rope = keys.fields(), keys.rope()
+    growth = keys.get("attention.temperature_scale") or 0.0
+    # Queries grow with every stretch of positions as long as the first training's. The native
+    # engine has no place for that, so a file is read up to the end of the first stretch.
+    first = rope.setdefault("original_max_position_embeddings", fields["max_position_embeddings"])
+    if growth:
+        fields["max_position_embeddings"] = min(first, fields["max_position_embeddings"])
+    return Ministral3Config(**fields, rope_parameters={**rope, "llama_4_scaling_beta": growth})
+
+
 def _olmo2(keys: Keys) -> Any:
     from transformers import Olmo2Config
 
@@ -183,16 +225,13 @@ def _gemma3(keys: Keys) -> Any:
     scale = fields["head_dim"]
     if fields["num_hidden_layers"] == LAYERS_OF_GEMMA3_27B:
         scale = fields["hidden_size"] // fields["num_attention_heads"]
-    full = keys.rope()
-    if keys.get("rope.scaling.type") == "linear":
-        full |= {"rope_type": "linear", "factor": keys.number("rope.scaling.factor")}
     return Gemma3TextConfig(
         **fields,
         query_pre_attn_scalar=scale,
         sliding_window=keys.number("attention.sliding_window"),
         layer_types=keys.windows(LAYERS_TO_FULL_ATTENTION),
         final_logit_softcapping=keys.get("final_logit_softcapping"),
-        rope_parameters={FULL: full, SLIDING: _rope_of_windows(keys)},
+        rope_parameters={FULL: keys.rope(), SLIDING: _rope_of_windows(keys)},
     )
 
 
@@ -299,6 +338,7 @@ CONFIGS: dict[str, Callable[[Keys], Any]] = {
     "gemma4": _gemma4,
     "granite": _granite,
     "granitemoe": _granite_moe,
+    "mistral3": _mistral3,
     "olmo2": _olmo2,
     "qwen35": _qwen35,
     "qwen35moe": _qwen35_moe,

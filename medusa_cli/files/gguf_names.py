@@ -14,7 +14,7 @@ DELTA_NETS = ("qwen35", "qwen35moe")
 # The gated norm of a delta net's heads, whose weights in transformers are the gains.
 GATED_NORM = "linear_attn.norm.weight"
 # Architectures whose files interleave the two halves of each query and key head.
-INTERLEAVED = ("llama", "granite", "granitemoe", "smollm3")
+INTERLEAVED = ("llama", "granite", "granitemoe", "mistral3", "smollm3")
 # Divisors of rotary frequencies, which belong to the config and not to the weights.
 FREQUENCIES = "rope_freqs.weight"
 # Modules that layers do not need if they use an earlier layer's keys and values.
