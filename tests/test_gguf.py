@@ -566,6 +566,30 @@ def write_llama(path: Path, kind: Kind) -> Any:
     return write_as_converter(path, kind, "llama", network, add)
 
 
+def write_phi3(path: Path, kind: Kind) -> Any:
+    """Writes a tiny Phi 4 mini, which rotates three quarters of each head, with other frequencies in long texts."""
+    short, long = [1.0, 1.5, 2.0, 3.0, 4.0, 5.0], [2.0, 4.0, 6.0, 8.0, 10.0, 12.0]
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75}
+    rope |= {"short_factor": short, "long_factor": long, "attention_factor": 1.2}
+    network = tiny_network(
+        "phi3",
+        rope_parameters={**rope, "original_max_position_embeddings": 512},
+        original_max_position_embeddings=512,
+        max_position_embeddings=1024,
+        sliding_window=None,
+    )
+
+    def add(writer: gguf.GGUFWriter) -> None:
+        writer.add_head_count_kv(KV_HEADS)
+        writer.add_rope_dimension_count(12)
+        writer.add_rope_scaling_orig_ctx_len(512)
+        writer.add_rope_scaling_attn_factors(1.2)
+        writer.add_tensor("rope_factors_short.weight", np.array(short, np.float32))
+        writer.add_tensor("rope_factors_long.weight", np.array(long, np.float32))
+
+    return write_as_converter(path, kind, "phi3", network, add)
+
+
 def write_qwen3(path: Path, kind: Kind) -> Any:
     """Writes a tiny Qwen 3 with linearly scaled positions."""
     rope = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
@@ -666,6 +690,7 @@ OTHERS: dict[str, Callable[[Path, Kind], Any]] = {
     "smollm3": write_smollm3,
     "olmo2": write_olmo2,
     "mistral3": write_mistral3,
+    "phi3 with factors": write_phi3,
     "llama with YaRN": write_llama,
     "qwen3 with linear scaling": write_qwen3,
     "gemma3": write_gemma3,

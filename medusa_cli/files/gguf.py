@@ -1,6 +1,5 @@
 """GGUF files as models: their config and tokenizer, written in the form that transformers reads."""
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +15,7 @@ from medusa_cli.files.gguf_names import FREQUENCIES, GgufNames
 # Architectures whose tensors have transformers' layout, except for differences that GgufNames
 # resolves, such as the order of rows in a Llama model's heads.
 DIRECT = (
-    *("llama", "qwen2", "qwen3", "gemma2", "phi3", "starcoder2", "stablelm"),
+    *("llama", "qwen2", "qwen3", "gemma2", "starcoder2", "stablelm"),
     *("qwen2moe", "qwen3moe", "lfm2", *CONFIGS),
 )
 # Sizes of experts that transformers' reader ignores, and the config fields that they belong to.
@@ -51,8 +50,9 @@ def write_metadata(path: Path, header: Header, folder: Path) -> None:
         logging.set_verbosity_error()
         logging.disable_progress_bar()
         _check_read(header)
-        factors = _rope_factors(path, header)
-        config, tokenizer = _config_and_tokenizer(path, header, source, factors)
+        keys = Keys(read_header(path, arrays=True), path)
+        factors = keys.factors(FREQUENCIES)
+        config, tokenizer = _config_and_tokenizer(keys, source)
         config.dtype = header.dtype
         for key, own in EXPERT_SIZES.items():
             size = header.metadata.get(f"{header.architecture}.{key}")
@@ -62,7 +62,7 @@ def write_metadata(path: Path, header: Header, folder: Path) -> None:
             network = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
         config.architectures = [type(network).__name__]
         if factors and header.architecture != "gemma4":
-            _check_factors(factors, network)
+            _check_factors(factors, config, network)
             config.rope_parameters |= {
                 "rope_type": "longrope",  # the only type with factors; any length uses the same
                 "short_factor": factors,
@@ -96,25 +96,21 @@ def _ends(config: Any, header: Header) -> list[int]:
     return [end for end in dict.fromkeys([*ends, end_of_turn]) if end is not None]
 
 
-def _config_and_tokenizer(
-    path: Path, header: Header, source: dict[str, Any], factors: list[float]
-) -> tuple[Any, Any]:
-    """Returns the config and tokenizer of a file, read by transformers or, for some architectures, by our own tables.
-
-    factors: the divisors of the rotary frequencies in the file.
-    """
+def _config_and_tokenizer(keys: Keys, source: dict[str, Any]) -> tuple[Any, Any]:
+    """Returns the config and tokenizer of a file, by our own tables of names or else by transformers' reader."""
     from transformers import AutoConfig, AutoTokenizer
 
+    header = keys.header
     if header.architecture in CONFIGS:
-        config = CONFIGS[header.architecture](Keys(read_header(path, arrays=True), factors))
+        config = CONFIGS[header.architecture](keys)
         tokenizer = own_tokenizer(header, source)
     else:
-        scaling = Keys(header, factors).scaling()
-        with _read_once(path):
+        scaling = keys.scaling()
+        with _read_once(header):
             config = AutoConfig.from_pretrained(**source)
             tokenizer = AutoTokenizer.from_pretrained(**source)
         if scaling["rope_type"] != "default":
-            if factors or header.architecture not in DIRECT:
+            if header.architecture not in DIRECT:
                 raise ValueError("its positions are scaled, which transformers' reader leaves out")
             config.rope_parameters |= scaling
     split_digits(header, tokenizer)
@@ -146,12 +142,10 @@ def _dequantize(
 
 
 @contextmanager
-def _read_once(path: Path) -> Iterator[None]:
-    """Makes transformers use our reader for a file's metadata; its own takes ten seconds for a large vocabulary."""
+def _read_once(header: Header) -> Iterator[None]:
+    """Makes transformers use our reader's metadata; its own takes ten seconds for a large vocabulary."""
     import gguf
     from transformers import modeling_gguf_pytorch_utils as reading
-
-    header = read_header(path, arrays=True)
 
     class Field:
         types: tuple[()] = ()
@@ -171,28 +165,10 @@ def _read_once(path: Path) -> Iterator[None]:
         yield
 
 
-def _rope_factors(path: Path, header: Header) -> list[float]:
-    """Returns the divisors of a model's rotary frequencies, which transformers' reader ignores.
-
-    The list is empty if the file has none. Raises ValueError for others than positive numbers.
-    """
-    import numpy as np
-
-    tensor = header.tensors.get(FREQUENCIES)
-    if tensor is None:
-        return []
-    if tensor.type != "F32":
-        raise ValueError(f"its {FREQUENCIES} has the type {tensor.type}")
-    values = np.fromfile(path, np.float32, math.prod(tensor.shape), offset=tensor.start).astype(
-        np.float64
-    )
-    if not (np.isfinite(values) & (values > 0)).all():
-        raise ValueError(f"its {FREQUENCIES} holds no factors of the rotary frequencies")
-    return [float(value) for value in values]
-
-
-def _check_factors(factors: list[float], network: Any) -> None:
-    """Raises ValueError if a network has another number of rotary frequencies."""
+def _check_factors(factors: list[float], config: Any, network: Any) -> None:
+    """Raises ValueError if a network has another number of rotary frequencies, or scales them in another way."""
+    if config.rope_parameters.get("rope_type") != "default":
+        raise ValueError(f"it has both {FREQUENCIES} and other scaled positions")
     embedding = getattr(getattr(network, "model", None), "rotary_emb", None)
     frequencies = getattr(embedding, "inv_freq", None)
     if frequencies is None or frequencies.shape != (len(factors),):

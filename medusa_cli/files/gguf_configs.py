@@ -2,11 +2,13 @@
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from medusa_cli.errors import shown
 from medusa_cli.files.gguf_header import Header
+from medusa_cli.files.gguf_names import FACTORS_OF_PHI3, FREQUENCIES
 
 # Fields of transformers' configs, by the file's keys without the architecture's name.
 FIELDS = {
@@ -54,9 +56,9 @@ class Keys:
     Raises ValueError for a missing or impossible value. The header must have been read with its arrays.
     """
 
-    def __init__(self, header: Header, factors: list[float]) -> None:
+    def __init__(self, header: Header, path: Path) -> None:
         self.header = header
-        self.factors = factors  # divisors of the rotary frequencies, if the file has some
+        self.path = path
 
     def get(self, key: str) -> Any:
         return self.header.metadata.get(f"{self.header.architecture}.{key}")
@@ -106,6 +108,21 @@ class Keys:
         if tensor not in self.header.tensors:
             raise ValueError(f"it lacks {tensor}")
         return self.header.tensors[tensor].shape[0]
+
+    def factors(self, name: str) -> list[float]:
+        """Returns divisors of rotary frequencies, which transformers' reader ignores; none if the file lacks them."""
+        import numpy as np
+
+        tensor = self.header.tensors.get(name)
+        if tensor is None:
+            return []
+        if tensor.type != "F32":
+            raise ValueError(f"its {name} has the type {tensor.type}")
+        stored = np.fromfile(self.path, np.float32, math.prod(tensor.shape), offset=tensor.start)
+        values = stored.astype(np.float64)
+        if not (np.isfinite(values) & (values > 0)).all():
+            raise ValueError(f"its {name} holds no factors of the rotary frequencies")
+        return [float(value) for value in values]
 
     def rope(self) -> dict[str, Any]:
         """Returns the parameters of a rotary embedding of whole heads."""
@@ -180,6 +197,39 @@ def _granite_fields(keys: Keys) -> dict[str, Any]:
     if keys.get("attention.scale") is None:
         factors["attention_multiplier"] = keys.fields()["head_dim"] ** -0.5
     return {**keys.fields(), **factors, "rope_parameters": keys.rope(), **_biases(keys)}
+
+
+def _phi3(keys: Keys) -> Any:
+    from transformers import Phi3Config
+
+    fields = keys.fields()
+    head = fields.pop("head_dim")
+    if head != fields["hidden_size"] // fields["num_attention_heads"]:
+        raise ValueError(f"its heads have {head} numbers, which no Phi 3 has")
+    rope = {
+        "rope_theta": keys.number("rope.freq_base", 10000.0),
+        "partial_rotary_factor": keys.number("rope.dimension_count", head) / head,
+    }
+    original = int(
+        keys.number("rope.scaling.original_context_length", fields["max_position_embeddings"])
+    )
+    factors = {f"{own}_factor": keys.factors(name) for own, name in FACTORS_OF_PHI3.items()}
+    if all(factors.values()):
+        # Older files lack this one; then llama.cpp does not multiply by it.
+        growth = keys.number("rope.scaling.attn_factor", 1.0)
+        rope |= {"rope_type": "longrope", "attention_factor": growth, **factors}
+        rope["original_max_position_embeddings"] = original
+    elif keys.scaling()["rope_type"] == "default":
+        rope["rope_type"] = "default"
+    else:
+        raise ValueError("its positions are scaled, and it lacks their factors")
+    window = keys.count("attention.sliding_window")
+    return Phi3Config(
+        **fields,
+        original_max_position_embeddings=original,
+        rope_parameters=rope,
+        sliding_window=window if 0 < window < fields["max_position_embeddings"] else None,
+    )
 
 
 def _smollm3(keys: Keys) -> Any:
@@ -287,13 +337,11 @@ def _gemma4(keys: Keys) -> Any:
 
 def _proportion(keys: Keys) -> dict[str, Any]:
     """Returns which part of a head Gemma 4 rotates: frequencies of others have a huge divisor in the file."""
-    rotated = keys.factors.count(1.0)
-    if not rotated or min(keys.factors[rotated:], default=1e30) < 1e29:
-        raise ValueError("its rope_freqs.weight does not say which part of a head rotates")
-    return {
-        "rope_type": "proportional",
-        "partial_rotary_factor": rotated / len(keys.factors),
-    }
+    factors = keys.factors(FREQUENCIES)
+    rotated = factors.count(1.0)
+    if not rotated or min(factors[rotated:], default=1e30) < 1e29:
+        raise ValueError(f"its {FREQUENCIES} does not say which part of a head rotates")
+    return {"rope_type": "proportional", "partial_rotary_factor": rotated / len(factors)}
 
 
 def _qwen35(keys: Keys) -> Any:
@@ -340,6 +388,7 @@ CONFIGS: dict[str, Callable[[Keys], Any]] = {
     "granitemoe": _granite_moe,
     "mistral3": _mistral3,
     "olmo2": _olmo2,
+    "phi3": _phi3,
     "qwen35": _qwen35,
     "qwen35moe": _qwen35_moe,
     "smollm3": _smollm3,

@@ -17,6 +17,8 @@ GATED_NORM = "linear_attn.norm.weight"
 INTERLEAVED = ("llama", "granite", "granitemoe", "mistral3", "smollm3")
 # Divisors of rotary frequencies, which belong to the config and not to the weights.
 FREQUENCIES = "rope_freqs.weight"
+# Such divisors for texts of up to the first training's length, and for longer ones.
+FACTORS_OF_PHI3 = {"short": "rope_factors_short.weight", "long": "rope_factors_long.weight"}
 # Modules that layers do not need if they use an earlier layer's keys and values.
 KEYS_AND_VALUES = ("attn_k", "attn_v", "attn_k_norm")
 # Parts of names in transformers, and the older ones in gguf's table.
@@ -67,7 +69,8 @@ class GgufNames:
                 raise ValueError(f"its {shown(tensor)} has the type {header.tensors[tensor].type}")
             self.tensors[name] = tensor
             self.shapes[name] = shape
-        unused = set(header.tensors) - set(self.tensors.values()) - {FREQUENCIES}
+        factors = {FREQUENCIES, *(FACTORS_OF_PHI3.values() if architecture == "phi3" else ())}
+        unused = set(header.tensors) - set(self.tensors.values()) - factors
         left = {name for name in unused if not _is_left_out(name, config)}
         if left:
             raise ValueError(f"the model has no place for its tensor {shown(min(left))}")
