@@ -788,7 +788,7 @@ def test_files_of_others_without_a_size_are_refused(file: Path, family: str, key
     refused(file, key)
 
 
-def asked(path: Path, call: str, body: dict[str, Any]) -> Any:
+def asked(path: Path, call: str, bodies: list[dict[str, Any]]) -> list[Any]:
     """Returns what llama.cpp's server answers about a file."""
     xllamacpp = pytest.importorskip("xllamacpp")
     settings = xllamacpp.CommonParams()
@@ -798,13 +798,16 @@ def asked(path: Path, call: str, body: dict[str, Any]) -> Any:
     settings.cache_type_k = settings.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
     settings.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
     server = xllamacpp.Server(settings)  # in fp32 throughout
-    request = urllib.request.Request(
-        f"{server.listening_address}/{call}",
-        json.dumps(body).encode(),
-        {"Content-Type": "application/json"},
-    )
-    with urllib.request.urlopen(request) as reply:
-        return json.load(reply)
+
+    def answer(call: str, body: dict[str, Any]) -> Any:
+        address = f"{server.listening_address}/{call}"
+        kind = {"Content-Type": "application/json"}
+        request = urllib.request.Request(address, json.dumps(body).encode(), kind)
+        with urllib.request.urlopen(request, timeout=60) as reply:
+            return json.load(reply)
+
+    answer("completion", {"prompt": PROMPT, "n_predict": 1})  # or its end may wait for its begin
+    return [answer(call, body) for body in bodies]
 
 
 @pytest.mark.parametrize("family", OTHERS)
@@ -812,7 +815,8 @@ def test_llama_cpp_gives_others_the_same_probabilities(file: Path, family: str) 
     OTHERS[family](file, Kind.F32)
     ids = [*PROMPT, *range(5, 55)]
     body = {"prompt": ids, "n_predict": 1, "temperature": -1.0, "n_probs": 20}
-    first = asked(file, "completion", body)["completion_probabilities"][0]["top_logprobs"]
+    [answer] = asked(file, "completion", [body])
+    first = answer["completion_probabilities"][0]["top_logprobs"]
     backbone = load_backbone(str(file), FP32)
     ours = forward(backbone, torch.tensor(ids)).logits[-1].log_softmax(-1)
     numbers = [own["id"] for own in first]
@@ -877,10 +881,10 @@ def test_words_of_other_architectures_are_split_as_llama_cpp_does(
     monkeypatch.setattr("tests.test_gguf.add_tokenizer", lambda writer: add(writer, kind))
     OTHERS[family](file, Kind.F32)
     tokenizer = load_backbone(str(file), FP32).tokenizer
-    for own in TEXTS:
-        tokens = asked(file, "tokenize", {"content": own, "parse_special": True})["tokens"]
-        assert tokenizer.encode(own, add_special_tokens=False) == tokens, own
-        assert tokenizer.decode(tokens) == own
+    bodies = [{"content": own, "parse_special": True} for own in TEXTS]
+    for own, answer in zip(TEXTS, asked(file, "tokenize", bodies), strict=True):
+        assert tokenizer.encode(own, add_special_tokens=False) == answer["tokens"], own
+        assert tokenizer.decode(answer["tokens"]) == own
 
 
 def test_digits_of_a_llama_s_file_are_split_as_llama_cpp_does(
@@ -891,9 +895,9 @@ def test_digits_of_a_llama_s_file_are_split_as_llama_cpp_does(
     )
     write_gguf(file)
     tokenizer = load_backbone(str(file), FP32).tokenizer
-    for own in TEXTS:
-        tokens = asked(file, "tokenize", {"content": own, "parse_special": True})["tokens"]
-        assert tokenizer.encode(own, add_special_tokens=False) == tokens, own
+    bodies = [{"content": own, "parse_special": True} for own in TEXTS]
+    for own, answer in zip(TEXTS, asked(file, "tokenize", bodies), strict=True):
+        assert tokenizer.encode(own, add_special_tokens=False) == answer["tokens"], own
 
 
 @pytest.mark.parametrize("kind", [Kind.F32, Kind.Q8_0], ids=lambda kind: kind.name)
