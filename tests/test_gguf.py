@@ -333,7 +333,7 @@ def write_qwen35(
     writer.add_key_length(config.head_dim)
     writer.add_value_length(config.head_dim)
     rotary = int(config.head_dim * config.rope_parameters["partial_rotary_factor"])
-    writer.add_rope_dimension_sections([rotary // 2, 0, 0, 0])
+    writer.add_rope_dimension_sections([1, 1, 0, 0])  # of the rotary // 2 pairs
     writer.add_rope_dimension_count(rotary)
     writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
     writer.add_ssm_state_size(config.linear_key_head_dim)
@@ -810,9 +810,9 @@ def asked(path: Path, call: str, bodies: list[dict[str, Any]]) -> list[Any]:
     return [answer(call, body) for body in bodies]
 
 
-@pytest.mark.parametrize("family", OTHERS)
-def test_llama_cpp_gives_others_the_same_probabilities(file: Path, family: str) -> None:
-    OTHERS[family](file, Kind.F32)
+@pytest.mark.parametrize("family", [*HYBRIDS, *OTHERS])
+def test_llama_cpp_gives_the_same_probabilities(file: Path, family: str) -> None:
+    (HYBRIDS | OTHERS)[family](file, Kind.F32)
     ids = [*PROMPT, *range(5, 55)]
     body = {"prompt": ids, "n_predict": 1, "temperature": -1.0, "n_probs": 20}
     [answer] = asked(file, "completion", [body])
@@ -823,7 +823,8 @@ def test_llama_cpp_gives_others_the_same_probabilities(file: Path, family: str) 
     theirs = torch.tensor([own["logprob"] for own in first])
     assert theirs.max() - theirs.min() > 0.5  # they depend on the layers
     assert ours.argmax() == numbers[0]
-    torch.testing.assert_close(ours[numbers], theirs, rtol=0, atol=0.01)  # its GELU is in fp16
+    bound = 0.01 if family.startswith("gemma") else 2e-4  # its GELU is in fp16
+    torch.testing.assert_close(ours[numbers], theirs, rtol=0, atol=bound)
 
 
 def add_pieces(writer: gguf.GGUFWriter, kind: str) -> None:
@@ -963,17 +964,6 @@ def test_words_of_qwen35_s_file_are_split_as_its_own(file: Path) -> None:
     marked = "ab\u0301b"  # a mark within a word, at which an earlier Qwen's tokenizer ends it
     words = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str(marked)
     assert len(words) == 1
-
-
-@pytest.mark.parametrize("family", HYBRIDS)
-def test_llama_cpp_decodes_the_same_file_of_a_hybrid(file: Path, family: str) -> None:
-    pytest.importorskip("xllamacpp")
-    HYBRIDS[family](file, Kind.F32)
-    backbone = load_backbone(str(file), FP32)
-    plain = tokens_of(generate_plain(backbone, PROMPT, max_new_tokens=48))
-    name = next(name for name in LLAMA)
-    [answer] = llama_method(name, file, backbone)([PROMPT], 48, lambda tokens: None)
-    assert answer.turns[0][:8] == plain[:8]
 
 
 @pytest.mark.parametrize("engine", ["native", "eager"])
