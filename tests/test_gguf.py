@@ -742,6 +742,10 @@ def with_experts(writer: gguf.GGUFWriter) -> None:
     writer.add_expert_count(4)
 
 
+def endless_caps(writer: gguf.GGUFWriter) -> None:
+    writer.add_final_logit_softcapping(float("inf"))
+
+
 def of_another_layer(writer: gguf.GGUFWriter) -> None:
     writer.add_tensor("blk.2.attn_k_norm.bias", np.ones(32, np.float32))
 
@@ -752,6 +756,7 @@ def of_another_layer(writer: gguf.GGUFWriter) -> None:
         ("granite", rope_off, "rotate"),
         ("olmo2", with_window, "Olmo 3"),
         ("gemma4", with_experts, "experts"),
+        ("gemma3", endless_caps, "final_logit_softcapping"),
         ("gemma4", of_another_layer, "blk.2.attn_k_norm.bias"),
     ],
 )

@@ -68,16 +68,18 @@ class Keys:
         value = self.get(key)
         if value is None and default is not None:
             return default
-        if not isinstance(value, int | float) or not value > 0:
+        if not isinstance(value, int | float) or not 0 < value < math.inf:
             raise ValueError(f"its {self.header.architecture}.{key} is {shown(value)}")
         return value
 
+    def number_or_0(self, key: str) -> Any:
+        """Returns a number of 0 or more, which is 0 if the file does not have it."""
+        return self.number(key) if self.get(key) else 0
+
     def count(self, key: str) -> int:
         """Returns a whole number, which is 0 if the file does not have it."""
-        value = self.get(key)
-        if value is None:
-            return 0
-        if type(value) is not int or value < 0:
+        value = self.number_or_0(key)
+        if type(value) is not int:
             raise ValueError(f"its {self.header.architecture}.{key} is {shown(value)}")
         return value
 
@@ -158,7 +160,7 @@ class Keys:
         """Returns what YaRN multiplies queries and keys by."""
         own: float = self.number("rope.scaling.attn_factor", 1.0)
         # Its effect is reduced by this multiple of itself, which is 0 in most files.
-        reduced = self.get("rope.scaling.yarn_log_multiplier") or 0.0
+        reduced = self.number_or_0("rope.scaling.yarn_log_multiplier")
         growth = 0.1 * math.log(factor) if factor > 1 else 0.0
         return own * (1 + growth) / (1 + reduced * growth)
 
@@ -247,7 +249,7 @@ def _mistral3(keys: Keys) -> Any:
     from transformers import Ministral3Config
 
     fields, rope = keys.fields(), keys.rope()
-    growth = keys.get("attention.temperature_scale") or 0.0
+    growth = keys.number_or_0("attention.temperature_scale")
     # Queries grow with every stretch of positions as long as the first training's. The native
     # engine has no place for that, so a file is read up to the end of the first stretch.
     first = rope.setdefault("original_max_position_embeddings", fields["max_position_embeddings"])
@@ -280,7 +282,7 @@ def _gemma3(keys: Keys) -> Any:
         query_pre_attn_scalar=scale,
         sliding_window=keys.number("attention.sliding_window"),
         layer_types=keys.windows(LAYERS_TO_FULL_ATTENTION),
-        final_logit_softcapping=keys.get("final_logit_softcapping"),
+        final_logit_softcapping=keys.number_or_0("final_logit_softcapping") or None,
         rope_parameters={FULL: keys.rope(), SLIDING: _rope_of_windows(keys)},
     )
 
@@ -328,7 +330,7 @@ def _gemma4(keys: Keys) -> Any:
         use_double_wide_mlp=len(set(widths)) > 1,
         layer_types=kinds,
         sliding_window=keys.number("attention.sliding_window"),
-        final_logit_softcapping=keys.get("final_logit_softcapping"),
+        final_logit_softcapping=keys.number_or_0("final_logit_softcapping") or None,
         hidden_size_per_layer_input=inputs,
         vocab_size_per_layer_input=keys.rows("per_layer_token_embd.weight") if inputs else 1,
         rope_parameters={FULL: keys.rope() | _proportion(keys), SLIDING: _rope_of_windows(keys)},
