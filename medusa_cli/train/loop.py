@@ -25,8 +25,8 @@ from medusa_cli.train.log import Logged, Saved, Stepped, Validated
 from medusa_cli.train.losses import BatchLoss, stage_1_loss, stage_2_loss
 
 CLIP = 1.0  # maximum norm of the gradient
-# Steps between returns of freed memory to the system.
-STEPS_PER_TRIM = 20
+# Positions between returns of freed memory to the system.
+POSITIONS_PER_TRIM = 10_000
 BETAS = (0.9, 0.95)
 
 
@@ -106,8 +106,9 @@ class Trainer:
         if self.validation and train.stage == 2 and self.step == 0:
             yield self._validate_and_keep()
         while self.step < self.steps and not any(self.world.gather(self.should_stop())):
+            before = self.positions_done
             yield self.train_step()
-            if self.step % STEPS_PER_TRIM == 0:
+            if self.positions_done // POSITIONS_PER_TRIM > before // POSITIONS_PER_TRIM:
                 return_freed_memory()
             last = self.step == self.steps
             if self.validation and (last or self.step % train.validation_every == 0):
