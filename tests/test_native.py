@@ -88,6 +88,7 @@ SCALES = {
     Format.Q6_K: (208,),
     Format.Q3_K: (108,),
     Format.Q2_K: (80, 82),
+    Format.MXFP4: (),
 }
 # A path 0, 3, 5, 8 among siblings, so that its rows do not stand side by side.
 TREE = Tree((-1, 0, 0, 0, 2, 3, 3, 5, 5, 8), (0, 0, 1, 2, 0, 0, 1, 0, 1, 0))
@@ -119,6 +120,8 @@ def random_matrix(format: Format, outputs: int, inputs: int) -> RawMatrix:
     for place in SCALES[format]:
         scales = (chance.random((*blocks.shape[:2], 1)) * 0.01 + 0.001).astype(np.float16)
         blocks[:, :, place : place + 2] = scales.view(np.uint8)
+    if format == Format.MXFP4:
+        blocks[:, :, 0] = chance.integers(118, 126, blocks.shape[:2])
     return RawMatrix(format, rows, inputs)
 
 
@@ -168,6 +171,22 @@ def test_a_product_is_that_of_its_numbers_and_of_the_same_bits_with_all_instruct
         assert error_of(products[0], expected) < (1e-2 if int8_rows else 1e-5)
         for name, product in zip(instructions(), products, strict=True):
             assert np.array_equal(product, products[0]), name
+
+
+def test_every_scale_of_mxfp4_is_exact_with_all_instructions() -> None:
+    exponents = np.arange(253, dtype=np.uint8)  # the least scales are subnormal
+    codes = np.arange(16, dtype=np.uint8)
+    rows = np.concatenate([exponents[:, None], np.tile(codes | codes[::-1] << 4, (253, 1))], axis=1)
+    doubled = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12])
+    powers = np.ldexp(1.0, exponents.astype(int) - 128)
+    expected = powers[:, None] * np.concatenate([doubled, doubled[::-1]])
+    packed = PackedMatrix.pack(RawMatrix(Format.MXFP4, rows, 32))
+    one = np.eye(32, dtype=np.float32)
+    for name in instructions():
+        assert library().use(name.encode()) == 0
+        assert np.array_equal(packed.embed(np.arange(253)), expected.astype(np.float32)), name
+        assert np.array_equal(packed.multiply(one), expected.T.astype(np.float32)), name
+    assert np.array_equal(gguf.dequantize(rows, gguf.GGMLQuantizationType.MXFP4), expected)
 
 
 @EACH_FORMAT

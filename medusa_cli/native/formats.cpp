@@ -21,6 +21,7 @@ const FormatInfo kInfos[kFormats] = {
     {16, 256, 6, 32, false, 210, sizeof(TileQ6_K)},
     {16, 256, 4, 4, false, 110, sizeof(TileQ3_K)},
     {16, 256, 4, 0, true, 84, sizeof(TileQ2_K)},
+    {32, 32, 4, 16, false, 17, sizeof(TileMXFP4)},
 };
 
 uint16_t read16(const uint8_t* bytes) {
@@ -217,6 +218,13 @@ void put_block(int32_t format, const uint8_t* file, int c, uint8_t* out) {
       }
       tile->d[c] = read16(file + 80);
       tile->dmin[c] = read16(file + 82);
+      break;
+    }
+    case MXFP4: {
+      auto* tile = reinterpret_cast<TileMXFP4*>(out);
+      split_halves(file + 1, numbers);
+      put_nibbles(numbers, c, tile->q);
+      tile->e[c] = file[0];
       break;
     }
   }

@@ -12,6 +12,9 @@
 // the high halves are vector 2j + 1. The fifth and sixth bits are stored in planes of 64 bytes.
 //
 //     value of input k in channel c  =  scale[group][c] * (q - zero)   or   scale[group][c] * q + offset[group][c]
+//
+// The four bits of MXFP4 are a code, which is looked up: q - zero is twice the value of the code in
+// e2m1, a whole number. Scales are bytes e and mean 2^(e - 128).
 #pragma once
 
 #include <cstdint>
@@ -36,7 +39,8 @@ enum Format : int32_t {
   Q6_K = 10,
   Q3_K = 11,
   Q2_K = 12,
-  kFormats = 13,
+  MXFP4 = 13,
+  kFormats = 14,
 };
 
 // The properties of a format. group: inputs that share a scale. block: inputs per block, both in a
@@ -75,6 +79,7 @@ struct TileQ5_K { uint8_t q[8][4][64], h[8][64], scale[8][16], min[8][16]; uint1
 struct TileQ6_K { uint8_t q[8][4][64], h[8][2][64]; int8_t scale[16][16]; uint16_t d[16]; };
 struct TileQ3_K { uint8_t q[8][4][64]; int8_t scale[16][16]; uint16_t d[16]; };
 struct TileQ2_K { uint8_t q[8][4][64], scale[16][16], min[16][16]; uint16_t d[16], dmin[16]; };
+struct TileMXFP4 { uint8_t q[4][64], e[16]; };
 
 // Rounds a row of k weights to blocks of Q8_0 (34 bytes per 32 weights) or Q4_1 (20 bytes), as
 // files store them.

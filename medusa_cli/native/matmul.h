@@ -129,6 +129,14 @@ inline void add_upper_pairs(const uint8_t (*planes)[64], B* q) {
   }
 }
 
+// Replaces codes of e2m1 by twice their values plus 16: bytes of five bits, whose zero is that of
+// Q5_0.
+inline void look_up_e2m1(B* q) {
+  alignas(16) static constexpr uint8_t numbers[16] = {16, 17, 18, 19, 20, 22, 24, 28, 16, 15, 14, 13, 12, 10, 8, 4};
+  const B table = table_b(numbers);
+  for (int j = 0; j < 8; j++) q[j] = look_up(table, q[j]);
+}
+
 template <class Tile>
 inline const Tile& block_of(const uint8_t* blocks, int64_t index) {
   return reinterpret_cast<const Tile*>(blocks)[index];
@@ -188,6 +196,11 @@ inline void unpack_unit(const uint8_t* blocks, int64_t unit, B* q, F* scale, F* 
     const int u = unit % 8;
     split_nibbles(t.q[u], q);
     for (int g = 0; g < 2; g++) scale[g] = mul(load_half(t.d), load_i8(t.scale[2 * u + g]));
+  } else if constexpr (FORMAT == MXFP4) {
+    const auto& t = block_of<TileMXFP4>(blocks, unit);
+    split_nibbles(t.q, q);
+    look_up_e2m1(q);
+    scale[0] = load_half_powers(t.e);
   } else {
     static_assert(FORMAT == Q2_K);
     const auto& t = block_of<TileQ2_K>(blocks, unit / 8);
@@ -207,14 +220,15 @@ struct Kind {
   static constexpr bool has_offset =
       FORMAT == Q4_1 || FORMAT == Q5_1 || FORMAT == Q4_K || FORMAT == Q5_K || FORMAT == Q2_K;
   static constexpr int bits = FORMAT == Q8_0 ? 8 : FORMAT == Q6_K ? 6
-                            : FORMAT == Q5_0 || FORMAT == Q5_1 || FORMAT == Q5_K ? 5 : 4;
+                            : FORMAT == Q5_0 || FORMAT == Q5_1 || FORMAT == Q5_K || FORMAT == MXFP4 ? 5 : 4;
   // The bits for which `dot` is compiled; if it accepts any unsigned bytes, all formats share its
   // code.
   static constexpr int dot_bits = UNSIGNED_BYTES ? 8 : bits;
   static constexpr bool is_signed = FORMAT == Q8_0 && !UNSIGNED_BYTES;
   // The index in Rows::zero, or -1 if nothing is subtracted.
   static constexpr int zero = has_offset || is_signed ? -1
-                            : FORMAT == Q4_0 ? 0 : FORMAT == Q5_0 ? 1 : FORMAT == Q8_0 ? 2 : FORMAT == Q6_K ? 3 : 4;
+                            : FORMAT == Q4_0 ? 0 : FORMAT == Q5_0 || FORMAT == MXFP4 ? 1
+                            : FORMAT == Q8_0 ? 2 : FORMAT == Q6_K ? 3 : 4;
 };
 
 // Returns the first block of the 256 inputs from `first` on, which is a multiple of 256. Formats
@@ -257,6 +271,7 @@ inline void with_format(int32_t format, const Work& work) {
     case Q6_K: return work(std::integral_constant<int, Q6_K>());
     case Q3_K: return work(std::integral_constant<int, Q3_K>());
     case Q2_K: return work(std::integral_constant<int, Q2_K>());
+    case MXFP4: return work(std::integral_constant<int, MXFP4>());
   }
 }
 

@@ -16,6 +16,9 @@ from medusa_cli.native.library import TILE, UNIT, Matrix, cpu_count, library
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
 
+# The largest scale of MXFP4 by which all its numbers are finite in fp32.
+LARGEST_SCALE = 252
+
 
 class Format(IntEnum):
     """A number type of weights; quantized types have the names that ggml uses."""
@@ -33,6 +36,7 @@ class Format(IntEnum):
     Q6_K = 10
     Q3_K = 11
     Q2_K = 12
+    MXFP4 = 13
 
     @property
     def is_float(self) -> bool:
@@ -102,6 +106,14 @@ class RawMatrix:
         from gguf import GGMLQuantizationType, dequantize
 
         return dequantize(self.rows, GGMLQuantizationType[self.format.name])
+
+    @property
+    def is_finite(self) -> bool:
+        """Returns False if a scale of MXFP4 is too large, or not a number."""
+        if self.format != Format.MXFP4:
+            return True
+        blocks = self.rows.reshape(-1, facts(self.format).file_bytes)
+        return bool(blocks[:, 0].max() <= LARGEST_SCALE)
 
     def transposed(self, count: int) -> "RawMatrix":
         """Returns `count` matrices of floats, which lie one after another, each transposed."""

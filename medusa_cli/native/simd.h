@@ -49,6 +49,12 @@ inline F load_bf16(const uint16_t* p) {
 }
 inline F load_u8(const uint8_t* p) { return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p))); }
 inline F load_i8(const int8_t* p) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p))); }
+// Returns 2^(e - 128) for each byte e: half of the float whose exponent is e. Of e = 0, the power
+// before halving is subnormal.
+inline F load_half_powers(const uint8_t* p) {
+  const __m512i bits = _mm512_slli_epi32(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)), 23);
+  return mul(_mm512_castsi512_ps(_mm512_max_epi32(bits, _mm512_set1_epi32(0x400000))), set(0.5f));
+}
 // Returns byte `i` (0 .. 3) of each of 16 groups of four bytes.
 inline F load_byte_of_4(const uint8_t* p, int i) {
   const __m512i bytes = _mm512_srli_epi32(_mm512_loadu_si512(p), 8 * i);
@@ -105,6 +111,11 @@ inline __m256 i8_of(const int8_t* p) {
 }
 inline F load_u8(const uint8_t* p) { return {u8_of(p), u8_of(p + 8)}; }
 inline F load_i8(const int8_t* p) { return {i8_of(p), i8_of(p + 8)}; }
+inline __m256 powers_of(const uint8_t* p) {
+  const __m256i bits = _mm256_slli_epi32(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)), 23);
+  return _mm256_castsi256_ps(_mm256_max_epi32(bits, _mm256_set1_epi32(0x400000)));
+}
+inline F load_half_powers(const uint8_t* p) { return mul(F{powers_of(p), powers_of(p + 8)}, set(0.5f)); }
 inline __m256 byte_of_4(const uint8_t* p, int i) {
   const __m256i bytes = _mm256_srl_epi32(_mm256_loadu_si256((const __m256i*)p), _mm_cvtsi32_si128(8 * i));
   return _mm256_cvtepi32_ps(_mm256_and_si256(bytes, _mm256_set1_epi32(255)));
@@ -162,6 +173,13 @@ inline float bf16_of(uint16_t bits) {
 inline F load_bf16(const uint16_t* p) { MEDUSA_LANES(bf16_of(p[i])); }
 inline F load_u8(const uint8_t* p) { MEDUSA_LANES(float(p[i])); }
 inline F load_i8(const int8_t* p) { MEDUSA_LANES(float(p[i])); }
+inline float power_of(uint8_t e) {
+  const uint32_t bits = e ? uint32_t(e) << 23 : 0x400000;
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+inline F load_half_powers(const uint8_t* p) { MEDUSA_LANES(0.5f * power_of(p[i])); }
 inline F load_byte_of_4(const uint8_t* p, int byte) { MEDUSA_LANES(float(p[4 * i + byte])); }
 inline F choose(uint16_t mask, F a, F b) { MEDUSA_LANES(mask >> i & 1 ? a.v[i] : b.v[i]); }
 inline F zero_below(F x, float limit, F a) { MEDUSA_LANES(x.v[i] >= limit ? a.v[i] : 0.0f); }
@@ -235,6 +253,9 @@ inline B xor_b(B a, B b) { return _mm512_xor_si512(a, b); }
 // Shifts pairs of bytes; the caller must mask the bits that come from the other byte.
 template <int N> inline B right(B a) { return _mm512_srli_epi16(a, N); }
 template <int N> inline B left(B a) { return _mm512_slli_epi16(a, N); }
+// A table of 16 bytes, which `look_up` indexes by bytes below 16.
+inline B table_b(const uint8_t* p) { return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)p)); }
+inline B look_up(B table, B a) { return _mm512_shuffle_epi8(table, a); }
 #elif defined(__AVX2__)
 struct B { __m256i a, b; };
 inline B load_b(const uint8_t* p) {
@@ -250,6 +271,11 @@ inline B or_b(B x, B y) { return {_mm256_or_si256(x.a, y.a), _mm256_or_si256(x.b
 inline B xor_b(B x, B y) { return {_mm256_xor_si256(x.a, y.a), _mm256_xor_si256(x.b, y.b)}; }
 template <int N> inline B right(B x) { return {_mm256_srli_epi16(x.a, N), _mm256_srli_epi16(x.b, N)}; }
 template <int N> inline B left(B x) { return {_mm256_slli_epi16(x.a, N), _mm256_slli_epi16(x.b, N)}; }
+inline B table_b(const uint8_t* p) {
+  const __m256i table = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)p));
+  return {table, table};
+}
+inline B look_up(B table, B x) { return {_mm256_shuffle_epi8(table.a, x.a), _mm256_shuffle_epi8(table.b, x.b)}; }
 #else
 struct B { uint8_t v[64]; };
 #define MEDUSA_BYTES(expression) B r; for (int i = 0; i < 64; i++) r.v[i] = uint8_t(expression); return r
@@ -261,6 +287,8 @@ inline B or_b(B a, B b) { MEDUSA_BYTES(a.v[i] | b.v[i]); }
 inline B xor_b(B a, B b) { MEDUSA_BYTES(a.v[i] ^ b.v[i]); }
 template <int N> inline B right(B a) { MEDUSA_BYTES(a.v[i] >> N); }
 template <int N> inline B left(B a) { MEDUSA_BYTES(a.v[i] << N); }
+inline B table_b(const uint8_t* p) { MEDUSA_BYTES(p[i % 16]); }
+inline B look_up(B table, B a) { MEDUSA_BYTES(table.v[a.v[i]]); }
 #endif
 
 // Prefetches `bytes` bytes from an address on, so that a tile's next units arrive from memory while
