@@ -407,6 +407,8 @@ def write_hybrid(
         is_matrix = values.dim() == 2 or "experts" in name
         numbers = values.detach() if values.dim() < 3 or is_matrix else values.detach().squeeze(1)
         own = kind if part == "weight" and is_matrix else Kind.F32
+        if kind == Kind.MXFP4 and "experts" not in name:
+            own = Kind.F32
         packed = gguf.quantize(np.ascontiguousarray(numbers.numpy()), own)
         writer.add_tensor(stored, packed, raw_dtype=own)
     writer.write_header_to_file()
@@ -431,12 +433,22 @@ def tiny_network(model_type: str, **own: Any) -> Any:
     return network
 
 
-def by_expert(name: str, values: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Returns a weight by its name, or the parts that a converter makes of the weights of all experts."""
-    if name.endswith("gate_up_proj"):
-        module = name.removesuffix("gate_up_proj")
+def by_expert(name: str, values: torch.Tensor, turned: bool = False) -> dict[str, torch.Tensor]:
+    """Returns a weight by its name, or the parts that a converter makes of the weights of all experts.
+
+    turned: experts have transposed matrices, with gate and up in turn, and biases.
+    """
+    module, _, own = name.rpartition(".")
+    if own in ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias") and turned:
+        values = values if own.endswith("bias") else values.mT
+        part = "bias" if own.endswith("bias") else "weight"
+        if own.startswith("down"):
+            return {f"{module}.down_proj.{part}": values}
+        gate, up = values[:, ::2], values[:, 1::2]
+        return {f"{module}.gate_proj.{part}": gate, f"{module}.up_proj.{part}": up}
+    if own == "gate_up_proj":
         gate, up = values.chunk(2, dim=1)
-        return {f"{module}gate_proj.weight": gate, f"{module}up_proj.weight": up}
+        return {f"{module}.gate_proj.weight": gate, f"{module}.up_proj.weight": up}
     if name.endswith("experts.down_proj"):
         return {f"{name}.weight": values}
     return {name: values}
@@ -452,10 +464,12 @@ def write_as_converter(path: Path, kind: Kind, arch: str, network: Any, add: Cha
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     add(writer)
     with torch.no_grad():
-        for weight in network.parameters():
-            if weight.dim() > 1:
-                packed = gguf.quantize(weight.numpy(), kind)
-                weight.copy_(torch.from_numpy(gguf.dequantize(packed, kind).copy()))
+        for name, weight in network.named_parameters():
+            matrix = weight.mT if arch == "gpt-oss" and weight.dim() == 3 else weight
+            is_kept = kind == Kind.MXFP4 and weight.dim() < 3
+            if weight.dim() > 1 and not is_kept and not name.endswith("bias"):
+                packed = gguf.quantize(np.ascontiguousarray(matrix.numpy()), kind)
+                matrix.copy_(torch.from_numpy(gguf.dequantize(packed, kind).copy()))
     stored = {}
     for name, weight in network.state_dict().items():
         values = weight.detach()
@@ -464,12 +478,12 @@ def write_as_converter(path: Path, kind: Kind, arch: str, network: Any, add: Cha
             values = torch.from_numpy(interleaved(values.numpy(), heads))
         if arch == "gemma3" and name.endswith("norm.weight"):
             values = values + 1
-        if name.endswith("layer_scalar"):
+        if name.endswith(("layer_scalar", "sinks")):
             name += ".weight"
         name = name.replace("block_sparse_moe.router", "mlp.gate")
         name = name.replace("block_sparse_moe", "mlp")
         if name != "lm_head.weight" or not config.tie_word_embeddings:
-            stored |= by_expert(name, values)
+            stored |= by_expert(name, values, turned=arch == "gpt-oss")
     return write_hybrid(writer, network, stored, kind)
 
 
@@ -520,10 +534,10 @@ def write_olmo2(path: Path, kind: Kind) -> Any:
     )
 
 
-def add_yarn(writer: gguf.GGUFWriter) -> None:
+def add_yarn(writer: gguf.GGUFWriter, trained: int = 128) -> None:
     writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
     writer.add_rope_scaling_factor(8.0)
-    writer.add_rope_scaling_orig_ctx_len(128)
+    writer.add_rope_scaling_orig_ctx_len(trained)
 
 
 # The same in transformers' words.
@@ -676,6 +690,35 @@ def write_gemma4(path: Path, kind: Kind, same_values: bool = False) -> Any:
     return write_as_converter(path, kind, "gemma4", network, add)
 
 
+def write_gpt_oss(path: Path, kind: Kind, theta: float = 1e4, trained: int = 128) -> Any:
+    """Writes a tiny gpt-oss; of MXFP4, only experts are.
+
+    trained: positions of the first training. llama.cpp rounds the bounds between frequencies that are
+    scaled and those that are not. The network does not, which makes no difference if both bounds lie
+    beyond all frequencies, as with a theta of 5 and 190 positions.
+    """
+    rope = {**YARN, "rope_theta": theta, "truncate": False}
+    rope["original_max_position_embeddings"] = trained
+    network = tiny_network("gpt_oss", rope_parameters=rope, head_dim=32)
+    config = network.config
+    with torch.no_grad():
+        for name, weight in network.named_parameters():
+            if name.endswith("proj_bias"):
+                weight += torch.randn_like(weight)
+
+    def add(writer: gguf.GGUFWriter) -> None:
+        writer.add_head_count_kv(KV_HEADS)
+        writer.add_key_length(32)
+        writer.add_value_length(32)
+        writer.add_sliding_window(config.sliding_window)
+        writer.add_expert_count(config.num_local_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.intermediate_size)
+        add_yarn(writer, trained)
+
+    return write_as_converter(path, kind, "gpt-oss", network, add)
+
+
 HYBRIDS: dict[str, Callable[[Path, Kind], Any]] = {
     "lfm2": write_lfm2,
     "qwen35": write_qwen35,
@@ -696,6 +739,7 @@ OTHERS: dict[str, Callable[[Path, Kind], Any]] = {
     "gemma3": write_gemma3,
     "gemma4": write_gemma4,
     "gemma4 with keys as values": lambda path, kind: write_gemma4(path, kind, same_values=True),
+    "gpt-oss": lambda path, kind: write_gpt_oss(path, kind, 5.0, 190),
 }
 
 
@@ -713,6 +757,43 @@ def test_other_architectures_are_read_from_the_file(file: Path, family: str, kin
         logits = forward(backbone, ids).logits
         assert float((logits - expected).norm() / expected.norm()) < 1e-4, engine
     assert weights_of(str(file)) is not None
+
+
+@pytest.mark.parametrize("kind", [Kind.MXFP4, Kind.Q8_0, Kind.F16], ids=lambda kind: kind.name)
+def test_experts_of_gpt_oss_are_multiplied_as_they_are(file: Path, kind: Kind) -> None:
+    network = write_gpt_oss(file, kind)
+    ids = torch.tensor([*PROMPT, *range(5, 55)])  # longer than a window
+    with torch.inference_mode():
+        expected = network(ids[None]).logits[0]
+    backbone = load_backbone(str(file), LoadOptions(rows="fp32"))
+    packed = backbone.engine.model.packed.matrices
+    layers = network.config.num_hidden_layers
+    experts = {name: own for name, own in packed.items() if ".experts." in name}
+    assert {own.format.name for own in experts.values()} == {kind.name}
+    assert len(experts) == 3 * layers
+    logits = forward(backbone, ids).logits
+    assert float((logits - expected).norm() / expected.norm()) < 1e-4
+    rounded = load_backbone(str(file))  # rows of 8 bits, where weights have few
+    logits = forward(rounded, ids).logits
+    assert float((logits - expected).norm() / expected.norm()) < 0.3  # some rows change experts
+    if kind == Kind.MXFP4:
+        eager = load_backbone(str(file), LoadOptions(dtype="fp32", engine="eager"))
+        logits = forward(eager, ids).logits
+        assert float((logits - expected).norm() / expected.norm()) < 1e-4
+
+
+@pytest.mark.parametrize("engine", ["native", "eager"])
+@pytest.mark.parametrize("scale", [253, 255])
+def test_scales_of_experts_that_are_too_large_are_refused(
+    file: Path, scale: int, engine: str
+) -> None:
+    write_gpt_oss(file, Kind.MXFP4)
+    tensor = read_header(file).tensors["blk.1.ffn_up_exps.weight"]
+    data = bytearray(file.read_bytes())
+    data[tensor.end - 17] = scale
+    file.write_bytes(data)
+    with pytest.raises(UserError, match="too large"):
+        load_backbone(str(file), LoadOptions(dtype="fp32", engine=engine))
 
 
 def test_all_ends_of_gemma4_end_an_answer(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -672,9 +672,16 @@ def test_weights_in_mxfp4_are_mapped_with_their_exact_values(tmp_path: Path, apa
     backbone = load(path)
     packed = backbone.engine.model.packed
     assert packed.memory is not None
-    assert {matrix.format for matrix in packed.matrices.values()} == {Format.BF16}
+    experts = [own for name, own in packed.matrices.items() if ".experts." in name]
+    assert {own.format for own in experts} == {Format.MXFP4}
+    others = [own for own in packed.matrices.values() if own not in experts]
+    assert {own.format for own in others} == {Format.BF16}
     logits = forward(backbone, text).logits
     assert float((logits - expected).norm() / expected.norm()) < 1e-4
+    rounded_logits = forward(load(path, rows="int8"), text).logits
+    assert 1e-4 < float((rounded_logits - expected).norm() / expected.norm()) < 0.3
+    for options in ({"quantize": "int4"}, {"quantize": "int8"}):
+        assert torch.isfinite(forward(load(path, **options), text).logits).all()
 
 
 @pytest.mark.parametrize(
@@ -686,6 +693,7 @@ def test_weights_in_mxfp4_are_mapped_with_their_exact_values(tmp_path: Path, apa
         {"gate_up_proj_bias": torch.zeros(4, 127)},
         {"down_proj_scales": torch.zeros(4, 64, 3, dtype=torch.uint8)},
         {"down_proj_scales": None},
+        {"down_proj_scales": torch.full((4, 64, 2), 253, dtype=torch.uint8)},
     ],
 )
 def test_damaged_mxfp4_is_refused(

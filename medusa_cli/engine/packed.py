@@ -189,6 +189,7 @@ def _matrices(
     for name in description.matrix_names:
         part = description.parts.get(name) or Part(f"{name}.weight", f"{name}.bias")
         raw, bias = _part_of(name, part, weights)
+        weights.checked(name, raw)
         is_head = name == description.head
         is_exact = name in description.routers
         if quantize is not None and not is_exact and name not in description.looked_up:
@@ -203,11 +204,12 @@ def _part_of(name: str, part: Part, weights: Weights) -> tuple[RawMatrix, Floats
     name: the matrix's name in the description.
     """
     if part.every is not None and (stacked := weights.experts(name)) is not None:
-        if part.transposed or part.step > 1:
-            raise MissingWeights(f"its files have {name} in another layout")
-        return stacked, None
+        if not part.bias:
+            return stacked, None
+        return stacked, weights.vector(_stored(f"{name}_bias", weights))
     raw = weights.matrix(_stored(part.weight, weights))
-    if part.transposed:
+    # Blocks lie along the inputs, so only floats are stored transposed.
+    if part.transposed and raw.format.is_float:
         if len(raw.rows) % part.transposed:
             raise Unsupported(f"its {part.weight} has another size")
         raw = raw.transposed(part.transposed)

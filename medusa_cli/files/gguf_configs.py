@@ -1,7 +1,7 @@
 """Configs and tokenizers of GGUF files, for architectures that transformers' reader does not read, or reads in part."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -45,6 +45,10 @@ LAYERS_TO_FULL_ATTENTION = 6
 LAYERS_OF_GEMMA3_27B = 62
 # Tokens that end an answer of Gemma 4, whose files name one of them.
 ENDS_OF_GEMMA4 = ("<eos>", "<turn|>", "<|tool_response>")
+# Tokens that end an answer of gpt-oss, whose files name one of them.
+ENDS_OF_GPT_OSS = ("<|return|>", "<|call|>", "<|endoftext|>")
+# As llama.cpp has it: every second layer of gpt-oss attends to all positions.
+LAYERS_TO_FULL_ATTENTION_OF_GPT_OSS = 2
 FULL, SLIDING = "full_attention", "sliding_attention"
 # Vocabularies, by the name of their splits, whose words end at every digit and else as GPT-2's do.
 DIGIT_BY_DIGIT = ("codeshell", "command-r", "exaone", "refact", "smollm", "starcoder")
@@ -105,6 +109,11 @@ class Keys:
         fields["vocab_size"] = self.rows("token_embd.weight")
         fields["tie_word_embeddings"] = "output.weight" not in self.header.tensors
         return fields | {own: self.header.metadata.get(key) for key, own in IDS.items()}
+
+    def tokens(self, names: Collection[str]) -> list[int]:
+        """Returns the numbers of some tokens, as far as the vocabulary has them."""
+        known: list[str] = self.header.metadata.get("tokenizer.ggml.tokens") or []
+        return [number for number, token in enumerate(known) if token in names]
 
     def rows(self, tensor: str) -> int:
         if tensor not in self.header.tensors:
@@ -316,10 +325,8 @@ def _gemma4(keys: Keys) -> Any:
     if keys.number("rope.dimension_count_swa", width) != width:
         raise ValueError("the rotary embeddings of its windows are narrower than its heads")
     inputs = keys.count("embedding_length_per_layer_input")
-    tokens: list[str] = keys.header.metadata.get("tokenizer.ggml.tokens") or []
-    ends = [number for number, token in enumerate(tokens) if token in ENDS_OF_GEMMA4]
     fields |= {"head_dim": width, "num_key_value_heads": heads[narrow]}
-    fields["eos_token_id"] = ends or fields["eos_token_id"]
+    fields["eos_token_id"] = keys.tokens(ENDS_OF_GEMMA4) or fields["eos_token_id"]
     return Gemma4TextConfig(
         **fields,
         global_head_dim=keys.number("attention.key_length"),
@@ -344,6 +351,25 @@ def _proportion(keys: Keys) -> dict[str, Any]:
     if not rotated or min(factors[rotated:], default=1e30) < 1e29:
         raise ValueError(f"its {FREQUENCIES} does not say which part of a head rotates")
     return {"rope_type": "proportional", "partial_rotary_factor": rotated / len(factors)}
+
+
+def _gpt_oss(keys: Keys) -> Any:
+    from transformers import GptOssConfig
+
+    fields, rope = keys.fields(), keys.rope()
+    fields["intermediate_size"] = keys.number("expert_feed_forward_length")
+    fields["eos_token_id"] = keys.tokens(ENDS_OF_GPT_OSS) or fields["eos_token_id"]
+    if rope["rope_type"] == "yarn":
+        # As its makers have it; llama.cpp rounds the bounds between scaled frequencies and others.
+        rope["truncate"] = False
+    return GptOssConfig(
+        **fields,
+        num_local_experts=keys.number("expert_count"),
+        num_experts_per_tok=keys.number("expert_used_count"),
+        sliding_window=keys.number("attention.sliding_window"),
+        layer_types=keys.windows(LAYERS_TO_FULL_ATTENTION_OF_GPT_OSS),
+        rope_parameters=rope,
+    )
 
 
 def _qwen35(keys: Keys) -> Any:
@@ -386,6 +412,7 @@ def _qwen35_fields(keys: Keys) -> dict[str, Any]:
 CONFIGS: dict[str, Callable[[Keys], Any]] = {
     "gemma3": _gemma3,
     "gemma4": _gemma4,
+    "gpt-oss": _gpt_oss,
     "granite": _granite,
     "granitemoe": _granite_moe,
     "mistral3": _mistral3,

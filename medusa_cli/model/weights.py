@@ -19,6 +19,7 @@ from medusa_cli.files.gguf_names import GgufNames
 from medusa_cli.files.model_files import checkpoint_files, weights_file
 from medusa_cli.model.backbone import Unsupported
 from medusa_cli.model.checks import unloadable
+from medusa_cli.native.library import UNIT
 from medusa_cli.native.matrix import Floats, Format, RawMatrix
 
 # Other types are converted to fp32.
@@ -38,14 +39,17 @@ OLDER_NAMES = (
     (".gate.e_score_correction_bias", ".e_score_correction_bias"),
     (".gate.moe_statics.", ".moe_statics."),
 )
-# The numbers of MXFP4.
-FP4 = tuple(sign * size for sign in (1, -1) for size in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
 # Names of an expert's matrices in files that have one weight per expert.
 EXPERT_NAMES = {"gate": ("gate_proj", "w1"), "up": ("up_proj", "w3"), "down": ("down_proj", "w2")}
 
 
 class Weights(ABC):
-    """Reads the weights of a model, by their names in transformers' network."""
+    """Reads the weights of a model, by their names in transformers' network.
+
+    source: the file or folder that holds them, if any.
+    """
+
+    source = ""
 
     @abstractmethod
     def __contains__(self, name: str) -> bool: ...
@@ -61,9 +65,16 @@ class Weights(ABC):
     def experts(self, name: str) -> RawMatrix | None:
         """Returns the matrices of a layer's experts, concatenated; None if a single weight holds all of them.
 
-        name: the name of their module, followed by .gate, .up or .down.
+        name: the name of their module, followed by .gate, .up or .down. The vector NAME_bias holds
+        their biases, if they have any.
         """
         return None
+
+    def checked(self, name: str, raw: RawMatrix) -> RawMatrix:
+        """Returns the matrix; raises UserError if its scales are not finite."""
+        if not raw.is_finite:
+            raise unloadable(self.source, f"the scales of its {name} are too large")
+        return raw
 
     def release(self) -> None:  # noqa: B027  (most have nothing to release)
         """Releases the memory of weights that have been read."""
@@ -92,11 +103,12 @@ class CheckpointWeights(Weights):
         from safetensors import SafetensorError, safe_open
 
         self.prefix = f"{prefix}."
+        self.source = str(files[0].parent)
         self.stack = ExitStack()
         try:
             parts = [self.stack.enter_context(safe_open(path, framework="pt")) for path in files]
         except SafetensorError as reason:
-            raise unloadable(str(files[0].parent), reason) from reason
+            raise unloadable(self.source, reason) from reason
         self.parts = {name: part for part in parts for name in part.keys()}  # noqa: SIM118  (not a mapping)
 
     def _name(self, name: str) -> str:
@@ -114,21 +126,18 @@ class CheckpointWeights(Weights):
     def _is_mxfp4(self, name: str) -> bool:
         return all(self._name(f"{name}_{part}") in self.parts for part in ("blocks", "scales"))
 
-    def _tensor(self, name: str) -> Tensor:
-        if self._is_mxfp4(name):
-            return _from_mxfp4(self._stored(f"{name}_blocks"), self._stored(f"{name}_scales"))
-        return self._stored(name)
-
     def _stored(self, name: str) -> Tensor:
         stored = self._name(name)
         tensor: Tensor = self.parts[stored].get_tensor(stored)
         return tensor
 
     def matrix(self, name: str) -> RawMatrix:
-        return raw_of(self._tensor(name))
+        if self._is_mxfp4(name):
+            return _from_mxfp4(self._stored(f"{name}_blocks"), self._stored(f"{name}_scales"))
+        return raw_of(self._stored(name))
 
     def vector(self, name: str) -> Floats:
-        return vector_of(self._tensor(name))
+        return vector_of(self._stored(name))
 
     def experts(self, name: str) -> RawMatrix | None:
         module, _, part = name.rpartition(".")
@@ -148,6 +157,7 @@ class GgufWeights(Weights):
     """
 
     def __init__(self, path: Path, network: Any) -> None:
+        self.source = str(path)
         self.names = GgufNames(read_header(path), network)
         self.data: Any = np.memmap(path, np.uint8, "r")
 
@@ -184,9 +194,10 @@ class GgufWeights(Weights):
         return self.matrix(name) if name in self else None
 
     def stacked(self, name: str) -> Tensor:
-        """Returns the matrices [experts, outputs, inputs] of a layer's experts in fp32."""
+        """Returns the matrices [experts, outputs, inputs] or biases [experts, outputs] of a layer's experts in fp32."""
         shape = self.names.header.tensors[self.names.tensors[name]].shape
-        return torch.from_numpy(self.matrix(name).floats()).view(shape)
+        raw = self.checked(name, self.matrix(name))
+        return torch.from_numpy(raw.floats()).view(shape)
 
     def release(self) -> None:
         import mmap
@@ -201,13 +212,27 @@ class GgufWeights(Weights):
             shape = self.names.shapes[name]
             if dimensions == 1:
                 yield name, torch.from_numpy(self.vector(name)).view(shape)
-            elif dimensions == 2:
-                yield name, torch.from_numpy(self.matrix(name).floats()).view(shape)
             elif part == "gate":
-                gate_and_up = [self.stacked(name), self.stacked(f"{module}.up")]
-                yield f"{module}.gate_up_proj", torch.cat(gate_and_up, dim=1)
+                yield f"{module}.gate_up_proj", self._turned(self._gate_and_up(module))
             elif part == "down":
-                yield f"{module}.down_proj", self.stacked(name)
+                yield f"{module}.down_proj", self._turned(self.stacked(name))
+            elif part == "gate_bias":
+                yield f"{module}.gate_up_proj_bias", self._gate_and_up(module, "_bias")
+            elif part == "down_bias":
+                yield f"{module}.down_proj_bias", self.stacked(name)
+            elif dimensions == 2 and part != "up_bias":
+                yield name, torch.from_numpy(self.matrix(name).floats()).view(shape)
+
+    def _gate_and_up(self, module: str, kind: str = "") -> Tensor:
+        """Returns the outputs of gate and up [experts, 2 * outputs, ..] in the network's order."""
+        gate = self.stacked(f"{module}.gate{kind}")
+        up = self.stacked(f"{module}.up{kind}")
+        if self.names.are_experts_turned:
+            return torch.stack([gate, up], dim=2).flatten(1, 2)
+        return torch.cat([gate, up], dim=1)
+
+    def _turned(self, matrices: Tensor) -> Tensor:
+        return matrices.mT if self.names.are_experts_turned else matrices
 
 
 class GgufSlice:
@@ -279,23 +304,24 @@ def source_stamp(model: str) -> list[str]:
     return [file_stamp(path) for path in checkpoint_files(model_dir(model))]
 
 
-def _from_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Returns the exact weights of experts [E, inputs, outputs] in bf16, as transformers' network has them.
+def _from_mxfp4(blocks: Tensor, scales: Tensor) -> RawMatrix:
+    """Returns the matrices of experts [E * outputs, inputs], in blocks as GGUF files have them.
 
-    blocks [E, outputs, groups, 16] hold the lower number of a pair in the lower four bits. scales [E, outputs, groups]
+    blocks [E, outputs, groups, 16]: a byte holds two neighbouring numbers, the first one in its lower four bits; in
+    GGUF's blocks, it holds a number of the first half of a group and one of the second. scales [E, outputs, groups]
     are exponents. Raises Unsupported for other shapes and types.
     """
     if blocks.dtype != torch.uint8 or scales.dtype != torch.uint8:
         raise Unsupported("its MXFP4 weights have types not known here")
     if blocks.dim() != 4 or blocks.shape[-1] != 16 or scales.shape != blocks.shape[:-1]:
         raise Unsupported("its MXFP4 weights have shapes not known here")
-    numbers = torch.tensor(FP4, dtype=torch.bfloat16)
-    weights = []
-    for own, exponents in zip(blocks, scales, strict=True):
-        pairs = torch.stack([own & 15, own >> 4], dim=-1).flatten(-2)
-        values = torch.ldexp(numbers[pairs.int()], exponents.int()[..., None] - 127)
-        weights.append(values.flatten(-2).T)
-    return torch.stack(weights)
+    first, second = np.split(blocks.numpy(), 2, axis=-1)
+    rows = np.empty((*scales.shape, 17), np.uint8)
+    rows[..., 0] = scales
+    rows[..., 1::2] = first & 15 | second << 4
+    rows[..., 2::2] = first >> 4 | second & 240
+    experts, outputs, groups = scales.shape
+    return RawMatrix(Format.MXFP4, rows.reshape(experts * outputs, -1), groups * UNIT)
 
 
 def raw_of(tensor: Tensor) -> RawMatrix:
