@@ -796,10 +796,25 @@ def test_scales_of_experts_that_are_too_large_are_refused(
         load_backbone(str(file), LoadOptions(dtype="fp32", engine=engine))
 
 
-def test_all_ends_of_gemma4_end_an_answer(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_of_gpt_oss_without_biases_of_experts_is_refused(file: Path) -> None:
+    write_gpt_oss(file, Kind.MXFP4)
+    name = b"blk.1.ffn_up_exps.bias"
+    file.write_bytes(file.read_bytes().replace(name, name[:-1] + b"~"))
+    refused(file, name.decode())
+
+
+@pytest.mark.parametrize(
+    ("family", "ends"),
+    [
+        ("gemma4", ["<turn|>", "<|tool_response>", "<eos>"]),
+        ("gpt-oss", ["<|return|>", "<|call|>", "<|endoftext|>"]),
+    ],
+)
+def test_all_ends_of_a_family_end_an_answer(
+    file: Path, monkeypatch: pytest.MonkeyPatch, family: str, ends: list[str]
+) -> None:
     def add(writer: gguf.GGUFWriter) -> None:
         writer.add_tokenizer_model("gpt2")
-        ends = ["<turn|>", "<|tool_response>", "<eos>"]
         letters = list(bytes_to_unicode().values())
         unused = [f"<unused{i}>" for i in range(VOCAB - len(letters) - 4)]
         writer.add_token_list([*letters, "ab", *unused, *ends])
@@ -807,7 +822,7 @@ def test_all_ends_of_gemma4_end_an_answer(file: Path, monkeypatch: pytest.Monkey
         writer.add_eos_token_id(END - 2)
 
     monkeypatch.setattr("tests.test_gguf.add_tokenizer", add)
-    write_gemma4(file, Kind.F32)
+    OTHERS[family](file, Kind.F32)
     assert load_backbone(str(file), FP32).eos_ids == {END - 2, END - 1, END}
 
 
@@ -864,6 +879,9 @@ def test_files_of_others_that_would_not_be_read_whole_are_refused(
         ("gemma3", "rope.scaling.factor"),
         ("gemma4", "attention.sliding_window_pattern"),
         ("gemma4", "attention.key_length_swa"),
+        ("gpt-oss", "attention.sliding_window"),
+        ("gpt-oss", "expert_count"),
+        ("gpt-oss", "expert_feed_forward_length"),
     ],
 )
 def test_files_of_others_without_a_size_are_refused(file: Path, family: str, key: str) -> None:
@@ -913,6 +931,18 @@ def test_llama_cpp_gives_the_same_probabilities(file: Path, family: str) -> None
     torch.testing.assert_close(ours[numbers], theirs, rtol=0, atol=bound)
 
 
+def test_llama_cpp_multiplies_mxfp4_alike(file: Path) -> None:
+    write_gpt_oss(file, Kind.MXFP4, 5.0, 190)
+    body = {"prompt": PROMPT, "n_predict": 1, "temperature": -1.0, "n_probs": 20}
+    [answer] = asked(file, "completion", [body])
+    first = answer["completion_probabilities"][0]["top_logprobs"]
+    backbone = load_backbone(str(file), LoadOptions(rows="int8"))  # as llama.cpp rounds them
+    ours = forward(backbone, torch.tensor(PROMPT)).logits[-1].log_softmax(-1)
+    theirs = torch.tensor([own["logprob"] for own in first])
+    assert theirs.max() - theirs.min() > 2
+    torch.testing.assert_close(ours[[own["id"] for own in first]], theirs, rtol=0, atol=0.2)
+
+
 def add_pieces(writer: gguf.GGUFWriter, kind: str) -> None:
     """Adds a tiny vocabulary of Gemma's kind, which llama.cpp calls llama or gemma4, to a file."""
     special, letters = ["<pad>", "<eos>", "<bos>", "<unk>"], [f"<0x{i:02X}>" for i in range(256)]
@@ -956,6 +986,7 @@ TEXTS = ("ab c", "bc  ab a\n\n b1 22 \u00e9", " ab 12", "  12 it's 121", "a\t b 
         ("smollm3", add_digits, "llama-bpe"),
         ("gemma3", add_pieces, "llama"),
         ("gemma4", add_pieces, "gemma4"),
+        ("gpt-oss", add_digits, "gpt-4o"),
     ],
 )
 def test_words_of_other_architectures_are_split_as_llama_cpp_does(
