@@ -181,11 +181,11 @@ def test_every_scale_of_mxfp4_is_exact_with_all_instructions() -> None:
     powers = np.ldexp(1.0, exponents.astype(int) - 128)
     expected = powers[:, None] * np.concatenate([doubled, doubled[::-1]])
     packed = PackedMatrix.pack(RawMatrix(Format.MXFP4, rows, 32))
-    one = np.eye(32, dtype=np.float32)
+    identity = np.eye(32, dtype=np.float32)
     for name in instructions():
         assert library().use(name.encode()) == 0
         assert np.array_equal(packed.embed(np.arange(253)), expected.astype(np.float32)), name
-        assert np.array_equal(packed.multiply(one), expected.T.astype(np.float32)), name
+        assert np.array_equal(packed.multiply(identity), expected.T.astype(np.float32)), name
     assert np.array_equal(gguf.dequantize(rows, gguf.GGMLQuantizationType.MXFP4), expected)
 
 
@@ -728,6 +728,17 @@ def test_layers_that_a_quantization_replaces_are_left_to_transformers(
         load(path)
 
 
+def assert_native_logits(network: Any, text: torch.Tensor) -> None:
+    """Asserts that the native engine gives a network's own logits."""
+    backbone = Backbone(network, tiny_tokenizer(128))
+    attach(backbone, "native")
+    logits = forward(backbone, text).logits
+    network.set_attn_implementation("eager")
+    with torch.inference_mode():
+        expected = network(text[None]).logits[0]
+    assert float((logits - expected).norm() / expected.norm()) < 1e-4
+
+
 @pytest.mark.parametrize(
     ("variant", "fields"),
     [
@@ -750,13 +761,7 @@ def test_fields_of_a_variant_are_followed(variant: str, fields: dict[str, Any]) 
     for name, values in network.state_dict().items():
         if name.endswith("layer_scalar"):
             values.fill_(0.7)
-    backbone = Backbone(network, tiny_tokenizer(128))
-    attach(backbone, "native")
-    logits = forward(backbone, text).logits
-    network.set_attn_implementation("eager")
-    with torch.inference_mode():
-        expected = network(text[None]).logits[0]
-    assert float((logits - expected).norm() / expected.norm()) < 1e-4
+    assert_native_logits(network, text)
 
 
 def test_layers_that_share_keys_have_no_rows_of_their_own() -> None:
@@ -858,13 +863,7 @@ def test_constants_of_activations_are_those_of_each_layer() -> None:
         own.alpha_p.data.fill_(number - 1.0)
         own.alpha_n.data.fill_(1.0 - number)
         own.beta.fill_(0.2 + number)
-    backbone = Backbone(network, tiny_tokenizer(128))
-    attach(backbone, "native")
-    logits = forward(backbone, text).logits
-    network.set_attn_implementation("eager")
-    with torch.inference_mode():
-        expected = network(text[None]).logits[0]
-    assert float((logits - expected).norm() / expected.norm()) < 1e-4
+    assert_native_logits(network, text)
 
 
 def test_experts_chosen_by_sparsemixer_are_two() -> None:

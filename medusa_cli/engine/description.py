@@ -448,11 +448,13 @@ class _Reader:
             if own.mixer.norm is not None:
                 shared.add(eps=eps_of(own.mixer.norm))
         attention_norm = own.norms.get("attention_norm")
+        if own.experts is None:
+            activation = _activation_of_mlp(own.mlp)
+        else:
+            activation = _activation_of_experts(own.mlp.experts)
         shared.add(
             residual=getattr(layer, "residual_multiplier", 1.0),
-            activation=_activation_of_mlp(own.mlp)
-            if own.experts is None
-            else _activation_of_experts(own.mlp.experts),
+            activation=activation,
             parallel=attention_norm is own.norms.get("mlp_norm") is not None,
         )
         if "query_norm" in own.norms:
@@ -864,19 +866,18 @@ def _activation_of_experts(experts: Any) -> Activation:
         return Activation(_number_of(function))
 
     def joined(gate: Tensor, up: Tensor) -> Tensor:
-        both = (
-            torch.cat([gate, up], dim=-1)
-            if getattr(experts, "is_concatenated", True)
-            else torch.stack([gate, up], dim=-1).flatten(-2)
-        )
-        values: Tensor = join(both)
+        if getattr(experts, "is_concatenated", True):
+            gate_up = torch.cat([gate, up], dim=-1)
+        else:
+            gate_up = torch.stack([gate, up], dim=-1).flatten(-2)
+        values: Tensor = join(gate_up)
         return values
 
     # A small gate shows alpha if up is 0, and then the limit if up is far beyond it.
     small = torch.full((1,), 2.0**-6, dtype=torch.float64)
-    least = joined(small, 0 * small)
-    alpha = round(float((least / small).logit() / small), 4)
-    limit = round(float(joined(small, torch.full_like(small, 1e4)) / least), 4) - 1
+    without_up = joined(small, 0 * small)
+    alpha = round(float((without_up / small).logit() / small), 4)
+    limit = round(float(joined(small, torch.full_like(small, 1e4)) / without_up), 4) - 1
     gate = torch.linspace(-20, 20, 101)
     up = gate.flip(0) + gate.sin()
     known = gate.clamp(max=limit)

@@ -189,7 +189,7 @@ def _matrices(
     for name in description.matrix_names:
         part = description.parts.get(name) or Part(f"{name}.weight", f"{name}.bias")
         raw, bias = _part_of(name, part, weights)
-        weights.checked(name, raw)
+        weights.check(name, raw)
         is_head = name == description.head
         is_exact = name in description.routers
         if quantize is not None and not is_exact and name not in description.looked_up:

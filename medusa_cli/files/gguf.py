@@ -61,6 +61,7 @@ def write_metadata(path: Path, header: Header, folder: Path) -> None:
         with torch.device("meta"):
             network = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
         config.architectures = [type(network).__name__]
+        # Those of Gemma 4 only say which part of a head rotates, and its config has that.
         if factors and header.architecture != "gemma4":
             _check_factors(factors, config, network)
             config.rope_parameters |= {

@@ -15,8 +15,8 @@ DELTA_NETS = ("qwen35", "qwen35moe")
 GATED_NORM = "linear_attn.norm.weight"
 # Architectures whose files interleave the two halves of each query and key head.
 INTERLEAVED = ("llama", "granite", "granitemoe", "mistral3", "smollm3")
-# Architectures whose networks have the transposed matrices of experts, with gate and up in turn.
-TURNED_EXPERTS = ("gpt-oss",)
+# Architectures whose networks transpose the matrices of experts, and interleave gate and up.
+TRANSPOSED_EXPERTS = ("gpt-oss",)
 # Divisors of rotary frequencies, which belong to the config and not to the weights.
 FREQUENCIES = "rope_freqs.weight"
 # Such divisors for texts of up to the first training's length, and for longer ones.
@@ -50,11 +50,11 @@ class GgufNames:
         self.header = header
         self.tensors: dict[str, str] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}  # shapes in the network
-        self.are_experts_turned = architecture in TURNED_EXPERTS
+        self.has_transposed_experts = architecture in TRANSPOSED_EXPERTS
         parts = (
             part
             for name, weight in _weights(network)
-            for part in _stored_parts(name, tuple(weight.shape), self.are_experts_turned)
+            for part in _stored_parts(name, tuple(weight.shape), self.has_transposed_experts)
         )
         for name, module, kind, shape in parts:
             prefix = names.get_name(module)
@@ -157,33 +157,29 @@ def _weights(network: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _stored_parts(
-    name: str, shape: tuple[int, ...], turned: bool
+    name: str, shape: tuple[int, ...], transposed: bool
 ) -> Iterator[tuple[str, str, str, tuple[int, ...]]]:
     """Yields the parts of a weight that a file stores: name, module and kind in gguf's table, and shape.
 
     A file stores the gates of all experts separately from their up matrices. Both are named after
-    their module, followed by .gate or .up, and biases by .gate_bias or .up_bias. turned: the network
-    has the transposed matrices of experts.
+    their module, followed by .gate or .up, and biases by .gate_bias or .up_bias. transposed: the
+    network has the transposed matrices of experts.
     """
     known = name
     for own, older in OLDER_NAMES.items():
         known = known.replace(own, older)
     module, _, kind = known.rpartition(".")
     experts = name.rpartition(".")[0]
-    if turned and kind in ("gate_up_proj", "down_proj"):
+    suffix = "_bias" if kind.endswith("_bias") else ""
+    stored_kind = "bias" if suffix else "weight"
+    if transposed and kind in ("gate_up_proj", "down_proj"):
         shape = (shape[0], shape[2], shape[1])
-    if kind == "gate_up_proj":
+    if kind == f"gate_up_proj{suffix}":
         half = (shape[0], shape[1] // 2, *shape[2:])
-        yield f"{experts}.gate", f"{module}.gate_proj", "weight", half
-        yield f"{experts}.up", f"{module}.up_proj", "weight", half
-    elif kind == "down_proj":
-        yield f"{experts}.down", f"{module}.down_proj", "weight", shape
-    elif kind == "gate_up_proj_bias":
-        half = (shape[0], shape[1] // 2, *shape[2:])
-        yield f"{experts}.gate_bias", f"{module}.gate_proj", "bias", half
-        yield f"{experts}.up_bias", f"{module}.up_proj", "bias", half
-    elif kind == "down_proj_bias":
-        yield f"{experts}.down_bias", f"{module}.down_proj", "bias", shape
+        yield f"{experts}.gate{suffix}", f"{module}.gate_proj", stored_kind, half
+        yield f"{experts}.up{suffix}", f"{module}.up_proj", stored_kind, half
+    elif kind == f"down_proj{suffix}":
+        yield f"{experts}.down{suffix}", f"{module}.down_proj", stored_kind, shape
     else:
         yield name, module, kind, shape
 

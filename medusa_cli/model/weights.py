@@ -70,11 +70,10 @@ class Weights(ABC):
         """
         return None
 
-    def checked(self, name: str, raw: RawMatrix) -> RawMatrix:
-        """Returns the matrix; raises UserError if its scales are not finite."""
+    def check(self, name: str, raw: RawMatrix) -> None:
+        """Raises UserError for a matrix whose scales are not finite."""
         if not raw.is_finite:
             raise unloadable(self.source, f"the scales of its {name} are too large")
-        return raw
 
     def release(self) -> None:  # noqa: B027  (most have nothing to release)
         """Releases the memory of weights that have been read."""
@@ -196,7 +195,8 @@ class GgufWeights(Weights):
     def stacked(self, name: str) -> Tensor:
         """Returns the matrices [experts, outputs, inputs] or biases [experts, outputs] of a layer's experts in fp32."""
         shape = self.names.header.tensors[self.names.tensors[name]].shape
-        raw = self.checked(name, self.matrix(name))
+        raw = self.matrix(name)
+        self.check(name, raw)
         return torch.from_numpy(raw.floats()).view(shape)
 
     def release(self) -> None:
@@ -213,9 +213,9 @@ class GgufWeights(Weights):
             if dimensions == 1:
                 yield name, torch.from_numpy(self.vector(name)).view(shape)
             elif part == "gate":
-                yield f"{module}.gate_up_proj", self._turned(self._gate_and_up(module))
+                yield f"{module}.gate_up_proj", self._transposed(self._gate_and_up(module))
             elif part == "down":
-                yield f"{module}.down_proj", self._turned(self.stacked(name))
+                yield f"{module}.down_proj", self._transposed(self.stacked(name))
             elif part == "gate_bias":
                 yield f"{module}.gate_up_proj_bias", self._gate_and_up(module, "_bias")
             elif part == "down_bias":
@@ -227,12 +227,12 @@ class GgufWeights(Weights):
         """Returns the outputs of gate and up [experts, 2 * outputs, ..] in the network's order."""
         gate = self.stacked(f"{module}.gate{kind}")
         up = self.stacked(f"{module}.up{kind}")
-        if self.names.are_experts_turned:
+        if self.names.has_transposed_experts:
             return torch.stack([gate, up], dim=2).flatten(1, 2)
         return torch.cat([gate, up], dim=1)
 
-    def _turned(self, matrices: Tensor) -> Tensor:
-        return matrices.mT if self.names.are_experts_turned else matrices
+    def _transposed(self, matrices: Tensor) -> Tensor:
+        return matrices.mT if self.names.has_transposed_experts else matrices
 
 
 class GgufSlice:
