@@ -254,7 +254,7 @@ class GgufSlice:
         first = 0 if self.expert is None else self.expert * self.get_shape()[0]
         rows = raw.rows[first:][place[0]]
         part = RawMatrix(raw.format, np.ascontiguousarray(rows), raw.inputs)
-        return torch.from_numpy(part.floats())[:, place[-1]]
+        return torch.tensor(part.floats()[:, place[-1]])  # a copy, because the file is read-only
 
 
 def gguf_slices(model: str) -> dict[str, GgufSlice] | None:
