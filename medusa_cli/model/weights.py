@@ -197,7 +197,7 @@ class GgufWeights(Weights):
         shape = self.names.header.tensors[self.names.tensors[name]].shape
         raw = self.matrix(name)
         self.check(name, raw)
-        return torch.from_numpy(raw.floats()).view(shape)
+        return torch.tensor(raw.floats()).view(shape)
 
     def release(self) -> None:
         import mmap
@@ -221,7 +221,7 @@ class GgufWeights(Weights):
             elif part == "down_bias":
                 yield f"{module}.down_proj_bias", self.stacked(name)
             elif dimensions == 2 and part != "up_bias":
-                yield name, torch.from_numpy(self.matrix(name).floats()).view(shape)
+                yield name, torch.tensor(self.matrix(name).floats()).view(shape)
 
     def _gate_and_up(self, module: str, kind: str = "") -> Tensor:
         """Returns the outputs of gate and up [experts, 2 * outputs, ..] in the network's order."""
