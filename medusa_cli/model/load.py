@@ -30,6 +30,9 @@ from medusa_cli.model.checks import (
 from medusa_cli.model.distributed import split_layers
 from medusa_cli.runs.load_options import DEFAULT_LOADING, LoadOptions
 
+# Whenever a library imports it, bitsandbytes logs hints about kernels that a CPU does not need.
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+
 # Number types by safetensors' names.
 FLOATS = {"BF16": torch.bfloat16, "F32": torch.float32, "F16": torch.float16, "F64": torch.float64}
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
@@ -72,8 +75,6 @@ def load_network(
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    # Whenever a library imports it, bitsandbytes logs hints about kernels that a CPU does not need.
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     device = resolve_device(options.device)
     dtype = resolve_dtype(options.dtype, model, device, options.trust_remote_code)
     if options.quantised:
