@@ -76,8 +76,8 @@ def import_mtp(
     if source is not None:
         backbone = load_backbone(model, options)
         identity = backbone.identity
-        answers = read_dataset(source, backbone, 0.0).answers()
-        tensors["draft_ids"] = frequent_tokens(answers, size, settings["vocab_size"]).sort().values
+        texts = read_dataset(source, backbone, 0.0).texts()
+        tensors["draft_ids"] = frequent_tokens(texts, size, settings["vocab_size"]).sort().values
         settings |= {"vocabulary": "draft", "draft_vocab_size": size}
     config = convert(settings, Mtp.config_class, "the MTP layer's config")
     check_tensors(
