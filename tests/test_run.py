@@ -240,7 +240,8 @@ def test_a_file_system_without_locks_warns(
         ("/models/qwen2.5-coder-0.5b-instruct-q4_k_m.gguf", "qwen2.5-coder-0.5b"),
         ("SmolLM2-135M-Instruct.Q4_1.gguf", "smollm2-135m"),
         ("Qwen/Qwen2.5-Coder-0.5Beta", None),
-        ("Qwen/Qwen2.5-Coder-1.5B-Instruct", None),
+        ("Qwen/Qwen2.5-Coder-1.5B-Instruct", "qwen2.5-coder-1.5b"),
+        ("Qwen/Qwen2.5-Coder-3B-Instruct", None),
         ("my/smollm2-135m/other", None),
     ],
 )

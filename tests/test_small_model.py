@@ -35,7 +35,11 @@ def shipped(model: str = SMALL_MODEL) -> Run:
 
 @pytest.mark.parametrize(
     ("model", "most_bytes", "expected"),
-    [(SMALL_MODEL, 16_000_000, 2.2), (DEFAULT_MODEL, 40_000_000, 1.8)],
+    [
+        (SMALL_MODEL, 16_000_000, 2.2),
+        (DEFAULT_MODEL, 40_000_000, 1.8),
+        ("qwen2.5-coder-1.5b", 54_000_000, 1.8),
+    ],
 )
 def test_shipped_drafter_is_small_whole_and_has_provenance(
     model: str, most_bytes: int, expected: float
