@@ -447,10 +447,9 @@ def test_an_mtp_layer_gets_a_draft_vocabulary_a_calibration_and_a_tree(
     medusa("import", "mtp", "--run", run, *words)
     drafter = load_drafter(Path(run) / "drafter", backbone)
     assert drafter.config.draft_vocab_size == 40 and len(drafter.matrices) == 0
-    frequent = {
-        token for line in data.read_text().splitlines() for token in json.loads(line)["tokens"][4:]
-    }
-    assert len(frequent & set(drafter.draft_ids.tolist())) >= min(40, len(frequent))
+    talked = [json.loads(line)["tokens"] for line in data.read_text().splitlines()]
+    assert set(drafter.draft_ids.tolist()) <= {token for tokens in talked for token in tokens}
+    assert set(talked[0][:2]) <= set(drafter.draft_ids.tolist())  # they begin every prompt
     medusa("calibrate", "--run", run, "--data", data, "--dtype", "fp32", "--top", "4")
     medusa("tree", "--run", run, "--budget", "8")
     options = ("--dtype", "fp32", "--raw", "--max-new-tokens", "24", "--prompt", "w1 w2")
