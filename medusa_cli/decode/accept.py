@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from medusa_cli.decode.sampler import Sampler
-from medusa_cli.device import upload
 from medusa_cli.tree import Draft
 from medusa_cli.tree.tree import PADDING, ROOT_PARENT
 
@@ -106,23 +105,25 @@ def _typical(logits: Tensor, draft: Draft, sampler: Sampler) -> Path:
     processors = sampler.processors
     if processors is not None:
         logits = processors.along(draft, logits)
-    log_p = (logits.float() / sampling.temperature).log_softmax(-1)  # [N, V]
-    entropy = -(log_p.exp() * log_p.clamp(min=torch.finfo(log_p.dtype).min)).nan_to_num(0.0).sum(-1)
-    limit = torch.clamp(sampling.delta * torch.exp(-entropy), max=sampling.epsilon)  # [N]
     tree = draft.tree
-    parents = upload(tree.parents[1:], logits.device, torch.long)
-    scores = log_p[parents, draft.tokens[1:]]  # [N - 1]
-    plausible = (scores.exp() > limit[parents]).tolist()
-    totals: list[float | None] = [0.0]
     best = 0
-    best_key = (0, 0.0)
-    for node, (score, passes) in enumerate(zip(scores.tolist(), plausible, strict=True), 1):
-        above = totals[tree.parents[node]]
-        totals.append(above + score if passes and above is not None else None)
-        total = totals[-1]
-        if total is not None and (tree.depths[node], total) > best_key:
-            best = node
-            best_key = (tree.depths[node], total)
+    totals = {0: 0.0}  # log-probabilities of the plausible paths, by their last nodes
+    level = [0]
+    # Entropies over a large vocabulary are expensive, so only those after plausible paths are computed.
+    while parents := [node for node in level if tree.children[node]]:
+        log_p = (logits[parents].float() / sampling.temperature).log_softmax(-1)  # [P, V]
+        lowest = torch.finfo(log_p.dtype).min
+        entropy = -(log_p.exp() * log_p.clamp(min=lowest)).nan_to_num(0.0).sum(-1)
+        limit = torch.clamp(sampling.delta * torch.exp(-entropy), max=sampling.epsilon)  # [P]
+        nodes = [child for parent in parents for child in tree.children[parent]]
+        rows = [row for row, parent in enumerate(parents) for _ in tree.children[parent]]
+        scores = log_p[rows, draft.tokens[nodes]]  # [C]
+        plausible = (scores.exp() > limit[rows]).tolist()
+        for node, score, passes in zip(nodes, scores.tolist(), plausible, strict=True):
+            if passes:
+                totals[node] = totals[tree.parents[node]] + score
+        level = [node for node in nodes if node in totals]
+        best = max(level, key=totals.__getitem__, default=best)
     path = tree.path(best)
     bonus = int(logits[best].float().argmax())
     if processors is not None:
