@@ -15,7 +15,7 @@ from typer.testing import Result
 from medusa_cli import engine as engines
 from medusa_cli.data.packing import Dataset, held_out_ids, split_conversations
 from medusa_cli.drafters import MedusaHeads
-from medusa_cli.errors import UserError
+from medusa_cli.errors import UsageError, UserError
 from medusa_cli.files.io import ReadReport
 from medusa_cli.model import Backbone
 from medusa_cli.model import lora as adapter
@@ -44,6 +44,7 @@ from tests.helpers import (
     tiny_tokenizer,
     write_lines,
 )
+from tests.test_gguf import write_gguf
 
 SETTINGS = [
     "train.stage=2",
@@ -425,6 +426,14 @@ def test_runs_of_both_stages_are_compared(place: tuple[str, str], tmp_path: Path
         (["--data", "gone"], 1),
     ):
         assert words[-2] in medusa("compare", *runs, *words, exit_code=code).stderr
+
+
+def test_qlora_of_a_gguf_file_names_its_setting(tmp_path: Path) -> None:
+    file = tmp_path / "tiny.gguf"
+    write_gguf(file)
+    recipe = load_recipe(None, [f"model={file}", "train.tuning=qlora"])
+    with pytest.raises(UsageError, match=r"train.tuning=qlora .* GGUF"):
+        joint_backbone(recipe, LoadOptions())
 
 
 def test_stage_2_starts_from_heads_and_adapter(place: tuple[str, str], tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.drafters.io import load_kind
 from medusa_cli.engine import attach, load_backbone
 from medusa_cli.errors import UsageError, UserError
+from medusa_cli.files.model_files import weights_file
 from medusa_cli.model import Backbone
 from medusa_cli.model import lora as adapter
 from medusa_cli.model.digest import weights_of
@@ -166,6 +167,11 @@ def joint_backbone(recipe: Recipe, options: LoadOptions) -> Backbone:
     """Loads the recipe's model with a new LoRA adapter (on 4-bit weights for qlora), or with all weights trainable."""
     train = recipe.train
     if train.tuning == "qlora":
+        if weights_file(recipe.model) is not None:
+            raise UsageError(
+                "train.tuning=qlora cannot quantize a GGUF file",
+                "use train.tuning=lora, or a folder or hub id with the model's safetensors",
+            )
         options = replace(options, quantize="bnb.nf4")
     # In fp32 training, nothing casts the states of a bf16 network for the heads.
     if train.dtype == "fp32" and options.dtype == "auto":
