@@ -868,14 +868,7 @@ def test_constants_of_activations_are_those_of_each_layer() -> None:
 
 def test_experts_chosen_by_sparsemixer_are_two() -> None:
     for fields in ({"num_local_experts": 2}, {"num_local_experts": 17}):
-        text, network = text_of(40, 128), tiny_network("phimoe", **fields)
-        backbone = Backbone(network, tiny_tokenizer(128))
-        attach(backbone, "native")
-        logits = forward(backbone, text).logits
-        network.set_attn_implementation("eager")
-        with torch.inference_mode():
-            expected = network(text[None]).logits[0]
-        assert float((logits - expected).norm() / expected.norm()) < 1e-4
+        assert_native_logits(tiny_network("phimoe", **fields), text_of(40, 128))
     with pytest.raises(UsageError, match="engine native"):
         variant_of("phimoe", num_local_experts=1)
 
