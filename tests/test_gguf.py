@@ -1,6 +1,7 @@
 """GGUF files as models: decoded as the bits that they hold, refused if damaged or not read whole."""
 
 import json
+import os
 import struct
 import tracemalloc
 import urllib.request
@@ -73,10 +74,14 @@ Change = Callable[[gguf.GGUFWriter], Any]
 def write_gguf(
     path: Path, kind: Kind = Kind.F32, *, arch: str = "llama", template: str | None = CHAT_TEMPLATE,
     change: Change = lambda writer: None, leave_out: str = "nothing", seed: int = 0, network: Any = None,
+    **split: Any,
 ) -> Any:  # fmt: skip
-    """Writes a tiny llama as a GGUF file; returns its network with the weights that the file holds, in fp32."""
+    """Writes a tiny llama as a GGUF file; returns its network with the weights that the file holds, in fp32.
+
+    split: how gguf's writer splits it into several files.
+    """
     network = tiny_model(vocab=VOCAB, seed=seed) if network is None else network
-    config, writer = network.config, gguf.GGUFWriter(path, arch)
+    config, writer = network.config, gguf.GGUFWriter(path, arch, **split)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_embedding_length(config.hidden_size)
@@ -1205,7 +1210,8 @@ def turned(writer: gguf.GGUFWriter) -> None:
         ),
         ({"change": lambda writer: writer.add_string("llama.rope.scaling.type", "su")}, "scaled"),
         ({"change": lambda writer: writer.add_string("llama.rope.scaling.type", "yarn")}, "factor"),
-        ({"change": lambda writer: writer.add_uint16("split.count", 3)}, "part"),
+        ({"change": lambda writer: writer.add_uint16("split.count", 3)}, "00001-of-00003"),
+        ({"change": lambda writer: writer.add_string("split.count", "3")}, "first"),
         ({"change": lambda writer: writer.add_uint32("general.alignment", 0)}, "alignment"),
         ({"change": lambda writer: writer.add_uint64("other.block_count", 10**9)}, "1000000000"),
     ],
@@ -1216,6 +1222,52 @@ def test_files_that_would_not_be_read_whole_are_refused(
     write_gguf(file, **options)
     refused(file, part)
     assert not [path for path in cache.iterdir() if path.suffix != ".lock"]
+
+
+def split_files(file: Path) -> list[Path]:
+    return sorted(file.parent.glob(f"{file.stem}-*-of-*.gguf"))
+
+
+@pytest.mark.parametrize("first_is_small", [False, True])
+def test_a_model_in_several_files_is_that_of_one(file: Path, first_is_small: bool) -> None:
+    write_gguf(file)
+    whole = load_backbone(str(file), FP32)
+    write_gguf(file, split_max_tensors=8, small_first_shard=first_is_small)
+    files = split_files(file)
+    assert len(files) > 2
+    split = load_backbone(str(files[0]), FP32)
+    ids = torch.tensor(PROMPT)
+    assert torch.equal(forward(split, ids).logits, forward(whole, ids).logits)
+    assert split.identity["weights"] == whole.identity["weights"]
+
+
+def test_a_change_in_any_of_several_files_is_seen(file: Path) -> None:
+    write_gguf(file, split_max_tensors=8)
+    first, *others = split_files(file)
+    ids = torch.tensor(PROMPT)
+    before = forward(load_backbone(str(first), FP32), ids).logits  # its weights are cached now
+    kept = first.read_bytes()
+    time = first.stat().st_mtime_ns
+    write_gguf(file, split_max_tensors=8, seed=1)
+    first.write_bytes(kept)
+    os.utime(first, ns=(time, time))
+    assert not torch.equal(forward(load_backbone(str(first), FP32), ids).logits, before)
+
+
+def test_files_of_a_split_model_that_do_not_fit_are_refused(file: Path) -> None:
+    write_gguf(file, split_max_tensors=8)
+    first, second, *others = split_files(file)
+    refused(second, "first")
+    kept = second.read_bytes()
+    second.write_bytes(others[0].read_bytes())
+    refused(first, second.name)
+    second.write_bytes(kept[:300])
+    with pytest.raises(UserError, match=f"{second.name}.*ends too early"):
+        load_backbone(str(first), FP32)
+    second.unlink()
+    refused(first, second.name, "missing")
+    first.rename(file)
+    refused(file, "first")
 
 
 @pytest.mark.parametrize(

@@ -112,6 +112,19 @@ def test_a_gguf_file_of_a_repository_is_a_model(
     assert gguf_path("owner/tiny-GGUF:Q8_0").read_bytes() == file.read_bytes()
 
 
+def test_all_files_of_a_split_model_are_downloaded(hub: Hub, tmp_path: Path) -> None:
+    network = write_gguf(tmp_path / "tiny-q8_0.gguf", split_max_tensors=8)
+    files = list(tmp_path.glob("*-of-*.gguf"))
+    assert len(files) > 2
+    others = {"other-q4_0-00001-of-00001.gguf": b"GGUF"}
+    hub.repositories["owner/split-GGUF"] = {file.name: file.read_bytes() for file in files} | others
+    hub_gguf.cache_clear()
+    loaded = Medusa.from_pretrained("owner/split-GGUF:Q8_0", drafter=None, dtype="fp32")
+    weight = torch.from_numpy(loaded.backbone.engine.model.head.embed(np.arange(VOCAB)))
+    torch.testing.assert_close(weight, network.lm_head.weight.detach())
+    assert not any("q4_0" in request for request in hub.requests)
+
+
 def test_what_a_repository_of_gguf_files_does_not_hold_is_named(hub: Hub) -> None:
     hub.repositories["owner/tiny-GGUF"] = {"a-Q8_0.gguf": b"GGUF", "b-Q8_0.gguf": b"GGUF"}
     for model, match in (
@@ -135,8 +148,9 @@ def test_names_of_gguf_files_are_told_from_paths_and_parts(
     for name in ("models/llama:8b.gguf", "./a/b:Q8_0", "owner/name", "owner/name:", "a:Q8_0"):
         assert not names_gguf(name), name
     whole = ["mixture-of-experts-Q4_K_M.gguf", "b/model.gguf"]
-    parts = ["model-00001-of-00002.gguf", "model-00002-of-00002.gguf", "mmproj-Q8_0.gguf", "a.txt"]
-    assert gguf_files([*whole, *parts]) == sorted(whole)
+    parts = [f"model-q4_0-0000{number}-of-00002.gguf" for number in (1, 2)]
+    others = ["lost-00002-of-00002.gguf", "half-00001-of-00002.gguf", "mmproj-Q8_0.gguf", "a.txt"]
+    assert gguf_files([*whole, *parts, *others]) == sorted([*whole, parts[0]])
 
 
 def test_what_the_hub_does_not_take_or_have_is_one_line(

@@ -49,7 +49,6 @@ def write_metadata(path: Path, header: Header, folder: Path) -> None:
     try:
         logging.set_verbosity_error()
         logging.disable_progress_bar()
-        _check_read(header)
         keys = Keys(read_header(path, arrays=True), path)
         factors = keys.factors(FREQUENCIES)
         config, tokenizer = _config_and_tokenizer(keys, source)
@@ -125,6 +124,10 @@ def _dequantize(
     import torch
     from transformers import AutoModelForCausalLM, GgufConfig
 
+    if len(header.files) > 1:
+        raise ValueError(
+            "transformers' reader takes no several files; join them with `llama-gguf-split --merge`"
+        )
     wanted = sum(weight.numel() for weight in network.parameters()) + left_out
     if wanted != header.numbers:
         raise ValueError(
@@ -176,9 +179,3 @@ def _check_factors(factors: list[float], config: Any, network: Any) -> None:
         raise ValueError(
             f"its {FREQUENCIES} has {len(factors)} factors, which do not fit the rotary embedding"
         )
-
-
-def _check_read(header: Header) -> None:
-    """Raises ValueError for properties of a file that transformers' reader silently ignores."""
-    if header.metadata.get("split.count", 1) not in (0, 1):
-        raise ValueError("it is one part of several; join them with `llama-gguf-split --merge`")

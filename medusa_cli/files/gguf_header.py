@@ -1,7 +1,11 @@
-"""The header of a GGUF file, read within bounds: its metadata, and the positions of its tensors."""
+"""The header of a GGUF file, read within bounds: its metadata, and the positions of its tensors.
+
+A large model may be split into several files, as by llama-gguf-split. Its first file names it.
+"""
 
 import math
 import mmap
+import re
 import struct
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,25 +24,35 @@ DIMENSIONS = 4
 # Types of metadata by number, as formats of `struct`; other types are strings and arrays.
 SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 TEXT, ARRAY = 8, 9
+# The end of the name of one of several files that hold a model.
+PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 ELSEWHERE = "give the folder or the hub id of the model that it was made from"
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor in a file: ggml's name of its type, its shape, and where its bytes begin and end in the file."""
+    """A tensor in a file: ggml's name of its type, its shape, and where its bytes begin and end in the file.
+
+    file: the index of the file, if the model is split into several.
+    """
 
     type: str
     shape: tuple[int, ...]
     start: int
     end: int
+    file: int = 0
 
 
 @dataclass
 class Header:
-    """Holds the metadata and the tensors by name; for arrays only their lengths, unless arrays were requested."""
+    """Holds the metadata and the tensors by name; for arrays only their lengths, unless arrays were requested.
+
+    files: the files that hold the tensors.
+    """
 
     metadata: dict[str, Any] = field(default_factory=dict)
     tensors: dict[str, Tensor] = field(default_factory=dict)
+    files: tuple[Path, ...] = ()
 
     @property
     def numbers(self) -> int:
@@ -69,14 +83,68 @@ def is_gguf(path: Path) -> bool:
         return file.read(len(MAGIC)) == MAGIC
 
 
+def is_first(name: str) -> bool:
+    """Returns True for the name of the first of the files into which a model is split."""
+    part = PART.search(name)
+    return part is not None and int(part[1]) == 1
+
+
+def file_names(name: str) -> list[str]:
+    """Returns the names of all files of a split model, given that of the first one; for other names only that."""
+    if not is_first(name):
+        return [name]
+    stem, _, count, _ = PART.split(name)
+    return [f"{stem}-{number:05}-of-{count}.gguf" for number in range(1, int(count) + 1)]
+
+
 def read_header(path: Path, arrays: bool = False) -> Header:
     """Reads a GGUF file's header; raises UserError for a damaged one before it allocates the claimed sizes.
 
-    arrays: also read the arrays in the metadata, such as a vocabulary's tokens.
+    For the first of several files, the header also holds the tensors of the others. Raises UserError for another one
+    of them, and if one is missing or belongs to another model. arrays: also read the arrays in the metadata, such as
+    a vocabulary's tokens.
     """
+    header = _read_file(path, arrays)
+    count = header.metadata.get("split.count", 1)
+    if count in (0, 1):
+        return header
+    files = [path.with_name(name) for name in file_names(path.name)]
+    if header.metadata.get("split.no") != 0 or len(files) != count:
+        raise UserError(
+            f"@model {str(path)!r} is one of the {shown(count)} files of a model, and not the first by its name",
+            "give the file that ends in -00001-of-"
+            + f"{shown(count):0>5}.gguf, with the others beside it",
+        )
+    for number, file in enumerate(files[1:], 1):
+        if not file.is_file():
+            raise UserError(
+                f"@model {str(path)!r} is the first of {count} files, and {file.name} is missing",
+                "get the others, too",
+            )
+        other = _read_file(file, arrays=False)
+        own = other.metadata.get("split.no"), other.metadata.get("split.count")
+        if own != (number, count) or other.tensors.keys() & header.tensors.keys():
+            raise UserError(
+                f"@model {str(path)!r}: {file.name} belongs to another model", "get the files again"
+            )
+        header.tensors |= {
+            name: replace(tensor, file=number) for name, tensor in other.tensors.items()
+        }
+    if header.metadata.get("split.tensors.count") not in (None, len(header.tensors)):
+        raise UserError(
+            f"@model {str(path)!r}: its {count} files hold {len(header.tensors)} of "
+            f"{shown(header.metadata['split.tensors.count'])} tensors",
+            "get the files again",
+        )
+    header.files = tuple(files)
+    return header
+
+
+def _read_file(path: Path, arrays: bool) -> Header:
+    """Reads the header of one file."""
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _Reader(data, arrays).header()
+            header = _Reader(data, arrays).header()
     except ValueError as reason:  # raised by the reader, or for unknown type numbers
         raise UserError(
             f"@model {str(path)!r} is not a usable GGUF file: {reason}", ELSEWHERE
@@ -85,6 +153,8 @@ def read_header(path: Path, arrays: bool = False) -> Header:
         raise UserError(
             f"@model {str(path)!r} is a GGUF file that ends too early", "get it again"
         ) from reason
+    header.files = (path,)
+    return header
 
 
 class _Reader:

@@ -7,11 +7,10 @@ from functools import cache
 from pathlib import Path
 
 from medusa_cli.errors import UsageError, UserError, first_line
+from medusa_cli.files.gguf_header import PART, file_names, is_first
 
 # Seconds after which the hub counts as unreachable; its client would try for some twenty seconds.
 PATIENCE = 4
-# The end of the name of one of several parts of a file.
-PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 # Maximum number of files that an error message lists.
 MOST_NAMED = 12
 
@@ -65,21 +64,24 @@ def names_gguf(name: str) -> bool:
 def hub_gguf(name: str) -> Path:
     """Returns the GGUF file that OWNER/NAME:TAG names; it is downloaded unless it is in the hub's cache.
 
-    TAG is the end of the file's name, such as Q4_K_M, or the whole name. Raises UserError for a repository that is not
-    available, and for a tag that matches no file or several.
+    TAG is the end of the file's name, such as Q4_K_M, or the whole name. For a model in several files, it is the first
+    one, and all are downloaded. Raises UserError for a repository that is not available, and for a tag that matches no
+    file or several.
     """
     from huggingface_hub import snapshot_download
 
     repository, _, tag = name.partition(":")
     if (folder := _cached_folder(repository)) is not None:
-        kept = [str(path.relative_to(folder)) for path in folder.rglob("*.gguf")]
+        kept = gguf_files(str(path.relative_to(folder)) for path in folder.rglob("*.gguf"))
         if len(files := _of_tag(kept, tag)) == 1:
             return folder / files[0]
     try:
         stored = gguf_files(repository_files(repository))
         files = _of_tag(stored, tag)
         if len(files) == 1:
-            return Path(snapshot_download(repository, allow_patterns=files)) / files[0]
+            return (
+                Path(snapshot_download(repository, allow_patterns=file_names(files[0]))) / files[0]
+            )
     except Exception as reason:  # the client raises its HTTP library's errors
         fault = f"@model {name!r} could not be downloaded: {first_line(reason)}"
         raise UserError(fault, "check the name and the network, or give a GGUF file") from reason
@@ -113,12 +115,18 @@ def _cached_folder(repository: str) -> Path | None:
 
 
 def gguf_files(files: Iterable[str]) -> list[str]:
-    """Returns the GGUF files among a repository's files that hold a whole model, and not parts of one or of vision."""
-    names = ((file, file.rpartition("/")[2]) for file in files)
+    """Returns the GGUF files that name a model among a repository's files: whole ones, and the first of several.
+
+    Files for vision are left out, and so is a model that lacks one of its files.
+    """
+    stored = set(files)
     return sorted(
         file
-        for file, name in names
-        if name.endswith(".gguf") and not name.startswith("mmproj") and not PART.search(name)
+        for file in stored
+        if file.endswith(".gguf")
+        and not file.rpartition("/")[2].startswith("mmproj")
+        and (PART.search(file) is None or is_first(file))
+        and stored.issuperset(file_names(file))
     )
 
 
@@ -132,13 +140,12 @@ def tags_remedy(repository: str, files: Sequence[str]) -> str:
     )
 
 
-def _of_tag(files: Iterable[str], tag: str) -> list[str]:
-    """Returns the file with a name, or the files whose names end in a tag."""
-    stored = gguf_files(files)
+def _of_tag(stored: Sequence[str], tag: str) -> list[str]:
+    """Returns the file with a name, or the files whose names end in a tag, before the number of a part."""
     if tag in stored:
         return [tag]
     end = re.compile(rf"(^|[-_./]){re.escape(tag)}\.gguf$", re.IGNORECASE)
-    return [file for file in stored if end.search(file)]
+    return [file for file in stored if end.search(PART.sub(".gguf", file))]
 
 
 def check_push(name: str) -> None:

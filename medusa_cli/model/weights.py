@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from medusa_cli.files.assets import file_stamp, model_dir
-from medusa_cli.files.gguf_header import read_header
+from medusa_cli.files.gguf_header import Tensor as GgufTensor
+from medusa_cli.files.gguf_header import file_names, read_header
 from medusa_cli.files.gguf_names import GgufNames
 from medusa_cli.files.model_files import checkpoint_files, weights_file
 from medusa_cli.model.backbone import Unsupported
@@ -150,7 +151,7 @@ class CheckpointWeights(Weights):
 
 
 class GgufWeights(Weights):
-    """Reads the weights of a GGUF file, which is mapped into memory.
+    """Reads the weights of a GGUF file, or of several that hold one model; they are mapped into memory.
 
     network: transformers' network, which may be on the meta device.
     """
@@ -158,15 +159,21 @@ class GgufWeights(Weights):
     def __init__(self, path: Path, network: Any) -> None:
         self.source = str(path)
         self.names = GgufNames(read_header(path), network)
-        self.data: Any = np.memmap(path, np.uint8, "r")
+        self.files: list[Any] = [np.memmap(file, np.uint8, "r") for file in self.names.header.files]
 
     def __contains__(self, name: str) -> bool:
         return name in self.names.tensors
 
+    def _tensor(self, name: str) -> GgufTensor:
+        return self.names.header.tensors[self.names.tensors[name]]
+
+    def _bytes(self, tensor: GgufTensor) -> Any:
+        return self.files[tensor.file][tensor.start : tensor.end]
+
     def matrix(self, name: str) -> RawMatrix:
-        tensor = self.names.header.tensors[self.names.tensors[name]]
+        tensor = self._tensor(name)
         *outputs, inputs = tensor.shape
-        rows = self.data[tensor.start : tensor.end].reshape(math.prod(outputs), -1)
+        rows = self._bytes(tensor).reshape(math.prod(outputs), -1)
         if tensor.type in Format.__members__:
             raw = RawMatrix(Format[tensor.type], rows, inputs)
         else:
@@ -181,9 +188,10 @@ class GgufWeights(Weights):
     def vector(self, name: str) -> Floats:
         from gguf import GGMLQuantizationType, dequantize
 
-        tensor = self.names.header.tensors[self.names.tensors[name]]
-        data = np.asarray(self.data[tensor.start : tensor.end])
-        values = dequantize(data, GGMLQuantizationType[tensor.type]).astype(np.float32)
+        tensor = self._tensor(name)
+        values = dequantize(
+            np.asarray(self._bytes(tensor)), GGMLQuantizationType[tensor.type]
+        ).astype(np.float32)
         order = self.names.order(name)
         if order is not None:
             values = values.reshape(len(order), -1)[order].ravel()
@@ -194,15 +202,15 @@ class GgufWeights(Weights):
 
     def stacked(self, name: str) -> Tensor:
         """Returns the matrices [experts, outputs, inputs] or biases [experts, outputs] of a layer's experts in fp32."""
-        shape = self.names.header.tensors[self.names.tensors[name]].shape
         raw = self.matrix(name)
         self.check(name, raw)
-        return torch.tensor(raw.floats()).view(shape)
+        return torch.tensor(raw.floats()).view(self._tensor(name).shape)
 
     def release(self) -> None:
         import mmap
 
-        self.data._mmap.madvise(mmap.MADV_DONTNEED)
+        for data in self.files:
+            data._mmap.madvise(mmap.MADV_DONTNEED)
 
     def items(self) -> Iterator[tuple[str, Tensor]]:
         """Yields the name and the fp32 values of each weight, in transformers' layout."""
@@ -300,7 +308,8 @@ def open_weights(model: str, network: Any) -> Weights:
 def source_stamp(model: str) -> list[str]:
     """Returns the stamps of the files that hold a model's weights."""
     if (path := weights_file(model)) is not None:
-        return [file_stamp(path)]
+        files = [path.with_name(name) for name in file_names(path.name)]
+        return [file_stamp(file) for file in files if file.is_file()]  # loading reports others
     return [file_stamp(path) for path in checkpoint_files(model_dir(model))]
 
 
