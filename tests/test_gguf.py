@@ -1257,6 +1257,7 @@ def test_a_change_in_any_of_several_files_is_seen(file: Path) -> None:
 def test_files_of_a_split_model_that_do_not_fit_are_refused(file: Path) -> None:
     write_gguf(file, split_max_tensors=8)
     first, second, *others = split_files(file)
+    load_backbone(str(first), FP32)  # what is cached now hides nothing
     refused(second, "first")
     kept = second.read_bytes()
     second.write_bytes(others[0].read_bytes())
@@ -1268,6 +1269,24 @@ def test_files_of_a_split_model_that_do_not_fit_are_refused(file: Path) -> None:
     refused(first, second.name, "missing")
     first.rename(file)
     refused(file, "first")
+
+
+def test_a_split_model_with_fewer_tensors_than_it_states_is_refused(file: Path) -> None:
+    write_gguf(file, split_max_tensors=8)
+    first = split_files(file)[0]
+    key = b"split.tensors.count"
+    data = first.read_bytes()
+    place = data.index(key) + len(key) + 4  # behind the type
+    first.write_bytes(data[:place] + struct.pack("<i", 1000) + data[place + 4 :])
+    refused(first, "of 1000 tensors")
+
+
+def test_a_split_model_that_must_be_dequantized_is_refused(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("medusa_cli.files.gguf.DIRECT", ())
+    write_gguf(file, split_max_tensors=8)
+    refused(split_files(file)[0], "llama-gguf-split --merge")
 
 
 @pytest.mark.parametrize(

@@ -124,6 +124,13 @@ def test_all_files_of_a_split_model_are_downloaded(hub: Hub, tmp_path: Path) -> 
     torch.testing.assert_close(weight, network.lm_head.weight.detach())
     assert not any("q4_0" in request for request in hub.requests)
 
+    hub_gguf.cache_clear()  # as in another process, after a download that was cut off
+    first = gguf_path("owner/split-GGUF:Q8_0")
+    first.with_name(max(file.name for file in files)).unlink()
+    hub_gguf.cache_clear()
+    assert gguf_path("owner/split-GGUF:Q8_0") == first
+    assert all(first.with_name(file.name).is_file() for file in files)
+
 
 def test_what_a_repository_of_gguf_files_does_not_hold_is_named(hub: Hub) -> None:
     hub.repositories["owner/tiny-GGUF"] = {"a-Q8_0.gguf": b"GGUF", "b-Q8_0.gguf": b"GGUF"}

@@ -105,15 +105,19 @@ def read_header(path: Path, arrays: bool = False) -> Header:
     a vocabulary's tokens.
     """
     header = _read_file(path, arrays)
-    count = header.metadata.get("split.count", 1)
-    if count in (0, 1):
-        return header
+    if header.metadata.get("split.count", 1) not in (0, 1):
+        _add_others(header, path)
+    return header
+
+
+def _add_others(header: Header, path: Path) -> None:
+    """Adds the tensors of a split model's other files to the header of the first one."""
+    count = header.metadata["split.count"]
     files = [path.with_name(name) for name in file_names(path.name)]
     if header.metadata.get("split.no") != 0 or len(files) != count:
         raise UserError(
             f"@model {str(path)!r} is one of the {shown(count)} files of a model, and not the first by its name",
-            "give the file that ends in -00001-of-"
-            + f"{shown(count):0>5}.gguf, with the others beside it",
+            f"give the file that ends in -00001-of-{shown(count):0>5}.gguf, with the others beside it",
         )
     for number, file in enumerate(files[1:], 1):
         if not file.is_file():
@@ -122,22 +126,20 @@ def read_header(path: Path, arrays: bool = False) -> Header:
                 "get the others, too",
             )
         other = _read_file(file, arrays=False)
-        own = other.metadata.get("split.no"), other.metadata.get("split.count")
-        if own != (number, count) or other.tensors.keys() & header.tensors.keys():
+        place = other.metadata.get("split.no"), other.metadata.get("split.count")
+        if place != (number, count) or other.tensors.keys() & header.tensors.keys():
             raise UserError(
                 f"@model {str(path)!r}: {file.name} belongs to another model", "get the files again"
             )
-        header.tensors |= {
-            name: replace(tensor, file=number) for name, tensor in other.tensors.items()
-        }
-    if header.metadata.get("split.tensors.count") not in (None, len(header.tensors)):
+        for name, tensor in other.tensors.items():
+            header.tensors[name] = replace(tensor, file=number)
+    wanted = header.metadata.get("split.tensors.count", len(header.tensors))
+    if wanted != len(header.tensors):
         raise UserError(
-            f"@model {str(path)!r}: its {count} files hold {len(header.tensors)} of "
-            f"{shown(header.metadata['split.tensors.count'])} tensors",
+            f"@model {str(path)!r}: its {count} files hold {len(header.tensors)} of {shown(wanted)} tensors",
             "get the files again",
         )
     header.files = tuple(files)
-    return header
 
 
 def _read_file(path: Path, arrays: bool) -> Header:
