@@ -77,10 +77,12 @@ def device(backbone: Backbone, monkeypatch: pytest.MonkeyPatch) -> Iterator[Devi
 
         init = CudaGraphs.__init__
         monkeypatch.setattr(
-            CudaGraphs, "__init__", lambda self, *args: init(self, *args, capture=capture)
+            CudaGraphs,
+            "__init__",
+            lambda self, *args, **named: init(self, *args, capture=capture, **named),
         )
         monkeypatch.setattr(
-            CudaGraphs, "warm_up", lambda self: None
+            CudaGraphs, "warm_up", lambda self, sizes: None
         )  # each is captured when it is first used
         yield device
 

@@ -153,7 +153,7 @@ def test_batch_of_the_papers_recipe_fits_the_memory(monkeypatch: pytest.MonkeyPa
         2 * 32 * 4096 * 4096 * 2
     )  # keys and values of 4,096 positions in bf16: 2.1 GB, 137 GB for 64
     assert 16 <= size(64, 4096) < 64 and size(64, 4096) * slot < 64 * 10**9
-    assert (size(1, 4096), size(64, 512)) == (1, 64)
+    assert (size(1, 4096), size(64, 128), size(64, 128, device="cpu")) == (1, 256, 64)
     sizes = [size(30, 4096, num_key_value_heads=8)]
     sizes += [size(30, 4096, taps, "cpu", num_key_value_heads=8) for taps in (0, 3)]
     assert sizes[0] > 30 and sizes[0] > sizes[1] > sizes[2]

@@ -46,13 +46,15 @@ def likelihoods(logits: Tensor, tokens: Sequence[int], top: int) -> tuple[Likeli
 class Accepted:
     """Holds an accepted path of one sequence.
 
-    path, tokens [A+1]: the accepted nodes, root first, and their tokens. bonus: the token after
-    them. hidden [A+1, H * layers]: the hidden states of the path. extra_hidden [K, H]: the extra
-    rows of the last node (FIRP). likelihoods: those of the new tokens, if requested.
+    path, tokens [A+1]: the accepted nodes, root first, and their tokens. ids [A+1]: the tokens on
+    the device. bonus: the token after them. hidden [A+1, H * layers]: the hidden states of the
+    path. extra_hidden [K, H]: the extra rows of the last node (FIRP). likelihoods: those of the new
+    tokens, if requested.
     """
 
     path: list[int]
     tokens: list[int]
+    ids: Tensor
     bonus: int
     hidden: Tensor
     extra_hidden: Tensor | None = None

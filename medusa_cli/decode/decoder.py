@@ -12,6 +12,7 @@ from torch import Tensor
 
 from medusa_cli.decode.accept import accept
 from medusa_cli.decode.answer import Accepted, Likelihood, Step, likelihoods
+from medusa_cli.decode.cuda_graph import ROWS as GRAPH_ROWS
 from medusa_cli.decode.cuda_graph import CudaGraphs, captures
 from medusa_cli.decode.policy import (
     ROOT,
@@ -52,11 +53,13 @@ class Decoder:
         slots: int = 1,
         cuda_graphs: bool | None = None,
         taps: tuple[int, ...] = (-1,),
+        context: int | None = None,
     ) -> None:
         """Creates a cache with `slots` slots.
 
         cuda_graphs: None lets a trial decide. taps: the layers whose hidden states a sequence keeps
-        if there is no drafter.
+        if there is no drafter. context: the expected maximum length of a sequence, for which CUDA
+        graphs reserve memory; None: the model's.
         """
         self.backbone = backbone
         self.engine = backbone.engine
@@ -69,8 +72,11 @@ class Decoder:
         self.cuda_graphs: CudaGraphs | None = None
         if graphs and not (drafter is not None and drafter.uses_verify_pass):
             limits = self.policy.tree if isinstance(self.policy, DynamicTreePolicy) else None
-            self.cuda_graphs = CudaGraphs(self.engine, self.cache, self.taps, drafter, limits)
-            self.cuda_graphs.warm_up()
+            self.cuda_graphs = CudaGraphs(
+                self.engine, self.cache, self.taps, drafter, limits, context=context
+            )
+            drafts = self.policy.size > 1 or self.policy.ngrams
+            self.cuda_graphs.warm_up(GRAPH_ROWS if drafts else GRAPH_ROWS[:1])
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -287,13 +293,14 @@ class Decoder:
         self.cache.keep(slot, path)
         rows = upload(path, self.backbone.device)
         tokens = [draft.ids[node] for node in path]
+        ids = draft.tokens.to(rows.device)[rows]
         reported: tuple[Likelihood, ...] = ()
         if sequence.request.top is not None:
             reported = likelihoods(
                 out.logits[slot, rows], [*tokens[1:], bonus], sequence.request.top
             )
         extra = None if out.extra is None else out.extra[slot, path[-1]]
-        return Accepted(path, tokens, bonus, out.hidden[slot, rows], extra, reported)
+        return Accepted(path, tokens, ids, bonus, out.hidden[slot, rows], extra, reported)
 
     def _fit(self, sequences: list[Sequence], proposals: list[Proposal]) -> list[Proposal]:
         """Truncates trees and n-gram paths to the positions left in the context."""

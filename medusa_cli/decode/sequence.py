@@ -10,7 +10,6 @@ from medusa_cli.decode.ngram import AcceptanceEstimate, NgramSource
 from medusa_cli.decode.processors import MODELS_OWN, LogitsOptions, sequence_processors
 from medusa_cli.decode.sampler import Sampler
 from medusa_cli.decode.sampling import Sampling
-from medusa_cli.device import upload
 from medusa_cli.drafters.base import Drafter, NewTokens, concat
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.model import Backbone
@@ -197,9 +196,8 @@ class Sequence:
 
     def commit(self, accepted: Accepted) -> list[int]:
         """Records an accepted path; returns the new tokens, with the bonus token last."""
-        path = upload(accepted.tokens, accepted.hidden.device)
         new = NewTokens(
-            path, accepted.hidden, accepted.bonus, len(self.tokens), accepted.extra_hidden
+            accepted.ids, accepted.hidden, accepted.bonus, len(self.tokens), accepted.extra_hidden
         )
         self.tokens += accepted.tokens
         self.root = accepted.bonus

@@ -17,9 +17,10 @@ from medusa_cli.model import Backbone
 from medusa_cli.model.chat_template import after_answer, render, token_ids
 from medusa_cli.runs.recipe import DistillRecipe
 
-# A larger batch gains little on a GPU and nothing on a CPU, and its last answers would leave more
-# slots idle.
+# A larger batch gains nothing on a CPU, and its last answers would leave more slots idle. On a GPU,
+# a step takes about as long for 256 rows as for 64.
 MAX_BATCH = 64
+GPU_BATCH = 256
 # Share of the free memory for caches and states; forward passes need some as well.
 MEMORY_SHARE = 0.7
 # Typical maximum of characters per token; longer prompts are dropped without tokenizing them.
@@ -42,7 +43,7 @@ class Outcome:
 
 
 def choose_batch_size(backbone: Backbone, settings: DistillRecipe, processes: int) -> int:
-    """Returns how many conversations fit in the free memory, at most MAX_BATCH; logs the number if it is less.
+    """Returns how many conversations fit in the free memory, up to a maximum; logs the number if it is less.
 
     Each conversation needs memory for its KV cache. Unless the device is a GPU, its hidden states
     need space in the same memory.
@@ -57,8 +58,9 @@ def choose_batch_size(backbone: Backbone, settings: DistillRecipe, processes: in
     position: int = backbone.engine.row_bytes
     if shared:
         position += config.hidden_size * (len(settings.taps) + 1) * backbone.dtype.itemsize
-    count = max(1, min(MAX_BATCH, int(MEMORY_SHARE * free) // (position * context)))
-    if count < MAX_BATCH:
+    most = MAX_BATCH if shared else GPU_BATCH
+    count = max(1, min(most, int(MEMORY_SHARE * free) // (position * context)))
+    if count < most:
         log.info(
             f"{count} conversations at a time: {free / 1e9:.1f} GB are free for their {context:,} positions each; "
             "distill.batch_size=N takes others"
@@ -78,7 +80,8 @@ def answer_locally(
     """
     waiting = iter(seeds)
     slots: list[_Answering | None] = [None] * (settings.batch_size or MAX_BATCH)
-    decoder = Decoder(backbone, slots=len(slots), taps=with_last_layer(settings.taps))
+    taps = with_last_layer(settings.taps)
+    decoder = Decoder(backbone, slots=len(slots), taps=taps, context=settings.context)
     while True:
         for index in range(len(slots)):
             # An answer may end with its very first token, so several turns and seeds may pass
