@@ -18,11 +18,11 @@ from medusa_cli.model import Backbone
 from medusa_cli.model import lora as adapter
 from medusa_cli.runs.recipe import TrainRecipe
 from medusa_cli.train.fused_linear import (
-    ROWS,
     LogSoftmax,
     blockwise_loss,
     cross_entropy,
     linear_loss,
+    rows_at_once,
 )
 
 # Rows of full-vocabulary logits processed at once: 64 x 49,152 in fp32 are 12 MB, which stay in the
@@ -316,7 +316,7 @@ def teacher_probabilities(
         states, weight.to(states.dtype), None if bias is None else bias.to(states.dtype)
     )
     probabilities = backbone.finish_logits(scores)
-    for block in probabilities.split(ROWS):
+    for block in probabilities.split(rows_at_once(states.device)):
         logits = block.float()
         if log_weight is not None:
             logits += log_weight
