@@ -154,7 +154,7 @@ class Eagle(LayerDrafter):
     learning_rate = 1e-3
     regress = 0.0
     config_class = EagleConfig
-    settings = ("taps", "norm_before_residual")
+    settings = ("matrices", "taps", "norm_before_residual")
     vocabularies = ("draft", "own")
     config: EagleConfig
     levels: Tensor  # [H * taps], factors for the states to fuse; all ones in a file
@@ -186,9 +186,11 @@ class Eagle(LayerDrafter):
 
     @classmethod
     def create(cls, backbone: Backbone, *settings: Any, **named: Any) -> Eagle:
+        # All steps run the same layer, so a matrix for each is one.
+        named["matrices"] = "none" if named.get("matrices") == "none" else "one"
         drafter = super().create(backbone, *settings, **named)
-        # The matrix starts as a copy of the lm_head, so its input is normalized like that of the
-        # lm_head.
+        # The matrix is the lm_head or starts as a copy of it, so its input is normalized like that
+        # of the lm_head.
         gain = backbone.engine.final_gain()
         if gain is not None:
             drafter.norm.weight.data.copy_(gain)
@@ -203,7 +205,6 @@ class Eagle(LayerDrafter):
         )  # pure Mamba has none
         return {
             "num_layers": 1,
-            "matrices": "one",
             "taps": default_taps(backbone.num_layers),
             "num_attention_heads": heads,
             "head_dim": getattr(config, "head_dim", None) or size // heads,

@@ -49,6 +49,11 @@ def refuse_other_kinds(source: Source, form: str) -> None:
             f"@to {form} cannot hold the {source.kind} drafter {source.run.drafter_dir}",
             "use @to hf, or a @run with an EAGLE drafter (`medusa train drafter=eagle`)",
         )
+    if source.config.matrices == "none":
+        raise UserError(
+            f"@to {form} needs a vocabulary matrix, and {source.run.drafter_dir} has none",
+            "use @to hf, or train with drafter.matrices=one",
+        )
 
 
 def engine_tensors(source: Source) -> dict[str, Tensor]:
