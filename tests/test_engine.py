@@ -235,7 +235,8 @@ def test_torch_engine_on_a_gpu_equals_its_eager_one(family: str) -> None:
     expected = plain(theirs, 60)
     assert plain(ours, 60) == expected
     for kind in ("medusa", "hydra++", "amphista-prompt", "eagle-draft"):
-        decoder = decoder_of(ours, drafter_of(ours, kind).cuda(), SPARSE, cuda_graphs=True)
+        drafter = drafter_of(ours, kind).cuda()
+        decoder = decoder_of(ours, drafter, SPARSE.truncate(drafter.num_heads), cuda_graphs=True)
         for _ in range(2):  # the second prompt is in the prefix cache
             assert tokens_of(answer(decoder, PROMPT, max_new_tokens=60, stop_ids=())) == expected
         assert decoder.cuda_graphs is not None and not decoder.cuda_graphs.failed
