@@ -65,7 +65,9 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     """Captures the steps of every decoder with cuda_graphs=True by a stand-in."""
     stand_in, init = StandIn(), cuda_graph.CudaGraphs.__init__
     monkeypatch.setattr(
-        cuda_graph.CudaGraphs, "__init__", lambda self, *args: init(self, *args, capture=stand_in)
+        cuda_graph.CudaGraphs,
+        "__init__",
+        lambda self, *args, **named: init(self, *args, capture=stand_in, **named),
     )
     return stand_in
 

@@ -1,5 +1,6 @@
 """Every drafter: identity, drafting against training, batches, files, refusals, and each through the commands."""
 
+import copy
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from medusa_cli.drafters import DRAFTERS, Batch, Eagle, NewTokens, load_drafter
 from medusa_cli.drafters import layers as blocks
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.drafters.io import save_drafter
-from medusa_cli.drafters.layers import DecoderLayer, TokenBias
+from medusa_cli.drafters.layers import DecoderLayer, LayerCache, TokenBias
 from medusa_cli.engine import attach
 from medusa_cli.errors import UserError
 from medusa_cli.model import Backbone
@@ -66,6 +67,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "amphista-alpha": ("amphista", {"vocabulary": "shared", "attention_layers": 2}),
     "eagle": ("eagle", {}),
     "eagle-draft": ("eagle", DRAFT),
+    "eagle-draft-rows": ("eagle", {**DRAFT, "matrices": "none"}),
     "firp": ("firp", {"vocabulary": "shared", "layers": (1, 2, 3)}),
     "firp-draft": ("firp", {**DRAFT, "conditional": 5}),
 }
@@ -342,6 +344,21 @@ def steps_of(kind: str, shape: Tree | DynamicTree) -> list[Any]:
         backbone, drafter, shape, prompts, batch_size=2, max_new_tokens=16, stop_ids=()
     )
     return [[(step.tokens, step.path, step.nodes) for step in steps] for steps in together]
+
+
+@pytest.mark.parametrize("embeddings", [False, True])
+def test_joined_matrices_compute_what_each_does(embeddings: bool) -> None:
+    torch.manual_seed(0)
+    layer = DecoderLayer(32, embeddings=embeddings).requires_grad_(False)
+    for weight in layer.parameters():
+        weight.copy_(weight + 0.2 * torch.randn_like(weight))
+    alike = copy.deepcopy(layer)
+    alike.join_linears()
+    states, *embedded = torch.randn(1 + embeddings, 5, 32)
+    ours, theirs = (
+        part.extend(states, [range(5)], [LayerCache()], *embedded) for part in (alike, layer)
+    )
+    assert torch.allclose(ours, theirs, atol=1e-5)
 
 
 def test_a_fresh_eagle_row_attends_to_its_own_token() -> None:

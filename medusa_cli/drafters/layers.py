@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -261,6 +261,13 @@ class DecoderLayer(SelfAttention):
         """Returns zeros with the dtype and device of the weights."""
         return self.hidden_norm.weight.new_zeros(shape)
 
+    @torch.no_grad()
+    def join_linears(self) -> None:
+        """Joins the matrices that read the same rows; for inference only."""
+        parts = (self.self_attn.pop(name) for name in ("q_proj", "k_proj", "v_proj"))
+        self.self_attn["qkv_proj"] = joined(parts)
+        self.mlp["gate_up_proj"] = joined(self.mlp.pop(name) for name in ("gate_proj", "up_proj"))
+
     def forward(self, x: Tensor) -> Tensor:
         """Returns states [S, n, H] for sequences x [S, n, H] that start at position 0."""
         read = self.reads(x)
@@ -292,8 +299,11 @@ class DecoderLayer(SelfAttention):
             x = normed(self.hidden_norm, x)
         x = self.add(x, seen)
         read = normed(self.post_attention_layernorm, x)
-        gate = F.silu(self.mlp["gate_proj"](read))
-        return x + self.mlp["down_proj"](gate * self.mlp["up_proj"](read))
+        if "gate_up_proj" in self.mlp:
+            gate, up = self.mlp["gate_up_proj"](read).chunk(2, dim=-1)
+        else:
+            gate, up = self.mlp["gate_proj"](read), self.mlp["up_proj"](read)
+        return x + self.mlp["down_proj"](F.silu(gate) * up)
 
     def extend(
         self,
@@ -312,7 +322,7 @@ class DecoderLayer(SelfAttention):
         """
         counts = [len(own) for own in positions]
         flat = upload([position for own in positions for position in own], x.device)
-        q, k, v = self._projected(x, flat, *embedded)
+        q, k, v = self._projected(self.reads(x, *embedded), flat)
         parts = zip(caches, k.split(counts, 1), v.split(counts, 1), positions, strict=True)
         known = [cache.append(keys, values, own) for cache, keys, values, own in parts]
         if last:
@@ -331,18 +341,27 @@ class DecoderLayer(SelfAttention):
         Returns the layer's output [B, n, H].
         """
         read = self.reads(x, *embedded)
-        positions = rows.positions[:, None]
-        keys, values = self.keys_values(read, positions)
-        return self.leave(
-            x, rows.attend(self.queries(read, positions), keys, values, cached[:, : len(x)])
-        )
+        q, k, v = self._projected(read, rows.positions[:, None])
+        return self.leave(x, rows.attend(q, k, v, cached[:, : len(x)]))
 
-    def _projected(
-        self, x: Tensor, positions: Tensor, *embedded: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns queries, keys and values [heads, n, D]."""
-        read = self.reads(x, *embedded)
-        return self.queries(read, positions), *self.keys_values(read, positions)
+    def _projected(self, read: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns queries, keys and values [.., heads, n, D] for rows at positions [n]."""
+        if "qkv_proj" not in self.self_attn:
+            return self.queries(read, positions), *self.keys_values(read, positions)
+        every = self.self_attn["qkv_proj"](read)
+        every = every.unflatten(-1, (3 * self.heads, -1)).transpose(-3, -2)
+        turned, v = every.split([2 * self.heads, self.heads], dim=-3)
+        q, k = rotate(turned, positions, self.rope_theta).chunk(2, dim=-3)
+        return q, k, v
+
+
+def joined(linears: Iterable[nn.Module]) -> nn.Linear:
+    """Returns one linear layer without a bias that computes those of several, one after another."""
+    weight = torch.cat([linear.get_parameter("weight") for linear in linears])
+    outputs, inputs = weight.shape
+    layer = nn.Linear(inputs, outputs, bias=False, device="meta")
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    return layer
 
 
 def last_of(counts: Sequence[int]) -> list[int]:
@@ -366,9 +385,9 @@ def rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
     half = x.shape[-1] // 2
     rates = theta ** (-torch.arange(0, 2 * half, 2, device=x.device).float() / (2 * half))
     angles = positions.float()[..., None] * rates
-    angles = torch.cat([angles, angles], dim=-1)
-    crossed = torch.cat([-x[..., half:], x[..., :half]], dim=-1)
-    return (x * angles.cos() + crossed * angles.sin()).to(x.dtype)
+    cos, sin = angles.cos(), angles.sin()
+    left, right = x[..., :half], x[..., half:]
+    return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1).to(x.dtype)
 
 
 class Padding:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,7 @@ from torch.nn import functional as F
 from medusa_cli.drafters.base import Drafter
 from medusa_cli.drafters.expansion import Frontier, Guess
 from medusa_cli.drafters.layers import TokenBias, owners
-from medusa_cli.engine.linear import pack_linears, packed_linear, packs
+from medusa_cli.engine.linear import packed_copy, packed_linear, packs
 from medusa_cli.model import Backbone
 
 if TYPE_CHECKING:
@@ -94,8 +93,7 @@ class Scoring(Drafter):
         if not packs(next(self.parameters()).device):
             return getattr(self, name)
         if name not in self._packed:
-            self._packed[name] = copy.deepcopy(getattr(self, name))
-            pack_linears(self._packed[name])
+            self._packed[name] = packed_copy(getattr(self, name))
         return self._packed[name]
 
     @property

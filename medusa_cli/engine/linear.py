@@ -1,10 +1,20 @@
-"""Linear layers of drafters for inference: int8 weights in the native library on a CPU, unchanged elsewhere."""
+"""Linear layers of drafters for inference: 4-bit weights in the native library on a CPU, unchanged elsewhere."""
+
+import copy
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from medusa_cli import native
+
+
+@runtime_checkable
+class Joins(Protocol):
+    """A module that can join the matrices that read the same rows."""
+
+    def join_linears(self) -> None: ...
 
 
 class PlainLinear(nn.Module):
@@ -23,26 +33,33 @@ class PlainLinear(nn.Module):
 
 
 def packed_linear(weight: Tensor, bias: Tensor | None = None) -> nn.Module:
-    """Returns a linear layer for a weight [N, K], in int8 if it is on a CPU and the native library can be used.
+    """Returns a linear layer for a weight [N, K], in 4 bits if it is on a CPU and the native library can be used.
 
-    Int8 halves the bytes read, and drafts need not be exact.
+    Drafts need not be exact. In 8 bits, the matrices of a level would not stay in the CPU's cache.
     """
     weight = weight.detach()
     if weight.device.type != "cpu" or not native.is_available():
         return PlainLinear(weight, None if bias is None else bias.detach())
     from medusa_cli.engine.native import NativeLinear
 
-    raw = native.RawMatrix.of(weight.float().numpy()).rounded(native.Format.Q8_0)
+    raw = native.RawMatrix.of(weight.float().numpy()).rounded(native.Format.Q4_1)
     own = None if bias is None else bias.detach().float().numpy()
     return NativeLinear(native.PackedMatrix.pack(raw, own, int8_rows=True))
 
 
-def pack_linears(module: nn.Module) -> None:
-    """Replaces every plain nn.Linear in a module with its packed layer, in place; for inference only."""
+def packed_copy(module: nn.Module) -> nn.Module:
+    """Returns a copy of a module whose plain linear layers are packed; for inference only."""
+    if type(module) is nn.Linear:
+        return packed_linear(module.weight, module.bias)
+    module = copy.deepcopy(module)
+    for parent in list(module.modules()):
+        if isinstance(parent, Joins):
+            parent.join_linears()
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear:
                 setattr(parent, name, packed_linear(child.weight, child.bias))
+    return module
 
 
 def packs(device: torch.device) -> bool:

@@ -4,8 +4,9 @@ namespace medusa {
 
 namespace {
 
-// About one microsecond passes between two jobs of a step, and about 100 between two steps.
-constexpr int kSpins = 2000;
+// About one microsecond passes between two jobs of a step, and about 100 between two steps or two
+// matrices of a drafter. Waking a thread takes 50.
+constexpr int kSpins = 10000;
 // The number of polls before the caller yields its CPU: a share that was taken may belong to a
 // thread that is waiting for that CPU.
 constexpr int kPolls = 20000;
