@@ -123,7 +123,7 @@ class DistillRecipe:
     )
     batch_size: Count | None = key(
         None,
-        "conversations decoded at a time; null: as many as fit in memory, at most 64",
+        "conversations decoded at a time; null: as many as fit in memory, at most 64, or 256 on a GPU",
     )
     taps: Layers = key((), "auxiliary hidden-state layers to keep besides the last state")
     dedup: bool = key(
