@@ -192,7 +192,7 @@ def test_likelihoods_are_the_models_for_every_token() -> None:
     backbone = tiny_backbone()
     drafter, tree = medusa_drafter(backbone), Tree.from_choices([[0], [1], [0, 0], [0, 0, 0]])
     requests = [
-        Request(prompt, max_new_tokens=12, stop_ids=(), top=top)
+        Request(prompt, max_new_tokens=40, stop_ids=(), top=top)
         for prompt, top in (([5, 9, 20, 11], 3), ([8, 30], 2))
     ]
     steps = steps_of(decoder_of(backbone, drafter, tree, slots=2), requests)
