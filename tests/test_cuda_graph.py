@@ -11,6 +11,7 @@ import torch
 from medusa_cli.decode import AdaptivePolicy, Decoder, LogitsOptions, Request, Sampling, cuda_graph
 from medusa_cli.decode.policy import DynamicTreePolicy, StaticTreePolicy, policy_of
 from medusa_cli.decode.sampler import Sampler
+from medusa_cli.engine.engine import LayoutEngine
 from medusa_cli.tree import DynamicTree, Tree
 from medusa_cli.tree.search import SizedTree, StepTimes
 from medusa_cli.tree.tree import PADDING
@@ -366,3 +367,13 @@ def test_trial_decides_once_on_cuda_graphs(
 def test_no_trial_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_graph, "_trial", lambda engine: pytest.fail("a trial ran"))
     assert decoder_of(tiny_backbone(engine="torch")).cuda_graphs is None
+
+
+def test_a_distribution_too_flat_for_a_graph_is_no_difference(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = tiny_backbone(engine="torch").engine
+    assert isinstance(engine, LayoutEngine)
+    monkeypatch.setattr(cuda_graph, "LIKELIEST", 1)
+    cuda_graph._trial(engine)
+    assert "differ" not in caplog.text

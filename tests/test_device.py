@@ -82,7 +82,7 @@ def device(backbone: Backbone, monkeypatch: pytest.MonkeyPatch) -> Iterator[Devi
             lambda self, *args, **named: init(self, *args, capture=capture, **named),
         )
         monkeypatch.setattr(
-            CudaGraphs, "warm_up", lambda self, sizes: None
+            CudaGraphs, "warm_up", lambda self, drafting: None
         )  # each is captured when it is first used
         yield device
 

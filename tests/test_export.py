@@ -4,6 +4,7 @@ import json
 import logging
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from medusa_cli.drafters.io import save_drafter
 from medusa_cli.engine import load_backbone
 from medusa_cli.errors import UserError
 from medusa_cli.export import medusa_format
-from medusa_cli.export.eagle3_format import export_eagle3
+from medusa_cli.export.eagle3_format import export_eagle3, refuse_other_kinds
 from medusa_cli.export.folder import Source, find_source
 from medusa_cli.export.incoming import import_drafter
 from medusa_cli.export.medusa_format import export_medusa
@@ -309,3 +310,13 @@ def test_a_failed_write_leaves_the_earlier_export(
         export_medusa(source, tmp_path / "out", overwrite=True)
     assert (tmp_path / "out" / "SHA256SUMS").read_text() == before
     assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def test_an_eagle_without_a_matrix_is_refused_where_engines_need_one() -> None:
+    source: Any = SimpleNamespace(
+        kind="eagle",
+        config=SimpleNamespace(matrices="none"),
+        run=SimpleNamespace(drafter_dir="runs/mine/drafter"),
+    )
+    with pytest.raises(UserError, match="vocabulary matrix"):
+        refuse_other_kinds(source, "eagle3")

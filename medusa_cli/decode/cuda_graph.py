@@ -161,13 +161,13 @@ class CudaGraphs:
         """Returns True if graphs draft the tokens that the host does not know."""
         return self._drafter is not None
 
-    def warm_up(self, sizes: Iterable[int] = ROWS) -> None:
-        """Captures the graphs of these sizes in nodes, for all batches, before the first step."""
+    def warm_up(self, drafting: bool) -> None:
+        """Captures graphs for all batches before the first step: of one row, and if drafting also of trees."""
         started = time.perf_counter()
         batch = 1
         try:
             while batch < 2 * self._cache.slots:
-                for rows in sizes:
+                for rows in ROWS if drafting else ROWS[:1]:
                     for sampled in (False, True):
                         self._step(min(batch, self._cache.slots), rows, sampled)
                 batch *= 2

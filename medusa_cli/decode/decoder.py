@@ -12,7 +12,6 @@ from torch import Tensor
 
 from medusa_cli.decode.accept import accept
 from medusa_cli.decode.answer import Accepted, Likelihood, Step, likelihoods
-from medusa_cli.decode.cuda_graph import ROWS as GRAPH_ROWS
 from medusa_cli.decode.cuda_graph import CudaGraphs, captures
 from medusa_cli.decode.policy import (
     ROOT,
@@ -75,8 +74,7 @@ class Decoder:
             self.cuda_graphs = CudaGraphs(
                 self.engine, self.cache, self.taps, drafter, limits, context=context
             )
-            drafts = self.policy.size > 1 or self.policy.ngrams
-            self.cuda_graphs.warm_up(GRAPH_ROWS if drafts else GRAPH_ROWS[:1])
+            self.cuda_graphs.warm_up(drafting=self.policy.size > 1 or self.policy.ngrams)
 
     @property
     def sequences(self) -> list[Sequence]:

@@ -58,9 +58,9 @@ def choose_batch_size(backbone: Backbone, settings: DistillRecipe, processes: in
     position: int = backbone.engine.row_bytes
     if shared:
         position += config.hidden_size * (len(settings.taps) + 1) * backbone.dtype.itemsize
-    most = MAX_BATCH if shared else GPU_BATCH
-    count = max(1, min(most, int(MEMORY_SHARE * free) // (position * context)))
-    if count < most:
+    largest = MAX_BATCH if shared else GPU_BATCH
+    count = max(1, min(largest, int(MEMORY_SHARE * free) // (position * context)))
+    if count < largest:
         log.info(
             f"{count} conversations at a time: {free / 1e9:.1f} GB are free for their {context:,} positions each; "
             "distill.batch_size=N takes others"

@@ -5,7 +5,7 @@ namespace medusa {
 namespace {
 
 // About one microsecond passes between two jobs of a step, and about 100 between two steps or two
-// matrices of a drafter. Waking a thread takes 50.
+// matrices of a drafter.
 constexpr int kSpins = 10000;
 // The number of polls before the caller yields its CPU: a share that was taken may belong to a
 // thread that is waiting for that CPU.
