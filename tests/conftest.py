@@ -82,6 +82,18 @@ def exact(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def whole_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps the drafters' weights as they are, so that their drafts can be compared exactly."""
+    from medusa_cli.engine.linear import PlainLinear
+
+    monkeypatch.setattr("medusa_cli.drafters.scoring.packs", lambda device: False)
+    monkeypatch.setattr(
+        "medusa_cli.drafters.scoring.packed_linear",
+        lambda weight, bias=None: PlainLinear(weight.detach(), bias),
+    )
+
+
+@pytest.fixture
 def restored() -> Iterator[None]:
     """Gives the native library the instructions and threads back that it had."""
     from medusa_cli.native import cpu_count, instructions, library

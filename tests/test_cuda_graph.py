@@ -62,8 +62,11 @@ class StandIn:
 
 
 @pytest.fixture
-def graphs(monkeypatch: pytest.MonkeyPatch) -> StandIn:
-    """Captures the steps of every decoder with cuda_graphs=True by a stand-in."""
+def graphs(whole_weights: None, monkeypatch: pytest.MonkeyPatch) -> StandIn:
+    """Captures the steps of every decoder with cuda_graphs=True by a stand-in.
+
+    As on a GPU, weights of drafters are not packed.
+    """
     stand_in, init = StandIn(), cuda_graph.CudaGraphs.__init__
     monkeypatch.setattr(
         cuda_graph.CudaGraphs,

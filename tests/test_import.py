@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from medusa_cli.drafters.incoming import INDEX, read_tensors
-from medusa_cli.engine.linear import PlainLinear
 from medusa_cli.errors import UserError
 from medusa_cli.export.incoming import import_drafter
 from medusa_cli.model import Backbone
@@ -35,19 +34,12 @@ FIRST, FILE = "0.0.linear.weight", "medusa_lm_head.pt"
 Tensors = dict[str, Tensor]
 
 
+pytestmark = pytest.mark.usefixtures("whole_weights")
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_model(tmp_path_factory.mktemp("model"), layers=5)
-
-
-@pytest.fixture(autouse=True)
-def whole_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keeps the drafters' weights as they are, so that their drafts can be compared exactly."""
-    monkeypatch.setattr("medusa_cli.drafters.scoring.packs", lambda device: False)
-    monkeypatch.setattr(
-        "medusa_cli.drafters.scoring.packed_linear",
-        lambda weight, bias=None: PlainLinear(weight.detach(), bias),
-    )
 
 
 def take(

@@ -104,7 +104,8 @@ class Amphista(HeadDrafter):
         rows = new.rows()
         embedded = self.embed(backbone, new.following)
         adapted = []
-        for stage, cached in zip(self.packed("stages"), new.caches, strict=True):
+        for stage, cached in zip(self.stages, new.caches, strict=True):
+            assert isinstance(stage, AdaptationLayer)
             x = stage.layer.extend_slots(stage.join(x, embedded), rows, cached)
             adapted.append(new.last(x))
         fill_by_level(trees, self.num_heads, self._guesses(backbone, adapted, self.num_heads))

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from medusa_cli.drafters.base import Batch, NewTokens, check_layers, with_last_layer
 from medusa_cli.drafters.expansion import Frontier, draft_by_level
 from medusa_cli.drafters.heads import HeadDrafter, HeadsConfig
-from medusa_cli.drafters.layers import DecoderLayer, LayerCache, Padding, identity_, normed
+from medusa_cli.drafters.layer_cache import LayerCache
+from medusa_cli.drafters.layers import DecoderLayer, Padding, identity_, normed
 from medusa_cli.drafters.slots import NewTensors, fill_by_level
 from medusa_cli.model import Backbone
 from medusa_cli.tree import Draft, DynamicTree, Tree
@@ -75,7 +75,7 @@ class LayerDrafter(HeadDrafter):
         caches: Sequence[LayerCache],
         embedded: Tensor,
         *,
-        masks: Sequence[Tensor | None] | None = None,
+        masks: Sequence[Tensor] | None = None,
         last: bool = False,
     ) -> Tensor:
         """Adds rows to the caches of B sequences; see `DecoderLayer.extend`."""
@@ -95,7 +95,6 @@ class LayerDrafter(HeadDrafter):
         """Drafts level by level; the layer and the matrix process the rows of all sequences at once."""
         states = self.read(backbone, sequences, new)  # [B, H], then [N, H]
         caches = [own.caches[0] for own in sequences]
-        lengths = [cache.length for cache in caches]
         # For each node, which of the tree's rows are its ancestors.
         ancestors = [torch.zeros(1, 0, dtype=torch.bool, device=states.device) for _ in new]
 
@@ -105,10 +104,6 @@ class LayerDrafter(HeadDrafter):
             nonlocal states, ancestors
             if head:
                 ancestors = _extend_ancestor_masks(ancestors, level)
-                masks = [
-                    F.pad(own, (length, 0), value=True)
-                    for own, length in zip(ancestors, lengths, strict=True)
-                ]
                 positions = [tokens.end + head - 1 for tokens in new]
                 places = [
                     [position] * count
@@ -116,7 +111,7 @@ class LayerDrafter(HeadDrafter):
                 ]
                 embedded = self.embed(backbone, level.tokens)
                 states = self.extend(
-                    states[level.parent_rows], places, caches, embedded, masks=masks
+                    states[level.parent_rows], places, caches, embedded, masks=ancestors
                 )
             return self.best(self.score_states(backbone, states), width, temperature)
 
@@ -227,7 +222,7 @@ class Eagle(LayerDrafter):
         caches: Sequence[LayerCache],
         embedded: Tensor,
         *,
-        masks: Sequence[Tensor | None] | None = None,
+        masks: Sequence[Tensor] | None = None,
         last: bool = False,
     ) -> Tensor:
         layer: DecoderLayer = self.packed("midlayer")
@@ -239,7 +234,7 @@ class Eagle(LayerDrafter):
 
         The states of a node are right once those of its parent are.
         """
-        layer = self.packed("midlayer")
+        layer = self.midlayer
         (cached,) = new.caches
         size = len(new.hidden)
         fused = self.enter(backbone, new.hidden)

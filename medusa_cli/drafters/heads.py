@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from medusa_cli.drafters.base import Batch, NewTokens
-from medusa_cli.drafters.layers import DecoderLayer, LayerCache, TokenBias
+from medusa_cli.drafters.layer_cache import LayerCache
+from medusa_cli.drafters.layers import DecoderLayer, TokenBias
 from medusa_cli.drafters.scoring import Scoring
 from medusa_cli.drafters.slots import NewTensors
 from medusa_cli.errors import UsageError

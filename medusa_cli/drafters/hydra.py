@@ -105,7 +105,8 @@ class HydraHeads(HeadDrafter):
     def fill(self, backbone: Backbone, new: NewTensors, trees: TreeTensors) -> None:
         x = new.hidden.to(self.dtype)
         rows = new.rows()
-        for layer, cached in zip(self.packed("prefix"), new.caches, strict=True):
+        for layer, cached in zip(self.prefix, new.caches, strict=True):
+            assert isinstance(layer, DecoderLayer)
             x = layer.extend_slots(x, rows, cached)
         fill_by_level(trees, self.num_heads, self._guesses(backbone, new.last(x)))
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -12,7 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from medusa_cli.device import upload
+from medusa_cli.drafters.layer_cache import LayerCache, whole_mask
+from medusa_cli.drafters.native_layer import NativeDecoderLayer, fits
 from medusa_cli.engine.attention import behind, columns_read, reads_by_length, visible_behind
+from medusa_cli.engine.linear import packed_linears
 from medusa_cli.model.attention import additive
 
 # When drafting, the bias is added only to this many of a head's best guesses: it rarely lifts
@@ -49,55 +51,6 @@ def identity_(weight: Tensor) -> None:
 def residual_blocks(hidden_size: int, count: int) -> nn.Sequential:
     """Returns a sequence of residual blocks, each with its own weights."""
     return nn.Sequential(*(ResidualBlock(hidden_size) for _ in range(count)))
-
-
-class LayerCache:
-    """Holds the keys and values [heads, rows, D] of one decoder layer for one sequence, by position.
-
-    Rows are in order of position. A position may have no row, and the rows of a tree share
-    positions.
-    """
-
-    def __init__(self) -> None:
-        self.length = 0
-        self._positions: list[int] = []
-        self.rows: Tensor | None = None  # [2, heads, C, D], of which `length` are in use
-
-    def append(
-        self, keys: Tensor, values: Tensor, positions: Sequence[int]
-    ) -> tuple[Tensor, Tensor]:
-        """Adds rows [heads, n, D] at positions [n]; returns all keys and values so far."""
-        start = self.length
-        end = self.length + len(positions)
-        if self.rows is None or self.rows.shape[2] < end:
-            self.move(keys.new_empty(2, keys.shape[0], max(64, 2 * end), keys.shape[2]))
-        assert self.rows is not None
-        self.rows[0, :, start:end] = keys
-        self.rows[1, :, start:end] = values
-        self.count(positions)
-        return self.rows[0, :, :end], self.rows[1, :, :end]
-
-    def filled(self) -> tuple[Tensor, Tensor]:
-        """Returns the keys and values [heads, rows, D] in use."""
-        assert self.rows is not None
-        return self.rows[0, :, : self.length], self.rows[1, :, : self.length]
-
-    def count(self, positions: Sequence[int]) -> None:
-        """Registers rows that are already in place, because a CUDA graph has written them."""
-        self._positions += positions
-        self.length += len(positions)
-
-    def move(self, rows: Tensor) -> None:
-        """Moves the cache to other memory, which has room for the rows in use."""
-        if self.rows is not None:
-            rows[:, :, : self.length] = self.rows[:, :, : self.length]
-        self.rows = rows
-
-    def truncate(self, position: int) -> int:
-        """Forgets the rows from a position on; returns the position after the last row that is left."""
-        self.length = bisect_left(self._positions, position)
-        del self._positions[self.length :]
-        return self._positions[-1] + 1 if self._positions else 0
 
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Any = None) -> Tensor:
@@ -231,6 +184,7 @@ class DecoderLayer(SelfAttention):
             eps,
         )
         self.rope_theta = rope_theta
+        self.embeddings = embeddings
         self.norm_before_residual = norm_before_residual
         if embeddings:
             self.input_layernorm = nn.RMSNorm(hidden_size, eps=eps)
@@ -261,12 +215,29 @@ class DecoderLayer(SelfAttention):
         """Returns zeros with the dtype and device of the weights."""
         return self.hidden_norm.weight.new_zeros(shape)
 
-    @torch.no_grad()
-    def join_linears(self) -> None:
-        """Joins the matrices that read the same rows; for inference only."""
-        parts = (self.self_attn.pop(name) for name in ("q_proj", "k_proj", "v_proj"))
-        self.self_attn["qkv_proj"] = joined(parts)
-        self.mlp["gate_up_proj"] = joined(self.mlp.pop(name) for name in ("gate_proj", "up_proj"))
+    def for_drafting(self) -> nn.Module:
+        """Returns the layer for drafting on a CPU, with packed weights."""
+        if not fits(self.hidden_norm.weight.numel(), self.head_dim):
+            return packed_linears(self)
+        matrices = {
+            "query": self.self_attn["q_proj"],
+            "key": self.self_attn["k_proj"],
+            "value": self.self_attn["v_proj"],
+            "out": self.self_attn["o_proj"],
+            "gate": self.mlp["gate_proj"],
+            "up": self.mlp["up_proj"],
+            "down": self.mlp["down_proj"],
+        }
+        norms = {"attention_norm": self.hidden_norm, "mlp_norm": self.post_attention_layernorm}
+        if self.embeddings:
+            norms["input_norm"] = self.input_layernorm
+        return NativeDecoderLayer(
+            matrices,
+            norms,
+            self.heads,
+            self.rope_theta,
+            norm_before_residual=self.norm_before_residual,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns states [S, n, H] for sequences x [S, n, H] that start at position 0."""
@@ -299,10 +270,7 @@ class DecoderLayer(SelfAttention):
             x = normed(self.hidden_norm, x)
         x = self.add(x, seen)
         read = normed(self.post_attention_layernorm, x)
-        if "gate_up_proj" in self.mlp:
-            gate, up = self.mlp["gate_up_proj"](read).chunk(2, dim=-1)
-        else:
-            gate, up = self.mlp["gate_proj"](read), self.mlp["up_proj"](read)
+        gate, up = self.mlp["gate_proj"](read), self.mlp["up_proj"](read)
         return x + self.mlp["down_proj"](F.silu(gate) * up)
 
     def extend(
@@ -311,18 +279,21 @@ class DecoderLayer(SelfAttention):
         positions: Sequence[Sequence[int]],
         caches: Sequence[LayerCache],
         *embedded: Tensor,
-        masks: Sequence[Tensor | None] | None = None,
+        masks: Sequence[Tensor] | None = None,
         last: bool = False,
     ) -> Tensor:
         """Adds rows x [n, H] of B sequences, one after another, to their caches.
 
         Returns the layer's output [n, H]. positions: those of each sequence's rows. masks: for each
-        sequence, which of all its rows [n_i, m_i] the new rows see. By default, a row sees itself
-        and all rows before it. last: returns only the last row of each sequence [B, H].
+        sequence, which of its last rows [n_i, m_i >= n_i] the new rows see; they see all rows
+        before those. By default, a row sees itself and all rows before it. last: returns only the
+        last row of each sequence [B, H], without masks.
         """
         counts = [len(own) for own in positions]
         flat = upload([position for own in positions for position in own], x.device)
-        q, k, v = self._projected(self.reads(x, *embedded), flat)
+        read = self.reads(x, *embedded)
+        q = self.queries(read, flat)
+        k, v = self.keys_values(read, flat)
         parts = zip(caches, k.split(counts, 1), v.split(counts, 1), positions, strict=True)
         known = [cache.append(keys, values, own) for cache, keys, values, own in parts]
         if last:
@@ -330,8 +301,12 @@ class DecoderLayer(SelfAttention):
             x = x[rows]
             q = q[:, rows]
             counts = [1] * len(counts)
-        masks = masks or [None] * len(counts)
-        each = zip(q.split(counts, 1), known, masks, strict=True)
+        whole: list[Tensor | None] = [None] * len(counts)
+        if masks is not None:
+            whole = [
+                whole_mask(mask, cache.length) for mask, cache in zip(masks, caches, strict=True)
+            ]
+        each = zip(q.split(counts, 1), known, whole, strict=True)
         seen = [attend(own, keys, values, mask) for own, (keys, values), mask in each]
         return self.leave(x, torch.cat(seen, dim=1))
 
@@ -341,27 +316,9 @@ class DecoderLayer(SelfAttention):
         Returns the layer's output [B, n, H].
         """
         read = self.reads(x, *embedded)
-        q, k, v = self._projected(read, rows.positions[:, None])
+        q = self.queries(read, rows.positions[:, None])
+        k, v = self.keys_values(read, rows.positions[:, None])
         return self.leave(x, rows.attend(q, k, v, cached[:, : len(x)]))
-
-    def _projected(self, read: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns queries, keys and values [.., heads, n, D] for rows at positions [n]."""
-        if "qkv_proj" not in self.self_attn:
-            return self.queries(read, positions), *self.keys_values(read, positions)
-        every = self.self_attn["qkv_proj"](read)
-        every = every.unflatten(-1, (3 * self.heads, -1)).transpose(-3, -2)
-        turned, v = every.split([2 * self.heads, self.heads], dim=-3)
-        q, k = rotate(turned, positions, self.rope_theta).chunk(2, dim=-3)
-        return q, k, v
-
-
-def joined(linears: Iterable[nn.Module]) -> nn.Linear:
-    """Returns one linear layer without a bias that computes those of several, one after another."""
-    weight = torch.cat([linear.get_parameter("weight") for linear in linears])
-    outputs, inputs = weight.shape
-    layer = nn.Linear(inputs, outputs, bias=False, device="meta")
-    layer.weight = nn.Parameter(weight, requires_grad=False)
-    return layer
 
 
 def last_of(counts: Sequence[int]) -> list[int]:

@@ -17,7 +17,8 @@ from medusa_cli.device import upload
 from medusa_cli.drafters.base import Batch
 from medusa_cli.drafters.eagle import LayerDrafter
 from medusa_cli.drafters.heads import HeadDrafter, HeadsConfig
-from medusa_cli.drafters.layers import LayerCache, Padding, last_of
+from medusa_cli.drafters.layer_cache import LayerCache, whole_mask
+from medusa_cli.drafters.layers import Padding, last_of
 from medusa_cli.errors import UserError, first_line, shown
 from medusa_cli.files.model_files import checkpoint_files, opened
 from medusa_cli.files.mtp import NAME, mtp_settings, need_source
@@ -208,7 +209,7 @@ class Mtp(TransformersDrafter, LayerDrafter):
         caches: Sequence[LayerCache],
         embedded: Tensor,
         *,
-        masks: Sequence[Tensor | None] | None = None,
+        masks: Sequence[Tensor] | None = None,
         last: bool = False,
     ) -> Tensor:
         counts = [len(own) for own in positions]
@@ -217,12 +218,10 @@ class Mtp(TransformersDrafter, LayerDrafter):
         device = states.device
         if masks is None:
             masks = [
-                torch.ones(count, cache.length + count, dtype=torch.bool, device=device).tril(
-                    cache.length
-                )
-                for count, cache in zip(counts, caches, strict=True)
+                torch.ones(count, count, dtype=torch.bool, device=device).tril() for count in counts
             ]
-        mask = torch.block_diag(*[own for own in masks if own is not None]).bool()
+        before = [cache.length + count for cache, count in zip(caches, counts, strict=True)]
+        mask = torch.block_diag(*map(whole_mask, masks, before)).bool()
         flat = upload([position for own in positions for position in own], device)
         layer: MtpLayer = self.packed("mtp")
         out = layer(states, embedded, flat, mask, CachedRows(caches, positions))

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from medusa_cli.drafters.expansion import Frontier, Guess
-from medusa_cli.drafters.layers import DecoderLayer, LayerCache, SlotRows
+from medusa_cli.drafters.layer_cache import LayerCache
+from medusa_cli.drafters.layers import DecoderLayer, SlotRows
 from medusa_cli.tree.tensors import TreeTensors
 
 

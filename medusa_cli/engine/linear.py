@@ -11,10 +11,10 @@ from medusa_cli import native
 
 
 @runtime_checkable
-class Joins(Protocol):
-    """A module that can join the matrices that read the same rows."""
+class HasDraftingForm(Protocol):
+    """A module that provides its own form for drafting on a CPU."""
 
-    def join_linears(self) -> None: ...
+    def for_drafting(self) -> nn.Module: ...
 
 
 class PlainLinear(nn.Module):
@@ -42,24 +42,33 @@ def packed_linear(weight: Tensor, bias: Tensor | None = None) -> nn.Module:
         return PlainLinear(weight, None if bias is None else bias.detach())
     from medusa_cli.engine.native import NativeLinear
 
-    raw = native.RawMatrix.of(weight.float().numpy()).rounded(native.Format.Q4_1)
+    return NativeLinear(packed_matrix(weight, bias))
+
+
+def packed_matrix(weight: Tensor, bias: Tensor | None = None) -> native.PackedMatrix:
+    """Returns a weight [N, K] in 4 bits for the native library."""
+    raw = native.RawMatrix.of(weight.detach().float().numpy()).rounded(native.Format.Q4_1)
     own = None if bias is None else bias.detach().float().numpy()
-    return NativeLinear(native.PackedMatrix.pack(raw, own, int8_rows=True))
+    return native.PackedMatrix.pack(raw, own, int8_rows=True)
 
 
 def packed_copy(module: nn.Module) -> nn.Module:
-    """Returns a copy of a module whose plain linear layers are packed; for inference only."""
+    """Returns a copy of a module whose parts are packed; for inference only."""
     if type(module) is nn.Linear:
         return packed_linear(module.weight, module.bias)
-    module = copy.deepcopy(module)
-    for parent in list(module.modules()):
-        if isinstance(parent, Joins):
-            parent.join_linears()
-    for parent in list(module.modules()):
-        for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear:
-                setattr(parent, name, packed_linear(child.weight, child.bias))
-    return module
+    if isinstance(module, HasDraftingForm):
+        return module.for_drafting()
+    return packed_linears(module)
+
+
+def packed_linears(module: nn.Module) -> nn.Module:
+    """Returns a copy of a module with each child packed."""
+    copied = copy.copy(module)
+    copied._modules = {
+        name: None if child is None else packed_copy(child)
+        for name, child in module._modules.items()
+    }
+    return copied
 
 
 def packs(device: torch.device) -> bool:

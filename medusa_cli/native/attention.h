@@ -25,23 +25,25 @@ struct Sight {
   std::vector<uint16_t> masks;   // [rows, tiles]
 };
 
-// Sets the columns that `rows` rows see. seen [rows, stride]: which rows see each other. positions:
-// those of the rows. window: the number of positions that a row sees, 0 for no bound.
-inline void look(Sight& sight, int64_t rows, int64_t prefix, const uint8_t* seen, int64_t stride,
+// Sets the columns that `rows` rows see. The rows have the last of `columns` columns after the
+// prefix. seen [rows, stride]: which of these columns each row sees. positions [columns]. window:
+// the number of positions that a row sees; 0 for no bound, without which no position is read.
+inline void look(Sight& sight, int64_t rows, int64_t columns, int64_t prefix, const uint8_t* seen, int64_t stride,
                  const int32_t* positions, int64_t window) {
   const int64_t first = prefix / 16;
-  const int64_t tiles = (prefix + rows - 1) / 16 - first + 1;
+  const int64_t tiles = (prefix + columns - 1) / 16 - first + 1;
   sight.prefix = prefix;
   sight.tiles = tiles;
   sight.lowest.assign(rows, 0);
   sight.last.assign(rows, 0);
   sight.masks.assign(rows * tiles, 0);
   for (int64_t r = 0; r < rows; r++) {
-    const int64_t lowest = window ? std::max<int64_t>(0, positions[r] - window + 1) : 0;
+    const int64_t own = columns - rows + r;
+    const int64_t lowest = window ? std::max<int64_t>(0, positions[own] - window + 1) : 0;
     sight.lowest[r] = std::min(lowest, prefix);
     uint16_t* masks = &sight.masks[r * tiles];
     for (int64_t c = std::max(16 * first, lowest); c < prefix; c++) masks[0] |= 1u << (c % 16);
-    for (int64_t j = 0; j < rows; j++) {
+    for (int64_t j = 0; j < columns; j++) {
       if (!seen[r * stride + j] || (window && positions[j] < lowest)) continue;
       const int64_t column = prefix + j;
       masks[column / 16 - first] |= 1u << (column % 16);

@@ -152,8 +152,9 @@ void medusa_threads(int count) {
 
 // Returns the size of a structure, which Python compares with its own; -1 if there is none.
 int64_t medusa_size(int which) {
-  const int64_t sizes[] = {sizeof(Matrix), sizeof(Layer), sizeof(Model), sizeof(Cache), sizeof(Step)};
-  return which >= 0 && which < 5 ? sizes[which] : -1;
+  const int64_t sizes[] = {sizeof(Matrix), sizeof(Layer), sizeof(Model), sizeof(Cache), sizeof(Step),
+                           sizeof(DraftRows), sizeof(DraftPass)};
+  return which >= 0 && which < 7 ? sizes[which] : -1;
 }
 
 // Writes group, block, bits, zero, has_offset, file_bytes and tile_bytes of a format to `out`.
@@ -195,6 +196,22 @@ int medusa_run(const Model* model, const Cache* cache, const Step* step) {
   }
   if (model->delta_layers && !step->keeps && step->rows > cache->pending_rows) return -1;
   functions().run(threads(), *model, *cache, *step);
+  return 0;
+}
+
+int medusa_draft(const Model* model, const DraftPass* pass) {
+  std::lock_guard<std::mutex> lock(running);
+  int64_t rows = 0;
+  for (int64_t s = 0; s < pass->sequences; s++) {
+    const DraftRows& own = pass->own[s];
+    if (own.rows < 1 || own.prefix < 0 || own.earlier < 0 || own.capacity % 16) return -1;
+    if (own.prefix + own.earlier + own.rows > own.capacity) return -1;
+    rows += own.rows;
+  }
+  for (int64_t r = 0; r < rows; r++) {
+    if (pass->positions[r] < 0 || pass->positions[r] >= model->positions) return -1;
+  }
+  if (rows) functions().draft(threads(), *model, *pass);
   return 0;
 }
 

@@ -134,6 +134,28 @@ class Step(Structure):
     ]
 
 
+class DraftRows(Structure):
+    """The rows of one sequence that enter a drafter's layer; see step.h."""
+
+    _fields_ = [
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        *((name, c_int64) for name in ("capacity", "prefix", "earlier", "rows")),
+        ("seen", c_void_p),
+    ]
+
+
+class DraftPass(Structure):
+    """A pass through a drafter's decoder layer; see step.h."""
+
+    _fields_ = [
+        ("own", POINTER(DraftRows)),
+        ("sequences", c_int64),
+        ("last", c_int64),
+        *((name, c_void_p) for name in ("positions", "x", "embedded")),
+    ]
+
+
 SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "instructions": (c_char_p, []),
     "use": (c_int, [c_char_p]),
@@ -144,6 +166,7 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "pack": (None, [c_int, c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p]),
     "round": (c_int, [c_int, c_void_p, c_int64, c_int64, c_void_p]),
     "run": (c_int, [POINTER(Model), POINTER(CacheBuffers), POINTER(Step)]),
+    "draft": (c_int, [POINTER(Model), POINTER(DraftPass)]),
     "logits": (c_int, [POINTER(Matrix), c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p]),
     "multiply": (c_int, [POINTER(Matrix), c_void_p, c_int64, c_int64, c_void_p, c_int64]),
     "embed": (c_int, [POINTER(Matrix), c_void_p, c_int64, c_float, c_void_p, c_int64]),
@@ -171,7 +194,8 @@ def library() -> Any:
         function.restype = result
         function.argtypes = arguments
         functions[name] = function
-    sizes = [ctypes.sizeof(kind) for kind in (Matrix, Layer, Model, CacheBuffers, Step)]
+    structures = (Matrix, Layer, Model, CacheBuffers, Step, DraftRows, DraftPass)
+    sizes = [ctypes.sizeof(kind) for kind in structures]
     if sizes != [functions["size"](which) for which in range(len(sizes))]:
         raise Unavailable("the native library is of another version; install the package again")
     native = type(

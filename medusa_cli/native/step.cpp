@@ -2,12 +2,11 @@
 #include "step.h"
 
 #include <algorithm>
-#include <memory>
 #include <vector>
 
 #include "attention.h"
 #include "delta_net.h"
-#include "ops.h"
+#include "rows.h"
 #include "short_conv.h"
 
 namespace medusa {
@@ -15,224 +14,36 @@ namespace ISA {
 
 namespace {
 
-// From this many floats on, threads share the operations between matmuls. With fewer, sharing takes
-// longer than the work.
-constexpr int64_t kManyNumbers = 1 << 14;
-// The minimum number of multiplications per share, and the number of shares per thread.
-constexpr int64_t kLeastWork = 1 << 15;
-constexpr int64_t kSharesPerThread = 8;
-
-// A buffer that grows and that the next step reuses.
-template <class T>
-class Buffer {
- public:
-  T* room(int64_t count) {
-    if (count > size_) {
-      memory_.reset(new T[count + 64 / sizeof(T)]);
-      size_ = count;
-    }
-    const auto address = reinterpret_cast<uintptr_t>(memory_.get());
-    return reinterpret_cast<T*>((address + 63) / 64 * 64);
-  }
-
- private:
-  std::unique_ptr<T[]> memory_;
-  int64_t size_ = 0;
-};
-
-// Rows of floats with room for their 8-bit numbers.
-class RowBuffer {
- public:
-  // Returns `count` rows of k floats. x [count, stride]: the floats, if they are not in this
-  // buffer.
-  Rows rows(int64_t count, int64_t k, bool int8, const float* x = nullptr, int64_t stride = 0) {
-    Rows r = {};
-    r.stride = x ? stride : padded(k, kUnit);
-    if (!x) {
-      float* own = floats_.room(count * r.stride);
-      for (int64_t i = 0; i < count && r.stride > k; i++) {
-        std::memset(own + i * r.stride + k, 0, (r.stride - k) * sizeof(float));
-      }
-      x = own;
-    }
-    r.x = x;
-    if (int8) {
-      const int64_t groups = count * (r.stride / 32);
-      r.q = bytes_.room(count * r.stride);
-      r.scale = scales_.room(4 * groups);
-      r.offset32 = r.scale + groups;
-      r.offset16 = r.offset32 + groups;
-      r.zero[0] = zeros_.room(7 * groups);
-      for (int i = 1; i < 4; i++) r.zero[i] = r.zero[i - 1] + groups;
-      r.zero[4] = r.zero[3] + 2 * groups;
-    }
-    return r;
-  }
-
- private:
-  Buffer<float> floats_, scales_;
-  Buffer<int8_t> bytes_;
-  Buffer<int32_t> zeros_;
-};
-
-float* writable(const Rows& rows) { return const_cast<float*>(rows.x); }
-
-// Calls work(row) for each row of `numbers` floats, in threads if there is enough work.
-template <class Work>
-void each_row(Pool& pool, int64_t rows, int64_t numbers, const Work& work) {
-  if (rows * numbers < kManyNumbers) {
-    for (int64_t r = 0; r < rows; r++) work(r);
-    return;
-  }
-  const int64_t together = std::max<int64_t>(1, rows / (kSharesPerThread * pool.threads()));
-  pool.run((rows + together - 1) / together, [&](int64_t share, int) {
-    const int64_t end = std::min(rows, (share + 1) * together);
-    for (int64_t r = share * together; r < end; r++) work(r);
-  });
-}
-
-void round_rows(Pool& pool, const Rows& rows, int64_t count) {
-  if (!rows.q) return;
-  each_row(pool, count, rows.stride, [&](int64_t r) { round_row(rows.from(r), 0, rows.stride); });
-}
-
-// Normalizes k floats of each row in place. Then rounds the rows as round_rows does.
-void norm_in_place(Pool& pool, const Model& m, const Rows& rows, int64_t count, const float* gain, int64_t k) {
-  each_row(pool, count, rows.stride, [&](int64_t r) {
-    float* row = writable(rows) + r * rows.stride;
-    normalize(m.centered, row, gain, row, k, m.eps);
-    if (rows.q) round_row(rows.from(r), 0, rows.stride);
-  });
-}
-
-// Normalizes states [count, stride] into rows, or copies them if there is no norm. Then rounds the
-// rows if they have room for 8-bit numbers.
-void norm_rows(Pool& pool, const Model& m, const float* x, int64_t stride, const float* gain, const Rows& rows,
-               int64_t count) {
-  each_row(pool, count, stride, [&](int64_t r) {
-    float* row = writable(rows) + r * rows.stride;
-    if (gain) normalize(m.centered, x + r * stride, gain, row, m.hidden, m.eps);
-    else std::memcpy(row, x + r * stride, m.hidden * sizeof(float));
-    if (rows.q) round_row(rows.from(r), 0, rows.stride);
-  });
-}
-
-// One matmul of a job; y begins at the matrix's first channel.
-struct Target {
-  const Matrix* matrix;
-  float* y;
-  int64_t ldy;
-  bool add;
-};
-
-int64_t tiles_of(const Matrix& m) { return (m.n + kTile - 1) / kTile; }
-
-int64_t tiles_of_share(const Pool& pool, int64_t tiles, int64_t k, int64_t rows) {
-  const int64_t even = tiles / (kSharesPerThread * pool.threads());
-  const int64_t worth = kLeastWork / (kTile * k * rows);
-  return std::max<int64_t>(1, std::max(even, worth));
-}
-
-// Multiplies the same rows with several matrices in one job.
-template <int N>
-void matmuls(Pool& pool, const Rows& x, int64_t rows, const Target (&targets)[N]) {
-  int64_t first_share[N + 1] = {0}, together[N];
-  for (int i = 0; i < N; i++) {
-    const Matrix& m = *targets[i].matrix;
-    together[i] = tiles_of_share(pool, tiles_of(m), m.k, rows);
-    first_share[i + 1] = first_share[i] + (tiles_of(m) + together[i] - 1) / together[i];
-  }
-  pool.run(first_share[N], [&](int64_t share, int) {
-    int i = 0;
-    while (share >= first_share[i + 1]) i++;
-    const Target& target = targets[i];
-    const int64_t first = (share - first_share[i]) * together[i];
-    const int64_t end = std::min(tiles_of(*target.matrix), first + together[i]);
-    ISA::multiply(*target.matrix, x, rows, first, end, target.y + first * kTile, target.ldy, target.add);
-  });
-}
-
-// Splits several jobs into shares for threads.
-class Shares {
- public:
-  void clear() { jobs_.clear(); }
-
-  // Adds a job of `parts` parts, of which `together` parts form a share.
-  void add(int64_t parts, int64_t together) {
-    const int64_t first = count();
-    jobs_.push_back({first, first + (parts + together - 1) / together, parts, together});
-  }
-
-  int64_t count() const { return jobs_.empty() ? 0 : jobs_.back().end; }
-
-  // Calls work(job, first part, last part + 1) for a share.
-  template <class Work>
-  void take(int64_t share, const Work& work) const {
-    const auto job = std::upper_bound(jobs_.begin(), jobs_.end(), share,
-                                      [](int64_t s, const Job& j) { return s < j.end; });
-    const int64_t first = (share - job->first) * job->together;
-    work(job - jobs_.begin(), first, std::min(job->parts, first + job->together));
-  }
-
- private:
-  struct Job {
-    int64_t first, end, parts, together;
-  };
-  std::vector<Job> jobs_;
-};
-
-// An MLP and the rows that go through it.
-struct Mlp {
-  Matrix gate, up, down;
-  int64_t first, rows;
-};
-
-// Computes act(gate) * up, or act(up) without a gate, for pairs of tiles. Each pair is rounded at
-// once, since its 32 channels form a group of the next matmul.
-void gated(Pool& pool, const std::vector<Mlp>& mlps, const Activation& activation, const Rows& x, const Rows& inner,
-           Shares& shares, Buffer<float>& buffer) {
-  int64_t most = 0;
-  shares.clear();
-  for (const Mlp& mlp : mlps) {
-    const int64_t pairs = (tiles_of(mlp.up) + 1) / 2;
-    shares.add(pairs, (tiles_of_share(pool, 2 * pairs, 2 * mlp.up.k, mlp.rows) + 1) / 2);
-    most = std::max(most, mlp.rows);
-  }
-  const int64_t room = 2 * most * 2 * kTile;
-  float* gates = buffer.room(pool.threads() * room);
-  pool.run(shares.count(), [&](int64_t share, int thread) {
-    shares.take(share, [&](int64_t job, int64_t first_pair, int64_t last_pair) {
-      const Mlp& mlp = mlps[job];
-      const bool has_gate = mlp.gate.tiles;
-      const Matrix& activated = has_gate ? mlp.gate : mlp.up;
-      const Rows own = x.from(mlp.first);
-      float* gate = gates + thread * room;
-      float* up = gate + mlp.rows * 2 * kTile;
-      for (int64_t pair = first_pair; pair < last_pair; pair++) {
-        const int64_t first = 2 * pair, end = std::min(first + 2, tiles_of(mlp.up));
-        ISA::multiply(activated, own, mlp.rows, first, end, gate, 2 * kTile, false);
-        if (has_gate) ISA::multiply(mlp.up, own, mlp.rows, first, end, up, 2 * kTile, false);
-        for (int64_t r = 0; r < mlp.rows; r++) {
-          const int64_t row = mlp.first + r;
-          float* out = writable(inner) + row * inner.stride + first * kTile;
-          for (int64_t i = 0; i < (end - first) * kTile; i += 16) {
-            const int64_t at = r * 2 * kTile + i;
-            const F value = load(gate + at);
-            store(out + i, has_gate ? gate_by(activation, value, load(up + at)) : activate(activation, value));
-          }
-          if (inner.q) round_row(inner.from(row), first * kTile, first * kTile + kUnit);
-        }
-      }
-    });
-  });
-}
-
 // An expert that was chosen for a row, the row's index among the rows gathered for experts, and the
 // weight of the expert's output.
 struct Pick {
   int64_t expert, row;
   float weight;
 };
+
+// Consecutive rows of a pass that belong to one sequence, and a layer's columns for that sequence.
+//
+// keys [kv, capacity / 16, dim, 16] and values [kv, capacity, dim padded to 16] are those of all
+// columns. first: the first row's index in the pass. column: the first row's column.
+struct Span {
+  float* keys;
+  float* values;
+  int64_t capacity, first, rows, column;
+  const Sight* sight;
+
+  float* keys_of(const Layer& layer, int64_t head) const { return keys + head * layer.dim * capacity; }
+  float* values_of(const Layer& layer, int64_t head) const {
+    return values + head * padded(layer.dim, 16) * capacity;
+  }
+};
+
+const Span& span_of(const std::vector<Span>& spans, int64_t row) {
+  const auto after = std::upper_bound(spans.begin(), spans.end(), row,
+                                      [](int64_t r, const Span& span) { return r < span.first; });
+  return *(after - 1);
+}
+
+int64_t rows_of(const std::vector<Span>& spans) { return spans.back().first + spans.back().rows; }
 
 // The buffers of passes. Only one pass runs at a time.
 struct Workspace {
@@ -243,6 +54,7 @@ struct Workspace {
   std::vector<Pick> picks;
   std::vector<AttentionRoom> rooms;
   std::vector<Sight> sights;
+  std::vector<Span> spans;
   Buffer<float> mixed, held;
   std::vector<int64_t> parents;  // [slots, rows]
   std::vector<Walk> walks;       // per slot
@@ -271,21 +83,22 @@ void turn(const Model& m, const Layer& layer, float* head, const float* gain, co
   if (gain && m.late_norms) head_norm(m.centered, head, gain, layer.dim, m.eps);
 }
 
-// Normalizes and rotates queries and keys, and writes keys and values into the cache.
-void place(Pool& pool, const Model& m, const Cache& cache, const Step& step, int64_t index, float* qkv) {
-  const Layer& layer = m.layer[index];
+// Normalizes and rotates queries and keys, and writes keys and values into the cache. positions
+// [rows]: those of all rows.
+void place(Pool& pool, const Model& m, const Layer& layer, const std::vector<Span>& spans, const int32_t* positions,
+           float* qkv) {
   const Widths widths(m, layer);
   const int64_t half = layer.table < 0 ? 0 : m.rotary[layer.table] / 2;
   const int64_t dim = layer.dim, wide = padded(dim, 16);
   const bool has_keys = layer.key.tiles;
   const float* query_norm = m.whole_norms ? nullptr : layer.query_norm;
   const float* key_norm = m.whole_norms ? nullptr : layer.key_norm;
-  each_row(pool, step.slots * step.rows, widths.all, [&](int64_t r) {
+  each_row(pool, rows_of(spans), widths.all, [&](int64_t r) {
     float* row = qkv + r * widths.all;
-    const int64_t slot = step.first_slot + r / step.rows;
-    const int64_t column = step.lengths[r / step.rows] + r % step.rows;
-    const float* cos = layer.table < 0 ? nullptr : m.cos[layer.table] + step.positions[r] * half;
-    const float* sin = layer.table < 0 ? nullptr : m.sin[layer.table] + step.positions[r] * half;
+    const Span& span = span_of(spans, r);
+    const int64_t column = span.column + r - span.first;
+    const float* cos = layer.table < 0 ? nullptr : m.cos[layer.table] + positions[r] * half;
+    const float* sin = layer.table < 0 ? nullptr : m.sin[layer.table] + positions[r] * half;
     if (m.whole_norms && layer.query_norm) {
       normalize(m.centered, row, layer.query_norm, row, m.heads * dim, m.eps);
       if (has_keys) normalize(m.centered, row + widths.key, layer.key_norm, row + widths.key, layer.kv * dim, m.eps);
@@ -299,46 +112,52 @@ void place(Pool& pool, const Model& m, const Cache& cache, const Step& step, int
       float* value = row + widths.value + head * dim;
       turn(m, layer, key, key_norm, cos, sin);
       if (layer.value_norm) head_norm(m.centered, value, layer.value_norm, dim, m.eps);
-      float* keys = keys_of(m, cache, layer, slot, head) + column / 16 * 16 * dim + column % 16;
+      float* keys = span.keys_of(layer, head) + column / 16 * 16 * dim + column % 16;
       for (int64_t d = 0; d < dim; d++) keys[16 * d] = key[d];
-      std::memcpy(values_of(m, cache, layer, slot, head) + column * wide, value, dim * sizeof(float));
+      std::memcpy(span.values_of(layer, head) + column * wide, value, dim * sizeof(float));
     }
   });
 }
 
-void attend_all(Pool& pool, const Model& m, const Cache& cache, const Step& step, int64_t index, const float* qkv,
-                const std::vector<Sight>& sights, const Rows& attended, Workspace& work) {
-  const Layer& layer = m.layer[index];
+// Runs attention for the rows of all spans, whose queries are in qkv.
+void attend_all(Pool& pool, const Model& m, const Layer& layer, const std::vector<Span>& spans, const float* qkv,
+                const Rows& attended, Workspace& work) {
   const Widths widths(m, layer);
-  const int64_t dim = layer.dim;
-  const int64_t groups = m.heads / layer.kv, queries = step.rows * groups;
+  const int64_t dim = layer.dim, groups = m.heads / layer.kv;
   const float* own_sinks = layer.sinks;
   // Blocks have up to QUERIES queries, but fewer if there would be fewer than two blocks per
   // thread.
-  const int64_t parts = step.slots * layer.kv;
+  const auto blocks_of = [&](int64_t together) {
+    int64_t blocks = 0;
+    for (const Span& span : spans) blocks += layer.kv * ((span.rows * groups + together - 1) / together);
+    return blocks;
+  };
   int64_t together = QUERIES;
-  while (together > 1 && parts * ((queries + together - 1) / together) < 2 * pool.threads()) together /= 2;
-  const int64_t blocks = (queries + together - 1) / together;
+  while (together > 1 && blocks_of(together) < 2 * pool.threads()) together /= 2;
+  work.shares.clear();
+  for (const Span& span : spans) work.shares.add(layer.kv * ((span.rows * groups + together - 1) / together), 1);
   work.rooms.resize(std::max<size_t>(work.rooms.size(), pool.threads()));
-  pool.run(parts * blocks, [&](int64_t share, int thread) {
-    const int64_t part = share / blocks, block = share % blocks, slot = part / layer.kv, head = part % layer.kv;
-    const int64_t first = block * together, count = std::min(together, queries - first);
-    const float* from[QUERIES];
-    float* to[QUERIES];
-    float sinks[QUERIES];
-    int64_t rows[QUERIES];
-    for (int64_t i = 0; i < count; i++) {
-      rows[i] = (first + i) / groups;
-      const int64_t query = head * groups + (first + i) % groups;
-      const int64_t row = slot * step.rows + rows[i], at = query * dim;
-      if (own_sinks) sinks[i] = own_sinks[query];
-      from[i] = qkv + row * widths.all + at;
-      to[i] = writable(attended) + row * attended.stride + at;
-    }
-    const int64_t in_cache = step.first_slot + slot;
-    attend(from, rows, static_cast<int>(count), sights[slot], keys_of(m, cache, layer, in_cache, head),
-           values_of(m, cache, layer, in_cache, head), dim, padded(dim, 16), m.scale, m.cap,
-           own_sinks ? sinks : nullptr, work.rooms[thread], to);
+  pool.run(work.shares.count(), [&](int64_t share, int thread) {
+    work.shares.take(share, [&](int64_t number, int64_t part, int64_t) {
+      const Span& span = spans[number];
+      const int64_t queries = span.rows * groups, blocks = (queries + together - 1) / together;
+      const int64_t head = part / blocks, first = part % blocks * together;
+      const int64_t count = std::min(together, queries - first);
+      const float* from[QUERIES];
+      float* to[QUERIES];
+      float sinks[QUERIES];
+      int64_t rows[QUERIES];
+      for (int64_t i = 0; i < count; i++) {
+        rows[i] = (first + i) / groups;
+        const int64_t query = head * groups + (first + i) % groups;
+        const int64_t row = span.first + rows[i], at = query * dim;
+        if (own_sinks) sinks[i] = own_sinks[query];
+        from[i] = qkv + row * widths.all + at;
+        to[i] = writable(attended) + row * attended.stride + at;
+      }
+      attend(from, rows, static_cast<int>(count), *span.sight, span.keys_of(layer, head), span.values_of(layer, head),
+             dim, padded(dim, 16), m.scale, m.cap, own_sinks ? sinks : nullptr, work.rooms[thread], to);
+    });
   });
 }
 
@@ -571,12 +390,12 @@ void gate_outputs(Pool& pool, const Model& m, const Layer& layer, const float* q
   });
 }
 
-// Returns the output of attention for normalized rows.
-Rows attention(Pool& pool, const Model& m, const Cache& cache, const Step& step, int64_t index, const Rows& read,
-               Workspace& work) {
-  const Layer& layer = m.layer[index];
+// Multiplies normalized rows with a layer's queries, keys and values; returns the products, and
+// writes keys and values into the cache.
+float* project(Pool& pool, const Model& m, const Layer& layer, const std::vector<Span>& spans,
+               const int32_t* positions, const Rows& read, Workspace& work) {
   const Widths widths(m, layer);
-  const int64_t rows = step.slots * step.rows;
+  const int64_t rows = rows_of(spans);
   float* qkv = work.qkv.room(rows * widths.all);
   const Target query = {&layer.query, qkv, widths.all, false};
   if (layer.key.tiles) {
@@ -586,12 +405,28 @@ Rows attention(Pool& pool, const Model& m, const Cache& cache, const Step& step,
   } else {
     matmuls(pool, read, rows, {query});
   }
-  const bool gated = layer.output_gate.tiles;
-  if (gated) matmuls(pool, read, rows, {Target{&layer.output_gate, qkv + widths.gate, widths.all, false}});
-  place(pool, m, cache, step, index, qkv);
+  if (layer.output_gate.tiles) {
+    matmuls(pool, read, rows, {Target{&layer.output_gate, qkv + widths.gate, widths.all, false}});
+  }
+  place(pool, m, layer, spans, positions, qkv);
+  return qkv;
+}
+
+// Returns the output of attention for normalized rows.
+Rows attention(Pool& pool, const Model& m, const Cache& cache, const Step& step, int64_t index, const Rows& read,
+               Workspace& work) {
+  const Layer& layer = m.layer[index];
+  const int64_t rows = step.slots * step.rows;
+  work.spans.clear();
+  for (int64_t s = 0; s < step.slots; s++) {
+    const int64_t slot = step.first_slot + s;
+    work.spans.push_back({keys_of(m, cache, layer, slot, 0), values_of(m, cache, layer, slot, 0), cache.capacity,
+                          s * step.rows, step.rows, step.lengths[s], &work.sights[s]});
+  }
+  const float* qkv = project(pool, m, layer, work.spans, step.positions, read, work);
   const Rows attended = work.attended.rows(rows, m.heads * layer.dim, layer.out.int8_rows);
-  attend_all(pool, m, cache, step, index, qkv, work.sights, attended, work);
-  if (gated) gate_outputs(pool, m, layer, qkv, rows, attended);
+  attend_all(pool, m, layer, work.spans, qkv, attended, work);
+  if (layer.output_gate.tiles) gate_outputs(pool, m, layer, qkv, rows, attended);
   return attended;
 }
 
@@ -787,6 +622,18 @@ Rows mixed_rows(Pool& pool, const Model& m, const Cache& cache, const Step& step
   return attention(pool, m, cache, step, index, read, work);
 }
 
+// Adds a single MLP's output for normalized rows to the states x.
+void add_mlp(Pool& pool, const Model& m, const Layer& layer, const Rows& read, int64_t rows, float* x, int64_t stride,
+             Workspace& work) {
+  const Rows inner = work.inner.rows(rows, layer.up.n, layer.down.int8_rows);
+  Rows exact = inner;
+  if (layer.inner_norm) exact.q = nullptr;  // rows are rounded after the norm
+  work.mlps.assign(1, {layer.gate, layer.up, layer.down, 0, rows});
+  gated(pool, work.mlps, layer.activation, read, exact, work.shares, work.gates);
+  if (layer.inner_norm) norm_in_place(pool, m, inner, rows, layer.inner_norm, layer.up.n);
+  add_product(pool, layer.down, inner, rows, layer.mlp_out_norm, m, x, stride, work);
+}
+
 void run(Pool& pool, const Model& m, const Cache& cache, const Step& step) {
   Workspace& work = workspace();
   const int64_t rows = step.slots * step.rows, stride = padded(m.hidden, kUnit);
@@ -806,7 +653,7 @@ void run(Pool& pool, const Model& m, const Cache& cache, const Step& step) {
     if (layer.window != window) {
       window = layer.window;
       for (int64_t s = 0; s < step.slots; s++) {
-        look(work.sights[s], step.rows, step.lengths[s], step.seen + s * step.seen_slot, step.seen_row,
+        look(work.sights[s], step.rows, step.rows, step.lengths[s], step.seen + s * step.seen_slot, step.seen_row,
              step.positions + s * step.rows, window);
       }
     }
@@ -828,13 +675,7 @@ void run(Pool& pool, const Model& m, const Cache& cache, const Step& step) {
     if (layer.experts) {
       add_mixture(pool, m, layer, seen, rows, step.x, stride, work);
     } else {
-      const Rows inner = work.inner.rows(rows, layer.up.n, layer.down.int8_rows);
-      Rows exact = inner;
-      if (layer.inner_norm) exact.q = nullptr;  // rows are rounded after the norm
-      work.mlps.assign(1, {layer.gate, layer.up, layer.down, 0, rows});
-      gated(pool, work.mlps, layer.activation, seen, exact, work.shares, work.gates);
-      if (layer.inner_norm) norm_in_place(pool, m, inner, rows, layer.inner_norm, layer.up.n);
-      add_product(pool, layer.down, inner, rows, layer.mlp_out_norm, m, step.x, stride, work);
+      add_mlp(pool, m, layer, seen, rows, step.x, stride, work);
     }
 
     if (layer.input_gate.tiles) add_inputs(pool, m, layer, i, step, rows, stride, work);
@@ -854,6 +695,66 @@ void run(Pool& pool, const Model& m, const Cache& cache, const Step& step) {
       if (step.tap_layers[t] == i) std::memcpy(step.tapped + t * rows * stride, step.x, rows * stride * sizeof(float));
     }
   }
+}
+
+// Reads normalized embeddings, if there are any, and normalized states.
+Rows draft_reads(Pool& pool, const Model& m, const DraftPass& pass, int64_t rows, Workspace& work) {
+  const Layer& layer = *m.layer;
+  const int64_t before = pass.embedded ? m.hidden : 0;
+  const Rows read = work.normed.rows(rows, before + m.hidden, layer.query.int8_rows);
+  each_row(pool, rows, 2 * read.stride, [&](int64_t r) {
+    float* row = writable(read) + r * read.stride;
+    if (before) normalize(m.centered, pass.embedded + r * m.hidden, layer.input_norm, row, m.hidden, m.eps);
+    const float* state = pass.x + r * m.hidden;
+    if (layer.attention_norm) normalize(m.centered, state, layer.attention_norm, row + before, m.hidden, m.eps);
+    else std::memcpy(row + before, state, m.hidden * sizeof(float));
+    if (read.q) round_row(read.from(r), 0, read.stride);
+  });
+  return read;
+}
+
+// Leaves only the last row of each sequence to attend.
+void leave_last(const Model& m, const DraftPass& pass, float* qkv, int64_t width, Workspace& work) {
+  const uint8_t itself = 1;
+  for (int64_t s = 0; s < pass.sequences; s++) {
+    Span& span = work.spans[s];
+    const int64_t last = span.first + span.rows - 1;
+    std::memmove(qkv + s * width, qkv + last * width, width * sizeof(float));
+    std::memmove(pass.x + s * m.hidden, pass.x + last * m.hidden, m.hidden * sizeof(float));
+    span.column += span.rows - 1;
+    span.first = s;
+    span.rows = 1;
+    look(work.sights[s], 1, 1, span.column, &itself, 1, nullptr, 0);
+  }
+}
+
+void draft(Pool& pool, const Model& m, const DraftPass& pass) {
+  Workspace& work = workspace();
+  const Layer& layer = *m.layer;
+  work.sights.resize(pass.sequences);
+  work.spans.clear();
+  int64_t rows = 0;
+  for (int64_t s = 0; s < pass.sequences; s++) {
+    const DraftRows& own = pass.own[s];
+    const int64_t columns = own.earlier + own.rows;
+    if (!pass.last) look(work.sights[s], own.rows, columns, own.prefix, own.seen, columns, nullptr, 0);
+    work.spans.push_back({own.keys, own.values, own.capacity, rows, own.rows, own.prefix + own.earlier,
+                          &work.sights[s]});
+    rows += own.rows;
+  }
+  const Rows read = draft_reads(pool, m, pass, rows, work);
+  float* qkv = project(pool, m, layer, work.spans, pass.positions, read, work);
+  if (pass.last) {
+    leave_last(m, pass, qkv, Widths(m, layer).all, work);
+    rows = pass.sequences;
+  }
+  const Rows attended = work.attended.rows(rows, m.heads * layer.dim, layer.out.int8_rows);
+  attend_all(pool, m, layer, work.spans, qkv, attended, work);
+  round_rows(pool, attended, rows);
+  add_product(pool, layer.out, attended, rows, nullptr, m, pass.x, m.hidden, work);
+  const Rows seen = work.normed.rows(rows, m.hidden, layer.gate.int8_rows);
+  norm_rows(pool, m, pass.x, m.hidden, layer.mlp_norm, seen, rows);
+  add_mlp(pool, m, layer, seen, rows, pass.x, m.hidden, work);
 }
 
 void multiply_rows(Pool& pool, const Matrix& m, const float* x, int64_t rows, int64_t ldx, float* y, int64_t ldy) {
@@ -893,7 +794,7 @@ void logits(Pool& pool, const Matrix& head, const float* states, int64_t rows, i
 
 void embed(Pool& pool, const Matrix& m, const int64_t* ids, int64_t count, float scale, float* out, int64_t ldo) {
   const int64_t tile_bytes = m.k / info(m.format).block * info(m.format).tile_bytes;
-  each_row(pool, count, 16 * m.k, [&](int64_t r) {
+  each_row(pool, count, m.k, [&](int64_t r) {
     Bytes bytes;
     Floats floats;
     const uint8_t* tile = m.tiles + ids[r] / kTile * tile_bytes;
@@ -910,7 +811,7 @@ void embed(Pool& pool, const Matrix& m, const int64_t* ids, int64_t count, float
 }  // namespace
 
 extern const Functions functions;
-const Functions functions = {run, replay, logits, multiply_rows, embed};
+const Functions functions = {run, draft, replay, logits, multiply_rows, embed};
 
 }  // namespace ISA
 }  // namespace medusa

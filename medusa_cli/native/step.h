@@ -151,9 +151,35 @@ struct Step {
   float* tapped;
 };
 
+// The rows of one sequence that enter a drafter's layer.
+//
+// They see all columns of the prefix, and of the `earlier` columns after it and of each other those
+// that seen [rows, earlier + rows] says. keys and values: those of a layer's heads, as in Cache.
+struct DraftRows {
+  float* keys;
+  float* values;
+  int64_t capacity, prefix, earlier, rows;
+  const uint8_t* seen;
+};
+
+// A pass through a drafter's decoder layer, which is the only one of its model.
+//
+// x [rows of all sequences, hidden]: the states before and after the pass. embedded: embeddings of
+// the same shape, which attention reads before the states, normalized by input_norm; or null. last:
+// the rows of a sequence form a chain, and only the output of the last one is computed; x then
+// begins with one row per sequence.
+struct DraftPass {
+  const DraftRows* own;
+  int64_t sequences, last;
+  const int32_t* positions;  // [rows of all sequences]
+  float* x;
+  const float* embedded;
+};
+
 // The library's functions for one instruction set.
 struct Functions {
   void (*run)(Pool&, const Model&, const Cache&, const Step&);
+  void (*draft)(Pool&, const Model&, const DraftPass&);
   // Advances a slot's running states along a path [count] of the last tree's rows.
   void (*replay)(Pool&, const Model&, const Cache&, int64_t slot, const int64_t* path, int64_t count);
   void (*logits)(Pool&, const Matrix& head, const float* states, int64_t rows, int64_t stride, float* out, int64_t ldy,

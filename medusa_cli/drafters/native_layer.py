@@ -1,0 +1,150 @@
+"""A drafter's decoder layer in the native library: one call extends the rows of several sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from ctypes import byref, pointer
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from medusa_cli.drafters.layer_cache import LayerCache
+from medusa_cli.engine.linear import packed_matrix
+from medusa_cli.native import library
+from medusa_cli.native.library import TILE, UNIT, DraftPass, DraftRows, Layer, Model
+from medusa_cli.native.matrix import padded_floats
+
+# The initial number of rows in the rotary table, which grows as needed.
+FIRST_POSITIONS = 2048
+
+
+def fits(hidden_size: int, head_dim: int) -> bool:
+    """Returns True if the library can run a layer of these sizes."""
+    return hidden_size % UNIT == 0 and head_dim % TILE == 0
+
+
+class NativeDecoderLayer(nn.Module):
+    """Runs a decoder layer in the library, with 4-bit weights; it owns all memory that the structures point to.
+
+    matrices, norms: the layer's modules by their names in the library; see Layer in step.h.
+    norm_before_residual: attention is added to the normalized state instead of the state itself.
+    """
+
+    def __init__(
+        self,
+        matrices: Mapping[str, nn.Module],
+        norms: Mapping[str, nn.RMSNorm],
+        heads: int,
+        rope_theta: float,
+        *,
+        norm_before_residual: bool = False,
+    ) -> None:
+        super().__init__()
+        packed = {
+            name: packed_matrix(module.get_parameter("weight")) for name, module in matrices.items()
+        }
+        gains = {
+            name: padded_floats(norm.weight.detach().float().numpy())
+            for name, norm in norms.items()
+        }
+        self.first_norm = None
+        if norm_before_residual:  # states are normalized before they enter
+            self.first_norm = norms["attention_norm"]
+            del gains["attention_norm"]
+        self._owned = packed, gains
+        self.hidden_size = packed["out"].shape[0]
+        self.heads = heads
+        self.head_dim = packed["query"].shape[0] // heads
+        self.rope_theta = rope_theta
+
+        self._layer = Layer(kv=self.heads, dim=self.head_dim, scalar=1.0)
+        for name, matrix in packed.items():
+            setattr(self._layer, name, matrix.struct)
+        for name, gain in gains.items():
+            setattr(self._layer, name, gain.ctypes.data)
+        self._model = Model(
+            layers=1,
+            hidden=self.hidden_size,
+            heads=self.heads,
+            eps=norms["mlp_norm"].eps,
+            scale=self.head_dim**-0.5,
+            residual=1.0,
+            layer=pointer(self._layer),
+        )
+        self._reserve(FIRST_POSITIONS)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> NativeDecoderLayer:
+        return self  # its weights do not change
+
+    def extend(
+        self,
+        x: Tensor,
+        positions: Sequence[Sequence[int]],
+        caches: Sequence[LayerCache],
+        *embedded: Tensor,
+        masks: Sequence[Tensor] | None = None,
+        last: bool = False,
+    ) -> Tensor:
+        """Adds rows to the caches of B sequences as `DecoderLayer.extend` does, and returns the same output."""
+        flat = np.array([position for own in positions for position in own], np.int32)
+        self._reserve(int(flat.max()) + 1)
+        states = x.float() if self.first_norm is None else self.first_norm(x.float())
+        states = states.clone(memory_format=torch.contiguous_format)
+        read = [own.float().contiguous() for own in embedded]
+        assert states.shape == (len(flat), self.hidden_size)
+        assert all(own.shape == states.shape for own in read)
+
+        counts = [len(own) for own in positions]
+        # Rows of a chain see each other and the rows before them; `last` needs no mask.
+        seen = (
+            [None] * len(counts)
+            if last
+            else [_bytes(mask) for mask in masks or map(_chain, counts)]
+        )
+        rows = (DraftRows * len(counts))()
+        for own, cache, count, mask in zip(rows, caches, counts, seen, strict=True):
+            own.rows = count
+            own.earlier = 0 if mask is None else mask.shape[1] - count
+            own.prefix = cache.length - own.earlier
+            own.seen = None if mask is None else mask.ctypes.data
+            keys, values = cache.room(count, self.heads, self.head_dim, states)
+            own.keys = keys.data_ptr()
+            own.values = values.data_ptr()
+            own.capacity = keys.shape[1]
+        given = DraftPass(
+            own=rows,
+            sequences=len(counts),
+            last=last,
+            positions=flat.ctypes.data,
+            x=states.data_ptr(),
+            embedded=read[0].data_ptr() if read else None,
+        )
+        if library().draft(byref(self._model), byref(given)):
+            raise ValueError("internal: rows of a draft do not fit the cache")
+        for cache, own in zip(caches, positions, strict=True):
+            cache.count(own)
+        return (states[: len(counts)] if last else states).to(x.dtype)
+
+    def _reserve(self, positions: int) -> None:
+        """Makes room for at least `positions` positions in the rotary table."""
+        if positions <= self._model.positions:
+            return
+        count = max(positions, 2 * self._model.positions)
+        rates = self.rope_theta ** (-torch.arange(0, self.head_dim, 2).float() / self.head_dim)
+        angles = torch.arange(count).float()[:, None] * rates
+        self._tables = angles.cos().contiguous(), angles.sin().contiguous()
+        cos, sin = self._tables
+        self._model.cos[0] = cos.data_ptr()
+        self._model.sin[0] = sin.data_ptr()
+        self._model.rotary[0] = self.head_dim
+        self._model.positions = count
+
+
+def _chain(count: int) -> Tensor:
+    return torch.ones(count, count, dtype=torch.bool).tril()
+
+
+def _bytes(mask: Tensor) -> NDArray[np.uint8]:
+    return np.ascontiguousarray(mask.numpy(), np.uint8)
