@@ -40,7 +40,7 @@ test: $(READY) ## the tests, offline once the model and the data are fetched
 
 test-avx2: $(READY) ## the engines' and the default model's tests with the instructions that most desktops have
 	$(BIN)/medusa assets smollm2-135m sharegpt mt-bench
-	MEDUSA_CPU=avx2 $(PYTEST) -m 'not slow' tests/test_engine.py tests/test_native.py tests/test_small_model.py
+	MEDUSA_CPU=avx2 $(PYTEST) -m 'not slow' tests/test_engine.py tests/test_native.py tests/test_native_layer.py tests/test_small_model.py
 
 # Compiled by the compiler of the ziglang package against the oldest glibc that Python's wheels know. The libraries are
 # those of .venv; its own copy of the package is found by no path.
@@ -67,7 +67,7 @@ sanitize: $(READY) ## the native tests over a library that checks its memory and
 	mkdir -p build/sanitize
 	$(BIN)/python medusa_cli/native/build.py build/sanitize/libmedusa.so $(SANITIZERS)
 	LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libubsan.so)" ASAN_OPTIONS=detect_leaks=0 \
-		MEDUSA_LIBRARY=build/sanitize/libmedusa.so HF_HUB_OFFLINE=1 $(BIN)/pytest -q tests/test_native.py
+		MEDUSA_LIBRARY=build/sanitize/libmedusa.so HF_HUB_OFFLINE=1 $(BIN)/pytest -q tests/test_native.py tests/test_native_layer.py
 
 test-slow: $(READY) ## the tests that take minutes
 	$(BIN)/medusa assets smollm2-135m sharegpt mt-bench

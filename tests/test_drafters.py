@@ -1,6 +1,5 @@
 """Every drafter: identity, drafting against training, batches, files, refusals, and each through the commands."""
 
-import copy
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -14,13 +13,10 @@ from medusa_cli.drafters import DRAFTERS, Batch, Eagle, NewTokens, load_drafter
 from medusa_cli.drafters import layers as blocks
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.drafters.io import save_drafter
-from medusa_cli.drafters.layer_cache import LayerCache
 from medusa_cli.drafters.layers import DecoderLayer, TokenBias
-from medusa_cli.drafters.native_layer import NativeDecoderLayer
 from medusa_cli.engine import attach
 from medusa_cli.errors import UserError
 from medusa_cli.model import Backbone
-from medusa_cli.native import Format, RawMatrix
 from medusa_cli.runs.recipe import TrainRecipe, load_recipe
 from medusa_cli.runs.run import provenance
 from medusa_cli.train.losses import drafter_loss
@@ -347,98 +343,6 @@ def steps_of(kind: str, shape: Tree | DynamicTree) -> list[Any]:
         backbone, drafter, shape, prompts, batch_size=2, max_new_tokens=16, stop_ids=()
     )
     return [[(step.tokens, step.path, step.nodes) for step in steps] for steps in together]
-
-
-def busy_layer(size: int = 64, **own: Any) -> DecoderLayer:
-    """Returns a decoder layer whose output differs from its input."""
-    torch.manual_seed(0)
-    layer = DecoderLayer(size, **own).requires_grad_(False)
-    for weight in layer.parameters():
-        weight.copy_(weight + 0.2 * torch.randn_like(weight))
-    return layer
-
-
-def with_packed_weights(layer: DecoderLayer) -> DecoderLayer:
-    """Returns the layer with the numbers that its weights have in 4 bits."""
-    layer = copy.deepcopy(layer)
-    for name in ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"):
-        linear = (layer.self_attn if name in layer.self_attn else layer.mlp)[name]
-        raw = RawMatrix.of(linear.weight.numpy()).rounded(Format.Q4_1)
-        linear.weight.copy_(torch.from_numpy(raw.floats())[:, : linear.in_features])
-    return layer
-
-
-LAYERS: list[dict[str, Any]] = [
-    {},
-    {"embeddings": True},
-    {"embeddings": True, "norm_before_residual": True},
-    {"heads": 3, "head_dim": 48, "wide": 96, "embeddings": True, "rope_theta": 500.0},
-]
-
-
-@pytest.mark.parametrize("own", LAYERS)
-def test_a_native_layer_computes_what_the_plain_one_does(own: dict[str, Any]) -> None:
-    plain = with_packed_weights(busy_layer(**own))
-    native = plain.for_drafting()
-    assert isinstance(native, NativeDecoderLayer)
-    extra = 1 + bool(own.get("embeddings"))
-
-    def run(layer: Any) -> list[torch.Tensor]:
-        """Reads prompts, drafts trees of two levels, forgets them, and reads further tokens."""
-        torch.manual_seed(1)
-        caches = [LayerCache() for _ in range(3)]
-        counts = [5, 70, 1]
-        places = [range(count) for count in counts]
-        outs = [
-            layer.extend(first, places, caches, *rest, last=True) for first, *rest in [rows(76)]
-        ]
-        ends = [[count] for count in counts]
-        above = [torch.eye(2, dtype=torch.bool)] * 3
-        first, *rest = rows(6)
-        outs.append(layer.extend(first, [end * 2 for end in ends], caches, *rest, masks=above))
-        below = torch.tensor([[1, 0, 1, 0, 0], [0, 1, 0, 1, 0], [0, 1, 0, 0, 1]]).bool()
-        first, *rest = rows(9)
-        later = [[end[0] + 1] * 3 for end in ends]
-        outs.append(layer.extend(first, later, caches, *rest, masks=[below] * 3))
-        for cache, (end,) in zip(caches, ends, strict=True):
-            cache.truncate(end)
-        first, *rest = rows(120)
-        more = [range(end, end + 40) for (end,) in ends]
-        outs.append(layer.extend(first, more, caches, *rest))
-        return outs
-
-    def rows(count: int) -> list[torch.Tensor]:
-        return list(torch.randn(extra, count, 64))
-
-    for ours, theirs in zip(run(native), run(plain), strict=True):
-        assert ours.shape == theirs.shape
-        assert (ours - theirs).norm() < 0.03 * theirs.norm()
-
-
-def test_a_native_layer_gives_a_sequence_the_same_bits_in_a_batch() -> None:
-    layer = busy_layer(embeddings=True).for_drafting()
-    first, second, embedded, others = torch.randn(4, 20, 64)
-    alone = layer.extend(first, [range(20)], [LayerCache()], embedded)
-    places, caches = [range(20), range(20)], [LayerCache(), LayerCache()]
-    both = layer.extend(torch.cat([second, first]), places, caches, torch.cat([others, embedded]))
-    assert torch.equal(both[20:], alone)
-
-
-def test_a_layer_whose_sizes_fill_no_tiles_is_not_native() -> None:
-    plain = busy_layer(48, heads=2, head_dim=24)
-    packed = plain.for_drafting()
-    assert isinstance(packed, DecoderLayer)
-    states = torch.randn(5, 48)
-    ours, theirs = (part.extend(states, [range(5)], [LayerCache()]) for part in (packed, plain))
-    assert (ours - theirs).norm() < 0.2 * theirs.norm()
-
-
-def test_rows_beyond_a_cache_are_refused() -> None:
-    layer = busy_layer().for_drafting()
-    cache = LayerCache()
-    cache.room = lambda *own: [torch.zeros(1, 0, 16)] * 2  # type: ignore[method-assign]
-    with pytest.raises(ValueError, match="internal"):
-        layer.extend(torch.randn(2, 64), [range(2)], [cache])
 
 
 def test_a_fresh_eagle_row_attends_to_its_own_token() -> None:
