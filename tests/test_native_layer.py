@@ -8,7 +8,8 @@ import torch
 
 from medusa_cli.drafters.layer_cache import LayerCache
 from medusa_cli.drafters.layers import DecoderLayer
-from medusa_cli.drafters.native_layer import NativeDecoderLayer
+from medusa_cli.engine.linear import packed_copy
+from medusa_cli.engine.native_layer import NativeDecoderLayer
 from medusa_cli.native import Format, RawMatrix
 
 
@@ -36,13 +37,14 @@ LAYERS: list[dict[str, Any]] = [
     {"embeddings": True},
     {"embeddings": True, "norm_before_residual": True},
     {"heads": 3, "head_dim": 48, "wide": 96, "embeddings": True, "rope_theta": 500.0},
+    {"wide": 100},
 ]
 
 
 @pytest.mark.parametrize("own", LAYERS)
 def test_a_native_layer_computes_what_the_plain_one_does(own: dict[str, Any]) -> None:
     plain = with_packed_weights(busy_layer(**own))
-    native = plain.for_drafting()
+    native = packed_copy(plain)
     assert isinstance(native, NativeDecoderLayer)
     extra = 1 + bool(own.get("embeddings"))
 
@@ -79,7 +81,7 @@ def test_a_native_layer_computes_what_the_plain_one_does(own: dict[str, Any]) ->
 
 
 def test_a_native_layer_gives_a_sequence_the_same_bits_in_a_batch() -> None:
-    layer = busy_layer(embeddings=True).for_drafting()
+    layer = packed_copy(busy_layer(embeddings=True))
     first, second, embedded, others = torch.randn(4, 20, 64)
     alone = layer.extend(first, [range(20)], [LayerCache()], embedded)
     places, caches = [range(20), range(20)], [LayerCache(), LayerCache()]
@@ -89,7 +91,7 @@ def test_a_native_layer_gives_a_sequence_the_same_bits_in_a_batch() -> None:
 
 def test_a_layer_whose_sizes_fill_no_tiles_is_not_native() -> None:
     plain = busy_layer(48, heads=2, head_dim=24)
-    packed = plain.for_drafting()
+    packed = packed_copy(plain)
     assert isinstance(packed, DecoderLayer)
     states = torch.randn(5, 48)
     ours, theirs = (part.extend(states, [range(5)], [LayerCache()]) for part in (packed, plain))
@@ -97,7 +99,7 @@ def test_a_layer_whose_sizes_fill_no_tiles_is_not_native() -> None:
 
 
 def test_rows_beyond_a_cache_are_refused() -> None:
-    layer = busy_layer().for_drafting()
+    layer = packed_copy(busy_layer())
     cache = LayerCache()
     cache.room = lambda *own: [torch.zeros(1, 0, 16)] * 2  # type: ignore[method-assign]
     with pytest.raises(ValueError, match="internal"):

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.nn import functional as F
 
-from medusa_cli.native.library import TILE
+# The native library needs a multiple of 16 rows.
+ROWS = 64
 
 
 class LayerCache:
@@ -39,7 +40,7 @@ class LayerCache:
         """Returns buffers of keys and values [heads, C, D] with room for `count` further rows."""
         end = self.length + count
         if self.rows is None or self.rows.shape[2] < end:
-            self.move(like.new_zeros(2, heads, max(64, whole_tiles(2 * end)), dim))
+            self.move(like.new_zeros(2, heads, whole_blocks(2 * end), dim))
         assert self.rows is not None
         return self.rows[0], self.rows[1]
 
@@ -56,7 +57,7 @@ class LayerCache:
     def move(self, rows: Tensor) -> None:
         """Moves the cache to other memory, which has room for the rows in use."""
         if self.rows is not None:
-            used = min(whole_tiles(self.length), self.rows.shape[2], rows.shape[2])
+            used = min(whole_blocks(self.length), self.rows.shape[2], rows.shape[2])
             rows[:, :, :used] = self.rows[:, :, :used]
         self.rows = rows
 
@@ -67,9 +68,9 @@ class LayerCache:
         return self._positions[-1] + 1 if self._positions else 0
 
 
-def whole_tiles(rows: int) -> int:
-    """Returns a number of rows that fills whole tiles of the native library."""
-    return -(-rows // TILE) * TILE
+def whole_blocks(rows: int) -> int:
+    """Returns a number of rows, rounded up to a multiple of ROWS."""
+    return -(-rows // ROWS) * ROWS
 
 
 def whole_mask(mask: Tensor, rows: int) -> Tensor:

@@ -12,9 +12,7 @@ from torch.nn import functional as F
 
 from medusa_cli.device import upload
 from medusa_cli.drafters.layer_cache import LayerCache, whole_mask
-from medusa_cli.drafters.native_layer import NativeDecoderLayer, fits
 from medusa_cli.engine.attention import behind, columns_read, reads_by_length, visible_behind
-from medusa_cli.engine.linear import packed_linears
 from medusa_cli.model.attention import additive
 
 # When drafting, the bias is added only to this many of a head's best guesses: it rarely lifts
@@ -215,10 +213,8 @@ class DecoderLayer(SelfAttention):
         """Returns zeros with the dtype and device of the weights."""
         return self.hidden_norm.weight.new_zeros(shape)
 
-    def for_drafting(self) -> nn.Module:
-        """Returns the layer for drafting on a CPU, with packed weights."""
-        if not fits(self.hidden_norm.weight.numel(), self.head_dim):
-            return packed_linears(self)
+    def native_parts(self) -> dict[str, Any]:
+        """Returns the parts by their names in the native library, which runs the layer when drafting on a CPU."""
         matrices = {
             "query": self.self_attn["q_proj"],
             "key": self.self_attn["k_proj"],
@@ -231,13 +227,13 @@ class DecoderLayer(SelfAttention):
         norms = {"attention_norm": self.hidden_norm, "mlp_norm": self.post_attention_layernorm}
         if self.embeddings:
             norms["input_norm"] = self.input_layernorm
-        return NativeDecoderLayer(
-            matrices,
-            norms,
-            self.heads,
-            self.rope_theta,
-            norm_before_residual=self.norm_before_residual,
-        )
+        return {
+            "matrices": matrices,
+            "norms": norms,
+            "heads": self.heads,
+            "rope_theta": self.rope_theta,
+            "norm_before_residual": self.norm_before_residual,
+        }
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns states [S, n, H] for sequences x [S, n, H] that start at position 0."""

@@ -1,7 +1,7 @@
 """Linear layers of drafters for inference: 4-bit weights in the native library on a CPU, unchanged elsewhere."""
 
 import copy
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -11,10 +11,11 @@ from medusa_cli import native
 
 
 @runtime_checkable
-class HasDraftingForm(Protocol):
-    """A module that provides its own form for drafting on a CPU."""
+class HasNativeParts(Protocol):
+    """A decoder layer that the native library can run."""
 
-    def for_drafting(self) -> nn.Module: ...
+    def native_parts(self) -> dict[str, Any]:
+        """Returns the arguments of a NativeDecoderLayer."""
 
 
 class PlainLinear(nn.Module):
@@ -33,36 +34,27 @@ class PlainLinear(nn.Module):
 
 
 def packed_linear(weight: Tensor, bias: Tensor | None = None) -> nn.Module:
-    """Returns a linear layer for a weight [N, K], in 4 bits if it is on a CPU and the native library can be used.
-
-    Drafts need not be exact. In 8 bits, the matrices of a level would not stay in the CPU's cache.
-    """
+    """Returns a linear layer for a weight [N, K], packed if it is on a CPU and the native library can be used."""
     weight = weight.detach()
     if weight.device.type != "cpu" or not native.is_available():
         return PlainLinear(weight, None if bias is None else bias.detach())
     from medusa_cli.engine.native import NativeLinear
 
-    return NativeLinear(packed_matrix(weight, bias))
-
-
-def packed_matrix(weight: Tensor, bias: Tensor | None = None) -> native.PackedMatrix:
-    """Returns a weight [N, K] in 4 bits for the native library."""
-    raw = native.RawMatrix.of(weight.detach().float().numpy()).rounded(native.Format.Q4_1)
     own = None if bias is None else bias.detach().float().numpy()
-    return native.PackedMatrix.pack(raw, own, int8_rows=True)
+    return NativeLinear(native.drafting_matrix(weight.float().numpy(), own))
 
 
 def packed_copy(module: nn.Module) -> nn.Module:
     """Returns a copy of a module whose parts are packed; for inference only."""
     if type(module) is nn.Linear:
         return packed_linear(module.weight, module.bias)
-    if isinstance(module, HasDraftingForm):
-        return module.for_drafting()
-    return packed_linears(module)
+    if isinstance(module, HasNativeParts):
+        from medusa_cli.engine.native_layer import NativeDecoderLayer
 
-
-def packed_linears(module: nn.Module) -> nn.Module:
-    """Returns a copy of a module with each child packed."""
+        try:
+            return NativeDecoderLayer(**module.native_parts())
+        except ValueError:  # its sizes fill no tiles
+            pass
     copied = copy.copy(module)
     copied._modules = {
         name: None if child is None else packed_copy(child)

@@ -14,7 +14,7 @@ from medusa_cli.native.library import (
     library,
     why_unavailable,
 )
-from medusa_cli.native.matrix import Format, PackedMatrix, RawMatrix
+from medusa_cli.native.matrix import Format, PackedMatrix, RawMatrix, drafting_matrix
 
 __all__ = [
     "Format",
@@ -22,6 +22,7 @@ __all__ = [
     "RawMatrix",
     "Unavailable",
     "cpu_count",
+    "drafting_matrix",
     "instructions",
     "is_available",
     "library",

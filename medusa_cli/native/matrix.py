@@ -207,6 +207,14 @@ class PackedMatrix:
         return out
 
 
+def drafting_matrix(values: Floats, bias: Floats | None = None) -> PackedMatrix:
+    """Returns a drafter's matrix [n, k] in 4 bits, for rows that are rounded to 8.
+
+    Drafts need not be exact. In 8 bits, the matrices of a level would not stay in the CPU's cache.
+    """
+    return PackedMatrix.pack(RawMatrix.of(values).rounded(Format.Q4_1), bias, int8_rows=True)
+
+
 def pack_tiles(raw: RawMatrix, out: Bytes | None = None) -> Bytes:
     """Returns a matrix's tiles, in `out` if it is given (zeros of the right size)."""
     outputs = len(raw.rows)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from ctypes import byref, pointer
+from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from medusa_cli.drafters.layer_cache import LayerCache
-from medusa_cli.engine.linear import packed_matrix
-from medusa_cli.native import library
+from medusa_cli.native import drafting_matrix, library
 from medusa_cli.native.library import TILE, UNIT, DraftPass, DraftRows, Layer, Model
 from medusa_cli.native.matrix import padded_floats
 
@@ -20,9 +19,19 @@ from medusa_cli.native.matrix import padded_floats
 FIRST_POSITIONS = 2048
 
 
-def fits(hidden_size: int, head_dim: int) -> bool:
-    """Returns True if the library can run a layer of these sizes."""
-    return hidden_size % UNIT == 0 and head_dim % TILE == 0
+class RowCache(Protocol):
+    """The rows of a decoder layer for one sequence, of which `length` are in use."""
+
+    length: int
+
+    def room(self, count: int, heads: int, dim: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns buffers of keys and values [heads, C, D] with room for `count` further rows.
+
+        C is a multiple of TILE. The library lays out the keys of each TILE rows as [D, TILE].
+        """
+
+    def count(self, positions: Sequence[int]) -> None:
+        """Registers rows that were written to the buffers."""
 
 
 class NativeDecoderLayer(nn.Module):
@@ -30,6 +39,7 @@ class NativeDecoderLayer(nn.Module):
 
     matrices, norms: the layer's modules by their names in the library; see Layer in step.h.
     norm_before_residual: attention is added to the normalized state instead of the state itself.
+    Raises ValueError if the sizes do not fill the library's tiles.
     """
 
     def __init__(
@@ -42,8 +52,15 @@ class NativeDecoderLayer(nn.Module):
         norm_before_residual: bool = False,
     ) -> None:
         super().__init__()
+        self.hidden_size = norms["mlp_norm"].weight.numel()
+        self.heads = heads
+        self.head_dim = matrices["query"].get_parameter("weight").shape[0] // heads
+        self.rope_theta = rope_theta
+        if self.hidden_size % UNIT or self.head_dim % TILE:
+            raise ValueError(f"{self.hidden_size} floats in heads of {self.head_dim} fill no tiles")
         packed = {
-            name: packed_matrix(module.get_parameter("weight")) for name, module in matrices.items()
+            name: drafting_matrix(module.get_parameter("weight").detach().float().numpy())
+            for name, module in matrices.items()
         }
         gains = {
             name: padded_floats(norm.weight.detach().float().numpy())
@@ -54,10 +71,6 @@ class NativeDecoderLayer(nn.Module):
             self.first_norm = norms["attention_norm"]
             del gains["attention_norm"]
         self._owned = packed, gains
-        self.hidden_size = packed["out"].shape[0]
-        self.heads = heads
-        self.head_dim = packed["query"].shape[0] // heads
-        self.rope_theta = rope_theta
 
         self._layer = Layer(kv=self.heads, dim=self.head_dim, scalar=1.0)
         for name, matrix in packed.items():
@@ -82,7 +95,7 @@ class NativeDecoderLayer(nn.Module):
         self,
         x: Tensor,
         positions: Sequence[Sequence[int]],
-        caches: Sequence[LayerCache],
+        caches: Sequence[RowCache],
         *embedded: Tensor,
         masks: Sequence[Tensor] | None = None,
         last: bool = False,
