@@ -86,6 +86,7 @@ class NativeDecoderLayer(nn.Module):
             residual=1.0,
             layer=pointer(self._layer),
         )
+        self._tables: list[Tensor] = []
         self._reserve(FIRST_POSITIONS)
 
     def __deepcopy__(self, memo: dict[int, object]) -> NativeDecoderLayer:
@@ -147,8 +148,8 @@ class NativeDecoderLayer(nn.Module):
         count = max(positions, 2 * self._model.positions)
         rates = self.rope_theta ** (-torch.arange(0, self.head_dim, 2).float() / self.head_dim)
         angles = torch.arange(count).float()[:, None] * rates
-        self._tables = angles.cos().contiguous(), angles.sin().contiguous()
-        cos, sin = self._tables
+        cos, sin = angles.cos().contiguous(), angles.sin().contiguous()
+        self._tables += [cos, sin]  # a call in another thread may still read the earlier ones
         self._model.cos[0] = cos.data_ptr()
         self._model.sin[0] = sin.data_ptr()
         self._model.rotary[0] = self.head_dim

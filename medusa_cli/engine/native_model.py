@@ -341,7 +341,7 @@ class NativeModel:
             self.struct.sin[number] = sines.ctypes.data
             self.struct.rotary[number] = 2 * sines.shape[1]
         self.struct.positions = count
-        self._tables = tables
+        self._tables += tables  # a pass in another thread may still read the earlier ones
 
 
 def _has_inputs(matrix: PackedMatrix, wanted: int) -> bool:
