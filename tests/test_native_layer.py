@@ -9,7 +9,7 @@ import torch
 from medusa_cli.drafters.layer_cache import LayerCache
 from medusa_cli.drafters.layers import DecoderLayer
 from medusa_cli.engine.linear import packed_copy
-from medusa_cli.engine.native_layer import NativeDecoderLayer
+from medusa_cli.engine.native_layer import FIRST_POSITIONS, NativeDecoderLayer
 from medusa_cli.native import Format, RawMatrix
 
 
@@ -49,7 +49,10 @@ def test_a_native_layer_computes_what_the_plain_one_does(own: dict[str, Any]) ->
     extra = 1 + bool(own.get("embeddings"))
 
     def run(layer: Any) -> list[torch.Tensor]:
-        """Reads prompts, drafts trees of two levels, forgets them, and reads further tokens."""
+        """Reads prompts, drafts trees of two levels, forgets them, and reads further tokens.
+
+        The caches grow, and the last positions are beyond the first rotary table.
+        """
         torch.manual_seed(1)
         caches = [LayerCache() for _ in range(3)]
         counts = [5, 70, 1]
@@ -67,8 +70,8 @@ def test_a_native_layer_computes_what_the_plain_one_does(own: dict[str, Any]) ->
         outs.append(layer.extend(first, later, caches, *rest, masks=[below] * 3))
         for cache, (end,) in zip(caches, ends, strict=True):
             cache.truncate(end)
-        first, *rest = rows(120)
-        more = [range(end, end + 40) for (end,) in ends]
+        first, *rest = rows(450)
+        more = [range(end + FIRST_POSITIONS, end + FIRST_POSITIONS + 150) for (end,) in ends]
         outs.append(layer.extend(first, more, caches, *rest))
         return outs
 
@@ -85,8 +88,8 @@ def test_a_native_layer_gives_a_sequence_the_same_bits_in_a_batch() -> None:
     first, second, embedded, others = torch.randn(4, 20, 64)
     alone = layer.extend(first, [range(20)], [LayerCache()], embedded)
     places, caches = [range(20), range(20)], [LayerCache(), LayerCache()]
-    both = layer.extend(torch.cat([second, first]), places, caches, torch.cat([others, embedded]))
-    assert torch.equal(both[20:], alone)
+    batch = layer.extend(torch.cat([second, first]), places, caches, torch.cat([others, embedded]))
+    assert torch.equal(batch[20:], alone)
 
 
 def test_a_layer_whose_sizes_fill_no_tiles_is_not_native() -> None:

@@ -225,8 +225,10 @@ class Eagle(LayerDrafter):
         masks: Sequence[Tensor] | None = None,
         last: bool = False,
     ) -> Tensor:
-        layer: DecoderLayer = self.packed("midlayer")
-        return layer.extend(states, positions, caches, embedded, masks=masks, last=last)
+        extended: Tensor = self.packed("midlayer").extend(
+            states, positions, caches, embedded, masks=masks, last=last
+        )
+        return extended
 
     @torch.inference_mode()
     def fill(self, backbone: Backbone, new: NewTensors, trees: TreeTensors) -> None:

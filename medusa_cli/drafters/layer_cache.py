@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.nn import functional as F
 
-# The native library needs a multiple of 16 rows.
+# Caches hold a multiple of this many rows; the native library needs one of 16.
 ROWS = 64
 
 
@@ -50,13 +50,14 @@ class LayerCache:
         return self.rows[0, :, : self.length], self.rows[1, :, : self.length]
 
     def count(self, positions: Sequence[int]) -> None:
-        """Registers rows that are already in place, because a CUDA graph has written them."""
+        """Registers rows that a CUDA graph or the native library has written in place."""
         self._positions += positions
         self.length += len(positions)
 
     def move(self, rows: Tensor) -> None:
         """Moves the cache to other memory, which has room for the rows in use."""
         if self.rows is not None:
+            # The native library's keys of 16 rows are interleaved, so whole blocks move.
             used = min(whole_blocks(self.length), self.rows.shape[2], rows.shape[2])
             rows[:, :, :used] = self.rows[:, :, :used]
         self.rows = rows

@@ -1,4 +1,4 @@
-"""Layers of drafters: residual blocks, attention with its own cache, and the bias from a token."""
+"""Layers of drafters: residual blocks, attention, the decoder layer, and the bias from a token."""
 
 from __future__ import annotations
 

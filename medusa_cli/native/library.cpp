@@ -205,7 +205,7 @@ int medusa_draft(const Model* model, const DraftPass* pass) {
   for (int64_t s = 0; s < pass->sequences; s++) {
     const DraftRows& own = pass->own[s];
     if (own.rows < 1 || own.prefix < 0 || own.earlier < 0 || own.capacity % 16) return -1;
-    if (own.prefix + own.earlier + own.rows > own.capacity) return -1;
+    if (own.prefix + own.earlier + own.rows > own.capacity || (!pass->last && !own.seen)) return -1;
     rows += own.rows;
   }
   for (int64_t r = 0; r < rows; r++) {

@@ -154,7 +154,8 @@ struct Step {
 // The rows of one sequence that enter a drafter's layer.
 //
 // They see all columns of the prefix, and of the `earlier` columns after it and of each other those
-// that seen [rows, earlier + rows] says. keys and values: those of a layer's heads, as in Cache.
+// that seen [rows, earlier + rows] says. keys and values: those of a layer's heads, as in Cache. A
+// pass with `last` needs no `seen`.
 struct DraftRows {
   float* keys;
   float* values;
