@@ -7,23 +7,6 @@ namespace medusa {
 
 namespace {
 
-const FormatInfo kInfos[kFormats] = {
-    {0, 1, 32, 0, false, 4, 4 * kTile},
-    {0, 1, 16, 0, false, 2, 2 * kTile},
-    {0, 1, 16, 0, false, 2, 2 * kTile},
-    {32, 32, 4, 8, false, 18, sizeof(TileQ4_0)},
-    {32, 32, 4, 0, true, 20, sizeof(TileQ4_1)},
-    {32, 32, 5, 16, false, 22, sizeof(TileQ5_0)},
-    {32, 32, 5, 0, true, 24, sizeof(TileQ5_1)},
-    {32, 32, 8, 128, false, 34, sizeof(TileQ8_0)},
-    {32, 256, 4, 0, true, 144, sizeof(TileQ4_K)},
-    {32, 256, 5, 0, true, 176, sizeof(TileQ5_K)},
-    {16, 256, 6, 32, false, 210, sizeof(TileQ6_K)},
-    {16, 256, 4, 4, false, 110, sizeof(TileQ3_K)},
-    {16, 256, 4, 0, true, 84, sizeof(TileQ2_K)},
-    {32, 32, 4, 16, false, 17, sizeof(TileMXFP4)},
-};
-
 uint16_t read16(const uint8_t* bytes) {
   uint16_t value;
   std::memcpy(&value, bytes, 2);
@@ -231,8 +214,6 @@ void put_block(int32_t format, const uint8_t* file, int c, uint8_t* out) {
 }
 
 }  // namespace
-
-const FormatInfo& info(int32_t format) { return kInfos[format]; }
 
 int64_t tiled_bytes(int32_t format, int64_t n, int64_t k) {
   const FormatInfo& f = info(format);

@@ -43,6 +43,20 @@ enum Format : int32_t {
   kFormats = 14,
 };
 
+// Blocks of tiles. Formats with blocks of 256 inputs have an 8-bit scale per group besides an fp16
+// scale per block.
+struct TileQ4_0 { uint8_t q[4][64]; uint16_t d[16]; };
+struct TileQ4_1 { uint8_t q[4][64]; uint16_t d[16], m[16]; };
+struct TileQ5_0 { uint8_t q[4][64], h[64]; uint16_t d[16]; };
+struct TileQ5_1 { uint8_t q[4][64], h[64]; uint16_t d[16], m[16]; };
+struct TileQ8_0 { uint8_t q[8][64]; uint16_t d[16]; };
+struct TileQ4_K { uint8_t q[8][4][64], scale[8][16], min[8][16]; uint16_t d[16], dmin[16]; };
+struct TileQ5_K { uint8_t q[8][4][64], h[8][64], scale[8][16], min[8][16]; uint16_t d[16], dmin[16]; };
+struct TileQ6_K { uint8_t q[8][4][64], h[8][2][64]; int8_t scale[16][16]; uint16_t d[16]; };
+struct TileQ3_K { uint8_t q[8][4][64]; int8_t scale[16][16]; uint16_t d[16]; };
+struct TileQ2_K { uint8_t q[8][4][64], scale[16][16], min[16][16]; uint16_t d[16], dmin[16]; };
+struct TileMXFP4 { uint8_t q[4][64], e[16]; };
+
 // The properties of a format. group: inputs that share a scale. block: inputs per block, both in a
 // tile and in a file. bits: bits per number in a tile, which may be more than in a file. zero: the
 // number subtracted from it if has_offset is false. file_bytes, tile_bytes: the bytes of a block in
@@ -57,8 +71,26 @@ struct FormatInfo {
   int tile_bytes;
 };
 
-const FormatInfo& info(int32_t format);
-inline bool is_float(int32_t format) { return format <= BF16; }
+inline constexpr FormatInfo kInfos[kFormats] = {
+    {0, 1, 32, 0, false, 4, 4 * kTile},
+    {0, 1, 16, 0, false, 2, 2 * kTile},
+    {0, 1, 16, 0, false, 2, 2 * kTile},
+    {32, 32, 4, 8, false, 18, sizeof(TileQ4_0)},
+    {32, 32, 4, 0, true, 20, sizeof(TileQ4_1)},
+    {32, 32, 5, 16, false, 22, sizeof(TileQ5_0)},
+    {32, 32, 5, 0, true, 24, sizeof(TileQ5_1)},
+    {32, 32, 8, 128, false, 34, sizeof(TileQ8_0)},
+    {32, 256, 4, 0, true, 144, sizeof(TileQ4_K)},
+    {32, 256, 5, 0, true, 176, sizeof(TileQ5_K)},
+    {16, 256, 6, 32, false, 210, sizeof(TileQ6_K)},
+    {16, 256, 4, 4, false, 110, sizeof(TileQ3_K)},
+    {16, 256, 4, 0, true, 84, sizeof(TileQ2_K)},
+    {32, 32, 4, 16, false, 17, sizeof(TileMXFP4)},
+};
+
+
+constexpr const FormatInfo& info(int32_t format) { return kInfos[format]; }
+constexpr bool is_float(int32_t format) { return format <= BF16; }
 
 // Returns the bytes of a matrix [n, k] in tiles. k must be a whole number of blocks.
 int64_t tiled_bytes(int32_t format, int64_t n, int64_t k);
@@ -66,20 +98,6 @@ int64_t tiled_bytes(int32_t format, int64_t n, int64_t k);
 // Packs channels first .. end - 1 (multiples of 16, or end = n) of a matrix [n, k], which a file
 // stores row by row.
 void pack(int32_t format, const uint8_t* file, int64_t n, int64_t k, int64_t first, int64_t end, uint8_t* tiles);
-
-// Blocks of tiles. Formats with blocks of 256 inputs have an 8-bit scale per group besides an fp16
-// scale per block.
-struct TileQ4_0 { uint8_t q[4][64]; uint16_t d[16]; };
-struct TileQ4_1 { uint8_t q[4][64]; uint16_t d[16], m[16]; };
-struct TileQ5_0 { uint8_t q[4][64], h[64]; uint16_t d[16]; };
-struct TileQ5_1 { uint8_t q[4][64], h[64]; uint16_t d[16], m[16]; };
-struct TileQ8_0 { uint8_t q[8][64]; uint16_t d[16]; };
-struct TileQ4_K { uint8_t q[8][4][64], scale[8][16], min[8][16]; uint16_t d[16], dmin[16]; };
-struct TileQ5_K { uint8_t q[8][4][64], h[8][64], scale[8][16], min[8][16]; uint16_t d[16], dmin[16]; };
-struct TileQ6_K { uint8_t q[8][4][64], h[8][2][64]; int8_t scale[16][16]; uint16_t d[16]; };
-struct TileQ3_K { uint8_t q[8][4][64]; int8_t scale[16][16]; uint16_t d[16]; };
-struct TileQ2_K { uint8_t q[8][4][64], scale[16][16], min[16][16]; uint16_t d[16], dmin[16]; };
-struct TileMXFP4 { uint8_t q[4][64], e[16]; };
 
 // Rounds a row of k weights to blocks of Q8_0 (34 bytes per 32 weights) or Q4_1 (20 bytes), as
 // files store them.

@@ -94,7 +94,7 @@ struct Bytes {
 };
 
 // The number of bytes ahead of its use at which a weight is prefetched.
-constexpr int64_t kAhead = 3072;
+constexpr int64_t kAhead = 6144;
 
 // Unpacks four vectors of nibbles into eight vectors of bytes.
 inline void split_nibbles(const uint8_t (*packed)[64], B* q) {
@@ -147,7 +147,7 @@ inline F negated(F a) { return mul(a, set(-1.0f)); }
 // Unpacks a unit into its vectors q[8] and the scales and offsets of its groups. SIGNED: 8-bit
 // numbers become signed again.
 template <int FORMAT, bool SIGNED>
-inline void unpack_unit(const uint8_t* blocks, int64_t unit, B* q, F* scale, F* offset) {
+MEDUSA_INLINE void unpack_unit(const uint8_t* blocks, int64_t unit, B* q, F* scale, F* offset) {
   if constexpr (FORMAT == Q4_0) {
     const auto& t = block_of<TileQ4_0>(blocks, unit);
     split_nibbles(t.q, q);
@@ -238,12 +238,12 @@ inline const uint8_t* chunk_of(int32_t format, const uint8_t* tile, int64_t firs
   return tile + first / f.block * f.tile_bytes;
 }
 
-inline int64_t unit_bytes(int32_t format) { return info(format).tile_bytes * kUnit / info(format).block; }
+constexpr int64_t unit_bytes(int32_t format) { return info(format).tile_bytes * kUnit / info(format).block; }
 
 template <int FORMAT, bool SIGNED>
 inline void unpack_chunk(const uint8_t* blocks, Bytes& out) {
   constexpr int groups = Kind<FORMAT>::groups;
-  const int64_t bytes = unit_bytes(FORMAT);
+  constexpr int64_t bytes = unit_bytes(FORMAT);
   for (int u = 0; u < out.units; u++) {
     B q[8];
     F scale[2], offset[2];
@@ -372,7 +372,7 @@ inline void add_bytes(const Bytes& w, const Inputs& x, float* sums) {
 // Sets sums [R, 16] to the dot products of R rows with a whole tile, which is unpacked on the way.
 template <int FORMAT, int R>
 inline void multiply_packed(const uint8_t* tile, int64_t units, const Inputs& x, float* sums) {
-  const int64_t bytes = unit_bytes(FORMAT);
+  constexpr int64_t bytes = unit_bytes(FORMAT);
   L total[kTile / LANES][R];
   MEDUSA_UNROLL for (int part = 0; part < kTile / LANES; part++) {
     MEDUSA_UNROLL for (int r = 0; r < R; r++) total[part][r] = set_l(0.0f);

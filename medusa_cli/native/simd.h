@@ -23,6 +23,9 @@
 #define MEDUSA_UNROLL _Pragma("GCC unroll 16")
 #endif
 
+// Functions whose vectors must stay in registers; compilers judge some of them too long to inline.
+#define MEDUSA_INLINE __attribute__((always_inline)) inline
+
 namespace medusa {
 namespace ISA {
 
@@ -291,10 +294,11 @@ inline B table_b(const uint8_t* p) { MEDUSA_BYTES(p[i % 16]); }
 inline B look_up(B table, B a) { MEDUSA_BYTES(table.v[a.v[i]]); }
 #endif
 
-// Prefetches `bytes` bytes from an address on, so that a tile's next units arrive from memory while
-// the current one is multiplied.
+// Prefetches `bytes` bytes from an address on into the second cache, so that a tile's next units
+// arrive from memory while the current one is multiplied. More requests can wait there than in the
+// first cache.
 inline void prefetch(const uint8_t* p, int64_t bytes) {
-  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i);
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 0, 2);
 }
 
 // ---- integer dot products over LANES channels
@@ -397,7 +401,10 @@ inline I dot(I first, const I* weights, const int8_t* x) {
   I total = first;
   MEDUSA_UNROLL for (int j = 0; j < COUNT; j++) {
 #if defined(__AVX512VNNI__)
-    total = _mm512_dpbusd_epi32(total, weights[j], four_inputs(x + 4 * j));
+    // The instruction reads and repeats the inputs itself; for the intrinsic, GCC adds a second
+    // instruction.
+    const auto& inputs = *reinterpret_cast<const int32_t*>(x + 4 * j);
+    asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(total) : "v"(weights[j]), "m"(inputs));
 #else
     total = _mm256_dpbusd_avx_epi32(total, weights[j], four_inputs(x + 4 * j));
 #endif
