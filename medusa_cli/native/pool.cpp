@@ -1,5 +1,7 @@
 #include "pool.h"
 
+#include <algorithm>
+
 namespace medusa {
 
 namespace {
@@ -17,6 +19,13 @@ inline void pause() {
 #elif defined(__aarch64__)
   asm volatile("yield");
 #endif
+}
+
+// Returns the share of the job that a ticket stands for. Threads take tickets about in turns, so
+// each thread gets neighboring shares: what it has prefetched beyond one share is in the next.
+int64_t share_of(int64_t ticket, int64_t shares, int threads) {
+  const int64_t lane = ticket % threads, each = shares / threads, rest = shares % threads;
+  return lane * each + std::min(lane, rest) + ticket / threads;
 }
 
 }  // namespace
@@ -40,8 +49,8 @@ void Pool::start(int64_t shares, Function function, const void* context) {
   function_ = function;
   context_ = context;
   done_.store(0, std::memory_order_relaxed);
-  uint64_t job = (ticket_.load(std::memory_order_relaxed) >> (2 * kBits)) + 1;
-  ticket_.store(job << (2 * kBits) | uint64_t(shares) << kBits, std::memory_order_seq_cst);
+  const uint64_t number = (job_.load(std::memory_order_relaxed) >> (2 * kBits)) + 1;
+  job_.store(number << (2 * kBits) | uint64_t(shares) << kBits, std::memory_order_seq_cst);
   if (sleepers_.load(std::memory_order_seq_cst)) {
     std::lock_guard<std::mutex> lock(mutex_);
     wake_.notify_all();
@@ -59,12 +68,12 @@ void Pool::start(int64_t shares, Function function, const void* context) {
 bool Pool::take(int thread) {
   bool any = false;
   while (true) {
-    uint64_t ticket = ticket_.load(std::memory_order_acquire);
-    if (int64_t(ticket & kMask) >= int64_t(ticket >> kBits & kMask)) return any;
-    ticket = ticket_.fetch_add(1, std::memory_order_acq_rel);
-    int64_t share = ticket & kMask;
-    if (share >= int64_t(ticket >> kBits & kMask)) return any;
-    function_(context_, share, thread);
+    uint64_t state = job_.load(std::memory_order_acquire);
+    if (int64_t(state & kMask) >= int64_t(state >> kBits & kMask)) return any;
+    state = job_.fetch_add(1, std::memory_order_acq_rel);
+    const int64_t ticket = state & kMask, shares = state >> kBits & kMask;
+    if (ticket >= shares) return any;
+    function_(context_, share_of(ticket, shares, threads()), thread);
     done_.fetch_add(1, std::memory_order_release);
     any = true;
   }
@@ -73,7 +82,7 @@ bool Pool::take(int thread) {
 void Pool::work(int thread) {
   int spins = 0;
   while (!stop_.load(std::memory_order_relaxed)) {
-    uint64_t seen = ticket_.load(std::memory_order_acquire);
+    uint64_t seen = job_.load(std::memory_order_acquire);
     if (take(thread)) {
       spins = 0;
     } else if (++spins < kSpins) {
@@ -89,7 +98,7 @@ void Pool::sleep(uint64_t seen) {
   std::unique_lock<std::mutex> lock(mutex_);
   sleepers_.fetch_add(1, std::memory_order_seq_cst);
   wake_.wait(lock, [&] {
-    uint64_t now = ticket_.load(std::memory_order_seq_cst);
+    uint64_t now = job_.load(std::memory_order_seq_cst);
     return stop_.load(std::memory_order_relaxed) || now >> (2 * kBits) != seen >> (2 * kBits);
   });
   sleepers_.fetch_sub(1, std::memory_order_relaxed);

@@ -47,13 +47,13 @@ class Pool {
   bool take(int thread);
   void sleep(uint64_t seen);
 
-  // The ticket holds the job's number (16 bits), its shares (24) and the next share (24). One
-  // atomic addition thus takes a share and shows whether it exists, and a late thread never
-  // mistakes one job for another.
+  // `job_` holds the job's number (16 bits), its shares (24) and the next ticket (24). One atomic
+  // addition thus takes a ticket and shows whether it has a share, and a late thread never mistakes
+  // one job for another.
   static constexpr int kBits = 24;
   static constexpr int64_t kMask = (int64_t(1) << kBits) - 1;
 
-  alignas(64) std::atomic<uint64_t> ticket_{0};
+  alignas(64) std::atomic<uint64_t> job_{0};
   alignas(64) std::atomic<int64_t> done_{0};
   alignas(64) std::atomic<int> sleepers_{0};
   std::atomic<bool> stop_{false};

@@ -208,14 +208,16 @@ inline void gated(Pool& pool, const std::vector<Mlp>& mlps, const Activation& ac
         ISA::multiply(activated, own, mlp.rows, first, end, gate, 2 * kTile, false);
         if (has_gate) ISA::multiply(mlp.up, own, mlp.rows, first, end, up, 2 * kTile, false);
         for (int64_t r = 0; r < mlp.rows; r++) {
-          const int64_t row = mlp.first + r;
-          float* out = writable(inner) + row * inner.stride + first * kTile;
+          float* out = writable(inner) + (mlp.first + r) * inner.stride + first * kTile;
           for (int64_t i = 0; i < (end - first) * kTile; i += 16) {
             const int64_t at = r * 2 * kTile + i;
             const F value = load(gate + at);
             store(out + i, has_gate ? gate_by(activation, value, load(up + at)) : activate(activation, value));
           }
-          if (inner.q) round_row(inner.from(row), first * kTile, first * kTile + kUnit);
+        }
+        // In a loop of its own, rounding need not wait for the activations of its row.
+        for (int64_t r = 0; inner.q && r < mlp.rows; r++) {
+          round_row(inner.from(mlp.first + r), first * kTile, first * kTile + kUnit);
         }
       }
     });
