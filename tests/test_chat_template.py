@@ -178,7 +178,7 @@ def words(bare: str, tmp_path: Path) -> list[str]:
 
 
 def test_every_command_on_a_run_uses_the_template_of_its_distillation(
-    words: list[str], tmp_path: Path
+    words: list[str], bare: str, tmp_path: Path
 ) -> None:
     run, other = str(tmp_path / "run"), str(tmp_path / "other")
     done = medusa(*words, tmp_path / "recipe.yaml")
@@ -195,7 +195,7 @@ def test_every_command_on_a_run_uses_the_template_of_its_distillation(
         "drafter.num_heads=2",
         "train.max_tokens=64",
     ]
-    for more in (["--run", run], ["--run", f"{run}/inner", "--data", raw],
+    for more in (["--run", run], ["--run", f"{run}/inner", "--data", raw, "--model", bare],
                  ["--run", other, "--from", run, "train.stage=2", "--data", raw]):  # fmt: skip
         medusa("train", *more, *settings)
     for name in (run, other):

@@ -11,6 +11,7 @@ import msgspec
 import torch
 from msgspec import Meta
 
+from medusa_cli import __version__
 from medusa_cli.device import processor
 from medusa_cli.errors import UserError
 from medusa_cli.files.assets import home
@@ -85,9 +86,16 @@ def _read_file() -> dict[str, Any]:
 
 
 def machine_key(config: Any) -> str:
-    """Returns the key of timings: CPU, instruction set, threads, torch version and model shape."""
+    """Returns the key of timings: CPU, instruction set, threads, versions and model shape."""
     shape = [config.model_type, *(getattr(config, name, None) for name in SHAPE)]
     can = instructions()[0] if is_available() else torch.backends.cpu.get_cpu_capability()
     return "|".join(
-        (processor(), can, str(cpu_count()), torch.__version__, "x".join(map(str, shape)))
+        (
+            processor(),
+            can,
+            str(cpu_count()),
+            torch.__version__,
+            __version__,
+            "x".join(map(str, shape)),
+        )
     )
