@@ -1,8 +1,8 @@
 // Matmuls of rows with matrices in tiles.
 //
-// A share of a matmul is some tiles of 16 channels for all rows. It unpacks 256 inputs of a tile at
-// once: into bytes with scales for 8-bit rows, or into floats for rows of floats. It then
-// multiplies blocks of rows with them:
+// A share of a matmul is some tiles of 16 channels for all rows. Bytes with scales are unpacked for
+// 8-bit rows, and floats for rows of floats: a unit at a time for few rows, or else 256 inputs of a
+// tile, which are stored. Blocks of rows are then multiplied with them:
 //
 //                 256 inputs                 16 channels
 //     row 0   [ x x x x . . . ]            [ w w w w . . ]
@@ -441,9 +441,12 @@ inline void by_blocks(int64_t rows, const Work& work) {
   }
 }
 
+// Rows whose sums stay in a CPU cache while a tile's chunks are processed.
+constexpr int64_t kPanel = 64;
+
 // Up to this many rows, a tile is unpacked anew for each block of rows: storing the unpacked tile
-// would cost more.
-constexpr int64_t kFewRows = 2 * ROWS;
+// would cost more, for any number of rows if blocks have eight.
+constexpr int64_t kFewRows = ROWS == 8 ? kPanel : 2 * ROWS;
 
 // Sets sums [rows, 16] to the dot products of 8-bit rows with a tile of k inputs.
 template <int FORMAT>
@@ -479,9 +482,6 @@ inline void multiply_floats(const Matrix& m, const uint8_t* tile, const Rows& x,
     });
   }
 }
-
-// Rows whose sums stay in a CPU cache while a tile's chunks are processed.
-constexpr int64_t kPanel = 64;
 
 // Computes y [rows, ldy] = x W^T + bias, or adds it to y, for the channels of tiles
 // first .. end - 1. y begins at channel 16 * first.

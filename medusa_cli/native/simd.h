@@ -403,7 +403,8 @@ inline I dot(I first, const I* weights, const int8_t* x) {
 #if defined(__AVX512VNNI__)
     // The instruction reads and repeats the inputs itself; for the intrinsic, GCC adds a second
     // instruction.
-    const auto& inputs = *reinterpret_cast<const int32_t*>(x + 4 * j);
+    using Four = int32_t __attribute__((may_alias));
+    const Four& inputs = *reinterpret_cast<const Four*>(x + 4 * j);
     asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(total) : "v"(weights[j]), "m"(inputs));
 #else
     total = _mm256_dpbusd_avx_epi32(total, weights[j], four_inputs(x + 4 * j));
