@@ -195,7 +195,7 @@ def test_every_command_on_a_run_uses_the_template_of_its_distillation(
         "drafter.num_heads=2",
         "train.max_tokens=64",
     ]
-    for more in (["--run", run], ["--run", f"{run}/inner", "--data", raw, "--model", bare],
+    for more in (["--run", run], ["--run", f"{run}/inner", "--data", raw],
                  ["--run", other, "--from", run, "train.stage=2", "--data", raw]):  # fmt: skip
         medusa("train", *more, *settings)
     for name in (run, other):
@@ -203,7 +203,9 @@ def test_every_command_on_a_run_uses_the_template_of_its_distillation(
         medusa("calibrate", "--run", name, "--data", raw, "--output", output, "--dtype", "fp32")
         medusa("tree", "--run", name, "--budget", "4")
         medusa("chat", "--run", name, "--prompt", "w1", "--max-new-tokens", "4", "--dtype", "fp32")
-    assert Run(Path(run)).chat_template == Run(Path(run, "inner")).chat_template == CHAT_TEMPLATE
+    inner = Run(Path(run, "inner"))
+    assert Run(Path(run)).chat_template == inner.chat_template == CHAT_TEMPLATE
+    assert inner.owner is not None and inner.owner["id"] == bare
 
 
 def test_distillation_continues_with_its_own_template_alone(

@@ -51,6 +51,12 @@ def test_the_page_needs_nothing_beside_it(place: Path) -> None:
     assert not list((place / "other/bench").glob("*.html"))  # only --report writes one
 
 
+def test_the_same_bench_gives_the_same_page(place: Path, tmp_path: Path) -> None:
+    written = only(place / "mine/bench", "*.html")
+    medusa("report", only(place / "mine/bench", "*.json"), "--output", tmp_path / written.name)
+    assert (tmp_path / written.name).read_bytes() == written.read_bytes()
+
+
 def test_runs_stand_side_by_side(place: Path) -> None:
     output = place / "both.html"
     assert medusa_json("report", place / "mine", place / "other", "--output", output)[

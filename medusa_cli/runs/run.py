@@ -322,8 +322,8 @@ class Run:
 
     @property
     def model(self) -> str | None:
-        """Returns the name of the run's model."""
-        owner = self.owner
+        """Returns the name of the run's model, else of the enclosing run's."""
+        owner = self.owner or Run(self.data_path.parent).owner
         return None if owner is None else str(owner["id"])
 
     def bind(self, identity: dict[str, Any]) -> None:
