@@ -333,7 +333,9 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "home"
 
 
-def test_budget_auto_finds_a_size_and_keeps_the_times(tmp_path: Path, own_home: Path) -> None:
+def test_budget_auto_finds_a_size_and_keeps_the_times(
+    tmp_path: Path, own_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = save_run(tmp_path / "run", save_model(tmp_path / "model"))
     write_json(run.calibration_path, {"accuracies": ACCURACIES, "heads": 3})
     words = ["tree", "--run", run.path, "--budget", "auto"]
@@ -352,3 +354,5 @@ def test_budget_auto_finds_a_size_and_keeps_the_times(tmp_path: Path, own_home: 
     assert (own_home / "timings.json").read_bytes() == kept
     assert "timing decoding steps" in medusa(*words, "--measure").stderr
     assert (own_home / "timings.json").read_bytes() != kept
+    monkeypatch.setattr("medusa_cli.engine.timing.__version__", "another")
+    assert "timing decoding steps" in medusa(*words).stderr

@@ -71,6 +71,7 @@ struct FormatInfo {
   int tile_bytes;
 };
 
+// The formats' properties, in the order of Format.
 inline constexpr FormatInfo kInfos[kFormats] = {
     {0, 1, 32, 0, false, 4, 4 * kTile},
     {0, 1, 16, 0, false, 2, 2 * kTile},
@@ -87,7 +88,6 @@ inline constexpr FormatInfo kInfos[kFormats] = {
     {16, 256, 4, 0, true, 84, sizeof(TileQ2_K)},
     {32, 32, 4, 16, false, 17, sizeof(TileMXFP4)},
 };
-
 
 constexpr const FormatInfo& info(int32_t format) { return kInfos[format]; }
 constexpr bool is_float(int32_t format) { return format <= BF16; }

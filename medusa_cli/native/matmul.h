@@ -1,12 +1,13 @@
 // Matmuls of rows with matrices in tiles.
 //
-// A share of a matmul is some tiles of 16 channels for all rows. Bytes with scales are unpacked for
-// 8-bit rows, and floats for rows of floats: a unit at a time for few rows, or else 256 inputs of a
-// tile, which are stored. Blocks of rows are then multiplied with them:
+// A share of a matmul is some tiles of 16 channels for all rows. A tile is unpacked into bytes with
+// scales for 8-bit rows, or into floats for rows of floats. Each block of a few 8-bit rows unpacks
+// the tile by itself, unit by unit, and stores nothing. For many 8-bit rows and for rows of floats,
+// 256 inputs of the tile are unpacked and stored, and blocks of rows are multiplied with them:
 //
 //                 256 inputs                 16 channels
 //     row 0   [ x x x x . . . ]            [ w w w w . . ]
-//     row 1   [ x x x x . . . ]     x      [ w w w w . . ]  = one tile, unpacked once for all rows
+//     row 1   [ x x x x . . . ]     x      [ w w w w . . ]  = one tile
 //
 // A row's result is one sum in a fixed order, which does not depend on other rows.
 #pragma once
@@ -145,9 +146,10 @@ inline const Tile& block_of(const uint8_t* blocks, int64_t index) {
 inline F negated(F a) { return mul(a, set(-1.0f)); }
 
 // Unpacks a unit into its vectors q[8] and the scales and offsets of its groups. SIGNED: 8-bit
-// numbers become signed again.
+// numbers become signed again. Always inlined, so that the vectors stay in registers: GCC finds some
+// formats too long.
 template <int FORMAT, bool SIGNED>
-MEDUSA_INLINE void unpack_unit(const uint8_t* blocks, int64_t unit, B* q, F* scale, F* offset) {
+__attribute__((always_inline)) inline void unpack_unit(const uint8_t* blocks, int64_t unit, B* q, F* scale, F* offset) {
   if constexpr (FORMAT == Q4_0) {
     const auto& t = block_of<TileQ4_0>(blocks, unit);
     split_nibbles(t.q, q);

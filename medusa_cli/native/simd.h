@@ -23,9 +23,6 @@
 #define MEDUSA_UNROLL _Pragma("GCC unroll 16")
 #endif
 
-// Functions whose vectors must stay in registers; compilers judge some of them too long to inline.
-#define MEDUSA_INLINE __attribute__((always_inline)) inline
-
 namespace medusa {
 namespace ISA {
 
@@ -295,8 +292,7 @@ inline B look_up(B table, B a) { MEDUSA_BYTES(table.v[a.v[i]]); }
 #endif
 
 // Prefetches `bytes` bytes from an address on into the second cache, so that a tile's next units
-// arrive from memory while the current one is multiplied. More requests can wait there than in the
-// first cache.
+// arrive from memory while the current one is multiplied. Into the first cache, passes take longer.
 inline void prefetch(const uint8_t* p, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 0, 2);
 }
