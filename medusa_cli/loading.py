@@ -10,6 +10,8 @@ from medusa_cli.decode import (
     DraftPolicy,
     policy_of,
 )
+from medusa_cli.decode.adaptive import Growing
+from medusa_cli.decode.cuda_graph import captures
 from medusa_cli.decode.policy import UNCALIBRATED, StaticTreePolicy
 from medusa_cli.decode.processors import check_generation_config
 from medusa_cli.decode.step_times import step_times_for
@@ -24,8 +26,8 @@ from medusa_cli.tree import DynamicTree, Tree
 from medusa_cli.tree.io import load_tree, tree_provenance
 from medusa_cli.tree.search import SizedTree, StepTimes, budgets, largest, search
 
-# Default size limit of a dynamic tree whose nodes must reach a measured break-even probability.
-MAX_PAYING_NODES = 32
+# The largest tree that grows where it pays.
+MAX_GROWN_NODES = 32
 # Number of draft tokens with `--tree auto` if the drafter has neither a calibration nor a tree.
 CHAIN = 3
 log = logging.getLogger(__name__)
@@ -152,31 +154,36 @@ def _adaptive_policy(
     tree: Tree | None,
     on_progress: Callable[[int], None],
 ) -> AdaptivePolicy:
-    """Returns the policy for `--tree auto`, based on the step times of this machine."""
+    """Returns the policy for `--tree auto`, based on the step times of this machine.
+
+    Trees grow if the drafter's confidences were calibrated. In a CUDA graph they cannot, and FIRP's depth is decided
+    one step earlier.
+    """
     stamp = None if choice.drafter is None else stamp_of(choice.drafter)
     step_times = step_times_for(backbone, drafter, stamp, on_progress=on_progress)
-    trees = [] if drafter is None else _sized_trees(choice, drafter, tree, step_times)
-    return AdaptivePolicy(trees, step_times)
+    if drafter is None:
+        return AdaptivePolicy([], step_times)
+    calibration = _calibration(choice)
+    trees = _sized_trees(calibration, drafter, tree, step_times)
+    growing = None
+    if calibration.temperatures and not drafter.uses_verify_pass and not captures(backbone.engine):
+        temperatures = tuple(calibration.temperatures)
+        limits = DynamicTree(MAX_GROWN_NODES, drafter.num_heads, temperatures)
+        growing = Growing(limits, tuple(row[0] for row in calibration.accuracies))
+    return AdaptivePolicy(trees, step_times, growing=growing)
 
 
 def _dynamic_tree(choice: Choice, drafter: Drafter, tree: Tree) -> DynamicTree:
-    """Returns the dynamic tree of the chosen size, by default the size of the static tree.
-
-    If `tree --budget auto` measured the break-even probability of a node, the tree has only nodes that reach it. The
-    default size is then at least MAX_PAYING_NODES.
-    """
-    paying = tree_provenance(choice.tree.file).break_even if choice.tree.file else 0.0
-    nodes = choice.tree.nodes
-    if nodes is None:
-        nodes = max(MAX_PAYING_NODES, tree.size) if paying else tree.size
-    return DynamicTree(nodes, drafter.num_heads, tuple(_calibration(choice).temperatures), paying)
+    """Returns the dynamic tree of the chosen size, by default the size of the static tree."""
+    nodes = choice.tree.nodes or tree.size
+    return DynamicTree(nodes, drafter.num_heads, tuple(_calibration(choice).temperatures))
 
 
 def _sized_trees(
-    choice: Choice, drafter: Drafter, tree: Tree | None, step_times: StepTimes
+    calibration: Calibration, drafter: Drafter, tree: Tree | None, step_times: StepTimes
 ) -> list[SizedTree]:
     """Returns the best tree of each size according to the calibration; without a calibration, the given tree."""
-    accuracies = _calibration(choice).accuracies[: drafter.num_heads]
+    accuracies = calibration.accuracies[: drafter.num_heads]
     if tree is not None and not accuracies:
         return [SizedTree(tree, 1 + UNCALIBRATED * tree.max_depth)]
     known = len(getattr(drafter, "draft_ids", ())) or None

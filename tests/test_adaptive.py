@@ -7,12 +7,21 @@ import pytest
 import torch
 
 from medusa_cli.decode import AdaptivePolicy, Sampling, Step
-from medusa_cli.decode.adaptive import MAX_RETRY_STEPS, MAX_TRIAL_COST, RETRY_STEPS, TRIAL_STEPS
+from medusa_cli.decode.adaptive import (
+    MAX_RETRY_STEPS,
+    MAX_TRIAL_COST,
+    RETRY_STEPS,
+    TRIAL_STEPS,
+    Growing,
+    convex,
+)
 from medusa_cli.decode.ngram import AcceptanceEstimate
 from medusa_cli.decode.policy import Proposal
 from medusa_cli.decode.sampling import sampling_kind
 from medusa_cli.decode.sequence import DraftState
-from medusa_cli.tree import Tree
+from medusa_cli.drafters.base import NewTokens
+from medusa_cli.drafters.expansion import Frontier, draft_by_level
+from medusa_cli.tree import Draft, DynamicTree, Tree
 from medusa_cli.tree.search import SizedTree, StepTimes, budgets
 from tests.helpers import PROMPT, generate, plain, tiny_backbone, tokens_of
 from tests.test_drafters import drafter_of
@@ -283,3 +292,98 @@ def test_extra_rows_fit_the_next_tree() -> None:
     answer = list(generate(backbone, drafter, Alternating(), PROMPT, **rules))
     assert tokens_of(answer) == plain(backbone, 60)
     assert {step.nodes for step in answer[1:]} >= {ROOT.size, SMALL.size, LARGE.size}
+
+
+LEVELS = StepTimes({1: 1.0, 4: 1.12, 8: 1.4, 12: 1.9}, {1: 0.12, 2: 0.2, 3: 0.28, 4: 0.36})
+CHAINS = [SizedTree(Tree.chain(n), sum(0.5**k for k in range(n + 1))) for n in range(1, 5)]
+
+
+def growing() -> AdaptivePolicy:
+    return AdaptivePolicy(CHAINS, LEVELS, growing=Growing(DynamicTree(12, 4, width=2), (0.5,) * 4))
+
+
+def drafted(tree: Tree | DynamicTree, confidence: float) -> Draft:
+    """Drafts with a drafter that is always as sure of its best guess."""
+
+    def guess(
+        head: int, width: int, temperature: float | None, level: Frontier
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        chances = torch.tensor([confidence, 0.5 * min(confidence, 1 - confidence)]).log()
+        count = len(level.tokens)
+        return chances.repeat(count, 1), torch.tensor([1, 2]).repeat(count, 1)
+
+    return draft_by_level(tree, [NewTokens(torch.zeros(1).long(), torch.zeros(1, 1), 0, 0)], guess)[
+        0
+    ]
+
+
+def decode(
+    policy: AdaptivePolicy,
+    confidences: Callable[[int], float],
+    count: int,
+    right: Callable[[float], float] = lambda confidence: confidence,
+) -> tuple[float, list[Step]]:
+    """Takes steps whose best guesses are right with a probability that follows from the drafter's confidence.
+
+    Returns the speedup over plain decoding and the steps.
+    """
+    generator = torch.Generator().manual_seed(1)
+    text = begin(policy)
+    seconds = 0.0
+    taken = []
+    for number in range(count):
+        confidence = confidences(number)
+        tree = choose(policy, text)
+        draft = drafted(tree, confidence) if tree.max_depth else Draft(torch.zeros(1), ROOT)
+        chain = [
+            node for node in range(1, draft.tree.size) if not any(draft.tree.choices[node - 1])
+        ]
+        hits = torch.rand(len(chain), generator=generator) < right(confidence)
+        path = (0, *chain[: int(hits.long().cumprod(0).sum())])
+        levels = draft.growth.levels if draft.growth else tree.max_depth
+        took = LEVELS.step(draft.tree.size, levels)
+        step = Step([1] * len(path), draft.tree.size, path, verify_s=took, growth=draft.growth)
+        policy.record([text], [step])
+        seconds += took
+        taken.append(step)
+    return sum(len(step.path) for step in taken) / seconds, taken
+
+
+def test_trees_grow_where_the_drafter_is_sure() -> None:
+    def mixed(number: int) -> float:
+        return 0.95 if number % 2 else 0.1
+
+    speedup, taken = decode(growing(), mixed, 400)
+    static, _ = decode(AdaptivePolicy(CHAINS, LEVELS), mixed, 400)
+    sure = [step.growth.levels for step in taken[1::2] if step.growth]
+    unsure = [step for step in taken[::2] if step.growth]
+    assert min(sure) == 4 and {step.growth.levels for step in unsure if step.growth} == {1}
+    assert max(step.nodes for step in unsure) <= 3 and speedup > 1.1 * static > 1.1
+
+
+def test_confidences_that_are_wrong_end_drafting() -> None:
+    policy = growing()
+    speedup, taken = decode(policy, lambda number: 0.6, 1000, right=lambda confidence: 0.0)
+    late = [step for step in taken[50:] if step.growth]
+    assert speedup > 0.96 and 0 < len(late) < 60
+    assert {step.growth.levels for step in late if step.growth} == {1}  # trials are cheap
+    speedup, taken = decode(policy, lambda number: 0.9, 400)  # a text that drafts fit
+    assert speedup > 1.5 and taken[-1].growth
+
+
+def test_a_single_miss_of_a_sure_drafter_does_not_end_drafting() -> None:
+    policy = growing()
+    _, taken = decode(policy, lambda number: 0.95, 40, right=lambda confidence: 0.0)
+    failed = next(i for i, step in enumerate(taken) if not step.growth)
+    assert 2 <= failed < 16
+
+
+def test_prices_rise_ever_faster_whatever_the_noise() -> None:
+    assert convex([1.0, 2.0, 5.0, 4.0, 4.0, 7.0, 12.0]) == [1.0, 1.75, 2.5, 3.25, 4.0, 7.0, 12.0]
+    assert convex([3.0, 2.0, 2.5, 9.0])[:3] == [3.0, 3.0, 3.5] and convex([1.0]) == [1.0]
+
+
+def test_growing_trees_stay_within_a_limit_of_nodes() -> None:
+    limit = Growing(DynamicTree(12, 4, width=2), (0.9,) * 4)
+    policy = AdaptivePolicy(CHAINS, LEVELS, max_nodes=3, growing=limit)
+    assert policy.size == 3 and drafted(choose(policy), 0.95).tree.size == 3

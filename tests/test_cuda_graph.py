@@ -139,7 +139,7 @@ def test_few_graphs_serve_sequences_of_all_sampling_and_trees_side_by_side(
     assert graphs.captured == before and graphs.runs > 20
 
 
-DYNAMIC = DynamicTree(12, 3, (0.5,), min_chance=0.01, width=6)
+DYNAMIC = DynamicTree(12, 3, (0.5,), width=6)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from medusa_cli.runs.recipe import TrainRecipe, load_recipe
 from medusa_cli.runs.run import provenance
 from medusa_cli.train.losses import drafter_loss
 from medusa_cli.train.setup import build_drafter, check_recipe
-from medusa_cli.tree import DynamicTree, Tree
+from medusa_cli.tree import DynamicTree, Prices, Tree
 from tests.helpers import (
     FAMILIES,
     FRESH,
@@ -47,7 +47,10 @@ from tests.test_training import SETTINGS
 TREE = Tree.from_choices(
     [[0], [1], [2], [0, 0], [0, 3], [1, 1], [2, 0], [0, 0, 2], [1, 1, 0], [1, 1, 1]]
 )
-SHAPES = {"static": TREE, "dynamic": DynamicTree(20, 3), "sure": DynamicTree(6, 3, min_chance=0.05)}
+# Of a tree that grows where it pays, a tiny drafter's confidences justify a few nodes.
+PRICES = Prices(tuple(0.02 * n for n in range(12)), (0.0, 0.01, 0.02), (0.5, 0.5, 0.5))
+PAYING = DynamicTree(12, 3, prices=PRICES)
+SHAPES = {"static": TREE, "dynamic": DynamicTree(20, 3)}
 # The kind, and its settings; the draft vocabulary has 24 of 64 tokens.
 DRAFT = {"vocabulary": "draft"}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -111,7 +114,7 @@ def test_greedy_output_is_identical_in_every_family(family: str) -> None:
     expected = tokens_of(generate_plain(backbone, PROMPT, **rules))
     for kind in ("medusa", "hydra++-prompt", "amphista-prompt", "eagle-draft", "firp"):
         drafter = drafter_of(backbone, kind)
-        for shape in (TREE, DynamicTree(9, 3)):
+        for shape in (TREE, DynamicTree(9, 3), PAYING):
             assert tokens_of(generate(backbone, drafter, shape, PROMPT, **rules)) == expected, (
                 kind,
                 shape,
@@ -153,7 +156,7 @@ def test_drafts_are_the_guesses_of_training(kind: str, shape: str) -> None:
 
 @pytest.mark.parametrize(
     ("shape", "family", "engine"),
-    [("static", "qwen3", "native"), ("dynamic", "gemma3", "torch"), ("sure", "llama", "eager")],
+    [("static", "qwen3", "native"), ("dynamic", "gemma3", "torch"), ("dynamic", "llama", "eager")],
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_sequences_of_a_batch_take_the_steps_that_each_takes_alone(

@@ -13,18 +13,16 @@ from medusa_cli.decode.ngram import add_paths
 from medusa_cli.decode.step_times import measure_step_times
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.files.io import write_json
-from medusa_cli.tree import DynamicTree, Tree, TreeBuilder
+from medusa_cli.tree import DynamicTree, Prices, Tree, TreeBuilder
 from medusa_cli.tree.draw import draw_picture, draw_terminal
 from medusa_cli.tree.io import load_tree, save_tree
 from medusa_cli.tree.search import (
     StepTimes,
     TimedTree,
-    break_even,
     budgets,
     expected_length,
     interpolate,
     largest,
-    node_values,
     search,
 )
 from medusa_cli.tree.tensors import GrowingTrees, outline
@@ -129,7 +127,7 @@ def grow_on_host(
             [10 * builder.tokens[node] + rank for rank in range(limits.width)] for node in nodes
         ]
         nodes = builder.extend(nodes, log_p, tokens)
-    return builder.tree()
+    return builder.tree(limits.budget)
 
 
 def outlined(limits: DynamicTree, paths: list[list[int]], rows: int) -> GrowingTrees:
@@ -173,22 +171,55 @@ def grow_tensors(
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("budget", [1, 2, 5, 12, 40])
-@pytest.mark.parametrize("min_chance", [0.0, 0.05])
-def test_dynamic_trees_hold_the_most_likely_paths(
-    seed: int, budget: int, min_chance: float
-) -> None:
+def test_dynamic_trees_hold_the_most_likely_paths(seed: int, budget: int) -> None:
     chances = random_chances(seed, 3, 3)
     value = {path: math.prod(chances[path[: i + 1]] for i in range(len(path))) for path in chances}
-    best = [
-        path
-        for path in sorted(value, key=lambda path: -value[path])[: budget - 1]
-        if value[path] >= min_chance
-    ]
-    limits = DynamicTree(budget, 3, width=3, min_chance=min_chance)
+    best = sorted(value, key=lambda path: -value[path])[: budget - 1]
+    limits = DynamicTree(budget, 3, width=3)
     tree, tokens = grow_on_host(limits, chances)
     assert sorted(map(tuple, tree.choices)) == sorted(best)
     assert tokens == [1, *(int("1" + "".join(map(str, path))) for path in tree.choices)]
     assert grow_tensors(limits, chances) == (tree, tokens)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_growing_tree_has_the_size_that_pays_most(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    chances = [
+        sorted(torch.rand(count, generator=generator).tolist(), reverse=True) for count in (9, 4, 0)
+    ]
+    costs = [0.0, *torch.rand(7, generator=generator).cumsum(0).tolist()]
+    prices = Prices(tuple(costs), (), ())
+    profits = [
+        sum(sum(own[: size - 1]) for own in chances) - costs[size - 1] for size in range(1, 9)
+    ]
+    assert prices.best_size(chances) == 1 + profits.index(max(profits))
+
+
+def test_a_level_is_drafted_if_its_nodes_pay_for_it() -> None:
+    passes = (0.0, 0.1, 0.2, 0.4)
+
+    def worth(
+        *chances: list[float], level: float, size: int = 2, head: int = 1
+    ) -> list[list[bool]]:
+        return Prices(passes, (0.3, 0.3 + level), (0.9, 0.5)).worth_extending(head, size, chances)
+
+    # A child of the first node is worth 0.4, of the second 0.1, and a row costs 0.1.
+    assert worth([0.8, 0.2], level=0.25) == [[True, False]]
+    assert worth([0.8, 0.2], level=0.35) == [[False, False]]
+    # In a batch, a row for each costs as much in all, and the level is shared.
+    assert worth([0.8], [0.2, 0.05], level=0.35) == [[True], [True, False]]
+    assert worth([0.8], level=0.0, size=3) == [[True]] and worth([0.3], level=0.0, size=3) == [
+        [False]
+    ]
+    # There are no prices beyond the largest pass, nor levels beyond the last head.
+    assert worth([1.0], level=0.0, size=4) == worth([1.0], level=0.0, head=2) == [[False]]
+
+
+def test_matched_tokens_take_the_cheapest_rows() -> None:
+    beside = Prices((0.0, 0.1, 0.2, 0.6, 1.0), (), ()).beside(2)
+    assert beside.best_size([[0.5, 0.3]]) == 2  # rows cost 0.4 now
+    assert Prices((0.0, 0.1), (), ()).beside(2).best_size([[0.9]]) == 1
 
 
 @pytest.mark.parametrize(
@@ -295,16 +326,6 @@ def test_the_best_budget_is_the_best_of_all_sizes(slope: float) -> None:
         assert chosen.tree.size == 28
     if slope == 0.2:
         assert chosen.tree.size == 1
-
-
-def test_break_even_is_the_chance_that_pays_for_a_nodes_time() -> None:
-    costs = costs_of(0.0005)
-    chosen = best(costs)
-    paying = break_even(chosen, costs)
-    assert paying == pytest.approx(0.0005 * chosen.tokens_per_s)
-    # The nodes of the chosen tree are those worth more than that, and the next best is not.
-    worth = node_values(search(ACCURACIES, chosen.tree.size + 1), ACCURACIES)
-    assert sorted(worth)[0] <= paying <= sorted(worth)[1]
 
 
 def test_expensive_levels_make_shallow_trees() -> None:

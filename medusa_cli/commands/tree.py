@@ -205,7 +205,7 @@ def by_budget(used: Calibration, budget: str | None, source: str, run: str | Non
 
 def by_time(used: Calibration, run: Run | None, loading: LoadFlags, again: bool) -> Chosen:
     """Returns the tree of the size with the most expected tokens per second on this machine."""
-    from medusa_cli.tree.search import break_even, budgets
+    from medusa_cli.tree.search import budgets
 
     if run is None or not (run.drafter_dir / "config.json").is_file():
         raise UserError("--budget auto needs a drafter to time", "give the --run that holds one")
@@ -217,11 +217,7 @@ def by_time(used: Calibration, run: Run | None, loading: LoadFlags, again: bool)
     step_times = time_run(run, as_trained(loading, run.drafter_dir), again)
     timed = budgets(used.accuracies, step_times)
     best = max(timed, key=lambda size: size.tokens_per_s)
-    made_by = {
-        "budget": "auto",
-        "step_ms": round(1e3 * best.seconds, 2),
-        "break_even": round(break_even(best, step_times), 4),
-    }
+    made_by = {"budget": "auto", "step_ms": round(1e3 * best.seconds, 2)}
     sizes = [
         {
             "nodes": size.tree.size,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +18,7 @@ from medusa_cli.decode.ngram import MAX_TOKENS, PAIR, AcceptanceEstimate, NgramM
 from medusa_cli.decode.policy import ROOT, DraftPolicy, Proposal
 from medusa_cli.decode.sampling import Sampling, sampling_kind
 from medusa_cli.decode.sequence import DraftState, Sequence
-from medusa_cli.tree import Tree
+from medusa_cli.tree import DynamicTree, Prices, Tree
 from medusa_cli.tree.search import SizedTree, StepTimes
 
 # The policy switches to another tree if that promises this many times the tokens per second.
@@ -34,17 +35,23 @@ MAX_RETRY_STEPS = 96
 TRIAL_STEPS = 2
 # A trial may add at most this share to the time of the plain steps before it.
 MAX_TRIAL_COST = 0.02
-# Weight of a prior, in expected draft tokens.
+# Weight of a prior, in expected draft tokens: for a calibration over all texts, and for confidences
+# in each text.
 PRIOR = 2.0
+CONFIDENCE_PRIOR = 8.0
 # Decay of older steps within a sequence, and over all sequences with the same kind of sampling.
 SEQUENCE_DECAY = 0.98
 KIND_DECAY = 0.995
 # Rate at which observed step times correct the measured ones.
 EMA_RATE = 0.1
+# Rate at which the usual size of a growing tree follows the latest ones.
+USUAL_RATE = 0.02
 # Rate at which the corrections of the other trees follow.
 FOLLOW_RATE = 0.02
 # The largest ratio of observed to measured time that one step may contribute.
 MAX_RATIO = 3.0
+# Prices of draft tokens do not rise further below this ratio of accepted to expected ones.
+LEAST_ACCEPTANCE = 0.1
 # Numbers of matched tokens to try.
 MATCH_LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
 
@@ -53,8 +60,9 @@ MATCH_LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
 class BatchCosts:
     """Holds the step cost of each of T trees at one batch size.
 
-    measured [T]: seconds measured before decoding. corrections [T]: factors learned from steps.
-    timed [T]: True for trees with at least one observed step.
+    measured [T]: seconds measured before decoding; for a tree that grows, those of the usual step.
+    corrections [T]: factors learned from steps. timed [T]: True for trees with at least one
+    observed step.
     """
 
     measured: NDArray[np.float64]
@@ -65,10 +73,6 @@ class BatchCosts:
     def seconds(self) -> NDArray[np.float64]:
         """Returns the expected duration in seconds of a step with each tree, [T]."""
         return self.measured * self.corrections
-
-    def ratio(self, tree: int, seconds: float) -> float:
-        """Returns the ratio of a step's seconds to the tree's measured seconds, at most MAX_RATIO."""
-        return min(seconds / self.measured[tree], MAX_RATIO)
 
     def known(self, tree: int) -> float:
         """Returns the correction learned from steps with a tree, or 1 before the first step."""
@@ -105,6 +109,28 @@ class StepCosts:
         return self._batches[batch]
 
 
+@dataclass(frozen=True)
+class Growing:
+    """Describes trees that grow: their limits, and the probabilities [K] that a head's best guess is right."""
+
+    limits: DynamicTree
+    hits: tuple[float, ...]
+
+    def prices(self, costs: StepCosts, batch: int, rate: float, acceptance: float) -> Prices:
+        """Returns the prices of draft tokens at a rate in tokens per second.
+
+        acceptance: the ratio of accepted tokens to the sum of confidences.
+        """
+        draft_rate = rate / max(acceptance, LEAST_ACCEPTANCE)
+        passes = [costs.measured(nodes, 0, batch) for nodes in range(1, self.limits.budget + 1)]
+        levels = [costs.measured(1, depth + 1, batch) for depth in range(self.limits.max_depth)]
+        return Prices(
+            tuple(draft_rate * (seconds - passes[0]) for seconds in convex(passes)),
+            tuple(draft_rate * (seconds - passes[0]) for seconds in levels),
+            tuple(min(acceptance, 1.0) * hit for hit in self.hits),
+        )
+
+
 class AdaptivePolicy(DraftPolicy):
     """Chooses the tree size that gives the most tokens per second, down to plain decoding.
 
@@ -112,6 +138,10 @@ class AdaptivePolicy(DraftPolicy):
     * (expected - 1) tokens per step. The step time is measured per (tree, batch size) and corrected
     by later steps. All sequences in a pass draft the same tree. A new sequence starts from the
     estimate for its kind of sampling.
+
+    With a drafter whose confidences are calibrated, one tree replaces those of all sizes: in each
+    step, it grows as far as it pays. The ratio is then that of accepted tokens to the sum of the
+    confidences.
     """
 
     def __init__(
@@ -120,8 +150,9 @@ class AdaptivePolicy(DraftPolicy):
         step_times: StepTimes,
         ngrams: bool = False,
         max_nodes: int | None = None,
+        growing: Growing | None = None,
     ) -> None:
-        """Creates a policy that chooses among trees of all sizes.
+        """Creates a policy that chooses among trees of all sizes, or lets a tree grow.
 
         max_nodes: the maximum number of nodes in a draft, including n-gram matches. If all trees
         are larger, all are kept.
@@ -130,7 +161,14 @@ class AdaptivePolicy(DraftPolicy):
         trees = list(trees)
         self._max_nodes = math.inf if max_nodes is None else max_nodes
         fitting = [sized for sized in trees if sized.tree.size <= self._max_nodes] or trees
-        self._trees = [SizedTree(ROOT, 1.0), *(sized for sized in fitting if sized.tree.size > 1)]
+        drafted = [sized for sized in fitting if sized.tree.size > 1]
+        self._growing = growing if drafted else None
+        self._prior = PRIOR if self._growing is None else CONFIDENCE_PRIOR
+        if growing is not None and drafted:
+            drafted = [max(drafted, key=lambda sized: sized.expected / _seconds(sized, step_times))]
+            budget = int(min(growing.limits.budget, self._max_nodes))
+            self._growing = replace(growing, limits=replace(growing.limits, budget=budget))
+        self._trees = [SizedTree(ROOT, 1.0), *drafted]
         self._index = {sized.tree.size: i for i, sized in enumerate(self._trees)}
         self._expected = np.array([sized.expected for sized in self._trees])
         self.costs = StepCosts((sized.tree for sized in self._trees), step_times)
@@ -138,7 +176,10 @@ class AdaptivePolicy(DraftPolicy):
         self.max_depth = max(sized.tree.max_depth for sized in self._trees)
         self._reset()
         self.trees = "drafts where they pay" if self.max_depth else "plain decoding"
-        if self._current:
+        if self._growing is not None:
+            self.max_depth = self._growing.limits.max_depth
+            self.trees = "trees that grow where they pay"
+        elif self._current:
             self.trees = f"trees of a size that pays, {self.size} nodes to begin with"
 
     def _reset(self) -> None:
@@ -146,7 +187,7 @@ class AdaptivePolicy(DraftPolicy):
 
         Step costs and the estimates per kind of sampling are kept.
         """
-        self._sequences = [AcceptanceEstimate(1.0, PRIOR, SEQUENCE_DECAY)]
+        self._sequences = [AcceptanceEstimate(1.0, self._prior, SEQUENCE_DECAY)]
         self._plain_steps = 0
         self._retry_after = RETRY_STEPS
         self._trial_left = 0
@@ -164,7 +205,9 @@ class AdaptivePolicy(DraftPolicy):
 
     @property
     def size(self) -> int:  # type: ignore[override]
-        """Returns the number of nodes in the current tree."""
+        """Returns the number of nodes in the current tree, at most if it grows."""
+        if self._current and self._growing is not None:
+            return self._growing.limits.budget
         return self._trees[self._current].tree.size
 
     @property
@@ -181,8 +224,8 @@ class AdaptivePolicy(DraftPolicy):
         state = super().begin(sampling)
         kind, prior = sampling_kind(sampling)
         self._retry_after = RETRY_STEPS
-        shared = self._kinds.setdefault(kind, AcceptanceEstimate(prior, PRIOR, KIND_DECAY))
-        state.acceptance = AcceptanceEstimate(shared.ratio, PRIOR, SEQUENCE_DECAY, shared)
+        shared = self._kinds.setdefault(kind, AcceptanceEstimate(prior, self._prior, KIND_DECAY))
+        state.acceptance = AcceptanceEstimate(shared.ratio, self._prior, SEQUENCE_DECAY, shared)
         return state
 
     def propose(self, sequences: list[Sequence], matches: list[list[NgramMatch]]) -> list[Proposal]:
@@ -200,12 +243,27 @@ class AdaptivePolicy(DraftPolicy):
         chances = [
             found[0].chance if found and found[0].length >= PAIR else 0.0 for found in matches
         ]
+        batch = len(sequences)
         if not any(chances):
-            return [(self._trees[self._current].tree, [])] * len(sequences)
+            return [(self._proposed(self._trees[self._current].tree, batch), [])] * batch
         proposals: list[Proposal] = []
         for (tree, count), found in zip(self.weigh_matches(chances), matches, strict=True):
-            proposals.append((tree, [found[0].tokens[:count]] if count else []))
+            tokens = [found[0].tokens[:count]] if count else []
+            proposals.append((self._proposed(tree, batch, count), tokens))
         return proposals
+
+    def _proposed(self, tree: Tree, batch: int, matched: int = 0) -> Tree | DynamicTree:
+        """Returns the tree to draft for a chosen one: the tree itself, or one that grows in its place.
+
+        matched: the number of matched tokens beside it in the pass.
+        """
+        if self._growing is None or not tree.max_depth:
+            return tree
+        usual = self.costs.of_batch(batch).measured[1]
+        tokens = batch * (1 + self.acceptance * (self._expected[1] - 1))
+        prices = self._growing.prices(self.costs, batch, tokens / usual, self.acceptance)
+        limits = self._growing.limits.truncate(1) if self._trial_left else self._growing.limits
+        return replace(limits, prices=prices.beside(matched))
 
     def weigh_matches(self, chances: list[float]) -> list[tuple[Tree, int]]:
         """Returns the tree of each sequence, and the number of matched tokens to add to it.
@@ -214,8 +272,10 @@ class AdaptivePolicy(DraftPolicy):
         match. The widest draft determines the time of the pass, and the drafter runs either for all
         sequences or for none. Therefore the sizes are chosen for all sequences together.
         """
-        current = self._trees[self._current]
         plain = self._trees[0]
+        current = self._trees[self._current]
+        if current is not plain:
+            current = replace(current, expected=self._expected[self._current])
         ratio = self.acceptance
         batch = len(chances)
         costs = self.costs.of_batch(batch)
@@ -246,16 +306,20 @@ class AdaptivePolicy(DraftPolicy):
             for sequence, step in zip(sequences, steps, strict=True)
             if not step.looked_up and sequence.draft.acceptance and sequence.draft.speculative
         ]
-        nodes = drafted[0][0].nodes if drafted else 0
-        batch = len(steps)
-        tree = self._index.get(nodes)
-        if tree is None or any(step.nodes != nodes for step, _ in drafted):
+        tree = self._drafted_tree([step for step, _ in drafted])
+        if tree is None:
             return
-        if len(drafted) == batch:
-            self._correct_cost(tree, sum(step.draft_s + step.verify_s for step in steps), batch)
+        if len(drafted) == len(steps):
+            self._correct_cost(tree, steps)
         if tree:
             for step, acceptance in drafted:
-                acceptance.update(self._trees[tree].expected - 1, len(step.path) - 1)
+                if step.growth is None:
+                    expected = self._expected[tree] - 1
+                else:
+                    expected = step.growth.expected
+                    self._expected[tree] += USUAL_RATE * (1 + expected - self._expected[tree])
+                if expected:
+                    acceptance.update(expected, len(step.path) - 1)
         if self._trial_left:
             self._continue_trial(tree, any(len(step.path) > 1 for step, _ in drafted))
         elif not self._current:
@@ -266,6 +330,13 @@ class AdaptivePolicy(DraftPolicy):
                 self._current = best
                 self._plain_steps = 0
                 self._retry_after = RETRY_STEPS
+
+    def _drafted_tree(self, steps: list[Step]) -> int | None:
+        """Returns the index of the tree that all steps drafted, or None if there is no such tree."""
+        if self._growing is not None and steps and all(step.growth for step in steps):
+            return 1
+        sizes = {step.nodes for step in steps}
+        return self._index.get(sizes.pop()) if len(sizes) == 1 else None
 
     def _continue_trial(self, tree: int, accepted: bool) -> None:
         if not tree:  # FIRP has no extra rows yet in the first step of a trial
@@ -287,9 +358,14 @@ class AdaptivePolicy(DraftPolicy):
         self._plain_steps += 1
         if self._plain_steps < self._retry_after or len(self._trees) == 1:
             return
-        seconds = self.costs.of_batch(len(self._sequences)).seconds
+        batch = len(self._sequences)
+        costs = self.costs.of_batch(batch)
+        seconds = costs.seconds
         cheapest = 1 + int(seconds[1:].argmin())
-        trial_cost = TRIAL_STEPS * (seconds[cheapest] / seconds[0] - 1)  # in units of plain steps
+        trial = seconds[cheapest]
+        if self._growing is not None:  # it grows by one level then
+            trial = costs.corrections[cheapest] * self.costs.measured(2, 1, batch)
+        trial_cost = TRIAL_STEPS * (trial / seconds[0] - 1)  # in units of plain steps
         if trial_cost > MAX_TRIAL_COST * self._plain_steps:
             return
         self._plain_steps = 0
@@ -298,10 +374,16 @@ class AdaptivePolicy(DraftPolicy):
         for sequence in self._sequences:
             sequence.weight = min(sequence.weight, PRIOR)  # earlier steps weigh less in the trial
 
-    def _correct_cost(self, tree: int, seconds: float, batch: int) -> None:
+    def _correct_cost(self, tree: int, steps: list[Step]) -> None:
         """Corrects the cost of a tree, but ignores a single slow step, which may be an outlier."""
+        batch = len(steps)
         costs = self.costs.of_batch(batch)
-        ratio = costs.ratio(tree, seconds)
+        measured = costs.measured[tree]
+        if levels := max(step.growth.levels if step.growth else 0 for step in steps):
+            measured = self.costs.measured(max(step.nodes for step in steps), levels, batch)
+            costs.measured[tree] += USUAL_RATE * (measured - costs.measured[tree])
+        seconds = sum(step.draft_s + step.verify_s for step in steps)
+        ratio = min(seconds / measured, MAX_RATIO)
         after_outlier = self._outlier
         self._outlier = ratio > OUTLIER_RATIO * costs.known(tree)
         if not self._outlier or after_outlier:
@@ -317,6 +399,29 @@ class AdaptivePolicy(DraftPolicy):
         rates = tokens / self.costs.of_batch(len(self._sequences)).seconds
         best = int(rates.argmax())
         return best if rates[best] > MIN_GAIN * rates[0] else 0, rates
+
+
+def _seconds(sized: SizedTree, step_times: StepTimes) -> float:
+    return step_times.step(sized.tree.size, sized.tree.max_depth)
+
+
+def convex(values: list[float]) -> list[float]:
+    """Returns the highest curve below the values that rises ever faster: disturbances only add time."""
+
+    def slope(start: int, end: int) -> float:
+        return (values[end] - values[start]) / (end - start)
+
+    corners: list[int] = []
+    for i in range(len(values)):
+        while len(corners) > 1 and slope(corners[-2], corners[-1]) >= slope(corners[-2], i):
+            corners.pop()
+        corners.append(i)
+    curve = [values[0]]
+    for start, end in pairwise(corners):
+        step = max(0.0, slope(start, end))
+        for _ in range(start, end):
+            curve.append(curve[-1] + step)
+    return curve
 
 
 class MatchedDraft(NamedTuple):

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from medusa_cli.device import upload
 from medusa_cli.model import Backbone
+from medusa_cli.tree import Growth
 
 # Tokenizers decode the bytes of an incomplete character to this.
 REPLACEMENT = "\ufffd"
@@ -66,7 +67,8 @@ class Step:
     """Holds the tokens and the duration of one step, in which tokens are drafted, verified, accepted and kept.
 
     path: the accepted nodes, root first, of a tree of `nodes` nodes; () at prefill. draft_s,
-    verify_s: seconds. looked_up: the number of draft tokens from n-gram matches.
+    verify_s: seconds. looked_up: the number of draft tokens from n-gram matches. growth: of the
+    drafter's tree, if it grew.
     """
 
     tokens: list[int]
@@ -76,6 +78,7 @@ class Step:
     verify_s: float = 0.0
     likelihoods: tuple[Likelihood, ...] = ()
     looked_up: int = 0
+    growth: Growth | None = None
 
     @property
     def accepted(self) -> int:

@@ -224,6 +224,7 @@ class Decoder:
                 verify_s=verify_s,
                 likelihoods=kept.likelihoods[: len(new)],
                 looked_up=draft.looked_up,
+                growth=draft.growth,
             )
             for new, draft, kept in zip(tokens, drafts, accepted, strict=True)
         ]

@@ -181,7 +181,7 @@ class DynamicTreePolicy(DraftPolicy):
         return [self._share_budget(found) if found else (self.tree, []) for found in matches]
 
     def _share_budget(self, matches: list[NgramMatch]) -> Proposal:
-        threshold = max(2 * MIN_CHANCE, self.tree.min_chance)
+        threshold = 2 * MIN_CHANCE
         left = self.tree.budget // 2
         counts = []
         for match in matches:

@@ -3,13 +3,14 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import compress
 
 import torch
 from torch import Tensor
 
 from medusa_cli.device import upload
 from medusa_cli.drafters.base import NewTokens
-from medusa_cli.tree import Draft, DynamicTree, Tree, TreeBuilder
+from medusa_cli.tree import Draft, DynamicTree, Growth, Prices, Tree, TreeBuilder
 
 
 @dataclass(frozen=True)
@@ -58,28 +59,66 @@ def _grow(limits: DynamicTree, new: Sequence[NewTokens], guess: Guess) -> list[D
     device = new[0].tokens.device
     nodes = [[0] for _ in builders]
     parent_rows = list(range(len(builders)))
-    for head in range(limits.max_depth):
+    size = limits.budget
+    levels = 0
+    while parent_rows and levels < limits.max_depth:
         tokens = [
             builder.tokens[node]
             for builder, own in zip(builders, nodes, strict=True)
             for node in own
         ]
         frontier = Frontier([len(own) for own in nodes], *upload([parent_rows, tokens], device))
-        best = guess(head, limits.width, limits.temperature(head), frontier)
+        best = guess(levels, limits.width, limits.temperature(levels), frontier)
+        levels += 1
         log_p, ids = torch.stack([values.float() for values in best]).tolist()  # one transfer
-        parent_rows = []
+        extended = nodes
+        nodes = []
         start = 0
-        for number, builder in enumerate(builders):
-            row = {node: start + i for i, node in enumerate(nodes[number])}
-            end = start + len(row)
+        for builder, own in zip(builders, extended, strict=True):
+            end = start + len(own)
             guesses = [[int(id) for id in row_ids] for row_ids in ids[start:end]]
-            nodes[number] = builder.extend(nodes[number], log_p[start:end], guesses)
-            parent_rows += [row[builder.parents[node]] for node in nodes[number]]
+            nodes.append(builder.extend(own, log_p[start:end], guesses))
             start = end
-        if not parent_rows:
-            break
-    grown = (builder.tree() for builder in builders)
-    return [Draft(upload(tokens, device), tree) for tree, tokens in grown]
+        if limits.prices is not None:
+            size = limits.prices.best_size([builder.chances for builder in builders])
+            nodes = _worth_extending(limits.prices, builders, nodes, levels, size)
+        parent_rows = _rows_of_parents(builders, extended, nodes)
+    drafts = []
+    for builder in builders:
+        tree, chosen = builder.tree(size)
+        growth = Growth(sum(builder.chances[: size - 1]), levels)
+        drafts.append(Draft(upload(chosen, device), tree, growth=growth))
+    return drafts
+
+
+def _worth_extending(
+    prices: Prices,
+    builders: Sequence[TreeBuilder],
+    nodes: Sequence[Sequence[int]],
+    head: int,
+    size: int,
+) -> list[list[int]]:
+    """Returns the nodes of each tree whose children are worth drafting with a head."""
+    chances = [
+        [builder.chance(node) for node in own] for builder, own in zip(builders, nodes, strict=True)
+    ]
+    worth = prices.worth_extending(head, size, chances)
+    return [list(compress(own, kept)) for own, kept in zip(nodes, worth, strict=True)]
+
+
+def _rows_of_parents(
+    builders: Sequence[TreeBuilder],
+    above: Sequence[Sequence[int]],
+    nodes: Sequence[Sequence[int]],
+) -> list[int]:
+    """Returns the index of each node's parent among the nodes of the level above, over all trees."""
+    rows = []
+    start = 0
+    for builder, parents, own in zip(builders, above, nodes, strict=True):
+        row = {parent: start + i for i, parent in enumerate(parents)}
+        rows += [row[builder.parents[node]] for node in own]
+        start += len(parents)
+    return rows
 
 
 @dataclass(frozen=True)

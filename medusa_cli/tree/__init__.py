@@ -1,5 +1,5 @@
 """Draft trees: static and dynamic trees, the search for the best one, files and drawings."""
 
-from medusa_cli.tree.tree import Draft, DynamicTree, Tree, TreeBuilder
+from medusa_cli.tree.tree import Draft, DynamicTree, Growth, Prices, Tree, TreeBuilder
 
-__all__ = ["Draft", "DynamicTree", "Tree", "TreeBuilder"]
+__all__ = ["Draft", "DynamicTree", "Growth", "Prices", "Tree", "TreeBuilder"]

@@ -20,14 +20,9 @@ def save_tree(path: Path, tree: Tree, provenance: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class TreeProvenance:
-    """Holds the drafter for which the tree was searched, and the probability above which a node was worth it."""
+    """Holds the drafter for which the tree was searched."""
 
     drafter_stamp: str | None = None
-    break_even: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not self.break_even >= 0:
-            raise ValueError("break_even is below 0")
 
 
 @dataclass(frozen=True)

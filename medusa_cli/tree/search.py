@@ -84,8 +84,6 @@ def expected_length(tree: Tree, accuracies: Accuracies) -> float:
     return sum(node_values(tree, accuracies))
 
 
-# The cost of one more node is averaged over this many nodes.
-SPAN = 12
 # Sizes up to this one are tried one by one, larger sizes in strides: matmuls run in blocks of rows.
 DENSE_SIZES = 20
 STRIDE = 4
@@ -146,18 +144,6 @@ def budgets(accuracies: Accuracies, step_times: StepTimes) -> list[TimedTree]:
             timed.append(TimedTree(tree, expected_length(tree, accuracies), seconds))
         best.append(max(timed, key=lambda budget: budget.tokens_per_s))
     return best
-
-
-def break_even(chosen: TimedTree, step_times: StepTimes) -> float:
-    """Returns the probability above which one more node is worth its cost.
-
-    It is the node's cost in seconds times the tokens per second of the chosen budget. The cost is
-    the mean over the next SPAN nodes, because timing noise is as large as the cost of one node.
-    """
-    nodes = chosen.tree.size
-    more = interpolate(step_times.verify, nodes + SPAN)
-    seconds = (more - interpolate(step_times.verify, nodes)) / SPAN
-    return max(seconds, 0.0) * chosen.tokens_per_s
 
 
 def interpolate(points: Mapping[int, float], x: int) -> float:

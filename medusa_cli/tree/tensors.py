@@ -3,7 +3,6 @@
 Nothing here reads the value of a tensor or derives a shape from one, so CUDA graphs can capture it.
 """
 
-import math
 from functools import lru_cache
 
 import torch
@@ -86,10 +85,9 @@ class GrowingTrees(TreeTensors):
         (_, count) = self.depth.shape
         width = ids.shape[-1]
         every = torch.arange(count, device=ids.device)
-        floor = math.log(self._limits.min_chance) if self._limits.min_chance > 0 else -math.inf
         below = self._values[..., None] + log_p  # [B, N, W]
         extended = (self.depth == head) & self._values.isfinite() & (head < self._levels)
-        below = below.masked_fill(~extended[..., None] | (below < floor), -torch.inf)
+        below = below.masked_fill(~extended[..., None], -torch.inf)
         values = F.pad(torch.cat([self._values, below.flatten(1)], dim=1), (0, 1), value=-torch.inf)
         # The sort is stable: among equal values, the earlier node comes first, which is never
         # deeper.

@@ -186,18 +186,67 @@ class Tree:
 
 
 @dataclass(frozen=True)
+class Prices:
+    """Holds what drafting costs, in draft tokens that must be accepted to pay for it.
+
+    passes: the cost of a pass over 1, 2, .. nodes per sequence, compared to the root alone. levels:
+    the cost of drafting 1, 2, .. levels. hits: the probability that a head's best guess is right.
+    """
+
+    passes: tuple[float, ...]
+    levels: tuple[float, ...]
+    hits: tuple[float, ...]
+
+    def beside(self, rows: int) -> "Prices":
+        """Returns the prices in a pass that has `rows` more rows."""
+        return replace(self, passes=self.passes[rows:])
+
+    def best_size(self, chances: Sequence[Sequence[float]]) -> int:
+        """Returns the number of nodes per sequence for which the most is accepted beyond its price.
+
+        chances: for each sequence, the probabilities of acceptance of its nodes below the root,
+        highest first.
+        """
+        best = 1
+        most = profit = 0.0
+        for size in range(1, min(len(self.passes), 1 + max(map(len, chances)))):
+            profit += sum(own[size - 1] for own in chances if len(own) >= size)
+            profit -= self.passes[size] - self.passes[size - 1]
+            if profit > most:
+                most = profit
+                best = size + 1
+        return best
+
+    def worth_extending(
+        self, head: int, size: int, chances: Sequence[Sequence[float]]
+    ) -> list[list[bool]]:
+        """Returns for each node of a level whether its children are worth drafting with a head.
+
+        size: the number of nodes per sequence that pay so far. chances: for each sequence, the
+        probabilities of acceptance of the level's nodes. A whole level must pay for its drafting.
+        """
+        if head >= min(len(self.levels), len(self.hits)) or size >= len(self.passes):
+            return [[False] * len(own) for own in chances]
+        row = (self.passes[size] - self.passes[size - 1]) / len(chances)
+        profits = [[self.hits[head] * chance - row for chance in own] for own in chances]
+        profit = sum(max(value, 0.0) for own in profits for value in own)
+        pays = profit > self.levels[head] - self.levels[head - 1]
+        return [[pays and value > 0 for value in own] for own in profits]
+
+
+@dataclass(frozen=True)
 class DynamicTree:
-    """Limits a tree that grows in each step: `budget` nodes including the root, probabilities >= `min_chance`.
+    """Limits a tree that grows in each step: at most `budget` nodes including the root.
 
     A head's confidences are its softmax at a temperature of its own (1 by default), which
-    `calibrate` fits.
+    `calibrate` fits. With prices, the tree grows only as far as it pays.
     """
 
     budget: int
     max_depth: int
     temperatures: tuple[float, ...] = ()
-    min_chance: float = 0.0
     width: int = 10  # guesses considered per node
+    prices: Prices | None = None
 
     def temperature(self, head: int) -> float:
         return self.temperatures[head] if head < len(self.temperatures) else 1.0
@@ -221,7 +270,17 @@ class TreeBuilder:
         self._ranks = [0]
         self._values = [0.0]
         self.tokens = [root]
-        self._floor = math.log(limits.min_chance) if limits.min_chance > 0 else -math.inf
+        self._floor = -math.inf
+
+    def chance(self, node: int) -> float:
+        """Returns the product of the confidences along a node's path."""
+        return math.exp(self._values[node])
+
+    @property
+    def chances(self) -> list[float]:
+        """Returns the chances of the best nodes below the root, highest first."""
+        values = sorted(self._values[1:], reverse=True)[: self._limits.budget - 1]
+        return [math.exp(value) for value in values]
 
     def extend(
         self,
@@ -231,7 +290,7 @@ class TreeBuilder:
     ) -> list[int]:
         """Adds children to `nodes`, given the children's log confidences, best first, and tokens.
 
-        Returns the children worth extending.
+        Returns the children that may stay.
         """
         first = len(self._values)
         for node, row, guesses in zip(nodes, log_p, tokens, strict=True):
@@ -247,33 +306,38 @@ class TreeBuilder:
         limit = self._limits.budget - 1
         if len(self._values) - 1 > limit:
             # Nodes with equal values all stay; `tree` drops those beyond the budget.
-            self._floor = max(
-                self._floor,
-                sorted(self._values[1:], reverse=True)[limit - 1] if limit else math.inf,
-            )
+            self._floor = sorted(self._values[1:], reverse=True)[limit - 1] if limit else math.inf
         return [
             node for node in range(first, len(self._values)) if self._values[node] >= self._floor
         ]
 
-    def tree(self) -> tuple[Tree, list[int]]:
-        """Returns the tree and the tokens of its nodes."""
+    def tree(self, size: int) -> tuple[Tree, list[int]]:
+        """Returns the tree of the best `size` nodes, including the root, and their tokens."""
         # The sort is stable: among equal nodes, the earlier one comes first, which is never deeper.
         best = sorted(range(1, len(self._values)), key=lambda node: -self._values[node])
-        best = best[: self._limits.budget - 1]
-        kept = [0, *sorted(node for node in best if self._values[node] >= self._floor)]
+        kept = [0, *sorted(best[: size - 1])]
         return Tree.select(self.parents, self._ranks, kept), [self.tokens[node] for node in kept]
+
+
+@dataclass(frozen=True)
+class Growth:
+    """Holds the number of tokens expected to be accepted from a grown tree, and the number of levels drafted for it."""
+
+    expected: float
+    levels: int
 
 
 @dataclass(frozen=True)
 class Draft:
     """Holds draft tokens [N] for the nodes of a tree; tokens[0] is the root.
 
-    looked_up: the number of nodes from n-gram matches.
+    looked_up: the number of nodes from n-gram matches. growth: None for a static tree.
     """
 
     tokens: Tensor
     tree: Tree
     looked_up: int = 0
+    growth: Growth | None = None
 
     @cached_property
     def ids(self) -> list[int]:
@@ -284,7 +348,7 @@ class Draft:
     def first(self, nodes: int) -> "Draft":
         """Returns the draft of the first `nodes` nodes; parents come before their children."""
         tree = Tree(self.tree.parents[:nodes], self.tree.ranks[:nodes])
-        return Draft(self.tokens[:nodes], tree, self.looked_up)
+        return Draft(self.tokens[:nodes], tree, self.looked_up, self.growth)
 
 
 def unread_draft(root: int, tree: Tree) -> Draft:
