@@ -21,7 +21,7 @@ from medusa_cli.engine.description import rotary_of
 from medusa_cli.engine.linear import packed_linear
 from medusa_cli.engine.native import NativeEngine
 from medusa_cli.engine.native_model import NativeModel
-from medusa_cli.engine.packed import pack_in_memory
+from medusa_cli.engine.packed import bytes_of, pack_in_memory
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.files.assets import home
 from medusa_cli.model import Backbone
@@ -241,6 +241,44 @@ def test_rounding_keeps_the_numbers_nearly(format: Format, bound: float) -> None
     PackedMatrix.pack(ours).multiply(np.full((3, 96), np.nan, np.float32))  # leaves nothing behind
     product, expected = PackedMatrix.pack(ours).multiply(x), x @ ours.floats()[:, :72].T
     assert error_of(product, expected) < 1e-5
+
+
+@pytest.mark.parametrize("norm", [False, True], ids=["plain", "normalized"])
+@pytest.mark.parametrize("temperature", [None, 0.7])
+def test_the_best_outputs_are_found_with_all_instructions(
+    norm: bool, temperature: float | None
+) -> None:
+    torch.manual_seed(0)
+    weight, bias = torch.randn(1003, 72), torch.randn(1003)
+    weight[7] = weight[5]  # of two equal scores, the first is better
+    bias[5] = bias[7] = 90.0
+    gain = torch.nn.RMSNorm(72, eps=1e-5)
+    gain.weight.data.uniform_(0.5, 1.5)
+    for name in instructions():
+        assert library().use(name.encode()) == 0
+        linear = packed_linear(weight, bias)
+        for rows, width in ((1, 1), (3, 10), (20, 33), (2, 2000)):
+            x = torch.randn(rows, 72)
+            values, ids = linear.guess(x, width, temperature, gain if norm else None)
+            scores = linear(gain(x) if norm else x)
+            order = scores.argsort(dim=-1, descending=True, stable=True)[:, :width]
+            log_p = scores if temperature is None else (scores / temperature).log_softmax(-1)
+            expected = log_p.gather(1, order)
+            assert values.shape == (rows, min(width, 1003)) and torch.allclose(
+                values, expected, rtol=1e-4, atol=1e-3
+            )
+            assert torch.allclose(log_p.gather(1, ids), expected, rtol=1e-4, atol=1e-3)
+            assert all(len(set(row)) == len(row) for row in ids.tolist())
+            if width > 1:
+                assert ids[:, :2].tolist() == [[5, 7]] * rows
+
+
+def test_guesses_with_impossible_shapes_are_refused() -> None:
+    linear = packed_linear(torch.randn(40, 64))
+    assert linear.guess(torch.full((2, 64), torch.nan), 3, 0.5)[1].unique().tolist() == [0, 1, 2]
+    for inputs, width in ((65, 3), (64, 0)):
+        with pytest.raises(ValueError, match="guesses"):
+            linear.guess(torch.zeros(2, inputs), width, None)
 
 
 def test_zeros_and_large_numbers_are_rounded() -> None:
@@ -904,7 +942,7 @@ def logits_of(backbone: Backbone) -> torch.Tensor:
     return forward(backbone, PROMPT).logits.clone()
 
 
-def test_weights_are_packed_once_and_mapped(model: str, apart: Path) -> None:
+def test_weights_are_packed_once(model: str, apart: Path) -> None:
     first = load(model)
     [file] = apart.iterdir()
     written = file.stat().st_mtime_ns
@@ -914,6 +952,26 @@ def test_weights_are_packed_once_and_mapped(model: str, apart: Path) -> None:
     assert torch.equal(logits_of(first), logits_of(second))
     load(model, quantize="int8")
     assert len(list(apart.iterdir())) == 2
+
+
+def test_without_room_for_a_copy_packed_weights_are_mapped(
+    model: str, apart: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = logits_of(load(model))
+    monkeypatch.setattr("medusa_cli.engine.packed.free_memory", lambda device: 0)
+    mapped = load(model)
+    assert isinstance(mapped.engine.model.packed.memory, np.memmap)
+    assert torch.equal(logits_of(mapped), expected)
+
+
+def test_large_weights_are_read_in_pieces_onto_aligned_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("medusa_cli.engine.packed.PIECE", 1 << 20)
+    data = np.random.default_rng(0).integers(0, 256, 5_000_001, np.uint8)
+    (tmp_path / "file").write_bytes(data.tobytes())
+    read = bytes_of(tmp_path / "file")
+    assert np.array_equal(read, data) and read.ctypes.data % 64 == 0
 
 
 def cut(data: bytes) -> bytes:

@@ -80,9 +80,10 @@ class LayerDrafter(HeadDrafter):
     ) -> Tensor:
         """Adds rows to the caches of B sequences; see `DecoderLayer.extend`."""
 
-    @abstractmethod
-    def score_states(self, backbone: Backbone, states: Tensor) -> Tensor:
-        """Returns the logits [n, M] for the layer's states [n, H]."""
+    @property
+    def final_norm(self) -> nn.RMSNorm | None:
+        """Returns the norm between the layer's states and the matrix that scores tokens, if there is one."""
+        return None
 
     @torch.inference_mode()
     def draft(
@@ -113,7 +114,7 @@ class LayerDrafter(HeadDrafter):
                 states = self.extend(
                     states[level.parent_rows], places, caches, embedded, masks=ancestors
                 )
-            return self.best(self.score_states(backbone, states), width, temperature)
+            return self.guess(backbone, 0, states, width, temperature, self.final_norm)
 
         try:
             return draft_by_level(tree, new, guess)
@@ -211,6 +212,10 @@ class Eagle(LayerDrafter):
     def check_fit(cls, config: Any, backbone: Backbone) -> None:
         check_layers(config.taps, backbone.num_layers, "drafter.taps")
 
+    @property
+    def final_norm(self) -> nn.RMSNorm:
+        return self.norm
+
     def enter(self, backbone: Backbone, hidden: Tensor) -> Tensor:
         entering: Tensor = self.packed("fc")(self._lower(hidden))
         return entering
@@ -255,12 +260,9 @@ class Eagle(LayerDrafter):
                 states = torch.where((trees.depth == 0)[..., None], last[:, None], below).flatten(
                     0, 1
                 )
-            return self.best(self.score_states(backbone, states), width, temperature)
+            return self.guess(backbone, 0, states, width, temperature, self.final_norm)
 
         fill_by_level(trees, self.num_heads, guess)
-
-    def score_states(self, backbone: Backbone, states: Tensor) -> Tensor:
-        return self.score(backbone, 0, self.norm(states))
 
     def _lower(self, hidden: Tensor) -> Tensor:
         """Returns the leveled states to fuse, without those of the last layer."""

@@ -120,8 +120,8 @@ class HydraHeads(HeadDrafter):
             head: int, width: int, temperature: float | None, level: Frontier
         ) -> tuple[Tensor, Tensor]:
             nonlocal x
-            x, scores = self._score(backbone, head, x, level.parent_rows, level.tokens)
-            return self.best(scores, width, temperature)
+            x = torch.cat([x[level.parent_rows], self.embed(backbone, level.tokens)], dim=-1)
+            return self.guess(backbone, head, self.packed("blocks")[head](x), width, temperature)
 
         return guess
 
@@ -139,12 +139,6 @@ class HydraHeads(HeadDrafter):
             last = number + 1 == len(self.prefix)
             x = layer.extend(x, positions, caches, last=last)
         return x
-
-    def _score(
-        self, backbone: Backbone, head: int, x: Tensor, parent_rows: Tensor, tokens: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        x = torch.cat([x[parent_rows], self.embed(backbone, tokens)], dim=-1)
-        return x, self.score(backbone, head, self.packed("blocks")[head](x))
 
     def head_states(
         self, backbone: Backbone, batch: Batch, rows: Sequence[Tensor]

@@ -246,9 +246,6 @@ class Mtp(TransformersDrafter, LayerDrafter):
             outs.append(out)
         return torch.cat(outs)
 
-    def score_states(self, backbone: Backbone, states: Tensor) -> Tensor:
-        return self.score(backbone, 0, states)
-
     def head_states(
         self, backbone: Backbone, batch: Batch, rows: Sequence[Tensor]
     ) -> Iterator[Tensor]:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from medusa_cli.drafters.base import Drafter
 from medusa_cli.drafters.expansion import Frontier, Guess
 from medusa_cli.drafters.layers import TokenBias, owners
-from medusa_cli.engine.linear import packed_copy, packed_linear, packs
+from medusa_cli.engine.linear import NativeScorer, packed_copy, packed_linear, packs
 from medusa_cli.model import Backbone
 
 if TYPE_CHECKING:
@@ -107,6 +107,11 @@ class Scoring(Drafter):
 
     def score(self, backbone: Backbone, head: int, states: Tensor) -> Tensor:
         """Returns a head's logits [.., M] for states [.., H], in fp32 because top-k over bf16 is slow."""
+        own = len(self.matrices) > 0
+        scorer = self._scorer(backbone, head)
+        return scorer(states if own else states.to(backbone.dtype)).float()
+
+    def _scorer(self, backbone: Backbone, head: int) -> Callable[[Tensor], Tensor]:
         engine = backbone.engine
         own = len(self.matrices) > 0
         if not self._scorers:  # forks share this list
@@ -116,8 +121,24 @@ class Scoring(Drafter):
                 self._scorers.append(engine.lm_head)
             else:
                 self._scorers.append(packed_linear(self.matrix(backbone, 0), self.bias(backbone)))
-        scorer = self._scorers[head if len(self._scorers) > 1 else 0]
-        return scorer(states if own else states.to(backbone.dtype)).float()
+        return self._scorers[head if len(self._scorers) > 1 else 0]
+
+    def guess(
+        self,
+        backbone: Backbone,
+        head: int,
+        states: Tensor,
+        width: int,
+        temperature: float | None,
+        norm: nn.RMSNorm | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Returns what `best` does for the scores of states [N, H]. norm: is applied to the states first."""
+        scorer = self._scorer(backbone, head)
+        if isinstance(scorer, NativeScorer):
+            log_p, indices = scorer.guess(states, width, temperature, norm)
+            return log_p, self.draft_ids[indices]
+        states = states if norm is None else norm(states)
+        return self.best(self.score(backbone, head, states), width, temperature)
 
     def best(self, scores: Tensor, width: int, temperature: float | None) -> tuple[Tensor, Tensor]:
         """Returns the log confidences and token ids [N, width] of the best guesses, given scores [N, M].

@@ -21,7 +21,8 @@ from medusa_cli.engine.state_cache import StateCache
 from medusa_cli.errors import UserError
 from medusa_cli.model.backbone import Backbone
 from medusa_cli.native import Format, PackedMatrix, instructions, library
-from medusa_cli.native.library import MIXERS, TILE, UNIT, CacheBuffers, Step
+from medusa_cli.native.library import MIXERS, TILE, UNIT, CacheBuffers, Guesses, Step
+from medusa_cli.native.matrix import padded_floats
 
 FLOAT_BYTES = 4
 # The key of the states of all delta-net layers.
@@ -476,6 +477,34 @@ class NativeLinear(nn.Module):
         )
         assert code == 0
         return y[:, : self.out_features].view(*x.shape[:-1], self.out_features)
+
+    def guess(
+        self, x: Tensor, width: int, temperature: float | None, norm: nn.RMSNorm | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the scores and ids [n, width] of the best outputs for x [n, K], best first.
+
+        With a temperature, the scores are log probabilities at it. norm: is applied to x first.
+        """
+        rows = x.float().contiguous()
+        width = min(width, self.out_features)
+        scores = torch.empty(len(rows), width)
+        ids = torch.empty(len(rows), width, dtype=torch.int32)
+        gain = None if norm is None else padded_floats(norm.weight.detach().float().numpy())
+        guesses = Guesses(
+            states=rows.data_ptr(),
+            rows=len(rows),
+            stride=rows.shape[1],
+            norm=None if gain is None else gain.ctypes.data,
+            eps=0.0 if norm is None else norm.eps or 0.0,
+            temperature=temperature or 0.0,
+            width=width,
+            ids=ids.data_ptr(),
+            scores=scores.data_ptr(),
+        )
+        if library().guess(byref(self.matrix.struct), byref(guesses)):
+            shape = tuple(x.shape)
+            raise ValueError(f"internal: {width} guesses for states {shape} do not fit the matrix")
+        return scores, ids.long()
 
 
 class NativeEmbedding(nn.Module):

@@ -1,16 +1,19 @@
-"""Packed weights: a model's matrices in the library's tiles, made once and kept in a memory-mapped file."""
+"""Packed weights: a model's matrices in the library's tiles, made once and kept in a file."""
 
 import json
 import logging
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
+from medusa_cli.device import free_memory
 from medusa_cli.engine.description import Description
 from medusa_cli.engine.experts import Part
 from medusa_cli.files.assets import home
@@ -18,13 +21,23 @@ from medusa_cli.model.backbone import LazyNetwork, Unsupported
 from medusa_cli.model.digest import weights_of
 from medusa_cli.model.weights import Weights, open_weights, source_stamp
 from medusa_cli.native import Format, PackedMatrix, RawMatrix
-from medusa_cli.native.library import library
-from medusa_cli.native.matrix import Bytes, Floats, aligned, pack_tiles, padded_floats
+from medusa_cli.native.library import cpu_count, library
+from medusa_cli.native.matrix import (
+    HAS_HUGE_PAGES,
+    Bytes,
+    Floats,
+    aligned,
+    pack_tiles,
+    padded_floats,
+)
 
 # The version of the file format; it changes whenever the library packs differently.
 VERSION = 1
 # Every part of a file begins at a multiple of this many bytes.
 ALIGNMENT = 64
+# Weights are read into memory if this multiple of their size is free, in pieces of so many bytes.
+READING_ROOM = 1.5
+PIECE = 32 << 20
 log = logging.getLogger(__name__)
 
 
@@ -36,7 +49,7 @@ class MissingWeights(Unsupported):
 class Packed:
     """Packed matrices and fp32 vectors by name.
 
-    memory: the mapped file that holds them, if any. digest: the digest, from `weights_of`, of the
+    memory: the bytes of the file that holds them, if any. digest: the digest, from `weights_of`, of the
     model that they were made from.
     """
 
@@ -136,6 +149,24 @@ def pack_to_file(
         part.unlink(missing_ok=True)
 
 
+def bytes_of(path: Path) -> Bytes:
+    """Returns the bytes of a file: read onto huge pages if there is enough memory, or else mapped."""
+    size = path.stat().st_size
+    if not HAS_HUGE_PAGES or free_memory(torch.device("cpu")) < READING_ROOM * size:
+        return np.memmap(path, np.uint8, "r")
+    memory = aligned(size)
+
+    def read(start: int) -> int:
+        with path.open("rb") as file:
+            file.seek(start)
+            return file.readinto(memory[start : start + PIECE].data)
+
+    with ThreadPoolExecutor(cpu_count()) as pool:
+        if sum(pool.map(read, range(0, size, PIECE))) != size:
+            raise ValueError("it is cut off")
+    return memory
+
+
 def _write(file: Any, end: int, data: Bytes) -> list[int]:
     """Writes bytes at the first aligned position from `end` on; returns that position and their number."""
     start = -(-end // ALIGNMENT) * ALIGNMENT
@@ -145,8 +176,8 @@ def _write(file: Any, end: int, data: Bytes) -> list[int]:
 
 
 def read_packed(path: Path, description: Description, int8_rows: bool) -> Packed:
-    """Maps packed weights; raises ValueError if the file is cut off or does not hold this model."""
-    memory = np.memmap(path, np.uint8, "r")
+    """Reads packed weights; raises ValueError if the file is cut off or does not hold this model."""
+    memory = bytes_of(path)
     start = int.from_bytes(memory[:8].tobytes(), "little")
     if not 8 <= start < memory.nbytes:
         raise ValueError("it is cut off")

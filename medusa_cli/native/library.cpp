@@ -153,8 +153,8 @@ void medusa_threads(int count) {
 // Returns the size of a structure, which Python compares with its own; -1 if there is none.
 int64_t medusa_size(int which) {
   const int64_t sizes[] = {sizeof(Matrix), sizeof(Layer), sizeof(Model), sizeof(Cache), sizeof(Step),
-                           sizeof(DraftRows), sizeof(DraftPass)};
-  return which >= 0 && which < 7 ? sizes[which] : -1;
+                           sizeof(DraftRows), sizeof(DraftPass), sizeof(Guesses)};
+  return which >= 0 && which < 8 ? sizes[which] : -1;
 }
 
 // Writes group, block, bits, zero, has_offset, file_bytes and tile_bytes of a format to `out`.
@@ -220,6 +220,15 @@ int medusa_logits(const Matrix* head, const float* states, int64_t rows, int64_t
   std::lock_guard<std::mutex> lock(running);
   if (!fits(*head) || stride < head->k || ldy < padded(head->n, kTile)) return -1;
   functions().logits(threads(), *head, states, rows, stride, out, ldy, best);
+  return 0;
+}
+
+int medusa_guess(const Matrix* matrix, const Guesses* guesses) {
+  std::lock_guard<std::mutex> lock(running);
+  const Guesses& g = *guesses;
+  if (!fits(*matrix) || g.rows < 1 || g.stride < 1 || g.stride > matrix->k) return -1;
+  if (g.width < 1 || g.width > matrix->n) return -1;
+  functions().guess(threads(), *matrix, g);
   return 0;
 }
 

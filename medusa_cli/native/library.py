@@ -156,6 +156,19 @@ class DraftPass(Structure):
     ]
 
 
+class Guesses(Structure):
+    """States whose next tokens a matrix guesses; see step.h."""
+
+    _fields_ = [
+        ("states", c_void_p),
+        *((name, c_int64) for name in ("rows", "stride")),
+        ("norm", c_void_p),
+        *((name, c_float) for name in ("eps", "temperature")),
+        ("width", c_int64),
+        *((name, c_void_p) for name in ("ids", "scores")),
+    ]
+
+
 SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "instructions": (c_char_p, []),
     "use": (c_int, [c_char_p]),
@@ -168,6 +181,7 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "run": (c_int, [POINTER(Model), POINTER(CacheBuffers), POINTER(Step)]),
     "draft": (c_int, [POINTER(Model), POINTER(DraftPass)]),
     "logits": (c_int, [POINTER(Matrix), c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p]),
+    "guess": (c_int, [POINTER(Matrix), POINTER(Guesses)]),
     "multiply": (c_int, [POINTER(Matrix), c_void_p, c_int64, c_int64, c_void_p, c_int64]),
     "embed": (c_int, [POINTER(Matrix), c_void_p, c_int64, c_float, c_void_p, c_int64]),
     "keep": (c_int, [POINTER(Model), POINTER(CacheBuffers), c_int64, c_int64, c_void_p, c_int64]),
@@ -194,7 +208,7 @@ def library() -> Any:
         function.restype = result
         function.argtypes = arguments
         functions[name] = function
-    structures = (Matrix, Layer, Model, CacheBuffers, Step, DraftRows, DraftPass)
+    structures = (Matrix, Layer, Model, CacheBuffers, Step, DraftRows, DraftPass, Guesses)
     sizes = [ctypes.sizeof(kind) for kind in structures]
     if sizes != [functions["size"](which) for which in range(len(sizes))]:
         raise Unavailable("the native library is of another version; install the package again")

@@ -1,8 +1,10 @@
 """Matrices for the native library: raw, as a file stores them, and packed in tiles."""
 
 import ctypes
+import mmap
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import cache
@@ -16,6 +18,8 @@ from medusa_cli.native.library import TILE, UNIT, Matrix, cpu_count, library
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
 
+HUGE_PAGE = 2 << 20
+HAS_HUGE_PAGES = hasattr(mmap, "MADV_HUGEPAGE")
 # The largest scale of MXFP4 by which all its numbers are finite in fp32.
 LARGEST_SCALE = 252
 
@@ -244,9 +248,20 @@ def in_parts(count: int, work: Callable[[int, int], None]) -> None:
 
 
 def aligned(size: int) -> Bytes:
-    """Returns `size` zero bytes that begin at a multiple of 64 bytes."""
-    memory = np.zeros(size + 64, np.uint8)
-    start = -memory.ctypes.data % 64
+    """Returns `size` zero bytes that begin at a multiple of 64 bytes, on huge pages if there are any.
+
+    With small pages, looking up addresses takes a tenth of a pass.
+    """
+    if size < HUGE_PAGE or not HAS_HUGE_PAGES:
+        return _from_multiple(np.zeros(size + 64, np.uint8), 64, size)
+    memory = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # the kernel may have been built without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return _from_multiple(np.frombuffer(memory, np.uint8), HUGE_PAGE, size)
+
+
+def _from_multiple(memory: Bytes, multiple: int, size: int) -> Bytes:
+    start = -memory.ctypes.data % multiple
     return memory[start : start + size]
 
 

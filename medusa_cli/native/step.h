@@ -177,6 +177,21 @@ struct DraftPass {
   const float* embedded;
 };
 
+// States [rows, stride] whose next tokens a matrix guesses.
+//
+// norm: the gain [hidden padded to 32] of a norm that precedes the matrix, or null. Guesses are the
+// `width` best channels of each row, best first: their ids and scores [rows, width]. With a
+// temperature above 0, scores are log probabilities at it.
+struct Guesses {
+  const float* states;
+  int64_t rows, stride;
+  const float* norm;
+  float eps, temperature;
+  int64_t width;
+  int32_t* ids;
+  float* scores;
+};
+
 // The library's functions for one instruction set.
 struct Functions {
   void (*run)(Pool&, const Model&, const Cache&, const Step&);
@@ -185,6 +200,7 @@ struct Functions {
   void (*replay)(Pool&, const Model&, const Cache&, int64_t slot, const int64_t* path, int64_t count);
   void (*logits)(Pool&, const Matrix& head, const float* states, int64_t rows, int64_t stride, float* out, int64_t ldy,
                  int32_t* best);
+  void (*guess)(Pool&, const Matrix&, const Guesses&);
   void (*multiply)(Pool&, const Matrix&, const float* x, int64_t rows, int64_t ldx, float* y, int64_t ldy);
   void (*embed)(Pool&, const Matrix&, const int64_t* ids, int64_t count, float scale, float* out, int64_t ldo);
 };
