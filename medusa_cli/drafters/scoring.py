@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -12,11 +12,21 @@ from torch.nn import functional as F
 from medusa_cli.drafters.base import Drafter
 from medusa_cli.drafters.expansion import Frontier, Guess
 from medusa_cli.drafters.layers import TokenBias, owners
-from medusa_cli.engine.linear import NativeScorer, packed_copy, packed_linear, packs
+from medusa_cli.engine.linear import packed_copy, packed_linear, packs
 from medusa_cli.model import Backbone
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+
+@runtime_checkable
+class NativeScorer(Protocol):
+    """A vocabulary matrix that finds its best tokens itself."""
+
+    def guess(
+        self, x: Tensor, width: int, temperature: float | None, norm: nn.RMSNorm | None
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the scores and ids of the best outputs, as NativeLinear does."""
 
 
 class Scoring(Drafter):

@@ -18,16 +18,6 @@ class HasNativeParts(Protocol):
         """Returns the arguments of a NativeDecoderLayer."""
 
 
-@runtime_checkable
-class NativeScorer(Protocol):
-    """A linear layer that finds its best outputs itself."""
-
-    def guess(
-        self, x: Tensor, width: int, temperature: float | None, norm: nn.RMSNorm | None
-    ) -> tuple[Tensor, Tensor]:
-        """Returns the scores and ids of the best outputs, see NativeLinear."""
-
-
 class PlainLinear(nn.Module):
     """A linear layer over a given weight [N, K]."""
 
