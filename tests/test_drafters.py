@@ -121,6 +121,19 @@ def test_greedy_output_is_identical_in_every_family(family: str) -> None:
             )
 
 
+@pytest.mark.parametrize("kind", ["medusa", "hydra++-prompt", "eagle-draft"])
+def test_trees_that_grow_together_in_a_batch_change_no_answer(kind: str) -> None:
+    backbone = tiny_backbone(layers=4, engine="native")
+    rules = {"max_new_tokens": 30, "stop_ids": ()}
+    prompts = [PROMPT, PROMPT[1:] + PROMPT[:1], PROMPT[:3]]
+    answers = generate_batch(
+        backbone, drafter_of(backbone, kind), PAYING, prompts, batch_size=3, **rules
+    )
+    for answer, prompt in zip(answers, prompts, strict=True):
+        assert tokens_of(answer) == tokens_of(generate_plain(backbone, prompt, **rules))
+        assert any(step.growth and step.nodes > 1 for step in answer)
+
+
 @pytest.mark.usefixtures("exact")
 @pytest.mark.parametrize("shape", ["static", "dynamic"])
 @pytest.mark.parametrize("kind", OF_STATES)

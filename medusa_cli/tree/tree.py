@@ -207,15 +207,16 @@ class Prices:
         chances: for each sequence, the probabilities of acceptance of its nodes below the root,
         highest first.
         """
-        best = 1
-        most = profit = 0.0
+        best_size = 1
+        best_profit = 0.0
+        profit = 0.0
         for size in range(1, min(len(self.passes), 1 + max(map(len, chances)))):
             profit += sum(own[size - 1] for own in chances if len(own) >= size)
             profit -= self.passes[size] - self.passes[size - 1]
-            if profit > most:
-                most = profit
-                best = size + 1
-        return best
+            if profit > best_profit:
+                best_profit = profit
+                best_size = size + 1
+        return best_size
 
     def worth_extending(
         self, head: int, size: int, chances: Sequence[Sequence[float]]
