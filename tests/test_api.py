@@ -2,9 +2,11 @@
 
 import asyncio
 import gc
+import json
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,10 @@ import torch
 
 from medusa_cli import Medusa
 from medusa_cli.api import GenerationOptions
+from medusa_cli.decode import AdaptivePolicy
+from medusa_cli.decode.sequence import DraftState
 from medusa_cli.errors import UsageError, UserError
+from medusa_cli.tree import DynamicTree
 from tests.helpers import generate_plain, python, save_model, save_run, tokens_of
 
 PAGE = Path(__file__).parent.parent / "docs" / "python.md"
@@ -53,6 +58,23 @@ def test_stream_is_plain_decoding(medusa: Medusa) -> None:
     assert text == stream.answer.text == medusa.backbone.decode(stream.answer.tokens)
     assert stream.answer.finish_reason == "length"
     assert stream.answer.stats.tokens == 24 and stream.answer.prompt_tokens == len(IDS)
+
+
+@pytest.mark.parametrize("temperatures", [[], [0.9, 1.0, 1.1]], ids=["static", "growing"])
+def test_trees_grow_if_the_confidences_are_calibrated(
+    place: Path, tmp_path: Path, temperatures: list[float]
+) -> None:
+    run = save_run(tmp_path / "run", str(place / "model"), calibrated=True)
+    known = json.loads(run.calibration_path.read_text())
+    run.calibration_path.write_text(json.dumps({**known, "temperatures": temperatures}))
+    medusa = Medusa.from_pretrained(drafter=run.path, tree="auto", dtype="fp32", lookup=False)
+    policy = medusa.loaded.policy
+    assert isinstance(policy, AdaptivePolicy)
+    policy._current = 1  # draft, whatever the times on this machine are
+    proposal, _ = policy.propose([SimpleNamespace(draft=DraftState())], [[]])[0]
+    assert isinstance(proposal, DynamicTree) == bool(temperatures)
+    stream = medusa.stream(IDS, max_new_tokens=24, stop_ids=())
+    assert "".join(stream) and stream.answer.tokens == alone(medusa, IDS, stop_ids=())
 
 
 def test_streams_may_be_read_in_turn(medusa: Medusa) -> None:
