@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from numbers import Integral
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,7 +29,7 @@ from medusa_cli.model import Backbone
 from medusa_cli.model.chat_template import check_system, fit, token_ids
 from medusa_cli.runs.load_options import LoadOptions
 from medusa_cli.runs.recipe import template_text
-from medusa_cli.runs.resolve import choose
+from medusa_cli.runs.resolve import NoDrafter, choose
 
 
 class Array(Protocol):
@@ -191,19 +192,26 @@ class Medusa:
         """Loads a model (a name, a folder, a GGUF file or a hub id) with its drafter.
 
         Arguments have the same meaning as the command-line options. drafter: a run, a folder or a hub id; "auto": the
-        run's drafter, else the one that ships for the model; None: plain decoding. lookup: whether to draft n-gram
-        matches, which also works without a drafter. model: None uses the run's model, else the default one.
+        run's drafter, else the one that ships for the model, else n-gram drafts; None: plain decoding. lookup: whether
+        to draft n-gram matches, which also works without a drafter. model: None uses the run's model, else the default
+        one.
         chat_template: a Jinja file or the template's text.
         Raises UserError if something does not exist or does not fit the model.
         """
-        choice = choose(
+        find = partial(
+            choose,
             None if model is None else str(model),
             None if run is None else str(run),
             None if drafter in (None, "auto") else str(drafter),
             None if tree is None else str(tree),
             need_drafter=drafter is not None,
-            lookup=lookup,
         )
+        try:
+            choice = find(lookup=lookup)
+        except NoDrafter:
+            if lookup is False or tree is not None:
+                raise
+            choice = find(lookup=True)
         if chat_template is not None:
             choice = replace(choice, chat_template=template_text(str(chat_template)))
         loaded = load_model(choice, LoadOptions(device, dtype, engine, quantize, trust_remote_code))

@@ -254,14 +254,18 @@ def test_invalid_arguments_are_named(place: Path, tmp_path: Path) -> None:
         Medusa.from_pretrained(place / "model", drafter="/nowhere/at/all")
     with pytest.raises(UsageError, match="^dtype 'fp33' is unknown"):
         Medusa.from_pretrained(place / "model", drafter=None, dtype="fp33")
-    with pytest.raises(UserError, match="no drafter ships for the model"):
-        Medusa.from_pretrained(place / "model")
+    for words in ({"lookup": False}, {"tree": "static"}):
+        with pytest.raises(UserError, match="no drafter ships for the model"):
+            Medusa.from_pretrained(place / "model", **words)
     with pytest.raises(UsageError, match="name a run each"):
         Medusa.from_pretrained(drafter=place / "runs" / "mine", run="other")
 
 
-def test_lookup_without_a_drafter(place: Path, medusa: Medusa) -> None:
-    loaded = Medusa.from_pretrained(place / "model", lookup=True, dtype="fp32")
+@pytest.mark.parametrize("words", [{}, {"lookup": True}])
+def test_a_model_without_a_drafter_drafts_ngrams(
+    place: Path, medusa: Medusa, words: dict[str, bool]
+) -> None:
+    loaded = Medusa.from_pretrained(place / "model", dtype="fp32", **words)
     assert loaded.loaded.drafter is None and "n-grams" in loaded.loaded.description
     prompt = IDS * 6
     stream = loaded.stream(prompt, max_new_tokens=24, stop_ids=())

@@ -3,8 +3,8 @@
 import json
 import logging
 import re
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,12 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from medusa_cli.drafters import Firp, HydraHeads, MedusaHeads
+from medusa_cli.drafters import Eagle, Firp, HydraHeads, MedusaHeads
 from medusa_cli.drafters.io import save_drafter
 from medusa_cli.engine import load_backbone
 from medusa_cli.errors import UserError
 from medusa_cli.export import medusa_format
-from medusa_cli.export.eagle3_format import export_eagle3, refuse_other_kinds
+from medusa_cli.export.eagle3_format import export_eagle3
 from medusa_cli.export.folder import Source, find_source
 from medusa_cli.export.incoming import import_drafter
 from medusa_cli.export.medusa_format import export_medusa
@@ -71,6 +71,18 @@ def eagle_run(folder: Path, model: str) -> Run:
     """Imports a random EAGLE-3 drafter into a run."""
     theirs = write(folder / "theirs", "model.safetensors", eagle3(EAGLE), EAGLE)
     return import_drafter(str(theirs), f"{folder}/run", model)[0]
+
+
+def rows_run(folder: Path, backbone: Backbone) -> Run:
+    """Saves a run with a random EAGLE drafter that scores with 24 rows of the model's lm_head."""
+    run = save_run(folder, backbone.id)
+    torch.manual_seed(2)
+    ids = torch.randperm(V)[:24].sort().values
+    drafter = Eagle.create(backbone, 3, 1, "draft", ids, matrices="none")
+    for weight in drafter.parameters():
+        weight.data += 0.1 * torch.randn_like(weight)
+    save_drafter(drafter, run.drafter_dir, provenance(backbone.identity))
+    return run
 
 
 def source_of(run: Run) -> Source:
@@ -312,11 +324,25 @@ def test_a_failed_write_leaves_the_earlier_export(
     assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
-def test_an_eagle_without_a_matrix_is_refused_where_engines_need_one() -> None:
-    source: Any = SimpleNamespace(
-        kind="eagle",
-        config=SimpleNamespace(matrices="none"),
-        run=SimpleNamespace(drafter_dir="runs/mine/drafter"),
+@pytest.mark.parametrize("export", [export_eagle3, export_speculators])
+def test_an_eagle_without_a_matrix_is_written_with_its_rows_of_the_lm_head(
+    tmp_path: Path, model: str, backbone: Backbone, export: Callable[..., Any]
+) -> None:
+    run = rows_run(tmp_path / "rows", backbone)
+    export(source_of(run), tmp_path / "out")
+    back = import_drafter(str(tmp_path / "out"), f"{tmp_path}/back", model)[0]
+    config = json.loads((back.drafter_dir / "config.json").read_text())
+    assert (config["matrices"], config["draft_vocab_size"]) == ("one", 24)
+    assert draft_tokens(back, backbone) == draft_tokens(run, backbone)
+
+
+def test_rows_of_an_lm_head_with_a_bias_are_refused(
+    tmp_path: Path, backbone: Backbone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = rows_run(tmp_path / "rows", backbone)
+    rows = Backbone.lm_head_rows
+    monkeypatch.setattr(
+        Backbone, "lm_head_rows", lambda self, ids: (rows(self, ids)[0], torch.ones(len(ids)))
     )
-    with pytest.raises(UserError, match="vocabulary matrix"):
-        refuse_other_kinds(source, "eagle3")
+    with pytest.raises(UserError, match="bias"):
+        export_eagle3(source_of(run), tmp_path / "out")

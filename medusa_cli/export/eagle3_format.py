@@ -8,12 +8,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from medusa_cli.drafters.incoming_eagle3 import AUX_LAYERS, NORMS
+from medusa_cli.engine import load_backbone
 from medusa_cli.errors import UserError
 from medusa_cli.export.card import card, shell
 from medusa_cli.export.folder import Source, exporting
 from medusa_cli.files import assets
 from medusa_cli.files.io import write_json
 from medusa_cli.model.load import read_config
+from medusa_cli.runs.load_options import LoadOptions
 
 KIND = "eagle"
 
@@ -49,20 +51,19 @@ def refuse_other_kinds(source: Source, form: str) -> None:
             f"@to {form} cannot hold the {source.kind} drafter {source.run.drafter_dir}",
             "use @to hf, or a @run with an EAGLE drafter (`medusa train drafter=eagle`)",
         )
-    if source.config.matrices == "none":
-        raise UserError(
-            f"@to {form} needs a vocabulary matrix, and {source.run.drafter_dir} has none",
-            "use @to hf, or train with drafter.matrices=one",
-        )
 
 
 def engine_tensors(source: Source) -> dict[str, Tensor]:
     """Returns an EAGLE drafter's tensors with the maps of its draft vocabulary.
 
     d2t [M]: draft token i is the model's token i + d2t[i]. t2d [V]: True for the tokens in the
-    draft vocabulary.
+    draft vocabulary. A drafter without a vocabulary matrix gets the rows of the model's lm_head
+    with which it scores. Raises UserError if these have a bias, for which the layouts have no
+    place.
     """
     tensors = dict(source.tensors)
+    if source.config.matrices == "none":
+        tensors["lm_head.weight"] = _lm_head_rows(source)
     if source.config.vocabulary == "draft":  # engines expect no maps for a full vocabulary
         ids = tensors.pop("draft_ids").long()
         tensors["d2t"] = ids - torch.arange(len(ids))
@@ -70,6 +71,20 @@ def engine_tensors(source: Source) -> dict[str, Tensor]:
             0, ids, True
         )
     return tensors
+
+
+def _lm_head_rows(source: Source) -> Tensor:
+    """Returns the rows [M, H] of the model's lm_head for the draft vocabulary, in the drafter's number type."""
+    options = LoadOptions(device="cpu", trust_remote_code=source.trusted)
+    backbone = load_backbone(source.model, options, adapter=source.run.adapter)
+    ids = source.tensors.get("draft_ids", torch.arange(source.config.vocab_size))
+    rows, bias = backbone.lm_head_rows(ids.long())
+    if bias is not None:
+        raise UserError(
+            f"the lm_head of {source.model} has a bias, which EAGLE-3 drafters cannot have",
+            "use @to hf, or train with drafter.matrices=one",
+        )
+    return rows.to(source.tensors["fc.weight"].dtype)
 
 
 def served_model(source: Source) -> tuple[str, list[str]]:
