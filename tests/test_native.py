@@ -4,6 +4,10 @@ import copy
 import importlib
 import json
 import multiprocessing
+import os
+import re
+import shutil
+import subprocess
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -34,6 +38,7 @@ from medusa_cli.native import (
     is_available,
     library,
 )
+from medusa_cli.native.library import LIBRARY
 from medusa_cli.native.matrix import facts
 from medusa_cli.runs.load_options import LoadOptions
 from medusa_cli.tree import DynamicTree, Tree
@@ -171,6 +176,42 @@ def test_a_product_is_that_of_its_numbers_and_of_the_same_bits_with_all_instruct
         assert error_of(products[0], expected) < (1e-2 if int8_rows else 1e-5)
         for name, product in zip(instructions(), products, strict=True):
             assert np.array_equal(product, products[0]), name
+
+
+@EACH_FORMAT
+def test_rows_near_zero_have_finite_products_of_the_same_bits(format: Format) -> None:
+    raw, x = random_matrix(format, 40, 256), random_rows(2, 256)
+    x[0] = 1e-38
+    for int8_rows in row_kinds(format):
+        products = []
+        for name in instructions():
+            assert library().use(name.encode()) == 0
+            products.append(PackedMatrix.pack(raw, None, int8_rows).multiply(x))
+            assert np.abs(products[-1][0]).max() < 1e-30 and np.isfinite(products[-1]).all(), name
+            assert np.array_equal(products[-1], products[0]), name
+
+
+def test_no_rows_have_an_empty_product() -> None:
+    matrix = PackedMatrix.pack(random_matrix(Format.Q4_K, 40, 256))
+    assert matrix.multiply(np.empty((0, 256), np.float32)).shape == (0, 40)
+
+
+@pytest.mark.skipif(
+    shutil.which("nm") is None or "MEDUSA_LIBRARY" in os.environ,
+    reason="nm lists the functions of an optimized library",
+)
+def test_instruction_sets_share_no_code() -> None:
+    """The linker keeps one of the functions of a name, perhaps one with instructions that this CPU lacks."""
+    done = subprocess.run(
+        ["nm", "-DC", "--defined-only", LIBRARY], capture_output=True, text=True, check=True
+    )
+    functions = re.findall(r"^[0-9a-f]+ W (.*)$", done.stdout, re.MULTILINE)
+    own = re.compile(r"medusa::(generic|avx2|avxvnni|avx512|avx512vnni)::")
+    of_common_files = re.compile(r"operator (new|delete)|thread")
+    assert any(own.search(name) for name in functions)
+    assert not [
+        name for name in functions if not own.search(name) and not of_common_files.search(name)
+    ]
 
 
 def test_every_scale_of_mxfp4_is_exact_with_all_instructions() -> None:

@@ -375,11 +375,13 @@ class NativeCache(StateCache):
     def _make(self, capacity: int) -> None:
         struct = self.model.struct
         description = self.model.description
-        self.keys = torch.zeros(self.layers, self.slots, struct.key_width * capacity)
-        self.values = torch.zeros(self.layers, self.slots, struct.value_width * capacity)
+        keys = torch.zeros(self.layers, self.slots, struct.key_width * capacity)
+        values = torch.zeros(self.layers, self.slots, struct.value_width * capacity)
         convolutions = description.places("short_conv")
         hidden = description.sizes["hidden"]
-        self.inputs = torch.zeros(convolutions, self.slots, capacity, hidden)
+        inputs = torch.zeros(convolutions, self.slots, capacity, hidden)
+        # If memory ran out above, the cache is as before.
+        self.keys, self.values, self.inputs = keys, values, inputs
         self.capacity = capacity
 
     @property

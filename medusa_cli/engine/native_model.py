@@ -237,9 +237,13 @@ class NativeModel:
                 if len(self.packed.vectors[stored]) != padded(counts[name], UNIT):
                     raise Unsupported(f"its {stored} has another size")
         self._check_inputs()
-        for matrix in (self.embedding, self.head):
-            if matrix.shape[0] < sizes["vocab"] or not _has_inputs(matrix, hidden):
-                raise Unsupported("its vocabulary has another size")
+        last = self.gain_of(self.description.norm, hidden)
+        if len(last) != parts * padded(hidden, UNIT):
+            raise Unsupported("its last norm has another size")
+        vocab = sizes["vocab"]
+        fits = self.embedding.shape[0] >= vocab and self.head.shape[0] == vocab
+        if not (fits and all(_has_inputs(own, hidden) for own in (self.embedding, self.head))):
+            raise Unsupported("its vocabulary has another size")
 
     def _check_inputs(self) -> None:
         """Raises Unsupported unless the weights for layers' additional inputs have the sizes the library reads."""
@@ -346,7 +350,7 @@ class NativeModel:
 
 def _has_inputs(matrix: PackedMatrix, wanted: int) -> bool:
     """Returns True if a matrix has `wanted` inputs; rounded matrices are padded to whole groups."""
-    return 0 <= matrix.shape[1] - wanted < UNIT
+    return matrix.shape[1] in (wanted, padded(wanted, UNIT))
 
 
 def _once(sines: Tensor) -> slice:

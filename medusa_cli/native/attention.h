@@ -8,11 +8,12 @@
 #pragma once
 
 #include <algorithm>
-#include <vector>
 
 #include "simd.h"
 
 namespace medusa {
+
+namespace ISA {
 
 // The columns that the rows of one slot see. Row r sees column c < prefix if c >= lowest[r]. For
 // the columns from the prefix on, it has bit masks over tiles of 16 columns, of which tile i begins
@@ -20,9 +21,9 @@ namespace medusa {
 struct Sight {
   int64_t prefix;
   int64_t tiles;                 // masks per row
-  std::vector<int64_t> lowest;   // [rows], first column of the window, at most the prefix
-  std::vector<int64_t> last;     // [rows], one past the last column that the row sees
-  std::vector<uint16_t> masks;   // [rows, tiles]
+  List<int64_t> lowest;   // [rows], first column of the window, at most the prefix
+  List<int64_t> last;     // [rows], one past the last column that the row sees
+  List<uint16_t> masks;   // [rows, tiles]
 };
 
 // Sets the columns that `rows` rows see. The rows have the last of `columns` columns after the
@@ -51,8 +52,6 @@ inline void look(Sight& sight, int64_t rows, int64_t columns, int64_t prefix, co
     }
   }
 }
-
-namespace ISA {
 
 inline uint16_t visible(const Sight& sight, int64_t row, int64_t tile) {
   const int64_t first = sight.prefix / 16;
@@ -143,7 +142,7 @@ inline void weigh_rows(const float* weights, int64_t stride, const float* values
 
 // Scratch memory for one thread's attention.
 struct AttentionRoom {
-  std::vector<float> scores, queries, out;
+  List<float> scores, queries, out;
 };
 
 // Runs attention for `count` <= QUERIES queries of one key head. queries, outputs: pointers to

@@ -45,7 +45,9 @@ def compiler() -> list[str] | None:
     for name in ("c++", "g++", "clang++"):
         if path := shutil.which(name):
             return [path]
-    return [sys.executable, "-m", "ziglang", "c++"] if find_spec("ziglang") else None
+    # Without -mcpu, zig compiles for this very CPU, and the wheel would fail on older ones.
+    zig = [sys.executable, "-m", "ziglang", "c++", "-mcpu=baseline"]
+    return zig if find_spec("ziglang") else None
 
 
 def compile_library(target: Path, flags: list[str] | None = None) -> None:

@@ -11,14 +11,14 @@
 // the other rows in the pass.
 #pragma once
 
-#include <vector>
-
 #include "attention.h"
 #include "ops.h"
 #include "short_conv.h"
 #include "step.h"
 
 namespace medusa {
+
+namespace ISA {
 
 // The offsets of the parts of a row: queries, keys and values after the convolution, then the
 // strengths (beta) and decays of the value heads. Before the convolution, a row has the same layout
@@ -44,7 +44,7 @@ struct DeltaState {
 struct Walk {
   static constexpr int64_t kSlot = -1;   // the slot's own state
   static constexpr int64_t kNone = -2;   // no row continues from it
-  std::vector<int64_t> from, to;
+  List<int64_t> from, to;
   int64_t places = 0;  // states that are held at once, besides the slot's
 
   // All rows stay: each continues from the row before it and updates the slot's state.
@@ -82,10 +82,8 @@ struct Walk {
   }
 
  private:
-  std::vector<int64_t> last_, free_;
+  List<int64_t> last_, free_;
 };
-
-namespace ISA {
 
 // Returns log(1 + y) for 0 <= y <= 1 as 2 atanh(y / (2 + y)).
 inline F log1p(F y) {

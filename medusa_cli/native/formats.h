@@ -89,8 +89,8 @@ inline constexpr FormatInfo kInfos[kFormats] = {
     {32, 32, 4, 16, false, 17, sizeof(TileMXFP4)},
 };
 
-constexpr const FormatInfo& info(int32_t format) { return kInfos[format]; }
-constexpr bool is_float(int32_t format) { return format <= BF16; }
+static constexpr const FormatInfo& info(int32_t format) { return kInfos[format]; }
+static constexpr bool is_float(int32_t format) { return format <= BF16; }
 
 // Returns the bytes of a matrix [n, k] in tiles. k must be a whole number of blocks.
 int64_t tiled_bytes(int32_t format, int64_t n, int64_t k);

@@ -83,6 +83,7 @@ Pool& threads() {
   if (!pool || pool->threads() != wanted) {
     delete pool;
     pool = new Pool(wanted);
+    wanted = pool->threads();  // the system may allow fewer
   }
   return *pool;
 }
@@ -218,8 +219,8 @@ int medusa_draft(const Model* model, const DraftPass* pass) {
 int medusa_logits(const Matrix* head, const float* states, int64_t rows, int64_t stride, float* out, int64_t ldy,
                   int32_t* best) {
   std::lock_guard<std::mutex> lock(running);
-  if (!fits(*head) || stride < head->k || ldy < padded(head->n, kTile)) return -1;
-  functions().logits(threads(), *head, states, rows, stride, out, ldy, best);
+  if (!fits(*head) || rows < 0 || stride < head->k || ldy < padded(head->n, kTile)) return -1;
+  if (rows) functions().logits(threads(), *head, states, rows, stride, out, ldy, best);
   return 0;
 }
 
@@ -234,8 +235,8 @@ int medusa_guess(const Matrix* matrix, const Guesses* guesses) {
 
 int medusa_multiply(const Matrix* matrix, const float* x, int64_t rows, int64_t ldx, float* y, int64_t ldy) {
   std::lock_guard<std::mutex> lock(running);
-  if (!fits(*matrix) || ldy < padded(matrix->n, kTile)) return -1;
-  functions().multiply(threads(), *matrix, x, rows, ldx, y, ldy);
+  if (!fits(*matrix) || rows < 0 || ldy < padded(matrix->n, kTile)) return -1;
+  if (rows) functions().multiply(threads(), *matrix, x, rows, ldx, y, ldy);
   return 0;
 }
 

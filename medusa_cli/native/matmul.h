@@ -30,6 +30,8 @@ struct Matrix {
   const float* bias;
 };
 
+namespace ISA {
+
 // Rows as matmuls read them: floats [rows, stride] and, if a matrix needs them, 8-bit numbers in
 // groups of 32 inputs, where x ~ scale * q. The sums of each group are precomputed for the zeros
 // and offsets of weights.
@@ -59,7 +61,8 @@ struct Rows {
 
 constexpr int kZeros[5] = {8, 16, 128, 32, 4};
 
-namespace ISA {
+// Groups of inputs below this size are rounded to zero: the inverse of a smaller one may be infinite.
+constexpr float kLeastSize = 1e-30f;
 
 // Rounds inputs first .. end - 1 (multiples of 32) of one row to 8 bits.
 inline void round_row(const Rows& row, int64_t first, int64_t end) {
@@ -67,8 +70,9 @@ inline void round_row(const Rows& row, int64_t first, int64_t end) {
     const float* x = row.x + 32 * g;
     const F a = load(x), b = load(x + 16);
     const float size = largest(max(abs(a), abs(b)));
-    const float inverse = size > 0 ? 127.0f / size : 0.0f;
-    const float scale = size / 127.0f;
+    const bool is_zero = size < kLeastSize;
+    const float inverse = is_zero ? 0.0f : 127.0f / size;
+    const float scale = is_zero ? 0.0f : size / 127.0f;
     const F qa = round(mul(a, set(inverse))), qb = round(mul(b, set(inverse)));
     int8_t* q = row.q + 32 * g;
     store_i8(q, qa);
@@ -453,7 +457,7 @@ constexpr int64_t kFewRows = ROWS == 8 ? kPanel : 2 * ROWS;
 // Sets sums [rows, 16] to the dot products of 8-bit rows with a tile of k inputs.
 template <int FORMAT>
 inline void multiply_bytes(const uint8_t* tile, int64_t k, const Rows& x, int64_t rows, Bytes& room, float* sums) {
-  if (rows <= kFewRows) {
+  if (kFewRows == kPanel || rows <= kFewRows) {
     by_blocks(rows, [&](auto r, int64_t row) {
       constexpr int R = decltype(r)::value;
       multiply_packed<FORMAT, R>(tile, k / kUnit, inputs_of<FORMAT>(x, row, 0), sums + row * kTile);

@@ -1,6 +1,7 @@
 #include "pool.h"
 
 #include <algorithm>
+#include <system_error>
 
 namespace medusa {
 
@@ -31,8 +32,12 @@ int64_t share_of(int64_t ticket, int64_t shares, int threads) {
 }  // namespace
 
 Pool::Pool(int threads) {
-  for (int thread = 1; thread < threads; thread++) {
-    workers_.emplace_back([this, thread] { work(thread); });
+  try {
+    for (int thread = 1; thread < threads; thread++) {
+      workers_.emplace_back([this, thread] { work(thread); });
+    }
+  } catch (const std::system_error&) {
+    // The system allows no more threads. Those that started share the work.
   }
 }
 
@@ -44,6 +49,8 @@ Pool::~Pool() {
   wake_.notify_all();
   for (std::thread& worker : workers_) worker.join();
 }
+
+int Pool::threads() const { return static_cast<int>(workers_.size()) + 1; }
 
 void Pool::start(int64_t shares, Function function, const void* context) {
   function_ = function;

@@ -17,19 +17,20 @@ namespace medusa {
 
 class Pool {
  public:
+  // Starts `threads` - 1 threads, or as many as the system allows.
   explicit Pool(int threads);
   ~Pool();
 
   Pool(const Pool&) = delete;
   Pool& operator=(const Pool&) = delete;
 
-  int threads() const { return static_cast<int>(workers_.size()) + 1; }
+  int threads() const;
 
   // Calls work(share, thread) for each share 0 .. shares - 1 and returns when all calls have
   // returned.
   template <class Work>
   void run(int64_t shares, const Work& work) {
-    if (shares <= 1 || workers_.empty()) {
+    if (shares <= 1 || threads() == 1) {
       for (int64_t share = 0; share < shares; share++) work(share, 0);
       return;
     }

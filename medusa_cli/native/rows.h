@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <memory>
-#include <vector>
 
 #include "ops.h"
 
@@ -38,17 +37,13 @@ class Buffer {
 // Rows of floats with room for their 8-bit numbers.
 class RowBuffer {
  public:
-  // Returns `count` rows of k floats. x [count, stride]: the floats, if they are not in this
-  // buffer.
-  Rows rows(int64_t count, int64_t k, bool int8, const float* x = nullptr, int64_t stride = 0) {
+  // Returns `count` rows of k floats.
+  Rows rows(int64_t count, int64_t k, bool int8) {
     Rows r = {};
-    r.stride = x ? stride : padded(k, kUnit);
-    if (!x) {
-      float* own = floats_.room(count * r.stride);
-      for (int64_t i = 0; i < count && r.stride > k; i++) {
-        std::memset(own + i * r.stride + k, 0, (r.stride - k) * sizeof(float));
-      }
-      x = own;
+    r.stride = padded(k, kUnit);
+    float* x = floats_.room(count * r.stride);
+    for (int64_t i = 0; i < count && r.stride > k; i++) {
+      std::memset(x + i * r.stride + k, 0, (r.stride - k) * sizeof(float));
     }
     r.x = x;
     if (int8) {
@@ -173,7 +168,7 @@ class Shares {
   struct Job {
     int64_t first, end, parts, together;
   };
-  std::vector<Job> jobs_;
+  List<Job> jobs_;
 };
 
 // An MLP and the rows that go through it.
@@ -184,7 +179,7 @@ struct Mlp {
 
 // Computes act(gate) * up, or act(up) without a gate, for pairs of tiles. Each pair is rounded at
 // once, since its 32 channels form a group of the next matmul.
-inline void gated(Pool& pool, const std::vector<Mlp>& mlps, const Activation& activation, const Rows& x, const Rows& inner,
+inline void gated(Pool& pool, const List<Mlp>& mlps, const Activation& activation, const Rows& x, const Rows& inner,
                   Shares& shares, Buffer<float>& buffer) {
   int64_t most = 0;
   shares.clear();

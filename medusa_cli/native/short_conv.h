@@ -15,6 +15,8 @@ namespace medusa {
 
 constexpr int64_t kKernel = 16;  // the largest kernel size
 
+namespace ISA {
+
 // The rows of one slot's inputs. The last `known` rows of the prefix end before `end`, and the rows
 // of the pass begin at `rows`.
 struct PathInputs {
@@ -49,8 +51,6 @@ inline void path_inputs(const PathInputs& slot, int64_t row, int64_t kernel, con
     }
   }
 }
-
-namespace ISA {
 
 // Computes out[c] as the sum of weights[k][c] * inputs[k][c] over k in order.
 inline void convolve(const float* const* inputs, const float* weights, int64_t kernel, int64_t channels,

@@ -9,6 +9,8 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <memory>
+#include <vector>
 
 #include "formats.h"
 
@@ -24,7 +26,26 @@
 #endif
 
 namespace medusa {
+
+// All code that is compiled once for each instruction set must be in this namespace, or be static.
+// The linker keeps one copy of other inline functions and of std's templates, for example the
+// AVX-512 copy, which would then also run on a machine without AVX-512.
 namespace ISA {
+
+template <class T>
+struct Allocator : std::allocator<T> {
+  template <class U>
+  struct rebind {
+    using other = Allocator<U>;
+  };
+  Allocator() = default;
+  template <class U>
+  Allocator(const Allocator<U>&) {}
+};
+
+// A vector with code of its own, as its name includes this namespace.
+template <class T>
+using List = std::vector<T, Allocator<T>>;
 
 #if defined(__AVX512BW__)
 

@@ -2,7 +2,6 @@
 #include "step.h"
 
 #include <algorithm>
-#include <vector>
 
 #include "attention.h"
 #include "delta_net.h"
@@ -37,27 +36,27 @@ struct Span {
   }
 };
 
-const Span& span_of(const std::vector<Span>& spans, int64_t row) {
+const Span& span_of(const List<Span>& spans, int64_t row) {
   const auto after = std::upper_bound(spans.begin(), spans.end(), row,
                                       [](int64_t r, const Span& span) { return r < span.first; });
   return *(after - 1);
 }
 
-int64_t rows_of(const std::vector<Span>& spans) { return spans.back().first + spans.back().rows; }
+int64_t rows_of(const List<Span>& spans) { return spans.back().first + spans.back().rows; }
 
 // The buffers of passes. Only one pass runs at a time.
 struct Workspace {
   RowBuffer normed, attended, inner, given, gathered;
   Buffer<float> qkv, added, gates, scores, out;
   Shares shares;
-  std::vector<Mlp> mlps;
-  std::vector<Pick> picks;
-  std::vector<AttentionRoom> rooms;
-  std::vector<Sight> sights;
-  std::vector<Span> spans;
+  List<Mlp> mlps;
+  List<Pick> picks;
+  List<AttentionRoom> rooms;
+  List<Sight> sights;
+  List<Span> spans;
   Buffer<float> mixed, held;
-  std::vector<int64_t> parents;  // [slots, rows]
-  std::vector<Walk> walks;       // per slot
+  List<int64_t> parents;  // [slots, rows]
+  List<Walk> walks;       // per slot
 };
 
 Workspace& workspace() {
@@ -85,7 +84,7 @@ void turn(const Model& m, const Layer& layer, float* head, const float* gain, co
 
 // Normalizes and rotates queries and keys, and writes keys and values into the cache. positions
 // [rows]: those of all rows.
-void place(Pool& pool, const Model& m, const Layer& layer, const std::vector<Span>& spans, const int32_t* positions,
+void place(Pool& pool, const Model& m, const Layer& layer, const List<Span>& spans, const int32_t* positions,
            float* qkv) {
   const Widths widths(m, layer);
   const int64_t half = layer.table < 0 ? 0 : m.rotary[layer.table] / 2;
@@ -120,7 +119,7 @@ void place(Pool& pool, const Model& m, const Layer& layer, const std::vector<Spa
 }
 
 // Runs attention for the rows of all spans, whose queries are in qkv.
-void attend_all(Pool& pool, const Model& m, const Layer& layer, const std::vector<Span>& spans, const float* qkv,
+void attend_all(Pool& pool, const Model& m, const Layer& layer, const List<Span>& spans, const float* qkv,
                 const Rows& attended, Workspace& work) {
   const Widths widths(m, layer);
   const int64_t dim = layer.dim, groups = m.heads / layer.kv;
@@ -392,7 +391,7 @@ void gate_outputs(Pool& pool, const Model& m, const Layer& layer, const float* q
 
 // Multiplies normalized rows with a layer's queries, keys and values; returns the products, and
 // writes keys and values into the cache.
-float* project(Pool& pool, const Model& m, const Layer& layer, const std::vector<Span>& spans,
+float* project(Pool& pool, const Model& m, const Layer& layer, const List<Span>& spans,
                const int32_t* positions, const Rows& read, Workspace& work) {
   const Widths widths(m, layer);
   const int64_t rows = rows_of(spans);
@@ -564,7 +563,7 @@ Rows delta_net(Pool& pool, const Model& m, const Cache& cache, const Step& step,
 void replay(Pool& pool, const Model& m, const Cache& cache, int64_t slot, const int64_t* path, int64_t count) {
   Workspace& work = workspace();
   const DeltaRow at(m);
-  std::vector<const Layer*> layers;
+  List<const Layer*> layers;
   for (int64_t i = 0; i < m.layers; i++) {
     if (m.layer[i].mixer == DELTA_NET) layers.push_back(m.layer + i);
   }

@@ -9,7 +9,7 @@ namespace medusa {
 
 constexpr int kTables = 4;
 
-constexpr int64_t padded(int64_t size, int64_t multiple) { return (size + multiple - 1) / multiple * multiple; }
+static constexpr int64_t padded(int64_t size, int64_t multiple) { return (size + multiple - 1) / multiple * multiple; }
 
 // How a layer mixes rows.
 enum Mixer : int64_t { ATTENTION = 0, SHORT_CONV = 1, DELTA_NET = 2 };
@@ -206,12 +206,12 @@ struct Functions {
 };
 
 // These return where the keys and the values of one head begin in the cache.
-inline float* keys_of(const Model& m, const Cache& cache, const Layer& layer, int64_t slot, int64_t head) {
+static inline float* keys_of(const Model& m, const Cache& cache, const Layer& layer, int64_t slot, int64_t head) {
   const int64_t part = layer.place * cache.slots + slot;
   return cache.keys + (part * m.key_width + head * layer.dim) * cache.capacity;
 }
 
-inline float* values_of(const Model& m, const Cache& cache, const Layer& layer, int64_t slot, int64_t head) {
+static inline float* values_of(const Model& m, const Cache& cache, const Layer& layer, int64_t slot, int64_t head) {
   const int64_t part = layer.place * cache.slots + slot;
   return cache.values + (part * m.value_width + head * padded(layer.dim, 16)) * cache.capacity;
 }
