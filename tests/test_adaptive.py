@@ -384,6 +384,6 @@ def test_prices_rise_ever_faster_whatever_the_noise() -> None:
 
 
 def test_growing_trees_stay_within_a_limit_of_nodes() -> None:
-    limit = Growing(DynamicTree(12, 4, width=2), (0.9,) * 4)
-    policy = AdaptivePolicy(CHAINS, LEVELS, max_nodes=3, growing=limit)
+    limit = Growing(DynamicTree(3, 4, width=2), (0.9,) * 4)
+    policy = AdaptivePolicy(CHAINS, LEVELS, growing=limit)
     assert policy.size == 3 and drafted(choose(policy), 0.95).tree.size == 3

@@ -117,14 +117,17 @@ def test_pickled_weights_are_refused_unopened(model: Path, tmp_path: Path) -> No
     [
         ("device", "mps"),
         ("device", "cuda:64"),
+        ("device", "cuda:99999999999"),
+        ("dtype", None),
+        ("engine", None),
         ("device", "tpu9"),
         ("dtype", "int3"),
         ("engine", "slow"),
     ],
 )
-def test_unknown_devices_types_and_engines_are_usage_errors(name: str, value: str) -> None:
-    with pytest.raises(UsageError, match=f"{name} '{value}'"):
-        load_backbone("x", LoadOptions(**{name: value}))
+def test_unknown_devices_types_and_engines_are_usage_errors(name: str, value: str | None) -> None:
+    with pytest.raises(UsageError, match=f"{name} {value!r}"):
+        load_backbone("x", LoadOptions(**{name: value}))  # type: ignore[arg-type]
 
 
 def test_folders_that_hold_no_model_are_refused(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import torch
 
 from medusa_cli.drafters.layer_cache import LayerCache
 from medusa_cli.drafters.layers import DecoderLayer
+from medusa_cli.engine import native_layer
 from medusa_cli.engine.linear import packed_copy
 from medusa_cli.engine.native_layer import FIRST_POSITIONS, NativeDecoderLayer
 from medusa_cli.native import Format, RawMatrix
@@ -90,6 +91,22 @@ def test_a_native_layer_gives_a_sequence_the_same_bits_in_a_batch() -> None:
     places, caches = [range(20), range(20)], [LayerCache(), LayerCache()]
     batch = layer.extend(torch.cat([second, first]), places, caches, torch.cat([others, embedded]))
     assert torch.equal(batch[20:], alone)
+
+
+def test_long_chains_are_added_in_pieces_with_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layer = packed_copy(busy_layer(embeddings=True))
+    states, embedded = torch.randn(2, 45, 64)
+    outputs, caches = [], []
+    for rows in (100, 8):
+        monkeypatch.setattr(native_layer, "ROWS_AT_ONCE", rows)
+        caches.append([LayerCache(), LayerCache()])
+        places = [range(5), range(40)]
+        outputs.append(layer.extend(states, places, caches[-1], embedded))
+    assert torch.equal(*outputs)
+    for whole, in_pieces in zip(*caches, strict=True):
+        assert whole.length == in_pieces.length
 
 
 def test_a_layer_whose_sizes_fill_no_tiles_is_not_native() -> None:

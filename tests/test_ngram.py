@@ -211,13 +211,7 @@ def test_adaptive_policy_drafts_as_many_matched_tokens_as_pay() -> None:
         assert fewest <= count <= limit
         assert policy.weigh_matches([0.01]) == [(policy.next([begin(policy, [], 0)])[0][0], 0)]
     larger = SizedTree(search(ACCURACIES, 9), 2.5)
-    assert (
-        AdaptivePolicy([sized, larger], CHEAP).size == 9
-        and AdaptivePolicy([sized, larger], CHEAP, max_nodes=6).size == 4
-    )
-    bounded = AdaptivePolicy([sized], CHEAP, max_nodes=6)
-    [(tree, count)] = bounded.weigh_matches([0.95])
-    assert 1 < tree.size + count <= 6
+    assert AdaptivePolicy([sized, larger], CHEAP).size == 9
     # A nearly sure match saves the drafter's own time.
     slow = StepTimes({1: 0.010, 32: 0.020}, {1: 0.010, 4: 0.030})
     assert AdaptivePolicy([sized], slow).weigh_matches([0.97])[0][0] == Tree.root_only()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -149,25 +148,15 @@ class AdaptivePolicy(DraftPolicy):
         trees: Iterable[SizedTree],
         step_times: StepTimes,
         ngrams: bool = False,
-        max_nodes: int | None = None,
         growing: Growing | None = None,
     ) -> None:
-        """Creates a policy that chooses among trees of all sizes, or lets a tree grow.
-
-        max_nodes: the maximum number of nodes in a draft, including n-gram matches. If all trees
-        are larger, all are kept.
-        """
+        """Creates a policy that chooses among trees of all sizes, or lets a tree grow."""
         super().__init__(ngrams)
-        trees = list(trees)
-        self._max_nodes = math.inf if max_nodes is None else max_nodes
-        fitting = [sized for sized in trees if sized.tree.size <= self._max_nodes] or trees
-        drafted = [sized for sized in fitting if sized.tree.size > 1]
+        drafted = [sized for sized in trees if sized.tree.size > 1]
         self._growing = growing if drafted else None
         self._prior = PRIOR if self._growing is None else CONFIDENCE_PRIOR
-        if growing is not None and drafted:
+        if self._growing is not None:
             drafted = [max(drafted, key=lambda sized: sized.expected / _seconds(sized, step_times))]
-            budget = int(min(growing.limits.budget, self._max_nodes))
-            self._growing = replace(growing, limits=replace(growing.limits, budget=budget))
         self._trees = [SizedTree(ROOT, 1.0), *drafted]
         self._index = {sized.tree.size: i for i, sized in enumerate(self._trees)}
         self._expected = np.array([sized.expected for sized in self._trees])
@@ -286,7 +275,7 @@ class AdaptivePolicy(DraftPolicy):
         for options in [(plain,)] if current is plain else [(plain,), (current, plain)]:
             first = options[0].tree
             widths = {sized.tree.size + count for sized in options for count in MATCH_LENGTHS}
-            for rows in sorted(width for width in widths if first.size <= width <= self._max_nodes):
+            for rows in sorted(width for width in widths if width >= first.size):
                 drafts = [best_in_rows(options, ratio, chance, rows) for chance in chances]
                 seconds = correction * self.costs.measured(rows, first.max_depth, batch)
                 rate = sum(draft.expected for draft in drafts) / seconds

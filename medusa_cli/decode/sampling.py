@@ -108,8 +108,8 @@ def sampling_of(
 ) -> Sampling:
     """Returns the sampling for these options. A temperature without a mode selects exact sampling.
 
-    Raises UsageError for top-p, top-k or min-p without a temperature, because greedy decoding
-    ignores them.
+    Raises UsageError for a temperature with the mode "greedy", and for top-p, top-k or min-p without
+    a temperature, because greedy decoding ignores them.
     """
     if temperature is None:
         temperature = 0.7 if mode in ("exact", "typical") else 0.0
@@ -119,6 +119,11 @@ def sampling_of(
                     f"{name} {value} has no effect without a temperature",
                     f"give @temperature, or leave {name} out",
                 )
+    if mode == "greedy" and temperature > 0:
+        raise UsageError(
+            f"@temperature {temperature} has no effect with @sampling greedy",
+            "leave one of them out",
+        )
     mode = mode or ("exact" if temperature > 0 else "greedy")
     return Sampling(mode, temperature, top_p, top_k, seed=random_seed or 0, min_p=min_p)
 

@@ -335,6 +335,8 @@ class LayerParts:
             with torch.device("meta"):
                 base = text_model(AutoModelForCausalLM.from_config(config))
             parts = cls(config, type(base.layers[0]), type(base.norm), type(base.rotary_emb))
+            if not hasattr(config, "rms_norm_eps"):
+                raise ValueError("its norms are no RMS norms")
         return parts
 
 

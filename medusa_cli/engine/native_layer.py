@@ -17,6 +17,8 @@ from medusa_cli.native.matrix import padded_floats
 
 # The initial number of rows in the rotary table, which grows as needed.
 FIRST_POSITIONS = 2048
+# Rows of a long chain that are added at a time, because the mask of n rows has n * n bytes.
+ROWS_AT_ONCE = 512
 
 
 class RowCache(Protocol):
@@ -102,6 +104,8 @@ class NativeDecoderLayer(nn.Module):
         last: bool = False,
     ) -> Tensor:
         """Adds rows to the caches of B sequences as `DecoderLayer.extend` does, and returns the same output."""
+        if masks is None and not last and max(map(len, positions)) > ROWS_AT_ONCE:
+            return self._in_pieces(x, positions, caches, *embedded)
         flat = np.array([position for own in positions for position in own], np.int32)
         self._reserve(int(flat.max()) + 1)
         states = x.float() if self.first_norm is None else self.first_norm(x.float())
@@ -140,6 +144,25 @@ class NativeDecoderLayer(nn.Module):
         for cache, own in zip(caches, positions, strict=True):
             cache.count(own)
         return (states[: len(counts)] if last else states).to(x.dtype)
+
+    def _in_pieces(
+        self,
+        x: Tensor,
+        positions: Sequence[Sequence[int]],
+        caches: Sequence[RowCache],
+        *embedded: Tensor,
+    ) -> Tensor:
+        """Adds long chains sequence by sequence, ROWS_AT_ONCE rows at a time, as their masks are dense."""
+        outputs = []
+        start = 0
+        for own, cache in zip(positions, caches, strict=True):
+            for first in range(0, len(own), ROWS_AT_ONCE):
+                piece = own[first : first + ROWS_AT_ONCE]
+                rows = slice(start, start + len(piece))
+                read = [states[rows] for states in embedded]
+                outputs.append(self.extend(x[rows], [piece], [cache], *read))
+                start += len(piece)
+        return torch.cat(outputs)
 
     def _reserve(self, positions: int) -> None:
         """Makes room for at least `positions` positions in the rotary table."""

@@ -67,10 +67,10 @@ def unloadable(model: str, why: str | Exception) -> UserError:
     )
 
 
-def check_architecture(config: Any, model: str) -> None:
-    """Raises UserError for a model that cannot be verified, or whose files do not fit its config.
+def check_architecture(config: Any, model: str) -> Any:
+    """Returns a model's network without weights, so that no config can exhaust the memory.
 
-    The network is built without weights, so that no config can exhaust the memory.
+    Raises UserError for a model that cannot be verified, or whose files do not fit its config.
     """
     refuse_unsupported(config)
     files = tensors_of(model)
@@ -84,7 +84,7 @@ def check_architecture(config: Any, model: str) -> None:
     if (
         not files or getattr(config, "quantization_config", None) is not None
     ):  # packed weights have other shapes
-        return
+        return network
     prefix = f"{network.base_model_prefix}."
     for name, weight in weights.items():
         shape, _ = files.get(name) or files.get(name.removeprefix(prefix)) or (weight.shape, None)
@@ -100,6 +100,7 @@ def check_architecture(config: Any, model: str) -> None:
         raise unloadable(
             model, f"config.json asks for {wanted:,} weights, its files hold {stored:,}"
         )
+    return network
 
 
 def check_files(missing: Sequence[str], owners: Sequence[Any], model: str) -> None:

@@ -157,7 +157,7 @@ def lazy_network(model: str) -> LazyNetwork:
             generation_config = GenerationConfig.from_model_config(config)
     except Exception as reason:  # damaged files may raise any exception
         raise unloadable(model, reason) from reason
-    return LazyNetwork(config, generation_config, partial(_build, config, model))
+    return LazyNetwork(config, generation_config, partial(check_architecture, config, model))
 
 
 def load_tokenizer(model: str, lazy: LazyNetwork, chat_template: str | None = None) -> Any:
@@ -173,16 +173,6 @@ def load_tokenizer(model: str, lazy: LazyNetwork, chat_template: str | None = No
         raise unloadable(model, reason) from reason
     check_files([], (lazy.generation_config, lazy.config, tokenizer), model)
     return tokenizer
-
-
-def _build(config: Any, model: str) -> Any:
-    """Returns a network on the meta device; raises UserError if the model's files do not fit it."""
-    check_architecture(config, model)
-    try:
-        with torch.device("meta"):
-            return auto_class(config).from_config(config, trust_remote_code=False)
-    except Exception as reason:  # a damaged config may raise any exception
-        raise unloadable(model, reason) from reason
 
 
 def _load_tokenizer(source: str, chat_template: str | None, trusted: bool) -> Any:

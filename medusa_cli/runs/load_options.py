@@ -36,12 +36,13 @@ class LoadOptions:
     rows: str = "auto"
 
     def __post_init__(self) -> None:
-        if not re.fullmatch(r"auto|cpu|mps|cuda(:[0-9]+)?", self.device):
+        if not re.fullmatch(r"auto|cpu|mps|cuda(:(0|[1-9][0-9]?))?", self.device):
             raise UsageError(
                 f"@device {self.device!r} is unknown", "use auto, cpu, mps, cuda or cuda:N"
             )
         for name, words in WORDS.items():
-            if (value := getattr(self, name)) not in (*words, None):
+            value = getattr(self, name)
+            if value not in words and not (name == "quantize" and value is None):
                 raise UsageError(f"@{name} {value!r} is unknown", f"use one of {', '.join(words)}")
         if self.quantize in INTEGER and self.engine == "eager":
             raise UsageError(
