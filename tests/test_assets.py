@@ -87,13 +87,33 @@ def test_a_read_only_cache_serves_its_files(cache: Path, request: pytest.Fixture
     for path in (member, file):
         path.parent.mkdir(parents=True)
         path.write_text("{}")
-    model = cache / "models" / f"gguf-{assets.file_stamp(file)}"
+    model = cache / "models" / f"gguf-{assets.file_stamp(file)}-{assets._reader_stamp()}"
     model.mkdir(parents=True)
     before = sorted(cache.rglob("*"))
     request.getfixturevalue("read_only")
     assert assets.mt_bench_path() == member
     assert assets.model_dir(assets.SMALL_MODEL) == str(model)
     assert sorted(cache.rglob("*")) == before
+
+
+@pytest.mark.parametrize("changed", ["reader", "transformers"])
+def test_another_reader_reads_a_gguf_file_again(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: str
+) -> None:
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"GGUF")
+    monkeypatch.setattr(assets, "read_header", lambda path: None)
+    monkeypatch.setattr(assets.gguf, "write_metadata", lambda path, header, folder: folder.mkdir())
+    # Without the stamp that is cached for the process.
+    monkeypatch.setattr(assets, "_reader_stamp", assets._reader_stamp.__wrapped__)
+    before = assets.model_dir(str(file))
+    assert assets.model_dir(str(file)) == before
+    if changed == "reader":
+        (tmp_path / "gguf_names.py").write_text("corrected")
+        monkeypatch.setattr(assets.gguf, "__file__", str(tmp_path / "gguf.py"))
+    else:
+        monkeypatch.setattr("importlib.metadata.version", lambda package: "0.0")
+    assert assets.model_dir(str(file)) != before
 
 
 def test_a_read_only_cache_names_the_missing_file(read_only: Path) -> None:

@@ -201,6 +201,16 @@ def test_states_are_computed_for_measured_conversations_alone(run: Run, others: 
     assert few.stat().st_size < size / 10
 
 
+def test_quantization_that_the_needed_engine_lacks_is_refused_by_name(run: Run) -> None:
+    recipe = run.recipe_path.read_text()
+    assert "states: kept" in recipe
+    run.recipe_path.write_text(recipe.replace("states: kept", "states: fresh"))
+    words = ["--run", run.path, "--dtype", "fp32"]
+    refused = medusa("calibrate", *words, "--quantize", "int8", exit_code=2).stderr
+    assert "--quantize" in refused and "--engine" not in refused
+    medusa("calibrate", *words)
+
+
 def test_nothing_held_out_is_refused_before_states_are_computed(run: Run) -> None:
     write_lines(run.distill_path, [conversation(0)])  # of one conversation none is held out
     shutil.rmtree(run.path / "cache")

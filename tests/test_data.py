@@ -187,6 +187,15 @@ def test_states_belong_to_the_quantization_of_the_model(run: Run, tmp_path: Path
             assert taken == (engine == answered_by), (engine, answered_by)
 
 
+def test_states_belong_to_the_weights_of_the_model(run: Run, backbone: Backbone) -> None:
+    counts = []
+    for id, weights in (("one", "a"), ("moved", "a"), ("moved", "b")):
+        backbone.identity |= {"id": id, "weights": weights}
+        load_dataset(run, backbone)
+        counts.append(len(list((run.path / "cache").iterdir())))
+    assert counts == [1, 1, 2]
+
+
 def test_bad_records_are_counted_and_bad_files_refused(run: Run, backbone: Backbone) -> None:
     good = json.dumps(conversation(1))
     lines = [good, good, "", good[:-9]]

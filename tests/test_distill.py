@@ -24,9 +24,11 @@ from medusa_cli.distill import Outcome, Records, answer_locally
 from medusa_cli.distill.distillation import HEADER, Progress, merge_parts, part_of
 from medusa_cli.distill.filters import is_refusal
 from medusa_cli.distill.local import choose_batch_size
+from medusa_cli.engine import load_backbone
 from medusa_cli.errors import UserError
 from medusa_cli.files.io import read_object
 from medusa_cli.model import Backbone
+from medusa_cli.runs.load_options import LoadOptions
 from medusa_cli.runs.recipe import DistillRecipe
 from medusa_cli.runs.run import Run
 from tests.helpers import (
@@ -540,6 +542,28 @@ def test_damaged_part_of_several_processes_is_asked_again(run: Run) -> None:
         assert records.done == {outcomes[3].id}
 
 
+def test_merge_killed_while_it_removes_a_part_is_completed_by_the_next(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part, header = part_of(run, 0), {"seed": "x", "settings": {}}
+    outcomes = distilled(part, SEEDS[:3])
+
+    def killed(folder: Path) -> None:
+        (folder / part.states_path.name).unlink()
+        raise KeyboardInterrupt
+
+    width = tiny_backbone().hidden_size
+    with closing(Records(run, width, header)) as records, monkeypatch.context() as broken:
+        broken.setattr("shutil.rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            merge_parts(run, records)
+    assert part.path.is_dir()
+    with closing(Records(run, width, header)) as records:
+        merge_parts(run, records)
+        assert records.done == {outcome.id for outcome in outcomes}
+    assert not part.path.exists()
+
+
 def test_other_settings_do_not_mix_into_a_file(run: Run) -> None:
     distilled(run, SEEDS[:1])
     with pytest.raises(UserError, match="settings"):
@@ -558,7 +582,7 @@ def test_answers_to_another_seed_join_a_file(run: Run) -> None:
 # The command.
 
 
-def test_the_models_own_penalties_are_part_of_the_provenance(
+def test_the_models_own_penalties_are_part_of_the_provenance_and_its_data_is_learnt_from(
     words: list[str], tmp_path: Path
 ) -> None:
     (tmp_path / "model" / "generation_config.json").write_text(
@@ -567,6 +591,8 @@ def test_the_models_own_penalties_are_part_of_the_provenance(
     medusa(*words, "--max-samples", "1", "--quiet")
     header = json.loads((tmp_path / "run" / "distill.json").read_text())
     assert header["settings"]["generation_config"] == ["repetition_penalty 1.3"]
+    backbone = load_backbone(str(tmp_path / "model"), LoadOptions(dtype="fp32"))
+    assert load_dataset(Run(tmp_path / "run"), backbone).kept
 
 
 @pytest.fixture

@@ -423,6 +423,9 @@ def test_runs_of_both_stages_are_compared(place: tuple[str, str], tmp_path: Path
     for words, code in (
         (["--max-samples", "2"], 2),
         (["--dtype", "fp16"], 2),
+        (["--quantize", "int8"], 2),
+        (["--engine", "native"], 2),
+        (["--rows", "fp32"], 2),
         (["--data", "gone"], 1),
     ):
         assert words[-2] in medusa("compare", *runs, *words, exit_code=code).stderr

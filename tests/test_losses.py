@@ -20,7 +20,7 @@ from medusa_cli.model import Backbone
 from medusa_cli.runs.recipe import TrainRecipe, load_recipe
 from medusa_cli.runs.run import Run
 from medusa_cli.train import Trainer
-from medusa_cli.train.fused_linear import blockwise_loss, linear_loss, plain_linear_loss
+from medusa_cli.train.fused_linear import blockwise_loss, linear_loss
 from medusa_cli.train.losses import (
     drafter_loss,
     stage_2_loss,
@@ -69,6 +69,23 @@ def test_blockwise_loss_is_that_of_all_rows(rows: int, dtype: torch.dtype) -> No
     ):
         assert ours.dtype == theirs.dtype
         torch.testing.assert_close(ours, theirs, rtol=near, atol=near * float(theirs.abs().max()))
+
+
+def plain_linear_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    teacher: Tensor | None = None,
+    *,
+    soft: float = 0.0,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Computes the loss and hits of `linear_loss` directly from the formula."""
+    logits = F.linear(hidden, weight.to(hidden.dtype), bias).float()
+    wanted = (1 - soft) * F.one_hot(targets, len(weight)).float()
+    if teacher is not None:
+        wanted = wanted + soft * teacher.float()
+    return F.cross_entropy(logits, wanted), (logits.argmax(-1) == targets).sum()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

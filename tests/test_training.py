@@ -31,6 +31,7 @@ from medusa_cli.train.log import Stepped, TrainLog, Validated, acceptance_of, re
 from medusa_cli.train.loggers import LOGGERS, logger_of
 from medusa_cli.train.loop import learning_rate, peak_rates
 from medusa_cli.train.setup import build_drafter, joint_backbone, runs_model
+from medusa_cli.train.training import Trained
 from medusa_cli.tree import Tree
 from tests.helpers import (
     conversation,
@@ -122,6 +123,22 @@ def kill_at(step: int, monkeypatch: pytest.MonkeyPatch, *words: Any) -> None:
         assert medusa(*words, exit_code=None).exit_code != 0
 
 
+def stop_at(
+    step: int, number: int, monkeypatch: pytest.MonkeyPatch, *words: Any, exit_code: int
+) -> Result:
+    """Runs a command whose training receives a signal after a step."""
+    write = TrainLog.write
+
+    def interrupt(self: TrainLog, event: Any) -> None:
+        write(self, event)
+        if isinstance(event, Stepped) and event.step == step:
+            os.kill(os.getpid(), number)
+
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr(TrainLog, "write", interrupt)
+        return medusa(*words, exit_code=exit_code)
+
+
 def test_rate_warms_up_and_falls_to_its_floor() -> None:
     rates = [learning_rate(step, 100, min_ratio=0.1, warmup=8) for step in range(100)]
     assert rates[0] == pytest.approx(1 / 9) and rates[8] == 1.0 == max(rates)
@@ -198,7 +215,10 @@ def test_resume_refuses_what_changed(run: Run) -> None:
         trainer(run, "train.lr=0.5", "train.soft=1", resume=True)
     with pytest.raises(UserError, match="the checkpoint was made for the model"):
         trainer(run, backbone=tiny_backbone(layers=2), resume=True)
-    trainer(run, "train.validation_every=1", resume=True)
+    # Validations at other steps could miss the best one.
+    with pytest.raises(UserError, match="train.validation_every changed"):
+        trainer(run, "train.validation_every=1", resume=True)
+    trainer(run, "train.checkpoint_every=1", resume=True)
     write_lines(run.distill_path, [conversation(n) for n in range(9)])
     with pytest.raises(UserError, match="the training data changed"):
         trainer(run, resume=True)
@@ -318,7 +338,13 @@ def test_start_by_mistake_costs_neither_checkpoint_nor_log_nor_recipe(
         assert earlier_path(run.path / name).read_bytes() == before[name]
         earlier_path(run.path / name).replace(run.path / name)
     medusa(*words_of(run, model, "--resume"))
-    medusa(*words_of(run, model))
+    before = {name: (run.path / name).read_bytes() for name in names}
+    stop_at(1, signal.SIGINT, monkeypatch, *words_of(run, model), exit_code=130)
+    for name in names:
+        assert earlier_path(run.path / name).read_bytes() == before[name]
+    kill_at(6, monkeypatch, *words_of(run, model))  # after a regular checkpoint
+    assert not list(run.path.glob("*.earlier.*"))
+    medusa(*words_of(run, model, "train.checkpoint_every=100"))
     assert not list(run.path.glob("*.earlier.*"))
 
 
@@ -433,22 +459,41 @@ def test_a_stopped_training_leaves_a_checkpoint_and_resume_ends_the_same(
     steps = [
         line["loss"] for line in read_log(run.path / "train.jsonl") if line["event"] == "stepped"
     ]
-    write = TrainLog.write
-
-    def interrupt(self: TrainLog, event: Any) -> None:
-        write(self, event)
-        if isinstance(event, Stepped) and event.step == 2:
-            os.kill(os.getpid(), number)
-
-    with monkeypatch.context() as interrupted:
-        interrupted.setattr(TrainLog, "write", interrupt)
-        result = medusa(*words_of(run, model), exit_code=code)
+    result = stop_at(2, number, monkeypatch, *words_of(run, model), exit_code=code)
     assert "--resume" in result.stderr
     medusa("train", "--resume", "--run", str(run.path), "--dtype", "fp32", "--quiet")
     assert (run.drafter_dir / "medusa_lm_head.safetensors").read_bytes() == whole
     assert [
         line["loss"] for line in read_log(run.path / "train.jsonl") if line["event"] == "stepped"
     ] == steps
+
+
+def test_stop_that_another_process_received_exits_as_sigterm_does(
+    run: Run, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped = Trained(run, {}, stopped=True)
+    monkeypatch.setattr("medusa_cli.train.train", lambda *_, **__: stopped)
+    assert "--resume" in medusa(*words_of(run, model), exit_code=143).stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--stage", "2", "--quantize", "int8"],
+        ["--stage", "2", "--engine", "native"],
+        ["--stage", "2", "--rows", "int8"],
+        ["drafter=firp", "--quantize", "int8"],
+        ["train.states=fresh", "--quantize", "int4"],
+    ],
+)
+def test_load_options_without_effect_are_refused_by_name(
+    run: Run, model: str, words: list[str]
+) -> None:
+    refused = medusa(*words_of(run, model, *words), exit_code=2)
+    given = {
+        word for word in refused.stderr.split() if word in ("--quantize", "--engine", "--rows")
+    }
+    assert given == {words[-2]}
 
 
 def test_training_starts_from_another_runs_heads(run: Run, model: str, tmp_path: Path) -> None:
@@ -687,11 +732,15 @@ def test_a_logger_sees_every_step_and_validation(
         assert metrics.get("held_out/acceptance") == line.get("acceptance")
 
 
-def test_tensorboard_gets_scalars(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensorboard_gets_scalars_and_hides_those_that_a_resume_repeats(
+    run: Run, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     scalars: list[tuple[str, float, int]] = []
+    firsts: list[int | None] = []
 
     class Writer:
-        def __init__(self, folder: str) -> None:
+        def __init__(self, folder: str, purge_step: int | None) -> None:
+            firsts.append(purge_step)
             self.flush = lambda: None
             self.add_text = lambda name, text: None
             self.add_scalar = lambda *scalar: scalars.append(scalar)
@@ -708,6 +757,12 @@ def test_tensorboard_gets_scalars(run: Run, monkeypatch: pytest.MonkeyPatch) -> 
     with logger_of("tensorboard", run, load_recipe()) as on_event:
         on_event(Validated(3, 0.5, [0.1], [0.25], 9, 9, {}))
     assert ("held_out/acceptance", 1.25, 3) in scalars
+
+    monkeypatch.setattr("medusa_cli.files.assets.has_package", lambda package: True)
+    kill_at(6, monkeypatch, *words_of(run, model, "--logger", "tensorboard"))
+    scalars.clear()
+    medusa(*words_of(run, model, "--logger", "tensorboard", "--resume"))
+    assert firsts == [None, None, 5] and min(step for *_, step in scalars) == 5
 
 
 def test_a_missing_logger_is_one_line_that_names_its_extra(

@@ -14,6 +14,8 @@ from medusa_cli.options import LoadFlags, OutputFlags, flag
 from medusa_cli.runs.run import Run
 
 DATA = "Measure every run anew on this file's conversations (JSON or JSONL)."
+# Load options with which every run is measured, whatever is given.
+MEASURED_WITH = {"quantize": (None,), "engine": ("auto", "eager"), "rows": ("auto",)}
 
 
 def compare(
@@ -41,6 +43,13 @@ def compare(
         )
     if loading.dtype == "fp16":
         raise UsageError("--dtype fp16 is not a number type of trainings", "give bf16 or fp32")
+    for name, usual in MEASURED_WITH.items():
+        value = getattr(loading, name)
+        if value not in usual:
+            raise UsageError(
+                f"--{name} {value} has no effect: each run's model is loaded as it was trained, on the engine eager",
+                "leave it out",
+            )
     targets = [Run.open(name, named="RUN") for name in runs]
     rows = [best_validation(run) for run in targets]
     if data is not None:

@@ -134,7 +134,8 @@ def train(
         return
     if trained.stopped:
         console.warn("stopped; the same command with --resume continues")
-        raise typer.Exit(128 + signals[0])
+        # Another process of torchrun may have received the signal.
+        raise typer.Exit(128 + (signals[0] if signals else signal.SIGTERM))
     owner = trained.run
     figures = trained.figures
     if printing.json:

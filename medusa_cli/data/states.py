@@ -211,7 +211,7 @@ def _cache_path(
     run: Run, backbone: Backbone, items: Sequence[Conversation], taps: Sequence[int]
 ) -> Path:
     """Returns where a run caches the states of conversations; the name is a digest of all that they depend on."""
-    owner = {key: value for key, value in backbone.identity.items() if key not in ("id", "weights")}
+    owner = {key: value for key, value in backbone.identity.items() if key != "id"}
     numbers = [rounding(backbone), str(backbone.dtype), backbone.engine.number_type]
     digest = hashlib.sha256(json.dumps([owner, *numbers, list(taps)]).encode())
     for item in items:

@@ -411,4 +411,6 @@ def merge_parts(run: Run, records: Records) -> None:
             if whole and conversation.id not in records.done:
                 records.write(replace(conversation, state_rows=None, states_digest=None), states)
         records.sync()
+        # First, because lines whose states are already removed would be refused.
+        part.distill_path.unlink(missing_ok=True)
         shutil.rmtree(part.path)

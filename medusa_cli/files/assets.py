@@ -13,7 +13,7 @@ import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -308,11 +308,22 @@ def _converted(name: str) -> Path:
 
 
 def _unpacked(path: Path) -> Path:
-    """Returns the folder with the config and tokenizer of a GGUF file, which is written once per content."""
+    """Returns the folder with the config and tokenizer of a GGUF file, which each version of the reader writes once."""
     return _build_once(
-        home() / "models" / f"gguf-{file_stamp(path)}",
+        home() / "models" / f"gguf-{file_stamp(path)}-{_reader_stamp()}",
         lambda part: gguf.write_metadata(path, read_header(path), part),
     )
+
+
+@cache
+def _reader_stamp() -> str:
+    """Returns a digest of the code that reads GGUF files: our modules, and transformers' version."""
+    from importlib.metadata import version
+
+    digest = hashlib.sha256(version("transformers").encode())
+    for module in sorted(Path(gguf.__file__).parent.glob("gguf*.py")):
+        digest.update(module.read_bytes())
+    return digest.hexdigest()[:8]
 
 
 # Number of samples that represent a file's content, and bytes per sample.

@@ -9,6 +9,7 @@ from typing import Any
 from medusa_cli.errors import shown
 from medusa_cli.files.gguf_header import Header
 from medusa_cli.files.gguf_names import FACTORS_OF_PHI3, FREQUENCIES
+from medusa_cli.files.layer_kinds import FULL, SLIDING
 
 # Fields of transformers' configs, by the file's keys without the architecture's name.
 FIELDS = {
@@ -49,7 +50,6 @@ ENDS_OF_GEMMA4 = ("<eos>", "<turn|>", "<|tool_response>")
 ENDS_OF_GPT_OSS = ("<|return|>", "<|call|>", "<|endoftext|>")
 # As llama.cpp has it: every second layer of gpt-oss attends to all positions.
 LAYERS_TO_FULL_ATTENTION_OF_GPT_OSS = 2
-FULL, SLIDING = "full_attention", "sliding_attention"
 # Vocabularies, by the name of their splits, whose words end at every digit and else as GPT-2's do.
 DIGIT_BY_DIGIT = ("codeshell", "command-r", "exaone", "refact", "smollm", "starcoder")
 

@@ -124,13 +124,15 @@ def outdated(stamp: str | None, folder: Path) -> bool:
 class Distillation:
     """A run's distill.json: the settings that all its conversations share."""
 
-    settings: dict[str, str | int | float | bool | list[int] | None] = field(default_factory=dict)
+    settings: dict[str, str | int | float | bool | list[int | str] | None] = field(
+        default_factory=dict
+    )
 
     @property
     def taps(self) -> tuple[int, ...]:
         """Returns the layers whose hidden states are stored before the final ones in each row."""
         taps = self.settings.get("taps")
-        return tuple(taps) if isinstance(taps, list) else ()
+        return tuple(tap for tap in taps if isinstance(tap, int)) if isinstance(taps, list) else ()
 
 
 def describe_distillation(folder: Path) -> Distillation:

@@ -22,7 +22,7 @@ from medusa_cli.progress import ShowProgress, show_nothing
 from medusa_cli.runs.load_options import DEFAULT_LOADING, LoadOptions
 from medusa_cli.runs.recipe import load_recipe
 from medusa_cli.runs.run import STAMP, Run, describe_drafter, provenance, stamp_of
-from medusa_cli.train.setup import engine_for, longest, runs_model
+from medusa_cli.train.setup import longest, options_for, runs_model
 from medusa_cli.tree import Tree
 from medusa_cli.tree.search import largest, search
 
@@ -83,7 +83,7 @@ def calibrate(
     own = folder.resolve() == run.drafter_dir.resolve()
     backbone = load_backbone(
         model,
-        replace(loading, engine=engine_for(kind, recipe.train, loading.engine)),
+        options_for(kind, recipe.train, loading),
         adapter=run.adapter if own else None,
         chat_template=run.chat_template,
     )

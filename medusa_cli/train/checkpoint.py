@@ -17,13 +17,8 @@ from medusa_cli.runs.run import Run, check_backbone
 from medusa_cli.train.log import NAME
 
 T = TypeVar("T")
-# Settings that may change on resume, because they do not affect the learned weights.
-MAY_CHANGE = (
-    "train.checkpoint_every",
-    "train.validation_every",
-    "train.validation_tokens",
-    "train.shard",
-)
+# Settings that may change on resume, because they affect neither the learned weights nor the best ones.
+MAY_CHANGE = ("train.checkpoint_every", "train.shard")
 
 
 @dataclass(frozen=True)
@@ -72,7 +67,7 @@ class Best:
 
 
 def earlier_path(path: Path) -> Path:
-    """Returns the path to which a file of an earlier training run moves until the new run saves a checkpoint."""
+    """Returns the path of a file of an earlier training run that was set aside."""
     return path.with_name(f"{path.stem}.earlier{path.suffix}")
 
 
@@ -84,7 +79,7 @@ def _files(run: Run) -> tuple[Path, ...]:
 def set_aside(run: Run) -> None:
     """Renames the files of an earlier training run, so that a run replaced by mistake can be restored.
 
-    The new run deletes them when it saves its first checkpoint.
+    The new run deletes them at its first regular checkpoint or at its end, but not if it is stopped before.
     """
     if checkpoint_path(run).is_file():
         for path in _files(run):
@@ -94,10 +89,13 @@ def set_aside(run: Run) -> None:
     best_path(run).unlink(missing_ok=True)
 
 
-def save(run: Run, checkpoint: Checkpoint) -> None:
-    """Writes a checkpoint and deletes the files that were set aside; raises UserError if the disk is full."""
+def save(run: Run, checkpoint: Checkpoint, *, keep_earlier: bool = False) -> None:
+    """Writes a checkpoint; raises UserError if the disk is full.
+
+    Deletes the files that were set aside, unless `keep_earlier` is True.
+    """
     _write(checkpoint_path(run), checkpoint)
-    for file in _files(run):
+    for file in () if keep_earlier else _files(run):
         earlier_path(file).unlink(missing_ok=True)
 
 

@@ -25,23 +25,6 @@ def rows_at_once(device: torch.device) -> int:
     return ROWS if device.type == "cpu" else GPU_ROWS
 
 
-def plain_linear_loss(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    teacher: Tensor | None = None,
-    *,
-    soft: float = 0.0,
-    bias: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Computes the loss and hits of `linear_loss` directly from the formula; tests compare the two."""
-    logits = F.linear(hidden, weight.to(hidden.dtype), bias).float()
-    wanted = (1 - soft) * F.one_hot(targets, len(weight)).float()
-    if teacher is not None:
-        wanted = wanted + soft * teacher.float()
-    return F.cross_entropy(logits, wanted), (logits.argmax(-1) == targets).sum()
-
-
 def linear_loss(
     hidden: Tensor,
     weight: Tensor,

@@ -15,12 +15,17 @@ OnEvent = Callable[[Logged], None]
 
 
 @contextmanager
-def logger_of(name: str | None, run: Run, recipe: Recipe) -> Iterator[OnEvent]:
-    """Yields a function that sends training events to the logger of this name in LOGGERS; None: it ignores them."""
+def logger_of(
+    name: str | None, run: Run, recipe: Recipe, resumed_at: int | None = None
+) -> Iterator[OnEvent]:
+    """Yields a function that sends training events to the logger of this name in LOGGERS; None: it ignores them.
+
+    resumed_at: the step of the checkpoint with which the training resumes.
+    """
     if name is None:
         yield lambda event: None
         return
-    with LOGGERS[name](run, recipe) as send:
+    with LOGGERS[name](run, recipe, resumed_at) as send:
         yield (
             lambda event: None if isinstance(event, Saved) else send(metrics_of(event), event.step)
         )
@@ -49,10 +54,12 @@ _SINGULAR = {"accuracies": "accuracy", "head_losses": "loss"}
 
 
 @contextmanager
-def _tensorboard(run: Run, recipe: Recipe) -> Iterator[Send]:
+def _tensorboard(run: Run, recipe: Recipe, resumed_at: int | None) -> Iterator[Send]:
     from torch.utils.tensorboard import SummaryWriter
 
-    with SummaryWriter(str(run.path / "tensorboard")) as writer:
+    # Steps after the checkpoint are run again: those logged before are hidden.
+    first = None if resumed_at is None else resumed_at + 1
+    with SummaryWriter(str(run.path / "tensorboard"), purge_step=first) as writer:
         writer.add_text("recipe", f"```yaml\n{recipe.to_yaml()}```")
 
         def send(metrics: dict[str, float], step: int) -> None:
@@ -64,7 +71,7 @@ def _tensorboard(run: Run, recipe: Recipe) -> Iterator[Send]:
 
 
 @contextmanager
-def _wandb(run: Run, recipe: Recipe) -> Iterator[Send]:
+def _wandb(run: Run, recipe: Recipe, resumed_at: int | None) -> Iterator[Send]:
     import wandb
 
     with wandb.init(
@@ -74,7 +81,7 @@ def _wandb(run: Run, recipe: Recipe) -> Iterator[Send]:
 
 
 @contextmanager
-def _trackio(run: Run, recipe: Recipe) -> Iterator[Send]:
+def _trackio(run: Run, recipe: Recipe, resumed_at: int | None) -> Iterator[Send]:
     import trackio
 
     trackio.init(project=PROJECT, name=run.name, config=recipe.to_dict())

@@ -116,7 +116,8 @@ class Trainer:
             if not last and self.step % train.checkpoint_every == 0:
                 self.save()
                 yield Saved(self.step)
-        self.save()
+        # A run that is stopped at once may have been started by mistake.
+        self.save(keep_earlier=self.step < self.steps)
         yield Saved(self.step)
 
     def train_step(self) -> Stepped:
@@ -246,8 +247,11 @@ class Trainer:
             **{f"backbone.{name}": weight for name, weight in self.weights.items()},
         }
 
-    def save(self) -> None:
-        """Writes the checkpoint from which training can resume; only the first process writes it."""
+    def save(self, *, keep_earlier: bool = False) -> None:
+        """Writes the checkpoint from which training can resume; only the first process writes it.
+
+        keep_earlier: keep the files of an earlier training run that were set aside.
+        """
         if not self.world.first:
             return
         checkpoint = checkpoints.Checkpoint(
@@ -259,7 +263,7 @@ class Trainer:
             data=self.dataset.digest,
             arithmetic=checkpoints.arithmetic_of(self.backbone, self.dataset.kept),
         )
-        checkpoints.save(self.run, checkpoint)
+        checkpoints.save(self.run, checkpoint, keep_earlier=keep_earlier)
 
     def _restore(self) -> None:
         path = checkpoints.checkpoint_path(self.run)

@@ -19,10 +19,12 @@ from medusa_cli.model import lora as adapter
 from medusa_cli.model.digest import weights_of
 from medusa_cli.model.distributed import Distributed
 from medusa_cli.model.load import load_network
-from medusa_cli.runs.load_options import LoadOptions
+from medusa_cli.runs.load_options import INTEGER, LoadOptions
 from medusa_cli.runs.recipe import DrafterRecipe, Recipe, TrainRecipe
 from medusa_cli.runs.run import Run, check_backbone, describe_drafter, rounding_in
 
+# Load options that have no effect on transformers' own layers, which stage 2 trains.
+IGNORED_JOINTLY = {"quantize": INTEGER, "engine": ("native", "torch"), "rows": ("fp32", "int8")}
 log = logging.getLogger(__name__)
 
 
@@ -81,7 +83,14 @@ def check_recipe(recipe: Recipe) -> None:
 
 
 def check_loading(train: TrainRecipe, options: LoadOptions, world: Distributed) -> None:
-    """Raises UsageError if the model cannot be trained or sharded with these load options."""
+    """Raises UsageError if the model cannot be trained or sharded with these load options, or if one has no effect."""
+    for name, values in IGNORED_JOINTLY.items():
+        value = getattr(options, name)
+        if train.stage == 2 and value in values:
+            raise UsageError(
+                f"@{name} {value} has no effect with train.stage=2, which runs transformers' own layers",
+                "leave it out",
+            )
     tuning = train.tuning if train.stage == 2 else None
     quantised = tuning == "qlora" or options.quantised
     if tuning == "full" and quantised:
@@ -135,27 +144,34 @@ def build_drafter(backbone: Backbone, recipe: DrafterRecipe, dataset: Dataset) -
     )
 
 
-def engine_for(kind: type[HeadDrafter], train: TrainRecipe, engine: str) -> str:
-    """Returns the engine with which to load the backbone.
+def options_for(kind: type[HeadDrafter], train: TrainRecipe, options: LoadOptions) -> LoadOptions:
+    """Returns the options with which to load the backbone.
 
     If stage 1 runs the model over whole conversations, the engine is eager. Raises UsageError if
-    another one was requested in that case.
+    another one, or a quantization that needs another one, was requested in that case.
     """
     if not runs_model(kind, train):
-        return engine
-    if engine in ("native", "torch"):
+        return options
+    if options.engine in ("native", "torch"):
         raise UsageError(
-            f"@engine {engine} cannot run {kind.name} over whole conversations: it does not keep the network's layers",
+            f"@engine {options.engine} cannot run {kind.name} over whole conversations: "
+            "it does not keep the network's layers",
             "leave @engine out; the trained drafter runs on either engine",
         )
-    return "eager"
+    if options.quantize in INTEGER:
+        raise UsageError(
+            f"@quantize {options.quantize} needs the native engine, which cannot run {kind.name} over whole "
+            "conversations",
+            "leave @quantize out",
+        )
+    return replace(options, engine="eager")
 
 
 def frozen_backbone(recipe: Recipe, options: LoadOptions) -> Backbone:
     """Loads the frozen model with its decoding engine, or with the engine that can run whole conversations."""
     kind = DRAFTERS[recipe.drafter.name]
     train = recipe.train
-    options = replace(options, engine=engine_for(kind, train, options.engine))
+    options = options_for(kind, train, options)
     template = recipe.chat_template
     gradients = runs_model(kind, train)
     return load_backbone(

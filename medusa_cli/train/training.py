@@ -120,7 +120,7 @@ def train(
                 set_aside(run)
             write_atomic(run.recipe_path, recipe.to_yaml())
             _describe(trainer)
-            with logger_of(logger, run, recipe) as on_event:
+            with logger_of(logger, run, recipe, trainer.step or None) as on_event:
                 _run(trainer, show, on_event)
         else:
             for _ in trainer.events():
