@@ -236,19 +236,18 @@ class Medusa:
 
         The prompt is processed before this method returns.
         """
-        options = _with(options, "stream", changes)
-        return Stream(
-            self, prompt if isinstance(prompt, Request) else self.request(prompt, options)
-        )
+        return Stream(self, self._request_of(prompt, options, "stream", changes))
 
     async def astream(
         self, prompt: Prompt | Request, options: GenerationOptions | None = None, **changes: Any
     ) -> AsyncIterator[str]:
         """Yields the answer's text as it is generated. Steps run in a separate thread, so other tasks can continue."""
-        chosen = _with(options, "astream", changes)
         _ = self.backbone  # raises UserError after close()
         run = asyncio.get_running_loop().run_in_executor
-        stream = await run(self.thread, lambda: self.stream(prompt, chosen))
+        stream = await run(
+            self.thread,
+            lambda: Stream(self, self._request_of(prompt, options, "astream", changes)),
+        )
         with stream:
             while (text := await run(self.thread, next, stream, None)) is not None:
                 yield text
@@ -257,10 +256,26 @@ class Medusa:
         self, prompt: Prompt | Request, options: GenerationOptions | None = None, **changes: Any
     ) -> Answer:
         """Returns the whole answer; accepts a request, or the arguments of `request`."""
-        with self.stream(prompt, _with(options, "generate", changes)) as stream:
+        with Stream(self, self._request_of(prompt, options, "generate", changes)) as stream:
             for _ in stream:
                 pass
         return stream.answer
+
+    def _request_of(
+        self,
+        prompt: Prompt | Request,
+        options: GenerationOptions | None,
+        method: str,
+        changes: Mapping[str, Any],
+    ) -> Request:
+        """Returns a request as it is, or that of a prompt; raises UsageError for options beside a request."""
+        if not isinstance(prompt, Request):
+            return self.request(prompt, _with(options, method, changes))
+        if options is not None or changes:
+            names = ", ".join(f"@{name}" for name in changes or ("options",))
+            fault = f"{names} would have no effect on a Request, which has its own"
+            raise UsageError(fault, "give them to Medusa.request")
+        return prompt
 
     def chat(
         self,

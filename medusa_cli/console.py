@@ -164,8 +164,9 @@ def result(renderable: RenderableType) -> None:
 
 
 def emit_json(obj: Any) -> None:
-    """Prints one JSON document to stdout."""
-    sys.stdout.write(jsonlib.dumps(obj, indent=1, ensure_ascii=False) + "\n")
+    """Prints one JSON document to stdout, with JSON's own escapes if the encoding lacks characters."""
+    escaped = "utf" not in (sys.stdout.encoding or "utf-8").lower()
+    sys.stdout.write(jsonlib.dumps(obj, indent=1, ensure_ascii=escaped) + "\n")
     sys.stdout.flush()
 
 

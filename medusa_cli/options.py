@@ -208,10 +208,13 @@ class DraftFlags:
     def or_plain(self, baseline: bool, chat_template: Path | None = None) -> Choice:
         """Returns the files (with --baseline, those for plain decoding) and the chat template's text.
 
-        For a model without a drafter, n-gram matches are drafted. Raises UsageError for --baseline with --lookup.
+        For a model without a drafter, n-gram matches are drafted. Raises UsageError for --baseline with --lookup or
+        --tree.
         """
-        if baseline and self.lookup:
-            raise UsageError("--baseline and --lookup exclude each other", "leave one of them out")
+        for name, given in (("--lookup", self.lookup), ("--tree", self.tree is not None)):
+            if baseline and given:
+                fault = f"--baseline and {name} exclude each other"
+                raise UsageError(fault, "leave one of them out")
         try:
             choice = self.choose(need_drafter=not baseline)
         except NoDrafter as reason:

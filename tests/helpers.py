@@ -562,7 +562,7 @@ class TokenServer(ThreadingHTTPServer):
                 if body["model"] != names[-1]:
                     return self._send({"error": "no such model"}, 404)
                 choice = {} if body["max_tokens"] == 1 else say(next(numbers))
-                self._send({"choices": [{**choice, "finish_reason": "length"}]})
+                self._send({"choices": [{"finish_reason": "length", **choice}]})
 
             def _send(self, document: dict, status: int = 200) -> None:
                 data = json.dumps(document).encode()

@@ -189,6 +189,17 @@ def test_options_are_taken_whole_or_as_keywords(medusa: Medusa) -> None:
     assert medusa.generate(IDS, options, max_new_tokens=4).tokens == expected[:4]
 
 
+def test_a_request_takes_no_options_beside_its_own(medusa: Medusa) -> None:
+    request = medusa.request(IDS, max_new_tokens=3, stop_ids=())
+    assert len(medusa.generate(request).tokens) == 3
+    for ask in (medusa.stream, medusa.generate):
+        for options in ((), (GenerationOptions(),)):
+            with pytest.raises(UsageError, match="Request"):
+                ask(request, *options, **({} if options else {"max_new_tokens": 5}))
+    with pytest.raises(UsageError, match="Request"):
+        asyncio.run(anext(medusa.astream(request, max_new_tokens=5)))
+
+
 def test_async_streams_take_turns(medusa: Medusa) -> None:
     order: list[int] = []
 

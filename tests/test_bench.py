@@ -3,9 +3,11 @@
 import io
 import json
 import shutil
+import socketserver
+import threading
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +20,7 @@ from medusa_cli import console
 from medusa_cli.api import Medusa
 from medusa_cli.bench import run as running
 from medusa_cli.bench.methods import Method
-from medusa_cli.bench.peers import check_reader
+from medusa_cli.bench.peers import check_reader, server_method
 from medusa_cli.bench.questions import Question
 from medusa_cli.bench.report import gains_table
 from medusa_cli.bench.run import answer_all, first_difference, save
@@ -401,6 +403,47 @@ def test_peers_that_cannot_be_asked_are_named(place: Path) -> None:
     refused(place, 2, "--peer", *at, "--temperature", "1")
 
 
+@contextmanager
+def replying(reply: bytes) -> Iterator[str]:
+    """Yields the address of a server that answers every request by these bytes."""
+
+    class Handler(socketserver.StreamRequestHandler):
+        def handle(self) -> None:
+            while self.rfile.readline().strip():
+                """Reads the request's headers."""
+            self.wfile.write(reply)
+
+    with socketserver.TCPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+
+
+@pytest.mark.parametrize(
+    "reply", [b"SSH-2.0\r\n\r\n", *(b"HTTP/1.0 200 OK\r\n\r\n" + body for body in (b"{}", b"[]"))]
+)
+def test_peers_of_another_protocol_are_named(place: Path, reply: bytes) -> None:
+    with replying(reply) as url:
+        refused(place, 1, "--peer odd", "--methods", "ar", "--peer", f"odd={url}")
+
+
+def test_peers_at_no_address_are_named(place: Path) -> None:
+    refused(place, 1, "--peer odd", "--methods", "ar", "--peer", "odd=http://localhost:80a0")
+
+
+def test_a_peers_text_ends_with_the_tokenizers_end_token() -> None:
+    backbone = tiny_backbone()
+    usual = backbone.tokenizer.eos_token_id
+    backbone.generation_config.eos_token_id = [usual - 1, usual]
+
+    def say(number: int) -> dict:
+        return {"text": "w1 w2", "finish_reason": "stop"}
+
+    with TokenServer(say) as server:
+        [answer] = server_method("theirs", server.url, backbone)([[5]], 9, lambda tokens: None)
+    assert answer.turns == [[*backbone.tokenizer.encode("w1 w2"), usual]]
+
+
 @pytest.mark.parametrize("size", ["1", "2"])
 def test_ngram_drafts_are_a_method_and_the_drafter_alone_is_another(place: Path, size: str) -> None:
     methods = "ar,lookup,medusa-alone,medusa"
@@ -464,6 +507,7 @@ def test_assisted_generation_needs_a_draft_model_of_the_same_vocabulary(
         (True, "smollm2-135m", None, Sampling(), None),
         (True, "other", None, Sampling(), "gguf"),
         (True, "other", Path("some.gguf"), Sampling("exact", 0.7), "temperature"),
+        (True, "other", Path(__file__), Sampling(), "not a GGUF file"),
         (False, "smollm2-135m", None, Sampling(), "xllamacpp"),
     ],
 )
@@ -503,6 +547,17 @@ def test_files_that_do_not_fit_are_refused(place: Path, tmp_path: Path) -> None:
     (run.drafter_dir / "config.json").write_text("[1]")
     for methods in ("ar,medusa", "ar,medusa,hydra"):
         refused(place, 1, "config.json", *words, "--methods", methods)
+
+
+def test_misfits_are_refused_before_transformers_answers(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running, "transformers_method", lambda *_: pytest.fail("it was measured"))
+    other = save_run(tmp_path / "other", save_model(tmp_path / "wide", vocab=80))
+    words = ["--methods", "hf,medusa"]
+    refused(place, 1, "the drafter in", *words, "--drafter", str(other.drafter_dir))
+    refused(place, 1, "the run", *words, "--model", save_model(tmp_path / "model", seed=9))
+    refused(place, 1, "--peer gone", *words, "--peer", "gone=http://127.0.0.1:9")
 
 
 # The demo

@@ -77,6 +77,14 @@ def test_text_that_stdout_cannot_encode_is_no_error() -> None:
     assert done.returncode == 0 and done.stdout == b"w\\udcff \\U0001f642\n", done.stderr
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_json_stays_json_in_every_encoding(encoding: str) -> None:
+    code = "from medusa_cli import console; console.configure(json=True); console.emit_json('é 🙂')"
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, env=environment)
+    assert json.loads(done.stdout.decode(encoding)) == "é 🙂", done.stderr
+
+
 @pytest.mark.parametrize("say", [console.warn, console.error])
 @pytest.mark.parametrize(
     "value", ["x" * 100_000, "\x1b" * LONGEST, "x\n" * 200], ids=["long", "controls", "lines"]

@@ -279,6 +279,15 @@ def test_a_speculators_checkpoint_is_the_librarys_and_comes_back(
     assert draft_tokens(back, backbone) == draft_tokens(run, backbone)
 
 
+def test_a_model_of_other_sizes_than_the_drafters_is_refused(tmp_path: Path, model: str) -> None:
+    run = save_run(tmp_path / "run", model)
+    other = save_model(tmp_path / "other", layers=3)
+    with pytest.raises(UserError, match="the drafter in"):
+        find_source(f"{run.path}/", other)
+    tuned = save_model(tmp_path / "tuned", layers=5, seed=9)
+    assert find_source(f"{run.path}/", tuned).model == tuned
+
+
 def test_a_damaged_drafter_is_not_exported(tmp_path: Path, model: str) -> None:
     run = eagle_run(tmp_path, model)
     weights = weights_of(run.drafter_dir)

@@ -149,6 +149,13 @@ def test_families_samples_and_penalties_give_the_tokens_of_plain_generate(
     compare(export(family=family), **settings)
 
 
+def test_nothing_is_drafted_beyond_learned_positions(tmp_path: Path) -> None:
+    network = tiny_network("gpt2", vocab_size=64, max_position_embeddings=PROMPT.shape[1] + 48)
+    run = random_run(tmp_path / "run", save_network(network, tmp_path / "model"), "medusa")
+    export_hf(find_source(f"{run.path}/"), tmp_path / "out")
+    assert compare(tmp_path / "out", eos_token_id=None) < 48
+
+
 def test_repeated_text_is_drafted(export: Export) -> None:
     assert compare(export("medusa"), PROMPT.repeat(1, 4)) < 48
 

@@ -4,6 +4,7 @@ import json
 import signal
 import socket
 import urllib.request
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from medusa_cli.serve import server
 from medusa_cli.serve.middleware import Limits
 from tests.helpers import medusa, save_model, save_run
 from tests.serving import Served, serving, start
+from tests.test_gguf import write_gguf
 
 
 def test_sigterm_finishes_answers_and_exits_with_0(tmp_path: Path) -> None:
@@ -108,8 +110,53 @@ def test_a_model_is_served_with_a_chat_template_of_ones_own(
     assert text["prompt"] == "w5 w1 w6 w5 w2 w6"
 
 
-@pytest.mark.parametrize(("model", "name"), [(".", "x1"), ("../mine", "mine")])
-def test_a_model_is_served_under_the_name_of_its_folder_or_link(
+class Stopped:
+    """Stands for a server that stops at once, after `meanwhile`."""
+
+    def __init__(self, meanwhile: Callable[[], object] = lambda: None) -> None:
+        self.meanwhile = meanwhile
+
+    def __call__(self, medusa: Medusa, limits: Limits) -> "Stopped":
+        return self
+
+    def run(self, listener: socket.socket) -> None:
+        self.meanwhile()
+
+
+def test_a_stopping_server_leaves_the_socket_of_its_successor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / "socket"
+    words = ["--model", save_model(tmp_path / "model"), "--baseline", "--dtype", "fp32"]
+    monkeypatch.setattr(server, "Server", Stopped())
+    medusa("serve", *words, "--uds", place)
+    assert not place.exists()
+
+    def replace() -> None:
+        place.unlink()
+        server.listen("", 0, place).close()
+
+    monkeypatch.setattr(server, "Server", Stopped(replace))
+    medusa("serve", *words, "--uds", place)
+    assert place.is_socket()
+
+
+def test_the_printed_address_is_of_the_scheme_that_is_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "Server", Stopped())
+    monkeypatch.setattr(server, "check_certificate", lambda *_: None)
+    words = ["--model", save_model(tmp_path / "model"), "--baseline", "--dtype", "fp32"]
+    words += ["--port", "0"]
+    assert "at http://127.0.0.1:" in medusa("serve", *words).stderr
+    certified = medusa("serve", *words, "--ssl-certfile", tmp_path / "certificate.pem")
+    assert "at https://127.0.0.1:" in certified.stderr
+
+
+@pytest.mark.parametrize(
+    ("model", "name"), [(".", "x1"), ("../mine", "mine"), ("../tiny.gguf", "tiny.gguf")]
+)
+def test_a_model_is_served_under_the_name_of_its_folder_link_or_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, name: str
 ) -> None:
     names = list[str]()
@@ -121,6 +168,8 @@ def test_a_model_is_served_under_the_name_of_its_folder_or_link(
     monkeypatch.setattr(server, "Server", record)
     save_model(tmp_path / "x1")
     (tmp_path / "mine").symlink_to(tmp_path / "x1")
+    write_gguf(tmp_path / "tiny.gguf")
+    monkeypatch.setenv("MEDUSA_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path / "x1")
     medusa("serve", "--model", model, "--baseline", "--port", "0", "--dtype", "fp32", exit_code=1)
     assert names == [name]

@@ -49,7 +49,7 @@ def choose_files(
 
     The name of a drafter refers to a run inside the run, or to the run's own drafter if it is of
     that kind. If "medusa" is the only drafter named, it refers to the run's drafter of any kind.
-    Raises UserError if a drafter does not exist.
+    Raises UserError if a drafter does not exist, and UsageError for a file or flag that no method uses.
     """
     outer = Run.open(run) if run else shipped_for(model or DEFAULT_MODEL)
     inner = {name for name in names if run and outer is not None and _kind(outer.path / name)}
@@ -73,6 +73,10 @@ def choose_files(
     if drafter is not None and not own:
         text = f"@drafter {drafter} has no effect with @methods {','.join(names)}"
         raise UsageError(text, "leave one of them out")
+    for name, value in (("@tree", tree), ("@lookup" if lookup else "@no_lookup", lookup)):
+        if value is not None and not (own or files):
+            text = f"{name} has no effect with @methods {','.join(names)}"
+            raise UsageError(text, "leave one of them out")
     shared = choose(model, run, drafter, tree, need_drafter=own, lookup=lookup if own else None)
     medusa = files.get("medusa", shared)
     files |= {"medusa": medusa, "medusa-alone": replace(medusa, lookup=False)}

@@ -5,6 +5,7 @@ import os
 import re
 import urllib.request
 from collections.abc import Mapping, Sequence
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,13 @@ from medusa_cli.bench.stats import Measurement
 from medusa_cli.decode import Sampling, Stats
 from medusa_cli.errors import UsageError, UserError, first_line
 from medusa_cli.files.assets import MODELS, has_package
+from medusa_cli.files.chat_servers import KEY
+from medusa_cli.files.gguf_header import is_gguf
 from medusa_cli.model import Backbone
 
 NAME = re.compile(r"[A-Za-z0-9][\w.]*(-[\w.-]+)?")
 LOOKUP_NGRAM = 3  # longest n-gram match of OpenVINO's prompt lookup
 ANSWER_S = 3600.0  # maximum seconds for a peer's answer
-KEY = "MEDUSA_API_KEY"  # variable with the bearer token, also used by `distill` and the judge
 
 
 def parse_peers(texts: Sequence[str]) -> dict[str, str]:
@@ -60,7 +62,8 @@ def plain_of(name: str, names: Sequence[str], peers: Mapping[str, str]) -> str |
 def check_reader(name: str, model: str, gguf: Path | None, sampling: Sampling) -> None:
     """Raises UsageError if a program that reads GGUF files cannot be compared.
 
-    This is the case if it is not installed, if no GGUF file is known, or if decoding is not greedy.
+    This is the case if it is not installed, if no GGUF file is known, if decoding is not greedy, or
+    if the given file is of another format.
     """
     package = "xllamacpp" if name in LLAMA else "openvino_genai"
     if not has_package(package):
@@ -74,6 +77,8 @@ def check_reader(name: str, model: str, gguf: Path | None, sampling: Sampling) -
         raise UsageError(
             f"@methods {name} is compared in greedy decoding only", "leave @temperature out"
         )
+    if gguf is not None and not is_gguf(gguf):
+        raise UsageError(f"@gguf {gguf} is not a GGUF file", "give another one")
 
 
 def llama_method(name: str, gguf: Path, backbone: Backbone) -> Method:
@@ -168,7 +173,9 @@ def server_method(name: str, url: str, backbone: Backbone) -> Method:
     If the server returns no token ids (`return_token_ids`, as in vLLM), its text is tokenized
     again.
     """
-    ends = sorted(backbone.eos_ids)
+    ends = backbone.eos_ids
+    usual = backbone.tokenizer.eos_token_id
+    end = usual if usual in ends else min(ends, default=None)
     model = _served_name(name, url, backbone)
 
     def answer(
@@ -181,13 +188,14 @@ def server_method(name: str, url: str, backbone: Backbone) -> Method:
             "temperature": 0,
             "return_token_ids": True,
         }
-        choice = _answer(name, f"{url}/v1/completions", body)["choices"][0]
+        choice = _answer(name, f"{url}/v1/completions", "choices", body)[0]
         tokens = choice.get("token_ids")
         if tokens is None:
-            tokens = backbone.tokenizer.encode(choice["text"], add_special_tokens=False)
+            text = choice.get("text") or ""
+            tokens = backbone.tokenizer.encode(text, add_special_tokens=False)
         # Servers differ in whether the end token is part of the answer.
-        if choice.get("finish_reason") == "stop" and ends and not {*tokens[-1:]} & {*ends}:
-            tokens = [*tokens, ends[0]]
+        if choice.get("finish_reason") == "stop" and end is not None and not ends & {*tokens[-1:]}:
+            tokens = [*tokens, end]
         on_tokens(tokens)
         return [Measurement([tokens])]
 
@@ -200,21 +208,28 @@ def _served_name(name: str, url: str, backbone: Backbone) -> str:
     This is the model's own name, its folder, or the first listed name that the server accepts: some
     servers list models that they have not loaded. Raises UserError if it accepts none.
     """
-    listed = [entry["id"] for entry in _answer(name, f"{url}/v1/models")["data"]]
+    listed = served_models(name, url)
     folder = [str(Path(backbone.id).resolve())] if Path(backbone.id).is_dir() else []
     body = {"prompt": [0], "max_tokens": 1}
     reasons = []
     for model in dict.fromkeys([backbone.id, *folder, *listed]):
         try:
-            _answer(name, f"{url}/v1/completions", {"model": model, **body})
+            _answer(name, f"{url}/v1/completions", "choices", {"model": model, **body})
             return model
         except UserError as reason:
             reasons.append(reason)
     raise reasons[-1]
 
 
-def _answer(name: str, url: str, body: dict[str, Any] | None = None) -> Any:
-    """Returns a server's JSON reply; raises UserError with the peer's name if there is none."""
+def served_models(name: str, url: str) -> list[str]:
+    """Returns the names of the models that a server lists; raises UserError if it lists none."""
+    return [str(entry.get("id")) for entry in _answer(name, f"{url}/v1/models", "data")]
+
+
+def _answer(
+    name: str, url: str, field: str, body: dict[str, Any] | None = None
+) -> list[dict[str, Any]]:
+    """Returns the objects in a field of a server's JSON reply; raises UserError, naming the peer, if it has none."""
     headers = {"Content-Type": "application/json"}
     if key := os.environ.get(KEY):
         headers["Authorization"] = f"Bearer {key}"
@@ -222,7 +237,12 @@ def _answer(name: str, url: str, body: dict[str, Any] | None = None) -> Any:
     try:
         request = urllib.request.Request(url, data, headers)
         with urllib.request.urlopen(request, timeout=ANSWER_S) as reply:
-            return json.load(reply)
-    except (OSError, ValueError) as reason:
+            document = json.load(reply)
+    except (OSError, ValueError, HTTPException) as reason:
         fault = f"@peer {name}: {url} gave no answer: {first_line(reason)}"
         raise UserError(fault, "start the server, and check its address") from reason
+    entries = document.get(field) if isinstance(document, dict) else None
+    if isinstance(entries, list) and entries and all(isinstance(entry, dict) for entry in entries):
+        return entries
+    fault = f"@peer {name}: the answer of {url} has no {field}"
+    raise UserError(fault, "give the address of a server of OpenAI's protocol")

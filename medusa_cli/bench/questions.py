@@ -1,6 +1,7 @@
 """Questions for a bench, read from files and hub datasets, and selected by category and number."""
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
@@ -79,7 +80,16 @@ def read_questions(source: str | Path) -> tuple[list[Question], int]:
     if {question.category for question in questions} >= SPEC_BENCH:
         others = {q.category: "mt_bench" for q in questions if q.category not in SPEC_BENCH}
         questions = [replace(q, category=others.get(q.category, q.category)) for q in questions]
-    return questions, skipped
+    return list(_with_own_ids(questions)), skipped
+
+
+def _with_own_ids(questions: Iterable[Question]) -> Iterator[Question]:
+    """Yields the questions; an id that occurred before gets a number, because answers are stored by it."""
+    counts = Counter[str]()
+    for question in questions:
+        counts[question.id] += 1
+        count = counts[question.id]
+        yield question if count == 1 else replace(question, id=f"{question.id} #{count}")
 
 
 def _records(source: str) -> Iterator[Any]:

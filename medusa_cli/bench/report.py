@@ -286,6 +286,8 @@ def categories(benches: Sequence[SavedBench]) -> Iterator[Section]:
         if method != document["baseline"]
     }
     known = list(dict.fromkeys(category for parts in methods.values() for category in parts))
+    if len(known) < 2:
+        return
     groups = {
         category: {n: parts[category] for n, parts in methods.items() if category in parts}
         for category in known
@@ -301,9 +303,8 @@ def categories(benches: Sequence[SavedBench]) -> Iterator[Section]:
             for category, part in groups.items()
         ]
         tables.append(Table(["category", *methods], rows, title))
-        charts |= bars(f"{title} by category", groups, key, unit) if groups else {}
-    if len(known) > 1:
-        yield Section("By category", "", tables, charts)
+        charts |= bars(f"{title} by category", groups, key, unit)
+    yield Section("By category", "", tables, charts)
 
 
 def positions(benches: Sequence[SavedBench]) -> Iterator[Section]:
@@ -369,7 +370,7 @@ def sweeps(benches: Sequence[SavedBench]) -> Iterator[Section]:
                         (point["x"], point[key], point.get(f"{key}_95"))
                     )
             if curves:
-                log = sweep["axis"] in ("nodes", "batch", "context")
+                log = sweep["axis"] in ("nodes", "context")
                 charts |= lines(f"{name}: {y} by {sweep['axis']}", curves, sweep["unit"], y, log)
     if tables:
         yield Section("Sweeps", "", tables, charts)

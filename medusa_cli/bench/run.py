@@ -32,12 +32,14 @@ from medusa_cli.bench.peers import (
     llama_method,
     openvino_method,
     plain_of,
+    served_models,
     server_method,
 )
 from medusa_cli.bench.questions import Question
 from medusa_cli.bench.stats import Measurement, Result, reference_of, summarise
 from medusa_cli.decode import DraftPolicy, Sampling
 from medusa_cli.decode.answer import likelihoods
+from medusa_cli.decode.ngram import shared_length
 from medusa_cli.decode.policy import DynamicTreePolicy
 from medusa_cli.decode.processors import check_generation_config
 from medusa_cli.device import processor
@@ -48,10 +50,18 @@ from medusa_cli.files.assets import gguf_path
 from medusa_cli.files.io import write_json
 from medusa_cli.loading import load_drafting, static_tree
 from medusa_cli.model import Backbone
-from medusa_cli.model.load import DTYPES, load_network, resolve_device, resolve_dtype
+from medusa_cli.model.backbone import identity_of, text_config
+from medusa_cli.model.digest import weights_of
+from medusa_cli.model.load import (
+    DTYPES,
+    load_network,
+    read_config,
+    resolve_device,
+    resolve_dtype,
+)
 from medusa_cli.runs.load_options import LoadOptions
 from medusa_cli.runs.resolve import Choice
-from medusa_cli.runs.run import STAMP, provenance, stamp_of
+from medusa_cli.runs.run import STAMP, check_backbone, describe_drafter, provenance, stamp_of
 
 PACKAGES = ("torch", "transformers", "numpy", "peft", "bitsandbytes", "xllamacpp", "openvino-genai")
 WARM_UP_TOKENS = 24
@@ -127,6 +137,7 @@ class Bench:
     def run(self, watch: Watch = unwatched) -> dict[str, Any]:
         """Runs the bench and returns its document; only one copy of the model is loaded at a time."""
         trees = {name: static_tree(choice) for name, choice in self.drafts.items()}
+        self._check_fit()
         results = [Result(question) for question in self.questions]
         self._answer_by_transformers(results, watch)
         backbone = self._load(self.options)
@@ -192,6 +203,23 @@ class Bench:
             "quality": likelihood(backbone, results) if asks_quality else None,
             "questions": [asdict(question) for question in self.questions],
         }
+
+    def _check_fit(self) -> None:
+        """Raises UserError, before any model is loaded, for a silent peer, or a run or drafter of another model."""
+        for name, url in self.peers.items():
+            served_models(name, url)
+        model = self.choice.model
+        config = read_config(model, self.options.trust_remote_code, whole=True)
+        vocab_size = text_config(config).vocab_size
+        identity = identity_of(
+            config, vocab_size, id=model, weights=weights_of(model), adapter=None
+        )
+        run = self.choice.run
+        if run is not None and run.owner is not None:
+            check_backbone(run.owner, identity, f"the run {run.path}")
+        for folder in filter(None, (choice.drafter for choice in self.drafts.values())):
+            known = describe_drafter(folder).provenance.identity
+            check_backbone(known, identity, f"the drafter in {folder}", tuned=True)
 
     def _answer_by_transformers(self, results: list[Result], watch: Watch) -> None:
         """Runs the transformers methods on the unmodified model, then frees it."""
@@ -386,9 +414,8 @@ def first_difference(
         if expected == actual:
             continue
         place: dict[str, Any] = {"question": result.question.id, "turn": turn}
-        shorter = min(len(expected), len(actual))
-        same = next((i for i in range(shorter) if expected[i] != actual[i]), shorter)
-        if same == shorter:  # one is a prefix of the other
+        same = shared_length(expected, actual)
+        if same == min(len(expected), len(actual)):  # one is a prefix of the other
             return place | {"position": same, "margin": 0.0}
         ids = torch.tensor([*result.prompts[turn], *expected[:same]])
         logits = backbone.engine.forward(Plan.chain(ids), backbone.engine.new_cache()).logits[

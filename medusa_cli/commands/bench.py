@@ -85,6 +85,12 @@ def bench(
         raise UsageError(
             f"--values {values} has no effect without --sweep", "leave it out, or give --sweep AXIS"
         )
+    if sweep is not None and report:
+        raise UsageError(
+            "--report has no effect with --sweep", "leave it out; `medusa report` draws the sweep"
+        )
+    if sweep is not None and judging.judge is not None:
+        raise UsageError(f"--judge {judging.judge} has no effect with --sweep", "leave it out")
     from medusa_cli.bench import sweep as sweeps
     from medusa_cli.bench.methods import choose_files, split_names
     from medusa_cli.bench.peers import parse_peers

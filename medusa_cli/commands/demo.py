@@ -219,7 +219,9 @@ def show_answers(plain: Side, drafted: Side) -> None:
         shown = [plain] if expected == actual else [plain, drafted]
         console.result("\n\n".join(side.text.plain for side in shown) + "\n")
     if expected != actual:
-        place = first_difference(expected, actual)
+        from medusa_cli.decode.ngram import shared_length
+
+        place = shared_length(expected, actual)
         text = f"not identical: they part at token {place}; `medusa machine` says if this engine promises the same"
         console.result(Text(text, style="bold red") if console.out.is_terminal else text)
         return
@@ -228,14 +230,6 @@ def show_answers(plain: Side, drafted: Side) -> None:
     length = drafted.measured.stats.acceptance_length
     text += f", {gain:.2f} x as fast, {length:.2f} tokens per step"
     console.result(Text(text, style="bold green") if console.out.is_terminal else text)
-
-
-def first_difference(first: Sequence[int], second: Sequence[int]) -> int:
-    """Returns the number of tokens in the common beginning of two answers."""
-    for place, (token, other) in enumerate(zip(first, second, strict=False)):
-        if token != other:
-            return place
-    return min(len(first), len(second))
 
 
 def answer_by_others(

@@ -54,6 +54,9 @@ def export(
         raise UsageError(f"--to {to!r} is unknown", f"use one of {', '.join(FORMATS)}")
     if budget is not None and to != "hf":
         raise UsageError(f"--budget has no effect with --to {to}", "leave it out")
+    for name, given in (("--model", model), ("--trust-remote-code", trust_remote_code)):
+        if given and to == "data":
+            raise UsageError(f"{name} has no effect with --to data", "leave it out")
     if private and push is None:
         raise UsageError("--private has no effect without --push", "leave it out")
     if push is not None:

@@ -7,6 +7,8 @@ from medusa_cli.errors import UsageError
 from medusa_cli.files.assets import DEFAULT_MODEL
 from medusa_cli.options import LoadFlags, OutputFlags, flag
 
+DIGITS = 9  # more than those of any context
+
 
 def machine(
     *,
@@ -27,7 +29,9 @@ def machine(
     from medusa_cli.engine import load_backbone
 
     words = context.split(",")
-    if not all(word.isdigit() and int(word) for word in words):
+    if not all(
+        word.isascii() and word.isdigit() and len(word) <= DIGITS and int(word) for word in words
+    ):
         raise UsageError(
             f"--context {context!r} is not valid", "give numbers of tokens, such as 256,2048"
         )

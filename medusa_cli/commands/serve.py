@@ -88,7 +88,7 @@ def serve(
     from medusa_cli.runs.run import called
     from medusa_cli.serve import templates
     from medusa_cli.serve.middleware import Limits
-    from medusa_cli.serve.server import Server, check_certificate, listen
+    from medusa_cli.serve.server import Server, check_certificate, file_identity, listen
 
     choice = drafting.or_plain(baseline, chat_template)
     if remember and not choice.ngrams:
@@ -101,11 +101,12 @@ def serve(
     listener = listen(
         host, port, uds
     )  # before the model is loaded, so that a port in use is reported at once
+    bound = file_identity(uds) if uds else None
     loaded = load(choice, place)
+    is_local = Path(choice.model).expanduser().exists()
+    own_name = called(choice.model) if is_local else choice.model  # clients need not see a path
     limits = Limits(
-        names=tuple(
-            name or [called(choice.model) if Path(choice.model).is_dir() else choice.model]
-        ),
+        names=tuple(name or [own_name]),
         host="" if uds else host,
         api_keys=tuple(filter(None, api_key or ())),
         slots=batch_size,
@@ -131,9 +132,10 @@ def serve(
     else:
         address = f"[{host}]" if ":" in host else host
         port = listener.getsockname()[1]
+        scheme = "https" if ssl_certfile else "http"
         console.info(
-            f"serving {limits.names[0]!r} at http://{address}:{port}/v1, a page to try it at /"
+            f"serving {limits.names[0]!r} at {scheme}://{address}:{port}/v1, a page to try it at /"
         )
     server.run(listener)
-    if uds:
+    if uds and file_identity(uds) == bound:  # else another server has bound its own
         uds.unlink(missing_ok=True)

@@ -77,6 +77,8 @@ def tree(
     given = [flag for flag, value in sources.items() if value is not None]
     if len(given) > 1:
         raise UsageError(f"{' and '.join(given)} exclude each other", "give one of them")
+    if measure and budget != "auto":
+        raise UsageError("--measure has no effect without --budget auto", "leave it out")
     widths = parse_shape(shape) if shape is not None else None
     target, known, source = find_calibration(run, calibration)
     if target is not None and output is None:

@@ -49,6 +49,8 @@ KINDS: dict[str, type[HeadDrafter]] = {
 TRY = 6
 RETRY = 48
 LONGEST_RETRY = 768
+# Maximum number of positions of models without a limit.
+UNBOUNDED = 1 << 20
 # Tokens of an n-gram match are drafted while their chance of being accepted is above this.
 MIN_CHANCE = 0.25
 
@@ -242,19 +244,24 @@ def run(
     out = model(prompt, logits_to_keep=1, **options)
     states = tapped(out.hidden_states, drafter.taps, model.device)
     text = prompt[0].tolist()
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or UNBOUNDED
     new = drafter.first_input(NewTokens(prompt[0], states, generation.choose(out.logits[0, -1]), 0))
 
     while not generation.done:
         began = time.perf_counter()
         start = len(text)
-        drafts = switch is None or switch.drafts
+        room = limit - start - 1  # learned positions end with the context
+        drafts = room > 0 and (switch is None or switch.drafts)
         draft = Draft(prompt.new_tensor([new.root]), Tree.root_only())
         if drafts:
-            (draft,) = drafter.draft(backbone, [drafter], [new], loaded.tree)
+            (draft,) = drafter.draft(backbone, [drafter], [new], loaded.tree.truncate(room))
             matches = index.find(text, new.root)
             draft = add_paths(
                 draft,
-                [match.tokens[: int(log(MIN_CHANCE) / log(match.chance))] for match in matches],
+                [
+                    match.tokens[: min(room, int(log(MIN_CHANCE) / log(match.chance)))]
+                    for match in matches
+                ],
             )
 
         positions = start + draft.tree.depth.to(prompt.device)

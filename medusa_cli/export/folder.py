@@ -10,10 +10,20 @@ from torch import Tensor
 
 from medusa_cli.drafters.io import drafter_kind, read_drafter
 from medusa_cli.errors import UserError
+from medusa_cli.export.incoming import sizes_of
 from medusa_cli.files.assets import DEFAULT_MODEL, sha256_of
 from medusa_cli.files.io import read_object, replacing_folder
+from medusa_cli.model.load import read_config
 from medusa_cli.runs.resolve import shipped_for
-from medusa_cli.runs.run import RUNS, STAMP, Run, called, stamp_of
+from medusa_cli.runs.run import (
+    RUNS,
+    STAMP,
+    Run,
+    called,
+    check_backbone,
+    describe_drafter,
+    stamp_of,
+)
 
 CHECKSUMS = "SHA256SUMS"
 
@@ -94,7 +104,10 @@ class Source:
 
 
 def find_source(run: str | None = None, model: str | None = None, trusted: bool = False) -> Source:
-    """Returns a run's drafter, by default the one that ships for the model; raises UserError if it is unusable."""
+    """Returns a run's drafter, by default the one that ships for the model.
+
+    Raises UserError if it is unusable, or if it was made for a model of other sizes.
+    """
     target = Run.open(run) if run else shipped_for(model or DEFAULT_MODEL)
     if target is None:
         raise UserError(
@@ -107,6 +120,10 @@ def find_source(run: str | None = None, model: str | None = None, trusted: bool 
     kind = drafter_kind(folder)
     stored = read_object(path, "the drafter's config")
     config, tensors = read_drafter(kind, folder)
+    if run and model:
+        known = describe_drafter(folder).provenance.identity
+        sizes = sizes_of(model, read_config(model, trusted))
+        check_backbone(known, sizes, f"the drafter in {folder}", tuned=True)
     owner = (target.model or stored.get("base_model_name_or_path")) if run else None
     name = model or (owner if isinstance(owner, str) else DEFAULT_MODEL)
     return Source(target, name, kind.name, config, tensors, trusted)

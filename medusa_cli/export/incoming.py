@@ -39,7 +39,7 @@ def import_drafter(
     base = read_config(owner, trust_remote_code)
     drafter = checkpoint.read(base, base.vocab_size)
 
-    identity = _sizes(owner, base)
+    identity = sizes_of(owner, base)
     target = Run.open(run or _run_name(place), create=True)
     imported = {"from": str(place), "format": drafter.format}
     _write(target, drafter, identity, imported)
@@ -72,7 +72,7 @@ def import_mtp(
             f"@draft_vocab_size {size} needs conversations to count tokens in", "give @data FILE"
         )
     size = min(size or DrafterRecipe().draft_vocab_size, settings["vocab_size"])
-    identity = _sizes(model, read_config(model, options.trust_remote_code))
+    identity = sizes_of(model, read_config(model, options.trust_remote_code))
     if source is not None:
         backbone = load_backbone(model, options)
         identity = backbone.identity
@@ -90,7 +90,7 @@ def import_mtp(
     return target, {"drafter": NAME, "format": NAME, "heads": config.num_heads}, []
 
 
-def _sizes(model: str, base: Any) -> dict[str, Any]:
+def sizes_of(model: str, base: Any) -> dict[str, Any]:
     """Returns the part of a model's identity that its config contains."""
     return {
         "id": model,

@@ -1,6 +1,7 @@
 """Resolution of the model, run, drafter and tree that belong together, without loading them."""
 
 import logging
+import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -90,7 +91,7 @@ class TreeChoice:
 
 
 def _parse_nodes(tree: str, number: str) -> int:
-    if number.isascii() and number.isdigit() and 1 <= int(number) <= MAX_NODES:
+    if re.fullmatch("[0-9]{1,3}", number) and 1 <= int(number) <= MAX_NODES:
         return int(number)
     raise UsageError(
         f"@tree {tree!r}: {number!r} is not a valid number of nodes", f"use 1 to {MAX_NODES}"

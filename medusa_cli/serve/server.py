@@ -270,6 +270,14 @@ def listen(host: str, port: int, uds: Path | None = None) -> socket.socket:
     return listener
 
 
+def file_identity(path: Path) -> tuple[int, int] | None:
+    """Returns what tells a file from a later one at the same path; None if there is no file."""
+    if not path.exists():
+        return None
+    status = path.stat()
+    return status.st_ino, status.st_mtime_ns
+
+
 def _is_served(path: Path) -> bool:
     """Returns False for a Unix socket that a killed server left behind."""
     with socket.socket(socket.AF_UNIX) as client:
