@@ -23,7 +23,7 @@ from medusa_cli.runs.run import Run, provenance
 from medusa_cli.train.log import Validated, read_log
 from tests.helpers import FRESH, change_json, medusa, save_model, save_run, tiny_backbone
 
-DEEP = "[" * 5000 + "]" * 5000
+DEEP = "[" * 50_000 + "]" * 50_000
 LONG = "9" * 5000
 
 

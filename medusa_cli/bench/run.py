@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -485,6 +485,6 @@ def environment(device: torch.device) -> dict[str, str | int]:
 
 def save(document: dict[str, Any], folder: Path) -> Path:
     """Writes a bench to a folder in a file named after the current time; returns its path."""
-    path = folder / f"{datetime.now(timezone.utc):%Y-%m-%dT%H%M%S-%f}.json"
+    path = folder / f"{datetime.now(UTC):%Y-%m-%dT%H%M%S-%f}.json"
     write_json(path, document)
     return path

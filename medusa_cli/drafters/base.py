@@ -18,7 +18,7 @@ from medusa_cli.model import Backbone
 from medusa_cli.tree import Draft, DynamicTree, Tree
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 
 @dataclass(frozen=True)

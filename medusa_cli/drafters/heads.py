@@ -23,7 +23,7 @@ from medusa_cli.model import Backbone
 from medusa_cli.tree.tensors import TreeTensors
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 
 def check_ranges(config: Any, **ranges: tuple[int, float]) -> None:

@@ -16,7 +16,7 @@ from medusa_cli.engine.linear import packed_copy, packed_linear, packs
 from medusa_cli.model import Backbone
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 
 @runtime_checkable

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ Identity = dict[str, str | int | None]
 
 def provenance(backbone: str | dict[str, Any], **extra: Any) -> dict[str, Any]:
     """Returns the record of how a file was made: version, time, model and more."""
-    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    now = datetime.now(UTC).isoformat(timespec="seconds")
     return {"version": __version__, "created": now, "backbone": backbone, **extra}
 
 

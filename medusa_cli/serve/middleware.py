@@ -118,7 +118,7 @@ class Middleware:
         except Refusal as reason:
             await reason.response()(scope, receive, counted)
             return
-        except asyncio.TimeoutError:
+        except TimeoutError:
             slow = Refusal(
                 408, f"the body took more than {self._limits.body_s:g} s", code="timeout"
             )
