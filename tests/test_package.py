@@ -81,7 +81,7 @@ def test_every_import_is_declared_and_every_dependency_is_used() -> None:
     for extra, packages in EXTRAS.items():
         assert declared(extra) == set(packages)
     known = declared("dependencies").union(*EXTRAS.values())
-    assert imported() - OPTIONAL - BUILDING - {"typing_extensions"} == known - INDIRECT
+    assert imported() - OPTIONAL - BUILDING == known - INDIRECT
 
 
 def test_chat_runs_without_any_extra(tmp_path: Path) -> None:
