@@ -12,6 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from medusa_cli.files.cpus import control_groups
+
 # Bytes copied to measure the memory bandwidth.
 COPIED_BYTES = 256 * 2**20
 # From glibc's malloc.h. glibc limits the mmap threshold to 32 MB and the trim threshold to an int.
@@ -21,7 +23,6 @@ M_MMAP_THRESHOLD = -3
 DRIVER = Path("/proc/driver/nvidia/version")
 _STATUS = Path("/proc/self/status")
 _SYSTEM = Path("/proc/meminfo")
-_CONTAINER = Path("/sys/fs/cgroup")
 
 
 def upload(
@@ -83,15 +84,28 @@ def free_memory(device: torch.device) -> int:
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     system = _numbers(_SYSTEM)
     free = 1024 * system["MemAvailable"] if "MemAvailable" in system else whole // 2
-    try:
-        allowed = int((_CONTAINER / "memory.max").read_text())
-        taken = int((_CONTAINER / "memory.current").read_text())
-    except (OSError, ValueError):  # no container, or no limit
-        return free
-    # The page cache counts as used memory, but is released when needed.
-    return max(
-        0, min(free, allowed - taken + _numbers(_CONTAINER / "memory.stat").get("inactive_file", 0))
-    )
+    for folder in control_groups("memory"):
+        left = _left(folder)
+        free = free if left is None else min(free, left)
+    return max(0, free)
+
+
+# The files of a control group: the limit, the memory in use, and the name in memory.stat of the page cache that is
+# released when needed, which counts as used. Of versions 2 and 1.
+_LIMITS = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+
+
+def _left(folder: Path) -> int | None:
+    """Returns the bytes that a control group leaves; None without a limit."""
+    for limit, usage, cache in _LIMITS:
+        with suppress(OSError, ValueError):  # no such file, or "max": no limit
+            allowed = int((folder / limit).read_text())
+            taken = int((folder / usage).read_text())
+            return allowed - taken + _numbers(folder / "memory.stat").get(cache, 0)
+    return None
 
 
 def _numbers(path: Path) -> dict[str, int]:

@@ -329,3 +329,14 @@ def test_a_fetch_without_a_terminal_prints_bytes_rate_and_time_left(
         show(170_000_000)
     last = capsys.readouterr().err.splitlines()[-1]
     assert all(part in last for part in ("170 of 500 MB", "10.0 MB/s", "33 s"))
+
+
+def test_a_cache_on_a_file_system_without_locks_is_filled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(assets.fcntl, "flock", refuse)
+    built = assets._build_once(tmp_path / "cache" / "file", lambda part: part.write_text("made"))
+    assert built.read_text() == "made"

@@ -26,6 +26,7 @@ from medusa_cli.distill.filters import is_refusal
 from medusa_cli.distill.local import choose_batch_size
 from medusa_cli.engine import load_backbone
 from medusa_cli.errors import UserError
+from medusa_cli.files import cpus
 from medusa_cli.files.io import read_object
 from medusa_cli.model import Backbone
 from medusa_cli.runs.load_options import LoadOptions
@@ -168,13 +169,29 @@ def test_free_memory_is_the_systems_or_what_the_container_leaves(
     system = tmp_path / "meminfo"
     system.write_text("MemTotal:       4000 kB\nMemAvailable:   3000 kB\nHugePages_Total:    0\n")
     monkeypatch.setattr(memory, "_SYSTEM", system)
-    monkeypatch.setattr(memory, "_CONTAINER", tmp_path)
+    monkeypatch.setattr(cpus, "CGROUPS", tmp_path)
+    monkeypatch.setattr(cpus, "MEMBERSHIP", tmp_path / "cgroup")
     assert free_memory(CPU) == 3000 * 1024
-    (tmp_path / "memory.current").write_text("1500000\n")
-    (tmp_path / "memory.stat").write_text("anon 100\ninactive_file 250000\n")
-    for limit, free in (("max", 3000 * 1024), ("2000000", 750000)):
-        (tmp_path / "memory.max").write_text(f"{limit}\n")
+    (tmp_path / "cgroup").write_text("0::/jobs/mine\n")
+    jobs = tmp_path / "jobs"
+    mine = jobs / "mine"
+    mine.mkdir(parents=True)
+    for folder, limit, free in (
+        (mine, "max", 3000 * 1024),
+        (jobs, "2000000", 750000),
+        (mine, "1900000", 650000),
+    ):
+        (folder / "memory.current").write_text("1500000\n")
+        (folder / "memory.stat").write_text("anon 100\ninactive_file 250000\n")
+        (folder / "memory.max").write_text(f"{limit}\n")
         assert free_memory(CPU) == free
+    (tmp_path / "cgroup").write_text("5:memory:/job\n")
+    job = tmp_path / "memory" / "job"
+    job.mkdir(parents=True)
+    (job / "memory.usage_in_bytes").write_text("1500000\n")
+    (job / "memory.stat").write_text("inactive_file 1\ntotal_inactive_file 100000\n")
+    (job / "memory.limit_in_bytes").write_text("2000000\n")
+    assert free_memory(CPU) == 600000
 
 
 # Seeds.

@@ -1,6 +1,7 @@
 """The wheel holds every file of the package; decoding runs without extras, and each command names what it misses."""
 
 import ast
+import platform
 import re
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 from medusa_cli import cli
 from medusa_cli.files import assets
 from medusa_cli.files.assets import EXTRAS, install_line
+from medusa_cli.native.build import INSTRUCTIONS, instructions_of
 from tests.helpers import medusa, python, save_model, save_run
 
 ROOT = Path(__file__).parent.parent
@@ -148,10 +150,20 @@ def test_an_extra_is_added_by_the_program_that_made_the_environment(
     assert line.split()[0] == program and line.endswith("'medusa-cli[serve]'")
 
 
+def test_a_python_without_ensurepip_fetches_by_a_wheel_of_the_system_or_its_own_pip(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(assets, "has_package", lambda name: False)
+    monkeypatch.setattr(assets, "find_spec", lambda name: None)
+    monkeypatch.setattr(assets, "PYTHON_WHEELS", tmp_path)
+    assert assets._pip() == [sys.executable, "-m", "pip"]
+    (tmp_path / "pip-24.0-py3-none-any.whl").touch()
+    assert assets._pip()[1] == str(tmp_path / "pip-24.0-py3-none-any.whl" / "pip")
+
+
 def test_an_environment_without_pip_fetches_by_the_one_that_comes_with_python(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    pytest.importorskip("ensurepip")
     monkeypatch.setattr(assets, "has_package", lambda name: False)
     command = assets._pip()
     if "-m" in command:
@@ -174,3 +186,13 @@ def test_a_tree_is_saved_without_its_picture(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     medusa("tree", "--run", f"{run.path}/", "--budget", "5")
     assert run.tree_path.is_file() and not run.tree_path.with_suffix(".png").exists()
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="other machines have one set")
+@pytest.mark.parametrize("status", [0, 1])
+def test_an_instruction_set_that_a_compiler_lacks_is_left_out(tmp_path: Path, status: int) -> None:
+    compiler = tmp_path / "compiler"
+    compiler.write_text(f"#!/bin/sh\nexit {status}\n")
+    compiler.chmod(0o755)
+    kept = INSTRUCTIONS.keys() - ({"avxvnni"} if status else set())
+    assert instructions_of([str(compiler)]).keys() == kept

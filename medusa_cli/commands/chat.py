@@ -2,6 +2,7 @@
 
 import io
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -146,7 +147,8 @@ def converse(session: "Chat", show_accepted: bool) -> bool:
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")  # a byte that is no UTF-8 costs a character
     if typed:
-        import readline  # noqa: F401  (line editing and history for input())
+        with suppress(ImportError):  # some Pythons lack it
+            import readline  # noqa: F401  (line editing and history for input())
 
         console.info("/help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves")
     while True:

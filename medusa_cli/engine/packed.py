@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -17,6 +16,7 @@ from medusa_cli.device import free_memory
 from medusa_cli.engine.description import Description
 from medusa_cli.engine.experts import Part
 from medusa_cli.files.assets import home
+from medusa_cli.files.io import replacing
 from medusa_cli.model.backbone import LazyNetwork, Unsupported
 from medusa_cli.model.digest import weights_of
 from medusa_cli.model.weights import Weights, open_weights, source_stamp
@@ -119,34 +119,28 @@ def pack_to_file(
 
     The first 8 bytes of the file are the position of its JSON, which lists where each part lies.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
     entries: list[dict[str, Any]] = []
-    try:
-        with part.open("wb") as file:
-            file.truncate(8)
-            end = 8
-            for name, raw, bias in _matrices(description, weights, quantize):
-                shape = [len(raw.rows), raw.inputs]
-                entry: dict[str, Any] = {"name": name, "format": raw.format.name, "shape": shape}
-                if bias is not None:
-                    entry["vector"] = _write(file, end, padded_floats(bias).view(np.uint8))
-                    end = sum(entry["vector"])
-                size = library().tiled_bytes(int(raw.format), *shape)
-                entry["tiles"] = _write(file, end, pack_tiles(raw, aligned(size)))
-                end = sum(entry["tiles"])
-                entries.append(entry)
-            for name, vector in _vectors(description, weights):
-                place = _write(file, end, vector.view(np.uint8))
-                end = sum(place)
-                entries.append({"name": name, "vector": place})
-            text = json.dumps({"version": VERSION, "digest": digest, "entries": entries}).encode()
-            start, _ = _write(file, end, np.frombuffer(text, np.uint8))
-            file.seek(0)
-            file.write(start.to_bytes(8, "little"))
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+    with replacing(path) as part, part.open("wb") as file:
+        file.truncate(8)
+        end = 8
+        for name, raw, bias in _matrices(description, weights, quantize):
+            shape = [len(raw.rows), raw.inputs]
+            entry: dict[str, Any] = {"name": name, "format": raw.format.name, "shape": shape}
+            if bias is not None:
+                entry["vector"] = _write(file, end, padded_floats(bias).view(np.uint8))
+                end = sum(entry["vector"])
+            size = library().tiled_bytes(int(raw.format), *shape)
+            entry["tiles"] = _write(file, end, pack_tiles(raw, aligned(size)))
+            end = sum(entry["tiles"])
+            entries.append(entry)
+        for name, vector in _vectors(description, weights):
+            place = _write(file, end, vector.view(np.uint8))
+            end = sum(place)
+            entries.append({"name": name, "vector": place})
+        text = json.dumps({"version": VERSION, "digest": digest, "entries": entries}).encode()
+        start, _ = _write(file, end, np.frombuffer(text, np.uint8))
+        file.seek(0)
+        file.write(start.to_bytes(8, "little"))
 
 
 def bytes_of(path: Path) -> Bytes:

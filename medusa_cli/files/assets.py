@@ -326,6 +326,8 @@ def _reader_stamp() -> str:
     return digest.hexdigest()[:8]
 
 
+# Where Debian's Python keeps the wheel of pip.
+PYTHON_WHEELS = Path("/usr/share/python-wheels")
 # Number of samples that represent a file's content, and bytes per sample.
 STAMPED = 64
 STAMP_BYTES = 4096
@@ -510,7 +512,8 @@ def _build_once(target: Path, make: Callable[[Path], None]) -> Path:
         remedy = "run `medusa assets` once where it can be, or set MEDUSA_HOME to another folder"
         raise UserError(fault, remedy) from reason
     with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():  # another process may have built it
             part = target.with_name(target.name + ".part")
             shutil.rmtree(part, ignore_errors=True)
@@ -524,12 +527,17 @@ def _build_once(target: Path, make: Callable[[Path], None]) -> Path:
 
 
 def _pip() -> list[str]:
-    """Returns the command of this environment's pip, else of the one bundled with Python (uv's tools have none)."""
-    import ensurepip
+    """Returns the command of this environment's pip, else of a wheel of it (uv's tools have no pip).
 
-    bundled = next(Path(ensurepip.__file__).parent.glob("_bundled/pip-*.whl"), None)
-    if bundled is not None and not has_package("pip"):
-        return [sys.executable, str(bundled / "pip")]
+    Python brings such a wheel; Debian keeps it in a folder of its own.
+    """
+    bundled = find_spec("ensurepip")
+    folders = [PYTHON_WHEELS]
+    if bundled is not None and bundled.origin is not None:
+        folders.append(Path(bundled.origin).parent / "_bundled")
+    wheels = [wheel for folder in folders for wheel in folder.glob("pip-*.whl")]
+    if wheels and not has_package("pip"):
+        return [sys.executable, str(wheels[-1] / "pip")]
     return [sys.executable, "-m", "pip"]
 
 

@@ -32,13 +32,22 @@ def _affinity() -> int:
 
 def _quotas() -> Iterator[float]:
     """Yields how many processors each control group of this process and its parents allow (versions 1 and 2)."""
+    for folder in control_groups("cpu"):
+        yield from _quota(folder)
+
+
+def control_groups(controller: str) -> Iterator[Path]:
+    """Yields the folders of this process's control groups, and of their parents, that may limit a resource.
+
+    controller: the name of the resource in version 1 of control groups.
+    """
     try:
         lines = MEMBERSHIP.read_text().splitlines()
     except OSError:  # not Linux
         return
     for line in lines:
         _, controllers, place = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
+        if controllers and controller not in controllers.split(","):
             continue
         root = CGROUPS / controllers
         # In a container, the group's name is the one on the host, and its files are at the root.
@@ -46,7 +55,7 @@ def _quotas() -> Iterator[float]:
         for folder in (group, *group.parents):
             if not folder.is_relative_to(root):
                 break
-            yield from _quota(folder)
+            yield folder
 
 
 def _quota(folder: Path) -> Iterator[float]:

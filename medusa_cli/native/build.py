@@ -29,10 +29,11 @@ QUIET = ["-Wno-uninitialized", "-Wno-maybe-uninitialized", "-Wno-unknown-warning
 COMMON = ("pool", "formats", "library")
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
+AVXVNNI = [*AVX2, "-mavxvnni"]
 # step.cpp is compiled once per instruction set.
 INSTRUCTIONS = {
     "avx2": AVX2,
-    "avxvnni": [*AVX2, "-mavxvnni"],
+    "avxvnni": AVXVNNI,
     "avx512": AVX512,
     "avx512vnni": [*AVX512, "-mavx512vnni"],
 }
@@ -50,6 +51,24 @@ def compiler() -> list[str] | None:
     return zig if find_spec("ziglang") else None
 
 
+# GCC before 11 lacks the option, and binutils before 2.36 the instruction.
+PROBE = """#include <immintrin.h>
+__m256i product(__m256i a, __m256i b) { return _mm256_dpbusd_avx_epi32(a, a, b); }
+"""
+
+
+def instructions_of(command: list[str]) -> dict[str, list[str]]:
+    """Returns the instruction sets for which a compiler makes code on this machine, with their flags."""
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return {}
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "probe.cpp"
+        source.write_text(PROBE)
+        words = [*command, *AVXVNNI, "-c", str(source), "-o", str(Path(folder) / "probe.o")]
+        lacks = subprocess.run(words, capture_output=True).returncode
+    return {name: flags for name, flags in INSTRUCTIONS.items() if name != "avxvnni" or not lacks}
+
+
 def compile_library(target: Path, flags: list[str] | None = None) -> None:
     """Compiles the library into `target`, with additional compiler flags.
 
@@ -60,10 +79,11 @@ def compile_library(target: Path, flags: list[str] | None = None) -> None:
         raise FileNotFoundError("no C++ compiler")
     options = [*FLAGS, *QUIET, *(flags or [])]
     with tempfile.TemporaryDirectory() as folder:
+        isas = instructions_of(command)
+        options += ["-DMEDUSA_AVXVNNI"] if "avxvnni" in isas else []
         jobs = [(name, name, list[str]()) for name in COMMON]
         jobs.append(("step", "generic", ["-DISA=generic"]))
-        if platform.machine().lower() in ("x86_64", "amd64"):
-            jobs += [("step", isa, [f"-DISA={isa}", *named]) for isa, named in INSTRUCTIONS.items()]
+        jobs += [("step", isa, [f"-DISA={isa}", *named]) for isa, named in isas.items()]
 
         def compile_one(job: tuple[str, str, list[str]]) -> str:
             source, name, own = job

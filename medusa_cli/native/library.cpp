@@ -17,7 +17,9 @@ namespace medusa {
 
 #if defined(__x86_64__)
 namespace avx2 { extern const Functions functions; }
+#if defined(MEDUSA_AVXVNNI)
 namespace avxvnni { extern const Functions functions; }
+#endif
 namespace avx512 { extern const Functions functions; }
 namespace avx512vnni { extern const Functions functions; }
 #endif
@@ -59,7 +61,9 @@ int choices(Choice* out) {
   int count = 0;
   if (has.avx512vnni) out[count++] = {"avx512vnni", &avx512vnni::functions};
   if (has.avx512) out[count++] = {"avx512", &avx512::functions};
+#if defined(MEDUSA_AVXVNNI)
   if (has.avxvnni) out[count++] = {"avxvnni", &avxvnni::functions};
+#endif
   if (has.avx2) out[count++] = {"avx2", &avx2::functions};
   out[count++] = {"generic", &generic::functions};
   return count;
