@@ -48,6 +48,9 @@ def wheel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> assets.Wheel:
 def test_the_cache_is_medusa_home_then_xdg(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEDUSA_HOME", "/a")
     assert assets.home() == Path("/a")
+    monkeypatch.setenv("HOME", "/b")
+    monkeypatch.setenv("MEDUSA_HOME", "~/a")
+    assert assets.home() == Path("/b/a")
     monkeypatch.delenv("MEDUSA_HOME")
     monkeypatch.setenv("XDG_CACHE_HOME", "/b")
     assert assets.home() == Path("/b/medusa-cli")

@@ -281,3 +281,8 @@ def test_shipped_drafter_is_not_exported_for_another_size(tmp_path: Path) -> Non
 def test_a_missing_path_with_a_shipped_drafter_s_name_is_named(model: str) -> None:
     with pytest.raises(UserError, match="smollm2-135m"):
         choose(model, None, None, None)
+
+
+def test_a_run_may_be_in_the_users_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert Run.open("~/runs/mine", create=True).path == tmp_path / "runs" / "mine"

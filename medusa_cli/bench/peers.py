@@ -108,6 +108,8 @@ def llama_method(name: str, gguf: Path, backbone: Backbone) -> Method:
         ) from reason
     kind = {"Content-Type": "application/json"}
     options = {"temperature": 0.0, "top_k": 1, "cache_prompt": False, "return_tokens": True}
+    # The server is in this process: no proxy leads to it.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def answer(
         prompts: Sequence[Sequence[int]], max_new_tokens: int, on_tokens: OnTokens
@@ -118,7 +120,7 @@ def llama_method(name: str, gguf: Path, backbone: Backbone) -> Method:
         request = urllib.request.Request(f"{server.listening_address}/completion", body, kind)
         # A stream would leave out tokens that end inside a character, as would the server's calls
         # without HTTP.
-        with urllib.request.urlopen(request) as reply:
+        with opener.open(request) as reply:
             document = json.load(reply)
         tokens: list[int] = document["tokens"]
         on_tokens(tokens)

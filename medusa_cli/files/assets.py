@@ -157,7 +157,7 @@ progress: Callable[[str, int | None], AbstractContextManager[Show]] = _silent
 def home() -> Path:
     """Returns the cache folder: MEDUSA_HOME, else medusa-cli under XDG_CACHE_HOME, else under ~/.cache."""
     if folder := os.environ.get("MEDUSA_HOME"):
-        return Path(folder)
+        return Path(folder).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "medusa-cli"
 
 

@@ -250,7 +250,7 @@ class Run:
 
     @staticmethod
     def _path(name: str) -> Path:
-        return Path(name) if os.sep in name else RUNS / name
+        return Path(name).expanduser() if os.sep in name else RUNS / name
 
     @property
     def data_path(self) -> Path:
