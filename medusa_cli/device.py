@@ -23,6 +23,12 @@ M_MMAP_THRESHOLD = -3
 DRIVER = Path("/proc/driver/nvidia/version")
 _STATUS = Path("/proc/self/status")
 _SYSTEM = Path("/proc/meminfo")
+# The files of a control group: the limit, the memory in use, and the name in memory.stat of the page cache that is
+# released when needed, which counts as used. Of versions 2 and 1.
+_LIMITS = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
 
 
 def upload(
@@ -88,14 +94,6 @@ def free_memory(device: torch.device) -> int:
         left = _left(folder)
         free = free if left is None else min(free, left)
     return max(0, free)
-
-
-# The files of a control group: the limit, the memory in use, and the name in memory.stat of the page cache that is
-# released when needed, which counts as used. Of versions 2 and 1.
-_LIMITS = (
-    ("memory.max", "memory.current", "inactive_file"),
-    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-)
 
 
 def _left(folder: Path) -> int | None:

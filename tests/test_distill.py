@@ -173,13 +173,13 @@ def test_free_memory_is_the_systems_or_what_the_container_leaves(
     monkeypatch.setattr(cpus, "MEMBERSHIP", tmp_path / "cgroup")
     assert free_memory(CPU) == 3000 * 1024
     (tmp_path / "cgroup").write_text("0::/jobs/mine\n")
-    jobs = tmp_path / "jobs"
-    mine = jobs / "mine"
-    mine.mkdir(parents=True)
+    parent = tmp_path / "jobs"
+    child = parent / "mine"
+    child.mkdir(parents=True)
     for folder, limit, free in (
-        (mine, "max", 3000 * 1024),
-        (jobs, "2000000", 750000),
-        (mine, "1900000", 650000),
+        (child, "max", 3000 * 1024),
+        (parent, "2000000", 750000),
+        (child, "1900000", 650000),
     ):
         (folder / "memory.current").write_text("1500000\n")
         (folder / "memory.stat").write_text("anon 100\ninactive_file 250000\n")

@@ -1,4 +1,4 @@
-"""The processors that this process may use, according to its affinity and the quotas of its control groups."""
+"""The control groups of this process, and the processors that these and its affinity allow."""
 
 import os
 from collections.abc import Iterator
