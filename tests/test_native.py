@@ -206,7 +206,7 @@ def test_instruction_sets_share_no_code() -> None:
         ["nm", "-DC", "--defined-only", LIBRARY], capture_output=True, text=True, check=True
     )
     functions = re.findall(r"^[0-9a-f]+ W (.*)$", done.stdout, re.MULTILINE)
-    own = re.compile(r"medusa::(generic|avx2|avxvnni|avx512|avx512vnni)::")
+    own = re.compile(r"medusa::(generic|avx2|avxvnni|avx512|avx512vnni|amx)::")
     of_common_files = re.compile(r"operator (new|delete)|thread")
     assert any(own.search(name) for name in functions)
     assert not [

@@ -29,14 +29,18 @@ QUIET = ["-Wno-uninitialized", "-Wno-maybe-uninitialized", "-Wno-unknown-warning
 COMMON = ("pool", "formats", "library")
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
+AVX512VNNI = [*AVX512, "-mavx512vnni"]
 AVXVNNI = [*AVX2, "-mavxvnni"]
+AMX = [*AVX512VNNI, "-mamx-tile", "-mamx-int8"]
 # step.cpp is compiled once per instruction set.
 INSTRUCTIONS = {
     "avx2": AVX2,
     "avxvnni": AVXVNNI,
     "avx512": AVX512,
-    "avx512vnni": [*AVX512, "-mavx512vnni"],
+    "avx512vnni": AVX512VNNI,
+    "amx": AMX,
 }
+RECENT = ("avxvnni", "amx")
 
 
 def compiler() -> list[str] | None:
@@ -51,9 +55,12 @@ def compiler() -> list[str] | None:
     return zig if find_spec("ziglang") else None
 
 
-# GCC before 11 lacks the option, and binutils before 2.36 the instruction.
+# GCC before 11 lacks the options of both recent sets, and binutils before 2.36 an instruction.
 PROBE = """#include <immintrin.h>
-__m256i product(__m256i a, __m256i b) { return _mm256_dpbusd_avx_epi32(a, a, b); }
+__m256i product(__m256i a, __m256i b) {
+  asm volatile("tilezero %tmm0");
+  return _mm256_dpbusd_avx_epi32(a, a, b);
+}
 """
 
 
@@ -64,9 +71,9 @@ def instructions_of(command: list[str]) -> dict[str, list[str]]:
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "probe.cpp"
         source.write_text(PROBE)
-        words = [*command, *AVXVNNI, "-c", str(source), "-o", str(Path(folder) / "probe.o")]
+        words = [*command, *AVXVNNI, *AMX, "-c", str(source), "-o", str(Path(folder) / "probe.o")]
         lacks = subprocess.run(words, capture_output=True).returncode
-    return {name: flags for name, flags in INSTRUCTIONS.items() if name != "avxvnni" or not lacks}
+    return {name: flags for name, flags in INSTRUCTIONS.items() if name not in RECENT or not lacks}
 
 
 def compile_library(target: Path, flags: list[str] | None = None) -> None:
@@ -80,7 +87,7 @@ def compile_library(target: Path, flags: list[str] | None = None) -> None:
     options = [*FLAGS, *QUIET, *(flags or [])]
     with tempfile.TemporaryDirectory() as folder:
         isas = instructions_of(command)
-        options += ["-DMEDUSA_AVXVNNI"] if "avxvnni" in isas else []
+        options += ["-DMEDUSA_RECENT"] if isas.keys() >= set(RECENT) else []
         jobs = [(name, name, list[str]()) for name in COMMON]
         jobs.append(("step", "generic", ["-DISA=generic"]))
         jobs += [("step", isa, [f"-DISA={isa}", *named]) for isa, named in isas.items()]

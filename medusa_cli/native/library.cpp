@@ -7,6 +7,10 @@
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 #if !defined(_WIN32)
 #include <pthread.h>
 #endif
@@ -17,8 +21,9 @@ namespace medusa {
 
 #if defined(__x86_64__)
 namespace avx2 { extern const Functions functions; }
-#if defined(MEDUSA_AVXVNNI)
+#if defined(MEDUSA_RECENT)
 namespace avxvnni { extern const Functions functions; }
+namespace amx { extern const Functions functions; }
 #endif
 namespace avx512 { extern const Functions functions; }
 namespace avx512vnni { extern const Functions functions; }
@@ -34,8 +39,18 @@ struct Choice {
 
 #if defined(__x86_64__)
 
+// Asks Linux to let this process use AMX, which saves 8 KB more per thread; false if it refuses.
+bool may_use_amx() {
+#if defined(__linux__)
+  constexpr long request = 0x1023, amx_data = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  return syscall(SYS_arch_prctl, request, amx_data) == 0;
+#else
+  return false;
+#endif
+}
+
 struct Features {
-  bool avx2 = false, avxvnni = false, avx512 = false, avx512vnni = false;
+  bool avx2 = false, avxvnni = false, avx512 = false, avx512vnni = false, amx = false;
 
   Features() {
     unsigned a, b, c, d;
@@ -50,6 +65,8 @@ struct Features {
     // F, DQ, BW, VL
     avx512 = avx2 && zmm && (b >> 16 & 1) && (b >> 17 & 1) && (b >> 30 & 1) && (b >> 31 & 1);
     avx512vnni = avx512 && (c >> 11 & 1);
+    const bool registers = (low & 0x60000) == 0x60000;  // the system keeps those of AMX
+    amx = avx512vnni && registers && (d >> 24 & 1) && (d >> 25 & 1) && may_use_amx();
     if (!__get_cpuid_count(7, 1, &a, &b, &c, &d)) return;
     avxvnni = avx2 && (a >> 4 & 1);
   }
@@ -59,9 +76,12 @@ struct Features {
 int choices(Choice* out) {
   const Features has;
   int count = 0;
+#if defined(MEDUSA_RECENT)
+  if (has.amx) out[count++] = {"amx", &amx::functions};
+#endif
   if (has.avx512vnni) out[count++] = {"avx512vnni", &avx512vnni::functions};
   if (has.avx512) out[count++] = {"avx512", &avx512::functions};
-#if defined(MEDUSA_AVXVNNI)
+#if defined(MEDUSA_RECENT)
   if (has.avxvnni) out[count++] = {"avxvnni", &avxvnni::functions};
 #endif
   if (has.avx2) out[count++] = {"avx2", &avx2::functions};

@@ -15,6 +15,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "amx.h"
 #include "simd.h"
 
 namespace medusa {
@@ -149,9 +150,9 @@ inline const Tile& block_of(const uint8_t* blocks, int64_t index) {
 
 inline F negated(F a) { return mul(a, set(-1.0f)); }
 
-// Unpacks a unit into its vectors q[8] and the scales and offsets of its groups. SIGNED: 8-bit
-// numbers become signed again. Always inlined, so that the vectors stay in registers: GCC finds some
-// formats too long.
+// Unpacks a unit into its vectors q[8] and the scales and offsets of its groups. SIGNED: a format's
+// zero is subtracted. Always inlined, so that the vectors stay in registers: GCC finds some formats
+// too long.
 template <int FORMAT, bool SIGNED>
 __attribute__((always_inline)) inline void unpack_unit(const uint8_t* blocks, int64_t unit, B* q, F* scale, F* offset) {
   if constexpr (FORMAT == Q4_0) {
@@ -176,7 +177,7 @@ __attribute__((always_inline)) inline void unpack_unit(const uint8_t* blocks, in
     offset[0] = load_half(t.m);
   } else if constexpr (FORMAT == Q8_0) {
     const auto& t = block_of<TileQ8_0>(blocks, unit);
-    for (int j = 0; j < 8; j++) q[j] = SIGNED ? xor_b(load_b(t.q[j]), set_b(0x80)) : load_b(t.q[j]);
+    for (int j = 0; j < 8; j++) q[j] = load_b(t.q[j]);
     scale[0] = load_half(t.d);
   } else if constexpr (FORMAT == Q4_K) {
     const auto& t = block_of<TileQ4_K>(blocks, unit / 8);
@@ -216,6 +217,9 @@ __attribute__((always_inline)) inline void unpack_unit(const uint8_t* blocks, in
       scale[g] = mul(load_half(t.d), load_u8(t.scale[2 * u + g]));
       offset[g] = negated(mul(load_half(t.dmin), load_u8(t.min[2 * u + g])));
     }
+  }
+  if constexpr (SIGNED) {
+    for (int j = 0; j < 8; j++) q[j] = sub_b(q[j], set_b(info(FORMAT).zero));
   }
 }
 
@@ -429,22 +433,21 @@ inline void add_floats(const Floats& w, const float* x, int64_t stride, float* s
   }
 }
 
-// Calls work(std::integral_constant<int, R>, first row) for each block of R <= ROWS rows.
-template <class Work>
-inline void by_blocks(int64_t rows, const Work& work) {
-  int64_t r = 0;
-  for (; rows - r >= ROWS; r += ROWS) work(std::integral_constant<int, ROWS>(), r);
-  switch (rows - r) {
-    case 1: work(std::integral_constant<int, 1>(), r); break;
-    case 2: work(std::integral_constant<int, 2>(), r); break;
-    case 3: work(std::integral_constant<int, 3>(), r); break;
-#if defined(__AVX512BW__)
-    case 4: work(std::integral_constant<int, 4>(), r); break;
-    case 5: work(std::integral_constant<int, 5>(), r); break;
-    case 6: work(std::integral_constant<int, 6>(), r); break;
-    case 7: work(std::integral_constant<int, 7>(), r); break;
-#endif
+// Calls work(std::integral_constant<int, count>) for a count of at most MOST; none for 0.
+template <int MOST, class Work>
+inline void with_count(int64_t count, const Work& work) {
+  if constexpr (MOST > 0) {
+    if (count == MOST) work(std::integral_constant<int, MOST>());
+    else with_count<MOST - 1>(count, work);
   }
+}
+
+// Calls work(std::integral_constant<int, R>, first row) for each block of R <= MOST rows.
+template <int MOST, class Work>
+inline void by_blocks(int64_t rows, const Work& work) {
+  int64_t row = 0;
+  for (; rows - row >= MOST; row += MOST) work(std::integral_constant<int, MOST>(), row);
+  with_count<MOST - 1>(rows - row, [&](auto r) { work(r, row); });
 }
 
 // Rows whose sums stay in a CPU cache while a tile's chunks are processed.
@@ -454,11 +457,67 @@ constexpr int64_t kPanel = 64;
 // would cost more, for any number of rows if blocks have eight.
 constexpr int64_t kFewRows = ROWS == 8 ? kPanel : 2 * ROWS;
 
+#if defined(__AMX_INT8__)
+
+// The number of units whose products are under way while those of another are added.
+constexpr int kUnderWay = 2;
+
+// Adds the dot products of R <= 16 rows with unpacked bytes to sums [R, 16]. The bytes are signed if
+// there are no offsets. LAST: as in multiply_unit.
+template <bool HAS_OFFSET, int R, bool LAST>
+inline void add_bytes_amx(const Bytes& w, const Inputs& x, float* sums) {
+  alignas(64) int32_t products[kUnderWay + 1][R][kTile];
+  L total[R];
+  MEDUSA_UNROLL for (int r = 0; r < R; r++) total[r] = load_l(sums + r * kTile);
+  for (int next = 0; next < w.units + kUnderWay; next++) {
+    if (next < w.units) {
+      multiply_unit<LAST, !HAS_OFFSET>(x.q + next * kUnit, x.stride, w.q[next][0], products[next % (kUnderWay + 1)]);
+    }
+    const int u = next - kUnderWay;
+    if (u < 0) continue;
+    const L scale = load_l(w.scale[u]), offset = load_l(w.offset[u]);
+    MEDUSA_UNROLL for (int r = 0; r < R; r++) {
+      const int64_t at = r * x.units + u;
+      const L sum = to_floats(_mm512_load_si512(products[u % (kUnderWay + 1)][r]));
+      total[r] = fma_l(sum, mul_l(scale, set_l(x.scale[at])), total[r]);
+      if (HAS_OFFSET) total[r] = fma_l(offset, set_l(x.offset[at]), total[r]);
+    }
+  }
+  MEDUSA_UNROLL for (int r = 0; r < R; r++) store_l(sums + r * kTile, total[r]);
+}
+
+// From this many rows on, AMX is faster: a unit costs it nearly as much for one row as for 16.
+constexpr int64_t kLeastAmxRows = 8;
+
+inline bool uses_amx(int32_t format, int64_t rows) { return info(format).group == kUnit && rows >= kLeastAmxRows; }
+
+// Does what multiply_bytes does, for formats with one group per unit.
+template <int FORMAT>
+inline void multiply_bytes_amx(const uint8_t* tile, int64_t k, const Rows& x, int64_t rows, Bytes& room, float* sums) {
+  constexpr bool has_offset = Kind<FORMAT>::has_offset;
+  std::memset(sums, 0, rows * kTile * sizeof(float));
+  for (int64_t first = 0; first < k; first += kChunk) {
+    room.units = static_cast<int>(std::min<int64_t>(kChunk, k - first) / kUnit);
+    unpack_chunk<FORMAT, !has_offset>(chunk_of(FORMAT, tile, first), room);
+    by_blocks<kAmxRows>(rows, [&](auto r, int64_t row) {
+      constexpr int R = decltype(r)::value;
+      add_bytes_amx<has_offset, R, (R < kAmxRows)>(room, inputs_of<FORMAT>(x, row, first), sums + row * kTile);
+    });
+  }
+}
+
+#endif
+
 // Sets sums [rows, 16] to the dot products of 8-bit rows with a tile of k inputs.
 template <int FORMAT>
 inline void multiply_bytes(const uint8_t* tile, int64_t k, const Rows& x, int64_t rows, Bytes& room, float* sums) {
+#if defined(__AMX_INT8__)
+  if constexpr (Kind<FORMAT>::groups == 1) {
+    if (uses_amx(FORMAT, rows)) return multiply_bytes_amx<FORMAT>(tile, k, x, rows, room, sums);
+  }
+#endif
   if (kFewRows == kPanel || rows <= kFewRows) {
-    by_blocks(rows, [&](auto r, int64_t row) {
+    by_blocks<ROWS>(rows, [&](auto r, int64_t row) {
       constexpr int R = decltype(r)::value;
       multiply_packed<FORMAT, R>(tile, k / kUnit, inputs_of<FORMAT>(x, row, 0), sums + row * kTile);
     });
@@ -468,7 +527,7 @@ inline void multiply_bytes(const uint8_t* tile, int64_t k, const Rows& x, int64_
   for (int64_t first = 0; first < k; first += kChunk) {
     room.units = static_cast<int>(std::min<int64_t>(kChunk, k - first) / kUnit);
     unpack_chunk<FORMAT, Kind<FORMAT>::is_signed>(chunk_of(FORMAT, tile, first), room);
-    by_blocks(rows, [&](auto r, int64_t row) {
+    by_blocks<ROWS>(rows, [&](auto r, int64_t row) {
       constexpr int R = decltype(r)::value;
       add_bytes<FORMAT, R>(room, inputs_of<FORMAT>(x, row, first), sums + row * kTile);
     });
@@ -482,7 +541,7 @@ inline void multiply_floats(const Matrix& m, const uint8_t* tile, const Rows& x,
   for (int64_t first = 0; first < m.k; first += kChunk) {
     room.inputs = static_cast<int>(std::min<int64_t>(kChunk, m.k - first));
     to_floats(m.format, tile, first, bytes, room);
-    by_blocks(rows, [&](auto r, int64_t row) {
+    by_blocks<ROWS>(rows, [&](auto r, int64_t row) {
       const float* from = x.x + row * x.stride + first;
       add_floats<decltype(r)::value>(room, from, x.stride, sums + row * kTile);
     });
@@ -501,6 +560,10 @@ inline void multiply(const Matrix& m, const Rows& x, int64_t rows, int64_t first
   for (int64_t row = 0; row < rows; row += kPanel) {
     const int64_t count = std::min(kPanel, rows - row);
     const Rows panel = x.from(row);
+#if defined(__AMX_INT8__)
+    const bool amx = m.int8_rows && uses_amx(m.format, count);
+    if (amx) shape_registers(count % kAmxRows);
+#endif
     for (int64_t t = first; t < end; t++) {
       const uint8_t* tile = m.tiles + t * tile_bytes;
       if (m.int8_rows) {
@@ -517,6 +580,9 @@ inline void multiply(const Matrix& m, const Rows& x, int64_t rows, int64_t first
         store(out, add_to ? add(load(out), value) : value);
       }
     }
+#if defined(__AMX_INT8__)
+    if (amx) release_registers();
+#endif
   }
 }
 

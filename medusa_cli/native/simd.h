@@ -270,7 +270,7 @@ inline void store_b(uint8_t* p, B a) { _mm512_storeu_si512(p, a); }
 inline B set_b(uint8_t a) { return _mm512_set1_epi8(char(a)); }
 inline B and_b(B a, B b) { return _mm512_and_si512(a, b); }
 inline B or_b(B a, B b) { return _mm512_or_si512(a, b); }
-inline B xor_b(B a, B b) { return _mm512_xor_si512(a, b); }
+inline B sub_b(B a, B b) { return _mm512_sub_epi8(a, b); }
 // Shifts pairs of bytes; the caller must mask the bits that come from the other byte.
 template <int N> inline B right(B a) { return _mm512_srli_epi16(a, N); }
 template <int N> inline B left(B a) { return _mm512_slli_epi16(a, N); }
@@ -289,7 +289,7 @@ inline void store_b(uint8_t* p, B x) {
 inline B set_b(uint8_t x) { return {_mm256_set1_epi8(char(x)), _mm256_set1_epi8(char(x))}; }
 inline B and_b(B x, B y) { return {_mm256_and_si256(x.a, y.a), _mm256_and_si256(x.b, y.b)}; }
 inline B or_b(B x, B y) { return {_mm256_or_si256(x.a, y.a), _mm256_or_si256(x.b, y.b)}; }
-inline B xor_b(B x, B y) { return {_mm256_xor_si256(x.a, y.a), _mm256_xor_si256(x.b, y.b)}; }
+inline B sub_b(B x, B y) { return {_mm256_sub_epi8(x.a, y.a), _mm256_sub_epi8(x.b, y.b)}; }
 template <int N> inline B right(B x) { return {_mm256_srli_epi16(x.a, N), _mm256_srli_epi16(x.b, N)}; }
 template <int N> inline B left(B x) { return {_mm256_slli_epi16(x.a, N), _mm256_slli_epi16(x.b, N)}; }
 inline B table_b(const uint8_t* p) {
@@ -305,7 +305,7 @@ inline void store_b(uint8_t* p, B a) { std::memcpy(p, a.v, 64); }
 inline B set_b(uint8_t a) { MEDUSA_BYTES(a); }
 inline B and_b(B a, B b) { MEDUSA_BYTES(a.v[i] & b.v[i]); }
 inline B or_b(B a, B b) { MEDUSA_BYTES(a.v[i] | b.v[i]); }
-inline B xor_b(B a, B b) { MEDUSA_BYTES(a.v[i] ^ b.v[i]); }
+inline B sub_b(B a, B b) { MEDUSA_BYTES(a.v[i] - b.v[i]); }
 template <int N> inline B right(B a) { MEDUSA_BYTES(a.v[i] >> N); }
 template <int N> inline B left(B a) { MEDUSA_BYTES(a.v[i] << N); }
 inline B table_b(const uint8_t* p) { MEDUSA_BYTES(p[i % 16]); }
