@@ -96,9 +96,9 @@ def whole_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def restored() -> Iterator[None]:
     """Gives the native library the instructions and threads back that it had."""
-    from medusa_cli.native import cpu_count, instructions, library
+    from medusa_cli.native import cpu_count, instruction_set, library
 
-    wanted = os.environ.get("MEDUSA_CPU", "").lower() or instructions()[0]
+    wanted = instruction_set()
     yield
     assert library().use(wanted.encode()) == 0
     library().threads(cpu_count())

@@ -20,7 +20,7 @@ from medusa_cli.files.io import write_atomic
 from medusa_cli.files.model_files import model_file
 from medusa_cli.model.backbone import LazyNetwork, text_config, usable_positions
 from medusa_cli.model.weights import source_stamp
-from medusa_cli.native.library import LIBRARY, instructions
+from medusa_cli.native.library import LIBRARY, instruction_set
 
 # Rotary tables are kept for this many positions; the network is built for a longer text.
 POSITIONS = 4096
@@ -94,7 +94,7 @@ def _stamp(model: str) -> str:
         torch.__version__,
         code.hexdigest(),
         file_stamp(LIBRARY),
-        instructions()[0],
+        instruction_set(),
     ]
     return sha256(json.dumps(parts).encode()).hexdigest()[:24]
 

@@ -20,7 +20,7 @@ from medusa_cli.engine.plan import Output, Plan
 from medusa_cli.engine.state_cache import StateCache
 from medusa_cli.errors import UserError
 from medusa_cli.model.backbone import Backbone
-from medusa_cli.native import Format, PackedMatrix, instructions, library
+from medusa_cli.native import Format, PackedMatrix, instruction_set, library
 from medusa_cli.native.library import MIXERS, TILE, UNIT, CacheBuffers, Guesses, Step
 from medusa_cli.native.matrix import padded_floats
 
@@ -64,7 +64,7 @@ class NativeEngine(Engine):
             bytes_of[matrix.format.name] += matrix.nbytes
         kinds = ", ".join(name for name, _ in bytes_of.most_common())
         rows = "int8" if self.int8_rows else "fp32"
-        return f"native engine ({kinds} weights, {rows} rows, {instructions()[0]})"
+        return f"native engine ({kinds} weights, {rows} rows, {instruction_set()})"
 
     @contextmanager
     def without_torch_threads(self) -> Iterator[None]:

@@ -16,7 +16,7 @@ from medusa_cli.device import processor
 from medusa_cli.errors import UserError
 from medusa_cli.files.assets import home
 from medusa_cli.files.io import read_object, write_json
-from medusa_cli.native import cpu_count, instructions, is_available
+from medusa_cli.native import cpu_count, instruction_set, is_available
 
 # Seconds by the size of some work, such as rows, nodes or levels.
 Curve = Mapping[Annotated[int, Meta(ge=1, le=1024)], Annotated[float, Meta(gt=0, lt=1e4)]]
@@ -88,7 +88,7 @@ def _read_file() -> dict[str, Any]:
 def machine_key(config: Any) -> str:
     """Returns the key of timings: CPU, instruction set, threads, versions and model shape."""
     shape = [config.model_type, *(getattr(config, name, None) for name in SHAPE)]
-    can = instructions()[0] if is_available() else torch.backends.cpu.get_cpu_capability()
+    can = instruction_set() if is_available() else torch.backends.cpu.get_cpu_capability()
     return "|".join(
         (
             processor(),

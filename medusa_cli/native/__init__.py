@@ -9,6 +9,7 @@ interface.
 from medusa_cli.native.library import (
     Unavailable,
     cpu_count,
+    instruction_set,
     instructions,
     is_available,
     library,
@@ -23,6 +24,7 @@ __all__ = [
     "Unavailable",
     "cpu_count",
     "drafting_matrix",
+    "instruction_set",
     "instructions",
     "is_available",
     "library",

@@ -215,7 +215,7 @@ def library() -> Any:
     native = type(
         "Native", (), {name: staticmethod(function) for name, function in functions.items()}
     )()
-    wanted = os.environ.get("MEDUSA_CPU", "").lower()
+    wanted = _wanted_set()
     if wanted and native.use(wanted.encode()):
         raise Unavailable(
             f"MEDUSA_CPU={wanted} names none of this CPU's instruction sets: {', '.join(instructions(native))}"
@@ -228,6 +228,15 @@ def instructions(native: Any = None) -> list[str]:
     """Returns the instruction sets that both this machine and the library support, fastest first."""
     names: bytes = (native or library()).instructions()
     return names.decode().split(",")
+
+
+def instruction_set() -> str:
+    """Returns the instruction set in use: the fastest one, or the one in MEDUSA_CPU."""
+    return _wanted_set() or instructions()[0]
+
+
+def _wanted_set() -> str:
+    return os.environ.get("MEDUSA_CPU", "").lower()
 
 
 def is_available() -> bool:

@@ -250,14 +250,15 @@ inline const uint8_t* chunk_of(int32_t format, const uint8_t* tile, int64_t firs
 
 constexpr int64_t unit_bytes(int32_t format) { return info(format).tile_bytes * kUnit / info(format).block; }
 
-template <int FORMAT, bool SIGNED>
+// FETCH: units further ahead are prefetched.
+template <int FORMAT, bool SIGNED, bool FETCH>
 inline void unpack_chunk(const uint8_t* blocks, Bytes& out) {
   constexpr int groups = Kind<FORMAT>::groups;
   constexpr int64_t bytes = unit_bytes(FORMAT);
   for (int u = 0; u < out.units; u++) {
     B q[8];
     F scale[2], offset[2];
-    prefetch(blocks + u * bytes + kAhead, bytes);
+    if (FETCH) prefetch(blocks + u * bytes + kAhead, bytes);
     unpack_unit<FORMAT, SIGNED>(blocks, u, q, scale, offset);
     for (int j = 0; j < 8; j++) store_b(out.q[u][j], q[j]);
     for (int g = 0; g < groups; g++) {
@@ -307,7 +308,7 @@ inline void to_floats(int32_t format, const uint8_t* tile, int64_t first, Bytes&
   const FormatInfo& f = info(format);
   bytes.units = out.inputs / kUnit;
   with_format(format, [&](auto kind) {
-    unpack_chunk<decltype(kind)::value, false>(chunk_of(format, tile, first), bytes);
+    unpack_chunk<decltype(kind)::value, false, true>(chunk_of(format, tile, first), bytes);
   });
   for (int k = 0; k < out.inputs; k++) {
     const uint8_t* four = bytes.q[k / kUnit][k % kUnit / 4];
@@ -463,9 +464,10 @@ constexpr int64_t kFewRows = ROWS == 8 ? kPanel : 2 * ROWS;
 constexpr int kUnderWay = 2;
 
 // Adds the dot products of R <= 16 rows with unpacked bytes to sums [R, 16]. The bytes are signed if
-// there are no offsets. LAST: as in multiply_unit.
+// there are no offsets. LAST: as in multiply_unit. Per unit, `bytes` bytes from `ahead` on are
+// prefetched: all of them at once would hold up other reads.
 template <bool HAS_OFFSET, int R, bool LAST>
-inline void add_bytes_amx(const Bytes& w, const Inputs& x, float* sums) {
+inline void add_bytes_amx(const Bytes& w, const Inputs& x, const uint8_t* ahead, int64_t bytes, float* sums) {
   alignas(64) int32_t products[kUnderWay + 1][R][kTile];
   L total[R];
   MEDUSA_UNROLL for (int r = 0; r < R; r++) total[r] = load_l(sums + r * kTile);
@@ -475,6 +477,7 @@ inline void add_bytes_amx(const Bytes& w, const Inputs& x, float* sums) {
     }
     const int u = next - kUnderWay;
     if (u < 0) continue;
+    prefetch(ahead + u * bytes, bytes);
     const L scale = load_l(w.scale[u]), offset = load_l(w.offset[u]);
     MEDUSA_UNROLL for (int r = 0; r < R; r++) {
       const int64_t at = r * x.units + u;
@@ -487,7 +490,7 @@ inline void add_bytes_amx(const Bytes& w, const Inputs& x, float* sums) {
 }
 
 // From this many rows on, AMX is faster: a unit costs it nearly as much for one row as for 16.
-constexpr int64_t kLeastAmxRows = 8;
+constexpr int64_t kLeastAmxRows = 9;
 
 inline bool uses_amx(int32_t format, int64_t rows) { return info(format).group == kUnit && rows >= kLeastAmxRows; }
 
@@ -497,11 +500,14 @@ inline void multiply_bytes_amx(const uint8_t* tile, int64_t k, const Rows& x, in
   constexpr bool has_offset = Kind<FORMAT>::has_offset;
   std::memset(sums, 0, rows * kTile * sizeof(float));
   for (int64_t first = 0; first < k; first += kChunk) {
+    const uint8_t* blocks = chunk_of(FORMAT, tile, first);
     room.units = static_cast<int>(std::min<int64_t>(kChunk, k - first) / kUnit);
-    unpack_chunk<FORMAT, !has_offset>(chunk_of(FORMAT, tile, first), room);
+    unpack_chunk<FORMAT, !has_offset, false>(blocks, room);
     by_blocks<kAmxRows>(rows, [&](auto r, int64_t row) {
       constexpr int R = decltype(r)::value;
-      add_bytes_amx<has_offset, R, (R < kAmxRows)>(room, inputs_of<FORMAT>(x, row, first), sums + row * kTile);
+      const int64_t bytes = row ? 0 : unit_bytes(FORMAT);
+      const Inputs inputs = inputs_of<FORMAT>(x, row, first);
+      add_bytes_amx<has_offset, R, (R < kAmxRows)>(room, inputs, blocks + kAhead, bytes, sums + row * kTile);
     });
   }
 }
@@ -526,7 +532,7 @@ inline void multiply_bytes(const uint8_t* tile, int64_t k, const Rows& x, int64_
   std::memset(sums, 0, rows * kTile * sizeof(float));
   for (int64_t first = 0; first < k; first += kChunk) {
     room.units = static_cast<int>(std::min<int64_t>(kChunk, k - first) / kUnit);
-    unpack_chunk<FORMAT, Kind<FORMAT>::is_signed>(chunk_of(FORMAT, tile, first), room);
+    unpack_chunk<FORMAT, Kind<FORMAT>::is_signed, true>(chunk_of(FORMAT, tile, first), room);
     by_blocks<ROWS>(rows, [&](auto r, int64_t row) {
       constexpr int R = decltype(r)::value;
       add_bytes<FORMAT, R>(room, inputs_of<FORMAT>(x, row, first), sums + row * kTile);
