@@ -17,13 +17,17 @@ SUFFIXES = (".safetensors", ".png")  # of files that the hub takes as large ones
 
 
 class Hub(ThreadingHTTPServer):
-    """Repositories by name, each of files by path; large files are uploaded before the commit that names them."""
+    """Repositories by name, each of files by path; large files are uploaded before the commit that names them.
+
+    With `fault`, a status, every GET fails.
+    """
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.repositories: dict[str, dict[str, bytes]] = {}
         self.large: dict[str, bytes] = {}
         self.requests: list[str] = []
+        self.fault: int | None = None
 
     @property
     def address(self) -> str:
@@ -41,6 +45,9 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.server.requests.append(f"{self.command} {self.path}")
         path = urlsplit(self.path).path.strip("/")
+        if self.server.fault is not None:
+            self.answer({"error": "no answer now"}, self.server.fault)
+            return
         if path.startswith("api/models/"):
             owner, name, *rest = path.removeprefix("api/models/").split("/")
             repository = f"{owner}/{name}"

@@ -312,6 +312,13 @@ def test_shard_is_refused_with_other_settings(
         )
 
 
+def test_qlora_refuses_eight_bits() -> None:
+    train = load_recipe(None, ["train.stage=2", "train.tuning=qlora"]).train
+    check_loading(train, LoadOptions(quantize="bnb.nf4"), Distributed(0, 1))
+    with pytest.raises(UsageError, match="quantize bnb.int8"):
+        check_loading(train, LoadOptions(quantize="bnb.int8"), Distributed(0, 1))
+
+
 def test_engines_and_networks_that_cannot_be_split_are_refused() -> None:
     with pytest.raises(UsageError, match="shard"):
         load_backbone("x", LoadOptions(engine="native"), shard=True)

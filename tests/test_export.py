@@ -5,6 +5,7 @@ import logging
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from medusa_cli.drafters.io import save_drafter
 from medusa_cli.engine import load_backbone
 from medusa_cli.errors import UserError
 from medusa_cli.export import medusa_format
-from medusa_cli.export.eagle3_format import export_eagle3
+from medusa_cli.export.eagle3_format import export_eagle3, served_model
 from medusa_cli.export.folder import Source, find_source
 from medusa_cli.export.incoming import import_drafter
 from medusa_cli.export.medusa_format import export_medusa
@@ -27,6 +28,7 @@ from medusa_cli.runs.load_options import LoadOptions
 from medusa_cli.runs.run import STAMP, Run, provenance, stamp_of
 from tests.checkpoints import EAGLE, H, V, draft_of, eagle3, write
 from tests.helpers import change_json, medusa, save_model, save_run
+from tests.test_gguf import write_gguf
 
 
 @pytest.fixture(scope="module")
@@ -223,6 +225,14 @@ def test_an_eagle3_folder_is_the_one_that_engines_read(tmp_path: Path, model: st
     assert torch.equal(tensors["t2d"].nonzero()[:, 0], torch.arange(24) + tensors["d2t"])
     assert len(launch) == 3 and not notes
     assert all(line in (tmp_path / "out" / "README.md").read_text() for line in launch)
+
+
+def test_a_drafter_of_a_gguf_file_is_served_with_the_models_safetensors(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    write_gguf(file)
+    source = SimpleNamespace(model=str(file), run=SimpleNamespace(adapter=None))
+    model, notes = served_model(source)  # type: ignore[arg-type]
+    assert model == "MODEL" and str(file) in notes[0]
 
 
 @pytest.mark.parametrize("left_out", ["eagle_config", "eagle_aux_hidden_state_layer_ids"])

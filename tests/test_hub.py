@@ -80,6 +80,21 @@ def test_a_drafter_of_the_hub_works_from_the_cache_without_a_network(
         find_drafter("owner/others")
 
 
+@pytest.mark.parametrize("status", [429, 503])
+def test_a_drafter_of_the_hub_works_from_the_cache_while_the_hub_is_overloaded(
+    hub: Hub, model: str, tmp_path: Path, status: int
+) -> None:
+    push(save_run(tmp_path / "run", model).path, "--to", "drafter")
+    folder = find_drafter("owner/heads")[0]
+    hub.fault = status
+    assert find_drafter("owner/heads")[0] == folder
+    with pytest.raises(UserError, match="not on this machine"):
+        find_drafter("owner/others")
+    hub.fault = 403
+    with pytest.raises(UserError, match="not given by the hub"):
+        find_drafter("owner/heads")
+
+
 def test_the_drafter_of_a_pushed_model_comes_without_the_models_weights(
     hub: Hub, model: str, tmp_path: Path
 ) -> None:

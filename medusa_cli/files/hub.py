@@ -11,6 +11,8 @@ from medusa_cli.files.gguf_header import PART, file_names, is_first
 
 # Seconds after which the hub counts as unreachable; its client would try for some twenty seconds.
 PATIENCE = 4
+# The HTTP statuses of a hub that is there but cannot answer now: too many requests, and its own faults.
+OVERLOADED = (429, *range(500, 600))
 # Maximum number of files that an error message lists.
 MOST_NAMED = 12
 
@@ -37,8 +39,10 @@ def hub_folder(name: str, patterns: Sequence[str], named: str) -> Path:
             f"{named} {name!r} is no hub id", "give OWNER/NAME or a local folder"
         ) from reason
     except HfHubHTTPError as reason:
-        fault = f"{named} {name!r} was not given by the hub: {first_line(reason)}"
-        raise UserError(fault, "check the name, and log in for a private one") from reason
+        if reason.response.status_code not in OVERLOADED:
+            fault = f"{named} {name!r} was not given by the hub: {first_line(reason)}"
+            raise UserError(fault, "check the name, and log in for a private one") from reason
+        reachable = False
     except Exception:  # offline: the client raises its HTTP library's errors
         reachable = False
     try:

@@ -1,7 +1,7 @@
 """The native library: a decoder's forward pass in C++, behind a plain C interface.
 
-pool.h: threads. formats.h: weights in tiles. simd.h: vectors of an instruction set. matmul.h, attention.h,
-short_conv.h, delta_net.h, ops.h and rows.h: the parts of a layer. step.cpp: one pass. library.cpp: the C
+pool.h: threads. formats.h: weights in tiles. simd.h: vectors of an instruction set. amx.h: products by AMX. matmul.h,
+attention.h, short_conv.h, delta_net.h, ops.h and rows.h: the parts of a layer. step.cpp: one pass. library.cpp: the C
 interface.
 `library.py` loads the library, and `matrix.py` packs matrices.
 """

@@ -44,7 +44,10 @@ class TemplateProcess:
         try:
             if not self._ready:
                 if not self._connection.poll(START_S):
-                    raise TimeoutError
+                    raise UserError(
+                        f"the process for chat templates did not start within {START_S:.0f} s",
+                        "try again when the machine is less busy",
+                    )
                 self._ready = self._connection.recv()
             self._connection.send((messages, template))
             if not self._connection.poll(self._seconds):

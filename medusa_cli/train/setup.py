@@ -97,6 +97,11 @@ def check_loading(train: TrainRecipe, options: LoadOptions, world: Distributed) 
         raise UsageError(
             "train.tuning=full cannot train a quantised model", "use train.tuning=qlora"
         )
+    if tuning == "qlora" and options.quantize == "bnb.int8":
+        raise UsageError(
+            "@quantize bnb.int8 has no effect with train.tuning=qlora, whose model has 4 bits",
+            "leave it out",
+        )
     if not train.shard:
         return
     if world.size == 1:
