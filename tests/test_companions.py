@@ -419,6 +419,24 @@ def test_an_mtp_layer_drafts_as_its_maker_describes(
         assert drafter.draft(backbone, [drafter.fork()], [new], SPARSE.truncate(2))
 
 
+@pytest.mark.usefixtures("exact")
+def test_an_mtp_layer_reads_long_prompts_in_pieces(
+    with_mtp: Callable[[str], tuple[str, Backbone]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, backbone = with_mtp("qwen3_5_text")
+    drafter = load_drafter(own_drafter(path), backbone)
+    places = [range(5), range(12)]
+    states, embedded = torch.randn(2, 17, backbone.hidden_size)
+    outputs = []
+    for rows in (100, 4):
+        for module in ("medusa_cli.drafters.mtp", "medusa_cli.engine.native_layer"):
+            monkeypatch.setattr(f"{module}.ROWS_AT_ONCE", rows)
+        caches = [fork.caches[0] for fork in (drafter.fork(), drafter.fork())]
+        outputs.append(drafter.extend(states, places, caches, embedded, last=True))
+        assert [cache.length for cache in caches] == [5, 12]
+    assert torch.allclose(*outputs, atol=1e-5)
+
+
 @pytest.mark.parametrize("kind", ["qwen3_5_text", pytest.param("glm4_moe", marks=pytest.mark.slow)])
 def test_decoding_with_the_models_own_mtp_is_plain_decoding(
     with_mtp: Callable[[str], tuple[str, Backbone]], kind: str

@@ -19,6 +19,7 @@ from medusa_cli.drafters.eagle import LayerDrafter
 from medusa_cli.drafters.heads import HeadDrafter, HeadsConfig
 from medusa_cli.drafters.layer_cache import LayerCache, whole_mask
 from medusa_cli.drafters.layers import Padding, last_of
+from medusa_cli.engine.native_layer import ROWS_AT_ONCE, pieces
 from medusa_cli.errors import UserError, first_line, shown
 from medusa_cli.files.model_files import checkpoint_files, opened
 from medusa_cli.files.mtp import NAME, mtp_settings, need_source
@@ -26,8 +27,6 @@ from medusa_cli.model import Backbone
 from medusa_cli.model.attention import additive, cache_name
 from medusa_cli.model.backbone import text_model
 
-# Rows per pass over a prompt, limited because its mask is dense.
-ROWS = 512
 # Model types that transformers does not support, and the types with the same layers.
 ALIKE = {"mimo": "qwen2"}
 # Fields of a model's config that are set differently for the few layers of a drafter.
@@ -213,8 +212,12 @@ class Mtp(TransformersDrafter, LayerDrafter):
         last: bool = False,
     ) -> Tensor:
         counts = [len(own) for own in positions]
-        if masks is None and sum(counts) > ROWS:
-            return self._in_pieces(states, positions, caches, embedded)
+        if masks is None and sum(counts) > ROWS_AT_ONCE:
+            last_rows = {
+                i: self.extend(states[rows], [piece], [caches[i]], embedded[rows], last=True)
+                for i, rows, piece in pieces(positions)
+            }
+            return torch.cat(list(last_rows.values()))
         device = states.device
         if masks is None:
             masks = [
@@ -226,25 +229,6 @@ class Mtp(TransformersDrafter, LayerDrafter):
         layer: MtpLayer = self.packed("mtp")
         out = layer(states, embedded, flat, mask, CachedRows(caches, positions))
         return out[upload(last_of(counts), device)] if last else out
-
-    def _in_pieces(
-        self,
-        states: Tensor,
-        positions: Sequence[Sequence[int]],
-        caches: Sequence[LayerCache],
-        embedded: Tensor,
-    ) -> Tensor:
-        """Adds long prompts sequence by sequence, ROWS rows at a time; returns the last rows [B, H]."""
-        outs = []
-        start = 0
-        for cache, places in zip(caches, positions, strict=True):
-            for first in range(0, len(places), ROWS):
-                piece = places[first : first + ROWS]
-                rows = slice(start, start + len(piece))
-                out = self.extend(states[rows], [piece], [cache], embedded[rows], last=True)
-                start += len(piece)
-            outs.append(out)
-        return torch.cat(outs)
 
     def head_states(
         self, backbone: Backbone, batch: Batch, rows: Sequence[Tensor]

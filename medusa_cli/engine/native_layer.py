@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from ctypes import byref, pointer
 from typing import Protocol
 
@@ -17,8 +17,21 @@ from medusa_cli.native.matrix import padded_floats
 
 # The initial number of rows in the rotary table, which grows as needed.
 FIRST_POSITIONS = 2048
-# Rows of a long chain that are added at a time, because the mask of n rows has n * n bytes.
+# Rows of a long chain that enter a layer at a time, because the mask of n rows has n * n numbers.
 ROWS_AT_ONCE = 512
+
+
+def pieces(positions: Sequence[Sequence[int]]) -> Iterator[tuple[int, slice, Sequence[int]]]:
+    """Yields pieces of long chains, sequence by sequence, with at most ROWS_AT_ONCE rows.
+
+    Each is the number of its sequence, its rows among those of all sequences, and their positions.
+    """
+    start = 0
+    for number, own in enumerate(positions):
+        for first in range(0, len(own), ROWS_AT_ONCE):
+            piece = own[first : first + ROWS_AT_ONCE]
+            yield number, slice(start, start + len(piece)), piece
+            start += len(piece)
 
 
 class RowCache(Protocol):
@@ -105,7 +118,11 @@ class NativeDecoderLayer(nn.Module):
     ) -> Tensor:
         """Adds rows to the caches of B sequences as `DecoderLayer.extend` does, and returns the same output."""
         if masks is None and not last and max(map(len, positions)) > ROWS_AT_ONCE:
-            return self._in_pieces(x, positions, caches, *embedded)
+            outputs = [
+                self.extend(x[rows], [piece], [caches[i]], *(own[rows] for own in embedded))
+                for i, rows, piece in pieces(positions)
+            ]
+            return torch.cat(outputs)
         flat = np.array([position for own in positions for position in own], np.int32)
         self._reserve(int(flat.max()) + 1)
         states = x.float() if self.first_norm is None else self.first_norm(x.float())
@@ -144,25 +161,6 @@ class NativeDecoderLayer(nn.Module):
         for cache, own in zip(caches, positions, strict=True):
             cache.count(own)
         return (states[: len(counts)] if last else states).to(x.dtype)
-
-    def _in_pieces(
-        self,
-        x: Tensor,
-        positions: Sequence[Sequence[int]],
-        caches: Sequence[RowCache],
-        *embedded: Tensor,
-    ) -> Tensor:
-        """Adds long chains sequence by sequence, ROWS_AT_ONCE rows at a time, as their masks are dense."""
-        outputs = []
-        start = 0
-        for own, cache in zip(positions, caches, strict=True):
-            for first in range(0, len(own), ROWS_AT_ONCE):
-                piece = own[first : first + ROWS_AT_ONCE]
-                rows = slice(start, start + len(piece))
-                read = [states[rows] for states in embedded]
-                outputs.append(self.extend(x[rows], [piece], [cache], *read))
-                start += len(piece)
-        return torch.cat(outputs)
 
     def _reserve(self, positions: int) -> None:
         """Makes room for at least `positions` positions in the rotary table."""
