@@ -1,17 +1,20 @@
 """Information about the processor and memory, timing of work, and copies to a device."""
 
 import ctypes
+import logging
 import os
 import platform
 import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from medusa_cli.errors import first_line
 from medusa_cli.files.cpus import control_groups
 
 # Bytes copied to measure the memory bandwidth.
@@ -21,6 +24,7 @@ M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
 # The first line of this file states the version of NVIDIA's driver.
 DRIVER = Path("/proc/driver/nvidia/version")
+log = logging.getLogger(__name__)
 _STATUS = Path("/proc/self/status")
 _SYSTEM = Path("/proc/meminfo")
 # The files of a control group: the limit, the memory in use, and the name in memory.stat of the page cache that is
@@ -72,6 +76,19 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+@cache
+def has_cuda() -> bool:
+    """Returns True if there is a CUDA device that runs this torch's kernels; logs a warning if one is too old."""
+    if not torch.cuda.is_available():
+        return False
+    try:
+        torch.ones(1, device="cuda").sum().item()
+    except (RuntimeError, AssertionError) as reason:  # such as "no kernel image is available"
+        log.warning("the GPU cannot run this torch's kernels (%s)", first_line(reason))
+        return False
+    return True
+
+
 def has_bf16() -> bool:
     """Returns True if the CPU has bf16 instructions, without which bf16 is many times slower than fp32.
 
@@ -98,11 +115,11 @@ def free_memory(device: torch.device) -> int:
 
 def _left(folder: Path) -> int | None:
     """Returns the bytes that a control group leaves; None without a limit."""
-    for limit, usage, cache in _LIMITS:
+    for limit, usage, released in _LIMITS:
         with suppress(OSError, ValueError):  # no such file, or "max": no limit
             allowed = int((folder / limit).read_text())
             taken = int((folder / usage).read_text())
-            return allowed - taken + _numbers(folder / "memory.stat").get(cache, 0)
+            return allowed - taken + _numbers(folder / "memory.stat").get(released, 0)
     return None
 
 

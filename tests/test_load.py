@@ -11,10 +11,11 @@ import transformers as hf
 from safetensors.torch import load, save_file
 
 from medusa_cli import Medusa
+from medusa_cli.device import has_cuda
 from medusa_cli.engine import load_backbone
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.model import lora
-from medusa_cli.model.load import load_network
+from medusa_cli.model.load import load_network, resolve_device
 from medusa_cli.runs.load_options import LoadOptions
 from tests.helpers import (
     change_json,
@@ -376,3 +377,13 @@ def test_damaged_adapter_weights_are_refused(model: Path, adapted: Path) -> None
 
 def test_hints_of_bitsandbytes_are_silenced() -> None:
     assert not logging.getLogger("bitsandbytes.backends.cpu.ops").isEnabledFor(logging.WARNING)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the device works")
+def test_a_gpu_that_runs_no_kernels_leaves_work_to_the_cpu(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    has_cuda.cache_clear()
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert resolve_device("auto") == "cpu" and "GPU" in caplog.text
+    has_cuda.cache_clear()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from medusa_cli.device import has_bf16
+from medusa_cli.device import has_bf16, has_cuda
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.files import assets
 from medusa_cli.files.assets import RANDOM
@@ -229,7 +229,7 @@ def _keep_gradients(network: nn.Module) -> None:
 def resolve_device(device: str) -> str:
     """Returns the torch device for a setting; raises UsageError if this machine lacks it."""
     if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
+        return "cuda" if has_cuda() else "cpu"
     place = torch.device(device)
     absent = {"cuda": not torch.cuda.is_available(), "mps": not torch.backends.mps.is_available()}
     if absent.get(place.type):
