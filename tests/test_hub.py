@@ -8,11 +8,18 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from huggingface_hub import constants
 
 from medusa_cli import Medusa
 from medusa_cli.errors import UserError
 from medusa_cli.files.assets import gguf_path
-from medusa_cli.files.hub import gguf_files, hub_gguf, names_gguf
+from medusa_cli.files.hub import (
+    gguf_files,
+    go_offline_unless_reachable,
+    hub_gguf,
+    names_gguf,
+)
+from medusa_cli.model.load import load_network
 from medusa_cli.runs.resolve import choose, find_drafter
 from tests.helpers import medusa, medusa_json, save_model, save_run
 from tests.hub import Hub, running_hub
@@ -78,6 +85,21 @@ def test_a_drafter_of_the_hub_works_from_the_cache_without_a_network(
     assert choose(None, None, "owner/heads", None).model == model
     with pytest.raises(UserError, match="drafter"):
         find_drafter("owner/others")
+
+
+def test_a_cached_model_asks_an_unreachable_hub_once(hub: Hub, model: str) -> None:
+    hub.repositories["owner/model"] = {
+        file.name: file.read_bytes() for file in Path(model).iterdir()
+    }
+    go_offline_unless_reachable.cache_clear()
+    expected = load_network("owner/model")[0].lm_head.weight
+    assert not constants.HF_HUB_OFFLINE
+    hub.fault = 503
+    hub.requests.clear()
+    go_offline_unless_reachable.cache_clear()
+    again = load_network("owner/model")[0].lm_head.weight
+    assert constants.HF_HUB_OFFLINE and len(hub.requests) == 1
+    assert torch.equal(again, expected)
 
 
 @pytest.mark.parametrize("status", [429, 503])

@@ -21,7 +21,14 @@ from typing import Any
 from medusa_cli.errors import UsageError, UserError, first_line
 from medusa_cli.files import gguf
 from medusa_cli.files.gguf_header import is_gguf, read_header
-from medusa_cli.files.hub import gguf_files, hub_gguf, names_gguf, repository_files, tags_remedy
+from medusa_cli.files.hub import (
+    gguf_files,
+    go_offline_unless_reachable,
+    hub_gguf,
+    names_gguf,
+    repository_files,
+    tags_remedy,
+)
 
 log = logging.getLogger(__name__)
 DEFAULT_MODEL = "qwen2.5-coder-0.5b"
@@ -250,6 +257,8 @@ def check_hub(name: str, kind: str = "model", named: str = "@model") -> None:
     try:
         file = "config.json" if kind == "model" else "README.md"
         if isinstance(try_to_load_from_cache(name, file, repo_type=kind), str):
+            if kind == "model":
+                go_offline_unless_reachable(name)
             return
         if HF_HUB_OFFLINE:
             raise UserError(

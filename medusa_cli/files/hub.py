@@ -1,5 +1,6 @@
 """Downloads folders from the model hub, and uploads folders to it."""
 
+import logging
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -9,6 +10,7 @@ from pathlib import Path
 from medusa_cli.errors import UsageError, UserError, first_line
 from medusa_cli.files.gguf_header import PART, file_names, is_first
 
+log = logging.getLogger(__name__)
 # Seconds after which the hub counts as unreachable; its client would try for some twenty seconds.
 PATIENCE = 4
 # The HTTP statuses of a hub that is there but cannot answer now: too many requests, and its own faults.
@@ -55,6 +57,30 @@ def hub_folder(name: str, patterns: Sequence[str], named: str) -> Path:
     except Exception as reason:
         fault = f"{named} {name!r} could not be downloaded: {first_line(reason)}"
         raise UserError(fault, "run again: what has come is kept") from reason
+
+
+@cache
+def go_offline_unless_reachable(name: str) -> None:
+    """Keeps the hub's client to its cache from now on if the hub cannot be asked about a cached repository.
+
+    Otherwise transformers would wait some twenty seconds for each file that the cache lacks.
+    """
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.errors import HfHubHTTPError
+
+    if constants.HF_HUB_OFFLINE:
+        return
+    try:
+        HfApi().repo_info(name, timeout=PATIENCE)
+    except HfHubHTTPError as reason:
+        unreachable = reason.response.status_code in OVERLOADED
+    except Exception:  # the client raises its HTTP library's errors
+        unreachable = True
+    else:
+        unreachable = False
+    if unreachable:
+        log.warning("the model hub cannot be reached; cached files are used")
+        constants.HF_HUB_OFFLINE = True
 
 
 def names_gguf(name: str) -> bool:
