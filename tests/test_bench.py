@@ -43,6 +43,7 @@ from medusa_cli.model.load import load_network
 from medusa_cli.tree import Tree
 from medusa_cli.tree.io import save_tree
 from tests import helpers
+from tests.bench import papers
 from tests.helpers import (
     TREE,
     TokenServer,
@@ -662,3 +663,9 @@ def test_demo_explains_other_programs_only_where_they_differ(
         console.result(demo.closing_table(rows, "facts"))
         captions.append(capsys.readouterr().out.rpartition("facts.")[2].strip())
     assert captions[0] and not captions[1]
+
+
+def test_no_file_of_the_reproduction_is_taken_for_a_measurement(tmp_path: Path) -> None:
+    measurements = [f"{name}.json" for name, _ in papers.benches(tmp_path, 1, 1)]
+    written = {file.name for file in tmp_path.iterdir()}
+    assert written and written.isdisjoint(measurements)

@@ -210,13 +210,13 @@ def benches(run: Path, questions: int, tokens: int) -> Iterator[tuple[str, list[
         for b in range(4)
         for c in range(4)
     ]
-    (run / "dense.json").write_text(
+    (run / "dense-tree.json").write_text(
         json.dumps([list(path) for path in dict.fromkeys(map(tuple, dense))])
     )
     ask = ["bench", "--mt-bench", "--limit", questions, "--max-new-tokens", tokens]
     heads = [*ask, "--run", run / "medusa", "--no-lookup", "--methods"]
     yield "auto", [*heads, "hf,ar,medusa"]
-    yield "dense", [*heads, "ar,medusa", "--tree", run / "dense.json"]
+    yield "dense", [*heads, "ar,medusa", "--tree", run / "dense-tree.json"]
     for nodes in (16, 22, 64):
         kinds = ["--methods", ",".join(("ar", *DRAFTERS))]
         yield f"{nodes} nodes", [*ask, "--run", run, *kinds, "--tree", f"static:{nodes}"]
