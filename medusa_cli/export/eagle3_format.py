@@ -89,16 +89,16 @@ def _lm_head_rows(source: Source) -> Tensor:
 
 def served_model(source: Source) -> tuple[str, list[str]]:
     """Returns the model to serve with a drafter, and a note if that model must be exported or found first."""
-    if source.run.adapter is None and assets.gguf_path(source.model) is None:
-        return assets.model_dir(source.model), []
-    if source.run.adapter is None:
+    if source.run.adapter is not None:
+        merged = f"{source.run.name}-merged"
+        return merged, [
+            f"it belongs to a model with an adapter; serve `medusa export --to hf --output {merged}`"
+        ]
+    if assets.gguf_path(source.model) is not None:
         return "MODEL", [
             f"{source.model} is a GGUF file; MODEL stands for the folder or hub id of its safetensors"
         ]
-    merged = f"{source.run.name}-merged"
-    return merged, [
-        f"it belongs to a model with an adapter; serve `medusa export --to hf --output {merged}`"
-    ]
+    return assets.model_dir(source.model), []
 
 
 def _launch(model: str, folder: str, tokens: int) -> list[str]:

@@ -3,7 +3,7 @@
 import logging
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
@@ -25,7 +25,7 @@ def hub_folder(name: str, patterns: Sequence[str], named: str) -> Path:
     New files are downloaded; without a network, the cached files are used. Raises UserError, with the setting `named`,
     for a repository that is not available.
     """
-    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         HfHubHTTPError,
         HFValidationError,
@@ -33,20 +33,15 @@ def hub_folder(name: str, patterns: Sequence[str], named: str) -> Path:
         LocalEntryNotFoundError,
     )
 
-    reachable = True
     try:
-        HfApi().repo_info(name, timeout=PATIENCE)
+        reachable = _is_reachable(name)
     except HFValidationError as reason:
         raise UserError(
             f"{named} {name!r} is no hub id", "give OWNER/NAME or a local folder"
         ) from reason
     except HfHubHTTPError as reason:
-        if reason.response.status_code not in OVERLOADED:
-            fault = f"{named} {name!r} was not given by the hub: {first_line(reason)}"
-            raise UserError(fault, "check the name, and log in for a private one") from reason
-        reachable = False
-    except Exception:  # offline: the client raises its HTTP library's errors
-        reachable = False
+        fault = f"{named} {name!r} was not given by the hub: {first_line(reason)}"
+        raise UserError(fault, "check the name, and log in for a private one") from reason
     try:
         return Path(
             snapshot_download(name, allow_patterns=list(patterns), local_files_only=not reachable)
@@ -59,28 +54,40 @@ def hub_folder(name: str, patterns: Sequence[str], named: str) -> Path:
         raise UserError(fault, "run again: what has come is kept") from reason
 
 
+def _is_reachable(name: str) -> bool:
+    """Returns False if the hub cannot be reached or cannot answer now.
+
+    Raises HFValidationError for a name that is no hub id, and HfHubHTTPError if the hub refuses the repository.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        HfApi().repo_info(name, timeout=PATIENCE)
+    except HFValidationError:
+        raise
+    except HfHubHTTPError as reason:
+        if reason.response.status_code not in OVERLOADED:
+            raise
+        return False
+    except Exception:  # offline: the client raises its HTTP library's errors
+        return False
+    return True
+
+
 @cache
 def go_offline_unless_reachable(name: str) -> None:
     """Keeps the hub's client to its cache from now on if the hub cannot be asked about a cached repository.
 
     Otherwise transformers would wait some twenty seconds for each file that the cache lacks.
     """
-    from huggingface_hub import HfApi, constants
+    from huggingface_hub import constants
     from huggingface_hub.errors import HfHubHTTPError
 
-    if constants.HF_HUB_OFFLINE:
-        return
-    try:
-        HfApi().repo_info(name, timeout=PATIENCE)
-    except HfHubHTTPError as reason:
-        unreachable = reason.response.status_code in OVERLOADED
-    except Exception:  # the client raises its HTTP library's errors
-        unreachable = True
-    else:
-        unreachable = False
-    if unreachable:
-        log.warning("the model hub cannot be reached; cached files are used")
-        constants.HF_HUB_OFFLINE = True
+    with suppress(HfHubHTTPError):  # a hub that refuses a repository is reachable
+        if not constants.HF_HUB_OFFLINE and not _is_reachable(name):
+            log.warning("the model hub cannot be reached; cached files are used")
+            constants.HF_HUB_OFFLINE = True
 
 
 def names_gguf(name: str) -> bool:
