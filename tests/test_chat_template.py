@@ -259,8 +259,10 @@ def test_a_renderer_that_does_not_start_is_replaced(
         process = TemplateProcess(medusa.backbone, 20.0)
         try:
             monkeypatch.setattr("medusa_cli.serve.templates.START_S", -1.0)
-            with pytest.raises(UserError, match="template"):
+            first = process._process.pid
+            with pytest.raises(UserError, match="did not start"):
                 process.render(messages, {})
+            assert process._process.pid != first
             monkeypatch.undo()
             assert "w1" in process.render(messages, {})
         finally:

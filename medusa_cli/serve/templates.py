@@ -44,6 +44,7 @@ class TemplateProcess:
         try:
             if not self._ready:
                 if not self._connection.poll(START_S):
+                    self._restart()
                     raise UserError(
                         f"the process for chat templates did not start within {START_S:.0f} s",
                         "try again when the machine is less busy",
@@ -54,12 +55,15 @@ class TemplateProcess:
                 raise TimeoutError
             text, fault = self._connection.recv()
         except (OSError, EOFError) as reason:
-            self.close()
-            self._start()
+            self._restart()
             raise too_much(self._model) from reason
         if fault:
             raise UserError(*fault)
         return str(text)
+
+    def _restart(self) -> None:
+        self.close()
+        self._start()
 
     def close(self) -> None:
         self._process.kill()
