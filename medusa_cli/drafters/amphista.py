@@ -152,15 +152,15 @@ class Amphista(HeadDrafter):
     def head_states(
         self, backbone: Backbone, batch: Batch, rows: Sequence[Tensor]
     ) -> Iterator[Tensor]:
-        padding = Padding(batch.attention_groups)
+        sequences = Padding(batch.attention_groups)
         learnt = batch.learnt
-        x = padding.pad(batch.hidden)
-        embedded = padding.pad(self.embed(backbone, batch.next).to(batch.hidden.dtype))
+        x = batch.hidden
+        embedded = self.embed(backbone, batch.next).to(batch.hidden.dtype)
         adapted = []
         for stage in self.stages:
             assert isinstance(stage, AdaptationLayer)
-            x = stage.layer(stage.join(x, embedded))
-            adapted.append(padding.unpad(x)[learnt])
+            x = stage.layer(stage.join(x, embedded), sequences)
+            adapted.append(x[learnt])
         states = self._together(adapted, self.blocks, self.attention)  # [n, K, H], trained rows
         for head, positions in enumerate(rows):
             yield states[batch.learnt_index[positions], head].to(batch.hidden.dtype)

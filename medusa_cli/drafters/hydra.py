@@ -146,11 +146,11 @@ class HydraHeads(HeadDrafter):
         context = batch.hidden
         embedded = self.embed(backbone, batch.next).to(batch.hidden.dtype)
         if self.prefix:
-            padding = Padding(batch.attention_groups)
-            x = padding.pad(context)
+            sequences = Padding(batch.attention_groups)
+            x = context
             for layer in self.prefix:
-                x = layer(x)
-            context = padding.unpad(x).to(context.dtype)
+                x = layer(x, sequences)
+            context = x.to(context.dtype)
         # Positions too close to the end have no target for a head and may read any token.
         last = len(batch.next) - 1
         for head, positions in enumerate(rows):

@@ -235,13 +235,14 @@ class DecoderLayer(SelfAttention):
             "norm_before_residual": self.norm_before_residual,
         }
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Returns states [S, n, H] for sequences x [S, n, H] that start at position 0."""
+    def forward(self, x: Tensor, sequences: Padding) -> Tensor:
+        """Returns states [P, H] for the packed rows x [P, H] of sequences that start at position 0."""
         read = self.reads(x)
-        positions = torch.arange(x.shape[1], device=x.device)
-        q = self.queries(read, positions)
-        (k, v) = self.keys_values(read, positions)
-        return self.leave(x, F.scaled_dot_product_attention(q, k, v, is_causal=x.shape[1] > 1))
+        q = self.queries(read, sequences.position)
+        k, v = self.keys_values(read, sequences.position)
+        q, k, v = (sequences.pad(rows.transpose(0, 1)).transpose(1, 2) for rows in (q, k, v))
+        seen = F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] > 1)  # [S, heads, L, D]
+        return self.leave(x, sequences.unpad(seen.transpose(1, 2)).transpose(0, 1))
 
     def reads(self, x: Tensor, embedded: Tensor | None = None) -> Tensor:
         """Returns the input of the attention, computed from states and embeddings [.., H]."""
