@@ -108,7 +108,7 @@ class DistillRecipe:
 
     seed: str = key(
         "sharegpt",
-        "prompts: sharegpt, sharegpt-long, sharegpt-code, code, a file, or a hub data set",
+        "prompts: sharegpt, sharegpt-long, sharegpt-code, ultrachat, code, a file, or a hub data set",
     )
     max_samples: Count | None = key(None, "maximum number of conversations; null: all")
     max_new_tokens: Count = key(256, "maximum tokens per answer")
@@ -210,7 +210,7 @@ class TrainRecipe:
     )
     max_length: Annotated[int, Meta(ge=16)] = key(
         1024,
-        "stage 2: conversations are cut after this many tokens",
+        "if the model runs in every step (stage 2, states: fresh, firp): conversations are cut after this many tokens",
     )
     gradient_checkpointing: bool = key(
         False,
