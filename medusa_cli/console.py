@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -261,7 +260,7 @@ class _Lines:
         self._begun: dict[str, tuple[float, int]] = {}
 
     def show(
-        self, name: str, done: int, total: float | None, unit: str = "tokens", note: str = ""
+        self, name: str, done: int, total: int | None, unit: str = "tokens", note: str = ""
     ) -> None:
         now = time.monotonic()
         begun, before = self._begun.setdefault(name, (now, done))
@@ -282,40 +281,17 @@ class _Lines:
 
 
 @contextmanager
-def _progress() -> Iterator[Progress | _Lines]:
-    """Yields progress bars on stderr until the block ends, or progress lines if the terminal cannot show bars."""
-    if not err.is_terminal or err.plain:
-        with terminated():
-            yield _Lines()
-        return
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        _Rate(),
-        TimeRemainingColumn(),
-    )
-    with terminated(), Progress(*columns, console=err, disable=_mode.quiet) as shown:
-        yield shown
-
-
-@contextmanager
 def progress(
-    description: str, total: float | None = None, unit: str = "tokens"
+    description: str, total: int | None = None, unit: str = "tokens"
 ) -> Iterator[Callable[[int], None]]:
     """Shows one progress bar, and yields a function that adds to the units done."""
-    with _progress() as shown:
-        if isinstance(shown, Progress):
-            yield partial(
-                shown.advance, shown.add_task(visible(description), total=total, unit=unit)
-            )
-            return
-        lines = shown
+    with bars() as show:
         done = 0
 
         def advance(more: int) -> None:
             nonlocal done
             done += more
-            lines.show(description, done, total, unit)
+            show(description, done, total, unit)
 
         advance(0)
         yield advance
@@ -373,16 +349,25 @@ class _FetchLines:
 def bars() -> Iterator[ShowProgress]:
     """Yields a function that shows the progress of work in several parts, with one bar per name.
 
-    Its arguments are the name, the units done, the total (which may change), the unit, and a note to show next to the
-    name.
+    If the terminal cannot show bars, it writes lines. Its arguments are the name, the units done,
+    the total (which may change), the unit, and a note to show next to the name.
     """
-    with _progress() as shown:
-        if not isinstance(shown, Progress):
-            yield shown.show
-            return
+    if not err.is_terminal or err.plain:
+        with terminated():
+            yield _Lines().show
+        return
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        _Rate(),
+        TimeRemainingColumn(),
+    )
+    with terminated(), Progress(*columns, console=err, disable=_mode.quiet) as shown:
         tasks: dict[str, TaskID] = {}
 
-        def show(name: str, done: int, total: int, unit: str = "tokens", note: str = "") -> None:
+        def show(
+            name: str, done: int, total: int | None, unit: str = "tokens", note: str = ""
+        ) -> None:
             if name not in tasks:
                 tasks[name] = shown.add_task(visible(name), total=total, unit=unit)
             text = visible(f"{name} ({note})" if note else name)

@@ -34,7 +34,7 @@ from medusa_cli.runs.load_options import DEFAULT_LOADING, LoadOptions
 from medusa_cli.runs.recipe import DistillRecipe, TrainRecipe, load_recipe
 from medusa_cli.runs.resolve import Calibration, read_calibration
 from medusa_cli.runs.run import Provenance, Run, check_backbone, describe_drafter, outdated
-from medusa_cli.train.log import NAME, read_log
+from medusa_cli.train.log import NAME, acceptance_of, read_log
 from medusa_cli.tree import Tree
 from medusa_cli.tree.io import load_tree, tree_provenance
 from medusa_cli.tree.search import expected_length, largest, search
@@ -410,11 +410,6 @@ def over_fitting(case: Case) -> Finding:
     return Finding(status, text, case.distill_more, figures)
 
 
-def _length_of_chain(accuracies: Sequence[float]) -> float:
-    """Returns the acceptance length of a chain of first guesses, given the accuracy of each guess."""
-    return expected_length(Tree.chain(len(accuracies)), [[share] for share in accuracies])
-
-
 def training_length(case: Case) -> Finding:
     """Measures the gain from the second half of training; doubling the positions should add about as much again."""
     checks = case.events("validated")
@@ -424,8 +419,8 @@ def training_length(case: Case) -> Finding:
         return Finding(
             "unknown", "the log has no validation in mid-training", case.command("train")
         )
-    before = _length_of_chain(half[-1]["accuracies"])
-    after = _length_of_chain(checks[-1]["accuracies"])
+    before = acceptance_of(half[-1]["accuracies"])
+    after = acceptance_of(checks[-1]["accuracies"])
     text = (
         f"the last {end - half[-1]['total_positions']:,} of {end:,} positions raised a chain of first guesses from "
         f"{before:.2f} to {after:.2f} tokens per step; twice as many should give about as much again"

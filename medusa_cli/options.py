@@ -66,8 +66,8 @@ _DRAFTER = (
     "MTP layer in the model's own checkpoint. [default: the run's drafter/, else the one that ships]"
 )
 _SEED = (
-    "Prompts: sharegpt, sharegpt-long, sharegpt-code, ultrachat (from the hub), code (from the Python sources installed "
-    "here), a JSON/JSONL file of conversations, or a hub dataset's id."
+    "Prompts: sharegpt, sharegpt-long, sharegpt-code, ultrachat (from the hub), code (from the Python sources "
+    "installed here), a JSON/JSONL file of conversations, or a hub dataset's id."
 )
 _TREE = (
     "auto: the fastest size on this machine for this text, down to no drafts. static: the run's tree.json, or the "

@@ -4,12 +4,14 @@ from typing import Protocol
 
 
 class ShowProgress(Protocol):
-    """Receives the name of a part of the work, the units done, their total, their unit, and a note next to the name."""
+    """Receives the name of a part of the work, the units done, their total if it is known, their unit, and a note."""
 
     def __call__(
-        self, name: str, done: int, total: int, unit: str = "tokens", note: str = ""
+        self, name: str, done: int, total: int | None, unit: str = "tokens", note: str = ""
     ) -> None: ...
 
 
-def show_nothing(name: str, done: int, total: int, unit: str = "tokens", note: str = "") -> None:
+def show_nothing(
+    name: str, done: int, total: int | None, unit: str = "tokens", note: str = ""
+) -> None:
     """Ignores the progress."""

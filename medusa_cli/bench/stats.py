@@ -186,9 +186,6 @@ def by_position(
 def bootstrap(
     columns: Sequence[Sequence[float]] | Sums,
     figure: Callable[[Sums], Sums],
-    *,
-    rounds: int = ROUNDS,
-    seed: int = 0,
 ) -> tuple[float, float] | None:
     """Returns the 95 % interval of a figure over questions drawn with replacement.
 
@@ -199,8 +196,8 @@ def bootstrap(
     table = np.asarray(columns, dtype=np.float64)
     if len(table) < 2:
         return None
-    draws = np.random.default_rng(seed).multinomial(
-        len(table), np.full(len(table), 1 / len(table)), size=rounds
+    draws = np.random.default_rng(0).multinomial(
+        len(table), np.full(len(table), 1 / len(table)), size=ROUNDS
     )
     with np.errstate(divide="ignore", invalid="ignore"):
         values = figure(draws @ table)  # [rounds]

@@ -24,7 +24,12 @@ def doctor(
     *,
     run: options.RunOrShipped = None,
     model: options.Model = None,
-    quick: Annotated[bool, flag("--quick", "Decode no prompts. The model is still loaded, and reads some conversations.")] = False,
+    quick: Annotated[
+        bool,
+        flag(
+            "--quick", "Decode no prompts. The model is still loaded, and reads some conversations."
+        ),
+    ] = False,
     loading: LoadFlags,
     printing: OutputFlags,
 ) -> None:

@@ -15,7 +15,7 @@ from medusa_cli.errors import UserError
 from medusa_cli.files import assets
 from medusa_cli.files.chat_servers import ChatServers
 from medusa_cli.files.io import Malformed
-from medusa_cli.model.backbone import eos_ids_of
+from medusa_cli.model.backbone import eos_ids_of, identity_of
 from medusa_cli.model.chat_template import ChatTokenizer, Message, encode, render, token_ids
 from medusa_cli.model.checks import unloadable
 from medusa_cli.model.load import read_config
@@ -52,13 +52,7 @@ class Tokenizer:
         self.vocab_size: int = config.vocab_size
         self.hidden_size: int = config.hidden_size
         self.max_positions: int = getattr(config, "max_position_embeddings", None) or sys.maxsize
-        self.identity = {
-            "id": model,
-            "architecture": config.model_type,
-            "hidden_size": config.hidden_size,
-            "vocab_size": config.vocab_size,
-            "layers": config.num_hidden_layers,
-        }
+        self.identity = identity_of(config, config.vocab_size, id=model)
 
 
 def connect(

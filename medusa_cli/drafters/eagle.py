@@ -44,7 +44,6 @@ class EagleConfig(HeadsConfig):
     intermediate_size: int = 64
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10_000.0
-    max_position_embeddings: int = 2048
     norm_before_residual: bool = False
     norm_before_fc: bool = False
 
@@ -205,7 +204,6 @@ class Eagle(LayerDrafter):
             "num_attention_heads": heads,
             "head_dim": getattr(config, "head_dim", None) or size // heads,
             "intermediate_size": widest(getattr(config, "intermediate_size", None) or 4 * size),
-            "max_position_embeddings": backbone.max_positions,
         }
 
     @classmethod

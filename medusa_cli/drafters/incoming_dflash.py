@@ -24,7 +24,6 @@ class BlockConfig:
     mask_token_id: int | None = None
     aux_hidden_state_layer_ids: list[int] | None = None
     sample_from_anchor: bool | None = None
-    sliding_window_non_causal: bool = False
     projector_type: str = "dflash"
     markov_rank: int = 0
     markov_head_type: str = "vanilla"

@@ -120,7 +120,6 @@ def read_eagle3(
         "intermediate_size": theirs.intermediate_size,
         "num_attention_heads": heads,
         "head_dim": size,
-        "num_key_value_heads": heads,
         "draft_vocab_size": vocabulary,
         "rms_norm_eps": theirs.rms_norm_eps,
         "rope_theta": theirs.rope_theta,

@@ -113,7 +113,5 @@ class Cache:
         if slot != other and self.keys is not None and self.values is not None:
             used = max(self.lengths[slot], self.lengths[other])
             for buffer in (self.keys[..., :used, :], self.values[..., :used, :]):
-                part = buffer[:, slot].clone()
-                buffer[:, slot] = buffer[:, other]
-                buffer[:, other] = part
+                buffer[:, [slot, other]] = buffer[:, [other, slot]]
         self.lengths[slot], self.lengths[other] = self.lengths[other], self.lengths[slot]

@@ -760,7 +760,7 @@ def _turning(parts: Layers, index: int, rotary: Rotary, query_norm: Any) -> tupl
     attention = parts.layers[index].self_attn
     weight = next(attention.parameters())
     more: dict[str, Any] = {}
-    if _takes(attention, "shared_kv_states"):
+    if "shared_kv_states" in signature(type(attention).forward).parameters:
         more["shared_kv_states"] = {}
     x = torch.zeros(1, 2, parts.config.hidden_size, dtype=weight.dtype, device=weight.device)
     tables = rotary(torch.arange(2)[None], parts.kinds[index])
@@ -782,10 +782,6 @@ def _turning(parts: Layers, index: int, rotary: Rotary, query_norm: Any) -> tupl
     finally:
         if hook is not None:
             hook.remove()
-
-
-def _takes(module: Any, name: str) -> bool:
-    return name in signature(type(module).forward).parameters
 
 
 def _depends(result: Tensor, source: Tensor) -> bool:

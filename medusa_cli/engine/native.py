@@ -452,9 +452,7 @@ class NativeCache(StateCache):
         assert self.keys is not None and self.values is not None
         if slot != other:
             for buffer in (self.keys, self.values, self.inputs):
-                part = buffer[:, slot].clone()
-                buffer[:, slot] = buffer[:, other]
-                buffer[:, other] = part
+                buffer[:, [slot, other]] = buffer[:, [other, slot]]
         self.swap_states(slot, other)
         self.lengths[slot], self.lengths[other] = self.lengths[other], self.lengths[slot]
 

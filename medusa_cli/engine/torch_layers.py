@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from medusa_cli.engine.attention import behind, columns_read, fused, reads_by_length
 from medusa_cli.engine.cache import Cache
+from medusa_cli.engine.description import eps_of
 from medusa_cli.engine.engine import LayoutEngine
 from medusa_cli.engine.plan import Layout, Plan
 from medusa_cli.model.attention import Masks
@@ -45,16 +46,14 @@ def norm_of(module: Any) -> Norm:
 
     Raises Unsupported unless the module is an RMS norm with gain w or 1 + w (Gemma).
     """
-    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    weight = getattr(module, "weight", None)
-    if eps is None or weight is None or weight.dim() != 1:
-        raise Unsupported(f"{type(module).__name__} is not an RMS norm")
+    eps = eps_of(module)
+    weight = module.weight
     probe = torch.linspace(
         -2, 3, 2 * weight.numel(), dtype=weight.dtype, device=weight.device
     ).view(2, -1)
     expected = module(probe).float()
     for gain in (weight.detach().float(), 1 + weight.detach().float()):
-        norm = Norm(gain.to(weight.dtype), float(eps))
+        norm = Norm(gain.to(weight.dtype), eps)
         if torch.allclose(norm(probe).float(), expected, rtol=2e-2, atol=1e-3):
             return norm
     raise Unsupported(f"{type(module).__name__} computes something other than an RMS norm")

@@ -4,16 +4,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
+from medusa_cli.drafters.eagle import EagleConfig
 from medusa_cli.drafters.incoming_eagle3 import AUX_LAYERS, NORMS
 from medusa_cli.engine import load_backbone
 from medusa_cli.errors import UserError
 from medusa_cli.export.card import card, shell
-from medusa_cli.export.folder import Source, exporting
+from medusa_cli.export.folder import Source, exporting, write_checkpoint
 from medusa_cli.files import assets
-from medusa_cli.files.io import write_json
 from medusa_cli.model.load import read_config
 from medusa_cli.runs.load_options import LoadOptions
 
@@ -35,12 +34,7 @@ def export_eagle3(
     use = [f"It drafts up to {config.num_heads} tokens, which {model} verifies.", *shell(launch)]
     page = card(source, f"EAGLE-3 drafter for {model}", use)
     with exporting(output, overwrite) as part:
-        save_file(
-            {name: tensor.contiguous() for name, tensor in tensors.items()},
-            part / "model.safetensors",
-        )
-        write_json(part / "config.json", _engine_config(source))
-        (part / "README.md").write_text(page, encoding="utf-8")
+        write_checkpoint(part, "model.safetensors", tensors, _engine_config(source), page)
     return launch, notes
 
 
@@ -114,13 +108,10 @@ def _launch(model: str, folder: str, tokens: int) -> list[str]:
     ]
 
 
-def _engine_config(source: Source) -> dict[str, Any]:
-    """Returns the content of config.json with the key names of the engines."""
-    base = read_config(source.model, source.trusted)
-    own = source.config
+def layer_config(own: EagleConfig, base: Any) -> dict[str, Any]:
+    """Returns the config of an EAGLE drafter's layer as a Llama layer. base: the config of its model."""
     widths = ("hidden_size", "intermediate_size", "num_attention_heads", "head_dim", "vocab_size")
     return {
-        "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
         "num_hidden_layers": 1,
         **{key: getattr(own, key) for key in (*widths, "rms_norm_eps", "rope_theta")},
@@ -129,8 +120,18 @@ def _engine_config(source: Source) -> dict[str, Any]:
         "attention_bias": False,
         "mlp_bias": False,
         "tie_word_embeddings": False,
-        "draft_vocab_size": own.draft_vocab_size or own.vocab_size,
         "max_position_embeddings": base.max_position_embeddings,
+    }
+
+
+def _engine_config(source: Source) -> dict[str, Any]:
+    """Returns the content of config.json with the key names of the engines."""
+    base = read_config(source.model, source.trusted)
+    own = source.config
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        **layer_config(own, base),
+        "draft_vocab_size": own.draft_vocab_size or own.vocab_size,
         "bos_token_id": base.bos_token_id,
         "eos_token_id": base.eos_token_id,
         "torch_dtype": str(source.tensors["fc.weight"].dtype).removeprefix("torch."),

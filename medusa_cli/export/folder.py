@@ -1,18 +1,19 @@
 """The drafter to export, and the output folder, which is complete or absent and has a checksum for every file."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import save_file
 from torch import Tensor
 
 from medusa_cli.drafters.io import drafter_kind, read_drafter
 from medusa_cli.errors import UserError
-from medusa_cli.export.incoming import sizes_of
 from medusa_cli.files.assets import DEFAULT_MODEL, sha256_of
-from medusa_cli.files.io import read_object, replacing_folder
+from medusa_cli.files.io import read_object, replacing_folder, write_json
+from medusa_cli.model.backbone import identity_of
 from medusa_cli.model.load import read_config
 from medusa_cli.runs.resolve import shipped_for
 from medusa_cli.runs.run import (
@@ -57,6 +58,15 @@ def exporting(folder: Path, overwrite: bool = False) -> Iterator[Path]:
             if path.is_file()
         ]
         (part / CHECKSUMS).write_text("".join(sums), encoding="utf-8")
+
+
+def write_checkpoint(
+    part: Path, file: str, tensors: Mapping[str, Tensor], config: dict[str, Any], page: str
+) -> None:
+    """Writes tensors to `file`, config.json and the page README.md into an export's folder."""
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, part / file)
+    write_json(part / "config.json", config)
+    (part / "README.md").write_text(page, encoding="utf-8")
 
 
 @dataclass(frozen=True)
@@ -122,7 +132,8 @@ def find_source(run: str | None = None, model: str | None = None, trusted: bool 
     config, tensors = read_drafter(kind, folder)
     if run and model:
         known = describe_drafter(folder).provenance.identity
-        sizes = sizes_of(model, read_config(model, trusted))
+        base = read_config(model, trusted)
+        sizes = identity_of(base, base.vocab_size, id=model)
         check_backbone(known, sizes, f"the drafter in {folder}", tuned=True)
     owner = (target.model or stored.get("base_model_name_or_path")) if run else None
     name = model or (owner if isinstance(owner, str) else DEFAULT_MODEL)

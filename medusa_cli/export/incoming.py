@@ -15,6 +15,7 @@ from medusa_cli.engine import load_backbone
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.files.io import convert, replacing_folder, write_json
 from medusa_cli.files.mtp import NAME, mtp_settings
+from medusa_cli.model.backbone import identity_of
 from medusa_cli.model.load import read_config
 from medusa_cli.runs.load_options import DEFAULT_LOADING, LoadOptions
 from medusa_cli.runs.recipe import DrafterRecipe
@@ -39,7 +40,7 @@ def import_drafter(
     base = read_config(owner, trust_remote_code)
     drafter = checkpoint.read(base, base.vocab_size)
 
-    identity = sizes_of(owner, base)
+    identity = identity_of(base, base.vocab_size, id=owner)
     target = Run.open(run or _run_name(place), create=True)
     imported = {"from": str(place), "format": drafter.format}
     _write(target, drafter, identity, imported)
@@ -72,7 +73,8 @@ def import_mtp(
             f"@draft_vocab_size {size} needs conversations to count tokens in", "give @data FILE"
         )
     size = min(size or DrafterRecipe().draft_vocab_size, settings["vocab_size"])
-    identity = sizes_of(model, read_config(model, options.trust_remote_code))
+    base = read_config(model, options.trust_remote_code)
+    identity = identity_of(base, base.vocab_size, id=model)
     if source is not None:
         backbone = load_backbone(model, options)
         identity = backbone.identity
@@ -88,17 +90,6 @@ def import_mtp(
     drafter = Incoming(NAME, Mtp, config, settings, tensors, [])
     _write(target, drafter, identity, {"from": model, "format": NAME})
     return target, {"drafter": NAME, "format": NAME, "heads": config.num_heads}, []
-
-
-def sizes_of(model: str, base: Any) -> dict[str, Any]:
-    """Returns the part of a model's identity that its config contains."""
-    return {
-        "id": model,
-        "architecture": base.model_type,
-        "layers": base.num_hidden_layers,
-        "hidden_size": base.hidden_size,
-        "vocab_size": base.vocab_size,
-    }
 
 
 def _write(

@@ -6,14 +6,12 @@ The layout consists of medusa_lm_head.safetensors and config.json.
 import logging
 from pathlib import Path
 
-from safetensors.torch import save_file
 from torch import Tensor
 
 from medusa_cli.drafters import MedusaHeads
 from medusa_cli.errors import UserError
 from medusa_cli.export.card import card, shell
-from medusa_cli.export.folder import Source, exporting
-from medusa_cli.files.io import write_json
+from medusa_cli.export.folder import Source, exporting, write_checkpoint
 
 log = logging.getLogger(__name__)
 
@@ -72,25 +70,18 @@ def export_medusa(
     name = source.name_of(output)
     method = f'{{"method": "medusa", "model": "{name}", "num_speculative_tokens": {heads}}}'
     launch = [f"vllm serve {source.model} --speculative-config '{method}'"]
+    facts = {
+        "base_model_name_or_path": source.model,
+        "model_type": "medusa",
+        "medusa_num_heads": heads,
+        "medusa_num_layers": layers,
+        "hidden_size": config.hidden_size,
+        "vocab_size": config.vocab_size,
+        "medusa_fc_bias": True,  # without it, engines silently drop the biases
+    }
+    page = card(source, f"Medusa heads for {source.model}", ["vLLM up to 0.32:", *shell(launch)])
     with exporting(output, overwrite) as part:
-        save_file(
-            {name: weight.contiguous() for name, weight in written.items()},
-            part / MedusaHeads.weights_file,
-        )
-        facts = {
-            "base_model_name_or_path": source.model,
-            "model_type": "medusa",
-            "medusa_num_heads": heads,
-            "medusa_num_layers": layers,
-            "hidden_size": config.hidden_size,
-            "vocab_size": config.vocab_size,
-            "medusa_fc_bias": True,  # without it, engines silently drop the biases
-        }
-        write_json(part / "config.json", facts)
-        page = card(
-            source, f"Medusa heads for {source.model}", ["vLLM up to 0.32:", *shell(launch)]
-        )
-        (part / "README.md").write_text(page, encoding="utf-8")
+        write_checkpoint(part, MedusaHeads.weights_file, written, facts, page)
     return [f"{launch[0]} (vLLM up to 0.32)"], notes
 
 

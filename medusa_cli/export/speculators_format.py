@@ -3,17 +3,15 @@
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
-
 from medusa_cli.drafters.incoming_eagle3 import AUX_LAYERS, NORMS, VARIANTS
 from medusa_cli.export.card import card, shell
 from medusa_cli.export.eagle3_format import (
     engine_tensors,
+    layer_config,
     refuse_other_kinds,
     served_model,
 )
-from medusa_cli.export.folder import Source, exporting
-from medusa_cli.files.io import write_json
+from medusa_cli.export.folder import Source, exporting, write_checkpoint
 from medusa_cli.model.load import read_config
 
 
@@ -38,12 +36,7 @@ def export_speculators(
     title = f"EAGLE-3 drafter for {source.model}, of speculators' form"
     page = card(source, title, shell(launch))
     with exporting(output, overwrite) as part:
-        save_file(
-            {name: tensor.contiguous() for name, tensor in tensors.items()},
-            part / "model.safetensors",
-        )
-        write_json(part / "config.json", _config(source, verifier))
-        (part / "README.md").write_text(page, encoding="utf-8")
+        write_checkpoint(part, "model.safetensors", tensors, _config(source, verifier), page)
     return launch, notes
 
 
@@ -51,19 +44,8 @@ def _config(source: Source, verifier: str) -> dict[str, Any]:
     """Returns the content of config.json; it sets every layer option, because defaults differ between versions."""
     base = read_config(source.model, source.trusted)
     own = source.config
-    widths = ("hidden_size", "intermediate_size", "num_attention_heads", "head_dim", "vocab_size")
-    layer = {
-        "model_type": "llama",
-        "num_hidden_layers": 1,
-        **{key: getattr(own, key) for key in (*widths, "rms_norm_eps", "rope_theta")},
-        "rope_parameters": {"rope_type": "default", "rope_theta": own.rope_theta},
-        "num_key_value_heads": own.num_attention_heads,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "tie_word_embeddings": False,
-        "max_position_embeddings": base.max_position_embeddings,
-    }
+    layer = layer_config(own, base)
+    layer["rope_parameters"] = {"rope_type": "default", "rope_theta": own.rope_theta}
     proposal = {"proposal_type": "greedy", "speculative_tokens": own.num_heads}
     return {
         "architectures": ["Eagle3DraftModel"],

@@ -397,18 +397,19 @@ def parse_yaml(text: str) -> Any:
     return yaml.load(text, Loader=_Loader)
 
 
-def read_yaml(path: Path, what: str) -> Any:
-    """Returns a YAML document; raises UserError if it is missing, not YAML, or beyond the limits."""
+def read_yaml(path: Path) -> Any:
+    """Returns a recipe's YAML document; raises UserError if it is missing, not YAML, or beyond the limits."""
     try:
-        return parse_yaml(read_text(path, what, remedy="check the path: it must be a YAML file"))
+        remedy = "check the path: it must be a YAML file"
+        return parse_yaml(read_text(path, "the recipe", remedy=remedy))
     except yaml.YAMLError as reason:
         mark = getattr(reason, "problem_mark", None)
         problem = getattr(reason, "problem", None) or str(reason).splitlines()[0]
         line = f" (line {mark.line + 1})" if mark else ""
         raise UserError(
-            f"{what} {path} is not valid YAML: {problem}{line}", "fix the file"
+            f"the recipe {path} is not valid YAML: {problem}{line}", "fix the file"
         ) from reason
     except (ValueError, OverflowError) as reason:
         raise UserError(
-            f"{what} {path} cannot be used: {shown(str(reason))}", "fix the file"
+            f"the recipe {path} cannot be used: {shown(str(reason))}", "fix the file"
         ) from reason

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from medusa_cli.errors import UserError
-from medusa_cli.files.assets import RANDOM, check_hub, gguf_path, home, model_dir
+from medusa_cli.files.assets import RANDOM, gguf_path, home, model_dir
+from medusa_cli.files.hub import hub_folder
 from medusa_cli.files.io import read_object, write_json
 from medusa_cli.files.model_files import checkpoint_files, config_fields, tensors_of
 
@@ -134,10 +135,7 @@ def _fetch(place: str) -> None:
     """Downloads a hub id's model unless it is on this machine."""
     if Path(place).is_dir() or checkpoint_files(place):
         return
-    check_hub(place)
-    from huggingface_hub import snapshot_download
-
-    snapshot_download(place, allow_patterns=["*.json", "*.jinja", "*.txt", "*.safetensors"])
+    hub_folder(place, ["*.json", "*.jinja", "*.txt", "*.safetensors"], "@model")
 
 
 def mtp_settings(model: str) -> dict[str, Any]:

@@ -386,7 +386,7 @@ def usable_positions(config: Any) -> int:
 
 
 def identity_of(
-    config: Any, vocab_size: int, *, id: str, weights: str | None, adapter: str | None
+    config: Any, vocab_size: int, *, id: str, weights: str | None = None, adapter: str | None = None
 ) -> dict[str, Any]:
     """Returns a model's identity: id, architecture, sizes, quantization, and digests of its weights and adapter.
 

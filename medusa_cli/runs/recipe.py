@@ -326,7 +326,7 @@ def load_recipe(path: str | Path | None = None, overrides: Sequence[str] = ()) -
     recipe = Recipe()
     if path is not None:
         path = find_recipe(path)
-        data = read_yaml(path, "the recipe")
+        data = read_yaml(path)
         if not isinstance(data, dict):
             fault = "is empty" if data is None else "is not a mapping of keys"
             raise UserError(f"the recipe {path} {fault}", "write keys such as `train: {lr: 1e-3}`")
@@ -518,7 +518,7 @@ def _settings_of(origin: Run, asked: Mapping[str, str]) -> dict[str, str]:
 
 def _of_model(recipe: Recipe, model: str, file: str | None, keep_template: bool) -> Recipe:
     """Returns a recipe for a run's model; if its file names another model, warns and drops that chat template."""
-    if file is not None and "model" in read_yaml(find_recipe(file), "the recipe"):
+    if file is not None and "model" in read_yaml(find_recipe(file)):
         log.warning(
             f"the recipe {file} is for the model {recipe.model}, and the run's is {model}, which is taken; "
             f"@model {recipe.model} takes the recipe's"

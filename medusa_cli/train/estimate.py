@@ -7,10 +7,9 @@ from pathlib import Path
 import torch
 
 from medusa_cli.data.conversation import Conversation
-from medusa_cli.data.packing import Dataset, positions_of, read_dataset
+from medusa_cli.data.packing import Dataset, positions_of
 from medusa_cli.data.states import states_of, tokens_to_run
 from medusa_cli.device import peak_memory
-from medusa_cli.drafters import DRAFTERS
 from medusa_cli.errors import UsageError
 from medusa_cli.files.io import Document
 from medusa_cli.model.distributed import Distributed
@@ -40,20 +39,12 @@ def estimate(
     """
     setup.check_recipe(recipe)
     train = recipe.train
-    kind = DRAFTERS[recipe.drafter.name]
     source = data or run.data_path
     if train.shard:
         raise UsageError("@dry_run loads the model in one process", "leave train.shard=true out")
     setup.check_loading(train, options, Distributed())
-    backbone = (setup.frozen_backbone if train.stage == 1 else setup.joint_backbone)(
-        recipe, options
-    )
-    online = train.stage == 2 or setup.runs_model(kind, train)
-    dataset = read_dataset(
-        source, backbone, train.validation_fraction, setup.longest(train) if online else None
-    )
-    torch.manual_seed(train.seed)
-    drafter = setup.build_drafter(backbone, recipe.drafter, dataset)
+    backbone = setup.load_model(recipe, options)
+    dataset, drafter, online = setup.read_data(recipe, backbone, source)
     setup.start_heads(run, start, backbone, drafter, train.stage, dataset)
     if not online:
         # With a states tensor, even an empty one, batch sizes are measured in positions.

@@ -172,8 +172,8 @@ def draw_heat_map(accuracies: Sequence[Sequence[float]], path: Path, title: str)
         figure.colorbar(image, label="accuracy")
 
 
-def _smooth(values: list[float], width: int = 9) -> list[float]:
-    windows = [values[max(0, i - width // 2) : i + width // 2 + 1] for i in range(len(values))]
+def _smooth(values: list[float]) -> list[float]:
+    windows = [values[max(0, i - 4) : i + 5] for i in range(len(values))]
     return [sum(window) / len(window) for window in windows]
 
 
@@ -181,11 +181,9 @@ def _smooth(values: list[float], width: int = 9) -> list[float]:
 def _figure(path: Path, columns: int, size: tuple[float, float]) -> Iterator[tuple[Any, Any]]:
     """Yields a figure and its axes, then saves the figure."""
     # The object interface draws without a display and leaves pyplot's global state alone.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=size, layout="constrained")
-    FigureCanvasAgg(figure)
     yield figure, figure.subplots(1, columns, squeeze=False)[0]
     with replacing(path) as part:
         figure.savefig(part, format="png", dpi=110)

@@ -2,12 +2,13 @@
 
 import logging
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from medusa_cli.data.packing import Dataset, frequent_tokens
+from medusa_cli.data.packing import Dataset, frequent_tokens, read_dataset
 from medusa_cli.drafters import DRAFTERS
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.drafters.io import load_kind
@@ -170,6 +171,29 @@ def options_for(kind: type[HeadDrafter], train: TrainRecipe, options: LoadOption
             "leave @quantize out",
         )
     return replace(options, engine="eager")
+
+
+def load_model(recipe: Recipe, options: LoadOptions) -> Backbone:
+    """Loads the recipe's model for its stage: frozen, or with trainable weights."""
+    load = frozen_backbone if recipe.train.stage == 1 else joint_backbone
+    return load(recipe, options)
+
+
+def read_data(
+    recipe: Recipe, backbone: Backbone, source: Path
+) -> tuple[Dataset, HeadDrafter, bool]:
+    """Reads the conversations and builds the recipe's drafter for them.
+
+    Also returns True if every step runs the model over whole conversations. These are then
+    truncated.
+    """
+    train = recipe.train
+    online = train.stage == 2 or runs_model(DRAFTERS[recipe.drafter.name], train)
+    dataset = read_dataset(
+        source, backbone, train.validation_fraction, longest(train) if online else None
+    )
+    torch.manual_seed(train.seed)
+    return dataset, build_drafter(backbone, recipe.drafter, dataset), online
 
 
 def frozen_backbone(recipe: Recipe, options: LoadOptions) -> Backbone:

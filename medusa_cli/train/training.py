@@ -10,8 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from medusa_cli.data.packing import Dataset, coverage, read_dataset
 from medusa_cli.data.states import with_hidden_states
 from medusa_cli.device import keep_freed_memory
@@ -148,20 +146,12 @@ def _load(
 ) -> tuple[Backbone, Dataset, HeadDrafter]:
     """Returns the backbone, data set and a new drafter; the first process downloads files that all processes read."""
     train = recipe.train
-    kind = DRAFTERS[recipe.drafter.name]
     with nullcontext() if train.shard else world.main_process_first():
-        backbone = (setup.frozen_backbone if train.stage == 1 else setup.joint_backbone)(
-            recipe, options
-        )
+        backbone = setup.load_model(recipe, options)
     with world.main_process_first():
         run.bind(backbone.identity)
 
-    online = train.stage == 2 or setup.runs_model(kind, train)
-    dataset = read_dataset(
-        source, backbone, train.validation_fraction, setup.longest(train) if online else None
-    )
-    torch.manual_seed(train.seed)
-    drafter = setup.build_drafter(backbone, recipe.drafter, dataset)
+    dataset, drafter, online = setup.read_data(recipe, backbone, source)
     # Not in stage 2, where dropout makes any two passes differ.
     if drafter.uses_verify_pass and train.stage == 1 and not train.shard:
         check_extra_rows(backbone)
@@ -370,7 +360,7 @@ def evaluate(
     recipe = replace(recipe, train=replace(train, **changed))
     options = replace(options, dtype=dtype, engine="eager", quantize=rounding_in(run.drafter_dir))
 
-    backbone = (setup.frozen_backbone if frozen else setup.joint_backbone)(recipe, options)
+    backbone = setup.load_model(recipe, options)
     dataset = read_dataset(data, backbone, 0.0, setup.longest(recipe.train))
     kept = dataset.train[:max_samples]
     # Nothing is trained, but a Trainer requires training data.

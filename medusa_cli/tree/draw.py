@@ -33,12 +33,10 @@ def draw_terminal(tree: Tree, accuracies: Accuracies | None = None) -> Any:
 
 def draw_picture(tree: Tree, path: Path, accuracies: Accuracies | None = None) -> None:
     """Writes the tree as PNG or SVG, depending on the path's suffix."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     values = node_values(tree, accuracies) if accuracies else [1.0] * tree.size
     figure = Figure(figsize=(max(6.0, 0.24 * len(tree.leaves)), 1.4 + 0.95 * tree.max_depth))
-    FigureCanvasAgg(figure)
     axes = figure.subplots()
     draw_nodes(axes, tree, values)
     title = f"{tree.size} nodes, root included; numbers are ranks"
