@@ -348,6 +348,14 @@ def test_costs_are_measured_for_every_size_and_depth(kind: str) -> None:
     assert len(steps) >= 3 * (len(sizes) + drafter.num_heads)
 
 
+def test_timing_needs_no_memory_for_the_whole_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    backbone = tiny_backbone(positions=1 << 17)
+    whole = backbone.max_positions * backbone.engine.row_bytes
+    monkeypatch.setattr("medusa_cli.decode.decoder.free_memory", lambda device: whole // 8)
+    costs = measure_step_times(backbone, drafter_of(backbone, "medusa"), rounds=1, sizes=(1, 2))
+    assert costs.verify[1] > 0
+
+
 @pytest.fixture
 def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("MEDUSA_HOME", str(tmp_path / "home"))

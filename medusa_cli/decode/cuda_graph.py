@@ -153,8 +153,10 @@ class CudaGraphs:
         """Reserves the cache for the whole context if memory allows, because growth drops all graphs."""
         rows = context + ROWS[-1]
         needed = rows * self._cache.slots * engine.row_bytes
-        if needed < FREE_SHARE * free_memory(engine.backbone.device):
-            self._cache.reserve(rows)
+        if rows > self._cache.capacity and needed < FREE_SHARE * free_memory(
+            engine.backbone.device
+        ):
+            self._cache.resize(rows)
 
     @property
     def drafts(self) -> bool:

@@ -105,7 +105,7 @@ def measure_step_times(
 
     for number in range(rounds + 1):
         # The prompt is still cached from the previous round: only its last token is run again.
-        sequence, _ = decoder.admit(Request(prompt, backbone.max_positions, stop_ids=()))
+        sequence, _ = decoder.admit(Request(prompt, (heads + 1) * (steps + 1), stop_ids=()))
         for depth, policy in chains.items():
             seconds = step(policy).draft_s
             if number:  # the first round is a warm-up

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from medusa_cli.data.conversation import Conversation
 from medusa_cli.decode import Decoder, Request, Sampling
+from medusa_cli.decode.cuda_graph import ROWS
 from medusa_cli.device import free_memory
 from medusa_cli.drafters.base import with_last_layer
 from medusa_cli.files.io import Malformed
@@ -45,8 +46,8 @@ class Outcome:
 def choose_batch_size(backbone: Backbone, settings: DistillRecipe, processes: int) -> int:
     """Returns how many conversations fit in the free memory, up to a maximum; logs the number if it is less.
 
-    Each conversation needs memory for its KV cache. Unless the device is a GPU, its hidden states
-    need space in the same memory.
+    Each conversation needs memory for its KV cache, with the rows of the largest CUDA graph. Unless
+    the device is a GPU, its hidden states need space in the same memory.
     """
     config = backbone.config
     shared = backbone.device.type != "cuda"
@@ -59,7 +60,7 @@ def choose_batch_size(backbone: Backbone, settings: DistillRecipe, processes: in
     if shared:
         position += config.hidden_size * (len(settings.taps) + 1) * backbone.dtype.itemsize
     largest = MAX_BATCH if shared else GPU_BATCH
-    count = max(1, min(largest, int(MEMORY_SHARE * free) // (position * context)))
+    count = max(1, min(largest, int(MEMORY_SHARE * free) // (position * (context + ROWS[-1]))))
     if count < largest:
         log.info(
             f"{count} conversations at a time: {free / 1e9:.1f} GB are free for their {context:,} positions each; "
@@ -79,9 +80,14 @@ def answer_locally(
     on_tokens: called with the number of new answer tokens in each step.
     """
     waiting = iter(seeds)
-    slots: list[_Answering | None] = [None] * (settings.batch_size or MAX_BATCH)
+    count = min(settings.batch_size or MAX_BATCH, max(1, len(seeds)))
+    slots: list[_Answering | None] = [None] * count
     taps = with_last_layer(settings.taps)
-    decoder = Decoder(backbone, slots=len(slots), taps=taps, context=settings.context)
+    context = min(settings.context, backbone.max_positions)
+    decoder = Decoder(backbone, slots=len(slots), taps=taps, context=context)
+    if context > decoder.cache.capacity:
+        # At once: while a cache grows, the old one takes memory, too.
+        decoder.cache.resize(context)
     while True:
         for index in range(len(slots)):
             # An answer may end with its very first token, so several turns and seeds may pass

@@ -53,9 +53,11 @@ class Cache:
 
     def reserve(self, rows: int) -> None:
         """Makes room for this many rows in every slot."""
-        if rows <= self.capacity:
-            return
-        capacity = self.grown(rows)
+        if rows > self.capacity:
+            self.resize(self.grown(rows))
+
+    def resize(self, capacity: int) -> None:
+        """Makes room for exactly this many rows in every slot; `capacity` must hold the rows in use."""
         if self.keys is not None and self.values is not None:
             used = max(self.lengths)
             heads = self.values.shape[2]

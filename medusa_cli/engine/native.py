@@ -416,14 +416,12 @@ class NativeCache(StateCache):
             values.unflatten(1, (kv, self.capacity, wide)),
         )
 
-    def reserve(self, rows: int) -> None:
-        if rows <= self.capacity:
-            return
+    def resize(self, capacity: int) -> None:
         before = [self.at(place) for place in range(self.layers)]
         inputs = self.inputs
         length = max(self.lengths)
         used = padded(length, TILE)
-        self._make(self.grown(rows))
+        self._make(padded(capacity, TILE))
         for place, (keys, values) in enumerate(before):
             own_keys, own_values = self.at(place)
             own_keys[:, :, : used // TILE] = keys[:, :, : used // TILE]
