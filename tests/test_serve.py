@@ -214,6 +214,7 @@ def test_flags_of_access_and_limits_reach_the_server(
         "--uds",
         tmp_path / "socket",
     ]
+    medusa("serve", *words, "--api-key", "", exit_code=2)
     medusa("serve", *words, *more, exit_code=1)
     medusa("serve", *words, exit_code=1)
     given, bare = seen

@@ -345,6 +345,23 @@ def test_a_prompt_beyond_the_context_is_refused_with_its_length(medusa: Medusa) 
         )
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        '"metadata": {"k": "\\ud800"}',
+        '"metadata": {"k": NaN}',
+        '"tools": [{"type": "function", "name": "f", "parameters": {"default": NaN}}]',
+    ],
+)
+def test_what_json_cannot_hold_is_refused_before_the_answer(server: Served, fields: str) -> None:
+    status, _, _ = server.post(f'{{"input": "w1", {fields}}}', "/v1/responses")
+    assert status == 400
+    body = {"input": "w1", "max_output_tokens": 2, "metadata": {"k": "v"}}
+    assert server.post(body, "/v1/responses")[2]["metadata"] == {"k": "v"}
+    items = [{"type": None, "role": "user", "content": "w1"}]
+    assert server.post({**body, "input": items}, "/v1/responses")[0] == 200
+
+
 def test_the_chosen_token_is_always_among_the_log_probabilities(server: Served) -> None:
     for count in (0, 1):
         logprobs = completion(server, logprobs=count, temperature=2, seed=1)["choices"][0][

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from tokenizers import AddedToken
 from medusa_cli.api import Medusa
 from medusa_cli.decode import LogitsOptions, Sampling
 from medusa_cli.errors import UsageError
+from medusa_cli.serve.responses import ResponsesFormat, ResponsesRequest
 from medusa_cli.serve.tools import (
     MARKERS,
     MAX_CALLS,
@@ -287,6 +289,36 @@ def test_calls_are_read_as_they_come(text: str, size: int) -> None:
                 calls.append([part["function"]["name"], ""])
             calls[part["index"]][1] += part["function"]["arguments"]
     assert (content, [(name, json.loads(arguments)) for name, arguments in calls]) == ANSWERS[text]
+
+
+@pytest.mark.parametrize("size", [1, 3, 7, 1000])
+@pytest.mark.parametrize("text", ANSWERS)
+def test_responses_hold_the_same_calls(text: str, size: int) -> None:
+    tools = [{"type": "function", "name": name} for name in ("f", "g")]
+    body = ResponsesRequest.model_validate({"model": MODEL, "input": "x", "tools": tools})
+    answer = SimpleNamespace(finish_reason="stop")
+    ticket: Any = SimpleNamespace(answer=answer)
+    responses = ResponsesFormat(body, body.chat(), ticket)
+    for start in range(0, len(text) + size, size):
+        responses._add(text[start : start + size], last=start >= len(text))
+    calls = [item for item in responses._items if item["type"] == "function_call"]
+    found = [(call["name"], json.loads(call["arguments"])) for call in calls]
+    messages = [item for item in responses._items if item["type"] == "message"]
+    content = "".join(item["content"][0]["text"] for item in messages)
+    assert (content, found) == ANSWERS[text]
+
+
+@pytest.mark.parametrize("name", ["ARGUMENTS", "BARE_METAL", "NAME", "x_BARE_NAME_ARGUMENTS"])
+@pytest.mark.parametrize("template", ["tools <tool_call>", "[TOOL_CALLS]", "[TOOL_CALLS] [ARGS]"])
+def test_a_tool_may_have_any_name(template: str, name: str) -> None:
+    backbone = byte_backbone()
+    backbone.tokenizer.chat_template = template
+    tools = [{"function": {"name": name, "parameters": {"properties": {}}}}]
+    grammar = calls_grammar(backbone, tools, several=False)
+    rules = {"max_new_tokens": 200, "logits_options": LogitsOptions(grammar=grammar)}
+    text = backbone.decode(tokens_of(generate_plain(backbone, PROMPT, **rules)), ())
+    [call] = CallReader([name]).feed(text, last=True)["tool_calls"]
+    assert call["function"]["name"] == name
 
 
 def test_a_tool_whose_schema_is_too_deep_is_refused() -> None:

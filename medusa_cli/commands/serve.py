@@ -90,6 +90,8 @@ def serve(
     from medusa_cli.serve.middleware import Limits
     from medusa_cli.serve.server import Server, check_certificate, file_identity, listen
 
+    if api_key and not all(api_key):
+        raise UsageError("--api-key is empty", "give a key, or leave it out")
     choice = drafting.or_plain(baseline, chat_template)
     if remember and not choice.ngrams:
         raise UsageError(
@@ -108,7 +110,7 @@ def serve(
     limits = Limits(
         names=tuple(name or [own_name]),
         host="" if uds else host,
-        api_keys=tuple(filter(None, api_key or ())),
+        api_keys=tuple(api_key or ()),
         slots=batch_size,
         waiting=queue,
         max_prompt_tokens=max_prompt_tokens,

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
 from medusa_cli.serve import neutral
 from medusa_cli.serve.errors import Refusal, failure
@@ -24,6 +24,7 @@ from medusa_cli.serve.schema import (
     NamedSchema,
     Strict,
     ToolChoice,
+    check_json,
     text_of,
 )
 from medusa_cli.serve.tools import CallReader
@@ -72,7 +73,7 @@ class CallOutputItem(PastItem):
 
 
 def _kind(value: Any) -> str:
-    kind = value.get("type", "message") if isinstance(value, dict) else "message"
+    kind = (value.get("type") or "message") if isinstance(value, dict) else "message"
     return f"<{kind}>"
 
 
@@ -126,7 +127,9 @@ class ResponsesRequest(Common):
     tools: list[FunctionTool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: ToolChoice[ChosenTool] | None = None
     parallel_tool_calls: bool = False
-    metadata: Any = Field(None, description="comes back with the response")
+    metadata: Annotated[dict[str, str], AfterValidator(check_json)] | None = Field(
+        None, description="comes back with the response"
+    )
 
     @model_validator(mode="after")
     def _agree(self) -> "ResponsesRequest":
@@ -232,6 +235,9 @@ class ResponsesFormat:
         if self._calls is not None:
             delta = self._calls.feed(text, last)
         events = []
+        calls = list(delta.get("tool_calls", ()))
+        while calls and "id" not in calls[0]:  # the rest of the open call
+            events += self._add_arguments(calls.pop(0)["function"]["arguments"])
         if content := delta.get("content"):
             if not self._open or self._items[-1]["type"] != "message":
                 events += self._begin(
@@ -247,7 +253,7 @@ class ResponsesFormat:
             self._items[-1]["content"][0]["text"] += content
             place = {**self._place(), "content_index": 0, "logprobs": []}
             events.append(self._event("response.output_text.delta", **place, delta=content))
-        for call in delta.get("tool_calls", ()):
+        for call in calls:
             function = call["function"]
             if "id" in call:
                 item = {
@@ -257,14 +263,16 @@ class ResponsesFormat:
                     "name": function["name"],
                 }
                 events += self._begin({**item, "arguments": ""})
-            if arguments := function["arguments"]:
-                self._items[-1]["arguments"] += arguments
-                events.append(
-                    self._event(
-                        "response.function_call_arguments.delta", **self._place(), delta=arguments
-                    )
-                )
+            events += self._add_arguments(function["arguments"])
         return events + (self._end() if last else [])
+
+    def _add_arguments(self, arguments: str) -> list[str]:
+        """Adds to the arguments of the open call; returns the events."""
+        if not arguments:
+            return []
+        self._items[-1]["arguments"] += arguments
+        name = "response.function_call_arguments.delta"
+        return [self._event(name, **self._place(), delta=arguments)]
 
     def _place(self) -> dict[str, Any]:
         return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}

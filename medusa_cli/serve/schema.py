@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
+    AfterValidator,
     AliasChoices,
     BaseModel,
     ConfigDict,
@@ -38,6 +39,18 @@ FORM = Discriminator(lambda value: LIST if isinstance(value, list) else TEXT)
 StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP)]
 TokenId = Annotated[int, Field(ge=0)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1)]
+
+
+def check_json(value: dict[str, Any]) -> dict[str, Any]:
+    """Raises ValueError for what Python's parser accepts but JSON cannot hold, such as NaN."""
+    try:
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except RecursionError as reason:
+        raise ValueError("is nested too deep") from reason
+    return value
+
+
+JsonObject = Annotated[dict[str, Any], AfterValidator(check_json)]
 Form = TypeVar("Form")  # a part that chats and responses write differently
 
 
@@ -307,7 +320,7 @@ class Function(Strict):
     no_effect = neutral.MARKS
     name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
     description: str = ""
-    parameters: dict[str, Any] | None = Field(None, description="JSON schema of the arguments")
+    parameters: JsonObject | None = Field(None, description="JSON schema of the arguments")
 
 
 class Tool(Strict):

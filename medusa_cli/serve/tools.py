@@ -91,9 +91,10 @@ def calls_grammar(
     ]
     for i, tool in enumerate(tools):
         name = tool["function"]["name"]
-        head, tail = (
-            style.call.replace("NAME", json.dumps(name)).replace("BARE", name).split("ARGUMENTS")
-        )
+        before, tail = style.call.split("ARGUMENTS")
+        # A tool's name may itself contain these words.
+        place, written = ("BARE", name) if "BARE" in before else ("NAME", json.dumps(name))
+        head = before.replace(place, written)
         schema = {"type": "object", **(tool["function"].get("parameters") or {"properties": {}})}
         checked = Grammar.of(json_schema=schema)
         assert checked is not None
