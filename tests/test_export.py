@@ -336,7 +336,7 @@ def test_a_failed_write_leaves_the_earlier_export(
     def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("medusa_cli.export.medusa_format.write_json", fail)
+    monkeypatch.setattr("medusa_cli.export.folder.write_json", fail)
     with pytest.raises(OSError, match="No space"):
         export_medusa(source, tmp_path / "out", overwrite=True)
     assert (tmp_path / "out" / "SHA256SUMS").read_text() == before

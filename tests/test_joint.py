@@ -23,7 +23,7 @@ from medusa_cli.model.load import load_network
 from medusa_cli.runs.load_options import LoadOptions
 from medusa_cli.runs.recipe import load_recipe
 from medusa_cli.runs.run import Run
-from medusa_cli.train import Trainer
+from medusa_cli.train import Trainer, setup
 from medusa_cli.train.log import read_log
 from medusa_cli.train.loop import peak_rates
 from medusa_cli.train.losses import BatchLoss, lambda_0, stage_2_loss
@@ -429,6 +429,23 @@ def test_runs_of_both_stages_are_compared(place: tuple[str, str], tmp_path: Path
         (["--data", "gone"], 1),
     ):
         assert words[-2] in medusa("compare", *runs, *words, exit_code=code).stderr
+
+
+def test_no_gradients_pass_through_a_network_in_fp16(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = load_recipe(None, [*SETTINGS, f"model={save_model(tmp_path / 'model')}"])
+    with pytest.raises(UsageError, match="dtype fp16"):
+        joint_backbone(recipe, LoadOptions(device="cpu", dtype="fp16"))
+    # As of an fp16 checkpoint on a GPU; a CPU loads these in fp32.
+    resolve = setup.resolve_dtype
+    monkeypatch.setattr(
+        setup,
+        "resolve_dtype",
+        lambda dtype, *more: torch.float16 if dtype == "auto" else resolve(dtype, *more),
+    )
+    network = joint_backbone(recipe, LoadOptions(device="cpu")).model
+    assert {weight.dtype for weight in network.parameters()} <= {torch.bfloat16, torch.float32}
 
 
 def test_qlora_of_a_gguf_file_names_its_setting(tmp_path: Path) -> None:

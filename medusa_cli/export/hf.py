@@ -15,6 +15,7 @@ from medusa_cli.model import lora
 from medusa_cli.model.backbone import stateful_modules
 from medusa_cli.model.load import DTYPES, checkpoint_dtype, load_network, stored_dtype
 from medusa_cli.runs.load_options import LoadOptions
+from medusa_cli.runs.run import rounding_in
 from medusa_cli.tree.io import MAX_NODES, load_tree, save_tree
 from medusa_cli.tree.search import expected_length, largest, search
 from medusa_cli.tree.tree import Tree
@@ -113,6 +114,11 @@ def export_hf(
     if source.run.adapter is not None:
         network = lora.merge(network, source.run.adapter)
         notes.append(f"the adapter {source.run.adapter} is merged into the model")
+    if rounded := rounding_in(source.run.drafter_dir):
+        notes.append(
+            f"the drafter was trained for the model quantized by {rounded}; this model has whole weights, which can "
+            "lower the acceptance"
+        )
     if stored not in (dtype, None):
         notes.append(
             f"the model's weights are stored as {_name(stored)}, and written as {_name(dtype)}"

@@ -18,7 +18,7 @@ from medusa_cli.train.log import NAME
 
 T = TypeVar("T")
 # Settings that may change on resume, because they affect neither the learned weights nor the best ones.
-MAY_CHANGE = ("train.checkpoint_every", "train.shard")
+MAY_CHANGE = ("train.checkpoint_every", "train.gradient_checkpointing", "train.shard")
 
 
 @dataclass(frozen=True)

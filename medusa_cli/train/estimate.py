@@ -18,6 +18,7 @@ from medusa_cli.runs.recipe import Recipe
 from medusa_cli.runs.run import Run
 from medusa_cli.train import setup
 from medusa_cli.train.loop import Trainer
+from medusa_cli.train.losses import lambda_0
 
 SAMPLED = 2  # steps; the first one is a warm-up
 FORWARD = 1 / 3  # share of a step's time spent in the forward pass
@@ -103,8 +104,26 @@ def _take_states(trainer: Trainer) -> float:
 
 
 def _time_steps(trainer: Trainer) -> float:
-    """Runs the first SAMPLED steps in memory; returns seconds per position of the last one."""
+    """Runs SAMPLED steps in memory; returns seconds per position of the last one.
+
+    They are the first ones. In stage 2, they are the first ones that train the model, too, because
+    these take the most time and memory.
+    """
+    train = trainer.recipe.train
+    if train.stage == 2:
+        last = trainer.steps - 1
+        learning = (
+            step
+            for step in range(trainer.steps)
+            if lambda_0(
+                step / max(1, last),
+                schedule=train.schedule,
+                peak=train.lambda_0,
+                share=train.heads_first,
+            )[1]
+        )
+        trainer.step = next(learning, 0)
     step = trainer.train_step()
-    for _ in range(1, min(SAMPLED, trainer.steps)):
+    for _ in range(1, min(SAMPLED, trainer.steps - trainer.step + 1)):
         step = trainer.train_step()
     return step.seconds / max(1, step.positions)

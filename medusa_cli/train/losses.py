@@ -26,8 +26,9 @@ from medusa_cli.train.fused_linear import (
 )
 
 # Rows of full-vocabulary logits processed at once: 64 x 49,152 in fp32 are 12 MB, which stay in the
-# CPU's cache.
+# CPU's cache. Each block reads the whole lm_head, so a GPU takes larger ones.
 LM_ROWS = 64
+GPU_LM_ROWS = 1024
 # Share of its tokens that sampled softmax draws from the less likely ones.
 DRAWN = 0.25
 # One position in this many is used to find the teacher's most likely tokens in a batch.
@@ -140,10 +141,11 @@ def model_loss(
     count = len(following)
     weights = [weight for weight in lm_head.parameters() if weight.requires_grad]
 
-    def logits(rows: Tensor) -> Tensor:
-        return backbone.finish_logits(lm_head(rows))
+    def logits(states: Tensor) -> Tensor:
+        return backbone.finish_logits(lm_head(states))
 
-    total = blockwise_loss(loss, logits, states, weights, LM_ROWS) / count
+    rows = LM_ROWS if states.device.type == "cpu" else GPU_LM_ROWS
+    total = blockwise_loss(loss, logits, states, weights, rows) / count
     return total, {key: value / count for key, value in cost.items()}
 
 

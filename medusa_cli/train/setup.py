@@ -19,7 +19,7 @@ from medusa_cli.model import Backbone
 from medusa_cli.model import lora as adapter
 from medusa_cli.model.digest import weights_of
 from medusa_cli.model.distributed import Distributed
-from medusa_cli.model.load import load_network
+from medusa_cli.model.load import load_network, resolve_device, resolve_dtype
 from medusa_cli.runs.load_options import INTEGER, LoadOptions
 from medusa_cli.runs.recipe import DrafterRecipe, Recipe, TrainRecipe
 from medusa_cli.runs.run import Run, check_backbone, describe_drafter, rounding_in
@@ -173,6 +173,22 @@ def options_for(kind: type[HeadDrafter], train: TrainRecipe, options: LoadOption
     return replace(options, engine="eager")
 
 
+def without_fp16(recipe: Recipe, options: LoadOptions) -> LoadOptions:
+    """Returns the options with another number type if gradients would pass through a network in fp16.
+
+    Gradients per element are below the smallest number of fp16. Raises UsageError if fp16 was
+    requested.
+    """
+    if options.dtype == "fp16":
+        raise UsageError(
+            "@dtype fp16 cannot hold the gradients that pass through the model",
+            "use @dtype bf16 or fp32",
+        )
+    device = resolve_device(options.device)
+    own = resolve_dtype(options.dtype, recipe.model, device, options.trust_remote_code)
+    return replace(options, dtype=recipe.train.dtype) if own == torch.float16 else options
+
+
 def load_model(recipe: Recipe, options: LoadOptions) -> Backbone:
     """Loads the recipe's model for its stage: frozen, or with trainable weights."""
     load = frozen_backbone if recipe.train.stage == 1 else joint_backbone
@@ -203,6 +219,8 @@ def frozen_backbone(recipe: Recipe, options: LoadOptions) -> Backbone:
     options = options_for(kind, train, options)
     template = recipe.chat_template
     gradients = runs_model(kind, train)
+    if kind.uses_verify_pass:
+        options = without_fp16(recipe, options)
     return load_backbone(
         recipe.model, options, gradients=gradients, shard=train.shard, chat_template=template
     )
@@ -221,6 +239,7 @@ def joint_backbone(recipe: Recipe, options: LoadOptions) -> Backbone:
     # In fp32 training, nothing casts the states of a bf16 network for the heads.
     if train.dtype == "fp32" and options.dtype == "auto":
         options = replace(options, dtype="fp32")
+    options = without_fp16(recipe, options)
     network, tokenizer = load_network(
         recipe.model, options, shard=train.shard, chat_template=recipe.chat_template
     )

@@ -316,6 +316,8 @@ def _tuned_run(backbone: Backbone, run: Run) -> tuple[Run, dict[str, Any]]:
     tuned = Run.open(str(run.path / "tuned") + "/", create=True)
     folder = tuned.path / "model"
     backbone.take_own_attention()
+    # Training needs fp32; the config still has the number type in which the model was loaded.
+    backbone.model.to(backbone.model.config.dtype)
     with replacing_folder(folder) as part:
         backbone.model.save_pretrained(part)
         backbone.tokenizer.save_pretrained(part)
