@@ -25,6 +25,7 @@ from medusa_cli.distill.distillation import HEADER, Progress, merge_parts, part_
 from medusa_cli.distill.filters import is_refusal
 from medusa_cli.distill.local import choose_batch_size
 from medusa_cli.engine import load_backbone
+from medusa_cli.engine.cache import Cache
 from medusa_cli.errors import UserError
 from medusa_cli.files import cpus
 from medusa_cli.files.io import read_object
@@ -162,6 +163,19 @@ def test_batch_of_the_papers_recipe_fits_the_memory(monkeypatch: pytest.MonkeyPa
     assert sizes[0] > 30 and sizes[0] > sizes[1] > sizes[2]
 
 
+def test_the_cache_of_a_distillation_has_the_size_of_its_context_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    backbone = tiny_backbone(positions=1024)
+    sizes: list[int] = []
+    resize = Cache.resize
+    monkeypatch.setattr(
+        Cache, "resize", lambda cache, rows: (sizes.append(rows), resize(cache, rows))[1]
+    )
+    assert len(answers(backbone, SEEDS, settings(context=600))) == len(SEEDS)
+    assert sizes == [600]
+
+
 def test_free_memory_is_the_systems_or_what_the_container_leaves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,9 +211,13 @@ def test_free_memory_is_the_systems_or_what_the_container_leaves(
 # Seeds.
 
 
-def test_order_of_seeds_is_the_same_every_time() -> None:
-    assert in_order(SEEDS, 0, 4, 5) == in_order(SEEDS, 0, 4, 5)
-    assert len(in_order(SEEDS, 0, 4, 5)) == 5 and len(in_order(SEEDS, 0, 4)) == 9
+def test_more_samples_contain_the_fewer_ones() -> None:
+    few, more, other = (
+        {item.id for item in in_order(SEEDS, number, size, 5 + size % 2)}
+        for number, size in ((0, 4), (0, 1), (1, 4))
+    )
+    assert few < more and len(few) == 5 and len(more) == 6 and few != other
+    assert {item.id for item in in_order(SEEDS, 0, 4)} == {item.id for item in SEEDS}
 
 
 def test_seeds_with_the_same_prompt_are_answered_once() -> None:
@@ -452,11 +470,11 @@ def run(tmp_path: Path) -> Run:
     return Run.open(f"{tmp_path}/run/", create=True)
 
 
-def distilled(run: Run, seeds: Sequence[Conversation]) -> list[Outcome]:
+def distilled(run: Run, seeds: Sequence[Conversation], name: str = "x") -> list[Outcome]:
     """Answers seeds into a run; returns the outcomes in the file's order."""
     backbone = tiny_backbone()
     outcomes = list(answers(backbone, seeds, settings()).values())
-    with closing(Records(run, backbone.hidden_size, {"seed": "x", "settings": {}})) as records:
+    with closing(Records(run, backbone.hidden_size, {"seed": name, "settings": {}})) as records:
         for outcome in outcomes:
             records.write(outcome.conversation, outcome.states)
     return outcomes
@@ -541,6 +559,21 @@ def test_changed_states_are_refused_and_computed_again(run: Run) -> None:
         load_dataset(run, backbone)
     run.states_path.unlink()  # the remedy
     assert load_dataset(run, backbone).report.read == len(SEEDS)
+
+
+def test_a_distillation_goes_on_without_its_deleted_states(run: Run) -> None:
+    distilled(run, SEEDS[:4])
+    run.states_path.unlink()
+    distilled(run, SEEDS[4:])
+    dataset = load_dataset(run, tiny_backbone())
+    assert dataset.report.read == len(SEEDS) and dataset.states is not None
+
+
+def test_a_seed_whose_name_contains_the_separator_stands_once_in_the_header(run: Run) -> None:
+    distilled(run, SEEDS[:2], "a, b.json")
+    for name in ("a, b.json", "c.json", "a, b.json"):
+        distilled(run, [], name)
+    assert read_object(run.path / HEADER, "the header")["seed"] == "a, b.json, c.json"
 
 
 def test_damaged_part_of_several_processes_is_asked_again(run: Run) -> None:
@@ -662,6 +695,23 @@ def test_a_system_prompt_is_set_and_part_of_the_settings(words: list[str], tmp_p
         assert json.loads(line)["messages"][0] == {"role": "system", "content": "w9 w8"}
     assert "settings" in medusa(*words, exit_code=1).stderr
     assert medusa_json(*words, "--system", "w9 w8")["conversations"] == 6
+
+
+@pytest.mark.parametrize("training", [["train.stage=2"], ["train.states=fresh"]])
+def test_states_are_not_kept_for_a_training_that_runs_the_model(
+    words: list[str], training: list[str], tmp_path: Path
+) -> None:
+    assert medusa_json(*words, *training)["conversations"] == 6
+    assert (tmp_path / "run" / "states.bin").stat().st_size == 0
+    medusa(
+        "train",
+        "--run",
+        tmp_path / "run",
+        "--dtype",
+        "fp32",
+        "drafter.num_heads=2",
+        "train.epochs=1",
+    )
 
 
 def test_refusals_are_dropped_on_request(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,6 +32,7 @@ from medusa_cli.files.io import (
     read_jsonl,
     read_object,
     repair_jsonl,
+    replacing,
     write_json,
 )
 from medusa_cli.model import Backbone
@@ -90,10 +91,10 @@ def distill(
             run.keep_template(recipe.chat_template)
 
     done = set(processes.gather(sorted(records.done) if records else [])[0])
+    # Processes with other free memory may take other batch sizes, but they share one order of seeds.
+    batch_size = processes.gather(settings.batch_size or MAX_BATCH)[0]
     seeds = _fitting(seeds, settings, model)
-    chosen = in_order(
-        seeds, settings.random_seed, settings.batch_size or MAX_BATCH, settings.max_samples
-    )
+    chosen = in_order(seeds, settings.random_seed, batch_size, settings.max_samples)
     asked = distinct(chosen, done) if settings.dedup else chosen
     left = [seed for seed in asked if seed.id not in done]
     if len(asked) < len(chosen):
@@ -104,6 +105,10 @@ def distill(
         log.info(f"resuming: {len(asked) - len(left):,} conversations are there already")
 
     share = processes.strided_shard(left)
+    # Trainings that run the model in every step read no states.
+    keeps_states = bool(settings.taps) or (
+        recipe.train.stage == 1 and recipe.train.states == "kept"
+    )
     own = (
         Records(part_of(run, processes.rank), width, header)
         if shared or records is None
@@ -115,6 +120,8 @@ def distill(
     shown = Progress(share, settings, on_progress)
     with closing(own):
         for outcome in answer(share, on_tokens=shown.count):
+            if not keeps_states:
+                outcome = replace(outcome, states=None)
             counts[_keep(run, own, outcome, settings)] += 1
             counts["new_tokens"] += outcome.conversation.positions if outcome.conversation else 0
             rate = counts["new_tokens"] / (time.perf_counter() - start)
@@ -328,18 +335,26 @@ class Records:
                 f"{json.dumps(header.get('settings'))}",
                 "repeat the earlier settings to resume it, or choose another @run",
             )
-        seeds = str(old.get("seed")).split(BETWEEN) if self.done else []
-        if header["seed"] not in seeds:
-            if seeds:
-                log.info(f"{self.path} has answers to {BETWEEN.join(seeds)}; they stay")
-            seeds.append(header["seed"])
-        write_json(run.path / HEADER, {**header, "seed": BETWEEN.join(seeds)})
-        self.states = StateStore(run.states_path, width)
-        if self.states.rows < rows:
+        seed = header["seed"]
+        if self.done:
+            earlier = str(old.get("seed"))
+            # A file's name may contain what separates seeds.
+            if f"{BETWEEN}{seed}{BETWEEN}" in f"{BETWEEN}{earlier}{BETWEEN}":
+                seed = earlier
+            else:
+                log.info(f"{self.path} has answers to {earlier}; they stay")
+                seed = f"{earlier}{BETWEEN}{seed}"
+        if rows and not run.states_path.exists():  # deleted, as a refusal of damaged states advises
+            _forget_states(run)
+            rows = 0
+        held = run.states_path.stat().st_size // (2 * width) if rows else 0
+        if held < rows:
             raise UserError(
-                f"{run.states_path} holds {self.states.rows} state rows, but {self.path} names {rows}",
-                "the two files do not belong together: distil into another @run",
+                f"{run.states_path} holds {held} state rows, but {self.path} names {rows}",
+                "delete it; training computes the states again",
             )
+        write_json(run.path / HEADER, {**header, "seed": seed})
+        self.states = StateStore(run.states_path, width)
         self.states.truncate(rows)
         self._lines = self.path.open("a", encoding="utf-8")
 
@@ -385,6 +400,14 @@ def read_distilled(run: Run) -> Iterator[Conversation]:
                 yield tokenised_of(record)
             except Malformed as reason:
                 refuse(number, str(reason))
+
+
+def _forget_states(run: Run) -> None:
+    """Removes the state rows from the lines of a distillation, so that training computes the states."""
+    with replacing(run.distill_path) as part, part.open("w", encoding="utf-8") as out:
+        for conversation in read_distilled(run):
+            plain = replace(conversation, state_rows=None, states_digest=None)
+            out.write(plain.to_json() + "\n")
 
 
 def part_of(run: Run, rank: int) -> Run:
