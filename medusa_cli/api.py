@@ -96,7 +96,12 @@ class GenerationOptions:
     def sampled(self, seed: int) -> Sampling:
         """Returns the sampling parameters with a seed; raises UsageError for values that are not valid together."""
         return sampling_of(
-            self.sampling, self.temperature, self.top_p, self.top_k, seed, self.min_p
+            self.sampling,
+            self.temperature,
+            self.top_p,
+            None if self.top_k is None else int(self.top_k),
+            seed,
+            self.min_p,
         )
 
     def request(self, prompt: Sequence[int], backbone: Backbone) -> Request:
@@ -108,7 +113,7 @@ class GenerationOptions:
                 f"@min_new_tokens {self.min_new_tokens} is more than @max_new_tokens {self.max_new_tokens}",
                 "use a smaller one",
             )
-        seed = secrets.randbits(62) if self.seed is None else self.seed
+        seed = secrets.randbits(62) if self.seed is None else int(self.seed)
         return Request(
             tuple(prompt),
             self.max_new_tokens,

@@ -119,6 +119,12 @@ def test_answers_depend_on_the_seed(medusa: Medusa) -> None:
     assert first == again != other and unseeded[0] != unseeded[1]
 
 
+def test_numbers_of_numpy_are_numbers(medusa: Medusa) -> None:
+    rules = {"max_new_tokens": 8, "temperature": 1.5, "stop_ids": ()}
+    given = medusa.generate(IDS, seed=np.int64(7), top_k=np.int64(5), **rules).tokens
+    assert given == medusa.generate(IDS, seed=7, top_k=5, **rules).tokens
+
+
 def test_text_is_a_users_message_unless_raw(medusa: Medusa) -> None:
     asked = medusa.encode("w1 w2")
     assert asked == medusa.encode([{"role": "user", "content": "w1 w2"}])

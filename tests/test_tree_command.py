@@ -85,6 +85,11 @@ def test_a_calibration_file_alone_saves_only_to_given_paths(folder: Path) -> Non
     assert load_tree(folder / "new/t.json").size == 64 and (folder / "new/t.png").is_file()
 
 
+def test_an_output_that_its_picture_would_replace_is_refused(folder: Path) -> None:
+    for words in (["tree", "--shape", "2,1"], ["calibrate"]):
+        assert "x.png" in medusa(*words, "--output", "x.png", exit_code=2).stderr
+
+
 def test_a_shape_needs_no_calibration_and_is_judged_by_the_runs_own(folder: Path) -> None:
     document = report("--shape", "4,3,2", "--output", "dense.json")
     assert (

@@ -45,6 +45,7 @@ def calibrate(
     from medusa_cli.runs.run import Run, sole_writer
 
     printing.configure()
+    options.check_beside_picture(file)
     target = Run.open(run)
     name = (
         model

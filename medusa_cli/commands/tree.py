@@ -73,6 +73,7 @@ def tree(
     from medusa_cli.tree.io import save_tree
     from medusa_cli.tree.search import expected_length
 
+    options.check_beside_picture(output)
     sources = {"--budget": budget, "--shape": shape, "--choices": choices}
     given = [flag for flag, value in sources.items() if value is not None]
     if len(given) > 1:
