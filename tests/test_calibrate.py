@@ -121,7 +121,7 @@ def test_impossible_measurements_are_refused() -> None:
     for top in (0, 65):
         with pytest.raises(UsageError, match=f"top {top}"):
             measured(Oracle(0, 0), [1, 2, 3], top=top)
-    with pytest.raises(UserError, match="too short"):
+    with pytest.raises(UserError):
         measured(Oracle(0, 0), [1, 2], top=3)
 
 
@@ -172,7 +172,8 @@ def test_command_writes_accuracies_and_a_heat_map(run: Run, trained: Path) -> No
     last = [line for line in log if line["event"] == "validated"][-1]
     assert document["positions"] == last["positions"]
     assert (run.path / "calibration.png").read_bytes().startswith(b"\x89PNG")
-    assert "medusa tree" in medusa("calibrate", "--run", run.path, "--dtype", "fp32").stdout
+    text = medusa("calibrate", "--run", run.path, "--dtype", "fp32").stdout
+    assert str(run.path / "calibration.png") in text.replace("\n", "")
 
 
 @pytest.mark.parametrize("flag", ["--data", "--from"])

@@ -88,7 +88,7 @@ def test_template_that_rewrites_earlier_turns_is_refused(backbone: Backbone) -> 
     backbone.tokenizer.chat_template = (
         f"{{% for m in messages %}}{{{{ m['role'] + {last_only} }}}}{{% endfor %}}"
     )
-    with pytest.raises(UserError, match="rewrites earlier turns"):
+    with pytest.raises(UserError, match="chat template"):
         encode(backbone, conversation(1, turns=2)["messages"])
 
 
@@ -155,7 +155,7 @@ def test_kept_states_must_belong_to_the_data(run: Run, backbone: Backbone) -> No
     with pytest.raises(UserError, match="states.bin"):
         load_dataset(run, backbone)
     run.bind(backbone.identity)
-    with pytest.raises(UserError, match="was made for the model 'tiny-llama'"):
+    with pytest.raises(UserError, match="tiny-llama"):
         load_dataset(run, tiny_backbone("qwen3"))
 
 
