@@ -388,21 +388,22 @@ class Stream:
         if self._first is not None:
             pieces, self._first = self._first, None
             return pieces
-        if self.answer.finish_reason or self._decoder is None:
-            self.close()
-            return None
         try:
             with self._medusa.lock:
-                [(_, step)] = self._decoder.step()
+                # Another thread may have closed the stream.
+                if self._decoder is not None and not self.answer.finish_reason:
+                    [(_, step)] = self._decoder.step()
+                    return self.answer.add(step, self._sequence.finish_reason)
         except BaseException:  # an interrupted step has cancelled the sequence
             self.close()
             raise
-        return self.answer.add(step, self._sequence.finish_reason)
+        self.close()
+        return None
 
     def close(self) -> None:
         """Ends the answer at its current length, unless it has already ended."""
-        self.answer.cancel()
         with self._medusa.lock:
+            self.answer.cancel()
             decoder, self._decoder = self._decoder, None
             if decoder is not None:
                 self._sequence.cancel()

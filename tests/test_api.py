@@ -4,6 +4,8 @@ import asyncio
 import gc
 import json
 import re
+import threading
+import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -118,6 +120,19 @@ def test_answers_depend_on_the_seed(medusa: Medusa) -> None:
         medusa.generate(IDS, seed=seed, **rules).tokens for seed in (1, 1, 2, None, None)
     )
     assert first == again != other and unseeded[0] != unseeded[1]
+
+
+def test_a_stream_may_be_closed_while_another_thread_waits_for_it(medusa: Medusa) -> None:
+    stream = medusa.stream(IDS, max_new_tokens=64, stop_ids=())
+    assert next(stream)
+    waiting: list[Any] = []
+    with medusa.lock:
+        reader = threading.Thread(target=lambda: waiting.append(list(stream)))
+        reader.start()
+        time.sleep(0.05)
+        stream.close()
+    reader.join(20)
+    assert waiting == [[]]
 
 
 def test_numbers_of_numpy_are_numbers(medusa: Medusa) -> None:

@@ -53,6 +53,8 @@ KINDS = {
     "amphista": (Amphista, {"attention_layers": 2}),
     "amphista over conversations": (Amphista, {"context": "conversation"}),
     "eagle": (Eagle, {"taps": (1, 2, 3)}),
+    "eagle in int8": (Eagle, {"taps": (1, 2, 3)}),
+    "hydra in int8": (HydraHeads, {}),
 }
 Export = Callable[..., Path]
 
@@ -74,7 +76,8 @@ def random_run(folder: Path, model: str, name: str = "hydra") -> Run:
     drafter = kind.create(backbone, 3, 1 if kind is Eagle else 2, **settings)
     for weight in drafter.parameters():
         weight.data += 0.05 * torch.randn_like(weight)
-    save_drafter(drafter, run.drafter_dir, provenance(backbone.identity))
+    int8 = name.endswith("int8")
+    save_drafter(drafter, run.drafter_dir, provenance(backbone.identity), int8=int8)
     return run
 
 

@@ -1160,9 +1160,35 @@ def test_files_beside_it_are_not_read(file: Path) -> None:
     load_backbone(str(file), FP32)
 
 
-def test_the_end_of_a_turn_ends_an_answer(file: Path) -> None:
+def test_the_end_of_a_turn_ends_an_answer(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_gguf(file, change=lambda writer: writer.add_eot_token_id(END - 1))
     assert load_backbone(str(file), FP32).eos_ids == {END, END - 1}
+    # A file that does not name it.
+    monkeypatch.setattr("medusa_cli.files.gguf.ENDS_OF_TURNS", ("<unused2>",))
+    other = file.with_name("other.gguf")
+    write_gguf(other, template="{{ messages }} ")
+    ends = load_backbone(str(other), FP32).eos_ids
+    assert len(ends) == 2 and END in ends
+
+
+def test_factors_in_another_file_of_a_split_model_are_read(file: Path) -> None:
+    factors = np.array([1, 1.5, 4, 8], np.float32)
+
+    def add(writer: gguf.GGUFWriter) -> None:
+        writer.add_tensor("rope_freqs.weight", factors)
+
+    write_gguf(file, change=add)
+    ids = torch.tensor(PROMPT)
+    whole = forward(load_backbone(str(file), FP32), ids).logits
+    write_gguf(file, change=add, split_max_tensors=8, small_first_shard=True)
+    first, *_ = split_files(file)
+    assert read_header(first).tensors["rope_freqs.weight"].file > 0
+    assert torch.equal(forward(load_backbone(str(first), FP32), ids).logits, whole)
+
+
+def test_positions_are_scaled_by_the_key_of_older_files(file: Path) -> None:
+    write_gguf(file, change=lambda writer: writer.add_float32("llama.rope.scale_linear", 4.0))
+    assert load_backbone(str(file), FP32).config.rope_parameters["factor"] == 4
 
 
 def test_chat_needs_a_template(file: Path) -> None:

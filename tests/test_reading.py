@@ -67,6 +67,13 @@ def test_a_line_that_is_too_large_counts_once(
     assert bad == [2, 4]
 
 
+@pytest.mark.parametrize("text", ["1\n2\n", "[1, 2]"])
+def test_a_byte_order_mark_costs_no_record(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "lines.jsonl"
+    path.write_text("\ufeff" + text, encoding="utf-8")
+    assert list(read_jsonl(path, array=True)) == [1, 2]
+
+
 def record_of(number: int) -> dict[str, Any]:
     """A line of two answers."""
     return {

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from medusa_cli.errors import UserError
-from medusa_cli.files.assets import gguf_path
+from medusa_cli.files.assets import gguf_path, lasting_name
 from medusa_cli.files.io import TEMPORARY, replacing, replacing_folder, restore, write_atomic
 from medusa_cli.runs.resolve import choose
 from medusa_cli.runs.run import LOCK, Run, sole_writer
@@ -286,3 +286,28 @@ def test_a_missing_path_with_a_shipped_drafter_s_name_is_named(model: str) -> No
 def test_a_run_may_be_in_the_users_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     assert Run.open("~/runs/mine", create=True).path == tmp_path / "runs" / "mine"
+
+
+def test_a_linked_folder_is_replaced_where_it_lies(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    link = tmp_path / "run"
+    link.symlink_to(tmp_path / "disk", target_is_directory=True)
+    for text in ("one", "two", "three"):
+        with replacing_folder(link) as part:
+            (part / "file").write_text(text)
+        assert link.is_symlink() and (tmp_path / "disk" / "file").read_text() == text
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "run"]
+
+
+def test_a_home_of_nobody_is_named() -> None:
+    with pytest.raises(UserError, match="~nobody-here"):
+        Run.open("~nobody-here/run/")
+
+
+def test_a_model_in_a_folder_is_remembered_from_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    assert lasting_name("mine") == str(tmp_path / "mine") == lasting_name("./mine")
+    assert lasting_name("org/name") == "org/name"

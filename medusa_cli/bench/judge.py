@@ -140,8 +140,8 @@ def judge_bench(
     holds no answers, or if the server does not answer or refuses.
     """
     path = bench.with_suffix(".judgement.jsonl")
-    reference = document["reference"]
     try:
+        reference = document["reference"]
         questions = [Question(**question) for question in document["questions"]]
         texts = {
             method: {answer["question"]: answer["turns"] for answer in figures["answers"]}

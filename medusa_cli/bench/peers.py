@@ -27,6 +27,7 @@ from medusa_cli.errors import UsageError, UserError, first_line
 from medusa_cli.files.assets import MODELS, has_package
 from medusa_cli.files.chat_servers import KEY
 from medusa_cli.files.gguf_header import is_gguf
+from medusa_cli.files.paths import expanded
 from medusa_cli.model import Backbone
 
 NAME = re.compile(r"[A-Za-z0-9][\w.]*(-[\w.-]+)?")
@@ -71,7 +72,7 @@ def check_reader(name: str, model: str, gguf: Path | None, sampling: Sampling) -
             f"@methods {name}: {package} is not installed",
             f"`pip install {package.replace('_', '-')}`, or leave the method out",
         )
-    if gguf is None and model not in MODELS and not Path(model).expanduser().is_file():
+    if gguf is None and model not in MODELS and not expanded(model).is_file():
         raise UsageError(f"@methods {name}: no GGUF file of {model!r} is known", "give @gguf FILE")
     if not sampling.greedy:
         raise UsageError(

@@ -11,6 +11,7 @@ from medusa_cli.data.conversation import messages_of
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.files import assets
 from medusa_cli.files.io import Malformed, read_jsonl
+from medusa_cli.files.paths import expanded
 
 # Our own questions, which are not used for training. The prompts of `distill --seed code` come from
 # other sources.
@@ -93,7 +94,7 @@ def _with_own_ids(questions: Iterable[Question]) -> Iterator[Question]:
 
 
 def _records(source: str) -> Iterator[Any]:
-    path = Path(source).expanduser()
+    path = expanded(source)
     if path.is_file():
         yield from _file_records(path)
         return

@@ -118,6 +118,11 @@ class Bench:
             raise UsageError(f"@methods {alone[0]} decodes one sequence at a time", remedy)
         readers = (*LLAMA, *OPENVINO)
         for name in (name for name in names if name in readers):
+            if self.choice.adapter is not None and self.gguf is None:
+                raise UsageError(
+                    f"@methods {name}: the GGUF file of {self.choice.model!r} lacks the run's adapter",
+                    "leave it out, or give the @gguf of the merged model",
+                )
             check_reader(name, self.choice.model, self.gguf, self.sampling)
         if self.peers and not self.sampling.greedy:
             fault = f"@peer {next(iter(self.peers))} is compared in greedy decoding only"

@@ -142,13 +142,11 @@ def bench(
     show(document)
     try:
         path = save(document, folder)
+        console.result(f"saved: {path}")
         judging.grade(path, document)
-        written = (
-            write_report({folder.parent.name: path}, path.with_suffix(".html"))
-            if report
-            else [path]
-        )
-        console.result("\n".join(f"saved: {file}" for file in written))
+        if report:
+            written = write_report({folder.parent.name: path}, path.with_suffix(".html"))
+            console.result("\n".join(f"saved: {file}" for file in written))
     finally:
         # A folder that cannot be written, or a judge that does not answer, must not cost what was measured.
         if printing.json:

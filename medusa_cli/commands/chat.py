@@ -3,7 +3,6 @@
 import io
 import sys
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,6 +11,7 @@ from medusa_cli import console
 from medusa_cli.errors import INTERRUPTED, UsageError, UserError, in_flags, of_system
 from medusa_cli.files.io import write_json
 from medusa_cli.files.model_files import check_chat_template
+from medusa_cli.files.paths import expanded
 from medusa_cli.options import (
     ChatTemplate,
     DraftFlags,
@@ -158,11 +158,15 @@ def converse(session: "Chat", show_accepted: bool) -> bool:
                 return failed
             if line.startswith("/"):
                 command(session, *line.partition(" ")[::2])
-            elif line:
-                answer(session, line, show_accepted)
+            elif line and answer(session, line, show_accepted) and not typed:
+                raise typer.Exit(INTERRUPTED)
         except EOFError:
+            if typed:
+                console.err.print()
             return failed
         except KeyboardInterrupt:
+            if not typed:
+                raise
             console.err.print()
         except (UserError, OSError) as reason:
             console.error(
@@ -192,7 +196,7 @@ def command(session: "Chat", word: str, text: str) -> None:
                 status(session.total) if session.total.tokens else "nothing was answered yet"
             )
         case "/save" if text:
-            write_json(Path(text).expanduser(), {"messages": session.messages})
+            write_json(expanded(text), {"messages": session.messages})
             console.info(f"saved to {text}")
         case "/save":
             raise UserError("/save needs a file", "write /save FILE")

@@ -245,7 +245,9 @@ def answer_by_others(
     from medusa_cli.decode import Sampling
 
     names = ["hf"]
-    if has_package("xllamacpp") and gguf_path(choice.model) is not None:
+    # With an adapter, the file holds another model.
+    alone = choice.adapter is None
+    if alone and has_package("xllamacpp") and gguf_path(choice.model) is not None:
         names.append("llama.cpp")
     questions = [Question(str(number), "demo", (text,)) for number, text in enumerate(QUESTIONS, 1)]
     loading = as_trained(loading, choice.trained)

@@ -93,6 +93,10 @@ def report(
         name if names.count(name) == 1 else f"{name} {path.stem}"
         for name, path in zip(names, paths, strict=True)
     ]
+    names = [
+        name if names.count(name) == 1 else str(path)
+        for name, path in zip(names, paths, strict=True)
+    ]
     default = (
         paths[0].with_suffix(".html") if len(paths) == 1 else paths[0].with_name("report.html")
     )

@@ -84,6 +84,7 @@ def serve(
     console.configure(quiet)
     assets.need_extra("serve", "medusa serve")
     from medusa_cli.api import Medusa
+    from medusa_cli.files.paths import expanded
     from medusa_cli.options import load
     from medusa_cli.runs.run import called
     from medusa_cli.serve import templates
@@ -105,7 +106,7 @@ def serve(
     )  # before the model is loaded, so that a port in use is reported at once
     bound = file_identity(uds) if uds else None
     loaded = load(choice, place)
-    is_local = Path(choice.model).expanduser().exists()
+    is_local = expanded(choice.model).exists()
     own_name = called(choice.model) if is_local else choice.model  # clients need not see a path
     limits = Limits(
         names=tuple(name or [own_name]),

@@ -217,6 +217,7 @@ def stopping() -> Iterator[list[int]]:
     def ask(number: int, frame: object) -> None:
         received.append(number)
         restore()
+        console.info("stopping after this step; the same signal again ends at once")
 
     def restore() -> None:
         for number, handler in before.items():

@@ -4,7 +4,6 @@ import logging
 import random
 import unicodedata
 from collections.abc import Collection, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from medusa_cli.data.code_seeds import code_seeds, is_code
@@ -12,6 +11,7 @@ from medusa_cli.data.conversation import Conversation, id_of, messages_of
 from medusa_cli.errors import UserError
 from medusa_cli.files import assets
 from medusa_cli.files.io import HALF, Malformed, ReadReport, is_whole, read_jsonl, usable
+from medusa_cli.files.paths import expanded
 
 HUB = {"ultrachat": "HuggingFaceH4/ultrachat_200k"}
 # Long turns from ShareGPT, each as a separate conversation: texts to summarize, translate or
@@ -59,7 +59,7 @@ def read_seeds(
 
 
 def _records(source: str, report: ReadReport) -> Iterator[Any]:
-    path = Path(source).expanduser()
+    path = expanded(source)
     if source in (assets.DEFAULT_SEED, LONG, CODE_TURNS):
         yield from read_jsonl(assets.sharegpt_path(), report.skip_line, array=True)
     elif source in HUB:

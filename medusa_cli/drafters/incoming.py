@@ -20,7 +20,9 @@ from medusa_cli.drafters.kinds import DRAFTERS, weight_shapes
 from medusa_cli.errors import UserError, first_line, shown
 from medusa_cli.files.hub import hub_folder
 from medusa_cli.files.io import convert, read_object
+from medusa_cli.files.paths import expanded
 from medusa_cli.files.weights import FLOATS, INTEGERS, read_weights
+from medusa_cli.runs.run import verifier_of
 
 SUFFIXES = (".safetensors", ".pt", ".bin")
 # Names of weight files, with the safe format of each one first.
@@ -84,7 +86,7 @@ class Checkpoint:
     @property
     def model(self) -> Any:
         """Returns the drafter's base model as named in the config, or None if the config names none."""
-        return self.config.get("base_model_name_or_path") or eagle3.verifier_of(self.config)
+        return self.config.get("base_model_name_or_path") or verifier_of(self.config)
 
     @property
     def kind(self) -> type[HeadDrafter]:
@@ -131,7 +133,7 @@ def _count_notes(config: dict[str, Any], heads: int) -> list[str]:
 
 def _fetch(place: str) -> tuple[Path, list[Path]]:
     """Returns the folder and the weight files of a checkpoint; a hub id is downloaded first."""
-    folder = Path(place).expanduser()
+    folder = expanded(place)
     if folder.is_file():
         if folder.suffix not in SUFFIXES:
             raise UserError(

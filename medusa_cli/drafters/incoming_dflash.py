@@ -6,9 +6,10 @@ from typing import Annotated, Any
 from msgspec import Meta
 from torch import Tensor
 
-from medusa_cli.drafters.incoming_eagle3 import AGAIN, Width, checked_map, levels, nested
+from medusa_cli.drafters.incoming_eagle3 import AGAIN, Width, checked_map, levels
 from medusa_cli.errors import UserError, shown
 from medusa_cli.files.io import convert
+from medusa_cli.runs.run import nested
 
 TYPES = ("dflash", "dspark")
 # Unused parts of checkpoints: the head for a slot's confidence, and the model's own matrices.

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from medusa_cli.errors import UserError
 from medusa_cli.files.io import convert
+from medusa_cli.runs.run import nested
 
 DEFAULT_METHOD = "default_proposal_method"
 AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
@@ -42,12 +43,6 @@ class LayerConfig:
     rope_theta: float = 10_000.0
     norm_before_residual: bool = False
     norm_before_fc: bool = False
-
-
-def verifier_of(config: dict[str, Any]) -> str | None:
-    """Returns the verifier model named in a speculators config, or None if it names none."""
-    name = nested(nested(config.get("speculators_config")).get("verifier")).get("name_or_path")
-    return name if isinstance(name, str) else None
 
 
 def read_eagle3(
@@ -128,11 +123,6 @@ def read_eagle3(
         "taps": taps,
     }
     return settings, tensors, notes
-
-
-def nested(value: Any) -> dict[str, Any]:
-    """Returns a nested object of a config, or an empty dict for any other value."""
-    return value if isinstance(value, dict) else {}
 
 
 def _flat(config: dict[str, Any]) -> dict[str, Any]:

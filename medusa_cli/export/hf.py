@@ -5,8 +5,10 @@ import shutil
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 
 from medusa_cli import __version__
+from medusa_cli.drafters import DRAFTERS
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.export.card import UNMEASURED, front_matter, identity_of
 from medusa_cli.export.custom_generate import KINDS
@@ -127,6 +129,12 @@ def export_hf(
         network.save_pretrained(part)
         tokenizer.save_pretrained(part)
         shutil.copytree(source.run.drafter_dir, part / "drafter")
+        # A file in 8 bits also has scales, which the exported code does not read.
+        weights = {
+            name: tensor.to(dtype if tensor.is_floating_point() else torch.int32).contiguous()
+            for name, tensor in source.tensors.items()
+        }
+        save_file(weights, part / "drafter" / DRAFTERS[source.kind].weights_file)
         save_tree(part / "drafter" / "tree.json", tree, {})
         if source.run.calibration_path.is_file():
             shutil.copyfile(source.run.calibration_path, part / "drafter" / "calibration.json")

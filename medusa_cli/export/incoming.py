@@ -15,6 +15,7 @@ from medusa_cli.engine import load_backbone
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.files.io import convert, replacing_folder, write_json
 from medusa_cli.files.mtp import NAME, mtp_settings
+from medusa_cli.files.paths import expanded
 from medusa_cli.model.backbone import identity_of
 from medusa_cli.model.load import read_config
 from medusa_cli.runs.load_options import DEFAULT_LOADING, LoadOptions
@@ -117,5 +118,5 @@ def _write(
 
 def _run_name(place: str) -> str:
     """Returns a run name taken from a folder (its last part; links are not resolved), a file or a hub id."""
-    path = Path(os.path.abspath(Path(place).expanduser()))
+    path = Path(os.path.abspath(expanded(place)))
     return path.stem if path.is_file() else path.name

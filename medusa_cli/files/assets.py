@@ -29,6 +29,7 @@ from medusa_cli.files.hub import (
     repository_files,
     tags_remedy,
 )
+from medusa_cli.files.paths import expanded
 
 log = logging.getLogger(__name__)
 DEFAULT_MODEL = "qwen2.5-coder-0.5b"
@@ -164,7 +165,7 @@ progress: Callable[[str, int | None], AbstractContextManager[Show]] = _silent
 def home() -> Path:
     """Returns the cache folder: MEDUSA_HOME, else medusa-cli under XDG_CACHE_HOME, else under ~/.cache."""
     if folder := os.environ.get("MEDUSA_HOME"):
-        return Path(folder).expanduser()
+        return expanded(folder)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "medusa-cli"
 
 
@@ -184,8 +185,14 @@ def gguf_path(name: str) -> Path | None:
         return _model_file(MODELS[name])
     if names_gguf(name):
         return hub_gguf(name)
-    path = Path(name).expanduser()
+    path = expanded(name)
     return path if is_gguf(path) else None
+
+
+def lasting_name(name: str) -> str:
+    """Returns a model's name that means the same in any working directory: a local path becomes absolute."""
+    path = expanded(name)
+    return os.path.abspath(path) if name not in MODELS and path.exists() else name
 
 
 def model_dir(name: str) -> str:
@@ -200,7 +207,7 @@ def model_dir(name: str) -> str:
         )
     if name in MODELS:
         return str(_converted(name))
-    path = hub_gguf(name) if names_gguf(name) else Path(name).expanduser()
+    path = hub_gguf(name) if names_gguf(name) else expanded(name)
     if is_gguf(path):
         return str(_unpacked(path))
     if path.is_dir():

@@ -18,6 +18,13 @@ DIRECT = (
     *("llama", "qwen2", "qwen3", "gemma2", "starcoder2", "stablelm"),
     *("qwen2moe", "qwen3moe", "lfm2", *CONFIGS),
 )
+# Texts of tokens that end a turn. In architectures in ENDS_KNOWN, the config has all ends, and one
+# of these texts has another meaning.
+ENDS_OF_TURNS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
+ENDS_KNOWN = ("gpt-oss", "gemma4")
+# As in the model's own config: like Gemma 3 27B, it divides by the width of a head in the hidden
+# state.
+LAYERS_OF_GEMMA2_27B = 46
 # Sizes of experts that transformers' reader ignores, and the config fields that they belong to.
 EXPERT_SIZES = {
     "expert_feed_forward_length": "moe_intermediate_size",
@@ -49,7 +56,7 @@ def write_metadata(path: Path, header: Header, folder: Path) -> None:
     try:
         logging.set_verbosity_error()
         logging.disable_progress_bar()
-        keys = Keys(read_header(path, arrays=True), path)
+        keys = Keys(read_header(path, arrays=True))
         factors = keys.factors(FREQUENCIES)
         config, tokenizer = _config_and_tokenizer(keys, source)
         config.dtype = header.dtype
@@ -71,7 +78,7 @@ def write_metadata(path: Path, header: Header, folder: Path) -> None:
                 "original_max_position_embeddings": config.max_position_embeddings,
             }
         generation = GenerationConfig.from_model_config(config)
-        generation.eos_token_id = _ends(config, header) or None
+        generation.eos_token_id = _ends(config, keys) or None
         if header.architecture in DIRECT:
             GgufNames(header, network)
         else:
@@ -89,11 +96,17 @@ def write_metadata(path: Path, header: Header, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def _ends(config: Any, header: Header) -> list[int]:
-    """Returns the tokens that end an answer: those of the config, and the end of a turn."""
+def _ends(config: Any, keys: Keys) -> list[int]:
+    """Returns the tokens that end an answer: those of the config, and the end of a turn.
+
+    Many files do not name the end of a turn. It is then known by its text, as in llama.cpp.
+    """
     ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
-    end_of_turn = header.metadata.get("tokenizer.ggml.eot_token_id")
-    return [end for end in dict.fromkeys([*ends, end_of_turn]) if end is not None]
+    end_of_turn = keys.header.metadata.get("tokenizer.ggml.eot_token_id")
+    turns = [end_of_turn]
+    if end_of_turn is None and keys.header.architecture not in ENDS_KNOWN:
+        turns = keys.tokens(ENDS_OF_TURNS)
+    return [end for end in dict.fromkeys([*ends, *turns]) if end is not None]
 
 
 def _config_and_tokenizer(keys: Keys, source: dict[str, Any]) -> tuple[Any, Any]:
@@ -109,6 +122,8 @@ def _config_and_tokenizer(keys: Keys, source: dict[str, Any]) -> tuple[Any, Any]
         with _read_once(header):
             config = AutoConfig.from_pretrained(**source)
             tokenizer = AutoTokenizer.from_pretrained(**source)
+        if header.architecture == "gemma2" and config.num_hidden_layers == LAYERS_OF_GEMMA2_27B:
+            config.query_pre_attn_scalar = config.hidden_size // config.num_attention_heads
         if scaling["rope_type"] != "default":
             if header.architecture not in DIRECT:
                 raise ValueError("its positions are scaled, which transformers' reader leaves out")

@@ -1,8 +1,8 @@
 """Configs and tokenizers of GGUF files, for architectures that transformers' reader does not read, or reads in part."""
 
+import logging
 import math
 from collections.abc import Callable, Collection
-from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -11,6 +11,7 @@ from medusa_cli.files.gguf_header import Header
 from medusa_cli.files.gguf_names import FACTORS_OF_PHI3, FREQUENCIES
 from medusa_cli.files.layer_kinds import FULL, SLIDING
 
+log = logging.getLogger(__name__)
 # Fields of transformers' configs, by the file's keys without the architecture's name.
 FIELDS = {
     "block_count": "num_hidden_layers",
@@ -50,6 +51,8 @@ ENDS_OF_GEMMA4 = ("<eos>", "<turn|>", "<|tool_response>")
 ENDS_OF_GPT_OSS = ("<|return|>", "<|call|>", "<|endoftext|>")
 # As llama.cpp has it: every second layer of gpt-oss attends to all positions.
 LAYERS_TO_FULL_ATTENTION_OF_GPT_OSS = 2
+# Names of the splits of GPT-2; older files name none.
+LIKE_GPT2 = (None, "default", "gpt-2", "gpt2")
 # Vocabularies, by the name of their splits, whose words end at every digit and else as GPT-2's do.
 DIGIT_BY_DIGIT = ("codeshell", "command-r", "exaone", "refact", "smollm", "starcoder")
 
@@ -60,9 +63,8 @@ class Keys:
     Raises ValueError for a missing or impossible value. The header must have been read with its arrays.
     """
 
-    def __init__(self, header: Header, path: Path) -> None:
+    def __init__(self, header: Header) -> None:
         self.header = header
-        self.path = path
 
     def get(self, key: str) -> Any:
         return self.header.metadata.get(f"{self.header.architecture}.{key}")
@@ -129,9 +131,10 @@ class Keys:
             return []
         if tensor.type != "F32":
             raise ValueError(f"its {name} has the type {tensor.type}")
-        stored = np.fromfile(self.path, np.float32, math.prod(tensor.shape), offset=tensor.start)
-        values = stored.astype(np.float64)
-        if not (np.isfinite(values) & (values > 0)).all():
+        count = math.prod(tensor.shape)
+        file = self.header.files[tensor.file]
+        values = np.fromfile(file, np.float32, count, offset=tensor.start).astype(np.float64)
+        if len(values) < count or not (np.isfinite(values) & (values > 0)).all():
             raise ValueError(f"its {name} holds no factors of the rotary frequencies")
         return [float(value) for value in values]
 
@@ -147,13 +150,16 @@ class Keys:
 
     def scaling(self) -> dict[str, Any]:
         """Returns the parameters by which a rotary embedding scales positions beyond those of the first training."""
-        unnamed = "none" if self.get("rope.scaling.factor") is None else "linear"
-        kind = self.get("rope.scaling.type") or unnamed
+        # Files of 2023 have one key for it.
+        key = "rope.scaling.factor"
+        if self.get(key) is None and self.number_or_0("rope.scale_linear"):
+            key = "rope.scale_linear"
+        kind = self.get("rope.scaling.type") or ("none" if self.get(key) is None else "linear")
         if kind == "none":
             return {"rope_type": "default"}
         if kind not in ("linear", "yarn"):
             raise ValueError(f"its positions are scaled in an unknown way ({shown(kind)})")
-        factor = self.number("rope.scaling.factor")
+        factor = self.number(key)
         if kind == "linear":
             return {"rope_type": "linear", "factor": factor}
         return {
@@ -440,10 +446,21 @@ def own_tokenizer(header: Header, source: dict[str, Any]) -> Any:
 
 
 def split_digits(header: Header, tokenizer: Any) -> None:
-    """Makes a tokenizer split numbers into digits if its vocabulary wants that, which transformers' reader ignores."""
-    from tokenizers import pre_tokenizers
+    """Makes a tokenizer split numbers into digits if its vocabulary wants that, which transformers' reader ignores.
 
-    if header.metadata.get("tokenizer.ggml.pre") in DIGIT_BY_DIGIT:
+    Logs a warning if nothing here knows how the vocabulary splits texts.
+    """
+    from tokenizers import pre_tokenizers
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+
+    kind = header.metadata.get("tokenizer.ggml.pre")
+    known = (*DIGIT_BY_DIGIT, *LIKE_GPT2, *GGUF_PRE_TOKENIZER_SPLITS)
+    if header.metadata.get("tokenizer.ggml.model") == "gpt2" and kind not in known:
+        log.warning(
+            f"the file's way of splitting texts ({shown(kind)}) is unknown; they are split as for GPT-2, so some texts "
+            "may get other tokens than the model learned"
+        )
+    if kind in DIGIT_BY_DIGIT:
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
             [
                 pre_tokenizers.Digits(individual_digits=True),

@@ -24,9 +24,10 @@ _LEFTOVER = re.compile(re.escape(TEMPORARY) + r"[a-z0-9_]{8}\..+")
 _GAP = re.compile(r"[ \t\r\n,]*")
 T = TypeVar("T")
 Document = dict[str, Any]  # a JSON object
-# Limits of a document; the largest documents of this program reach a hundredth of MAX_BYTES.
-MAX_BYTES = 16 << 20
+# Limits of a document. A bench of a thousand long prompts reaches a third of MAX_BYTES.
+MAX_BYTES = 64 << 20
 MAX_DEPTH = 64  # nesting depth of YAML
+BOM = b"\xef\xbb\xbf"  # with which some programs begin UTF-8 files
 CHUNK = 1 << 20  # characters of a JSON array that are read at a time
 AGAIN = "write it again with the command that made it"
 
@@ -54,7 +55,8 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def replacing_folder(path: Path) -> Iterator[Path]:
-    """Yields an empty folder to fill; on success, it replaces `path`."""
+    """Yields an empty folder to fill; on success, it replaces `path`, or the folder that `path` links to."""
+    path = path.resolve()
     restore(path)
     with _temporary(path, folder=True) as part:
         try:
@@ -138,6 +140,7 @@ def _replace_folder(path: Path, part: Path) -> None:
 
 def restore(path: Path) -> None:
     """Restores a folder whose replacement was interrupted between its two moves."""
+    path = path.resolve()  # a link stays, and what it links to is replaced
     if _aside(path).is_dir() and not path.exists():
         _aside(path).rename(path)
 
@@ -297,6 +300,8 @@ def _lines(path: Path) -> Iterator[tuple[int, Any]]:
         while line := stream.readline(MAX_BYTES):
             begins = ended
             ended = line.endswith(b"\n")
+            if not number:
+                line = line.removeprefix(BOM)
             number += begins
             if (
                 not begins or not line.strip()
@@ -315,7 +320,7 @@ def _lines(path: Path) -> Iterator[tuple[int, Any]]:
 
 def _is_array(path: Path) -> bool:
     with path.open("rb") as stream:
-        return stream.read(4096).lstrip().startswith(b"[")
+        return stream.read(4096).removeprefix(BOM).lstrip().startswith(b"[")
 
 
 def _array_items(path: Path) -> Iterator[tuple[int, Any]]:
@@ -324,7 +329,7 @@ def _array_items(path: Path) -> Iterator[tuple[int, Any]]:
     The file is read in chunks, so that seeds of several gigabytes need not fit into memory.
     """
     decoder = json.JSONDecoder()
-    with path.open(encoding="utf-8", errors="replace") as stream:
+    with path.open(encoding="utf-8-sig", errors="replace") as stream:
         text = stream.read(CHUNK).lstrip()[1:]
         start = 0
         number = 1

@@ -6,7 +6,6 @@ are.
 """
 
 import hashlib
-import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from medusa_cli.errors import UserError
-from medusa_cli.files.assets import RANDOM, gguf_path, home, model_dir
+from medusa_cli.files.assets import RANDOM, gguf_path, home, lasting_name, model_dir
 from medusa_cli.files.hub import hub_folder
 from medusa_cli.files.io import read_object, write_json
 from medusa_cli.files.model_files import checkpoint_files, config_fields, tensors_of
@@ -152,7 +151,7 @@ def mtp_settings(model: str) -> dict[str, Any]:
     embedding = (shape for name, (shape, _) in source.tensors.items() if name.endswith(EMBEDDING))
     return {
         "drafter": NAME,
-        "base_model_name_or_path": os.path.abspath(model) if Path(model).is_dir() else model,
+        "base_model_name_or_path": lasting_name(model),
         "num_heads": LEVELS,
         "num_layers": 1,
         "hidden_size": text.get("hidden_size"),

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from medusa_cli.errors import UserError
+from medusa_cli.files.assets import lasting_name
 from medusa_cli.files.model_files import STATE_UPDATES
 from medusa_cli.model.attention import NAME, Masks, register
 from medusa_cli.model.chat_template import chat_prompt, token_ids
@@ -394,7 +395,7 @@ def identity_of(
     """
     text = config.get_text_config()
     identity = {
-        "id": id,
+        "id": lasting_name(id),
         "architecture": text.model_type,
         "hidden_size": text.hidden_size,
         "vocab_size": vocab_size,

@@ -12,6 +12,7 @@ from medusa_cli.files.assets import DEFAULT_MODEL, gguf_path, model_dir
 from medusa_cli.files.hub import hub_folder
 from medusa_cli.files.io import read_as, read_object
 from medusa_cli.files.model_files import check_model_files, config_fields
+from medusa_cli.files.paths import expanded
 from medusa_cli.runs.run import (
     DEFAULT_RUN,
     DRAFTER_CONFIG,
@@ -22,6 +23,7 @@ from medusa_cli.runs.run import (
     describe_drafter,
     outdated,
     same,
+    verifier_of,
 )
 
 log = logging.getLogger(__name__)
@@ -297,7 +299,7 @@ def find_drafter(name: str) -> tuple[Path, Run | None]:
     The run is a folder laid out like one, with tree and calibration; None if there is none. Raises UserError if the
     name refers to no drafter.
     """
-    path = Path(name).expanduser()
+    path = expanded(name)
     if not path.is_dir():
         path = RUNS / name
         shipped = Run.pretrained(name)
@@ -344,7 +346,12 @@ def is_drafter(config: dict[str, Any]) -> bool:
 
 def _model_of(folder: Path | None) -> str | None:
     """Returns the name of the model that a drafter was trained for, if its config states it."""
-    name = describe_drafter(folder).provenance.identity.get("id") if folder else None
+    if folder is None:
+        return None
+    name = describe_drafter(folder).provenance.identity.get("id")
+    if name is None:
+        config = read_object(folder / "config.json", DRAFTER_CONFIG)
+        name = config.get("base_model_name_or_path") or verifier_of(config)
     return name if isinstance(name, str) else None
 
 

@@ -14,7 +14,15 @@ from typing import Any
 
 from medusa_cli import __version__
 from medusa_cli.errors import UsageError, UserError, shown
-from medusa_cli.files.io import read_as, read_text, restore, sweep, write_atomic, write_json
+from medusa_cli.files.io import (
+    read_as,
+    read_text,
+    restore,
+    sweep,
+    write_atomic,
+    write_json,
+)
+from medusa_cli.files.paths import expanded
 
 log = logging.getLogger(__name__)
 LOCK = ".lock"
@@ -250,7 +258,7 @@ class Run:
 
     @staticmethod
     def _path(name: str) -> Path:
-        return Path(name).expanduser() if os.sep in name else RUNS / name
+        return expanded(name) if os.sep in name else RUNS / name
 
     @property
     def data_path(self) -> Path:
@@ -344,3 +352,14 @@ class Run:
 def called(model: str) -> str:
     """Returns a model's name from its id or folder; a link keeps its own name, and "." becomes the folder's name."""
     return Path(os.path.abspath(model)).name
+
+
+def verifier_of(config: dict[str, Any]) -> str | None:
+    """Returns the verifier model named in a speculators config, or None if it names none."""
+    name = nested(nested(config.get("speculators_config")).get("verifier")).get("name_or_path")
+    return name if isinstance(name, str) else None
+
+
+def nested(value: Any) -> dict[str, Any]:
+    """Returns a nested object of a config, or an empty dict for any other value."""
+    return value if isinstance(value, dict) else {}
