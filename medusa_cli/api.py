@@ -22,6 +22,7 @@ from medusa_cli.decode import (
     Stats,
 )
 from medusa_cli.decode.grammar import Grammar
+from medusa_cli.decode.processors import check_ids
 from medusa_cli.decode.sampling import Sampling, sampling_of
 from medusa_cli.errors import UsageError, UserError, shown
 from medusa_cli.loading import LoadedModel, load_model
@@ -108,6 +109,8 @@ class GenerationOptions:
         """Returns the request for a prompt's token ids; raises UsageError for values that do not fit the model."""
         logits_options = self.logits_options
         logits_options.check(backbone)
+        stop_ids = None if self.stop_ids is None else frozenset(self.stop_ids)
+        check_ids("stop_ids", stop_ids or (), backbone.vocab_size)
         if self.min_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
             raise UsageError(
                 f"@min_new_tokens {self.min_new_tokens} is more than @max_new_tokens {self.max_new_tokens}",
@@ -118,7 +121,7 @@ class GenerationOptions:
             tuple(prompt),
             self.max_new_tokens,
             self.sampled(seed),
-            None if self.stop_ids is None else frozenset(self.stop_ids),
+            stop_ids,
             (self.stop,) if isinstance(self.stop, str) else tuple(self.stop),
             self.logprobs,
             logits_options=logits_options,
@@ -217,6 +220,8 @@ class Medusa:
             if lookup is False or tree is not None:
                 raise
             choice = find(lookup=True)
+        if drafter is None and tree is not None:
+            raise UsageError(f"@tree {tree} has no effect without a drafter", "leave it out")
         if chat_template is not None:
             choice = replace(choice, chat_template=template_text(str(chat_template)))
         loaded = load_model(choice, LoadOptions(device, dtype, engine, quantize, trust_remote_code))

@@ -208,6 +208,13 @@ def test_candidates_are_the_distribution_after_its_cuts(
     assert torch.allclose(drawn, target_probs(logits, rule), atol=1e-6)
 
 
+@pytest.mark.parametrize("top_p", [1e-50, 1e-9])
+def test_the_likeliest_token_stays_for_any_top_p(top_p: float) -> None:
+    logits = torch.randn(3, 600)
+    sampler = Sampler(Sampling("exact", 1.0, top_p))
+    assert sampler.sample(logits, [0.0, 0.5, 0.999]) == logits.argmax(-1).tolist()
+
+
 def test_all_that_tie_with_the_last_of_top_k_stay() -> None:
     logits = (2 * torch.randn(50, 30, generator=torch.Generator().manual_seed(1))).round()
     weights, ids = candidates(logits, Sampling("exact", 0.8, top_k=5))

@@ -135,6 +135,18 @@ def test_a_stream_may_be_closed_while_another_thread_waits_for_it(medusa: Medusa
     assert waiting == [[]]
 
 
+@pytest.mark.parametrize("ids", [[-1], [10**6]])
+def test_end_tokens_beyond_the_vocabulary_are_refused(medusa: Medusa, ids: list[int]) -> None:
+    with pytest.raises(UsageError, match="stop_ids"):
+        medusa.generate(IDS, stop_ids=ids)
+
+
+def test_a_tree_without_a_drafter_is_refused(place: Path) -> None:
+    for words in ({"drafter": None}, {"lookup": True}):
+        with pytest.raises(UsageError, match="tree"):
+            Medusa.from_pretrained(place / "model", tree="static", **words)
+
+
 def test_numbers_of_numpy_are_numbers(medusa: Medusa) -> None:
     rules = {"max_new_tokens": 8, "temperature": 1.5, "stop_ids": ()}
     given = medusa.generate(IDS, seed=np.int64(7), top_k=np.int64(5), **rules).tokens

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import Result
+from typer.testing import Result, _NamedTextIOWrapper
 
 from medusa_cli import console
 from medusa_cli.api import Medusa, Stream
@@ -175,10 +175,23 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_conversation(
 
     monkeypatch.setattr(Stream, "step", interrupted)
     saved = tmp_path / "talk.json"
+    monkeypatch.setattr(_NamedTextIOWrapper, "isatty", lambda stream: True)
     shown = chat(place, input=f"w1\nw2\n/save {saved}\n")
     assert "(stopped)" in shown.stderr
     messages = json.loads(saved.read_text())["messages"]
     assert len(messages) == 4 and len(messages[1]["content"]) < len(messages[3]["content"])
+
+
+def test_ctrl_c_ends_a_piped_chat(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def interrupted(stream: Stream) -> None:
+        asked.append(1)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Stream, "step", interrupted)
+    chat(place, input="w1\nw2\n", exit_code=130)
+    assert len(asked) == 1
 
 
 def test_ctrl_c_ends_a_single_answer_with_130(tmp_path: Path) -> None:

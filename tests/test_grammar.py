@@ -179,6 +179,15 @@ def test_forced_tokens_are_drafted_to_the_end() -> None:
     assert len(steps) <= 4 and len(answers(backbone, grammar, None)) == len(tokens_of(steps))
 
 
+def test_forced_tokens_of_one_pass_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("medusa_cli.decode.policy.MAX_FORCED", 5)
+    backbone = byte_backbone()
+    grammar = Grammar.of(regex="x" * 40)
+    steps = answers(backbone, grammar, "heads")
+    assert backbone.decode(tokens_of(steps)) == "x" * 40
+    assert max(step.nodes for step in steps) <= 6 and len(steps) < 20
+
+
 def test_the_grammar_has_the_last_word() -> None:
     """Other options that forbid all that the grammar allows give way."""
     backbone = byte_backbone()

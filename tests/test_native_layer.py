@@ -98,13 +98,16 @@ def test_long_chains_are_added_in_pieces_with_the_same_bits(
 ) -> None:
     layer = packed_copy(busy_layer(embeddings=True))
     states, embedded = torch.randn(2, 45, 64)
-    outputs, caches = [], []
+    places = [range(5), range(40)]
+    outputs, ends, caches = [], [], []
     for rows in (100, 8):
         monkeypatch.setattr(native_layer, "ROWS_AT_ONCE", rows)
         caches.append([LayerCache(), LayerCache()])
-        places = [range(5), range(40)]
         outputs.append(layer.extend(states, places, caches[-1], embedded))
-    assert torch.equal(*outputs)
+        fresh = [LayerCache(), LayerCache()]
+        ends.append(layer.extend(states, places, fresh, embedded, last=True))
+    assert torch.equal(*outputs) and torch.equal(*ends)
+    assert torch.equal(ends[0], outputs[0][[4, 44]])
     for whole, in_pieces in zip(*caches, strict=True):
         assert whole.length == in_pieces.length
 

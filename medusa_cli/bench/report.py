@@ -155,6 +155,10 @@ def bars(
     title: str, groups: Mapping[str, Mapping[str, Mapping[str, Any]]], key: str, unit: str
 ) -> dict[str, str]:
     """Returns a bar chart of one figure for methods by group: horizontal, with whiskers and a dotted line at 1."""
+    groups = {
+        group: {name: own for name, own in methods.items() if own[key] is not None}
+        for group, methods in groups.items()
+    }
     names = list(dict.fromkeys(name for methods in groups.values() for name in methods))
 
     def draw(axes: Any) -> None:
@@ -221,7 +225,7 @@ def _with_interval(figures: Mapping[str, Any], key: str, form: str = ".2f") -> s
     value = figures[key]
     interval = figures[f"{key}_95"]
     return (
-        f"{value:{form}}"
+        _cell(value, form)
         if interval is None
         else f"{value:{form}} ({interval[0]:{form}} to {interval[1]:{form}})"
     )
@@ -252,7 +256,7 @@ def gains_table(document: Document) -> tuple[list[str], list[list[str]]]:
         identical = "-" if same is None else f"{same}/{figures['questions']}"
         cells = [name, f"{figures['tokens_per_s']:.1f}", f"{figures['speedup']:.2f}"]
         cells += ["-" if interval is None else f"{interval[0]:.2f}-{interval[1]:.2f}"]
-        cells += [f"{figures['acceptance_length']:.2f}", _cell(figures["overhead"], ".2f")]
+        cells += [_cell(figures[key], ".2f") for key in ("acceptance_length", "overhead")]
         if name == document["reference"] and same is not None:
             identical = "reference"
         own = figures.get("own_plain")

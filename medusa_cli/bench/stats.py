@@ -149,13 +149,15 @@ def _rates(results: Sequence[Result], name: str, baseline: str) -> dict[str, Any
     steps = np.array([[part.accepted + part.steps, part.steps] for part in stats], float).reshape(
         -1, 2
     )
+    # Other programs report no steps. Their names say whether they draft (llama.cpp-ngram).
+    unmeasured = None if "-" in name else 1.0
     return {
         "questions": len(results),
         "tokens_per_s": float(rate(times.sum(axis=0))),
         "tokens_per_s_95": bootstrap(times, rate),
         "speedup": float(ratio_of_rates(times.sum(axis=0))),
         "speedup_95": None if name == baseline else bootstrap(times, ratio_of_rates),
-        "acceptance_length": float(rate(steps.sum(axis=0))) if len(steps) else 1.0,
+        "acceptance_length": float(rate(steps.sum(axis=0))) if len(steps) else unmeasured,
         "acceptance_length_95": bootstrap(steps, rate),
     }
 

@@ -91,6 +91,8 @@ def serve(
     from medusa_cli.serve.middleware import Limits
     from medusa_cli.serve.server import Server, check_certificate, file_identity, listen
 
+    if quiet and access_log:
+        raise UsageError("--access-log has no effect with --quiet", "leave one of them out")
     if api_key and not all(api_key):
         raise UsageError("--api-key is empty", "give a key, or leave it out")
     choice = drafting.or_plain(baseline, chat_template)

@@ -25,6 +25,8 @@ from medusa_cli.tree import Draft, DynamicTree, Tree
 from medusa_cli.tree.search import Accuracies, node_values
 
 ROOT = Tree.root_only()
+# The most forced tokens of a grammar in one pass, whose memory grows with the number of its rows.
+MAX_FORCED = 64
 # A node with a smaller chance is not worth a row in any tree.
 MIN_CHANCE = 0.05
 # A corpus match with a smaller chance is no more likely than the drafter's own guess.
@@ -109,7 +111,9 @@ class DraftPolicy(ABC):
             processors = sequence.sampler.processors
             forced = None if processors is None else processors.forced()
             if forced:
-                proposals[i] = ROOT, [tuple(forced)]
+                # The others are forced again in the next step.
+                count = min(MAX_FORCED, sequences[i].stop.left)
+                proposals[i] = ROOT, [tuple(forced[:count])]
         return proposals
 
     @abstractmethod

@@ -164,13 +164,19 @@ class LogitsOptions:
             "suppress_tokens": [*(self.suppress_tokens or ())],
             "logit_bias": [*(self.logit_bias or ())],
         }
-        for name, largest in ((name, max(own, default=0)) for name, own in ids.items()):
-            if largest >= vocabulary:
-                raise UsageError(
-                    f"@{name}: {largest} is not a token id", f"use ids from 0 to {vocabulary - 1}"
-                )
+        for name, own in ids.items():
+            check_ids(name, own, vocabulary)
         if self.grammar is not None:
             matcher_of(backbone, self.grammar)
+
+
+def check_ids(name: str, ids: Iterable[int], vocabulary: int) -> None:
+    """Raises UsageError, with the argument's name, for ids that are not below the vocabulary's size."""
+    for id in ids:
+        if not 0 <= id < vocabulary:
+            raise UsageError(
+                f"@{name}: {id} is not a token id", f"use ids from 0 to {vocabulary - 1}"
+            )
 
 
 MODELS_OWN = LogitsOptions()

@@ -45,7 +45,8 @@ def nucleus(probs: Tensor, top_p: float | Tensor) -> Tensor:
 
     A token stays if the mass before it is below top_p, so the most likely token always stays.
     """
-    return probs.masked_fill(probs.cumsum(-1) - probs >= top_p, 0)
+    before = probs.cumsum(-1) - probs
+    return probs.masked_fill((before >= top_p) & (before > 0), 0)  # fp32 may round top_p to 0
 
 
 def _top_k(scores: Tensor, top_k: int) -> tuple[Tensor, Tensor]:

@@ -103,7 +103,7 @@ class Sequence:
 
     A finished sequence is the cached prefix of its slot. tokens: those whose rows are in the slot.
     root: the next token, which is decided but not yet in the cache. drafter: a fork with this
-    sequence's state. unread: tokens that the drafter has not read; without a drafter, those of the
+    sequence's state. unread: tokens that the drafter has not read; if nothing is drafted, those of the
     last step. draft: the draft policy's state for the sequence. reused: the number of prompt tokens
     that the slot already held. `number` selects the random stream.
     """
@@ -201,5 +201,6 @@ class Sequence:
         )
         self.tokens += accepted.tokens
         self.root = accepted.bonus
-        self.unread = [new] if self.drafter is None else [*self.unread, new]
+        drafts = self.drafter is not None and self.request.speculative
+        self.unread = [*self.unread, new] if drafts else [new]
         return self.stop.truncate([*accepted.tokens[1:], accepted.bonus])

@@ -437,20 +437,26 @@ class NativeCache(StateCache):
 
     def keep(self, slot: int, path: Sequence[int]) -> None:
         length = self.lengths[slot]
+        # First, so that states which an interrupted call has advanced are not taken for earlier ones.
+        self.lengths[slot] = length + len(path)
         if self._delta_layers or path[-1] != len(path) - 1:
             rows = np.array(path, np.int64)
             model = byref(self.model.struct)
             buffers = byref(self.buffers)
             code = library().keep(model, buffers, slot, length, rows.ctypes.data, len(rows))
             assert code == 0
-        self.lengths[slot] = length + len(path)
 
     @torch.inference_mode()
     def swap(self, slot: int, other: int) -> None:
         assert self.keys is not None and self.values is not None
         if slot != other:
-            for buffer in (self.keys, self.values, self.inputs):
-                buffer[:, [slot, other]] = buffer[:, [other, slot]]
+            used = padded(max(self.lengths[slot], self.lengths[other]), TILE)
+            parts = [self.inputs[:, :, :used].transpose(0, 1)]
+            for place in range(self.layers):
+                keys, values = self.at(place)
+                parts += [keys[:, :, : used // TILE], values[:, :, :used]]
+            for part in parts:
+                part[[slot, other]] = part[[other, slot]]
         self.swap_states(slot, other)
         self.lengths[slot], self.lengths[other] = self.lengths[other], self.lengths[slot]
 

@@ -117,12 +117,14 @@ class NativeDecoderLayer(nn.Module):
         last: bool = False,
     ) -> Tensor:
         """Adds rows to the caches of B sequences as `DecoderLayer.extend` does, and returns the same output."""
-        if masks is None and not last and max(map(len, positions)) > ROWS_AT_ONCE:
-            outputs = [
-                self.extend(x[rows], [piece], [caches[i]], *(own[rows] for own in embedded))
-                for i, rows, piece in pieces(positions)
-            ]
-            return torch.cat(outputs)
+        if masks is None and max(map(len, positions)) > ROWS_AT_ONCE:
+            outputs: dict[tuple[int, int], Tensor] = {}
+            for i, part, piece in pieces(positions):
+                parts = (own[part] for own in embedded)
+                # Of a sequence's pieces, `last` returns only the last one's row.
+                key = i, 0 if last else piece[0]
+                outputs[key] = self.extend(x[part], [piece], [caches[i]], *parts, last=last)
+            return torch.cat(list(outputs.values()))
         flat = np.array([position for own in positions for position in own], np.int32)
         self._reserve(int(flat.max()) + 1)
         states = x.float() if self.first_norm is None else self.first_norm(x.float())

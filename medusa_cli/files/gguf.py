@@ -103,7 +103,7 @@ def _ends(config: Any, keys: Keys) -> list[int]:
     """
     ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     end_of_turn = keys.header.metadata.get("tokenizer.ggml.eot_token_id")
-    turns = [end_of_turn]
+    turns: list[Any] = [end_of_turn]
     if end_of_turn is None and keys.header.architecture not in ENDS_KNOWN:
         turns = keys.tokens(ENDS_OF_TURNS)
     return [end for end in dict.fromkeys([*ends, *turns]) if end is not None]

@@ -169,14 +169,14 @@ class Backbone:
         """Returns the text of token ids, without special tokens except those in `keep`."""
         if not keep:
             return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
-        special = {
-            id for id, token in self.tokenizer.added_tokens_decoder.items() if token.special
-        } - set(keep)
-        return str(
-            self.tokenizer.decode(
-                [id for id in ids if id not in special], skip_special_tokens=False
-            )
-        )
+        shown = [id for id in ids if id in keep or id not in self._special_ids]
+        return str(self.tokenizer.decode(shown, skip_special_tokens=False))
+
+    @cached_property
+    def _special_ids(self) -> frozenset[int]:
+        """Returns the ids of special tokens. The tokenizer needs milliseconds to list thousands of them."""
+        added = self.tokenizer.added_tokens_decoder
+        return frozenset(id for id, token in added.items() if token.special)
 
 
 def _prepared(network: Any) -> Any:

@@ -169,6 +169,8 @@ def choose(
         if default is not None:
             return _with_drafter(plain, default.drafter_dir, default, asked)
         if lookup:
+            if tree is not None and asked.kind != "auto":
+                raise UsageError(f"@tree {tree} has no effect without a drafter", "leave it out")
             return plain
         raise _no_drafter(model)
 
