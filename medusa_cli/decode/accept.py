@@ -103,15 +103,18 @@ def _typical(logits: Tensor, draft: Draft, sampler: Sampler) -> Path:
     """
     sampling = sampler.sampling
     processors = sampler.processors
-    if processors is not None:
-        logits = processors.along(draft, logits)
     tree = draft.tree
+
+    def processed(nodes: Sequence[int]) -> Tensor:
+        rows = logits[nodes]
+        return rows if processors is None else processors.along(draft, nodes, rows)
+
     best = 0
     totals = {0: 0.0}  # log-probabilities of the plausible paths, by their last nodes
     level = [0]
     # Entropies over a large vocabulary are expensive, so only those after plausible paths are computed.
     while parents := [node for node in level if tree.children[node]]:
-        log_p = (logits[parents].float() / sampling.temperature).log_softmax(-1)  # [P, V]
+        log_p = (processed(parents).float() / sampling.temperature).log_softmax(-1)  # [P, V]
         lowest = torch.finfo(log_p.dtype).min
         entropy = -(log_p.exp() * log_p.clamp(min=lowest)).nan_to_num(0.0).sum(-1)
         limit = torch.clamp(sampling.delta * torch.exp(-entropy), max=sampling.epsilon)  # [P]
@@ -125,7 +128,7 @@ def _typical(logits: Tensor, draft: Draft, sampler: Sampler) -> Path:
         level = [node for node in nodes if node in totals]
         best = max(level, key=totals.__getitem__, default=best)
     path = tree.path(best)
-    bonus = int(logits[best].float().argmax())
+    bonus = int(processed([best])[0].float().argmax())
     if processors is not None:
         processors.extend([*(draft.ids[node] for node in path[1:]), bonus])
     return path, bonus

@@ -180,6 +180,8 @@ def check_ids(name: str, ids: Iterable[int], vocabulary: int) -> None:
 
 
 MODELS_OWN = LogitsOptions()
+# What a sampler does itself.
+TRUNCATION = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper)
 
 
 class AdditivePenalties(LogitsProcessor):
@@ -206,13 +208,15 @@ class AdditivePenalties(LogitsProcessor):
 class SequenceProcessors:
     """Holds the logits processors of a sequence and its text so far.
 
-    Each new token is processed once, in order. In exact sampling, the processors include
-    temperature, top-k and top-p. grammar: the processor that follows a grammar, if there is one.
+    Each new token is processed once, in order. truncates: in exact sampling, the processors include
+    temperature, top-k and top-p, because others follow these; else the sampler applies them, which
+    takes less time. grammar: the processor that follows a grammar, if there is one.
     """
 
     def __init__(
         self, processors: LogitsProcessorList, text: Tensor, grammar: GrammarProcessor | None = None
     ) -> None:
+        self.truncates = any(isinstance(own, TRUNCATION) for own in processors)
         self._processors = processors
         self._text = text[None]
         self._grammar = grammar
@@ -223,12 +227,12 @@ class SequenceProcessors:
         scores: Tensor = self._processors(text, logits[None].to(text.device, torch.float32))
         return scores[0]
 
-    def along(self, draft: Draft, logits: Tensor) -> Tensor:
-        """Returns the processed logits [N, V] of a draft's nodes, each after the path to it.
+    def along(self, draft: Draft, nodes: Sequence[int], logits: Tensor) -> Tensor:
+        """Returns the processed logits [n, V] of some of a draft's nodes, each after the path to it.
 
         The root is the last token of the text.
         """
-        paths = [draft.tree.path(node)[1:] for node in range(draft.tree.size)]
+        paths = [draft.tree.path(node)[1:] for node in nodes]
         return torch.stack(
             [self(row, draft.tokens[path]) for row, path in zip(logits, paths, strict=True)]
         )
@@ -339,12 +343,9 @@ def sequence_processors(
             )
         except Exception as reason:  # the options are valid, but the config file may not be
             raise _invalid_config(backbone, reason) from reason
-    sampler = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper)
-    return (
-        None
-        if all(isinstance(own, sampler) for own in processors)
-        else SequenceProcessors(processors, text[0], grammar)
-    )
+    while processors and isinstance(processors[-1], TRUNCATION):
+        processors.pop()  # the sampler's part
+    return SequenceProcessors(processors, text[0], grammar) if processors else None
 
 
 def check_generation_config(backbone: Backbone) -> None:

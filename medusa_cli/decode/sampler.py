@@ -53,7 +53,7 @@ def _top_k(scores: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     """Returns the k largest scores in descending order, including ties with the k-th, and their token ids."""
     values, ids = scores.topk(top_k, dim=-1)
     lowest = values[..., -1:]
-    count = int((scores >= lowest).sum(-1).max())
+    count = int(((scores >= lowest) & (scores > -torch.inf)).sum(-1).max())
     if count > top_k:
         values, ids = scores.topk(count, dim=-1)
         values = values.masked_fill(values < lowest, -torch.inf)
@@ -137,12 +137,11 @@ class Sampler:
 
     def sample(self, logits: Tensor, uniforms: Sequence[float]) -> list[int]:
         """Returns one token for each row of logits [n, V], chosen with the row's uniform number."""
-        # If a sequence has processors, they include temperature and truncation.
         ids: Tensor | None = None
-        if self.processors is None:
-            weights, ids = candidates(logits, self.sampling)
-        else:
+        if self.processors is not None and self.processors.truncates:
             weights = logits.softmax(-1)
+        else:
+            weights, ids = candidates(logits, self.sampling)
         if weights.device.type in WITHOUT_DOUBLE:
             weights = weights.cpu()
             ids = None if ids is None else ids.cpu()
