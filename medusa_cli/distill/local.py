@@ -46,8 +46,8 @@ class Outcome:
 def choose_batch_size(backbone: Backbone, settings: DistillRecipe, processes: int) -> int:
     """Returns how many conversations fit in the free memory, up to a maximum; logs the number if it is less.
 
-    Each conversation needs memory for its KV cache, with the rows of the largest CUDA graph. Unless
-    the device is a GPU, its hidden states need space in the same memory.
+    Each conversation needs memory for its KV cache, on a GPU with the rows of the largest graph.
+    Elsewhere, its hidden states need space in the same memory.
     """
     config = backbone.config
     shared = backbone.device.type != "cuda"
@@ -60,7 +60,8 @@ def choose_batch_size(backbone: Backbone, settings: DistillRecipe, processes: in
     if shared:
         position += config.hidden_size * (len(settings.taps) + 1) * backbone.dtype.itemsize
     largest = MAX_BATCH if shared else GPU_BATCH
-    count = max(1, min(largest, int(MEMORY_SHARE * free) // (position * (context + ROWS[-1]))))
+    rows = context if shared else context + ROWS[-1]
+    count = max(1, min(largest, int(MEMORY_SHARE * free) // (position * rows)))
     if count < largest:
         log.info(
             f"{count} conversations at a time: {free / 1e9:.1f} GB are free for their {context:,} positions each; "

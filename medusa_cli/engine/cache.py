@@ -115,5 +115,7 @@ class Cache:
         if slot != other and self.keys is not None and self.values is not None:
             used = max(self.lengths[slot], self.lengths[other])
             for buffer in (self.keys[..., :used, :], self.values[..., :used, :]):
-                buffer[:, [slot, other]] = buffer[:, [other, slot]]
+                part = buffer[:, slot].clone()
+                buffer[:, slot] = buffer[:, other]
+                buffer[:, other] = part
         self.lengths[slot], self.lengths[other] = self.lengths[other], self.lengths[slot]
