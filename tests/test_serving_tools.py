@@ -302,10 +302,10 @@ def test_responses_hold_the_same_calls(text: str, size: int) -> None:
     for start in range(0, len(text) + size, size):
         responses._add(text[start : start + size], last=start >= len(text))
     calls = [item for item in responses._items if item["type"] == "function_call"]
-    found = [(call["name"], json.loads(call["arguments"])) for call in calls]
+    named = [(call["name"], json.loads(call["arguments"])) for call in calls]
     messages = [item for item in responses._items if item["type"] == "message"]
     content = "".join(item["content"][0]["text"] for item in messages)
-    assert (content, found) == ANSWERS[text]
+    assert (content, named) == ANSWERS[text]
 
 
 @pytest.mark.parametrize("name", ["ARGUMENTS", "BARE_METAL", "NAME", "x_BARE_NAME_ARGUMENTS"])

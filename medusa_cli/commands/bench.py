@@ -178,11 +178,11 @@ def show(document: Document) -> None:
 
 def show_sweep(document: Document) -> None:
     form = ("{series}", "{x:g}", "{tokens_per_s:.1f}")
-    unknown = {"acceptance_length": ".2f", "overhead": ".3f", "nll": ".3f"}
+    optional = {"acceptance_length": ".2f", "overhead": ".3f", "nll": ".3f"}
     rows = [
         [
             *(cell.format(**row) for cell in form),
-            *("-" if row[key] is None else format(row[key], own) for key, own in unknown.items()),
+            *("-" if row[key] is None else format(row[key], own) for key, own in optional.items()),
         ]
         for row in sorted(document["points"], key=lambda row: (row["series"], row["x"]))
     ]

@@ -158,8 +158,10 @@ def converse(session: "Chat", show_accepted: bool) -> bool:
                 return failed
             if line.startswith("/"):
                 command(session, *line.partition(" ")[::2])
-            elif line and answer(session, line, show_accepted) and not typed:
-                raise typer.Exit(INTERRUPTED)
+            elif line:
+                stopped = answer(session, line, show_accepted)
+                if stopped and not typed:
+                    raise typer.Exit(INTERRUPTED)
         except EOFError:
             if typed:
                 console.err.print()

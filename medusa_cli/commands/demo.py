@@ -246,8 +246,8 @@ def answer_by_others(
 
     names = ["hf"]
     # With an adapter, the file holds another model.
-    alone = choice.adapter is None
-    if alone and has_package("xllamacpp") and gguf_path(choice.model) is not None:
+    in_file = choice.adapter is None and gguf_path(choice.model) is not None
+    if in_file and has_package("xllamacpp"):
         names.append("llama.cpp")
     questions = [Question(str(number), "demo", (text,)) for number, text in enumerate(QUESTIONS, 1)]
     loading = as_trained(loading, choice.trained)

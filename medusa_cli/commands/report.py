@@ -93,6 +93,7 @@ def report(
         name if names.count(name) == 1 else f"{name} {path.stem}"
         for name, path in zip(names, paths, strict=True)
     ]
+    # Files of one name in different folders are told apart by their paths.
     names = [
         name if names.count(name) == 1 else str(path)
         for name, path in zip(names, paths, strict=True)

@@ -153,9 +153,8 @@ class CudaGraphs:
         """Reserves the cache for the whole context if memory allows, because growth drops all graphs."""
         rows = context + ROWS[-1]
         needed = rows * self._cache.slots * engine.row_bytes
-        if rows > self._cache.capacity and needed < FREE_SHARE * free_memory(
-            engine.backbone.device
-        ):
+        free = free_memory(engine.backbone.device)
+        if rows > self._cache.capacity and needed < FREE_SHARE * free:
             self._cache.resize(rows)
 
     @property

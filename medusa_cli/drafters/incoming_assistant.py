@@ -5,8 +5,8 @@ from typing import Any
 from torch import Tensor
 
 from medusa_cli.errors import UserError
+from medusa_cli.files.io import nested
 from medusa_cli.files.mtp import LEVELS
-from medusa_cli.runs.run import nested
 
 TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 CLUSTERS = "masked_embedding."

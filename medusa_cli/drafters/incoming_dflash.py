@@ -8,8 +8,7 @@ from torch import Tensor
 
 from medusa_cli.drafters.incoming_eagle3 import AGAIN, Width, checked_map, levels
 from medusa_cli.errors import UserError, shown
-from medusa_cli.files.io import convert
-from medusa_cli.runs.run import nested
+from medusa_cli.files.io import convert, nested
 
 TYPES = ("dflash", "dspark")
 # Unused parts of checkpoints: the head for a slot's confidence, and the model's own matrices.

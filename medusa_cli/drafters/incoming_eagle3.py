@@ -8,8 +8,7 @@ from msgspec import Meta
 from torch import Tensor
 
 from medusa_cli.errors import UserError
-from medusa_cli.files.io import convert
-from medusa_cli.runs.run import nested
+from medusa_cli.files.io import convert, nested
 
 DEFAULT_METHOD = "default_proposal_method"
 AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"

@@ -24,7 +24,7 @@ _LEFTOVER = re.compile(re.escape(TEMPORARY) + r"[a-z0-9_]{8}\..+")
 _GAP = re.compile(r"[ \t\r\n,]*")
 T = TypeVar("T")
 Document = dict[str, Any]  # a JSON object
-# Limits of a document. A bench of a thousand long prompts reaches a third of MAX_BYTES.
+# Limits of a document. Benches hold all their questions and answers.
 MAX_BYTES = 64 << 20
 MAX_DEPTH = 64  # nesting depth of YAML
 BOM = b"\xef\xbb\xbf"  # with which some programs begin UTF-8 files
@@ -191,6 +191,11 @@ def read_object(path: Path, what: str = "") -> Document:
     if not isinstance(data, dict):
         raise UserError(f"{what} {path}".strip() + " holds no JSON object", AGAIN)
     return data
+
+
+def nested(value: Any) -> dict[str, Any]:
+    """Returns a nested object of a JSON document, or an empty dict for any other value."""
+    return value if isinstance(value, dict) else {}
 
 
 def read_as(path: Path, kind: type[T], what: str, remedy: str = AGAIN) -> T:

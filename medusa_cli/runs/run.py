@@ -15,6 +15,7 @@ from typing import Any
 from medusa_cli import __version__
 from medusa_cli.errors import UsageError, UserError, shown
 from medusa_cli.files.io import (
+    nested,
     read_as,
     read_text,
     restore,
@@ -358,8 +359,3 @@ def verifier_of(config: dict[str, Any]) -> str | None:
     """Returns the verifier model named in a speculators config, or None if it names none."""
     name = nested(nested(config.get("speculators_config")).get("verifier")).get("name_or_path")
     return name if isinstance(name, str) else None
-
-
-def nested(value: Any) -> dict[str, Any]:
-    """Returns a nested object of a config, or an empty dict for any other value."""
-    return value if isinstance(value, dict) else {}

@@ -111,12 +111,11 @@ def _time_steps(trainer: Trainer) -> float:
     """
     train = trainer.recipe.train
     if train.stage == 2:
-        last = trainer.steps - 1
         learning = (
             step
             for step in range(trainer.steps)
             if lambda_0(
-                step / max(1, last),
+                trainer.progress(step),
                 schedule=train.schedule,
                 peak=train.lambda_0,
                 share=train.heads_first,

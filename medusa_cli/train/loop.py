@@ -90,6 +90,10 @@ class Trainer:
     def steps(self) -> int:
         return len(self.groups)
 
+    def progress(self, step: int) -> float:
+        """Returns the fraction of the training that is done: 1 in the last step, and in the validation after it."""
+        return min(1.0, step / max(1, self.steps - 1))
+
     @property
     def positions(self) -> int:
         """Returns the number of positions in the whole training run, over all epochs."""
@@ -156,8 +160,7 @@ class Trainer:
     def _loss(self, items: list[Conversation]) -> BatchLoss:
         """Returns the loss of a micro-batch in this step."""
         train = self.recipe.train
-        # 1 in the last step, and in the validation after it.
-        progress = min(1.0, self.step / max(1, self.steps - 1))
+        progress = self.progress(self.step)
         with torch.autocast(
             self.backbone.device.type, torch.bfloat16, enabled=train.dtype == "bf16"
         ):
