@@ -21,6 +21,7 @@ from medusa_cli.api import GenerationOptions
 from medusa_cli.decode import AdaptivePolicy
 from medusa_cli.decode.sequence import DraftState
 from medusa_cli.errors import UsageError, UserError
+from medusa_cli.runs.resolve import _model_of
 from medusa_cli.tree import DynamicTree
 from tests.helpers import generate_plain, python, save_model, save_run, tokens_of
 
@@ -145,6 +146,15 @@ def test_a_tree_without_a_drafter_is_refused(place: Path) -> None:
     for words in ({"drafter": None}, {"lookup": True}):
         with pytest.raises(UsageError, match="tree"):
             Medusa.from_pretrained(place / "model", tree="static", **words)
+
+
+def test_a_drafter_of_another_tool_names_its_model(tmp_path: Path) -> None:
+    for config in (
+        {"medusa_num_heads": 2, "base_model_name_or_path": "org/model"},
+        {"speculators_config": {"verifier": {"name_or_path": "org/model"}}},
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert _model_of(tmp_path) == "org/model"
 
 
 def test_numbers_of_numpy_are_numbers(medusa: Medusa) -> None:

@@ -27,6 +27,7 @@ from medusa_cli.bench.run import answer_all, first_difference, save
 from medusa_cli.bench.stats import (
     Measurement,
     Result,
+    _rates,
     bootstrap,
     by_position,
     rate,
@@ -669,3 +670,16 @@ def test_no_file_of_the_reproduction_is_taken_for_a_measurement(tmp_path: Path) 
     measurements = [f"{name}.json" for name, _ in papers.benches(tmp_path, 1, 1)]
     written = {file.name for file in tmp_path.iterdir()}
     assert written and written.isdisjoint(measurements)
+
+
+def test_what_a_bench_cannot_compare_is_refused(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model")
+    words = ["bench", "--mt-bench", "--limit", "1", "--model", model, "--lookup"]
+    assert "--methods" in medusa(*words, exit_code=2).stderr  # there is no drafter
+
+
+@pytest.mark.parametrize(("name", "length"), [("hf", 1.0), ("hf-lookup", None)])
+def test_tokens_per_step_of_others_drafts_are_unknown(name: str, length: float | None) -> None:
+    answers = {method: Measurement([[1, 2]], seconds=1.0) for method in (name, "ar")}
+    result: Any = SimpleNamespace(answers=answers)
+    assert _rates([result], name, "ar")["acceptance_length"] == length
