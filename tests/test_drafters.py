@@ -121,9 +121,13 @@ def test_greedy_output_is_identical_in_every_family(family: str) -> None:
             )
 
 
-@pytest.mark.parametrize("kind", ["medusa", "hydra++-prompt", "eagle-draft"])
-def test_trees_that_grow_together_in_a_batch_change_no_answer(kind: str) -> None:
-    backbone = tiny_backbone(layers=4, engine="native")
+# Of the larger size, EAGLE's layer is the native one.
+@pytest.mark.parametrize(
+    ("kind", "hidden"),
+    [("medusa", 32), ("hydra++-prompt", 32), ("eagle-draft", 32), ("eagle-draft", 64)],
+)
+def test_trees_that_grow_together_in_a_batch_change_no_answer(kind: str, hidden: int) -> None:
+    backbone = tiny_backbone(layers=4, hidden=hidden, engine="native")
     rules = {"max_new_tokens": 30, "stop_ids": ()}
     prompts = [PROMPT, PROMPT[1:] + PROMPT[:1], PROMPT[:3]]
     answers = generate_batch(

@@ -69,6 +69,13 @@ def test_a_native_layer_computes_what_the_plain_one_does(own: dict[str, Any]) ->
         first, *rest = rows(9)
         later = [[end[0] + 1] * 3 for end in ends]
         outs.append(layer.extend(first, later, caches, *rest, masks=[below] * 3))
+        # The second tree does not grow further.
+        first, *rest = rows(3)
+        counts = [1, 0, 2]
+        last = [[end[0] + 2] * count for end, count in zip(ends, counts, strict=True)]
+        lowest = torch.tensor([[1, 0, 1, 0, 0, 1, 0], [0, 1, 0, 1, 0, 0, 1]]).bool()
+        masks = [lowest[:1, :6], lowest[:0, :5], lowest]
+        outs.append(layer.extend(first, last, caches, *rest, masks=masks))
         for cache, (end,) in zip(caches, ends, strict=True):
             cache.truncate(end)
         first, *rest = rows(450)

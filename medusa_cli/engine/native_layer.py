@@ -117,6 +117,16 @@ class NativeDecoderLayer(nn.Module):
         last: bool = False,
     ) -> Tensor:
         """Adds rows to the caches of B sequences as `DecoderLayer.extend` does, and returns the same output."""
+        if not all(map(len, positions)):
+            # The library takes no sequence without rows. Such a sequence has none in `x` either.
+            present = [i for i, own in enumerate(positions) if len(own)]
+            return self.extend(
+                x,
+                [positions[i] for i in present],
+                [caches[i] for i in present],
+                *embedded,
+                masks=None if masks is None else [masks[i] for i in present],
+            )
         if masks is None and max(map(len, positions)) > ROWS_AT_ONCE:
             outputs: dict[tuple[int, int], Tensor] = {}
             for i, part, piece in pieces(positions):
