@@ -124,6 +124,20 @@ def test_reuse_ends_at_a_limit_and_with_forgetting(monkeypatch: pytest.MonkeyPat
             decoder.clear_prefix_cache()
 
 
+def test_short_common_beginning_does_not_cost_a_long_text_its_slot(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    backbone = backbone_of("native")
+    decoder, rows = decoder_of(backbone, slots=2), counting(backbone, monkeypatch)
+    texts = [OPENING, [*OPENING[:2], 40, 41]]
+    for turn in range(3):
+        for number, prompt in enumerate(texts):
+            rows.clear()
+            tokens = tokens_of(answer(decoder, prompt, **RULES))
+            assert rows[0] == len(prompt) if not turn else rows[0] <= 2
+            texts[number] = [*prompt, *tokens, 7]
+
+
 def test_prompt_takes_a_free_slot_and_moves_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     backbone = backbone_of("native")
     decoder = decoder_of(backbone, slots=3)
@@ -170,6 +184,22 @@ def test_slot_with_the_longest_common_prefix_is_taken(
     assert all(count <= 2 for count in prefilled)
     for prompt, tokens in zip([*opened, *later], [*first, *second], strict=True):
         assert tokens == tokens_of(generate_plain(backbone, prompt, **RULES))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_turn_after_a_plain_one_runs_only_new_tokens(
+    kind: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backbone = backbone_of("native")
+    decoder = decoder_of(backbone, make(backbone, kind), STATIC)
+    rows = counting(backbone, monkeypatch)
+    prompt = OPENING
+    for speculative in (False, True):
+        rows.clear()
+        tokens = tokens_of(answer(decoder, prompt, speculative=speculative, **RULES))
+        assert speculative is False or rows[0] <= 3
+        assert tokens == tokens_of(generate_plain(backbone, prompt, **RULES))
+        prompt = [*prompt, *tokens, 21, 22]
 
 
 def test_cancelled_answer_stays_in_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:

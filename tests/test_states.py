@@ -175,6 +175,29 @@ def test_drafter_that_reads_the_last_token_again_makes_the_slot_begin_anew() -> 
     assert reused[0] == 0 and all(count in (0, len(prompt), len(text)) for count in reused[1:])
 
 
+@pytest.mark.parametrize("engine_name", ["eager", "native"])
+def test_prompt_that_fails_midway_leaves_no_states(
+    engine_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backbone = Backbone(tiny_network("qwen3_5_text"))
+    attach(backbone, engine_name)
+    decoder = decoder_of(backbone)
+    prompt = PROMPTS[1]
+    text = [*prompt, *tokens_of(answer(decoder, prompt, **RULES))[:-1], 9, 30]
+    expected = answer_of("qwen3_5_text", tuple(text))
+    run_pass = backbone.engine.run_pass
+
+    def fail(*what: Any) -> None:
+        run_pass(*what)  # the states advance, and a snapshot is taken
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(backbone.engine, "run_pass", fail)
+        with pytest.raises(MemoryError):
+            decoder.admit(Request(text, **RULES))
+    assert tokens_of(answer(decoder, text, **RULES)) == expected
+
+
 def test_large_states_cut_trees(monkeypatch: pytest.MonkeyPatch) -> None:
     backbone, prompt = backbone_of("qwen3_5_text"), PROMPTS[0]
     monkeypatch.setattr(eager, "NODE_STATES", 4 * backbone.engine._state_bytes)

@@ -270,7 +270,7 @@ class CudaGraphs:
         """
         drafter = _drafter_of(sequence)
         assert self._slots is not None
-        new = sequence.take_unread() if drafter.caches else sequence.unread[-1]
+        new = sequence.take_unread()
         cut = max(new.start, new.end - self._slots.rows)
         if cut > new.start:
             if drafter.caches:

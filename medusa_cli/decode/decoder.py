@@ -125,8 +125,11 @@ class Decoder:
         self._prefixes.take(sequence)
         try:
             step = yield from self._run_prompt(sequence)
-        except BaseException:  # an error, or the caller closed the iterator
+        except BaseException as reason:  # an error, or the caller closed the iterator
             sequence.cancel()
+            # A pass that did not end may have advanced the slot's running states.
+            if self.cache.stateful and not isinstance(reason, GeneratorExit):
+                self._prefixes.drop(sequence)
             raise
         yield sequence, step
 
@@ -313,7 +316,8 @@ class Decoder:
 
     def _check_memory(self, tokens: int) -> None:
         """Raises UserError if there is not enough memory for a cache of `tokens` tokens per slot."""
-        capacity = self.cache.grown(tokens + self.policy.size)
+        # The last token is not run.
+        capacity = self.cache.grown(tokens - 1 + self.policy.size)
         if capacity == self.cache.capacity:
             return
         # The old cache stays in memory until it has been copied.

@@ -34,37 +34,38 @@ class PrefixCache:
         return self._slots.index(sequence)
 
     def take(self, sequence: Sequence) -> None:
-        """Assigns a sequence the idle slot that shares the longest prefix with its prompt.
+        """Assigns an idle slot to a sequence, which takes over the rows of the prefix that both share.
 
-        The sequence takes over the rows of that prefix. At least the last token of the prompt is
-        left to run. Raises ValueError if no slot is idle.
+        It is the slot that saves most tokens of this prompt, less those that a later request could
+        have reused. At least the last token of the prompt is left to run. Raises ValueError if no
+        slot is idle.
         """
         prompt = sequence.request.prompt
         reuse = 0 if sequence.request.scores_prompt else sequence.request.reuse
         limit = len(prompt) - 1 if reuse is None else min(reuse, len(prompt) - 1)
 
         def share(slot: int) -> tuple[int, int]:
+            """Returns the number of tokens saved, less those lost, and the number saved."""
             previous = self._slots[slot]
             if previous is None:
                 return 0, 0
-            return min(shared_length(previous.tokens, prompt), limit), -len(previous.tokens)
+            common = shared_length(previous.tokens, prompt)
+            saved = self._cache.reusable(slot, min(common, limit))
+            return saved - (len(previous.tokens) - common), saved
 
         idle = [
             slot for slot, previous in enumerate(self._slots) if previous is None or previous.done
         ]
         if not idle:
             raise ValueError(f"all {len(self._slots)} slots are taken")
-        # Among slots that share the same number of tokens, `share` prefers the one with the
-        # shortest text: a later request may begin with the text of another slot.
         slot = max(idle, key=share)
-        shared = self._cache.reusable(slot, share(slot)[0])
-        sequence.reuse_prefix(self._slots[slot], shared, self._drafter)
+        sequence.reuse_prefix(self._slots[slot], share(slot)[1], self._drafter)
         # The drafter may have state for fewer tokens, and a recurrent state can be restored at only
         # a few positions.
         while (shared := self._cache.reusable(slot, sequence.reused)) < sequence.reused:
             sequence.reuse_prefix(self._slots[slot], shared, self._drafter)
-        self._slots[slot] = sequence
         self._cache.truncate(slot, sequence.reused)
+        self._slots[slot] = sequence
 
     def move_running_first(self) -> list[Sequence]:
         """Moves the running sequences to the first slots, because passes run over these.
@@ -77,6 +78,12 @@ class PrefixCache:
             self._cache.swap(slot, last)
             self._slots[slot], self._slots[last] = self._slots[last], self._slots[slot]
         return running
+
+    def drop(self, sequence: Sequence) -> None:
+        """Empties the slot of a sequence."""
+        slot = self.slot_of(sequence)
+        self._slots[slot] = None
+        self._cache.truncate(slot, 0)
 
     def clear(self) -> None:
         """Drops the cached prefixes of idle slots."""

@@ -103,8 +103,8 @@ class Sequence:
 
     A finished sequence is the cached prefix of its slot. tokens: those whose rows are in the slot.
     root: the next token, which is decided but not yet in the cache. drafter: a fork with this
-    sequence's state. unread: tokens that the drafter has not read; if nothing is drafted, those of the
-    last step. draft: the draft policy's state for the sequence. reused: the number of prompt tokens
+    sequence's state. unread: tokens that the drafter has not read; those of the last step, unless the
+    drafter reads every step. draft: the draft policy's state for the sequence. reused: the number of prompt tokens
     that the slot already held. `number` selects the random stream.
     """
 
@@ -201,6 +201,9 @@ class Sequence:
         )
         self.tokens += accepted.tokens
         self.root = accepted.bonus
-        drafts = self.drafter is not None and self.request.speculative
-        self.unread = [*self.unread, new] if drafts else [new]
+        # A drafter that reads every step may draft in the next turn, even if this request is plain.
+        if self.drafter is not None and self.drafter.reads_every_step:
+            self.unread.append(new)
+        else:
+            self.unread = [new]
         return self.stop.truncate([*accepted.tokens[1:], accepted.bonus])

@@ -147,6 +147,11 @@ class Drafter(nn.Module, ABC):
     reads_cache: ClassVar[bool] = False  # reads the backbone's own keys and values
     num_heads: int
 
+    @property
+    def reads_every_step(self) -> bool:
+        """Returns True if it must read the states of all steps, and False if those of the last step suffice."""
+        return False
+
     def first_input(self, prompt: NewTokens) -> NewTokens:
         """Returns the prompt tokens that the drafter needs, by default the last one."""
         return prompt.last()

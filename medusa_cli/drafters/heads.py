@@ -176,6 +176,10 @@ class HeadDrafter(Scoring):
         return prompt if self.sees_prompt else prompt.last()
 
     @property
+    def reads_every_step(self) -> bool:
+        return bool(self.caches)
+
+    @property
     def decoder_layers(self) -> list[DecoderLayer]:
         """Returns the layers that `caches` belong to, in order."""
         return [module for module in self.modules() if isinstance(module, DecoderLayer)]

@@ -40,6 +40,11 @@ class Cache:
         return like.new_zeros(*shape, dim), like.new_zeros(*shape, value_dim)
 
     @property
+    def stateful(self) -> bool:
+        """Returns True if slots have running states besides rows."""
+        return False
+
+    @property
     def nbytes(self) -> int:
         """Returns the size of the buffers in bytes, including free rows."""
         return sum(buffer.nbytes for buffer in (self.keys, self.values) if buffer is not None)

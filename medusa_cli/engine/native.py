@@ -134,11 +134,6 @@ class NativeEngine(Engine):
         logits, best = self._scores(final if plan.logits == "all" else final[:, -1:])
         return Output(logits, hidden, extra, best)
 
-    @property
-    def stateful(self) -> bool:
-        """Returns True if slots cannot be truncated to an arbitrary length."""
-        return self.model.description.places("delta_net") > 0
-
     def _refuse_extra_rows(self) -> None:
         if any(MIXERS[names.mixer] != "attention" for names in self.model.description.layers):
             raise UserError(
@@ -370,9 +365,10 @@ class NativeCache(StateCache):
         self.pending = torch.empty(0)
         if self._delta_layers:
             self.states[DELTA_STATES] = torch.zeros(slots, self._delta_layers, model.delta_state)
-        self._make(self.capacity)
+        self.keys, self.values, self.inputs = self._zeros(self.capacity)
 
-    def _make(self, capacity: int) -> None:
+    def _zeros(self, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns new keys, values and inputs of short convolutions."""
         struct = self.model.struct
         description = self.model.description
         keys = torch.zeros(self.layers, self.slots, struct.key_width * capacity)
@@ -380,9 +376,7 @@ class NativeCache(StateCache):
         convolutions = description.places("short_conv")
         hidden = description.sizes["hidden"]
         inputs = torch.zeros(convolutions, self.slots, capacity, hidden)
-        # If memory ran out above, the cache is as before.
-        self.keys, self.values, self.inputs = keys, values, inputs
-        self.capacity = capacity
+        return keys, values, inputs
 
     @property
     def buffers(self) -> CacheBuffers:
@@ -407,26 +401,32 @@ class NativeCache(StateCache):
     def at(self, place: int) -> tuple[Tensor, Tensor]:
         """Returns the keys [S, KV, C / 16, D, 16] and values [S, KV, C, D padded to 16] at a place."""
         assert self.keys is not None and self.values is not None
+        return self._at(place, self.keys, self.values, self.capacity)
+
+    def _at(self, place: int, keys: Tensor, values: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
         kv, dim = self.shapes[place]
         wide = padded(dim, TILE)
-        keys = self.keys[place, :, : kv * dim * self.capacity]
-        values = self.values[place, :, : kv * wide * self.capacity]
         return (
-            keys.unflatten(1, (kv, self.capacity // TILE, dim, TILE)),
-            values.unflatten(1, (kv, self.capacity, wide)),
+            keys[place, :, : kv * dim * capacity].unflatten(1, (kv, capacity // TILE, dim, TILE)),
+            values[place, :, : kv * wide * capacity].unflatten(1, (kv, capacity, wide)),
         )
 
     def resize(self, capacity: int) -> None:
-        before = [self.at(place) for place in range(self.layers)]
-        inputs = self.inputs
+        capacity = padded(capacity, TILE)
+        keys, values, inputs = self._zeros(capacity)
         length = max(self.lengths)
         used = padded(length, TILE)
-        self._make(padded(capacity, TILE))
-        for place, (keys, values) in enumerate(before):
+        for place in range(self.layers):
             own_keys, own_values = self.at(place)
-            own_keys[:, :, : used // TILE] = keys[:, :, : used // TILE]
-            own_values[:, :, :used] = values[:, :, :used]
-        self.inputs[..., :length, :] = inputs[..., :length, :]
+            new_keys, new_values = self._at(place, keys, values, capacity)
+            new_keys[:, :, : used // TILE] = own_keys[:, :, : used // TILE]
+            new_values[:, :, :used] = own_values[:, :, :used]
+        inputs[..., :length, :] = self.inputs[..., :length, :]
+        # Assigned last: if memory runs out or the user interrupts, the cache stays as it was.
+        self.keys = keys
+        self.values = values
+        self.inputs = inputs
+        self.capacity = capacity
 
     def reserve_pending(self, rows: int) -> None:
         """Makes room for a tree of `rows` rows in every slot."""

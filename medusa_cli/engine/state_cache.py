@@ -37,6 +37,10 @@ class StateCache(Cache):
         self._snapshots: list[list[Snapshot]] = [[] for _ in range(slots)]
 
     @property
+    def stateful(self) -> bool:
+        return bool(self.states)
+
+    @property
     def nbytes(self) -> int:
         snapshots = [snapshot.states for of_slot in self._snapshots for snapshot in of_slot]
         held = [self.states, *snapshots]
@@ -65,10 +69,11 @@ class StateCache(Cache):
         return max(place for place in places if place <= rows)
 
     def truncate(self, slot: int, length: int) -> None:
+        # A failed pass may have left a snapshot of rows that the slot does not have.
+        self._snapshots[slot] = [
+            snapshot for snapshot in self._snapshots[slot] if snapshot.length <= length
+        ]
         if self.states and length < self.lengths[slot]:
-            self._snapshots[slot] = [
-                snapshot for snapshot in self._snapshots[slot] if snapshot.length <= length
-            ]
             self._restore(slot, length)
         super().truncate(slot, length)
 
