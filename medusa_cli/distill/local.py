@@ -86,7 +86,8 @@ def answer_locally(
     taps = with_last_layer(settings.taps)
     context = min(settings.context, backbone.max_positions)
     decoder = Decoder(backbone, slots=len(slots), taps=taps, context=context)
-    if context > decoder.cache.capacity:
+    needed = count * context * backbone.engine.row_bytes
+    if context > decoder.cache.capacity and needed <= free_memory(backbone.device):
         # At once: while a cache grows, the old one takes memory, too.
         decoder.cache.resize(context)
     while True:
