@@ -83,6 +83,8 @@ def has_cuda() -> bool:
         return False
     try:
         torch.ones(1, device="cuda").sum().item()
+    except torch.OutOfMemoryError:  # another program has it, which is said when the model is loaded
+        return True
     except (RuntimeError, AssertionError) as reason:  # such as "no kernel image is available"
         log.warning("the GPU cannot run this torch's kernels (%s)", first_line(reason))
         return False

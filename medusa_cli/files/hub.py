@@ -1,6 +1,7 @@
 """Downloads folders from the model hub, and uploads folders to it."""
 
 import logging
+import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -205,8 +206,10 @@ def push_folder(folder: Path, name: str, private: bool) -> str:
 
     Files with other names stay in the repository. Raises UserError if the hub refuses or cannot be reached.
     """
-    from huggingface_hub import HfApi
+    from huggingface_hub import HfApi, constants
 
+    if "HF_HUB_OFFLINE" not in os.environ:  # the hub may be back since the model was loaded
+        constants.HF_HUB_OFFLINE = False
     api = HfApi()
     with _refusals(name):
         api.create_repo(name, private=private or None, exist_ok=True)
