@@ -359,6 +359,8 @@ def test_fully_tuned_model_gets_a_run_of_its_own(
     with pytest.raises(ZeroDivisionError):
         _tuned_run(backbone, Run(Path(run)))
     assert {path: path.read_bytes() for path in tuned.rglob("*") if path.is_file()} == before
+    moved = tuned.rename(Path(run) / "elsewhere")
+    assert Run(moved).model == str(moved / "model")
 
 
 def test_length_without_a_token_to_learn_is_refused(place: tuple[str, str], tmp_path: Path) -> None:

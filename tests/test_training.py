@@ -339,7 +339,9 @@ def test_start_by_mistake_costs_neither_checkpoint_nor_log_nor_recipe(
         earlier_path(run.path / name).replace(run.path / name)
     medusa(*words_of(run, model, "--resume"))
     before = {name: (run.path / name).read_bytes() for name in names}
-    stop_at(1, signal.SIGINT, monkeypatch, *words_of(run, model), exit_code=130)
+    for seed in (1, 2):
+        words = words_of(run, model, f"train.seed={seed}")
+        stop_at(1, signal.SIGINT, monkeypatch, *words, exit_code=130)
     for name in names:
         assert earlier_path(run.path / name).read_bytes() == before[name]
     kill_at(6, monkeypatch, *words_of(run, model))  # after a regular checkpoint

@@ -335,7 +335,13 @@ class Run:
     def model(self) -> str | None:
         """Returns the name of the run's model, else of the enclosing run's."""
         owner = self.owner or Run(self.data_path.parent).owner
-        return None if owner is None else str(owner["id"])
+        if owner is None:
+            return None
+        name = str(owner["id"])
+        # A fully tuned model lies in its run, which may have been moved.
+        tuned = self.path / "model"
+        was_moved = os.path.isabs(name) and not os.path.exists(name)
+        return str(tuned) if was_moved and tuned.is_dir() else name
 
     def bind(self, identity: dict[str, Any]) -> None:
         """Binds the run to a model at its first use; raises UserError if it belongs to another model."""

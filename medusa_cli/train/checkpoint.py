@@ -80,10 +80,16 @@ def set_aside(run: Run) -> None:
     """Renames the files of an earlier training run, so that a run replaced by mistake can be restored.
 
     The new run deletes them at its first regular checkpoint or at its end, but not if it is stopped before.
+    In that case, the next run deletes the files of the stopped one instead.
     """
+    stopped_early = earlier_path(checkpoint_path(run)).is_file()
     if checkpoint_path(run).is_file():
         for path in _files(run):
-            if path.is_file():
+            if not path.is_file():
+                continue
+            if stopped_early:
+                path.unlink()
+            else:
                 path.replace(earlier_path(path))
     # A run that was killed before its first checkpoint may have left one.
     best_path(run).unlink(missing_ok=True)
