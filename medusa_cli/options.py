@@ -181,6 +181,15 @@ class LoadFlags(LoadOptions):
     trust_remote_code: TrustRemoteCode = False
     rows: Annotated[str, _loading("--rows TYPE", _ROWS, show_default=True)] = "auto"
 
+    @property
+    def given(self) -> list[str]:
+        """Returns the flags whose values are not the defaults."""
+        return [
+            f"--{field.name.replace('_', '-')}"
+            for field in fields(self)
+            if getattr(self, field.name) != field.default
+        ]
+
     def of(self, model: str) -> str:
         """Returns a model's name for messages, with a note if the model's own code is trusted."""
         return (

@@ -449,11 +449,13 @@ def likelihood(backbone: Backbone, results: Sequence[Result]) -> dict[str, dict[
         for result in results:
             prompt = result.prompts[0]
             answer = result.answers[name].turns[0]
-            ids = torch.tensor([*prompt, *answer], device=backbone.device)
-            logits = backbone.engine.forward(
-                Plan.chain(ids, logits="all"), backbone.engine.new_cache()
-            ).logits[0]
-            for token in likelihoods(logits[len(prompt) - 1 :], answer, 1):
+            cache = backbone.engine.new_cache()
+            # A whole prompt's logits would take gigabytes.
+            if len(prompt) > 1:
+                backbone.engine.forward(Plan.chain(prompt[:-1], logits="none"), cache)
+            rest = Plan.chain([prompt[-1], *answer[:-1]], logits="all")
+            logits = backbone.engine.forward(rest, cache).logits[0]
+            for token in likelihoods(logits, answer, 1):
                 nll -= token.logprob
                 same += token.token == token.top[0][0]
             count += len(answer)

@@ -102,6 +102,11 @@ def bench(
     points = sweeps.parse_values(sweep, values) if sweep is not None else []
     for name in given.intersection(sweeps.AXES[sweep].replaces if sweep is not None else ()):
         raise UsageError(f"--{name.replace('_', '-')} is set by --sweep {sweep}", "leave it out")
+    if sweep == "epsilon" and sampling.temperature == 0:
+        raise UsageError(
+            "--temperature 0 samples nothing, so --sweep epsilon has no effect",
+            "leave it out, which means 0.7",
+        )
     peers = parse_peers(peer or [])
     names = split_names(methods or ("hf,ar,medusa" if sweep is None else "ar,medusa"))
     names += [name for name in peers if name not in names]

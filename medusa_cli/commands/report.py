@@ -82,8 +82,9 @@ def report(
             f"--output {output} is not the name of a page", "give one that ends in .html"
         )
     paths = [find_bench(name) for name in runs]
-    for path in dict.fromkeys(paths):
-        judging.grade(path, read_bench(path))
+    documents = {path: read_bench(path) for path in paths}
+    for path, document in documents.items():
+        judging.grade(path, document)
     names = [
         path.resolve().parent.parent.name if path.parent.name == "bench" else path.stem
         for path in paths
@@ -103,7 +104,10 @@ def report(
     )
     written = write_report(dict(zip(names, paths, strict=True)), output or default)
     if printing.json:
-        console.emit_json({"written": [str(path) for path in written]})
+        grades = {
+            name: documents[path].get("judge") for name, path in zip(names, paths, strict=True)
+        }
+        console.emit_json({"written": [str(path) for path in written], "grades": grades})
     for path in written:
         console.result(f"report: {path}")
 

@@ -75,11 +75,13 @@ def tree(
 
     options.check_beside_picture(output)
     sources = {"--budget": budget, "--shape": shape, "--choices": choices}
-    given = [flag for flag, value in sources.items() if value is not None]
-    if len(given) > 1:
-        raise UsageError(f"{' and '.join(given)} exclude each other", "give one of them")
-    if measure and budget != "auto":
-        raise UsageError("--measure has no effect without --budget auto", "leave it out")
+    used_sources = [flag for flag, value in sources.items() if value is not None]
+    if len(used_sources) > 1:
+        raise UsageError(f"{' and '.join(used_sources)} exclude each other", "give one of them")
+    if budget != "auto":
+        given = ["--measure"] if measure else loading.given
+        if given:
+            raise UsageError(f"{given[0]} has no effect without --budget auto", "leave it out")
     widths = parse_shape(shape) if shape is not None else None
     target, known, source = find_calibration(run, calibration)
     if target is not None and output is None:
