@@ -287,15 +287,6 @@ class Medusa:
             raise UsageError(fault, "give them to Medusa.request")
         return prompt
 
-    def chat(
-        self,
-        messages: Sequence[Mapping[str, str]],
-        options: GenerationOptions | None = None,
-        **changes: Any,
-    ) -> Answer:
-        """Returns the answer to a conversation's last message. Later turns process only the new tokens."""
-        return self.generate(messages, _with(options, "chat", changes))
-
     def batch(
         self,
         prompts: Sequence[Prompt],

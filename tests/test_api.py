@@ -216,7 +216,7 @@ def test_arrays_are_prompts(medusa: Medusa, array: Callable[[list], Any]) -> Non
     assert answers[0].tokens == tokens != answers[1].tokens
 
 
-@pytest.mark.parametrize("method", ["stream", "astream", "generate", "chat", "batch"])
+@pytest.mark.parametrize("method", ["stream", "astream", "generate", "batch"])
 def test_an_unknown_keyword_names_the_method(medusa: Medusa, method: str) -> None:
     call: Any = getattr(medusa, method)
     with pytest.raises(TypeError, match=rf"Medusa\.{method}\(\).*'max_tokens'"):

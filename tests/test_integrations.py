@@ -63,7 +63,7 @@ def test_gradio(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     *_, last = shown[0]("w3", turns)
     messages = [turns[0], {"role": "assistant", "content": "w2"}, {"role": "user", "content": "w3"}]
-    assert last == names["medusa"].chat(messages, max_new_tokens=200).text
+    assert last == names["medusa"].generate(messages, max_new_tokens=200).text
 
 
 def test_fastapi() -> None:

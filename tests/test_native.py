@@ -39,7 +39,6 @@ from medusa_cli.native import (
     library,
 )
 from medusa_cli.native.library import LIBRARY
-from medusa_cli.native.matrix import facts
 from medusa_cli.runs.load_options import LoadOptions
 from medusa_cli.tree import DynamicTree, Tree
 from tests.helpers import (
@@ -121,7 +120,7 @@ def random_matrix(format: Format, outputs: int, inputs: int) -> RawMatrix:
     if format == Format.BF16:
         return RawMatrix.of((values.view(np.uint32) >> 16).astype(np.uint16))
     rows = chance.integers(0, 256, (outputs, format.row_bytes(inputs)), dtype=np.uint8)
-    blocks = rows.reshape(outputs, -1, facts(format).file_bytes)
+    blocks = rows.reshape(outputs, -1, format.file_bytes)
     for place in SCALES[format]:
         scales = (chance.random((*blocks.shape[:2], 1)) * 0.01 + 0.001).astype(np.float16)
         blocks[:, :, place : place + 2] = scales.view(np.uint8)
@@ -166,7 +165,7 @@ def test_a_packed_matrix_holds_the_numbers_that_gguf_reads(format: Format, outpu
 def test_a_product_is_that_of_its_numbers_and_of_the_same_bits_with_all_instructions(
     format: Format,
 ) -> None:
-    inputs = 768 if 800 % facts(format).block else 800
+    inputs = 768 if 800 % format.block else 800
     raw, x = random_matrix(format, 100, inputs), random_rows(45, inputs)
     bias = random_rows(1, 100)[0]
     expected = x.astype(np.float64) @ raw.floats().astype(np.float64).T + bias

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from medusa_cli.drafters.layer_cache import LayerCache
+from medusa_cli.drafters.layer_rows import LayerRows
 from medusa_cli.drafters.layers import DecoderLayer
 from medusa_cli.engine import native_layer
 from medusa_cli.engine.linear import packed_copy
@@ -55,7 +55,7 @@ def test_a_native_layer_computes_what_the_plain_one_does(own: dict[str, Any]) ->
         The caches grow, and the last positions are beyond the first rotary table.
         """
         torch.manual_seed(1)
-        caches = [LayerCache() for _ in range(3)]
+        caches = [LayerRows() for _ in range(3)]
         counts = [5, 70, 1]
         places = [range(count) for count in counts]
         outs = [
@@ -94,8 +94,8 @@ def test_a_native_layer_computes_what_the_plain_one_does(own: dict[str, Any]) ->
 def test_a_native_layer_gives_a_sequence_the_same_bits_in_a_batch() -> None:
     layer = packed_copy(busy_layer(embeddings=True))
     first, second, embedded, others = torch.randn(4, 20, 64)
-    alone = layer.extend(first, [range(20)], [LayerCache()], embedded)
-    places, caches = [range(20), range(20)], [LayerCache(), LayerCache()]
+    alone = layer.extend(first, [range(20)], [LayerRows()], embedded)
+    places, caches = [range(20), range(20)], [LayerRows(), LayerRows()]
     batch = layer.extend(torch.cat([second, first]), places, caches, torch.cat([others, embedded]))
     assert torch.equal(batch[20:], alone)
 
@@ -109,9 +109,9 @@ def test_long_chains_are_added_in_pieces_with_the_same_bits(
     outputs, ends, caches = [], [], []
     for rows in (100, 8):
         monkeypatch.setattr(native_layer, "ROWS_AT_ONCE", rows)
-        caches.append([LayerCache(), LayerCache()])
+        caches.append([LayerRows(), LayerRows()])
         outputs.append(layer.extend(states, places, caches[-1], embedded))
-        fresh = [LayerCache(), LayerCache()]
+        fresh = [LayerRows(), LayerRows()]
         ends.append(layer.extend(states, places, fresh, embedded, last=True))
     assert torch.equal(*outputs) and torch.equal(*ends)
     assert torch.equal(ends[0], outputs[0][[4, 44]])
@@ -124,13 +124,13 @@ def test_a_layer_whose_sizes_fill_no_tiles_is_not_native() -> None:
     packed = packed_copy(plain)
     assert isinstance(packed, DecoderLayer)
     states = torch.randn(5, 48)
-    ours, theirs = (part.extend(states, [range(5)], [LayerCache()]) for part in (packed, plain))
+    ours, theirs = (part.extend(states, [range(5)], [LayerRows()]) for part in (packed, plain))
     assert (ours - theirs).norm() < 0.2 * theirs.norm()
 
 
 def test_rows_beyond_a_cache_are_refused() -> None:
     layer = packed_copy(busy_layer())
-    cache = LayerCache()
+    cache = LayerRows()
     cache.room = lambda *own: [torch.zeros(1, 0, 16)] * 2  # type: ignore[method-assign]
     with pytest.raises(ValueError, match="internal"):
         layer.extend(torch.randn(2, 64), [range(2)], [cache])

@@ -53,7 +53,7 @@ def test_the_answer_is_streamed_and_the_conversation_goes_on(page: Browser, serv
     page.until("running === null && messages.length === 4")
     sent = page.run("messages")
     assert [message["role"] for message in sent] == ["user", "assistant"] * 2
-    alone = served.server._scheduler._medusa.chat(sent[:3], max_new_tokens=20)
+    alone = served.server._scheduler._medusa.generate(sent[:3], max_new_tokens=20)
     assert sent[3]["content"] == alone.text
     assert page.run("[...document.querySelectorAll('.assistant')].at(-1).textContent") == alone.text
 

@@ -5,6 +5,7 @@ import http.client
 import itertools
 import json
 import logging
+import re
 import shutil
 import socket
 import ssl
@@ -824,14 +825,12 @@ def test_events_are_ascii_because_clients_end_lines_at_other_characters(
 def test_metrics_count_requests_and_tokens(medusa: Medusa) -> None:
     with serving(medusa) as server:
         usages = [
-            server.post({"model": MODEL, "prompt": IDS, "max_tokens": 20})[2]["usage"]
+            server.post({"model": MODEL, "prompt": IDS, "max_tokens": 4})[2]["usage"]
             for _ in range(3)
         ]
         server.post("{")
         numbers = {
             "generated_tokens_total": sum(usage["completion_tokens"] for usage in usages),
-            "drafted_tokens_total": sum(usage["medusa"]["drafted_tokens"] for usage in usages),
-            "accepted_tokens_total": sum(usage["medusa"]["accepted_tokens"] for usage in usages),
             "prompt_tokens_total": 3 * len(IDS),
             "prompt_tokens_reused_total": 2 * (len(IDS) - 1),
             "request_seconds_count": 3,
@@ -840,6 +839,10 @@ def test_metrics_count_requests_and_tokens(medusa: Medusa) -> None:
         }
         assert {name: server.number(f"medusa_{name}") for name in numbers} == numbers
         text = server.request("GET", "/metrics")[2]
+        for name, field in (("draft", "drafted_tokens"), ("accepted", "accepted_tokens")):
+            count = sum(usage["medusa"][field] for usage in usages)
+            family = rf"vllm:spec_decode_num_{name}_tokens_total{{.*}} {float(count)}"
+            assert re.search(family, text), family
         assert 'medusa_http_responses_total{code="400",path="/v1/completions"} 1.0' in text
 
 

@@ -28,25 +28,22 @@ from medusa_cli.tree import Draft
 # Fields of a generation config that generate() reads, with their neutral values. Processors apply
 # in every mode, warpers only in exact sampling.
 PROCESSORS: dict[str, Any] = {
-    **{
-        "repetition_penalty": 1.0,
-        "encoder_repetition_penalty": 1.0,
-        "exponential_decay_length_penalty": None,
-    },
-    **{
-        "no_repeat_ngram_size": 0,
-        "encoder_no_repeat_ngram_size": 0,
-        "bad_words_ids": None,
-        "sequence_bias": None,
-    },
-    **{
-        "suppress_tokens": None,
-        "begin_suppress_tokens": None,
-        "min_length": 0,
-        "min_new_tokens": 0,
-    },
-    **{"forced_bos_token_id": None, "forced_eos_token_id": None, "remove_invalid_values": False},
-    **{"renormalize_logits": False, "watermarking_config": None},
+    "repetition_penalty": 1.0,
+    "encoder_repetition_penalty": 1.0,
+    "exponential_decay_length_penalty": None,
+    "no_repeat_ngram_size": 0,
+    "encoder_no_repeat_ngram_size": 0,
+    "bad_words_ids": None,
+    "sequence_bias": None,
+    "suppress_tokens": None,
+    "begin_suppress_tokens": None,
+    "min_length": 0,
+    "min_new_tokens": 0,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "remove_invalid_values": False,
+    "renormalize_logits": False,
+    "watermarking_config": None,
 }
 WARPERS: dict[str, Any] = {
     "min_p": 0.0,
@@ -58,31 +55,26 @@ WARPERS: dict[str, Any] = {
 # Only the caller sets these: a model's generation config does not choose the sampling or the length
 # of the answer.
 CALLERS: dict[str, Any] = {
-    **{
-        "do_sample": False,
-        "temperature": 1.0,
-        "top_k": 50,
-        "top_p": 1.0,
-        "max_length": 20,
-        "max_new_tokens": None,
-    }
+    "do_sample": False,
+    "temperature": 1.0,
+    "top_k": 50,
+    "top_p": 1.0,
+    "max_length": 20,
+    "max_new_tokens": None,
 }
 # Not supported: other search methods, other stop criteria and additional model passes.
 NOT_DONE: dict[str, Any] = {
-    **{
-        "num_beams": 1,
-        "num_beam_groups": 1,
-        "penalty_alpha": None,
-        "dola_layers": None,
-        "constraints": None,
-    },
-    **{
-        "force_words_ids": None,
-        "guidance_scale": 1.0,
-        "token_healing": False,
-        "num_return_sequences": 1,
-    },
-    **{"stop_strings": None, "max_time": None},
+    "num_beams": 1,
+    "num_beam_groups": 1,
+    "penalty_alpha": None,
+    "dola_layers": None,
+    "constraints": None,
+    "force_words_ids": None,
+    "guidance_scale": 1.0,
+    "token_healing": False,
+    "num_return_sequences": 1,
+    "stop_strings": None,
+    "max_time": None,
 }
 PENALTY_LIMIT = 2.0  # the limit of the OpenAI API's penalties
 log = logging.getLogger(__name__)

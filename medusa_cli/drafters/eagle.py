@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from medusa_cli.drafters.base import Batch, NewTokens, check_layers, with_last_layer
 from medusa_cli.drafters.expansion import Frontier, draft_by_level
 from medusa_cli.drafters.heads import HeadDrafter, HeadsConfig
-from medusa_cli.drafters.layer_cache import LayerCache
+from medusa_cli.drafters.layer_rows import LayerRows
 from medusa_cli.drafters.layers import DecoderLayer, Padding, identity_, normed
 from medusa_cli.drafters.slots import NewTensors, fill_by_level
 from medusa_cli.model import Backbone
@@ -71,7 +71,7 @@ class LayerDrafter(HeadDrafter):
         self,
         states: Tensor,
         positions: Sequence[Sequence[int]],
-        caches: Sequence[LayerCache],
+        caches: Sequence[LayerRows],
         embedded: Tensor,
         *,
         masks: Sequence[Tensor] | None = None,
@@ -222,7 +222,7 @@ class Eagle(LayerDrafter):
         self,
         states: Tensor,
         positions: Sequence[Sequence[int]],
-        caches: Sequence[LayerCache],
+        caches: Sequence[LayerRows],
         embedded: Tensor,
         *,
         masks: Sequence[Tensor] | None = None,

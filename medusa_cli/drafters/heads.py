@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from medusa_cli.drafters.base import Batch, NewTokens
-from medusa_cli.drafters.layer_cache import LayerCache
+from medusa_cli.drafters.layer_rows import LayerRows
 from medusa_cli.drafters.layers import DecoderLayer, TokenBias
 from medusa_cli.drafters.scoring import Scoring
 from medusa_cli.drafters.slots import NewTensors
@@ -98,7 +98,7 @@ class HeadDrafter(Scoring):
     drafts_in_graphs: ClassVar[bool] = False  # `fill` drafts within a CUDA graph
     sees_prompt: bool = False  # its decoder layers see a conversation from the start
     config: HeadsConfig
-    caches: list[LayerCache]  # the rows of its sequence, per decoder layer
+    caches: list[LayerRows]  # the rows of its sequence, per decoder layer
 
     def __init__(self, config: HeadsConfig) -> None:
         super().__init__()
@@ -193,7 +193,7 @@ class HeadDrafter(Scoring):
 
     def truncate(self, length: int) -> int:
         if not length or not self.sees_prompt:  # forks do not share caches
-            self.caches = [LayerCache() for _ in self.decoder_layers]
+            self.caches = [LayerRows() for _ in self.decoder_layers]
             return length
         # If the last row has read the token after it, it is dropped: that token may differ now.
         end = min(cache.truncate(length - self.reads_next) for cache in self.caches)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from medusa_cli.device import upload
-from medusa_cli.drafters.layer_cache import LayerCache, whole_mask
+from medusa_cli.drafters.layer_rows import LayerRows, whole_mask
 from medusa_cli.engine.attention import behind, columns_read, reads_by_length, visible_behind
 from medusa_cli.model.attention import additive
 
@@ -274,7 +274,7 @@ class DecoderLayer(SelfAttention):
         self,
         x: Tensor,
         positions: Sequence[Sequence[int]],
-        caches: Sequence[LayerCache],
+        caches: Sequence[LayerRows],
         *embedded: Tensor,
         masks: Sequence[Tensor] | None = None,
         last: bool = False,

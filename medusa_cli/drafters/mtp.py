@@ -17,7 +17,7 @@ from medusa_cli.device import upload
 from medusa_cli.drafters.base import Batch
 from medusa_cli.drafters.eagle import LayerDrafter
 from medusa_cli.drafters.heads import HeadDrafter, HeadsConfig
-from medusa_cli.drafters.layer_cache import LayerCache, whole_mask
+from medusa_cli.drafters.layer_rows import LayerRows, whole_mask
 from medusa_cli.drafters.layers import Padding, last_of
 from medusa_cli.engine.native_layer import ROWS_AT_ONCE, pieces
 from medusa_cli.errors import UserError, first_line, shown
@@ -94,7 +94,7 @@ class MtpLayer(nn.Module):
 class CachedRows:
     """Provides a layer with the rows of B sequences, one after another, and stores new rows in their caches."""
 
-    def __init__(self, caches: Sequence[LayerCache], positions: Sequence[Sequence[int]]) -> None:
+    def __init__(self, caches: Sequence[LayerRows], positions: Sequence[Sequence[int]]) -> None:
         self._caches = caches
         self._positions = positions
 
@@ -205,7 +205,7 @@ class Mtp(TransformersDrafter, LayerDrafter):
         self,
         states: Tensor,
         positions: Sequence[Sequence[int]],
-        caches: Sequence[LayerCache],
+        caches: Sequence[LayerRows],
         embedded: Tensor,
         *,
         masks: Sequence[Tensor] | None = None,

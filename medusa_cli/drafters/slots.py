@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from medusa_cli.drafters.expansion import Frontier, Guess
-from medusa_cli.drafters.layer_cache import LayerCache
+from medusa_cli.drafters.layer_rows import LayerRows
 from medusa_cli.drafters.layers import DecoderLayer, SlotRows
 from medusa_cli.tree.tensors import TreeTensors
 
@@ -72,9 +72,9 @@ class LayerSlots:
             layer.new_rows(2, slots, layer.heads, capacity, layer.head_dim) for layer in layers
         ]
         self._views = [buffer.unbind(1) for buffer in self.buffers]
-        self._owners: list[Sequence[LayerCache]] = [()] * slots
+        self._owners: list[Sequence[LayerRows]] = [()] * slots
 
-    def take(self, slot: int, caches: Sequence[LayerCache]) -> None:
+    def take(self, slot: int, caches: Sequence[LayerRows]) -> None:
         """Moves a sequence's caches into a slot."""
         for owner, views in zip(self._owners[slot], self._views, strict=False):
             if owner.rows is views[slot] and not any(owner is cache for cache in caches):

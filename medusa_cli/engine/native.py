@@ -249,7 +249,7 @@ class NativeEngine(Engine):
 
     def _embed(self, tokens: Tensor) -> Tensor:
         """Returns the embeddings [B, n, stride] of tokens [B, n]."""
-        scale = self.model.struct.embedding_scale
+        scale = self.model.description.embedding_scale
         return _looked_up(self.model.embedding, tokens, scale, self.stride)
 
     def _inputs(self, tokens: Tensor) -> Tensor | None:
@@ -321,12 +321,8 @@ def _looked_up(matrix: PackedMatrix, tokens: Tensor, scale: float, stride: int) 
 
     Raises IndexError if a token is beyond the vocabulary.
     """
-    ids = np.ascontiguousarray(tokens.numpy(), np.int64)
-    x = torch.empty(*tokens.shape, stride)
-    struct = byref(matrix.struct)
-    if library().embed(struct, ids.ctypes.data, ids.size, scale, x.data_ptr(), stride):
-        raise IndexError("a token is beyond the vocabulary")
-    return x
+    rows = matrix.embed(tokens.reshape(-1).numpy(), scale, stride)
+    return torch.from_numpy(rows).view(*tokens.shape, stride)
 
 
 def _depth_and_mask(plan: Plan) -> tuple[Tensor, Tensor]:
@@ -473,14 +469,9 @@ class NativeLinear(nn.Module):
         return self  # its weights do not change
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1]).float().contiguous()
-        y = torch.empty(len(rows), padded(self.out_features, TILE))
-        struct = byref(self.matrix.struct)
-        code = library().multiply(
-            struct, rows.data_ptr(), len(rows), rows.shape[1], y.data_ptr(), y.shape[1]
-        )
-        assert code == 0
-        return y[:, : self.out_features].view(*x.shape[:-1], self.out_features)
+        rows = x.detach().reshape(-1, x.shape[-1]).float().contiguous()
+        y = torch.from_numpy(self.matrix.multiply(rows.numpy()))
+        return y.view(*x.shape[:-1], self.out_features)
 
     def guess(
         self, x: Tensor, width: int, temperature: float | None, norm: nn.RMSNorm | None = None
@@ -517,11 +508,11 @@ class NativeEmbedding(nn.Module):
     def __init__(self, model: NativeModel) -> None:
         super().__init__()
         self.matrix = model.embedding
-        self.scale = model.struct.embedding_scale
+        self.scale = model.description.embedding_scale
         self.hidden = model.description.sizes["hidden"]
         # Has the vocabulary size, number type and device, for code that reads them from the weight.
         self.weight = torch.empty(model.description.sizes["vocab"], 0)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        rows = self.matrix.embed(tokens.reshape(-1).numpy(), self.scale)[:, : self.hidden]
-        return torch.from_numpy(rows).view(*tokens.shape, self.hidden)
+        rows = _looked_up(self.matrix, tokens, self.scale, self.matrix.shape[1])
+        return rows[..., : self.hidden]

@@ -104,13 +104,10 @@ class NativeModel:
             self.struct.inputs_norm = packed.vectors[description.inputs.norm].ctypes.data
         self.struct.eps = description.eps
         self.struct.scale = description.scale
-        self.struct.embedding_scale = description.embedding_scale
         self.struct.residual = description.residual
         self.struct.cap = description.cap
         self.struct.clip = description.clip
         self.struct.norm = self.gain_of(description.norm, description.sizes["hidden"]).ctypes.data
-        self.struct.embedding = self.embedding.struct
-        self.struct.head = self.head.struct
         self.struct.layer = cast(self.layers, POINTER(Layer))
 
     @property

@@ -169,11 +169,11 @@ class Backbone:
         """Returns the text of token ids, without special tokens except those in `keep`."""
         if not keep:
             return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
-        shown = [id for id in ids if id in keep or id not in self._special_ids]
+        shown = [id for id in ids if id in keep or id not in self.special_ids]
         return str(self.tokenizer.decode(shown, skip_special_tokens=False))
 
     @cached_property
-    def _special_ids(self) -> frozenset[int]:
+    def special_ids(self) -> frozenset[int]:
         """Returns the ids of special tokens. The tokenizer needs milliseconds to list thousands of them."""
         added = self.tokenizer.added_tokens_decoder
         return frozenset(id for id, token in added.items() if token.special)

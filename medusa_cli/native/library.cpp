@@ -182,14 +182,10 @@ int64_t medusa_size(int which) {
   return which >= 0 && which < 8 ? sizes[which] : -1;
 }
 
-// Writes group, block, bits, zero, has_offset, file_bytes and tile_bytes of a format to `out`.
-int medusa_format(int format, int64_t* out) {
-  if (format < 0 || format >= kFormats) return -1;
-  const FormatInfo& f = info(format);
-  const int64_t values[] = {f.group, f.block, f.bits, f.zero, f.has_offset, f.file_bytes, f.tile_bytes};
-  std::memcpy(out, values, sizeof values);
-  return 0;
-}
+// Returns the inputs per block of a format, and the bytes of a block in a file; -1 if there is no such format.
+int64_t medusa_block(int format) { return format < 0 || format >= kFormats ? -1 : info(format).block; }
+
+int64_t medusa_file_bytes(int format) { return format < 0 || format >= kFormats ? -1 : info(format).file_bytes; }
 
 int64_t medusa_tiled_bytes(int format, int64_t n, int64_t k) { return tiled_bytes(format, n, k); }
 

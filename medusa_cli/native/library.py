@@ -94,7 +94,7 @@ class Model(Structure):
         ("value_width", c_int64),
         ("rotary", c_int64 * TABLES),
         *((name, c_int64) for name in ("positions", *FLAGS, *ROUTING)),
-        *((name, c_float) for name in ("eps", "scale", "embedding_scale", "residual")),
+        *((name, c_float) for name in ("eps", "scale", "residual")),
         *((name, c_float) for name in ("expert_scale", "jitter", "cap", "clip")),
         ("inputs", c_int64),
         ("inputs_scale", c_float),
@@ -104,8 +104,6 @@ class Model(Structure):
         ("cos", c_void_p * TABLES),
         ("sin", c_void_p * TABLES),
         ("norm", c_void_p),
-        ("embedding", Matrix),
-        ("head", Matrix),
         ("layer", POINTER(Layer)),
     ]
 
@@ -174,7 +172,8 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "use": (c_int, [c_char_p]),
     "threads": (None, [c_int]),
     "size": (c_int64, [c_int]),
-    "format": (c_int, [c_int, c_void_p]),
+    "block": (c_int64, [c_int]),
+    "file_bytes": (c_int64, [c_int]),
     "tiled_bytes": (c_int64, [c_int, c_int64, c_int64]),
     "pack": (None, [c_int, c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p]),
     "round": (c_int, [c_int, c_void_p, c_int64, c_int64, c_void_p]),
@@ -202,16 +201,19 @@ def library() -> Any:
         loaded = ctypes.CDLL(str(LIBRARY))
     except OSError as reason:
         raise Unavailable(f"the native library cannot be loaded: {reason}") from reason
+    another = "the native library is of another version; install the package again"
     functions = {}
     for name, (result, arguments) in SIGNATURES.items():
-        function = getattr(loaded, f"medusa_{name}")
+        function = getattr(loaded, f"medusa_{name}", None)
+        if function is None:
+            raise Unavailable(another)
         function.restype = result
         function.argtypes = arguments
         functions[name] = function
     structures = (Matrix, Layer, Model, CacheBuffers, Step, DraftRows, DraftPass, Guesses)
     sizes = [ctypes.sizeof(kind) for kind in structures]
     if sizes != [functions["size"](which) for which in range(len(sizes))]:
-        raise Unavailable("the native library is of another version; install the package again")
+        raise Unavailable(another)
     native = type(
         "Native", (), {name: staticmethod(function) for name, function in functions.items()}
     )()

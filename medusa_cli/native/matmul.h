@@ -226,11 +226,9 @@ __attribute__((always_inline)) inline void unpack_unit(const uint8_t* blocks, in
 // The properties of a format for which kernels are compiled.
 template <int FORMAT>
 struct Kind {
-  static constexpr int groups = FORMAT == Q6_K || FORMAT == Q3_K || FORMAT == Q2_K ? 2 : 1;  // per unit
-  static constexpr bool has_offset =
-      FORMAT == Q4_1 || FORMAT == Q5_1 || FORMAT == Q4_K || FORMAT == Q5_K || FORMAT == Q2_K;
-  static constexpr int bits = FORMAT == Q8_0 ? 8 : FORMAT == Q6_K ? 6
-                            : FORMAT == Q5_0 || FORMAT == Q5_1 || FORMAT == Q5_K || FORMAT == MXFP4 ? 5 : 4;
+  static constexpr int groups = kUnit / info(FORMAT).group;  // per unit
+  static constexpr bool has_offset = info(FORMAT).has_offset;
+  static constexpr int bits = FORMAT == MXFP4 ? 5 : info(FORMAT).bits;  // MXFP4's 4 bits stand for numbers of 5
   // The bits for which `dot` is compiled; if it accepts any unsigned bytes, all formats share its
   // code.
   static constexpr int dot_bits = UNSIGNED_BYTES ? 8 : bits;

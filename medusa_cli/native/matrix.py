@@ -1,13 +1,11 @@
 """Matrices for the native library: raw, as a file stores them, and packed in tiles."""
 
-import ctypes
 import mmap
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -46,33 +44,23 @@ class Format(IntEnum):
     def is_float(self) -> bool:
         return self <= Format.BF16
 
+    @property
+    def block(self) -> int:
+        """Returns the number of inputs in a block."""
+        return int(library().block(int(self)))
+
+    @property
+    def file_bytes(self) -> int:
+        """Returns the size of a block in a file, in bytes."""
+        return int(library().file_bytes(int(self)))
+
     def row_bytes(self, inputs: int) -> int:
         """Returns the size of a row in a file, in bytes."""
-        return inputs // facts(self).block * facts(self).file_bytes
+        return inputs // self.block * self.file_bytes
 
     def fits(self, inputs: int) -> bool:
         """Returns True if a row of `inputs` inputs is a whole number of blocks."""
-        return inputs % facts(self).block == 0
-
-
-@dataclass(frozen=True)
-class Facts:
-    """A format's sizes; see FormatInfo in formats.h."""
-
-    group: int
-    block: int
-    bits: int
-    zero: int
-    has_offset: int
-    file_bytes: int
-    tile_bytes: int
-
-
-@cache
-def facts(format: Format) -> Facts:
-    values = (ctypes.c_int64 * 7)()
-    library().format(int(format), ctypes.byref(values))
-    return Facts(*values)
+        return inputs % self.block == 0
 
 
 @dataclass(frozen=True)
@@ -116,7 +104,7 @@ class RawMatrix:
         """Returns False if a scale of MXFP4 is too large, or not a number."""
         if self.format != Format.MXFP4:
             return True
-        blocks = self.rows.reshape(-1, facts(self.format).file_bytes)
+        blocks = self.rows.reshape(-1, self.format.file_bytes)
         return bool(blocks[:, 0].max() <= LARGEST_SCALE)
 
     def transposed(self, count: int) -> "RawMatrix":
@@ -200,9 +188,12 @@ class PackedMatrix:
         assert code == 0
         return y[:, : self.shape[0]]
 
-    def embed(self, ids: NDArray[np.int64], scale: float = 1.0) -> Floats:
-        """Returns the rows [count, k] for ids, times a scale; raises IndexError if the matrix lacks an id."""
-        out = np.empty((len(ids), self.shape[1]), np.float32)
+    def embed(self, ids: NDArray[np.int64], scale: float = 1.0, width: int | None = None) -> Floats:
+        """Returns the rows [count, width] for ids, times a scale; width: that of the matrix, unless it is given.
+
+        Raises IndexError if the matrix lacks an id.
+        """
+        out = np.empty((len(ids), width or self.shape[1]), np.float32)
         ids = np.ascontiguousarray(ids, np.int64)
         if library().embed(
             self.struct, ids.ctypes.data, len(ids), scale, out.ctypes.data, out.shape[1]

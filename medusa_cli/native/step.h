@@ -96,7 +96,7 @@ struct Model {
   int64_t top_experts;  // per row
   int64_t sigmoid;      // experts' scores are sigmoids, not a softmax
   int64_t normalized;   // the chosen experts' scores are divided by their sum
-  float eps, scale, embedding_scale;
+  float eps, scale;
   float residual;      // factor of the outputs of attention and MLP
   float expert_scale;  // factor of the experts' scores
   float jitter;        // if not 0, two experts are chosen by sparsemixer
@@ -109,7 +109,6 @@ struct Model {
   const float* cos[kTables];  // [positions, rotary / 2]
   const float* sin[kTables];
   const float* norm;
-  Matrix embedding, head;
   const Layer* layer;
 };
 

@@ -36,7 +36,7 @@ from medusa_cli.serve.errors import (
 from medusa_cli.serve.infill import infill_ids
 from medusa_cli.serve.metrics import Metrics
 from medusa_cli.serve.middleware import Limits, Middleware, Receive
-from medusa_cli.serve.openai_format import OpenAIFormat, special_ids
+from medusa_cli.serve.openai_format import OpenAIFormat
 from medusa_cli.serve.responses import ResponsesFormat, ResponsesRequest, in_responses
 from medusa_cli.serve.scheduler import Event, Scheduler, Ticket
 from medusa_cli.serve.schema import (
@@ -266,7 +266,7 @@ class Handler:
                 loop.call_soon_threadsafe(events.put_nowait, (index, event))
 
         # Special tokens that are kept in the answer's text.
-        keep = set() if body.skip_special_tokens else {*special_ids(backbone)}
+        keep = set() if body.skip_special_tokens else set(backbone.special_ids)
         if isinstance(body, ChatRequest) and body.offered:
             keep |= {*marker_ids(backbone).values()}
         rules: Any = {"keep": keep, "include_stop": body.include_stop_str_in_output}

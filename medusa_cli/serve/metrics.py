@@ -78,10 +78,7 @@ class Metrics:
             "medusa_prompt_tokens_reused", "Prompt tokens from the prefix cache", **own
         )
         self._generated = Counter("medusa_generated_tokens", "Tokens of answers", **own)
-        self._drafted = Counter("medusa_drafted_tokens", "Draft tokens", **own)
-        self._accepted = Counter("medusa_accepted_tokens", "Accepted draft tokens", **own)
         self._verified = Counter("medusa_verified_steps", "Verify steps of sequences", **own)
-        self.passes = Counter("medusa_passes", "Steps of the whole batch", **own)
         self.running = Gauge("medusa_requests_running", "Requests that decode", **own)
         self.waiting = Gauge("medusa_requests_waiting", "Requests in the queue", **own)
         self.batch_size = Histogram(
@@ -103,8 +100,6 @@ class Metrics:
         self._speculative.count(step)
         if step.path:
             self._verified.inc()
-            self._drafted.inc(step.nodes - 1)
-            self._accepted.inc(step.accepted)
 
     def page(self) -> bytes:
         """Returns all metrics in Prometheus's text format."""

@@ -43,7 +43,7 @@ class OpenAIFormat:
         self._n = body.n
         self._asked = body
         self._backbone = backbone
-        keep = () if body.skip_special_tokens else special_ids(backbone)
+        keep = () if body.skip_special_tokens else backbone.special_ids
         self._tokens = [TokenTexts(backbone, keep) for _ in tickets]
         self._id = f"{'chatcmpl' if self._chat else 'cmpl'}-{uuid.uuid4().hex}"
         self._created = int(time.time())
@@ -157,12 +157,16 @@ class OpenAIFormat:
 
     def _prompt_ids(self, choice: dict[str, Any], index: int) -> dict[str, Any]:
         """Adds the prompt's token ids to a choice; returns them instead for a chat, whose choices share one prompt."""
+        if not self._asked.return_token_ids:
+            return {}
         return self._of_prompt(choice, "prompt_token_ids", [*self._tickets[index].request.prompt])
 
     def _prompt_logprobs(self, choice: dict[str, Any], index: int) -> dict[str, Any]:
         """Adds the prompt's log probabilities to a choice, as vLLM does; returns them instead for a chat."""
-        ticket = self._tickets[index]
         wanted = self._asked.prompt_logprobs
+        if wanted is None:
+            return {}
+        ticket = self._tickets[index]
         rows: list[dict[str, Any] | None] = []
         for likelihood in ticket.answer.likelihoods[: len(ticket.request.prompt)]:
             entries: dict[str, Any] = {}
@@ -179,12 +183,6 @@ class OpenAIFormat:
         return self._of_prompt(choice, "prompt_logprobs", rows)
 
     def _of_prompt(self, choice: dict[str, Any], field: str, value: Any) -> dict[str, Any]:
-        wanted = {
-            "prompt_token_ids": self._asked.return_token_ids,
-            "prompt_logprobs": self._asked.prompt_logprobs is not None,
-        }
-        if not wanted[field]:
-            return {}
         if self._chat:
             return {field: value}
         choice[field] = value
@@ -314,12 +312,6 @@ def acceptance(ticket: Ticket) -> dict[str, Any]:
     }
 
 
-def special_ids(backbone: Backbone) -> tuple[int, ...]:
-    return tuple(
-        id for id, token in backbone.tokenizer.added_tokens_decoder.items() if token.special
-    )
-
-
 def fingerprint_of(backbone: Backbone) -> str:
     """Returns a fingerprint of everything that may change an answer: model, number type, engine and version."""
     given = [backbone.identity, str(backbone.dtype), backbone.engine.title, __version__]
@@ -346,7 +338,7 @@ class TokenTexts:
 
     def __init__(self, backbone: Backbone, keep: Collection[int] = ()) -> None:
         self._tokenizer = backbone.tokenizer
-        self._hidden = set(special_ids(backbone)) - set(keep)
+        self._hidden = backbone.special_ids - set(keep)
         self._before: list[int] = []  # the last tokens, from the start of a character
         self._text = ""  # their text
         self._offset = 0  # characters of the answer's text before `_unfinished`

@@ -207,7 +207,6 @@ class Scheduler:
         steps = self._decoder.step()
         if not steps:
             return
-        self._metrics.passes.inc()
         self._metrics.batch_size.observe(len(steps))
         for sequence, step in steps:
             self._deliver(sequence, step)

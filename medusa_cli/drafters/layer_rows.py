@@ -12,7 +12,7 @@ from torch.nn import functional as F
 ROWS = 64
 
 
-class LayerCache:
+class LayerRows:
     """Holds the keys and values [heads, rows, D] of one decoder layer for one sequence, by position.
 
     Rows are in order of position. A position may have no row, and the rows of a tree share
