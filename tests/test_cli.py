@@ -233,7 +233,6 @@ MISTAKES = [
     (1, "serve --run /no/such/run", "/no/such/run"),
     (2, "serve --baseline --lookup", "--lookup"),
     (2, "chat --baseline --tree static --prompt w1", "--tree"),
-    (2, "serve --baseline --remember 4", "--remember"),
 ]
 
 

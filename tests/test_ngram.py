@@ -134,12 +134,12 @@ def test_trust_follows_acceptance() -> None:
     text = begin(policy, [1, 2, 3, 4, 5, 6, 1], 2)
     for accepted, better in (([3, 4, 5, 6, 1, 9], True), ([9], False)):
         [(_, [path])] = policy.next([text])
-        before = text.draft.ngrams[0].find(text.tokens, 2)[0].chance
+        before = text.draft.ngrams.find(text.tokens, 2)[0].chance
         assert path[:1] == (3,)
         record(policy, text, accepted)
-        assert (text.draft.ngrams[0].find(text.tokens, 2)[0].chance > before) is better
+        assert (text.draft.ngrams.find(text.tokens, 2)[0].chance > before) is better
     other = policy.begin(Sampling("exact", 1.0))  # another kind of sampling knows nothing of it
-    assert other.ngrams[0].find(text.tokens, 2)[0].chance == PRIOR_BY_LENGTH[2]
+    assert other.ngrams.find(text.tokens, 2)[0].chance == PRIOR_BY_LENGTH[2]
 
 
 def test_failed_matches_are_drafted_again_once_they_are_right() -> None:
@@ -168,7 +168,7 @@ def test_static_tree_keeps_its_size_and_its_likeliest_nodes() -> None:
     )
     chances = [
         match.chance**level
-        for match, path in zip(text.draft.ngrams[0].find(text.tokens, 9), paths, strict=False)
+        for match, path in zip(text.draft.ngrams.find(text.tokens, 9), paths, strict=False)
         for level in range(1, len(path) + 1)
     ]
     assert min(chances) >= max(sorted(values)[:count])
@@ -281,8 +281,8 @@ def test_forks_share_priors_and_not_sequences() -> None:
             fork.record([text], [Step([1] * len(path), tree.size, path, verify_s=0.01)])
     assert first.size == 1 and second.size == TREE.size
     for _ in range(40):
-        first.begin(Sampling()).ngrams[0].trust[4].update(16, 0)
-    assert second.begin(Sampling()).ngrams[0].trust[4].ratio < PRIOR_BY_LENGTH[4]
+        first.begin(Sampling()).ngrams.trust[4].update(16, 0)
+    assert second.begin(Sampling()).ngrams.trust[4].ratio < PRIOR_BY_LENGTH[4]
 
 
 def policies() -> dict[str, DraftPolicy]:

@@ -33,7 +33,7 @@ from medusa_cli.serve.openai_format import OpenAIFormat
 from medusa_cli.serve.scheduler import Event, Scheduler, Ticket
 from medusa_cli.serve.schema import ChatRequest, CompletionRequest
 from medusa_cli.serve.server import OnceAMinute, check_certificate, listen
-from tests.helpers import forward, save_model, save_run, tiny_backbone
+from tests.helpers import forward, tiny_backbone
 from tests.serving import IDS, MODEL, Served, serving, tiny_medusa
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "w1 w2"}]}
@@ -107,30 +107,6 @@ def test_32_concurrent_clients_get_the_answers_of_plain_decoding(
         assert tokens == [words[0], *(f" {word}" for word in words[1:])]
         assert (text, reason) == (alone.text, alone.finish_reason)
     assert server.number("medusa_requests_running") == server.number("medusa_requests_waiting") == 0
-
-
-def test_remembered_answers_take_fewer_steps_and_stay_the_same(tmp_path: Path) -> None:
-    run = save_run(tmp_path / "run", save_model(tmp_path / "model"))
-    medusa = Medusa.from_pretrained(drafter=run.path, tree="static", lookup=True, dtype="fp32")
-    with serving(medusa, slots=2, remember=2) as server:
-        create = server.openai().completions.create
-        prompts = [[n, *IDS] for n in (8, 9, 10)]
-
-        def steps(prompt: list[int]) -> tuple[str, int]:
-            answer = create(
-                model=MODEL, prompt=prompt, max_tokens=60, extra_body={"ignore_eos": True}
-            )
-            return answer.choices[0].text, answer.usage.completion_tokens - answer.usage.medusa[
-                "accepted_tokens"
-            ]
-
-        first = [steps(prompt) for prompt in prompts]
-        again = [steps(prompt) for prompt in (prompts[2], prompts[1])]
-        assert [text for text, _ in again] == [first[2][0], first[1][0]]
-        assert sum(count for _, count in again) < 0.8 * (first[2][1] + first[1][1])
-    [corpus] = medusa.loaded.policy.corpora
-    lengths = {prompt[0]: corpus.find(prompt)[0] for prompt in prompts}
-    assert lengths == {8: 5, 9: 6, 10: 6}  # the oldest gave way
 
 
 def test_streamed_chat_equals_the_whole_answer_and_counts_drafts(

@@ -15,10 +15,6 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _access = partial(options.flag, panel="Access")
 _limit = partial(options.flag, panel="Limits", min=1, show_default=True)
 _NAME = "The model's name in the API; more than once for aliases. [default: --model's]"
-_REMEMBER = (
-    "Keep the last N answers in memory, whoever asked, and look up what follows in later ones. Answers stay the same, "
-    "but their speed may tell what others were answered."
-)
 _HOST = "Address to listen at; 0.0.0.0 is all of them."
 _KEY = (
     "A key that clients must send; more than once for several. Better set MEDUSA_API_KEY, keys apart by blanks: others "
@@ -49,7 +45,6 @@ def serve(
         int, _limit("--max-new-tokens N", "Longest answer, in tokens.")
     ] = 2048,
     max_body: Annotated[int, _limit("--max-body KIB", "Largest body of a request.")] = 1024,
-    remember: Annotated[int, _limit("--remember N", _REMEMBER, min=0, max=1000)] = 0,
     chat_template: options.ChatTemplate = None,
     name: Annotated[list[str] | None, _access("--name NAME", _NAME)] = None,
     host: Annotated[str, _access("--host ADDRESS", _HOST, show_default=True)] = "127.0.0.1",
@@ -96,11 +91,6 @@ def serve(
     if api_key and not all(api_key):
         raise UsageError("--api-key is empty", "give a key, or leave it out")
     choice = drafting.or_plain(baseline, chat_template)
-    if remember and not choice.ngrams:
-        raise UsageError(
-            f"--remember {remember} has no effect without n-gram drafts",
-            "leave it out, or give --lookup",
-        )
     check_certificate(ssl_certfile, ssl_keyfile)
     templates.prepare()
     listener = listen(
@@ -120,7 +110,6 @@ def serve(
         max_new_tokens=max_new_tokens,
         max_body=max_body << 10,
         temperature=temperature or 0.0,
-        remember=remember,
         cors=tuple(cors or ()),
         access_log=access_log,
         ssl_certfile=ssl_certfile,

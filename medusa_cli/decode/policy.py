@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
 from dataclasses import replace
 
 from medusa_cli.decode.answer import Step
 from medusa_cli.decode.ngram import (
     MAX_TOKENS,
-    Corpus,
-    CorpusMatches,
     NgramIndex,
     NgramMatch,
     NgramTrust,
     add_paths,
-    likeliest,
     ngram_trust,
 )
 from medusa_cli.decode.sampling import Sampling, sampling_kind
@@ -29,8 +25,6 @@ ROOT = Tree.root_only()
 MAX_FORCED = 64
 # A node with a smaller chance is not worth a row in any tree.
 MIN_CHANCE = 0.05
-# A corpus match with a smaller chance is no more likely than the drafter's own guess.
-MIN_CORPUS_CHANCE = 0.5
 # Assumed chance of a head's first guess if there is no calibration.
 UNCALIBRATED = 0.3
 
@@ -44,8 +38,8 @@ class DraftPolicy(ABC):
     """Chooses what each sequence drafts. Several sequences share one policy.
 
     Each sequence has its own DraftState. ngrams: also draft n-gram matches from the text (prompt
-    lookup) and from the `corpora`. The trust in a match is learned per source and match length, as
-    in SAM Decoding (arXiv:2411.10666). If a grammar forces the next tokens, only these are drafted.
+    lookup). The trust in a match is learned per match length, as in SAM Decoding (arXiv:2411.10666).
+    If a grammar forces the next tokens, only these are drafted.
     """
 
     max_depth: int
@@ -54,21 +48,13 @@ class DraftPolicy(ABC):
 
     def __init__(self, ngrams: bool = False) -> None:
         self.ngrams = ngrams
-        self.corpora: list[Corpus] = []
-        self._trust: dict[
-            tuple[str, int], NgramTrust
-        ] = {}  # by kind of sampling and source number, 0 for the text
+        self._trust: dict[str, NgramTrust] = {}  # by kind of sampling
 
     @property
     def description(self) -> str:
         if not self.ngrams:
             return self.trees
-        tokens = sum(map(len, self.corpora))
-        matched = (
-            f"n-grams of the text and of a corpus of {tokens:,} tokens"
-            if tokens
-            else "n-grams of the text"
-        )
+        matched = "n-grams of the text"
         return f"{self.trees}, and {matched}" if self.max_depth else matched
 
     def begin(self, sampling: Sampling) -> DraftState:
@@ -76,16 +62,8 @@ class DraftPolicy(ABC):
         if not self.ngrams:
             return DraftState()
         kind, _ = sampling_kind(sampling)
-        text = NgramIndex(self._trust.setdefault((kind, 0), ngram_trust()))
-        earlier = []
-        for number, corpus in enumerate(self.corpora, 1):
-            shared = self._trust.setdefault(
-                (kind, number), ngram_trust(priors=CorpusMatches.priors)
-            )
-            earlier.append(
-                CorpusMatches(corpus, shared, MIN_CORPUS_CHANCE if self.max_depth else 0.0)
-            )
-        return DraftState(ngrams=(text, *earlier))
+        shared = self._trust.setdefault(kind, ngram_trust())
+        return DraftState(ngrams=NgramIndex(shared))
 
     def next(self, sequences: list[Sequence]) -> list[Proposal]:
         """Returns the next proposal of each sequence.
@@ -101,7 +79,7 @@ class DraftPolicy(ABC):
         ]
 
     def _next(self, sequences: list[Sequence]) -> list[Proposal]:
-        matches = [likeliest(_matches_of(sequence)) for sequence in sequences]
+        matches = [_matches_of(sequence) for sequence in sequences]
         proposals = self.propose(sequences, matches)
         if not (
             self.max_depth or self.ngrams
@@ -123,8 +101,8 @@ class DraftPolicy(ABC):
     def record(self, sequences: list[Sequence], steps: list[Step]) -> None:
         """Learns from the step that each sequence has just taken."""
         for sequence, step in zip(sequences, steps, strict=True):
-            for source in sequence.draft.ngrams:
-                source.learn(step.tokens)
+            if sequence.draft.ngrams is not None:
+                sequence.draft.ngrams.learn(step.tokens)
 
     def fork(self) -> DraftPolicy:
         """Returns the policy for another decoder, by default this one."""
@@ -195,9 +173,9 @@ class DynamicTreePolicy(DraftPolicy):
         return replace(self.tree, budget=self.tree.budget - sum(counts)), _prefixes(matches, counts)
 
 
-def _matches_of(sequence: Sequence) -> Iterator[NgramMatch]:
-    for source in sequence.draft.ngrams:
-        yield from source.find(sequence.tokens, sequence.root)
+def _matches_of(sequence: Sequence) -> list[NgramMatch]:
+    index = sequence.draft.ngrams
+    return [] if index is None else index.find(sequence.tokens, sequence.root)
 
 
 def _prefixes(matches: list[NgramMatch], counts: list[int]) -> list[tuple[int, ...]]:

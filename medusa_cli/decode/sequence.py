@@ -6,7 +6,7 @@ from collections import abc
 from dataclasses import dataclass
 
 from medusa_cli.decode.answer import Accepted
-from medusa_cli.decode.ngram import AcceptanceEstimate, NgramSource
+from medusa_cli.decode.ngram import AcceptanceEstimate, NgramIndex
 from medusa_cli.decode.processors import MODELS_OWN, LogitsOptions, sequence_processors
 from medusa_cli.decode.sampler import Sampler
 from medusa_cli.decode.sampling import Sampling
@@ -88,13 +88,13 @@ class StopCriteria:
 
 @dataclass
 class DraftState:
-    """Holds a policy's state for one sequence: the acceptance estimate and the n-gram sources.
+    """Holds a policy's state for one sequence: the acceptance estimate and the n-gram index.
 
     speculative: False for a sequence that drafts nothing.
     """
 
     acceptance: AcceptanceEstimate | None = None
-    ngrams: tuple[NgramSource, ...] = ()
+    ngrams: NgramIndex | None = None
     speculative: bool = True
 
 

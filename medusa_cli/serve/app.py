@@ -70,9 +70,7 @@ ANSWERS: dict[int | str, dict[str, Any]] = {**REFUSALS, 200: {"content": {"text/
 def build(medusa: Medusa, limits: Limits, templates: TemplateProcess) -> tuple[Any, Scheduler]:
     """Returns the ASGI application, and the scheduler that the caller runs and drains."""
     metrics = Metrics(limits.names[0])
-    scheduler = Scheduler(
-        medusa, metrics, slots=limits.slots, waiting=limits.waiting, remember=limits.remember
-    )
+    scheduler = Scheduler(medusa, metrics, slots=limits.slots, waiting=limits.waiting)
     app = FastAPI(title="medusa serve", version=__version__, docs_url=None, redoc_url=None)
     handler = Handler(medusa, scheduler, limits, templates)
     started = int(time.time())

@@ -39,8 +39,7 @@ class Limits:
     max_body: the largest body in bytes. Time limits for a client in seconds: head_s for a request's
     head, body_s for its body, read_s without reading the answer, idle_s between two requests.
     template_s: the time limit for rendering the chat template. temperature: the default for
-    requests that give none. remember: the number of answers from which later ones are drafted.
-    cors: origins whose web pages may use the server.
+    requests that give none. cors: origins whose web pages may use the server.
     """
 
     names: tuple[str, ...]
@@ -58,7 +57,6 @@ class Limits:
     idle_s: int = 30
     template_s: float = 10
     temperature: float = 0.0
-    remember: int = 0
     cors: tuple[str, ...] = ()
     access_log: bool = False
     ssl_certfile: Path | None = None

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 
 from medusa_cli.api import Medusa
 from medusa_cli.decode import Answer, Likelihood, Piece, Request, Step
-from medusa_cli.decode.ngram import MAX_LENGTH, Corpus
 from medusa_cli.decode.sequence import Sequence
 from medusa_cli.errors import UserError
 from medusa_cli.serve.errors import Refusal
@@ -20,8 +19,6 @@ from medusa_cli.serve.metrics import Metrics, add_positions
 # Seconds after which a client may retry a refused request.
 RETRY_S = 2
 RESTART_S = 10
-# Maximum number of remembered tokens. After each answer they are indexed again, in 50 ms at most.
-MAX_REMEMBERED = 1 << 17
 log = logging.getLogger(__name__)
 
 
@@ -66,23 +63,13 @@ class Ticket:
 
 
 class Scheduler:
-    """Decodes requests in order of arrival, at most `slots` at a time, while up to `waiting` more are queued.
+    """Decodes requests in order of arrival, at most `slots` at a time, while up to `waiting` more are queued."""
 
-    remember: the number of recent answers, with at most MAX_REMEMBERED tokens together, from which
-    later answers are drafted.
-    """
-
-    def __init__(
-        self, medusa: Medusa, metrics: Metrics, *, slots: int, waiting: int, remember: int = 0
-    ) -> None:
+    def __init__(self, medusa: Medusa, metrics: Metrics, *, slots: int, waiting: int) -> None:
         self._medusa = medusa
         self._metrics = metrics
         self._slots = slots
         self._max_waiting = waiting
-        self._answers = deque[list[int]](maxlen=remember)
-        self._remembered = Corpus()
-        if remember and medusa.loaded.policy is not None:
-            medusa.loaded.policy.corpora.append(self._remembered)
         self._decoder = medusa.decoder(slots)
         self._running: dict[Sequence, Ticket] = {}
         self._prompt: tuple[Ticket, Iterator[tuple[Sequence, Step | None]]] | None = (
@@ -223,15 +210,6 @@ class Scheduler:
         else:  # a stop string may end the text before the decoder sees an end
             self._release(sequence)
             self._finish(ticket, Event(pieces, step.likelihoods, last=True, tokens=step.tokens))
-            self._remember(ticket)
-
-    def _remember(self, ticket: Ticket) -> None:
-        """Indexes an answer, preceded by the end of its prompt, with the recent ones; drops the oldest if needed."""
-        if self._answers.maxlen:
-            self._answers.append([*ticket.request.prompt[-MAX_LENGTH:], *ticket.answer.tokens])
-            while sum(map(len, self._answers)) > MAX_REMEMBERED:
-                self._answers.popleft()
-            self._remembered.index(self._answers)
 
     def _release(self, sequence: Sequence) -> None:
         """Frees a sequence's slot."""
