@@ -103,6 +103,8 @@ class ErrorBoundary(TyperGroup):
     def main(self, args: Sequence[str] | None = None, *rest: Any, **options: Any) -> Any:
         """Runs one command line and exits with its exit code."""
         words = list(sys.argv[1:] if args is None else args)
+        if sys.platform == "win32":
+            sys.exit("error: medusa runs on Linux and macOS; on Windows, install it in WSL")
         try:
             # Typer turns Ctrl-C in a command into exit code 130, without a message.
             code = super().main(words, *rest, **{**options, "standalone_mode": False})

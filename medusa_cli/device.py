@@ -97,7 +97,9 @@ def has_bf16() -> bool:
     With MEDUSA_CPU=avx2 in the environment, they are not used, and the result is False.
     """
     allowed = os.environ.get("MEDUSA_CPU", "").lower() != "avx2"
-    return allowed and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    # Builds without oneDNN, such as those for macOS, lack the operation.
+    has_onednn = torch.backends.mkldnn.is_available()
+    return allowed and has_onednn and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def free_memory(device: torch.device) -> int:

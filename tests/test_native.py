@@ -39,6 +39,7 @@ from medusa_cli.native import (
     library,
 )
 from medusa_cli.native.library import LIBRARY
+from medusa_cli.native.matrix import SCALE_PLACES
 from medusa_cli.runs.load_options import LoadOptions
 from medusa_cli.tree import DynamicTree, Tree
 from tests.helpers import (
@@ -81,19 +82,6 @@ VARIANTS = (
 EACH_VARIANT = pytest.mark.parametrize("variant", VARIANTS)
 EACH_FORMAT = pytest.mark.parametrize("format", Format, ids=lambda format: format.name)
 # Where the scales of a block stand, of the formats that have them in fp16.
-SCALES = {
-    Format.Q4_0: (0,),
-    Format.Q4_1: (0, 2),
-    Format.Q5_0: (0,),
-    Format.Q5_1: (0, 2),
-    Format.Q8_0: (0,),
-    Format.Q4_K: (0, 2),
-    Format.Q5_K: (0, 2),
-    Format.Q6_K: (208,),
-    Format.Q3_K: (108,),
-    Format.Q2_K: (80, 82),
-    Format.MXFP4: (),
-}
 # A path 0, 3, 5, 8 among siblings, so that its rows do not stand side by side.
 TREE = Tree((-1, 0, 0, 0, 2, 3, 3, 5, 5, 8), (0, 0, 1, 2, 0, 0, 1, 0, 1, 0))
 PATH = [0, 3, 5, 8]
@@ -121,7 +109,7 @@ def random_matrix(format: Format, outputs: int, inputs: int) -> RawMatrix:
         return RawMatrix.of((values.view(np.uint32) >> 16).astype(np.uint16))
     rows = chance.integers(0, 256, (outputs, format.row_bytes(inputs)), dtype=np.uint8)
     blocks = rows.reshape(outputs, -1, format.file_bytes)
-    for place in SCALES[format]:
+    for place in SCALE_PLACES.get(format, ()):
         scales = (chance.random((*blocks.shape[:2], 1)) * 0.01 + 0.001).astype(np.float16)
         blocks[:, :, place : place + 2] = scales.view(np.uint8)
     if format == Format.MXFP4:
@@ -143,6 +131,17 @@ def error_of(ours: np.ndarray, expected: np.ndarray) -> float:
 
 
 # ---- matrices
+
+
+@pytest.mark.parametrize("format", SCALE_PLACES)
+def test_scales_that_are_not_finite_are_seen(format: Format) -> None:
+    for place in SCALE_PLACES[format]:
+        for number in (np.nan, -np.inf):
+            raw = random_matrix(format, 4, 512)
+            assert raw.is_finite
+            block = raw.rows.reshape(-1, format.file_bytes)[-1]
+            block[place : place + 2] = np.array([number], np.float16).view(np.uint8)
+            assert not raw.is_finite and not np.isfinite(raw.floats()).all()
 
 
 @EACH_FORMAT

@@ -457,9 +457,9 @@ def test_harmless_fields_are_taken(server: Served) -> None:
 
 
 def test_foreign_hosts_are_refused_unless_a_key_is_set(medusa: Medusa) -> None:
-    own = ("localhost", "LOCALHOST:8000", "127.0.0.1:1", "[::1]:8000", "10.0.0.7", "own.name")
+    own = ("localhost", "LOCALHOST:8000", "127.0.0.1:1", "[::1]:8000", "10.0.0.7", "own.name", "A.proxy:80")
     foreign = ("evil.example", "localhost.evil.example:8000", "127.0.0.1.evil.example")
-    with serving(medusa, host="own.name") as server:
+    with serving(medusa, host="own.name", allowed_hosts=("a.proxy",)) as server:
         for host in own:
             assert server.request("GET", "/v1/models", headers={"Host": host})[0] == 200, host
         for host, path in itertools.product(foreign, ("/", "/v1/models")):

@@ -2,12 +2,15 @@
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from medusa_cli import console, options
 from medusa_cli.errors import UsageError
 from medusa_cli.files import assets
 from medusa_cli.options import DraftFlags, LoadFlags
+
+if TYPE_CHECKING:
+    from medusa_cli.model import Backbone
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
@@ -16,6 +19,9 @@ _access = partial(options.flag, panel="Access")
 _limit = partial(options.flag, panel="Limits", min=1, show_default=True)
 _NAME = "The model's name in the API; more than once for aliases. [default: --model's]"
 _HOST = "Address to listen at; 0.0.0.0 is all of them."
+_ALLOW = (
+    "A name under which clients reach this server, as behind a proxy; more than once for several."
+)
 _KEY = (
     "A key that clients must send; more than once for several. Better set MEDUSA_API_KEY, keys apart by blanks: others "
     "can read command lines."
@@ -52,6 +58,7 @@ def serve(
         int,
         _access("--port N", "The port; 0 is any free one.", min=0, max=65535, show_default=True),
     ] = 8000,
+    allow_host: Annotated[list[str] | None, _access("--allow-host NAME", _ALLOW)] = None,
     uds: Annotated[
         Path | None, _access("--uds FILE", "Listen at a Unix socket in place of --host and --port.")
     ] = None,
@@ -77,6 +84,7 @@ def serve(
     Ctrl-C or SIGTERM lets running answers finish; once more ends them.
     """
     console.configure(quiet)
+    assets.progress = console.fetching
     assets.need_extra("serve", "medusa serve")
     from medusa_cli.api import Medusa
     from medusa_cli.files.paths import expanded
@@ -103,8 +111,9 @@ def serve(
     limits = Limits(
         names=tuple(name or [own_name]),
         host="" if uds else host,
+        allowed_hosts=tuple(allow_host or ()),
         api_keys=tuple(api_key or ()),
-        slots=batch_size,
+        slots=fitting_slots(loaded.backbone, batch_size, max_prompt_tokens + max_new_tokens),
         waiting=queue,
         max_prompt_tokens=max_prompt_tokens,
         max_new_tokens=max_new_tokens,
@@ -133,3 +142,21 @@ def serve(
     server.run(listener)
     if uds and file_identity(uds) == bound:  # else another server has bound its own
         uds.unlink(missing_ok=True)
+
+
+def fitting_slots(backbone: "Backbone", batch_size: int, tokens: int) -> int:
+    """Returns how many answers of up to `tokens` tokens fit in the free memory; warns if not all of a batch do."""
+    from medusa_cli.device import free_memory
+    from medusa_cli.engine import Cache
+
+    capacity = Cache(layers=1).grown(min(tokens, backbone.max_positions))
+    needed = capacity * backbone.engine.row_bytes
+    free = free_memory(backbone.device)
+    if batch_size * needed <= free:
+        return batch_size
+    slots = max(1, free // needed)
+    console.warn(
+        f"{slots} answers side by side: each may need a cache of {needed / 1e9:.1f} GB, and {backbone.device} has "
+        f"{free / 1e9:.1f} GB left; with smaller --max-prompt-tokens or --max-new-tokens, more fit"
+    )
+    return slots

@@ -126,6 +126,7 @@ class NativeDecoderLayer(nn.Module):
                 [caches[i] for i in present],
                 *embedded,
                 masks=None if masks is None else [masks[i] for i in present],
+                last=last,
             )
         if masks is None and max(map(len, positions)) > ROWS_AT_ONCE:
             outputs: dict[tuple[int, int], Tensor] = {}

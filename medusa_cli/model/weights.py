@@ -74,7 +74,7 @@ class Weights(ABC):
     def check(self, name: str, raw: RawMatrix) -> None:
         """Raises UserError for a matrix whose scales are not finite."""
         if not raw.is_finite:
-            raise unloadable(self.source, f"the scales of its {name} are too large")
+            raise unloadable(self.source, f"the scales of its {name} are not finite")
 
     def release(self) -> None:  # noqa: B027  (most have nothing to release)
         """Releases the memory of weights that have been read."""
@@ -145,6 +145,10 @@ class CheckpointWeights(Weights):
             each: list[RawMatrix] = []
             while (weight := f"{module}.{len(each)}.{own}.weight") in self:
                 each.append(self.matrix(weight))
+            if len({raw.format for raw in each}) > 1:
+                raise unloadable(
+                    self.source, f"the experts of its {name} have different number types"
+                )
             if each:
                 return replace(each[0], rows=np.concatenate([raw.rows for raw in each]))
         return None

@@ -48,11 +48,16 @@ def compiler() -> list[str] | None:
     if named := os.environ.get("CXX"):
         return shlex.split(named)
     for name in ("c++", "g++", "clang++"):
-        if path := shutil.which(name):
+        if (path := shutil.which(name)) and _runs(path):
             return [path]
     # Without -mcpu, zig compiles for this very CPU, and the wheel would fail on older ones.
     zig = [sys.executable, "-m", "ziglang", "c++", "-mcpu=baseline"]
     return zig if find_spec("ziglang") else None
+
+
+def _runs(path: str) -> bool:
+    """Returns True if a compiler runs; on a Mac without developer tools, c++ only offers to install them."""
+    return subprocess.run([path, "--version"], capture_output=True).returncode == 0
 
 
 # GCC before 11 lacks the options of both recent sets, and binutils before 2.36 an instruction.

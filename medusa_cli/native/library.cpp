@@ -3,6 +3,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <mutex>
+#include <string>
 
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -145,15 +146,18 @@ extern "C" {
 
 // Returns the names of this machine's instruction sets, fastest first, separated by commas.
 const char* medusa_instructions() {
-  static char names[128];
-  Choice all[8];
-  const int count = choices(all);
-  names[0] = 0;
-  for (int i = 0; i < count; i++) {
-    if (i) std::strcat(names, ",");
-    std::strcat(names, all[i].name);
-  }
-  return names;
+  // Built once: several threads may ask at the same time.
+  static const std::string names = [] {
+    Choice all[8];
+    const int count = choices(all);
+    std::string joined;
+    for (int i = 0; i < count; i++) {
+      if (i) joined += ',';
+      joined += all[i].name;
+    }
+    return joined;
+  }();
+  return names.c_str();
 }
 
 // Selects an instruction set by its name; returns 0, or -1 if this machine lacks it.

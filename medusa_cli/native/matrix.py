@@ -63,6 +63,21 @@ class Format(IntEnum):
         return inputs % self.block == 0
 
 
+# Where a block in a file holds fp16 scales.
+SCALE_PLACES = {
+    Format.Q4_0: (0,),
+    Format.Q4_1: (0, 2),
+    Format.Q5_0: (0,),
+    Format.Q5_1: (0, 2),
+    Format.Q8_0: (0,),
+    Format.Q4_K: (0, 2),
+    Format.Q5_K: (0, 2),
+    Format.Q6_K: (208,),
+    Format.Q3_K: (108,),
+    Format.Q2_K: (80, 82),
+}
+
+
 @dataclass(frozen=True)
 class RawMatrix:
     """A matrix [n, k] as a file stores it: bytes [n, row bytes] in a format."""
@@ -101,11 +116,18 @@ class RawMatrix:
 
     @property
     def is_finite(self) -> bool:
-        """Returns False if a scale of MXFP4 is too large, or not a number."""
-        if self.format != Format.MXFP4:
+        """Returns False if a scale of a quantized matrix is not finite; floats are not looked at.
+
+        Rows of 8 bits would turn such a number into another one.
+        """
+        if self.format.is_float:
             return True
         blocks = self.rows.reshape(-1, self.format.file_bytes)
-        return bool(blocks[:, 0].max() <= LARGEST_SCALE)
+        if self.format == Format.MXFP4:
+            return bool(blocks[:, 0].max() <= LARGEST_SCALE)
+        places = SCALE_PLACES[self.format]
+        # The exponent of an fp16 number that is not finite has only ones.
+        return all((blocks[:, place + 1] & 0x7C).max() < 0x7C for place in places)
 
     def transposed(self, count: int) -> "RawMatrix":
         """Returns `count` matrices of floats, which lie one after another, each transposed."""

@@ -168,16 +168,21 @@ def check_backbone(
     tuned: accept other weights of the same architecture and sizes, such as those of a fine-tuned model.
     """
     keys = SHAPE if tuned else (*SHAPE, "weights")
-    if not same(expected, actual, *keys):
-        names = [
-            f"{shown(model.get('id'))} (hidden {model.get('hidden_size')}, vocabulary {model.get('vocab_size')}, "
-            f"{model.get('layers')} layers)"
-            for model in (expected, actual)
-        ]
+    if same(expected, actual, *keys):
+        return
+    if same(expected, actual, "id", *SHAPE):
         raise UserError(
-            f"{what} was made for the model {names[0]}, not for {names[1]}",
-            f"give @model {expected.get('id')} or another @run",
+            f"{what} was made for earlier weights of {shown(actual.get('id'))}", "use another @run"
         )
+    names = [
+        f"{shown(model.get('id'))} (hidden {model.get('hidden_size')}, vocabulary {model.get('vocab_size')}, "
+        f"{model.get('layers')} layers)"
+        for model in (expected, actual)
+    ]
+    raise UserError(
+        f"{what} was made for the model {names[0]}, not for {names[1]}",
+        f"give @model {expected.get('id')} or another @run",
+    )
 
 
 @contextmanager

@@ -284,9 +284,9 @@ class Handler:
         received = _until_gone(tickets, events, receive)
         if body.stream:
             lines = answer.stream(received)
-            return StreamingResponse(
-                lines, media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
-            )
+            # The second one keeps nginx from collecting the text.
+            headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+            return StreamingResponse(lines, media_type="text/event-stream", headers=headers)
         async with aclosing(received):
             async for _, event in received:
                 if event.error is not None:

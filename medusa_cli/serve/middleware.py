@@ -34,7 +34,8 @@ log = logging.getLogger(__name__)
 class Limits:
     """Holds the names, keys and limits of a server.
 
-    host: the address or name that the server listens on, "" for a Unix socket. slots: the number of
+    host: the address or name that the server listens on, "" for a Unix socket. allowed_hosts: further names under which
+    clients may reach it. slots: the number of
     requests that are decoded concurrently. waiting: the maximum number of requests in the queue.
     max_body: the largest body in bytes. Time limits for a client in seconds: head_s for a request's
     head, body_s for its body, read_s without reading the answer, idle_s between two requests.
@@ -44,6 +45,7 @@ class Limits:
 
     names: tuple[str, ...]
     host: str = "127.0.0.1"
+    allowed_hosts: tuple[str, ...] = ()
     api_keys: tuple[str, ...] = ()
     slots: int = 8
     waiting: int = 64
@@ -137,12 +139,13 @@ class Middleware:
     def _check_host(self, headers: Headers) -> None:
         host = re.sub(r":\d*$", "", headers.get("host", "")).lower()
         # Browsers always send this header, and cannot connect to a Unix socket.
-        if not self._limits.host or host in ("", "localhost", self._limits.host.lower()):
+        own = (self._limits.host, *self._limits.allowed_hosts)
+        if not self._limits.host or host in ("", "localhost", *(name.lower() for name in own)):
             return
         try:
             ip_address(host.strip("[]"))  # an IP address is safe from DNS rebinding
         except ValueError:
-            text = f"the host {shown(host)} is not served here; whoever runs this server can name it as its host"
+            text = f"the host {shown(host)} is not served here; whoever runs this server can add it with --allow-host"
             raise Refusal(403, text, code="invalid_host") from None
 
     def _check_key(self, headers: Headers) -> None:
