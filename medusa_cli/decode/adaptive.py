@@ -178,8 +178,7 @@ class AdaptivePolicy(DraftPolicy):
         """
         self._sequences = [AcceptanceEstimate(1.0, self._prior, SEQUENCE_DECAY)]
         self._plain_steps = 0
-        # The number of plain steps before the next trial of a tree, by batch size.
-        self._retry_after: dict[int, int] = {}
+        self._retry_after = RETRY_STEPS
         self._trial_left = 0
         self._outlier = False
         self._current, _ = self._best()  # an index into `_trees`
@@ -206,15 +205,14 @@ class AdaptivePolicy(DraftPolicy):
         return sum(sequence.ratio for sequence in self._sequences) / len(self._sequences)
 
     def begin(self, sampling: Sampling) -> DraftState:
-        """Returns the state of a new sequence, and resets the retry interval of a sequence alone.
+        """Returns the state of a new sequence, and resets the retry interval.
 
-        In a batch, one more sequence changes little, and the drafter must read all of them for a
-        trial. The count of plain steps continues, because an answer may be shorter than the interval
+        The count of plain steps continues, because an answer may be shorter than the interval
         between two trials.
         """
         state = super().begin(sampling)
         kind, prior = sampling_kind(sampling)
-        self._retry_after.pop(1, None)
+        self._retry_after = RETRY_STEPS
         shared = self._kinds.setdefault(kind, AcceptanceEstimate(prior, self._prior, KIND_DECAY))
         state.acceptance = AcceptanceEstimate(shared.ratio, self._prior, SEQUENCE_DECAY, shared)
         return state
@@ -320,7 +318,7 @@ class AdaptivePolicy(DraftPolicy):
             if not best or rates[best] > MARGIN * rates[self._current]:
                 self._current = best
                 self._plain_steps = 0
-                self._retry_after.pop(len(steps), None)
+                self._retry_after = RETRY_STEPS
 
     def _drafted_tree(self, steps: list[Step]) -> int | None:
         """Returns the index of the tree that all steps drafted, or None if there is no such tree."""
@@ -338,25 +336,18 @@ class AdaptivePolicy(DraftPolicy):
             return
         self._trial_left = 0
         self._current = best
-        batch = len(self._sequences)
-        self._retry_after[batch] = (
-            RETRY_STEPS if best else min(2 * self._retry(batch), MAX_RETRY_STEPS)
-        )
-
-    def _retry(self, batch: int) -> int:
-        """Returns the number of plain steps before the next trial at a batch size."""
-        return self._retry_after.get(batch, RETRY_STEPS)
+        self._retry_after = RETRY_STEPS if best else min(2 * self._retry_after, MAX_RETRY_STEPS)
 
     def _count_plain_step(self) -> None:
         """Counts a plain step, and starts a trial of the cheapest tree once enough steps have passed.
 
-        There must be at least `_retry` plain steps, and enough to keep the cost of the trial
+        There must be at least `_retry_after` plain steps, and enough to keep the cost of the trial
         within MAX_TRIAL_COST of their time.
         """
         self._plain_steps += 1
-        batch = len(self._sequences)
-        if self._plain_steps < self._retry(batch) or len(self._trees) == 1:
+        if self._plain_steps < self._retry_after or len(self._trees) == 1:
             return
+        batch = len(self._sequences)
         costs = self.costs.of_batch(batch)
         seconds = costs.seconds
         cheapest = 1 + int(seconds[1:].argmin())
