@@ -293,7 +293,7 @@ def survey(kind: str) -> Outcome:
     wrong = tuple(way for way, right in ways(network, backbone).items() if not right)
     assert machine_key(backbone.config) and backbone.engine.row_bytes >= 0
     notes = ["text only"] if kind in WRAPPERS else []
-    if getattr(backbone.engine, "stateful", None):
+    if getattr(backbone.engine, "stateful", None) or backbone.engine.new_cache().stateful:
         notes.append(STATES if backbone.engine.new_cache().decoded_states else PROMPT_STATES)
     return Outcome(backbone.engine.name, wrong, "; ".join(notes))
 

@@ -140,7 +140,7 @@ def test_damaged_parts_are_unknown_and_name_their_file(case: Case, path: str, na
 @pytest.mark.parametrize(
     ("change", "status", "part"),
     [
-        (lambda trained: trained.update(weights="another"), "fail", "hidden"),
+        (lambda trained: trained.update(weights="another"), "fail", "earlier weights"),
         (lambda trained: trained.update(adapter="5eed"), "fail", "5eed"),
         (lambda trained: trained.update(rounding="bnb.nf4"), "warn", "bnb.nf4"),
         (lambda trained: trained.clear(), "unknown", ""),

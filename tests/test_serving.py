@@ -457,7 +457,15 @@ def test_harmless_fields_are_taken(server: Served) -> None:
 
 
 def test_foreign_hosts_are_refused_unless_a_key_is_set(medusa: Medusa) -> None:
-    own = ("localhost", "LOCALHOST:8000", "127.0.0.1:1", "[::1]:8000", "10.0.0.7", "own.name", "A.proxy:80")
+    own = (
+        "localhost",
+        "LOCALHOST:8000",
+        "127.0.0.1:1",
+        "[::1]:8000",
+        "10.0.0.7",
+        "own.name",
+        "A.proxy:80",
+    )
     foreign = ("evil.example", "localhost.evil.example:8000", "127.0.0.1.evil.example")
     with serving(medusa, host="own.name", allowed_hosts=("a.proxy",)) as server:
         for host in own:
