@@ -368,3 +368,12 @@ def test_loading_names_what_is_not_done_and_refuses_what_is_not_valid(
 def test_invalid_options_are_named(name: str, value: Any) -> None:
     with pytest.raises(UsageError, match=f"^{name}"):
         LogitsOptions(**{name: value})
+
+
+def test_top_k_holds_beside_a_processor_between_temperature_and_truncation() -> None:
+    backbone = tiny_backbone()
+    backbone.generation_config.top_h = 0.9
+    sampling = Sampling("exact", 0.7, top_k=1)
+    processors = sequence_processors(backbone, [5], 9, backbone.eos_ids, sampling, LogitsOptions())
+    assert processors is not None and processors.truncates
+    assert int(processors(torch.randn(backbone.vocab_size)).isfinite().sum()) == 1

@@ -335,8 +335,12 @@ def sequence_processors(
             )
         except Exception as reason:  # the options are valid, but the config file may not be
             raise _invalid_config(backbone, reason) from reason
-    while processors and isinstance(processors[-1], TRUNCATION):
-        processors.pop()  # the sampler's part
+    own = len(processors)
+    while own and isinstance(processors[own - 1], TRUNCATION):
+        own -= 1
+    # The sampler truncates itself, unless another processor stands between temperature and top-k.
+    if not any(isinstance(processor, TRUNCATION) for processor in processors[:own]):
+        del processors[own:]
     return SequenceProcessors(processors, text[0], grammar) if processors else None
 
 

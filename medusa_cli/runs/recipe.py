@@ -496,7 +496,7 @@ def recipe_of(
 
 
 def _settings_of(origin: Run, asked: Mapping[str, str]) -> dict[str, str]:
-    """Returns the settings of a run's drafter and its loss, as its training recorded them.
+    """Returns the settings of a run's drafter, its loss and its held-out part, as its training recorded them.
 
     The result is empty if another kind of drafter is requested.
     """
@@ -506,7 +506,9 @@ def _settings_of(origin: Run, asked: Mapping[str, str]) -> dict[str, str]:
     kind = asked.get("drafter") or asked.get("drafter.name")
     if kind not in (None, recorded.drafter.get("name")):
         return {}
-    loss = {key: getattr(recorded.train, key) for key in ("decay", "soft", "regress", "scored")}
+    # With another held-out part, the new run would be judged on what the heads were trained on.
+    keys = ("decay", "soft", "regress", "scored", "validation_fraction")
+    loss = {key: getattr(recorded.train, key) for key in keys}
     settings = {f"drafter.{key}": value for key, value in recorded.drafter.items()}
     settings |= {f"train.{key}": value for key, value in loss.items() if value is not None}
     return {
