@@ -225,6 +225,8 @@ MISTAKES = [
     (2, f"{EXPORT} --to data --model {{place}}/model", "--model"),
     (2, f"{EXPORT} --to data --trust-remote-code", "--trust-remote-code"),
     (2, "serve --host nowhere.invalid", "--host nowhere.invalid"),
+    (2, "tree --device cpu", "--device"),
+    (2, "bench --sweep epsilon --temperature 0", "--temperature"),
     (2, "serve --host \0", "--host"),
     (2, "serve --port 65536", "--port"),
     (2, "serve --ssl-certfile /no/such/file", "--ssl-certfile /no/such/file"),

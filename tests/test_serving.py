@@ -26,6 +26,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from medusa_cli.api import Medusa
+from medusa_cli.commands.serve import fitting_slots
 from medusa_cli.decode import Answer, Likelihood, Request, decoder
 from medusa_cli.errors import UsageError
 from medusa_cli.serve.metrics import Metrics
@@ -454,6 +455,15 @@ def test_harmless_fields_are_taken(server: Served) -> None:
         for fields in ({}, {**unused, "max_completion_tokens": 4})  # two equal limits
     ]
     assert answers[0].choices == answers[1].choices
+
+
+def test_slots_fit_in_the_free_memory(medusa: Medusa, monkeypatch: pytest.MonkeyPatch) -> None:
+    needed = 512 * medusa.backbone.engine.row_bytes  # a cache of 300 tokens has room for 512
+    monkeypatch.setattr("medusa_cli.device.free_memory", lambda device: 3 * needed)
+    slots = [fitting_slots(medusa.backbone, batch_size, 300) for batch_size in (2, 3, 8)]
+    assert slots == [2, 3, 3]
+    monkeypatch.setattr("medusa_cli.device.free_memory", lambda device: 0)
+    assert fitting_slots(medusa.backbone, 8, 300) == 1
 
 
 def test_foreign_hosts_are_refused_unless_a_key_is_set(medusa: Medusa) -> None:
