@@ -103,9 +103,9 @@ class Sequence:
 
     A finished sequence is the cached prefix of its slot. tokens: those whose rows are in the slot.
     root: the next token, which is decided but not yet in the cache. drafter: a fork with this
-    sequence's state. unread: tokens that the drafter has not read; those of the last step, unless the
-    drafter reads every step. draft: the draft policy's state for the sequence. reused: the number of prompt tokens
-    that the slot already held. `number` selects the random stream.
+    sequence's state. unread: tokens that the drafter has not read; those of the last step, unless
+    the drafter reads every step. draft: the draft policy's state for the sequence. reused: the
+    number of prompt tokens that the slot already held. `number` selects the random stream.
     """
 
     root: int
