@@ -45,8 +45,9 @@ def flash(
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(rows, *known, scale=scale)
         seen.append(out[0].transpose(0, 1))
         sums.append(lse[0])
+    # The kernel's output has the strides of the query.
     return (
-        torch.cat(seen),
+        torch.empty_like(query).copy_(torch.cat(seen)),
         torch.cat(sums, dim=1),
         query.new_zeros(2),
         query.new_zeros(0),

@@ -78,13 +78,17 @@ def test_columns_behind_the_lengths_are_not_read(rows: int, heads: int, kv: int)
     assert torch.allclose(seen, expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("held", [[0, 7], [7]])
 @pytest.mark.parametrize("rows", [1, 5])
-def test_rows_of_a_drafters_layer_see_each_other_once_behind_an_empty_slot(rows: int) -> None:
+def test_rows_of_a_drafters_layer_see_each_other_once_behind_an_empty_slot(
+    rows: int, held: list[int]
+) -> None:
     torch.manual_seed(rows)
-    query, keys, values = torch.randn(3, 2, 4, rows, DIM).unbind()
-    lengths, positions = torch.tensor([0, 7]), torch.arange(rows).expand(2, -1)
-    tree_mask = torch.ones(2, rows, rows, dtype=torch.bool).tril()
-    cached = torch.randn(2, 2, 4, CAPACITY, DIM)
+    size = len(held)
+    query, keys, values = torch.randn(3, size, 4, rows, DIM).unbind()
+    lengths, positions = torch.tensor(held), torch.arange(rows).expand(size, -1)
+    tree_mask = torch.ones(size, rows, rows, dtype=torch.bool).tril()
+    cached = torch.randn(2, size, 4, CAPACITY, DIM)
     expected = SlotRows(lengths, positions, tree_mask).attend(query, keys, values, cached.clone())
     with Device():
         slots = SlotRows(*(x.to(NAME) for x in (lengths, positions, tree_mask)))

@@ -91,11 +91,8 @@ def behind(
     near_sum = near_sum[..., : grouped.shape[2]]  # the kernel pads it
     near = near.unflatten(2, (-1, rows)).permute(0, 3, 1, 2, 4).reshape(far.shape)
     near_sum = near_sum.unflatten(2, (-1, rows)).permute(0, 3, 1, 2).reshape(count, heads)
-    return (
-        merged(far, far_sum.transpose(0, 1), near, near_sum)
-        .to(query.dtype)
-        .view(count, heads * dim)
-    )
+    seen = merged(far, far_sum.transpose(0, 1), near, near_sum).to(query.dtype)
+    return seen.reshape(count, heads * dim)  # the kernel's output has the strides of the query
 
 
 def merged(far: Tensor, far_sum: Tensor, near: Tensor, near_sum: Tensor) -> Tensor:
