@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, GPT2Config, PhiConfig, PhimoeConfig
 from typer.testing import Result
 
 from medusa_cli import engine as engines
@@ -39,6 +40,7 @@ from tests.helpers import (
     random_conversations,
     save_conversations,
     save_model,
+    save_network,
     tiny_backbone,
     tiny_model,
     tiny_tokenizer,
@@ -305,6 +307,22 @@ def test_validation_does_not_depend_on_batches(tmp_path: Path) -> None:
     assert result[1] == pytest.approx(result[0], rel=1e-4) and result[2] == pytest.approx(
         result[0], rel=1e-4
     )
+
+
+@pytest.mark.parametrize("config", [GPT2Config, PhiConfig, PhimoeConfig])
+def test_joint_training_has_no_noise_of_the_model(config: Any, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    rates = {"attention_dropout": 0.5, "resid_pdrop": 0.5, "embd_pdrop": 0.5}
+    rates |= {"router_jitter_noise": 0.5, "input_jitter_noise": 0.5, "attn_pdrop": 0.5}
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 64}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    network = AutoModelForCausalLM.from_config(config(**sizes, **rates))
+    model = save_network(network, tmp_path / "model")
+    recipe = load_recipe(None, [*SETTINGS, f"model={model}"])
+    backbone = joint_backbone(recipe, LoadOptions(device="cpu", dtype="fp32"))
+    tokens = torch.randint(5, 60, (2, 9))
+    assert backbone.model.training
+    assert torch.equal(backbone.states(tokens), backbone.states(tokens))
 
 
 def test_fully_tuned_model_gets_a_run_of_its_own(

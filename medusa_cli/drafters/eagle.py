@@ -149,7 +149,7 @@ class Eagle(LayerDrafter):
     learning_rate = 1e-3
     regress = 0.0
     config_class = EagleConfig
-    settings = ("matrices", "taps", "norm_before_residual")
+    settings = ("matrices", "taps", "intermediate_size", "norm_before_residual")
     vocabularies = ("draft", "own")
     config: EagleConfig
     levels: Tensor  # [H * taps], factors for the states to fuse; all ones in a file

@@ -18,6 +18,7 @@ from medusa_cli.files.weights import read_weights
 from medusa_cli.model.backbone import text_model
 
 WEIGHTS = "adapter_model.safetensors"
+MODELS = "transformers.models."  # where transformers defines the parts of each model
 ADAPTER_WEIGHTS = "the adapter's weights"
 
 
@@ -66,7 +67,12 @@ def attach(network: Any, *, rank: int, alpha: float, dropout: float) -> None:
     with _quiet():
         from peft import LoraConfig, inject_adapter_in_model
 
-    names = {name for name, module in network.named_modules() if isinstance(module, nn.Linear)}
+    # A model's own kind of linear layer, such as a router, may return more than one tensor.
+    names = {
+        name
+        for name, module in network.named_modules()
+        if isinstance(module, nn.Linear) and not type(module).__module__.startswith(MODELS)
+    }
     if text_model(network) is network.base_model:
         names = {name.rpartition(".")[2] for name in names}
     else:  # the vision part has layers with the same names

@@ -80,6 +80,10 @@ class DrafterRecipe:
         (),
         "EAGLE: auxiliary hidden-state layers to read; []: a low, a middle and a high one",
     )
+    intermediate_size: Count | None = key(
+        None,
+        "EAGLE: width of the layer's MLP, which has most of its weights; null: the model's own",
+    )
     norm_before_residual: bool = key(
         False,
         "EAGLE: the layer adds to its normed input, as in speculators' checkpoints",

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from medusa_cli.data.packing import Dataset, frequent_tokens, read_dataset
 from medusa_cli.drafters import DRAFTERS
@@ -243,6 +243,7 @@ def joint_backbone(recipe: Recipe, options: LoadOptions) -> Backbone:
     network, tokenizer = load_network(
         recipe.model, options, shard=train.shard, chat_template=recipe.chat_template
     )
+    _remove_noise(network)
     if train.tuning == "full":
         network = network.float()
     else:
@@ -258,6 +259,19 @@ def joint_backbone(recipe: Recipe, options: LoadOptions) -> Backbone:
         network.gradient_checkpointing_enable({"use_reentrant": False})
     network.train()
     return backbone
+
+
+def _remove_noise(network: nn.Module) -> None:
+    """Sets the network's dropout and the noise of its routers to 0.
+
+    Noise would be learnt as a difference from the original model, which the same layers compute.
+    """
+    for module in network.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if isinstance(value, float) and ("drop" in name or "jitter" in name):
+                setattr(module, name, 0.0)
 
 
 def start_heads(
