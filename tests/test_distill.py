@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import warnings
 from collections.abc import Sequence
 from contextlib import closing
@@ -17,6 +18,7 @@ from transformers import LlamaConfig
 from medusa_cli import device as memory
 from medusa_cli.data.code_seeds import FIM, KINDS, code_seeds, fim_tokens, is_code, with_fim_tokens
 from medusa_cli.data.conversation import Conversation
+from medusa_cli.data.packing import held_out_ids
 from medusa_cli.data.seeds import distinct, in_order, read_seeds
 from medusa_cli.data.states import StateStore, read_rows
 from medusa_cli.device import free_memory
@@ -359,6 +361,22 @@ def test_code_seeds_are_the_same_for_a_seed_and_hold_no_source_twice(sources: Pa
     assert {seed.id.split("-")[1] for seed in seeds} == set(KINDS)
     assert code_seeds(0, 7) == seeds[:7] and read_seeds("code", 0, 7)[0] == seeds[:7]
     assert not any("of_a_test" in seed.turns[0] for seed in seeds)
+
+
+def test_prompts_about_one_file_are_held_out_together(sources: Path) -> None:
+    for number in range(1, 40):  # the source of number 0 is in two files
+        text = function(f"product_{number}", BODY.replace("limit", f"limit * {number}"))
+        path = sources / "abc"[number % 3] / f"m{number}.py"
+        path.write_text(f"{path.read_text()}\n\n{text}\n")
+    seeds = code_seeds(0)
+    held_out = held_out_ids([seed.id for seed in seeds], 0.3)
+    sides: dict[str, set[bool]] = {}
+    for seed in seeds:
+        number = re.findall(r"(?:total|product)_(\d+)", seed.turns[0])[0]
+        sides.setdefault(number, set()).add(seed.id in held_out)
+    del sides["0"]
+    assert len(seeds) == 79 and held_out
+    assert all(len(own) == 1 for own in sides.values())
 
 
 def test_a_repair_prompt_has_one_fault_and_its_traceback_points_at_it(sources: Path) -> None:

@@ -224,8 +224,10 @@ def _seed(source: _Source, digest: str, chance: random.Random) -> Conversation:
         kind = chance.choice(("change", "change", "explain", "test"))
     else:
         kind = chance.choices(KINDS, WEIGHTS)[0]
+    file = hashlib.sha256(source.file.encode()).hexdigest()[:8]
     if kind == "fim":
-        return Conversation.from_turns(f"code-fim-{digest}", [_with_gap(source, chance)], raw=True)
+        gap = _with_gap(source, chance)
+        return Conversation.from_turns(f"code-fim-{file}-{digest}", [gap], raw=True)
 
     code = source.text
     error = ""
@@ -243,7 +245,7 @@ def _seed(source: _Source, digest: str, chance: random.Random) -> Conversation:
         block += f"\n\n```\n{error}\n```"
     prompt = f"{ask}\n\n{block}" if chance.random() < 0.7 else f"{block}\n\n{ask}"
     turns = [prompt, chance.choice(FOLLOWING[kind])] if chance.random() < 0.5 else [prompt]
-    return Conversation.from_turns(f"code-{kind}-{digest}", turns)
+    return Conversation.from_turns(f"code-{kind}-{file}-{digest}", turns)
 
 
 def _name_in(source: _Source, chance: random.Random) -> str:

@@ -27,6 +27,9 @@ _PART = re.compile(r"(?=[a-z]*[A-Z0-9])([A-Za-z0-9]{7})_\d+(?:/\d+)?")
 # Id of a row in speculators data, which holds one turn of a conversation.
 _GENERATION = re.compile(r"(.+)_gen\d+")
 
+# Id of a prompt about code: its kind, a digest of its file, and a digest of the code.
+_CODE = re.compile(r"code-[a-z]+-([0-9a-f]{8})-[0-9a-f]{12}")
+
 
 @dataclass(frozen=True)
 class Dataset:
@@ -183,13 +186,14 @@ def held_out_ids(ids: Sequence[str], fraction: float) -> set[str]:
 
     The hash of an id decides, so that more data does not change the side of any conversation. The
     parts into which ShareGPT splits a long conversation (CsuNKMw_0, CsuNKMw_17) stay together, and
-    so do turns that are separate rows in speculators data. If one part of a conversation were held
-    out and another one trained on, the held-out part would be easier than an unseen conversation.
+    so do turns that are separate rows in speculators data, and prompts about one file of code. If
+    one part were held out and another one trained on, the held-out part would be easier than an
+    unseen conversation.
     Of two or more conversations, at least one is held out (unless fraction is 0), but never all.
     """
     parts: dict[str, list[str]] = {}
     for id in ids:
-        part = _PART.fullmatch(id) or _GENERATION.fullmatch(id)
+        part = _PART.fullmatch(id) or _GENERATION.fullmatch(id) or _CODE.fullmatch(id)
         parts.setdefault(part[1] if part else id, []).append(id)
     order = sorted(parts, key=_hash)
     below = bisect_left(order, int(fraction * 2**64), key=_hash)
