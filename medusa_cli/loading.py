@@ -45,10 +45,9 @@ class LoadedModel:
     def description(self) -> str:
         """Returns one line with the model, number type, device, engine, drafter and policy."""
         backbone = self.backbone
-        dtype = str(backbone.dtype).removeprefix("torch.")
         policy = self.policy.description if self.policy is not None else "plain decoding"
         drafter = f"{self.drafter.name} drafter, " if self.drafter is not None else ""
-        return f"{backbone.id} in {dtype} on {backbone.device}, {backbone.engine.title}, {drafter}{policy}"
+        return f"{backbone.description}, {drafter}{policy}"
 
 
 def load_model(

@@ -20,6 +20,7 @@ from medusa_cli.files.assets import model_dir
 from medusa_cli.files.io import read_object, write_json
 from medusa_cli.model import lora
 from medusa_cli.model.digest import weights_of
+from medusa_cli.model.load import resolve_device
 from medusa_cli.runs.resolve import Choice, TreeChoice, read_calibration
 from medusa_cli.runs.run import provenance
 from medusa_cli.tree.search import Accuracies, largest
@@ -178,7 +179,8 @@ def _digest(bench: Bench) -> str:
         hashlib.sha256(path.read_bytes()).hexdigest() for path in files if path and path.is_file()
     ]
     model = [weights_of(choice.model), choice.adapter and lora.digest(choice.adapter)]
-    facts = [__version__, environment(torch.device("cpu")), model, contents, asdict(bench)]
+    machine = environment(torch.device(resolve_device(bench.options.device)))
+    facts = [__version__, machine, model, contents, asdict(bench)]
     text = json.dumps(
         facts, sort_keys=True, default=lambda value: str(getattr(value, "path", value))
     )

@@ -109,6 +109,10 @@ def distill(
         f"{loading.of(plan.model)} answers {count:,} of {len(seeds):,} conversations of {asked.seed} into "
         f"{target.path}; --max-samples N takes more ({report})"
     )
+    console.info(
+        f"prompts above {asked.context - asked.max_new_tokens:,} tokens, earlier turns included, are skipped: "
+        f"distill.context={asked.context} less --max-new-tokens {asked.max_new_tokens}"
+    )
     loading = replace(loading, device=processes.device(loading.device))
     with console.bars() as on_progress:
         summary = answer_seeds(target, seeds, plan, loading, processes, on_progress)

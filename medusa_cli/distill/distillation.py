@@ -222,6 +222,7 @@ def _source(
         settings = replace(settings, taps=())  # servers send no states
         return partial(answer_remotely, servers, tokenizer, settings=settings), tokenizer, settings
     backbone = load_backbone(recipe.model, loading, chat_template=template, chat=True)
+    log.info(backbone.description)
     check_generation_config(backbone)
     check_layers(settings.taps, backbone.num_layers, "distill.taps")
     if settings.batch_size is None:

@@ -114,6 +114,12 @@ class Backbone:
         return self.embedding.weight.dtype if engine is None else engine.dtype
 
     @property
+    def description(self) -> str:
+        """Returns the model, its number type, its device and its engine in a few words."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.id} in {dtype} on {self.device}, {self.engine.title}"
+
+    @property
     def lm_head_weight(self) -> Tensor:
         """Returns the lm_head's weight [V, H]."""
         return self._lm_head(None)[0]

@@ -148,6 +148,7 @@ def _load(
     train = recipe.train
     with nullcontext() if train.shard else world.main_process_first():
         backbone = setup.load_model(recipe, options)
+    log.info(backbone.description)
     with world.main_process_first():
         run.bind(backbone.identity)
 
