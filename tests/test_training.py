@@ -783,6 +783,20 @@ def test_a_missing_logger_is_one_line_that_names_its_extra(
     medusa(*words_of(run, model, "--logger", "other"), exit_code=2)
 
 
+def test_a_narrow_eagle_keeps_its_width_when_trained_on(
+    run: Run, model: str, tmp_path: Path
+) -> None:
+    medusa(*words_of(run, model, "drafter=eagle", "drafter.intermediate_size=24"))
+    other = Run(tmp_path / "other")
+    more = ["--from", run.path, "--dtype", "fp32", "train.epochs=1"]
+    medusa("train", "--run", other.path, "--model", model, *more)
+    widths = [
+        json.loads((one.drafter_dir / "config.json").read_text())["intermediate_size"]
+        for one in (run, other)
+    ]
+    assert widths == [24, 24]
+
+
 @pytest.mark.parametrize(
     "words",
     [
