@@ -190,7 +190,7 @@ def test_a_judge_grades_every_turn_and_compares_in_both_orders(
     outcome = json.loads(done.stdout)["judge"]
     assert outcome["single"] == {name: {"score": 8.0, "answers": 4} for name in ("ar", "medusa")}
     # A judge that always prefers what comes first prefers nobody.
-    assert outcome["pairs"] == {"medusa": {"wins": 0, "ties": 2, "losses": 0, "answers": 2}}
+    assert outcome["pairs"] == {"medusa": {"wins": 0, "ties": 4, "losses": 0, "answers": 4}}
     assert {call["path"] for call in judge.requests} == {"/v1/chat/completions"}
     assert {(call["model"], call["key"], call["temperature"]) for call in judge.requests} == {
         ("wise", "Bearer secret", 0)
@@ -200,7 +200,7 @@ def test_a_judge_grades_every_turn_and_compares_in_both_orders(
     assert len(judge.requests) == count  # nothing is asked twice
     page = newest(judged).with_suffix(".md").read_text()
     assert (
-        "| mine | medusa against ar | - | 0 | 2 | 0 | 2 |" in page
+        "| mine | medusa against ar | - | 0 | 4 | 0 | 4 |" in page
         and "| mine | medusa | 8.00 |" in page
     )
 
@@ -254,6 +254,19 @@ def test_pairs_count_if_both_orders_agree_and_same_answers_are_ties() -> None:
     result = tally(outcomes, questions, texts, "ar")
     assert result["single"]["medusa"]["score"] == 6.5
     assert result["pairs"]["medusa"] == {"wins": 1, "ties": 2, "losses": 1, "answers": 4}
+
+
+def test_a_later_turn_is_judged_after_the_references_earlier_answer() -> None:
+    questions = [Question("1", "c", ("ask", "more"))]
+    texts = {"ar": {"1": ["plain", "rest"]}, "medusa": {"1": ["other", "end"]}}
+    asked = [task for task in tasks(questions, texts, "ar") if task.method == "medusa"]
+    assert [(task.turn, task.order) for task in asked] == [
+        (turn, order) for turn in (0, 1) for order in (0, 1, 2)
+    ]
+    for task in asked[3:]:
+        assert "plain" in task.text and "end" in task.text and "other" not in task.text
+    result = tally({task[:4]: "method" for task in asked[1:3]}, questions, texts, "ar")
+    assert result["pairs"]["medusa"] == {"wins": 1, "ties": 0, "losses": 0, "answers": 1}
 
 
 def test_replies_without_a_grade_count_for_nothing(judged: Path, judge: ChatServer) -> None:

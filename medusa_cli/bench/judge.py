@@ -33,9 +33,9 @@ log = logging.getLogger(__name__)
 
 
 class Task(NamedTuple):
-    """Holds a question for the judge.
+    """Holds a question for the judge about one turn.
 
-    order: 0 for a grade of one turn; 1 or 2 for a pair with the reference first or second.
+    order: 0 for a grade; 1 or 2 for a pair with the reference first or second.
     """
 
     method: str
@@ -55,28 +55,27 @@ class Task(NamedTuple):
 
 
 def tasks(questions: Sequence[Question], texts: Texts, reference: str) -> Iterator[Task]:
-    """Yields a grading task for every turn of every method, and comparisons of each method with the reference.
+    """Yields a grading task for every answer of every method, and its comparisons with the reference's.
 
-    Each pair of answers is compared in both orders. Identical answers are not compared, because
-    they are ties.
+    All methods answer a later turn after the reference's earlier answers, so these precede it. Each
+    pair of answers is compared in both orders. Identical answers are not compared, because they are
+    ties.
     """
     for question in questions:
         for method, answers in texts.items():
             own = answers[question.id]
             other = texts[reference][question.id]
             for turn in range(len(own)):
-                text = _conversation(question, own[: turn + 1], "Assistant") + _references(
-                    question, turn
-                )
+                earlier = other[:turn]
+                ending = _references(question, turn)
+                text = _conversation(question, [*earlier, own[turn]], "Assistant") + ending
                 yield Task(method, question.id, turn, 0, text)
-            for order, (first, second) in (
-                ((1, (other, own)), (2, (own, other))) if own != other else ()
-            ):
-                pair = _conversation(question, first, "Assistant A") + "\n\n"
-                pair += _conversation(question, second, "Assistant B") + _references(
-                    question, len(own) - 1
-                )
-                yield Task(method, question.id, 0, order, pair)
+                if own[turn] == other[turn]:
+                    continue
+                for order, (first, second) in ((1, (other, own)), (2, (own, other))):
+                    pair = _conversation(question, [*earlier, first[turn]], "Assistant A") + "\n\n"
+                    pair += _conversation(question, [*earlier, second[turn]], "Assistant B")
+                    yield Task(method, question.id, turn, order, pair + ending)
 
 
 def _conversation(question: Question, answers: Sequence[str], name: str) -> str:
@@ -117,15 +116,17 @@ def tally(
             continue
         counts = {"wins": 0, "ties": 0, "losses": 0}
         for question in questions:
-            orders = {outcomes.get((method, question.id, 0, order)) for order in (1, 2)}
-            if answers[question.id] == texts[reference][question.id]:
-                counts["ties"] += 1
-            elif orders == {"method"}:
-                counts["wins"] += 1
-            elif orders == {"reference"}:
-                counts["losses"] += 1
-            elif None not in orders:
-                counts["ties"] += 1
+            both = zip(answers[question.id], texts[reference][question.id], strict=True)
+            for turn, (own, other) in enumerate(both):
+                orders = {outcomes.get((method, question.id, turn, order)) for order in (1, 2)}
+                if own == other:
+                    counts["ties"] += 1
+                elif orders == {"method"}:
+                    counts["wins"] += 1
+                elif orders == {"reference"}:
+                    counts["losses"] += 1
+                elif None not in orders:
+                    counts["ties"] += 1
         pairs[method] = {**counts, "answers": sum(counts.values())}
     unread = sum(outcome is None for outcome in outcomes.values())
     return {"reference": reference, "single": single, "pairs": pairs, "unread": unread}
