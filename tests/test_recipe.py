@@ -10,6 +10,7 @@ import pytest
 from medusa_cli.distill.distillation import check_settings
 from medusa_cli.errors import LONGEST, UsageError, UserError
 from medusa_cli.runs import recipe as recipes
+from medusa_cli.runs import run as runs
 from medusa_cli.runs.recipe import (
     Recipe,
     differences,
@@ -297,6 +298,16 @@ def test_runs_own_model_is_trained_whatever_the_recipe_names(
         chosen(run, "vicuna-7b-medusa1", f"model={named.model}"),
     ):
         assert recipe == named and named.chat_template and not caplog.records
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in runs.SHIPPED.iterdir()))
+def test_an_included_drafter_is_trained_on_for_its_own_model(name: str, tmp_path: Path) -> None:
+    origin = Run.pretrained(name)
+    assert origin is not None
+    fresh = Run(tmp_path / "run")
+    assert recipes.recipe_of(fresh, [], {}, False, origin).model == name
+    other = recipes.recipe_of(fresh, ["model=me/mine"], {}, False, origin)
+    assert other.model == "me/mine"
 
 
 def test_every_key_has_a_meaning() -> None:

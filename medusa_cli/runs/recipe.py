@@ -490,13 +490,22 @@ def recipe_of(
         recipe = load_recipe(run.recipe_path, overrides)
     else:
         recipe = load_recipe(file, overrides)
-        if giver.model not in (None, recipe.model) and "model" not in settings:
-            recipe = _of_model(
-                recipe, str(giver.model), file, keep_template="chat_template" in settings
-            )
+        model = giver.model
+        if model is None and giver is origin:
+            model = _model_of_drafter(giver)
+        if model not in (None, recipe.model) and "model" not in settings:
+            recipe = _of_model(recipe, str(model), file, keep_template="chat_template" in settings)
     return dataclasses.replace(
         recipe, chat_template=run.template_with(recipe.chat_template or giver.chat_template)
     )
+
+
+def _model_of_drafter(run: Run) -> str | None:
+    """Returns the model that a run's drafter was trained for; included drafters are in no run with a model."""
+    if not (run.drafter_dir / "config.json").is_file():
+        return None
+    model = describe_drafter(run.drafter_dir).provenance.identity.get("id")
+    return model if isinstance(model, str) else None
 
 
 def _settings_of(origin: Run, asked: Mapping[str, str]) -> dict[str, str]:
