@@ -786,7 +786,8 @@ def test_a_missing_logger_is_one_line_that_names_its_extra(
 def test_a_narrow_eagle_keeps_its_width_when_trained_on(
     run: Run, model: str, tmp_path: Path
 ) -> None:
-    medusa(*words_of(run, model, "drafter=eagle", "drafter.intermediate_size=24"))
+    first = medusa(*words_of(run, model, "drafter=eagle", "drafter.intermediate_size=24"))
+    assert " on cpu, " in first.stderr
     other = Run(tmp_path / "other")
     more = ["--from", run.path, "--dtype", "fp32", "train.epochs=1"]
     medusa("train", "--run", other.path, "--model", model, *more)

@@ -116,10 +116,11 @@ def tally(
             continue
         counts = {"wins": 0, "ties": 0, "losses": 0}
         for question in questions:
-            both = zip(answers[question.id], texts[reference][question.id], strict=True)
-            for turn, (own, other) in enumerate(both):
+            own = answers[question.id]
+            other = texts[reference][question.id]
+            for turn in range(len(own)):
                 orders = {outcomes.get((method, question.id, turn, order)) for order in (1, 2)}
-                if own == other:
+                if own[turn] == other[turn]:
                     counts["ties"] += 1
                 elif orders == {"method"}:
                     counts["wins"] += 1

@@ -188,8 +188,8 @@ def held_out_ids(ids: Sequence[str], fraction: float) -> set[str]:
     parts into which ShareGPT splits a long conversation (CsuNKMw_0, CsuNKMw_17) stay together, and
     so do turns that are separate rows in speculators data, and prompts about one file of code. If
     one part were held out and another one trained on, the held-out part would be easier than an
-    unseen conversation.
-    Of two or more conversations, at least one is held out (unless fraction is 0), but never all.
+    unseen conversation. Of two or more such wholes, at least one is held out (unless fraction is
+    0), but never all.
     """
     parts: dict[str, list[str]] = {}
     for id in ids:

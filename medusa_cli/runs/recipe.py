@@ -21,7 +21,7 @@ from msgspec import Meta
 from medusa_cli.errors import UsageError, UserError, shown
 from medusa_cli.files.assets import DEFAULT_MODEL
 from medusa_cli.files.io import is_whole, parse_yaml, read_text, read_yaml
-from medusa_cli.runs.run import Run, describe_drafter
+from medusa_cli.runs.run import Provenance, Run, describe_drafter
 
 SHARED = Path("share", "medusa-cli", "recipes")  # in an installed package
 log = logging.getLogger(__name__)
@@ -490,9 +490,9 @@ def recipe_of(
         recipe = load_recipe(run.recipe_path, overrides)
     else:
         recipe = load_recipe(file, overrides)
-        model = giver.model
-        if model is None and giver is origin:
-            model = _model_of_drafter(giver)
+        model: str | int | None = giver.model
+        if model is None and giver is origin and (recorded := _recorded(giver)) is not None:
+            model = recorded.identity.get("id")  # of an included drafter, which is in no run
         if model not in (None, recipe.model) and "model" not in settings:
             recipe = _of_model(recipe, str(model), file, keep_template="chat_template" in settings)
     return dataclasses.replace(
@@ -500,12 +500,10 @@ def recipe_of(
     )
 
 
-def _model_of_drafter(run: Run) -> str | None:
-    """Returns the model that a run's drafter was trained for; included drafters are in no run with a model."""
-    if not (run.drafter_dir / "config.json").is_file():
-        return None
-    model = describe_drafter(run.drafter_dir).provenance.identity.get("id")
-    return model if isinstance(model, str) else None
+def _recorded(run: Run) -> Provenance | None:
+    """Returns what a run's drafter records of its training; None if the run has no drafter."""
+    has_drafter = (run.drafter_dir / "config.json").is_file()
+    return describe_drafter(run.drafter_dir).provenance if has_drafter else None
 
 
 def _settings_of(origin: Run, asked: Mapping[str, str]) -> dict[str, str]:
@@ -513,9 +511,10 @@ def _settings_of(origin: Run, asked: Mapping[str, str]) -> dict[str, str]:
 
     The result is empty if another kind of drafter is requested.
     """
-    if not (origin.drafter_dir / "config.json").is_file():
+    provenance = _recorded(origin)
+    if provenance is None:
         return {}
-    recorded = describe_drafter(origin.drafter_dir).provenance.recipe
+    recorded = provenance.recipe
     kind = asked.get("drafter") or asked.get("drafter.name")
     if kind not in (None, recorded.drafter.get("name")):
         return {}
