@@ -252,6 +252,12 @@ def test_known_points_are_measured_again_only_after_a_change(
     assert measured("50") == 1
     monkeypatch.setattr(sweeping, "weights_of", lambda model: "trained further")
     assert measured("50") == 1 and measured("50") == 0
+    # Of what would be another device, only the name differs here.
+    monkeypatch.setattr(sweeping, "resolve_device", lambda device: "meta")
+    monkeypatch.setattr(sweeping, "environment", lambda device: {"accelerator": device.type})
+    assert measured("50") == 1 and measured("50") == 0
+    monkeypatch.setattr(sweeping, "resolve_device", lambda device: "cpu")
+    assert measured("50") == 1
 
 
 def test_a_sweep_killed_at_any_point_goes_on_and_measures_none_twice(place: Path) -> None:
