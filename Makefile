@@ -7,21 +7,32 @@ TORCH ?= torch==2.13.0
 PYTHON ?= python3
 
 BIN := .venv/bin
+# Stamps: the package alone is installed, or all of its extras and the developer's tools, too.
+PACKAGE := .venv/.package
 READY := .venv/.installed
+INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet
+SOURCES := pyproject.toml $(wildcard medusa_cli/native/*.cpp medusa_cli/native/*.h medusa_cli/native/b*.py)
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-$(READY): pyproject.toml $(wildcard medusa_cli/native/*.cpp medusa_cli/native/*.h medusa_cli/native/b*.py)
+$(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=...")'
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet "$(TORCH)"
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet -e '.[dev]'
+	$(PYTHON) -m venv .venv
+
+$(PACKAGE): $(SOURCES) | $(BIN)/python
+	$(INSTALL) "$(TORCH)"
+	$(INSTALL) -e .
 	@touch $@
 
-install: $(READY) ## make .venv with torch, the package and the developer's tools
+$(READY): $(SOURCES) | $(BIN)/python
+	$(INSTALL) "$(TORCH)"
+	$(INSTALL) -e '.[dev]'
+	@touch $(PACKAGE) $@
 
-demo: $(READY) ## answer three questions plainly and with drafts, side by side
+install: $(READY) ## make .venv with torch, the package, its extras and the developer's tools
+
+demo: $(PACKAGE) ## answer three questions plainly and with drafts, side by side
 	$(BIN)/medusa demo
 
 style: $(READY) ## ruff: lint and format, changing nothing

@@ -93,9 +93,10 @@ def compile_library(target: Path, flags: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         isas = instructions_of(command)
         options += ["-DMEDUSA_RECENT"] if isas.keys() >= set(RECENT) else []
-        jobs = [(name, name, list[str]()) for name in COMMON]
-        jobs.append(("step", "generic", ["-DISA=generic"]))
+        # The longest jobs come first.
+        jobs = [("step", "generic", ["-DISA=generic"])]
         jobs += [("step", isa, [f"-DISA={isa}", *named]) for isa, named in isas.items()]
+        jobs += [(name, name, list[str]()) for name in COMMON]
 
         def compile_one(job: tuple[str, str, list[str]]) -> str:
             source, name, own = job
@@ -107,8 +108,7 @@ def compile_library(target: Path, flags: list[str] | None = None) -> None:
             return output
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            # The longest jobs come first.
-            objects = list(pool.map(compile_one, reversed(jobs)))
+            objects = list(pool.map(compile_one, jobs))
         part = target.with_name(target.name + ".part")
         subprocess.run(
             [*command, *(flags or []), "-shared", "-s", *objects, "-o", str(part), "-lpthread"],
