@@ -1,8 +1,11 @@
 """The wheel holds every file of the package; decoding runs without extras, and each command names what it misses."""
 
 import ast
+import importlib.metadata
+import json
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -134,7 +137,7 @@ def test_a_command_names_the_extra_it_misses(
             "w1",
         ]
     message = " ".join(medusa(*words, exit_code=1).stderr.split())
-    assert package in message and message.endswith(f"pip install 'medusa-cli[{extra}]'")
+    assert package in message and message.endswith(install_line(extra))
 
 
 @pytest.mark.parametrize(
@@ -146,8 +149,47 @@ def test_an_extra_is_added_by_the_program_that_made_the_environment(
 ) -> None:
     (tmp_path / marker).touch()
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    monkeypatch.setattr(assets, "installed_from", lambda: ("", False))
     line = install_line("serve")
     assert line.split()[0] == program and line.endswith("'medusa-cli[serve]'")
+
+
+@pytest.mark.parametrize(
+    ("origin", "words"),
+    [
+        (None, ["install", "medusa-cli[serve]"]),
+        (
+            {"url": "file:///a%20b", "dir_info": {"editable": True}},
+            ["install", "-e", "/a b[serve]"],
+        ),
+        (
+            {"url": "file:///a", "dir_info": {}},
+            ["install", "medusa-cli[serve] @ file:///a"],
+        ),
+        (
+            {"url": "file:///m-1-py3-none-any.whl", "archive_info": {}},
+            ["install", "medusa-cli[serve] @ file:///m-1-py3-none-any.whl"],
+        ),
+        (
+            {"url": "https://host/a.git", "vcs_info": {"vcs": "git"}},
+            ["install", "medusa-cli[serve]"],
+        ),
+    ],
+)
+def test_an_extra_is_installed_from_where_the_package_came_from(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    origin: dict[str, object] | None,
+    words: list[str],
+) -> None:
+    class Installed:
+        def read_text(self, name: str) -> str | None:
+            assert name == "direct_url.json"
+            return None if origin is None else json.dumps(origin)
+
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    monkeypatch.setattr(importlib.metadata, "distribution", lambda name: Installed())
+    assert shlex.split(install_line("serve")) == ["pip", *words]
 
 
 def test_a_python_without_ensurepip_fetches_by_a_wheel_of_the_system_or_its_own_pip(
@@ -174,7 +216,7 @@ def test_an_environment_without_pip_fetches_by_the_one_that_comes_with_python(
 
 def test_an_import_that_fails_later_is_one_line_too() -> None:
     assert cli.explain(ModuleNotFoundError("no", name="matplotlib.figure"))[0].endswith(
-        "'medusa-cli[plot]'"
+        install_line("plot")
     )
     assert "internal error" in cli.explain(ModuleNotFoundError("no", name="medusa_cli.nothing"))[0]
 

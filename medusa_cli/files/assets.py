@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import hashlib
+import json
 import logging
 import os
 import shutil
@@ -17,6 +18,8 @@ from functools import cache, lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 from medusa_cli.errors import UsageError, UserError, first_line
 from medusa_cli.files import gguf
@@ -640,13 +643,37 @@ def need_extra(extra: str, user: str) -> None:
 
 
 def install_line(extra: str) -> str:
-    """Returns the command that installs an extra in this environment, which uv, pipx or pip created."""
-    named = f"'medusa-cli[{extra}]'"
+    """Returns the command that installs an extra in this environment, which uv, pipx or pip created.
+
+    A package that came from a folder or a wheel is installed from there again.
+    """
+    url, editable = installed_from()
+    named = f"'medusa-cli[{extra}] @ {url}'" if url else f"'medusa-cli[{extra}]'"
     if Path(sys.prefix, "uv-receipt.toml").is_file():
         return f"uv tool install {named}"
     if Path(sys.prefix, "pipx_metadata.json").is_file():
         return f"pipx install --force {named}"
+    if editable:
+        return f"pip install -e '{url2pathname(urlsplit(url).path)}[{extra}]'"
     return f"pip install {named}"
+
+
+def installed_from() -> tuple[str, bool]:
+    """Returns the file URL that this package was installed from, and if the install is editable.
+
+    The URL is empty for a package from an index or a repository. Source: PEP 610.
+    """
+    from importlib import metadata
+
+    try:
+        record = metadata.distribution("medusa-cli").read_text("direct_url.json")
+    except metadata.PackageNotFoundError:
+        return "", False
+    origin = json.loads(record or "{}")
+    url = origin.get("url", "")
+    if not url.startswith("file:"):
+        return "", False
+    return url, origin.get("dir_info", {}).get("editable", False)
 
 
 def missing_package(package: str | None) -> str | None:
