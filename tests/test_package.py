@@ -149,47 +149,42 @@ def test_an_extra_is_added_by_the_program_that_made_the_environment(
 ) -> None:
     (tmp_path / marker).touch()
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
-    monkeypatch.setattr(assets, "installed_from", lambda: ("", False))
+    monkeypatch.setattr(assets, "installed_from", lambda: ("medusa-cli", False))
     line = install_line("serve")
     assert line.split()[0] == program and line.endswith("'medusa-cli[serve]'")
 
 
 @pytest.mark.parametrize(
-    ("origin", "words"),
+    ("origin", "source"),
     [
-        (None, ["install", "medusa-cli[serve]"]),
-        (
-            {"url": "file:///a%20b", "dir_info": {"editable": True}},
-            ["install", "-e", "/a b[serve]"],
-        ),
-        (
-            {"url": "file:///a", "dir_info": {}},
-            ["install", "medusa-cli[serve] @ file:///a"],
-        ),
-        (
-            {"url": "file:///m-1-py3-none-any.whl", "archive_info": {}},
-            ["install", "medusa-cli[serve] @ file:///m-1-py3-none-any.whl"],
-        ),
-        (
-            {"url": "https://host/a.git", "vcs_info": {"vcs": "git"}},
-            ["install", "medusa-cli[serve]"],
-        ),
+        (None, "medusa-cli[serve]"),
+        ({"url": "FOLDER/a%20b", "dir_info": {"editable": True}}, "PATH/a b[serve]"),
+        ({"url": "FOLDER/a%20b", "dir_info": {}}, "PATH/a b[serve]"),
+        ({"url": "FOLDER/m.whl", "archive_info": {}}, "PATH/m.whl[serve]"),
+        ({"url": "FOLDER/gone", "dir_info": {"editable": True}}, "medusa-cli[serve]"),
+        ({"url": "https://host/a.git", "vcs_info": {"vcs": "git"}}, "medusa-cli[serve]"),
     ],
 )
 def test_an_extra_is_installed_from_where_the_package_came_from(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     origin: dict[str, object] | None,
-    words: list[str],
+    source: str,
 ) -> None:
+    (tmp_path / "a b").mkdir()
+    (tmp_path / "m.whl").touch()
+    record = None if origin is None else json.dumps(origin).replace("FOLDER", tmp_path.as_uri())
+
     class Installed:
         def read_text(self, name: str) -> str | None:
-            assert name == "direct_url.json"
-            return None if origin is None else json.dumps(origin)
+            return record if name == "direct_url.json" else None
 
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
     monkeypatch.setattr(importlib.metadata, "distribution", lambda name: Installed())
-    assert shlex.split(install_line("serve")) == ["pip", *words]
+    *command, named = shlex.split(install_line("serve"))
+    editable = record is not None and "editable" in record and "gone" not in record
+    assert command == ["pip", "install", *(["-e"] if editable else [])]
+    assert named == source.replace("PATH", str(tmp_path))
 
 
 def test_a_python_without_ensurepip_fetches_by_a_wheel_of_the_system_or_its_own_pip(

@@ -647,33 +647,33 @@ def install_line(extra: str) -> str:
 
     A package that came from a folder or a wheel is installed from there again.
     """
-    url, editable = installed_from()
-    named = f"'medusa-cli[{extra}] @ {url}'" if url else f"'medusa-cli[{extra}]'"
+    source, editable = installed_from()
+    named = f"'{source}[{extra}]'"
     if Path(sys.prefix, "uv-receipt.toml").is_file():
         return f"uv tool install {named}"
     if Path(sys.prefix, "pipx_metadata.json").is_file():
         return f"pipx install --force {named}"
-    if editable:
-        return f"pip install -e '{url2pathname(urlsplit(url).path)}[{extra}]'"
-    return f"pip install {named}"
+    return f"pip install -e {named}" if editable else f"pip install {named}"
 
 
 def installed_from() -> tuple[str, bool]:
-    """Returns the file URL that this package was installed from, and if the install is editable.
+    """Returns the folder or wheel that this package was installed from, and if the install is editable.
 
-    The URL is empty for a package from an index or a repository. Source: PEP 610.
+    For a package from elsewhere, or if the folder or wheel is gone, it is the name on an index. Source: PEP 610.
     """
     from importlib import metadata
 
+    name = "medusa-cli"
     try:
-        record = metadata.distribution("medusa-cli").read_text("direct_url.json")
+        record = metadata.distribution(name).read_text("direct_url.json")
     except metadata.PackageNotFoundError:
-        return "", False
+        return name, False
     origin = json.loads(record or "{}")
-    url = origin.get("url", "")
-    if not url.startswith("file:"):
-        return "", False
-    return url, origin.get("dir_info", {}).get("editable", False)
+    url = urlsplit(origin.get("url", ""))
+    path = url2pathname(url.path)
+    if url.scheme != "file" or not Path(path).exists():
+        return name, False
+    return path, origin.get("dir_info", {}).get("editable", False)
 
 
 def missing_package(package: str | None) -> str | None:
