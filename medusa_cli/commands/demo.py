@@ -51,7 +51,7 @@ def demo(
     """Watch three questions being answered plain and with drafts, and see that only the speed differs.
 
     Greedy decoding. Accepted draft tokens are green. A table then adds transformers, and llama.cpp where xllamacpp is
-    installed and the model has a GGUF file. Under a minute with the default model on two cores.
+    installed and the model has a GGUF file. About a minute with the default model on two cores.
     """
     printing.configure()
     choice = drafting.choose()
