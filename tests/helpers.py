@@ -562,7 +562,18 @@ class TokenServer(ThreadingHTTPServer):
                 if body["model"] != names[-1]:
                     return self._send({"error": "no such model"}, 404)
                 choice = {} if body["max_tokens"] == 1 else say(next(numbers))
-                self._send({"choices": [{"finish_reason": "length", **choice}]})
+                document = {"choices": [{"finish_reason": "length", **choice}]}
+                if body.get("stream"):
+                    self._stream([document, {"choices": [], "usage": {}}])
+                else:
+                    self._send(document)
+
+            def _stream(self, chunks: list[dict]) -> None:
+                self.send_response(200)
+                self.end_headers()
+                for chunk in chunks:
+                    self.wfile.write(f"data: {json.dumps(chunk)}\n\n".encode())
+                self.wfile.write(b"data: [DONE]\n\n")
 
             def _send(self, document: dict, status: int = 200) -> None:
                 data = json.dumps(document).encode()

@@ -5,6 +5,7 @@ import json
 import shutil
 import socketserver
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -22,7 +23,7 @@ from medusa_cli.bench import run as running
 from medusa_cli.bench.methods import Method
 from medusa_cli.bench.peers import check_reader, server_method
 from medusa_cli.bench.questions import Question
-from medusa_cli.bench.report import gains_table
+from medusa_cli.bench.report import gains_table, parts_table
 from medusa_cli.bench.run import answer_all, first_difference, save
 from medusa_cli.bench.stats import (
     Measurement,
@@ -115,6 +116,41 @@ def test_figures_follow_from_tokens_and_seconds() -> None:
     ] == pytest.approx(4)
     assert methods["medusa"]["acceptance_length"] == pytest.approx(2)
     assert methods["medusa"]["overhead"] == pytest.approx(1.2) and methods["hf"]["overhead"] is None
+
+
+def test_prompts_and_generation_are_told_apart() -> None:
+    def answered(seconds: float, *first: float) -> Measurement:
+        return Measurement([[1] * 11, [1] * 11], seconds, first_token_s=list(first))
+
+    answers = {
+        "ar": answered(4.0, 0.5, 1.5),
+        "medusa": answered(3.0, 0.5, 1.5),
+        "whole": answered(3.0),
+    }
+    results = [Result(Question("1", "c", ("x", "y")), [[1], [1]], answers)]
+    methods = summarise(results, None)["methods"]
+    assert methods["ar"]["first_token_s"] == pytest.approx(1.0)
+    assert methods["ar"]["generation_per_s"] == pytest.approx(20 / 2)
+    assert methods["medusa"]["generation_speedup"] == pytest.approx(2)
+    assert methods["whole"]["first_token_s"] is None
+    assert methods["whole"]["generation_speedup"] is None
+    document = {"baseline": "ar", "methods": methods}
+    assert [row[0] for row in parts_table(document)[1]] == ["ar", "medusa"]
+
+
+def test_the_first_token_of_each_turn_is_timed() -> None:
+    def slow(asked: Sequence, count: int, on_tokens: Callable) -> list[Measurement]:
+        time.sleep(0.05)
+        on_tokens([1])
+        time.sleep(0.1)
+        on_tokens([2, 3])
+        return [Measurement([[1, 2, 3]])]
+
+    results = [ask("w1 w2", "w3")]
+    measure(tiny_backbone(), {"slow": slow}, results, 3)
+    answer = results[0].answers["slow"]
+    assert len(answer.first_token_s) == 2
+    assert 0.1 <= sum(answer.first_token_s) < answer.seconds - 0.15
 
 
 def test_an_interval_holds_the_figure_and_narrows_with_more_questions() -> None:
@@ -442,8 +478,10 @@ def test_a_peers_text_ends_with_the_tokenizers_end_token() -> None:
         return {"text": "w1 w2", "finish_reason": "stop"}
 
     with TokenServer(say) as server:
-        [answer] = server_method("theirs", server.url, backbone)([[5]], 9, lambda tokens: None)
+        reported: list[int] = []
+        [answer] = server_method("theirs", server.url, backbone)([[5]], 9, reported.extend)
     assert answer.turns == [[*backbone.tokenizer.encode("w1 w2"), usual]]
+    assert reported == backbone.tokenizer.encode("w1 w2")
 
 
 @pytest.mark.parametrize("size", ["1", "2"])

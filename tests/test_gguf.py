@@ -1398,6 +1398,7 @@ def test_llama_cpp_decodes_the_same_file(file: Path, name: str) -> None:
     plain = tokens_of(generate_plain(backbone, PROMPT, max_new_tokens=48))
     [answer] = llama_method(name, file, backbone)([PROMPT], 48, lambda tokens: None)
     assert answer.turns[0][:8] == plain[:8] and answer.tokens == len(plain)
+    assert len(answer.first_token_s) == 1
     file.write_bytes(file.read_bytes()[:5000])
     with pytest.raises(UserError, match=file.name):
         llama_method(name, file, backbone)

@@ -1,10 +1,14 @@
 """Other programs in a bench (llama.cpp, OpenVINO GenAI, servers), and the plain counterpart of each method."""
 
+import importlib.metadata
 import json
 import os
 import re
+import subprocess
+import sys
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
@@ -82,34 +86,73 @@ def check_reader(name: str, model: str, gguf: Path | None, sampling: Sampling) -
         raise UsageError(f"@gguf {gguf} is not a GGUF file", "give another one")
 
 
+# Serves a GGUF file until the standard input closes: FILE CONTEXT THREADS NGRAM. Prints the address.
+LLAMA_SERVER = """
+import sys
+import xllamacpp
+
+file, context, threads, ngram = sys.argv[1:]
+settings = xllamacpp.CommonParams()
+settings.model.path = file
+settings.n_ctx = int(context)
+settings.n_parallel = 1
+settings.cpuparams.n_threads = settings.cpuparams_batch.n_threads = int(threads)
+settings.verbosity = 0
+settings.cache_ram_mib = 0
+if ngram == "True":
+    kinds = xllamacpp.common_speculative_type
+    settings.speculative.types = [kinds.COMMON_SPECULATIVE_TYPE_NGRAM_SIMPLE]
+try:
+    server = xllamacpp.Server(settings)
+except RuntimeError as reason:
+    sys.exit(str(reason))
+print(server.listening_address, flush=True)
+sys.stdin.read()
+"""
+
+
+def llama_facts() -> str:
+    """Returns a line on llama.cpp's package: version, threads, and the instructions that it is built for."""
+    import xllamacpp  # type: ignore[import-not-found, import-untyped, unused-ignore]
+
+    built = re.findall(r"(\w+) = 1", xllamacpp.get_system_info())
+    version = importlib.metadata.version("xllamacpp")
+    threads = torch.get_num_threads()
+    return f"llama.cpp: xllamacpp {version}, a process of its own, {threads} threads, built for {' '.join(built)}."
+
+
+def _llama_server(name: str, gguf: Path, backbone: Backbone) -> str:
+    """Starts llama.cpp's server in a process of its own, which ends with this one; returns its address."""
+    words = [str(gguf), str(backbone.max_positions), str(torch.get_num_threads())]
+    command = [sys.executable, "-c", LLAMA_SERVER, *words, str(name == "llama.cpp-ngram")]
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None and process.stderr is not None
+    address = process.stdout.readline().strip()
+    if address:
+        return address
+    reason = process.stderr.read().strip().splitlines()
+    raise UserError(
+        f"llama.cpp cannot load {gguf}: {reason[-1] if reason else 'its server ended'}",
+        "give another @gguf FILE",
+    )
+
+
 def llama_method(name: str, gguf: Path, backbone: Backbone) -> Method:
     """Returns greedy decoding of a GGUF file of the same model by the llama.cpp server in the package xllamacpp.
 
-    It uses as many threads as torch. llama.cpp-ngram adds its n-gram drafts with their default
-    settings.
+    The server runs in a process of its own, with as many threads as torch. llama.cpp-ngram adds its
+    n-gram drafts with their default settings.
     """
-    import xllamacpp  # type: ignore[import-not-found, import-untyped, unused-ignore]
-
-    settings: Any = xllamacpp.CommonParams()
-    settings.model.path = str(gguf)
-    settings.n_ctx = backbone.max_positions
-    settings.n_parallel = 1
-    settings.cpuparams.n_threads = settings.cpuparams_batch.n_threads = torch.get_num_threads()
-    settings.verbosity = 0
-    settings.cache_ram_mib = 0
-    if name == "llama.cpp-ngram":
-        settings.speculative.types = [
-            xllamacpp.common_speculative_type.COMMON_SPECULATIVE_TYPE_NGRAM_SIMPLE
-        ]
-    try:
-        server: Any = xllamacpp.Server(settings)
-    except RuntimeError as reason:
-        raise UserError(
-            f"llama.cpp cannot load {gguf}: {first_line(reason)}", "give another @gguf FILE"
-        ) from reason
+    address = _llama_server(name, gguf, backbone)
     kind = {"Content-Type": "application/json"}
     options = {"temperature": 0.0, "top_k": 1, "cache_prompt": False, "return_tokens": True}
-    # The server is in this process: no proxy leads to it.
+    # The server is on this machine: no proxy leads to it.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def answer(
@@ -118,7 +161,7 @@ def llama_method(name: str, gguf: Path, backbone: Backbone) -> Method:
         body = json.dumps(
             {"prompt": list(prompts[0]), "n_predict": max_new_tokens, **options}
         ).encode()
-        request = urllib.request.Request(f"{server.listening_address}/completion", body, kind)
+        request = urllib.request.Request(f"{address}/completion", body, kind)
         # A stream would leave out tokens that end inside a character, as would the server's calls
         # without HTTP.
         with opener.open(request) as reply:
@@ -129,7 +172,8 @@ def llama_method(name: str, gguf: Path, backbone: Backbone) -> Method:
         stats = Stats(
             drafted=timings.get("draft_n", 0), accepted=timings.get("draft_n_accepted", 0)
         )
-        return [Measurement([tokens], stats=stats)]
+        first = [timings["prompt_ms"] / 1e3]
+        return [Measurement([tokens], stats=stats, first_token_s=first)]
 
     return answer
 
@@ -171,7 +215,7 @@ def openvino_method(name: str, gguf: Path, backbone: Backbone) -> Method:
 
 
 def server_method(name: str, url: str, backbone: Backbone) -> Method:
-    """Returns greedy decoding by a server, which receives the token ids of the prompts.
+    """Returns greedy decoding by a server, which receives the token ids of the prompts and streams its answers.
 
     If the server returns no token ids (`return_token_ids`, as in vLLM), its text is tokenized
     again.
@@ -190,16 +234,24 @@ def server_method(name: str, url: str, backbone: Backbone) -> Method:
             "max_tokens": max_new_tokens,
             "temperature": 0,
             "return_token_ids": True,
+            "stream": True,
         }
-        choice = _answer(name, f"{url}/v1/completions", "choices", body)[0]
-        tokens = choice.get("token_ids")
-        if tokens is None:
-            text = choice.get("text") or ""
+        text = ""
+        tokens: list[int] = []
+        finish = None
+        for choice in _stream(name, f"{url}/v1/completions", body):
+            piece = choice.get("text") or ""
+            new = choice.get("token_ids")
+            text += piece
+            tokens += new or []
+            finish = choice.get("finish_reason") or finish
+            if new or piece:
+                on_tokens(new or backbone.tokenizer.encode(piece, add_special_tokens=False))
+        if not tokens:
             tokens = backbone.tokenizer.encode(text, add_special_tokens=False)
         # Servers differ in whether the end token is part of the answer.
-        if choice.get("finish_reason") == "stop" and end is not None and not ends & {*tokens[-1:]}:
+        if finish == "stop" and end is not None and not ends & {*tokens[-1:]}:
             tokens = [*tokens, end]
-        on_tokens(tokens)
         return [Measurement([tokens])]
 
     return answer
@@ -229,21 +281,46 @@ def served_models(name: str, url: str) -> list[str]:
     return [str(entry.get("id")) for entry in _answer(name, f"{url}/v1/models", "data")]
 
 
+def _stream(name: str, url: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yields the first choice of each chunk in a server's stream; raises UserError if there is none."""
+    count = 0
+    with _named(name, url), urllib.request.urlopen(_request(url, body), timeout=ANSWER_S) as reply:
+        for line in reply:
+            data = line.removeprefix(b"data:").strip()
+            if data == line.strip() or data == b"[DONE]":
+                continue
+            # The last chunk may hold usage alone.
+            for choice in json.loads(data).get("choices", [])[:1]:
+                count += 1
+                yield choice
+    if not count:
+        fault = f"@peer {name}: the answer of {url} is no stream of choices"
+        raise UserError(fault, "give the address of a server of OpenAI's protocol")
+
+
+def _request(url: str, body: dict[str, Any] | None) -> urllib.request.Request:
+    headers = {"Content-Type": "application/json"}
+    if key := os.environ.get(KEY):
+        headers["Authorization"] = f"Bearer {key}"
+    return urllib.request.Request(url, None if body is None else json.dumps(body).encode(), headers)
+
+
+@contextmanager
+def _named(name: str, url: str) -> Iterator[None]:
+    """Turns a failed request into a UserError that names the peer."""
+    try:
+        yield
+    except (OSError, ValueError, AttributeError, HTTPException) as reason:
+        fault = f"@peer {name}: {url} gave no answer: {first_line(reason)}"
+        raise UserError(fault, "start the server, and check its address") from reason
+
+
 def _answer(
     name: str, url: str, field: str, body: dict[str, Any] | None = None
 ) -> list[dict[str, Any]]:
     """Returns the objects in a field of a server's JSON reply; raises UserError, naming the peer, if it has none."""
-    headers = {"Content-Type": "application/json"}
-    if key := os.environ.get(KEY):
-        headers["Authorization"] = f"Bearer {key}"
-    data = None if body is None else json.dumps(body).encode()
-    try:
-        request = urllib.request.Request(url, data, headers)
-        with urllib.request.urlopen(request, timeout=ANSWER_S) as reply:
-            document = json.load(reply)
-    except (OSError, ValueError, HTTPException) as reason:
-        fault = f"@peer {name}: {url} gave no answer: {first_line(reason)}"
-        raise UserError(fault, "start the server, and check its address") from reason
+    with _named(name, url), urllib.request.urlopen(_request(url, body), timeout=ANSWER_S) as reply:
+        document = json.load(reply)
     entries = document.get(field) if isinstance(document, dict) else None
     if isinstance(entries, list) and entries and all(isinstance(entry, dict) for entry in entries):
         return entries

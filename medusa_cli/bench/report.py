@@ -267,17 +267,40 @@ def gains_table(document: Document) -> tuple[list[str], list[list[str]]]:
     return [*head, "own plain"], rows
 
 
+def parts_table(document: Document) -> tuple[list[str], list[list[str]]]:
+    """Returns the header and rows of the table that tells prompts and generation apart; no rows if none is known."""
+    rows = [
+        [
+            name,
+            f"{1e3 * figures['first_token_s']:.0f}",
+            f"{figures['generation_per_s']:.1f}",
+            _with_interval(figures, "generation_speedup"),
+        ]
+        for name, figures in document["methods"].items()
+        if figures.get("first_token_s") is not None
+    ]
+    head = [
+        "method",
+        "first token, ms",
+        "tokens/s after it",
+        f"speedup over {document['baseline']}",
+    ]
+    return head, rows
+
+
 def gains(benches: Sequence[SavedBench]) -> Iterator[Section]:
     words = (
         "Speedup is tokens/s over the baseline's in the same run, with its 95 % bootstrap interval over "
         "questions. The acceptance length is the tokens a verified step gives, the model's own included. Overhead is "
         "the time of such a step over a plain step. Identical answers are the reference's, in the last column "
-        "those of the same program without its drafts."
+        "those of the same program without its drafts. The second table leaves the prompts out."
     )
-    tables = [
-        Table(*gains_table(bench.document), bench.name if len(benches) > 1 else "")
-        for bench in benches
-    ]
+    tables = []
+    for bench in benches:
+        caption = bench.name if len(benches) > 1 else ""
+        tables.append(Table(*gains_table(bench.document), caption))
+        if (parts := parts_table(bench.document))[1]:
+            tables.append(Table(*parts, f"{caption} Prompts and generation apart".strip()))
     groups = {bench.name: bench.document["methods"] for bench in benches}
     yield Section("What it gains", words, tables, bars("Speedup", groups, "speedup", "x"))
 

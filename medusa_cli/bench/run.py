@@ -29,6 +29,7 @@ from medusa_cli.bench.methods import (
 )
 from medusa_cli.bench.peers import (
     check_reader,
+    llama_facts,
     llama_method,
     openvino_method,
     plain_of,
@@ -178,6 +179,8 @@ class Bench:
             for name, (drafter, policy) in loaded.items()
             if drafter is not None
         ]
+        if any(name in LLAMA for name in self.methods):
+            drafts.append(llama_facts())
         plain = {name: plain_of(name, self.methods, self.peers) for name in self.methods}
         summary = summarise(results, differences, plain)
         for name, figures in summary["methods"].items():
@@ -327,6 +330,27 @@ def _dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+class Clock:
+    """Times an answer while it passes new tokens on."""
+
+    def __init__(self, on_tokens: Callable[[list[int]], None]) -> None:
+        self._on_tokens = on_tokens
+        self._start = time.perf_counter()
+        self._reports: list[float] = []
+
+    def __call__(self, tokens: list[int]) -> None:
+        self._reports.append(self.seconds())
+        self._on_tokens(tokens)
+
+    def seconds(self) -> float:
+        return time.perf_counter() - self._start
+
+    def first_token_s(self, tokens: int) -> list[float]:
+        """Returns the time of the first of so many tokens, in a list; an empty list if they came in one piece."""
+        in_parts = len(self._reports) > 1 or tokens <= 1
+        return [*self._reports, self.seconds()][:1] if in_parts else []
+
+
 def answer_all(
     bench: Bench,
     backbone: Backbone,
@@ -367,12 +391,12 @@ def answer_all(
                     _add_prompt(backbone, result, turn, reference_of(names))
                 asked = [result for result in group if len(result.prompts) > turn]
                 for name in names[shift:] + names[:shift] if asked else ():
-                    start = time.perf_counter()
                     prompts = [result.prompts[turn] for result in asked]
-                    answers = methods[name](prompts, count, partial(on_tokens, name, asked))
-                    seconds = (time.perf_counter() - start) / max(
-                        sum(answer.tokens for answer in answers), 1
-                    )
+                    clock = Clock(partial(on_tokens, name, asked))
+                    answers = methods[name](prompts, count, clock)
+                    seconds = clock.seconds() / max(sum(answer.tokens for answer in answers), 1)
+                    if len(answers) == 1 and not answers[0].first_token_s:
+                        answers[0].first_token_s = clock.first_token_s(answers[0].tokens)
                     for result, answer in zip(asked, answers, strict=True):
                         answer.seconds = seconds * answer.tokens
                         result.answers[name].extend(answer)

@@ -21,11 +21,13 @@ class Measurement:
     """Holds a method's answer to a question: token ids of each turn, seconds, and sums over steps.
 
     Only our loop records steps. depths: the number of steps by the number of draft tokens they
-    accepted. The prefill is not a step.
+    accepted. The prefill is not a step. first_token_s: seconds until the first token of each turn,
+    empty where it is not known.
     """
 
     turns: list[list[int]] = field(default_factory=list)
     seconds: float = 0.0
+    first_token_s: list[float] = field(default_factory=list)
     stats: Stats = field(default_factory=Stats)
     depths: Counter[int] = field(default_factory=Counter)
 
@@ -44,6 +46,7 @@ class Measurement:
         """Appends the answer to a further turn."""
         self.turns += turn.turns
         self.seconds += turn.seconds
+        self.first_token_s += turn.first_token_s
         self.stats += turn.stats
         self.depths += turn.depths
 
@@ -90,6 +93,7 @@ def summarise(
         different = None if differences is None else differences[name]
         methods[name] = {
             **_rates(results, name, baseline),
+            **_generation(results, name, baseline),
             "overhead": stats.step_s / plain_step if stats.steps and plain_step else None,
             "step_ms": 1e3 * stats.step_s if stats.steps else None,
             "draft_share": stats.draft_s / (stats.draft_s + stats.verify_s)
@@ -160,6 +164,46 @@ def _rates(results: Sequence[Result], name: str, baseline: str) -> dict[str, Any
         "acceptance_length": float(rate(steps.sum(axis=0))) if len(steps) else unmeasured,
         "acceptance_length_95": bootstrap(steps, rate),
     }
+
+
+def _generation(results: Sequence[Result], name: str, baseline: str) -> dict[str, Any]:
+    """Returns the time to the first token, and tokens/s and speedup after it, with the 95 % interval.
+
+    Each is None if a method reported its answers in one piece.
+    """
+    figures: dict[str, Any] = dict.fromkeys(
+        ("first_token_s", "generation_per_s", "generation_speedup", "generation_speedup_95")
+    )
+    own = _after_first([result.answers[name] for result in results])
+    if own is None:
+        return figures
+    figures["first_token_s"] = float(rate(own[:, 2:].sum(axis=0)))
+    figures["generation_per_s"] = float(rate(own[:, :2].sum(axis=0)))
+    plain = _after_first([result.answers[baseline] for result in results])
+    if plain is None:
+        return figures
+    pairs = np.hstack([own[:, :2], plain[:, :2]])
+    figures["generation_speedup"] = float(ratio_of_rates(pairs.sum(axis=0)))
+    if name != baseline:
+        figures["generation_speedup_95"] = bootstrap(pairs, ratio_of_rates)
+    return figures
+
+
+def _after_first(answers: Sequence[Measurement]) -> Sums | None:
+    """Returns [Q, 4]: tokens and seconds after the first token, seconds up to it, and turns.
+
+    Returns None if the time of a first token is not known, or no answer has a second token.
+    """
+    rows = []
+    for answer in answers:
+        if len(answer.first_token_s) < len(answer.turns):
+            return None
+        first = sum(answer.first_token_s)
+        turns = len(answer.turns)
+        after = sum(max(len(tokens) - 1, 0) for tokens in answer.turns)
+        rows.append([after, answer.seconds - first, first, turns])
+    table = np.array(rows, float)
+    return table if table[:, 0].any() else None
 
 
 def by_position(

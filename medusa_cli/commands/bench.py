@@ -167,12 +167,15 @@ def answer_bar(backbone: "Backbone", turns: int) -> "Iterator[OnTokens]":
 
 def show(document: Document) -> None:
     """Prints the closing table, and where answers differ."""
-    from medusa_cli.bench.report import gains_table
+    from medusa_cli.bench.report import gains_table, parts_table
 
     caption = " ".join(document["facts"])
     console.result(
         console.grid(document["title"], *gains_table(document), left=("method",), caption=caption)
     )
+    head, rows = parts_table(document)
+    if rows:
+        console.result(console.grid("Prompts and generation apart", head, rows, left=("method",)))
     for name, figures in document["methods"].items():
         for part in figures["differences"][:5]:
             where = (
