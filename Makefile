@@ -108,7 +108,7 @@ REQUESTS ?= 10000
 soak: $(READY) ## 10,000 small requests to a server by 32 clients, beside 700 hostile ones
 	$(BIN)/python -m tests.soak --requests $(REQUESTS)
 
-bench-serve: $(READY) ## the API, medusa serve and transformers serve on the same questions, 1 and 8 clients, fp32
+bench-serve: $(READY) ## medusa serve with and without drafts on the same questions, 1 to 16 clients
 	$(BIN)/python -m tests.bench.load
 
 bench-busy: $(READY) ## decoding, distillation and training beside a busy core: at least 0.4 x their speed alone

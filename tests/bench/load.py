@@ -1,10 +1,11 @@
-"""`make bench-serve`: tokens/s of the Python API and of servers on the same questions."""
+"""`make bench-serve`: tokens/s of servers by the number of clients, on the same questions."""
 
 import argparse
 import contextlib
 import json
 import os
 import socket
+import statistics
 import subprocess
 import sys
 import time
@@ -12,7 +13,6 @@ import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from medusa_cli.api import Medusa
 from medusa_cli.bench.questions import read_questions
 from medusa_cli.files.assets import model_dir, mt_bench_path
 
@@ -71,64 +71,76 @@ def rate(ask: Ask, questions: Sequence[str], clients: int) -> float:
     return tokens / (time.perf_counter() - start)
 
 
-def serve(asked: argparse.Namespace) -> None:
-    """Prints tokens/s of the API, `medusa serve` and `transformers serve`, by clients, on the same questions."""
-    loaded = Medusa.from_pretrained(asked.model, dtype=asked.dtype)
-
-    def api(question: str) -> int:
-        return len(loaded.generate(question, max_new_tokens=asked.tokens).tokens)
-
-    # Answers that end early would make the rates of batches incomparable.
-    every = [question.turns[0] for question in read_questions(mt_bench_path())[0]]
-    questions = [
-        text
-        for text in every[:: max(1, len(every) // (3 * asked.questions))]
-        if api(text) == asked.tokens
-    ]
-    questions = questions[: asked.questions]
-    clients = [int(count) for count in asked.clients.split(",")]
-    rates = {("Medusa.generate", 1): rate(api, questions, 1)}
+def commands(asked: argparse.Namespace) -> dict[str, tuple[str, ...]]:
+    """Returns the words that start each server that `--servers` names."""
+    slots = ("--batch-size", str(max(asked.clients)))
+    medusa = ("medusa_cli", "serve", "--model", asked.model, "--dtype", asked.dtype, *slots)
     kind = {"fp32": "float32", "bf16": "bfloat16"}.get(asked.dtype, "auto")
-    commands = {
-        "medusa serve": (
-            asked.model,
-            ("medusa_cli", "serve", "--model", asked.model, "--dtype", asked.dtype),
-        ),
-        "transformers serve": (
-            model_dir(asked.model),
-            (
-                *TRANSFORMERS,
-                model_dir(asked.model),
-                "--continuous-batching",
-                "--dtype",
-                kind,
-                *BLOCKS,
-            ),
-        ),
+    folder = model_dir(asked.model)
+    known = {
+        "baseline": (*medusa, "--baseline"),
+        "drafts": medusa,
+        "transformers": (*TRANSFORMERS, folder, "--continuous-batching", "--dtype", kind, *BLOCKS),
     }
-    for name, (model, words) in commands.items():
-        for count in clients:
-            with server(
-                *words
-            ) as url:  # a server of its own for each: no prefix is cached from another round
-                ask = asks(url, model, asked.tokens)
-                rate(ask, ["Count from one to a hundred."] * 2 * count, count)  # warm-up
-                rates[name, count] = rate(ask, questions, count)
-    first = rates["Medusa.generate", 1]
-    for (name, count), value in rates.items():
-        print(
-            f"{name:20} {count:2} at a time: {value:6.1f} tokens/s, {value / first:.2f} x Medusa.generate"
-        )
+    return {name: known[name] for name in asked.servers.split(",")}
+
+
+def load(asked: argparse.Namespace) -> None:
+    """Prints tokens/s of servers by clients, on the same questions; the servers take turns.
+
+    A number before each question keeps a server from finding it in its prefix cache.
+    """
+    every = [question.turns[0] for question in read_questions(mt_bench_path())[0]]
+    questions = every[:: max(1, len(every) // asked.questions)][: asked.questions]
+    rates: dict[tuple[str, int], list[float]] = {}
+    with contextlib.ExitStack() as stack:
+        urls = {
+            name: stack.enter_context(server(*words)) for name, words in commands(asked).items()
+        }
+        urls |= dict(peer.split("=", 1) for peer in asked.peer)
+        names = {
+            name: model_dir(asked.model) if name == "transformers" else asked.model for name in urls
+        }
+        askers = {name: asks(url, names[name], asked.tokens) for name, url in urls.items()}
+        for count in asked.clients:
+            for ask in askers.values():
+                rate(ask, [f"Count from {count} to a hundred."] * 2 * count, count)
+            for turn in range(asked.rounds):
+                numbered = [f"{count}.{turn}: {question}" for question in questions]
+                order = list(askers.items())
+                shift = turn % len(order)
+                for name, ask in order[shift:] + order[:shift]:
+                    value = rate(ask, numbered, count)
+                    rates.setdefault((name, count), []).append(value)
+                    print(f"{name} {count} clients: {value:.1f}", file=sys.stderr, flush=True)
+    first = next(iter(urls))
+    for (name, count), values in rates.items():
+        ratios = [own / base for own, base in zip(values, rates[first, count], strict=True)]
+        speed = f"{name:14} {count:2} clients: {statistics.median(values):6.1f} tokens/s"
+        spread = f"({min(ratios):.2f}-{max(ratios):.2f})"
+        print(f"{speed}, {statistics.median(ratios):.2f} x {first} {spread}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--tokens", type=int, default=128, help="tokens an answer")
-    parser.add_argument("--questions", type=int, default=16)
-    parser.add_argument("--dtype", default="fp32")
-    parser.add_argument("--clients", default="1,8", help="clients at a time, a list")
-    serve(parser.parse_args())
+    parser.add_argument("--model", default="qwen2.5-coder-0.5b")
+    parser.add_argument("--tokens", type=int, default=96, help="tokens an answer")
+    parser.add_argument("--questions", type=int, default=24)
+    parser.add_argument("--rounds", type=int, default=3, help="times that each server answers them")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument(
+        "--clients",
+        type=lambda text: [int(count) for count in text.split(",")],
+        default=[1, 2, 4, 8, 16],
+        help="clients at a time, a list",
+    )
+    parser.add_argument(
+        "--servers", default="baseline,drafts", help="of baseline, drafts, transformers"
+    )
+    parser.add_argument(
+        "--peer", action="append", default=[], help="NAME=URL of a server that runs already"
+    )
+    load(parser.parse_args())
 
 
 if __name__ == "__main__":
