@@ -1,6 +1,9 @@
 """A slot keeps its text: the prefix that a prompt shares with it is not run again, and changes no answer."""
 
+import mmap
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +12,8 @@ import torch
 from medusa_cli.decode import Request, Sampling
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.engine import Cache
+from medusa_cli.engine.lazy_memory import drop_pages, lazy_zeros
+from medusa_cli.errors import UserError
 from medusa_cli.model import Backbone
 from medusa_cli.tree import DynamicTree, Tree
 from tests.helpers import (
@@ -266,3 +271,57 @@ def test_rows_survive_growing_keeping_swapping_and_truncating(engine: str) -> No
     assert cache.lengths == [4, 10] and torch.equal(rows_of(cache, 1), before[0])
     cache.truncate(1, 12)  # nothing to forget
     assert cache.lengths == [4, 10]
+
+
+def test_memory_is_shared_by_slots_of_a_lazy_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    backbone = backbone_of("native")
+    decoder = decoder_of(backbone, slots=3)
+    row = backbone.engine.row_bytes
+
+    def give(rows: int) -> None:
+        monkeypatch.setattr("medusa_cli.decode.decoder.free_memory", lambda device: rows * row)
+
+    give(200)
+    long, short = Request(OPENING, 120, stop_ids=()), Request(OPENING[:1], 10, stop_ids=())
+    assert decoder.has_room(long)
+    first, _ = decoder.admit(long)
+    # Each sequence counts with its maximum length.
+    assert not decoder.has_room(long) and decoder.has_room(short)
+    while not first.done:
+        decoder.step()
+    give(0)
+    # The rows of the finished one are in memory already.
+    again = Request(first.tokens[:100], 5, stop_ids=())
+    assert decoder.has_room(again) and decoder.admit(again)[0].reused
+    with pytest.raises(UserError, match="max_new_tokens"):
+        decoder.admit(long)
+
+
+def test_memory_of_idle_slots_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    backbone = backbone_of("native")
+    decoder = decoder_of(backbone, slots=2)
+    expected = tokens_of(answer(decoder, OPENING, **RULES))
+    assert decoder.cache.lengths[0]
+    row = backbone.engine.row_bytes
+    other = Request([40, 41, 42], 60, stop_ids=())
+    monkeypatch.setattr("medusa_cli.decode.decoder.free_memory", lambda device: 100 * row)
+    decoder.has_room(Request([40, 41, 42], 120, stop_ids=()))
+    assert not any(decoder.cache.lengths)
+    decoder.admit(other)
+    assert tokens_of(answer(decoder, OPENING, **RULES)) == expected
+
+
+def test_lazy_zeros_take_memory_when_they_are_written() -> None:
+    zeros = lazy_zeros(4, 1 << 26)
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+    if not sys.platform.startswith("linux"):
+        pytest.skip("no /proc")
+    before = resident()
+    zeros[1, : 1 << 24] = 1
+    assert resident() - before > 50 << 20
+    drop_pages(zeros[1])
+    assert resident() - before < 10 << 20
+    assert not zeros[1, : 1 << 24].any()

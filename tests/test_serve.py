@@ -209,7 +209,7 @@ def test_flags_of_access_and_limits_reach_the_server(
         "--access-log",
         "--max-body",
         "3",
-        "--max-prompt-tokens",
+        "--context",
         "40",
         "--uds",
         tmp_path / "socket",
@@ -221,5 +221,5 @@ def test_flags_of_access_and_limits_reach_the_server(
     assert given.api_keys == ("first", "second") and bare.api_keys == ("of-the-environment",)
     assert given.cors == ("https://chat.example", "*") and bare.cors == ()
     assert given.access_log and not bare.access_log
-    assert given.max_body == 3 << 10 and given.max_prompt_tokens == 40
+    assert given.max_body == 3 << 10 and given.context == 40
     assert given.host == "" and bare.host == "127.0.0.1"

@@ -26,7 +26,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from medusa_cli.api import Medusa
-from medusa_cli.commands.serve import fitting_slots
+from medusa_cli.commands.serve import fitting_limits
 from medusa_cli.decode import Answer, Likelihood, Request, decoder
 from medusa_cli.errors import UsageError
 from medusa_cli.serve.metrics import Metrics
@@ -457,13 +457,84 @@ def test_harmless_fields_are_taken(server: Served) -> None:
     assert answers[0].choices == answers[1].choices
 
 
-def test_slots_fit_in_the_free_memory(medusa: Medusa, monkeypatch: pytest.MonkeyPatch) -> None:
-    needed = 512 * medusa.backbone.engine.row_bytes  # a cache of 300 tokens has room for 512
-    monkeypatch.setattr("medusa_cli.device.free_memory", lambda device: 3 * needed)
-    slots = [fitting_slots(medusa.backbone, batch_size, 300) for batch_size in (2, 3, 8)]
-    assert slots == [2, 3, 3]
-    monkeypatch.setattr("medusa_cli.device.free_memory", lambda device: 0)
-    assert fitting_slots(medusa.backbone, 8, 300) == 1
+def test_the_context_is_the_models_as_far_as_memory_allows(
+    medusa: Medusa, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def limits(engine: str, rows: int, context: int | None = None) -> tuple[int, int, int | None]:
+        """Returns the limits of 8 slots if the memory holds this many rows."""
+        backbone = tiny_backbone(engine=engine, positions=16384)
+        free = rows * backbone.engine.row_bytes
+        monkeypatch.setattr("medusa_cli.device.free_memory", lambda device: free)
+        return fitting_limits(backbone, 8, context)
+
+    whole = 8 * 16384
+    assert limits("native", whole) == (8, 16384, None)
+    assert limits("native", whole, 300) == (8, 300, None)
+    assert limits("native", whole, 10**9) == (8, 16384, None)
+    # One sequence may take all memory of a lazy cache.
+    assert limits("native", whole // 2) == (8, 16384, 8192)
+    slots, context, share = limits("native", 10_000)
+    assert slots == 8 and 4096 < context < 10_000 and share == 1250
+    # Every slot of another cache is as large as the largest, and has room for drafts, too.
+    assert limits("eager", 2 * whole) == (8, 16384, None)
+    slots, context, share = limits("eager", whole)
+    assert slots == 8 and 8192 < context < 16384 and share is None
+    assert limits("eager", 3 * 512, 200) == (3, 200, None)
+    assert limits("eager", 0, 200) == (1, 200, None)
+
+
+def test_requests_that_exceed_the_memory_together_wait(
+    medusa: Medusa, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = {"model": MODEL, "max_tokens": 60, "ignore_eos": True, "logprobs": 0}
+    prompts = [[8 + n, 9, 60 - n] for n in range(6)]
+    free = 100 * medusa.backbone.engine.row_bytes
+    with serving(medusa, slots=4) as server, ThreadPoolExecutor(6) as pool:
+
+        def ask(prompt: list[int]) -> Any:
+            status, _, answer = server.post({**body, "prompt": prompt})
+            assert status == 200
+            return answer["choices"][0]["logprobs"]["tokens"]
+
+        alone = [ask(prompt) for prompt in prompts]
+        monkeypatch.setattr("medusa_cli.decode.decoder.free_memory", lambda device: free)
+        assert list(pool.map(ask, prompts)) == alone
+        monkeypatch.setattr("medusa_cli.decode.decoder.free_memory", lambda device: 0)
+        assert server.post({**body, "prompt": [8], "max_tokens": 300})[0] == 400
+        monkeypatch.undo()
+        assert ask(prompts[0]) == alone[0]
+
+
+def test_a_request_without_a_limit_has_the_rest_of_the_context_or_its_share(
+    medusa: Medusa, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("medusa_cli.serve.app.MIN_ANSWER", 10)
+    chat = {**CHAT, "ignore_eos": True, "max_tokens": None}
+    path = "/v1/chat/completions"
+    for share, total in ((None, 60), (40, 40)):
+        with serving(medusa, context=60, share=share, max_new_tokens=None) as server:
+            assert server.post(chat, path)[2]["usage"]["total_tokens"] == total
+            assert server.post({**chat, "max_tokens": 9999}, path)[2]["usage"]["total_tokens"] == 60
+            assert (
+                server.post({**chat, "max_tokens": 3}, path)[2]["usage"]["completion_tokens"] == 3
+            )
+    with serving(medusa, context=60, share=1, max_new_tokens=None) as server:
+        assert server.post(chat, path)[2]["usage"]["completion_tokens"] == 10
+
+
+def test_one_number_is_the_context_everywhere(
+    medusa: Medusa, caplog: pytest.LogCaptureFixture
+) -> None:
+    with serving(medusa, context=20) as server, caplog.at_level("WARNING"):
+        errors = [server.post({"prompt": [8] * count})[2]["error"] for count in (20, 21)]
+        models = json.loads(server.request("GET", "/v1/models")[2])["data"]
+        props = json.loads(server.request("GET", "/props")[2])["default_generation_settings"]
+        slots = json.loads(server.request("GET", "/slots")[2])
+        tokens = server.post({"prompt": "w1"}, "/tokenize")[2]
+    given = [error["n_ctx"] for error in errors] + [slot["n_ctx"] for slot in slots]
+    given += [model["max_model_len"] for model in models]
+    assert {*given, props["n_ctx"], tokens["max_model_len"]} == {20}
+    assert len([text for text in caplog.messages if "--context" in text]) == 1
 
 
 def test_foreign_hosts_are_refused_unless_a_key_is_set(medusa: Medusa) -> None:
@@ -888,10 +959,13 @@ def send(server: Served, *parts: bytes) -> socket.socket:
 
 
 def test_prompt_answer_and_body_are_limited(medusa: Medusa) -> None:
-    with serving(medusa, max_body=2000, max_prompt_tokens=20, max_new_tokens=8) as server:
+    with serving(medusa, max_body=2000, context=20, max_new_tokens=8) as server:
         status, _, answer = server.post({"model": MODEL, "prompt": [8] * 21})
         assert status == 400 and answer["error"]["code"] == "context_length_exceeded"
-        assert server.post({"model": MODEL, "prompt": [8] * 20, "max_tokens": 1})[0] == 200
+        assert server.post({"model": MODEL, "prompt": [8] * 20})[0] == 400
+        last = server.post({"model": MODEL, "prompt": [8] * 19, "max_tokens": 9})[2]
+        assert last["usage"]["completion_tokens"] == 1
+        assert last["choices"][0]["finish_reason"] == "length"
         status, _, answer = server.post(
             {"model": MODEL, "prompt": IDS}
         )  # less than OpenAI's default of 16

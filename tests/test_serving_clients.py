@@ -330,7 +330,7 @@ def test_more_tokens_than_the_server_gives_are_no_fault_of_the_minimum(medusa: M
 
 
 def test_a_prompt_beyond_the_context_is_refused_with_its_length(medusa: Medusa) -> None:
-    with serving(medusa, max_prompt_tokens=20) as server:
+    with serving(medusa, context=20) as server:
         for path, body in (
             ("/v1/completions", {**SHORT, "prompt": [8] * 21}),
             ("/v1/responses", {"input": "w1 " * 30}),
@@ -341,7 +341,7 @@ def test_a_prompt_beyond_the_context_is_refused_with_its_length(medusa: Medusa) 
             assert error["code"] == "context_length_exceeded" and error["n_prompt_tokens"] > 20
         assert (
             completion(server, prompt=[8] * 21, truncate_prompt_tokens=-1)["usage"]["prompt_tokens"]
-            == 20
+            == 19
         )
 
 
@@ -507,7 +507,7 @@ def test_models_tell_their_sizes(server: Served, medusa: Medusa) -> None:
         and props["eos_token"] == "<end>"
         and str(medusa.backbone.id) not in json.dumps(props)
     )
-    with serving(medusa, max_prompt_tokens=20, max_new_tokens=8) as small:
+    with serving(medusa, context=28) as small:
         assert json.loads(small.request("GET", "/v1/models")[2])["data"][0]["max_model_len"] == 28
 
 

@@ -12,11 +12,18 @@ from medusa_cli.options import DraftFlags, LoadFlags
 if TYPE_CHECKING:
     from medusa_cli.model import Backbone
 
+# Tokens that the default context has at least, and rows that a slot needs beyond it for drafts.
+MIN_CONTEXT = 4096
+SPARE_ROWS = 256
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 _access = partial(options.flag, panel="Access")
 _limit = partial(options.flag, panel="Limits", min=1, show_default=True)
+_CONTEXT = (
+    "Longest prompt and answer together, in tokens. [default: the model's, as far as memory allows]"
+)
+_ANSWER = "Longest answer, in tokens. [default: the rest of the context]"
 _NAME = "The model's name in the API; more than once for aliases. [default: --model's]"
 _HOST = "Address to listen at; 0.0.0.0 is all of them."
 _ALLOW = (
@@ -44,12 +51,12 @@ def serve(
     queue: Annotated[
         int, _limit("--queue N", "Requests that wait beyond those; more get 429.", min=0)
     ] = 64,
-    max_prompt_tokens: Annotated[
-        int, _limit("--max-prompt-tokens N", "Longest prompt, in tokens.")
-    ] = 4096,
+    context: Annotated[
+        int | None, options.flag("--context N", _CONTEXT, panel="Limits", min=2)
+    ] = None,
     max_new_tokens: Annotated[
-        int, _limit("--max-new-tokens N", "Longest answer, in tokens.")
-    ] = 2048,
+        int | None, options.flag("--max-new-tokens N", _ANSWER, panel="Limits", min=1)
+    ] = None,
     max_body: Annotated[int, _limit("--max-body KIB", "Largest body of a request.")] = 1024,
     chat_template: options.ChatTemplate = None,
     name: Annotated[list[str] | None, _access("--name NAME", _NAME)] = None,
@@ -108,14 +115,16 @@ def serve(
     loaded = load(choice, place)
     is_local = expanded(choice.model).exists()
     own_name = called(choice.model) if is_local else choice.model  # clients need not see a path
+    slots, longest, share = fitting_limits(loaded.backbone, batch_size, context)
     limits = Limits(
         names=tuple(name or [own_name]),
         host="" if uds else host,
         allowed_hosts=tuple(allow_host or ()),
         api_keys=tuple(api_key or ()),
-        slots=fitting_slots(loaded.backbone, batch_size, max_prompt_tokens + max_new_tokens),
+        slots=slots,
         waiting=queue,
-        max_prompt_tokens=max_prompt_tokens,
+        context=longest,
+        share=share,
         max_new_tokens=max_new_tokens,
         max_body=max_body << 10,
         temperature=temperature or 0.0,
@@ -130,33 +139,53 @@ def serve(
         )
     server = Server(Medusa(loaded), limits)
     listener.listen()  # before the address is printed
+    what = f"{limits.names[0]!r} with a context of {longest:,} tokens"
     if uds:
-        console.info(f"serving {limits.names[0]!r} at the socket {uds}")
+        console.info(f"serving {what} at the socket {uds}")
     else:
         address = f"[{host}]" if ":" in host else host
         port = listener.getsockname()[1]
         scheme = "https" if ssl_certfile else "http"
-        console.info(
-            f"serving {limits.names[0]!r} at {scheme}://{address}:{port}/v1, a page to try it at /"
-        )
+        console.info(f"serving {what} at {scheme}://{address}:{port}/v1, a page to try it at /")
     server.run(listener)
     if uds and file_identity(uds) == bound:  # else another server has bound its own
         uds.unlink(missing_ok=True)
 
 
-def fitting_slots(backbone: "Backbone", batch_size: int, tokens: int) -> int:
-    """Returns how many answers of up to `tokens` tokens fit in the free memory; warns if not all of a batch do."""
+def fitting_limits(
+    backbone: "Backbone", slots: int, context: int | None
+) -> tuple[int, int, int | None]:
+    """Returns the slots, the context and the share of a request without a limit that fit in the free memory.
+
+    Warns if the memory holds less. In a lazy cache, one sequence may take all memory, and requests that do not fit
+    beside the running ones wait. In another cache, every slot is as large as the largest one. context: the number of
+    tokens asked for, None for the model's. A share of None is the context.
+    """
+    from medusa_cli.decode.decoder import MEMORY_SHARE
     from medusa_cli.device import free_memory
     from medusa_cli.engine import Cache
 
-    capacity = Cache(layers=1).grown(min(tokens, backbone.max_positions))
-    needed = capacity * backbone.engine.row_bytes
+    wanted = min(context or backbone.max_positions, backbone.max_positions)
+    cache = backbone.engine.new_cache()
     free = free_memory(backbone.device)
-    if batch_size * needed <= free:
-        return batch_size
-    slots = max(1, free // needed)
-    console.warn(
-        f"{slots} answers side by side: each may need a cache of {needed / 1e9:.1f} GB, and {backbone.device} has "
-        f"{free / 1e9:.1f} GB left; with smaller --max-prompt-tokens or --max-new-tokens, more fit"
-    )
-    return slots
+    rows = free // backbone.engine.row_bytes
+    memory = f"{backbone.device} has {free / 1e9:.1f} GB left"
+    if cache.lazy:
+        longest = max(MIN_CONTEXT, int(MEMORY_SHARE * rows) - SPARE_ROWS)
+        if longest < wanted:
+            console.warn(f"the context is {longest:,} tokens instead of {wanted:,}: {memory}")
+        longest = min(wanted, longest)
+        return slots, longest, None if slots * longest <= rows else rows // slots
+
+    capacity = Cache(layers=1).grown(wanted + SPARE_ROWS)
+    if context is None:
+        while slots * capacity > rows and capacity > MIN_CONTEXT:
+            capacity //= 2
+    longest = min(wanted, capacity - SPARE_ROWS)
+    fitting = min(slots, max(1, rows // capacity))
+    if fitting < slots or longest < wanted:
+        console.warn(
+            f"{fitting} answers side by side, in a context of {longest:,} tokens: {memory}; a smaller --batch-size "
+            "leaves more for the context, a smaller --context for more answers"
+        )
+    return fitting, longest, None

@@ -26,6 +26,7 @@ from medusa_cli.decode.sequence import Request, Sequence
 from medusa_cli.device import free_memory, upload
 from medusa_cli.drafters.base import Drafter, NewTokens
 from medusa_cli.engine import Output, Plan
+from medusa_cli.engine.cache import FIRST_ROWS
 from medusa_cli.errors import UserError
 from medusa_cli.model import Backbone
 from medusa_cli.tree import Draft
@@ -33,6 +34,8 @@ from medusa_cli.tree.tree import batch_drafts
 
 # Rows per pass over a prompt whose log probabilities are requested.
 PROMPT_ROWS = 256
+# The share of the free memory that a request may take while other requests run.
+MEMORY_SHARE = 0.9
 
 
 class Decoder:
@@ -120,8 +123,10 @@ class Decoder:
         than the context, and UsageError for invalid limits.
         """
         sequence = Sequence(self.backbone, request, number, self.policy.begin(request.sampling))
-        self._check_memory(len(request.prompt) + sequence.stop.left)
-        self.cache.reserve(len(request.prompt))
+        self._check_memory(sequence.request)
+        # Lazy rows cost nothing, and each growth copies the rows in use.
+        rows = self._rows(sequence.longest) if self.cache.lazy else len(request.prompt)
+        self.cache.reserve(rows)
         self._prefixes.take(sequence)
         try:
             step = yield from self._run_prompt(sequence)
@@ -314,21 +319,60 @@ class Decoder:
             fitting.append((tree, [path[:depth] for path in paths]))
         return fitting
 
-    def _check_memory(self, tokens: int) -> None:
-        """Raises UserError if there is not enough memory for a cache of `tokens` tokens per slot."""
-        # The last token is not run.
-        capacity = self.cache.grown(tokens - 1 + self.policy.size)
-        if capacity == self.cache.capacity:
-            return
-        # The old cache stays in memory until it has been copied.
-        needed = capacity * self.cache.slots * self.engine.row_bytes
-        free = free_memory(self.backbone.device)
+    def has_room(self, request: Request) -> bool:
+        """Returns True if a slot is free, and the memory suffices beside the running sequences.
+
+        Each sequence counts with its maximum length. A request that does not fit alone has room, too:
+        `prefill` then refuses it.
+        """
+        if not self.free_slots:
+            return False
+        needed, free = self._memory_for(request, MEMORY_SHARE)
+        return needed <= free or not self._prefixes.taken
+
+    def _check_memory(self, request: Request) -> None:
+        """Raises UserError if the cache cannot grow enough for a request beside the running sequences."""
+        needed, free = self._memory_for(request)
         if needed > free:
+            tokens = self._longest(request)
             raise UserError(
                 f"a prompt and answer of up to {tokens:,} tokens need a cache of {needed / 1e9:.1f} GB, "
                 f"and {self.backbone.device} has {free / 1e9:.1f} GB left",
                 "use a smaller @max_new_tokens, a shorter prompt or fewer sequences at once",
             )
+
+    def _memory_for(self, request: Request, share: float = 1) -> tuple[int, int]:
+        """Returns the bytes by which the cache must grow for a request, and a share of the free memory.
+
+        If the memory does not suffice, it first drops the cached prefixes that the request does not share.
+        """
+        slot, _ = self._prefixes.choose(request)
+        rows = {slot: self._rows(self._longest(request))}
+        for other, sequence in self._prefixes.taken.items():
+            rows[other] = self._rows(sequence.longest)
+
+        def bytes_and_free() -> tuple[int, int]:
+            needed = self.cache.missing_rows(rows) * self.engine.row_bytes
+            return needed, int(share * free_memory(self.backbone.device)) if needed else 0
+
+        needed, free = bytes_and_free()
+        if needed > free:
+            self._prefixes.clear(but=slot)
+            needed, free = bytes_and_free()
+        if needed > free and not self._prefixes.taken and self.cuda_graphs is None:
+            # Then the old buffers need not be kept until they have been copied.
+            self._prefixes.clear()
+            self.cache.resize(FIRST_ROWS)
+            needed, free = bytes_and_free()
+        return needed, free
+
+    def _longest(self, request: Request) -> int:
+        """Returns the maximum length of a request's prompt and answer."""
+        return min(len(request.prompt) + request.max_new_tokens, self.backbone.max_positions)
+
+    def _rows(self, tokens: int) -> int:
+        """Returns the rows for a sequence of this length and its drafts. The last token is not run."""
+        return tokens - 1 + self.policy.size
 
     def clear_prefix_cache(self) -> None:
         """Drops the cached prefixes of idle slots."""

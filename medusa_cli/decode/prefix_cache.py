@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from medusa_cli.decode.ngram import shared_length
-from medusa_cli.decode.sequence import Sequence
+from medusa_cli.decode.sequence import Request, Sequence
 from medusa_cli.drafters.base import Drafter
 from medusa_cli.engine import Cache
 
@@ -29,6 +29,12 @@ class PrefixCache:
         """Returns the number of slots without a running sequence."""
         return sum(sequence is None or sequence.done for sequence in self._slots)
 
+    @property
+    def taken(self) -> dict[int, Sequence]:
+        """Returns the running sequences by slot, including those whose prefill is not complete."""
+        slots = enumerate(self._slots)
+        return {slot: sequence for slot, sequence in slots if sequence and not sequence.done}
+
     def slot_of(self, sequence: Sequence) -> int:
         """Returns the slot of a sequence. A step may move the sequence to another slot."""
         return self._slots.index(sequence)
@@ -36,12 +42,25 @@ class PrefixCache:
     def take(self, sequence: Sequence) -> None:
         """Assigns an idle slot to a sequence, which takes over the rows of the prefix that both share.
 
-        It is the slot that saves most tokens of this prompt, less those that a later request could
-        have reused. At least the last token of the prompt is left to run. Raises ValueError if no
-        slot is idle.
+        At least the last token of the prompt is left to run. Raises ValueError if no slot is idle.
         """
-        prompt = sequence.request.prompt
-        reuse = 0 if sequence.request.scores_prompt else sequence.request.reuse
+        slot, saved = self.choose(sequence.request)
+        sequence.reuse_prefix(self._slots[slot], saved, self._drafter)
+        # The drafter may have state for fewer tokens, and a recurrent state can be restored at only
+        # a few positions.
+        while (shared := self._cache.reusable(slot, sequence.reused)) < sequence.reused:
+            sequence.reuse_prefix(self._slots[slot], shared, self._drafter)
+        self._cache.truncate(slot, sequence.reused)
+        self._slots[slot] = sequence
+
+    def choose(self, request: Request) -> tuple[int, int]:
+        """Returns the idle slot for a request, and how many tokens of its prompt the slot may save.
+
+        It is the slot that saves most tokens, less those that a later request could have reused.
+        Raises ValueError if no slot is idle.
+        """
+        prompt = request.prompt
+        reuse = 0 if request.scores_prompt else request.reuse
         limit = len(prompt) - 1 if reuse is None else min(reuse, len(prompt) - 1)
 
         def share(slot: int) -> tuple[int, int]:
@@ -59,13 +78,7 @@ class PrefixCache:
         if not idle:
             raise ValueError(f"all {len(self._slots)} slots are taken")
         slot = max(idle, key=share)
-        sequence.reuse_prefix(self._slots[slot], share(slot)[1], self._drafter)
-        # The drafter may have state for fewer tokens, and a recurrent state can be restored at only
-        # a few positions.
-        while (shared := self._cache.reusable(slot, sequence.reused)) < sequence.reused:
-            sequence.reuse_prefix(self._slots[slot], shared, self._drafter)
-        self._cache.truncate(slot, sequence.reused)
-        self._slots[slot] = sequence
+        return slot, share(slot)[1]
 
     def move_running_first(self) -> list[Sequence]:
         """Moves the running sequences to the first slots, because passes run over these.
@@ -85,8 +98,9 @@ class PrefixCache:
         self._slots[slot] = None
         self._cache.truncate(slot, 0)
 
-    def clear(self) -> None:
-        """Drops the cached prefixes of idle slots."""
-        self._slots = [
-            None if previous is None or previous.done else previous for previous in self._slots
-        ]
+    def clear(self, but: int | None = None) -> None:
+        """Drops the cached prefixes of idle slots, except one slot's, and frees their memory."""
+        for slot, previous in enumerate(self._slots):
+            if previous is not None and previous.done and slot != but:
+                self._slots[slot] = None
+                self._cache.release(slot)

@@ -105,7 +105,8 @@ class Sequence:
     root: the next token, which is decided but not yet in the cache. drafter: a fork with this
     sequence's state. unread: tokens that the drafter has not read; those of the last step, unless
     the drafter reads every step. draft: the draft policy's state for the sequence. reused: the
-    number of prompt tokens that the slot already held. `number` selects the random stream.
+    number of prompt tokens that the slot already held. longest: the maximum length of prompt and
+    answer. `number` selects the random stream.
     """
 
     root: int
@@ -118,6 +119,7 @@ class Sequence:
         self.draft = draft
         draft.speculative = request.speculative
         self.stop = StopCriteria(backbone, request)
+        self.longest = len(request.prompt) + self.stop.left
         # transformers requires at least one new token, even if the prompt is only scored.
         length = max(1, self.stop.left)
         processors = sequence_processors(

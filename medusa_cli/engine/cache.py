@@ -1,6 +1,6 @@
 """The KV cache: slots in one growing buffer, each with its own sequence, length and accepted path."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ class Cache:
     that stay. Free rows hold finite numbers, so that a matmul may run over them under a mask. The
     capacity C doubles as needed.
     """
+
+    # True if a row takes memory only from the time when it is written.
+    lazy = False
 
     def __init__(self, layers: int, slots: int = 1, capacity: int = FIRST_ROWS) -> None:
         self.layers = layers
@@ -55,6 +58,16 @@ class Cache:
         while capacity < rows:
             capacity *= 2
         return capacity
+
+    def missing_rows(self, wanted: Mapping[int, int]) -> int:
+        """Returns the number of rows that still need memory before slots can hold this many rows each."""
+        capacity = self.grown(max(wanted.values()))
+        # The old buffers stay in memory until they have been copied.
+        return 0 if capacity == self.capacity else capacity * self.slots
+
+    def release(self, slot: int) -> None:
+        """Empties a slot, and frees its memory if the cache is lazy."""
+        self.truncate(slot, 0)
 
     def reserve(self, rows: int) -> None:
         """Makes room for this many rows in every slot."""

@@ -2,7 +2,7 @@
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from ctypes import byref
 from functools import lru_cache
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from medusa_cli.engine.cache import FIRST_ROWS, Cache
 from medusa_cli.engine.engine import SCRATCH_ROWS, Engine
 from medusa_cli.engine.extra_rows import ExtraRowStates
+from medusa_cli.engine.lazy_memory import drop_pages, lazy_zeros
 from medusa_cli.engine.native_model import NativeModel, padded
 from medusa_cli.engine.plan import Output, Plan
 from medusa_cli.engine.state_cache import StateCache
@@ -346,6 +347,8 @@ class NativeCache(StateCache):
     delta nets. pending: the data of a tree's rows from which `keep` updates these states.
     """
 
+    lazy = True
+
     def __init__(self, model: NativeModel, slots: int, capacity: int) -> None:
         description = model.description
         capacity = padded(max(1, capacity), TILE)
@@ -362,16 +365,18 @@ class NativeCache(StateCache):
         if self._delta_layers:
             self.states[DELTA_STATES] = torch.zeros(slots, self._delta_layers, model.delta_state)
         self.keys, self.values, self.inputs = self._zeros(self.capacity)
+        # By slot, how many rows have been written since the buffers were allocated.
+        self._written = [0] * slots
 
     def _zeros(self, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
         """Returns new keys, values and inputs of short convolutions."""
         struct = self.model.struct
         description = self.model.description
-        keys = torch.zeros(self.layers, self.slots, struct.key_width * capacity)
-        values = torch.zeros(self.layers, self.slots, struct.value_width * capacity)
+        keys = lazy_zeros(self.layers, self.slots, struct.key_width * capacity)
+        values = lazy_zeros(self.layers, self.slots, struct.value_width * capacity)
         convolutions = description.places("short_conv")
         hidden = description.sizes["hidden"]
-        inputs = torch.zeros(convolutions, self.slots, capacity, hidden)
+        inputs = lazy_zeros(convolutions, self.slots, capacity, hidden)
         return keys, values, inputs
 
     @property
@@ -410,19 +415,41 @@ class NativeCache(StateCache):
     def resize(self, capacity: int) -> None:
         capacity = padded(capacity, TILE)
         keys, values, inputs = self._zeros(capacity)
-        length = max(self.lengths)
-        used = padded(length, TILE)
-        for place in range(self.layers):
-            own_keys, own_values = self.at(place)
-            new_keys, new_values = self._at(place, keys, values, capacity)
-            new_keys[:, :, : used // TILE] = own_keys[:, :, : used // TILE]
-            new_values[:, :, :used] = own_values[:, :, :used]
-        inputs[..., :length, :] = self.inputs[..., :length, :]
+        for slot, length in enumerate(self.lengths):
+            used = padded(length, TILE)
+            for place in range(self.layers):
+                own_keys, own_values = self.at(place)
+                new_keys, new_values = self._at(place, keys, values, capacity)
+                new_keys[slot, :, : used // TILE] = own_keys[slot, :, : used // TILE]
+                new_values[slot, :, :used] = own_values[slot, :, :used]
+            inputs[:, slot, :length] = self.inputs[:, slot, :length]
         # Assigned last: if memory runs out or the user interrupts, the cache stays as it was.
         self.keys = keys
         self.values = values
         self.inputs = inputs
         self.capacity = capacity
+        self._written = [*self.lengths]
+
+    def missing_rows(self, wanted: Mapping[int, int]) -> int:
+        rows = sum(max(0, count - self._rows_in_memory(slot)) for slot, count in wanted.items())
+        # Growth copies the rows in use.
+        grows = max(wanted.values()) > self.capacity
+        return rows + (sum(self.lengths) if grows else 0)
+
+    def _rows_in_memory(self, slot: int) -> int:
+        return max(self._written[slot], self.lengths[slot])
+
+    def truncate(self, slot: int, length: int) -> None:
+        self._written[slot] = self._rows_in_memory(slot)
+        super().truncate(slot, length)
+
+    def release(self, slot: int) -> None:
+        super().release(slot)
+        self._written[slot] = 0
+        for buffer in (self.keys, self.values, self.inputs):
+            assert buffer is not None
+            for part in buffer[:, slot]:
+                drop_pages(part)
 
     def reserve_pending(self, rows: int) -> None:
         """Makes room for a tree of `rows` rows in every slot."""
@@ -453,6 +480,8 @@ class NativeCache(StateCache):
                 parts += [keys[:, :, : used // TILE], values[:, :, :used]]
             for part in parts:
                 part[[slot, other]] = part[[other, slot]]
+            written = max(self._rows_in_memory(slot), self._rows_in_memory(other), used)
+            self._written[slot] = self._written[other] = written
         self.swap_states(slot, other)
         self.lengths[slot], self.lengths[other] = self.lengths[other], self.lengths[slot]
 

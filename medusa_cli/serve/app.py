@@ -1,6 +1,7 @@
 """The ASGI application, with OpenAI's routes and a handler that turns bodies into requests and steps into answers."""
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -61,6 +62,9 @@ POLICY = (
 LOCAL_PAGES = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
 # Keeps only the likeliest token, as a top_p of 0 does in OpenAI's API.
 MIN_TOP_P = 1e-9
+# The length of an answer for which each request without a limit has room, if the context has.
+MIN_ANSWER = 2048
+log = logging.getLogger(__name__)
 REFUSALS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorBody} for status in (400, 401, 403, 404, 408, 413, 429, 500, 503)
 }
@@ -186,20 +190,39 @@ class Handler:
         self._scheduler = scheduler
         self._limits = limits
         self._templates = templates
+        self._noted_context = False
         self._rendering = asyncio.Lock()  # a slow chat template holds up only other chats
         self._encoding = asyncio.Lock()  # two threads must not share a tokenizer
 
     @property
     def context(self) -> int:
         """Returns the maximum number of tokens of a prompt and its answer together."""
-        limits = self._limits
-        return min(
-            self._medusa.backbone.max_positions, limits.max_prompt_tokens + limits.max_new_tokens
-        )
+        longest = self._medusa.backbone.max_positions
+        return min(longest, self._limits.context or longest)
 
-    @property
-    def longest_prompt(self) -> int:
-        return min(self._limits.max_prompt_tokens, self._medusa.backbone.max_positions - 1)
+    def _longest_answer(self, body: ChatRequest | CompletionRequest, prompt: list[int]) -> int:
+        """Returns the maximum length of an answer to a prompt; raises Refusal for a prompt that is too long."""
+        limits = self._limits
+        left = self.context - len(prompt)
+        if left < 1:
+            self._note_context(len(prompt))
+            raise too_long(len(prompt), self.context)
+        if body.limit is not None:
+            left = min(left, body.limit)
+        elif limits.share is not None:
+            left = min(left, max(limits.share - len(prompt), MIN_ANSWER))
+        return left if limits.max_new_tokens is None else min(left, limits.max_new_tokens)
+
+    def _note_context(self, tokens: int) -> None:
+        """Logs once that a prompt was too long, if an option would admit it."""
+        longest = self._medusa.backbone.max_positions
+        if self.context < longest and not self._noted_context:
+            self._noted_context = True
+            log.warning(
+                "refused a prompt of %s tokens: the context is %s; --context raises it as far as the memory allows, "
+                "up to the model's %s",
+                *(f"{number:,}" for number in (tokens, self.context, longest)),
+            )
 
     def props(self) -> dict[str, Any]:
         """Returns the properties that llama.cpp's clients read."""
@@ -209,7 +232,7 @@ class Handler:
             "temperature": limits.temperature,
             "top_k": 0,
             "top_p": 1.0,
-            "n_predict": limits.max_new_tokens,
+            "n_predict": -1 if limits.max_new_tokens is None else limits.max_new_tokens,
         }
         return {
             "default_generation_settings": {"n_ctx": self.context, "params": params},
@@ -312,38 +335,33 @@ class Handler:
 
     async def _requests(self, body: ChatRequest | CompletionRequest) -> list[Request]:
         """Returns the requests for the decoder, one per choice, within the server's limits; raises Refusal."""
-        limits = self._limits
         prompts = await self._encode(body)
-        limit = (
-            limits.max_new_tokens if body.limit is None else min(body.limit, limits.max_new_tokens)
-        )
         if body.truncate_prompt_tokens is not None:
             kept = (
-                self.longest_prompt
-                if body.truncate_prompt_tokens < 0
-                else body.truncate_prompt_tokens
+                self.context - 1 if body.truncate_prompt_tokens < 0 else body.truncate_prompt_tokens
             )
             prompts = [prompt[-kept:] for prompt in prompts]
-        for prompt in prompts:
-            if len(prompt) > self.longest_prompt:
-                raise too_long(len(prompt), self.longest_prompt)
-
+        answers = [self._longest_answer(body, prompt) for prompt in prompts]
         grammar = await self._grammar(body)
         scored = body.prompt_logprobs is not None or (
             isinstance(body, CompletionRequest) and body.echo
         )
         wanted = [count for count in (body.top, body.prompt_logprobs) if count is not None]
-        minimum = body.min_tokens
-        if minimum is not None and body.limit is not None and limit < minimum <= body.limit:
-            minimum = limit  # the server's limit is lower than the client's
+        temperature = self._limits.temperature if body.temperature is None else body.temperature
+
+        def minimum(limit: int) -> int | None:
+            """Returns the fewest tokens of an answer, not more than the server's limit."""
+            given = body.min_tokens
+            if given is None or body.limit is None or given > body.limit:
+                return given
+            return min(given, limit)
+
         try:
             return [
                 self._medusa.request(
                     prompt,
                     max_new_tokens=limit,
-                    temperature=limits.temperature
-                    if body.temperature is None
-                    else body.temperature,
+                    temperature=temperature,
                     top_p=1.0 if body.top_p is None else max(body.top_p, MIN_TOP_P),
                     top_k=body.top_k or 0,
                     min_p=body.min_p,
@@ -356,13 +374,15 @@ class Handler:
                     presence_penalty=body.presence_penalty or None,
                     frequency_penalty=body.frequency_penalty or None,
                     no_repeat_ngram_size=body.no_repeat_ngram_size,
-                    min_new_tokens=minimum,
+                    min_new_tokens=minimum(limit),
                     logit_bias=body.logit_bias or None,
                     grammar=grammar,
                     speculative=body.drafts.enabled,
                     raw=True,
                 )
-                for index, prompt in enumerate(prompt for prompt in prompts for _ in range(body.n))
+                for index, (prompt, limit) in enumerate(
+                    choice for choice in zip(prompts, answers, strict=True) for _ in range(body.n)
+                )
             ]
         except UserError as reason:
             raise self._refusal(reason, "prompt") from reason

@@ -107,7 +107,7 @@ def too_long(tokens: int, context: int) -> Refusal:
     """Returns the refusal for a prompt with too many tokens, with the error fields of OpenAI and llama.cpp."""
     return Refusal(
         400,
-        f"the prompt has {tokens:,} tokens, which exceeds the context of {context:,} that this server takes",
+        f"the prompt has {tokens:,} tokens and exceeds the context of {context:,}, which prompt and answer share",
         code="context_length_exceeded",
         kind="exceed_context_size_error",
         more={"n_prompt_tokens": tokens, "n_ctx": context},

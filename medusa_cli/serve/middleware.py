@@ -38,8 +38,11 @@ class Limits:
     further names under which clients may reach it. slots: the number of requests that are decoded
     concurrently. waiting: the maximum number of requests in the queue. max_body: the largest body
     in bytes. Time limits for a client in seconds: head_s for a request's head, body_s for its body,
-    read_s without reading the answer, idle_s between two requests. template_s: the time limit for
-    rendering the chat template. temperature: the default for requests that give none. cors: origins
+    read_s without reading the answer, idle_s between two requests. context: the maximum number of
+    tokens of a prompt and its answer together, None for the model's. share: the tokens that prompt
+    and answer of a request without a limit of its own may have, None for the context.
+    max_new_tokens: the longest answer, None for the rest of the context. template_s: the time limit
+    for rendering the chat template. temperature: the default for requests that give none. cors: origins
     whose web pages may use the server.
     """
 
@@ -49,8 +52,9 @@ class Limits:
     api_keys: tuple[str, ...] = ()
     slots: int = 8
     waiting: int = 64
-    max_prompt_tokens: int = 4096
-    max_new_tokens: int = 2048
+    context: int | None = None
+    share: int | None = None
+    max_new_tokens: int | None = None
     max_body: int = 1 << 20
     max_connections: int = 4096
     head_s: float = 10

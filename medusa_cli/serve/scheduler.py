@@ -159,9 +159,13 @@ class Scheduler:
         for ticket in abandoned:
             self._finish(ticket, Event(last=True))
 
+    def _next_has_room(self) -> bool:
+        """Returns True if the first request in the queue finds a free slot and enough memory."""
+        return bool(self._waiting) and self._decoder.has_room(self._waiting[0].request)
+
     def _prefill(self) -> None:
         """Runs one piece of one request's prompt; each piece is followed by a step of the running requests."""
-        while self._prompt is not None or (self._waiting and self._decoder.free_slots):
+        while self._prompt is not None or self._next_has_room():
             if self._prompt is None:
                 with self._changed:
                     ticket = self._waiting.popleft()
