@@ -1,6 +1,9 @@
 """Answers by a form over HTTP: JSON, tools and their calls, whole and streamed; OpenAI's client is the reference."""
 
+import itertools
 import json
+import random
+import re
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -12,11 +15,10 @@ from tokenizers import AddedToken
 from medusa_cli.api import Medusa
 from medusa_cli.decode import LogitsOptions, Sampling
 from medusa_cli.errors import UsageError
+from medusa_cli.serve.calls import MARKERS, CallReader, read_calls
 from medusa_cli.serve.responses import ResponsesFormat, ResponsesRequest
 from medusa_cli.serve.tools import (
-    MARKERS,
     MAX_CALLS,
-    CallReader,
     calls_grammar,
     describe_tools,
     marker_ids,
@@ -274,6 +276,45 @@ ANSWERS: dict[str, tuple[str, list[tuple[str, dict[str, Any]]]]] = {
     '{"x": 1} and <tool_call>': ('{"x": 1} and ', []),
     "[1, 2] <tool_cal": ("[1, 2] <tool_cal", []),
     "": ("", []),
+    # Text after calls without a marker.
+    '{"name": "f", "arguments": {}}\nHello': ("\nHello", [("f", {})]),
+    '{"name": "f", "arguments": {}}\n{"temp": 20}': ('\n{"temp": 20}', [("f", {})]),
+    '{"name": "f", "arguments": {}, "id": 3} x': (" x", [("f", {})]),
+    '[TOOL_CALLS] [{"name": "f", "arguments": {}}, {"name": "g", "arguments": {}}] x': (
+        " x",
+        [("f", {}), ("g", {})],
+    ),
+    '{"name": "f", "parameters": {}}; {"name": "g", "parameters": {}} x': (
+        " x",
+        [("f", {}), ("g", {})],
+    ),
+    '<tool_call>{"name": "f", "arguments": {}}}\n</tool_call> x': (" x", [("f", {})]),
+    # A bracket too few.
+    '<tool_call>{"name": "f", "arguments": {}\n</tool_call> x': (" x", [("f", {})]),
+    # Calls in code fences.
+    '```json\n{"name": "f", "arguments": {"a": 1}}\n```': ("", [("f", {"a": 1})]),
+    '```\n{"name": "f", "arguments": {}}\n```\nSo.': ("\nSo.", [("f", {})]),
+    '```tool_call\n{\n  "name": "f",\n  "arguments": {\n    "a": 1\n  }\n}\n```': (
+        "",
+        [("f", {"a": 1})],
+    ),
+    '```json {"name": "f", "arguments": {}} ```\n\n```json {"name": "g", "arguments": {}} ```': (
+        "",
+        [("f", {}), ("g", {})],
+    ),
+    '```json\n[{"name": "f", "arguments": {}}, {"name": "g", "arguments": {}}]\n```': (
+        "",
+        [("f", {}), ("g", {})],
+    ),
+    '```json\n{"name": "Ada"}\n``` <b>': ('```json\n{"name": "Ada"}\n``` <b>', []),
+    "```python\nprint(1)\n```": ("```python\nprint(1)\n```", []),
+    "```json": ("```json", []),
+    # Other orders of keys, and arguments as a text.
+    '{"type": "function", "name": "f", "parameters": {"a": 1}}': ("", [("f", {"a": 1})]),
+    '{"arguments": {"a": 1}, "name": "g"}': ("", [("g", {"a": 1})]),
+    '{"name": "f", "arguments": "{\\"a\\": 1}"}': ("", [("f", {"a": 1})]),
+    '{"name": "g", "arguments": null}': ("", [("g", {})]),
+    '{"type": "function", "name": "Ada"}': ('{"type": "function", "name": "Ada"}', []),
 }
 
 
@@ -306,6 +347,135 @@ def test_responses_hold_the_same_calls(text: str, size: int) -> None:
     messages = [item for item in responses._items if item["type"] == "message"]
     content = "".join(item["content"][0]["text"] for item in messages)
     assert (content, named) == ANSWERS[text]
+
+
+PIECES = [
+    *ANSWERS,
+    *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "f[ARGS]{}", "[", "]", ", ", "; ", "\n", "}"),
+    *("```", "```json\n", "\n```", "Hello", "f", "<", '{"name": "f", "arguments": {"a": "b'),
+]
+
+
+def test_streams_hold_what_whole_answers_hold() -> None:
+    """Any split of any mixture of calls, text and parts of them is read as the whole text is."""
+    chance = random.Random(1)
+    for _ in range(3000):
+        text = "".join(chance.choices(PIECES, k=chance.randint(1, 5)))
+        places = sorted(chance.sample(range(len(text) + 1), min(len(text), chance.choice([2, 40]))))
+        reader, content, calls = CallReader(("f", "g")), "", list[list[str]]()
+        for start, end in itertools.pairwise([0, *places, len(text)]):
+            delta = reader.feed(text[start:end])
+            content += delta.get("content", "")
+            for part in delta.get("tool_calls", ()):
+                if part["index"] == len(calls):
+                    calls.append([part["function"]["name"], ""])
+                calls[part["index"]][1] += part["function"]["arguments"]
+        count = len(calls)
+        delta = reader.feed("", last=True)
+        content += delta.get("content", "")
+        for part in delta.get("tool_calls", ()):
+            calls[count:] += [[part["function"]["name"], part["function"]["arguments"]]]
+        # The client already has a part of a call that the end cuts off.
+        whole = read_calls(text, ("f", "g"), True, sent=count)
+        assert (content, [tuple(call) for call in calls]) == whole, text
+
+
+CALL = '{"name": "now", "arguments": {}}'
+CALLS = {
+    "hermes": f"<tool_call>\n{CALL}\n</tool_call>\n<tool_call>\n{CALL}\n</tool_call>",
+    "llama": f"<|python_tag|>{CALL}; {CALL}",
+    "mistral": f"[TOOL_CALLS] [{CALL}, {CALL}]",
+    "mistral-11": "[TOOL_CALLS]now[ARGS]{}[TOOL_CALLS]now[ARGS]{}",
+    "bare": f"{CALL}\n{CALL}\n{CALL} and so on",
+    "fence": f"```json\n{CALL}\n```\n```json\n{CALL}\n```",
+    "text": f"Let me see. <tool_call>{CALL}</tool_call> <tool_call>{CALL}</tool_call>",
+}
+
+
+@pytest.mark.parametrize("text", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize("speculative", [True, False])
+def test_an_answer_ends_after_its_only_call(served: Served, text: str, speculative: bool) -> None:
+    """The answer would go on with more calls, which a grammar forces here."""
+    fields: dict[str, Any] = {"tools": TOOLS, "speculative": speculative}
+    fields["structured_outputs"] = {"regex": re.escape(text).replace("\\\n", "\\n")}
+    several = chat(served, **fields, max_tokens=300)
+    assert len(several["message"]["tool_calls"]) > 1
+    fields["parallel_tool_calls"] = False
+    alone = chat(served, **fields, max_tokens=300)
+    [call] = alone["message"]["tool_calls"]
+    assert (alone["finish_reason"], call["function"]["name"]) == ("tool_calls", "now")
+    assert alone["message"]["content"] == ("Let me see. " if text.startswith("Let") else None)
+
+    body = {"model": MODEL, "messages": ASK, "max_tokens": 300, **fields, "stream": True}
+    _, _, lines = served.request("POST", "/v1/chat/completions", body)
+    chunks = [json.loads(line[6:]) for line in lines.splitlines() if line.startswith("data: {")]
+    parts = [part for c in chunks for part in c["choices"][0]["delta"].get("tool_calls", ())]
+    assert {part["index"] for part in parts} == {0}
+    assert "".join(part["function"]["arguments"] for part in parts) == "{}"
+    assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+def test_responses_say_how_many_calls_they_may_hold(served: Served) -> None:
+    body = {"model": MODEL, "input": "Ada", "tools": FUNCTIONS, "max_output_tokens": 2}
+    for fields, several in [
+        ({}, True),
+        ({"tool_choice": "required"}, False),
+        ({"parallel_tool_calls": False}, False),
+        ({"tool_choice": "required", "parallel_tool_calls": True}, True),
+    ]:
+        _, _, answer = served.post({**body, **fields}, "/v1/responses")
+        assert answer["parallel_tool_calls"] is several, fields
+
+
+def test_some_of_the_tools_may_be_allowed(served: Served) -> None:
+    chosen = {"type": "function", "function": {"name": "now"}}
+    subset = {"mode": "required", "tools": [chosen]}
+    fields = {"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "allowed_tools": subset}}
+    for seed in range(3):
+        choice = chat(served, **fields, temperature=1.0, seed=seed)
+        assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["now"]
+    # Calls of other tools are text.
+    other = '{"name": "get_weather", "arguments": {}}'
+    fields["tool_choice"]["allowed_tools"]["mode"] = "auto"
+    choice = chat(served, **fields, structured_outputs={"regex": re.escape(other)})
+    assert choice["message"]["content"] == other and "tool_calls" not in choice["message"]
+
+    flat = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function"}]}
+    flat["tools"][0]["name"] = "now"
+    body = {"model": MODEL, "input": "Ada", "tools": FUNCTIONS, "tool_choice": flat}
+    _, _, answer = served.post(body, "/v1/responses")
+    assert [item["name"] for item in answer["output"]] == ["now"]
+    assert answer["tool_choice"] == flat
+    flat["tools"][0]["name"] = "other"
+    status, _, answer = served.post(body, "/v1/responses")
+    assert status == 400 and "other" in answer["error"]["message"]
+
+
+def test_streams_that_may_call_begin_without_a_text(served: Served) -> None:
+    body = {"model": MODEL, "messages": ASK, "max_tokens": 3, "stream": True}
+    for fields, content in [({}, ""), ({"tools": TOOLS}, None)]:
+        _, _, lines = served.request("POST", "/v1/chat/completions", {**body, **fields})
+        first = json.loads(lines.splitlines()[0].removeprefix("data: "))
+        assert first["choices"][0]["delta"] == {"role": "assistant", "content": content}
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        None,
+        {},
+        {"type": "object"},
+        {"type": "object", "properties": {}},
+        {"type": "object", "description": "none", "title": "now"},
+        {"type": "object", "required": []},
+        {"type": ["object", "null"], "$defs": {}},
+    ],
+    ids=str,
+)
+def test_a_tool_without_parameters_gets_none(served: Served, parameters: Any) -> None:
+    tool = {"type": "function", "function": {"name": "now", "parameters": parameters}}
+    choice = chat(served, tools=[tool], tool_choice="required", max_tokens=50)
+    assert choice["message"]["tool_calls"][0]["function"]["arguments"] == "{}"
 
 
 @pytest.mark.parametrize("name", ["ARGUMENTS", "BARE_METAL", "NAME", "x_BARE_NAME_ARGUMENTS"])

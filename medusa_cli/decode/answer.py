@@ -1,6 +1,6 @@
 """Results of decoding steps: statistics, log probabilities and the text of an answer so far."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -197,7 +197,8 @@ class Answer:
     stop string and the end token. step: the last step, truncated after the token that completes a
     stop string. keep: special tokens that appear in the text, in addition to those in stop strings.
     ends: tokens that are left out of the text if one of them ends the answer. include_stop: the
-    text includes the stop string or end token.
+    text includes the stop string or end token. end_of: returns the position at which a text ends
+    the answer, if it does.
     """
 
     def __init__(
@@ -209,6 +210,7 @@ class Answer:
         *,
         ends: Collection[int] = (),
         include_stop: bool = False,
+        end_of: Callable[[str], int | None] | None = None,
     ) -> None:
         self.text = ""
         self.tokens: list[int] = []
@@ -222,6 +224,7 @@ class Answer:
         self._stream = TextStream(backbone, {*keep, *named})
         self._ends = set() if include_stop else {*ends, *named}
         self._include_stop = include_stop
+        self._end_of = end_of
         self._waiting: list[Piece] = []
 
     def add(self, step: Step, finish_reason: str | None) -> list[Piece]:
@@ -234,7 +237,8 @@ class Answer:
             shown = shown[:-1]
         last = len(step.tokens) - 1
         # A stop string may end at any token.
-        parts = [[token] for token in shown] if self._stops else [shown[:last], shown[last:]]
+        by_token = self._stops or self._end_of
+        parts = [[token] for token in shown] if by_token else [shown[:last], shown[last:]]
         taken = 0
         for part in parts:
             taken += len(part)
@@ -275,6 +279,8 @@ class Answer:
         text = "".join(piece.text for piece in pieces)
         starts = [(text.find(stop), stop) for stop in self._stops]
         ends = [start + len(stop) * self._include_stop for start, stop in starts if start >= 0]
+        if self._end_of and (end := self._end_of(self.text + text)) is not None:
+            ends.append(max(0, end - len(self.text)))
         return min(ends, default=None)
 
 

@@ -25,6 +25,7 @@ from medusa_cli.decode import Answer, Request
 from medusa_cli.decode.grammar import Grammar, matcher_of
 from medusa_cli.errors import UserError, shown
 from medusa_cli.model.chat_template import token_ids
+from medusa_cli.serve.calls import end_of_first_call
 from medusa_cli.serve.errors import (
     ErrorBody,
     Refusal,
@@ -291,6 +292,9 @@ class Handler:
         if isinstance(body, ChatRequest) and body.offered:
             keep |= {*marker_ids(backbone).values()}
         rules: Any = {"keep": keep, "include_stop": body.include_stop_str_in_output}
+        if isinstance(body, ChatRequest) and body.offered and body.parallel_tool_calls is False:
+            names = [tool["function"]["name"] for tool in body.offered]
+            rules["end_of"] = partial(end_of_first_call, names=names)
         if keep or body.stop_token_ids:
             rules["ends"] = {*body.stop_token_ids, *backbone.eos_ids}
         tickets = []
@@ -407,14 +411,16 @@ class Handler:
         try:
             grammar = body.followed
             if isinstance(body, ChatRequest) and body.required:
-                grammar = calls_grammar(backbone, body.required, body.parallel_tool_calls)
+                grammar = calls_grammar(backbone, body.required, bool(body.parallel_tool_calls))
             elif (
                 isinstance(body, ChatRequest)
                 and body.offered
                 and grammar
                 and grammar.kind == "json_schema"
             ):
-                grammar = calls_grammar(backbone, body.offered, body.parallel_tool_calls, grammar)
+                grammar = calls_grammar(
+                    backbone, body.offered, bool(body.parallel_tool_calls), grammar
+                )
             if grammar is not None:
                 await run_in_threadpool(matcher_of, backbone, grammar)
             return grammar

@@ -14,10 +14,10 @@ from medusa_cli import __version__
 from medusa_cli.decode import Likelihood, Stats
 from medusa_cli.decode.answer import REPLACEMENT
 from medusa_cli.model import Backbone
+from medusa_cli.serve.calls import CallReader
 from medusa_cli.serve.errors import failure
 from medusa_cli.serve.scheduler import Event, Ticket
 from medusa_cli.serve.schema import ChatRequest, CompletionRequest
-from medusa_cli.serve.tools import CallReader
 
 # OpenAI's log probability of an impossible token, because JSON has no infinity.
 NEVER = -9999.0
@@ -87,8 +87,10 @@ class OpenAIFormat:
                 if (
                     self._chat or text or with_ids
                 ):  # the role, or the echoed prompt, comes before the first text
-                    delta = (
-                        {"delta": {"role": "assistant", "content": text}}
+                    # The answer may be a call, to which clients must not add an empty text.
+                    content = text or (None if self._calls[index] else "")
+                    delta: dict[str, Any] = (
+                        {"delta": {"role": "assistant", "content": content}}
                         if self._chat
                         else {"text": text}
                     )

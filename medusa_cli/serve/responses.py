@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
 from medusa_cli.serve import neutral
+from medusa_cli.serve.calls import CallReader
 from medusa_cli.serve.errors import Refusal, failure
 from medusa_cli.serve.openai_format import speculative_figures, sse
 from medusa_cli.serve.scheduler import Event, Ticket
@@ -27,7 +28,6 @@ from medusa_cli.serve.schema import (
     check_json,
     text_of,
 )
-from medusa_cli.serve.tools import CallReader
 
 # Field names of /v1/responses, by the equivalent fields of chats.
 FIELDS = {"messages": "input", "response_format": "text", "max_tokens": "max_output_tokens"}
@@ -112,6 +112,14 @@ class ChosenTool(Typed):
     name: str
 
 
+class AllowedTools(Strict):
+    """The choice of some of the tools."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"] = "auto"
+    tools: list[ChosenTool] = Field(min_length=1, max_length=MAX_TOOLS)
+
+
 class ResponsesRequest(Common):
     """The body of /v1/responses, with the fields that have an equivalent in a chat. Nothing is stored."""
 
@@ -125,8 +133,8 @@ class ResponsesRequest(Common):
     max_output_tokens: int | None = Field(None, ge=1)
     text: TextOptions = TextOptions()
     tools: list[FunctionTool] | None = Field(None, max_length=MAX_TOOLS)
-    tool_choice: ToolChoice[ChosenTool] | None = None
-    parallel_tool_calls: bool = False
+    tool_choice: ToolChoice[ChosenTool, AllowedTools] | None = None
+    parallel_tool_calls: bool | None = None
     metadata: Annotated[dict[str, str], AfterValidator(check_json)] | None = Field(
         None, description="comes back with the response"
     )
@@ -158,8 +166,12 @@ class ResponsesRequest(Common):
         functions = [tool.model_dump(exclude={"type", "strict"}) for tool in self.tools or ()]
         body["tools"] = [{"type": "function", "function": function} for function in functions]
         body["tool_choice"] = self.tool_choice
-        if isinstance(self.tool_choice, ChosenTool):
-            body["tool_choice"] = {"type": "function", "function": {"name": self.tool_choice.name}}
+        choice = self.tool_choice
+        if isinstance(choice, ChosenTool):
+            body["tool_choice"] = _named(choice)
+        elif isinstance(choice, AllowedTools):
+            subset = {"mode": choice.mode, "tools": [_named(tool) for tool in choice.tools]}
+            body["tool_choice"] = {"type": "allowed_tools", "allowed_tools": subset}
         body["speculative"] = self.speculative
         return ChatRequest(**body, parallel_tool_calls=self.parallel_tool_calls)
 
@@ -187,12 +199,21 @@ class ResponsesRequest(Common):
         return messages
 
 
+def _named(tool: ChosenTool) -> dict[str, Any]:
+    """Returns the choice of a tool in the format of chats."""
+    return {"type": "function", "function": {"name": tool.name}}
+
+
 class ResponsesFormat:
     """Formats the answer to one request as items (messages and calls), and as the events that announce them."""
 
     def __init__(self, body: ResponsesRequest, chat: ChatRequest, ticket: Ticket) -> None:
         self._body = body
         self._ticket = ticket
+        # What holds if the request does not say it.
+        self._several = not chat.required
+        if body.parallel_tool_calls is not None:
+            self._several = body.parallel_tool_calls
         names = [tool["function"]["name"] for tool in chat.offered]
         self._calls = CallReader(names) if names else None
         self._id = _new_id("resp")
@@ -350,7 +371,7 @@ class ResponsesFormat:
             "metadata": body.metadata or {},
             "model": body.model,
             "output": self._items if ended else [],
-            "parallel_tool_calls": body.parallel_tool_calls,
+            "parallel_tool_calls": self._several,
             "previous_response_id": None,
             "store": False,
             "temperature": body.temperature,

@@ -395,9 +395,35 @@ class NamedTool(Strict):
     function: FunctionName
 
 
+class ToolSubset(Strict):
+    """The tools that an answer may call, or with the mode "required" must call."""
+
+    mode: Literal["auto", "required"] = "auto"
+    tools: list[NamedTool] = Field(min_length=1, max_length=MAX_TOOLS)
+
+
+class AllowedTools(Strict):
+    """The choice of some of the tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: ToolSubset
+
+
+Subset = TypeVar("Subset")
+
+
+def _form_of_choice(value: Any) -> str:
+    if isinstance(value, str):
+        return TEXT
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return LIST if kind == "allowed_tools" else OBJECT
+
+
 ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag(TEXT)] | Annotated[Form, Tag(OBJECT)],
-    Discriminator(lambda value: TEXT if isinstance(value, str) else OBJECT),
+    Annotated[Literal["none", "auto", "required"], Tag(TEXT)]
+    | Annotated[Form, Tag(OBJECT)]
+    | Annotated[Subset, Tag(LIST)],
+    Discriminator(_form_of_choice),
 ]
 
 
@@ -503,8 +529,10 @@ class ChatRequest(Sampled, Conversation):
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP)
     response_format: ResponseFormat = ResponseFormat()
-    tool_choice: ToolChoice[NamedTool] | None = None
-    parallel_tool_calls: bool = Field(False, description="required calls may be several")
+    tool_choice: ToolChoice[NamedTool, AllowedTools] | None = None
+    parallel_tool_calls: bool | None = Field(
+        None, description="false: at most one call; default: one if a call is required, else any"
+    )
 
     @model_validator(mode="after")
     def _agree(self) -> "ChatRequest":
@@ -515,24 +543,36 @@ class ChatRequest(Sampled, Conversation):
         names = {tool.function.name for tool in self.tools or ()}
         if self.tool_choice not in (None, "none", "auto") and not names:
             raise ValueError("tool_choice needs tools")
-        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
-            raise ValueError(f"tool_choice {self.tool_choice.function.name!r} is none of the tools")
+        for name in self._chosen:
+            if name not in names:
+                raise ValueError(f"tool_choice {name!r} is none of the tools")
         return self
 
     @property
+    def _chosen(self) -> list[str]:
+        """Returns the names of the tools that tool_choice lists."""
+        choice = self.tool_choice
+        if isinstance(choice, AllowedTools):
+            return [tool.function.name for tool in choice.allowed_tools.tools]
+        return [choice.function.name] if isinstance(choice, NamedTool) else []
+
+    @property
     def offered(self) -> list[dict[str, Any]]:
-        return [] if self.tool_choice == "none" else super().offered
+        if self.tool_choice == "none":
+            return []
+        if isinstance(self.tool_choice, AllowedTools):
+            return [tool for tool in super().offered if tool["function"]["name"] in self._chosen]
+        return super().offered
 
     @property
     def required(self) -> list[dict[str, Any]]:
         """Returns the tools of which the answer must call one; an empty list if no call is required."""
-        if isinstance(self.tool_choice, NamedTool):
-            return [
-                tool
-                for tool in self.offered
-                if tool["function"]["name"] == self.tool_choice.function.name
-            ]
-        return self.offered if self.tool_choice == "required" else []
+        choice = self.tool_choice
+        if isinstance(choice, NamedTool):
+            return [tool for tool in self.offered if tool["function"]["name"] in self._chosen]
+        if isinstance(choice, AllowedTools):
+            choice = choice.allowed_tools.mode
+        return self.offered if choice == "required" else []
 
     @property
     def constraint(self) -> str:
