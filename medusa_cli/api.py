@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from numbers import Integral
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypedDict, Unpack
 
 from medusa_cli.decode import (
     Answer,
@@ -45,6 +45,35 @@ MAX_NEW_TOKENS = 512
 # cache covers the whole context, and CUDA graphs come with it.
 MAX_IDLE = 2
 ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+class OptionFields(TypedDict, total=False):
+    """Holds the fields of GenerationOptions as keyword arguments, for type checkers and editors."""
+
+    max_new_tokens: int
+    sampling: str | None
+    temperature: float | None
+    top_p: float
+    top_k: int
+    min_p: float | None
+    seed: int | None
+    stop: str | Sequence[str]
+    stop_ids: Iterable[int] | None
+    logprobs: int | None
+    prompt_logprobs: bool
+    repetition_penalty: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    no_repeat_ngram_size: int | None
+    bad_words_ids: Sequence[Sequence[int]] | None
+    suppress_tokens: Sequence[int] | None
+    min_new_tokens: int | None
+    logit_bias: Mapping[int, float] | None
+    json_schema: Mapping[str, Any] | str | None
+    regex: str | None
+    grammar: str | Grammar | None
+    speculative: bool
+    raw: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,29 +180,38 @@ class GenerationOptions:
 class Medusa:
     """Generates answers with a model, its drafter and its draft policy. Several threads may use it in turn."""
 
-    loaded: LoadedModel
-    backbone: Backbone
-
     def __init__(self, loaded: LoadedModel) -> None:
-        self.loaded = loaded
-        self.backbone = loaded.backbone
+        self._loaded: LoadedModel | None = loaded
         self.idle: list[Decoder] = []  # one slot each, the most recently used last
         self.lock = threading.RLock()  # forward passes share buffers, so only one may run
         self.thread = ThreadPoolExecutor(1, "medusa")  # runs the steps of every `astream`
 
     def close(self) -> None:
         """Frees the model, after which the object can no longer be used."""
+        if self._loaded is None or self._loaded.backbone.forked:
+            self._loaded = None  # without the lock, which a thread of the parent may have held
+            return
         self.thread.shutdown()
         with self.lock:
             self.idle.clear()
-            vars(self).pop("loaded", None)
-            vars(self).pop("backbone", None)
+            self._loaded = None
         gc.collect()  # networks and engines form reference cycles
 
-    def __getattr__(self, name: str) -> Any:
-        if name in ("loaded", "backbone"):
+    @property
+    def loaded(self) -> LoadedModel:
+        """Returns the model, drafter and policy; raises UserError after `close`, and in a forked process."""
+        if self._loaded is None:
             raise UserError("this Medusa is closed", "load another by Medusa.from_pretrained")
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        self._loaded.backbone.check_process()
+        return self._loaded
+
+    @property
+    def backbone(self) -> Backbone:
+        """Returns the model; raises UserError as `loaded` does."""
+        return self.loaded.backbone
+
+    def __reduce__(self) -> Any:
+        return self.backbone.__reduce__()
 
     def __enter__(self) -> "Medusa":
         return self
@@ -228,7 +266,10 @@ class Medusa:
         return cls(loaded)
 
     def request(
-        self, prompt: Prompt, options: GenerationOptions | None = None, **changes: Any
+        self,
+        prompt: Prompt,
+        options: GenerationOptions | None = None,
+        **changes: Unpack[OptionFields],
     ) -> Request:
         """Returns the request that `stream`, `generate` and `batch` decode.
 
@@ -240,7 +281,10 @@ class Medusa:
         return options.request(self.encode(prompt, raw=options.raw), self.backbone)
 
     def stream(
-        self, prompt: Prompt | Request, options: GenerationOptions | None = None, **changes: Any
+        self,
+        prompt: Prompt | Request,
+        options: GenerationOptions | None = None,
+        **changes: Unpack[OptionFields],
     ) -> "Stream":
         """Returns a stream of the answer's text; accepts a request, or the arguments of `request`.
 
@@ -249,7 +293,10 @@ class Medusa:
         return Stream(self, self._request_of(prompt, options, "stream", changes))
 
     async def astream(
-        self, prompt: Prompt | Request, options: GenerationOptions | None = None, **changes: Any
+        self,
+        prompt: Prompt | Request,
+        options: GenerationOptions | None = None,
+        **changes: Unpack[OptionFields],
     ) -> AsyncIterator[str]:
         """Yields the answer's text as it is generated. Steps run in a separate thread, so other tasks can continue."""
         _ = self.backbone  # raises UserError after close()
@@ -263,7 +310,10 @@ class Medusa:
                 yield text
 
     def generate(
-        self, prompt: Prompt | Request, options: GenerationOptions | None = None, **changes: Any
+        self,
+        prompt: Prompt | Request,
+        options: GenerationOptions | None = None,
+        **changes: Unpack[OptionFields],
     ) -> Answer:
         """Returns the whole answer; accepts a request, or the arguments of `request`."""
         with Stream(self, self._request_of(prompt, options, "generate", changes)) as stream:
@@ -293,7 +343,7 @@ class Medusa:
         options: GenerationOptions | None = None,
         *,
         batch_size: int = 8,
-        **changes: Any,
+        **changes: Unpack[OptionFields],
     ) -> list[Answer]:
         """Returns the answers to many prompts, decoded batch_size at a time; prompt i uses random stream i."""
         options = _with(options, "batch", changes)
@@ -384,6 +434,8 @@ class Stream:
         if self._first is not None:
             pieces, self._first = self._first, None
             return pieces
+        if self._decoder is not None:
+            self._decoder.backbone.check_process()
         try:
             with self._medusa.lock:
                 # Another thread may have closed the stream.
@@ -398,6 +450,9 @@ class Stream:
 
     def close(self) -> None:
         """Ends the answer at its current length, unless it has already ended."""
+        if self._decoder is not None and self._decoder.backbone.forked:
+            self._decoder = None  # the parent's stream goes on
+            return
         with self._medusa.lock:
             self.answer.cancel()
             decoder, self._decoder = self._decoder, None

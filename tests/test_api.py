@@ -1,8 +1,10 @@
 """The Python API gives what decoding gives, refuses wrong values at the call, and its page runs as written."""
 
 import asyncio
+import dataclasses
 import gc
 import json
+import pickle
 import re
 import threading
 import time
@@ -10,14 +12,14 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 import pytest
 import torch
 
 from medusa_cli import Medusa
-from medusa_cli.api import GenerationOptions
+from medusa_cli.api import GenerationOptions, OptionFields
 from medusa_cli.decode import AdaptivePolicy
 from medusa_cli.decode.sequence import DraftState
 from medusa_cli.errors import UsageError, UserError
@@ -351,6 +353,79 @@ def test_a_drafters_folder_without_a_tree_drafts_chains(place: Path) -> None:
         place / "model", drafter=run / "drafter", tree=run / "tree.json", dtype="fp32"
     )
     assert "tree of 6 nodes" in loaded.loaded.description
+
+
+FORKED = """
+import os, sys, torch
+from medusa_cli import Medusa
+from medusa_cli.errors import UserError
+
+torch.set_num_threads(2)
+medusa = Medusa.from_pretrained(sys.argv[1], drafter=None, dtype="fp32", engine=sys.argv[2])
+stream = medusa.stream([5, 9], max_new_tokens=8)
+next(stream)
+medusa.lock.acquire()  # as another thread may hold it
+use = {
+    "generate": lambda: medusa.generate([5, 9]),
+    "stream": lambda: medusa.stream("w1"),
+    "step": lambda: list(stream),
+    "batch": lambda: medusa.batch([[5, 9]]),
+    "astream": lambda: __import__("asyncio").run(anext(medusa.astream([5, 9]))),
+    "encode": lambda: medusa.encode("w1"),
+    "decoder": lambda: medusa.decoder(),
+    "states": lambda: medusa._loaded.backbone.states(torch.tensor([[5, 9]])),
+    "load": lambda: Medusa.from_pretrained(sys.argv[1], drafter=None, dtype="fp32"),
+}
+for name, call in use.items():
+    if os.fork() == 0:
+        try:
+            call()
+        except UserError as reason:
+            print(name, "spawn" in str(reason), flush=True)
+        stream.close()
+        medusa.close()
+        os._exit(0)
+    os.wait()
+medusa.lock.release()
+print("parent", len("".join(stream)) > 0)
+"""
+
+
+@pytest.mark.parametrize("engine", ["native", "eager"])
+def test_a_forked_process_is_told_to_load_its_own_model(place: Path, engine: str) -> None:
+    code = FORKED.replace("sys.argv[1]", repr(str(place / "model")))
+    done = python(code.replace("sys.argv[2]", repr(engine)), timeout=120)
+    assert done.returncode == 0, done.stderr
+    names = (
+        "generate",
+        "stream",
+        "step",
+        "batch",
+        "astream",
+        "encode",
+        "decoder",
+        "states",
+        "load",
+    )
+    assert done.stdout.splitlines() == [*(f"{name} True" for name in names), "parent True"]
+
+
+def test_an_answer_prints_and_is_pickled(medusa: Medusa) -> None:
+    answer = medusa.generate(IDS, max_new_tokens=6, logprobs=2)
+    assert str(answer) == answer.text and repr(answer.text) in repr(answer)
+    other = pickle.loads(pickle.dumps(answer))
+    assert vars(other) == {
+        name: value for name, value in vars(answer).items() if not name.startswith("_")
+    }
+    assert other.likelihoods and other.stats.tokens == 6 and repr(other) == repr(answer)
+    for loaded in (medusa, medusa.backbone):
+        with pytest.raises(UserError, match="pickle"):
+            pickle.dumps(loaded)
+
+
+def test_keyword_arguments_are_the_options_fields() -> None:
+    fields = {field.name: field.type for field in dataclasses.fields(GenerationOptions)}
+    assert get_type_hints(OptionFields) == fields and not OptionFields.__required_keys__
 
 
 def test_importing_the_package_does_not_import_torch() -> None:

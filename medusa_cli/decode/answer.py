@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -226,6 +227,17 @@ class Answer:
         self._include_stop = include_stop
         self._end_of = end_of
         self._waiting: list[Piece] = []
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __repr__(self) -> str:
+        count = len(self.tokens)
+        return f"Answer({self.text!r}, {count} tokens, finish_reason={self.finish_reason!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns the results, without the model: a pickled answer can be read and not continued."""
+        return {name: value for name, value in vars(self).items() if not name.startswith("_")}
 
     def add(self, step: Step, finish_reason: str | None) -> list[Piece]:
         """Adds a step and the sequence's finish reason, which is None while the sequence continues.

@@ -61,8 +61,10 @@ class Decoder:
 
         cuda_graphs: None lets a trial decide. taps: the layers whose hidden states a sequence keeps
         if there is no drafter. context: the expected maximum length of a sequence, for which CUDA
-        graphs reserve memory; None: the model's.
+        graphs reserve memory; None: the model's. Raises UserError in a fork of the process that
+        loaded the model.
         """
+        backbone.check_process()
         self.backbone = backbone
         self.engine = backbone.engine
         self.drafter = drafter
@@ -122,6 +124,7 @@ class Decoder:
         between. `number` selects the sequence's random stream. Raises UserError for a prompt longer
         than the context, and UsageError for invalid limits.
         """
+        self.backbone.check_process()
         sequence = Sequence(self.backbone, request, number, self.policy.begin(request.sampling))
         self._check_memory(sequence.request)
         # Lazy rows cost nothing, and each growth copies the rows in use.
@@ -194,6 +197,7 @@ class Decoder:
         the host, which does not wait for the draft. An error or an interruption cancels the
         sequences.
         """
+        self.backbone.check_process()
         sequences = self._prefixes.move_running_first()
         if not sequences:
             return []
@@ -300,6 +304,8 @@ class Decoder:
         self.cache.keep(slot, path)
         rows = upload(path, self.backbone.device)
         tokens = [draft.ids[node] for node in path]
+        if tokens[0] != sequence.root:
+            raise ValueError(f"a draft begins with token {tokens[0]}, not with {sequence.root}")
         ids = draft.tokens.to(rows.device)[rows]
         reported: tuple[Likelihood, ...] = ()
         if sequence.request.top is not None:

@@ -95,8 +95,16 @@ class Engine(ABC):
         """Runs a plan.
 
         All rows of a chain stay in the cache. For a tree, `cache.keep` selects the rows that stay.
+        Raises ValueError for slots or layers that are not there.
         """
+        self.backbone.check_process()
         slots, rows = plan.tokens.shape
+        if plan.first + slots > cache.slots:
+            raise ValueError(
+                f"a plan for slot {plan.first + slots - 1} needs a cache of more slots"
+            )
+        if not all(-1 <= tap < self.backbone.num_layers for tap in plan.taps):
+            raise ValueError(f"a plan taps layers {plan.taps} of {self.backbone.num_layers}")
         if not plan.is_chain:
             return self.run_pass(plan, cache)
         if rows > self.prefill_rows:

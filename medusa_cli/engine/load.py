@@ -22,7 +22,7 @@ from medusa_cli.engine.twin import verified
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.files.assets import RANDOM
 from medusa_cli.model import Backbone, lora
-from medusa_cli.model.backbone import Unsupported, text_config, usable_positions
+from medusa_cli.model.backbone import Unsupported, check_fork, text_config, usable_positions
 from medusa_cli.model.chat_template import check_template, try_template
 from medusa_cli.model.checks import PROBE
 from medusa_cli.model.digest import weights_of
@@ -58,8 +58,10 @@ def load_backbone(
     runs transformers' own layers. "auto" selects the first of these that can run the model. adapter:
     a folder from stage 2. It is merged into the weights or, if bitsandbytes quantized them, kept as
     separate layers. chat: the model must have a chat template. The other arguments are those of
-    `load_network`. Raises UserError if anything is missing or unusable.
+    `load_network`. Raises UserError if anything is missing or unusable, and in a process forked
+    from one that has loaded a model.
     """
+    check_fork()
     foreign = options.trust_remote_code and has_own_code(
         model
     )  # only the eager engine runs a model's own code

@@ -22,7 +22,8 @@ class Plan:
     bool [n, n] or [B, n, n]; both are None for a chain. taps: the layers whose outputs are
     requested; -1 is the final state after the final norm. logits: the rows that get logits: "all",
     "last" or "none". extra_rows: FIRP's extra rows for every row, or for a chain's last row. They
-    leave nothing in the cache and require taps to be (-1,).
+    leave nothing in the cache and require taps to be (-1,). Raises ValueError for shapes that do not
+    fit each other.
     """
 
     tokens: Tensor
@@ -32,6 +33,25 @@ class Plan:
     taps: tuple[int, ...] = (-1,)
     logits: str = "all"
     extra_rows: ExtraRows | None = None
+
+    def __post_init__(self) -> None:
+        if self.tokens.dim() != 2 or not self.tokens.numel():
+            raise ValueError(
+                f"the tokens {tuple(self.tokens.shape)} of a plan are not [slots, rows]"
+            )
+        if self.first < 0 or self.logits not in ("all", "last", "none"):
+            raise ValueError(f"a plan has no slot {self.first}, or no logits {self.logits!r}")
+        if (self.depth is None) != (self.tree_mask is None):
+            raise ValueError("the rows of a tree have depths and a mask")
+        if self.depth is not None and self.tree_mask is not None:
+            slots, rows = self.tokens.shape
+            shapes = tuple(self.depth.shape), tuple(self.tree_mask.shape)
+            alike = (rows,), (rows, rows)
+            if shapes not in (
+                alike,
+                *(tuple((count, *shape) for shape in alike) for count in (1, slots)),
+            ):
+                raise ValueError(f"the depths and mask {shapes} of a plan do not fit {rows} rows")
 
     @property
     def is_chain(self) -> bool:

@@ -1,6 +1,7 @@
 """A Hugging Face causal LM as a backbone: the frozen network, its layers, its lm_head and its identity."""
 
 import logging
+import os
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
@@ -21,10 +22,25 @@ UNBOUNDED = 1 << 20
 # Types of rotary embeddings that change beyond the original context. Rows already in the cache
 # would have been rotated by the old ones.
 CHANGING_ROPE = ("longrope", "dynamic")
+# The process that made the first backbone. In a fork of it, torch waits for threads that are not there.
+_first_process: int | None = None
 
 
 class Unsupported(Exception):
     """An error that says why an engine cannot run a model."""
+
+
+def check_fork() -> None:
+    """Raises UserError in a fork of a process that has loaded a model, if torch would use threads."""
+    if _first_process not in (None, os.getpid()) and torch.get_num_threads() > 1:
+        raise _forked(_first_process)
+
+
+def _forked(process: int | None) -> UserError:
+    return UserError(
+        f"this process was forked from process {process} after that one had loaded a model, and torch would hang here",
+        "start processes by spawn (multiprocessing.get_context), or load the model only after the fork",
+    )
 
 
 def _rows_of(
@@ -75,6 +91,9 @@ class Backbone:
         embedding: Any = None,
         lm_head: Callable[[Tensor | None], tuple[Tensor, Tensor | None]] | None = None,
     ) -> None:
+        global _first_process
+        self.process = os.getpid()
+        _first_process = _first_process or self.process
         self._lazy = model if isinstance(model, LazyNetwork) else None
         if self._lazy is None:
             self.model = _prepared(model)
@@ -100,6 +119,19 @@ class Backbone:
         self.identity: dict[str, Any] = identity_of(
             model.config, self.vocab_size, id=id, weights=weights, adapter=adapter
         )
+
+    @property
+    def forked(self) -> bool:
+        """Returns True in a fork of the process that loaded the model."""
+        return self.process != os.getpid()
+
+    def check_process(self) -> None:
+        """Raises UserError in a fork of the process that loaded the model, where torch hangs."""
+        if self.forked:
+            raise _forked(self.process)
+
+    def __reduce__(self) -> Any:
+        raise UserError("a loaded model cannot be pickled", "load it in the process that uses it")
 
     @cached_property
     def model(self) -> Any:
@@ -194,6 +226,7 @@ def _prepared(network: Any) -> Any:
 
 def padded_pass(backbone: Backbone, tokens: Tensor, **options: Any) -> Any:
     """Runs right-padded token rows [B, L] through the network with a causal mask."""
+    backbone.check_process()
     device = backbone.device
     size, length = tokens.shape
     if backbone.masks.kinds:  # pure Mamba accepts no positions

@@ -332,13 +332,19 @@ class Growth:
 class Draft:
     """Holds draft tokens [N] for the nodes of a tree; tokens[0] is the root.
 
-    looked_up: the number of nodes from n-gram matches. growth: None for a static tree.
+    looked_up: the number of nodes from n-gram matches. growth: None for a static tree. Raises
+    ValueError if there is not one token for each node.
     """
 
     tokens: Tensor
     tree: Tree
     looked_up: int = 0
     growth: Growth | None = None
+
+    def __post_init__(self) -> None:
+        if tuple(self.tokens.shape) != (self.tree.size,):
+            shape = tuple(self.tokens.shape)
+            raise ValueError(f"draft tokens {shape} do not fit a tree of {self.tree.size} nodes")
 
     @cached_property
     def ids(self) -> list[int]:
