@@ -642,21 +642,62 @@ def test_two_threads_of_python_call_at_once() -> None:
         assert list(pool.map(work, range(2))) == [True, True]
 
 
-def test_a_forked_process_runs_passes() -> None:
+def test_a_forked_process_makes_its_own_threads() -> None:
     library().threads(2)
-    backbone, text = backbone_of(), text_of(40)
-    expected = forward(backbone, text).logits.clone()  # the pool of threads exists
+    matrix = PackedMatrix.pack(RawMatrix.of(np.ones((256, 64), np.float32)))
+    rows = np.ones((2, 64), np.float32)
+    expected = matrix.multiply(rows)  # the pool of threads exists
     context = multiprocessing.get_context("fork")
 
     def work(queue: Any) -> None:
-        queue.put(torch.equal(forward(backbone, text).logits, expected))
+        queue.put(bool((matrix.multiply(rows) == expected).all()))
 
     queue = context.SimpleQueue()
     child = context.Process(target=work, args=(queue,))
     child.start()
     child.join(60)
     assert child.exitcode == 0 and queue.get()
-    assert torch.equal(forward(backbone, text).logits, expected)
+    assert (matrix.multiply(rows) == expected).all()
+
+
+def test_what_does_not_fit_a_pass_never_reaches_the_library() -> None:
+    """Holds under `python -O`, too, which drops asserts."""
+    backbone, tokens = backbone_of(), torch.tensor([[1, 2, 3]])
+    cache = backbone.engine.new_cache(1)
+    depth, mask = torch.arange(3), torch.ones(3, 3, dtype=torch.bool).tril()
+    shapes = [
+        (tokens[0], None, None),
+        (tokens[:, :0], None, None),
+        (tokens, depth, None),
+        (tokens, depth[:2], mask),
+        (tokens, depth, mask[:2]),
+        (tokens, depth, mask[:, :2]),
+        (tokens, depth[None].repeat(2, 1), mask[None].repeat(2, 1, 1)),
+    ]
+    for shape in shapes:
+        with pytest.raises(ValueError):
+            Plan(*shape)
+    plans = [
+        Plan(tokens, first=1),
+        Plan(tokens, taps=(99,)),
+        Plan(tokens, taps=(-2,)),
+        Plan(tokens, -depth, mask),
+    ]
+    for plan in plans:
+        with pytest.raises(ValueError):
+            backbone.engine.forward(plan, cache)
+    with pytest.raises(IndexError):
+        backbone.engine.forward(Plan(tokens + 10**6), cache)
+    with pytest.raises(ValueError):
+        backbone.engine.forward(Plan(tokens), backbone_of().engine.new_cache(1))
+    with pytest.raises(ValueError):
+        cache.keep(0, [0, 10**6])
+    matrix = PackedMatrix.pack(RawMatrix.of(np.ones((16, 32), np.float32)))
+    for rows in (np.ones((2, 32)), np.ones((32, 2), np.float32).T, np.ones((1, 64), np.float32)):
+        with pytest.raises(ValueError):
+            matrix.multiply(rows)
+    with pytest.raises(ValueError):
+        RawMatrix(Format.Q8_0, np.zeros((1, 10), np.uint8), 32)
 
 
 # ---- other kinds of layers

@@ -22,7 +22,7 @@ from medusa_cli.engine.state_cache import StateCache
 from medusa_cli.errors import UserError
 from medusa_cli.model.backbone import Backbone
 from medusa_cli.native import Format, PackedMatrix, instruction_set, library
-from medusa_cli.native.library import MIXERS, TILE, UNIT, CacheBuffers, Guesses, Step
+from medusa_cli.native.library import MIXERS, TILE, UNIT, CacheBuffers, Guesses, Step, require
 from medusa_cli.native.matrix import padded_floats
 
 FLOAT_BYTES = 4
@@ -108,7 +108,8 @@ class NativeEngine(Engine):
         return FLOAT_BYTES * (description.places("attention") * int(width) + inputs)
 
     def run_pass(self, plan: Plan, cache: Cache) -> Output:
-        assert isinstance(cache, NativeCache)
+        if not isinstance(cache, NativeCache) or cache.model is not self.model:
+            raise ValueError("internal: the cache is another model's")
         rows = plan.tokens.shape[1]
         depth, mask = _depth_and_mask(plan)
         extra_rows = None
@@ -221,7 +222,17 @@ class NativeEngine(Engine):
         layer 0 completes it. keeps: all rows stay in the cache.
         """
         slots, rows, stride = x.shape
-        assert inputs is None or inputs.shape[:2] == x.shape[:2]
+        require(
+            stride == self.stride
+            and x.dtype == torch.float32
+            and x.is_contiguous()
+            and lengths.shape == (slots,)
+            and positions.shape == (slots, seen.shape[1])
+            and rows <= seen.shape[1] == seen.shape[2]
+            and len(seen) in (1, slots)
+            and (inputs is None or inputs.shape[:2] == x.shape[:2]),
+            f"{rows} rows of {slots} sequences do not fit their positions and mask",
+        )
         own_positions = np.ascontiguousarray(positions[:, :rows])
         layers = np.array(taps, np.int64)
         tapped = torch.empty(len(taps), slots, rows, stride)
@@ -244,8 +255,7 @@ class NativeEngine(Engine):
             tapped=tapped.data_ptr(),
         )
         code = library().run(byref(self.model.struct), byref(cache.buffers), byref(step))
-        if code:
-            raise ValueError("internal: a pass does not fit the cache or the context")
+        require(code == 0, "a pass does not fit the cache or the context")
         return list(tapped)
 
     def _embed(self, tokens: Tensor) -> Tensor:
@@ -288,7 +298,7 @@ class NativeEngine(Engine):
             wide,
             best.ctypes.data,
         )
-        assert code == 0
+        require(code == 0, "states do not fit the lm_head")
         scores = torch.from_numpy(out[:count, : self.sizes["vocab"]]).view(slots, rows, -1)
         logits = self.backbone.finish_logits(scores)
         # A soft cap may round the best scores to the same value.
@@ -467,7 +477,7 @@ class NativeCache(StateCache):
             model = byref(self.model.struct)
             buffers = byref(self.buffers)
             code = library().keep(model, buffers, slot, length, rows.ctypes.data, len(rows))
-            assert code == 0
+            require(code == 0, "an accepted path does not fit the cache")
 
     @torch.inference_mode()
     def swap(self, slot: int, other: int) -> None:
@@ -525,9 +535,11 @@ class NativeLinear(nn.Module):
             ids=ids.data_ptr(),
             scores=scores.data_ptr(),
         )
-        if library().guess(byref(self.matrix.struct), byref(guesses)):
-            shape = tuple(x.shape)
-            raise ValueError(f"internal: {width} guesses for states {shape} do not fit the matrix")
+        fits = norm is None or norm.weight.numel() == rows.shape[1]
+        code = library().guess(byref(self.matrix.struct), byref(guesses)) if fits else -1
+        require(
+            code == 0, f"{width} guesses for states {tuple(x.shape)} do not fit the matrix or norm"
+        )
         return scores, ids.long()
 
 

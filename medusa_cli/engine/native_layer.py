@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from medusa_cli.native import drafting_matrix, library
-from medusa_cli.native.library import TILE, UNIT, DraftPass, DraftRows, Layer, Model
+from medusa_cli.native.library import TILE, UNIT, DraftPass, DraftRows, Layer, Model, require
 from medusa_cli.native.matrix import padded_floats
 
 # The initial number of rows in the rotary table, which grows as needed.
@@ -141,8 +141,14 @@ class NativeDecoderLayer(nn.Module):
         states = x.float() if self.first_norm is None else self.first_norm(x.float())
         states = states.clone(memory_format=torch.contiguous_format)
         read = [own.float().contiguous() for own in embedded]
-        assert states.shape == (len(flat), self.hidden_size)
-        assert all(own.shape == states.shape for own in read)
+        shape = len(flat), self.hidden_size
+        # The matrices read the embeddings, then the states.
+        inputs = self._owned[0]["query"].shape[1]
+        require(
+            inputs == self.hidden_size * (1 + len(read))
+            and all(own.shape == shape for own in (states, *read)),
+            f"states {tuple(x.shape)} are not those of {len(flat)} rows",
+        )
 
         counts = [len(own) for own in positions]
         # Rows of a chain see each other and the rows before them; `last` needs no mask.
@@ -150,6 +156,13 @@ class NativeDecoderLayer(nn.Module):
             [None] * len(counts)
             if last
             else [_bytes(mask) for mask in masks or map(_chain, counts)]
+        )
+        require(
+            all(
+                mask is None or (mask.ndim == 2 and len(mask) == count <= mask.shape[1])
+                for mask, count in zip(seen, counts, strict=True)
+            ),
+            "a mask does not fit the rows of a draft",
         )
         rows = (DraftRows * len(counts))()
         for own, cache, count, mask in zip(rows, caches, counts, seen, strict=True):
@@ -169,8 +182,8 @@ class NativeDecoderLayer(nn.Module):
             x=states.data_ptr(),
             embedded=read[0].data_ptr() if read else None,
         )
-        if library().draft(byref(self._model), byref(given)):
-            raise ValueError("internal: rows of a draft do not fit the cache")
+        code = library().draft(byref(self._model), byref(given))
+        require(code == 0, "rows of a draft do not fit the cache")
         for cache, own in zip(caches, positions, strict=True):
             cache.count(own)
         return (states[: len(counts)] if last else states).to(x.dtype)

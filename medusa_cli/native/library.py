@@ -16,6 +16,12 @@ TILE = 16
 UNIT = 32
 
 
+def require(holds: bool, fault: str) -> None:
+    """Raises ValueError unless a condition on what the library reads holds; `python -O` keeps it, unlike an assert."""
+    if not holds:
+        raise ValueError(f"internal: {fault}")
+
+
 class Unavailable(Exception):
     """Says why the native library cannot be used."""
 

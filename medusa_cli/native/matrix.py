@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from medusa_cli.native.library import TILE, UNIT, Matrix, cpu_count, library
+from medusa_cli.native.library import TILE, UNIT, Matrix, cpu_count, library, require
 
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
@@ -87,8 +87,10 @@ class RawMatrix:
     inputs: int
 
     def __post_init__(self) -> None:
-        assert self.format.fits(self.inputs) and self.rows.shape[1] == self.format.row_bytes(
-            self.inputs
+        whole = self.format.fits(self.inputs)
+        require(
+            whole and self.rows.shape[1] == self.format.row_bytes(self.inputs),
+            f"rows of {self.rows.shape[1]:,} bytes do not hold {self.inputs:,} inputs",
         )
 
     @classmethod
@@ -146,9 +148,10 @@ class RawMatrix:
 
         def round_part(first: int, end: int) -> None:
             part = rows[first:end]
-            library().round(
+            code = library().round(
                 int(format), values[first:].ctypes.data, len(part), inputs, part.ctypes.data
             )
+            require(code == 0, f"rows cannot be rounded to {format.name}")
 
         in_parts(len(values), round_part)
         return RawMatrix(format, rows, inputs)
@@ -203,11 +206,12 @@ class PackedMatrix:
         """Returns x [rows, K] times the transposed matrix, plus the bias: [rows, n]."""
         rows, given = x.shape
         y = np.empty((rows, -(-self.shape[0] // TILE) * TILE), np.float32)
-        assert x.dtype == np.float32 and x.flags.c_contiguous
+        fits = x.dtype == np.float32 and x.flags.c_contiguous and given <= self.shape[1]
+        require(fits, f"rows {x.shape} do not fit a matrix {self.shape}")
         code = library().multiply(
             self.struct, x.ctypes.data, rows, given, y.ctypes.data, y.shape[1]
         )
-        assert code == 0
+        require(code == 0, f"rows {x.shape} do not fit a matrix {self.shape}")
         return y[:, : self.shape[0]]
 
     def embed(self, ids: NDArray[np.int64], scale: float = 1.0, width: int | None = None) -> Floats:
@@ -237,7 +241,7 @@ def pack_tiles(raw: RawMatrix, out: Bytes | None = None) -> Bytes:
     outputs = len(raw.rows)
     size = library().tiled_bytes(int(raw.format), outputs, raw.inputs)
     tiles = aligned(size) if out is None else out
-    assert tiles.nbytes == size
+    require(tiles.nbytes == size, f"{tiles.nbytes:,} bytes are not those of {size:,} for tiles")
     rows = np.ascontiguousarray(raw.rows)
 
     def pack_part(first: int, end: int) -> None:
