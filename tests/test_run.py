@@ -11,11 +11,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
+from medusa_cli.drafters.incoming import Checkpoint
 from medusa_cli.errors import UserError
-from medusa_cli.files.assets import gguf_path, lasting_name
+from medusa_cli.files.assets import gguf_path, lasting_name, model_dir
 from medusa_cli.files.io import TEMPORARY, replacing, replacing_folder, restore, write_atomic
-from medusa_cli.runs.resolve import choose
+from medusa_cli.runs.resolve import choose, find_drafter
 from medusa_cli.runs.run import LOCK, Run, sole_writer
 from tests.helpers import conversation, medusa, save_model, save_run, write_lines
 from tests.test_gguf import write_gguf
@@ -87,10 +90,10 @@ def test_files_of_a_killed_writer_are_removed_and_no_others(tmp_path: Path) -> N
 def test_an_unwritable_file_is_named_by_its_own_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(dir: Path, prefix: str, suffix: str) -> None:
-        raise PermissionError(13, "Permission denied", f"{dir}/{prefix}12345678{suffix}")
+    def refuse(name: str, *rest: int) -> None:
+        raise PermissionError(13, "Permission denied", name)
 
-    monkeypatch.setattr("tempfile.mkstemp", full)
+    monkeypatch.setattr("os.open", refuse)
     with pytest.raises(PermissionError) as raised:
         write_atomic(tmp_path / "tree.json", "1")
     assert raised.value.filename == str(tmp_path / "tree.json")
@@ -286,6 +289,85 @@ def test_a_missing_path_with_a_shipped_drafter_s_name_is_named(model: str) -> No
 def test_a_run_may_be_in_the_users_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     assert Run.open("~/runs/mine", create=True).path == tmp_path / "runs" / "mine"
+
+
+@pytest.fixture
+def private() -> Iterator[None]:
+    """Sets a umask under which nobody else can read what the process writes."""
+    before = os.umask(0o077)
+    yield
+    os.umask(before)
+
+
+def mode_of(path: Path) -> int:
+    return path.stat().st_mode & 0o777
+
+
+@pytest.mark.usefixtures("private")
+def test_new_files_obey_the_umask_and_old_ones_keep_their_mode(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    write_atomic(tmp_path / "file", "1")
+    for number, modes in enumerate([(0o700, 0o600, 0o600), (0o750, 0o640, 0o600)]):
+        with replacing_folder(folder) as part:
+            save_file(
+                {"a": torch.ones(1)}, part / "weights"
+            )  # makes its file with a mode of its own
+            (part / f"new-{number}").touch()
+            (part / "inner").mkdir()
+        names = (folder, folder / "weights", folder / f"new-{number}")
+        assert tuple(map(mode_of, names)) == modes and mode_of(folder / "inner") == 0o700
+        folder.chmod(0o750)
+        (folder / "weights").chmod(0o640)
+    assert mode_of(tmp_path / "file") == 0o600
+    for mode in (0o640, 0o444, 0o755):
+        (tmp_path / "file").chmod(mode)
+        with replacing(tmp_path / "file") as part:
+            save_file({"a": torch.ones(1)}, part)
+        assert mode_of(tmp_path / "file") == mode
+
+
+def test_new_weights_are_as_readable_as_other_new_files(tmp_path: Path) -> None:
+    (tmp_path / "plain").touch()
+    run = save_run(tmp_path / "run", save_model(tmp_path / "model"))
+    medusa("export", "--to", "drafter", "--run", f"{run.path}/", "--output", tmp_path / "out")
+    files = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
+    assert {mode_of(path) for path in files} == {mode_of(tmp_path / "plain")}
+
+
+def test_a_linked_file_is_replaced_where_it_lies(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    target = tmp_path / "disk" / "notes.json"
+    for link in (tmp_path / "linked", tmp_path / "again"):
+        link.symlink_to(target)
+        for text in ("one", "two"):
+            write_atomic(link, text)
+            assert link.is_symlink() and target.read_text() == text
+    assert [path.name for path in target.parent.iterdir()] == [target.name]
+
+
+def test_a_folder_left_between_two_moves_is_read(tmp_path: Path) -> None:
+    """A model, a drafter, an adapter and an export are looked for where a killed writer left them."""
+    model = save_model(tmp_path / "model")
+    run = save_run(tmp_path / "run", model)
+    medusa("export", "--to", "medusa", "--run", f"{run.path}/", "--output", tmp_path / "out")
+
+    def leave(folder: Path) -> None:
+        folder.rename(folder.with_name(f".{folder.name}.old"))
+
+    leave(Path(model))
+    assert Path(model_dir(model), "config.json").is_file()
+    leave(run.drafter_dir)
+    assert find_drafter(f"{run.path}/")[0] == run.drafter_dir
+    leave(run.drafter_dir)
+    assert find_drafter(str(run.drafter_dir))[0] == run.drafter_dir
+    leave(run.drafter_dir)
+    assert (Run.open(f"{run.path}/").drafter_dir / "config.json").is_file()
+    leave(tmp_path / "out")
+    words = ("export", "--to", "medusa", "--run", f"{run.path}/", "--output", tmp_path / "out")
+    assert "not empty" in medusa(*words, exit_code=1).stderr
+    leave(tmp_path / "out")
+    Checkpoint.open(str(tmp_path / "out"))
+    assert (tmp_path / "out" / "config.json").is_file()
 
 
 def test_a_linked_folder_is_replaced_where_it_lies(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.drafters.kinds import DRAFTERS, weight_shapes
 from medusa_cli.errors import UserError, first_line, shown
 from medusa_cli.files.hub import hub_folder
-from medusa_cli.files.io import convert, read_object
+from medusa_cli.files.io import convert, read_object, restore
 from medusa_cli.files.paths import expanded
 from medusa_cli.files.weights import FLOATS, INTEGERS, read_weights
 from medusa_cli.runs.run import verifier_of
@@ -134,6 +134,7 @@ def _count_notes(config: dict[str, Any], heads: int) -> list[str]:
 def _fetch(place: str) -> tuple[Path, list[Path]]:
     """Returns the folder and the weight files of a checkpoint; a hub id is downloaded first."""
     folder = expanded(place)
+    restore(folder)
     if folder.is_file():
         if folder.suffix not in SUFFIXES:
             raise UserError(

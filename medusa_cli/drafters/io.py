@@ -157,9 +157,7 @@ def save_drafter(
             weights[name] = weight.bfloat16().contiguous()
     if drafter.config.vocabulary == "draft":
         weights["draft_ids"] = drafter.draft_ids.cpu().int()
-    path = folder / drafter.weights_file
-    save_file(weights, path)
-    path.chmod(0o644)  # as readable as the other files
+    save_file(weights, folder / drafter.weights_file)
     owner = provenance.get("backbone", {})
     base = owner.get("id") if isinstance(owner, dict) else owner
     config = {"drafter": drafter.name, "base_model_name_or_path": base, **drafter.config_json()}

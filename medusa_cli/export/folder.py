@@ -12,7 +12,7 @@ from torch import Tensor
 from medusa_cli.drafters.io import drafter_kind, read_drafter
 from medusa_cli.errors import UserError
 from medusa_cli.files.assets import DEFAULT_MODEL, sha256_of
-from medusa_cli.files.io import read_object, replacing_folder, write_json
+from medusa_cli.files.io import read_object, replacing_folder, restore, write_json
 from medusa_cli.model.backbone import identity_of
 from medusa_cli.model.load import read_config
 from medusa_cli.runs.resolve import shipped_for
@@ -36,6 +36,7 @@ def exporting(folder: Path, overwrite: bool = False) -> Iterator[Path]:
     Raises UserError if `folder` is not empty, unless it holds an earlier export and `overwrite` is
     set.
     """
+    restore(folder)
     if folder.exists() and not folder.is_dir():
         raise UserError(f"@output {folder} is a file", "give the name of a new folder")
     if folder.is_dir() and any(folder.iterdir()):
@@ -49,12 +50,9 @@ def exporting(folder: Path, overwrite: bool = False) -> Iterator[Path]:
             )
     with replacing_folder(folder) as part:
         yield part
-        paths = sorted(part.rglob("*"))
-        for path in paths:
-            path.chmod(0o755 if path.is_dir() else 0o644)
         sums = [
             f"{sha256_of(path)}  {path.relative_to(part).as_posix()}\n"
-            for path in paths
+            for path in sorted(part.rglob("*"))
             if path.is_file()
         ]
         (part / CHECKSUMS).write_text("".join(sums), encoding="utf-8")

@@ -103,15 +103,13 @@ def _write(
         target.bind(identity)
         source = provenance(identity, imported=imported)
         with replacing_folder(target.drafter_dir) as part:
-            path = part / drafter.kind.weights_file
             # Tensors that share memory, such as tied ones, are copied separately.
             form = torch.contiguous_format
             copies = {
                 name: tensor.detach().clone(memory_format=form)
                 for name, tensor in drafter.tensors.items()
             }
-            save_file(copies, path)
-            path.chmod(0o644)
+            save_file(copies, part / drafter.kind.weights_file)
             owner = {"base_model_name_or_path": identity["id"]}
             write_json(part / "config.json", {**owner, **drafter.settings, "provenance": source})
 

@@ -32,6 +32,7 @@ from medusa_cli.files.hub import (
     repository_files,
     tags_remedy,
 )
+from medusa_cli.files.io import restore
 from medusa_cli.files.paths import expanded
 
 log = logging.getLogger(__name__)
@@ -211,6 +212,7 @@ def model_dir(name: str) -> str:
     if name in MODELS:
         return str(_converted(name))
     path = hub_gguf(name) if names_gguf(name) else expanded(name)
+    restore(path)
     if is_gguf(path):
         return str(_unpacked(path))
     if path.is_dir():

@@ -5,8 +5,9 @@ import fcntl
 import json
 import os
 import re
+import secrets
 import shutil
-import tempfile
+import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -45,26 +46,39 @@ def write_json(path: Path, obj: Any) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yields a temporary path to write; on success, its file replaces `path` in one move."""
+    """Yields a temporary path to write; on success, its file replaces `path`, or the file that `path` links to.
+
+    The file keeps the mode of the one that it replaces. A new one gets the mode that the umask gives.
+    """
+    if path.is_symlink():
+        path = path.resolve()
     with _temporary(path, folder=False) as part:
+        mode = _mode_of(path if path.exists() else part)
+        part.chmod(mode | stat.S_IRUSR | stat.S_IWUSR)  # nobody else reads it earlier
         yield part
         _flush(part)
-        part.chmod(0o644)
+        part.chmod(mode)
         part.replace(path)
 
 
 @contextmanager
 def replacing_folder(path: Path) -> Iterator[Path]:
-    """Yields an empty folder to fill; on success, it replaces `path`, or the folder that `path` links to."""
+    """Yields an empty folder to fill; on success, it replaces `path`, or the folder that `path` links to.
+
+    It and its files have modes as those of `replacing`.
+    """
     path = path.resolve()
     restore(path)
     with _temporary(path, folder=True) as part:
+        new_mode = _mode_of(part)
         try:
+            part.chmod(stat.S_IRWXU)  # nobody else reads it earlier
             yield part
             for written in part.rglob("*"):
                 if written.is_file():
                     _flush(written)
-            part.chmod(0o755)
+                _set_mode(written, path / written.relative_to(part), new_mode)
+            _set_mode(part, path, new_mode)
             _replace_folder(path, part)
         finally:
             restore(path)
@@ -78,13 +92,13 @@ def _temporary(path: Path, folder: bool) -> Iterator[Path]:
     sweep(path.parent)
     while True:
         try:
+            name = str(path.with_name(f"{TEMPORARY}{secrets.token_hex(4)}.{path.name}"))
+            # The system applies the umask, which no thread can read without changing it.
             if folder:
-                name = tempfile.mkdtemp(dir=path.parent, prefix=TEMPORARY, suffix=f".{path.name}")
+                os.mkdir(name)
                 handle = os.open(name, os.O_RDONLY)
             else:
-                handle, name = tempfile.mkstemp(
-                    dir=path.parent, prefix=TEMPORARY, suffix=f".{path.name}"
-                )
+                handle = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         except OSError as reason:
             reason.filename = str(path)  # the file that cannot be written, not its temporary name
             raise
@@ -98,6 +112,23 @@ def _temporary(path: Path, folder: bool) -> Iterator[Path]:
     finally:
         shutil.rmtree(name, ignore_errors=True) if folder else Path(name).unlink(missing_ok=True)
         os.close(handle)
+
+
+def _mode_of(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def _set_mode(written: Path, old: Path, new_mode: int) -> None:
+    """Gives a file or folder the mode of the old one; if there is none, the mode of new folders, which no file runs by.
+
+    safetensors writes files that only their owner can read.
+    """
+    if written.is_symlink():
+        return
+    if old.exists() and old.is_dir() == written.is_dir():
+        written.chmod(_mode_of(old))
+    else:
+        written.chmod(new_mode if written.is_dir() else new_mode & 0o666)
 
 
 def sweep(folder: Path) -> None:
@@ -139,10 +170,13 @@ def _replace_folder(path: Path, part: Path) -> None:
 
 
 def restore(path: Path) -> None:
-    """Restores a folder whose replacement was interrupted between its two moves."""
-    path = path.resolve()  # a link stays, and what it links to is replaced
-    if _aside(path).is_dir() and not path.exists():
-        _aside(path).rename(path)
+    """Restores a folder whose replacement was interrupted between its two moves; readers call this first."""
+    if path.exists():
+        return
+    with suppress(ValueError):  # a path without a name, or with a zero byte
+        path = path.resolve()  # a link stays, and what it links to is replaced
+        if _aside(path).is_dir() and not path.exists():
+            _aside(path).rename(path)
 
 
 def _aside(path: Path) -> Path:

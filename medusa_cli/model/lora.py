@@ -172,7 +172,6 @@ def save(network: Any, folder: Path, backbone: str) -> None:
             {f"base_model.model.{k}": v.detach().cpu().contiguous() for k, v in state.items()},
             part / WEIGHTS,
         )
-        (part / WEIGHTS).chmod(0o644)
         config.save_pretrained(part)
 
 

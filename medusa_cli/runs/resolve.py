@@ -10,7 +10,7 @@ from medusa_cli.errors import UsageError, UserError
 from medusa_cli.files import mtp
 from medusa_cli.files.assets import DEFAULT_MODEL, gguf_path, model_dir
 from medusa_cli.files.hub import hub_folder
-from medusa_cli.files.io import read_as, read_object
+from medusa_cli.files.io import read_as, read_object, restore
 from medusa_cli.files.model_files import check_model_files, config_fields
 from medusa_cli.files.paths import expanded
 from medusa_cli.runs.run import (
@@ -302,6 +302,7 @@ def find_drafter(name: str) -> tuple[Path, Run | None]:
     name refers to no drafter.
     """
     path = expanded(name)
+    restore(path)
     if not path.is_dir():
         path = RUNS / name
         shipped = Run.pretrained(name)
@@ -310,6 +311,8 @@ def find_drafter(name: str) -> tuple[Path, Run | None]:
             path = shipped.path
     if not path.is_dir():
         path = _fetched(name)
+    for part in ("drafter", "adapter"):
+        restore(path / part)
     folder = path / "drafter" if (path / "drafter" / "config.json").is_file() else path
     if not (folder / "config.json").is_file():
         raise UserError(
