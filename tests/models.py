@@ -76,7 +76,7 @@ OWN: dict[str, dict[str, Any]] = {
     "moshi": {"sliding_window": 96},  # it is not run beyond its window
     "mamba2": {"num_heads": 8, "head_dim": 16, "expand": 2},
     "qwen2_5_vl_text": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}},
-    "qwen3_vl_moe_text": {"sliding_window": OUT},
+    "qwen3_vl_moe_text": {"sliding_window": OUT, "moe_intermediate_size": 96},
     "qwen4_exp_text": {"layer_types": LINEAR_LAYERS, "indexer_n_heads": 2, "indexer_kv_heads": 1,
                        "indexer_head_dim": 16, "indexer_budget": 16, "indexer_compress_ratio": 4},
     "phi4_multimodal": {

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from medusa_cli.engine.experts import Experts, Part, Routing, experts_of, has_experts
 from medusa_cli.engine.mixers import Mixer, mixers_of
 from medusa_cli.model.attention import Masks
-from medusa_cli.model.backbone import Layers, Unsupported
+from medusa_cli.model.backbone import Layers, Unsupported, has_tied_head
 from medusa_cli.native.library import MIXERS, PATHS, TABLES
 
 # Plain activations in the order of the library's numbers.
@@ -258,7 +258,7 @@ def describe(network: Any) -> Description:
     if len(tables) > TABLES:
         raise Unsupported("it has more rotary tables than the library takes")
     head = network.get_output_embeddings()
-    tied = bool(getattr(config, "tie_word_embeddings", False)) and head.bias is None
+    tied = has_tied_head(network) and head.bias is None
     embedding = names[id(parts.base.embed_tokens)]
     window = reader.masks.window
     turns = _quarter_turn(reader.first_attending.self_attn)

@@ -15,6 +15,7 @@ from medusa_cli.errors import UserError, first_line
 from medusa_cli.model.backbone import (
     Backbone,
     Unsupported,
+    has_tied_head,
     padded_pass,
     take_own_attention,
     text_config,
@@ -92,6 +93,7 @@ def twin_of(network: Any) -> Any:
         "pad_token_id": 0,
         "bos_token_id": 0,
         "eos_token_id": 0,
+        "tie_word_embeddings": has_tied_head(network),
     }
     if by_kind:
         config.per_layer_config = None
@@ -191,7 +193,7 @@ def _built(network: Any, config: Any) -> Any:
     head = twin.get_output_embeddings()
     linear = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=head.bias is not None)
     twin.set_output_embeddings(linear)
-    if getattr(config, "tie_word_embeddings", False):
+    if config.tie_word_embeddings:
         linear.weight = twin.get_input_embeddings().weight
     return twin
 

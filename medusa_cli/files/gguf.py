@@ -25,6 +25,8 @@ ENDS_KNOWN = ("gpt-oss", "gemma4")
 # As in the model's own config: like Gemma 3 27B, it divides by the width of a head in the hidden
 # state.
 LAYERS_OF_GEMMA2_27B = 46
+# The lm_head; a file without one uses the embeddings.
+HEAD = "output.weight"
 # Sizes of experts that transformers' reader ignores, and the config fields that they belong to.
 EXPERT_SIZES = {
     "expert_feed_forward_length": "moe_intermediate_size",
@@ -60,6 +62,7 @@ def write_metadata(path: Path, header: Header, folder: Path) -> None:
         factors = keys.factors(FREQUENCIES)
         config, tokenizer = _config_and_tokenizer(keys, source)
         config.dtype = header.dtype
+        config.tie_word_embeddings = HEAD not in header.tensors
         for key, own in EXPERT_SIZES.items():
             size = header.metadata.get(f"{header.architecture}.{key}")
             if size is not None and hasattr(config, own):

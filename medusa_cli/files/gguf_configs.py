@@ -109,7 +109,6 @@ class Keys:
         fields["intermediate_size"] = self.by_layer("feed_forward_length", experts or None)[0]
         fields["head_dim"] = self.number("attention.key_length", fields["hidden_size"] // heads)
         fields["vocab_size"] = self.rows("token_embd.weight")
-        fields["tie_word_embeddings"] = "output.weight" not in self.header.tensors
         return fields | {own: self.header.metadata.get(key) for key, own in IDS.items()}
 
     def tokens(self, names: Collection[str]) -> list[int]:

@@ -269,6 +269,23 @@ def text_model(network: Any) -> Any:
     )  # Llama 4's class does not declare its decoder
 
 
+def has_tied_head(network: Any) -> bool:
+    """Returns True if a network's lm_head shares the weight of its embeddings.
+
+    The config does not tell: those of a whole model and of its text part may differ, and files may hold both weights.
+    """
+    return network.get_output_embeddings().weight is network.get_input_embeddings().weight
+
+
+def untie_head(network: Any) -> None:
+    """Gives the lm_head its own copy of the embeddings' weight, if it shares that."""
+    if has_tied_head(network):
+        head = network.get_output_embeddings()
+        head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+        network.config.get_text_config().tie_word_embeddings = False
+        network.config.tie_word_embeddings = False
+
+
 def auto_class(config: Any) -> Any:
     """Returns the transformers class that loads a config's model; some vision models are not causal LMs there."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText

@@ -19,7 +19,7 @@ from medusa_cli.files.model_files import (
     tensors_of,
     weights_file,
 )
-from medusa_cli.model.backbone import LazyNetwork, auto_class, text_config
+from medusa_cli.model.backbone import LazyNetwork, auto_class, text_config, untie_head
 from medusa_cli.model.checks import (
     check_architecture,
     check_files,
@@ -123,7 +123,11 @@ def load_network(
             network = _network_of_gguf(path, config, dtype)
         else:
             network, info = auto_class(config).from_pretrained(
-                source, trust_remote_code=trusted, output_loading_info=True, **settings
+                source,
+                config=config,
+                trust_remote_code=trusted,
+                output_loading_info=True,
+                **settings,
             )
             missing = sorted(info["missing_keys"])
         tokenizer = _load_tokenizer(source, chat_template, trusted)
@@ -157,7 +161,17 @@ def lazy_network(model: str) -> LazyNetwork:
             generation_config = GenerationConfig.from_model_config(config)
     except Exception as reason:  # damaged files may raise any exception
         raise unloadable(model, reason) from reason
-    return LazyNetwork(config, generation_config, partial(check_architecture, config, model))
+    return LazyNetwork(config, generation_config, partial(_network_of_files, config, model))
+
+
+def _network_of_files(config: Any, model: str) -> Any:
+    """Returns a model's network without weights, whose lm_head is tied only if that of its files is."""
+    from medusa_cli.model.weights import has_own_head
+
+    network = check_architecture(config, model)
+    if has_own_head(model, network):
+        untie_head(network)
+    return network
 
 
 def load_tokenizer(model: str, lazy: LazyNetwork, chat_template: str | None = None) -> Any:
@@ -278,9 +292,22 @@ def read_config(model: str, trust_remote_code: bool = False, whole: bool = False
     config_fields(source)
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+        _agree_on_tied_head(config)
         return config if whole else text_config(config)
     except Exception as reason:  # damaged files may raise any exception
         raise unloadable(model, reason) from reason
+
+
+def _agree_on_tied_head(config: Any) -> None:
+    """Lets both a whole config and its text part say that the lm_head is tied if one of them does.
+
+    Some classes of transformers read one of them, some the other. Files with another lm_head keep it
+    whatever they say, both there and here.
+    """
+    parts = (config, config.get_text_config())
+    if any(getattr(part, "tie_word_embeddings", False) for part in parts):
+        for part in parts:
+            part.tie_word_embeddings = True
 
 
 def checkpoint_dtype(model: str, trust_remote_code: bool = False) -> torch.dtype:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from medusa_cli.errors import UserError, first_line, shown
 from medusa_cli.files.io import AGAIN, convert, read_object, replacing_folder
 from medusa_cli.files.weights import read_weights
-from medusa_cli.model.backbone import text_model
+from medusa_cli.model.backbone import text_model, untie_head
 
 WEIGHTS = "adapter_model.safetensors"
 MODELS = "transformers.models."  # where transformers defines the parts of each model
@@ -182,7 +182,8 @@ def merge(network: Any, folder: Path, quantized: bool = False) -> Any:
     """
     _weights_in(folder)
     if not quantized:
-        untie(network)
+        # An adapter that is merged into a tied lm_head would change the embeddings, too.
+        untie_head(network)
     known = _read_config(folder / "adapter_config.json")
     saved = read_weights(folder / WEIGHTS, ADAPTER_WEIGHTS)
     try:
@@ -233,18 +234,9 @@ def _read_config(path: Path) -> AdapterConfig:
     return known
 
 
-def untie(network: Any) -> None:
-    """Gives the lm_head its own weight, as an adapter merged into a tied one would change the embeddings, too."""
-    head = network.get_output_embeddings()
-    if head.weight is network.get_input_embeddings().weight:
-        head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
-        network.config.get_text_config().tie_word_embeddings = False
-        network.config.tie_word_embeddings = False
-
-
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silences warnings about tied weights (which `untie` separates), adapter keys and a name that peft uses."""
+    """Silences warnings about tied weights (which `untie_head` separates), adapter keys and a name that peft uses."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")
         warnings.filterwarnings("ignore", message="Found missing adapter keys")

@@ -18,30 +18,13 @@ from medusa_cli.files.gguf_header import Tensor as GgufTensor
 from medusa_cli.files.gguf_header import file_names, read_header
 from medusa_cli.files.gguf_names import GgufNames
 from medusa_cli.files.model_files import checkpoint_files, weights_file
-from medusa_cli.model.backbone import Unsupported
+from medusa_cli.model.backbone import Unsupported, has_tied_head
 from medusa_cli.model.checks import unloadable
 from medusa_cli.native.library import UNIT
 from medusa_cli.native.matrix import Floats, Format, RawMatrix
 
 # Other types are converted to fp32.
 FLOAT_TYPES = {torch.float32: Format.F32, torch.float16: Format.F16, torch.bfloat16: Format.BF16}
-
-
-# Parts of names in transformers' networks, and the equivalent parts in older files.
-OLDER_NAMES = (
-    ("model.language_model.", "language_model.model."),
-    ("model.language_model.", "model."),
-    ("lm_head.", "language_model.lm_head."),
-    (".mlp.router.", ".block_sparse_moe.gate."),
-    (".mlp.", ".block_sparse_moe."),
-    (".router.weight", ".router.layer.weight"),
-    (".experts.gate_up_proj", ".input_linear.weight"),
-    (".experts.down_proj", ".output_linear.weight"),
-    (".gate.e_score_correction_bias", ".e_score_correction_bias"),
-    (".gate.moe_statics.", ".moe_statics."),
-)
-# Names of an expert's matrices in files that have one weight per expert.
-EXPERT_NAMES = {"gate": ("gate_proj", "w1"), "up": ("up_proj", "w3"), "down": ("down_proj", "w2")}
 
 
 class Weights(ABC):
@@ -97,61 +80,66 @@ class NetworkWeights(Weights):
 
 
 class CheckpointWeights(Weights):
-    """Reads the weights in safetensors files, which are mapped into memory."""
+    """Reads the weights in safetensors files, which are mapped into memory.
 
-    def __init__(self, files: Sequence[Path], prefix: str) -> None:
+    network: transformers' network, which may be on the meta device.
+    """
+
+    def __init__(self, files: Sequence[Path], network: Any) -> None:
         from safetensors import SafetensorError, safe_open
 
-        self.prefix = f"{prefix}."
+        # Importing transformers' rules takes a while, and packed weights do without them.
+        from medusa_cli.model.conversion import sources_of
+
         self.source = str(files[0].parent)
+        self.network = network
         self.stack = ExitStack()
         try:
             parts = [self.stack.enter_context(safe_open(path, framework="pt")) for path in files]
         except SafetensorError as reason:
             raise unloadable(self.source, reason) from reason
         self.parts = {name: part for part in parts for name in part.keys()}  # noqa: SIM118  (not a mapping)
-
-    def _name(self, name: str) -> str:
-        """Returns a weight's name in the files, which may lack the base model's prefix or use older names."""
-        for ours, theirs in (("", ""), *OLDER_NAMES):
-            own = name.replace(ours, theirs) if ours else name
-            for stored in (own, own.removeprefix(self.prefix)):
-                if stored in self.parts:
-                    return stored
-        return name
+        self.sources, self.unused = sources_of(self.parts, network)
+        # The weights that the last conversion made, until they are released.
+        self._converted: dict[str, Tensor] = {}
 
     def __contains__(self, name: str) -> bool:
-        return self._name(name) in self.parts or self._is_mxfp4(name)
+        return name in self.sources or self._is_mxfp4(name)
 
     def _is_mxfp4(self, name: str) -> bool:
-        return all(self._name(f"{name}_{part}") in self.parts for part in ("blocks", "scales"))
+        return all(f"{name}_{part}" in self.parts for part in ("blocks", "scales"))
 
-    def _stored(self, name: str) -> Tensor:
-        stored = self._name(name)
+    def _read(self, stored: str) -> Tensor:
         tensor: Tensor = self.parts[stored].get_tensor(stored)
         return tensor
 
+    def tensor(self, name: str) -> Tensor:
+        """Returns a weight as transformers has it."""
+        if name not in self._converted:
+            self._converted = self.sources[name].converted(self._read, self.network)
+        return self._converted[name]
+
     def matrix(self, name: str) -> RawMatrix:
         if self._is_mxfp4(name):
-            return _from_mxfp4(self._stored(f"{name}_blocks"), self._stored(f"{name}_scales"))
-        return raw_of(self._stored(name))
+            return _from_mxfp4(self._read(f"{name}_blocks"), self._read(f"{name}_scales"))
+        return raw_of(self.tensor(name))
 
     def vector(self, name: str) -> Floats:
-        return vector_of(self._stored(name))
+        return vector_of(self.tensor(name))
 
     def experts(self, name: str) -> RawMatrix | None:
         module, _, part = name.rpartition(".")
-        for own in EXPERT_NAMES.get(part, ()):
-            each: list[RawMatrix] = []
-            while (weight := f"{module}.{len(each)}.{own}.weight") in self:
-                each.append(self.matrix(weight))
-            if len({raw.format for raw in each}) > 1:
-                raise unloadable(
-                    self.source, f"the experts of its {name} have different number types"
-                )
-            if each:
-                return replace(each[0], rows=np.concatenate([raw.rows for raw in each]))
-        return None
+        source = self.sources.get(f"{module}.{'down' if part == 'down' else 'gate_up'}_proj")
+        stacks = [] if source is None else source.stacks
+        if not stacks:
+            return None
+        each = [raw_of(self._read(stored)) for stored in stacks[part == "up"]]
+        if len({raw.format for raw in each}) > 1:
+            raise unloadable(self.source, f"the experts of its {name} have different number types")
+        return replace(each[0], rows=np.concatenate([raw.rows for raw in each]))
+
+    def release(self) -> None:
+        self._converted = {}
 
 
 class GgufWeights(Weights):
@@ -306,7 +294,25 @@ def open_weights(model: str, network: Any) -> Weights:
     """Opens the weights of a model that has files; its network may be on the meta device."""
     if (path := weights_file(model)) is not None:
         return GgufWeights(path, network)
-    return CheckpointWeights(checkpoint_files(model_dir(model)), network.base_model_prefix)
+    return CheckpointWeights(checkpoint_files(model_dir(model)), network)
+
+
+def has_own_head(model: str, network: Any) -> bool:
+    """Returns True if the files of a model with a tied lm_head hold another matrix for it than the embeddings.
+
+    transformers then does not tie them either. network: may be on the meta device.
+    """
+    # In a GGUF file, the lm_head is tied if the file has none; see `write_metadata`.
+    files = checkpoint_files(model_dir(model))
+    if not files or not has_tied_head(network):
+        return False
+    weights = CheckpointWeights(files, network)
+    modules = (network.get_input_embeddings(), network.get_output_embeddings())
+    names = {id(module): name for name, module in network.named_modules()}
+    stored = [f"{names[id(module)]}.weight" for module in modules]
+    if not all(name in weights for name in stored):
+        return False
+    return not torch.equal(*(weights.tensor(name) for name in stored))
 
 
 def source_stamp(model: str) -> list[str]:
