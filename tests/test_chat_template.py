@@ -13,7 +13,7 @@ from medusa_cli.data.conversation import conversation_of, messages_of
 from medusa_cli.distill.endpoint import Tokenizer
 from medusa_cli.errors import UserError
 from medusa_cli.files import assets
-from medusa_cli.files.io import Malformed, read_jsonl
+from medusa_cli.files.io import Malformed, ReadReport, read_jsonl
 from medusa_cli.model import chat_template
 from medusa_cli.model.chat_template import encode, token_ids
 from medusa_cli.runs.recipe import load_recipe
@@ -118,7 +118,7 @@ def test_answers_have_their_tokens_of_the_whole_conversation() -> None:
 ])  # fmt: skip
 def test_half_a_character_makes_a_record_malformed(record: dict) -> None:
     with pytest.raises(Malformed, match="half a character"):
-        conversation_of(record, tiny_backbone())
+        conversation_of(record, tiny_backbone(), ReadReport())
 
 
 @pytest.mark.parametrize(

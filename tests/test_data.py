@@ -353,6 +353,19 @@ def test_conversations_are_cut_to_a_length() -> None:
     assert len(cut) == len(items)
 
 
+def test_conversations_without_an_answer_to_learn_from_are_counted(
+    tmp_path: Path, backbone: Backbone
+) -> None:
+    rows = [
+        {"id": f"a{n}", "conversations": [{"from": "human", "value": "w1"}, {"from": "gpt", "value": text}]}
+        for n, text in enumerate(("w2 w3", "", " ", "w4"))
+    ]  # fmt: skip
+    read, report = read_conversations(write_lines(tmp_path / "a.jsonl", rows), backbone)
+    data = split_conversations(read, report, fraction=0.0)
+    assert report.read == len(data.train) and report.read + sum(report.skipped.values()) == 4
+    assert report.read == 2
+
+
 def test_schedule_is_the_same_for_a_seed_and_bounded() -> None:
     dataset = packed(*[7] * 12)
 

@@ -17,9 +17,9 @@ from transformers import LlamaConfig
 
 from medusa_cli import device as memory
 from medusa_cli.data.code_seeds import FIM, KINDS, code_seeds, fim_tokens, is_code, with_fim_tokens
-from medusa_cli.data.conversation import Conversation
+from medusa_cli.data.conversation import Conversation, read_conversations
 from medusa_cli.data.packing import held_out_ids
-from medusa_cli.data.seeds import distinct, in_order, read_seeds
+from medusa_cli.data.seeds import distinct, in_order, read_seeds, seed_of
 from medusa_cli.data.states import StateStore, read_rows
 from medusa_cli.device import free_memory
 from medusa_cli.distill import Outcome, Records, answer_locally
@@ -30,8 +30,9 @@ from medusa_cli.engine import load_backbone
 from medusa_cli.engine.cache import Cache
 from medusa_cli.errors import UserError
 from medusa_cli.files import cpus
-from medusa_cli.files.io import read_object
+from medusa_cli.files.io import Malformed, ReadReport, read_object
 from medusa_cli.model import Backbone
+from medusa_cli.model.chat_template import render, token_ids
 from medusa_cli.runs.load_options import LoadOptions
 from medusa_cli.runs.recipe import DistillRecipe
 from medusa_cli.runs.run import Run
@@ -259,6 +260,116 @@ def test_seeds_are_read_from_every_form(tmp_path: Path) -> None:
         )
 
 
+def message(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+TALK = [message("user", "w1"), message("assistant", "w2")]
+
+
+@pytest.mark.parametrize(
+    "key", ["system", "system_prompt", "system_message", "systemPrompt", "system_instruction"]
+)
+@pytest.mark.parametrize("value", ["w40 w41", [{"type": "text", "text": "w40 w41"}]])
+def test_a_system_prompt_beside_the_messages_comes_first(
+    tmp_path: Path, key: str, value: Any
+) -> None:
+    record = {"id": "a", "messages": TALK, key: value}
+    path = Path(write(tmp_path / "a.jsonl", json.dumps(record)))
+    opening = message("system", "w40 w41")
+    (seed,), report = read_seeds(str(path))
+    assert seed.messages == [opening, TALK[0]] and not report.unread
+    backbone = tiny_backbone()
+    (trained,), report = read_conversations(path, backbone)
+    assert trained.messages == [opening, *TALK] and not report.unread
+    asked = answers(backbone, [seed], settings())["a"].conversation
+    assert asked.messages[:2] == trained.messages[:2]
+    start = trained.spans[0][0]
+    assert asked.tokens[:start] == trained.tokens[:start]
+
+
+@pytest.mark.parametrize(
+    ("system", "inside", "wanted"),
+    [
+        ("w40", "w40 ", "w40"),
+        ("", None, None),
+        (None, None, None),
+        (" ", "w41", "w41"),
+        ("w40", "w41", Malformed),
+        (7, None, Malformed),
+        ({"text": "w40"}, None, Malformed),
+    ],
+)
+def test_one_system_prompt_is_used_or_the_record_is_counted(
+    system: Any, inside: str | None, wanted: Any
+) -> None:
+    messages = TALK if inside is None else [message("system", inside), *TALK]
+    record = {"id": "a", "conversations": messages, "system": system}
+    if wanted is Malformed:
+        with pytest.raises(Malformed, match="system prompt"):
+            seed_of(record, ReadReport())
+        return
+    assert seed_of(record, ReadReport()).system == wanted
+
+
+def test_system_messages_keep_their_places() -> None:
+    backbone = tiny_backbone()
+    messages = [
+        message("system", "w40"),
+        message("user", "w1"),
+        message("assistant", "w5"),
+        message("system", "w41"),
+        message("user", "w6"),
+        message("assistant", "w7"),
+    ]
+    seed = seed_of({"id": "a", "messages": messages}, ReadReport())
+    talk = answers(backbone, [seed], settings())["a"].conversation
+    assert [m["role"] for m in talk.messages] == [m["role"] for m in messages]
+    for asked, wanted in zip(talk.messages, messages, strict=True):
+        if wanted["role"] != "assistant":
+            assert asked == wanted
+    # The tokens are those of the whole conversation in the template.
+    first = render(backbone, talk.messages[:2], prompt=True)
+    assert talk.tokens[: talk.spans[0][0]] == token_ids(backbone, first)
+    assert talk.spans[1][0] > talk.spans[0][1] + len(token_ids(backbone, "w41 w6"))
+
+    between = [messages[1], message("system", "w41"), messages[2]]
+    with pytest.raises(Malformed, match="between a question and its answer"):
+        seed_of({"id": "a", "messages": between}, ReadReport())
+
+
+def test_a_template_that_refuses_a_later_system_message_fails_the_conversation() -> None:
+    backbone = tiny_backbone()
+    backbone.tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+        "{{ raise_exception('only first') }}{% endif %}{% endfor %}" + CHAT_TEMPLATE
+    )
+    talk = [message("user", "w1"), message("system", "w41"), message("user", "w2")]
+    seed = seed_of({"id": "a", "messages": talk}, ReadReport())
+    (outcome,) = answer_locally(backbone, [seed], settings())
+    assert outcome.conversation is None and "only first" in str(outcome.failure)
+
+
+def test_keys_with_words_that_are_not_used_are_told(tmp_path: Path) -> None:
+    called = {**TALK[1], "tool_calls": [{"name": "f"}]}
+    records = [
+        {"id": 1, "prompt": "w1", "messages": TALK, "tools": [{"name": "f"}], "turns": 2},
+        {"id": 2, "messages": [TALK[0], called], "instruction": "Answer in French", "context": ""},
+        {"id": 3, "messages": TALK, "instruction": "w4"},
+    ]
+    path = Path(write(tmp_path / "a.json", json.dumps(records)))
+    _, seeds = read_seeds(str(path))
+    _, trained = read_conversations(path, tiny_backbone())
+    for report in (seeds, trained):
+        assert report.unread == {"tools": 1, "messages.tool_calls": 1, "instruction": 2}
+        assert "'instruction' in 2" in str(report)
+
+
+def test_a_raw_prompt_in_a_file_stays_raw() -> None:
+    record = {"id": "a", "messages": [message("user", "w1")], "raw": True}
+    assert seed_of(record, ReadReport()).raw is True
+
+
 def test_large_array_is_read_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("medusa_cli.files.io.CHUNK", 7)
     records = [
@@ -300,6 +411,8 @@ def test_long_turns_of_sharegpt_are_seeds_of_their_own(
     path = write(tmp_path / "a.json", json.dumps([record]))
     monkeypatch.setattr("medusa_cli.files.assets.sharegpt_path", lambda: Path(path))
     assert read_seeds("sharegpt-long")[0] == [seed("a_1/1", turns[1:2]), seed("a_1/3", turns[3:])]
+    write(Path(path), json.dumps([{**record, "system": "w1"}]))
+    assert [read.system for read in read_seeds("sharegpt-long")[0]] == ["w1", "w1"]
 
 
 def test_ultrachat_names_its_hub_dataset(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -152,7 +152,7 @@ def test_stage_2_sees_prompts_and_learns_answers(name: str) -> None:
     for number in range(4):
         tokens, spans = encode(backbone, conversation(number, turns=2)["messages"])
         records.append(Conversation(f"c{number}", tokens=tokens, spans=spans))
-    dataset = split_conversations(records, None, max_length=100, fraction=0.0)
+    dataset = split_conversations(records, ReadReport(), max_length=100, fraction=0.0)
     words = [
         "train.stage=2",
         f"drafter={name}",

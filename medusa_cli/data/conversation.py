@@ -24,13 +24,27 @@ ROLES = {
     **dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard", "model"), "assistant"),
     "system": "system",
 }
+# Keys beside the messages that hold a system prompt, in lower case and without underscores.
+SYSTEM = {"system", "systemprompt", "systemmessage", "systeminstruction"}
+# Keys of a record and of a message that are read, or that only name or count.
+READ_KEYS = {
+    "id",
+    "prompt_id",
+    "messages",
+    "conversations",
+    "raw",
+    "from",
+    "role",
+    "content",
+    "value",
+}
 
 
 @dataclass(frozen=True)
 class Conversation:
     """Holds messages and, once tokenized, the token ids and the spans [start, end) of the answers.
 
-    A seed holds only the system prompt and the user turns. state_rows: the first row and the number
+    A seed holds only the system messages and the user turns. state_rows: the first row and the number
     of rows in a file of hidden states, with one row for every position except the last.
     states_digest: the digest of the tokens and rows. raw: the only turn is the prompt itself
     without a chat template, for example for fill-in-the-middle.
@@ -66,6 +80,17 @@ class Conversation:
         return [message["content"] for message in self.messages if message["role"] == "user"]
 
     @property
+    def questions(self) -> list[list[Message]]:
+        """Returns each user turn with the system messages in front of it."""
+        questions: list[list[Message]] = [[]]
+        for message in self.messages:
+            if message["role"] != "assistant":
+                questions[-1].append(message)
+            if message["role"] == "user":
+                questions.append([])
+        return questions[:-1]
+
+    @property
     def positions(self) -> int:
         """Returns the number of answer tokens, which are the positions to train on."""
         return sum(end - start for start, end in self.spans)
@@ -81,7 +106,8 @@ class Conversation:
 def messages_of(record: dict[str, Any]) -> list[Message]:
     """Returns a record's messages (role, content) from OpenAI's "messages" or ShareGPT's "conversations".
 
-    Raises Malformed with the reason if the record has another form.
+    A system prompt beside them becomes the first message. Raises Malformed with the reason if the
+    record has another form.
     """
     raw = record.get("messages") or record.get("conversations")
     if not isinstance(raw, list) or not raw:
@@ -97,7 +123,57 @@ def messages_of(record: dict[str, Any]) -> list[Message]:
         if not isinstance(text, str):
             raise Malformed("a message without text")
         messages.append({"role": ROLES[role], "content": text})
-    return messages
+    return _with_system(record, messages)
+
+
+def _with_system(record: dict[str, Any], messages: list[Message]) -> list[Message]:
+    """Returns the messages after the system prompt that stands beside them, if any.
+
+    Raises Malformed for a system prompt that is not text, or that differs from another one.
+    """
+    beside = [_text_of(value) for key, value in record.items() if _is_system(key) and value]
+    if not all(isinstance(text, str) for text in beside):
+        raise Malformed("a system prompt that is not text")
+    texts = {text.strip(): text for text in beside if text.strip()}
+    if not texts:
+        return messages
+    opening = messages[0]
+    if opening["role"] == "system":
+        texts.setdefault(opening["content"].strip(), opening["content"])
+        messages = messages[1:]
+    if len(texts) > 1:
+        raise Malformed("two system prompts that differ, beside the messages or as the first one")
+    return [*({"role": "system", "content": text} for text in texts.values()), *messages]
+
+
+def _is_system(key: str) -> bool:
+    return key.lower().replace("_", "") in SYSTEM
+
+
+def unread_keys(record: dict[str, Any], messages: list[Message]) -> list[str]:
+    """Returns the keys of a record, and of its messages, that hold words which are not read.
+
+    Copies of a message are not counted.
+    """
+    texts = {message["content"] for message in messages}
+
+    def unread(holder: dict[str, Any]) -> list[str]:
+        return [
+            key
+            for key, value in holder.items()
+            if key not in READ_KEYS
+            and isinstance(value, str | list | dict)
+            and value
+            and not (isinstance(value, str) and (value in texts or not value.strip()))
+        ]
+
+    keys = [key for key in unread(record) if not _is_system(key)]
+    inside = [
+        key
+        for message in (record.get("messages") or record["conversations"])
+        for key in unread(message)
+    ]
+    return [*keys, *dict.fromkeys(f"messages.{key}" for key in inside)]
 
 
 def _text_of(content: Any) -> Any:
@@ -182,10 +258,10 @@ def tokenised_of(record: Any) -> Conversation:
     return conversation
 
 
-def conversation_of(record: Any, backbone: Backbone) -> Conversation:
+def conversation_of(record: Any, backbone: Backbone, report: ReadReport) -> Conversation:
     """Returns a parsed record as a tokenized conversation, truncated to the model's context.
 
-    Raises Malformed if the record is unusable.
+    The report counts keys that are not read. Raises Malformed if the record is unusable.
     """
     if not isinstance(record, dict):
         raise Malformed("not an object")
@@ -203,6 +279,7 @@ def conversation_of(record: Any, backbone: Backbone) -> Conversation:
         if not any(message["role"] == "assistant" for message in messages[1:]):
             raise Malformed("no answer to a question")
         conversation = Conversation(name, messages, *encode(backbone, messages))
+        report.leave_out(unread_keys(record, messages))
     if conversation.state_rows is not None or len(conversation.tokens) <= limit:
         return conversation
     spans = [(start, min(end, limit)) for start, end in conversation.spans if start < limit]
@@ -226,7 +303,9 @@ def read_conversations(path: Path, backbone: Backbone) -> tuple[list[Conversatio
         raise UserError(f"{path} is empty", remedy)
     report = ReadReport()
     records = read_jsonl(path, report.skip_line, array=True)
-    conversations = usable(records, partial(conversation_of, backbone=backbone), report)
+    conversations = usable(
+        records, partial(conversation_of, backbone=backbone, report=report), report
+    )
     if not conversations:
         raise UserError(f"{path} holds no usable conversation ({report})", remedy)
     return conversations, report

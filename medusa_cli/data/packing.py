@@ -157,8 +157,12 @@ def split_conversations(
     fraction: float,
     max_length: int | None = None,
 ) -> Dataset:
-    """Truncates conversations to max_length tokens and holds out a fraction; raises UserError if none is left."""
+    """Truncates conversations to max_length tokens and holds out a fraction; raises UserError if none is left.
+
+    The report counts those that are left out.
+    """
     kept = []
+    within = "" if max_length is None else f" within {max_length:,} tokens"
     for item in conversations:
         spans = [(start, min(end, max_length or end)) for start, end in item.spans]
         if any(end - start > 1 for start, end in spans):
@@ -166,6 +170,9 @@ def split_conversations(
                 spans = [(start, end) for start, end in spans if start < end]
                 item = replace(item, tokens=item.tokens[: spans[-1][1]], spans=spans)
             kept.append(item)
+        else:
+            report.read -= 1
+            report.skip(f"no answer of two tokens or more{within}")
     if not kept:
         raise UserError(
             f"the training data holds no answer of two tokens or more (train.max_length={max_length})",

@@ -2,16 +2,19 @@
 
 import logging
 import random
+import re
 import unicodedata
 from collections.abc import Collection, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from medusa_cli.data.code_seeds import code_seeds, is_code
-from medusa_cli.data.conversation import Conversation, id_of, messages_of
+from medusa_cli.data.conversation import Conversation, id_of, messages_of, unread_keys
 from medusa_cli.errors import UserError
 from medusa_cli.files import assets
 from medusa_cli.files.io import HALF, Malformed, ReadReport, is_whole, read_jsonl, usable
 from medusa_cli.files.paths import expanded
+from medusa_cli.model.chat_template import Message
 
 HUB = {"ultrachat": "HuggingFaceH4/ultrachat_200k"}
 # Long turns from ShareGPT, each as a separate conversation: texts to summarize, translate or
@@ -44,7 +47,7 @@ def read_seeds(
         seeds = code_seeds(random_seed, limit)
         report.read = len(seeds)
         return seeds, report
-    seeds = usable(_records(source, report), seed_of, report)
+    seeds = usable(_records(source, report), partial(seed_of, report=report), report)
     if source == LONG:
         seeds = long_turns(seeds)
     elif source == CODE_TURNS:
@@ -81,31 +84,45 @@ def _records(source: str, report: ReadReport) -> Iterator[Any]:
         yield from assets.hub_rows(source, "@seed", ("train",))
 
 
-def seed_of(record: Any) -> Conversation:
-    """Returns the system prompt and user turns of a record; raises Malformed if it has no user turn."""
+def seed_of(record: Any, report: ReadReport) -> Conversation:
+    """Returns the system messages and user turns of a record, in order; blank turns are left out.
+
+    The report counts keys that are not read. Raises Malformed if there is no user turn, or if a
+    system message stands between a question and its answer.
+    """
     if not isinstance(record, dict):
         raise Malformed("not an object")
     messages = messages_of(record)
-    turns = [message["content"] for message in messages if message["role"] == "user"]
-    turns = [turn for turn in turns if turn.strip()]
-    if not turns:
+    roles = "".join(message["role"][0] for message in messages)
+    if re.search("us+a", roles):
+        raise Malformed("a system message between a question and its answer")
+    asked = [
+        message
+        for message in messages
+        if message["role"] == "system" or (message["role"] == "user" and message["content"].strip())
+    ]
+    seed = Conversation(id_of(record), asked, raw=record.get("raw") is True or None)
+    if not seed.turns:
         raise Malformed("no user turn")
-    system = next(
-        (message["content"] for message in reversed(messages) if message["role"] == "system"), None
-    )
-    if not is_whole("".join([system or "", *turns])):
+    if not is_whole("".join(message["content"] for message in asked)):
         raise Malformed(HALF)
-    return Conversation.from_turns(id_of(record), turns, system)
+    report.leave_out(unread_keys(record, messages))
+    return seed
 
 
 def long_turns(seeds: Sequence[Conversation]) -> list[Conversation]:
-    """Returns one seed per long turn, named after its conversation and the turn's number."""
-    return [
-        Conversation.from_turns(f"{seed.id}/{number}", [turn])
-        for seed in seeds
-        for number, turn in enumerate(seed.turns)
-        if len(turn) in LONG_TURNS
-    ]
+    """Returns one seed per long turn, named after its conversation and the turn's number.
+
+    It keeps the system messages in front of the turn.
+    """
+    chosen = []
+    for seed in seeds:
+        opening: list[Message] = []
+        for number, question in enumerate(seed.questions):
+            opening += question[:-1]
+            if len(question[-1]["content"]) in LONG_TURNS:
+                chosen.append(Conversation(f"{seed.id}/{number}", [*opening, question[-1]]))
+    return chosen
 
 
 def about_code(seeds: Sequence[Conversation]) -> list[Conversation]:
@@ -143,8 +160,9 @@ def distinct(seeds: Sequence[Conversation], answered: Collection[str] = ()) -> l
     def normalise(text: str) -> str:
         return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
 
-    first: dict[tuple[str, str], str] = {}
+    first: dict[tuple[str, ...], str] = {}
     for seed in sorted(seeds, key=lambda seed: seed.id not in answered):
-        first.setdefault((normalise(seed.system or ""), normalise(seed.turns[0])), seed.id)
+        prompt = tuple(normalise(message["content"]) for message in seed.questions[0])
+        first.setdefault(prompt, seed.id)
     kept = set(first.values())
     return [seed for seed in seeds if seed.id in kept or seed.id in answered]

@@ -130,7 +130,7 @@ def _converse(
     A later turn that is too long ends the conversation, because servers behave differently beyond
     the context.
     """
-    messages = [] if seed.system is None else seed.messages[:1]
+    messages: list[Message] = []
     options: dict[str, Any] = {
         "max_tokens": settings.max_new_tokens,
         "temperature": settings.temperature,
@@ -139,8 +139,8 @@ def _converse(
         options["seed"] = zlib.crc32(f"{settings.random_seed}:{seed.id}".encode()) >> 1
     complete: list[bool] = []
     try:
-        for turn in seed.turns[: settings.max_turns]:
-            prompt = [*messages, {"role": "user", "content": turn}]
+        for question in seed.questions[: settings.max_turns]:
+            prompt = [*messages, *question]
             if not _fits(tokenizer, prompt, settings):
                 break
             text, finish_reason = servers.complete(prompt, **options)

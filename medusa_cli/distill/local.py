@@ -15,7 +15,7 @@ from medusa_cli.device import free_memory
 from medusa_cli.drafters.base import with_last_layer
 from medusa_cli.files.io import Malformed
 from medusa_cli.model import Backbone
-from medusa_cli.model.chat_template import after_answer, render, token_ids
+from medusa_cli.model.chat_template import Message, after_answer, render, token_ids
 from medusa_cli.runs.recipe import DistillRecipe
 
 # A larger batch gains nothing on a CPU, and its last answers would leave more slots idle. On a GPU,
@@ -133,9 +133,9 @@ class _Answering:
         self.decoder = decoder
         self.settings = settings
         self.backbone = decoder.backbone
-        self.turns = seed.turns[: 1 if seed.raw else settings.max_turns]
+        self.questions = seed.questions[: 1 if seed.raw else settings.max_turns]
         self.context = min(settings.context, self.backbone.max_positions)
-        self.messages = [] if seed.system is None else seed.messages[:1]
+        self.messages: list[Message] = []
         self.tokens: list[int] = []
         self.spans: list[tuple[int, int]] = []
         self.states = torch.empty(0)
@@ -146,12 +146,15 @@ class _Answering:
 
         Raises Malformed if the chat template rejects the question.
         """
-        question = next(iter(self.turns[len(self.spans) :]), None)
-        if question is None or len(question) > TOKEN_CHARACTERS * self.context:
+        question = next(iter(self.questions[len(self.spans) :]), None)
+        if question is None or len(question[-1]["content"]) > TOKEN_CHARACTERS * self.context:
             return False
-        messages = [*self.messages, {"role": "user", "content": question}]
-        lay_out = after_answer if self.spans else render
-        text = question if self.seed.raw else lay_out(self.backbone, messages, prompt=True)
+        messages = [*self.messages, *question]
+        if self.seed.raw:
+            text: str | None = question[-1]["content"]
+        else:
+            lay_out = after_answer if self.spans else render
+            text = lay_out(self.backbone, messages, prompt=True)
         if text is None:
             return False
 
@@ -189,8 +192,8 @@ class _Answering:
         self.messages.append({"role": "assistant", "content": answer})
 
     def outcome(self, failure: str | None) -> Outcome:
-        """Returns the part of the conversation that was answered, or the failure if there is no answer."""
-        if not self.spans:
+        """Returns the failure if there is one, else the part of the conversation that was answered."""
+        if failure is not None or not self.spans:
             return Outcome(self.seed.id, failure=failure)
         conversation = Conversation(
             self.seed.id, self.messages, self.tokens, self.spans, raw=self.seed.raw

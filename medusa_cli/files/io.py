@@ -259,6 +259,7 @@ def _parse(text: str | bytes) -> Any:
 
 # What error messages call a lone surrogate in a text.
 HALF = "half a character"
+KEYS = 8  # most keys that a report names
 
 
 def is_whole(text: str) -> bool:
@@ -276,10 +277,11 @@ class Malformed(ValueError):
 
 @dataclass
 class ReadReport:
-    """Counts the records that were read, and the skipped records by reason."""
+    """Counts the records that were read, the skipped records by reason, and keys that are not read."""
 
     read: int = 0
     skipped: dict[str, int] = field(default_factory=dict)
+    unread: dict[str, int] = field(default_factory=dict)
 
     def skip(self, reason: str) -> None:
         """Counts a skipped record."""
@@ -289,11 +291,21 @@ class ReadReport:
         """Counts a skipped line; serves as `on_bad` for `read_jsonl`."""
         self.skip(reason)
 
+    def leave_out(self, keys: Iterable[str]) -> None:
+        """Counts the keys of a record that are not read."""
+        for key in keys:
+            self.unread[key] = self.unread.get(key, 0) + 1
+
     def __str__(self) -> str:
         parts = [f"{self.read:,} conversations read"]
-        return ", ".join(
-            parts + [f"{count:,} skipped ({why})" for why, count in sorted(self.skipped.items())]
-        )
+        parts += [f"{count:,} skipped ({why})" for why, count in sorted(self.skipped.items())]
+        common = sorted(self.unread, key=lambda key: (-self.unread[key], key))
+        keys = [f"{shown(key)} in {self.unread[key]:,}" for key in common[:KEYS]]
+        if len(common) > KEYS:
+            keys.append(f"{len(common) - KEYS:,} more")
+        if keys:
+            parts.append(f"keys not used: {', '.join(keys)}")
+        return ", ".join(parts)
 
 
 def usable(records: Iterable[Any], make: Callable[[Any], T], report: ReadReport) -> list[T]:

@@ -152,10 +152,11 @@ def token_ids(model: ChatTokenizer, text: str, *, begin: bool = False) -> list[i
 def after_answer(
     model: ChatTokenizer, messages: list[dict[str, str]], *, prompt: bool
 ) -> str | None:
-    """Returns the text after the answer in messages [.., answer, question]; None if the template rewrites the past."""
-    before = render(model, messages[:-2], prompt=True)
+    """Returns the text after the last answer of the messages, or None if the template rewrites what is before it."""
+    last = max(at for at, message in enumerate(messages) if message["role"] == "assistant")
+    before = render(model, messages[:last], prompt=True)
     whole = render(model, messages, prompt=prompt)
-    answer = messages[-2]["content"]
+    answer = messages[last]["content"]
     rest = whole.removeprefix(before)
     if not rest.startswith(
         answer
