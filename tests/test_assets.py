@@ -99,6 +99,28 @@ def test_a_read_only_cache_serves_its_files(cache: Path, request: pytest.Fixture
     assert sorted(cache.rglob("*")) == before
 
 
+def test_a_read_only_cache_reads_a_gguf_file_anew(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    mkdir = Path.mkdir
+
+    def refuse(path: Path, *words: Any, **settings: Any) -> None:
+        if path.is_relative_to(cache):
+            raise OSError(errno.EROFS, "Read-only file system", str(path))
+        mkdir(path, *words, **settings)
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"GGUF")
+    monkeypatch.setattr(assets, "read_header", lambda path: None)
+    monkeypatch.setattr(assets.gguf, "write_metadata", lambda path, header, folder: folder.mkdir())
+    assets.temporary_home.cache_clear()
+    folder = Path(assets.model_dir(str(file)))
+    assert folder.is_dir() and not folder.is_relative_to(cache)
+    assert assets.model_dir(str(file)) == str(folder)
+    assert len([record for record in caplog.records if str(cache) in record.message]) == 1
+
+
 @pytest.mark.parametrize("changed", ["reader", "transformers"])
 def test_another_reader_reads_a_gguf_file_again(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: str

