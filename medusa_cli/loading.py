@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from medusa_cli.decode import (
@@ -35,19 +36,24 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A backbone and, unless decoding is plain, a drafter and the policy that decides what is drafted."""
+    """A backbone and, unless decoding is plain, a drafter and the policy that decides what is drafted.
+
+    template_file: the file whose chat template replaces the model's, if a run or a drafter brings one.
+    """
 
     backbone: Backbone
     drafter: Drafter | None = None
     policy: DraftPolicy | None = None
+    template_file: Path | None = None
 
     @property
     def description(self) -> str:
-        """Returns one line with the model, number type, device, engine, drafter and policy."""
+        """Returns one line: model, number type, device, engine, drafter, policy, and the file of the chat template."""
         backbone = self.backbone
         policy = self.policy.description if self.policy is not None else "plain decoding"
         drafter = f"{self.drafter.name} drafter, " if self.drafter is not None else ""
-        return f"{backbone.description}, {drafter}{policy}"
+        template = f", chat template of {self.template_file}" if self.template_file else ""
+        return f"{backbone.description}, {drafter}{policy}{template}"
 
 
 def load_model(
@@ -71,8 +77,9 @@ def load_model(
     if choice.run is not None:
         choice.run.bind(backbone.identity)
     if choice.drafter is None and not choice.ngrams:
-        return LoadedModel(backbone)
-    return LoadedModel(backbone, *load_drafting(choice, backbone, tree, on_progress))
+        return LoadedModel(backbone, template_file=choice.template_file)
+    drafter, policy = load_drafting(choice, backbone, tree, on_progress)
+    return LoadedModel(backbone, drafter, policy, choice.template_file)
 
 
 def static_tree(choice: Choice) -> Tree | None:

@@ -18,6 +18,8 @@ from medusa_cli.decode import Piece
 from medusa_cli.decode.answer import TextStream
 from medusa_cli.errors import INTERRUPTED
 from medusa_cli.model.chat_template import fit
+from medusa_cli.runs.resolve import choose
+from medusa_cli.runs.run import Run
 from tests.helpers import medusa, save_model, save_run
 
 QUESTION = {"role": "user", "content": "q"}
@@ -85,6 +87,25 @@ def test_raw_continues_each_text_as_it_is(place: Path) -> None:
         "--system"
         in medusa(*words, "--raw", "--system", "w1", "--prompt", "w2", exit_code=2).stderr
     )
+
+
+def test_the_greeting_names_a_template_that_comes_with_a_drafter(
+    place: Path, tmp_path: Path
+) -> None:
+    run = Run.open(f"{place / 'mine'}/")
+    folder = tmp_path / "theirs"
+    words = ("export", "--to", "drafter", "--run", f"{run.path}/", "--model", place / "model")
+    medusa(*words, "--output", folder)
+    words = ("chat", "--model", place / "model", "--dtype", "fp32", "--prompt", "w1")
+    words = (*words, "--max-new-tokens", "2", "--drafter", folder)
+    assert "chat template of" not in " ".join(medusa(*words).stderr.split())
+    file = folder / "chat_template.jinja"
+    file.write_text("{% for message in messages %}{{ message['content'] }} {% endfor %}")
+    chosen = choose(str(place / "model"), None, str(folder), None)
+    assert chosen.template_file == file and chosen.template == file.read_text()
+    assert "chat template of" in " ".join(medusa(*words).stderr.split())
+    own = medusa(*words, "--chat-template", file).stderr
+    assert "chat template of" not in " ".join(own.split())
 
 
 def test_a_template_takes_the_place_of_the_models(place: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -393,3 +394,61 @@ def test_a_model_in_a_folder_is_remembered_from_anywhere(
     (tmp_path / "mine").mkdir()
     assert lasting_name("mine") == str(tmp_path / "mine") == lasting_name("./mine")
     assert lasting_name("org/name") == "org/name"
+
+
+def test_a_run_without_its_file_takes_the_drafter_s_model(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model")
+    run = save_run(tmp_path / "mine", model)
+    (run.path / "run.json").write_text("{}")
+    words = ("chat", "--run", f"{run.path}/", "--dtype", "fp32", "--prompt", "w1")
+    refused = medusa(*words, exit_code=1).stderr
+    assert "run.json" in refused and "--model" in refused
+    # The remedy: the next command that loads the model writes the file again.
+    (run.path / "run.json").unlink()
+    assert choose(None, f"{run.path}/", None, None).model == model
+    medusa(*words, "--max-new-tokens", "2")
+    assert Run.open(f"{run.path}/").owner["id"] == model
+
+
+def test_a_model_that_was_moved_is_named_as_the_run_s(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model")
+    run = save_run(tmp_path / "mine", model)
+    moved = (tmp_path / "model").rename(tmp_path / "moved")
+    for command in (("chat", "--prompt", "w1"), ("calibrate",), ("train",), ("distill",)):
+        refused = medusa(*command, "--run", f"{run.path}/", exit_code=1).stderr
+        assert str(run.path) in refused and model in refused and "--model" in refused
+    words = ("chat", "--run", f"{run.path}/", "--dtype", "fp32", "--max-new-tokens", "2")
+    assert medusa(*words, "--model", moved, "--prompt", "w1").stdout
+
+
+@pytest.mark.parametrize(
+    ("path", "argument"),
+    [
+        ("runs/mine", "mine"),
+        ("runs/two words", "'two words'"),
+        ("runs/mine/tuned", "runs/mine/tuned"),
+        ("mine", "mine/"),
+        ("/a/läuf 1", "'/a/läuf 1'"),
+        ("/a/b'c", "'/a/b'\"'\"'c'"),
+    ],
+)
+def test_a_run_is_named_on_a_command_line(path: str, argument: str) -> None:
+    run = Run(Path(path))
+    assert run.argument == argument
+    assert Run(Run._path(shlex.split(argument)[0])).path == run.path
+
+
+def test_hints_can_be_pasted_where_paths_have_blanks(tmp_path: Path) -> None:
+    folder = tmp_path / "Prüf lauf ñ"
+    model = save_model(folder / "mo dell")
+    run = save_run(folder / "läuf 1", model, tree=None)
+    hint = f"--run {shlex.quote(str(run.path))}"
+    refused = medusa("chat", "--run", run.path, "--tree", "static", "--prompt", "w1", exit_code=1)
+    assert hint in refused.stderr
+    refused = medusa("tree", "--run", run.path, "--budget", "4", exit_code=1)
+    assert hint in refused.stderr
+    refused = medusa("chat", "--model", model, "--prompt", "w1", "--tree", "static", exit_code=1)
+    assert f"--model {shlex.quote(model)}" in refused.stderr
+    done = medusa("export", "--to", "drafter", "--run", run.path, "--output", folder / "aus gabe")
+    line = done.stdout.splitlines()[-1]
+    assert shlex.split(line)[-3:] == [model, "--drafter", str(folder / "aus gabe")]

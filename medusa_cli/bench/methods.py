@@ -66,7 +66,7 @@ def choose_files(
             folder = outer.path if outer and run else RUNS / "NAME"
             raise UserError(
                 f"@methods {name}: there is no {name} drafter in {outer.path if outer else 'any run'}",
-                f"run `medusa train drafter={name} --run {folder / name}` and give @run {run or 'NAME'}",
+                f"run `medusa train drafter={name} --run {Run(folder / name).argument}` and give @run {run or 'NAME'}",
             )
         files[name] = choose(model, source, None, tree, lookup=lookup)
     own = "medusa" not in files and any(name.startswith("medusa") for name in names)

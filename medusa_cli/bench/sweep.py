@@ -162,7 +162,8 @@ def _accuracies(choice: Choice) -> Accuracies:
     path = choice.calibration
     if path is None or not path.is_file():
         raise UserError(
-            f"the drafter {choice.drafter} is not calibrated", "run `medusa calibrate` first"
+            f"the drafter {choice.drafter} is not calibrated",
+            f"run `medusa calibrate --run {choice.run.argument if choice.run else 'NAME'}` first",
         )
     return read_calibration(path).accuracies
 

@@ -1,5 +1,6 @@
 """`medusa calibrate`: how often each head's i-th guess is right on held-out conversations."""
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -56,7 +57,7 @@ def calibrate(
     if not (folder / "config.json").is_file():
         raise UserError(
             f"{folder} holds no drafter",
-            "run `medusa train` first, or give another --drafter or --run",
+            f"run `medusa train --run {target.argument}` first, or give another --drafter or --run",
         )
     # A run without conversations of its own can only use others for its tree.
     aside = folder.resolve() != target.drafter_dir.resolve() or (
@@ -101,5 +102,8 @@ def calibrate(
         draw_heat_map(
             accuracies, file.with_suffix(".png"), f"{target.name}: how often guess i is right"
         )
-    following = f"--run {run}" if file == target.calibration_path else f"--calibration {file}"
+    if file == target.calibration_path:
+        following = f"--run {target.argument}"
+    else:
+        following = f"--calibration {shlex.quote(str(file))}"
     console.result(f"{' and '.join(written)}. Next: medusa tree {following} --budget 64")

@@ -129,5 +129,5 @@ def distill(
     console.result(
         f"{summary['answer_tokens']:,} answer tokens in {summary['conversations']:,} conversations: "
         f"{target.distill_path} ({summary['new_tokens']:,} made now at {summary['tokens_per_s']:,.0f} tokens/s). "
-        f"Next: medusa train --run {run}"
+        f"Next: medusa train --run {target.argument}"
     )

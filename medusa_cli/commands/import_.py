@@ -57,8 +57,7 @@ def import_(
     if printing.json:
         console.emit_json({"run": str(target.path), **facts, "notes": notes})
         return
-    name = str(target.path) if run is None or "/" in run else run
     console.result(
         f"{target.drafter_dir}: a {facts['drafter']} drafter of {facts['heads']} heads (from the {facts['format']} "
-        f"layout). Next: medusa calibrate --run {name} --data CONVERSATIONS.jsonl"
+        f"layout). Next: medusa calibrate --run {target.argument} --data CONVERSATIONS.jsonl"
     )

@@ -1,5 +1,6 @@
 """`medusa report`: writes saved benches as a page and as Markdown."""
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -119,7 +120,9 @@ def find_bench(name: str) -> Path:
     folder = Run.open(name, named="RUN").bench_dir
     benches = sorted(path for path in folder.glob("*.json") if not path.name.startswith("sweep-"))
     if not benches:
-        raise UserError(f"{folder} holds no bench", f"run `medusa bench --run {name}` first")
+        raise UserError(
+            f"{folder} holds no bench", f"run `medusa bench --run {shlex.quote(name)}` first"
+        )
     if len(benches) > 1:
         console.info(f"{name}: the newest of {len(benches)} benches, {benches[-1].name}")
     return benches[-1]

@@ -153,9 +153,9 @@ def train(
         console.info(
             f"{checkpoint} ({checkpoint.stat().st_size / 1e6:,.0f} MB) served --resume, and may be deleted"
         )
-    following = run if owner is target else owner.path
     console.result(
-        f"{owner.drafter_dir}: {text}. Curves: {target.path / 'train.png'}. Next: medusa calibrate --run {following}"
+        f"{owner.drafter_dir}: {text}. Curves: {target.path / 'train.png'}. "
+        f"Next: medusa calibrate --run {owner.argument}"
     )
 
 

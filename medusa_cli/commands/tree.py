@@ -1,5 +1,6 @@
 """`medusa tree`: finds the draft tree with the most expected tokens, draws it and saves it."""
 
+import shlex
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
@@ -195,7 +196,7 @@ def by_budget(used: Calibration, budget: str | None, source: str, run: str | Non
     if not used.accuracies:
         raise UserError(
             f"{source} has no calibration.json",
-            f"run `medusa calibrate --run {run or DEFAULT_RUN}` first, or give @shape 4,3,2",
+            f"run `medusa calibrate --run {shlex.quote(run or DEFAULT_RUN)}` first, or give @shape 4,3,2",
         )
     used.check_current()
     possible = largest(used.accuracies)
@@ -216,7 +217,8 @@ def by_time(used: Calibration, run: Run | None, loading: LoadFlags, again: bool)
         raise UserError("--budget auto needs a drafter to time", "give the --run that holds one")
     if not used.accuracies:
         raise UserError(
-            f"the run {run.path} has no calibration.json", "run `medusa calibrate` first"
+            f"the run {run.path} has no calibration.json",
+            f"run `medusa calibrate --run {run.argument}` first",
         )
     used.check_current()
     step_times = time_run(run, as_trained(loading, run.drafter_dir), again)

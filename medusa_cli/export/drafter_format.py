@@ -1,5 +1,6 @@
 """Export of a drafter in this program's layout: weights, tree and calibration in one folder for `--drafter`."""
 
+import shlex
 import shutil
 from pathlib import Path
 
@@ -13,7 +14,8 @@ def export_drafter(
 ) -> tuple[list[str], list[str]]:
     """Writes the drafter with the tree, calibration, adapter and chat template that it is used with."""
     run = source.run
-    launch = [f"medusa chat --model {source.model} --drafter {source.name_of(output)}"]
+    drafter = source.name_of(output)
+    launch = [shlex.join(["medusa", "chat", "--model", source.model, "--drafter", drafter])]
     with exporting(output, overwrite) as part:
         shutil.copytree(run.drafter_dir, part, dirs_exist_ok=True)
         for file in (run.tree_path, run.calibration_path):

@@ -1,5 +1,7 @@
 """Export to EAGLE-3 folders, as read by vLLM, SGLang and llama.cpp."""
 
+import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -85,9 +87,8 @@ def served_model(source: Source) -> tuple[str, list[str]]:
     """Returns the model to serve with a drafter, and a note if that model must be exported or found first."""
     if source.run.adapter is not None:
         merged = f"{source.run.name}-merged"
-        return merged, [
-            f"it belongs to a model with an adapter; serve `medusa export --to hf --output {merged}`"
-        ]
+        export = f"medusa export --to hf --run {source.run.argument} --output {shlex.quote(merged)}"
+        return merged, [f"it belongs to a model with an adapter; serve what `{export}` writes"]
     if assets.gguf_path(source.model) is not None:
         return "MODEL", [
             f"{source.model} is a GGUF file; MODEL stands for the folder or hub id of its safetensors"
@@ -97,9 +98,11 @@ def served_model(source: Source) -> tuple[str, list[str]]:
 
 def _launch(model: str, folder: str, tokens: int) -> list[str]:
     """Returns, for each engine, the command that starts it with the drafter."""
-    speculative = f'{{"method": "eagle3", "model": "{folder}", "num_speculative_tokens": {tokens}}}'
+    settings = {"method": "eagle3", "model": folder, "num_speculative_tokens": tokens}
+    speculative = shlex.quote(json.dumps(settings, ensure_ascii=False))
+    model, folder = shlex.quote(model), shlex.quote(folder)
     return [
-        f"vllm serve {model} --speculative-config '{speculative}'",
+        f"vllm serve {model} --speculative-config {speculative}",
         f"python -m sglang.launch_server --model {model} --speculative-algorithm EAGLE3 "
         f"--speculative-draft-model-path {folder} --speculative-num-steps {tokens} --speculative-eagle-topk 4 "
         f"--speculative-num-draft-tokens {4 * tokens}",

@@ -124,7 +124,8 @@ def find_source(run: str | None = None, model: str | None = None, trusted: bool 
     folder = target.drafter_dir
     path = folder / "config.json"
     if not path.is_file():
-        raise UserError(f"{folder} holds no drafter", "run `medusa train` or `medusa import` first")
+        remedy = f"run `medusa train --run {target.argument}` or `medusa import` first"
+        raise UserError(f"{folder} holds no drafter", remedy)
     kind = drafter_kind(folder)
     stored = read_object(path, "the drafter's config")
     config, tensors = read_drafter(kind, folder)
@@ -133,6 +134,8 @@ def find_source(run: str | None = None, model: str | None = None, trusted: bool 
         base = read_config(model, trusted)
         sizes = identity_of(base, base.vocab_size, id=model)
         check_backbone(known, sizes, f"the drafter in {folder}", tuned=True)
-    owner = (target.model or stored.get("base_model_name_or_path")) if run else None
+    owner = None
+    if run and model is None:
+        owner = target.model or stored.get("base_model_name_or_path")
     name = model or (owner if isinstance(owner, str) else DEFAULT_MODEL)
     return Source(target, name, kind.name, config, tensors, trusted)

@@ -186,12 +186,12 @@ def _tree(source: Source, budget: int | None) -> Tree:
         tree = load_tree(path)
         if tree.max_depth > heads:
             fault = f"the tree {path} is {tree.max_depth} deep, the drafter has {heads} heads"
-            raise UserError(fault, "run `medusa tree` again")
+            raise UserError(fault, f"run `medusa tree --run {source.run.argument}` again")
         return tree
     if calibration is None:
         raise UserError(
             f"{source.run.path} has no calibration to search a tree by",
-            "run `medusa calibrate` first",
+            f"run `medusa calibrate --run {source.run.argument}` first",
         )
     if budget is not None and budget > MAX_NODES:
         raise UsageError(

@@ -3,7 +3,9 @@
 The layout consists of medusa_lm_head.safetensors and config.json.
 """
 
+import json
 import logging
+import shlex
 from pathlib import Path
 
 from torch import Tensor
@@ -68,8 +70,9 @@ def export_medusa(
             "these heads belong to a model with an adapter; serve the merged model (`medusa export --to hf`)"
         )
     name = source.name_of(output)
-    method = f'{{"method": "medusa", "model": "{name}", "num_speculative_tokens": {heads}}}'
-    launch = [f"vllm serve {source.model} --speculative-config '{method}'"]
+    settings = {"method": "medusa", "model": name, "num_speculative_tokens": heads}
+    method = shlex.quote(json.dumps(settings, ensure_ascii=False))
+    launch = [f"vllm serve {shlex.quote(source.model)} --speculative-config {method}"]
     facts = {
         "base_model_name_or_path": source.model,
         "model_type": "medusa",

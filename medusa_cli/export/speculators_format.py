@@ -1,5 +1,7 @@
 """Export of EAGLE-3 drafters as checkpoints of the speculators library, which vLLM serves without more arguments."""
 
+import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +33,12 @@ def export_speculators(
         for name, tensor in engine_tensors(source).items()
     }
     name = source.name_of(output)
-    speculative = f'{{"model": "{name}", "num_speculative_tokens": {tokens}}}'
-    launch = [f"vllm serve {name}", f"vllm serve {verifier} --speculative-config '{speculative}'"]
+    settings = {"model": name, "num_speculative_tokens": tokens}
+    speculative = shlex.quote(json.dumps(settings, ensure_ascii=False))
+    launch = [
+        f"vllm serve {shlex.quote(name)}",
+        f"vllm serve {shlex.quote(verifier)} --speculative-config {speculative}",
+    ]
     title = f"EAGLE-3 drafter for {source.model}, of speculators' form"
     page = card(source, title, shell(launch))
     with exporting(output, overwrite) as part:

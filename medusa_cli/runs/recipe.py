@@ -485,15 +485,20 @@ def recipe_of(
     if file is None and origin is not None and not resume:
         settings = _settings_of(origin, settings) | settings
     overrides = [f"{key}={value}" for key, value in settings.items()]
-    giver = run if origin is None or run.model is not None else origin
+    giver = run if origin is None or run.recorded_model is not None else origin
     if resume and file is None and run.recipe_path.is_file():
         recipe = load_recipe(run.recipe_path, overrides)
     else:
         recipe = load_recipe(file, overrides)
-        model: str | int | None = giver.model
-        if model is None and giver is origin and (recorded := _recorded(giver)) is not None:
+        model: str | int | None = None if "model" in settings else giver.model
+        if (
+            model is None
+            and "model" not in settings
+            and giver is origin
+            and (recorded := _recorded(giver)) is not None
+        ):
             model = recorded.identity.get("id")  # of an included drafter, which is in no run
-        if model not in (None, recipe.model) and "model" not in settings:
+        if model not in (None, recipe.model):
             recipe = _of_model(recipe, str(model), file, keep_template="chat_template" in settings)
     return dataclasses.replace(
         recipe, chat_template=run.template_with(recipe.chat_template or giver.chat_template)

@@ -2,6 +2,7 @@
 
 import logging
 import re
+import shlex
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -106,7 +107,7 @@ class Choice:
 
     adapter: the adapter that stage 2 trained. lookup: also draft n-gram matches, or only those if there is no drafter;
     None: only with a drafter and the tree `auto`. chat_template: a Jinja template that replaces those of the model and
-    the run.
+    the run. home: the run, or the folder laid out like one, of a drafter that was given by name.
     """
 
     model: str
@@ -117,6 +118,7 @@ class Choice:
     adapter: Path | None = None
     lookup: bool | None = None
     chat_template: str | None = None
+    home: Run | None = None
 
     @property
     def ngrams(self) -> bool:
@@ -133,7 +135,14 @@ class Choice:
     @property
     def template(self) -> str | None:
         """Returns the chat template that replaces the model's own, or None."""
-        return self.chat_template or (self.run.chat_template if self.run else None)
+        owner = self.home or self.run
+        return self.chat_template or (owner.chat_template if owner else None)
+
+    @property
+    def template_file(self) -> Path | None:
+        """Returns the file whose chat template replaces the model's, if it comes with a run or a drafter."""
+        owner = self.home or self.run
+        return owner.template_file if owner and not self.chat_template else None
 
     @property
     def trained(self) -> Path | None:
@@ -179,11 +188,7 @@ def choose(
         return _with_drafter(plain, folder, default, asked)
     # The adapter of the default run and the tree that ships do not fit another drafter.
     home = named.run
-    plain = replace(
-        plain,
-        adapter=home.adapter if home else None,
-        chat_template=home.chat_template if home else None,
-    )
+    plain = replace(plain, adapter=home.adapter if home else None, home=home)
     return _with_drafter(plain, folder, home or target, asked)
 
 
@@ -256,8 +261,8 @@ def _no_drafter(model: str) -> NoDrafter:
         )
     return NoDrafter(
         f"no drafter ships for the model {model!r}",
-        f"train one with `medusa distill --model {model}` and `medusa train`, then give its @run; @lookup drafts "
-        "without one",
+        f"train one with `medusa distill --model {shlex.quote(model)}` and `medusa train`, then give its @run; "
+        "@lookup drafts without one",
     )
 
 
@@ -269,14 +274,18 @@ def _with_file(tree: TreeChoice, folder: Path, source: Run | None) -> TreeChoice
     if tree.searched:
         if calibrated:
             return tree
-        remedy = "run `medusa calibrate` first" if source else "give the @run that it belongs to"
+        remedy = (
+            f"run `medusa calibrate --run {source.argument}` first"
+            if source
+            else "give the @run that it belongs to"
+        )
         raise UserError(f"@tree {tree}: {folder} is not calibrated", remedy)
     if source is not None and source.tree_path.is_file():
         return replace(tree, file=source.tree_path)
     if tree.nodes is not None or tree.kind == "auto":
         return tree
     remedy = (
-        f"make one with `medusa tree --run {source.path}`"
+        f"make one with `medusa tree --run {source.argument}`"
         if source
         else "give the @run that it belongs to"
     )
@@ -387,7 +396,8 @@ class Calibration:
     def check_current(self) -> None:
         """Raises UserError if the run's drafter was trained again after the calibration."""
         if self.stale and self.path is not None:
-            remedy = f"run `medusa calibrate --run {Path(self.path).parent}` again"
+            run = Run(Path(self.path).parent)
+            remedy = f"run `medusa calibrate --run {run.argument}` again"
             raise UserError(f"{self.path} was measured on an earlier drafter of this run", remedy)
 
 

@@ -5,6 +5,7 @@ import hashlib
 import logging
 import os
 import re
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -92,9 +93,13 @@ class Provenance:
 
 @dataclass(frozen=True)
 class DrafterConfig:
-    """The config.json of a drafter of any kind; another tool's config does not state the kind."""
+    """The config.json of a drafter of any kind; another tool's config does not state the kind.
+
+    max_position_embeddings: the number of positions that another tool's drafter was made for.
+    """
 
     drafter: str | None = None
+    max_position_embeddings: int | None = None
     num_heads: int | None = None
     medusa_num_heads: int | None = None
     provenance: Provenance = field(default_factory=Provenance)
@@ -102,6 +107,14 @@ class DrafterConfig:
     @property
     def heads(self) -> int | None:
         return self.medusa_num_heads if self.num_heads is None else self.num_heads
+
+
+def few_positions(own: int, models: int) -> str:
+    """Returns the words for a drafter that was made for fewer positions than its model."""
+    return (
+        f"the drafter's config counts {own:,} positions (max_position_embeddings), the model {models:,}: in longer "
+        "texts, fewer of its drafts may be right"
+    )
 
 
 def describe_drafter(folder: Path) -> DrafterConfig:
@@ -275,9 +288,15 @@ class Run:
     @property
     def chat_template(self) -> str | None:
         """Returns the chat template of the run, else of the enclosing run; None means the tokenizer's template."""
+        file = self.template_file
+        return None if file is None else read_text(file, "the run's chat template")
+
+    @property
+    def template_file(self) -> Path | None:
+        """Returns the file of the run's chat template, else of the enclosing run's; None if there is none."""
         for path in (self.template_path, self.data_path.with_name(self.template_path.name)):
             if path.is_file():
-                return read_text(path, "the run's chat template")
+                return path
         return None
 
     def template_with(self, given: str | None) -> str | None:
@@ -297,8 +316,9 @@ class Run:
 
     @property
     def adapter(self) -> Path | None:
-        """Returns the folder of the run's adapter, if stage 2 wrote one."""
-        return self.adapter_dir if (self.adapter_dir / "adapter_config.json").is_file() else None
+        """Returns the folder of the run's adapter, if it holds any file."""
+        held = self.adapter_dir.is_dir() and any(self.adapter_dir.iterdir())
+        return self.adapter_dir if held else None
 
     @classmethod
     def pretrained(cls, model: str) -> "Run | None":
@@ -328,7 +348,7 @@ class Run:
     def owner(self) -> dict[str, Any] | None:
         """Returns the identity of the run's model, None before its first use; raises UserError if it is damaged."""
         marker = self.path / "run.json"
-        remedy = "delete it: the next command writes it again"
+        remedy = "delete it, and give @model with the next command that loads the model, which writes it again"
         if not marker.exists():
             return None
         owner = read_as(marker, Provenance, "the run's file", remedy).identity
@@ -338,15 +358,38 @@ class Run:
 
     @property
     def model(self) -> str | None:
-        """Returns the name of the run's model, else of the enclosing run's."""
-        owner = self.owner or Run(self.data_path.parent).owner
-        if owner is None:
-            return None
-        name = str(owner["id"])
+        """Returns the name of the run's model, else of the enclosing run's, else of the drafter's; None if unknown.
+
+        Raises UserError for a local model that is no longer there.
+        """
+        name = self.recorded_model
+        if name is None or not os.path.isabs(name) or os.path.exists(name):
+            return name
         # A fully tuned model lies in its run, which may have been moved.
         tuned = self.path / "model"
-        was_moved = os.path.isabs(name) and not os.path.exists(name)
-        return str(tuned) if was_moved and tuned.is_dir() else name
+        if tuned.is_dir():
+            return str(tuned)
+        raise UserError(
+            f"the run {self.path} is for the model {name}, which is no longer there",
+            "give its new place as @model",
+        )
+
+    @property
+    def recorded_model(self) -> str | None:
+        """Returns the name of the run's model as its files state it, or None."""
+        owner = self.owner or Run(self.data_path.parent).owner
+        if owner is None and (self.drafter_dir / "config.json").is_file():
+            owner = describe_drafter(self.drafter_dir).provenance.identity
+        name = (owner or {}).get("id")
+        return name if isinstance(name, str) else None
+
+    @property
+    def argument(self) -> str:
+        """Returns the word that names the run on a command line, quoted for a shell."""
+        if self.path.parent == RUNS:
+            return shlex.quote(self.path.name)
+        text = str(self.path)
+        return shlex.quote(text if os.sep in text else text + os.sep)
 
     def bind(self, identity: dict[str, Any]) -> None:
         """Binds the run to a model at its first use; raises UserError if it belongs to another model."""
