@@ -1,6 +1,7 @@
 """Drafters that come along with models draft as their makers describe, and decoding stays the model's own."""
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
@@ -25,8 +26,9 @@ from medusa_cli.doctor import Case, examine
 from medusa_cli.drafters.base import Batch, NewTokens
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.drafters.io import load_drafter
-from medusa_cli.drafters.mtp import Mtp
+from medusa_cli.drafters.mtp import Mtp, checkpoint_tensors
 from medusa_cli.engine import load_backbone
+from medusa_cli.errors import UserError
 from medusa_cli.export.eagle3_format import export_eagle3
 from medusa_cli.export.folder import find_source
 from medusa_cli.export.incoming import import_drafter, import_mtp
@@ -40,6 +42,7 @@ from tests.checkpoints import EAGLE, H, V, eagle3, write
 from tests.helpers import (
     PROMPT,
     SPARSE,
+    change_json,
     forward,
     generate_plain,
     medusa,
@@ -778,6 +781,46 @@ def test_a_model_with_an_mtp_layer_is_told_of_it(
     for drafter, part in (("mtp", "no MTP layer"), ("nobody/nothing", "nobody/nothing")):
         done = medusa(*words, model, "--drafter", drafter, exit_code=1)
         assert part in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "glm4_moe", "qwen2"])
+def test_an_mtp_layer_without_its_first_tensor_is_named(tmp_path: Path, kind: str) -> None:
+    path = Path(save_with_mtp(kind, tmp_path / "model"))
+    first = f"{MAKERS[kind]}{NAMES[MAKERS[kind]][2]}.weight"
+    weights = load_file(path / "model.safetensors")
+    part = {name: tensor for name, tensor in weights.items() if name != first}
+    save_file(part, path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match=re.escape(first)):
+        own_drafter(str(path))
+    # Shards whose index names the layer's tensors, which are in no shard.
+    plain = {name: tensor for name, tensor in part.items() if not name.startswith(MAKERS[kind])}
+    save_file(plain, path / "model-1.safetensors", {"format": "pt"})
+    files = dict.fromkeys(weights, "model-1.safetensors")
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    (path / "model.safetensors").unlink()
+    with pytest.raises(UserError, match=re.escape(first)):
+        own_drafter(str(path))
+    # A config that counts a layer of which nothing is there.
+    files = dict.fromkeys(plain, "model-1.safetensors")
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    change_json(path / "config.json", mtp_num_hidden_layers=1)
+    with pytest.raises(UserError, match="config.json counts 1 .mtp_num_hidden_layers"):
+        own_drafter(str(path))
+
+
+def test_mtp_tensors_are_those_of_the_shards_that_the_index_names(tmp_path: Path) -> None:
+    path = Path(save_with_mtp("qwen3_5_text", tmp_path / "model"))
+    weights = load_file(path / "model.safetensors")
+    expected = checkpoint_tensors(str(path))
+    save_file(weights, path / "model-1.safetensors", {"format": "pt"})
+    other = {name: tensor + 1 for name, tensor in weights.items() if name.startswith("mtp.")}
+    last = next(name for name in weights if not name.startswith("mtp."))
+    save_file({**other, last: weights[last]}, path / "model-2.safetensors", {"format": "pt"})
+    files = {**dict.fromkeys(weights, "model-1.safetensors"), last: "model-2.safetensors"}
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    (path / "model.safetensors").unlink()
+    taken = checkpoint_tensors(str(path))
+    assert all(torch.equal(taken[name], expected[name]) for name in expected)
 
 
 # Gemma 4's assistants.

@@ -415,6 +415,68 @@ def test_an_index_cannot_name_files_outside_its_folder(tmp_path: Path, model: st
         assert import_drafter(str(folder), f"{tmp_path}/run{number}", model)[1]["heads"] == 3
 
 
+def test_a_drafter_made_for_fewer_positions_is_told(tmp_path: Path, model: str) -> None:
+    notes = take(
+        tmp_path, model, eagle3(), {**EAGLE, "max_position_embeddings": 32}, "model.safetensors"
+    )[1]
+    assert any("32 positions" in note for note in notes)
+    words = ("doctor", "--run", f"{tmp_path}/run", "--model", model, "--quick", "--json")
+    assert "32 positions" in medusa(*words, exit_code=None).stdout
+    nested = {**EAGLE, "transformer_layer_config": {"max_position_embeddings": 64}}
+    notes = take(tmp_path / "nested", model, eagle3(), nested, "model.safetensors")[1]
+    assert any("64 positions" in note for note in notes)
+    large = {**EAGLE, "max_position_embeddings": 4096}
+    notes = take(tmp_path / "large", model, eagle3(), large, "model.safetensors")[1]
+    assert not any("positions" in note for note in notes)
+
+
+def shard(folder: Path, tensors: Tensors, count: int = 2) -> dict[str, str]:
+    """Writes a checkpoint in shards with an index; returns the shard of each tensor."""
+    files = {name: f"model-{i % count}.safetensors" for i, name in enumerate(tensors)}
+    for file in set(files.values()):
+        save_file({n: t for n, t in tensors.items() if files[n] == file}, folder / file)
+    (folder / INDEX).write_text(json.dumps({"weight_map": files}))
+    return files
+
+
+@pytest.mark.parametrize("stray", [None, "model.safetensors", "pytorch_model.bin"])
+def test_an_index_names_the_shard_of_each_tensor(
+    tmp_path: Path, model: str, stray: str | None
+) -> None:
+    theirs = eagle3()
+    other = {name: tensor + 1 for name, tensor in theirs.items() if tensor.is_floating_point()}
+    write(tmp_path / "theirs", stray or "model.safetensors", {**theirs, **other}, EAGLE)
+    files = shard(tmp_path / "theirs", theirs)
+    if stray is None:
+        (tmp_path / "theirs" / "model.safetensors").unlink()
+    # Duplicates in a shard that the index does not name for them.
+    path = tmp_path / "theirs" / "model-1.safetensors"
+    save_file({**other, **load_file(path)}, path)
+    run, _, notes = import_drafter(str(tmp_path / "theirs"), f"{tmp_path}/run", model)
+    kept = load_file(next(run.drafter_dir.glob("*.safetensors")))
+    for name in ("fc.weight", "lm_head.weight", "norm.weight"):
+        assert torch.equal(kept[name], theirs[name])
+    assert any((stray or "?") in note and INDEX in note for note in notes) == (stray is not None)
+
+    lost = next(name for name in files if files[name] == "model-0.safetensors")
+    path = tmp_path / "theirs" / "model-0.safetensors"
+    whole = load_file(path)
+    save_file({name: tensor for name, tensor in whole.items() if name != lost}, path)
+    save_file(load_file(tmp_path / "theirs" / "model-1.safetensors"), tmp_path / "x.safetensors")
+    with pytest.raises(UserError, match=rf"model-0.safetensors lacks 1 .*{lost}"):
+        import_drafter(str(tmp_path / "theirs"), f"{tmp_path}/again", model)
+    for number in range(2):
+        (tmp_path / "theirs" / f"model-{number}.safetensors").unlink()
+    with pytest.raises(UserError, match="model-0.safetensors, model-1.safetensors.*download"):
+        import_drafter(str(tmp_path / "theirs"), f"{tmp_path}/again", model)
+
+
+def test_heads_beside_the_index_of_a_model_are_read(tmp_path: Path, model: str) -> None:
+    write(tmp_path / "theirs", FILE, medusa_heads())
+    (tmp_path / "theirs" / INDEX).write_text(json.dumps({"weight_map": {"a": "gone.safetensors"}}))
+    assert import_drafter(str(tmp_path / "theirs"), f"{tmp_path}/run", model)[1]["heads"] == 3
+
+
 def test_missing_parts_are_named(tmp_path: Path, model: str) -> None:
     write(tmp_path / "theirs", FILE, medusa_heads())
     (tmp_path / "empty").mkdir()

@@ -1,6 +1,8 @@
 """Loading models and adapters: damaged, unsupported or foreign ones are refused by name, and no pickle is opened."""
 
+import json
 import logging
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,7 @@ from tests.helpers import (
 )
 
 FP32 = LoadOptions(dtype="fp32")
-WEIGHTS = "model.safetensors"
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 MATRIX = "model.layers.1.mlp.up_proj.weight"
 
 
@@ -64,7 +66,85 @@ def test_damaged_tensors_are_refused(
 @pytest.mark.parametrize("data", [b"", b"\x07" * 100_000, b"\xff" * 100_000])
 def test_bytes_that_are_no_weights_are_refused(model: Path, data: bytes) -> None:
     (model / WEIGHTS).write_bytes(data)
-    assert_refused(model, "could not be loaded")
+    assert_refused(model, f"{WEIGHTS} is .*download the model again")
+
+
+def split(model: Path, count: int = 6) -> list[Path]:
+    """Splits a model's weights into shards with an index; returns their paths."""
+    tensors = load((model / WEIGHTS).read_bytes())
+    files = {
+        name: f"model-{i % count + 1:05}-of-{count:05}.safetensors"
+        for i, name in enumerate(tensors)
+    }
+    for file in sorted(set(files.values())):
+        own = {name: tensors[name] for name in tensors if files[name] == file}
+        save_file(own, model / file, metadata={"format": "pt"})
+    (model / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    (model / WEIGHTS).unlink()
+    return [model / file for file in sorted(set(files.values()))]
+
+
+def refused_early(model: Path) -> str:
+    """Returns the line that refuses a model before torch is imported."""
+    words = ["chat", "--model", str(model), "--prompt", "w1"]
+    code = f"import sys; sys.modules['torch'] = None; sys.argv[1:] = {words!r}; from medusa_cli.cli import main; main()"
+    done = python(code)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    return done.stderr
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 4\n"
+
+
+@pytest.mark.parametrize(
+    ("damage", "match"),
+    [
+        (lambda data: b"", "empty"),
+        (lambda data: data[:5], "cut off"),
+        (lambda data: data[:40], "cut off"),
+        (lambda data: data[: len(data) // 2], "cut off"),
+        (lambda data: data[:-1], "cut off"),
+        (lambda data: POINTER, "git-lfs"),
+        (lambda data: b"<html>" + data, "no safetensors"),
+        (lambda data: data[:8] + b"[" + data[9:], "no safetensors"),
+    ],
+)
+def test_a_damaged_shard_is_named(
+    model: Path, damage: Callable[[bytes], bytes], match: str
+) -> None:
+    shard = split(model)[3]
+    shard.write_bytes(damage(shard.read_bytes()))
+    assert_refused(model, f"{shard.name} .*{match}.*download the model again")
+
+
+def test_missing_shards_are_all_named_before_torch_is_imported(model: Path) -> None:
+    shards = split(model)
+    load_backbone(str(model), FP32)
+    shards[1].unlink()
+    shards[4].unlink()
+    line = refused_early(model)
+    assert shards[1].name in line and shards[4].name in line and shards[0].name not in line
+    assert "download the model again" in line
+    shards[1].write_bytes(b"")
+    shards[4].write_bytes(b"")
+    assert shards[1].name in refused_early(model)
+
+
+@pytest.mark.parametrize("other", ["pytorch_model.bin", "consolidated.safetensors", "m.gguf"])
+def test_weights_of_another_format_are_named(model: Path, other: str) -> None:
+    (model / WEIGHTS).rename(model / other)
+    assert other in refused_early(model)
+    assert_refused(model, other)
+
+
+def test_an_index_that_is_not_followed_is_told(
+    model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = (model / WEIGHTS).read_bytes()
+    split(model)
+    (model / WEIGHTS).write_bytes(whole)
+    load_backbone(str(model), FP32)
+    assert [record.message for record in caplog.records if INDEX in record.message]
 
 
 @pytest.mark.parametrize(
@@ -109,7 +189,7 @@ def test_pickled_weights_are_refused_unopened(model: Path, tmp_path: Path) -> No
 
     torch.save(Touch(), model / "pytorch_model.bin")
     (model / WEIGHTS).unlink()
-    assert_refused(model, "could not be loaded")
+    assert_refused(model, "pytorch_model.bin")
     assert not (tmp_path / "ran").exists()
 
 
@@ -292,7 +372,7 @@ def adapted(model: Path, tmp_path: Path) -> Path:
         ("r", "x", "at r"),
         ("r", 3, "does not fit the model"),
         ("peft_type", "LOHA", "LOHA"),
-        ("target_modules", "([", "target_modules"),
+        ("target_modules", 7, "target_modules"),
         ("target_modules", ["nothing"], "does not fit the model"),
         ("lora_alpha", None, "lora_alpha"),
     ],
@@ -324,28 +404,65 @@ def test_adapter_that_is_more_than_plain_lora_is_refused(
     assert_refused(model, named, adapted)
 
 
-@pytest.mark.parametrize("rslora", [False, True])
+@pytest.mark.parametrize(
+    ("targets", "rslora"),
+    [
+        (["q_proj", "down_proj"], False),
+        (["q_proj", "down_proj"], True),
+        (r".*\.(q_proj|v_proj)", False),
+        ("all-linear", False),
+        (["q_proj", "lm_head"], False),
+        (["q_proj", "embed_tokens"], False),
+    ],
+)
+@pytest.mark.parametrize("family", ["llama", "qwen2"])  # qwen2: the lm_head is the embedding
 def test_merged_adapter_gives_the_logits_that_peft_gives(
-    model: Path, tmp_path: Path, rslora: bool
+    tmp_path: Path, targets: list[str] | str, rslora: bool, family: str
 ) -> None:
     import peft
 
+    model = Path(save_model(tmp_path / "base", family=family))
     ids = torch.arange(9)[None]
-    config = peft.LoraConfig(
-        r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], use_rslora=rslora
-    )
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets, use_rslora=rslora)
     torch.manual_seed(0)
     theirs = peft.get_peft_model(load_network(str(model), FP32)[0], config)
     for name, weight in theirs.named_parameters():
-        if "lora_B" in name:
+        if "lora_B" in name or "lora_embedding_B" in name:
             torch.nn.init.normal_(weight, std=0.3)
     theirs.save_pretrained(tmp_path / "theirs")
+    if isinstance(targets, str):  # peft may have written the names that the text stands for
+        change_json(tmp_path / "theirs" / "adapter_config.json", target_modules=targets)
     merged = lora.merge(load_network(str(model), FP32)[0], tmp_path / "theirs")
     plain = load_network(str(model), FP32)[0]
     with torch.no_grad():
         expected = theirs(ids).logits
         assert torch.allclose(merged(ids).logits, expected, atol=1e-4)
         assert not torch.allclose(plain(ids).logits, expected, atol=0.1)
+
+
+def test_an_lm_head_of_an_adapter_that_is_not_the_models_is_refused(
+    model: Path, tmp_path: Path
+) -> None:
+    import peft
+
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "lm_head"])
+    theirs = peft.get_peft_model(load_network(str(model), FP32)[0], config)
+    theirs.base_model.model.lm_head.base_layer.weight.data += 1
+    theirs.save_pretrained(tmp_path / "theirs", save_embedding_layers=True)
+    assert_refused(model, "lm_head.*merge it", tmp_path / "theirs")
+
+
+@pytest.mark.parametrize("other", ["adapter_model.bin", "adapters.safetensors", "adapters.npz"])
+def test_other_files_of_an_adapter_are_named(
+    model: Path, adapted: Path, other: str, tmp_path: Path
+) -> None:
+    (adapted / lora.WEIGHTS).rename(adapted / other)
+    assert_refused(model, other, adapted)
+    # A run's adapter without a config is not passed over.
+    (adapted / "adapter_config.json").unlink()
+    shutil.copytree(adapted, tmp_path / "run" / "adapter")
+    words = ("chat", "--run", f"{tmp_path}/run", "--model", model, "--baseline", "--prompt", "w1")
+    assert other in medusa(*words, exit_code=1).stderr
 
 
 def test_unknown_keys_of_an_adapter_config_are_ignored(model: Path, adapted: Path) -> None:

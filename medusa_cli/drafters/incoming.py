@@ -3,7 +3,7 @@
 import pickle
 import re
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,22 +16,21 @@ from medusa_cli.drafters import incoming_dflash as dflash
 from medusa_cli.drafters import incoming_eagle3 as eagle3
 from medusa_cli.drafters import incoming_medusa as medusa
 from medusa_cli.drafters.heads import HeadDrafter
+from medusa_cli.drafters.incoming_eagle3 import AGAIN
 from medusa_cli.drafters.kinds import DRAFTERS, weight_shapes
 from medusa_cli.errors import UserError, first_line, shown
 from medusa_cli.files.hub import hub_folder
-from medusa_cli.files.io import convert, read_object, restore
+from medusa_cli.files.io import convert, read_as, read_object, restore
+from medusa_cli.files.model_files import WEIGHTS, Shards, check_shards, listed
 from medusa_cli.files.paths import expanded
 from medusa_cli.files.weights import FLOATS, INTEGERS, read_weights
-from medusa_cli.runs.run import verifier_of
+from medusa_cli.runs.run import few_positions, verifier_of
 
 SUFFIXES = (".safetensors", ".pt", ".bin")
 # Names of weight files, with the safe format of each one first.
-FILES = [
-    f"{name}{end}"
-    for name in ("medusa_lm_head", "hydra_lm_head", "model", "pytorch_model")
-    for end in SUFFIXES
-]
-INDEX = "model.safetensors.index.json"
+HEAD_FILES = [f"{name}{end}" for name in ("medusa_lm_head", "hydra_lm_head") for end in SUFFIXES]
+FILES = HEAD_FILES + [f"{name}{end}" for name in ("model", "pytorch_model") for end in SUFFIXES]
+INDEX = WEIGHTS[1]
 # Config keys that state the number of heads.
 COUNTS = ("medusa_num_heads", "hydra_num_heads", "num_heads")
 HYDRA_KEY = re.compile(r"hydra_mlp\.(\d\d?)\.(\d\d?)\.(.+)")
@@ -72,16 +71,29 @@ class Checkpoint:
     place: str
     config: dict[str, Any]
     tensors: dict[str, Tensor] = field(repr=False)
+    notes: tuple[str, ...] = ()
 
     @classmethod
     def open(cls, place: str) -> "Checkpoint":
         """Reads a checkpoint; raises UserError for files that are missing, damaged or malicious."""
-        folder, files = _fetch(place)
+        folder, files, shards = _fetch(place)
         path = folder / "config.json"
         tensors: dict[str, Tensor] = {}
         for file in files:
-            tensors |= read_tensors(file)
-        return cls(place, read_object(path, "the config") if path.is_file() else {}, tensors)
+            own = read_tensors(file)
+            tensors |= {
+                name: tensor
+                for name, tensor in own.items()
+                if shards.get(name, file.name) == file.name
+            }
+        lost = sorted({*shards} - {*tensors})
+        if lost:
+            raise UserError(
+                f"{folder / shards[lost[0]]} lacks {len(lost)} tensors that {INDEX} names, such as {shown(lost[0])}",
+                AGAIN,
+            )
+        config = read_object(path, "the config") if path.is_file() else {}
+        return cls(place, config, tensors, tuple(_left_out(folder, files)))
 
     @property
     def model(self) -> Any:
@@ -107,7 +119,11 @@ class Checkpoint:
         config = convert(
             kind.read_config(settings), kind.config_class, f"the {kind.name} drafter's config"
         )
-        notes += _count_notes(self.config, config.num_heads)
+        notes += [*self.notes, *_count_notes(self.config, config.num_heads)]
+        positions = eagle3.flat(self.config).get("max_position_embeddings")
+        if isinstance(positions, int) and positions < base.max_position_embeddings:
+            notes.append(few_positions(positions, base.max_position_embeddings))
+            settings["max_position_embeddings"] = positions
         check_tensors(
             {name: tensors[name] for name in tensors if name != "draft_ids"},
             weight_shapes(kind, config),
@@ -122,7 +138,7 @@ def _count_notes(config: dict[str, Any], heads: int) -> list[str]:
     if stated > heads:
         raise UserError(
             f"config.json counts {stated} heads, the file holds {heads}",
-            "fetch the checkpoint again",
+            AGAIN,
         )
     return (
         [f"config.json counts {stated} heads, the file holds {heads}: all are imported"]
@@ -131,8 +147,21 @@ def _count_notes(config: dict[str, Any], heads: int) -> list[str]:
     )
 
 
-def _fetch(place: str) -> tuple[Path, list[Path]]:
-    """Returns the folder and the weight files of a checkpoint; a hub id is downloaded first."""
+def _left_out(folder: Path, files: Sequence[Path]) -> list[str]:
+    """Returns a note on the weight files of a folder that are not read."""
+    others = [folder / name for name in FILES if (folder / name).is_file()]
+    names = [path.name for path in others if path not in files]
+    if not names or not any(folder == path.parent for path in files):
+        return []
+    source = INDEX if len(files) > 1 or files[0].name not in FILES else files[0].name
+    return [f"{listed(names)} beside {source}: left out"]
+
+
+def _fetch(place: str) -> tuple[Path, list[Path], dict[str, str]]:
+    """Returns a checkpoint's folder, its weight files, and the file of each tensor if there is an index.
+
+    A hub id is downloaded first.
+    """
     folder = expanded(place)
     restore(folder)
     if folder.is_file():
@@ -141,7 +170,7 @@ def _fetch(place: str) -> tuple[Path, list[Path]]:
                 f"{place} is not a {', '.join(SUFFIXES)} file",
                 "give the checkpoint's folder or its weights",
             )
-        return folder.parent, [folder]
+        return folder.parent, [folder], {}
     if not folder.is_dir():
         if place.startswith((".", "/", "~")) or place.count("/") != 1:
             raise UserError(
@@ -150,15 +179,17 @@ def _fetch(place: str) -> tuple[Path, list[Path]]:
             )
         patterns = ["config.json", INDEX, "model-*.safetensors", *FILES]
         folder = hub_folder(place, patterns, "PATH|ID")
+    # An index beside heads may be that of a whole model.
+    if (folder / INDEX).is_file() and not any((folder / name).is_file() for name in HEAD_FILES):
+        index = read_as(folder / INDEX, Shards, "the index", AGAIN).weight_map
+        for name in set(index.values()):
+            _inside(folder, name)
+        shards = check_shards(folder, folder / INDEX, AGAIN)
+        return folder, [folder / name for name in sorted(set(shards.values()))], shards
     file = next((folder / name for name in FILES if (folder / name).is_file()), None)
-    if file is not None:
-        return folder, [file]
-    if not (folder / INDEX).is_file():
+    if file is None:
         raise UserError(f"{folder} holds no weights", f"it needs one of {', '.join(FILES)}")
-    names = read_object(folder / INDEX, "the index").get("weight_map")
-    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
-        raise UserError(f"{folder / INDEX} has no weight_map", "fetch the checkpoint again")
-    return folder, [_inside(folder, name) for name in sorted(set(names.values()))]
+    return folder, [file], {}
 
 
 def _inside(folder: Path, name: str) -> Path:

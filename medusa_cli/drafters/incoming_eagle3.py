@@ -15,7 +15,7 @@ AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
 # Number of draft tokens if a checkpoint does not state how many it was trained for. This is
 # SpecForge's default.
 LEVELS = 7
-AGAIN = "fetch the checkpoint again"
+AGAIN = "download the checkpoint again"
 # Supported variants of the norms.
 NORMS = ("norm_before_residual", "norm_before_fc")
 # Unsupported variants of the layer: configs that enable one are refused.
@@ -52,7 +52,7 @@ def read_eagle3(
     Shared key and value heads are copied to every query head. Raises UserError for unsupported
     variants of the layer, and for impossible maps and widths.
     """
-    plain = _flat(config)
+    plain = flat(config)
     variants = [key for key in (*VARIANTS, "rope_scaling") if plain.get(key)]
     if "speculators_model_type" in config:
         plain = {"norm_before_residual": True, **plain}  # vLLM's default
@@ -124,7 +124,7 @@ def read_eagle3(
     return settings, tensors, notes
 
 
-def _flat(config: dict[str, Any]) -> dict[str, Any]:
+def flat(config: dict[str, Any]) -> dict[str, Any]:
     """Returns a config without the nesting that speculators and EAGLE use."""
     eagle = nested(config.get("eagle_config"))
     if isinstance(layers := eagle.get(AUX_LAYERS), list):

@@ -21,7 +21,7 @@ from medusa_cli.drafters.layer_rows import LayerRows, whole_mask
 from medusa_cli.drafters.layers import Padding, last_of
 from medusa_cli.engine.native_layer import ROWS_AT_ONCE, pieces
 from medusa_cli.errors import UserError, first_line, shown
-from medusa_cli.files.model_files import checkpoint_files, opened
+from medusa_cli.files.model_files import checkpoint_files, index_of, opened
 from medusa_cli.files.mtp import NAME, mtp_settings, need_source
 from medusa_cli.model import Backbone
 from medusa_cli.model.attention import additive, cache_name
@@ -344,7 +344,7 @@ def checkpoint_tensors(model: str) -> dict[str, Tensor]:
     """
     source = need_source(model)
     tensors: dict[str, Tensor] = {}
-    with opened(checkpoint_files(source.place), "pt") as slices:
+    with opened(checkpoint_files(source.place), "pt", index_of(source.place)) as slices:
         for name, part in slices.items():
             own = source.layout.ours(name)
             if own is not None:

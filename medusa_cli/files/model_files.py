@@ -1,8 +1,11 @@
 """Reading of a model's files, and refusal of unusable models, without torch, whose import takes a second."""
 
-from collections.abc import Iterator, Sequence
+import json
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +18,14 @@ from medusa_cli.files.assets import RANDOM, gguf_path, model_dir
 from medusa_cli.files.io import convert, read_as, read_object
 from medusa_cli.files.layer_kinds import KINDS, STATEFUL
 
+log = logging.getLogger(__name__)
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+# Endings of weights in other formats.
+OTHER_WEIGHTS = (
+    ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".npz", ".safetensors", ".gguf"
+)  # fmt: skip
+# The largest header that safetensors reads.
+MAX_HEADER = 100_000_000
 # The names of tokenizer files contain one of these.
 TOKENIZER_FILES = ("token", "vocab", "spiece", "tekken")
 # The methods of transformers' cache with which layers store a new state.
@@ -47,7 +57,9 @@ INSTEAD = {
     "xlstm": "Falcon-H1 or Mamba-2",
     "zamba": "Falcon-H1 or Bamba",
 }
-CONFIG, AGAIN = "the model's config", "get the model again"
+CONFIG, AGAIN = "the model's config", "download the model again"
+GIT_LFS = b"version https://git-lfs"
+LISTED = 8  # most file names in a message
 
 
 @dataclass(frozen=True)
@@ -85,6 +97,99 @@ def check_model_files(name: str) -> None:
     refuse_by_config(SimpleNamespace(**fields), text)
     if "auto_map" not in fields:  # otherwise the model's own code may run
         refuse_by_source(text)
+    check_weights(name)
+
+
+def check_weights(name: str) -> None:
+    """Raises UserError for a model's safetensors files that are missing or damaged, as after a broken download.
+
+    Reads only their headers. Warns of an index that is not followed.
+    """
+    if name.startswith(RANDOM) or gguf_path(name) is not None:
+        return
+    source = model_dir(name)
+    single, index = (model_file(source, file) for file in WEIGHTS)
+    if single is None and index is None and Path(source).is_dir():
+        raise _no_weights(name, Path(source))
+    if single is not None and index is not None:
+        _warn_once(
+            f"the model {name!r} holds {single.name} and {index.name}: the weights of {single.name} are used, the "
+            "files of the index are left out"
+        )
+    if single is None and index is not None and Path(source).is_dir():
+        check_shards(Path(source), index)
+    for path in checkpoint_files(source):
+        if (fault := fault_of(path)) is not None:
+            raise UserError(f"@model {name!r}: {path} {fault}", AGAIN)
+
+
+@cache
+def _warn_once(text: str) -> None:
+    log.warning(text)
+
+
+def _no_weights(name: str, folder: Path) -> UserError:
+    """Returns the error for a folder without weights in safetensors files, with the names of other weights."""
+    others = sorted(path for path in folder.iterdir() if path.suffix in OTHER_WEIGHTS)
+    fault = f"@model {name!r} holds no {WEIGHTS[0]} and no {WEIGHTS[1]}"
+    if others:
+        fault += f", only {listed([path.name for path in others])}"
+    suffixes = {path.suffix for path in others}
+    if ".gguf" in suffixes:
+        file = next(path for path in others if path.suffix == ".gguf")
+        return UserError(fault, f"give the GGUF file, such as {file}")
+    if not others or ".safetensors" in suffixes:
+        return UserError(fault, f"{AGAIN}, with all its files")
+    return UserError(
+        f"{fault}, which may hold code and are not read",
+        "download its safetensors files, or save it with transformers' save_pretrained where you trust it",
+    )
+
+
+def check_shards(folder: Path, index: Path, again: str = AGAIN) -> dict[str, str]:
+    """Returns the file of each tensor in an index; raises UserError with all files that the folder lacks."""
+    files = read_as(index, Shards, "the index", again).weight_map
+    names = sorted(set(files.values()))
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise UserError(
+            f"{folder} lacks {len(missing)} of the {len(names)} files that {index.name} names: {listed(missing)}",
+            again,
+        )
+    return files
+
+
+def listed(names: Sequence[str]) -> str:
+    """Returns names in a row, and the number of those beyond the first few."""
+    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    return ", ".join(names[:LISTED]) + more
+
+
+def fault_of(path: Path) -> str | None:
+    """Returns what is wrong with a safetensors file, based on its size and header; None if nothing is."""
+    size = path.stat().st_size
+    if not size:
+        return "is empty"
+    with path.open("rb") as file:
+        start = file.read(len(GIT_LFS))
+        if start == GIT_LFS:
+            return "is a pointer of git-lfs, not the file itself (`git lfs pull` fetches it)"
+        file.seek(0)
+        length = int.from_bytes(file.read(8), "little")
+        if length > MAX_HEADER:
+            return "is no safetensors file"
+        header = file.read(length)
+    if size < 8 + length:
+        return f"is cut off after {size:,} bytes"
+    try:
+        tensors = json.loads(header)
+        ends = [entry["data_offsets"][1] for key, entry in tensors.items() if key != "__metadata__"]
+        expected = 8 + length + max(ends, default=0)
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
+        return "is no safetensors file: its header is damaged"
+    if size < expected:
+        return f"is cut off after {size:,} of {expected:,} bytes"
+    return None
 
 
 def config_fields(source: str) -> dict[str, Any] | None:
@@ -234,6 +339,14 @@ def checkpoint_files(source: str) -> list[Path]:
     return []
 
 
+def index_of(source: str) -> dict[str, str]:
+    """Returns the file of each tensor as a checkpoint's index names it; empty if the index is not followed."""
+    single, index = (model_file(source, file) for file in WEIGHTS)
+    if single is not None or index is None:
+        return {}
+    return read_as(index, Shards, "the model's index", AGAIN).weight_map
+
+
 def weights_file(model: str) -> Path | None:
     """Returns the GGUF file that holds a model's weights; None if its folder holds them."""
     if model.startswith(RANDOM):
@@ -258,10 +371,22 @@ def tensors_of(model: str) -> dict[str, tuple[list[int], str]]:
 
 
 @contextmanager
-def opened(files: Sequence[Path], framework: str) -> Iterator[dict[str, Any]]:
-    """Opens a checkpoint's files and yields slices of their tensors by name, which read only what is needed."""
+def opened(
+    files: Sequence[Path], framework: str, shards: Mapping[str, str] = {}
+) -> Iterator[dict[str, Any]]:
+    """Opens a checkpoint's files and yields slices of their tensors by name, which read only what is needed.
+
+    Of several tensors with one name, the one in the file that `shards` names is taken, else the last.
+    """
     from safetensors import safe_open
 
     with ExitStack() as stack:
-        parts = [stack.enter_context(safe_open(path, framework=framework)) for path in files]
-        yield {name: part.get_slice(name) for part in parts for name in part.keys()}  # noqa: SIM118  (not a mapping)
+        parts = [
+            (path.name, stack.enter_context(safe_open(path, framework=framework))) for path in files
+        ]
+        yield {
+            name: part.get_slice(name)
+            for file, part in parts
+            for name in part.keys()  # noqa: SIM118  (not a mapping)
+            if shards.get(name, file) == file
+        }

@@ -7,16 +7,24 @@ are.
 
 import hashlib
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from medusa_cli.errors import UserError
-from medusa_cli.files.assets import RANDOM, gguf_path, home, lasting_name, model_dir
+from medusa_cli.errors import UserError, shown
+from medusa_cli.files.assets import (
+    RANDOM,
+    READ_ONLY,
+    gguf_path,
+    home,
+    lasting_name,
+    model_dir,
+    temporary_home,
+)
 from medusa_cli.files.hub import hub_folder
 from medusa_cli.files.io import read_object, write_json
-from medusa_cli.files.model_files import checkpoint_files, config_fields, tensors_of
+from medusa_cli.files.model_files import checkpoint_files, config_fields, index_of, tensors_of
 
 NAME = "mtp"
 # Default number of draft tokens. One layer runs repeatedly, and is trained for the first few only.
@@ -66,6 +74,8 @@ class Layout:
         return f"mtp.layer.{inner.removeprefix(self.inside)}"
 
 
+# Fields of a model's config that count its MTP layers.
+COUNTS = ("mtp_num_hidden_layers", "num_nextn_predict_layers", "num_mtp_layers", "n_predict")
 # Copies of the model's own matrices inside the MTP layer of a checkpoint.
 COPIES = ("embed_tokens", "shared_head.head")
 # Layouts of Qwen3-Next, Qwen 3.5 and later; of DeepSeek-V3, GLM-4.5 and later; and of MiMo.
@@ -83,15 +93,32 @@ def find_layout(names: Iterable[str], depth: int) -> Layout | None:
 
     depth: the number of the model's layers; GLM and DeepSeek number their MTP layer after these.
     """
-    places = {
-        r"(.*\.)?mtp\.(?=fc\.weight$)": QWEN,
-        rf"(.*\.)?layers\.{depth}\.(?=eh_proj\.weight$)": DEEPSEEK,
-        r"(.*\.)?mtp_layers\.0\.(?=input_proj\.weight$)": MIMO,
-    }
     for name in names:
-        for place, layout in places.items():
-            if found := re.match(place, name):
-                return Layout(**{**vars(layout), "prefix": found[0]})
+        for place, layout in _places(depth).items():
+            if match := re.fullmatch(rf"({place}){layout.fc}\.weight", name):
+                return replace(layout, prefix=match[1])
+    return None
+
+
+def _places(depth: int) -> dict[str, Layout]:
+    """Returns the layout of the MTP layer at each place, given as a pattern of the prefix of its names."""
+    return {
+        r"(?:.*\.)?mtp\.": QWEN,
+        rf"(?:.*\.)?layers\.{depth}\.": DEEPSEEK,
+        r"(?:.*\.)?mtp_layers\.0\.": MIMO,
+    }
+
+
+def missing_projection(names: Collection[str], depth: int) -> str | None:
+    """Returns the name of the missing projection of an MTP layer whose norms are there; None if there is no norm.
+
+    names: those of the tensors in a checkpoint, and in its index.
+    """
+    for name in names:
+        for place, layout in _places(depth).items():
+            norms = "|".join(map(re.escape, (layout.embedding_norm, layout.state_norm, layout.fc)))
+            if match := re.fullmatch(rf"({place})(?:{norms})\.weight", name):
+                return f"{match[1]}{layout.fc}.weight"
     return None
 
 
@@ -123,11 +150,33 @@ def need_source(model: str) -> Source:
         _fetch(model_dir(model))
     source = find_source(model)
     if source is None:
-        raise UserError(
-            f"@drafter {NAME}: the checkpoint of {model} has no MTP layer",
-            "leave @drafter out, or train one with `medusa train`",
-        )
+        raise _no_layer(model)
     return source
+
+
+def _no_layer(model: str) -> UserError:
+    """Returns the error for a model without an MTP layer, or with a part of one."""
+    otherwise = "leave @drafter out, or train one with `medusa train`"
+    fault = f"@drafter {NAME}: the checkpoint of {model} has no MTP layer"
+    if model.startswith(RANDOM) or gguf_path(model) is not None:
+        return UserError(fault, otherwise)
+    place = model_dir(model)
+    fields = config_fields(place) or {}
+    text = fields.get("text_config") or fields
+    names = [*tensors_of(model), *index_of(place)]
+    lost = missing_projection(names, text.get("num_hidden_layers") or 0)
+    if lost is not None:
+        return UserError(
+            f"@drafter {NAME}: the checkpoint of {model} lacks {lost}, the first tensor of its MTP layer",
+            f"download the model again, {otherwise}",
+        )
+    counted = next((key for key in COUNTS if text.get(key)), None)
+    if counted is not None:
+        return UserError(
+            f"{fault}, though its config.json counts {shown(text[counted])} ({counted})",
+            f"download a checkpoint with it, {otherwise}",
+        )
+    return UserError(fault, otherwise)
 
 
 def _fetch(place: str) -> None:
@@ -166,7 +215,16 @@ def own_drafter(model: str) -> Path:
     """Returns the folder of the drafter in a model's checkpoint, which contains a config but no weights."""
     settings = mtp_settings(model)
     key = hashlib.sha256(str(Path(model_dir(model)).absolute()).encode()).hexdigest()[:16]
-    folder = home() / "drafters" / key
+    try:
+        return _with_config(home() / "drafters" / key, settings)
+    except OSError as reason:
+        if reason.errno not in READ_ONLY:
+            raise
+        return _with_config(temporary_home() / "drafters" / key, settings)
+
+
+def _with_config(folder: Path, settings: dict[str, Any]) -> Path:
+    """Returns a folder with the settings in its config.json, which is written unless it is there."""
     path = folder / "config.json"
     if not path.is_file() or read_object(path, "the drafter's config") != settings:
         folder.mkdir(parents=True, exist_ok=True)

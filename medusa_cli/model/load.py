@@ -14,6 +14,7 @@ from medusa_cli.files import assets
 from medusa_cli.files.assets import RANDOM
 from medusa_cli.files.model_files import (
     check_tokenizer,
+    check_weights,
     config_fields,
     model_file,
     tensors_of,
@@ -112,6 +113,7 @@ def load_network(
     else:
         check_architecture(config, model)
     check_tokenizer(source, model)
+    check_weights(model)
     try:
         _refuse_adapter(source, model)
         missing: list[str] = []
@@ -154,6 +156,7 @@ def lazy_network(model: str) -> LazyNetwork:
     source = assets.model_dir(model)
     config = read_config(model, whole=True)
     refuse_unsupported(config)
+    check_weights(model)
     try:
         if model_file(source, "generation_config.json") is not None:
             generation_config = GenerationConfig.from_pretrained(source)

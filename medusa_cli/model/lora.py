@@ -1,6 +1,7 @@
 """LoRA adapters of a backbone: attached for stage 2, switched off for the original model, saved, and merged."""
 
 import hashlib
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,13 +15,17 @@ from torch import Tensor, nn
 
 from medusa_cli.errors import UserError, first_line, shown
 from medusa_cli.files.io import AGAIN, convert, read_object, replacing_folder
+from medusa_cli.files.model_files import OTHER_WEIGHTS, listed
 from medusa_cli.files.weights import read_weights
 from medusa_cli.model.backbone import text_model, untie_head
 
 WEIGHTS = "adapter_model.safetensors"
 MODELS = "transformers.models."  # where transformers defines the parts of each model
 ADAPTER_WEIGHTS = "the adapter's weights"
-
+PREFIX = "base_model.model."  # of the names in peft's files
+# The end of the name under which peft keeps a copy of a layer's own weight.
+OWN_WEIGHT = ".base_layer.weight"
+MERGE = "merge it into its model with peft, and give the merged model as @model"
 
 # Keys in a saved adapter's config that do not change the meaning of its weights. Any other keys
 # that are not used must be empty or false.
@@ -43,16 +48,17 @@ NOT_READ = (
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """Holds the keys of a saved adapter's config that are used: plain LoRA of one rank on named modules.
+    """Holds the keys of a saved adapter's config that are used: plain LoRA of one rank.
 
-    init_lora_weights: any other value changes the model's own weights, too. use_rslora: scale by
-    alpha / sqrt(r).
+    target_modules: the names of the modules, or a text such as a regular expression, in place of
+    which the names of the weights are read. init_lora_weights: any other value changes the model's
+    own weights, too. use_rslora: scale by alpha / sqrt(r).
     """
 
     peft_type: Literal["LORA"]
     r: Annotated[int, Meta(ge=1, le=65_536)]
     lora_alpha: Annotated[float, Meta(ge=0, le=1e6)]
-    target_modules: Annotated[list[str], Meta(min_length=1, max_length=8192)]
+    target_modules: Annotated[list[str], Meta(min_length=1, max_length=8192)] | str
     bias: Literal["none"] = "none"
     use_rslora: bool = False
     init_lora_weights: bool | Literal["gaussian", "orthogonal", "eva"] = True
@@ -186,6 +192,12 @@ def merge(network: Any, folder: Path, quantized: bool = False) -> Any:
         untie_head(network)
     known = _read_config(folder / "adapter_config.json")
     saved = read_weights(folder / WEIGHTS, ADAPTER_WEIGHTS)
+    copies = _own_weights(network, saved, folder)
+    targets = known.target_modules
+    if isinstance(targets, str):
+        targets = sorted(
+            name.removeprefix(PREFIX).rpartition(".lora_")[0] for name in saved if ".lora_" in name
+        )
     try:
         with _quiet():
             from peft import LoraConfig, PeftModel
@@ -194,21 +206,21 @@ def merge(network: Any, folder: Path, quantized: bool = False) -> Any:
             config = LoraConfig(
                 r=known.r,
                 lora_alpha=known.lora_alpha,
-                target_modules=known.target_modules,
+                target_modules=targets,
                 bias="none",
                 use_rslora=known.use_rslora,
             )
             config.inference_mode = True
             adapted = PeftModel.from_pretrained(network, str(folder), config=config)
             names = [
-                name.replace(".default.", ".")
+                re.sub(r"\.default(?=\.|$)", "", name)
                 for name, _ in adapted.named_parameters()
                 if "lora_" in name
             ]
             lost = sorted({*names} - {*saved})
             if lost:  # they would keep their initial values
                 raise ValueError(f"its weights lack {len(lost)} tensors, such as {lost[0]}")
-            left = sorted({*saved} - {*names})
+            left = sorted({*saved} - {*names} - copies)
             if left:
                 raise ValueError(
                     f"its weights hold {len(left)} tensors that are not taken, such as {left[0]}"
@@ -229,9 +241,27 @@ def _read_config(path: Path) -> AdapterConfig:
         if document[key] not in (None, False, {}, []):
             raise UserError(
                 f"the adapter's config {path} sets {key} {shown(document[key])}: it is more than plain LoRA",
-                "merge it into its model with peft, and give the merged model as @model",
+                MERGE,
             )
     return known
+
+
+def _own_weights(network: Any, saved: dict[str, Tensor], folder: Path) -> set[str]:
+    """Returns the names of the copies of the model's own weights that peft keeps beside an adapter.
+
+    Raises UserError for a weight that differs from the model's.
+    """
+    modules = dict(network.named_modules())
+    copies = {name for name in saved if name.endswith(OWN_WEIGHT)}
+    for name in sorted(copies):
+        place = name.removeprefix(PREFIX).removesuffix(OWN_WEIGHT)
+        own = getattr(modules.get(place), "weight", None)
+        if own is None or not torch.equal(saved[name].to(own), own):
+            raise UserError(
+                f"the adapter {folder} brings a weight of {place} that is not that of the model",
+                MERGE,
+            )
+    return copies
 
 
 @contextmanager
@@ -250,6 +280,12 @@ def digest(folder: Path) -> str:
 
 
 def _weights_in(folder: Path) -> Path:
-    if not (folder / WEIGHTS).is_file():
-        raise UserError(f"{folder} holds no adapter", "train one with `medusa train --stage 2`")
-    return folder / WEIGHTS
+    if (folder / WEIGHTS).is_file():
+        return folder / WEIGHTS
+    others = [path.name for path in sorted(folder.glob("*")) if path.suffix in OTHER_WEIGHTS]
+    if others:
+        raise UserError(
+            f"the adapter {folder} holds no {WEIGHTS}, only {listed(others)}",
+            f"save it there in peft's layout, as safetensors, or {MERGE}",
+        )
+    raise UserError(f"{folder} holds no adapter", "train one with `medusa train --stage 2`")
