@@ -33,7 +33,14 @@ from medusa_cli.model import Backbone
 from medusa_cli.runs.load_options import DEFAULT_LOADING, LoadOptions
 from medusa_cli.runs.recipe import DistillRecipe, TrainRecipe, load_recipe
 from medusa_cli.runs.resolve import Calibration, read_calibration
-from medusa_cli.runs.run import Provenance, Run, check_backbone, describe_drafter, outdated
+from medusa_cli.runs.run import (
+    Provenance,
+    Run,
+    check_backbone,
+    describe_drafter,
+    few_positions,
+    outdated,
+)
 from medusa_cli.train.log import NAME, acceptance_of, read_log
 from medusa_cli.tree import Tree
 from medusa_cli.tree.io import load_tree, tree_provenance
@@ -203,16 +210,16 @@ class Case:
     def _prompts(self) -> list[list[int]]:
         """Returns the token ids of held-out prompts, or of MT-Bench questions if the drafter came without data."""
         if self.run.data_path.is_file():
-            texts = [
-                conversation.turns[0]
+            asked = [
+                conversation.questions[0]
                 for conversation in self.conversations[:SAMPLE]
-                if conversation.turns
+                if conversation.questions
             ]
         else:
             questions = spread(read_questions(assets.mt_bench_path())[0], PROMPTS)
-            texts = [question.turns[0] for question in questions]
+            asked = [[{"role": "user", "content": question.turns[0]}] for question in questions]
         limit = min(LONGEST_PROMPT, self.backbone.max_positions - TOKENS - self.tree.max_depth - 1)
-        prompts = [self.backbone.encode_chat([{"role": "user", "content": text}]) for text in texts]
+        prompts = [self.backbone.encode_chat(messages) for messages in asked]
         prompts = [tokens for tokens in prompts if len(tokens) <= limit]
         if not prompts:
             raise UserError("no prompt of the data is short enough to decode here", self.distill)
@@ -241,7 +248,12 @@ def backbone(case: Case) -> Finding:
         if before.get(key) != now.get(key):
             text = f"the drafter was trained on a model with {key} {before.get(key)}, it runs with {now.get(key)}"
             return Finding(status, text, remedy)
-    return Finding("pass", f"the drafter was trained on {shown(before.get('id'))}, which decodes")
+    text = f"the drafter was trained on {shown(before.get('id'))}, which decodes"
+    positions = describe_drafter(case.run.drafter_dir).max_position_embeddings
+    if positions is not None and positions < case.backbone.max_positions:
+        text += f"; {few_positions(positions, case.backbone.max_positions)}"
+        return Finding("warn", text, case.command("train"))
+    return Finding("pass", text)
 
 
 def calibration(case: Case) -> Finding:
@@ -393,13 +405,17 @@ def over_fitting(case: Case) -> Finding:
             "unknown", "the training's log has no step or no validation", case.command("train")
         )
     trained = [
-        fmean(shares)
+        _mean(shares)
         for shares in zip(*(step["accuracies"] for step in steps[-LAST:]), strict=True)
     ]
     held_out = checks[-1]["accuracies"]
+    pairs = [pair for pair in zip(trained, held_out, strict=True) if None not in pair]
+    measured = [_mean(check["head_losses"]) for check in checks]
+    losses = [loss for loss in measured if loss is not None]
+    if not pairs or not losses:
+        return Finding("unknown", "the answers are too short to measure a head", case.distill_more)
 
-    gap = fmean(trained) - fmean(held_out)
-    losses = [fmean(check["head_losses"]) for check in checks]
+    gap = fmean(own - other for own, other in pairs)
     risen = losses[-1] / max(min(losses), 1e-9) - 1
     text = (
         f"first guesses right {_shares(trained)} % on trained text, {_shares(held_out)} % on held-out text, whose loss "
@@ -440,8 +456,14 @@ def training_length(case: Case) -> Finding:
     return Finding(status, text, remedy, figures)
 
 
-def _shares(values: Sequence[float]) -> str:
-    return "/".join(f"{100 * value:.1f}" for value in values)
+def _mean(values: Sequence[float | None]) -> float | None:
+    """Returns the mean of the values that are known, or None if there is none."""
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None
+
+
+def _shares(values: Sequence[float | None]) -> str:
+    return "/".join("-" if value is None else f"{100 * value:.1f}" for value in values)
 
 
 def acceptance(case: Case) -> Finding:

@@ -38,6 +38,7 @@ from tests.helpers import (
     generate,
     load_dataset,
     medusa,
+    medusa_json,
     save_model,
     tiny_backbone,
     tiny_model,
@@ -607,6 +608,41 @@ def falling(best: int) -> Any:
 
 def test_simulated_acceptance_is_the_sum_of_products() -> None:
     assert acceptance_of([0.5, 0.4, 0.1]) == pytest.approx(1 + 0.5 + 0.5 * 0.4 + 0.5 * 0.4 * 0.1)
+    assert acceptance_of([0.5, None, 0.1]) == 1.5
+
+
+def shorten(run: Run) -> None:
+    """Gives all answers of a run one token before their end token: only the first head has a target."""
+    records = [conversation(n, length=1) for n in range(24)]
+    write_lines(run.distill_path, records)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_heads_without_a_position_have_no_loss_and_no_accuracy(kind: str, run: Run) -> None:
+    shorten(run)
+    work = trainer(run, *KINDS[kind], "drafter.num_heads=3")
+    events = [event for event in work.events() if isinstance(event, Stepped | Validated)]
+    assert {type(event) for event in events} == {Stepped, Validated}
+    for event in events:
+        for values in (event.head_losses, event.accuracies):
+            assert values[0] is not None and values[1:] == [None, None]
+
+
+def test_heads_without_a_position_are_told(run: Run, model: str) -> None:
+    shorten(run)
+    words = words_of(run, model, "drafter.num_heads=3")
+    result = medusa(*words)
+    for data in ("training", "held-out"):
+        assert f"heads 2 to 3 have no position in the {data} data" in " ".join(
+            result.stderr.split()
+        )
+    lines = [line for line in read_log(run.path / "train.jsonl") if line["event"] != "saved"]
+    assert lines and all(line["accuracies"][1:] == [None, None] for line in lines)
+    checked = medusa("doctor", "--run", f"{run.path}/", "--model", model, "--quick", exit_code=None)
+    assert "Traceback" not in checked.stderr and checked.exit_code in (0, 1)
+    (row,) = medusa_json("compare", f"{run.path}/")
+    assert row["accuracies"][1:] == [None, None]
+    assert medusa("compare", f"{run.path}/").stdout
 
 
 @pytest.mark.parametrize(

@@ -154,7 +154,8 @@ def _rates(results: Sequence[Result], name: str, baseline: str) -> dict[str, Any
         -1, 2
     )
     # Other programs report no steps. Their names say whether they draft (llama.cpp-ngram).
-    unmeasured = None if "-" in name else 1.0
+    reports = any(own.stats.tokens for own, _ in pairs)
+    unmeasured = None if reports or "-" in name else 1.0
     return {
         "questions": len(results),
         "tokens_per_s": float(rate(times.sum(axis=0))),

@@ -80,7 +80,9 @@ def compare(
     for row in rows:
         forms = {"kl": ".4f", "perplexity_ratio": ".3f", "agreement": ".1%"}
         costs = ("-" if row[key] is None else format(row[key], form) for key, form in forms.items())
-        shares = "/".join(f"{100 * share:.1f}" for share in row["accuracies"])
+        shares = "/".join(
+            "-" if share is None else f"{100 * share:.1f}" for share in row["accuracies"]
+        )
         cells.append((row["run"], row["objective"], row["lambda_0"], *costs, shares))
     left = ("run", "loss", "lambda_0")
     console.result(
@@ -98,7 +100,8 @@ def best_validation(run: Run) -> Document:
     best = best_of(checks)
     if best is None or not run.recipe_path.is_file():
         raise UserError(
-            f"{run.path} holds no training with a validation", "run `medusa train` there first"
+            f"{run.path} holds no training with a validation",
+            f"run `medusa train --run {run.argument}` first",
         )
     train = load_recipe(run.recipe_path).train
     joint = train.stage == 2

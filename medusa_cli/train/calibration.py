@@ -179,7 +179,8 @@ def measure(
     accuracies, roots = accuracies_at_roots(torch.cat(ranks), top)
     return {
         "accuracies": accuracies,
-        "temperatures": [TEMPERATURES[int(row.argmin())] for row in log_loss],
+        # Without a target in the draft vocabulary, nothing is known of a head's confidences.
+        "temperatures": [TEMPERATURES[int(row.argmin())] if row.any() else 1.0 for row in log_loss],
         "counted": counted.tolist(),
         "roots": roots,
         "positions": positions,

@@ -2,13 +2,14 @@
 
 import dataclasses
 import json
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from operator import mul
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from msgspec import convert
 
@@ -19,13 +20,16 @@ NAME = "train.jsonl"
 
 @dataclass(frozen=True)
 class Stepped:
-    """Records one optimizer step: loss in nats (weighted over heads), each head's loss and top-1 accuracy."""
+    """Records one optimizer step: loss in nats (weighted over heads), each head's loss and top-1 accuracy.
+
+    A head without a target in the step has no loss and no accuracy.
+    """
 
     step: int
     steps: int
     loss: float
-    head_losses: list[float]
-    accuracies: list[float]
+    head_losses: list[float | None]
+    accuracies: list[float | None]
     lr: float
     grad_norm: float
     positions: int  # of this step
@@ -37,12 +41,15 @@ class Stepped:
 
 @dataclass(frozen=True)
 class Validated:
-    """Records each head's loss and top-1 accuracy on held-out conversations after `step` steps."""
+    """Records each head's loss and top-1 accuracy on held-out conversations after `step` steps.
+
+    A head without a target there has no loss and no accuracy.
+    """
 
     step: int
     loss: float
-    head_losses: list[float]
-    accuracies: list[float]
+    head_losses: list[float | None]
+    accuracies: list[float | None]
     positions: int
     total_positions: int
     parts: dict[str, float]  # stage 2: also how far the model has moved
@@ -53,9 +60,13 @@ class Validated:
         return acceptance_of(self.accuracies)
 
 
-def acceptance_of(accuracies: Sequence[float]) -> float:
-    """Returns 1 + a_1 + a_1 a_2 + ... for top-1 accuracies a_k, as if the heads were right independently."""
-    return 1 + sum(accumulate(accuracies, mul))
+def acceptance_of(accuracies: Sequence[float | None]) -> float:
+    """Returns 1 + a_1 + a_1 a_2 + ... for top-1 accuracies a_k, as if the heads were right independently.
+
+    The chain ends at the first head without an accuracy.
+    """
+    measured = takewhile(lambda accuracy: accuracy is not None, accuracies)
+    return 1 + sum(accumulate(cast(Iterable[float], measured), mul))
 
 
 def best_of(checks: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
@@ -124,9 +135,9 @@ def _stop(number: int, reason: str) -> None:
     raise Malformed(reason)
 
 
-def shares(values: Sequence[float]) -> str:
-    """Returns fractions with two decimals each, separated by slashes."""
-    return "/".join(f"{value:.2f}".lstrip("0") for value in values)
+def shares(values: Sequence[float | None]) -> str:
+    """Returns fractions with two decimals each, separated by slashes; a dash stands for None."""
+    return "/".join("-" if value is None else f"{value:.2f}".lstrip("0") for value in values)
 
 
 def draw_curves(log: Sequence[dict[str, Any]], path: Path, title: str) -> None:
@@ -142,9 +153,8 @@ def draw_curves(log: Sequence[dict[str, Any]], path: Path, title: str) -> None:
                 # The accuracy of single batches is noisy; a moving average shows the trend.
                 values = _smooth([line[key][head] for line in steps])
                 axis.plot(trained, values, color=style["color"], alpha=0.4, linewidth=1)
-                axis.plot(
-                    checked, [line[key][head] for line in checks], marker="o", markersize=3, **style
-                )
+                held_out = _smooth([line[key][head] for line in checks], 0)
+                axis.plot(checked, held_out, marker="o", markersize=3, **style)
             axis.set(
                 xlabel="positions", ylabel=label, title=f"{label}; thin: training, marks: held out"
             )
@@ -172,9 +182,11 @@ def draw_heat_map(accuracies: Sequence[Sequence[float]], path: Path, title: str)
         figure.colorbar(image, label="accuracy")
 
 
-def _smooth(values: list[float]) -> list[float]:
-    windows = [values[max(0, i - 4) : i + 5] for i in range(len(values))]
-    return [sum(window) / len(window) for window in windows]
+def _smooth(values: list[float | None], width: int = 4) -> list[float]:
+    """Returns the means over up to `width` neighbors on each side; NaN where no value is known."""
+    windows = [values[max(0, i - width) : i + width + 1] for i in range(len(values))]
+    known = [[value for value in window if value is not None] for window in windows]
+    return [sum(window) / len(window) if window else math.nan for window in known]
 
 
 @contextmanager

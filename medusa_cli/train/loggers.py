@@ -41,7 +41,9 @@ def metrics_of(event: Logged) -> dict[str, float]:
     for key, value in figures.items():
         if isinstance(value, list):
             metrics |= {
-                f"{group}/{_SINGULAR[key]}_{head}": number for head, number in enumerate(value, 1)
+                f"{group}/{_SINGULAR[key]}_{head}": number
+                for head, number in enumerate(value, 1)
+                if number is not None
             }
         elif isinstance(value, dict):
             metrics |= {f"{group}/{part}": number for part, number in value.items()}

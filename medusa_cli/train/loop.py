@@ -358,15 +358,22 @@ def sums_of(loss: BatchLoss) -> dict[str, Any]:
 def means(sums: Sequence[dict[str, Any]], world: Distributed) -> dict[str, Any]:
     """Returns the mean loss, head losses, accuracies and parts over the micro-batches of all processes.
 
-    positions: the total number of positions.
+    A head without a target has no loss and no accuracy (None). positions: the total number of
+    positions.
     """
     every = [batch for own in world.gather(sums) for batch in own]
     total = {name: sum(batch[name] for batch in every) for name in every[0] if name != "parts"}
     parts = {name: sum(batch["parts"][name] for batch in every) for name in every[0]["parts"]}
     return {
         "loss": total["loss"] / total["positions"],
-        "head_losses": (total["head_losses"] / total["learnt"].clamp(min=1)).tolist(),
-        "accuracies": (total["correct"].double() / total["counted"].clamp(min=1)).tolist(),
+        "head_losses": quotients(total["head_losses"], total["learnt"]),
+        "accuracies": quotients(total["correct"], total["counted"]),
         "positions": total["positions"],
         "parts": {name: part / total["positions"] for name, part in parts.items()},
     }
+
+
+def quotients(sums: Tensor, counts: Tensor) -> list[float | None]:
+    """Returns each sum [K] divided by its count [K]; None where the count is zero."""
+    pairs = zip(sums.tolist(), counts.tolist(), strict=True)
+    return [value / count if count else None for value, count in pairs]

@@ -4,12 +4,13 @@ import json
 import logging
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from medusa_cli.data.conversation import Conversation
 from medusa_cli.data.packing import Dataset, coverage, read_dataset
 from medusa_cli.data.states import with_hidden_states
 from medusa_cli.device import keep_freed_memory
@@ -177,6 +178,9 @@ def _describe(trainer: Trainer) -> None:
         f"{dataset.report}; {len(dataset.train):,} conversations to train on, {len(dataset.held_out):,} held out; "
         f"{trainer.positions:,} tokens in {trainer.steps:,} steps"
     )
+    _warn_of_short_answers("training", dataset.train, trainer.drafter.num_heads)
+    held_out = [item for batch in trainer.validation for item in batch]
+    _warn_of_short_answers("held-out", held_out, trainer.drafter.num_heads)
     known = len(trainer.drafter.draft_ids)
     vocabulary = trainer.backbone.vocab_size
     covered = _held_out_coverage(trainer)
@@ -216,6 +220,18 @@ def _run(trainer: Trainer, show: ShowProgress, on_event: OnEvent) -> None:
                     run.path / "train.png",
                     f"{run.name}: stage {trainer.recipe.train.stage}",
                 )
+
+
+def _warn_of_short_answers(name: str, items: Sequence[Conversation], heads: int) -> None:
+    """Warns of heads that have no target, because head k needs an answer of more than k tokens."""
+    longest = max((end - start for item in items for start, end in item.spans), default=heads + 1)
+    if longest > heads:
+        return
+    unseen = f"head {heads} has" if longest == heads else f"heads {longest} to {heads} have"
+    log.warning(
+        f"{unseen} no position in the {name} data: its longest answer has {longest} tokens; distill longer answers, "
+        f"or train with drafter.num_heads={max(1, longest - 1)}"
+    )
 
 
 def _report(event: Validated) -> None:
