@@ -291,7 +291,7 @@ def test_a_system_prompt_beside_the_messages_comes_first(
 @pytest.mark.parametrize(
     ("system", "inside", "wanted"),
     [
-        ("w40", "w40 ", "w40"),
+        ("w40", "w40 ", "w40 "),
         ("", None, None),
         (None, None, None),
         (" ", "w41", "w41"),

@@ -13,8 +13,10 @@ from medusa_cli.bench.questions import (
     read_questions,
     spread,
 )
+from medusa_cli.bench.run import _add_prompt
+from medusa_cli.bench.stats import Result
 from medusa_cli.errors import UsageError, UserError
-from tests.helpers import write_lines
+from tests.helpers import tiny_backbone, write_lines
 
 
 def test_spec_benchs_480_questions_are_six_tasks(tmp_path: Path) -> None:
@@ -171,3 +173,23 @@ def test_our_questions_about_code_are_forty_of_two_turns() -> None:
     )
     assert all(len(question.turns) == 2 for question in questions)
     assert len({question.category for question in questions}) == 8
+
+
+def test_a_system_prompt_is_asked_with_its_question(tmp_path: Path) -> None:
+    user = {"role": "user", "content": "w1"}
+    system = {"role": "system", "content": "w40"}
+    records = [
+        {"messages": [system, user]},
+        {"messages": [user], "system": "w40"},
+        {"prompt": "w1", "system_prompt": "w40"},
+        {"prompt": "w1", "system": ""},
+        {"messages": [user, system, user]},
+        {"prompt": "w1", "system": 7},
+    ]
+    questions, skipped = read_questions(write_lines(tmp_path / "q.jsonl", records))
+    assert [question.system for question in questions] == ["w40", "w40", "w40", None]
+    assert skipped == 2
+    result = Result(questions[0])
+    backbone = tiny_backbone()
+    _add_prompt(backbone, result, 0, "ar")
+    assert result.prompts == [backbone.encode_chat([system, user])]

@@ -7,7 +7,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from medusa_cli.data.conversation import messages_of
+from medusa_cli.data.conversation import messages_of, system_beside
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.files import assets
 from medusa_cli.files.io import Malformed, read_jsonl
@@ -30,12 +30,13 @@ WITHHELD = "FULL BENCHMARK DATA SHOULD BE FETCHED"
 
 @dataclass(frozen=True)
 class Question:
-    """Holds the user turns of a question in order, and reference answers for the judge if the set has them."""
+    """Holds the user turns of a question, and its reference answers for the judge and its system prompt, if any."""
 
     id: str
     category: str
     turns: tuple[str, ...]
     reference: tuple[str, ...] = ()
+    system: str | None = None
 
 
 def of_categories(questions: Sequence[Question], wanted: str | None) -> list[Question]:
@@ -137,7 +138,10 @@ def _question(record: Any, number: int) -> Question | None:
     if not isinstance(record, dict):
         return None
     key = next((key for key in TEXT_KEYS if record.get(key)), "")
-    turns = _turns(record.get(key))
+    try:
+        system, turns = _asked(record, record.get(key))
+    except Malformed:
+        return None
     if not turns or any(
         not isinstance(turn, str) or not turn.strip() or WITHHELD in turn for turn in turns
     ):
@@ -154,20 +158,22 @@ def _question(record: Any, number: int) -> Question | None:
         category,
         turns,
         tuple(map(str, answer if isinstance(answer, list) else [answer])),
+        system,
     )
 
 
-def _turns(words: Any) -> tuple[Any, ...]:
-    """Returns the user turns of a text, a list of texts, or a list of messages with roles."""
+def _asked(record: dict[str, Any], words: Any) -> tuple[str | None, tuple[Any, ...]]:
+    """Returns the system prompt and the user turns of a text, a list of texts, or a list of messages with roles.
+
+    Raises Malformed for messages that cannot be read, and for a system message after the first turn.
+    """
     if not isinstance(words, list):
-        return (words,)
+        return system_beside(record), (words,)
     if not isinstance(words[0], dict):
-        return tuple(words)
-    try:
-        return tuple(
-            message["content"]
-            for message in messages_of({"messages": words})
-            if message["role"] == "user"
-        )
-    except Malformed:
-        return ()
+        return system_beside(record), tuple(words)
+    messages = messages_of({**record, "messages": words})
+    systems = [at for at, message in enumerate(messages) if message["role"] == "system"]
+    if systems not in ([], [0]):
+        raise Malformed("a system message after the first turn")
+    turns = tuple(message["content"] for message in messages if message["role"] == "user")
+    return messages[0]["content"] if systems else None, turns

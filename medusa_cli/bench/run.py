@@ -414,7 +414,7 @@ def _add_prompt(backbone: Backbone, result: Result, turn: int, reference: str) -
     answers = (
         [backbone.decode(tokens) for tokens in result.answers[reference].turns] if turn else []
     )
-    messages = []
+    messages = [] if question.system is None else [{"role": "system", "content": question.system}]
     for asked, answer in zip(question.turns[:turn], answers, strict=True):
         messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
     prompt = backbone.encode_chat([*messages, {"role": "user", "content": question.turns[turn]}])

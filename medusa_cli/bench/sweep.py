@@ -222,5 +222,5 @@ def fill(questions: Sequence[Question], tokenizer: Any, tokens: int) -> list[Que
         while len(ids) < missing:
             ids += tokenizer("\n\n".join(others) + "\n\n", add_special_tokens=False)["input_ids"]
         before = tokenizer.decode(ids[:missing]) + "\n\n" if missing > 0 else ""
-        filled.append(Question(question.id, question.category, (before + turn,)))
+        filled.append(replace(question, turns=(before + turn,)))
     return filled

@@ -26,6 +26,7 @@ ROLES = {
 }
 # Keys beside the messages that hold a system prompt, in lower case and without underscores.
 SYSTEM = {"system", "systemprompt", "systemmessage", "systeminstruction"}
+TWO_SYSTEMS = "two system prompts that differ"
 # Keys of a record and of a message that are read, or that only name or count.
 READ_KEYS = {
     "id",
@@ -129,21 +130,31 @@ def messages_of(record: dict[str, Any]) -> list[Message]:
 def _with_system(record: dict[str, Any], messages: list[Message]) -> list[Message]:
     """Returns the messages after the system prompt that stands beside them, if any.
 
-    Raises Malformed for a system prompt that is not text, or that differs from another one.
+    Raises Malformed if it differs from the system prompt among them.
     """
-    beside = [_text_of(value) for key, value in record.items() if _is_system(key) and value]
-    if not all(isinstance(text, str) for text in beside):
-        raise Malformed("a system prompt that is not text")
-    texts = {text.strip(): text for text in beside if text.strip()}
-    if not texts:
+    beside = system_beside(record)
+    if beside is None:
         return messages
     opening = messages[0]
-    if opening["role"] == "system":
-        texts.setdefault(opening["content"].strip(), opening["content"])
-        messages = messages[1:]
+    if opening["role"] != "system":
+        return [{"role": "system", "content": beside}, *messages]
+    if opening["content"].strip() != beside.strip():
+        raise Malformed(TWO_SYSTEMS)
+    return messages
+
+
+def system_beside(record: dict[str, Any]) -> str | None:
+    """Returns the system prompt that stands beside a record's messages or text, or None.
+
+    Raises Malformed for one that is not text, and for two that differ.
+    """
+    values = [_text_of(value) for key, value in record.items() if _is_system(key) and value]
+    if not all(isinstance(text, str) for text in values):
+        raise Malformed("a system prompt that is not text")
+    texts = {text.strip(): text for text in values if text.strip()}
     if len(texts) > 1:
-        raise Malformed("two system prompts that differ, beside the messages or as the first one")
-    return [*({"role": "system", "content": text} for text in texts.values()), *messages]
+        raise Malformed(TWO_SYSTEMS)
+    return next(iter(texts.values()), None)
 
 
 def _is_system(key: str) -> bool:
