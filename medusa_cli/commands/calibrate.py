@@ -9,6 +9,7 @@ import typer
 from medusa_cli import console, options
 from medusa_cli.errors import UserError
 from medusa_cli.files import assets
+from medusa_cli.files.model_files import check_model_files
 from medusa_cli.options import LoadFlags, OutputFlags, flag
 from medusa_cli.runs.run import DEFAULT_RUN
 
@@ -66,6 +67,7 @@ def calibrate(
     file = file or (None if aside else target.calibration_path)
     if file == target.calibration_path:
         ctx.with_resource(sole_writer(target.path, "medusa calibrate"))
+    check_model_files(name)
     console.info(f"loading {loading.of(name)}")
 
     from medusa_cli.runs.load_options import as_trained

@@ -10,6 +10,7 @@ import typer
 from medusa_cli import console, options
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.files import assets
+from medusa_cli.files.model_files import check_model_files
 from medusa_cli.options import LoadFlags, OutputFlags, flag
 from medusa_cli.runs.run import DEFAULT_RUN
 
@@ -101,6 +102,8 @@ def distill(
         plan = recipe_of(target, words, flags, resume=False)
         asked = plan.distill
         check_settings(asked)
+        if asked.endpoint is None:
+            check_model_files(plan.model)
         seeds, report = read_seeds(asked.seed, asked.random_seed, asked.max_samples)
         if first:  # the others write parts of their own
             ctx.with_resource(sole_writer(target.path, "medusa distill"))

@@ -214,9 +214,10 @@ def _model_for(named: _Named | None, target: Run | None) -> str:
 def _with_drafter(plain: Choice, folder: Path, source: Run | None, asked: TreeChoice) -> Choice:
     """Returns a choice with a drafter, and with the tree and calibration of the run `source`."""
     if not (folder / "config.json").is_file():
+        train = f"medusa train --run {source.argument}" if source else "medusa train"
         raise UserError(
             f"{folder} holds no drafter",
-            "run `medusa train` first, or give another @drafter or @run",
+            f"run `{train}` first, or give another @drafter or @run",
         )
     return replace(
         plain,

@@ -263,7 +263,7 @@ class Run:
         if not path.is_dir():
             raise UserError(
                 f"{named} {name!r}: {path} does not exist",
-                "check the name, or run `medusa distill` first",
+                f"check the name, or run `medusa distill --run {shlex.quote(name)}` first",
             )
         run = cls(path)
         for folder in (run.drafter_dir, run.adapter_dir):
