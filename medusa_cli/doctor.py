@@ -25,6 +25,8 @@ from medusa_cli.drafters import Batch, load_drafter
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.drafters.mtp import Mtp, as_ported
 from medusa_cli.engine import Plan, load_backbone
+from medusa_cli.engine.native import NativeEngine
+from medusa_cli.engine.packed import check_packed
 from medusa_cli.errors import UserError, in_flags, of_system, shown
 from medusa_cli.files import assets, mtp
 from medusa_cli.files.io import read_object
@@ -227,7 +229,10 @@ class Case:
 
 
 def backbone(case: Case) -> Finding:
-    """Compares the model's weights, adapter and quantization with those that the drafter was trained on."""
+    """Compares the model's weights, adapter and quantization with those that the drafter was trained on.
+
+    Also compares its packed weights with the digests that were written with them.
+    """
     before = case.provenance.identity
     if not before:
         return Finding(
@@ -248,12 +253,26 @@ def backbone(case: Case) -> Finding:
         if before.get(key) != now.get(key):
             text = f"the drafter was trained on a model with {key} {before.get(key)}, it runs with {now.get(key)}"
             return Finding(status, text, remedy)
+    if (damage := _damage(case)) is not None:
+        return Finding("fail", damage, case.command("chat"))
     text = f"the drafter was trained on {shown(before.get('id'))}, which decodes"
     positions = describe_drafter(case.run.drafter_dir).max_position_embeddings
     if positions is not None and positions < case.backbone.max_positions:
         text += f"; {few_positions(positions, case.backbone.max_positions)}"
         return Finding("warn", text, case.command("train"))
     return Finding("pass", text)
+
+
+def _damage(case: Case) -> str | None:
+    """Returns how the model's packed weights are damaged, and removes them; None if they are not."""
+    engine = case.backbone.engine
+    path = engine.model.packed.path if isinstance(engine, NativeEngine) else None
+    try:
+        if path is not None:
+            check_packed(path)
+    except ValueError as reason:
+        return f"the packed weights {path} were damaged ({reason}) and are removed; the next command packs them again"
+    return None
 
 
 def calibration(case: Case) -> Finding:

@@ -1,21 +1,26 @@
-"""Weights as files hold them: lm_heads beside tied configs, and published layouts that transformers converts."""
+"""Weights as files hold them: lm_heads beside tied configs, published layouts, and packed files that follow them."""
 
+import os
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
-from medusa_cli.engine import attach, load_backbone
+from medusa_cli.engine import attach, load_backbone, packed, packed_cache
 from medusa_cli.errors import UserError
 from medusa_cli.model import Backbone
+from medusa_cli.model.weights import NetworkWeights, open_weights
 from medusa_cli.runs.load_options import LoadOptions
-from tests.helpers import change_json, forward, save_network
+from tests.helpers import change_json, forward, save_network, tiny_model
 from tests.models import WRAPPERS, tiny_network
 
 TEXT = torch.arange(3, 33)
@@ -188,3 +193,182 @@ def test_no_native_type_with_a_published_layout_is_left_out() -> None:
         if get_model_conversion_mapping(tiny_network(kind), add_legacy=False)
     }
     assert with_layout == set(CONVERTED)
+
+
+# ---- packed files
+
+
+def packed_files(cache: Path) -> list[Path]:
+    folder = cache / "packed"
+    return sorted(folder.iterdir()) if folder.is_dir() else []
+
+
+def save_llama(folder: Path, seed: int = 0) -> str:
+    return save_network(tiny_model(seed=seed, vocab=128), folder)
+
+
+def edit(path: str, name: str, times: tuple[int, int] = (0, 0)) -> None:
+    """Negates one tensor of a saved model in its place, and sets the times of its file."""
+    file = Path(path) / "model.safetensors"
+    with safe_open(file, "pt") as whole:
+        values = whole.get_tensor(name)
+    data = bytearray(file.read_bytes())
+    place = data.find(values.numpy().tobytes())
+    assert place > 0
+    data[place : place + values.nbytes] = (-values).numpy().tobytes()
+    file.write_bytes(data)
+    os.utime(file, times)
+
+
+def test_an_edit_that_keeps_size_and_time_is_packed_anew(tmp_path: Path, cache: Path) -> None:
+    path = save_llama(tmp_path / "model")
+    os.utime(Path(path) / "model.safetensors", (0, 0))
+    before = load(path)
+    for name in ("model.layers.1.self_attn.o_proj.weight", "model.layers.0.mlp.up_proj.weight"):
+        edit(path, name)
+        after = load(path)
+        network = AutoModelForCausalLM.from_pretrained(path).eval()
+        assert_computes(after, network)
+        assert not torch.equal(logits_of(before), logits_of(after))
+        assert before.identity["weights"] != after.identity["weights"]
+        assert len(packed_files(cache)) == 1
+        before = after
+
+
+def test_a_copy_with_the_same_times_has_packed_weights_of_its_own(
+    tmp_path: Path, cache: Path
+) -> None:
+    first, second = (save_llama(tmp_path / name) for name in "ab")
+    edit(second, "model.layers.1.self_attn.o_proj.weight")
+    os.utime(Path(first) / "model.safetensors", (0, 0))
+    assert not torch.equal(logits_of(load(first)), logits_of(load(second)))
+    assert len(packed_files(cache)) == 2
+
+
+def test_another_config_for_the_same_files_is_packed_anew(tmp_path: Path, cache: Path) -> None:
+    path = save_llama(tmp_path / "model")
+    load(path)
+    fields = {"model_type": "gemma", "architectures": ["GemmaForCausalLM"]}
+    change_json(
+        Path(path) / "config.json", **fields, hidden_activation="silu", tie_word_embeddings=False
+    )
+    network = AutoModelForCausalLM.from_pretrained(path).eval()
+    assert type(network).__name__ == "GemmaForCausalLM"
+    assert_computes(load(path, engine="native"), network)
+
+
+def test_a_mended_reader_packs_anew(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = save_llama(tmp_path / "model")
+    load(path)
+    [earlier] = packed_files(cache)
+    (cache / "packed" / f"{'0' * 24}.bin").write_bytes(b"of an earlier version")
+    for name in packed_cache.CODE:
+        assert (Path(packed_cache.__file__).parent.parent / name).is_file()
+    monkeypatch.setattr(packed_cache, "_code_stamp", lambda: "mended")
+    load(path)
+    [later] = packed_files(cache)
+    assert later != earlier
+
+
+def test_packed_weights_of_a_model_that_is_gone_are_removed(tmp_path: Path, cache: Path) -> None:
+    first, second = (save_llama(tmp_path / name, seed) for seed, name in enumerate("ab"))
+    load(first)
+    load(first, quantize="int8")
+    shutil.rmtree(first)
+    load(second)
+    assert len(packed_files(cache)) == 1
+
+
+def flip(file: Path) -> None:
+    """Changes one byte in the middle of a file, and keeps its time of modification."""
+    stat = file.stat()
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 4
+    file.write_bytes(data)
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+
+def test_a_flipped_bit_of_packed_weights_is_noticed(
+    tmp_path: Path, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = save_llama(tmp_path / "model")
+    expected = logits_of(load(path))
+    [file] = packed_files(cache)
+    whole = file.read_bytes()
+    flip(file)
+    assert torch.equal(logits_of(load(path)), expected) and file.read_bytes() == whole
+    assert len([line for line in caplog.messages if "damaged" in line]) == 1
+
+
+def test_digests_of_packed_weights_are_checked_once_per_start_of_the_machine(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checks: list[int] = []
+    check = packed._check_digests
+    monkeypatch.setattr(packed, "_check_digests", lambda *args: checks.append(1) or check(*args))
+    path = save_llama(tmp_path / "model")
+    load(path)
+    load(path)
+    assert not checks
+    boot = tmp_path / "boot_id"
+    boot.write_text("another")
+    monkeypatch.setattr(packed_cache, "BOOT", boot)
+    load(path)
+    load(path)
+    assert len(checks) == 1
+    shutil.rmtree(cache / "checked")
+    (cache / "checked").write_text("a file in the folder's place")
+    load(path)
+    load(path)
+    assert len(checks) == 3
+
+
+def test_a_model_that_the_engine_refuses_is_not_packed(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = save_network(tiny_network("qwen3_moe"), tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(file)
+    for name in [name for name in tensors if "experts" in name]:
+        tensors[name] = tensors[name].T.contiguous()  # as no file of this type has them
+    save_file(tensors, file, {"format": "pt"})
+    monkeypatch.setattr(packed, "pack_to_file", None)
+    with pytest.raises(UserError, match="experts"):
+        load(path, engine="native")
+    assert not packed_files(cache)
+
+
+def test_packed_weights_of_damaged_models_are_removed(tmp_path: Path, cache: Path) -> None:
+    path = save_llama(tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.0.mlp.up_proj.weight"][:] = torch.nan
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(UserError, match="not finite"):
+        load(path)
+    assert not packed_files(cache)
+
+
+@pytest.mark.parametrize(
+    "kind", ["llama", "phi3", "gpt_oss", "mixtral", "qwen3_5", "gemma4", "stablelm"]
+)
+def test_shapes_before_packing_are_those_of_packed_weights(kind: str, tmp_path: Path) -> None:
+    path = save_network(tiny_network(kind), tmp_path / "model")
+    backbone = load(path, engine="native")
+    model = backbone.engine.model
+    for weights in (open_weights(path, backbone.model), NetworkWeights(backbone.model)):
+        shapes = packed.shapes_of(model.description, weights)
+        assert shapes.matrices == model.shapes.matrices
+        assert shapes.vectors == model.shapes.vectors
+
+
+def test_packed_weights_are_checked_by_name(tmp_path: Path, cache: Path) -> None:
+    backbone = load(save_llama(tmp_path / "model"))
+    file = backbone.engine.model.packed.path
+    packed.check_packed(file)
+    flip(file)
+    with pytest.raises(ValueError, match="changed"):
+        packed.check_packed(file)
+    assert not packed_files(cache)

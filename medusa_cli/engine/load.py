@@ -1,6 +1,8 @@
 """Loading of a backbone with the engine that suits its model, the device and the user's options."""
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +18,7 @@ from medusa_cli.engine.engine import Engine
 from medusa_cli.engine.native import NativeEmbedding, NativeEngine
 from medusa_cli.engine.native_model import NativeModel
 from medusa_cli.engine.packed import MissingWeights, Packed, pack_in_memory, pack_once
+from medusa_cli.engine.packed_cache import forget
 from medusa_cli.engine.plan import Plan
 from medusa_cli.engine.torch_layers import TorchEngine
 from medusa_cli.engine.twin import verified
@@ -158,7 +161,8 @@ def _load_native(
         loaded = _from_network(model, options, adapter, chat_template, int8_rows)
 
     context = usable_positions(text_config(loaded.network.config))
-    native = NativeModel(loaded.description, loaded.packed, loaded.rotary, context)
+    with _forgetting_refused(loaded.packed):
+        native = NativeModel(loaded.description, loaded.packed, loaded.rotary, context)
     backbone = Backbone(
         loaded.network,
         loaded.tokenizer,
@@ -171,8 +175,20 @@ def _load_native(
     int8_rows = int8_rows and loaded.packed.is_quantized
     backbone.engine = NativeEngine(backbone, native, int8_rows, _integer(options))
     _check_chat(backbone, chat)
-    _check_finite(backbone)
+    with _forgetting_refused(loaded.packed):
+        _check_finite(backbone)
     return backbone
+
+
+@contextmanager
+def _forgetting_refused(packed: Packed) -> Iterator[None]:
+    """Removes packed weights from the cache if their model is refused, as no later start would use them."""
+    try:
+        yield
+    except (Unsupported, UserError):
+        if packed.path is not None:
+            forget(packed.path)
+        raise
 
 
 def _from_files(

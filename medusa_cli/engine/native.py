@@ -16,8 +16,9 @@ from medusa_cli.engine.cache import FIRST_ROWS, Cache
 from medusa_cli.engine.engine import SCRATCH_ROWS, Engine
 from medusa_cli.engine.extra_rows import ExtraRowStates
 from medusa_cli.engine.lazy_memory import drop_pages, lazy_zeros
-from medusa_cli.engine.native_model import NativeModel, padded
+from medusa_cli.engine.native_model import NativeModel
 from medusa_cli.engine.plan import Output, Plan
+from medusa_cli.engine.shapes import padded
 from medusa_cli.engine.state_cache import StateCache
 from medusa_cli.errors import UserError
 from medusa_cli.model.backbone import Backbone
@@ -465,7 +466,7 @@ class NativeCache(StateCache):
         """Makes room for a tree of `rows` rows in every slot."""
         if self._delta_layers and (self.pending.dim() < 2 or rows > self.pending.shape[2]):
             self.pending = torch.zeros(
-                self._delta_layers, self.slots, rows, self.model.delta_row[1]
+                self._delta_layers, self.slots, rows, self.model.shapes.delta_row[1]
             )
 
     def keep(self, slot: int, path: Sequence[int]) -> None:

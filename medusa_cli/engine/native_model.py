@@ -15,16 +15,15 @@ from medusa_cli.engine.description import (
     Rotary,
 )
 from medusa_cli.engine.packed import Packed
+from medusa_cli.engine.shapes import Shapes, padded
 from medusa_cli.model.attention import FULL
-from medusa_cli.model.backbone import UNBOUNDED, Unsupported
+from medusa_cli.model.backbone import UNBOUNDED
 from medusa_cli.native import PackedMatrix
 from medusa_cli.native.library import (
     FLAGS,
     MATRICES,
-    MIXERS,
     NORMS,
     TILE,
-    UNIT,
     VECTORS,
     Activation,
     Layer,
@@ -34,11 +33,6 @@ from medusa_cli.native.matrix import Floats, padded_floats
 
 # The initial number of rows in rotary tables, which grow as needed.
 FIRST_POSITIONS = 2048
-
-
-def padded(size: int, multiple: int) -> int:
-    """Returns `size` rounded up to a multiple of `multiple`."""
-    return -(-size // multiple) * multiple
 
 
 class NativeModel:
@@ -61,14 +55,19 @@ class NativeModel:
         self._tables: list[Floats] = []
         # By width: the gain of norms that have none.
         self._ones: dict[int, Floats] = {}
-        self._check_shapes()
+        self.shapes = Shapes(
+            description,
+            {name: matrix.shape for name, matrix in packed.matrices.items()},
+            {name: len(vector) for name, vector in packed.vectors.items()},
+        )
+        self.shapes.check()
 
         self.layers = (Layer * len(description.layers))()
         for layer, names in zip(self.layers, description.layers, strict=True):
             for name in MATRICES:
                 if name in names.matrices:
                     setattr(layer, name, packed.matrices[names.matrices[name]].struct)
-            widths = self._norm_widths(names)
+            widths = self.shapes.norm_widths(names)
             for name in NORMS:
                 if name in names.norms:
                     gain = self.gain_of(names.norms[name], widths[name])
@@ -119,19 +118,11 @@ class NativeModel:
         return self.packed.matrices[self.description.head]
 
     @property
-    def delta_row(self) -> tuple[int, int]:
-        """Returns the channels of a delta net's convolution, and the floats per row of its projections."""
-        sizes = self.description.sizes
-        keys = sizes["key_heads"] * sizes["key_dim"]
-        channels = 2 * keys + sizes["value_heads"] * sizes["value_dim"]
-        return channels, channels + 2 * padded(sizes["value_heads"], TILE)
-
-    @property
     def delta_state(self) -> int:
         """Returns the number of floats in a delta net's state per slot."""
         sizes = self.description.sizes
         state = sizes["value_heads"] * sizes["key_dim"] * sizes["value_dim"]
-        return (sizes["kernel"] - 1) * self.delta_row[0] + state
+        return (sizes["kernel"] - 1) * self.shapes.delta_row[0] + state
 
     @property
     def bytes_read(self) -> int:
@@ -164,20 +155,6 @@ class NativeModel:
             self._ones[width] = np.concatenate([gain, 0 * gain]) if centered else gain
         return self._ones[width]
 
-    def _norm_widths(self, names: LayerNames) -> dict[str, int]:
-        """Returns the numbers of floats that a layer's norms are over."""
-        sizes = self.description.sizes
-        heads = sizes["heads"] * names.dim
-        keys = names.kv * names.dim
-        whole = self.description.flags["whole_norms"]
-        return {
-            **dict.fromkeys(NORMS, sizes["hidden"]),
-            "query_norm": heads if whole else names.dim,
-            "key_norm": keys if whole else names.dim,
-            "attended_norm": heads,
-            "inner_norm": self.packed.matrices[names.matrices["up"]].shape[0],
-        }
-
     def _activation(self, names: LayerNames) -> Activation:
         """Returns the activation of a layer's MLP with its constants."""
         own = self.description.activation
@@ -193,135 +170,6 @@ class NativeModel:
             alpha_below=beta + np.logaddexp(0, alpha_n),
             beta=beta,
         )
-
-    def _check_shapes(self) -> None:
-        """Raises Unsupported unless every matrix and vector has the size that the library reads."""
-        sizes = self.description.sizes
-        hidden = sizes["hidden"]
-        given = 0 if self.description.inputs is None else self.description.inputs.width
-        # A bias follows the gain.
-        parts = 2 if self.description.flags["centered"] else 1
-
-        for names in self.description.layers:
-            widths = self._norm_widths(names)
-            shapes = {
-                "input_gate": (given, hidden),
-                "input_out": (hidden, given),
-                **self._mixer_shapes(names),
-                **self._mlp_shapes(names),
-            }
-            for name, stored in names.matrices.items():
-                matrix = self.packed.matrices[stored]
-                outputs, inputs = shapes[name]
-                if matrix.shape[0] != outputs or not _has_inputs(matrix, inputs):
-                    raise Unsupported(f"its {stored} has the shape {matrix.shape}")
-            for name, stored in names.norms.items():
-                gain = self.gain_of(stored, widths[name])
-                if len(gain) != parts * padded(widths[name], UNIT):
-                    raise Unsupported(f"its {stored} has another size")
-            channels = hidden if MIXERS[names.mixer] == "short_conv" else self.delta_row[0]
-            counts = {
-                "sinks": sizes["heads"],
-                "router_bias": names.experts,
-                "scalar": 1,
-                **dict.fromkeys(XIELU_VECTORS, 1),
-                "conv": sizes["kernel"] * channels,
-                "decay_log": sizes["value_heads"],
-                "decay_bias": sizes["value_heads"],
-                "state_norm": sizes["value_dim"],
-            }
-            for name, stored in names.vectors.items():
-                if len(self.packed.vectors[stored]) != padded(counts[name], UNIT):
-                    raise Unsupported(f"its {stored} has another size")
-        self._check_inputs()
-        last = self.gain_of(self.description.norm, hidden)
-        if len(last) != parts * padded(hidden, UNIT):
-            raise Unsupported("its last norm has another size")
-        vocab = sizes["vocab"]
-        fits = self.embedding.shape[0] >= vocab and self.head.shape[0] == vocab
-        if not (fits and all(_has_inputs(own, hidden) for own in (self.embedding, self.head))):
-            raise Unsupported("its vocabulary has another size")
-
-    def _check_inputs(self) -> None:
-        """Raises Unsupported unless the weights for layers' additional inputs have the sizes the library reads."""
-        inputs = self.description.inputs
-        if inputs is None:
-            return
-        wide = self.description.sizes["layers"] * inputs.width
-        embedding = self.packed.matrices[inputs.embedding]
-        projection = self.packed.matrices[inputs.projection]
-        vector = self.packed.vectors[inputs.norm]
-        fits = (
-            inputs.width % TILE == 0
-            and embedding.shape[0] >= self.description.sizes["vocab"]
-            and _has_inputs(embedding, wide)
-            and projection.shape[0] == wide
-            and _has_inputs(projection, self.description.sizes["hidden"])
-            and len(vector) == padded(inputs.width, UNIT)
-            and not self.description.flags["centered"]
-        )
-        if not fits:
-            raise Unsupported("its embeddings by layer have sizes not known here")
-
-    def _mixer_shapes(self, names: LayerNames) -> dict[str, tuple[int, int]]:
-        """Returns the shapes of the matrices of a layer's mixer."""
-        sizes = self.description.sizes
-        mixer = MIXERS[names.mixer]
-        hidden = sizes["hidden"]
-        if mixer == "short_conv":
-            return {"input": (3 * hidden, hidden), "out": (hidden, hidden)}
-        if mixer == "delta_net":
-            values = sizes["value_heads"] * sizes["value_dim"]
-            return {
-                "input": (self.delta_row[0], hidden),
-                "output_gate": (values, hidden),
-                "beta": (sizes["value_heads"], hidden),
-                "decay": (sizes["value_heads"], hidden),
-                "out": (hidden, values),
-            }
-        heads = sizes["heads"] * names.dim
-        keys = names.kv * names.dim
-        return {
-            "query": (heads, hidden),
-            "key": (keys, hidden),
-            "value": (keys, hidden),
-            "output_gate": (heads, hidden),
-            "out": (hidden, heads),
-        }
-
-    def _mlp_shapes(self, names: LayerNames) -> dict[str, tuple[int, int]]:
-        """Returns the shapes of the matrices of a layer's MLP, or of all its experts together.
-
-        Raises Unsupported if the experts' sizes are not whole tiles, or if a row chooses more
-        experts than there are.
-        """
-        hidden = self.description.sizes["hidden"]
-        experts = names.experts or 1
-        inner = self.packed.matrices[names.matrices["up"]].shape[0] // experts
-        shapes = {
-            "gate": (experts * inner, hidden),
-            "up": (experts * inner, hidden),
-            "down": (experts * hidden, inner),
-        }
-        if names.experts:
-            shared = 0
-            if "shared_up" in names.matrices:
-                shared = self.packed.matrices[names.matrices["shared_up"]].shape[0]
-            if inner % UNIT or shared % UNIT or hidden % TILE:
-                raise Unsupported("its experts have sizes that fill no tiles")
-            routing = self.description.routing
-            if not 0 < routing.top_experts <= names.experts:
-                raise Unsupported("it chooses more experts than it has")
-            if routing.jitter and routing.top_experts != 2:
-                raise Unsupported("it chooses other than two experts by sparsemixer")
-            shapes |= {
-                "router": (experts, hidden),
-                "shared_router": (1, hidden),
-                "shared_gate": (shared, hidden),
-                "shared_up": (shared, hidden),
-                "shared_down": (hidden, shared),
-            }
-        return shapes
 
     def reserve(self, positions: int) -> None:
         """Makes room for at least `positions` positions in the rotary tables."""
@@ -343,11 +191,6 @@ class NativeModel:
             self.struct.rotary[number] = 2 * sines.shape[1]
         self.struct.positions = count
         self._tables += tables  # a pass in another thread may still read the earlier ones
-
-
-def _has_inputs(matrix: PackedMatrix, wanted: int) -> bool:
-    """Returns True if a matrix has `wanted` inputs; rounded matrices are padded to whole groups."""
-    return matrix.shape[1] in (wanted, padded(wanted, UNIT))
 
 
 def _once(sines: Tensor) -> slice:

@@ -2,10 +2,11 @@
 
 import json
 import logging
+import math
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from hashlib import sha256
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,22 @@ import torch
 from medusa_cli.device import free_memory
 from medusa_cli.engine.description import Description
 from medusa_cli.engine.experts import Part
+from medusa_cli.engine.packed_cache import (
+    forget,
+    forget_outdated,
+    is_checked,
+    note_checked,
+    packed_path,
+    source_of,
+)
+from medusa_cli.engine.shapes import Shapes, padded
 from medusa_cli.files.assets import home
 from medusa_cli.files.io import replacing
 from medusa_cli.model.backbone import LazyNetwork, Unsupported
 from medusa_cli.model.digest import weights_of
-from medusa_cli.model.weights import Weights, open_weights, source_stamp
+from medusa_cli.model.weights import Weights, open_weights
 from medusa_cli.native import Format, PackedMatrix, RawMatrix
-from medusa_cli.native.library import cpu_count, library
+from medusa_cli.native.library import UNIT, cpu_count, library
 from medusa_cli.native.matrix import (
     HAS_HUGE_PAGES,
     Bytes,
@@ -31,10 +41,13 @@ from medusa_cli.native.matrix import (
     padded_floats,
 )
 
-# The version of the file format; it changes whenever the library packs differently.
-VERSION = 1
+# The version of the file format; names of files follow the code that packs.
+VERSION = 2
 # Every part of a file begins at a multiple of this many bytes.
 ALIGNMENT = 64
+# The bytes of a digest, and of the file's beginning: a position and a digest.
+DIGEST = 16
+HEAD = 8 + DIGEST
 # Weights are read into memory if this multiple of their size is free, in pieces of so many bytes.
 READING_ROOM = 1.5
 PIECE = 32 << 20
@@ -49,12 +62,13 @@ class MissingWeights(Unsupported):
 class Packed:
     """Packed matrices and fp32 vectors by name.
 
-    memory: the bytes of the file that holds them, if any. digest: the digest, from `weights_of`, of the
+    path, memory: the file that holds them, if any, and its bytes. digest: the digest, from `weights_of`, of the
     model that they were made from.
     """
 
     matrices: dict[str, PackedMatrix] = field(default_factory=dict)
     vectors: dict[str, Floats] = field(default_factory=dict)
+    path: Path | None = None
     memory: Any = None
     digest: str | None = None
 
@@ -79,25 +93,53 @@ def pack_once(
 
     If the cache cannot be written, the weights are packed in memory.
     """
-    path = home() / "packed" / f"{stamp_of(source_stamp(model), quantize)}.bin"
+    path = packed_path(model, description, quantize)
     try:
         return read_packed(path, description, int8_rows)
-    except (OSError, ValueError, KeyError, TypeError):  # missing or damaged
+    except FileNotFoundError:
         pass
+    except (OSError, ValueError, KeyError, TypeError) as reason:
+        log.warning("the packed weights of %s are damaged (%s); packing them again", model, reason)
 
     weights = open_weights(model, lazy.network)
+    shapes_of(description, weights).check()
     try:
         log.info("packing the weights of %s, once", model)
-        pack_to_file(path, description, weights, quantize, weights_of(model))
+        pack_to_file(path, description, weights, quantize, weights_of(model), source_of(model))
+        note_checked(path)
+        forget_outdated(path, packed_files())
         return read_packed(path, description, int8_rows)
     except OSError as reason:
         log.warning("packed weights cannot be kept in %s: %s", path.parent, reason.strerror)
         return pack_in_memory(description, weights, quantize, int8_rows)
 
 
-def stamp_of(*parts: Any) -> str:
-    """Returns a digest of everything that packed weights depend on."""
-    return sha256(json.dumps([VERSION, *parts], default=str).encode()).hexdigest()[:24]
+def shapes_of(description: Description, weights: Weights) -> Shapes:
+    """Returns the shapes that a model's weights will have, without reading them; raises MissingWeights."""
+    matrices = {}
+    for name in description.matrix_names:
+        part = description.parts.get(name) or Part(f"{name}.weight", f"{name}.bias")
+        # The files of some models hold the part itself.
+        own = name if part.every is not None and name in weights else _stored(part.weight, weights)
+        shape, is_float = weights.shape(own)
+        *outputs, inputs = shape
+        count = math.prod(outputs)
+        if own != name and part.transposed and is_float:
+            count, inputs = part.transposed * inputs, count // part.transposed
+        if own != name:
+            rows = part.rows(count)
+            count = len(range(count)[rows]) if isinstance(rows, slice) else int(rows.sum())
+        matrices[name] = (count, inputs)
+    parts = 2 if description.flags["centered"] else 1
+    vectors = {}
+    for names, times, suffix in (
+        (description.norm_names, parts, ".weight"),
+        (description.vector_names, 1, ""),
+    ):
+        for name in names:
+            shape, _ = weights.shape(_stored(f"{name}{suffix}", weights))
+            vectors[name] = times * padded(math.prod(shape), UNIT)
+    return Shapes(description, matrices, vectors)
 
 
 def pack_in_memory(
@@ -113,34 +155,41 @@ def pack_in_memory(
 
 
 def pack_to_file(
-    path: Path, description: Description, weights: Weights, quantize: str | None, digest: str | None
+    path: Path,
+    description: Description,
+    weights: Weights,
+    quantize: str | None,
+    digest: str | None,
+    source: str,
 ) -> None:
     """Writes packed weights with one matrix in memory at a time; raises MissingWeights if one is missing.
 
-    The first 8 bytes of the file are the position of its JSON, which lists where each part lies.
+    The first bytes of the file are the position and the digest of its JSON, which lists where each
+    part lies, and its digest. source: the place of the model's weights.
     """
     entries: list[dict[str, Any]] = []
     with replacing(path) as part, part.open("wb") as file:
-        file.truncate(8)
-        end = 8
+        file.truncate(HEAD)
+        end = HEAD
         for name, raw, bias in _matrices(description, weights, quantize):
             shape = [len(raw.rows), raw.inputs]
             entry: dict[str, Any] = {"name": name, "format": raw.format.name, "shape": shape}
             if bias is not None:
                 entry["vector"] = _write(file, end, padded_floats(bias).view(np.uint8))
-                end = sum(entry["vector"])
+                end = sum(entry["vector"][:2])
             size = library().tiled_bytes(int(raw.format), *shape)
             entry["tiles"] = _write(file, end, pack_tiles(raw, aligned(size)))
-            end = sum(entry["tiles"])
+            end = sum(entry["tiles"][:2])
             entries.append(entry)
         for name, vector in _vectors(description, weights):
             place = _write(file, end, vector.view(np.uint8))
-            end = sum(place)
+            end = sum(place[:2])
             entries.append({"name": name, "vector": place})
-        text = json.dumps({"version": VERSION, "digest": digest, "entries": entries}).encode()
-        start, _ = _write(file, end, np.frombuffer(text, np.uint8))
+        table = {"version": VERSION, "source": source, "digest": digest, "entries": entries}
+        text = np.frombuffer(json.dumps(table).encode(), np.uint8)
+        start, _, own = _write(file, end, text)
         file.seek(0)
-        file.write(start.to_bytes(8, "little"))
+        file.write(start.to_bytes(8, "little") + bytes.fromhex(own))
 
 
 def bytes_of(path: Path) -> Bytes:
@@ -161,25 +210,30 @@ def bytes_of(path: Path) -> Bytes:
     return memory
 
 
-def _write(file: Any, end: int, data: Bytes) -> list[int]:
-    """Writes bytes at the first aligned position from `end` on; returns that position and their number."""
-    start = -(-end // ALIGNMENT) * ALIGNMENT
+def _write(file: Any, end: int, data: Bytes) -> tuple[int, int, str]:
+    """Writes bytes at the first aligned position from `end` on; returns that position, their number and digest."""
+    start = padded(end, ALIGNMENT)
     file.seek(start)
     file.write(data)
-    return [start, data.nbytes]
+    return start, data.nbytes, _digest(data)
+
+
+def _digest(data: Bytes) -> str:
+    return blake2b(data.data, digest_size=DIGEST).hexdigest()
 
 
 def read_packed(path: Path, description: Description, int8_rows: bool) -> Packed:
-    """Reads packed weights; raises ValueError if the file is cut off or does not hold this model."""
-    memory = bytes_of(path)
-    start = int.from_bytes(memory[:8].tobytes(), "little")
-    if not 8 <= start < memory.nbytes:
-        raise ValueError("it is cut off")
-    data = json.loads(memory[start:].tobytes())
-    if data["version"] != VERSION:
-        raise ValueError("it is of another version")
+    """Reads packed weights; raises ValueError if the file is damaged or does not hold this model.
 
-    packed = Packed(memory=memory, digest=data["digest"])
+    The digests of its parts are compared once after each change of the file and start of the machine.
+    """
+    memory = bytes_of(path)
+    data = _table(memory)
+    if not is_checked(path):
+        _check_digests(memory, data)
+        note_checked(path)
+
+    packed = Packed(memory=memory, digest=data["digest"], path=path)
     for entry in data["entries"]:
         vector = _part(memory, entry["vector"]).view(np.float32) if "vector" in entry else None
         if "tiles" in entry:
@@ -198,9 +252,56 @@ def read_packed(path: Path, description: Description, int8_rows: bool) -> Packed
     return packed
 
 
-def _part(memory: Any, place: list[int]) -> Bytes:
+def _table(memory: Bytes) -> dict[str, Any]:
+    """Returns the list of a packed file's parts; raises ValueError if it is damaged or of another version."""
+    start = int.from_bytes(memory[:8].tobytes(), "little")
+    if not HEAD <= start < memory.nbytes:
+        raise ValueError("it is cut off")
+    text = memory[start:]
+    if _digest(text) != memory[8:HEAD].tobytes().hex():
+        raise ValueError("its list of parts is damaged")
+    table: dict[str, Any] = json.loads(text.tobytes())
+    if table["version"] != VERSION:
+        raise ValueError("it is of another version")
+    return table
+
+
+def _check_digests(memory: Bytes, table: dict[str, Any]) -> None:
+    """Raises ValueError if a part of a packed file is not what was written."""
+    places = [
+        entry[key] for entry in table["entries"] for key in ("tiles", "vector") if key in entry
+    ]
+
+    def is_whole(place: list[Any]) -> bool:
+        return _digest(_part(memory, place)) == place[2]
+
+    with ThreadPoolExecutor(cpu_count()) as pool:
+        if not all(pool.map(is_whole, places)):
+            raise ValueError("its bytes have changed")
+
+
+def check_packed(path: Path) -> None:
+    """Raises ValueError or OSError if the packed weights in a file are damaged; the next start packs them again."""
+    memory = np.memmap(path, np.uint8, "r")
+    try:
+        _check_digests(memory, _table(memory))
+    except ValueError:
+        forget(path)
+        raise
+
+
+def packed_files() -> Iterator[tuple[Path, str | None]]:
+    """Yields the files of packed weights with the place of their model's weights, None for those of other versions."""
+    for path in (home() / "packed").glob("*.bin"):
+        try:
+            yield path, _table(np.memmap(path, np.uint8, "r"))["source"]
+        except (OSError, ValueError):
+            yield path, None
+
+
+def _part(memory: Any, place: list[Any]) -> Bytes:
     """Returns a part of a mapped file, given its position and size; raises ValueError if it lies outside."""
-    start, size = place
+    start, size, _ = place
     if start < 0 or size < 0 or start % ALIGNMENT or start + size > memory.nbytes:
         raise ValueError("it is cut off")
     part: Bytes = memory[start : start + size]

@@ -17,7 +17,7 @@ import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -381,17 +381,16 @@ STAMP_BYTES = 4096
 
 
 def file_stamp(path: Path) -> str:
-    """Returns a digest of a large file's size, modification time and samples of its content."""
+    """Returns a digest of a large file's size, inode, times and samples of its content.
+
+    A program can set the time of a modification, but not that of a change (ctime).
+    """
     stat = path.stat()
-    return _stamp(path, stat.st_size, stat.st_mtime_ns)
-
-
-@lru_cache
-def _stamp(path: Path, size: int, changed: int) -> str:
-    digest = hashlib.sha256(f"{size} {changed}".encode())
+    facts = (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
+    digest = hashlib.sha256(f"{facts}".encode())
     with path.open("rb") as file:
         for number in range(STAMPED):
-            file.seek(max(0, size - STAMP_BYTES) * number // (STAMPED - 1))
+            file.seek(max(0, stat.st_size - STAMP_BYTES) * number // (STAMPED - 1))
             digest.update(file.read(STAMP_BYTES))
     return digest.hexdigest()[:16]
 

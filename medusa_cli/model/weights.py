@@ -43,6 +43,10 @@ class Weights(ABC):
         """Returns a matrix in the number format of its file."""
 
     @abstractmethod
+    def shape(self, name: str) -> tuple[tuple[int, ...], bool]:
+        """Returns the shape of a weight, without reading it, and whether it is stored as floats."""
+
+    @abstractmethod
     def vector(self, name: str) -> Floats:
         """Returns the values of a norm or a bias in fp32."""
 
@@ -74,6 +78,9 @@ class NetworkWeights(Weights):
 
     def matrix(self, name: str) -> RawMatrix:
         return raw_of(self.tensors[name])
+
+    def shape(self, name: str) -> tuple[tuple[int, ...], bool]:
+        return tuple(self.tensors[name].shape), True
 
     def vector(self, name: str) -> Floats:
         return vector_of(self.tensors[name])
@@ -123,6 +130,16 @@ class CheckpointWeights(Weights):
         if self._is_mxfp4(name):
             return _from_mxfp4(self._read(f"{name}_blocks"), self._read(f"{name}_scales"))
         return raw_of(self.tensor(name))
+
+    def shape(self, name: str) -> tuple[tuple[int, ...], bool]:
+        if self._is_mxfp4(name):
+            *outputs, groups = self._empty(f"{name}_scales").shape
+            return (*outputs, groups * UNIT), False
+        return tuple(self.sources[name].converted(self._empty, self.network)[name].shape), True
+
+    def _empty(self, stored: str) -> Tensor:
+        """Returns a tensor of the shape that a stored one has, without memory."""
+        return torch.empty(self.parts[stored].get_slice(stored).get_shape(), device="meta")
 
     def vector(self, name: str) -> Floats:
         return vector_of(self.tensor(name))
@@ -176,6 +193,11 @@ class GgufWeights(Weights):
         raw = raw if order is None else raw.reordered(np.array(order))
         columns = self.names.columns(name)  # they cross blocks, whose numbers share factors
         return raw if columns is None else RawMatrix.of(raw.floats()[:, columns])
+
+    def shape(self, name: str) -> tuple[tuple[int, ...], bool]:
+        kind = self._tensor(name).type
+        is_float = kind not in Format.__members__ or Format[kind].is_float
+        return self._tensor(name).shape, is_float
 
     def vector(self, name: str) -> Floats:
         from gguf import GGMLQuantizationType, dequantize
@@ -315,12 +337,17 @@ def has_own_head(model: str, network: Any) -> bool:
     return not torch.equal(*(weights.tensor(name) for name in stored))
 
 
-def source_stamp(model: str) -> list[str]:
-    """Returns the stamps of the files that hold a model's weights."""
+def source_files(model: str) -> list[Path]:
+    """Returns the files that hold a model's weights."""
     if (path := weights_file(model)) is not None:
         files = [path.with_name(name) for name in file_names(path.name)]
-        return [file_stamp(file) for file in files if file.is_file()]  # loading reports others
-    return [file_stamp(path) for path in checkpoint_files(model_dir(model))]
+        return [file for file in files if file.is_file()]  # loading reports others
+    return checkpoint_files(model_dir(model))
+
+
+def source_stamp(model: str) -> list[str]:
+    """Returns the stamps of the files that hold a model's weights."""
+    return [file_stamp(path) for path in source_files(model)]
 
 
 def _from_mxfp4(blocks: Tensor, scales: Tensor) -> RawMatrix:

@@ -1,0 +1,107 @@
+"""The files of packed weights in the cache: their names, which say all that they depend on, and their checks."""
+
+import json
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import asdict
+from functools import cache
+from hashlib import sha256
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from medusa_cli.engine.description import Description
+from medusa_cli.files.assets import home, model_dir
+from medusa_cli.files.io import write_atomic
+from medusa_cli.files.model_files import model_file
+from medusa_cli.model.weights import source_files, source_stamp
+
+# The code that reads a model's weights and packs them, by its place in the package.
+CODE = (
+    *("engine/packed.py", "engine/experts.py", "model/weights.py", "model/conversion.py"),
+    *("files/gguf_header.py", "files/gguf_names.py", "native/matrix.py"),
+    *("native/formats.h", "native/formats.cpp"),
+)
+# The packages that read and convert weights, too.
+PACKAGES = ("transformers", "safetensors", "gguf")
+BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+def packed_path(model: str, description: Description, quantize: str | None) -> Path:
+    """Returns the place of a model's packed weights.
+
+    Its name begins with the place of the model's own files, and goes on with all that decides the weights: these
+    files, the config, the description, the code and the quantization.
+    """
+    config = model_file(model_dir(model), "config.json")
+    parts = (
+        source_stamp(model),
+        None if config is None else sha256(config.read_bytes()).hexdigest(),
+        asdict(description),
+        _code_stamp(),
+        quantize,
+    )
+    owner = _stamp([source_of(model), quantize])[:12]
+    return home() / "packed" / f"{owner}-{_stamp(parts)[:24]}.bin"
+
+
+def source_of(model: str) -> str:
+    """Returns the place of a model's weights, the first of its files."""
+    return str(source_files(model)[0].resolve())
+
+
+@cache
+def _code_stamp() -> str:
+    """Returns a digest of the code that reads and packs weights, and of the versions of the packages it uses."""
+    package = Path(__file__).parent.parent
+    code = [sha256((package / name).read_bytes()).hexdigest() for name in CODE]
+    return _stamp([*code, *(version(name) for name in PACKAGES)])
+
+
+def _stamp(parts: Any) -> str:
+    return sha256(json.dumps(parts, default=str).encode()).hexdigest()
+
+
+def is_checked(path: Path) -> bool:
+    """Returns True if the digests of a file were checked since it was last changed, and since the machine started."""
+    with suppress(OSError):
+        return _mark(path).read_text() == _state(path)
+    return False
+
+
+def note_checked(path: Path) -> None:
+    """Notes that the digests of a file have been checked; without a note, they are checked again."""
+    with suppress(OSError):
+        _mark(path).parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(_mark(path), _state(path))
+
+
+def forget(path: Path) -> None:
+    """Removes a file of packed weights, as far as the cache can be written."""
+    for own in (path, _mark(path)):
+        with suppress(OSError):
+            own.unlink(missing_ok=True)
+
+
+def forget_outdated(path: Path, sources: Iterable[tuple[Path, str | None]]) -> None:
+    """Removes the files that a new one replaces, and those whose model is gone.
+
+    sources: the files of packed weights, each with the place of its model's weights, None for files of earlier
+    versions.
+    """
+    owner = path.name.partition("-")[0]
+    for other, source in sources:
+        is_gone = source is None or not Path(source).exists()
+        if other != path and (is_gone or other.name.partition("-")[0] == owner):
+            forget(other)
+
+
+def _mark(path: Path) -> Path:
+    return home() / "checked" / f"{path.stem}.txt"
+
+
+def _state(path: Path) -> str:
+    """Returns what changes whenever a file is written, or the machine starts."""
+    stat = path.stat()
+    boot = BOOT.read_text().strip() if BOOT.is_file() else ""
+    return f"{stat.st_ino} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns} {boot}\n"
