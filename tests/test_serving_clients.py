@@ -42,11 +42,12 @@ NEUTRAL_IN_CHATS: dict[str, Any] = {
 # Values with which a field would change the answer.
 EFFECTIVE: dict[str, Any] = {
     "mirostat": 2, "xtc_probability": 0.5, "typical_p": 0.9, "use_beam_search": True, "best_of": 3, "tfs_z": 0.5,
-    "dry_multiplier": 0.8, "extra_body": {"top_k": 1}, "dynatemp_range": 1, "bad_words": ["a"], "unheard_of": 0,
+    "dry_multiplier": 0.8, "extra_body": {"top_k": 1}, "dynatemp_range": 1, "bad_words": ["a"],
+    "stop_words": ["a"], "rep_pen": 1.2, "typical": 0.5, "n_probs": 2, "negative_prompt": "a", "t_max_predict_ms": 9,
 }  # fmt: skip
 EFFECTIVE_IN_CHATS: dict[str, Any] = {
-    "modalities": ["text", "audio"], "thinking": {"type": "enabled"}, "functions": [{"name": "f"}],
-    "function_call": {"name": "f"}, "web_search_options": {"search_context_size": "low"},
+    "modalities": ["text", "audio"], "functions": [{"name": "f"}],
+    "function_call": {"name": "f"},
 }  # fmt: skip
 
 
@@ -123,7 +124,7 @@ def test_a_window_of_penalties_needs_no_penalty(server: Served) -> None:
 
 def test_unused_fields_are_logged_once(server: Served, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "medusa_cli.serve")
-    neutral._noted.clear()
+    neutral._logged.clear()
     for _ in range(2):
         chat_of(server, keep_alive="5m", top_k=-1, chat_id="b")
     lines = [line for line in caplog.messages if "keep_alive" in line or "chat_id" in line]
@@ -777,3 +778,286 @@ def test_a_run_with_drafts_follows_required_calls(tmp_path: Any) -> None:
         body["choices"][0]["message"]["tool_calls"][0]["function"] for body in (drafted, plain)
     ]
     assert calls[0] == calls[1] and json.loads(calls[0]["arguments"])["city"]
+
+
+def ignored_by(server: Served, body: Any, path: str = "/v1/chat/completions") -> list[str]:
+    """Returns the names in the header about ignored fields."""
+    status, headers, answer = server.post(body, path)
+    assert status == 200, answer
+    names = headers.get("x-medusa-ignored-fields", "")
+    return names.split(", ") if names else []
+
+
+def test_unknown_fields_are_ignored_and_named(server: Served) -> None:
+    message = {"role": "user", "content": [{"type": "text", "text": "w1", "loud": 1}], "mood": "a"}
+    body = {
+        **CHAT,
+        "messages": [message],
+        "temprature": 1,
+        "max_token": 1,
+        "unset": None,
+        "stream_options": {"include_usage": True, "loud": True},
+        "tools": [{"type": "function", "function": {"name": "f", "eager": True}}],
+        "a,b\u00e9\ud83d\x1b" + "c" * 99: 1,
+    }
+    names = ignored_by(server, body)
+    assert {"temprature", "max_token", "stream_options.loud", "messages[].mood"} <= {*names}
+    assert {"messages[].content[].loud", "tools[].function.eager"} <= {*names}
+    assert len(names) == 7 and all(name.isascii() and len(name) < 99 for name in names)
+    assert not ignored_by(server, CHAT)
+    assert ignored_by(server, {**SHORT, "unheard_of": 1}, "/v1/completions") == ["unheard_of"]
+    body = {"input": "w1", "client_metadata": {"a": "b"}, "max_output_tokens": 1}
+    assert ignored_by(server, body, "/v1/responses") == ["client_metadata"]
+    for path, field in (("/tokenize", "prompt"), ("/apply-template", "messages")):
+        body = {field: CHAT["messages"] if field == "messages" else "w1", "unheard_of": 1}
+        assert ignored_by(server, body, path) == ["unheard_of"]
+    assert ignored_by(server, {"tokens": [8], "unheard_of": 1}, "/detokenize") == ["unheard_of"]
+    many = {f"field{number}": 1 for number in range(500)}
+    assert len(ignored_by(server, {**CHAT, **many})) <= 30
+
+
+def test_names_of_ignored_fields_do_not_fill_the_log(
+    server: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "medusa_cli.serve")
+    neutral._logged.clear()
+    for part in range(20):
+        chat_of(server, **{f"field{part}-{number}": 1 for number in range(40)})
+    assert len(caplog.messages) <= neutral.MAX_LOGGED
+
+
+def test_tools_of_their_provider_are_skipped(server: Served) -> None:
+    function = {"type": "function", "name": "f", "parameters": {"type": "object"}}
+    others = [
+        {"type": kind, "name": "x", "container": {}}
+        for kind in (
+            "web_search",
+            "code_interpreter",
+            "mcp",
+            "custom",
+            "local_shell",
+            "image_generation",
+        )
+    ]
+    body = {"input": "w1 w2", "max_output_tokens": 4, "tools": [function, *others]}
+    names = ignored_by(server, body, "/v1/responses")
+    assert names[0] == "tools[].type=web_search" and len(names) == 6
+    answer = server.post(body, "/v1/responses")[2]
+    assert [tool["name"] for tool in answer["tools"]] == ["f"]
+    chat = {**CHAT, "tools": [{"type": "function", "function": {"name": "f"}}, *others]}
+    assert len(ignored_by(server, chat)) == 6
+    # A choice of such a tool cannot be followed.
+    for path, given in (("/v1/responses", body), ("/v1/chat/completions", chat)):
+        status, _, refused = server.post({**given, "tool_choice": {"type": "web_search"}}, path)
+        assert (status, refused["error"]["param"]) == (400, "tool_choice.type")
+    status, _, refused = server.post({**CHAT, "tools": others, "tool_choice": "required"}, path)
+    assert status == 400
+
+
+PAST = [
+    # OpenAI's SDK, and its Agents SDK
+    {"role": "assistant", "content": "w3", "refusal": None, "annotations": [], "audio": None, "function_call": None},
+    {"role": "assistant", "content": [
+        {"type": "text", "text": "w3", "role": "assistant", "refusal": None, "tool_calls": [], "annotations": []}]},
+    {"role": "assistant", "content": [{"type": "output_text", "text": "w3", "annotations": [], "logprobs": []}]},
+    {"role": "assistant", "content": [{"type": "refusal", "refusal": "w3"}]},
+    # AI SDK, LangChain and LiteLLM
+    {"role": "assistant", "content": "w3", "provider_specific_fields": {"a": 1}, "images": [{"type": "image_url"}]},
+    {"role": "assistant", "content": "w3", "additional_kwargs": {}, "response_metadata": {"a": []}, "id": "run-1"},
+    {"role": "assistant", "content": "w3", "thinking_blocks": [{"type": "thinking"}], "audio": {"id": "a"}},
+    {"role": "assistant", "content": [{"type": "thinking", "thinking": "w9"}, {"type": "text", "text": "w3"}]},
+    {"role": "assistant", "content": "w3", "tool_call_id": "a", "parsed": {"a": 1}, "tool_calls": []},
+    {"role": "assistant", "content": "w3", "cache_control": {"type": "ephemeral"}, "unheard_of": {"a": [1]}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(PAST)))
+def test_past_answers_are_taken_in_the_shapes_of_clients(server: Served, number: int) -> None:
+    def prompt(assistant: dict[str, Any]) -> Any:
+        messages = [*CHAT["messages"], assistant, *CHAT["messages"]]
+        status, _, answer = server.post({"messages": messages}, "/apply-template")
+        assert status == 200, answer
+        return answer["prompt"]
+
+    assert prompt(PAST[number]) == prompt({"role": "assistant", "content": "w3"})
+
+
+def test_reasoning_is_asked_for_in_templates_that_read_it(
+    medusa: Medusa, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = "{{ messages[0].content }} {{ enable_thinking }} {{ reasoning_effort }}"
+    with serving(medusa) as server:
+        body = {"messages": CHAT["messages"]}
+        given = {**body, "reasoning_effort": "low", "enable_thinking": False}
+        names = ignored_by(server, given, "/apply-template")
+        assert {*names} == {"reasoning_effort", "enable_thinking"}
+    monkeypatch.setattr(medusa.backbone.tokenizer, "chat_template", template)
+    with serving(medusa) as server:
+        for fields, expected in (
+            ({}, "w1 w2  "),
+            ({"enable_thinking": False}, "w1 w2 False "),
+            ({"think": True}, "w1 w2 True "),
+            ({"thinking": {"type": "disabled"}}, "w1 w2 False "),
+            ({"thinking": {"type": "enabled", "budget_tokens": 9}}, "w1 w2 True "),
+            ({"reasoning_effort": "high"}, "w1 w2  high"),
+            ({"reasoning": {"effort": "low"}}, "w1 w2  low"),
+            ({"reasoning_effort": "none"}, "w1 w2 False none"),
+            ({"enable_thinking": True, "chat_template_kwargs": {"enable_thinking": 0}}, "w1 w2 0 "),
+        ):
+            status, headers, answer = server.post({**body, **fields}, "/apply-template")
+            assert (status, answer["prompt"]) == (200, expected)
+            assert "x-medusa-ignored-fields" not in headers
+        plain = {"input": "w1 w2", "max_output_tokens": 1}
+        counts = [
+            server.post({**plain, **more}, "/v1/responses")[2]["usage"]["input_tokens"]
+            for more in ({}, {"reasoning": {"effort": "w5"}})
+        ]
+        assert counts[0] < counts[1]
+
+
+def test_bias_comes_in_the_forms_of_other_servers(server: Served) -> None:
+    first = completion(server, max_tokens=4, logprobs=0)["choices"][0]["logprobs"]["tokens"][0]
+    [token] = server.post({"content": first.strip()}, "/tokenize")[2]["tokens"]
+    forms: list[Any] = [
+        {str(token): -100}, [[token, -100]], [[token, False]], {str(token): False},
+        {first.strip(): -100}, [[first.strip(), False]], [[token, -100], ["w9", 0]],
+    ]  # fmt: skip
+    answers = {completion(server, logit_bias=bias)["choices"][0]["text"] for bias in forms}
+    assert len(answers) == 1 and answers != {completion(server)["choices"][0]["text"]}
+
+
+def test_do_sample_false_is_greedy(server: Served) -> None:
+    plain = completion(server)["choices"]
+    assert completion(server, do_sample=False, temperature=1.5)["choices"] == plain
+    sampled = completion(server, temperature=1.0, seed=3)["choices"]
+    assert completion(server, do_sample=True, seed=3)["choices"] == sampled
+
+
+def test_an_empty_stop_string_is_none(server: Served) -> None:
+    plain = completion(server)["choices"]
+    for stop in ("", [""], []):
+        assert completion(server, stop=stop)["choices"] == plain
+
+
+def test_answers_tell_what_ended_them(server: Served) -> None:
+    def stop_of(**fields: Any) -> tuple[Any, Any]:
+        [choice] = completion(server, **fields)["choices"]
+        *_, last = chunks_of(server, {**SHORT, **fields})
+        for name in ("stop_reason", "matched_stop"):
+            assert last["choices"][0][name] == choice[name]
+        return choice["stop_reason"], choice["matched_stop"]
+
+    ids = completion(server, return_token_ids=True)["choices"][0]["token_ids"]
+    word = completion(server)["choices"][0]["text"].split()[2]
+    assert stop_of(ignore_eos=True) == (None, None)
+    assert stop_of(stop=["nothing", word]) == (word, word)
+    assert stop_of(stop=word, include_stop_str_in_output=True) == (word, word)
+    assert stop_of(stop_token_ids=[ids[2]]) == (ids[2], ids[2])
+
+
+def test_tokens_come_in_llamas_form(server: Served) -> None:
+    answer = server.post({"content": "w1 w2"}, "/tokenize")[2]
+    assert (
+        answer["tokens"]
+        == server.post({"prompt": "w1 w2", "add_special_tokens": False}, "/tokenize")[2]["tokens"]
+    )
+    pieces = server.post({"content": "w1 w2", "with_pieces": True}, "/tokenize")[2]["tokens"]
+    assert [piece["id"] for piece in pieces] == answer["tokens"]
+    text = server.post({"tokens": answer["tokens"]}, "/detokenize")[2]
+    assert text["content"] == text["prompt"]
+    for body in ({}, {"prompt": "w1", "content": "w1"}):
+        assert server.post(body, "/tokenize")[0] == 400
+
+
+def test_trailing_slashes_and_azures_header_are_taken(medusa: Medusa) -> None:
+    with serving(medusa, api_keys=("secret",)) as server:
+        for path in ("/v1/models/", "/models/", f"/v1/models/{MODEL}/", "/props/", "/slots/"):
+            assert server.request("GET", path, headers={"api-key": "secret"})[0] == 200
+            assert server.request("GET", path, headers={"api-key": "wrong"})[0] == 401
+        for path, body in (("/v1/completions/", SHORT), ("/tokenize/", {"prompt": "w1"})):
+            assert server.request("POST", path, body, {"api-key": "secret"})[0] == 200
+        assert server.request("GET", "/health/")[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", {"prompt": "w1 \ud83d"}, "prompt"),
+        ("/v1/completions", {"prompt": "w1", "suffix": "\ud83d"}, "suffix"),
+        ("/v1/completions", {"prompt": ["w1", "\ud83d"]}, "prompt.1"),
+        ("/v1/completions", {"prompt": "w1", "stop": ["\ud83d"]}, "stop.0"),
+        ("/v1/completions", {"prompt": "w1", "guided_choice": ["\ud83d"]}, "guided_choice.0"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "\ud83d"}]}, "messages.0.content"),
+        ("/tokenize", {"content": "\ud83d"}, "content"),
+        ("/v1/chat/completions",
+         {**CHAT, "tools": [{"type": "function", "function": {"name": "f", "description": "\ud83d"}}]},
+         "tools.0.function.description"),
+        ("/apply-template", {"messages": [{"role": "user", "content": "\ud83d"}]}, "messages.0.content"),
+    ],
+)  # fmt: skip
+def test_half_a_character_is_refused_where_it_is(
+    server: Served, path: str, body: dict[str, Any], param: str
+) -> None:
+    status, _, answer = server.post(body, path)
+    assert (status, answer["error"]["param"]) == (400, param)
+    assert "system prompt" not in answer["error"]["message"]
+
+
+def test_past_items_of_other_models_are_skipped(server: Served) -> None:
+    user = {"role": "user", "content": "w1 w2"}
+    items = [
+        {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "a"},
+        {"type": "web_search_call", "id": "ws_1", "status": "completed"},
+    ]
+    plain, mixed = (
+        server.post({"input": given, "max_output_tokens": 4}, "/v1/responses")
+        for given in ([user], [*items, user])
+    )
+    assert plain[2]["usage"] == mixed[2]["usage"]
+    assert (
+        mixed[1]["x-medusa-ignored-fields"]
+        == "input[].type=reasoning, input[].type=web_search_call"
+    )
+    reference = {"input": [user, {"type": "item_reference", "id": "msg_1"}]}
+    status, _, refused = server.post(reference, "/v1/responses")
+    assert status == 400 and "store: false" in refused["error"]["message"]
+    assert "_kind" not in refused["error"]["message"]
+
+
+def test_responses_sample_as_chats_do(server: Served) -> None:
+    for fields in (
+        {"temperature": 1.5, "seed": 5}, {"temperature": 1.5, "seed": 6, "top_k": 3}, {"repetition_penalty": 1.5},
+        {"stop": "w"}, {"logit_bias": [[9, 50]]}, {"min_tokens": 5, "ignore_eos": True}, {"do_sample": False},
+    ):  # fmt: skip
+        chat = chat_of(server, **fields)["choices"][0]["message"]["content"]
+        body = {"input": CHAT["messages"], "max_output_tokens": CHAT["max_tokens"], **fields}
+        status, _, answer = server.post(body, "/v1/responses")
+        assert status == 200, answer
+        text = "".join(
+            part["text"] for item in answer["output"] for part in item.get("content", ())
+        )
+        assert text == chat
+
+
+def test_truncation_drops_the_oldest_items(medusa: Medusa) -> None:
+    turns = [
+        {"role": role, "content": f"w{number} w{number + 1}"}
+        for number in range(5, 25)
+        for role in ("user", "assistant")
+    ]
+    items = [*turns, {"role": "user", "content": "w1 w2"}]
+    body = {"input": items, "instructions": "w30", "max_output_tokens": 4}
+    with serving(medusa, context=40) as server:
+        status, _, refused = server.post(body, "/v1/responses")
+        assert (status, refused["error"]["code"]) == (400, "context_length_exceeded")
+        status, _, answer = server.post({**body, "truncation": "auto"}, "/v1/responses")
+        assert (status, answer["truncation"]) == (200, "auto")
+        assert 20 < answer["usage"]["input_tokens"] < 40
+        short = {**body, "input": items[-1:]}
+        plain, auto = (
+            server.post({**short, "truncation": given}, "/v1/responses")[2]["usage"]
+            for given in ("disabled", "auto")
+        )
+        assert plain["input_tokens"] == auto["input_tokens"]
+        long = {**body, "input": "w1 " * 60, "truncation": "auto"}
+        assert server.post(long, "/v1/responses")[0] == 400

@@ -670,8 +670,14 @@ def test_responses_call_tools_and_take_results(served: Served) -> None:
     ("fields", "param"),
     [
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
-        ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
-        ({"input": [{"type": "reasoning", "summary": []}]}, "input.0"),
+        ({"tool_choice": {"type": "web_search"}}, "tool_choice.type"),
+        ({"input": [{"type": "reasoning", "summary": []}]}, "input"),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input"),
+        ({"input": [{"type": "unheard_of"}]}, "input"),
+        ({"conversation": "conv_1"}, "conversation"),
+        ({"truncation": "middle"}, "truncation"),
+        ({"input": [{"role": "user", "content": "half \ud83d"}]}, "input.0.content"),
+        ({"instructions": "half \ud83d"}, "instructions"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
             "input.0.content.0.type",
@@ -699,3 +705,63 @@ def test_other_responses_are_refused_by_name(
 ) -> None:
     status, _, answer = served.post({"model": MODEL, "input": "Ada", **fields}, "/v1/responses")
     assert status == 400 and answer["error"]["param"] == param, answer
+
+
+def test_a_response_cut_by_its_limit_is_that_of_its_stream(served: Served) -> None:
+    tools = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    body = {"input": "Ada", "tools": tools, "tool_choice": "required", "parallel_tool_calls": True}
+    for limit in (15, 60, 120):
+        given = {**body, "max_output_tokens": limit}
+        status, _, whole = served.post(given, "/v1/responses")
+        assert status == 200 and (whole["status"] == "incomplete" or limit > 15)
+        _, _, text = served.request("POST", "/v1/responses", {**given, "stream": True})
+        events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: ")]
+        items = [events[-1]["response"]["output"], whole["output"]]
+        for item in itertools.chain(*items):
+            item.pop("id")
+            item.pop("call_id", None)
+        assert items[0] == items[1]
+        for item in items[0]:
+            if item["type"] == "function_call" and item["status"] == "completed":
+                json.loads(item["arguments"])
+        assert all(item["status"] == "completed" for item in items[0][:-1])
+
+
+def test_functions_of_a_namespace_are_called_by_their_namespace(served: Served) -> None:
+    functions = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    spaces = [{"type": "namespace", "name": "weather", "description": "w", "tools": functions}]
+    body = {"input": "Ada", "tools": spaces, "tool_choice": "required", "max_output_tokens": 200}
+    status, _, answer = served.post(body, "/v1/responses")
+    assert status == 200, answer
+    call = answer["output"][0]
+    assert call["namespace"] == "weather" and call["name"] in NAMES
+    past = [{"role": "user", "content": "Ada"}, call]
+    past.append({"type": "function_call_output", "call_id": call["call_id"], "output": "sunny"})
+    again = {"input": past, "tools": spaces, "max_output_tokens": 4}
+    assert served.post(again, "/v1/responses")[0] == 200
+
+
+GRAMMAR = 'start: "a" | "b"'
+SAME_FORMS: list[dict[str, Any]] = [
+    {"structured_outputs": {"grammar": GRAMMAR}, "guided_grammar": GRAMMAR, "grammar": GRAMMAR + "\n"},
+    {"structured_outputs": {"regex": "[ab]"}, "guided_regex": "[ab]", "regex": "[ab]"},
+    {"structured_outputs": {"choice": ["a", "b"]}, "guided_choice": ["a", "b"], "ebnf": GRAMMAR},
+    {"structured_outputs": {"json": WEATHER}, "guided_json": json.dumps(WEATHER), "json_schema": WEATHER,
+     "response_format": schema_format(WEATHER)},
+    {"structured_outputs": {"json_object": True}, "guided_json": {"type": "object"},
+     "response_format": {"type": "json_object"}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fields", SAME_FORMS)
+def test_equal_constraints_are_one(served: Served, fields: dict[str, Any]) -> None:
+    answers = [chat(served, **{name: form}, max_tokens=40) for name, form in fields.items()]
+    answers.append(chat(served, **fields, max_tokens=40))
+    assert len({answer["message"]["content"] for answer in answers}) == 1
+
+
+def test_different_constraints_are_refused(served: Served) -> None:
+    for name, form in (("guided_grammar", 'start: "c"'), ("regex", "[ab]"), ("json_schema", {})):
+        body = {"messages": ASK, "structured_outputs": {"grammar": GRAMMAR}, name: form}
+        status, _, answer = served.post(body, "/v1/chat/completions")
+        assert status == 400 and name in answer["error"]["message"]

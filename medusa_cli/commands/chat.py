@@ -67,6 +67,11 @@ def chat(
         raise UsageError("--json needs --prompt", "give --prompt TEXT")
     if prompt is not None and not prompt.strip():
         raise UsageError("--prompt is empty", "give a text")
+    if stop and not all(stop):
+        raise UsageError("--stop is empty", "give a text, or leave it out")
+    for name, given in (("--baseline", baseline), ("--json", printing.json)):
+        if show_accepted and given:
+            raise UsageError(f"--show-accepted has no effect with {name}", "leave one of them out")
     if raw and (system is not None or chat_template is not None):
         raise UsageError("--raw excludes --system and --chat-template", "leave one of them out")
     choice = drafting.or_plain(baseline, chat_template)

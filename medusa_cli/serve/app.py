@@ -25,10 +25,12 @@ from medusa_cli.decode import Answer, Request
 from medusa_cli.decode.grammar import Grammar, matcher_of
 from medusa_cli.errors import UserError, shown
 from medusa_cli.model.chat_template import token_ids
+from medusa_cli.serve import neutral
 from medusa_cli.serve.calls import end_of_first_call
 from medusa_cli.serve.errors import (
     ErrorBody,
     Refusal,
+    check_whole,
     failure,
     refusal_for,
     refusal_for_body,
@@ -46,6 +48,7 @@ from medusa_cli.serve.schema import (
     CompletionRequest,
     Conversation,
     DetokenizeRequest,
+    Sampling,
     TokenizeChat,
     TokenizeRequest,
     TokenizeText,
@@ -98,11 +101,14 @@ def build(medusa: Medusa, limits: Limits, templates: TemplateProcess) -> tuple[A
     @app.post("/responses", include_in_schema=False)
     @app.post("/v1/responses", responses=ANSWERS)
     async def respond(body: ResponsesRequest, http: HttpRequest) -> Any:
+        check_whole(body)
         try:
             chat = body.chat()
         except ValidationError as reason:
             raise in_responses(refusal_for_body(reason.errors())) from reason
         try:
+            if body.truncation == "auto":
+                await handler.truncate(chat)
             return await handler.answer(chat, http.receive, body)
         except Refusal as refusal:
             raise in_responses(refusal) from refusal
@@ -132,6 +138,7 @@ def build(medusa: Medusa, limits: Limits, templates: TemplateProcess) -> tuple[A
     async def apply_template(body: ChatRequest) -> dict[str, str]:
         if body.model is not None:
             handler.check_model(body.model)
+        check_whole(body)
         return {"prompt": await handler.render(body)}
 
     @app.get("/props", responses={401: REFUSALS[401]})
@@ -178,6 +185,7 @@ def build(medusa: Medusa, limits: Limits, templates: TemplateProcess) -> tuple[A
     # CORS comes before the check of the key, because browsers send preflight requests without it.
     allowed: Any = {"allow_origins": limits.cors, "allow_origin_regex": LOCAL_PAGES}
     any_method: Any = {"allow_methods": ["*"], "allow_headers": ["*"]}
+    any_method["expose_headers"] = ["x-request-id", neutral.HEADER]
     return CORSMiddleware(Middleware(app, limits, metrics), **allowed, **any_method), scheduler
 
 
@@ -277,6 +285,7 @@ class Handler:
 
         original: the request to /v1/responses that `body` expresses as a chat, if any.
         """
+        check_whole(body)
         body.model = body.model or self._limits.names[0]
         requests = await self._requests(body)
         backbone = self._medusa.backbone
@@ -318,12 +327,39 @@ class Handler:
             async for _, event in received:
                 if event.error is not None:
                     raise failure(event.error)
+                if isinstance(answer, ResponsesFormat):
+                    answer.read(event)
         return JSONResponse(answer.whole())
 
+    async def truncate(self, chat: ChatRequest) -> None:
+        """Drops the oldest messages, but for system messages, until the rest fits in the context; raises Refusal.
+
+        A turn begins with a message of the user, and is dropped as a whole. The last one always stays.
+        """
+        messages = chat.messages
+        first = next((i for i, one in enumerate(messages) if not one.is_system), 0)
+        starts = [i for i, one in enumerate(messages) if i > first and one.role == "user"]
+        low, high = 0, len(starts)
+        while low < high:
+            middle = (low + high) // 2
+            chat.messages = [*messages[:first], *messages[([first, *starts])[middle] :]]
+            [tokens] = await self._encode(chat)
+            if len(tokens) < self.context:
+                high = middle
+            else:
+                low = middle + 1
+        chat.messages = [*messages[:first], *messages[([first, *starts])[low] :]]
+
     async def tokenize(self, body: TokenizeText | TokenizeChat) -> dict[str, Any]:
-        """Returns the token ids of a text or a conversation in vLLM's format; raises Refusal."""
+        """Returns the token ids of a text or a conversation, as vLLM and llama.cpp name them; raises Refusal."""
+        check_whole(body)
         [tokens] = await self._encode(body)
         backbone = self._medusa.backbone
+        if isinstance(body, TokenizeText) and body.with_pieces:
+            pieces = [
+                {"id": token, "piece": backbone.tokenizer.decode([token])} for token in tokens
+            ]
+            return {"tokens": pieces}
         texts = backbone.tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
         return {
             "count": len(tokens),
@@ -333,9 +369,10 @@ class Handler:
         }
 
     async def detokenize(self, body: DetokenizeRequest) -> dict[str, str]:
-        """Returns the text of token ids, special tokens included; raises Refusal."""
+        """Returns the text of token ids, special tokens included, as vLLM and llama.cpp name it; raises Refusal."""
         [tokens] = await self._encode(body)
-        return {"prompt": self._medusa.backbone.tokenizer.decode(tokens)}
+        text = self._medusa.backbone.tokenizer.decode(tokens)
+        return {"prompt": text, "content": text}
 
     async def _requests(self, body: ChatRequest | CompletionRequest) -> list[Request]:
         """Returns the requests for the decoder, one per choice, within the server's limits; raises Refusal."""
@@ -351,7 +388,10 @@ class Handler:
             isinstance(body, CompletionRequest) and body.echo
         )
         wanted = [count for count in (body.top, body.prompt_logprobs) if count is not None]
-        temperature = self._limits.temperature if body.temperature is None else body.temperature
+        logit_bias = await self._logit_bias(body)
+        temperature = body.chosen_temperature
+        if temperature is None:
+            temperature = self._limits.temperature
 
         def minimum(limit: int) -> int | None:
             """Returns the fewest tokens of an answer, not more than the server's limit."""
@@ -379,7 +419,7 @@ class Handler:
                     frequency_penalty=body.frequency_penalty or None,
                     no_repeat_ngram_size=body.no_repeat_ngram_size,
                     min_new_tokens=minimum(limit),
-                    logit_bias=body.logit_bias or None,
+                    logit_bias=logit_bias,
                     grammar=grammar,
                     speculative=body.drafts.enabled,
                     raw=True,
@@ -390,6 +430,24 @@ class Handler:
             ]
         except UserError as reason:
             raise self._refusal(reason, "prompt") from reason
+
+    async def _logit_bias(self, body: Sampling) -> dict[int, float] | None:
+        """Returns the bias by token id; the bias of a text is that of each of its tokens. Raises Refusal."""
+        if not body.logit_bias:
+            return None
+        biases = dict[int, float]()
+        for key, bias in body.logit_bias.items():
+            tokens = [key] if isinstance(key, int) else await self._encoded(key, "logit_bias")
+            biases.update(dict.fromkeys(tokens, bias))
+        return biases
+
+    async def _encoded(self, text: str, field: str) -> list[int]:
+        """Returns the token ids of a text; raises Refusal."""
+        try:
+            async with self._encoding:
+                return await run_in_threadpool(token_ids, self._medusa.backbone, text)
+        except UserError as reason:
+            raise self._refusal(reason, field) from reason
 
     def _stop_ids(self, body: ChatRequest | CompletionRequest) -> set[int] | None:
         """Returns the token ids that end an answer, or None for only the model's own; raises Refusal."""
@@ -442,7 +500,7 @@ class Handler:
         except UserError as reason:
             field = next(
                 field
-                for field in ("messages", "prompt", "tokens")
+                for field in ("messages", "prompt", "content", "tokens")
                 if field in body.model_fields_set
             )
             raise self._refusal(reason, field) from reason
@@ -457,6 +515,12 @@ class Handler:
 
     def _render(self, body: Conversation) -> str:
         """Returns a conversation as the text of a prompt."""
+        template = template_of(self._medusa.backbone)
+        neutral.note(
+            name
+            for name in ("enable_thinking", "reasoning_effort")
+            if name in body.template and name not in template
+        )
         own = signature(self._medusa.backbone.tokenizer.apply_chat_template).parameters
         for name in body.chat_template_kwargs:
             if name in own:
@@ -476,7 +540,7 @@ class Handler:
     ) -> list[list[int]]:
         """Returns the token ids of prompts."""
         if isinstance(body, TokenizeText):
-            return [token_ids(self._medusa.backbone, body.prompt, begin=body.add_special_tokens)]
+            return [token_ids(self._medusa.backbone, body.text, begin=body.begins)]
         backbone = self._medusa.backbone
         if isinstance(body, CompletionRequest) and body.suffix:
             return [infill_ids(backbone, str(prompt), body.suffix) for prompt in body.prompts]

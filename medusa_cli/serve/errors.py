@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from medusa_cli.decode.grammar import KINDS
 from medusa_cli.errors import UserError, cut, in_words, shown
+from medusa_cli.files.io import HALF, is_whole
 from medusa_cli.serve.schema import FORMS, ITEMS
 
 LONGEST_NAME = 100  # maximum number of characters of a field's name
@@ -101,6 +102,31 @@ def refusal_for(reason: UserError, param: str | None = None) -> Refusal:
     if setting is not None:
         return Refusal(400, text, param=field(setting), code="invalid_value")
     return Refusal(400, f"{param}: {text}" if param else text, param=param, code="invalid_prompt")
+
+
+def check_whole(body: BaseModel) -> None:
+    """Raises Refusal for a text with half a character, with the place of the text in the request."""
+    if (place := _half_in(body.model_dump(by_alias=True, exclude_none=True))) is not None:
+        param = ".".join(place)
+        text = f"{param}: the text holds {HALF}, such as one cut out of an emoji; send whole ones"
+        raise Refusal(400, text, param=param, code="invalid_value")
+
+
+def _half_in(value: Any) -> list[str] | None:
+    """Returns the keys that lead to the first text with half a character; None if there is none."""
+    if isinstance(value, str):
+        return None if is_whole(value) else []
+    parts: Any = ()
+    if isinstance(value, dict):
+        parts = value.items()
+    elif isinstance(value, list):
+        parts = enumerate(value)
+    for key, part in parts:
+        if not is_whole(str(key)):
+            return []
+        if (place := _half_in(part)) is not None:
+            return [str(key), *place]
+    return None
 
 
 def too_long(tokens: int, context: int) -> Refusal:

@@ -15,6 +15,7 @@ from typing import Any
 from starlette.datastructures import Headers, MutableHeaders
 
 from medusa_cli.errors import shown
+from medusa_cli.serve import neutral
 from medusa_cli.serve.errors import Refusal
 from medusa_cli.serve.metrics import Metrics
 
@@ -86,16 +87,23 @@ class Middleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if scope["path"].endswith("/") and scope["path"] != "/":
+            scope = {**scope, "path": scope["path"].rstrip("/") or "/"}
         path = scope["path"] if scope["path"] in PATHS else "other"
         headers = Headers(scope=scope)
         started = time.monotonic()
         given = headers.get("x-request-id", "")
+        ignored = dict[str, None]()
+        neutral.ignored.set(ignored)
         request_id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
 
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                answered = MutableHeaders(scope=message)
+                answered["x-request-id"] = request_id
+                if ignored:
+                    answered[neutral.HEADER] = ", ".join(ignored)
                 self._metrics.responses.labels(path, str(status)).inc()
                 if self._limits.access_log:
                     client = scope["client"][0] if scope["client"] else "-"
@@ -154,8 +162,9 @@ class Middleware:
 
     def _check_key(self, headers: Headers) -> None:
         scheme, _, given = headers.get("authorization", "").encode("latin-1").partition(b" ")
-        if scheme.lower() != b"bearer":  # clients of Anthropic and llama.cpp send x-api-key
-            given = headers.get("x-api-key", "").encode("latin-1")
+        if scheme.lower() != b"bearer":
+            # Clients of Anthropic and llama.cpp send x-api-key, those of Azure api-key.
+            given = headers.get("x-api-key", headers.get("api-key", "")).encode("latin-1")
         # All keys are compared, so that the time taken reveals nothing.
         right = [hmac.compare_digest(given.strip(), key.encode()) for key in self._limits.api_keys]
         if not any(right):

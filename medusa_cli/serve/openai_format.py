@@ -234,7 +234,26 @@ class OpenAIFormat:
         if reason == "stop" and (calls := self._calls[index]) and calls.count:
             reason = "tool_calls"
         ids = {"token_ids": [*tokens]} if body.return_token_ids and tokens is not None else {}
-        return {"index": index, **text, "logprobs": logprobs, **ids, "finish_reason": reason}
+        choice = {"index": index, **text, "logprobs": logprobs, **ids, "finish_reason": reason}
+        return choice if reason is None else {**choice, **self._stop_of(index)}
+
+    def _stop_of(self, index: int) -> dict[str, Any]:
+        """Returns what ended an answer, under vLLM's name and SGLang's: a stop string or token id, or null.
+
+        An end token of the model is named in SGLang's field only.
+        """
+        answer = self._tickets[index].answer
+        if answer.finish_reason != "stop":
+            return {"stop_reason": None, "matched_stop": None}
+        whole = self._backbone.decode(answer.tokens, self._backbone.special_ids)
+        found = [(whole.find(stop), stop) for stop in self._asked.stop_strings if stop in whole]
+        if found:
+            _, stop = min(found)
+            return {"stop_reason": stop, "matched_stop": stop}
+        last = answer.tokens[-1]
+        asked = last in self._asked.stop_token_ids
+        ends = asked or last in self._backbone.eos_ids
+        return {"stop_reason": last if asked else None, "matched_stop": last if ends else None}
 
     def _logprobs(self, index: int, likelihoods: Sequence[Likelihood], top: int) -> dict[str, Any]:
         texts = self._tokens[index]

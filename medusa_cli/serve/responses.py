@@ -1,13 +1,15 @@
 """OpenAI's Responses API: request bodies, their conversion to chats, and answers as items, whole or in events."""
 
+import json
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
+from pydantic import AfterValidator, Discriminator, Field, Tag, field_validator, model_validator
 
+from medusa_cli.errors import shown
 from medusa_cli.serve import neutral
 from medusa_cli.serve.calls import CallReader
 from medusa_cli.serve.errors import Refusal, failure
@@ -15,17 +17,22 @@ from medusa_cli.serve.openai_format import speculative_figures, sse
 from medusa_cli.serve.scheduler import Event, Ticket
 from medusa_cli.serve.schema import (
     FORM,
+    ITEMS,
     LIST,
     MAX_TOOLS,
     TEXT,
     ChatRequest,
-    Common,
     Content,
     Function,
     NamedSchema,
+    Sampling,
     Strict,
+    TemplateOptions,
+    TextPart,
     ToolChoice,
     check_json,
+    functions_of,
+    readable,
     text_of,
 )
 
@@ -33,18 +40,10 @@ from medusa_cli.serve.schema import (
 FIELDS = {"messages": "input", "response_format": "text", "max_tokens": "max_output_tokens"}
 
 
-class AnyTextPart(Strict):
-    """A part of a message's content."""
-
-    no_effect = neutral.MARKS
-    type: Literal["input_text", "output_text", "text"]
-    text: str
-
-
 class PastItem(Strict):
     """The fields that every past item may have."""
 
-    no_effect = neutral.MARKS
+    place = "input[]."
 
 
 class MessageItem(PastItem):
@@ -52,7 +51,9 @@ class MessageItem(PastItem):
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: Content[AnyTextPart]
+    content: Content[TextPart]
+
+    _readable = field_validator("content", mode="before")(readable)
 
 
 class CallItem(PastItem):
@@ -69,12 +70,81 @@ class CallOutputItem(PastItem):
 
     type: Literal["function_call_output"]
     call_id: str
-    output: Content[AnyTextPart]
+    output: Content[TextPart]
+
+
+# Past items of tools that only their provider could run, and of other models' thoughts. They are not for this model.
+DROPPED = frozenset(
+    (
+        "reasoning",
+        "compaction",
+        "web_search_call",
+        "file_search_call",
+        "code_interpreter_call",
+        "image_generation_call",
+        "computer_call",
+        "computer_call_output",
+        "local_shell_call",
+        "local_shell_call_output",
+        "shell_call",
+        "shell_call_output",
+        "tool_search_call",
+        "tool_search_output",
+        "mcp_call",
+        "mcp_list_tools",
+        "mcp_approval_request",
+        "mcp_approval_response",
+    )
+)
+
+
+def _type_of(item: Any) -> str:
+    kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
+    return str(kind or "message")
 
 
 def _kind(value: Any) -> str:
-    kind = (value.get("type") or "message") if isinstance(value, dict) else "message"
-    return f"<{kind}>"
+    return f"<{_type_of(value)}>"
+
+
+def _served_items(items: Any) -> Any:
+    """Returns the items for the model; raises ValueError for items that are not served."""
+    if not isinstance(items, list):
+        return items
+    served = []
+    for index, item in enumerate(items):
+        kind = _type_of(item)
+        if kind == "item_reference":
+            raise ValueError(
+                f"item {index} refers to a stored item, and nothing is stored here; "
+                "send store: false, so that your client sends whole items"
+            )
+        if kind in DROPPED:
+            neutral.note([f"{PastItem.place}type={kind}"])
+        elif f"<{kind}>" not in ITEMS:
+            raise ValueError(
+                f"item {index} has the type {shown(kind)}, which is not served; "
+                "send messages, function_call and function_call_output items"
+            )
+        else:
+            served.append(item)
+    return served
+
+
+def _functions_of(tools: Any) -> Any:
+    """Returns the functions among tools, with those of namespaces."""
+    if not isinstance(tools, list):
+        return tools
+    flat = []
+    for tool in tools:
+        if isinstance(tool, dict) and tool.get("type") == "namespace":
+            inner = tool.get("tools")
+            for function in inner if isinstance(inner, list) else ():
+                if isinstance(function, dict):
+                    flat.append({**function, "namespace": tool.get("name")})
+        else:
+            flat.append(tool)
+    return functions_of(flat)
 
 
 Item = Annotated[
@@ -88,11 +158,12 @@ Item = Annotated[
 class TextFormat(NamedSchema):
     """The form of the answer."""
 
+    place = "text.format."
     type: Literal["text", "json_object", "json_schema"] = "text"
 
 
 class TextOptions(Strict):
-    no_effect = neutral.REQUEST
+    place = "text."
     format: TextFormat = TextFormat()
 
 
@@ -103,7 +174,10 @@ class Typed(Strict):
 
 
 class FunctionTool(Function, Typed):
-    """A function that the model may call."""
+    """A function that the model may call. namespace: the group of tools that it belongs to, if any."""
+
+    place = "tools[]."
+    namespace: str | None = Field(None, exclude=True)
 
 
 class ChosenTool(Typed):
@@ -120,10 +194,10 @@ class AllowedTools(Strict):
     tools: list[ChosenTool] = Field(min_length=1, max_length=MAX_TOOLS)
 
 
-class ResponsesRequest(Common):
+class ResponsesRequest(Sampling, TemplateOptions):
     """The body of /v1/responses, with the fields that have an equivalent in a chat. Nothing is stored."""
 
-    no_effect = neutral.RESPONSES
+    unserved = neutral.RESPONSES
     input: Annotated[
         Annotated[str, Field(min_length=1), Tag(TEXT)]
         | Annotated[list[Item], Field(min_length=1), Tag(LIST)],
@@ -139,6 +213,13 @@ class ResponsesRequest(Common):
         None, description="comes back with the response"
     )
 
+    truncation: Literal["auto", "disabled"] = Field(
+        "disabled", description="auto: drop the oldest items until the rest fits"
+    )
+
+    _items = field_validator("input", mode="before")(_served_items)
+    _functions = field_validator("tools", mode="before")(_functions_of)
+
     @model_validator(mode="after")
     def _agree(self) -> "ResponsesRequest":
         if (self.text.format.type == "json_schema") != (self.text.format.schema_ is not None):
@@ -147,23 +228,15 @@ class ResponsesRequest(Common):
 
     def chat(self) -> ChatRequest:
         """Returns the equivalent chat request; raises ValidationError for items that do not belong together."""
-        body: dict[str, Any] = {
-            "model": self.model,
-            "messages": self._messages(),
-            "stream": self.stream,
-        }
-        body |= {
-            "max_tokens": self.max_output_tokens,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-        }
+        body = self.model_dump(include=SHARED & self.model_fields_set, by_alias=True)
+        body |= {"messages": self._messages(), "max_tokens": self.max_output_tokens}
         given = self.text.format
         if given.type == "json_object":
             body["response_format"] = {"type": "json_object"}
         elif given.type == "json_schema":
             schema = {"name": given.name, "schema": given.schema_}
             body["response_format"] = {"type": "json_schema", "json_schema": schema}
-        functions = [tool.model_dump(exclude={"type", "strict"}) for tool in self.tools or ()]
+        functions = [tool.model_dump(exclude={"type"}) for tool in self.tools or ()]
         body["tools"] = [{"type": "function", "function": function} for function in functions]
         body["tool_choice"] = self.tool_choice
         choice = self.tool_choice
@@ -172,7 +245,6 @@ class ResponsesRequest(Common):
         elif isinstance(choice, AllowedTools):
             subset = {"mode": choice.mode, "tools": [_named(tool) for tool in choice.tools]}
             body["tool_choice"] = {"type": "allowed_tools", "allowed_tools": subset}
-        body["speculative"] = self.speculative
         return ChatRequest(**body, parallel_tool_calls=self.parallel_tool_calls)
 
     def _messages(self) -> list[dict[str, Any]]:
@@ -204,6 +276,10 @@ def _named(tool: ChosenTool) -> dict[str, Any]:
     return {"type": "function", "function": {"name": tool.name}}
 
 
+# The fields that chats have, too.
+SHARED = {*Sampling.model_fields, *TemplateOptions.model_fields}
+
+
 class ResponsesFormat:
     """Formats the answer to one request as items (messages and calls), and as the events that announce them."""
 
@@ -216,6 +292,9 @@ class ResponsesFormat:
             self._several = body.parallel_tool_calls
         names = [tool["function"]["name"] for tool in chat.offered]
         self._calls = CallReader(names) if names else None
+        self._namespaces = {
+            tool.name: {"namespace": tool.namespace} for tool in body.tools or () if tool.namespace
+        }
         self._id = _new_id("resp")
         self._created = int(time.time())
         self._items: list[dict[str, Any]] = []
@@ -223,9 +302,12 @@ class ResponsesFormat:
         self._sequence = 0
 
     def whole(self) -> dict[str, Any]:
-        """Returns the finished response."""
-        self._add(self._ticket.answer.text, last=True)
+        """Returns the finished response, whose events `read` has received."""
         return self._response(ended=True)
+
+    def read(self, event: Event) -> list[str]:
+        """Adds an event's text to the items; returns the events of a stream."""
+        return self._add("".join(piece.text for piece in event.pieces), event.last)
 
     async def stream(self, events: AsyncGenerator[tuple[int, Event]]) -> AsyncIterator[str]:
         """Yields the response as named server-sent events."""
@@ -238,9 +320,7 @@ class ResponsesFormat:
                     failed = {**self._response(), "status": "failed", "error": error}
                     yield self._event("response.failed", response=failed)
                     return
-                for item_event in self._add(
-                    "".join(piece.text for piece in event.pieces), event.last
-                ):
+                for item_event in self.read(event):
                     yield item_event
         cut = self._ticket.answer.finish_reason == "length"
         response = self._response(ended=True)
@@ -282,10 +362,11 @@ class ResponsesFormat:
                     "type": "function_call",
                     "call_id": call["id"],
                     "name": function["name"],
+                    **self._namespaces.get(function["name"], {}),
                 }
                 events += self._begin({**item, "arguments": ""})
             events += self._add_arguments(function["arguments"])
-        return events + (self._end() if last else [])
+        return events + (self._end(last) if last else [])
 
     def _add_arguments(self, arguments: str) -> list[str]:
         """Adds to the arguments of the open call; returns the events."""
@@ -311,16 +392,17 @@ class ResponsesFormat:
             ),
         ]
 
-    def _end(self) -> list[str]:
-        """Ends the open item, if any; returns the events."""
+    def _end(self, last: bool = False) -> list[str]:
+        """Ends the open item, if any; returns the events. last: the answer ends, perhaps within the item."""
         if not self._open:
             return []
         self._open = False
         item = self._items[-1]
         place = self._place()
-        item["status"] = (
-            "incomplete" if self._ticket.answer.finish_reason == "length" else "completed"
-        )
+        cut = last and self._ticket.answer.finish_reason == "length"
+        if cut and item["type"] == "function_call":
+            cut = not _is_json(item["arguments"])
+        item["status"] = "incomplete" if cut else "completed"
         if item["type"] == "message":
             [part] = item["content"]
             at = {**place, "content_index": 0}
@@ -376,7 +458,7 @@ class ResponsesFormat:
             "store": False,
             "temperature": body.temperature,
             "top_p": body.top_p,
-            "truncation": "disabled",
+            "truncation": body.truncation,
             "usage": usage if ended else None,
             "tools": [],
             "tool_choice": "auto",
@@ -391,6 +473,14 @@ def in_responses(reason: Refusal) -> Refusal:
         text = str(reason).replace(str(reason.param), FIELDS[field])
         return reason.reworded(text, FIELDS[field])
     return reason
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _new_id(kind: str) -> str:

@@ -1,17 +1,19 @@
 """Request bodies, with the field names of OpenAI, vLLM and llama.cpp.
 
-A field that cannot change the answer is accepted (see `neutral`). An unsupported field that would
-change the answer is refused by name, never ignored.
+An unknown field is ignored and named in the log and in a header. Fields that are known to change the
+answer and are not served are refused by name (see `neutral`).
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
     AliasChoices,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Discriminator,
     Field,
@@ -31,12 +33,14 @@ MAX_CHOICES = 128
 MAX_NAME = 256
 MAX_TOOLS = 128
 MAX_TOP = 20
+MAX_BIAS = 100
 # A field that has several forms is validated in the form in which it was sent. Refusals omit these
 # names of forms.
 TEXT, LIST, TEXTS, LISTS, OBJECT = FORMS = "<text>", "<list>", "<texts>", "<lists>", "<object>"
 ITEMS = "<message>", "<function_call>", "<function_call_output>"
 FORM = Discriminator(lambda value: LIST if isinstance(value, list) else TEXT)
 StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP)]
+BiasKey = Annotated[int, Field(ge=0)] | Annotated[str, Field(min_length=1)]
 TokenId = Annotated[int, Field(ge=0)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1)]
 
@@ -55,31 +59,52 @@ Form = TypeVar("Form")  # a part that chats and responses write differently
 
 
 class Strict(BaseModel):
-    """Refuses unknown fields, and booleans in place of numbers.
+    """Refuses fields that would change the answer and are not served, and booleans in place of numbers.
 
-    A field that is null counts as omitted, because clients send back what they received. no_effect: fields that are
-    accepted if their value changes nothing.
+    A field that is null counts as omitted, because clients send back what they received. Other
+    unknown fields are ignored and noted. unserved: the fields that are refused unless their value
+    changes nothing. place: the place of the object in a request.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-    no_effect: ClassVar[neutral.Table] = {}
+    unserved: ClassVar[neutral.Table] = {}
+    place: ClassVar[str] = ""
 
     @model_validator(mode="before")
     @classmethod
-    def _without_neutral(cls, data: Any) -> Any:
+    def _without_ignored(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
         given = {name: value for name, value in data.items() if value is not None}
-        # Declared fields are used unless their value has no effect. A table may accept any value of
-        # a field, because another model that shares the table does not declare the field.
-        checks = {
-            name: check
-            for name, check in cls.no_effect.items()
-            if name in given and (name not in cls.model_fields or check is not neutral.anything)
+        unset = {
+            name
+            for name, check in cls.unserved.items()
+            if name in given and check(given[name], given)
         }
-        unused = [name for name, check in checks.items() if check(given[name], given)]
-        neutral.note(name for name in unused if name not in cls.model_fields)
-        return {name: value for name, value in given.items() if name not in unused}
+        for first, *others in _alternatives_of(cls):
+            unset |= {name for name in others if name in given and given[name] == given.get(first)}
+        known = {*_names_of(cls), *cls.unserved}
+        neutral.note(cls.place + name for name in given if name not in known)
+        return {name: value for name, value in given.items() if name in known and name not in unset}
+
+
+@cache
+def _alternatives_of(model: type[BaseModel]) -> list[list[str]]:
+    """Returns the names by which each field of a model may be given."""
+    names = []
+    for name, field in model.model_fields.items():
+        choices = field.validation_alias
+        if isinstance(choices, AliasChoices):
+            names.append([str(choice) for choice in choices.choices])
+        else:
+            names.append([str(choices or field.alias or name)])
+    return names
+
+
+@cache
+def _names_of(model: type[BaseModel]) -> frozenset[str]:
+    """Returns the names by which the fields of a model may be given."""
+    return frozenset(name for names in _alternatives_of(model) for name in names)
 
 
 class StreamOptions(Strict):
@@ -89,7 +114,7 @@ class StreamOptions(Strict):
     far in each chunk.
     """
 
-    no_effect = neutral.STREAM
+    place = "stream_options."
     include_usage: bool = False
     continuous_usage_stats: bool = False
 
@@ -97,7 +122,7 @@ class StreamOptions(Strict):
 class NamedSchema(Strict):
     """A JSON schema with a name, enforced whether `strict` is set or not. Without a schema, any object is valid."""
 
-    no_effect = neutral.SCHEMA
+    place = "json_schema."
     name: str | None = Field(default=None, max_length=MAX_NAME)
     schema_: dict[str, Any] | None = Field(default=None, alias="schema")
 
@@ -122,6 +147,7 @@ class ResponseFormat(Strict):
     schema: the schema of a JSON object, as in llama.cpp's API.
     """
 
+    place = "response_format."
     type: Literal["text", "json_object", "json_schema"] = "text"
     json_schema: NamedSchema | None = None
     schema_: dict[str, Any] | None = Field(default=None, alias="schema")
@@ -146,7 +172,7 @@ class ResponseFormat(Strict):
 class StructuredOutputs(Strict):
     """A constraint on the answer, with vLLM's field names, of which only one may be given."""
 
-    no_effect = neutral.STRUCTURE
+    place = "structured_outputs."
     json_: Schema | None = Field(None, alias="json")
     json_object: bool | None = None
     regex: str | None = None
@@ -173,6 +199,7 @@ class Speculative(Strict):
     position in the usage.
     """
 
+    place = "speculative."
     enabled: bool = True
     figures: bool = False
 
@@ -180,7 +207,7 @@ class Speculative(Strict):
 class Common(Strict):
     """The fields of all requests for an answer."""
 
-    no_effect = neutral.REQUEST
+    unserved = neutral.REQUEST
     model: str | None = Field(None, description="default: the only model there is")
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
@@ -199,9 +226,30 @@ class Common(Strict):
         return given if isinstance(given, Speculative) else Speculative(enabled=given)
 
 
-class Sampled(Common):
-    """The fields of chats and completions: sampling, stop criteria and the form of the answer."""
+def _bias_by_token(value: Any) -> Any:
+    """Returns a logit bias as a dict by token id (int) or text (str), from the forms of OpenAI and llama.cpp.
 
+    Those are a dict by id or text, and a list of pairs. False bans a token.
+    """
+    pairs: Any = value
+    if isinstance(value, Mapping):
+        pairs = [
+            (int(key) if isinstance(key, str) and key.isdecimal() else key, bias)
+            for key, bias in value.items()
+        ]
+    if not isinstance(pairs, list) or not all(
+        isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs
+    ):
+        return value
+    if not all(isinstance(key, str | int) for key, _ in pairs):
+        return value
+    return {key: -MAX_BIAS if bias is False else bias for key, bias in pairs}
+
+
+class Sampling(Common):
+    """The fields of chats, completions and responses: sampling, stop criteria and the form of the answer."""
+
+    do_sample: bool | None = Field(None, description="false: greedy, whatever the temperature")
     top_k: int | None = Field(
         None, ge=0, le=1_000_000, description="0 keeps all; not in OpenAI's API"
     )
@@ -214,11 +262,13 @@ class Sampled(Common):
         ]
         | None
     ) = None
-    n: int = Field(1, ge=1, le=MAX_CHOICES)
     presence_penalty: float = Field(0, ge=-2, le=2)
     frequency_penalty: float = Field(0, ge=-2, le=2)
     logit_bias: (
-        dict[Annotated[int, Field(ge=0, strict=False)], Annotated[float, Field(ge=-100, le=100)]]
+        Annotated[
+            dict[BiasKey, Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]],
+            BeforeValidator(_bias_by_token),
+        ]
         | None
     ) = None
     # Fields of vLLM and llama.cpp, where null means the model's default.
@@ -227,17 +277,18 @@ class Sampled(Common):
     )
     no_repeat_ngram_size: int | None = Field(None, ge=0)
     min_p: float | None = Field(None, ge=0, le=1)
-    min_tokens: int | None = Field(None, ge=0)
+    min_tokens: int | None = Field(
+        None, ge=0, validation_alias=AliasChoices("min_tokens", "min_new_tokens")
+    )
     ignore_eos: bool = False
     stop_token_ids: list[TokenId] = []
-    include_stop_str_in_output: bool = False
+    include_stop_str_in_output: bool = Field(
+        False, validation_alias=AliasChoices("include_stop_str_in_output", "no_stop_trim")
+    )
     skip_special_tokens: bool = True
     truncate_prompt_tokens: int | None = Field(
         None, ge=-1, description="the prompt's last tokens; -1: all that fit"
     )
-    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_TOP)
-    return_token_ids: bool = False
-    echo: bool = False
     structured_outputs: StructuredOutputs | None = None
     guided_json: Schema | None = None
     guided_regex: str | None = None
@@ -245,11 +296,19 @@ class Sampled(Common):
     guided_grammar: str | None = Field(None, description="in Lark's form, or GBNF")
     json_schema: Schema | None = None
     grammar: str | None = Field(None, description="in GBNF, or Lark's form")
+    regex: str | None = None
+    ebnf: str | None = Field(None, description="like grammar")
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _without_empty(cls, stop: Any) -> Any:
+        """Returns the stop strings without empty ones, which clients send for none."""
+        if isinstance(stop, list):
+            return [text for text in stop if text != ""]
+        return None if stop == "" else stop
 
     @model_validator(mode="after")
-    def _whole_prompt(self) -> "Sampled":
-        if self.prompt_logprobs is not None and self.stream:
-            raise ValueError("prompt_logprobs needs stream to be false")
+    def _whole_prompt(self) -> "Sampling":
         if self.truncate_prompt_tokens == 0:
             raise ValueError("truncate_prompt_tokens is 0; use 1 or more, or -1")
         return self
@@ -278,18 +337,51 @@ class Sampled(Common):
         )
 
     @property
+    def chosen_temperature(self) -> float | None:
+        """Returns the temperature that the request asks for, None for the default."""
+        if self.do_sample is False:
+            return 0.0
+        return 1.0 if self.do_sample and self.temperature is None else self.temperature
+
+    @property
     def followed(self) -> Grammar | None:
-        """Returns the grammar that the answer must follow, if any; raises UsageError if several are given."""
-        forms = self.forms
-        if len(forms) > 1:
-            first, second, *_ = forms
-            raise UsageError(
-                f"@{first} and @{second} constrain one answer", "leave one of them out"
-            )
-        return Grammar.of(**next(iter(forms.values()), {}))
+        """Returns the grammar that the answer must follow, if any; raises UsageError if several differ."""
+        grammars = {field: Grammar.of(**source) for field, source in self.forms.items()}
+        first = next(iter(grammars), None)
+        for field, grammar in grammars.items():
+            if not _alike(grammar, grammars[str(first)]):
+                raise UsageError(
+                    f"{first} and {field} constrain one answer in different ways",
+                    "leave one of them out",
+                )
+        return None if first is None else grammars[first]
 
 
-# Former fields of vLLM and fields of llama.cpp, with the kind of grammar that each contains.
+class Sampled(Sampling):
+    """The fields that only chats and completions have: several answers, and what is reported beside their text."""
+
+    n: int = Field(1, ge=1, le=MAX_CHOICES)
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_TOP)
+    return_token_ids: bool = False
+    echo: bool = False
+
+    @model_validator(mode="after")
+    def _reported_whole(self) -> "Sampled":
+        if self.prompt_logprobs is not None and self.stream:
+            raise ValueError("prompt_logprobs needs stream to be false")
+        return self
+
+
+def _alike(first: Grammar | None, second: Grammar | None) -> bool:
+    """Returns True for grammars of the same text, or of equal JSON schemas."""
+    if first is None or second is None or first.kind != second.kind:
+        return first == second
+    if first.kind == "json_schema":
+        return bool(json.loads(first.text) == json.loads(second.text))
+    return first.text.split() == second.text.split()
+
+
+# Former fields of vLLM, and fields of llama.cpp and SGLang, with the kind of grammar that each contains.
 FORM_FIELDS = {
     "guided_json": "json_schema",
     "guided_regex": "regex",
@@ -297,16 +389,38 @@ FORM_FIELDS = {
     "guided_grammar": "grammar",
     "json_schema": "json_schema",
     "grammar": "grammar",
+    "regex": "regex",
+    "ebnf": "grammar",
 }
 Content = Annotated[Annotated[str, Tag(TEXT)] | Annotated[list[Form], Tag(LIST)], FORM]
 
 
-class TextPart(Strict):
-    """A part of a message's content."""
+# Parts of past answers that are no text for the model.
+THOUGHTS = ("thinking", "redacted_thinking", "reasoning", "reasoning_text")
 
-    no_effect = neutral.MARKS
-    type: Literal["text"]
+
+class TextPart(Strict):
+    """A part of a message's content. Past answers may hold the parts of responses, too."""
+
+    place = "messages[].content[]."
+    type: Literal["text", "input_text", "output_text"]
     text: str
+
+
+def readable(content: Any) -> Any:
+    """Returns a message's content with refusals as texts, and without the thoughts of past answers."""
+    if not isinstance(content, list):
+        return content
+    parts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind in THOUGHTS:
+            neutral.note([f"{TextPart.place}type={kind}"])
+        elif kind == "refusal":
+            parts.append({"type": "text", "text": part.get("refusal")})
+        else:
+            parts.append(part)
+    return parts
 
 
 def text_of(content: str | list[Any]) -> str:
@@ -317,16 +431,30 @@ def text_of(content: str | list[Any]) -> str:
 class Function(Strict):
     """A function that the model may call."""
 
-    no_effect = neutral.MARKS
+    place = "tools[].function."
     name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
     description: str = ""
     parameters: JsonObject | None = Field(None, description="JSON schema of the arguments")
 
 
+def functions_of(tools: Any) -> Any:
+    """Returns the functions among tools; those that only their provider could run are ignored and noted."""
+    if not isinstance(tools, list):
+        return tools
+    functions = []
+    for tool in tools:
+        kind = tool.get("type", "function") if isinstance(tool, dict) else "function"
+        if isinstance(kind, str) and kind != "function":
+            neutral.note([f"{Tool.place}type={kind}"])
+        else:
+            functions.append(tool)
+    return functions
+
+
 class Tool(Strict):
     """A tool of the only supported type."""
 
-    no_effect = neutral.MARKS
+    place = "tools[]."
     type: Literal["function"]
     function: Function
 
@@ -346,7 +474,7 @@ class Tool(Strict):
 class CalledFunction(Strict):
     """A function that an answer called. If the end of the answer cut off its arguments, they are not valid JSON."""
 
-    no_effect = neutral.MARKS
+    place = "messages[].tool_calls[].function."
     name: str
     arguments: Any = Field("", description="a text, or a JSON object")
 
@@ -378,19 +506,21 @@ class CalledFunction(Strict):
 class ToolCall(Strict):
     """A call in an earlier answer."""
 
-    no_effect = neutral.MARKS
+    place = "messages[].tool_calls[]."
     id: str = ""
     type: Literal["function"] = "function"
     function: CalledFunction
 
 
 class FunctionName(Strict):
+    place = "tool_choice.function."
     name: str
 
 
 class NamedTool(Strict):
     """The choice of one tool."""
 
+    place = "tool_choice."
     type: Literal["function"]
     function: FunctionName
 
@@ -430,7 +560,8 @@ ToolChoice = Annotated[
 class Message(Strict):
     """A turn of a conversation. refusal: used if there is no content. function_call: a call in OpenAI's old format."""
 
-    no_effect = neutral.MESSAGE
+    place = "messages[]."
+    unserved = {"reasoning": neutral.beside("reasoning_content")}
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Content[TextPart] | None = None
     reasoning_content: str | None = Field(
@@ -442,15 +573,21 @@ class Message(Strict):
     tool_call_id: str | None = None
     name: str | None = None
 
+    _readable = field_validator("content", mode="before")(readable)
+
     @model_validator(mode="after")
     def _agree(self) -> "Message":
         if self.content is None and self.role not in ("assistant", "tool"):
             raise ValueError("content is missing")
         if (self.tool_calls or self.function_call) and self.role != "assistant":
             raise ValueError("tool_calls belong to the role assistant")
-        if (self.tool_call_id is not None) != (self.role == "tool"):
-            raise ValueError("tool_call_id and the role tool belong together")
+        if self.tool_call_id is None and self.role == "tool":
+            raise ValueError("the role tool needs tool_call_id")
         return self
+
+    @property
+    def is_system(self) -> bool:
+        return self.role in ("system", "developer")
 
     @property
     def plain(self) -> dict[str, Any]:
@@ -475,7 +612,43 @@ class Message(Strict):
         return message
 
 
-class Conversation(Strict):
+class TemplateOptions(Strict):
+    """Variables of the chat template.
+
+    thinking, reasoning: other forms of enable_thinking and reasoning_effort.
+    """
+
+    chat_template_kwargs: dict[str, Any] = Field(
+        {}, description="more variables for the chat template"
+    )
+    enable_thinking: bool | None = Field(
+        None, validation_alias=AliasChoices("enable_thinking", "think")
+    )
+    thinking: Any = None
+    reasoning_effort: str | None = Field(None, pattern=r"^[\w-]{1,32}$")
+    reasoning: Any = None
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """Returns the variables of the chat template that the request sets."""
+        given = self.thinking
+        thinking = given if isinstance(given, bool) else None
+        if isinstance(given, dict):
+            thinking = given.get("type") != "disabled"
+        effort = self.reasoning_effort
+        if effort is None and isinstance(self.reasoning, dict):
+            asked = self.reasoning.get("effort")
+            effort = asked if isinstance(asked, str) else None
+        if effort == "none" and thinking is None:
+            thinking = False
+        if self.enable_thinking is not None:
+            thinking = self.enable_thinking
+        variables = {"enable_thinking": thinking, "reasoning_effort": effort}
+        own = {name: value for name, value in variables.items() if value is not None}
+        return {**own, **self.chat_template_kwargs}
+
+
+class Conversation(TemplateOptions):
     """Messages, and the options for rendering them with the chat template."""
 
     messages: list[Message] = Field(min_length=1)
@@ -484,15 +657,14 @@ class Conversation(Strict):
     add_special_tokens: bool = Field(
         False, description="put the tokenizer's own before the prompt, too"
     )
-    chat_template_kwargs: dict[str, Any] = Field(
-        {}, description="more variables for the chat template"
-    )
     continue_final_message: bool = Field(
         False, description="the answer goes on with the last message"
     )
     add_generation_prompt: bool | None = Field(
         None, description="default: true unless the last message goes on"
     )
+
+    _functions = field_validator("tools", mode="before")(functions_of)
 
     @model_validator(mode="after")
     def _one_way_on(self) -> "Conversation":
@@ -510,7 +682,7 @@ class Conversation(Strict):
         )
         ways = {"add_generation_prompt": new, "continue_final_message": self.continue_final_message}
         documents = {"documents": self.documents} if self.documents else {}
-        return {**self.chat_template_kwargs, **documents, **ways}
+        return {**self.variables, **documents, **ways}
 
     @property
     def offered(self) -> list[dict[str, Any]]:
@@ -521,9 +693,9 @@ class Conversation(Strict):
 class ChatRequest(Sampled, Conversation):
     """The body of /v1/chat/completions."""
 
-    no_effect = neutral.CHAT
+    unserved = neutral.CHAT
     max_tokens: int | None = Field(
-        None, ge=1, validation_alias=AliasChoices("max_tokens", "n_predict")
+        None, ge=1, validation_alias=AliasChoices("max_tokens", "n_predict", "max_new_tokens")
     )
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
@@ -632,7 +804,7 @@ class CompletionRequest(Sampled):
     max_tokens: int = Field(
         16,
         ge=-1,
-        validation_alias=AliasChoices("max_tokens", "n_predict"),
+        validation_alias=AliasChoices("max_tokens", "n_predict", "max_new_tokens"),
         description="0 only with echo, -1: up to the server's limit",
     )
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP)
@@ -664,12 +836,31 @@ class CompletionRequest(Sampled):
 
 
 class TokenizeText(Strict):
-    """The body of /tokenize for a text, with vLLM's field names."""
+    """The body of /tokenize for a text, with the field names of vLLM (prompt) or llama.cpp (content)."""
 
+    unserved = {"parse_special": neutral.only(True)}
     model: str | None = None
-    prompt: str
+    prompt: str | None = None
     add_special_tokens: bool = True
     return_token_strs: bool = False
+    content: str | None = None
+    add_special: bool = False
+    with_pieces: bool = False
+
+    @model_validator(mode="after")
+    def _one_text(self) -> "TokenizeText":
+        if (self.prompt is None) == (self.content is None):
+            raise ValueError("give prompt or content, the text to tokenize")
+        return self
+
+    @property
+    def text(self) -> str:
+        return (self.prompt if self.content is None else self.content) or ""
+
+    @property
+    def begins(self) -> bool:
+        """Returns True if the tokenizer's own special tokens come first."""
+        return self.add_special_tokens if self.content is None else self.add_special
 
 
 class TokenizeChat(Conversation):
