@@ -329,3 +329,12 @@ def test_a_system_prompt_that_fills_the_context_is_refused(place: Path) -> None:
     assert shown.stderr.count("error:") == 1 and shown.stdout == ""
     shown = short(place, "--system", "w5", input="/system " + "w1 " * 80 + "\nw2\n", exit_code=1)
     assert shown.stderr.count("tokens per step") == 1  # the earlier prompt is in force
+
+
+@pytest.mark.parametrize(
+    "words", [["--prompt", "w1 \udcff"], ["--prompt", "w1", "--system", "\ud83d"]]
+)
+def test_half_a_character_is_refused_by_its_flag(place: Path, words: list[str]) -> None:
+    for more in ([], ["--raw"] if "--system" not in words else []):
+        shown = medusa("chat", "--run", place, *words, *more, exit_code=2).stderr
+        assert words[-2] in shown and "leave out" not in shown

@@ -9,7 +9,7 @@ import typer
 
 from medusa_cli import console
 from medusa_cli.errors import INTERRUPTED, UsageError, UserError, in_flags, of_system
-from medusa_cli.files.io import write_json
+from medusa_cli.files.io import HALF, is_whole, write_json
 from medusa_cli.files.model_files import check_chat_template
 from medusa_cli.files.paths import expanded
 from medusa_cli.options import (
@@ -67,11 +67,9 @@ def chat(
         raise UsageError("--json needs --prompt", "give --prompt TEXT")
     if prompt is not None and not prompt.strip():
         raise UsageError("--prompt is empty", "give a text")
-    if stop and not all(stop):
-        raise UsageError("--stop is empty", "give a text, or leave it out")
-    for name, given in (("--baseline", baseline), ("--json", printing.json)):
-        if show_accepted and given:
-            raise UsageError(f"--show-accepted has no effect with {name}", "leave one of them out")
+    for name, text in (("--prompt", prompt), ("--system", system)):
+        if text is not None and not is_whole(text):
+            raise UsageError(f"{name} holds {HALF}", "give whole ones, in UTF-8")
     if raw and (system is not None or chat_template is not None):
         raise UsageError("--raw excludes --system and --chat-template", "leave one of them out")
     choice = drafting.or_plain(baseline, chat_template)

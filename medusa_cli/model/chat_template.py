@@ -4,6 +4,7 @@ The template is rendered up to the start of each answer and up to its end. The d
 answer with its end token.
 """
 
+import json
 import resource
 import signal
 import threading
@@ -78,6 +79,8 @@ def chat_prompt(
     try:
         return render(model, messages, prompt=True, template=template)
     except Malformed as reason:
+        if not is_whole(json.dumps(messages, ensure_ascii=False, default=str)):
+            raise UserError(f"the text holds {HALF}", "give whole ones, in UTF-8") from reason
         raise UserError(
             f"the model {model.id!r} cannot take this conversation: {reason}",
             "leave out the system prompt, or the part that the template names",
