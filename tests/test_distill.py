@@ -17,7 +17,7 @@ from transformers import LlamaConfig
 
 from medusa_cli import device as memory
 from medusa_cli.data.code_seeds import FIM, KINDS, code_seeds, fim_tokens, is_code, with_fim_tokens
-from medusa_cli.data.conversation import Conversation, read_conversations
+from medusa_cli.data.conversation import Conversation, read_conversations, unread_keys
 from medusa_cli.data.packing import held_out_ids
 from medusa_cli.data.seeds import distinct, in_order, read_seeds, seed_of
 from medusa_cli.data.states import StateStore, read_rows
@@ -360,6 +360,7 @@ def test_keys_with_words_that_are_not_used_are_told(tmp_path: Path) -> None:
     path = Path(write(tmp_path / "a.json", json.dumps(records)))
     _, seeds = read_seeds(str(path))
     _, trained = read_conversations(path, tiny_backbone())
+    assert not unread_keys(json.loads(Conversation("a", TALK, [1, 2], [(1, 2)]).to_json()), TALK)
     for report in (seeds, trained):
         assert report.unread == {"tools": 1, "messages.tool_calls": 1, "instruction": 2}
         assert "'instruction' in 2" in str(report)

@@ -414,7 +414,13 @@ def test_a_model_that_was_moved_is_named_as_the_run_s(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model")
     run = save_run(tmp_path / "mine", model)
     moved = (tmp_path / "model").rename(tmp_path / "moved")
-    for command in (("chat", "--prompt", "w1"), ("calibrate",), ("train",), ("distill",)):
+    for command in (
+        ("chat", "--prompt", "w1"),
+        ("calibrate",),
+        ("train",),
+        ("distill",),
+        ("doctor",),
+    ):
         refused = medusa(*command, "--run", f"{run.path}/", exit_code=1).stderr
         assert str(run.path) in refused and model in refused and "--model" in refused
     words = ("chat", "--run", f"{run.path}/", "--dtype", "fp32", "--max-new-tokens", "2")

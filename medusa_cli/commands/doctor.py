@@ -1,7 +1,6 @@
 """`medusa doctor`: faults of a run that lower acceptance, each with a command that helps."""
 
 from collections import Counter
-from contextlib import suppress
 from dataclasses import asdict
 from typing import Annotated
 
@@ -42,10 +41,7 @@ def doctor(
     target = Run.open(run) if run is not None else shipped_for(model or DEFAULT_MODEL)
     if target is None:
         raise UserError(f"no drafter ships for the model {model!r}", "give the @run that holds one")
-    name = model
-    with suppress(UserError):  # a damaged file is reported by a check
-        name = name or target.model
-    name = name or DEFAULT_MODEL
+    name = model or target.model or DEFAULT_MODEL
     whose = target.path if run is not None else f"the drafter that ships for {name}"
     console.info(f"Examining {whose} on {loading.of(name)}; --quick leaves decoding out")
 

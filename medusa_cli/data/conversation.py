@@ -27,17 +27,10 @@ ROLES = {
 # Keys beside the messages that hold a system prompt, in lower case and without underscores.
 SYSTEM = {"system", "systemprompt", "systemmessage", "systeminstruction"}
 TWO_SYSTEMS = "two system prompts that differ"
-# Keys of a record and of a message that are read, or that only name or count.
+# Keys of a record and of a message that are read, or that repeat or name what is read.
 READ_KEYS = {
-    "id",
-    "prompt_id",
-    "messages",
-    "conversations",
-    "raw",
-    "from",
-    "role",
-    "content",
-    "value",
+    *("id", "prompt_id", "messages", "conversations", "raw", "from", "role", "content", "value"),
+    *("tokens", "spans", "state_rows", "states_digest", "input_ids", "loss_mask"),
 }
 
 

@@ -1,5 +1,6 @@
 """Import of drafters trained by other tools into runs."""
 
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from medusa_cli.model.load import read_config
 from medusa_cli.runs.load_options import DEFAULT_LOADING, LoadOptions
 from medusa_cli.runs.recipe import DrafterRecipe
 from medusa_cli.runs.run import Run, called, provenance, sole_writer
+
+log = logging.getLogger(__name__)
 
 
 def import_drafter(
@@ -79,7 +82,9 @@ def import_mtp(
     if source is not None:
         backbone = load_backbone(model, options)
         identity = backbone.identity
-        texts = read_dataset(source, backbone, 0.0).texts()
+        dataset = read_dataset(source, backbone, 0.0)
+        log.info(f"{source}: {dataset.report}")
+        texts = dataset.texts()
         tensors["draft_ids"] = frequent_tokens(texts, size, settings["vocab_size"]).sort().values
         settings |= {"vocabulary": "draft", "draft_vocab_size": size}
     config = convert(settings, Mtp.config_class, "the MTP layer's config")

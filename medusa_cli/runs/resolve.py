@@ -350,7 +350,7 @@ def _fetched(name: str) -> Path:
             f"@drafter {name!r} is not a drafter: its config names a model",
             "give a drafter's repository, or @model",
         )
-    return hub_folder(name, [*PATTERNS, "*.safetensors"], "@drafter")
+    return hub_folder(name, [*PATTERNS, "*.safetensors", "*.index.json"], "@drafter")
 
 
 def is_drafter(config: dict[str, Any]) -> bool:

@@ -93,6 +93,8 @@ def calibrate(
     fraction = 0.0 if data else origin.held_out(recipe.train.validation_fraction)
     online = runs_model(kind, recipe.train)
     whole = read_dataset(source, backbone, fraction, longest(recipe.train) if online else None)
+    if data:
+        log.info(str(whole.report))
     items = whole.train if data else whole.held_out
     if not items:
         raise UserError(
