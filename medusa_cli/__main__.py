@@ -1,6 +1,27 @@
-"""The entry point of `python -m medusa_cli`."""
+"""The entry point of `medusa` and of `python -m medusa_cli`, which imports nothing before it can handle Ctrl-C."""
 
-from medusa_cli.cli import main
+import os
+import sys
+
+
+def main() -> None:
+    """Runs a command line; Ctrl-C ends it in one line, even while modules are imported."""
+    try:
+        _open_closed_streams()
+        from medusa_cli.cli import main
+
+        main()
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        sys.exit(130)  # errors.INTERRUPTED, whose module may be what was being imported
+
+
+def _open_closed_streams() -> None:
+    """Opens /dev/null in the place of closed standard streams, whose numbers other files would take."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
+
 
 if __name__ == "__main__":
     main()

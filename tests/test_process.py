@@ -5,6 +5,7 @@ import os
 import pty
 import sys
 import time
+from ast import literal_eval
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from medusa_cli.native import is_available
 from tests.helpers import python, save_model, save_run
 from tests.serving import IDS, serving, tiny_medusa
 
+ROOT = str(Path(__file__).parent.parent)
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
@@ -97,6 +99,72 @@ def test_torch_keeps_a_quota_and_all_threads_the_priority(tmp_path: Path) -> Non
     seen = json.loads(done.stdout.splitlines()[-1])
     assert seen["torch"] == 1
     assert len(seen["nice"]) >= 3 and set(seen["nice"]) == {min(19, os.nice(0) + 3)}
+
+
+INTERRUPTED = """
+import sys
+
+class Interrupt:
+    def __init__(self, count):
+        self.left = count
+    def find_spec(self, name, path=None, target=None):
+        self.left -= 1
+        if not self.left:
+            raise KeyboardInterrupt
+
+from medusa_cli.__main__ import main
+before = set(sys.modules)
+sys.argv = ["medusa", "chat", "--model", "nowhere/nothing/no", "--prompt", "hi"]
+for count in (1, 2, 5, 20, 80, 200):
+    for name in set(sys.modules) - before:
+        if name.startswith("medusa_cli"):
+            del sys.modules[name]
+    finder = Interrupt(count)
+    sys.meta_path.insert(0, finder)
+    try:
+        main()
+    except SystemExit as done:
+        print(count, done.code, finder.left > 0, file=sys.stdout, flush=True)
+    sys.meta_path.remove(finder)
+"""
+
+
+def test_ctrl_c_while_modules_are_imported_is_one_line() -> None:
+    done = python(INTERRUPTED)
+    codes = [line.split()[1:] for line in done.stdout.splitlines()]
+    interrupted = codes.count(["130", "False"])
+    # An import that is interrupted late may come after the command's end.
+    assert interrupted >= 4 and codes[:4] == [["130", "False"]] * 4, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr and done.stderr.count("interrupted\n") == interrupted
+
+
+CLOSED = """
+import os, sys
+for number in (0, 1, 2):
+    os.close(number)
+sys.stdin = sys.stdout = sys.stderr = None
+from medusa_cli.__main__ import main
+codes = {}
+from medusa_cli.cli import COMMANDS
+for words in (*([name, "--nonsense"] for name in COMMANDS), ["--version"], CHAT):
+    sys.argv = ["medusa", *words]
+    try:
+        main()
+    except SystemExit as done:
+        codes[words[0]] = done.code
+with open("codes", "w") as out:
+    out.write(repr([codes, [os.readlink(f"/proc/self/fd/{number}") for number in (0, 1, 2)]]))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="reads Linux's /proc")
+def test_commands_run_with_closed_standard_streams(tmp_path: Path) -> None:
+    chat = ["chat", "--model", save_model(tmp_path / "model"), "--max-new-tokens", "3"]
+    python(CLOSED.replace("CHAT", repr(chat)), cwd=tmp_path, env={**os.environ, "PYTHONPATH": ROOT})
+    codes, streams = literal_eval((tmp_path / "codes").read_text())
+    assert codes.pop("--version") == 0 and codes.pop("chat") == 0
+    assert set(codes.values()) == {2} and len(codes) > 10
+    assert streams == [os.devnull] * 3
 
 
 def test_an_idle_server_uses_no_processor(tmp_path: Path) -> None:
