@@ -13,6 +13,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from medusa_cli import __version__
 from medusa_cli.errors import INTERRUPTED, OUT_OF_MEMORY, UserError, in_flags, of_system
+from medusa_cli.files import process
 from medusa_cli.files.cpus import limit_threads
 
 # Each command is a function in the file of the same name in commands/. If the name is a Python
@@ -195,5 +196,6 @@ def _root(
 
 
 def main() -> None:
+    process.owned = True
     limit_threads()
     app()

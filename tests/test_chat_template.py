@@ -3,6 +3,8 @@
 import itertools
 import json
 import resource
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from medusa_cli import Medusa
 from medusa_cli.data.conversation import conversation_of, messages_of
 from medusa_cli.distill.endpoint import Tokenizer
 from medusa_cli.errors import UserError
-from medusa_cli.files import assets
+from medusa_cli.files import assets, process
 from medusa_cli.files.io import Malformed, ReadReport, read_jsonl
 from medusa_cli.model import chat_template
 from medusa_cli.model.chat_template import encode, token_ids
@@ -228,6 +230,9 @@ def test_template_does_not_join_conversations_without_it(words: list[str], tmp_p
     assert Run(tmp_path / "run").chat_template is None
 
 
+LIMITS = resource.getrlimit(resource.RLIMIT_AS)
+
+
 @pytest.mark.parametrize(
     "template",
     [
@@ -242,12 +247,59 @@ def test_a_template_is_bounded_in_time_and_memory(
 ) -> None:
     monkeypatch.setattr(chat_template, "MAX_SECONDS", 0.5)
     monkeypatch.setattr(chat_template, "MAX_BYTES", 1 << 26)
+    monkeypatch.setattr(process, "owned", True)
     limits = resource.getrlimit(resource.RLIMIT_AS)
     model = save_model(tmp_path / "model")
     (tmp_path / "model" / "chat_template.jinja").write_text(template)
     with pytest.raises(UserError, match="template"):
         Medusa.from_pretrained(model, drafter=None, dtype="fp32")
     assert resource.getrlimit(resource.RLIMIT_AS) == limits
+
+
+@pytest.mark.parametrize("owned", [False, True])
+@pytest.mark.parametrize("left", [0.0, 0.2, 60.0])
+def test_the_callers_alarm_is_given_back(
+    monkeypatch: pytest.MonkeyPatch, owned: bool, left: float
+) -> None:
+    """A template that is refused, too, leaves the alarm's handler, its remaining time and its interval."""
+    monkeypatch.setattr(process, "owned", owned)
+    monkeypatch.setattr(chat_template, "MAX_SECONDS", 0.5)
+    rung: list[int] = []
+    before = signal.signal(signal.SIGALRM, lambda number, frame: rung.append(number))
+    try:
+        signal.setitimer(signal.ITIMER_REAL, left, 300.0 if left else 0.0)
+        with pytest.raises(TimeoutError), chat_template._bounded():
+            assert (resource.getrlimit(resource.RLIMIT_AS) == LIMITS) is not owned
+            while True:
+                pass
+        remaining, interval = signal.getitimer(signal.ITIMER_REAL)
+        assert signal.getsignal(signal.SIGALRM) is not before and interval == (300 if left else 0)
+        if left == 0.2:  # it fell due meanwhile
+            while not rung:
+                time.sleep(0.01)
+        else:
+            assert not rung and (remaining < left - 0.4 if left else remaining == 0)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert resource.getrlimit(resource.RLIMIT_AS) == LIMITS
+
+
+@pytest.mark.parametrize("tick", [0.1, 30.0])
+def test_a_caller_keeps_its_memory_while_a_template_is_rendered(
+    monkeypatch: pytest.MonkeyPatch, tick: float
+) -> None:
+    monkeypatch.setattr(chat_template, "MAX_BYTES", 1 << 26)
+    monkeypatch.setattr(chat_template, "TICK_S", tick)
+    text = "ab"
+    if tick > 1:  # another thread may take as much as it likes
+        with chat_template._bounded():
+            assert len(bytearray(1 << 28)) == 1 << 28
+        return
+    with pytest.raises(MemoryError), chat_template._bounded():
+        for _ in range(29):
+            text += text
+            time.sleep(0.02)
 
 
 def test_a_renderer_that_does_not_start_is_replaced(

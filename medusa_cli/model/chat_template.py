@@ -8,12 +8,14 @@ import json
 import resource
 import signal
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 from medusa_cli.errors import UserError, first_line
+from medusa_cli.files import process
 from medusa_cli.files.io import HALF, Malformed, is_whole
 from medusa_cli.files.model_files import no_chat_template
 
@@ -39,6 +41,7 @@ class ChatTokenizer(Protocol):
 MAX_SECONDS = 10.0
 MAX_BYTES = 1 << 30
 MAX_GROWTH = 1 << 20
+TICK_S = 0.1
 
 
 def render(
@@ -91,29 +94,52 @@ def chat_prompt(
 def _bounded() -> Iterator[None]:
     """Raises TimeoutError in a block after MAX_SECONDS, and MemoryError if it takes MAX_BYTES more memory.
 
-    The limits apply only in the main thread. No other thread can be interrupted, and other threads
-    may need memory at the same time. A server renders in a separate process (`serve.templates`).
+    Both are looked at each TICK_S, between two operations; in a process of our own, the system
+    also refuses an operation that takes more memory. The caller of the Python API has its alarm
+    back afterwards, with the time that was left. The limits apply only in the main thread, as no
+    other can be interrupted. A server renders in a separate process (`serve.templates`).
     """
-    if threading.current_thread() is not threading.main_thread():
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGALRM) is None:  # a handler that only C knows
         yield
         return
 
-    def stop(number: int, frame: Any) -> None:
-        raise TimeoutError
+    started = time.monotonic()
+    taken = _memory()
+
+    def check(number: int, frame: Any) -> None:
+        if time.monotonic() - started > MAX_SECONDS:
+            raise TimeoutError
+        if _memory() - taken > MAX_BYTES:
+            raise MemoryError
 
     limits = resource.getrlimit(resource.RLIMIT_AS)
-    before = signal.signal(signal.SIGALRM, stop)
-    # The timer repeats, because Jinja catches exceptions that are raised in its optimizer.
-    signal.setitimer(signal.ITIMER_REAL, MAX_SECONDS, MAX_SECONDS)
+    # The timer repeats, also because Jinja catches exceptions that are raised in its optimizer.
+    left, interval = signal.setitimer(signal.ITIMER_REAL, 0)
+    before = signal.signal(signal.SIGALRM, check)
+    signal.setitimer(signal.ITIMER_REAL, TICK_S, TICK_S)
     try:
-        with suppress(OSError, ValueError):  # not Linux, or the hard limit is lower
-            taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-            resource.setrlimit(resource.RLIMIT_AS, (taken + MAX_BYTES, limits[1]))
+        if process.owned:
+            with suppress(OSError, ValueError):  # not Linux, or the hard limit is lower
+                room = _memory(reserved=True) + MAX_BYTES
+                resource.setrlimit(resource.RLIMIT_AS, (room, limits[1]))
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-        resource.setrlimit(resource.RLIMIT_AS, limits)
+        if process.owned:
+            resource.setrlimit(resource.RLIMIT_AS, limits)
+        if left:  # an alarm that fell due meanwhile comes at once
+            left = max(left - (time.monotonic() - started), 1e-6)
+            signal.setitimer(signal.ITIMER_REAL, left, interval)
+
+
+def _memory(reserved: bool = False) -> int:
+    """Returns the bytes of memory that the process uses, or has reserved; 0 where Linux's /proc is missing."""
+    with suppress(OSError):
+        sizes = Path("/proc/self/statm").read_text().split()
+        return int(sizes[0 if reserved else 1]) * resource.getpagesize()
+    return 0
 
 
 def too_much(model: ChatTokenizer) -> UserError:

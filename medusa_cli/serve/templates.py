@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from medusa_cli.errors import UserError
+from medusa_cli.files import process
 from medusa_cli.model import Backbone
 from medusa_cli.model.chat_template import chat_prompt, too_much
 
@@ -73,6 +74,7 @@ class TemplateProcess:
 
 def _render_all(connection: Connection, model: Any) -> None:
     """Renders prompts until the other end is closed."""
+    process.owned = True
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server ends it after the last answer
     try:
         connection.send(True)
