@@ -734,6 +734,8 @@ class Events:
         self.notes: list[tuple[dict[str, float], int]] = []
         self.ended = False
 
+    id = "a1"
+
     def init(self, **facts: Any) -> "Events":
         self.facts = facts
         return self
@@ -768,6 +770,25 @@ def test_a_logger_sees_every_step_and_validation(
             and metrics[f"{group}/accuracy_2"] == line["accuracies"][1]
         )
         assert metrics.get("held_out/acceptance") == line.get("acceptance")
+
+
+def test_a_resumed_training_goes_on_in_its_loggers_run(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = Events()
+    for name in ("wandb", "trackio"):
+        monkeypatch.setitem(sys.modules, name, package)
+    recipe = load_recipe()
+    with logger_of("wandb", run, recipe):
+        assert package.facts["id"] is None
+    package.id = "b2"
+    with logger_of("wandb", run, recipe):  # a new training is a new run
+        assert package.facts["id"] is None
+    with logger_of("wandb", run, recipe, resumed_at=3):
+        assert package.facts["id"] == "b2" and package.facts["resume"]
+    for resumed_at, resume in ((None, "never"), (3, "allow")):
+        with logger_of("trackio", run, recipe, resumed_at):
+            assert package.facts["resume"] == resume
 
 
 def test_tensorboard_gets_scalars_and_hides_those_that_a_resume_repeats(

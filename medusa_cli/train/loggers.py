@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
+from medusa_cli.files.io import read_object, write_json
 from medusa_cli.runs.recipe import Recipe
 from medusa_cli.runs.run import Run
 from medusa_cli.train.log import Logged, Saved, Validated
@@ -76,9 +77,17 @@ def _tensorboard(run: Run, recipe: Recipe, resumed_at: int | None) -> Iterator[S
 def _wandb(run: Run, recipe: Recipe, resumed_at: int | None) -> Iterator[Send]:
     import wandb
 
+    kept = run.path / "wandb.json"
+    known = read_object(kept).get("id") if resumed_at is not None and kept.is_file() else None
     with wandb.init(
-        project=PROJECT, name=run.name, dir=str(run.path), config=recipe.to_dict()
+        project=PROJECT,
+        name=run.name,
+        dir=str(run.path),
+        config=recipe.to_dict(),
+        id=known,
+        resume="allow" if known else None,
     ) as session:
+        write_json(kept, {"id": session.id})
         yield lambda metrics, step: session.log(metrics, step=step)
 
 
@@ -86,7 +95,8 @@ def _wandb(run: Run, recipe: Recipe, resumed_at: int | None) -> Iterator[Send]:
 def _trackio(run: Run, recipe: Recipe, resumed_at: int | None) -> Iterator[Send]:
     import trackio
 
-    trackio.init(project=PROJECT, name=run.name, config=recipe.to_dict())
+    goes_on = "allow" if resumed_at is not None else "never"
+    trackio.init(project=PROJECT, name=run.name, config=recipe.to_dict(), resume=goes_on)
     try:
         yield lambda metrics, step: trackio.log(metrics, step=step)
     finally:
