@@ -6,13 +6,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from medusa_cli.decode import Request, Sampling, Stats, Step
 from medusa_cli.drafters import Drafter
 from medusa_cli.engine import Cache
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.model import Backbone
-from medusa_cli.tree import DynamicTree, Tree
+from medusa_cli.tree import Draft, DynamicTree, Tree
 from tests.helpers import (
     FAMILIES,
     PROMPT,
@@ -342,6 +343,23 @@ def test_prompt_given_up_between_its_pieces_frees_the_slot(monkeypatch: Any) -> 
     assert tokens_of(answer(decoder, [*range(5, 30)], max_new_tokens=20, stop_ids=())) == alone(
         backbone, [*range(5, 30)], 20
     )
+
+
+def test_a_draft_of_other_sizes_than_its_tree_is_refused() -> None:
+    class Wrong(Oracle):
+        def __init__(self, count: int) -> None:
+            super().__init__([], 1.0)
+            self.count = count
+
+        def draft(self, backbone: Any, sequences: Any, new: Any, tree: Any) -> list[Draft]:
+            return [Draft(torch.zeros(self.count, dtype=torch.long), tree) for _ in new]
+
+    backbone = tiny_backbone()
+    for count in (1, SPARSE.size - 1, SPARSE.size + 1, 500):
+        with pytest.raises(ValueError, match="do not fit a tree"):
+            drafted(backbone, Wrong(count), SPARSE)
+    with pytest.raises(ValueError):
+        Draft(torch.zeros(1, SPARSE.size, dtype=torch.long), SPARSE)
 
 
 @pytest.mark.parametrize("kind", [None, "medusa", "eagle-draft"])
