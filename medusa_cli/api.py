@@ -25,6 +25,7 @@ from medusa_cli.decode.grammar import Grammar
 from medusa_cli.decode.processors import check_ids
 from medusa_cli.decode.sampling import Sampling, sampling_of
 from medusa_cli.errors import UsageError, UserError, shown
+from medusa_cli.files.hub import hub_left_as_it_was
 from medusa_cli.loading import LoadedModel, load_model
 from medusa_cli.model import Backbone
 from medusa_cli.model.chat_template import check_system, fit, token_ids
@@ -220,6 +221,7 @@ class Medusa:
         self.close()
 
     @classmethod
+    @hub_left_as_it_was()
     def from_pretrained(
         cls,
         model: str | Path | None = None,

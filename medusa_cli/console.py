@@ -83,6 +83,8 @@ class Screen(Console):
 
 out, err = Screen(), Screen(stderr=True)
 # column: the cursor's column after streamed text
+# Loggers of libraries that give hints about kernels that a CPU does not need, and about configs that are read as meant.
+HINTS = ("bitsandbytes", "transformers.integrations.heterogeneity")
 _mode = SimpleNamespace(quiet=False, json=False, column=0)
 
 
@@ -95,6 +97,8 @@ def configure(quiet: bool = False, json: bool = False) -> None:
     # Libraries quote a model's files in logs and warnings.
     logging.setLogRecordFactory(_Record)
     warnings.formatwarning = _format_warning
+    for name in HINTS:
+        logging.getLogger(name).setLevel(logging.ERROR)
     logger = logging.getLogger("medusa_cli")
     if not any(isinstance(handler, _LogHandler) for handler in logger.handlers):
         logger.addHandler(_LogHandler())

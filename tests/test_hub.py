@@ -100,6 +100,8 @@ def test_a_cached_model_asks_an_unreachable_hub_once(hub: Hub, model: str) -> No
     again = load_network("owner/model")[0].lm_head.weight
     assert constants.HF_HUB_OFFLINE and len(hub.requests) == 1
     assert torch.equal(again, expected)
+    Medusa.from_pretrained("owner/model", drafter=None, dtype="fp32").close()
+    assert not constants.HF_HUB_OFFLINE  # the caller's client is as it was
 
 
 @pytest.mark.parametrize("status", [429, 503])

@@ -13,6 +13,7 @@ from medusa_cli.errors import UsageError, UserError
 from medusa_cli.export.card import UNMEASURED, front_matter, identity_of
 from medusa_cli.export.custom_generate import KINDS
 from medusa_cli.export.folder import Source, exporting
+from medusa_cli.files.quiet import without_progress_bars
 from medusa_cli.model import lora
 from medusa_cli.model.backbone import stateful_modules
 from medusa_cli.model.load import DTYPES, checkpoint_dtype, load_network, stored_dtype
@@ -91,6 +92,7 @@ names this folder if the model was loaded from another place. Steps go without d
 """
 
 
+@without_progress_bars()
 def export_hf(
     source: Source, output: Path, *, overwrite: bool = False, budget: int | None = None
 ) -> tuple[list[str], list[str]]:

@@ -11,6 +11,7 @@ from medusa_cli.errors import UserError, first_line, shown
 from medusa_cli.files.gguf_configs import CONFIGS, Keys, own_tokenizer, split_digits
 from medusa_cli.files.gguf_header import ELSEWHERE, Header, read_header
 from medusa_cli.files.gguf_names import FREQUENCIES, GgufNames
+from medusa_cli.files.quiet import without_progress_bars
 
 # Architectures whose tensors have transformers' layout, except for differences that GgufNames
 # resolves, such as the order of rows in a Llama model's heads.
@@ -46,6 +47,7 @@ NO_MODELS = {
 }
 
 
+@without_progress_bars()
 def write_metadata(path: Path, header: Header, folder: Path) -> None:
     """Writes a GGUF file's config, generation config and tokenizer to a folder, in the form that transformers reads.
 
@@ -70,7 +72,6 @@ def write_metadata(path: Path, header: Header, folder: Path) -> None:
     }
     try:
         logging.set_verbosity_error()
-        logging.disable_progress_bar()
         keys = Keys(read_header(path, arrays=True))
         factors = keys.factors(FREQUENCIES)
         config, tokenizer = _config_and_tokenizer(keys, source)

@@ -76,6 +76,24 @@ def _is_reachable(name: str) -> bool:
     return True
 
 
+@contextmanager
+def hub_left_as_it_was() -> Iterator[None]:
+    """Lets the hub's client use the network again after a block in which `go_offline_unless_reachable` kept it off."""
+    try:
+        yield
+    finally:
+        if _kept_off:
+            from huggingface_hub import constants
+
+            constants.HF_HUB_OFFLINE = False
+            _kept_off.clear()
+            go_offline_unless_reachable.cache_clear()
+
+
+# The repositories for which the hub could not be asked.
+_kept_off: set[str] = set()
+
+
 @cache
 def go_offline_unless_reachable(name: str) -> None:
     """Keeps the hub's client to its cache from now on if the hub cannot be asked about a cached repository.
@@ -89,6 +107,7 @@ def go_offline_unless_reachable(name: str) -> None:
         if not constants.HF_HUB_OFFLINE and not _is_reachable(name):
             log.warning("the model hub cannot be reached; cached files are used")
             constants.HF_HUB_OFFLINE = True
+            _kept_off.add(name)
 
 
 def names_gguf(name: str) -> bool:

@@ -1,6 +1,5 @@
 """A Hugging Face causal LM as a backbone: the frozen network, its layers, its lm_head and its identity."""
 
-import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -254,7 +253,6 @@ def text_config(config: Any) -> Any:
     """
     text = config.get_text_config()
     text.allow_global_per_layer_attribute_access = True
-    logging.getLogger("transformers.integrations.heterogeneity").setLevel(logging.ERROR)
     return text
 
 

@@ -1,6 +1,5 @@
 """Loading and checking of networks and tokenizers, and the choice of their device and number type."""
 
-import logging
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from medusa_cli.files.model_files import (
     tensors_of,
     weights_file,
 )
+from medusa_cli.files.quiet import without_progress_bars
 from medusa_cli.model.backbone import LazyNetwork, auto_class, text_config, untie_head
 from medusa_cli.model.checks import (
     check_architecture,
@@ -30,9 +30,6 @@ from medusa_cli.model.checks import (
 )
 from medusa_cli.model.distributed import split_layers
 from medusa_cli.runs.load_options import DEFAULT_LOADING, LoadOptions
-
-# Whenever a library imports it, bitsandbytes logs hints about kernels that a CPU does not need.
-logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 # Number types by safetensors' names.
 FLOATS = {"BF16": torch.bfloat16, "F32": torch.float32, "F16": torch.float16, "F64": torch.float64}
@@ -58,6 +55,7 @@ SHAPES = {
 }
 
 
+@without_progress_bars()
 def load_network(
     model: str,
     options: LoadOptions = DEFAULT_LOADING,
@@ -73,9 +71,7 @@ def load_network(
     a model that is missing, damaged or unusable.
     """
     from transformers import AutoModelForCausalLM
-    from transformers.utils.logging import disable_progress_bar
 
-    disable_progress_bar()
     device = resolve_device(options.device)
     if torch.device(device).type == "cuda":
         # cuDNN plans attention anew for every length of a text, which takes 70 ms on an H100.

@@ -19,6 +19,8 @@ from medusa_cli.drafters.firp import check_extra_rows
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.drafters.io import save_drafter
 from medusa_cli.errors import UserError
+from medusa_cli.files import process
+from medusa_cli.files.hub import hub_left_as_it_was
 from medusa_cli.files.io import (
     Document,
     read_jsonl,
@@ -27,6 +29,7 @@ from medusa_cli.files.io import (
     write_atomic,
     write_json,
 )
+from medusa_cli.files.quiet import without_progress_bars
 from medusa_cli.model import Backbone
 from medusa_cli.model import lora as adapter
 from medusa_cli.model.backbone import identity_of
@@ -69,6 +72,7 @@ class Trained:
     stopped: bool = False
 
 
+@hub_left_as_it_was()
 def train(
     run: Run,
     recipe: Recipe,
@@ -92,7 +96,8 @@ def train(
     every step, and all but the first return None.
     """
     setup.check_recipe(recipe)
-    keep_freed_memory()
+    if process.owned:
+        keep_freed_memory()
     world = Distributed.join(options.device, sharded=recipe.train.shard)
     options = replace(options, device=world.device(options.device))
     setup.check_loading(recipe.train, options, world)
@@ -325,6 +330,7 @@ def _copy_conversations(source: Path, run: Run) -> None:
                 out.write(json.dumps(record) + "\n")
 
 
+@without_progress_bars()
 def _tuned_run(backbone: Backbone, run: Run) -> tuple[Run, dict[str, Any]]:
     """Saves a fully tuned model in a run of its own, RUN/tuned; returns that run and the model's identity.
 

@@ -1,0 +1,18 @@
+"""Silence of transformers while it loads and saves."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def without_progress_bars() -> Iterator[None]:
+    """Hides transformers' progress bars in a block; its caller keeps its own setting."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
