@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from medusa_cli.errors import first_line
-from medusa_cli.files.cpus import control_groups
+from medusa_cli.files.cpus import control_groups, sysctl
 
 # Bytes copied to measure the memory bandwidth.
 COPIED_BYTES = 256 * 2**20
@@ -27,6 +27,7 @@ DRIVER = Path("/proc/driver/nvidia/version")
 log = logging.getLogger(__name__)
 _STATUS = Path("/proc/self/status")
 _SYSTEM = Path("/proc/meminfo")
+_CPUS = Path("/proc/cpuinfo")
 # The files of a control group: the limit, the memory in use, and the name in memory.stat of the page cache that is
 # released when needed, which counts as used. Of versions 2 and 1.
 _LIMITS = (
@@ -162,17 +163,24 @@ def device_name(device: torch.device) -> str:
 
 
 def processor() -> str:
-    """Returns the processor's name as the system reports it."""
+    """Returns the processor's name as the system reports it; timings are kept by it."""
     try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = _CPUS.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         lines = []
-    names = [
-        line.partition(":")[2].strip() for line in lines if line.startswith(("model name", "Model"))
-    ]
-    return next(
-        (name for name in names if not name.isdigit()), platform.processor() or platform.machine()
-    )
+    facts = {
+        key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)
+    }
+    for key in ("model name", "Model"):
+        if (name := facts.get(key, "")) and not name.isdigit():
+            return name
+    # Linux on ARM tells numbers: those of the maker and of the core.
+    if part := facts.get("CPU part"):
+        return f"ARM {facts.get('CPU implementer', '')} {part}"
+    brand = sysctl("machdep.cpu.brand_string")
+    if brand is not None:
+        return brand.rstrip(b"\0").decode(errors="replace")
+    return platform.processor() or platform.machine()
 
 
 def keep_freed_memory() -> None:

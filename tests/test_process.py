@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from medusa_cli import device
 from medusa_cli.files import cpus
 from medusa_cli.native import is_available
 from tests.helpers import python, save_model, save_run
@@ -58,6 +59,39 @@ def test_threads_follow_affinity_and_quota(
     assert os.environ.get("OMP_NUM_THREADS") == (str(expected) if expected < 8 else None)
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     assert cpus.cpu_count() == 5
+
+
+def test_a_mac_uses_its_fast_cores_and_is_named_by_its_chip(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = {
+        "hw.perflevel0.logicalcpu": (6).to_bytes(4, sys.byteorder),
+        "machdep.cpu.brand_string": b"Apple M2 Pro\0",
+    }
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    monkeypatch.setattr(cpus, "MEMBERSHIP", tmp_path / "none")
+    monkeypatch.setattr(cpus, "sysctl", values.get)
+    monkeypatch.setattr(device, "sysctl", values.get)
+    monkeypatch.setattr(device, "_CPUS", tmp_path / "none")
+    assert cpus.cpu_count() == 6
+    assert device.processor() == "Apple M2 Pro"
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("model\t\t: 1\nmodel name\t: AMD EPYC\n", "AMD EPYC"),
+        ("CPU part\t: 0xd0b\nModel\t\t: Raspberry Pi 5 Model B\n", "Raspberry Pi 5 Model B"),
+        ("CPU implementer\t: 0x41\nCPU part\t: 0xd40\n", "ARM 0x41 0xd40"),
+    ],
+)
+def test_processors_have_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, name: str
+) -> None:
+    (tmp_path / "cpuinfo").write_text(text)
+    monkeypatch.setattr(device, "_CPUS", tmp_path / "cpuinfo")
+    assert device.processor() == name
 
 
 THREADS = """

@@ -1,6 +1,8 @@
 """The control groups of this process, and the processors that these and its affinity allow."""
 
+import ctypes
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -27,7 +29,21 @@ def limit_threads() -> None:
 def _affinity() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    # A Mac's slow cores would hold up the fast ones, which wait for all shares of a matmul.
+    fast = sysctl("hw.perflevel0.logicalcpu")
+    return (int.from_bytes(fast, sys.byteorder) if fast else os.cpu_count()) or 1
+
+
+def sysctl(name: str) -> bytes | None:
+    """Returns a value that macOS keeps about the machine; None if there is none, as on other systems."""
+    read = getattr(ctypes.CDLL(None), "sysctlbyname", None)
+    size = ctypes.c_size_t()
+    if read is None or read(name.encode(), None, ctypes.byref(size), None, 0):
+        return None
+    value = ctypes.create_string_buffer(size.value)
+    if read(name.encode(), value, ctypes.byref(size), None, 0):
+        return None
+    return value.raw[: size.value]
 
 
 def _quotas() -> Iterator[float]:
