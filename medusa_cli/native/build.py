@@ -7,7 +7,6 @@ no other. Without a compiler, the package is built without the library and runs 
 from __future__ import annotations
 
 import os
-import platform
 import shlex
 import shutil
 import subprocess
@@ -33,14 +32,14 @@ AVX512VNNI = [*AVX512, "-mavx512vnni"]
 AVXVNNI = [*AVX2, "-mavxvnni"]
 AMX = [*AVX512VNNI, "-mamx-tile", "-mamx-int8"]
 # step.cpp is compiled once per instruction set.
-INSTRUCTIONS = {
-    "avx2": AVX2,
-    "avxvnni": AVXVNNI,
-    "avx512": AVX512,
-    "avx512vnni": AVX512VNNI,
-    "amx": AMX,
-}
-RECENT = ("avxvnni", "amx")
+X86 = {"avx2": AVX2, "avx512": AVX512, "avx512vnni": AVX512VNNI}
+RECENT = {"avxvnni": AVXVNNI, "amx": AMX}
+# Clang sets the macros of dot products for every Mac, so the set has a macro of its own. zig knows only
+# the second form, and GCC's own functions need the first one.
+NEON = (
+    ["-march=armv8.2-a+dotprod", "-DMEDUSA_NEON"],
+    ["-mcpu=generic+dotprod", "-DMEDUSA_NEON"],
+)
 
 
 def compiler() -> list[str] | None:
@@ -60,25 +59,40 @@ def _runs(path: str) -> bool:
     return subprocess.run([path, "--version"], capture_output=True).returncode == 0
 
 
+# What a compiler must accept to make code for a group of instruction sets.
+X86_PROBE = """#include <immintrin.h>
+__m256i product(__m256i a, __m256i b) { return _mm256_maddubs_epi16(a, b); }
+"""
 # GCC before 11 lacks the options of both recent sets, and binutils before 2.36 an instruction.
-PROBE = """#include <immintrin.h>
+RECENT_PROBE = """#include <immintrin.h>
 __m256i product(__m256i a, __m256i b) {
   asm volatile("tilezero %tmm0");
   return _mm256_dpbusd_avx_epi32(a, a, b);
 }
 """
+NEON_PROBE = """#include <arm_neon.h>
+int32x4_t product(int32x4_t a, int8x16_t b) { return vdotq_laneq_s32(a, b, b, 3); }
+"""
 
 
 def instructions_of(command: list[str]) -> dict[str, list[str]]:
-    """Returns the instruction sets for which a compiler makes code on this machine, with their flags."""
-    if platform.machine().lower() not in ("x86_64", "amd64"):
-        return {}
+    """Returns the instruction sets for which a compiler makes code, with their flags."""
+    sets = dict[str, list[str]]()
+    if _compiles(command, X86_PROBE, AVX512VNNI):
+        sets |= X86
+        if _compiles(command, RECENT_PROBE, [*AVXVNNI, *AMX]):
+            sets |= RECENT
+        return sets
+    neon = next((flags for flags in NEON if _compiles(command, NEON_PROBE, flags)), None)
+    return sets if neon is None else {"neon": neon}
+
+
+def _compiles(command: list[str], text: str, flags: list[str]) -> bool:
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "probe.cpp"
-        source.write_text(PROBE)
-        words = [*command, *AVXVNNI, *AMX, "-c", str(source), "-o", str(Path(folder) / "probe.o")]
-        lacks = subprocess.run(words, capture_output=True).returncode
-    return {name: flags for name, flags in INSTRUCTIONS.items() if name not in RECENT or not lacks}
+        source.write_text(text)
+        words = [*command, *flags, "-c", str(source), "-o", str(Path(folder) / "probe.o")]
+        return subprocess.run(words, capture_output=True).returncode == 0
 
 
 def compile_library(target: Path, flags: list[str] | None = None) -> None:
@@ -92,7 +106,7 @@ def compile_library(target: Path, flags: list[str] | None = None) -> None:
     options = [*FLAGS, *QUIET, *(flags or [])]
     with tempfile.TemporaryDirectory() as folder:
         isas = instructions_of(command)
-        options += ["-DMEDUSA_RECENT"] if isas.keys() >= set(RECENT) else []
+        options += [f"-DMEDUSA_HAS_{isa.upper()}" for isa in isas]
         # The longest jobs come first.
         jobs = [("step", "generic", ["-DISA=generic"])]
         jobs += [("step", isa, [f"-DISA={isa}", *named]) for isa, named in isas.items()]
@@ -115,6 +129,16 @@ def compile_library(target: Path, flags: list[str] | None = None) -> None:
             check=True,
         )
         part.replace(target)
+
+
+def compile_selftest(target: Path, library: Path, flags: list[str] | None = None) -> None:
+    """Compiles the program that compares the instruction sets of a library (selftest.cpp)."""
+    command = compiler()
+    if command is None:
+        raise FileNotFoundError("no C++ compiler")
+    words = [*command, *FLAGS, *(flags or []), str(SOURCES / "selftest.cpp"), str(library)]
+    where = f"-Wl,-rpath,{library.resolve().parent}"
+    subprocess.run([*words, where, "-o", str(target), "-lpthread"], check=True)
 
 
 class BuildPy(build_py):
@@ -143,8 +167,10 @@ class BdistWheel(bdist_wheel):
 
 
 if __name__ == "__main__":
-    # python build.py [TARGET] [FLAG ..]
-    target = next(
-        (Path(word) for word in sys.argv[1:] if not word.startswith("-")), SOURCES / LIBRARY
-    )
-    compile_library(target, [word for word in sys.argv[1:] if word.startswith("-")])
+    # python build.py [TARGET] [FLAG ..], or python build.py selftest TARGET LIBRARY [FLAG ..]
+    words = [word for word in sys.argv[1:] if not word.startswith("-")]
+    flags = [word for word in sys.argv[1:] if word.startswith("-")]
+    if words[:1] == ["selftest"]:
+        compile_selftest(Path(words[1]), Path(words[2]), flags)
+    else:
+        compile_library(Path(words[0]) if words else SOURCES / LIBRARY, flags)

@@ -9,8 +9,11 @@
 #include <cpuid.h>
 #endif
 #if defined(__linux__)
+#include <sys/auxv.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+#elif defined(__APPLE__)
+#include <sys/sysctl.h>
 #endif
 #if !defined(_WIN32)
 #include <pthread.h>
@@ -20,14 +23,18 @@
 
 namespace medusa {
 
-#if defined(__x86_64__)
+// The sets that were compiled.
+#if defined(MEDUSA_HAS_AVX2)
 namespace avx2 { extern const Functions functions; }
-#if defined(MEDUSA_RECENT)
+namespace avx512 { extern const Functions functions; }
+namespace avx512vnni { extern const Functions functions; }
+#endif
+#if defined(MEDUSA_HAS_AMX)
 namespace avxvnni { extern const Functions functions; }
 namespace amx { extern const Functions functions; }
 #endif
-namespace avx512 { extern const Functions functions; }
-namespace avx512vnni { extern const Functions functions; }
+#if defined(MEDUSA_HAS_NEON)
+namespace neon { extern const Functions functions; }
 #endif
 namespace generic { extern const Functions functions; }
 
@@ -38,7 +45,7 @@ struct Choice {
   const Functions* functions;
 };
 
-#if defined(__x86_64__)
+#if defined(MEDUSA_HAS_AVX2)
 
 // Asks Linux to let this process use AMX, which saves 8 KB more per thread; false if it refuses.
 bool may_use_amx() {
@@ -73,31 +80,44 @@ struct Features {
   }
 };
 
+#elif defined(MEDUSA_HAS_NEON)
+
+// Returns true if this CPU has dot products of bytes: nearly all since 2018, and each of Apple's for Macs.
+bool has_dot_products() {
+#if defined(__linux__)
+  constexpr unsigned long dot_products = 1ul << 20;  // HWCAP_ASIMDDP
+  return getauxval(AT_HWCAP) & dot_products;
+#elif defined(__APPLE__)
+  int value = 0;
+  size_t size = sizeof value;
+  return sysctlbyname("hw.optional.arm.FEAT_DotProd", &value, &size, nullptr, 0) == 0 && value;
+#else
+  return false;
+#endif
+}
+
+#endif
+
 // Lists the instruction sets from the fastest to the generic one, which every machine supports.
 int choices(Choice* out) {
-  const Features has;
   int count = 0;
-#if defined(MEDUSA_RECENT)
+#if defined(MEDUSA_HAS_AVX2)
+  const Features has;
+#if defined(MEDUSA_HAS_AMX)
   if (has.amx) out[count++] = {"amx", &amx::functions};
 #endif
   if (has.avx512vnni) out[count++] = {"avx512vnni", &avx512vnni::functions};
   if (has.avx512) out[count++] = {"avx512", &avx512::functions};
-#if defined(MEDUSA_RECENT)
+#if defined(MEDUSA_HAS_AMX)
   if (has.avxvnni) out[count++] = {"avxvnni", &avxvnni::functions};
 #endif
   if (has.avx2) out[count++] = {"avx2", &avx2::functions};
+#elif defined(MEDUSA_HAS_NEON)
+  if (has_dot_products()) out[count++] = {"neon", &neon::functions};
+#endif
   out[count++] = {"generic", &generic::functions};
   return count;
 }
-
-#else
-
-int choices(Choice* out) {
-  out[0] = {"generic", &generic::functions};
-  return 1;
-}
-
-#endif
 
 std::mutex running;
 Pool* pool = nullptr;

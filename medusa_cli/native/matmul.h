@@ -13,10 +13,9 @@
 #pragma once
 
 #include <algorithm>
-#include <type_traits>
 
 #include "amx.h"
-#include "simd.h"
+#include "unpack.h"
 
 namespace medusa {
 
@@ -91,234 +90,6 @@ inline void round_row(const Rows& row, int64_t first, int64_t end) {
   }
 }
 
-// 256 inputs of a tile, or the rest of k, unpacked to bytes.
-struct Bytes {
-  int units;
-  alignas(64) uint8_t q[kChunk / kUnit][8][64];
-  alignas(64) float scale[kChunk / 16][kTile];
-  alignas(64) float offset[kChunk / 16][kTile];
-};
-
-// The number of bytes ahead of its use at which a weight is prefetched.
-constexpr int64_t kAhead = 6144;
-
-// Unpacks four vectors of nibbles into eight vectors of bytes.
-inline void split_nibbles(const uint8_t (*packed)[64], B* q) {
-  const B low = set_b(15);
-  for (int j = 0; j < 4; j++) {
-    const B both = load_b(packed[j]);
-    q[2 * j] = and_b(both, low);
-    q[2 * j + 1] = and_b(right<4>(both), low);
-  }
-}
-
-inline void add_fifth_bits(const uint8_t* plane, B* q) {
-  const B bits = load_b(plane), fifth = set_b(16);
-  q[0] = or_b(q[0], and_b(left<4>(bits), fifth));
-  q[1] = or_b(q[1], and_b(left<3>(bits), fifth));
-  q[2] = or_b(q[2], and_b(left<2>(bits), fifth));
-  q[3] = or_b(q[3], and_b(left<1>(bits), fifth));
-  q[4] = or_b(q[4], and_b(bits, fifth));
-  q[5] = or_b(q[5], and_b(right<1>(bits), fifth));
-  q[6] = or_b(q[6], and_b(right<2>(bits), fifth));
-  q[7] = or_b(q[7], and_b(right<3>(bits), fifth));
-}
-
-inline void add_upper_pairs(const uint8_t (*planes)[64], B* q) {
-  const B pair = set_b(48);
-  for (int p = 0; p < 2; p++) {
-    const B bits = load_b(planes[p]);
-    q[4 * p] = or_b(q[4 * p], and_b(left<4>(bits), pair));
-    q[4 * p + 1] = or_b(q[4 * p + 1], and_b(left<2>(bits), pair));
-    q[4 * p + 2] = or_b(q[4 * p + 2], and_b(bits, pair));
-    q[4 * p + 3] = or_b(q[4 * p + 3], and_b(right<2>(bits), pair));
-  }
-}
-
-// Replaces codes of e2m1 by twice their values plus 16: bytes of five bits, whose zero is that of
-// Q5_0.
-inline void look_up_e2m1(B* q) {
-  alignas(16) static constexpr uint8_t numbers[16] = {16, 17, 18, 19, 20, 22, 24, 28, 16, 15, 14, 13, 12, 10, 8, 4};
-  const B table = table_b(numbers);
-  for (int j = 0; j < 8; j++) q[j] = look_up(table, q[j]);
-}
-
-template <class Tile>
-inline const Tile& block_of(const uint8_t* blocks, int64_t index) {
-  return reinterpret_cast<const Tile*>(blocks)[index];
-}
-
-inline F negated(F a) { return mul(a, set(-1.0f)); }
-
-// Unpacks a unit into its vectors q[8] and the scales and offsets of its groups. SIGNED: a format's
-// zero is subtracted. Always inlined, so that the vectors stay in registers: GCC finds some formats
-// too long.
-template <int FORMAT, bool SIGNED>
-__attribute__((always_inline)) inline void unpack_unit(const uint8_t* blocks, int64_t unit, B* q, F* scale, F* offset) {
-  if constexpr (FORMAT == Q4_0) {
-    const auto& t = block_of<TileQ4_0>(blocks, unit);
-    split_nibbles(t.q, q);
-    scale[0] = load_half(t.d);
-  } else if constexpr (FORMAT == Q4_1) {
-    const auto& t = block_of<TileQ4_1>(blocks, unit);
-    split_nibbles(t.q, q);
-    scale[0] = load_half(t.d);
-    offset[0] = load_half(t.m);
-  } else if constexpr (FORMAT == Q5_0) {
-    const auto& t = block_of<TileQ5_0>(blocks, unit);
-    split_nibbles(t.q, q);
-    add_fifth_bits(t.h, q);
-    scale[0] = load_half(t.d);
-  } else if constexpr (FORMAT == Q5_1) {
-    const auto& t = block_of<TileQ5_1>(blocks, unit);
-    split_nibbles(t.q, q);
-    add_fifth_bits(t.h, q);
-    scale[0] = load_half(t.d);
-    offset[0] = load_half(t.m);
-  } else if constexpr (FORMAT == Q8_0) {
-    const auto& t = block_of<TileQ8_0>(blocks, unit);
-    for (int j = 0; j < 8; j++) q[j] = load_b(t.q[j]);
-    scale[0] = load_half(t.d);
-  } else if constexpr (FORMAT == Q4_K) {
-    const auto& t = block_of<TileQ4_K>(blocks, unit / 8);
-    const int u = unit % 8;
-    split_nibbles(t.q[u], q);
-    scale[0] = mul(load_half(t.d), load_u8(t.scale[u]));
-    offset[0] = negated(mul(load_half(t.dmin), load_u8(t.min[u])));
-  } else if constexpr (FORMAT == Q5_K) {
-    const auto& t = block_of<TileQ5_K>(blocks, unit / 8);
-    const int u = unit % 8;
-    split_nibbles(t.q[u], q);
-    add_fifth_bits(t.h[u], q);
-    scale[0] = mul(load_half(t.d), load_u8(t.scale[u]));
-    offset[0] = negated(mul(load_half(t.dmin), load_u8(t.min[u])));
-  } else if constexpr (FORMAT == Q6_K) {
-    const auto& t = block_of<TileQ6_K>(blocks, unit / 8);
-    const int u = unit % 8;
-    split_nibbles(t.q[u], q);
-    add_upper_pairs(t.h[u], q);
-    for (int g = 0; g < 2; g++) scale[g] = mul(load_half(t.d), load_i8(t.scale[2 * u + g]));
-  } else if constexpr (FORMAT == Q3_K) {
-    const auto& t = block_of<TileQ3_K>(blocks, unit / 8);
-    const int u = unit % 8;
-    split_nibbles(t.q[u], q);
-    for (int g = 0; g < 2; g++) scale[g] = mul(load_half(t.d), load_i8(t.scale[2 * u + g]));
-  } else if constexpr (FORMAT == MXFP4) {
-    const auto& t = block_of<TileMXFP4>(blocks, unit);
-    split_nibbles(t.q, q);
-    look_up_e2m1(q);
-    scale[0] = load_half_powers(t.e);
-  } else {
-    static_assert(FORMAT == Q2_K);
-    const auto& t = block_of<TileQ2_K>(blocks, unit / 8);
-    const int u = unit % 8;
-    split_nibbles(t.q[u], q);
-    for (int g = 0; g < 2; g++) {
-      scale[g] = mul(load_half(t.d), load_u8(t.scale[2 * u + g]));
-      offset[g] = negated(mul(load_half(t.dmin), load_u8(t.min[2 * u + g])));
-    }
-  }
-  if constexpr (SIGNED) {
-    for (int j = 0; j < 8; j++) q[j] = sub_b(q[j], set_b(info(FORMAT).zero));
-  }
-}
-
-// The properties of a format for which kernels are compiled.
-template <int FORMAT>
-struct Kind {
-  static constexpr int groups = kUnit / info(FORMAT).group;  // per unit
-  static constexpr bool has_offset = info(FORMAT).has_offset;
-  static constexpr int bits = FORMAT == MXFP4 ? 5 : info(FORMAT).bits;  // MXFP4's 4 bits stand for numbers of 5
-  // The bits for which `dot` is compiled; if it accepts any unsigned bytes, all formats share its
-  // code.
-  static constexpr int dot_bits = UNSIGNED_BYTES ? 8 : bits;
-  static constexpr bool is_signed = FORMAT == Q8_0 && !UNSIGNED_BYTES;
-  // The index in Rows::zero, or -1 if nothing is subtracted.
-  static constexpr int zero = has_offset || is_signed ? -1
-                            : FORMAT == Q4_0 ? 0 : FORMAT == Q5_0 || FORMAT == MXFP4 ? 1
-                            : FORMAT == Q8_0 ? 2 : FORMAT == Q6_K ? 3 : 4;
-};
-
-// Returns the first block of the 256 inputs from `first` on, which is a multiple of 256. Formats
-// with blocks of 256 inputs have one block there, and the others have eight.
-inline const uint8_t* chunk_of(int32_t format, const uint8_t* tile, int64_t first) {
-  const FormatInfo& f = info(format);
-  return tile + first / f.block * f.tile_bytes;
-}
-
-constexpr int64_t unit_bytes(int32_t format) { return info(format).tile_bytes * kUnit / info(format).block; }
-
-// FETCH: units further ahead are prefetched.
-template <int FORMAT, bool SIGNED, bool FETCH>
-inline void unpack_chunk(const uint8_t* blocks, Bytes& out) {
-  constexpr int groups = Kind<FORMAT>::groups;
-  constexpr int64_t bytes = unit_bytes(FORMAT);
-  for (int u = 0; u < out.units; u++) {
-    B q[8];
-    F scale[2], offset[2];
-    if (FETCH) prefetch(blocks + u * bytes + kAhead, bytes);
-    unpack_unit<FORMAT, SIGNED>(blocks, u, q, scale, offset);
-    for (int j = 0; j < 8; j++) store_b(out.q[u][j], q[j]);
-    for (int g = 0; g < groups; g++) {
-      store(out.scale[groups * u + g], scale[g]);
-      if (Kind<FORMAT>::has_offset) store(out.offset[groups * u + g], offset[g]);
-    }
-  }
-}
-
-// Calls work(std::integral_constant<int, format>) for a quantized format.
-template <class Work>
-inline void with_format(int32_t format, const Work& work) {
-  switch (format) {
-    case Q4_0: return work(std::integral_constant<int, Q4_0>());
-    case Q4_1: return work(std::integral_constant<int, Q4_1>());
-    case Q5_0: return work(std::integral_constant<int, Q5_0>());
-    case Q5_1: return work(std::integral_constant<int, Q5_1>());
-    case Q8_0: return work(std::integral_constant<int, Q8_0>());
-    case Q4_K: return work(std::integral_constant<int, Q4_K>());
-    case Q5_K: return work(std::integral_constant<int, Q5_K>());
-    case Q6_K: return work(std::integral_constant<int, Q6_K>());
-    case Q3_K: return work(std::integral_constant<int, Q3_K>());
-    case Q2_K: return work(std::integral_constant<int, Q2_K>());
-    case MXFP4: return work(std::integral_constant<int, MXFP4>());
-  }
-}
-
-// 256 inputs of a tile, or the rest of k, as floats [inputs, 16].
-struct Floats {
-  int inputs;
-  alignas(64) float w[kChunk][kTile];
-};
-
-inline void to_floats(int32_t format, const uint8_t* tile, int64_t first, Bytes& bytes, Floats& out) {
-  if (is_float(format)) {
-    const uint8_t* from = tile + first * info(format).tile_bytes;
-    for (int k = 0; k < out.inputs; k++) {
-      const auto* halves = reinterpret_cast<const uint16_t*>(from) + k * kTile;
-      F value;
-      if (format == F32) value = load(reinterpret_cast<const float*>(from) + k * kTile);
-      else if (format == F16) value = load_half(halves);
-      else value = load_bf16(halves);
-      store(out.w[k], value);
-    }
-    return;
-  }
-  const FormatInfo& f = info(format);
-  bytes.units = out.inputs / kUnit;
-  with_format(format, [&](auto kind) {
-    unpack_chunk<decltype(kind)::value, false, true>(chunk_of(format, tile, first), bytes);
-  });
-  for (int k = 0; k < out.inputs; k++) {
-    const uint8_t* four = bytes.q[k / kUnit][k % kUnit / 4];
-    F q = load_byte_of_4(four, k % 4);
-    if (!f.has_offset) q = sub(q, set(float(f.zero)));
-    const int g = k / f.group;
-    F value = mul(load(bytes.scale[g]), q);
-    if (f.has_offset) value = add(value, load(bytes.offset[g]));
-    store(out.w[k], value);
-  }
-}
-
 // A kernel's inputs: 8-bit rows, beginning at some row and input.
 struct Inputs {
   const int8_t* q;
@@ -342,7 +113,7 @@ inline Inputs inputs_of(const Rows& x, int64_t row, int64_t first) {
 // Adds the dot products of R rows with one unit of weights to the sums of LANES channels. u: the
 // unit's index in the inputs.
 template <int FORMAT, int R>
-inline void add_unit(const I* weights, const L* scale, const L* offset, const Inputs& x, int64_t u, L* total) {
+MEDUSA_INLINE void add_unit(const B* weights, const L* scale, const L* offset, const Inputs& x, int64_t u, L* total) {
   using K = Kind<FORMAT>;
   constexpr int vectors = 8 / K::groups;
   MEDUSA_UNROLL for (int g = 0; g < K::groups; g++) {
@@ -365,9 +136,9 @@ inline void add_bytes(const Bytes& w, const Inputs& x, float* sums) {
     L total[R];
     MEDUSA_UNROLL for (int r = 0; r < R; r++) total[r] = load_l(sums + r * kTile + lane);
     for (int u = 0; u < w.units; u++) {
-      I weights[8];
+      B weights[8];
       L scale[2], offset[2];
-      MEDUSA_UNROLL for (int j = 0; j < 8; j++) weights[j] = load_i(w.q[u][j] + 4 * lane);
+      MEDUSA_UNROLL for (int j = 0; j < 8; j++) weights[j] = load_b(w.q[u][j] + 4 * lane);
       MEDUSA_UNROLL for (int g = 0; g < groups; g++) {
         scale[g] = load_l(w.scale[groups * u + g] + lane);
         offset[g] = load_l(w.offset[groups * u + g] + lane);
@@ -378,32 +149,48 @@ inline void add_bytes(const Bytes& w, const Inputs& x, float* sums) {
   }
 }
 
-// Sets sums [R, 16] to the dot products of R rows with a whole tile, which is unpacked on the way.
-template <int FORMAT, int R>
-inline void multiply_packed(const uint8_t* tile, int64_t units, const Inputs& x, float* sums) {
+// The vectors of sums that registers hold beside the weights of a unit.
+constexpr int kHeldSums = 8;
+
+// Adds the dot products of R rows with units first .. end - 1 of a tile, for PARTS * LANES channels
+// from `lane` on, to sums [R, 16], which begin with unit 0. As many bytes are prefetched as are read.
+template <int FORMAT, int R, int PARTS>
+inline void add_packed(const uint8_t* tile, int64_t first, int64_t end, int lane, const Inputs& x, float* sums) {
   constexpr int64_t bytes = unit_bytes(FORMAT);
-  L total[kTile / LANES][R];
-  MEDUSA_UNROLL for (int part = 0; part < kTile / LANES; part++) {
-    MEDUSA_UNROLL for (int r = 0; r < R; r++) total[part][r] = set_l(0.0f);
-  }
-  for (int64_t u = 0; u < units; u++) {
-    B q[8];
-    F scale[2], offset[2];
-    prefetch(tile + u * bytes + kAhead, bytes);
-    unpack_unit<FORMAT, Kind<FORMAT>::is_signed>(tile, u, q, scale, offset);
-    MEDUSA_UNROLL for (int part = 0; part < kTile / LANES; part++) {
-      I weights[8];
-      L scales[2], offsets[2];
-      MEDUSA_UNROLL for (int j = 0; j < 8; j++) weights[j] = part_of(q[j], part);
-      MEDUSA_UNROLL for (int g = 0; g < Kind<FORMAT>::groups; g++) {
-        scales[g] = part_of(scale[g], part);
-        if (Kind<FORMAT>::has_offset) offsets[g] = part_of(offset[g], part);
-      }
-      add_unit<FORMAT, R>(weights, scales, offsets, x, u, total[part]);
+  const uint8_t* ahead = tile + bytes * lane / kTile + kAhead;
+  L total[PARTS][R];
+  MEDUSA_UNROLL for (int part = 0; part < PARTS; part++) {
+    MEDUSA_UNROLL for (int r = 0; r < R; r++) {
+      total[part][r] = first ? load_l(sums + r * kTile + lane + part * LANES) : set_l(0.0f);
     }
   }
-  MEDUSA_UNROLL for (int part = 0; part < kTile / LANES; part++) {
-    MEDUSA_UNROLL for (int r = 0; r < R; r++) store_l(sums + r * kTile + part * LANES, total[part][r]);
+  for (int64_t u = first; u < end; u++) {
+    prefetch(ahead + u * bytes, bytes * PARTS * LANES / kTile);
+    MEDUSA_UNROLL for (int part = 0; part < PARTS; part++) {
+      B weights[8];
+      L scale[2], offset[2];
+      unpack_unit<FORMAT, Kind<FORMAT>::is_signed>(tile, u, lane + part * LANES, weights, scale, offset);
+      add_unit<FORMAT, R>(weights, scale, offset, x, u, total[part]);
+    }
+  }
+  MEDUSA_UNROLL for (int part = 0; part < PARTS; part++) {
+    MEDUSA_UNROLL for (int r = 0; r < R; r++) store_l(sums + r * kTile + lane + part * LANES, total[part][r]);
+  }
+}
+
+// Sets sums [R, 16] to the dot products of R rows with a whole tile, which is unpacked on the way. If
+// registers cannot hold the sums of all channels, some channels after others read 256 inputs.
+template <int FORMAT, int R>
+inline void multiply_packed(const uint8_t* tile, int64_t units, const Inputs& x, float* sums) {
+  constexpr int all = kTile / LANES;
+  constexpr int fit = R < kHeldSums ? kHeldSums / R : 1;
+  constexpr int parts = fit < all ? fit : all;
+  const int64_t together = parts == all ? units : kChunk / kUnit;
+  for (int64_t first = 0; first < units; first += together) {
+    const int64_t end = std::min(units, first + together);
+    for (int lane = 0; lane < kTile; lane += parts * LANES) {
+      add_packed<FORMAT, R, parts>(tile, first, end, lane, x, sums);
+    }
   }
 }
 
@@ -453,8 +240,8 @@ inline void by_blocks(int64_t rows, const Work& work) {
 constexpr int64_t kPanel = 64;
 
 // Up to this many rows, a tile is unpacked anew for each block of rows: storing the unpacked tile
-// would cost more, for any number of rows if blocks have eight.
-constexpr int64_t kFewRows = ROWS == 8 ? kPanel : 2 * ROWS;
+// would cost more, for any number of rows if blocks have eight rows of all channels.
+constexpr int64_t kFewRows = ROWS == 8 && LANES == kTile ? kPanel : 2 * ROWS;
 
 #if defined(__AMX_INT8__)
 

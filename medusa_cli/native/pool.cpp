@@ -18,7 +18,8 @@ inline void pause() {
 #if defined(__x86_64__) || defined(__i386__)
   __builtin_ia32_pause();
 #elif defined(__aarch64__)
-  asm volatile("yield");
+  // Takes some ten nanoseconds, as x86's pause does; a yield takes none.
+  asm volatile("isb");
 #endif
 }
 
