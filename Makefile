@@ -1,6 +1,6 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help install demo style check test test-avx2 test-emulated test-slow crash fuzz package sanitize bench-decode bench-serve bench-busy bench-gpu reproduce docs verify-hf verify-vllm verify-bench verify-llama-cpp soak help-page models-page demo-picture clean
+.PHONY: help install demo style check test test-avx2 test-emulated test-arm test-slow crash fuzz package sanitize bench-decode bench-serve bench-busy bench-gpu reproduce docs verify-hf verify-vllm verify-bench verify-llama-cpp soak help-page models-page demo-picture clean
 
 # Any build of torch will do, e.g. make install TORCH='torch==2.13.0+cpu'
 TORCH ?= torch==2.13.0
@@ -57,6 +57,18 @@ test-avx2: $(READY) ## the engines' and the default model's tests with the instr
 # the real CPU. Takes half an hour.
 test-emulated: $(READY) ## the native tests on an emulated CPU without AVX-512 (needs qemu-user)
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 qemu-x86_64 -cpu Haswell $(BIN)/python -m pytest -q tests/test_native.py tests/test_native_layer.py tests/test_native_states.py
+
+# Debian's g++-aarch64-linux-gnu and qemu-user, or others.
+ARM_CXX ?= aarch64-linux-gnu-g++
+ARM_RUN ?= qemu-aarch64 -L /usr/aarch64-linux-gnu -cpu max
+
+test-arm: $(READY) ## the bits of all instruction sets, here and on an emulated ARM CPU
+	mkdir -p build/arm
+	$(BIN)/python medusa_cli/native/build.py selftest build/selftest medusa_cli/native/libmedusa.so
+	CXX=$(ARM_CXX) $(BIN)/python medusa_cli/native/build.py build/arm/libmedusa.so
+	CXX=$(ARM_CXX) $(BIN)/python medusa_cli/native/build.py selftest build/arm/selftest build/arm/libmedusa.so
+	build/selftest | tee build/digests
+	$(ARM_RUN) build/arm/selftest $$(tail -n 1 build/digests | cut -d ' ' -f 2)
 
 # Compiled by the compiler of the ziglang package against the oldest glibc that Python's wheels know. The libraries are
 # those of .venv; its own copy of the package is found by no path.

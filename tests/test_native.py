@@ -38,6 +38,7 @@ from medusa_cli.native import (
     is_available,
     library,
 )
+from medusa_cli.native.build import compile_selftest, compiler
 from medusa_cli.native.library import LIBRARY
 from medusa_cli.native.matrix import SCALE_PLACES
 from medusa_cli.runs.load_options import LoadOptions
@@ -206,12 +207,26 @@ def test_instruction_sets_share_no_code() -> None:
         ["nm", "-DC", "--defined-only", LIBRARY], capture_output=True, text=True, check=True
     )
     functions = re.findall(r"^[0-9a-f]+ W (.*)$", done.stdout, re.MULTILINE)
-    own = re.compile(r"medusa::(generic|avx2|avxvnni|avx512|avx512vnni|amx)::")
+    own = re.compile(r"medusa::(generic|avx2|avxvnni|avx512|avx512vnni|amx|neon)::")
     of_common_files = re.compile(r"operator (new|delete)|thread")
     assert any(own.search(name) for name in functions)
     assert not [
         name for name in functions if not own.search(name) and not of_common_files.search(name)
     ]
+
+
+@pytest.mark.skipif(compiler() is None, reason="it is compiled")
+def test_all_instruction_sets_have_the_published_digest(tmp_path: Path) -> None:
+    """The self-test compares them with plain C++; the digest is that of every machine and compiler."""
+    program = tmp_path / "selftest"
+    compile_selftest(program, Path(LIBRARY), ["-O1"])
+    page = (Path(__file__).parent.parent / "docs/engines.md").read_text(encoding="utf-8")
+    [digest] = re.findall(r"`([0-9a-f]{16})`", page)
+    done = subprocess.run([program, digest], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [line.split()[0] for line in done.stdout.splitlines()] == instructions()
+    done = subprocess.run([program, "0" * 16], capture_output=True, text=True)
+    assert done.returncode == 1
 
 
 def test_every_scale_of_mxfp4_is_exact_with_all_instructions() -> None:
