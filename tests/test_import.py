@@ -465,6 +465,10 @@ def test_an_index_names_the_shard_of_each_tensor(
     save_file(load_file(tmp_path / "theirs" / "model-1.safetensors"), tmp_path / "x.safetensors")
     with pytest.raises(UserError, match=rf"model-0.safetensors lacks 1 .*{lost}"):
         import_drafter(str(tmp_path / "theirs"), f"{tmp_path}/again", model)
+    for data in (b"", b"version https://git-lfs", path.read_bytes()[:-1]):
+        path.write_bytes(data)
+        with pytest.raises(UserError, match="model-0.safetensors is .*download"):
+            import_drafter(str(tmp_path / "theirs"), f"{tmp_path}/again", model)
     for number in range(2):
         (tmp_path / "theirs" / f"model-{number}.safetensors").unlink()
     with pytest.raises(UserError, match="model-0.safetensors, model-1.safetensors.*download"):

@@ -21,7 +21,7 @@ from medusa_cli.drafters.kinds import DRAFTERS, weight_shapes
 from medusa_cli.errors import UserError, first_line, shown
 from medusa_cli.files.hub import hub_folder
 from medusa_cli.files.io import convert, read_as, read_object, restore
-from medusa_cli.files.model_files import WEIGHTS, Shards, check_shards, listed
+from medusa_cli.files.model_files import WEIGHTS, Shards, check_shards, fault_of, listed
 from medusa_cli.files.paths import expanded
 from medusa_cli.files.weights import FLOATS, INTEGERS, read_weights
 from medusa_cli.runs.run import few_positions, verifier_of
@@ -239,6 +239,9 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     Raises UserError for a file that is neither, or that holds more than tensors.
     """
     if path.suffix == ".safetensors":
+        fault = fault_of(path) if path.is_file() else None
+        if fault is not None:
+            raise UserError(f"{path} {fault}", AGAIN)
         return read_weights(path, "the checkpoint", types=(*FLOATS, *INTEGERS, "I8", "BOOL"))
     try:
         _check_unpacked(path)
