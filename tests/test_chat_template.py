@@ -319,3 +319,22 @@ def test_a_renderer_that_does_not_start_is_replaced(
             assert "w1" in process.render(messages, {})
         finally:
             process.close()
+
+
+@pytest.mark.parametrize(
+    ("template", "before", "behind"),
+    [("$A </s>", 0, 1), ("<s> $A </s> </s>", 1, 2), ("<s> $A", 1, 0), ("$A", 0, 0)],
+)
+def test_special_tokens_are_put_before_a_raw_prompt_only(
+    template: str, before: int, behind: int
+) -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    backbone = tiny_backbone()
+    backend = backbone.tokenizer.backend_tokenizer
+    ids = [("<s>", 1), ("</s>", 2)]
+    backend.post_processor = TemplateProcessing(single=template, special_tokens=ids)
+    plain = token_ids(backbone, "w5 w6")
+    whole = backbone.tokenizer.encode("w5 w6")
+    assert len(whole) == len(plain) + before + behind
+    assert token_ids(backbone, "w5 w6", begin=True) == whole[: before + len(plain)]

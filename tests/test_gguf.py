@@ -1445,3 +1445,22 @@ def test_openvino_decodes_the_default_models_file(name: str) -> None:
     # Its numbers are others than the file's, so only the sense of its answer is known.
     assert "Paris" in backbone.decode(answer.turns[0]) and shown == answer.turns[0]
     assert again.turns == answer.turns and answer.turns[0][-1] in backbone.eos_ids
+
+
+def test_no_end_token_follows_a_raw_prompt(file: Path) -> None:
+    write_gguf(file, change=lambda writer: writer.add_add_eos_token(True))
+    medusa = Medusa.from_pretrained(str(file), drafter=None, dtype="fp32")
+    assert medusa.encode("ab", raw=True) == [256]
+    assert END not in medusa.encode("", raw=True)
+
+
+def test_the_first_token_still_precedes_a_raw_prompt(file: Path) -> None:
+    def change(writer: gguf.GGUFWriter) -> None:
+        writer.add_bos_token_id(END - 1)
+        writer.add_add_bos_token(True)
+        writer.add_add_eos_token(True)
+
+    write_gguf(file, change=change)
+    medusa = Medusa.from_pretrained(str(file), drafter=None, dtype="fp32")
+    assert medusa.encode("ab", raw=True) == [END - 1, 256]
+    assert medusa.encode("", raw=True) == [END - 1]

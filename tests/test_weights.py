@@ -372,3 +372,38 @@ def test_packed_weights_are_checked_by_name(tmp_path: Path, cache: Path) -> None
     with pytest.raises(ValueError, match="changed"):
         packed.check_packed(file)
     assert not packed_files(cache)
+
+
+# ---- layers that the config does not count
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "gpt2"])
+def test_layers_that_the_config_does_not_count_are_told(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = save_network(tiny_network(kind), tmp_path)
+    load(path)
+    assert not caplog.messages or "layers up to" not in caplog.text
+
+    def cut(fields: dict[str, Any]) -> None:
+        text = fields.get("text_config", fields)
+        text["n_layer" if kind == "gpt2" else "num_hidden_layers"] = 2
+        text["layer_types"] = (text.get("layer_types") or [])[:2] or None
+
+    change_json(tmp_path / "config.json", cut)
+    load(path)
+    load(path)
+    [line] = [line for line in caplog.messages if "layers up to" in line]
+    assert "3" in line and "2" in line and "num_hidden_layers" in line
+
+
+def test_a_layer_that_predicts_later_tokens_is_left_out_in_silence(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = save_network(tiny_network("glm4_moe"), tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.4.eh_proj.weight"] = torch.zeros(64, 128)
+    tensors["model.layers.4.self_attn.q_proj.weight"] = torch.zeros(64, 64)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    load(path)
+    assert "layers up to" not in caplog.text

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -57,6 +58,13 @@ INSTEAD = {
     "xlstm": "Falcon-H1 or Mamba-2",
     "zamba": "Falcon-H1 or Bamba",
 }
+# Names of a text model's layers in checkpoints, and the fields of configs that count them.
+LAYER = re.compile(
+    r"(?:(?:model|language_model|text_model|transformer|gpt_neox|decoder|backbone)\.)*(?:layers|h|blocks)\.(\d+)\."
+)
+LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "decoder_layers")
+# Parts of layers after the last one, which predict later tokens.
+OF_MTP = ("eh_proj", "enorm", "hnorm", "shared_head", "mtp")
 CONFIG, AGAIN = "the model's config", "download the model again"
 GIT_LFS = b"version https://git-lfs"
 LISTED = 8  # most file names in a message
@@ -103,7 +111,7 @@ def check_model_files(name: str) -> None:
 def check_weights(name: str) -> None:
     """Raises UserError for a model's safetensors files that are missing or damaged, as after a broken download.
 
-    Reads only their headers. Warns of an index that is not followed.
+    Reads only their headers. Warns of an index that is not followed, and of layers that the config does not count.
     """
     if name.startswith(RANDOM) or gguf_path(name) is not None:
         return
@@ -121,6 +129,26 @@ def check_weights(name: str) -> None:
     for path in checkpoint_files(source):
         if (fault := fault_of(path)) is not None:
             raise UserError(f"@model {name!r}: {path} {fault}", AGAIN)
+    _warn_of_more_layers(name, source)
+
+
+def _warn_of_more_layers(name: str, source: str) -> None:
+    """Warns if a model's files hold more layers than its config counts, except for those that predict later tokens."""
+    fields = config_fields(source) or {}
+    text = fields.get("text_config") or fields
+    counts = [text[key] for key in LAYER_COUNTS if isinstance(text.get(key), int)]
+    stored: dict[int, str] = {}
+    for tensor in tensors_of(name):
+        if (layer := LAYER.match(tensor)) is not None:
+            stored[int(layer[1])] = stored.get(int(layer[1]), "") + tensor
+    more = [layer for layer in sorted(stored) if counts and layer >= max(counts)]
+    more = [layer for layer in more if not any(part in stored[layer] for part in OF_MTP)]
+    if more:
+        _warn_once(
+            f"the files of the model {name!r} hold layers up to {more[-1]}, and its config.json counts {max(counts)} "
+            "of them: the others are left out, so it writes other text than the whole model; num_hidden_layers in "
+            "config.json is the number of layers"
+        )
 
 
 @cache

@@ -163,19 +163,37 @@ def check_template(model: ChatTokenizer) -> None:
 
 
 def token_ids(model: ChatTokenizer, text: str, *, begin: bool = False) -> list[int]:
-    """Returns the token ids of a text. begin: add the tokenizer's special tokens.
+    """Returns the token ids of a text. begin: add the special tokens that the tokenizer puts before a text.
+
+    Those that it puts behind one, such as an end token, are left out, as an answer follows.
 
     Raises UserError for text that UTF-8 cannot encode, and for ids beyond the model's vocabulary.
     """
     if not is_whole(text):
         raise UserError(f"the text holds {HALF}", "give whole ones, in UTF-8")
-    ids: list[int] = model.tokenizer.encode(text, add_special_tokens=begin)
+    ids: list[int] = model.tokenizer.encode(text, add_special_tokens=False)
+    if begin:
+        ids = _begun(model.tokenizer, text, ids)
     if ids and max(ids) >= model.vocab_size:
         raise UserError(
             f"the tokenizer of {model.id!r} gives token {max(ids)}, and the model has {model.vocab_size:,}",
             "put the tokenizer that belongs to it into its folder",
         )
     return ids
+
+
+def _begun(tokenizer: Any, text: str, plain: list[int]) -> list[int]:
+    """Returns a text's token ids with the special tokens that its tokenizer puts before it, given those without."""
+    whole: list[int] = tokenizer.encode(text, add_special_tokens=True)
+    if not plain:
+        names = ("eos_token_id", "sep_token_id", "bos_token_id")
+        end, sep, begin = (getattr(tokenizer, name, None) for name in names)
+        ends = {end, sep} - {begin}
+        return [token for token in whole if token not in ends]
+    for end in range(len(plain), len(whole) + 1):
+        if whole[end - len(plain) : end] == plain:
+            return whole[:end]
+    return whole
 
 
 def after_answer(
