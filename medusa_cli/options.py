@@ -70,8 +70,8 @@ def model_flag(default: str) -> Any:
 _RUN = "Run directory: NAME means runs/NAME; anything with a / is a folder."
 _MODEL = "A named model, a folder, a GGUF file, a Hugging Face id, or ORG/NAME:Q4_K_M for a repository's GGUF file."
 _DRAFTER = (
-    "A saved drafter: a run's, a folder's, a hub id's, one of another tool as `medusa import` takes it, or mtp: the "
-    "MTP layer in the model's own checkpoint. [default: the run's drafter/, else the one that ships]"
+    "A saved drafter: a run, a folder, a hub id, or a checkpoint that `medusa import` reads. mtp: the MTP layer in the "
+    "model's own checkpoint. [default: the run's drafter/, else the one that ships]"
 )
 _SEED = (
     "Prompts: sharegpt, sharegpt-long, sharegpt-code, ultrachat (from the hub), code (from the Python sources "
@@ -79,8 +79,8 @@ _SEED = (
 )
 _TREE = (
     "auto: the fastest size on this machine for this text, down to no drafts. static: the run's tree.json, or the "
-    "best tree of N nodes by the calibration. dynamic: grown for every step, of N nodes. FILE: from `medusa tree`, or "
-    "a medusa_choices list. [default: auto]"
+    "best tree of N nodes according to the calibration. dynamic: grown for every step, of N nodes. FILE: from "
+    "`medusa tree`, or a medusa_choices list. [default: auto]"
 )
 _LOOKUP = (
     "Also draft n-gram matches of the text; without a drafter, only those. "

@@ -42,9 +42,7 @@ def chat(
     drafting: DraftFlags,
     system: Annotated[str | None, flag("--system TEXT", "System prompt.")] = None,
     baseline: Annotated[bool, flag("--baseline", "Plain decoding, one token per step.")] = False,
-    show_accepted: Annotated[
-        bool, flag("--show-accepted", "Colour accepted draft tokens.")
-    ] = False,
+    show_accepted: Annotated[bool, flag("--show-accepted", "Color accepted draft tokens.")] = False,
     chat_template: ChatTemplate = None,
     raw: Annotated[
         bool, flag("--raw", "Continue each text as it is, without chat template or earlier turns.")

@@ -26,7 +26,8 @@ def doctor(
     quick: Annotated[
         bool,
         flag(
-            "--quick", "Decode no prompts. The model is still loaded, and reads some conversations."
+            "--quick",
+            "Decode no prompts. The model is still loaded, and runs on some conversations.",
         ),
     ] = False,
     loading: LoadFlags,

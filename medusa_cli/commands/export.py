@@ -23,7 +23,9 @@ TO = (
 )
 OUTPUT = "The folder to write; it must be new or empty. [default with --push: none is kept]"
 PUSH = "Upload the folder, with its card, to this repository of the Hugging Face hub."
-BUDGET = "With --to hf: nodes of the best tree by the calibration. [default: the run's tree]"
+BUDGET = (
+    "With --to hf: nodes of the best tree according to the calibration. [default: the run's tree]"
+)
 
 
 def export(

@@ -14,12 +14,13 @@ def machine(
     *,
     model: options.Model = None,
     context: Annotated[
-        str, flag("--context N,N", "Tokens in the cache of the timed passes.", show_default=True)
+        str,
+        flag("--context N,N", "Tokens in the KV cache during the timed passes.", show_default=True),
     ] = "256",
     loading: LoadFlags,
     printing: OutputFlags,
 ) -> None:
-    """Show what this machine is, which engine runs a model on it, and the time of a pass by rows."""
+    """Show what this machine is, which engine runs a model on it, and how long a pass takes by its number of rows."""
     printing.configure()
     import torch
 
@@ -72,7 +73,7 @@ def machine(
     console.result(
         console.grid("Milliseconds a pass by rows", ["context", *rows, "prompt, s"], lines)
     )
-    promise = "is" if backbone.engine.row_invariant else "may part at near-ties from"
-    console.result(f"greedy output over drafts {promise} plain decoding's")
+    promise = "equals" if backbone.engine.row_invariant else "may differ at near-ties from"
+    console.result(f"with drafts, greedy output {promise} that of plain decoding")
     if facts["busy"]:
         console.result("the machine was busy: times are too long")

@@ -24,18 +24,16 @@ _CONTEXT = (
     "Longest prompt and answer together, in tokens. [default: the model's, as far as memory allows]"
 )
 _ANSWER = "Longest answer, in tokens. [default: the rest of the context]"
-_NAME = "The model's name in the API; more than once for aliases. [default: --model's]"
+_NAME = "The model's name in the API; repeatable, for aliases. [default: the name of --model]"
 _HOST = "Address to listen at; 0.0.0.0 is all of them."
-_ALLOW = (
-    "A name under which clients reach this server, as behind a proxy; more than once for several."
-)
+_ALLOW = "A host name under which clients reach this server, such as that of a proxy; repeatable."
 _KEY = (
-    "A key that clients must send; more than once for several. Better set MEDUSA_API_KEY, keys apart by blanks: others "
-    "can read command lines."
+    "A key that clients must send; repeatable. MEDUSA_API_KEY is safer, as other users can read command lines; "
+    "blanks separate its keys."
 )
 _CORS = (
-    "An origin whose web pages may use the server, such as https://chat.example, beside pages of this machine; * is "
-    "any. More than once."
+    "An origin whose web pages may use the server, such as https://chat.example, besides pages of this machine; * is "
+    "any. Repeatable."
 )
 
 
@@ -45,11 +43,10 @@ def serve(
     baseline: Annotated[
         bool, options.flag("--baseline", "Plain decoding, one token per step.")
     ] = False,
-    batch_size: Annotated[
-        int, _limit("--batch-size N", "Answers that are decoded side by side.")
-    ] = 8,
+    batch_size: Annotated[int, _limit("--batch-size N", "Answers decoded at the same time.")] = 8,
     queue: Annotated[
-        int, _limit("--queue N", "Requests that wait beyond those; more get 429.", min=0)
+        int,
+        _limit("--queue N", "Requests that wait for a place; further ones get status 429.", min=0),
     ] = 64,
     context: Annotated[
         int | None, options.flag("--context N", _CONTEXT, panel="Limits", min=2)
@@ -87,7 +84,7 @@ def serve(
 ) -> None:
     """Serve a model over HTTP as OpenAI's API does: /v1/chat/completions, /v1/responses, /v1/completions, a page.
 
-    Requests decode side by side and join and leave at every step. --temperature holds for requests that name none.
+    Answers are decoded together, and join and leave at every step. --temperature applies to requests without one.
     Ctrl-C or SIGTERM lets running answers finish; once more ends them.
     """
     console.configure(quiet)

@@ -23,8 +23,9 @@ if TYPE_CHECKING:
     from medusa_cli.tree.search import StepTimes
 
 CALIBRATION = "From `medusa calibrate`. [default: the run's calibration.json]"
-BUDGET = "Nodes, the root included; auto: the size with most expected tokens a second on this machine. [default: 64]"
+BUDGET = "Nodes, the root included; auto: the size with the most expected tokens per second here. [default: 64]"
 CHOICES = "A tree file or medusa_choices list to draw and save."
+SHAPE = "All paths over the W1 best guesses of head 1, the W2 best of head 2, ..."
 OUTPUT = "Where to save it, and a picture beside it. [default: the run's tree.json]"
 DEFAULT_BUDGET = 64
 DRAWN_NODES = 256
@@ -50,7 +51,11 @@ def tree(
     ] = None,
     budget: Annotated[str | None, flag("--budget N|auto", BUDGET)] = None,
     shape: Annotated[
-        str | None, flag("--shape W1,W2,...", "All paths over the best W1 guesses of head 1, ...")
+        str | None,
+        flag(
+            "--shape W1,W2,...",
+            "All paths over the W1 best guesses of head 1, the W2 best of head 2, ...",
+        ),
     ] = None,
     choices: Annotated[Path | None, flag("--choices FILE", CHOICES, dir_okay=False)] = None,
     heads: Annotated[
@@ -65,9 +70,9 @@ def tree(
 ) -> None:
     """Find the draft tree with the highest expected acceptance length, draw it and save it.
 
-    With --budget, the best tree of that many nodes for the accuracies `medusa calibrate` measured; with --budget
-    auto the size, too, is found, from the time that steps take on this machine. Without options it takes the accuracies
-    of the default run, or else of the drafter that ships, whose tree is drawn but not saved.
+    With --budget N it is the best tree of N nodes for the accuracies that `medusa calibrate` measured. --budget auto
+    also chooses the size, from step times measured on this machine. Without options it takes the accuracies of the
+    default run, or else of the drafter that ships, whose tree is drawn but not saved.
     """
     printing.configure()
     from medusa_cli.tree.draw import draw_picture

@@ -1,4 +1,4 @@
-"""Reading and writing of the drafter in a folder."""
+"""Reads and writes drafter folders."""
 
 import logging
 from pathlib import Path

@@ -41,7 +41,7 @@ OUTSIDE = (
     "Mamba or linear-attention layers (a running state) that keep it outside transformers' cache"
 )
 PREFIX_LM = "a prompt's tokens see those that follow in it (a prefix LM)"
-# The best alternative from the same maker, by the beginning of the model type.
+# What to suggest instead of a refused model, by prefix of its type.
 INSTEAD = {
     "axk": "A.X-K1",
     "deepseek": "DeepSeek V3",

@@ -93,7 +93,7 @@ STRIDE = 4
 class StepTimes:
     """Holds the seconds that a step's parts take: verifying by number of rows, and drafting by number of levels.
 
-    Verifying includes the pass, acceptance and keeping. A drafter that drafts all levels at once
+    Verification time covers the pass, acceptance and the cache update. A drafter that drafts all levels at once
     takes the same time at every depth.
     """
 
