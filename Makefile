@@ -45,7 +45,7 @@ check: style ## style and mypy
 # Two processes, a file of tests to one of them: as many as the smallest machine has cores, each with one thread.
 PYTEST := HF_HUB_OFFLINE=1 $(BIN)/pytest -n 2 --dist loadfile
 
-test: $(READY) ## the tests, offline once the model and the data are fetched
+test: $(READY) ## the tests, which fetch nothing, once the model and the data are fetched
 	$(BIN)/medusa assets smollm2-135m sharegpt mt-bench
 	$(PYTEST) -m 'not slow'
 

@@ -1,6 +1,7 @@
-"""Set-up of all tests: one thread, as tiny models lose by more; a cache folder apart; tests marked gpu need CUDA."""
+"""Set-up of all tests: one thread, no fetching, a cache folder apart; tests marked gpu need CUDA."""
 
 import os
+import shutil
 import signal
 import tempfile
 import threading
@@ -12,6 +13,9 @@ import pytest
 
 # Set before torch is imported. Two threads that wait for each other are many times slower on a busy machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Nothing is fetched, here or in a process that a test starts: pip has no index, and the hub is a closed port.
+os.environ |= {"HF_HUB_OFFLINE": "1", "HF_ENDPOINT": "http://127.0.0.1:9", "PIP_NO_INDEX": "1"}
+os.environ.pop("PIP_FIND_LINKS", None)
 # A shell lets what it runs in the background ignore Ctrl-C, and so the commands that tests interrupt.
 if threading.current_thread() is threading.main_thread():
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -31,9 +35,13 @@ def pytest_configure(config: pytest.Config) -> None:
         Path(cache.mkdir("home") if cache else tempfile.mkdtemp(prefix="medusa-home-")),
     )
     for name in ("downloads", "files", "models"):
-        if (fetched / name).is_dir() and not (apart / name).exists():
-            (apart / name).unlink(missing_ok=True)
-            (apart / name).symlink_to((fetched / name).resolve())
+        link = apart / name
+        # An earlier session may have left a link to another cache, or a folder of its own.
+        if link.is_dir() and not link.is_symlink():
+            shutil.rmtree(link)
+        link.unlink(missing_ok=True)
+        if (fetched / name).is_dir():
+            link.symlink_to((fetched / name).resolve())
     os.environ["MEDUSA_HOME"] = str(apart)
 
 
@@ -56,6 +64,28 @@ def loud() -> Iterator[None]:
     console.configure()
     yield
     console.configure()
+
+
+@pytest.fixture
+def fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Refuses to fetch or to write to the cache, which is empty; returns what was asked for."""
+    from huggingface_hub import HfApi
+
+    from medusa_cli.files import assets
+
+    wanted: list[str] = []
+
+    def refuse(*words: Any, **_: Any) -> None:
+        wanted.append(str(words))
+        raise OSError("there is no network, and the cache cannot be written")
+
+    monkeypatch.setenv("MEDUSA_HOME", str(tmp_path / "no-cache"))
+    for name in ("_build_once", "_download", "_from_hub"):
+        monkeypatch.setattr(assets, name, refuse)
+    for name in ("repo_info", "snapshot_download", "hf_hub_download"):
+        monkeypatch.setattr(HfApi, name, refuse)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
+    return wanted
 
 
 @pytest.fixture(scope="module")
