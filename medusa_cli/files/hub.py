@@ -3,6 +3,7 @@
 import logging
 import os
 import re
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -110,11 +111,42 @@ def go_offline_unless_reachable(name: str) -> None:
             _kept_off.add(name)
 
 
+@cache
+def hub_answers(endpoint: str) -> bool:
+    """Returns True if the hub answers within PATIENCE seconds, with any status; it is asked once in a process.
+
+    The client's own limit holds for each address of the hub, so that several silent ones would take longer.
+    """
+    from huggingface_hub.utils import get_session
+
+    ended = threading.Event()
+    statuses: list[int] = []
+
+    def ask() -> None:
+        with suppress(Exception):  # the client raises its HTTP library's errors
+            statuses.append(get_session().head(endpoint, timeout=PATIENCE).status_code)
+        ended.set()
+
+    threading.Thread(target=ask, daemon=True).start()
+    ended.wait(PATIENCE)
+    return bool(statuses)
+
+
 def names_gguf(name: str) -> bool:
     """Returns True if a name has the form OWNER/NAME:TAG, for a GGUF file in a repository."""
     repository, colon, tag = name.partition(":")
     is_path = repository.startswith((".", "/", "~")) or Path(name).exists()
     return bool(colon and tag) and repository.count("/") == 1 and not is_path
+
+
+def kept_gguf(name: str) -> Path | None:
+    """Returns the GGUF file that OWNER/NAME:TAG names in the hub's cache; None if it is not there."""
+    repository, _, tag = name.partition(":")
+    if (folder := _cached_folder(repository)) is None:
+        return None
+    kept = gguf_files(str(path.relative_to(folder)) for path in folder.rglob("*.gguf"))
+    files = _of_tag(kept, tag)
+    return folder / files[0] if len(files) == 1 else None
 
 
 @cache
@@ -128,10 +160,8 @@ def hub_gguf(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
     repository, _, tag = name.partition(":")
-    if (folder := _cached_folder(repository)) is not None:
-        kept = gguf_files(str(path.relative_to(folder)) for path in folder.rglob("*.gguf"))
-        if len(files := _of_tag(kept, tag)) == 1:
-            return folder / files[0]
+    if (kept := kept_gguf(name)) is not None:
+        return kept
     try:
         stored = gguf_files(repository_files(repository))
         files = _of_tag(stored, tag)
