@@ -232,6 +232,7 @@ class DraftFlags:
             if baseline and given:
                 fault = f"--baseline and {name} exclude each other"
                 raise UsageError(fault, "leave one of them out")
+        template = None if chat_template is None else template_text(str(chat_template))
         try:
             choice = self.choose(need_drafter=not baseline)
         except NoDrafter as reason:
@@ -241,11 +242,7 @@ class DraftFlags:
             console.info(
                 f"{reason.message}: drafting n-grams of the text; {in_flags(reason.remedy)}"
             )
-        return (
-            choice
-            if chat_template is None
-            else replace(choice, chat_template=template_text(str(chat_template)))
-        )
+        return choice if template is None else replace(choice, chat_template=template)
 
 
 @dataclass(frozen=True)
@@ -258,6 +255,25 @@ class SamplingFlags:
     top_p: Annotated[float, _sampling("--top-p P", _TOP_P, show_default=True)] = 1.0
     top_k: Annotated[int, _sampling("--top-k N", _TOP_K, show_default=True)] = 0
     random_seed: RandomSeed = None
+
+    def __post_init__(self) -> None:
+        """Raises UsageError for values that are not valid together, or that have no effect."""
+        given = (self.temperature, self.sampling) != (None, None) or self.top_p != 1 or self.top_k
+        if not given:
+            return
+        self.sampled  # noqa: B018  (it raises)
+        if self.temperature != 0:
+            return
+        from medusa_cli.decode.sampling import cuts
+
+        without: dict[str, Any] = {**cuts(self.top_p, self.top_k, None)}
+        if self.sampling not in (None, "greedy"):
+            without |= {"@sampling": self.sampling}
+        for name, value in without.items():
+            raise UsageError(
+                f"{name} {value} has no effect with @temperature 0, which is greedy",
+                "leave one of them out",
+            )
 
     @property
     def sampled(self) -> "Sampling":
@@ -287,17 +303,26 @@ class GrammarFlags:
         ),
     ] = None
 
+    def __post_init__(self) -> None:
+        """Raises UserError for a grammar that cannot be read or followed."""
+        if (grammar := self.grammar) is not None:
+            from medusa_cli.decode.grammar import check_syntax
+
+            check_syntax(grammar)
+
     @property
     def grammar(self) -> "Grammar | None":
         """Returns the grammar; raises UserError for a file that cannot be read, UsageError for two grammars."""
         if self.json_schema is self.regex is self.grammar_file is None:
             return None
-        from medusa_cli.decode.grammar import Grammar
         from medusa_cli.files.io import read_text
 
         schema, grammar = (
-            path and read_text(path) for path in (self.json_schema, self.grammar_file)
+            path and read_text(path, name)
+            for name, path in (("@json_schema", self.json_schema), ("@grammar", self.grammar_file))
         )
+        from medusa_cli.decode.grammar import Grammar
+
         return Grammar.of(json_schema=schema, regex=self.regex, grammar=grammar)
 
 
@@ -333,7 +358,8 @@ class QuestionFlags:
         Text, flag("--category LIST", "Only these categories, such as math,coding.")
     ] = None
     limit: Annotated[
-        int | None, flag("--limit N", "At most N questions over the categories. [default: all]")
+        int | None,
+        flag("--limit N", "At most N questions over the categories. [default: all]", min=1),
     ] = None
 
     def __post_init__(self) -> None:

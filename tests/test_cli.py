@@ -185,7 +185,7 @@ MISTAKES = [
     (1, f"{CALIBRATE} --drafter nowhere", "nowhere"),
     (2, f"{BENCH} --methods hf,magic", "magic"),
     (2, f"{BENCH} --mt-bench", "--mt-bench"),
-    (2, f"{BENCH} --limit 0", "--limit 0"),
+    (2, f"{BENCH} --limit 0", "--limit"),
     (1, f"{BENCH} --questions nowhere.jsonl", "nowhere.jsonl"),
     (2, f"{BENCH} --methods ar --gguf {{place}}/q.jsonl", "--gguf"),
     (2, f"{BENCH} --methods llama.cpp", "--methods llama.cpp"),
@@ -247,9 +247,9 @@ def test_a_wrong_command_line_is_one_short_line(
     named: str,
     place: Path,
     tmp_path: Path,
+    fetched: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     if code == 2 and "--context" not in words:
         monkeypatch.setattr(
             "medusa_cli.engine.load.load_network",
@@ -263,6 +263,7 @@ def test_a_wrong_command_line_is_one_short_line(
         shown.stdout == "" and shown.stderr.startswith("error: ") and shown.stderr.count("\n") == 1
     )
     assert named in shown.stderr and len(shown.stderr) <= LONGEST + len("\n")
+    assert fetched == []
 
 
 @pytest.mark.parametrize(

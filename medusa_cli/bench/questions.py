@@ -53,10 +53,8 @@ def of_categories(questions: Sequence[Question], wanted: str | None) -> list[Que
 def spread(questions: Sequence[Question], limit: int | None) -> list[Question]:
     """Returns at most `limit` questions (None: all), chosen from each category in turn.
 
-    The chosen questions keep their order. Raises UsageError for a limit below 1.
+    The chosen questions keep their order.
     """
-    if limit is not None and limit < 1:
-        raise UsageError(f"@limit {limit} is too small", "use 1 or more")
     groups: dict[str, list[int]] = {}
     for index, question in enumerate(questions):
         groups.setdefault(question.category, []).append(index)

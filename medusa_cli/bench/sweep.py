@@ -23,6 +23,7 @@ from medusa_cli.model.digest import weights_of
 from medusa_cli.model.load import resolve_device
 from medusa_cli.runs.resolve import Choice, TreeChoice, read_calibration
 from medusa_cli.runs.run import provenance
+from medusa_cli.tree.io import MAX_NODES
 from medusa_cli.tree.search import Accuracies, largest
 
 
@@ -80,13 +81,29 @@ def parse_values(name: str, text: str | None) -> list[float]:
     return values
 
 
+def check(base: Bench, axis: str, values: Sequence[float]) -> None:
+    """Raises UsageError for methods that cannot be swept, and for values that are not valid.
+
+    A context is compared with the model's when the model is there.
+    """
+    if "medusa" not in base.drafts or not METHODS.issuperset(base.methods):
+        text = f"@methods {','.join(base.methods)} cannot be swept"
+        raise UsageError(text, "use medusa, and hf, hf-lookup or ar beside it")
+    if axis == "nodes":
+        limit = min(largest(_accuracies(base.drafts["medusa"])), MAX_NODES)
+        if max(values) > limit:
+            raise UsageError(
+                f"@values {max(values):g}: these heads allow {limit:,} nodes", "use no more"
+            )
+    if axis != "context":
+        list(_points(base, axis, values))
+
+
 def sweep(
     base: Bench, axis: str, values: Sequence[float], folder: Path, watch: Watch = unwatched
 ) -> dict[str, Any]:
     """Measures the points that are not in the folder yet, writes sweep-AXIS.json there and returns its content."""
-    if "medusa" not in base.drafts or not METHODS.issuperset(base.methods):
-        text = f"@methods {','.join(base.methods)} cannot be swept"
-        raise UsageError(text, "use medusa, and hf, hf-lookup or ar beside it")
+    check(base, axis, values)
     points = list(_points(base, axis, values))
     document = dict[str, Any]()
     rows = list[dict[str, Any]]()
@@ -121,15 +138,10 @@ def sweep(
 
 
 def _points(base: Bench, axis: str, values: Sequence[float]) -> Iterator[Point]:
-    """Yields the points of a sweep; raises UsageError for values that do not fit the drafter."""
+    """Yields the points of a sweep; raises UsageError for a context that does not fit the model."""
     sampling = base.sampling
     drafted = base.drafts["medusa"]
     if axis == "nodes":
-        limit = largest(_accuracies(drafted))
-        if max(values) > limit:
-            raise UsageError(
-                f"@values {max(values):g}: these heads allow {limit:,} nodes", "use no more"
-            )
         for tree in (TreeChoice("static"), TreeChoice("dynamic")):
             for size in values:
                 choice = replace(drafted, tree=replace(tree, nodes=int(size)))

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,6 +14,7 @@ from medusa_cli.commands.report import JudgeFlags
 from medusa_cli.errors import UsageError
 from medusa_cli.files import assets
 from medusa_cli.files.io import Document
+from medusa_cli.files.model_files import check_model_files
 from medusa_cli.options import (
     DraftFlags,
     LoadFlags,
@@ -96,6 +98,7 @@ def bench(
     from medusa_cli.bench.peers import parse_peers
     from medusa_cli.bench.report import write_report
     from medusa_cli.bench.run import Bench, save
+    from medusa_cli.model.load import resolve_device
 
     if report:
         assets.need_extra("plot", "--report")
@@ -112,14 +115,13 @@ def bench(
     names += [name for name in peers if name not in names]
     files = drafting.model, drafting.run, drafting.drafter, drafting.tree
     choice, drafts = choose_files(names, *files, drafting.lookup)
-    questions, count = which.chosen()
     loading = as_trained(loading, choice.trained)
     tokens = sampling.max_new_tokens or MAX_NEW_TOKENS
     what = Bench(
         choice,
         drafts,
         names,
-        questions,
+        [],
         tokens,
         sampling.sampled,
         which.title,
@@ -129,6 +131,13 @@ def bench(
         draft_model,
         peers,
     )
+    if sweep is not None:
+        sweeps.check(what, sweep, points)
+    resolve_device(loading.device)
+    for name in filter(None, (choice.model, draft_model)):
+        check_model_files(name)
+    questions, count = which.chosen()
+    what = replace(what, questions=questions)
     console.info(
         f"{len(questions)} of {count} questions of {which.title}, up to {tokens} new tokens a turn, "
         f"{', '.join(names)}; --limit N takes fewer, --max-new-tokens N makes them shorter"

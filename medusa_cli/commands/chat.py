@@ -68,6 +68,11 @@ def chat(
     for name, text in (("--prompt", prompt), ("--system", system)):
         if text is not None and not is_whole(text):
             raise UsageError(f"{name} holds {HALF}", "give whole ones, in UTF-8")
+    if stop and not all(stop):
+        raise UsageError("--stop is empty", "give a text, or leave it out")
+    for name, given in (("--baseline", baseline), ("--json", printing.json)):
+        if show_accepted and given:
+            raise UsageError(f"--show-accepted has no effect with {name}", "leave one of them out")
     if raw and (system is not None or chat_template is not None):
         raise UsageError("--raw excludes --system and --chat-template", "leave one of them out")
     choice = drafting.or_plain(baseline, chat_template)

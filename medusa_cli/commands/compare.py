@@ -24,7 +24,7 @@ def compare(
         list[str],
         typer.Argument(metavar="RUN", help="Trained runs: NAME (runs/NAME), or a folder."),
     ],
-    data: Annotated[Path | None, flag("--data FILE", DATA, dir_okay=False)] = None,
+    data: Annotated[Path | None, flag("--data FILE", DATA, exists=True, dir_okay=False)] = None,
     max_samples: options.MaxSamples = None,
     loading: LoadFlags,
     printing: OutputFlags,

@@ -63,7 +63,9 @@ def distill(
     from medusa_cli.data.seeds import read_seeds
     from medusa_cli.distill.distillation import check_settings
     from medusa_cli.distill.distillation import distill as answer_seeds
+    from medusa_cli.files.chat_servers import ChatServers
     from medusa_cli.model.distributed import Distributed
+    from medusa_cli.model.load import resolve_device
     from medusa_cli.runs.recipe import recipe_of, split_words
     from medusa_cli.runs.run import Run, sole_writer
 
@@ -104,6 +106,9 @@ def distill(
         check_settings(asked)
         if asked.endpoint is None:
             check_model_files(plan.model)
+            resolve_device(loading.device)
+        else:
+            ChatServers(asked.endpoint.split(",")).check()
         seeds, report = read_seeds(asked.seed, asked.random_seed, asked.max_samples)
         if first:  # the others write parts of their own
             ctx.with_resource(sole_writer(target.path, "medusa distill"))

@@ -104,11 +104,12 @@ def _write(
     """Writes a drafter's folder; returns the commands that use it, and notes."""
     from medusa_cli.export.drafter_format import export_drafter
     from medusa_cli.export.eagle3_format import export_eagle3
-    from medusa_cli.export.folder import find_source
+    from medusa_cli.export.folder import check_output, find_source
     from medusa_cli.export.hf import export_hf
     from medusa_cli.export.medusa_format import export_medusa
     from medusa_cli.export.speculators_format import export_speculators
 
+    check_output(output, overwrite)
     source = replace(find_source(run, model, trust_remote_code), repository=push)
     trusted = LoadFlags(trust_remote_code=trust_remote_code).of(source.model)
     console.info(

@@ -38,17 +38,18 @@ def import_(
     Then calibrate the run; tree, chat and bench take it by --run like any other.
     """
     printing.configure()
-    from medusa_cli.export.incoming import import_drafter, import_mtp
-
-    if place == mtp.NAME and not Path(place).exists():
-        if model is None:
-            raise UsageError("mtp is in a model's checkpoint", "give its --model")
-        target, facts, notes = import_mtp(
-            run, model, data, draft_vocab_size, LoadOptions(trust_remote_code=trust_remote_code)
-        )
-    elif data is not None or draft_vocab_size is not None:
+    own = place == mtp.NAME and not Path(place).exists()
+    if own and model is None:
+        raise UsageError("mtp is in a model's checkpoint", "give its --model")
+    if not own and (data is not None or draft_vocab_size is not None):
         raise UsageError(
             f"--data and --draft-vocab-size have no effect on {place}", "leave them out"
+        )
+    from medusa_cli.export.incoming import import_drafter, import_mtp
+
+    if own and model is not None:
+        target, facts, notes = import_mtp(
+            run, model, data, draft_vocab_size, LoadOptions(trust_remote_code=trust_remote_code)
         )
     else:
         target, facts, notes = import_drafter(place, run, model, trust_remote_code)

@@ -5,6 +5,7 @@ from typing import Annotated
 from medusa_cli import console, options
 from medusa_cli.errors import UsageError
 from medusa_cli.files.assets import DEFAULT_MODEL
+from medusa_cli.files.model_files import check_model_files
 from medusa_cli.options import LoadFlags, OutputFlags, flag
 
 DIGITS = 9  # more than those of any context
@@ -22,13 +23,6 @@ def machine(
 ) -> None:
     """Show what this machine is, which engine runs a model on it, and how long a pass takes by its number of rows."""
     printing.configure()
-    import torch
-
-    from medusa_cli import native
-    from medusa_cli.bench.steps import time_passes
-    from medusa_cli.device import processor
-    from medusa_cli.engine import load_backbone
-
     words = context.split(",")
     if not all(
         word.isascii() and word.isdigit() and len(word) <= DIGITS and int(word) for word in words
@@ -37,6 +31,14 @@ def machine(
             f"--context {context!r} is not valid", "give numbers of tokens, such as 256,2048"
         )
     name = model or DEFAULT_MODEL
+    check_model_files(name)
+    import torch
+
+    from medusa_cli import native
+    from medusa_cli.bench.steps import time_passes
+    from medusa_cli.device import processor
+    from medusa_cli.engine import load_backbone
+
     backbone = load_backbone(name, loading)
     facts = {
         "processor": processor(),

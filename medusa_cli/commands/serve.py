@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 # Tokens that the default context has at least, and rows that a slot needs beyond it for drafts.
 MIN_CONTEXT = 4096
 SPARE_ROWS = 256
+HOST = "127.0.0.1"
+PORT = 8000
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -57,11 +59,11 @@ def serve(
     max_body: Annotated[int, _limit("--max-body KIB", "Largest body of a request.")] = 1024,
     chat_template: options.ChatTemplate = None,
     name: Annotated[list[str] | None, _access("--name NAME", _NAME)] = None,
-    host: Annotated[str, _access("--host ADDRESS", _HOST, show_default=True)] = "127.0.0.1",
+    host: Annotated[str, _access("--host ADDRESS", _HOST, show_default=True)] = HOST,
     port: Annotated[
         int,
         _access("--port N", "The port; 0 is any free one.", min=0, max=65535, show_default=True),
-    ] = 8000,
+    ] = PORT,
     allow_host: Annotated[list[str] | None, _access("--allow-host NAME", _ALLOW)] = None,
     uds: Annotated[
         Path | None, _access("--uds FILE", "Listen at a Unix socket in place of --host and --port.")
@@ -100,8 +102,13 @@ def serve(
 
     if quiet and access_log:
         raise UsageError("--access-log has no effect with --quiet", "leave one of them out")
-    if api_key and not all(api_key):
-        raise UsageError("--api-key is empty", "give a key, or leave it out")
+    lists = {"--api-key": api_key, "--name": name, "--allow-host": allow_host, "--cors": cors}
+    for flag, words in lists.items():
+        if words and not all(word.strip() for word in words):
+            raise UsageError(f"{flag} is empty", "give a text, or leave it out")
+    for flag, value, usual in (("--host", host, HOST), ("--port", port, PORT)):
+        if uds and value != usual:
+            raise UsageError(f"{flag} {value} has no effect with --uds", "leave one of them out")
     choice = drafting.or_plain(baseline, chat_template)
     check_certificate(ssl_certfile, ssl_keyfile)
     templates.prepare()

@@ -96,7 +96,6 @@ def train(
     if loading.dtype in ("bf16", "fp32") and not (resume and all("=" in word for word in words)):
         flags["train.dtype"] = loading.dtype
     plan = recipe_of(target, words, flags, resume, origin)
-    check_model_files(plan.model)
     for name, value in (("--schedule", schedule), ("--tuning", tuning)):
         if value is not None and plan.train.stage == 1:
             raise UsageError(
@@ -106,6 +105,7 @@ def train(
     source = data or (
         origin.data_path if origin and not target.data_path.is_file() else target.data_path
     )
+    check_model_files(plan.model)
     bound = f" or {plan.train.max_tokens:,} tokens" if plan.train.max_tokens else ""
     if dry_run:
         _estimate(target, plan, loading, origin, source, printing.json)

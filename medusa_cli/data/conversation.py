@@ -32,6 +32,7 @@ READ_KEYS = {
     *("id", "prompt_id", "messages", "conversations", "raw", "from", "role", "content", "value"),
     *("tokens", "spans", "state_rows", "states_digest", "input_ids", "loss_mask"),
 }
+OTHER_DATA = "make it with `medusa distill`, or give other data with @data"
 
 
 @dataclass(frozen=True)
@@ -294,22 +295,26 @@ def conversation_of(record: Any, backbone: Backbone, report: ReadReport) -> Conv
     )
 
 
+def check_conversations(path: Path) -> None:
+    """Raises UserError for a file of conversations that is missing or empty."""
+    if not path.is_file():
+        raise UserError(f"{path} does not exist", OTHER_DATA)
+    if path.stat().st_size == 0:
+        raise UserError(f"{path} is empty", OTHER_DATA)
+
+
 def read_conversations(path: Path, backbone: Backbone) -> tuple[list[Conversation], ReadReport]:
     """Reads conversations from a JSONL file or a JSON array.
 
     The chat template tokenizes conversations without token ids. Malformed and truncated records are
     counted and skipped. Raises UserError if the file is missing or empty, or if no record is left.
     """
-    remedy = "make it with `medusa distill`, or give other data with @data"
-    if not path.is_file():
-        raise UserError(f"{path} does not exist", remedy)
-    if path.stat().st_size == 0:
-        raise UserError(f"{path} is empty", remedy)
+    check_conversations(path)
     report = ReadReport()
     records = read_jsonl(path, report.skip_line, array=True)
     conversations = usable(
         records, partial(conversation_of, backbone=backbone, report=report), report
     )
     if not conversations:
-        raise UserError(f"{path} holds no usable conversation ({report})", remedy)
+        raise UserError(f"{path} holds no usable conversation ({report})", OTHER_DATA)
     return conversations, report

@@ -230,15 +230,10 @@ class GrammarCompiler:
 
         Raises UsageError for an invalid grammar.
         """
-        from llguidance import LLMatcher, grammar_from
+        from llguidance import LLMatcher
 
         try:
-            if grammar.kind == "json_schema":
-                source = LLMatcher.grammar_from_json_schema(grammar.text, overrides=JSON_OPTIONS)
-            elif grammar.kind == "regex":
-                source = LLMatcher.grammar_from_regex(grammar.text)
-            else:
-                source = grammar_from("grammar", by_ids(grammar.text, self._special))
+            source = _source_of(grammar, self._special)
             matcher = LLMatcher(self._tokenizer, source, log_level=0)
             fault = matcher.get_error()
             if not fault:
@@ -248,11 +243,45 @@ class GrammarCompiler:
         except Exception as reason:  # raised by the GBNF reader
             fault = str(reason)
         if fault:
-            text = " ".join(fault.split("\n   1 |")[0].split())
-            raise UsageError(
-                f"@{grammar.kind} cannot be followed: {text}", "correct it, or leave that part out"
-            )
+            raise _invalid(grammar, fault)
         return matcher
+
+
+def _source_of(grammar: Grammar, special: Mapping[str, int]) -> str:
+    """Returns a grammar as llguidance reads it; special: the ids of special tokens by name."""
+    from llguidance import LLMatcher, grammar_from
+
+    if grammar.kind == "json_schema":
+        return LLMatcher.grammar_from_json_schema(grammar.text, overrides=JSON_OPTIONS)
+    if grammar.kind == "regex":
+        return LLMatcher.grammar_from_regex(grammar.text)
+    return grammar_from("grammar", by_ids(grammar.text, special))
+
+
+def _invalid(grammar: Grammar, fault: str) -> UsageError:
+    """Returns the error for a grammar that cannot be followed."""
+    text = " ".join(fault.split("\n   1 |")[0].split())
+    return UsageError(
+        f"@{grammar.kind} cannot be followed: {text}", "correct it, or leave that part out"
+    )
+
+
+def check_syntax(grammar: Grammar) -> None:
+    """Raises UsageError for a grammar that is not valid for any model, without a tokenizer.
+
+    Names in angle brackets may be special tokens of the model, so a grammar with some is not checked.
+    """
+    need_extra("grammar", "an answer by a grammar")
+    if grammar.kind == "grammar" and "<" in grammar.text:
+        return
+    from llguidance import LLMatcher
+
+    try:
+        fault = LLMatcher.validate_grammar(_source_of(grammar, {}))
+    except Exception as reason:  # raised by the GBNF reader
+        fault = str(reason)
+    if fault:
+        raise _invalid(grammar, fault)
 
 
 def _tokenizer_of(backbone: Backbone) -> tuple[LLTokenizer, dict[str, int]]:

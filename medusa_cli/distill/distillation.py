@@ -57,6 +57,11 @@ def check_settings(settings: DistillRecipe) -> None:
         raise UsageError(
             f"distill.temperature={settings.temperature} is too close to 0", "use 0 for greedy"
         )
+    if any(tap < 1 for tap in settings.taps):
+        raise UsageError(
+            f"distill.taps={list(settings.taps)} is not valid",
+            "name layers from 1 on, in rising order",
+        )
     if settings.max_new_tokens >= settings.context:
         raise UsageError(
             f"@max_new_tokens {settings.max_new_tokens} leaves no room for a prompt",

@@ -29,13 +29,8 @@ from medusa_cli.runs.run import (
 CHECKSUMS = "SHA256SUMS"
 
 
-@contextmanager
-def exporting(folder: Path, overwrite: bool = False) -> Iterator[Path]:
-    """Yields an empty folder to fill, which then becomes `folder` together with its checksums.
-
-    Raises UserError if `folder` is not empty, unless it holds an earlier export and `overwrite` is
-    set.
-    """
+def check_output(folder: Path, overwrite: bool = False) -> None:
+    """Raises UserError if `folder` is not empty, unless it holds an earlier export and `overwrite` is set."""
     restore(folder)
     if folder.exists() and not folder.is_dir():
         raise UserError(f"@output {folder} is a file", "give the name of a new folder")
@@ -48,6 +43,15 @@ def exporting(folder: Path, overwrite: bool = False) -> Iterator[Path]:
             raise UserError(
                 f"@output {folder} holds other files than an export", "give a new folder"
             )
+
+
+@contextmanager
+def exporting(folder: Path, overwrite: bool = False) -> Iterator[Path]:
+    """Yields an empty folder to fill, which then becomes `folder` together with its checksums.
+
+    Raises UserError for a folder that `check_output` refuses.
+    """
+    check_output(folder, overwrite)
     with replacing_folder(folder) as part:
         yield part
         sums = [

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from medusa_cli.data.conversation import check_conversations
 from medusa_cli.data.packing import frequent_tokens, read_dataset
 from medusa_cli.drafters.incoming import Checkpoint, Incoming, check_tensors
 from medusa_cli.drafters.kinds import weight_shapes
@@ -35,6 +36,8 @@ def import_drafter(
     trust_remote_code: runs Python files that the model's config may need. Raises UserError with the
     reason if the checkpoint does not fit the model, or if the run already has a drafter.
     """
+    run = run or _run_name(place)
+    _check_free(run)
     checkpoint = Checkpoint.open(place)
     owner = model or checkpoint.model
     if not isinstance(owner, str):
@@ -45,7 +48,7 @@ def import_drafter(
     drafter = checkpoint.read(base, base.vocab_size)
 
     identity = identity_of(base, base.vocab_size, id=owner)
-    target = Run.open(run or _run_name(place), create=True)
+    target = Run.open(run, create=True)
     imported = {"from": str(place), "format": drafter.format}
     _write(target, drafter, identity, imported)
     facts = {
@@ -68,9 +71,13 @@ def import_mtp(
     The draft vocabulary holds the `size` most frequent tokens of the conversations in `data`, by
     default the run's. Without conversations, the drafter scores all tokens.
     """
+    run = run or f"{called(model)}-{NAME}"
+    _check_free(run)
+    if data is not None:
+        check_conversations(data)
     settings = mtp_settings(model)
     tensors = checkpoint_tensors(model)
-    target = Run.open(run or f"{called(model)}-{NAME}", create=True)
+    target = Run.open(run, create=True)
     source = data or (target.data_path if target.data_path.is_file() else None)
     if source is None and size is not None:
         raise UsageError(
@@ -98,13 +105,19 @@ def import_mtp(
     return target, {"drafter": NAME, "format": NAME, "heads": config.num_heads}, []
 
 
+def _check_free(run: str) -> None:
+    """Raises UserError for a run that has a drafter."""
+    target = Run(Run.folder(run))
+    if (target.drafter_dir / "config.json").is_file():
+        raise UserError(f"{target.path} has a drafter already", "give another @run")
+
+
 def _write(
     target: Run, drafter: Incoming, identity: dict[str, Any], imported: dict[str, Any]
 ) -> None:
     """Writes a drafter into a run; raises UserError if the run already has one or belongs to another model."""
     with sole_writer(target.path, "medusa import"):
-        if (target.drafter_dir / "config.json").is_file():
-            raise UserError(f"{target.path} has a drafter already", "give another @run")
+        _check_free(str(target.path) + os.sep)
         target.bind(identity)
         source = provenance(identity, imported=imported)
         with replacing_folder(target.drafter_dir) as part:

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from medusa_cli.errors import UserError
-from medusa_cli.files.assets import RANDOM, gguf_path, model_dir
+from medusa_cli.files.assets import RANDOM, gguf_path, model_dir, must_be_fetched
 from medusa_cli.files.io import convert, read_as, read_object
 from medusa_cli.files.layer_kinds import KINDS, STATEFUL
 
@@ -97,9 +97,12 @@ class Shards:
 def check_model_files(name: str) -> None:
     """Raises UserError for a model whose files show that it cannot be verified over a tree.
 
-    When the model is loaded, further checks use transformers' classes and a pass.
+    When the model is loaded, further checks use transformers' classes and a pass. A model that must be fetched is
+    checked then only, so that a fault of the command line comes before the fetch.
     """
-    if name.startswith(RANDOM) or (fields := config_fields(model_dir(name))) is None:
+    if name.startswith(RANDOM) or must_be_fetched(name):
+        return
+    if (fields := config_fields(model_dir(name))) is None:
         return
     text = SimpleNamespace(**{"model_type": "", **(fields.get("text_config") or fields)})
     refuse_by_config(SimpleNamespace(**fields), text)
@@ -241,7 +244,9 @@ def check_tokenizer(source: str, model: str) -> None:
 
 
 def check_chat_template(name: str) -> None:
-    """Raises UserError for a model whose folder contains no chat template."""
+    """Raises UserError for a model on this machine whose folder contains no chat template."""
+    if must_be_fetched(name):
+        return
     folder = Path(model_dir(name))
     if (
         not folder.is_dir()

@@ -16,8 +16,8 @@ from medusa_cli.errors import UserError, shown
 from medusa_cli.files.assets import (
     RANDOM,
     READ_ONLY,
-    gguf_path,
     home,
+    in_gguf,
     lasting_name,
     model_dir,
     temporary_home,
@@ -134,7 +134,7 @@ class Source:
 
 def find_source(model: str) -> Source | None:
     """Returns the source of a model's MTP layer, or None if the model's files on this machine have none."""
-    if model.startswith(RANDOM) or gguf_path(model) is not None:
+    if model.startswith(RANDOM) or in_gguf(model):
         return None
     place = model_dir(model)
     fields = config_fields(place) or {}
@@ -146,7 +146,7 @@ def find_source(model: str) -> Source | None:
 
 def need_source(model: str) -> Source:
     """Returns the source of a model's MTP layer, downloading a hub id; raises UserError if the checkpoint has none."""
-    if not model.startswith(RANDOM) and gguf_path(model) is None:
+    if not (model.startswith(RANDOM) or in_gguf(model)):
         _fetch(model_dir(model))
     source = find_source(model)
     if source is None:
@@ -158,7 +158,7 @@ def _no_layer(model: str) -> UserError:
     """Returns the error for a model without an MTP layer, or with a part of one."""
     otherwise = "leave @drafter out, or train one with `medusa train`"
     fault = f"@drafter {NAME}: the checkpoint of {model} has no MTP layer"
-    if model.startswith(RANDOM) or gguf_path(model) is not None:
+    if model.startswith(RANDOM) or in_gguf(model):
         return UserError(fault, otherwise)
     place = model_dir(model)
     fields = config_fields(place) or {}

@@ -76,9 +76,13 @@ def load_network(
     if torch.device(device).type == "cuda":
         # cuDNN plans attention anew for every length of a text, which takes 70 ms on an H100.
         torch.backends.cuda.enable_cudnn_sdp(False)
-    dtype = resolve_dtype(options.dtype, model, device, options.trust_remote_code)
     if options.quantised:
         assets.need_extra("quant", f"@quantize {options.quantize}")
+        if assets.in_gguf(model):
+            raise UsageError(
+                f"@quantize {options.quantize} cannot quantize a GGUF file", "leave it out"
+            )
+    dtype = resolve_dtype(options.dtype, model, device, options.trust_remote_code)
     if model.startswith(RANDOM):
         if options.quantised:
             raise UsageError(f"@model {model!r} is not quantised", "leave @quantize out")
@@ -114,10 +118,6 @@ def load_network(
         _refuse_adapter(source, model)
         missing: list[str] = []
         if (path := weights_file(model)) is not None:
-            if options.quantised:
-                raise UsageError(
-                    f"@quantize {options.quantize} cannot quantize a GGUF file", "leave it out"
-                )
             network = _network_of_gguf(path, config, dtype)
         else:
             network, info = auto_class(config).from_pretrained(

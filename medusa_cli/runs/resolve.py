@@ -9,7 +9,7 @@ from typing import Any
 
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.files import mtp
-from medusa_cli.files.assets import DEFAULT_MODEL, gguf_path, model_dir
+from medusa_cli.files.assets import DEFAULT_MODEL, in_gguf, model_dir
 from medusa_cli.files.hub import hub_folder
 from medusa_cli.files.io import read_as, read_object, restore
 from medusa_cli.files.model_files import check_model_files, config_fields
@@ -253,7 +253,7 @@ def shipped_for(model: str) -> Run | None:
 
 
 def _no_drafter(model: str) -> NoDrafter:
-    if gguf_path(model) is None:  # unpacking a GGUF file takes time
+    if not in_gguf(model):  # unpacking a GGUF file takes time
         check_model_files(model)
     if mtp.find_source(model) is not None:
         return NoDrafter(

@@ -253,11 +253,7 @@ class Run:
 
         Raises UserError, with the setting `named`, if it is missing.
         """
-        path = cls._path(name)
-        if name in ("", ".", "..") or not name.isprintable():
-            raise UsageError(
-                f"{named} {ascii(name)} is not a name of a run", "use letters, digits and - or _"
-            )
+        path = cls.folder(name, named)
         if create:
             path.mkdir(parents=True, exist_ok=True)
         if not path.is_dir():
@@ -273,10 +269,15 @@ class Run:
     @classmethod
     def inside(cls, name: str) -> bool:
         """Returns True if a run of this name would be inside a run that has conversations."""
-        return (cls._path(name).parent / "distill.jsonl").is_file()
+        return (cls.folder(name).parent / "distill.jsonl").is_file()
 
     @staticmethod
-    def _path(name: str) -> Path:
+    def folder(name: str, named: str = "@run") -> Path:
+        """Returns the folder of a run, which may not exist; raises UsageError for a name that no run can have."""
+        if name in ("", ".", "..") or not name.isprintable():
+            raise UsageError(
+                f"{named} {ascii(name)} is not a name of a run", "use letters, digits and - or _"
+            )
         return expanded(name) if os.sep in name else RUNS / name
 
     @property
@@ -340,7 +341,7 @@ class Run:
     @classmethod
     def with_heads(cls, name: str) -> "Run":
         """Returns the run whose training is continued: the run `name`, or the drafter that ships for that model."""
-        trained = cls(cls._path(name)).drafter_dir.is_dir()
+        trained = cls(cls.folder(name)).drafter_dir.is_dir()
         shipped = None if trained else cls.pretrained(name)
         return shipped or cls.open(name, named="@from")
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from medusa_cli.data.conversation import check_conversations
 from medusa_cli.data.packing import Dataset, positions_of, read_dataset
 from medusa_cli.data.states import with_hidden_states
 from medusa_cli.drafters import drafter_kind, load_drafter
@@ -80,6 +81,7 @@ def calibrate(
     )
     log.info(f"calibrating {folder} on {part}{source}, top {top} guesses a head; {limit}")
 
+    check_conversations(source)
     own = folder.resolve() == run.drafter_dir.resolve()
     backbone = load_backbone(
         model,

@@ -121,8 +121,8 @@ def _write(path: Path, content: Checkpoint | Best) -> None:
         ) from reason
 
 
-def load(path: Path) -> Checkpoint:
-    """Reads a checkpoint; raises UserError if there is none or it is damaged."""
+def check_present(path: Path) -> None:
+    """Raises UserError if there is no checkpoint."""
     if not path.is_file():
         earlier = earlier_path(path)
         back = (
@@ -131,6 +131,11 @@ def load(path: Path) -> Checkpoint:
             else ""
         )
         raise UserError(f"@resume: {path} does not exist", f"train without @resume{back}")
+
+
+def load(path: Path) -> Checkpoint:
+    """Reads a checkpoint; raises UserError if there is none or it is damaged."""
+    check_present(path)
     return _read(path, Checkpoint)
 
 

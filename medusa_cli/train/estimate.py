@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from medusa_cli.data.conversation import Conversation
+from medusa_cli.data.conversation import Conversation, check_conversations
 from medusa_cli.data.packing import Dataset, positions_of
 from medusa_cli.data.states import states_of, tokens_to_run
 from medusa_cli.device import peak_memory
@@ -44,6 +44,7 @@ def estimate(
     if train.shard:
         raise UsageError("@dry_run loads the model in one process", "leave train.shard=true out")
     setup.check_loading(train, options, Distributed())
+    check_conversations(source)
     backbone = setup.load_model(recipe, options)
     dataset, drafter, online = setup.read_data(recipe, backbone, source)
     setup.start_heads(run, start, backbone, drafter, train.stage, dataset)

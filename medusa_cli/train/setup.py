@@ -14,7 +14,7 @@ from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.drafters.io import load_kind
 from medusa_cli.engine import attach, load_backbone
 from medusa_cli.errors import UsageError, UserError
-from medusa_cli.files.model_files import weights_file
+from medusa_cli.files.assets import in_gguf
 from medusa_cli.model import Backbone
 from medusa_cli.model import lora as adapter
 from medusa_cli.model.digest import weights_of
@@ -230,7 +230,7 @@ def joint_backbone(recipe: Recipe, options: LoadOptions) -> Backbone:
     """Loads the recipe's model with a new LoRA adapter (on 4-bit weights for qlora), or with all weights trainable."""
     train = recipe.train
     if train.tuning == "qlora":
-        if weights_file(recipe.model) is not None:
+        if in_gguf(recipe.model):
             raise UsageError(
                 "train.tuning=qlora cannot quantize a GGUF file",
                 "use train.tuning=lora, or a folder or hub id with the model's safetensors",

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from medusa_cli.data.conversation import Conversation
+from medusa_cli.data.conversation import Conversation, check_conversations
 from medusa_cli.data.packing import Dataset, coverage, read_dataset
 from medusa_cli.data.states import with_hidden_states
 from medusa_cli.device import keep_freed_memory
@@ -40,7 +40,7 @@ from medusa_cli.runs.load_options import DEFAULT_LOADING, LoadOptions
 from medusa_cli.runs.recipe import Recipe, load_recipe
 from medusa_cli.runs.run import Run, provenance, rounding_in, sole_writer
 from medusa_cli.train import setup
-from medusa_cli.train.checkpoint import set_aside
+from medusa_cli.train.checkpoint import check_present, checkpoint_path, set_aside
 from medusa_cli.train.log import (
     NAME,
     Stepped,
@@ -102,6 +102,9 @@ def train(
     options = replace(options, device=world.device(options.device))
     setup.check_loading(recipe.train, options, world)
     source = data or run.data_path
+    check_conversations(source)
+    if resume:
+        check_present(checkpoint_path(run))
 
     with sole_writer(run.path, "medusa train") if world.first else nullcontext():
         run.keep_template(recipe.chat_template)
@@ -385,6 +388,7 @@ def evaluate(
     recipe = replace(recipe, train=replace(train, **changed))
     options = replace(options, dtype=dtype, engine="eager", quantize=rounding_in(run.drafter_dir))
 
+    check_conversations(data)
     backbone = setup.load_model(recipe, options)
     dataset = read_dataset(data, backbone, 0.0, setup.longest(recipe.train))
     kept = dataset.train[:max_samples]
