@@ -24,7 +24,7 @@ def compare(
         list[str],
         typer.Argument(metavar="RUN", help="Trained runs: NAME (runs/NAME), or a folder."),
     ],
-    data: Annotated[Path | None, flag("--data FILE", DATA, exists=True, dir_okay=False)] = None,
+    data: Annotated[Path | None, flag("--data FILE", DATA, dir_okay=False)] = None,
     max_samples: options.MaxSamples = None,
     loading: LoadFlags,
     printing: OutputFlags,
@@ -41,6 +41,8 @@ def compare(
         raise UsageError(
             f"--max-samples {max_samples} has no effect without --data", "give --data FILE with it"
         )
+    if data is not None and not data.exists():
+        raise UserError(f"--data {data} does not exist", "give a file of conversations")
     if loading.dtype == "fp16":
         raise UsageError("--dtype fp16 is not a number type of trainings", "give bf16 or fp32")
     for name, usual in MEASURED_WITH.items():
