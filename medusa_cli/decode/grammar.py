@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor
 
+from medusa_cli.decode.json_schema import followable
 from medusa_cli.decode.ngram import shared_length
-from medusa_cli.errors import UsageError, UserError, first_line
-from medusa_cli.files.assets import need_extra
+from medusa_cli.errors import UsageError, UserError, first_line, shown
+from medusa_cli.files.assets import has_package, need_extra
 from medusa_cli.model import Backbone
 
 if TYPE_CHECKING:
@@ -37,29 +38,18 @@ ANY_OBJECT = {"type": "object"}
 # JSON Schema keywords whose values are not schemas, and those whose values map names to schemas.
 VALUES = {"enum", "const", "default", "examples", "required"}
 BY_NAME = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
+CONTAINERS = {"properties", "patternProperties", "additionalProperties", "items", "type", "allOf"}
 # Keywords that define the properties of an object. If a schema has two of them, they must agree on
 # the properties.
 SHAPING = ("properties", "patternProperties", "$ref", "anyOf", "oneOf", "allOf", "enum", "const")
 DEMANDING = ("required", "minProperties")
-# Formats that llguidance supports. According to the standard, others do not constrain a text.
-FORMATS = {
-    "date-time",
-    "time",
-    "date",
-    "duration",
-    "email",
-    "hostname",
-    "ipv4",
-    "ipv6",
-    "uri",
-    "uuid",
-}
 CACHED_GRAMMARS = 128
 PRIVATE = "\ue000"  # a private-use character, which texts do not contain
 # Grammar parsers recurse over brackets and over rules: a chain of 1,000 references crashes the
 # process.
 MAX_NESTING = 100
 MAX_RULES = 250
+MAX_SCHEMA = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -92,17 +82,93 @@ class Grammar:
                 raise UsageError(f"@{kind} is empty or not text", "give its source")
             check_size(kind, source, max(source.count("\n"), source.count("::=")))
             return cls(kind, source)
-        try:
-            schema = json.loads(source) if isinstance(source, str | bytes) else source
-            if not isinstance(schema, dict):
-                raise TypeError("no JSON object")
-            text = json.dumps(closed(schema))
-        except (ValueError, TypeError, RecursionError) as reason:
-            raise UsageError(
-                f"@json_schema is not valid: {first_line(reason)}", "give a JSON object"
-            ) from reason
-        check_size(kind, text, text.count('"$ref"'))
-        return cls(kind, text)
+        return schema_grammar(source)
+
+
+def schema_grammar(source: Any, owner: str = "@json_schema") -> Grammar:
+    """Returns the grammar of a JSON schema, which may be a dict.
+
+    Raises UsageError, with the owner, the property and the keyword, for one that cannot be followed.
+    """
+    try:
+        schema = json.loads(source) if isinstance(source, str | bytes) else source
+        if not isinstance(schema, dict):
+            raise TypeError("no JSON object")
+        if len(json.dumps(schema)) > MAX_SCHEMA:
+            raise ValueError(f"it has more than {MAX_SCHEMA:,} characters")
+        followed = closed(followable(schema, owner))
+        text = json.dumps(followed)
+    except (ValueError, TypeError, AttributeError, RecursionError) as reason:
+        raise UsageError(
+            f"{owner} is not valid: {first_line(reason)}", "give a JSON object"
+        ) from reason
+    check_size(owner[1:], text, text.count('"$ref"'))
+    if has_package("llguidance") and (fault := fault_of(text)):
+        raise UsageError(
+            f"{owner}{_place_of_fault(followed, fault)}", "say it otherwise, or leave it out"
+        )
+    return Grammar("json_schema", text)
+
+
+@lru_cache(CACHED_GRAMMARS)
+def fault_of(schema: str) -> str:
+    """Returns what llguidance says against a JSON schema, "" for nothing."""
+    from llguidance import LLMatcher
+
+    try:
+        source = LLMatcher.grammar_from_json_schema(schema, overrides=JSON_OPTIONS)
+        return str(LLMatcher.validate_grammar(source))
+    except Exception as reason:  # the library's errors have many types
+        return str(reason)
+
+
+def _place_of_fault(schema: dict[str, Any], fault: str) -> str:
+    """Returns the innermost place and the keyword of a schema that llguidance cannot follow."""
+    definitions = {"$defs": schema["$defs"]} if "$defs" in schema else {}
+
+    def fails(part: Mapping[str, Any]) -> str:
+        return fault_of(json.dumps({**definitions, **part}))
+
+    for place, part in reversed([*_places(schema)]):
+        if own := fails(part):
+            # If the parts inside were at fault, they would have failed.
+            names = sorted(part.keys() - {"$defs"}, key=lambda name: (name in CONTAINERS, name))
+            keyword = next(
+                (
+                    name
+                    for name in names
+                    if not fails({key: part[key] for key in names if key != name})
+                ),
+                "schema",
+            )
+            given = f" {shown(part[keyword])}" if keyword in part else ""
+            why = "no value satisfies it" if "nsatisfiable" in own else "cannot be followed"
+            return f"{place and ', '}{place}: {keyword}{given}: {why}"
+    return ": it is too large"
+
+
+def _places(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields the parts of a schema with their places, outer ones first."""
+    todo: list[tuple[str, Any]] = [("", schema)]
+    referred = set[str]()
+    while todo:
+        place, part = todo.pop()
+        if not isinstance(part, dict):
+            continue
+        yield place, part
+        reference = str(part.get("$ref", "#"))
+        if reference not in referred:
+            referred.add(reference)
+            todo.append((place, _referred(schema, reference) if reference != "#" else None))
+        for key, value in part.items():
+            if key in ("properties", "patternProperties"):
+                todo += [(f"{place}{place and '.'}{name}", inner) for name, inner in value.items()]
+            elif key == "items":
+                todo.append((f"{place}[]", value))
+            elif key == "additionalProperties":
+                todo.append((f"{place}{place and '.'}*", value))
+            elif isinstance(value, list) and key not in VALUES:
+                todo += [(place, inner) for inner in value]
 
 
 def check_size(kind: str, source: str, rules: int) -> None:
@@ -125,16 +191,32 @@ def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
 
     Most schemas omit `additionalProperties` although they allow none, and small models would keep
     adding properties. Parts that must agree with others (`allOf`) stay open, and so do the parts
-    that they refer to. Unknown formats are removed.
+    that they refer to.
     """
     result: dict[str, Any] = json.loads(json.dumps(schema))
-    open_parts = _combined(result)
+    combined, inner = _combined(result)
     for part in _parts(result):
-        if isinstance(part.get("format"), str) and part["format"] not in FORMATS:
-            del part["format"]
-        if id(part) not in open_parts and _names_all(part):
+        # The parts that a part combines with may not allow more properties than it lists.
+        covers = id(part) not in inner and _names_of(part) <= {*part.get("properties", ())}
+        if (id(part) not in combined or covers) and _names_all(part):
             part["additionalProperties"] = False
     return result
+
+
+def _names_of(schema: Any) -> set[str]:
+    """Returns the names of the properties that a schema and the parts combined with it demand or describe."""
+    names = set[str]()
+    todo = [schema]
+    while todo:
+        part = todo.pop()
+        if not isinstance(part, dict):
+            continue
+        if part.keys() & {"$ref", "enum", "const"}:
+            # Its properties are not looked up, and no property has this name.
+            names.add(PRIVATE)
+        names |= {*part.get("properties", ()), *part.get("required", ())}
+        todo += [inner for key in ("allOf", "anyOf", "oneOf") for inner in part.get(key, ())]
+    return names
 
 
 def _names_all(part: Mapping[str, Any]) -> bool:
@@ -143,13 +225,19 @@ def _names_all(part: Mapping[str, Any]) -> bool:
     required = part.get("required", ())
     if not isinstance(properties, dict) or not isinstance(required, list | tuple):
         return False
-    others = {"additionalProperties", "unevaluatedProperties", "patternProperties", "minProperties"}
-    return not others & part.keys() and all(name in properties for name in required)
+    if {"additionalProperties", "patternProperties"} & part.keys():
+        return False
+    enough = part.get("minProperties", 0) <= len(properties)
+    return enough and all(name in properties for name in required)
 
 
-def _combined(schema: Any) -> set[int]:
-    """Returns the ids of the parts that must agree with others, and of the parts inside them."""
+def _combined(schema: Any) -> tuple[set[int], set[int]]:
+    """Returns the ids of the parts that must agree with others.
+
+    Those of the parts inside them are among the first ids, and alone the second.
+    """
     combined = set[int]()
+    inner = set[int]()
     todo = [part for part in _parts(schema) if _combines(part)]
     todo.reverse()  # outer parts are popped first; they contain the others
     while todo:
@@ -158,10 +246,13 @@ def _combined(schema: Any) -> set[int]:
             continue
         for part in _parts(start):
             combined.add(id(part))
+            if part is not start:
+                inner.add(id(part))
             target = _referred(schema, part.get("$ref"))
             if isinstance(target, dict):
+                inner.add(id(target))
                 todo.append(target)
-    return combined
+    return combined, inner
 
 
 def _combines(part: Mapping[str, Any]) -> bool:

@@ -1,0 +1,469 @@
+"""JSON schemas of all drafts, said in the keywords that llguidance follows, or refused by place and keyword."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from itertools import combinations
+from typing import Any
+from urllib.parse import unquote, urldefrag, urljoin
+
+from medusa_cli.decode.negation import Unsaid, negated, other_values
+from medusa_cli.decode.patterns import followed_pattern
+from medusa_cli.errors import UsageError, shown
+
+Schema = dict[str, Any] | bool
+# Keywords that are followed as they are.
+VALUES = {
+    *("required", "multipleOf", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"),
+    *("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"),
+    *("enum", "const"),
+}
+ONE = {"additionalProperties", "items"}
+SEVERAL = {"allOf", "anyOf", "oneOf", "prefixItems"}
+NAMED = {"properties", "patternProperties"}
+TYPES = ("null", "boolean", "object", "array", "number", "string", "integer")
+# Drafts in which the keywords beside `$ref` have no effect.
+REF_ALONE = re.compile(r"draft-0[3-7]")
+# Formats that llguidance follows. According to the standard, others do not constrain a text.
+FORMATS = {
+    *("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid"),
+}
+# Formats of property names, for which llguidance has no keyword.
+NAMES = {
+    "date": r"^\d{4}-(0[1-9]|1[0-2])-(0[1-9]|1\d|2[0-8])$",
+    "uuid": r"^[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}$",
+}
+IN_PLACE = ("allOf", "anyOf", "oneOf", "$ref", "$dynamicRef", "if", "dependentSchemas", "not")
+# All orders of a list's different items are enumerated up to this number of values.
+MAX_UNIQUE = 4
+# Up to this number of properties, all combinations are enumerated.
+MAX_COUNTED = 6
+
+
+def followable(schema: Mapping[str, Any], owner: str) -> dict[str, Any]:
+    """Returns an equivalent schema of keywords that llguidance follows, without definitions that are not used.
+
+    Raises UsageError, with the owner, the property and the keyword, for one that has no equivalent.
+    """
+    return _Rewriter(schema, owner).result
+
+
+class _Rewriter:
+    """Rewrites a schema and the definitions that it refers to.
+
+    base: the URI against which the references of the current part are resolved.
+    """
+
+    def __init__(self, schema: Mapping[str, Any], owner: str) -> None:
+        self._root = schema
+        self._owner = owner
+        self._by_uri: dict[str, Any] = {}
+        # Anchors that mean another part in each schema that refers to them.
+        self._dynamic: set[str] = set()
+        self._bases: dict[int, str] = {}
+        self._index(schema, "")
+        self._names: dict[int, str] = {}
+        self._defined: dict[str, Schema] = {}
+        self._alone = bool(REF_ALONE.search(str(schema.get("$schema"))))
+        result = self.rewrite(schema, "")
+        if result is False:
+            raise self.refuse("", "not" if "not" in schema else "schema", "no value satisfies it")
+        self.result = {} if result is True else result
+        if self._defined:
+            self.result = {**self.result, "$defs": self._defined}
+
+    def _index(self, part: Any, base: str) -> None:
+        """Records the URIs of all parts that have an id or an anchor, and the base of each part."""
+        todo = [(part, base)]
+        while todo:
+            part, base = todo.pop()
+            if isinstance(part, list):
+                todo += [(value, base) for value in part]
+            if not isinstance(part, dict):
+                continue
+            own = part.get("$id", part.get("id") if "$schema" in part else None)
+            if isinstance(own, str):
+                base = urljoin(base, own)
+                self._by_uri.setdefault(urldefrag(base)[0], part)
+            for key in ("$anchor", "$dynamicAnchor"):
+                if isinstance(part.get(key), str):
+                    uri = f"{urldefrag(base)[0]}#{part[key]}"
+                    if any(other.endswith(f"#{part[key]}") for other in self._by_uri):
+                        self._dynamic.add(f"#{part[key]}")
+                    self._by_uri.setdefault(uri, part)
+            self._bases[id(part)] = base
+            todo += [(value, base) for key, value in part.items() if key not in ("enum", "const")]
+
+    def refuse(self, place: str, keyword: str, reason: str, value: Any = None) -> UsageError:
+        at = f"{self._owner}, {place}" if place else self._owner
+        given = "" if value is None else f" {value if isinstance(value, str) else shown(value)}"
+        return UsageError(f"{at}: {keyword}{given}: {reason}", "say it otherwise, or leave it out")
+
+    def target(self, part: Mapping[str, Any], keyword: str, place: str) -> Any:
+        """Returns the part that a reference means."""
+        reference = part[keyword]
+        if not isinstance(reference, str):
+            raise self.refuse(place, keyword, "is not a text", reference)
+        if keyword == "$dynamicRef" and reference in self._dynamic:
+            raise self.refuse(place, keyword, "several parts have this anchor", reference)
+        base = self._bases.get(id(part), "")
+        uri, fragment = urldefrag(urljoin(base, reference) if reference[:1] != "#" else base)
+        if reference[:1] == "#":
+            fragment = reference[1:]
+        found = self._by_uri.get(uri, self._root if not uri or uri == base else None)
+        if found is not None and fragment[:1] == "/":
+            for name in fragment[1:].split("/"):
+                name = unquote(name).replace("~1", "/").replace("~0", "~")
+                if isinstance(found, list):
+                    found = dict(enumerate(found)).get(int(name) if name.isdecimal() else -1)
+                else:
+                    found = found.get(name) if isinstance(found, dict) else None
+        elif fragment:
+            found = self._by_uri.get(f"{uri}#{fragment}")
+        if not isinstance(found, dict | bool):
+            raise self.refuse(place, keyword, "there is no such part in the schema", reference)
+        return found
+
+    def resolved(self, schema: Any, place: str) -> Any:
+        """Returns a schema, or the one that it refers to if it does nothing else."""
+        for _ in range(100):
+            if not isinstance(schema, dict) or "$ref" not in schema:
+                return schema
+            if not self._alone and set(schema) - {"$ref", "title", "description", "default"}:
+                return schema
+            schema = self.target(schema, "$ref", place)
+        return schema
+
+    def _reference(self, part: Mapping[str, Any], keyword: str, place: str) -> Schema:
+        """Returns a reference to a rewritten definition."""
+        found = self.target(part, keyword, place)
+        if isinstance(found, bool):
+            return found
+        if found is self._root:
+            return {"$ref": "#"}
+        if id(found) not in self._names:
+            name = re.sub(r"\W", "_", str(part[keyword]).rsplit("/", 1)[-1])
+            while name in self._defined:
+                name += "_"
+            self._names[id(found)] = name
+            self._defined[name] = True
+            self._defined[name] = self.rewrite(found, place)
+        return {"$ref": f"#/$defs/{self._names[id(found)]}"}
+
+    def rewrite(self, schema: Any, place: str) -> Schema:
+        """Returns the equivalent of a schema at a place, which is a property's path."""
+        if isinstance(schema, bool):
+            return schema
+        if not isinstance(schema, Mapping):
+            raise self.refuse(place, "schema", "is not an object", schema)
+        part = self._of_older_drafts(dict(schema), place)
+        result: dict[str, Any] = {}
+        # Conditions that are said otherwise.
+        more: list[Any] = []
+        self._check_types(part, place)
+        for keyword in ("$ref", "$dynamicRef", "$recursiveRef"):
+            if keyword in part:
+                refers = self._reference(schema, keyword, place)
+                if refers is False:
+                    return False
+                if isinstance(refers, dict):
+                    if self._alone and keyword == "$ref":
+                        return refers
+                    if "$ref" in result:
+                        more.append(refers)
+                    else:
+                        result |= refers
+        self._unevaluated(part, place)
+        self._names_of_properties(part, place)
+        self._lists(part, place)
+        self._counts(part, more)
+        if not self._exclude(part, more, place):
+            return False
+        for name, needed in dict(part.get("dependentRequired") or {}).items():
+            more.append({"anyOf": [{"properties": {name: False}}, {"required": needed}]})
+        for name, needed in dict(part.get("dependentSchemas") or {}).items():
+            more.append({"anyOf": [{"properties": {name: False}}, needed]})
+        if "if" in part and ("then" in part or "else" in part):
+            more.append(self._choice(part, place))
+        self._copy(part, result, place)
+        if more:
+            extra = [self.rewrite(one, place) for one in more]
+            result["allOf"] = [*result.get("allOf", ()), *(one for one in extra if one is not True)]
+            if not result["allOf"]:
+                del result["allOf"]
+        return result
+
+    def _copy(self, part: Mapping[str, Any], result: dict[str, Any], place: str) -> None:
+        """Adds the keywords that are followed, with their parts rewritten."""
+        for keyword, value in part.items():
+            if keyword in VALUES or keyword == "type":
+                self._check_text(value, keyword, place)
+                if keyword == "enum" and not isinstance(value, list):
+                    raise self.refuse(place, keyword, "is not a list", value)
+                result[keyword] = value
+            elif keyword == "pattern":
+                result[keyword] = self._pattern(value, keyword, place)
+            elif keyword == "format" and isinstance(value, str) and value in FORMATS:
+                result[keyword] = value
+            elif keyword in ONE:
+                inner = f"{place}[]" if keyword == "items" else _below(place, "*")
+                result[keyword] = self.rewrite(value, inner)
+            elif keyword in SEVERAL:
+                if not isinstance(value, list) or (not value and keyword != "prefixItems"):
+                    raise self.refuse(place, keyword, "is not a list of schemas", value)
+                inners = [
+                    f"{place}[{i}]" if keyword == "prefixItems" else place
+                    for i in range(len(value))
+                ]
+                result[keyword] = [self.rewrite(*pair) for pair in zip(value, inners, strict=True)]
+            elif keyword in NAMED:
+                if not isinstance(value, Mapping):
+                    raise self.refuse(place, keyword, "is not an object", value)
+                result[keyword] = {}
+                for name, inner_schema in value.items():
+                    self._check_text(name, keyword, place)
+                    key = name if keyword == "properties" else self._pattern(name, keyword, place)
+                    result[keyword][key] = self.rewrite(inner_schema, _below(place, name))
+
+    def _pattern(self, value: Any, keyword: str, place: str) -> str:
+        if not isinstance(value, str):
+            raise self.refuse(place, keyword, "is not a text", value)
+        self._check_text(value, keyword, place)
+        try:
+            return followed_pattern(value)
+        except ValueError as reason:
+            raise self.refuse(place, keyword, str(reason), value) from reason
+
+    def _check_text(self, value: Any, keyword: str, place: str) -> None:
+        """Refuses texts that hold half a character."""
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as reason:
+            raise self.refuse(place, keyword, "holds half a character", value) from reason
+
+    def _check_types(self, part: Mapping[str, Any], place: str) -> None:
+        given = part.get("type", [])
+        for name in given if isinstance(given, list) else [given]:
+            if name not in TYPES:
+                raise self.refuse(place, "type", f"is none of {', '.join(TYPES)}", name)
+        if not isinstance(part.get("required", []), list):
+            raise self.refuse(place, "required", "is not a list of names", part["required"])
+
+    def _of_older_drafts(self, part: dict[str, Any], place: str) -> dict[str, Any]:
+        """Returns a part in the words of the newest draft."""
+        if isinstance(part.get("items"), list):
+            part["prefixItems"] = part.pop("items")
+            if "additionalItems" in part:
+                part["items"] = part["additionalItems"]
+        for name, limit in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
+            if isinstance(part.get(name), bool) and part.pop(name) and limit in part:
+                part[name] = part.pop(limit)
+        for name, needed in dict(part.get("dependencies") or {}).items():
+            keyword = "dependentRequired" if isinstance(needed, list) else "dependentSchemas"
+            part[keyword] = {**part.get(keyword, {}), name: needed}
+        if part.get("nullable") is True and "type" in part:
+            given = part["type"] if isinstance(part["type"], list) else [part["type"]]
+            part["type"] = [*given, *({"null"} - {*given})]
+        return part
+
+    def _exclude(self, part: dict[str, Any], more: list[Any], place: str) -> bool:
+        """Says `not` otherwise; returns False if nothing is left."""
+        if "not" not in part:
+            return True
+        excluded = self.resolved(part["not"], place)
+        try:
+            if (left := other_values(part, excluded)) is not None:
+                part.pop("const", None)
+                part["enum"] = left
+                return bool(left)
+            rest = negated(excluded, part.get("type"), lambda one: self.resolved(one, place))
+        except Unsaid as reason:
+            raise self.refuse(place, "not", str(reason)) from reason
+        if rest is not True:
+            more.append(rest)
+        return rest is not False
+
+    def _choice(self, part: Mapping[str, Any], place: str) -> dict[str, Any]:
+        """Says `if` otherwise."""
+        try:
+            otherwise = negated(part["if"], part.get("type"), lambda one: self.resolved(one, place))
+        except Unsaid as reason:
+            raise self.refuse(place, "if", str(reason)) from reason
+        first = [part["if"], part.get("then", True)]
+        return {"anyOf": [{"allOf": first}, {"allOf": [otherwise, part.get("else", True)]}]}
+
+    def _unevaluated(self, part: dict[str, Any], place: str) -> None:
+        """Says `unevaluatedProperties` and `unevaluatedItems` otherwise."""
+        for keyword, plain in (
+            ("unevaluatedProperties", "additionalProperties"),
+            ("unevaluatedItems", "items"),
+        ):
+            value = part.get(keyword, True)
+            if value in (True, {}) or plain in part:
+                continue
+            applied = [name for name in IN_PLACE if name in part]
+            if not applied and "contains" not in part:
+                part[plain] = value
+                continue
+            names = self._evaluated(part, place) if plain == "additionalProperties" else None
+            if names is None:
+                raise self.refuse(
+                    place, keyword, f"beside {(applied or ['contains'])[0]} it cannot be followed"
+                )
+            if names != {"": True}:
+                known = {name: True for name in names}
+                part["properties"] = {**known, **part.get("properties", {})}
+                part[plain] = value
+
+    def _evaluated(
+        self, part: Mapping[str, Any], place: str, depth: int = 0
+    ) -> dict[str, Any] | None:
+        """Returns the names of all properties that a part evaluates; {"": True} for any, None if they differ."""
+        if depth > 20 or any(
+            name in part
+            for name in (
+                "anyOf",
+                "oneOf",
+                "if",
+                "dependentSchemas",
+                "not",
+                "patternProperties",
+                "$dynamicRef",
+            )
+        ):
+            return None
+        names = {name: True for name in part.get("properties", {})}
+        others = list(part.get("allOf", ()))
+        if "$ref" in part:
+            others.append(self.target(part, "$ref", place))
+        if depth and ("additionalProperties" in part or "unevaluatedProperties" in part):
+            return {"": True}
+        for other in others:
+            below = self._evaluated(other, place, depth + 1) if isinstance(other, dict) else {}
+            if below is None or below == {"": True}:
+                return below
+            names |= below
+        return names
+
+    def _names_of_properties(self, part: dict[str, Any], place: str) -> None:
+        """Says `propertyNames` otherwise."""
+        if "propertyNames" not in part:
+            return
+        rule = self.resolved(part["propertyNames"], place)
+        if isinstance(rule, dict) and rule.get("type", "string") not in ("string", ["string"]):
+            given = rule["type"] if isinstance(rule["type"], list) else [rule["type"]]
+            rule = {**rule, "type": "string"} if "string" in given else False
+        if rule is False:
+            part["maxProperties"] = 0
+            return
+        if not isinstance(rule, dict):
+            return
+        demands = set(rule) & {*VALUES, *SEVERAL, "pattern", "format", "not", "if", "$ref"}
+        demands -= {name for name in demands if rule[name] in (0, []) and name.startswith("min")}
+        if "format" in demands and ("pattern" in demands or rule["format"] not in FORMATS):
+            demands.discard("format")
+        others = part.get("additionalProperties", part.get("unevaluatedProperties", True))
+        if not demands:
+            return
+        if demands <= {"enum", "const"}:
+            allowed = rule.get("enum", [rule.get("const")])
+            if "enum" in rule and "const" in rule:
+                allowed = [rule["const"]] if rule["const"] in rule["enum"] else []
+            allowed = [name for name in allowed if isinstance(name, str)]
+            if "patternProperties" in part:
+                raise self.refuse(
+                    place, "propertyNames", "beside patternProperties it cannot be followed"
+                )
+            given = part.get("properties", {})
+            part["properties"] = {
+                **{name: schema if name in allowed else False for name, schema in given.items()},
+                **{name: others for name in allowed if name not in given},
+            }
+        else:
+            pattern = self._name_pattern(rule, demands, place)
+            if "patternProperties" in part or part.get("properties"):
+                raise self.refuse(
+                    place, "propertyNames", "beside other properties its pattern cannot be followed"
+                )
+            part["patternProperties"] = {pattern: others}
+        part["additionalProperties"] = False
+
+    def _name_pattern(self, rule: Mapping[str, Any], demands: set[str], place: str) -> str:
+        if demands == {"pattern"}:
+            return str(rule["pattern"])
+        if demands == {"format"} and rule["format"] in NAMES:
+            return NAMES[rule["format"]]
+        if demands <= {"minLength", "maxLength"}:
+            return f"^[^]{{{rule.get('minLength', 0)},{rule.get('maxLength', '')}}}$"
+        raise self.refuse(
+            place, "propertyNames", f"{' and '.join(sorted(demands))} cannot be followed"
+        )
+
+    def _counts(self, part: dict[str, Any], more: list[Any]) -> None:
+        """Says how many of the listed properties an object must have, and may have, otherwise.
+
+        llguidance does not count beyond one if some of them may be left out.
+        """
+        names = list(part.get("properties", ()))
+        if part.get("additionalProperties", False) is not False or "patternProperties" in part:
+            return
+        if set(names) <= {*part.get("required", ())} or len(names) > MAX_COUNTED:
+            return
+        if 1 < (least := part.get("minProperties", 0)) <= len(names):
+            del part["minProperties"]
+            more.append(
+                {"anyOf": [{"required": [*chosen]} for chosen in combinations(names, least)]}
+            )
+        if 1 < (limit := part.get("maxProperties", 0)) < len(names):
+            del part["maxProperties"]
+            ways = combinations(names, len(names) - limit)
+            more.append({"anyOf": [{"properties": dict.fromkeys(way, False)} for way in ways]})
+
+    def _lists(self, part: dict[str, Any], place: str) -> None:
+        """Says `contains` and `uniqueItems` otherwise."""
+        if "contains" in part:
+            least = part.get("minContains", 1)
+            wanted = self.resolved(part["contains"], place)
+            if wanted in (True, {}):
+                part["minItems"] = max(least, part.get("minItems", 0))
+                if "maxContains" in part:
+                    part["maxItems"] = min(
+                        part["maxContains"], part.get("maxItems", part["maxContains"])
+                    )
+            elif least or "maxContains" in part:
+                raise self.refuse(place, "contains", "cannot be followed; describe items instead")
+        if part.get("uniqueItems") is not True or part.get("maxItems", 2) < 2:
+            return
+        values = self._values(part.get("items", True), place)
+        if values is None or "prefixItems" in part or part.get("type") != "array":
+            raise self.refuse(
+                place, "uniqueItems", "cannot be followed; take equal items out afterwards"
+            )
+        low = part.pop("minItems", 0)
+        high = part.pop("maxItems", len(values))
+        del part["items"]
+        part["enum"] = [list(order) for order in _orders(values) if low <= len(order) <= high]
+
+    def _values(self, schema: Any, place: str) -> list[Any] | None:
+        """Returns the values that a schema allows, if it lists a few."""
+        schema = self.resolved(schema, place)
+        if not isinstance(schema, dict):
+            return None
+        values = {"boolean": [False, True], "null": [None]}.get(str(schema.get("type")))
+        values = [schema["const"]] if "const" in schema else schema.get("enum", values)
+        plain = set(schema) <= {"enum", "const", "type", "title", "description"}
+        return values if plain and values is not None and len(values) <= MAX_UNIQUE else None
+
+
+def _orders(values: list[Any]) -> list[tuple[Any, ...]]:
+    """Returns all lists of different values."""
+    orders: list[tuple[Any, ...]] = [()]
+    for i, value in enumerate(values):
+        orders += [(value, *rest) for rest in _orders(values[:i] + values[i + 1 :])]
+    return orders
+
+
+def _below(place: str, name: str) -> str:
+    return f"{place}.{name}" if place else name

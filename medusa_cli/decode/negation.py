@@ -1,0 +1,160 @@
+"""The negation of a JSON schema, where other keywords can say it exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from medusa_cli.decode.patterns import other_than
+
+ALL = ("null", "boolean", "object", "array", "number", "string")
+MAX_DEPTH = 20
+# The keyword that allows what a limit forbids, and the distance between the two limits.
+LIMITS = {
+    "minimum": ("number", "exclusiveMaximum", 0),
+    "maximum": ("number", "exclusiveMinimum", 0),
+    "exclusiveMinimum": ("number", "maximum", 0),
+    "exclusiveMaximum": ("number", "minimum", 0),
+    "minLength": ("string", "maxLength", -1),
+    "maxLength": ("string", "minLength", 1),
+    "minItems": ("array", "maxItems", -1),
+    "maxItems": ("array", "minItems", 1),
+    "minProperties": ("object", "maxProperties", -1),
+    "maxProperties": ("object", "minProperties", 1),
+}
+# Keywords that constrain nothing by themselves.
+SILENT = {
+    *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"),
+    *("then", "else", "minContains", "maxContains", "contentEncoding", "contentMediaType"),
+    *("contentSchema", "nullable", "$id", "$schema", "$anchor", "$comment", "$defs", "definitions"),
+}
+UNKNOWN = {
+    *("pattern", "format", "multipleOf", "items", "prefixItems", "additionalItems", "contains"),
+    *("uniqueItems", "patternProperties", "additionalProperties", "propertyNames", "oneOf", "if"),
+    *("dependencies", "dependentSchemas", "dependentRequired", "unevaluatedProperties"),
+    *("unevaluatedItems", "$dynamicRef", "$recursiveRef"),
+}
+
+
+class Unsaid(Exception):
+    """A part whose negation no keyword says."""
+
+
+def negated(schema: Any, within: Any, resolve: Callable[[Any], Any], depth: int = 0) -> Any:
+    """Returns a schema of all values, of the types `within` (None: any), that a schema does not allow.
+
+    resolve: returns the target of a reference. Raises Unsaid if there is no such schema.
+    """
+    schema = resolve(schema)
+    if isinstance(schema, bool):
+        return not schema
+    if depth > MAX_DEPTH or not isinstance(schema, Mapping):
+        raise Unsaid("its part is nested too deeply or is not a schema")
+
+    def inner(part: Any) -> Any:
+        return negated(part, None, resolve, depth + 1)
+
+    types = [*ALL, "integer"] if within is None else [within] if isinstance(within, str) else within
+    options: list[Any] = []
+    for keyword, value in schema.items():
+        if keyword == "type":
+            options.append(_other_types(value, types))
+        elif keyword in ("const", "enum"):
+            options += _other_values([value] if keyword == "const" else value, types)
+        elif keyword in LIMITS:
+            kind, other, distance = LIMITS[keyword]
+            if isinstance(value, bool):
+                raise Unsaid(f"{keyword} cannot be followed")
+            limit = value + distance
+            options.append({"type": kind, other: limit} if limit >= 0 or not distance else False)
+        elif keyword == "required":
+            options += [{"type": "object", "properties": {name: False}} for name in value]
+        elif keyword == "properties":
+            for name, part in value.items():
+                other = inner(part)
+                need = {"type": "object", "required": [name], "properties": {name: other}}
+                options.append(other and need)
+        elif keyword == "not":
+            options.append(value)
+        elif keyword == "allOf":
+            options += map(inner, value)
+        elif keyword == "anyOf":
+            options.append({"allOf": [*map(inner, value)]})
+        elif keyword in UNKNOWN and not _says_nothing(keyword, value):
+            raise Unsaid(f"{keyword} inside it cannot be followed")
+        elif keyword == "$ref":
+            raise Unsaid("$ref beside other keywords cannot be followed")
+    options = [option for option in options if option is not False]
+    if True in options:
+        return True
+    if len(options) == 1:
+        return options[0]
+    return {"anyOf": options} if options else False
+
+
+def _says_nothing(keyword: str, value: Any) -> bool:
+    if keyword == "uniqueItems":
+        return value is False
+    return keyword not in ("contains", "if") and value in (True, {})
+
+
+def other_values(part: Mapping[str, Any], excluded: Any) -> list[Any] | None:
+    """Returns the values that a part lists without the excluded ones, if both are lists."""
+    given = [part["const"]] if "const" in part else part.get("enum")
+    if given is None or not isinstance(excluded, Mapping):
+        return None
+    if set(excluded) & {"const", "enum"} and not set(excluded) - {*SILENT, "const", "enum"}:
+        left = [excluded["const"]] if "const" in excluded else excluded["enum"]
+        return [value for value in given if not any(_same(value, other) for other in left)]
+    return None
+
+
+def _same(a: Any, b: Any) -> bool:
+    return isinstance(a, bool) == isinstance(b, bool) and bool(a == b)
+
+
+def _other_types(value: Any, types: list[str]) -> Any:
+    excluded = [value] if isinstance(value, str) else value
+    # Whole numbers are numbers.
+    if "integer" in excluded and "number" not in excluded and "number" in types:
+        raise Unsaid("numbers that are not whole cannot be told")
+    gone = {*excluded, *(["integer"] if "number" in excluded else [])}
+    left = [name for name in types if name not in gone]
+    return {"type": left} if left else False
+
+
+def _other_values(values: list[Any], types: list[str]) -> list[Any]:
+    """Returns schemas for all values of these types but the given ones."""
+    if any(isinstance(value, dict | list) for value in values):
+        raise Unsaid("an object or a list inside it cannot be followed")
+    numbers = sorted(value for value in values if _kind(value) == "number")
+    texts = [value for value in values if isinstance(value, str)]
+    kinds = {_kind(value) for value in values}
+    plain = [
+        name
+        for name in types
+        if name not in kinds and not (name == "integer" and (numbers or "number" in types))
+    ]
+    options: list[Any] = [{"type": plain}] if plain else []
+    if texts and "string" in types:
+        options.append({"type": "string", "pattern": other_than(texts)})
+    if "boolean" in kinds and "boolean" in types:
+        options += [
+            {"const": value} for value in (False, True) if not any(value is v for v in values)
+        ]
+    kind = "number" if "number" in types else "integer"
+    if numbers and kind in types:
+        limits = [None, *numbers, None]
+        for low, high in zip(limits, limits[1:], strict=False):
+            between = {"exclusiveMinimum": low, "exclusiveMaximum": high}
+            between = {name: limit for name, limit in between.items() if limit is not None}
+            closed = low is not None and high is not None
+            if not closed or high - low > (kind == "integer"):
+                options.append({"type": kind, **between})
+    return options
+
+
+def _kind(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else "boolean"
+    return "string" if isinstance(value, str) else "number"
