@@ -22,6 +22,7 @@ from medusa_cli.decode import (
     Stats,
 )
 from medusa_cli.decode.grammar import Grammar
+from medusa_cli.decode.lazy_grammar import LazyGrammar
 from medusa_cli.decode.processors import check_ids
 from medusa_cli.decode.sampling import Sampling, sampling_of
 from medusa_cli.errors import UsageError, UserError, shown
@@ -111,7 +112,7 @@ class GenerationOptions:
     logit_bias: Mapping[int, float] | None = None
     json_schema: Mapping[str, Any] | str | None = None
     regex: str | None = None
-    grammar: str | Grammar | None = None
+    grammar: str | Grammar | LazyGrammar | None = None
     speculative: bool = True
     raw: bool = False
 
@@ -163,7 +164,7 @@ class GenerationOptions:
     def logits_options(self) -> LogitsOptions:
         """Returns the options that change the logits."""
         grammar = self.grammar
-        if not isinstance(grammar, Grammar):
+        if not isinstance(grammar, Grammar | LazyGrammar):
             grammar = Grammar.of(json_schema=self.json_schema, regex=self.regex, grammar=grammar)
         return LogitsOptions(
             self.repetition_penalty,

@@ -9,26 +9,34 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from pydantic import BaseModel
 from tokenizers import AddedToken
 
 from medusa_cli.api import Medusa
 from medusa_cli.decode import LogitsOptions, Sampling
+from medusa_cli.decode.lazy_grammar import LazyGrammarProcessor
+from medusa_cli.decode.policy import StaticTreePolicy
 from medusa_cli.errors import UsageError
+from medusa_cli.model import Backbone
 from medusa_cli.serve.calls import MARKERS, CallReader, read_calls
 from medusa_cli.serve.responses import ResponsesFormat, ResponsesRequest
 from medusa_cli.serve.tools import (
     MAX_CALLS,
     calls_grammar,
     describe_tools,
+    free_calls,
     marker_ids,
 )
 from tests.helpers import (
     END_ID,
     PROMPT,
+    SPARSE,
     byte_backbone,
     byte_tokenizer,
+    generate,
     generate_plain,
+    medusa_drafter,
     save_model,
     save_run,
     tiny_backbone,
@@ -478,6 +486,125 @@ def test_a_tool_without_parameters_gets_none(served: Served, parameters: Any) ->
     assert choice["message"]["tool_calls"][0]["function"]["arguments"] == "{}"
 
 
+def marked_backbone(template: str, special: bool | None) -> Backbone:
+    """Returns a tiny model whose markers are text (None), special tokens, or added tokens that are not special."""
+    backbone = byte_backbone(layers=4)
+    if special is not None:
+        tokenizer = backbone.tokenizer
+        tokenizer.add_tokens(
+            [AddedToken(marker, special=special, normalized=False) for marker in MARKERS]
+        )
+        backbone = tiny_backbone(vocab=len(tokenizer), positions=2048, layers=4)
+        backbone.tokenizer = tokenizer
+    backbone.tokenizer.chat_template = template
+    return backbone
+
+
+@pytest.mark.parametrize("template", ["tools <tool_call>", "<|python_tag|>", "[TOOL_CALLS]"])
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling("exact", 1.0, seed=3)], ids=str)
+@pytest.mark.parametrize("drafted", ["heads", "n-grams"])
+def test_calls_after_a_marker_follow_their_schema(
+    template: str, sampling: Sampling, drafted: str
+) -> None:
+    """The model writes a marker wherever it may; drafts do not change the answer."""
+    backbone = marked_backbone(template, True)
+    grammar = free_calls(backbone, TOOLS)
+    [marker] = [trigger.token for trigger in grammar.triggers if trigger.token is not None]
+    options = LogitsOptions(grammar=grammar, logit_bias={marker: 100})
+    rules = {"max_new_tokens": 250, "sampling": sampling, "logits_options": options}
+    tokens = tokens_of(generate_plain(backbone, PROMPT, **rules))
+    text = backbone.decode(tokens, tuple(marker_ids(backbone).values()))
+    _, calls = read_calls(text, NAMES, last=True)
+    assert len(calls) > 1
+    for name, arguments in calls:
+        schema = {"maxProperties": 0} if name == "now" else WEATHER
+        jsonschema.validate(schema, json.loads(arguments))
+    policy = StaticTreePolicy(SPARSE, ngrams=drafted == "n-grams")
+    steps = list(generate(backbone, medusa_drafter(backbone), policy, PROMPT, **rules))
+    assert tokens_of(steps) == tokens and len(steps) < 0.8 * len(tokens)
+
+
+@pytest.mark.parametrize("template", ["tools <tool_call>", "[TOOL_CALLS] [ARGS]"])
+@pytest.mark.parametrize("special", [None, True, False])
+def test_parts_that_follow_a_grammar_are_taken_back_with_a_draft(
+    template: str, special: bool | None
+) -> None:
+    """A processor that has read other texts allows what a new one allows."""
+    backbone = marked_backbone(template, special)
+    grammar = free_calls(backbone, TOOLS)
+    processor = LazyGrammarProcessor(backbone, grammar, 1)
+    chance = random.Random(1)
+    texts = [
+        '{"name": "get_weather", "arguments": {"city": "Oslo", "days": 3}}\n',
+        '```json\n{\n  "name": "now",\n  "arguments": {}\n}\n```',
+        '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome", "days": 1}}\n</tool_call>',
+        '[TOOL_CALLS]get_weather[ARGS]{"city": "Rome", "days": 1}',
+        '{"name": "Ada", "age": 3}',
+    ]
+    scores = torch.zeros(1, len(backbone.tokenizer))
+    constrained = 0
+    for _ in range(150):
+        text = "".join(chance.choices(texts, k=2))[: chance.randint(1, 200)]
+        ids = torch.tensor([[0, *backbone.tokenizer.encode(text, add_special_tokens=False)]])
+        fresh = LazyGrammarProcessor(backbone, grammar, 1)
+        allowed = fresh(ids, scores)
+        assert torch.equal(processor(ids, scores), allowed), text
+        assert processor.forced(ids) == fresh.forced(ids)
+        constrained += bool(allowed.isinf().any())
+    assert constrained > 10
+
+
+# What a model writes by itself, the texts that may follow, and some that may not.
+LAZY: dict[str, tuple[list[str], list[str]]] = {
+    '{"name": "get_weather", "arguments":': ([' {"'], [' {"x', " 3", "x"]),
+    '{"name": "get_weather", "arguments": {"city": "': (["Oslo", "Rome"], ["Bonn"]),
+    '```json\n{"name": "now", "parameters": ': (["{}"], ['{"']),
+    '{"name": "now", "arguments": {}}': (["\n", "x", "}"], []),
+    '{"name": "Ada", "arguments": ': (["{}", "3"], []),
+    'I say: {"name": "now", "arguments": ': (["{}", "3"], []),
+    "<tool_call>": (["\n"], ["x", "{"]),
+    '<tool_call>\n{"name": "': (["get", "now"], ["other"]),
+    "So. <tool_call>": (["\n"], ["x"]),
+    '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>': (["\n", "x"], []),
+    "Hello": ([" world", "{"], []),
+}
+
+
+@pytest.mark.parametrize("text", LAZY)
+@pytest.mark.parametrize("special", [None, False])
+def test_only_calls_are_constrained(text: str, special: bool | None) -> None:
+    backbone = marked_backbone("tools <tool_call>", special)
+
+    def encode(text: str) -> list[int]:
+        return backbone.tokenizer.encode(text, add_special_tokens=False)
+
+    processor = LazyGrammarProcessor(backbone, free_calls(backbone, TOOLS), 0)
+    scores = torch.zeros(1, len(backbone.tokenizer))
+
+    def follows(more: str) -> bool:
+        tokens = encode(text)
+        for token in encode(more):
+            if bool(processor(torch.tensor([tokens]), scores)[0, token].isinf()):
+                return False
+            tokens.append(token)
+        return True
+
+    allowed, others = LAZY[text]
+    assert [more for more in allowed if not follows(more)] == []
+    assert [more for more in others if follows(more)] == []
+
+
+def test_a_tool_that_cannot_be_followed_is_free(
+    served: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    bad = {"type": "object", "properties": {"when": {"type": "string", "pattern": "(?=x)y"}}}
+    tool = {"type": "function", "function": {"name": "schedule_event", "parameters": bad}}
+    for _ in range(2):
+        choice = chat(served, tools=[tool, TOOLS[1]], max_tokens=4)
+        assert choice["message"]["content"]
+    assert caplog.text.count("schedule_event") == 1
+
+
 @pytest.mark.parametrize("name", ["ARGUMENTS", "BARE_METAL", "NAME", "x_BARE_NAME_ARGUMENTS"])
 @pytest.mark.parametrize("template", ["tools <tool_call>", "[TOOL_CALLS]", "[TOOL_CALLS] [ARGS]"])
 def test_a_tool_may_have_any_name(template: str, name: str) -> None:
@@ -579,7 +706,7 @@ def test_calls_by_grammar_are_in_the_models_style(template: str, special: bool |
             "messages.0.tool_calls.0.function.arguments",
         ),
         ({"response_format": schema_format({"type": "objekt"})}, "response_format"),
-        ({"response_format": schema_format({"not": {"type": "string"}})}, "response_format"),
+        ({"response_format": schema_format({"not": {"pattern": "a"}})}, "response_format"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"structured_outputs": {"regex": "("}}, "structured_outputs"),
@@ -600,6 +727,27 @@ def test_bad_forms_are_refused_by_name(served: Served, fields: dict[str, Any], p
         and answer["error"]["param"] == param
         and "@" not in answer["error"]["message"]
     )
+
+
+def test_refusals_name_the_tool_the_property_and_the_keyword(served: Served) -> None:
+    bad = {"o": {"type": "object", "properties": {"when": {"type": "string", "pattern": "(?=x)y"}}}}
+    schema = {"type": "object", "properties": bad}
+    tool = {"type": "function", "function": {"name": "schedule_event", "parameters": schema}}
+    good = schema_format(PERSON)
+
+    def refusal(**fields: Any) -> dict[str, Any]:
+        body = {"model": MODEL, "messages": ASK, **fields}
+        status, _, answer = served.post(body, "/v1/chat/completions")
+        assert status == 400, answer
+        return answer["error"]
+
+    for fields in ({"tool_choice": "required"}, {"response_format": good}):
+        error = refusal(tools=[TOOLS[0], tool], **fields)
+        text = "tools: tool schedule_event, o.when: pattern (?=x)y: look-ahead cannot be followed"
+        assert (error["message"].split(";")[0], error["param"]) == (text, "tools")
+    error = refusal(tools=TOOLS, response_format=schema_format(schema))
+    text = "response_format, o.when: pattern (?=x)y: look-ahead cannot be followed"
+    assert (error["message"].split(";")[0], error["param"]) == (text, "response_format")
 
 
 # Tools in the form of /v1/responses.

@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from medusa_cli.decode.grammar import Grammar, GrammarProcessor, matcher_of
+from medusa_cli.decode.lazy_grammar import LazyGrammar, LazyGrammarProcessor
 from medusa_cli.decode.sampling import Sampling
 from medusa_cli.errors import UsageError, UserError, first_line, shown
 from medusa_cli.model import Backbone
@@ -110,7 +111,7 @@ CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda bias: _ids(bias) and all(map(math.isfinite, bias.values())),
         "use {token id: number}",
     ),
-    "grammar": (lambda grammar: isinstance(grammar, Grammar), "use a Grammar"),
+    "grammar": (lambda grammar: isinstance(grammar, Grammar | LazyGrammar), "use a Grammar"),
 }
 
 
@@ -131,7 +132,7 @@ class LogitsOptions:
     suppress_tokens: Sequence[int] | None = None
     min_new_tokens: int | None = None
     logit_bias: Mapping[int, float] | None = None
-    grammar: Grammar | None = None
+    grammar: Grammar | LazyGrammar | None = None
 
     def __post_init__(self) -> None:
         for name, value in self.given.items():
@@ -158,7 +159,9 @@ class LogitsOptions:
         }
         for name, own in ids.items():
             check_ids(name, own, vocabulary)
-        if self.grammar is not None:
+        if isinstance(self.grammar, LazyGrammar):
+            self.grammar.check(backbone)
+        elif self.grammar is not None:
             matcher_of(backbone, self.grammar)
 
 
@@ -206,7 +209,10 @@ class SequenceProcessors:
     """
 
     def __init__(
-        self, processors: LogitsProcessorList, text: Tensor, grammar: GrammarProcessor | None = None
+        self,
+        processors: LogitsProcessorList,
+        text: Tensor,
+        grammar: GrammarProcessor | LazyGrammarProcessor | None = None,
     ) -> None:
         self.truncates = any(isinstance(own, TRUNCATION) for own in processors)
         self._processors = processors
@@ -247,7 +253,7 @@ def generate_arguments(
     sampling: Sampling,
     options: LogitsOptions,
     prompt_length: int,
-    grammar: GrammarProcessor | None = None,
+    grammar: GrammarProcessor | LazyGrammarProcessor | None = None,
 ) -> dict[str, Any]:
     """Returns the arguments with which transformers' generate decodes in the same way.
 
@@ -306,8 +312,10 @@ def sequence_processors(
     options.check(backbone)
     text = torch.tensor([list(prompt)], device=backbone.device)
     length = len(prompt)
-    grammar = None
-    if options.grammar is not None:
+    grammar: GrammarProcessor | LazyGrammarProcessor | None = None
+    if isinstance(options.grammar, LazyGrammar):
+        grammar = LazyGrammarProcessor(backbone, options.grammar, length)
+    elif options.grammar is not None:
         after = ends or sorted(backbone.eos_ids)
         grammar = GrammarProcessor(matcher_of(backbone, options.grammar).deep_copy(), length, after)
     arguments = {

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
 from inspect import signature
@@ -23,6 +23,7 @@ from medusa_cli import __version__
 from medusa_cli.api import Medusa
 from medusa_cli.decode import Answer, Request
 from medusa_cli.decode.grammar import Grammar, matcher_of
+from medusa_cli.decode.lazy_grammar import LazyGrammar
 from medusa_cli.errors import UserError, shown
 from medusa_cli.model.chat_template import token_ids
 from medusa_cli.serve import neutral
@@ -54,7 +55,14 @@ from medusa_cli.serve.schema import (
     TokenizeText,
 )
 from medusa_cli.serve.templates import TemplateProcess
-from medusa_cli.serve.tools import calls_grammar, describe_tools, marker_ids, template_of
+from medusa_cli.serve.tools import (
+    calls_grammar,
+    describe_tools,
+    free_calls,
+    marker_ids,
+    note_once,
+    template_of,
+)
 
 Body = ChatRequest | CompletionRequest | TokenizeText | TokenizeChat | DetokenizeRequest
 PAGE = Path(__file__).with_name("index.html")
@@ -460,7 +468,7 @@ class Handler:
             return {*body.stop_token_ids}
         return {*body.stop_token_ids, *backbone.eos_ids} if body.stop_token_ids else None
 
-    async def _grammar(self, body: ChatRequest | CompletionRequest) -> Grammar | None:
+    async def _grammar(self, body: ChatRequest | CompletionRequest) -> Grammar | LazyGrammar | None:
         """Returns the answer's grammar, if any; raises Refusal.
 
         The grammar is compiled here, so that it need not be compiled between the steps of other answers.
@@ -481,9 +489,21 @@ class Handler:
                 )
             if grammar is not None:
                 await run_in_threadpool(matcher_of, backbone, grammar)
+            elif isinstance(body, ChatRequest) and body.offered:
+                return await run_in_threadpool(self._free_calls, body.offered)
             return grammar
         except UserError as reason:
             raise self._refusal(reason, body.constraint) from reason
+
+    def _free_calls(self, tools: Sequence[Mapping[str, Any]]) -> LazyGrammar | None:
+        """Returns the grammar of an answer that may call tools; None if this model cannot follow one."""
+        try:
+            grammar = free_calls(self._medusa.backbone, tools)
+            grammar.check(self._medusa.backbone)
+            return grammar
+        except UserError as reason:
+            note_once(f"calls of tools are free: {reason.message}")
+            return None
 
     async def _encode(self, body: Body) -> list[list[int]]:
         """Returns the token ids of a request's prompts; raises Refusal."""

@@ -6,16 +6,25 @@ style.
 """
 
 import json
+import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from medusa_cli.decode.grammar import Grammar, inline
+from medusa_cli.decode.grammar import ANY_OBJECT, Grammar, inline, schema_grammar
+from medusa_cli.decode.lazy_grammar import LazyGrammar, Trigger
+from medusa_cli.errors import UsageError
 from medusa_cli.model import Backbone
 from medusa_cli.serve.calls import MARKERS
 
 MAX_CALLS = 8  # in an answer that must call a tool
+# A call without a marker, up to its arguments.
+BARE_HEAD = (
+    r"[\s,;}}\]]*(?:```[\w-]*\s*)?(?:\[\s*)?\{{\s*(?:\"type\"\s*:\s*\"function\"\s*,\s*)?"
+    r"\"name\"\s*:\s*\"{name}\"\s*,\s*\"(?:arguments|parameters)\"\s*:"
+)
 # Keywords of JSON Schema that say nothing about the properties of an object if they are empty.
 DESCRIBING = (
     *("properties", "patternProperties", "propertyNames", "required", "minProperties"),
@@ -31,14 +40,22 @@ To call one, answer with its name and its arguments as JSON, within tags:
 {{"name": "the name", "arguments": {{"parameter": "value"}}}}
 </tool_call>"""
 
+# Texts that were logged once; clients choose the tools' names.
+MAX_NOTED = 1000
+_noted = set[str]()
+log = logging.getLogger(__name__)
 Message = dict[str, Any]
 Tools = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
 class ToolStyle:
-    """Describes how a model writes calls: the text around all calls, around and between calls, and a call itself."""
+    """Describes how a model writes calls: the text around all calls, around and between calls, and a call itself.
 
+    marker: the first text of a call, after which nothing but a call follows.
+    """
+
+    marker: str
     first: str = ""
     last: str = ""
     before: str = ""
@@ -47,10 +64,10 @@ class ToolStyle:
     call: str = '{"name": NAME, "arguments": ARGUMENTS}'
 
 
-HERMES = ToolStyle(before="<tool_call>\n", after="\n</tool_call>", between="\n")
-LLAMA = ToolStyle(between="; ", call='{"name": NAME, "parameters": ARGUMENTS}')
-MISTRAL = ToolStyle(first="[TOOL_CALLS] [", last="]", between=", ")
-MISTRAL_11 = ToolStyle(before="[TOOL_CALLS]", call="BARE[ARGS]ARGUMENTS")
+HERMES = ToolStyle("<tool_call>", before="<tool_call>\n", after="\n</tool_call>", between="\n")
+LLAMA = ToolStyle("<|python_tag|>", between="; ", call='{"name": NAME, "parameters": ARGUMENTS}')
+MISTRAL = ToolStyle("[TOOL_CALLS]", first="[TOOL_CALLS] [", last="]", between=", ")
+MISTRAL_11 = ToolStyle("[TOOL_CALLS]", before="[TOOL_CALLS]", call="BARE[ARGS]ARGUMENTS")
 
 
 def style_of(template: str) -> ToolStyle:
@@ -76,33 +93,88 @@ def calls_grammar(
     several: allow more than one call. answer: a JSON schema that the answer may follow instead.
     """
     style = style_of(template_of(backbone))
-    ids = marker_ids(backbone)
-
-    def literal(text: str) -> str:
-        parts = re.split("(" + "|".join(map(re.escape, MARKERS)) + ")", text)
-        return " ".join(
-            f"<[{ids[part]}]>" if part in ids else json.dumps(part) for part in parts if part
-        )
-
+    literal = partial(_literal, marker_ids(backbone))
     more = f"({literal(style.between)} call){{0,{MAX_CALLS - 1}}}" if several else ""
     lines = [
         f"start: calls{' | answer' if answer else ''}",
         f"calls: {literal(style.first)} call {more} {literal(style.last)}",
-        f"call: {literal(style.before)} ({' | '.join(f'call_{i}' for i in range(len(tools)))}) {literal(style.after)}",
+        f"call: {literal(style.before)} any_call {literal(style.after)}",
     ]
-    for i, tool in enumerate(tools):
+    schemas = [
+        schema_grammar(arguments_schema(tool), f"@tools: tool {tool['function']['name']}")
+        for tool in tools
+    ]
+    lines += _rules(style, tools, schemas, literal)
+    if answer:
+        lines.append(f"answer: {inline(json.loads(answer.text))}")
+    return Grammar("grammar", "\n".join(lines))
+
+
+def free_calls(backbone: Backbone, tools: Tools) -> LazyGrammar:
+    """Returns the grammar of an answer that may call tools, which constrains only the calls.
+
+    After the marker of the model's style, a call must follow. Without a marker, the arguments of a
+    call at the start of the answer are constrained. The arguments of a tool whose schema cannot be
+    followed are any object.
+    """
+    style = style_of(template_of(backbone))
+    ids = marker_ids(backbone)
+    literal = partial(_literal, ids)
+    marker = style.marker
+    schemas = [_schema_or_any(tool) for tool in tools]
+    lines = [
+        f"start: {literal((style.first or style.before).removeprefix(marker))} any_call "
+        + (f"({literal(style.between)} any_call){{0,{MAX_CALLS - 1}}}" if style.first else "")
+        + f" {literal(style.last or style.after)}",
+        *_rules(style, tools, schemas, literal),
+    ]
+    pattern = "" if marker in ids else re.escape(marker)
+    triggers = [Trigger(Grammar("grammar", "\n".join(lines)), ids.get(marker), pattern)]
+    for tool, schema in zip(tools, schemas, strict=True):
+        lines = ["start: / ?/ arguments", f"arguments: {inline(json.loads(schema.text))}"]
+        head = BARE_HEAD.format(name=re.escape(tool["function"]["name"]))
+        triggers.append(Trigger(Grammar("grammar", "\n".join(lines)), None, head, at_start=True))
+    return LazyGrammar(tuple(triggers))
+
+
+def _schema_or_any(tool: Mapping[str, Any]) -> Grammar:
+    """Returns the grammar of a tool's arguments, or that of any object if its schema cannot be followed."""
+    try:
+        return schema_grammar(arguments_schema(tool), f"tool {tool['function']['name']}")
+    except UsageError as reason:
+        note_once(f"calls of a tool are free: {reason.message}")
+        return schema_grammar(ANY_OBJECT)
+
+
+def note_once(text: str) -> None:
+    """Logs a warning, unless it was logged before."""
+    if text not in _noted and len(_noted) < MAX_NOTED:
+        _noted.add(text)
+        log.warning("%s", text)
+
+
+def _literal(ids: Mapping[str, int], text: str) -> str:
+    """Returns a text in a Lark rule, with the markers that are tokens."""
+    parts = re.split("(" + "|".join(map(re.escape, MARKERS)) + ")", text)
+    return " ".join(
+        f"<[{ids[part]}]>" if part in ids else json.dumps(part) for part in parts if part
+    )
+
+
+def _rules(
+    style: ToolStyle, tools: Tools, schemas: Sequence[Grammar], literal: Callable[[str], str]
+) -> list[str]:
+    """Returns the rules of `any_call`, a call of one of the tools."""
+    lines = [f"any_call: {' | '.join(f'call_{i}' for i in range(len(tools)))}"]
+    for i, (tool, schema) in enumerate(zip(tools, schemas, strict=True)):
         name = tool["function"]["name"]
         before, tail = style.call.split("ARGUMENTS")
         # A tool's name may itself contain these words.
         place, written = ("BARE", name) if "BARE" in before else ("NAME", json.dumps(name))
         head = before.replace(place, written)
-        checked = Grammar.of(json_schema=arguments_schema(tool))
-        assert checked is not None
         lines.append(f"call_{i}: {literal(head)} arguments_{i} {literal(tail)}")
-        lines.append(f"arguments_{i}: {inline(json.loads(checked.text))}")
-    if answer:
-        lines.append(f"answer: {inline(json.loads(answer.text))}")
-    return Grammar("grammar", "\n".join(lines))
+        lines.append(f"arguments_{i}: {inline(json.loads(schema.text))}")
+    return lines
 
 
 def arguments_schema(tool: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,168 @@
+"""Grammars that constrain only parts of an answer, each from a trigger on, such as the arguments of a call."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor
+
+from medusa_cli.decode.grammar import Grammar, matcher_of
+from medusa_cli.decode.ngram import shared_length
+from medusa_cli.model import Backbone
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+# A text trigger is looked for in this many tokens.
+WINDOW = 64
+
+
+@dataclass(frozen=True)
+class Trigger:
+    """Begins a part of an answer that follows a grammar, up to the first complete text of it.
+
+    token: the token that begins the part; None if it is a text that matches `pattern`. at_start:
+    the text begins the answer, or follows the previous part.
+    """
+
+    grammar: Grammar
+    token: int | None = None
+    pattern: str = ""
+    at_start: bool = False
+
+
+@dataclass(frozen=True)
+class LazyGrammar:
+    """Constrains the parts of an answer that triggers begin; other text is free."""
+
+    triggers: tuple[Trigger, ...]
+
+    def check(self, backbone: Backbone) -> None:
+        """Compiles the grammars; raises UserError for one that cannot be followed."""
+        for trigger in self.triggers:
+            matcher_of(backbone, trigger.grammar)
+
+
+class _Part:
+    """A part of the answer that follows a grammar. start: the number of tokens before it."""
+
+    def __init__(self, matcher: LLMatcher, start: int) -> None:
+        self.matcher = matcher
+        self.start = start
+        self.length = 0  # tokens of the answer that the matcher has read
+
+    def move_to(self, end: int) -> None:
+        """Takes back the tokens from position `end` on."""
+        if self.length > end - self.start:
+            self.matcher.rollback(self.length - (end - self.start))
+            self.length = end - self.start
+
+
+@dataclass(frozen=True)
+class _State:
+    """The state after some tokens: in a part, or in free text that began at `start`."""
+
+    start: int
+    part: _Part | None = None
+
+
+class LazyGrammarProcessor(LogitsProcessor):
+    """Sets logits to -inf for tokens that the grammar of the current part does not allow next.
+
+    The states follow the answer in the text, and are taken back when another path of a draft
+    begins. Beyond the library's limits, a part is free.
+    """
+
+    def __init__(self, backbone: Backbone, grammar: LazyGrammar, prompt_length: int) -> None:
+        self._backbone = backbone
+        self._prompt_length = prompt_length
+        self._by_token = {
+            trigger.token: trigger for trigger in grammar.triggers if trigger.token is not None
+        }
+        texts = [trigger for trigger in grammar.triggers if trigger.token is None]
+        self._by_text: list[tuple[Trigger, Callable[[str], re.Match[str] | None]]] = [
+            (trigger, pattern.match if trigger.at_start else pattern.search)
+            for trigger, pattern in ((trigger, re.compile(trigger.pattern)) for trigger in texts)
+        ]
+        self._anywhere = any(not trigger.at_start for trigger in texts)
+        self._answer: list[int] = []
+        # One for each number of tokens.
+        self._states = [_State(0)]
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Returns the masked logits [1, V] after the text [1, L]."""
+        part = self._read(input_ids)
+        if part is None or part.matcher.is_error():
+            return scores
+        bits = np.frombuffer(part.matcher.compute_bitmask(), np.uint8)
+        if part.matcher.is_error():
+            return scores
+        bits = np.unpackbits(bits, count=scores.shape[-1], bitorder="little")
+        forbidden = ~torch.from_numpy(bits).bool().to(scores.device)
+        masked = scores.masked_fill(forbidden, -torch.inf)
+        if masked.max() == -torch.inf:  # other processors forbid all allowed tokens
+            return torch.zeros_like(scores).masked_fill(forbidden, -torch.inf)
+        return masked
+
+    def cuts_off(self, text: Tensor) -> bool:
+        """Returns False: no limit of the library ends the answer."""
+        return False
+
+    def forced(self, text: Tensor) -> list[int]:
+        """Returns the tokens that must follow the text [1, L]."""
+        part = self._read(text)
+        return [] if part is None else list(part.matcher.compute_ff_tokens())
+
+    def _read(self, text: Tensor) -> _Part | None:
+        """Advances the states to the end of a text [1, L]; returns the part in which it ends."""
+        answer: list[int] = text[0, self._prompt_length :].tolist()
+        shared = shared_length(answer, self._answer)
+        if shared < len(self._answer):
+            del self._states[shared + 1 :]
+            if (part := self._states[-1].part) is not None:
+                part.move_to(shared)
+        self._answer = answer
+        for end in range(shared + 1, len(answer) + 1):
+            self._states.append(self._next(self._states[-1], end))
+        return self._states[-1].part
+
+    def _next(self, state: _State, end: int) -> _State:
+        """Returns the state after one more token, the last of the first `end` ones."""
+        token = self._answer[end - 1]
+        part = state.part
+        if part is not None:
+            if not part.matcher.try_consume_tokens([token]):
+                return _State(end)
+            part.length += 1
+            return _State(end) if part.matcher.is_accepting() else state
+        if (trigger := self._by_token.get(token)) is not None:
+            return self._begin(trigger, "", end) or _State(end)
+        if not self._anywhere and end - state.start > WINDOW:
+            return state
+        window = self._answer[max(state.start, end - WINDOW - 1) : end]
+        before = self._backbone.tokenizer.decode(window[:-1])
+        text = self._backbone.tokenizer.decode(window)
+        for trigger, find in self._by_text:
+            if trigger.at_start and end - state.start > WINDOW:
+                continue
+            found = find(text)
+            if found and found.end() > len(before):
+                return self._begin(trigger, text[found.end() :], end) or state
+        return state
+
+    def _begin(self, trigger: Trigger, rest: str, end: int) -> _State | None:
+        """Returns the state in a new part whose first text the last token holds.
+
+        Returns None if the grammar does not allow that text.
+        """
+        matcher = matcher_of(self._backbone, trigger.grammar).deep_copy()
+        tokens = self._backbone.tokenizer.encode(rest, add_special_tokens=False) if rest else []
+        if matcher.try_consume_tokens(tokens) < len(tokens) or matcher.is_error():
+            return None
+        return _State(end) if matcher.is_accepting() else _State(end, _Part(matcher, end))
