@@ -8,6 +8,8 @@ import os
 import re
 import shutil
 import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -64,6 +66,7 @@ from tests.helpers import (
     tokens_of,
 )
 from tests.models import tiny_network
+from tests.refusing import refusing_library
 
 pytestmark = [
     pytest.mark.skipif(not is_available(), reason="the native library is not compiled"),
@@ -1271,3 +1274,37 @@ def test_the_machine_says_what_runs_a_model(model: str) -> None:
     assert document["engine"].startswith("native") and document["row_invariant"] is True
     assert document["instructions"] == instructions() and list(document["contexts"]) == ["9", "40"]
     assert document["weight_bytes"] > 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs LD_PRELOAD")
+def test_refused_memory_is_an_error_of_one_pass(tmp_path: Path) -> None:
+    path = refusing_library(tmp_path)
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.refusing", str(path)],
+        env={**os.environ, "LD_PRELOAD": str(path)},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr
+    refused, same = run.stdout.split()
+    assert int(refused) > 5 and same == "True"
+
+
+def test_rotary_tables_grow_in_one_thread_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several threads reserve more and more positions; the table is never shorter than `positions` says."""
+    model = backbone_of().engine.model
+    rotary, running = model._rotary, []
+
+    def slow(positions: Any, kind: str) -> Any:
+        running.append(len(positions[0]))
+        assert len(running) == 1
+        time.sleep(0.01)
+        running.clear()
+        return rotary(positions, kind)
+
+    monkeypatch.setattr(model, "_rotary", slow)
+    counts = [model.struct.positions + 1000 * n for n in (3, 1, 4, 2)]
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(model.reserve, counts))
+    assert model.struct.positions >= max(counts)
+    assert len(model._tables[-1][0]) == model.struct.positions

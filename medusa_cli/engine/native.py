@@ -23,7 +23,16 @@ from medusa_cli.engine.state_cache import StateCache
 from medusa_cli.errors import UserError
 from medusa_cli.model.backbone import Backbone
 from medusa_cli.native import Format, PackedMatrix, instruction_set, library
-from medusa_cli.native.library import MIXERS, TILE, UNIT, CacheBuffers, Guesses, Step, require
+from medusa_cli.native.library import (
+    MIXERS,
+    TILE,
+    UNIT,
+    CacheBuffers,
+    Guesses,
+    Step,
+    check,
+    require,
+)
 from medusa_cli.native.matrix import padded_floats
 
 FLOAT_BYTES = 4
@@ -256,7 +265,7 @@ class NativeEngine(Engine):
             tapped=tapped.data_ptr(),
         )
         code = library().run(byref(self.model.struct), byref(cache.buffers), byref(step))
-        require(code == 0, "a pass does not fit the cache or the context")
+        check(code, "a pass does not fit the cache or the context")
         return list(tapped)
 
     def _embed(self, tokens: Tensor) -> Tensor:
@@ -299,7 +308,7 @@ class NativeEngine(Engine):
             wide,
             best.ctypes.data,
         )
-        require(code == 0, "states do not fit the lm_head")
+        check(code, "states do not fit the lm_head")
         scores = torch.from_numpy(out[:count, : self.sizes["vocab"]]).view(slots, rows, -1)
         logits = self.backbone.finish_logits(scores)
         # A soft cap may round the best scores to the same value.
@@ -478,7 +487,7 @@ class NativeCache(StateCache):
             model = byref(self.model.struct)
             buffers = byref(self.buffers)
             code = library().keep(model, buffers, slot, length, rows.ctypes.data, len(rows))
-            require(code == 0, "an accepted path does not fit the cache")
+            check(code, "a path does not fit the cache")
 
     @torch.inference_mode()
     def swap(self, slot: int, other: int) -> None:
@@ -538,9 +547,7 @@ class NativeLinear(nn.Module):
         )
         fits = norm is None or norm.weight.numel() == rows.shape[1]
         code = library().guess(byref(self.matrix.struct), byref(guesses)) if fits else -1
-        require(
-            code == 0, f"{width} guesses for states {tuple(x.shape)} do not fit the matrix or norm"
-        )
+        check(code, f"{width} guesses for states {tuple(x.shape)} do not fit the matrix or norm")
         return scores, ids.long()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from ctypes import byref, pointer
 from typing import Protocol
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from medusa_cli.native import drafting_matrix, library
-from medusa_cli.native.library import TILE, UNIT, DraftPass, DraftRows, Layer, Model, require
+from medusa_cli.native.library import TILE, UNIT, DraftPass, DraftRows, Layer, Model, check, require
 from medusa_cli.native.matrix import padded_floats
 
 # The initial number of rows in the rotary table, which grows as needed.
@@ -102,6 +103,7 @@ class NativeDecoderLayer(nn.Module):
             layer=pointer(self._layer),
         )
         self._tables: list[Tensor] = []
+        self._lock = threading.Lock()  # of the table, which several decoders may use
         self._reserve(FIRST_POSITIONS)
 
     def __deepcopy__(self, memo: dict[int, object]) -> NativeDecoderLayer:
@@ -183,15 +185,19 @@ class NativeDecoderLayer(nn.Module):
             embedded=read[0].data_ptr() if read else None,
         )
         code = library().draft(byref(self._model), byref(given))
-        require(code == 0, "rows of a draft do not fit the cache")
+        check(code, "rows of a draft do not fit the cache")
         for cache, own in zip(caches, positions, strict=True):
             cache.count(own)
         return (states[: len(counts)] if last else states).to(x.dtype)
 
     def _reserve(self, positions: int) -> None:
         """Makes room for at least `positions` positions in the rotary table."""
-        if positions <= self._model.positions:
-            return
+        with self._lock:
+            if positions > self._model.positions:
+                self._grow(positions)
+
+    def _grow(self, positions: int) -> None:
+        """Replaces the rotary table, of which each pass reads the start; `positions` is set last."""
         count = max(positions, 2 * self._model.positions)
         rates = self.rope_theta ** (-torch.arange(0, self.head_dim, 2).float() / self.head_dim)
         angles = torch.arange(count).float()[:, None] * rates

@@ -1,6 +1,7 @@
 """A model in the native library's structures."""
 
 import dataclasses
+import threading
 from ctypes import POINTER, cast
 
 import numpy as np
@@ -52,7 +53,8 @@ class NativeModel:
         self.packed = packed
         self._rotary = rotary
         self._max_positions = max_positions
-        self._tables: list[Floats] = []
+        self._tables: list[tuple[Floats, Floats]] = []
+        self._lock = threading.Lock()  # of the tables, which several decoders may use
         # By width: the gain of norms that have none.
         self._ones: dict[int, Floats] = {}
         self.shapes = Shapes(
@@ -172,25 +174,30 @@ class NativeModel:
         )
 
     def reserve(self, positions: int) -> None:
-        """Makes room for at least `positions` positions in the rotary tables."""
-        if positions <= self.struct.positions:
-            return
+        """Makes room for at least `positions` positions in the rotary tables; several threads may call this."""
+        with self._lock:
+            if positions > self.struct.positions:
+                self._grow(positions)
+
+    def _grow(self, positions: int) -> None:
+        """Replaces the rotary tables, of which each pass reads the start; `positions` is set last."""
         spare = max(2 * self.struct.positions, FIRST_POSITIONS)
         count = max(positions, min(spare, self._max_positions))
         tables = []
-        for number, kind in enumerate(self.description.tables):
+        for kind in self.description.tables:
             cos, sin = self._rotary(torch.arange(count)[None], kind)
             once = _once(sin[0])
             cosines = np.ascontiguousarray(cos[0][:, once].float().numpy())
             sines = np.ascontiguousarray(sin[0][:, once].float().numpy())
             if self.description.flags["reversed"]:
                 sines = -sines
-            tables += [cosines, sines]
+            tables.append((cosines, sines))
+        self._tables += tables  # a pass in another thread may still read the earlier ones
+        for number, (cosines, sines) in enumerate(tables):
             self.struct.cos[number] = cosines.ctypes.data
             self.struct.sin[number] = sines.ctypes.data
             self.struct.rotary[number] = 2 * sines.shape[1]
         self.struct.positions = count
-        self._tables += tables  # a pass in another thread may still read the earlier ones
 
 
 def _once(sines: Tensor) -> slice:

@@ -3,7 +3,6 @@
 #include <cstdlib>
 #include <cstring>
 #include <mutex>
-#include <string>
 
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -127,6 +126,8 @@ Choice chosen = {nullptr, nullptr};
 Pool& threads() {
   if (!pool || pool->threads() != wanted) {
     delete pool;
+    // So that no call uses it if there is no memory for a new one.
+    pool = nullptr;
     pool = new Pool(wanted);
     wanted = pool->threads();  // the system may allow fewer
   }
@@ -151,6 +152,10 @@ void forked() {
 const int registered = pthread_atfork(nullptr, nullptr, forked);
 #endif
 
+// The code of functions that found no memory. No exception may leave the C interface, and those that
+// can occur, here or in the pool's threads, all say that the system refused memory.
+constexpr int kNoMemory = -2;
+
 bool fits(const Matrix& m) {
   if (m.format < 0 || m.format >= kFormats || m.n < 1 || m.k < 1 || !m.tiles) return false;
   if (m.int8_rows && is_float(m.format)) return false;
@@ -166,18 +171,21 @@ extern "C" {
 
 // Returns the names of this machine's instruction sets, fastest first, separated by commas.
 const char* medusa_instructions() {
+  struct Names {
+    char text[96] = "";
+  };
   // Built once: several threads may ask at the same time.
-  static const std::string names = [] {
+  static const Names names = [] {
+    Names joined;
     Choice all[8];
     const int count = choices(all);
-    std::string joined;
     for (int i = 0; i < count; i++) {
-      if (i) joined += ',';
-      joined += all[i].name;
+      if (i) std::strcat(joined.text, ",");
+      std::strcat(joined.text, all[i].name);
     }
     return joined;
   }();
-  return names.c_str();
+  return names.text;
 }
 
 // Selects an instruction set by its name; returns 0, or -1 if this machine lacks it.
@@ -228,7 +236,9 @@ int medusa_round(int format, const float* weights, int64_t n, int64_t k, uint8_t
   return 0;
 }
 
-int medusa_run(const Model* model, const Cache* cache, const Step* step) {
+// The functions below return 0, -1 for arguments that do not fit, or kNoMemory.
+
+int medusa_run(const Model* model, const Cache* cache, const Step* step) try {
   std::lock_guard<std::mutex> lock(running);
   if (step->rows < 1 || step->slots < 1 || step->first_slot < 0) return -1;
   if (step->first_slot + step->slots > cache->slots || cache->capacity % 16) return -1;
@@ -242,9 +252,11 @@ int medusa_run(const Model* model, const Cache* cache, const Step* step) {
   if (model->delta_layers && !step->keeps && step->rows > cache->pending_rows) return -1;
   functions().run(threads(), *model, *cache, *step);
   return 0;
+} catch (...) {
+  return kNoMemory;
 }
 
-int medusa_draft(const Model* model, const DraftPass* pass) {
+int medusa_draft(const Model* model, const DraftPass* pass) try {
   std::lock_guard<std::mutex> lock(running);
   int64_t rows = 0;
   for (int64_t s = 0; s < pass->sequences; s++) {
@@ -258,33 +270,41 @@ int medusa_draft(const Model* model, const DraftPass* pass) {
   }
   if (rows) functions().draft(threads(), *model, *pass);
   return 0;
+} catch (...) {
+  return kNoMemory;
 }
 
 int medusa_logits(const Matrix* head, const float* states, int64_t rows, int64_t stride, float* out, int64_t ldy,
-                  int32_t* best) {
+                  int32_t* best) try {
   std::lock_guard<std::mutex> lock(running);
   if (!fits(*head) || rows < 0 || stride < head->k || ldy < padded(head->n, kTile)) return -1;
   if (rows) functions().logits(threads(), *head, states, rows, stride, out, ldy, best);
   return 0;
+} catch (...) {
+  return kNoMemory;
 }
 
-int medusa_guess(const Matrix* matrix, const Guesses* guesses) {
+int medusa_guess(const Matrix* matrix, const Guesses* guesses) try {
   std::lock_guard<std::mutex> lock(running);
   const Guesses& g = *guesses;
   if (!fits(*matrix) || g.rows < 1 || g.stride < 1 || g.stride > matrix->k) return -1;
   if (g.width < 1 || g.width > matrix->n) return -1;
   functions().guess(threads(), *matrix, g);
   return 0;
+} catch (...) {
+  return kNoMemory;
 }
 
-int medusa_multiply(const Matrix* matrix, const float* x, int64_t rows, int64_t ldx, float* y, int64_t ldy) {
+int medusa_multiply(const Matrix* matrix, const float* x, int64_t rows, int64_t ldx, float* y, int64_t ldy) try {
   std::lock_guard<std::mutex> lock(running);
   if (!fits(*matrix) || rows < 0 || ldy < padded(matrix->n, kTile)) return -1;
   if (rows) functions().multiply(threads(), *matrix, x, rows, ldx, y, ldy);
   return 0;
+} catch (...) {
+  return kNoMemory;
 }
 
-int medusa_embed(const Matrix* matrix, const int64_t* ids, int64_t count, float scale, float* out, int64_t ldo) {
+int medusa_embed(const Matrix* matrix, const int64_t* ids, int64_t count, float scale, float* out, int64_t ldo) try {
   std::lock_guard<std::mutex> lock(running);
   if (!fits(*matrix) || ldo < matrix->k) return -1;
   for (int64_t i = 0; i < count; i++) {
@@ -292,12 +312,14 @@ int medusa_embed(const Matrix* matrix, const int64_t* ids, int64_t count, float 
   }
   functions().embed(threads(), *matrix, ids, count, scale, out, ldo);
   return 0;
+} catch (...) {
+  return kNoMemory;
 }
 
 // Moves the columns length + path[i] of a slot to length + i, and advances running states along the
 // path. The path must ascend.
 int medusa_keep(const Model* model, const Cache* cache, int64_t slot, int64_t length, const int64_t* path,
-                int64_t count) {
+                int64_t count) try {
   std::lock_guard<std::mutex> lock(running);
   if (slot < 0 || slot >= cache->slots || length < 0) return -1;
   for (int64_t i = 0; i < count; i++) {
@@ -331,6 +353,8 @@ int medusa_keep(const Model* model, const Cache* cache, int64_t slot, int64_t le
     }
   }
   return 0;
+} catch (...) {
+  return kNoMemory;
 }
 
 }  // extern "C"

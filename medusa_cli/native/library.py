@@ -14,6 +14,7 @@ LIBRARY = Path(os.environ.get("MEDUSA_LIBRARY") or Path(__file__).parent / "libm
 TABLES = 4  # the most rotary tables that a model may have
 TILE = 16
 UNIT = 32
+NO_MEMORY = -2  # kNoMemory in library.cpp
 
 
 def require(holds: bool, fault: str) -> None:
@@ -230,6 +231,14 @@ def library() -> Any:
         )
     native.threads(cpu_count())
     return native
+
+
+def check(code: int, fault: str, error: type[Exception] = ValueError) -> None:
+    """Raises MemoryError, or `error` for arguments that do not fit, if a function's code says so."""
+    if code == NO_MEMORY:
+        raise MemoryError("the system gave the native library no more memory")
+    if code:
+        raise error(f"internal: {fault}")
 
 
 def instructions(native: Any = None) -> list[str]:

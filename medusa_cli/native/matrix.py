@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from medusa_cli.native.library import TILE, UNIT, Matrix, cpu_count, library, require
+from medusa_cli.native.library import TILE, UNIT, Matrix, check, cpu_count, library, require
 
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
@@ -211,7 +211,7 @@ class PackedMatrix:
         code = library().multiply(
             self.struct, x.ctypes.data, rows, given, y.ctypes.data, y.shape[1]
         )
-        require(code == 0, f"rows {x.shape} do not fit a matrix {self.shape}")
+        check(code, f"rows {x.shape} do not fit a matrix {self.shape}")
         return y[:, : self.shape[0]]
 
     def embed(self, ids: NDArray[np.int64], scale: float = 1.0, width: int | None = None) -> Floats:
@@ -221,10 +221,10 @@ class PackedMatrix:
         """
         out = np.empty((len(ids), width or self.shape[1]), np.float32)
         ids = np.ascontiguousarray(ids, np.int64)
-        if library().embed(
+        code = library().embed(
             self.struct, ids.ctypes.data, len(ids), scale, out.ctypes.data, out.shape[1]
-        ):
-            raise IndexError(f"an id is not below {self.shape[0]}")
+        )
+        check(code, f"an id is not below {self.shape[0]}", IndexError)
         return out
 
 

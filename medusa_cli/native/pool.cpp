@@ -1,7 +1,8 @@
 #include "pool.h"
 
 #include <algorithm>
-#include <system_error>
+#include <exception>
+#include <new>
 
 namespace medusa {
 
@@ -33,12 +34,13 @@ int64_t share_of(int64_t ticket, int64_t shares, int threads) {
 }  // namespace
 
 Pool::Pool(int threads) {
+  workers_.reserve(threads);
   try {
     for (int thread = 1; thread < threads; thread++) {
       workers_.emplace_back([this, thread] { work(thread); });
     }
-  } catch (const std::system_error&) {
-    // The system allows no more threads. Those that started share the work.
+  } catch (const std::exception&) {
+    // The system allows no more threads, or no memory for them. Those that started share the work.
   }
 }
 
@@ -57,6 +59,7 @@ void Pool::start(int64_t shares, Function function, const void* context) {
   function_ = function;
   context_ = context;
   done_.store(0, std::memory_order_relaxed);
+  failed_.store(false, std::memory_order_relaxed);
   const uint64_t number = (job_.load(std::memory_order_relaxed) >> (2 * kBits)) + 1;
   job_.store(number << (2 * kBits) | uint64_t(shares) << kBits, std::memory_order_seq_cst);
   if (sleepers_.load(std::memory_order_seq_cst)) {
@@ -71,6 +74,7 @@ void Pool::start(int64_t shares, Function function, const void* context) {
       std::this_thread::yield();
     }
   }
+  if (failed_.load(std::memory_order_relaxed)) throw std::bad_alloc();
 }
 
 bool Pool::take(int thread) {
@@ -81,7 +85,12 @@ bool Pool::take(int thread) {
     state = job_.fetch_add(1, std::memory_order_acq_rel);
     const int64_t ticket = state & kMask, shares = state >> kBits & kMask;
     if (ticket >= shares) return any;
-    function_(context_, share_of(ticket, shares, threads()), thread);
+    // An exception must not leave a thread, nor the job while others still work on it.
+    try {
+      function_(context_, share_of(ticket, shares, threads()), thread);
+    } catch (...) {
+      failed_.store(true, std::memory_order_relaxed);
+    }
     done_.fetch_add(1, std::memory_order_release);
     any = true;
   }

@@ -27,7 +27,7 @@ class Pool {
   int threads() const;
 
   // Calls work(share, thread) for each share 0 .. shares - 1 and returns when all calls have
-  // returned.
+  // returned. Throws std::bad_alloc afterwards if a call found no memory.
   template <class Work>
   void run(int64_t shares, const Work& work) {
     if (shares <= 1 || threads() == 1) {
@@ -57,7 +57,7 @@ class Pool {
   alignas(64) std::atomic<uint64_t> job_{0};
   alignas(64) std::atomic<int64_t> done_{0};
   alignas(64) std::atomic<int> sleepers_{0};
-  std::atomic<bool> stop_{false};
+  std::atomic<bool> stop_{false}, failed_{false};
   Function function_ = nullptr;
   const void* context_ = nullptr;
   std::mutex mutex_;
