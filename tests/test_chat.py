@@ -15,9 +15,10 @@ from medusa_cli import console
 from medusa_cli.api import Medusa, Stream
 from medusa_cli.console import Screen
 from medusa_cli.decode import Piece
-from medusa_cli.decode.answer import TextStream
+from medusa_cli.decode.text_stream import TextStream
 from medusa_cli.errors import INTERRUPTED
 from medusa_cli.model.chat_template import fit
+from medusa_cli.model.vocabulary import Vocabulary
 from medusa_cli.runs.resolve import choose
 from medusa_cli.runs.run import Run
 from tests.helpers import medusa, save_model, save_run
@@ -264,7 +265,9 @@ def test_accepted_tokens_are_coloured_on_request(
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_streamed_pieces_split_no_character(size: int) -> None:
     class Bytes:
-        def decode(self, ids: list[int]) -> str:
+        vocabulary = Vocabulary(None)
+
+        def decode(self, ids: list[int], *_, **__) -> str:
             return bytes(ids).decode("utf-8", errors="replace")
 
     text = "Grüße, 世界!\nnext line 🙂 end\n\nlast 漢"

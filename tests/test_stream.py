@@ -1,13 +1,18 @@
 """Streamed text is the text decoded at once; an answer's text ends before a stop string, however the tokens fall."""
 
 import random
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from medusa_cli.decode import Answer, Request, Step
-from medusa_cli.decode.answer import MAX_LINE_TOKENS, TextStream
+from medusa_cli.decode.stop_strings import StopStrings
+from medusa_cli.decode.text_stream import MAX_BYTE_RUN, MAX_LINE_TOKENS, TextStream
+from medusa_cli.model.vocabulary import BYTES, Vocabulary
 from medusa_cli.tree import Tree
 from tests.helpers import (
     PROMPT,
@@ -42,6 +47,8 @@ CODE = [5, 10, 8, 9, 4, 3, 6, 10, 4, 4, 2, 2, 2, 10, 4, 3, 7]
 class Decoding:
     """Stands for a backbone; decodes only."""
 
+    vocabulary = Vocabulary(None)
+
     def __init__(self, kind: str) -> None:
         self._tokenizer = Tokenizer(
             models.WordLevel({piece: id for id, piece in enumerate(PIECES)}, "<unk>")
@@ -49,7 +56,7 @@ class Decoding:
         self._tokenizer.decoder = DECODERS[kind]
         self._tokenizer.add_special_tokens(["</s>"])
 
-    def decode(self, ids) -> str:
+    def decode(self, ids, *_, **__) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
 
@@ -67,7 +74,7 @@ def test_long_line_is_decoded_in_parts(kind: str) -> None:
     ids = [chance.randrange(2, len(PIECES) - 1) for _ in range(1500)]
     ids = [id if PIECES[id] != "<0x0A>" else 5 for id in ids]
     expected, decode, read = backbone.decode(ids), backbone.decode, []
-    backbone.decode = lambda some: read.append(len(some)) or decode(some)  # type: ignore[method-assign]
+    backbone.decode = lambda some, *_, **__: read.append(len(some)) or decode(some)  # type: ignore[method-assign]
     assert streamed(backbone, ids, 1) == expected
     assert max(read) <= 2 * MAX_LINE_TOKENS + 1
 
@@ -84,8 +91,9 @@ class Letters:
     """A backbone whose tokens are characters."""
 
     tokenizer = SimpleNamespace(added_tokens_decoder={})
+    vocabulary = Vocabulary(None)
 
-    def decode(self, ids: list[int]) -> str:
+    def decode(self, ids: list[int], *_, **__) -> str:
         return "".join(map(chr, ids))
 
 
@@ -145,8 +153,9 @@ def test_stop_string_whose_characters_take_several_tokens_each() -> None:
         """A backbone whose tokens are bytes."""
 
         tokenizer = Letters.tokenizer
+        vocabulary = Vocabulary(None)
 
-        def decode(self, ids: list[int]) -> str:
+        def decode(self, ids: list[int], *_, **__) -> str:
             return bytes(ids).decode(errors="replace")
 
     reply = Answer(Bytes(), [stop])  # type: ignore[arg-type]
@@ -213,3 +222,152 @@ def test_likelihoods_are_the_models_for_every_token() -> None:
             assert [value for _, value in likelihood.top] == pytest.approx(
                 values.tolist(), abs=1e-4
             )
+
+
+def backbone_of(tokenizer: Tokenizer, clean_up: bool = False) -> Any:
+    """Returns the part of a backbone that decodes, with a tokenizer."""
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, clean_up_tokenization_spaces=clean_up, unk_token=None
+    )
+    backbone = tiny_backbone()
+    backbone.tokenizer = fast
+    vars(backbone).pop("vocabulary", None)
+    return backbone
+
+
+def byte_level() -> Tokenizer:
+    """Returns a byte-level tokenizer whose token i is byte i."""
+    tokenizer = Tokenizer(models.BPE({letter: byte for letter, byte in BYTES.items()}, []))
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def byte_fallback() -> Tokenizer:
+    """Returns a tokenizer whose token i is byte i, and whose others are words."""
+    names = [f"<0x{byte:02X}>" for byte in range(256)] + WORDS
+    tokenizer = Tokenizer(models.BPE({name: id for id, name in enumerate(names)}, []))
+    tokenizer.decoder = DECODERS["llama"]
+    return tokenizer
+
+
+def words_cleaned() -> Tokenizer:
+    words = [
+        "do",
+        "n't",
+        "'",
+        "s",
+        "'s",
+        ",",
+        ".",
+        "n",
+        "v",
+        "re",
+        "'re",
+        "x",
+        "' ",
+        "  ",
+        "?",
+        "'ve",
+    ]
+    return Tokenizer(models.WordLevel({word: id for id, word in enumerate(words)}, "x"))
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_parts_of_wrong_bytes_join_to_the_text(size: int) -> None:
+    chance = random.Random(0)
+    backbone = backbone_of(byte_level())
+    for _ in range(100):
+        ids = [chance.choice([0xE0, 0xA4, 0x94, 0xF0, 0x41, 0xC3, 0x0A, 0xFF]) for _ in range(60)]
+        assert streamed(backbone, ids, size) == backbone.decode(ids)
+
+
+def test_parts_of_byte_tokens_join_to_the_text() -> None:
+    chance = random.Random(0)
+    backbone = backbone_of(byte_fallback())
+    text = "aé漢🙂\n" * 50
+    assert streamed(backbone, [*text.encode()], 1) == text
+    for _ in range(200):
+        ids = []
+        while len(ids) < 80:
+            ids.append(256 + chance.randrange(len(WORDS)))
+            ids += [
+                chance.choice([0x41, 0xE0, 0xA4, 0x94, 0x0A]) for _ in range(chance.randrange(8))
+            ]
+        assert streamed(backbone, ids, chance.randrange(1, 5)) == backbone.decode(ids)
+
+
+def test_parts_that_are_cleaned_up_join_to_the_text() -> None:
+    chance = random.Random(0)
+    backbone = backbone_of(words_cleaned(), clean_up=True)
+    for _ in range(500):
+        ids = [chance.randrange(16) for _ in range(chance.randrange(1, 30))]
+        assert streamed(backbone, ids, chance.randrange(1, 5)) == backbone.decode(ids)
+
+
+@pytest.mark.parametrize("make", [byte_level, byte_fallback])
+def test_bytes_that_are_no_character_are_shown_in_time_that_grows_with_their_number(
+    make: Callable[[], Tokenizer],
+) -> None:
+    backbone = backbone_of(make())
+    decode, read = backbone.decode, []
+    backbone.decode = lambda ids, *args, **rules: (
+        read.append(len(ids)) or decode(ids, *args, **rules)
+    )
+    stream = TextStream(backbone)
+    parts = [stream.add([0xBB]) for _ in range(3000)]
+    assert "".join(parts) + stream.flush() == "\ufffd" * 3000
+    assert max(map(len, parts)) <= 2 * MAX_BYTE_RUN
+    assert max(read) <= 2 * MAX_LINE_TOKENS + 1 and len(read) <= 2 * 3000
+
+
+def test_all_stop_strings_are_found_as_a_search_for_each_finds_them() -> None:
+    chance = random.Random(0)
+    for include in (False, True):
+        for _ in range(300):
+            text = "".join(chance.choice("ab ") for _ in range(40))
+            stops = [
+                "".join(chance.choice("ab ") for _ in range(chance.randrange(1, 7)))
+                for _ in range(4)
+            ]
+            reply, shown = Answer(Letters(), stops, include_stop=include), ""  # type: ignore[arg-type]
+            for place, letter in enumerate(text, 1):
+                pieces = reply.add(Step([ord(letter)]), "length" if place == len(text) else None)
+                shown += "".join(piece.text for piece in pieces)
+                if reply.finish_reason:
+                    break
+            found = [(text.find(stop) + len(stop), -len(stop)) for stop in stops if stop in text]
+            end, length = min(found, default=(len(text), 0))
+            assert reply.text == shown == text[: end if include else end + length]
+            assert reply.finish_reason == ("stop" if found else "length")
+
+
+def test_work_on_stop_strings_does_not_grow_with_their_number() -> None:
+    names = {id: SimpleNamespace(content=f"<|special {id}|>", special=True) for id in range(6000)}
+
+    class Named(Letters):
+        tokenizer = SimpleNamespace(added_tokens_decoder=names)
+
+    stops = StopStrings(Named(), [f"{number} " + "a" * 20 + "b" for number in range(1000)])  # type: ignore[arg-type]
+    steps = 0
+    step = stops.automaton.step
+
+    def counted(state: int, letter: str) -> int:
+        nonlocal steps
+        steps += 1
+        return step(state, letter)
+
+    stops.automaton.step = counted  # type: ignore[method-assign]
+    reply = Answer(Named(), stops)  # type: ignore[arg-type]
+    for _ in range(500):
+        reply.add(Step([ord("a")]), None)
+    assert steps == 500
+
+
+def test_special_tokens_are_found_in_stop_strings() -> None:
+    names = ["<|a|>", "<|a|><|b|>", "b|>", "<|c|>"]
+    added = {id: SimpleNamespace(content=name, special=True) for id, name in enumerate(names)}
+
+    class Named(Letters):
+        tokenizer = SimpleNamespace(added_tokens_decoder=added)
+
+    assert StopStrings(Named(), ["x<|a|><|b|>y"]).named == {0, 1, 2}  # type: ignore[arg-type]

@@ -1,21 +1,18 @@
 """Results of decoding steps: statistics, log probabilities and the text of an answer so far."""
 
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from medusa_cli.decode.stop_strings import StopStrings
+from medusa_cli.decode.text_stream import TextStream
 from medusa_cli.device import upload
 from medusa_cli.model import Backbone
 from medusa_cli.tree import Growth
-
-# Tokenizers decode the bytes of an incomplete character to this.
-REPLACEMENT = "\ufffd"
-# After this many tokens on one line, text decoding restarts from a later token.
-MAX_LINE_TOKENS = 256
 
 
 @dataclass(frozen=True)
@@ -145,43 +142,6 @@ class Stats:
         return (self.draft_s + self.verify_s) / self.steps if self.steps else 0.0
 
 
-class TextStream:
-    """Converts new token ids to the text that they add.
-
-    Bytes of an incomplete character are held back until the rest arrives. All parts together equal
-    the text of all ids decoded at once. keep: special tokens that appear in the text.
-    """
-
-    def __init__(self, backbone: Backbone, keep: Collection[int] = ()) -> None:
-        self._decode = partial(backbone.decode, keep=keep) if keep else backbone.decode
-        self._ids: list[int] = []
-        # Tokens before `_start` are done. Those up to `_line` are decoded again together with later
-        # ones. Llama decoders strip a leading blank from the text that they decode, and this must
-        # not be the first blank of a line.
-        self._start = self._line = 0
-        self._shown = 0  # number of characters returned since `_start`
-
-    def add(self, ids: Sequence[int]) -> str:
-        """Returns the text that these ids add."""
-        self._ids += ids
-        text = self._decode(self._ids[self._start :])
-        if text.endswith(REPLACEMENT):
-            return ""
-        new = text[self._shown :]
-        self._shown = len(text)
-        if new.endswith("\n") or len(self._ids) - self._line >= MAX_LINE_TOKENS:
-            # The end of a line is a safe place to restart. This avoids decoding a long answer again
-            # for every step.
-            self._start = self._line
-            self._line = len(self._ids)
-            self._shown = len(self._decode(self._ids[self._start :]))
-        return new
-
-    def flush(self) -> str:
-        """Returns the text that is still held back at the end of the answer."""
-        return self._decode(self._ids[self._start :])[self._shown :]
-
-
 @dataclass(frozen=True)
 class Piece:
     """Holds text that a step added, either by its accepted draft tokens or by the token after them."""
@@ -194,18 +154,20 @@ class Answer:
     """Holds an answer so far: its text, token ids, statistics and, on request, log probabilities.
 
     finish_reason: None until the answer ends, then "stop", "length" or "cancelled". A stop string
-    is not part of the text; text that may begin one is held back. `tokens` includes the tokens of a
-    stop string and the end token. step: the last step, truncated after the token that completes a
-    stop string. keep: special tokens that appear in the text, in addition to those in stop strings.
-    ends: tokens that are left out of the text if one of them ends the answer. include_stop: the
-    text includes the stop string or end token. end_of: returns the position at which a text ends
-    the answer, if it does.
+    is not part of the text; text that may begin one is held back. The first stop string to be
+    complete ends the text; of several that one token completes, the one that begins first. `tokens`
+    includes the tokens of a stop string and the end token. step: the last step, truncated after the
+    token that completes a stop string. stops: the stop strings; several answers may share them.
+    keep: special tokens that appear in the text, in addition to those in stop strings. ends: tokens
+    that are left out of the text if one of them ends the answer. include_stop: the text includes
+    the stop string or end token. end_of: returns the position at which a text ends the answer, if it
+    does. end_hidden: the last token ended the answer, and the text does not show it.
     """
 
     def __init__(
         self,
         backbone: Backbone,
-        stop_strings: Sequence[str] = (),
+        stops: StopStrings | Sequence[str] = (),
         prompt_tokens: int = 0,
         keep: Collection[int] = (),
         *,
@@ -220,13 +182,17 @@ class Answer:
         self.stats = Stats()
         self.prompt_tokens = prompt_tokens
         self.step = Step([])
-        self._stops = [text for text in stop_strings if text]
-        named = special_tokens_in(backbone, self._stops) if self._stops else set()
-        self._stream = TextStream(backbone, {*keep, *named})
-        self._ends = set() if include_stop else {*ends, *named}
+        self.end_hidden = False
+        self._stops = stops if isinstance(stops, StopStrings) else StopStrings(backbone, stops)
+        named = self._stops.named
+        self._stream = TextStream(backbone, {*keep, *named} if named else keep)
+        self._ends = ends
         self._include_stop = include_stop
         self._end_of = end_of
-        self._waiting: list[Piece] = []
+        self._waiting: deque[Piece] = deque()
+        # Characters of the answer that were read, and those of them that were shown.
+        self._read = self._shown = 0
+        self._state = 0  # of the automaton of the stop strings
 
     def __str__(self) -> str:
         return self.text
@@ -245,55 +211,82 @@ class Answer:
         Returns the text that can be shown.
         """
         shown = step.tokens
-        if finish_reason == "stop" and shown and shown[-1] in self._ends:
+        if finish_reason and shown and shown[-1] in self._ends:
+            self.end_hidden = not self._include_stop or self._stream.hides(shown[-1])
+        if self.end_hidden or (finish_reason == "stop" and self._is_named(shown[-1:])):
             shown = shown[:-1]
         last = len(step.tokens) - 1
         # A stop string may end at any token.
         by_token = self._stops or self._end_of
         parts = [[token] for token in shown] if by_token else [shown[:last], shown[last:]]
         taken = 0
+        end = None
         for part in parts:
             taken += len(part)
             if part and (text := self._stream.add(part)):
-                self._waiting.append(Piece(text, taken <= last))
-            if self._end(self._waiting) is not None:
+                end = self._take(Piece(text, taken <= last))
+            if end is not None:
+                self.end_hidden = False
                 step = truncated(step, taken)
                 break
         self.step = step
         self.stats.add(step)
         self.tokens += step.tokens
         self.likelihoods += step.likelihoods
-        return self._show(finish_reason)
+        return self._show(finish_reason, end)
 
     def cancel(self) -> list[Piece]:
         """Ends the answer unless it has already ended; returns the text that was held back."""
         return [] if self.finish_reason else self._show("cancelled")
 
-    def _show(self, finish_reason: str | None) -> list[Piece]:
-        if finish_reason and (last := self._stream.flush()):
-            self._waiting.append(Piece(last, False))
-        shown = self._waiting
-        self._waiting = []
+    def _show(self, finish_reason: str | None, end: int | None = None) -> list[Piece]:
+        """Returns the text that can be shown. end: the position at which a stop string ends the text."""
+        if finish_reason and end is None and (last := self._stream.flush()):
+            end = self._take(Piece(last, False))
         self.finish_reason = finish_reason
-        end = self._end(shown)
         if end is not None:
-            shown, _ = split(shown, end)
             self.finish_reason = "stop"
-        elif self._stops and not finish_reason:
-            text = "".join(piece.text for piece in shown)
-            partial = max(partial_stop(text, stop) for stop in self._stops)
-            shown, self._waiting = split(shown, len(text) - partial)
+            shown = self._shown_until(end)
+            self._waiting.clear()
+        elif finish_reason:
+            shown = self._shown_until(self._read)
+        else:
+            shown = self._shown_until(self._read - self._stops.automaton.depths[self._state])
         self.text += "".join(piece.text for piece in shown)
         return shown
 
-    def _end(self, pieces: Sequence[Piece]) -> int | None:
-        """Returns the position at which a stop string ends the text of these pieces, or None if there is none."""
-        text = "".join(piece.text for piece in pieces)
-        starts = [(text.find(stop), stop) for stop in self._stops]
-        ends = [start + len(stop) * self._include_stop for start, stop in starts if start >= 0]
-        if self._end_of and (end := self._end_of(self.text + text)) is not None:
-            ends.append(max(0, end - len(self.text)))
+    def _is_named(self, tokens: Sequence[int]) -> bool:
+        """Returns True for an end token in a stop string, which the text would show."""
+        return not self._include_stop and not self._stops.named.isdisjoint(tokens)
+
+    def _take(self, piece: Piece) -> int | None:
+        """Reads a piece of text; returns the position at which a stop string ends the text, if one is complete."""
+        self._waiting.append(piece)
+        start = self._read
+        self._read += len(piece.text)
+        automaton = self._stops.automaton
+        ends = []
+        for place, letter in enumerate(piece.text if self._stops else "", start + 1):
+            self._state = automaton.step(self._state, letter)
+            if length := automaton.matches[self._state]:
+                ends.append(place if self._include_stop else place - length)
+        if self._end_of is not None:
+            end = self._end_of(self.text + "".join(waiting.text for waiting in self._waiting))
+            ends += [] if end is None else [max(end, self._shown)]
         return min(ends, default=None)
+
+    def _shown_until(self, end: int) -> list[Piece]:
+        """Returns the waiting pieces before a position of the text; the others wait on."""
+        shown = []
+        while self._shown < end:
+            piece = self._waiting.popleft()
+            room = end - self._shown
+            if len(piece.text) > room:
+                self._waiting.appendleft(Piece(piece.text[room:], piece.accepted))
+                piece = Piece(piece.text[:room], piece.accepted)
+            self._shown += len(piece.text)
+            shown.append(piece)
+        return shown
 
 
 def truncated(step: Step, count: int) -> Step:
@@ -304,28 +297,7 @@ def truncated(step: Step, count: int) -> Step:
     return replace(step, tokens=step.tokens[:count], likelihoods=kept)
 
 
-def special_tokens_in(backbone: Backbone, texts: Sequence[str]) -> set[int]:
-    """Returns the special tokens that occur in one of these texts."""
-    added = backbone.tokenizer.added_tokens_decoder.items()
-    return {
-        id for id, token in added if token.special and any(token.content in text for text in texts)
-    }
-
-
 def partial_stop(text: str, stop: str) -> int:
     """Returns the number of characters at the end of a text that may begin a stop string."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if stop.startswith(text[-n:])), 0)
-
-
-def split(pieces: Sequence[Piece], length: int) -> tuple[list[Piece], list[Piece]]:
-    """Splits pieces after `length` characters."""
-    first: list[Piece] = []
-    rest: list[Piece] = []
-    for piece in pieces:
-        before = piece.text[: max(0, length)]
-        after = piece.text[max(0, length) :]
-        first += [Piece(before, piece.accepted)] if before else []
-        rest += [Piece(after, piece.accepted)] if after else []
-        length -= len(piece.text)
-    return first, rest

@@ -15,6 +15,7 @@ from medusa_cli.files.assets import lasting_name
 from medusa_cli.files.model_files import STATE_UPDATES
 from medusa_cli.model.attention import NAME, Masks, register
 from medusa_cli.model.chat_template import chat_prompt, token_ids
+from medusa_cli.model.vocabulary import Vocabulary
 
 # Maximum number of positions of models without a limit, such as Mamba.
 UNBOUNDED = 1 << 20
@@ -202,12 +203,23 @@ class Backbone:
         """
         return token_ids(self, chat_prompt(self, messages, template))
 
-    def decode(self, ids: Sequence[int], keep: Collection[int] = ()) -> str:
-        """Returns the text of token ids, without special tokens except those in `keep`."""
-        if not keep:
-            return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
-        shown = [id for id in ids if id in keep or id not in self.special_ids]
-        return str(self.tokenizer.decode(shown, skip_special_tokens=False))
+    def decode(
+        self, ids: Sequence[int], keep: Collection[int] = (), *, clean_up: bool | None = None
+    ) -> str:
+        """Returns the text of token ids, without special tokens except those in `keep`.
+
+        clean_up: remove blanks before punctuation; None: as the tokenizer is set.
+        """
+        shown = (
+            [id for id in ids if id in keep or id not in self.special_ids] if keep else list(ids)
+        )
+        rules = {"skip_special_tokens": not keep, "clean_up_tokenization_spaces": clean_up}
+        return str(self.tokenizer.decode(shown, **rules))
+
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        """Returns what the tokenizer's tokens stand for."""
+        return Vocabulary(self.tokenizer)
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
