@@ -1464,3 +1464,17 @@ def test_the_first_token_still_precedes_a_raw_prompt(file: Path) -> None:
     medusa = Medusa.from_pretrained(str(file), drafter=None, dtype="fp32")
     assert medusa.encode("ab", raw=True) == [END - 1, 256]
     assert medusa.encode("", raw=True) == [END - 1]
+
+
+def test_ids_without_a_token_have_no_text(tmp_path: Path) -> None:
+    unused = range(257, VOCAB - 2)
+
+    def change(writer: gguf.GGUFWriter) -> None:
+        types = writer.kv_data[0].pop("tokenizer.ggml.token_type").value
+        writer.add_token_types([5 if id in unused else kind for id, kind in enumerate(types)])
+
+    path = tmp_path / "t.gguf"
+    write_gguf(path, change=change)
+    tokenizer = load_backbone(str(path), FP32).tokenizer
+    assert tokenizer.decode([97, *unused, 98]) == tokenizer.decode([97, 98]) != ""
+    assert tokenizer.decode(tokenizer("ab <unused0>")["input_ids"]) == "ab <unused0>"

@@ -8,7 +8,13 @@ from typing import Any
 from unittest.mock import patch
 
 from medusa_cli.errors import UserError, first_line, shown
-from medusa_cli.files.gguf_configs import CONFIGS, Keys, own_tokenizer, split_digits
+from medusa_cli.files.gguf_configs import (
+    CONFIGS,
+    Keys,
+    leave_out_unused,
+    own_tokenizer,
+    split_digits,
+)
 from medusa_cli.files.gguf_header import ELSEWHERE, Header, read_header
 from medusa_cli.files.gguf_names import FREQUENCIES, GgufNames
 from medusa_cli.files.quiet import without_progress_bars
@@ -158,6 +164,7 @@ def _config_and_tokenizer(keys: Keys, source: dict[str, Any]) -> tuple[Any, Any]
                 raise ValueError("its positions are scaled, which transformers' reader leaves out")
             config.rope_parameters |= scaling
     split_digits(header, tokenizer)
+    leave_out_unused(header, tokenizer)
     return config, tokenizer
 
 

@@ -1,5 +1,6 @@
 """Configs and tokenizers of GGUF files, for architectures that transformers' reader does not read, or reads in part."""
 
+import json
 import logging
 import math
 from collections.abc import Callable, Collection
@@ -12,6 +13,8 @@ from medusa_cli.files.gguf_names import FACTORS_OF_PHI3, FREQUENCIES
 from medusa_cli.files.layer_kinds import FULL, SLIDING
 
 log = logging.getLogger(__name__)
+# The type of a vocabulary's entry that stands for no token.
+UNUSED = 5
 # Fields of transformers' configs, by the file's keys without the architecture's name.
 FIELDS = {
     "block_count": "num_hidden_layers",
@@ -466,3 +469,23 @@ def split_digits(header: Header, tokenizer: Any) -> None:
                 pre_tokenizers.ByteLevel(add_prefix_space=False),
             ]
         )
+
+
+def leave_out_unused(header: Header, tokenizer: Any) -> None:
+    """Removes the names of ids for which there is no token, such as `[PAD151900]`, so that they have no text."""
+    types = header.metadata.get("tokenizer.ggml.token_type") or ()
+    unused = {id for id, kind in enumerate(types) if kind == UNUSED}
+    unused -= set(tokenizer.all_special_ids)
+    file = json.loads(tokenizer.backend_tokenizer.to_str()) if unused else {}
+    vocabulary = file.get("model", {}).get("vocab")
+    if not isinstance(vocabulary, dict):
+        return
+    # A name of which others are made must stay.
+    parts = {part for merge in file["model"].get("merges", ()) for part in merge}
+    kept = {name: id for name, id in vocabulary.items() if id not in unused or name in parts}
+    if len(kept) < len(vocabulary):
+        file["model"]["vocab"] = kept
+        file["added_tokens"] = [
+            token for token in file["added_tokens"] if token["id"] not in unused
+        ]
+        tokenizer._tokenizer = type(tokenizer.backend_tokenizer).from_str(json.dumps(file))
