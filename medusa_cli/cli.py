@@ -12,7 +12,14 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from medusa_cli import __version__
-from medusa_cli.errors import INTERRUPTED, OUT_OF_MEMORY, UserError, in_flags, of_system
+from medusa_cli.errors import (
+    INTERRUPTED,
+    OUT_OF_MEMORY,
+    UserError,
+    in_flags,
+    is_out_of_memory,
+    of_system,
+)
 from medusa_cli.files import process
 from medusa_cli.files.cpus import limit_threads
 
@@ -150,11 +157,7 @@ def explain(reason: Exception) -> tuple[str, int]:
             os.strerror(fault) in str(reason) for fault in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         ):
             return "no disk space left; free some space or choose another --run, then run again", 1
-        case _ if type(reason).__name__ in (
-            "MemoryError",
-            "OutOfMemoryError",
-        ) or "DefaultCPUAllocator" in str(reason):
-            # torch has two such exception types, but must not be imported here.
+        case _ if is_out_of_memory(reason):
             return in_flags(OUT_OF_MEMORY), 1
     text = f"{type(reason).__name__}: {reason}".removesuffix(": ")
     return f"internal error: {text} (run again with --debug for the traceback)", 1

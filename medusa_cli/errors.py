@@ -55,6 +55,13 @@ def in_flags(text: str) -> str:
     return in_words(text, lambda setting: "--" + setting.replace("_", "-"))
 
 
+def is_out_of_memory(reason: BaseException) -> bool:
+    """Returns True for an error that says that the system, or a device, gave no more memory."""
+    # torch has two such types besides Python's, but must not be imported here.
+    names = {kind.__name__ for kind in type(reason).__mro__}
+    return bool(names & {"MemoryError", "OutOfMemoryError"}) or "DefaultCPUAllocator" in str(reason)
+
+
 class UserError(Exception):
     """An error that the user can fix, printed on one line without a traceback; exit code 1."""
 

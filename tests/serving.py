@@ -22,10 +22,10 @@ MODEL = "tiny"
 IDS = [5, 9, 20, 11, 7]
 
 
-def tiny_medusa(folder: Path) -> Medusa:
+def tiny_medusa(folder: Path, engine: str = "auto") -> Medusa:
     """Returns a tiny model with random Medusa heads and a static tree."""
     run = save_run(folder / "run", save_model(folder / "model"))
-    return Medusa.from_pretrained(drafter=run.path, tree="static", dtype="fp32")
+    return Medusa.from_pretrained(drafter=run.path, tree="static", dtype="fp32", engine=engine)
 
 
 @dataclass

@@ -325,7 +325,7 @@ def test_pieces_of_a_prompt_let_others_take_steps(
     while decoder.sequences:
         for other, step in decoder.step():
             answers[other.number] += step.tokens
-    assert pieces == 6
+    assert pieces == 7
     for number, (prompt, count) in enumerate(((PROMPTS[0], 40), (PROMPTS[0], 3), (long, 20))):
         assert answers[number] == alone(backbone, prompt, count)
 

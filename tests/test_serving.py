@@ -10,6 +10,7 @@ import shutil
 import socket
 import ssl
 import subprocess
+import threading
 import time
 import urllib.request
 import weakref
@@ -27,8 +28,10 @@ from transformers import PreTrainedTokenizerFast
 
 from medusa_cli.api import Medusa
 from medusa_cli.commands.serve import fitting_limits
-from medusa_cli.decode import Answer, Likelihood, Request, decoder
+from medusa_cli.decode import Answer, Likelihood, Request, decoder, sequence
 from medusa_cli.errors import UsageError
+from medusa_cli.model.vocabulary import BYTES
+from medusa_cli.serve import app
 from medusa_cli.serve.metrics import Metrics
 from medusa_cli.serve.openai_format import OpenAIFormat
 from medusa_cli.serve.scheduler import Event, Scheduler, Ticket
@@ -103,8 +106,10 @@ def test_32_concurrent_clients_get_the_answers_of_plain_decoding(
         answers = list(pool.map(ask, prompts))
     for prompt, (tokens, text, reason) in zip(prompts, answers, strict=True):
         alone = medusa.generate(prompt, max_new_tokens=40)
-        words = [medusa.backbone.tokenizer.decode([token]) for token in alone.tokens]
-        assert tokens == [words[0], *(f" {word}" for word in words[1:])]
+        # The text does not show the end token, so its log probability is not listed.
+        shown = alone.tokens[:-1] if alone.finish_reason == "stop" else alone.tokens
+        words = [medusa.backbone.tokenizer.decode([token]) for token in shown]
+        assert tokens == [*words[:1], *(f" {word}" for word in words[1:])]
         assert (text, reason) == (alone.text, alone.finish_reason)
     assert server.number("medusa_requests_running") == server.number("medusa_requests_waiting") == 0
 
@@ -1176,3 +1181,338 @@ def test_a_failed_step_fails_its_requests_and_serves_the_next(
         calls.clear()
         with pytest.raises(openai.APIError):
             list(server.openai().completions.create(**body, stream=True))
+
+
+def scheduled(
+    scheduler: Scheduler, *requests: Request, before: Callable[[Any], None] | None = None
+) -> list[list[Event]]:
+    """Returns the events of requests; `before` is called before each pass of the engine."""
+    received: list[list[Event]] = [[] for _ in requests]
+    engine = scheduler._medusa.backbone.engine
+    forward = engine.forward
+
+    def run(plan: Any, cache: Any) -> Any:
+        if before is not None:
+            before(plan)
+        return forward(plan, cache)
+
+    for request, events in zip(requests, received, strict=True):
+        scheduler.submit([Ticket(request, Answer(scheduler._medusa.backbone), events.append)])
+    scheduler.drain()
+    engine.forward = run
+    try:
+        scheduler.run()
+    finally:
+        del engine.forward
+    return received
+
+
+def tokens_in(events: list[Event]) -> list[int]:
+    return [token for event in events for token in event.tokens]
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("medusa_cli.engine.engine.PREFILL_ROWS", 8)
+
+
+def test_short_prompt_ends_while_long_ones_are_run(tmp_path: Path, small_pieces: None) -> None:
+    scheduler = Scheduler(tiny_medusa(tmp_path), Metrics(), slots=4, waiting=4)
+    long = [Request([*range(n, n + 55)], 4, stop_ids=()) for n in (5, 6, 7)]
+    short = Request(IDS, 3, stop_ids=())
+    order: list[int] = []
+    received: list[list[Event]] = [[], [], [], []]
+    for number, request in enumerate((*long, short)):
+
+        def deliver(event: Event, number: int = number) -> None:
+            received[number].append(event)
+            order.append(number)
+
+        scheduler.submit([Ticket(request, Answer(scheduler._medusa.backbone), deliver)])
+    scheduler.drain()
+    scheduler.run()
+    # The short answer is whole before the first token of a long prompt's.
+    assert order[: len(received[3])] == [3] * len(received[3]) and received[3][-1].last
+    for request, events in zip((*long, short), received, strict=True):
+        alone = scheduler._medusa.generate(
+            list(request.prompt), max_new_tokens=request.max_new_tokens, stop_ids=()
+        )
+        assert tokens_in(events) == alone.tokens
+
+
+def test_long_prompt_goes_on_while_short_ones_arrive(tmp_path: Path, small_pieces: None) -> None:
+    scheduler = Scheduler(tiny_medusa(tmp_path), Metrics(), slots=2, waiting=40)
+    long = Request([*range(5, 60)], 2, stop_ids=())
+    short = [Request([5 + n, 9], 1, stop_ids=()) for n in range(30)]
+    order: list[str] = []
+    for name, request in [("long", long), *(("short", request) for request in short)]:
+        ticket = Ticket(
+            request,
+            Answer(scheduler._medusa.backbone),
+            lambda event, name=name: order.append(name),
+        )
+        scheduler.submit([ticket])
+    scheduler.drain()
+    scheduler.run()
+    assert order.index("long") < 12
+
+
+def test_prompt_is_cancelled_between_its_pieces(tmp_path: Path, small_pieces: None) -> None:
+    scheduler = Scheduler(tiny_medusa(tmp_path), Metrics(), slots=2, waiting=2)
+    tickets = []
+    received: list[list[Event]] = [[], []]
+    for request, events in zip(
+        (Request([*range(5, 60)], 4, stop_ids=()), Request([*range(8, 60)], 4, stop_ids=())),
+        received,
+        strict=True,
+    ):
+        tickets.append(Ticket(request, Answer(scheduler._medusa.backbone), events.append))
+    scheduler.submit(tickets)
+    forward, passes = scheduler._medusa.backbone.engine.forward, []
+
+    def run(plan: Any, cache: Any) -> Any:
+        passes.append(plan)
+        tickets[0].abandoned = len(passes) >= 4
+        return forward(plan, cache)
+
+    scheduler._medusa.backbone.engine.forward = run
+    scheduler.drain()
+    scheduler.run()
+    del scheduler._medusa.backbone.engine.forward
+    assert [event.last for event in received[0]] == [True] and not tokens_in(received[0])
+    assert scheduler._decoder.free_slots == 2 and not scheduler._prompts
+    alone = scheduler._medusa.generate([*range(8, 60)], max_new_tokens=4, stop_ids=())
+    assert tokens_in(received[1]) == alone.tokens
+
+
+def test_timed_pieces_change_no_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces of a prompt take about as long as asked, on an engine whose bits do not depend on them."""
+    medusa = tiny_medusa(tmp_path, engine="native")
+    prompt = [5 + n % 50 for n in range(300)]
+    alone = medusa.generate(prompt, max_new_tokens=8, stop_ids=())
+    monkeypatch.setattr(decoder, "rows_within", lambda seconds, rows, taken: max(32, rows // 2))
+    rows = []
+    scheduler = Scheduler(medusa, Metrics(), slots=2, waiting=2)
+    [events] = scheduled(
+        scheduler,
+        Request(prompt, 8, stop_ids=()),
+        before=lambda plan: rows.append(plan.tokens.shape[1]) if plan.is_chain else None,
+    )
+    assert rows[:3] == [128, 64, 32] and sum(rows) == 300
+    assert tokens_in(events) == alone.tokens
+
+
+def test_rows_of_a_piece_follow_the_time_that_the_last_one_took() -> None:
+    assert decoder.rows_within(0.15, 128, 0.30) == 64
+    assert decoder.rows_within(0.15, 128, 0.001) == 512
+    assert decoder.rows_within(0.15, 128, 60.0) == 32
+
+
+def test_without_memory_for_a_step_one_request_fails(tmp_path: Path) -> None:
+    medusa = tiny_medusa(tmp_path)
+    scheduler = Scheduler(medusa, Metrics(), slots=3, waiting=3)
+    requests = [Request(prompt, 12, stop_ids=()) for prompt in (IDS, [*range(5, 25)], [8, 9])]
+    refused = []
+
+    def refuse(plan: Any) -> None:
+        if plan.tokens.shape[0] == 3 and not refused:
+            refused.append(True)
+            raise MemoryError
+
+    received = scheduled(scheduler, *requests, before=refuse)
+    assert refused and isinstance(received[1][-1].error, MemoryError)
+    for number in (0, 2):
+        alone = medusa.generate(list(requests[number].prompt), max_new_tokens=12, stop_ids=())
+        assert tokens_in(received[number]) == alone.tokens
+
+
+def test_without_memory_for_anything_requests_fail_and_later_ones_are_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    medusa = tiny_medusa(tmp_path)
+    with serving(medusa, slots=2) as server:
+        engine = medusa.backbone.engine
+        forward = engine.forward
+
+        def refuse(plan: Any, cache: Any) -> Any:
+            raise MemoryError
+
+        engine.forward = refuse
+        for _ in range(2):
+            status, headers, answer = server.post(SHORT)
+            assert (status, answer["error"]["code"]) == (503, "out_of_memory")
+            assert int(headers["retry-after"]) > 0
+        engine.forward = forward
+        assert server.post(SHORT)[0] == 200
+        del engine.forward
+
+
+def byte_level_backbone() -> Any:
+    """Returns a backbone whose token i is byte i."""
+    inner = Tokenizer(models.BPE({letter: byte for letter, byte in BYTES.items()}, []))
+    inner.decoder = decoders.ByteLevel()
+    backbone = tiny_backbone()
+    backbone.tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner)
+    return backbone
+
+
+def test_parts_of_characters_have_their_own_bytes() -> None:
+    text = "aहि🙂"
+    likely = [Likelihood(byte, -1.0, ((byte, -1.0), (0xE0, -2.0))) for byte in text.encode()]
+    backbone = byte_level_backbone()
+    (chat,) = logprobs_of(backbone, likely, chat=True)
+    assert bytes(byte for token in chat["content"] for byte in token["bytes"]).decode() == text
+    assert all(token["top_logprobs"][1]["bytes"] == [0xE0] for token in chat["content"])
+    (completion,) = logprobs_of(backbone, likely, chat=False)
+    assert bytes(byte for own in completion["bytes"] for byte in own).decode() == text
+
+
+def test_byte_fallback_tokens_have_their_own_bytes() -> None:
+    inner = Tokenizer(models.BPE({"<unk>": 0, "▁it": 1, "<0xC3>": 2, "<0xA9>": 3}, []))
+    inner.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    backbone = tiny_backbone()
+    backbone.tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner)
+    (chat,) = logprobs_of(backbone, [Likelihood(id, -1.0) for id in (1, 2, 3)], chat=True)
+    assert [token["bytes"] for token in chat["content"]] == [list(b" it"), [0xC3], [0xA9]]
+
+
+@pytest.fixture(scope="module")
+def ending(medusa: Medusa) -> tuple[int, list[int]]:
+    """Returns a token that answers end with, and the tokens before it."""
+    whole = medusa.generate(IDS, max_new_tokens=12, stop_ids=()).tokens
+    end = next(token for token in whole[2:] if token not in whole[:2])
+    return end, whole[: whole.index(end)]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("fields", "shown"),
+    [
+        ({}, False),
+        ({"include_stop_str_in_output": True}, True),
+        ({"skip_special_tokens": False}, False),
+        ({"return_token_ids": True}, False),
+        ({"ignore_eos": True}, False),
+    ],
+)
+def test_log_probabilities_are_those_of_the_texts_tokens(
+    server: Served, ending: tuple[int, list[int]], fields: dict, shown: bool, stream: bool
+) -> None:
+    end, before = ending
+    body = {**SHORT, "max_tokens": 12, "logprobs": 1, "stop_token_ids": [end], **fields}
+    answer = answered(server, body, stream)
+    assert "".join(answer["tokens"]) == answer["text"]
+    assert len(answer["tokens"]) == len(before) + shown
+    assert answer["finish_reason"] == "stop"
+    if "return_token_ids" in fields:
+        assert answer["ids"] == [*before, end]
+
+
+def answered(server: Served, body: dict[str, Any], stream: bool) -> dict[str, Any]:
+    """Returns text, log probabilities and token ids of an answer, joined from its chunks if it is streamed."""
+    if stream:
+        _, _, text = server.request("POST", "/v1/completions", {**body, "stream": True})
+        lines = [line[6:] for line in text.splitlines() if line.startswith("data: {")]
+        choices = [json.loads(line)["choices"][0] for line in lines]
+    else:
+        choices = server.post(body)[2]["choices"]
+    parts = [choice["logprobs"] for choice in choices if choice["logprobs"]]
+    return {
+        "text": "".join(choice["text"] for choice in choices),
+        "tokens": [token for part in parts for token in part["tokens"]],
+        "offsets": [place for part in parts for place in part["text_offset"]],
+        "ids": [id for choice in choices for id in choice.get("token_ids", ())],
+        "finish_reason": choices[-1]["finish_reason"],
+        "chunks": choices,
+    }
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_echo_lists_every_token_with_its_text(
+    server: Served, ending: tuple[int, list[int]], stream: bool
+) -> None:
+    end, before = ending
+    body = {**SHORT, "max_tokens": 12, "logprobs": 1, "stop_token_ids": [end], "echo": True}
+    answer = answered(server, body, stream)
+    assert len(answer["tokens"]) == len(IDS) + len(before) + 1
+    # Prompt and answer are decoded apart, so there may be no blank between them.
+    assert "".join(answer["tokens"][:-1]).split() == answer["text"].replace("w", " w").split()
+    if stream:
+        # The prompt's log probabilities come with its text.
+        first = answer["chunks"][0]
+        assert len(first["logprobs"]["tokens"]) == len(IDS)
+        assert "".join(first["logprobs"]["tokens"]) == first["text"]
+
+
+def test_limits_of_a_request_are_named(server: Served) -> None:
+    wrong = {
+        "stop": ["x" * 1000 + str(n) for n in range(40)],
+        "logit_bias": {str(n): 1 for n in range(5000)},
+        "stop_token_ids": [0] * 1025,
+    }
+    for field, value in wrong.items():
+        status, _, answer = server.post({**SHORT, field: value})
+        assert status == 400 and field in answer["error"]["message"], answer
+        limit = {"stop": "32,768", "logit_bias": "4,096", "stop_token_ids": "1024"}[field]
+        assert limit in answer["error"]["message"]
+
+
+def test_a_large_body_is_refused_by_field_as_a_small_one_is(server: Served) -> None:
+    text = "w1 " * 10_000
+    for body, param in (
+        ({**CHAT, "messages": [{"role": "narrator", "content": text}]}, "messages.0.role"),
+        ({**CHAT, "messages": [{"role": "user", "content": text}], "n": 0}, "n"),
+    ):
+        status, _, answer = server.post(body, "/v1/chat/completions")
+        assert (status, answer["error"]["param"]) == (400, param)
+    status, _, answer = server.post("{" + text, "/v1/chat/completions")
+    assert (status, answer["error"]["code"]) == (400, "invalid_json")
+    body = {"messages": [{"role": "user", "content": text}], "return_token_strs": True}
+    assert server.post(body, "/tokenize")[2]["count"] > 10_000
+
+
+def test_health_is_answered_while_large_requests_are_prepared(server: Served) -> None:
+    """One client's stop strings, biases, messages and choices do not hold up others."""
+    stops = [f"{n} " + "x" * 25 for n in range(1000)]
+    requests = [
+        ({**SHORT, "n": 30, "stop": stops}, "/v1/completions"),
+        ({**SHORT, "logit_bias": {str(n): 1 for n in range(64)}, "n": 30}, "/v1/completions"),
+        (
+            {**CHAT, "messages": [{"role": "user", "content": "w1"}] * 20_000, "max_tokens": 1},
+            "/v1/chat/completions",
+        ),
+        ({**SHORT, "prompt": [5] * 200_000}, "/v1/completions"),
+    ]
+    waited = []
+    with ThreadPoolExecutor(4) as pool:
+        answers = [pool.submit(server.post, body, path) for body, path in requests]
+        while not all(answer.done() for answer in answers):
+            started = time.monotonic()
+            assert server.request("GET", "/health")[0] == 200
+            waited.append(time.monotonic() - started)
+    assert [answer.result()[0] for answer in answers][:2] == [200, 200]
+    # Generous: on a quiet machine it is some milliseconds.
+    assert max(waited) < 2
+
+
+def test_choices_are_prepared_once_and_beside_the_decoder(
+    server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = {"stops": [], "processors": []}
+
+    def recorded(name: str, function: Any) -> Any:
+        def call(*arguments: Any, **named: Any) -> Any:
+            threads[name].append(threading.current_thread().name)
+            return function(*arguments, **named)
+
+        return call
+
+    monkeypatch.setattr(app, "StopStrings", recorded("stops", app.StopStrings))
+    processors = recorded("processors", sequence.sequence_processors)
+    monkeypatch.setattr(sequence, "sequence_processors", processors)
+    body = {**SHORT, "n": 5, "stop": ["x"], "logit_bias": {"5": 1}, "max_tokens": 4}
+    assert len(server.post(body)[2]["choices"]) == 5
+    for names in threads.values():
+        assert len(names) == 1 and "AnyIO worker" in names[0]

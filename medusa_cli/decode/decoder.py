@@ -27,15 +27,27 @@ from medusa_cli.device import free_memory, upload
 from medusa_cli.drafters.base import Drafter, NewTokens
 from medusa_cli.engine import Output, Plan
 from medusa_cli.engine.cache import FIRST_ROWS
-from medusa_cli.errors import UserError
+from medusa_cli.errors import UserError, is_out_of_memory
 from medusa_cli.model import Backbone
-from medusa_cli.tree import Draft
+from medusa_cli.tree import Draft, Tree
 from medusa_cli.tree.tree import batch_drafts
 
 # Rows per pass over a prompt whose log probabilities are requested.
 PROMPT_ROWS = 256
 # The share of the free memory that a request may take while other requests run.
 MEMORY_SHARE = 0.9
+# Rows of the first piece of a prompt whose pieces are timed, and the minimum: fewer would take
+# nearly as long.
+FIRST_PIECE = 128
+MIN_PIECE = 32
+# Rows of a prompt that a drafter reads at a time, which it guesses one token after.
+DRAFTER_ROWS = 512
+ONE_GUESS = Tree.chain(1)
+
+
+def rows_within(seconds: float, rows: int, taken: float) -> int:
+    """Returns how many rows to run in `seconds`, if some took `taken`; changes by at most a factor of 4."""
+    return max(MIN_PIECE, min(4 * rows, max(rows // 4, int(rows * seconds / taken))))
 
 
 class Decoder:
@@ -72,6 +84,8 @@ class Decoder:
         self.taps = taps if drafter is None else drafter.taps
         self.cache = self.engine.new_cache(slots)
         self._prefixes = PrefixCache(self.cache, drafter)
+        self._first_piece = FIRST_PIECE  # of the next prompt's first piece
+        self._keeping = False  # a step has begun to accept tokens
         graphs = captures(self.engine) if cuda_graphs is None else cuda_graphs
         self.cuda_graphs: CudaGraphs | None = None
         if graphs and not (drafter is not None and drafter.uses_verify_pass):
@@ -117,22 +131,33 @@ class Decoder:
         return sequence, step
 
     @torch.inference_mode()
-    def prefill(self, request: Request, number: int = 0) -> Iterator[tuple[Sequence, Step | None]]:
-        """Assigns a slot to a request and runs its prompt; yields one item per chunk.
+    def prefill(
+        self, request: Request | Sequence, number: int = 0, piece_s: float | None = None
+    ) -> Generator[tuple[Sequence, Step | None]]:
+        """Assigns a slot to a request and runs its prompt in pieces; yields an item before and after each piece.
 
-        The last item contains the step with the first token. Other sequences may take steps in
-        between. `number` selects the sequence's random stream. Raises UserError for a prompt longer
-        than the context, and UsageError for invalid limits.
+        The last item contains the step with the first token. Other sequences may take steps and
+        other prompts be run in between. request: may be a sequence that has been made from the
+        request, which takes some time. `number` selects the sequence's random stream. piece_s: the
+        seconds that a piece should take, if its size changes no bits. Raises UserError for a prompt
+        longer than the context, and UsageError for invalid limits.
         """
         self.backbone.check_process()
-        sequence = Sequence(self.backbone, request, number, self.policy.begin(request.sampling))
-        self._check_memory(sequence.request)
+        sequence = request
+        if isinstance(sequence, Request):
+            sequence = Sequence(self.backbone, sequence, number)
+        request = sequence.request
+        sequence.draft = self.policy.begin(request.sampling)
+        sequence.draft.speculative = request.speculative
+        self._check_memory(request)
         # Lazy rows cost nothing, and each growth copies the rows in use.
         rows = self._rows(sequence.longest) if self.cache.lazy else len(request.prompt)
         self.cache.reserve(rows)
         self._prefixes.take(sequence)
         try:
-            step = yield from self._run_prompt(sequence)
+            yield sequence, None
+            step = yield from self._run_prompt(sequence, piece_s)
+            sequence.prefilled = True
         except BaseException as reason:  # an error, or the caller closed the iterator
             sequence.cancel()
             # A pass that did not end may have advanced the slot's running states.
@@ -141,18 +166,23 @@ class Decoder:
             raise
         yield sequence, step
 
-    def _run_prompt(self, sequence: Sequence) -> Generator[tuple[Sequence, None], None, Step]:
-        """Runs the prompt chunk by chunk; returns the step that contains the first token of the answer."""
+    def _run_prompt(
+        self, sequence: Sequence, piece_s: float | None
+    ) -> Generator[tuple[Sequence, None], None, Step]:
+        """Runs the prompt piece by piece; returns the step that contains the first token of the answer."""
         request = sequence.request
         device = self.backbone.device
         prompt = list(request.prompt)
         scores_prompt = request.scores_prompt
         reported = [Likelihood(prompt[0], math.nan)] if scores_prompt else []
-        rows = PROMPT_ROWS if scores_prompt else self.engine.prefill_rows
+        limit = PROMPT_ROWS if scores_prompt else self.engine.prefill_rows
+        timed = piece_s is not None and self.engine.row_invariant
+        rows = min(limit, self._first_piece) if timed else limit
         hidden: list[Tensor] = []
         seconds = 0.0
 
-        for start in range(sequence.reused, len(prompt), rows):
+        start = sequence.reused
+        while start < len(prompt):
             started = time.perf_counter()
             chunk = prompt[start : start + rows]
             last = start + rows >= len(prompt)
@@ -162,7 +192,13 @@ class Decoder:
             if scores_prompt and out.logits is not None:
                 following = prompt[start + 1 : start + 1 + rows]
                 reported += likelihoods(out.logits[0], following, request.top or 0)
-            seconds += time.perf_counter() - started
+            taken = time.perf_counter() - started
+            seconds += taken
+            if piece_s is not None and timed and len(chunk) == rows:
+                rows = min(limit, rows_within(piece_s, rows, taken))
+                if start == sequence.reused:
+                    self._first_piece = rows
+            start += len(chunk)
             if not last:
                 yield sequence, None
 
@@ -175,7 +211,19 @@ class Decoder:
         )
         if request.top is not None:
             reported += likelihoods(out.logits[0, -1:], new, request.top)
+        if piece_s is not None:
+            yield from self._read_prompt(sequence)
         return Step(new, verify_s=seconds, likelihoods=tuple(reported))
+
+    def _read_prompt(self, sequence: Sequence) -> Iterator[tuple[Sequence, None]]:
+        """Lets the drafter read all but the last rows of a long prompt, piece by piece, before its first draft."""
+        if self.drafter is None or self.cuda_graphs is not None or not sequence.draft.speculative:
+            return
+        fork = sequence.drafter
+        assert fork is not None
+        while not sequence.done and (part := sequence.take_unread_part(DRAFTER_ROWS)) is not None:
+            fork.draft(self.backbone, [fork], [part], ONE_GUESS)
+            yield sequence, None
 
     def _chunk_plan(self, sequence: Sequence, chunk: list[int], last: bool) -> Plan:
         """Returns the plan of a pass over a chunk of a prompt. last: this is the last chunk."""
@@ -195,7 +243,8 @@ class Decoder:
 
         The seconds are each sequence's share of the total. On a GPU, the drafting time is that of
         the host, which does not wait for the draft. An error or an interruption cancels the
-        sequences.
+        sequences. If there is no memory for the pass, only the longest is cancelled, and the others
+        go on without drafts; the error is raised nevertheless.
         """
         self.backbone.check_process()
         sequences = self._prefixes.move_running_first()
@@ -204,10 +253,22 @@ class Decoder:
         try:
             with self.engine.without_torch_threads():
                 return self._advance(sequences)
-        except BaseException:  # the cache may hold rows that no sequence has recorded
-            for sequence in sequences:
-                sequence.cancel()
+        except BaseException as reason:
+            self._cancel(sequences, refused=is_out_of_memory(reason) and not self._keeping)
             raise
+        finally:
+            self._keeping = False
+
+    def _cancel(self, sequences: list[Sequence], *, refused: bool) -> None:
+        """Cancels the sequences of a failed step. refused: the pass had no memory, and left the cache as it was."""
+        if refused and not self.cache.stateful and self.cuda_graphs is None:
+            for sequence in sequences:
+                # The drafter may have read tokens that it would be given again.
+                sequence.draft.speculative = False
+            sequences = [max(sequences, key=lambda sequence: len(sequence.tokens))]
+        # Otherwise the cache may hold rows that no sequence has recorded.
+        for sequence in sequences:
+            sequence.cancel()
 
     def _advance(self, sequences: list[Sequence]) -> list[tuple[Sequence, Step]]:
         """Advances all running sequences by one step, with a CUDA graph if one supports it."""
@@ -256,6 +317,7 @@ class Decoder:
         known = [drafted.get(i) or Draft(root, ROOT) for i, root in enumerate(roots)]
         drafts = complete(self.engine, sequences, proposals, known)
         out = self._verify(drafts, proposals)
+        self._keeping = True
         assert out.logits is not None
         paths = accept(out.logits, drafts, [sequence.sampler for sequence in sequences], out.best)
         accepted = [

@@ -461,6 +461,10 @@ class GrammarProcessor(LogitsProcessor):
         self._stop_ids = list(stop_ids)
         self._answer: list[int] = []  # the tokens that the matcher has read
 
+    def fork(self) -> GrammarProcessor:
+        """Returns the processor of another sequence with the same prompt, which has no answer yet."""
+        return GrammarProcessor(self._matcher.deep_copy(), self._prompt_length, self._stop_ids)
+
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Returns the masked logits [1, V] after the text [1, L].
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -94,6 +95,13 @@ class LazyGrammarProcessor(LogitsProcessor):
         self._answer: list[int] = []
         # One for each number of tokens.
         self._states = [_State(0)]
+
+    def fork(self) -> LazyGrammarProcessor:
+        """Returns the processor of another sequence with the same prompt, which has no answer yet."""
+        other = copy.copy(self)
+        other._answer = []
+        other._states = [_State(0)]
+        return other
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Returns the masked logits [1, V] after the text [1, L]."""

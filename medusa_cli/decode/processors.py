@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
+    SequenceBiasLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -234,6 +235,19 @@ class SequenceProcessors:
         return torch.stack(
             [self(row, draft.tokens[path]) for row, path in zip(logits, paths, strict=True)]
         )
+
+    def fork(self) -> SequenceProcessors:
+        """Returns the processors of another sequence with the same text, which has no answer yet."""
+        grammar = None if self._grammar is None else self._grammar.fork()
+        own = [grammar if other is self._grammar else other for other in self._processors]
+        return SequenceProcessors(LogitsProcessorList(own), self._text[0], grammar)
+
+    def warm_up(self, vocabulary: int) -> None:
+        """Lets the processors compute now what they keep from their first call: biases, the first mask."""
+        scores = torch.zeros(1, vocabulary, device=self._text.device)
+        for processor in self._processors:
+            if isinstance(processor, SequenceBiasLogitsProcessor | GrammarProcessor):
+                processor(self._text, scores)
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Appends chosen tokens to the text."""

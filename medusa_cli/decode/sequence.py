@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import abc
 from dataclasses import dataclass
 
@@ -103,21 +104,18 @@ class Sequence:
 
     A finished sequence is the cached prefix of its slot. tokens: those whose rows are in the slot.
     root: the next token, which is decided but not yet in the cache. drafter: a fork with this
-    sequence's state. unread: tokens that the drafter has not read; those of the last step, unless
-    the drafter reads every step. draft: the draft policy's state for the sequence. reused: the
-    number of prompt tokens that the slot already held. longest: the maximum length of prompt and
-    answer. `number` selects the random stream.
+    sequence's state. prefilled: the prompt has been run. unread: tokens that the drafter has not
+    read; those of the last step, unless the drafter reads every step. draft: the draft policy's
+    state for the sequence. reused: the number of prompt tokens that the slot already held. longest:
+    the maximum length of prompt and answer. `number` selects the random stream.
     """
 
     root: int
 
-    def __init__(
-        self, backbone: Backbone, request: Request, number: int, draft: DraftState
-    ) -> None:
+    def __init__(self, backbone: Backbone, request: Request, number: int = 0) -> None:
         self.request = request
         self.number = number
-        self.draft = draft
-        draft.speculative = request.speculative
+        self.draft = DraftState()
         self.stop = StopCriteria(backbone, request)
         self.longest = len(request.prompt) + self.stop.left
         # transformers requires at least one new token, even if the prompt is only scored.
@@ -131,6 +129,7 @@ class Sequence:
             request.logits_options,
         )
         self.sampler = Sampler(request.sampling, number, processors)
+        self.prefilled = False
         self.tokens: list[int] = []
         self.drafter: Drafter | None = None
         self.unread: list[NewTokens] = []
@@ -153,7 +152,21 @@ class Sequence:
     @property
     def decoding(self) -> bool:
         """Returns True if prefill is complete and the answer continues."""
-        return not self.stop.reason and len(self.tokens) >= len(self.request.prompt)
+        return not self.stop.reason and self.prefilled
+
+    def fork(self, request: Request) -> Sequence:
+        """Returns a sequence for a request that differs in its seed only, before any prefill; processors are shared."""
+        other = copy.copy(self)
+        other.request = request
+        other.stop = copy.copy(self.stop)
+        processors = self.sampler.processors
+        other.sampler = Sampler(
+            request.sampling, self.number, None if processors is None else processors.fork()
+        )
+        other.draft = DraftState()
+        other.tokens = []
+        other.unread = []
+        return other
 
     def cancel(self) -> None:
         """Ends the answer at its current length, unless it has already ended."""
@@ -189,6 +202,17 @@ class Sequence:
         self.unread.append(new if self.drafter is None else self.drafter.first_input(new))
         self.root = new.root
         return self.stop.truncate([new.root])
+
+    def take_unread_part(self, count: int) -> NewTokens | None:
+        """Returns the first `count` of the drafter's unread tokens, and marks them as read.
+
+        Returns None if there are no more than that.
+        """
+        new = self.unread[0] if len(self.unread) == 1 else concat(self.unread)
+        if len(new.tokens) <= count:
+            return None
+        self.unread = [new.part(new.start + count, new.end)]
+        return new.part(new.start, new.start + count)
 
     def take_unread(self) -> NewTokens:
         """Returns the drafter's unread tokens as one record, and marks them as read."""

@@ -1,14 +1,17 @@
 """The ASGI application, with OpenAI's routes and a handler that turns bodies into requests and steps into answers."""
 
 import asyncio
+import json
 import logging
+import secrets
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing, nullcontext
+from dataclasses import replace
 from functools import partial
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from fastapi import FastAPI
 from fastapi import Request as HttpRequest
@@ -24,9 +27,12 @@ from medusa_cli.api import Medusa
 from medusa_cli.decode import Answer, Request
 from medusa_cli.decode.grammar import Grammar, matcher_of
 from medusa_cli.decode.lazy_grammar import LazyGrammar
+from medusa_cli.decode.sequence import Sequence
+from medusa_cli.decode.stop_strings import StopStrings
 from medusa_cli.errors import UserError, shown
 from medusa_cli.model.chat_template import token_ids
 from medusa_cli.serve import neutral
+from medusa_cli.serve.bodies import BodyRoute
 from medusa_cli.serve.calls import end_of_first_call
 from medusa_cli.serve.errors import (
     ErrorBody,
@@ -45,6 +51,8 @@ from medusa_cli.serve.openai_format import OpenAIFormat
 from medusa_cli.serve.responses import ResponsesFormat, ResponsesRequest, in_responses
 from medusa_cli.serve.scheduler import Event, Scheduler, Ticket
 from medusa_cli.serve.schema import (
+    MAX_BIASES,
+    MAX_GRAMMAR,
     ChatRequest,
     CompletionRequest,
     Conversation,
@@ -72,6 +80,8 @@ POLICY = (
 )
 # Origins of pages that this machine serves; other model servers allow them, too.
 LOCAL_PAGES = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
+# Grammars with more characters are compiled a few at a time.
+SMALL_GRAMMAR = 16_384
 # Keeps only the likeliest token, as a top_p of 0 does in OpenAI's API.
 MIN_TOP_P = 1e-9
 # The length of an answer for which each request without a limit has room, if the context has.
@@ -88,6 +98,7 @@ def build(medusa: Medusa, limits: Limits, templates: TemplateProcess) -> tuple[A
     metrics = Metrics(limits.names[0])
     scheduler = Scheduler(medusa, metrics, slots=limits.slots, waiting=limits.waiting)
     app = FastAPI(title="medusa serve", version=__version__, docs_url=None, redoc_url=None)
+    app.router.route_class = BodyRoute
     handler = Handler(medusa, scheduler, limits, templates)
     started = int(time.time())
 
@@ -109,9 +120,9 @@ def build(medusa: Medusa, limits: Limits, templates: TemplateProcess) -> tuple[A
     @app.post("/responses", include_in_schema=False)
     @app.post("/v1/responses", responses=ANSWERS)
     async def respond(body: ResponsesRequest, http: HttpRequest) -> Any:
-        check_whole(body)
+        await run_in_threadpool(check_whole, body)
         try:
-            chat = body.chat()
+            chat = await run_in_threadpool(body.chat)
         except ValidationError as reason:
             raise in_responses(refusal_for_body(reason.errors())) from reason
         try:
@@ -146,7 +157,7 @@ def build(medusa: Medusa, limits: Limits, templates: TemplateProcess) -> tuple[A
     async def apply_template(body: ChatRequest) -> dict[str, str]:
         if body.model is not None:
             handler.check_model(body.model)
-        check_whole(body)
+        await run_in_threadpool(check_whole, body)
         return {"prompt": await handler.render(body)}
 
     @app.get("/props", responses={401: REFUSALS[401]})
@@ -180,6 +191,10 @@ def build(medusa: Medusa, limits: Limits, templates: TemplateProcess) -> tuple[A
     async def refused(http: HttpRequest, reason: Refusal) -> Response:
         return reason.response()
 
+    @app.exception_handler(MemoryError)
+    async def out_of_memory(http: HttpRequest, reason: MemoryError) -> Response:
+        return failure(reason).response()
+
     @app.exception_handler(RequestValidationError)
     async def invalid(http: HttpRequest, reason: RequestValidationError) -> Response:
         return refusal_for_body(reason.errors()).response()
@@ -197,6 +212,14 @@ def build(medusa: Medusa, limits: Limits, templates: TemplateProcess) -> tuple[A
     return CORSMiddleware(Middleware(app, limits, metrics), **allowed, **any_method), scheduler
 
 
+class LargeResponse(JSONResponse):
+    """A JSON response that may be large; it is written piece by piece, so that other threads go on meanwhile."""
+
+    def render(self, content: Any) -> bytes:
+        encoder = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        return "".join(encoder.iterencode(content)).encode()
+
+
 class Handler:
     """Submits completion requests to the scheduler and formats their answers."""
 
@@ -210,6 +233,9 @@ class Handler:
         self._noted_context = False
         self._rendering = asyncio.Lock()  # a slow chat template holds up only other chats
         self._encoding = asyncio.Lock()  # two threads must not share a tokenizer
+        # Threads that compute in Python hold up one another, and those that answer and decode.
+        self._preparing = asyncio.Lock()
+        self._compiling = asyncio.Semaphore(2)
 
     @property
     def context(self) -> int:
@@ -293,10 +319,8 @@ class Handler:
 
         original: the request to /v1/responses that `body` expresses as a chat, if any.
         """
-        check_whole(body)
+        await run_in_threadpool(check_whole, body)
         body.model = body.model or self._limits.names[0]
-        requests = await self._requests(body)
-        backbone = self._medusa.backbone
         events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
@@ -304,27 +328,15 @@ class Handler:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(events.put_nowait, (index, event))
 
-        # Special tokens that are kept in the answer's text.
-        keep = set() if body.skip_special_tokens else set(backbone.special_ids)
-        if isinstance(body, ChatRequest) and body.offered:
-            keep |= {*marker_ids(backbone).values()}
-        rules: Any = {"keep": keep, "include_stop": body.include_stop_str_in_output}
-        if isinstance(body, ChatRequest) and body.offered and body.parallel_tool_calls is False:
-            names = [tool["function"]["name"] for tool in body.offered]
-            rules["end_of"] = partial(end_of_first_call, names=names)
-        if keep or body.stop_token_ids:
-            rules["ends"] = {*body.stop_token_ids, *backbone.eos_ids}
-        tickets = []
-        for index, request in enumerate(requests):
-            answer_of_choice = Answer(backbone, request.stop_strings, **rules)
-            tickets.append(Ticket(request, answer_of_choice, partial(deliver, index)))
-        self._scheduler.submit(tickets)
-
-        answer: OpenAIFormat | ResponsesFormat = OpenAIFormat(backbone, body, tickets)
+        tickets = await self._tickets(body, deliver)
+        backbone = self._medusa.backbone
+        answer: OpenAIFormat | ResponsesFormat
+        answer = await run_in_threadpool(OpenAIFormat, backbone, body, tickets)
         if original is not None and isinstance(body, ChatRequest):
             original.model = body.model
             answer = ResponsesFormat(original, body, tickets[0])
 
+        self._scheduler.submit(tickets)
         received = _until_gone(tickets, events, receive)
         if body.stream:
             lines = answer.stream(received)
@@ -337,7 +349,7 @@ class Handler:
                     raise failure(event.error)
                 if isinstance(answer, ResponsesFormat):
                     answer.read(event)
-        return JSONResponse(answer.whole())
+        return await run_in_threadpool(lambda: LargeResponse(answer.whole()))
 
     async def truncate(self, chat: ChatRequest) -> None:
         """Drops the oldest messages, but for system messages, until the rest fits in the context; raises Refusal.
@@ -360,15 +372,16 @@ class Handler:
 
     async def tokenize(self, body: TokenizeText | TokenizeChat) -> dict[str, Any]:
         """Returns the token ids of a text or a conversation, as vLLM and llama.cpp name them; raises Refusal."""
-        check_whole(body)
+        await run_in_threadpool(check_whole, body)
         [tokens] = await self._encode(body)
-        backbone = self._medusa.backbone
+        tokenizer = self._medusa.backbone.tokenizer
         if isinstance(body, TokenizeText) and body.with_pieces:
-            pieces = [
-                {"id": token, "piece": backbone.tokenizer.decode([token])} for token in tokens
-            ]
-            return {"tokens": pieces}
-        texts = backbone.tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
+            pieces = await run_in_threadpool(lambda: [tokenizer.decode([id]) for id in tokens])
+            named = zip(tokens, pieces, strict=True)
+            return {"tokens": [{"id": id, "piece": piece} for id, piece in named]}
+        texts = None
+        if body.return_token_strs:
+            texts = await run_in_threadpool(tokenizer.convert_ids_to_tokens, tokens)
         return {
             "count": len(tokens),
             "max_model_len": self.context,
@@ -379,11 +392,16 @@ class Handler:
     async def detokenize(self, body: DetokenizeRequest) -> dict[str, str]:
         """Returns the text of token ids, special tokens included, as vLLM and llama.cpp name it; raises Refusal."""
         [tokens] = await self._encode(body)
-        text = self._medusa.backbone.tokenizer.decode(tokens)
+        text = await run_in_threadpool(self._medusa.backbone.tokenizer.decode, tokens)
         return {"prompt": text, "content": text}
 
-    async def _requests(self, body: ChatRequest | CompletionRequest) -> list[Request]:
-        """Returns the requests for the decoder, one per choice, within the server's limits; raises Refusal."""
+    async def _tickets(
+        self, body: ChatRequest | CompletionRequest, deliver: Callable[[int, Event], None]
+    ) -> list[Ticket]:
+        """Returns a ticket per choice, within the server's limits; raises Refusal.
+
+        What may take long is done in threads: neither the other clients nor the decoder wait for it.
+        """
         prompts = await self._encode(body)
         if body.truncate_prompt_tokens is not None:
             kept = (
@@ -391,62 +409,103 @@ class Handler:
             )
             prompts = [prompt[-kept:] for prompt in prompts]
         answers = [self._longest_answer(body, prompt) for prompt in prompts]
+        self._scheduler.check_number(len(prompts) * body.n)
         grammar = await self._grammar(body)
+        body.logit_bias = await self._logit_bias(body)
+        async with self._preparing:
+            return await run_in_threadpool(self._prepare, body, prompts, answers, grammar, deliver)
+
+    def _prepare(
+        self,
+        body: ChatRequest | CompletionRequest,
+        prompts: list[list[int]],
+        answers: list[int],
+        grammar: Grammar | LazyGrammar | None,
+        deliver: Callable[[int, Event], None],
+    ) -> list[Ticket]:
+        """Returns a ticket per choice; raises Refusal."""
+        backbone = self._medusa.backbone
+        # Special tokens that are kept in the answer's text.
+        keep = frozenset() if body.skip_special_tokens else backbone.special_ids
+        if isinstance(body, ChatRequest) and body.offered:
+            keep = keep.union(marker_ids(backbone).values())
+        rules: Any = {"keep": keep, "include_stop": body.include_stop_str_in_output}
+        if isinstance(body, ChatRequest) and body.offered and body.parallel_tool_calls is False:
+            names = [tool["function"]["name"] for tool in body.offered]
+            rules["end_of"] = partial(end_of_first_call, names=names)
+        stops = StopStrings(backbone, body.stop_strings)
+        tickets = list[Ticket]()
+        try:
+            for prompt, limit in zip(prompts, answers, strict=True):
+                request = self._request(body, prompt, limit, grammar)
+                sequence = Sequence(backbone, request)
+                if sequence.sampler.processors is not None:
+                    sequence.sampler.processors.warm_up(backbone.vocab_size)
+                for _ in range(body.n):
+                    seed = secrets.randbits(62)
+                    if body.seed is not None:
+                        seed = body.seed + len(tickets)
+                    own = replace(request, sampling=replace(request.sampling, seed=seed))
+                    answer = Answer(backbone, stops, ends=sequence.stop.stop_ids, **rules)
+                    receiver = partial(deliver, len(tickets))
+                    tickets.append(Ticket(own, answer, receiver, sequence.fork(own)))
+        except UserError as reason:
+            raise self._refusal(reason, "prompt") from reason
+        return tickets
+
+    def _request(
+        self,
+        body: ChatRequest | CompletionRequest,
+        prompt: list[int],
+        limit: int,
+        grammar: Grammar | LazyGrammar | None,
+    ) -> Request:
+        """Returns the request for a prompt, with an answer of up to `limit` tokens; raises UserError and Refusal."""
         scored = body.prompt_logprobs is not None or (
             isinstance(body, CompletionRequest) and body.echo
         )
         wanted = [count for count in (body.top, body.prompt_logprobs) if count is not None]
-        logit_bias = await self._logit_bias(body)
         temperature = body.chosen_temperature
         if temperature is None:
             temperature = self._limits.temperature
 
-        def minimum(limit: int) -> int | None:
-            """Returns the fewest tokens of an answer, not more than the server's limit."""
-            given = body.min_tokens
-            if given is None or body.limit is None or given > body.limit:
-                return given
-            return min(given, limit)
+        minimum = body.min_tokens
+        if minimum is not None and body.limit is not None and minimum <= body.limit:
+            # The server's limit may be lower than the client's.
+            minimum = min(minimum, limit)
+        return self._medusa.request(
+            prompt,
+            max_new_tokens=limit,
+            temperature=temperature,
+            top_p=1.0 if body.top_p is None else max(body.top_p, MIN_TOP_P),
+            top_k=body.top_k or 0,
+            min_p=body.min_p,
+            stop=body.stop_strings,
+            stop_ids=self._stop_ids(body),
+            logprobs=max(wanted, default=None),
+            prompt_logprobs=scored,
+            repetition_penalty=body.repetition_penalty,
+            presence_penalty=body.presence_penalty or None,
+            frequency_penalty=body.frequency_penalty or None,
+            no_repeat_ngram_size=body.no_repeat_ngram_size,
+            min_new_tokens=minimum,
+            logit_bias=cast("dict[int, float] | None", body.logit_bias),
+            grammar=grammar,
+            speculative=body.drafts.enabled,
+            raw=True,
+        )
 
-        try:
-            return [
-                self._medusa.request(
-                    prompt,
-                    max_new_tokens=limit,
-                    temperature=temperature,
-                    top_p=1.0 if body.top_p is None else max(body.top_p, MIN_TOP_P),
-                    top_k=body.top_k or 0,
-                    min_p=body.min_p,
-                    seed=None if body.seed is None else body.seed + index,
-                    stop=body.stop_strings,
-                    stop_ids=self._stop_ids(body),
-                    logprobs=max(wanted, default=None),
-                    prompt_logprobs=scored,
-                    repetition_penalty=body.repetition_penalty,
-                    presence_penalty=body.presence_penalty or None,
-                    frequency_penalty=body.frequency_penalty or None,
-                    no_repeat_ngram_size=body.no_repeat_ngram_size,
-                    min_new_tokens=minimum(limit),
-                    logit_bias=logit_bias,
-                    grammar=grammar,
-                    speculative=body.drafts.enabled,
-                    raw=True,
-                )
-                for index, (prompt, limit) in enumerate(
-                    choice for choice in zip(prompts, answers, strict=True) for _ in range(body.n)
-                )
-            ]
-        except UserError as reason:
-            raise self._refusal(reason, "prompt") from reason
-
-    async def _logit_bias(self, body: Sampling) -> dict[int, float] | None:
+    async def _logit_bias(self, body: Sampling) -> dict[int | str, float] | None:
         """Returns the bias by token id; the bias of a text is that of each of its tokens. Raises Refusal."""
         if not body.logit_bias:
             return None
-        biases = dict[int, float]()
+        biases = dict[int | str, float]()
         for key, bias in body.logit_bias.items():
             tokens = [key] if isinstance(key, int) else await self._encoded(key, "logit_bias")
             biases.update(dict.fromkeys(tokens, bias))
+        if len(biases) > MAX_BIASES:
+            text = f"logit_bias is that of {len(biases):,} tokens; use at most {MAX_BIASES:,}"
+            raise Refusal(400, text, param="logit_bias", code="invalid_value")
         return biases
 
     async def _encoded(self, text: str, field: str) -> list[int]:
@@ -471,31 +530,26 @@ class Handler:
     async def _grammar(self, body: ChatRequest | CompletionRequest) -> Grammar | LazyGrammar | None:
         """Returns the answer's grammar, if any; raises Refusal.
 
-        The grammar is compiled here, so that it need not be compiled between the steps of other answers.
+        The grammar is compiled here, so that it need not be compiled between the steps of other
+        answers; of the large ones, a few at a time.
         """
-        backbone = self._medusa.backbone
         try:
-            grammar = body.followed
-            if isinstance(body, ChatRequest) and body.required:
-                grammar = calls_grammar(backbone, body.required, bool(body.parallel_tool_calls))
-            elif (
-                isinstance(body, ChatRequest)
-                and body.offered
-                and grammar
-                and grammar.kind == "json_schema"
-            ):
-                grammar = calls_grammar(
-                    backbone, body.offered, bool(body.parallel_tool_calls), grammar
-                )
-            if grammar is not None:
-                await run_in_threadpool(matcher_of, backbone, grammar)
-            elif isinstance(body, ChatRequest) and body.offered:
+            grammar = await run_in_threadpool(self._uncompiled, body)
+            if grammar is None and isinstance(body, ChatRequest) and body.offered:
                 return await run_in_threadpool(self._free_calls, body.offered)
+            if grammar is None:
+                return None
+            length = len(grammar.text)
+            if length > MAX_GRAMMAR:
+                text = f"{body.constraint} has {length:,} characters; use at most {MAX_GRAMMAR:,}"
+                raise Refusal(400, text, param=body.constraint, code="invalid_value")
+            async with self._compiling if length > SMALL_GRAMMAR else nullcontext():
+                await run_in_threadpool(matcher_of, self._medusa.backbone, grammar)
             return grammar
         except UserError as reason:
             raise self._refusal(reason, body.constraint) from reason
 
-    def _free_calls(self, tools: Sequence[Mapping[str, Any]]) -> LazyGrammar | None:
+    def _free_calls(self, tools: list[dict[str, Any]]) -> LazyGrammar | None:
         """Returns the grammar of an answer that may call tools; None if this model cannot follow one."""
         try:
             grammar = free_calls(self._medusa.backbone, tools)
@@ -504,6 +558,17 @@ class Handler:
         except UserError as reason:
             note_once(f"calls of tools are free: {reason.message}")
             return None
+
+    def _uncompiled(self, body: ChatRequest | CompletionRequest) -> Grammar | None:
+        """Returns the answer's grammar, if any; raises UserError."""
+        backbone = self._medusa.backbone
+        grammar = body.followed
+        if isinstance(body, ChatRequest) and body.required:
+            return calls_grammar(backbone, body.required, bool(body.parallel_tool_calls))
+        is_schema = grammar is not None and grammar.kind == "json_schema"
+        if isinstance(body, ChatRequest) and body.offered and is_schema:
+            return calls_grammar(backbone, body.offered, bool(body.parallel_tool_calls), grammar)
+        return grammar
 
     async def _encode(self, body: Body) -> list[list[int]]:
         """Returns the token ids of a request's prompts; raises Refusal."""

@@ -9,10 +9,12 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from medusa_cli.decode.grammar import KINDS
-from medusa_cli.errors import UserError, cut, in_words, shown
+from medusa_cli.errors import UserError, cut, in_words, is_out_of_memory, shown
 from medusa_cli.files.io import HALF, is_whole
 from medusa_cli.serve.schema import FORMS, ITEMS
 
+# Seconds after which a client may retry a request for which there was no memory.
+MEMORY_RETRY_S = 10
 LONGEST_NAME = 100  # maximum number of characters of a field's name
 TYPES = {
     401: "authentication_error",
@@ -144,6 +146,9 @@ def failure(reason: Exception) -> Refusal:
     """Returns the refusal for a request that failed after it was accepted, without details of internal errors."""
     if isinstance(reason, UserError):
         return refusal_for(reason)
+    if is_out_of_memory(reason):
+        text = "the server has no memory left for this answer; send a shorter prompt, or try again later"
+        return Refusal(503, text, code="out_of_memory", retry_s=MEMORY_RETRY_S)
     return Refusal(500, "the answer could not be finished", code="internal_error")
 
 
@@ -151,6 +156,8 @@ def refusal_for_http(path: str, reason: HTTPException) -> Refusal:
     """Returns the refusal for a path or method that is not served, or a body that the web framework could not parse."""
     status = reason.status_code
     cause = reason.__cause__
+    if isinstance(cause, Refusal):
+        return cause
     if status == 404:
         return Refusal(status, f"the path {shown(path)} is not served", code="not_found")
     if status == 400 and isinstance(cause, UnicodeDecodeError):

@@ -7,12 +7,15 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple
+
+from starlette.concurrency import run_in_threadpool
 
 from medusa_cli import __version__
 from medusa_cli.decode import Likelihood, Stats
-from medusa_cli.decode.answer import REPLACEMENT
+from medusa_cli.decode.text_stream import REPLACEMENT
 from medusa_cli.model import Backbone
 from medusa_cli.serve.calls import CallReader
 from medusa_cli.serve.errors import failure
@@ -22,6 +25,14 @@ from medusa_cli.serve.schema import ChatRequest, CompletionRequest
 # OpenAI's log probability of an impossible token, because JSON has no infinity.
 NEVER = -9999.0
 MAX_CHARACTER_BYTES = 4
+
+
+class TokenLogprob(NamedTuple):
+    """Holds a token, its text in context, and its log probability, which is None for a prompt's first token."""
+
+    id: int
+    text: str
+    logprob: float | None
 
 
 def sse(data: dict[str, Any], name: str | None = None) -> str:
@@ -44,7 +55,8 @@ class OpenAIFormat:
         self._asked = body
         self._backbone = backbone
         keep = () if body.skip_special_tokens else backbone.special_ids
-        self._tokens = [TokenTexts(backbone, keep) for _ in tickets]
+        hidden = backbone.special_ids.difference(keep)
+        self._tokens = [TokenTexts(backbone, hidden) for _ in tickets]
         self._id = f"{'chatcmpl' if self._chat else 'cmpl'}-{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._model = body.model
@@ -53,9 +65,8 @@ class OpenAIFormat:
         self._continuous = self._stream_usage and body.stream_options.continuous_usage_stats
         # Log probabilities of the prompt come first. They are reported with the answer only if it
         # echoes the prompt.
-        scored = body.prompt_logprobs is not None and not (
-            isinstance(body, CompletionRequest) and body.echo
-        )
+        self._echoes_prompt = isinstance(body, CompletionRequest) and body.echo
+        scored = body.prompt_logprobs is not None and not self._echoes_prompt
         self._skip = [len(ticket.request.prompt) if scored else 0 for ticket in tickets]
         names = (
             [tool["function"]["name"] for tool in body.offered]
@@ -83,25 +94,24 @@ class OpenAIFormat:
 
         async with aclosing(events):
             with_ids = self._asked.return_token_ids
+            # The role, or the echoed prompt, comes before the first text. An echoed prompt waits for
+            # its log probabilities.
+            scored = self._echoes_prompt and self._asked.top is not None
+            unsent = set(range(len(self._echoes))) if scored else set[int]()
             for index, text in enumerate(self._echoes):
-                if (
-                    self._chat or text or with_ids
-                ):  # the role, or the echoed prompt, comes before the first text
-                    # The answer may be a call, to which clients must not add an empty text.
-                    content = text or (None if self._calls[index] else "")
-                    delta: dict[str, Any] = (
-                        {"delta": {"role": "assistant", "content": content}}
-                        if self._chat
-                        else {"text": text}
-                    )
-                    choice = self._choice(index, delta, None, None)
-                    yield sse(
-                        {**self._body([choice]), **self._prompt_ids(choice, index), **usage()}
-                    )
+                if index not in unsent and (self._chat or text or with_ids):
+                    yield sse({**self._first_chunk(index), **usage()})
             async for index, event in events:
                 if event.error is not None:
                     yield sse(failure(event.error).body)
                     return
+                if index in unsent:
+                    unsent.remove(index)
+                    length = len(self._tickets[index].request.prompt)
+                    prompt, others = event.likelihoods[:length], event.likelihoods[length:]
+                    chunk = await run_in_threadpool(self._first_chunk, index, prompt)
+                    yield sse({**chunk, **usage()})
+                    event = replace(event, likelihoods=others)
                 if event.pieces or event.likelihoods or event.last or with_ids:
                     yield sse({**self.chunk(index, event), **usage()})
         if self._stream_usage:  # after the last choice, in a separate chunk
@@ -135,6 +145,19 @@ class OpenAIFormat:
             more |= self._prompt_logprobs(choice, index)
         body = self._body(choices, "chat.completion")
         return {**body, **more, "usage": self._usage(), **self._metrics()}
+
+    def _first_chunk(
+        self, index: int, prompt: Sequence[Likelihood] | None = None
+    ) -> dict[str, Any]:
+        """Returns a choice's first chunk, with the role, or with the echoed prompt and its log probabilities."""
+        text = self._echoes[index]
+        delta: dict[str, Any] = {"text": text}
+        if self._chat:
+            # The answer may be a call, to which clients must not add an empty text.
+            content = text or (None if self._calls[index] else "")
+            delta = {"delta": {"role": "assistant", "content": content}}
+        choice = self._choice(index, delta, prompt, None)
+        return {**self._body([choice]), **self._prompt_ids(choice, index)}
 
     def chunk(self, index: int, event: Event) -> dict[str, Any]:
         """Returns the chunk for one step of a choice."""
@@ -228,6 +251,8 @@ class OpenAIFormat:
         body = self._asked
         logprobs: dict[str, Any] | None = None
         if body.top is not None and likelihoods is not None:
+            if reason is not None and self._tickets[index].answer.end_hidden:
+                likelihoods = self._without_end(likelihoods)
             skipped = min(self._skip[index], len(likelihoods))
             self._skip[index] -= skipped
             logprobs = self._logprobs(index, likelihoods[skipped:], body.top)
@@ -255,34 +280,53 @@ class OpenAIFormat:
         ends = asked or last in self._backbone.eos_ids
         return {"stop_reason": last if asked else None, "matched_stop": last if ends else None}
 
+    def _without_end(self, likelihoods: Sequence[Likelihood]) -> Sequence[Likelihood]:
+        """Returns the log probabilities without that of the end token, which the text does not show.
+
+        After an echoed prompt the end token is listed: lm-eval counts on one entry for each token.
+        """
+        return likelihoods if self._echoes_prompt else likelihoods[:-1]
+
     def _logprobs(self, index: int, likelihoods: Sequence[Likelihood], top: int) -> dict[str, Any]:
         texts = self._tokens[index]
         if self._chat:
-            rows = [texts.row(likelihood, top) for likelihood in likelihoods]
             content = []
-            for first, *others in rows:
-                entries = [_entry(*other) for other in others]
-                content.append({**_entry(*first), "top_logprobs": entries})
+            for likelihood in likelihoods:
+                entry, *likeliest = map(self._entry, texts.row(likelihood, top))
+                content.append({**entry, "top_logprobs": likeliest})
             return {"content": content, "refusal": None}
         offsets = list[int]()
         tokens = list[TokenLogprob]()
-        likeliest = list[dict[str, float | None] | None]()
+        own_bytes = list[list[int] | None]()
+        top_logprobs = list[dict[str, float | None] | None]()
         for likelihood in likelihoods:
             offsets.append(texts.place(likelihood.token))
-            (text, own), *others = texts.row(likelihood, top)
-            tokens.append((text, own))
+            first, *others = texts.row(likelihood, top)
+            tokens.append(first)
+            own_bytes.append(self._bytes_of(first))
             # If several tokens have the same text, the likeliest is kept: it is written last here.
             # The answer's token is always reported.
-            row = {text: logprob for text, logprob in reversed(others)}
-            if own is not None:
-                row.setdefault(text, own)
-            likeliest.append(None if own is None else row)
+            row = {other.text: other.logprob for other in reversed(others)}
+            if first.logprob is not None:
+                row.setdefault(first.text, first.logprob)
+            top_logprobs.append(None if first.logprob is None else row)
         return {
-            "tokens": [text for text, _ in tokens],
-            "token_logprobs": [logprob for _, logprob in tokens],
-            "top_logprobs": likeliest,
+            "tokens": [token.text for token in tokens],
+            "token_logprobs": [token.logprob for token in tokens],
+            "top_logprobs": top_logprobs,
             "text_offset": offsets,
+            "bytes": own_bytes,
         }
+
+    def _entry(self, token: TokenLogprob) -> dict[str, Any]:
+        return {"token": token.text, "logprob": token.logprob, "bytes": self._bytes_of(token)}
+
+    def _bytes_of(self, token: TokenLogprob) -> list[int] | None:
+        """Returns the token's own bytes, also for a part of a character, whose text is no character."""
+        own = self._backbone.vocabulary.bytes_of(token.id)
+        if own is None:
+            return None if REPLACEMENT in token.text else list(token.text.encode())
+        return list(own)
 
 
 def speculative_figures(tickets: Sequence[Ticket], by_position: bool = False) -> dict[str, Any]:
@@ -339,27 +383,15 @@ def fingerprint_of(backbone: Backbone) -> str:
     return f"fp_{hashlib.sha256(json.dumps(given, default=str).encode()).hexdigest()[:10]}"
 
 
-TokenLogprob = tuple[str, float | None]
-
-
-def _entry(text: str, logprob: float | None) -> dict[str, Any]:
-    # A token that is part of a character has no text, and not every tokenizer reports its bytes.
-    return {
-        "token": text,
-        "logprob": logprob,
-        "bytes": None if REPLACEMENT in text else list(text.encode()),
-    }
-
-
 class TokenTexts:
     """Decodes tokens in context, because Llama's decoder strips the leading space of a single token.
 
-    keep: special tokens that are kept in the answer's text.
+    hidden: special tokens that do not appear in the answer's text.
     """
 
-    def __init__(self, backbone: Backbone, keep: Collection[int] = ()) -> None:
+    def __init__(self, backbone: Backbone, hidden: Collection[int] = ()) -> None:
         self._tokenizer = backbone.tokenizer
-        self._hidden = backbone.special_ids - set(keep)
+        self._hidden = hidden
         self._before: list[int] = []  # the last tokens, from the start of a character
         self._text = ""  # their text
         self._offset = 0  # characters of the answer's text before `_unfinished`
@@ -378,7 +410,7 @@ class TokenTexts:
         )
         self._text = self._decode(self._before)
         return [
-            (texts[token], None if math.isnan(logprob) else max(logprob, NEVER))
+            TokenLogprob(token, texts[token], None if math.isnan(logprob) else max(logprob, NEVER))
             for token, logprob in entries
         ]
 

@@ -200,7 +200,7 @@ class ResponsesRequest(Sampling, TemplateOptions):
     unserved = neutral.RESPONSES
     input: Annotated[
         Annotated[str, Field(min_length=1), Tag(TEXT)]
-        | Annotated[list[Item], Field(min_length=1), Tag(LIST)],
+        | Annotated[list[Item], Field(min_length=1, fail_fast=True), Tag(LIST)],
         FORM,
     ]
     instructions: str | None = None

@@ -6,16 +6,18 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Generator
 from dataclasses import dataclass, field
 
 from medusa_cli.api import Medusa
-from medusa_cli.decode import Answer, Likelihood, Piece, Request, Step
+from medusa_cli.decode import Answer, Decoder, Likelihood, Piece, Request, Step
 from medusa_cli.decode.sequence import Sequence
-from medusa_cli.errors import UserError
+from medusa_cli.errors import UserError, is_out_of_memory
 from medusa_cli.serve.errors import Refusal
 from medusa_cli.serve.metrics import Metrics, add_positions
 
+# Seconds that a piece of a prompt should take, because running answers wait for it.
+PIECE_S = 0.15
 # Seconds after which a client may retry a refused request.
 RETRY_S = 2
 RESTART_S = 10
@@ -37,7 +39,8 @@ class Event:
 class Ticket:
     """Holds a request in the queue or in a slot, its answer so far, and the callback that receives its events.
 
-    reused: the number of prompt tokens from the prefix cache. drafts: the number of steps with draft
+    sequence: the sequence that answers the request, if it was made beforehand. reused: the number of
+    prompt tokens from the prefix cache. drafts: the number of steps with draft
     tokens. accepted_at: for each position, the number of steps that accepted a draft token there.
     abandoned: nobody waits for the answer, so the scheduler frees its slot before the next step.
     """
@@ -45,6 +48,7 @@ class Ticket:
     request: Request
     answer: Answer
     deliver: Callable[[Event], None]
+    sequence: Sequence | None = None
     submitted: float = field(default_factory=time.perf_counter)
     reused: int = 0
     drafts: int = 0
@@ -62,6 +66,20 @@ class Ticket:
         add_positions(self.accepted_at, step)
 
 
+@dataclass(eq=False)
+class Prompt:
+    """Holds a prompt that is being run: its ticket, its sequence, and the iterator over its pieces."""
+
+    ticket: Ticket
+    sequence: Sequence
+    pieces: Generator[tuple[Sequence, Step | None]]
+
+    @property
+    def left(self) -> int:
+        """Returns the number of tokens that have not been run."""
+        return len(self.ticket.request.prompt) - len(self.sequence.tokens)
+
+
 class Scheduler:
     """Decodes requests in order of arrival, at most `slots` at a time, while up to `waiting` more are queued."""
 
@@ -72,9 +90,8 @@ class Scheduler:
         self._max_waiting = waiting
         self._decoder = medusa.decoder(slots)
         self._running: dict[Sequence, Ticket] = {}
-        self._prompt: tuple[Ticket, Iterator[tuple[Sequence, Step | None]]] | None = (
-            None  # the ticket whose prompt is being processed, and its remaining pieces
-        )
+        self._prompts: list[Prompt] = []  # those being run, the oldest first
+        self._shortest_next = True
         self._waiting: deque[Ticket] = deque()
         self._changed = threading.Condition()  # guards the queue
         self.closing = False
@@ -91,12 +108,18 @@ class Scheduler:
         """Returns the requests that are being decoded."""
         return list(self._running.values())
 
+    def check_number(self, answers: int) -> None:
+        """Raises Refusal for more answers to one client than the server decodes or queues."""
+        capacity = self._max_waiting + self._slots
+        if answers > capacity:
+            text = (
+                f"{answers} answers are more than the {capacity} that this server decodes or queues"
+            )
+            raise Refusal(400, f"n: {text}", param="n", code="invalid_value")
+
     def submit(self, tickets: Collection[Ticket]) -> None:
         """Queues all of a client's requests, or raises Refusal and queues none; `run` delivers their events."""
-        capacity = self._max_waiting + self._slots
-        if len(tickets) > capacity:
-            text = f"{len(tickets)} answers are more than the {capacity} that this server decodes or queues"
-            raise Refusal(400, f"n: {text}", param="n", code="invalid_value")
+        self.check_number(len(tickets))
         with self._changed:
             if self.closing:
                 raise Refusal(503, "the server is about to stop", code="closing", retry_s=RESTART_S)
@@ -127,6 +150,7 @@ class Scheduler:
             while self._wait_for_work():
                 try:
                     self._evict()
+                    self._admit()
                     self._prefill()
                     self._step()
                 except (
@@ -163,39 +187,61 @@ class Scheduler:
         """Returns True if the first request in the queue finds a free slot and enough memory."""
         return bool(self._waiting) and self._decoder.has_room(self._waiting[0].request)
 
-    def _prefill(self) -> None:
-        """Runs one piece of one request's prompt; each piece is followed by a step of the running requests."""
-        while self._prompt is not None or self._next_has_room():
-            if self._prompt is None:
-                with self._changed:
-                    ticket = self._waiting.popleft()
-                self._metrics.queued.observe(ticket.seconds)
-                self._prompt = ticket, self._decoder.prefill(ticket.request)
-            ticket, pieces = self._prompt
+    def _admit(self) -> None:
+        """Gives waiting requests their slots."""
+        while self._next_has_room():
+            with self._changed:
+                ticket = self._waiting.popleft()
+            self._metrics.queued.observe(ticket.seconds)
+            pieces = self._decoder.prefill(ticket.sequence or ticket.request, piece_s=PIECE_S)
             try:
-                sequence, first = next(pieces)
+                sequence, _ = next(pieces)
             except Exception as reason:
-                self._prompt = None
-                self._running = {
-                    s: other for s, other in self._running.items() if other is not ticket
-                }
-                if not isinstance(reason, UserError):
-                    log.exception("a prompt failed; its request fails")
-                self._finish(ticket, Event(error=reason, last=True))
+                self._fail(ticket, reason)
                 continue
             self._running[sequence] = ticket
-            if first is not None:
-                self._prompt = None
-                ticket.reused = sequence.reused
-                self._metrics.first_token.observe(ticket.seconds)
-                self._metrics.prompt_tokens.inc(len(ticket.request.prompt))
-                self._metrics.reused_tokens.inc(sequence.reused)
-                self._deliver(sequence, first)
+            self._prompts.append(Prompt(ticket, sequence, pieces))
+
+    def _prefill(self) -> None:
+        """Runs one piece of one prompt; each piece is followed by a step of the running requests.
+
+        Turns between the oldest prompt and the one with the fewest tokens left: a short prompt
+        does not wait for long ones, and a long one goes on however many short ones arrive.
+        """
+        if not self._prompts:
             return
+        prompt = self._prompts[0]
+        if self._shortest_next:
+            prompt = min(self._prompts, key=lambda other: other.left)
+        self._shortest_next = not self._shortest_next
+        try:
+            _, first = next(prompt.pieces)
+        except Exception as reason:
+            self._release(prompt.sequence)
+            self._fail(prompt.ticket, reason)
+            return
+        if first is not None:
+            self._prompts.remove(prompt)
+            ticket = prompt.ticket
+            ticket.reused = prompt.sequence.reused
+            self._metrics.first_token.observe(ticket.seconds)
+            self._metrics.prompt_tokens.inc(len(ticket.request.prompt))
+            self._metrics.reused_tokens.inc(ticket.reused)
+            self._deliver(prompt.sequence, first)
 
     def _step(self) -> None:
-        """Runs one step of all running requests."""
-        steps = self._decoder.step()
+        """Runs one step of all running requests; without memory for it, fails the one that the decoder gave up."""
+        try:
+            steps = self._decoder.step()
+        except Exception as reason:
+            ended = [sequence for sequence in self._running if sequence.done]
+            if not ended or not is_out_of_memory(reason):
+                raise
+            for sequence in ended:
+                ticket = self._running[sequence]
+                self._release(sequence)
+                self._fail(ticket, reason)
+            return
         if not steps:
             return
         self._metrics.batch_size.observe(len(steps))
@@ -218,9 +264,16 @@ class Scheduler:
     def _release(self, sequence: Sequence) -> None:
         """Frees a sequence's slot."""
         sequence.cancel()
-        ticket = self._running.pop(sequence)
-        if self._prompt is not None and self._prompt[0] is ticket:
-            self._prompt = None
+        self._running.pop(sequence, None)
+        for prompt in [prompt for prompt in self._prompts if prompt.sequence is sequence]:
+            self._prompts.remove(prompt)
+            prompt.pieces.close()
+
+    def _fail(self, ticket: Ticket, reason: Exception) -> None:
+        """Ends a request with an error."""
+        if not isinstance(reason, UserError):
+            log.error("a request failed", exc_info=reason)
+        self._finish(ticket, Event(error=reason, last=True))
 
     def _finish(self, ticket: Ticket, event: Event) -> None:
         """Sends a request's last event."""
@@ -235,8 +288,23 @@ class Scheduler:
         """Fails all running requests; frees the decoder and creates a new one with an empty cache."""
         for sequence in list(self._running):
             self._finish(self._running.pop(sequence), Event(error=reason, last=True))
-        self._prompt = None
+        self._prompts = []
         traceback.clear_frames(reason.__traceback__)  # the frames hold the old decoder
         del self._decoder
         gc.collect()
-        self._decoder = self._medusa.decoder(self._slots)
+        self._decoder = self._new_decoder()
+
+    def _new_decoder(self) -> Decoder:
+        """Returns a new decoder; as long as there is no memory for one, waiting requests fail."""
+        while True:
+            try:
+                return self._medusa.decoder(self._slots)
+            except Exception as reason:
+                if self.closing or not is_out_of_memory(reason):
+                    raise
+                with self._changed:
+                    waiting = list(self._waiting)
+                    self._waiting.clear()
+                for ticket in waiting:
+                    self._fail(ticket, reason)
+                time.sleep(RETRY_S)

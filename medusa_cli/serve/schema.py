@@ -26,9 +26,15 @@ from medusa_cli.decode.grammar import ANY_OBJECT, Grammar
 from medusa_cli.errors import UsageError
 from medusa_cli.serve import neutral
 
-# Limits on stop strings, because every token of an answer is searched for each of them.
+# Limits on what one request may hold, so that preparing it does not hold up others: the number of
+# stop strings, the characters of each and of all, end tokens, biases, and the characters of a
+# grammar or JSON schema.
 MAX_STOPS = 1024
 MAX_STOP = 1024
+MAX_ALL_STOPS = 32_768
+MAX_STOP_IDS = 1024
+MAX_BIASES = 4096
+MAX_GRAMMAR = 262_144
 MAX_CHOICES = 128
 MAX_NAME = 256
 MAX_TOOLS = 128
@@ -42,7 +48,8 @@ FORM = Discriminator(lambda value: LIST if isinstance(value, list) else TEXT)
 StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP)]
 BiasKey = Annotated[int, Field(ge=0)] | Annotated[str, Field(min_length=1)]
 TokenId = Annotated[int, Field(ge=0)]
-TokenIds = Annotated[list[TokenId], Field(min_length=1)]
+# A list of 100,000 wrong items would take seconds to report, so validation ends at the first.
+TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 
 
 def check_json(value: dict[str, Any]) -> dict[str, Any]:
@@ -51,6 +58,13 @@ def check_json(value: dict[str, Any]) -> dict[str, Any]:
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except RecursionError as reason:
         raise ValueError("is nested too deep") from reason
+    return value
+
+
+def check_biases(value: Any) -> Any:
+    """Raises ValueError for too many entries, before each of them is validated."""
+    if isinstance(value, dict) and len(value) > MAX_BIASES:
+        raise ValueError(f"has {len(value):,} entries; use at most {MAX_BIASES:,}")
     return value
 
 
@@ -133,7 +147,7 @@ Schema = Annotated[
     Annotated[str, Tag(TEXT)] | Annotated[dict[str, Any], Tag(OBJECT)],
     Discriminator(lambda value: TEXT if isinstance(value, str) else OBJECT),
 ]
-Choices = Annotated[list[str], Field(min_length=1)]
+Choices = Annotated[list[str], Field(min_length=1, fail_fast=True)]
 
 
 def choice_of(texts: Sequence[str]) -> str:
@@ -267,6 +281,7 @@ class Sampling(Common):
     logit_bias: (
         Annotated[
             dict[BiasKey, Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]],
+            BeforeValidator(check_biases),
             BeforeValidator(_bias_by_token),
         ]
         | None
@@ -281,7 +296,7 @@ class Sampling(Common):
         None, ge=0, validation_alias=AliasChoices("min_tokens", "min_new_tokens")
     )
     ignore_eos: bool = False
-    stop_token_ids: list[TokenId] = []
+    stop_token_ids: list[TokenId] = Field([], max_length=MAX_STOP_IDS)
     include_stop_str_in_output: bool = Field(
         False, validation_alias=AliasChoices("include_stop_str_in_output", "no_stop_trim")
     )
@@ -311,6 +326,15 @@ class Sampling(Common):
     def _whole_prompt(self) -> "Sampling":
         if self.truncate_prompt_tokens == 0:
             raise ValueError("truncate_prompt_tokens is 0; use 1 or more, or -1")
+        return self
+
+    @model_validator(mode="after")
+    def _bounded(self) -> "Sampling":
+        length = sum(map(len, self.stop_strings))
+        if length > MAX_ALL_STOPS:
+            raise ValueError(
+                f"stop has {length:,} characters in all; use at most {MAX_ALL_STOPS:,}"
+            )
         return self
 
     @property
@@ -392,7 +416,9 @@ FORM_FIELDS = {
     "regex": "regex",
     "ebnf": "grammar",
 }
-Content = Annotated[Annotated[str, Tag(TEXT)] | Annotated[list[Form], Tag(LIST)], FORM]
+Content = Annotated[
+    Annotated[str, Tag(TEXT)] | Annotated[list[Form], Field(fail_fast=True), Tag(LIST)], FORM
+]
 
 
 # Parts of past answers that are no text for the model.
@@ -568,7 +594,7 @@ class Message(Strict):
         None, validation_alias=AliasChoices("reasoning_content", "reasoning")
     )
     refusal: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     function_call: CalledFunction | None = None
     tool_call_id: str | None = None
     name: str | None = None
@@ -651,7 +677,7 @@ class TemplateOptions(Strict):
 class Conversation(TemplateOptions):
     """Messages, and the options for rendering them with the chat template."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Annotated[list[Message], Field(fail_fast=True)] = Field(min_length=1)
     tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
     documents: list[dict[str, Any]] | None = None
     add_special_tokens: bool = Field(
@@ -794,7 +820,7 @@ class CompletionRequest(Sampled):
         Annotated[str, Field(min_length=1), Tag(TEXT)]
         | Annotated[
             list[Annotated[str, Field(min_length=1)]],
-            Field(min_length=1, max_length=MAX_CHOICES),
+            Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True),
             Tag(TEXTS),
         ]
         | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_CHOICES), Tag(LISTS)]
@@ -874,14 +900,19 @@ class DetokenizeRequest(Strict):
     """The body of /detokenize."""
 
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)]
 
     @property
     def prompts(self) -> Sequence[list[int]]:
         return [self.tokens]
 
 
+def _form_of_tokenize(body: Any) -> str:
+    is_chat = isinstance(body, TokenizeChat) or (isinstance(body, dict) and "messages" in body)
+    return LIST if is_chat else TEXT
+
+
 TokenizeRequest = Annotated[
     Annotated[TokenizeText, Tag(TEXT)] | Annotated[TokenizeChat, Tag(LIST)],
-    Discriminator(lambda body: LIST if isinstance(body, dict) and "messages" in body else TEXT),
+    Discriminator(_form_of_tokenize),
 ]

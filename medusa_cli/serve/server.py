@@ -20,7 +20,8 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from medusa_cli.api import Medusa
-from medusa_cli.errors import UsageError
+from medusa_cli.decode.grammar import Grammar, matcher_of
+from medusa_cli.errors import UsageError, UserError
 from medusa_cli.serve.app import build
 from medusa_cli.serve.middleware import Limits
 from medusa_cli.serve.templates import TemplateProcess
@@ -39,6 +40,9 @@ class Server:
 
     def __init__(self, medusa: Medusa, limits: Limits) -> None:
         self._templates = TemplateProcess(medusa.backbone, limits.template_s)
+        # Reading the vocabulary takes a second in which no other thread runs.
+        with suppress(UserError):
+            matcher_of(medusa.backbone, Grammar("regex", "a"))
         app, self._scheduler = build(medusa, limits, self._templates)
         self._head_s = limits.head_s
         # A quarter of the limit is left for other files: the listener, the log, the model.
