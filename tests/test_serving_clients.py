@@ -1013,7 +1013,8 @@ def test_past_items_of_other_models_are_skipped(server: Served) -> None:
         server.post({"input": given, "max_output_tokens": 4}, "/v1/responses")
         for given in ([user], [*items, user])
     )
-    assert plain[2]["usage"] == mixed[2]["usage"]
+    # How much of it is cached may differ.
+    assert plain[2]["usage"]["total_tokens"] == mixed[2]["usage"]["total_tokens"]
     assert (
         mixed[1]["x-medusa-ignored-fields"]
         == "input[].type=reasoning, input[].type=web_search_call"
