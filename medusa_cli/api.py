@@ -73,7 +73,7 @@ class OptionFields(TypedDict, total=False):
     logit_bias: Mapping[int, float] | None
     json_schema: Mapping[str, Any] | str | None
     regex: str | None
-    grammar: str | Grammar | None
+    grammar: str | Grammar | LazyGrammar | None
     speculative: bool
     raw: bool
 
