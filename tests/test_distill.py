@@ -146,7 +146,7 @@ def test_batch_of_the_papers_recipe_fits_the_memory(monkeypatch: pytest.MonkeyPa
             hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, **config
         )
         heads = vicuna.num_key_value_heads
-        engine = SimpleNamespace(row_bytes=2 * 32 * heads * 128 * 2)
+        engine = SimpleNamespace(row_bytes=2 * 32 * heads * 128 * 2, slot_bytes=lambda rows: 0)
         backbone: Any = SimpleNamespace(
             config=vicuna,
             dtype=torch.bfloat16,

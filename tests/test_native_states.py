@@ -206,3 +206,42 @@ def test_sequences_of_a_batch_decode_as_alone(model: str) -> None:
     decoder = decoder_of(backbone, Known(texts, 0.6), SPARSE, slots=2)
     steps = steps_of(decoder, [Request(prompt, **rules) for prompt in prompts])
     assert [tokens_of(of_request) for of_request in steps] == alone
+
+
+@pytest.mark.parametrize("engine", ["native", "eager"])
+@pytest.mark.parametrize("model", [*MODELS, "qwen3_5_moe_text", "llama"])
+def test_memory_is_reckoned_as_it_is_allocated(model: str, engine: str, tmp_path: Path) -> None:
+    path = save_network(tiny_network(model), tmp_path)
+    backbone = load_backbone(path, LoadOptions(dtype="fp32", engine=engine))
+    slots = 3
+    cache = backbone.engine.new_cache(slots, 256)
+    cache.reserve(256)
+    for slot in range(slots):
+        for first in range(0, 12 * (SNAPSHOTS + 1), 12):
+            forward(backbone, TOKENS[first : first + 12], cache, slot=slot, logits="none")
+    nodes = torch.full((slots, TREE.size), 7)
+    backbone.engine.forward(Plan(nodes, TREE.depth, TREE.mask), cache)
+    rows = slots * cache.capacity * backbone.engine.row_bytes
+    fixed = slots * backbone.engine.slot_bytes(TREE.size)
+    assert cache.nbytes == rows + fixed
+    assert (fixed > 0) == (model != "llama" and (model, engine) != ("lfm2", "native"))
+    held = cache.held_bytes(0)
+    assert 0 <= held <= backbone.engine.slot_bytes(0)
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_running_states_count_against_the_memory(
+    missing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backbone = backbone_of("qwen3_5_text")
+    decoder = decoder_of(backbone, None, slots=4)
+    fixed = backbone.engine.slot_bytes(decoder.policy.size)
+    assert fixed > 0
+    rows = decoder.cache.missing_rows({0: decoder._rows(6)}) * backbone.engine.row_bytes
+    free = rows + fixed - missing
+    monkeypatch.setattr("medusa_cli.decode.decoder.free_memory", lambda device: free)
+    if missing:
+        with pytest.raises(UserError, match="max_new_tokens"):
+            decoder.admit(Request([5, 9], max_new_tokens=4, stop_ids=()))
+    else:
+        decoder.admit(Request([5, 9], max_new_tokens=4, stop_ids=()))

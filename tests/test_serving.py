@@ -29,7 +29,9 @@ from transformers import PreTrainedTokenizerFast
 from medusa_cli.api import Medusa
 from medusa_cli.commands.serve import fitting_limits
 from medusa_cli.decode import Answer, Likelihood, Request, decoder, sequence
+from medusa_cli.engine import attach
 from medusa_cli.errors import UsageError
+from medusa_cli.model import Backbone
 from medusa_cli.model.vocabulary import BYTES
 from medusa_cli.serve import app
 from medusa_cli.serve.metrics import Metrics
@@ -37,7 +39,8 @@ from medusa_cli.serve.openai_format import OpenAIFormat
 from medusa_cli.serve.scheduler import Event, Scheduler, Ticket
 from medusa_cli.serve.schema import ChatRequest, CompletionRequest
 from medusa_cli.serve.server import OnceAMinute, check_certificate, listen
-from tests.helpers import forward, tiny_backbone
+from tests.helpers import forward, tiny_backbone, tiny_tokenizer
+from tests.models import tiny_network
 from tests.serving import IDS, MODEL, Served, serving, tiny_medusa
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "w1 w2"}]}
@@ -484,6 +487,19 @@ def test_the_context_is_the_models_as_far_as_memory_allows(
     assert slots == 8 and 8192 < context < 16384 and share is None
     assert limits("eager", 3 * 512, 200) == (3, 200, None)
     assert limits("eager", 0, 200) == (1, 200, None)
+
+
+def test_running_states_take_memory_in_every_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    backbone = Backbone(tiny_network("qwen3_5_text"), tiny_tokenizer(128))
+    attach(backbone, "native")
+    fixed = backbone.engine.slot_bytes(256)
+    row = backbone.engine.row_bytes
+    assert fixed > 16 * row
+    for free, slots in ((8 * fixed + 8 * 512 * row, 8), (3 * (fixed + 512 * row), 3), (0, 1)):
+        monkeypatch.setattr("medusa_cli.device.free_memory", lambda device, free=free: free)
+        fitting, context, share = fitting_limits(backbone, 8, None)
+        assert fitting == slots and context == 512
+        assert share is None or slots * share * row + slots * fixed <= max(free, slots * fixed)
 
 
 def test_requests_that_exceed_the_memory_together_wait(

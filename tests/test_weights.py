@@ -15,9 +15,10 @@ from transformers import AutoModelForCausalLM
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
-from medusa_cli.engine import attach, load_backbone, packed, packed_cache
+from medusa_cli.engine import attach, description, load_backbone, packed, packed_cache
 from medusa_cli.errors import UserError
 from medusa_cli.model import Backbone
+from medusa_cli.model.backbone import Unsupported, usable_positions
 from medusa_cli.model.weights import NetworkWeights, open_weights
 from medusa_cli.runs.load_options import LoadOptions
 from tests.helpers import change_json, forward, save_network, tiny_model
@@ -407,3 +408,27 @@ def test_a_layer_that_predicts_later_tokens_is_left_out_in_silence(
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     load(path)
     assert "layers up to" not in caplog.text
+
+
+# ---- configs
+
+
+def test_positions_end_where_the_rope_of_some_layers_changes() -> None:
+    config = tiny_network("gemma3_text").config
+    assert usable_positions(config) == 512
+    kinds = dict(config.rope_parameters)
+    changing = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+    original = {"original_max_position_embeddings": 128}
+    config.rope_parameters = kinds | {"full_attention": changing | original}
+    assert usable_positions(config) == 128
+    config.rope_parameters = kinds | {"full_attention": changing}
+    assert usable_positions(config) == 512
+
+
+def test_keys_narrower_than_a_head_are_not_described() -> None:
+    network = tiny_network("llama")
+    network.model.layers[0].self_attn.k_proj = torch.nn.Linear(64, 8, bias=False)
+    reader = description._Reader(network)
+    parts = reader._parts_of(network.model.layers[0], None)
+    with pytest.raises(Unsupported, match="heads"):
+        reader._heads_of(parts, None)

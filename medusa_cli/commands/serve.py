@@ -172,13 +172,21 @@ def fitting_limits(
     wanted = min(context or backbone.max_positions, backbone.max_positions)
     cache = backbone.engine.new_cache()
     free = free_memory(backbone.device)
-    rows = free // backbone.engine.row_bytes
+    # Running states take the same memory in every slot, whatever the length.
+    fixed = backbone.engine.slot_bytes(SPARE_ROWS)
+    row = max(1, backbone.engine.row_bytes)
+    asked = slots
+    if fixed:
+        slots = min(slots, max(1, free // (fixed + min(wanted, MIN_CONTEXT) * row)))
+    rows = max(0, free - slots * fixed) // row
     memory = f"{backbone.device} has {free / 1e9:.1f} GB left"
     if cache.lazy:
         longest = max(MIN_CONTEXT, int(MEMORY_SHARE * rows) - SPARE_ROWS)
         if longest < wanted:
             console.warn(f"the context is {longest:,} tokens instead of {wanted:,}: {memory}")
         longest = min(wanted, longest)
+        if slots < asked:
+            console.warn(f"{slots} answers side by side instead of {asked}: {memory}")
         return slots, longest, None if slots * longest <= rows else rows // slots
 
     capacity = Cache(layers=1).grown(wanted + SPARE_ROWS)
@@ -187,7 +195,7 @@ def fitting_limits(
             capacity //= 2
     longest = min(wanted, capacity - SPARE_ROWS)
     fitting = min(slots, max(1, rows // capacity))
-    if fitting < slots or longest < wanted:
+    if fitting < asked or longest < wanted:
         console.warn(
             f"{fitting} answers side by side, in a context of {longest:,} tokens: {memory}; a smaller --batch-size "
             "leaves more for the context, a smaller --context for more answers"

@@ -419,6 +419,8 @@ class Decoder:
 
         def bytes_and_free() -> tuple[int, int]:
             needed = self.cache.missing_rows(rows) * self.engine.row_bytes
+            fixed = self.engine.slot_bytes(self.policy.size)
+            needed += sum(max(0, fixed - self.cache.held_bytes(own)) for own in rows)
             return needed, int(share * free_memory(self.backbone.device)) if needed else 0
 
         needed, free = bytes_and_free()

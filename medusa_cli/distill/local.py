@@ -61,7 +61,8 @@ def choose_batch_size(backbone: Backbone, settings: DistillRecipe, processes: in
         position += config.hidden_size * (len(settings.taps) + 1) * backbone.dtype.itemsize
     largest = MAX_BATCH if shared else GPU_BATCH
     rows = context if shared else context + ROWS[-1]
-    count = max(1, min(largest, int(MEMORY_SHARE * free) // (position * rows)))
+    needed = position * rows + backbone.engine.slot_bytes(1)
+    count = max(1, min(largest, int(MEMORY_SHARE * free) // needed))
     if count < largest:
         log.info(
             f"{count} conversations at a time: {free / 1e9:.1f} GB are free for their {context:,} positions each; "
@@ -86,7 +87,7 @@ def answer_locally(
     taps = with_last_layer(settings.taps)
     context = min(settings.context, backbone.max_positions)
     decoder = Decoder(backbone, slots=len(slots), taps=taps, context=context)
-    needed = count * context * backbone.engine.row_bytes
+    needed = count * (context * backbone.engine.row_bytes + backbone.engine.slot_bytes(1))
     if context > decoder.cache.capacity and needed <= free_memory(backbone.device):
         # At once: while a cache grows, the old one takes memory, too.
         decoder.cache.resize(context)

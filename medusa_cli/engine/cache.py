@@ -52,6 +52,10 @@ class Cache:
         """Returns the size of the buffers in bytes, including free rows."""
         return sum(buffer.nbytes for buffer in (self.keys, self.values) if buffer is not None)
 
+    def held_bytes(self, slot: int) -> int:
+        """Returns the bytes that a slot holds besides the rows of its tokens."""
+        return 0
+
     def grown(self, rows: int) -> int:
         """Returns the capacity, doubled until it has room for this many rows."""
         capacity = self.capacity

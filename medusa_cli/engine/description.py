@@ -426,9 +426,10 @@ class _Reader:
             return 0, 0
         heads = self.config.num_attention_heads
         dim = own.matrices["query"].count // heads
-        kv = owner.kv if owner is not None else own.matrices["key"].count // dim
-        if dim > MAX_HEAD_DIM or heads % kv:
+        keys = owner.kv * dim if owner is not None else own.matrices["key"].count
+        if not 0 < dim <= min(MAX_HEAD_DIM, keys) or heads % (keys // dim):
             raise Unsupported("its heads have sizes not known here")
+        kv = keys // dim
         return kv, dim
 
     def _add_facts(self, layer: Any, own: _LayerParts, dim: int) -> None:

@@ -12,6 +12,7 @@ from medusa_cli.engine.engine import LayoutEngine
 from medusa_cli.engine.extra_rows import layers_one_by_one
 from medusa_cli.engine.layer_cache import LayerCache
 from medusa_cli.engine.plan import Layout, Plan
+from medusa_cli.engine.state_cache import SNAPSHOTS
 from medusa_cli.engine.view import View, following
 from medusa_cli.errors import first_line
 from medusa_cli.files.model_files import unverifiable
@@ -70,6 +71,10 @@ class EagerEngine(LayoutEngine):
             * dim
             * self.dtype.itemsize
         )
+
+    def slot_bytes(self, rows: int) -> int:
+        # Each node of a tree has states of its own.
+        return (1 + SNAPSHOTS + min(rows, self.tree_rows(0))) * self._state_bytes
 
     def tree_rows(self, length: int) -> int:
         rows = super().tree_rows(length)

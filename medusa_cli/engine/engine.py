@@ -76,6 +76,13 @@ class Engine(ABC):
         )
         return 2 * self.backbone.num_layers * heads * dim * self.dtype.itemsize
 
+    def slot_bytes(self, rows: int) -> int:
+        """Returns the bytes of a cache's slot besides its tokens' rows: running states, snapshots, a tree's states.
+
+        rows: the nodes of the largest tree.
+        """
+        return 0
+
     @torch.no_grad()
     def final_gain(self) -> Tensor | None:
         """Returns the gain [H] of the network's final norm; None if it has no such norm."""

@@ -19,7 +19,7 @@ from medusa_cli.engine.lazy_memory import drop_pages, lazy_zeros
 from medusa_cli.engine.native_model import NativeModel
 from medusa_cli.engine.plan import Output, Plan
 from medusa_cli.engine.shapes import padded
-from medusa_cli.engine.state_cache import StateCache
+from medusa_cli.engine.state_cache import SNAPSHOTS, StateCache
 from medusa_cli.errors import UserError
 from medusa_cli.model.backbone import Backbone
 from medusa_cli.native import Format, PackedMatrix, instruction_set, library
@@ -116,6 +116,13 @@ class NativeEngine(Engine):
         width = self.model.struct.key_width + self.model.struct.value_width
         inputs = description.places("short_conv") * self.sizes["hidden"]
         return FLOAT_BYTES * (description.places("attention") * int(width) + inputs)
+
+    def slot_bytes(self, rows: int) -> int:
+        layers = self.model.description.places("delta_net")
+        if not layers:
+            return 0
+        states = (1 + SNAPSHOTS) * self.model.delta_state
+        return FLOAT_BYTES * layers * (states + rows * self.model.shapes.delta_row[1])
 
     def run_pass(self, plan: Plan, cache: Cache) -> Output:
         if not isinstance(cache, NativeCache) or cache.model is not self.model:

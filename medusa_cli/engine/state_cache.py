@@ -51,6 +51,10 @@ class StateCache(Cache):
         """Returns the bytes of one slot's states."""
         return sum(states[0].nbytes for states in self.states.values())
 
+    def held_bytes(self, slot: int) -> int:
+        count = len(self._snapshots[slot]) + (self.lengths[slot] > 0)
+        return count * self.slot_bytes
+
     def take_snapshot(self, slot: int, length: int) -> None:
         """Takes a snapshot of a slot's states after `length` tokens."""
         if self.states:

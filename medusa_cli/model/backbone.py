@@ -446,10 +446,12 @@ def usable_positions(config: Any) -> int:
     scaling = (
         getattr(config, "rope_scaling", None) or getattr(config, "rope_parameters", None) or {}
     )
-    if scaling.get("rope_type", scaling.get("type")) not in CHANGING_ROPE:
-        return context
     key = "original_max_position_embeddings"
-    return min(context, int(scaling.get(key) or getattr(config, key, None) or context))
+    by_kind = [own for own in scaling.values() if isinstance(own, dict)]
+    for own in by_kind or [scaling]:
+        if own.get("rope_type", own.get("type")) in CHANGING_ROPE:
+            context = min(context, int(own.get(key) or getattr(config, key, None) or context))
+    return context
 
 
 def identity_of(
