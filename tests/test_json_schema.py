@@ -1,6 +1,7 @@
 """Each keyword of JSON Schema, in each place, is followed exactly, or refused by place and name."""
 
 import json
+import random
 from typing import Any
 
 import pytest
@@ -209,6 +210,39 @@ def test_keywords_are_followed_in_each_place(
 ) -> None:
     assert keyword in str(schema)
     check(schema, place)
+
+
+def test_combined_keywords_are_followed_or_refused() -> None:
+    chance = random.Random(1)
+    pool = [
+        schema for keyword, schema in FOLLOWED if "$schema" not in schema and keyword != "oneOf"
+    ]
+    # Their negations are counted properties and properties that must be absent.
+    pool += [{"type": "object", "properties": {"a": {"not": {}}, "b": TEXT}}] * 3
+    pool += [{**THREE, "maxProperties": 2}] * 3
+    followed = 0
+    for _ in range(200):
+        first, second, third = chance.sample(pool, 3)
+        schema = chance.choice(
+            [
+                {"allOf": [first, second]},
+                {"anyOf": [first, second]},
+                {**first, **second},
+                {**first, "not": second},
+                {**first, "if": second, "then": third},
+                {"type": "object", "properties": {"a": first, "b": second, "c": third}},
+            ]
+        )
+        try:
+            grammar = schema_grammar(schema)
+            matcher_of(BACKBONE, grammar)
+        except UsageError:
+            continue
+        followed += 1
+        validator = jsonschema.validator_for(schema, validate_formats=True)
+        wrong = [x for x in VALUES if takes(grammar, x) and not validator.is_valid(x)]
+        assert not wrong, (schema, grammar.text)
+    assert followed > 100
 
 
 @pytest.mark.parametrize("schema", REFERRING, ids=str)

@@ -418,6 +418,8 @@ class _Rewriter:
             )
         if 1 < (limit := part.get("maxProperties", 0)) < len(names):
             del part["maxProperties"]
+            # Others would count, too.
+            part["additionalProperties"] = False
             ways = combinations(names, len(names) - limit)
             more.append({"anyOf": [{"properties": dict.fromkeys(way, False)} for way in ways]})
 

@@ -73,9 +73,9 @@ def negated(schema: Any, within: Any, resolve: Callable[[Any], Any], depth: int 
             for name, part in value.items():
                 other = inner(part)
                 need = {"type": "object", "required": [name], "properties": {name: other}}
-                options.append(other and need)
+                options.append(need if other is not False else False)
         elif keyword == "not":
-            options.append(value)
+            options.append(True if value == {} else value)
         elif keyword == "allOf":
             options += map(inner, value)
         elif keyword == "anyOf":
@@ -100,10 +100,15 @@ def _says_nothing(keyword: str, value: Any) -> bool:
 
 def other_values(part: Mapping[str, Any], excluded: Any) -> list[Any] | None:
     """Returns the values that a part lists without the excluded ones, if both are lists."""
-    given = [part["const"]] if "const" in part else part.get("enum")
+    given = part.get("enum")
+    if "const" in part:
+        const = part["const"]
+        given = [const] if given is None or any(_same(const, value) for value in given) else []
     if given is None or not isinstance(excluded, Mapping):
         return None
     if set(excluded) & {"const", "enum"} and not set(excluded) - {*SILENT, "const", "enum"}:
+        if "const" in excluded and "enum" in excluded:
+            return None
         left = [excluded["const"]] if "const" in excluded else excluded["enum"]
         return [value for value in given if not any(_same(value, other) for other in left)]
     return None
