@@ -8,9 +8,7 @@ import torch
 
 from medusa_cli.decode import AdaptivePolicy, Sampling, Step
 from medusa_cli.decode.adaptive import (
-    MAX_RETRY_STEPS,
     MAX_TRIAL_COST,
-    RETRY_STEPS,
     TRIAL_STEPS,
     Growing,
     convex,
@@ -75,31 +73,22 @@ def test_accepted_drafts_make_the_tree_larger() -> None:
     policy = adaptive()
     sizes = steps(policy, 1.0, 60)
     # Two of two accepted where 0.7 were expected: four tokens in 13.5 ms are more than three in 12.
-    assert sizes[0] == SMALL.size and set(sizes[20:]) == {LARGE.size} and ROOT.size not in sizes
+    assert sizes[0] == SMALL.size and set(sizes[20:]) - {ROOT.size} == {LARGE.size}
+    assert sizes.count(ROOT.size) <= 2  # plain steps that check whether drafting still pays
     assert policy.acceptance > 1.5
 
 
-def test_retry_interval_doubles() -> None:
+def test_trials_wait_until_plain_steps_have_paid_for_them() -> None:
     policy = adaptive()
     sizes = steps(policy, 0.0, 4000)
     first = sizes.index(ROOT.size)
     assert sizes[0] == SMALL.size and first <= 8 and policy.acceptance < 0.5
-    rests, run = [], 0
-    for size in sizes[first:]:
-        if size == ROOT.size:
-            run += 1
-        elif run:
-            rests.append(run)
-            run = 0
-    paid_by = round(
-        TRIAL_STEPS * (SECONDS[SMALL.size] / SECONDS[ROOT.size] - 1) / MAX_TRIAL_COST
-    )  # plain steps
-    assert (
-        rests[:4] == [max(paid_by, RETRY_STEPS * 2**i) for i in range(4)]
-        and max(rests) == MAX_RETRY_STEPS
-    )
     drafted = [size for size in sizes[first:] if size > 1]
-    assert set(drafted) == {SMALL.size} and len(drafted) <= TRIAL_STEPS * (len(rests) + 1)
+    # Both steps of the dearest trial accept nothing.
+    dearest = TRIAL_STEPS * (SECONDS[SMALL.size] / SECONDS[ROOT.size] - 1)
+    paid = MAX_TRIAL_COST * sizes.count(ROOT.size) + 2 * dearest
+    assert set(drafted) == {SMALL.size} and len(drafted) / TRIAL_STEPS * dearest <= paid
+    assert len(drafted) > 20  # trials go on for ever
 
 
 def speedup(
@@ -140,7 +129,7 @@ def test_policy_finds_its_way_back_after_a_stretch_that_fails() -> None:
     )
     policy = AdaptivePolicy(budgets(accuracies, costs), costs)
     assert speedup(policy, [0.0, 0.7], texts=20, length=400) >= 1.12
-    assert speedup(policy, [0.0] * 10, texts=3, length=400) >= 0.995
+    assert speedup(policy, [0.0] * 10, texts=3, length=400) >= 0.99
 
 
 def serve(
@@ -249,7 +238,7 @@ def test_slow_plain_steps_of_a_busy_minute_are_forgotten() -> None:
         steps(policy, 0.0, 40)
         steps(policy, 0.0, 30, seconds=lambda tree: 1.3 * SECONDS[tree.size])
     sizes = steps(policy, 0.0, 200, begin(policy, Sampling("exact", 1.0)))
-    assert sizes.count(ROOT.size) > 170 and set(sizes[-20:]) == {ROOT.size}
+    assert sizes.count(ROOT.size) > 170
 
 
 def test_single_outlier_changes_nothing() -> None:
@@ -368,14 +357,14 @@ def test_confidences_that_are_wrong_end_drafting() -> None:
     assert speedup > 0.96 and 0 < len(late) < 60
     assert {step.growth.levels for step in late if step.growth} == {1}  # trials are cheap
     speedup, taken = decode(policy, lambda number: 0.9, 400)  # a text that drafts fit
-    assert speedup > 1.5 and taken[-1].growth
+    assert speedup > 1.5 and any(step.growth for step in taken[-2:])
 
 
 def test_a_single_miss_of_a_sure_drafter_does_not_end_drafting() -> None:
     policy = growing()
     _, taken = decode(policy, lambda number: 0.95, 40, right=lambda confidence: 0.0)
-    failed = next(i for i, step in enumerate(taken) if not step.growth)
-    assert 2 <= failed < 16
+    drafted = [number for number, step in enumerate(taken) if step.growth]
+    assert drafted[:2] == [0, 1] and len(drafted) < 24
 
 
 def test_prices_rise_ever_faster_whatever_the_noise() -> None:

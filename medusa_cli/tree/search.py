@@ -93,17 +93,32 @@ STRIDE = 4
 class StepTimes:
     """Holds the seconds that a step's parts take: verifying by number of rows, and drafting by number of levels.
 
-    Verification time covers the pass, acceptance and the cache update. A drafter that drafts all levels at once
-    takes the same time at every depth.
+    Verification time covers the pass, acceptance and the cache update. A drafter that drafts all
+    levels at once takes the same time at every depth. context: the number of tokens before the
+    step. longer: the times after more tokens, where attention takes more of a step; None if they
+    are not known.
     """
 
     verify: Mapping[int, float]
     draft: Mapping[int, float]
+    context: int = 0
+    longer: "StepTimes | None" = None
 
-    def step(self, nodes: int, depth: int, batch: int = 1) -> float:
-        """Returns the duration in seconds of a step of `batch` sequences with trees of this size."""
-        drafting = interpolate(self.draft, depth) if depth else 0.0
-        return interpolate(self.verify, nodes * batch) + drafting
+    def step(self, nodes: int, depth: int, batch: int = 1, length: int = 0) -> float:
+        """Returns the duration in seconds of a step of `batch` sequences with trees of this size.
+
+        length: the number of tokens before the step, on average over the sequences.
+        """
+        seconds = interpolate(self.verify, nodes * batch) + self._drafting(depth)
+        if self.longer is None or length <= self.context:
+            return seconds
+        # The weights are read once for all sequences, but each sequence attends to its own text.
+        own = interpolate(self.verify, nodes) + self._drafting(depth)
+        added = batch * max(self.longer.step(nodes, depth) - own, 0.0)
+        return seconds + added * (length - self.context) / (self.longer.context - self.context)
+
+    def _drafting(self, depth: int) -> float:
+        return interpolate(self.draft, depth) if depth else 0.0
 
 
 @dataclass(frozen=True)

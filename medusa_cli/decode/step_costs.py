@@ -1,0 +1,140 @@
+"""Step costs: measured step times, corrected by the steps that decoding takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+from medusa_cli.tree.search import StepTimes
+
+# Decay of the evidence for a correction with each later step. A correction that rests on many
+# steps follows the latest one at a rate of 1 - DECAY.
+DECAY = 0.93
+# The least weight of older evidence, in steps: a single plain step decides less than one that drafts,
+# as others follow that.
+PLAIN_WEIGHT = 2.0
+DRAFTS_WEIGHT = 1.0
+# Plain steps are repeated until one changes their time by less than this share.
+SETTLED = 0.05
+# A step that takes more than this multiple of its expected time is an outlier, unless the next step
+# is slow, too.
+OUTLIER_RATIO = 1.5
+# Steps without a plain one after which the time of plain steps is old: in the beginning, and later.
+FIRST_CHECK = 16
+CHECK_STEPS = 64
+# Plain steps are checked at once if drafted ones take less time than they, by this share.
+QUICKER = 0.1
+# The least time of a row, in plain steps: measured times may miss it, but later steps correct it.
+MIN_ROW = 0.002
+# The smallest correction of the time that drafts add.
+MIN_CORRECTION = 0.05
+# Times are computed for lengths of texts that are multiples of this one.
+LENGTH = 256
+
+
+class Correction:
+    """Estimates the ratio of observed to measured seconds. The older its evidence, the more a new step counts.
+
+    least: the least weight of older evidence, in steps.
+    """
+
+    def __init__(self, least: float) -> None:
+        self.value = 1.0
+        self._least = least
+        self._weight = 0.0  # in steps
+        self._seen = 0  # the step at which it was last observed
+
+    def update(self, ratio: float, step: int) -> float:
+        """Learns a ratio observed at a step; returns the change of the value."""
+        known = self._weight * DECAY ** (step - self._seen)
+        self._weight = 1.0 + min(max(known, self._least), self._weight)
+        self._seen = step
+        change = (ratio - self.value) / self._weight
+        self.value += change
+        return change
+
+
+class StepCosts:
+    """Holds the step costs of all batch sizes, which all decoders that share them correct."""
+
+    def __init__(self, step_times: StepTimes) -> None:
+        self.measured = step_times.step
+        self._batches: dict[int, BatchCosts] = {}
+
+    def of_batch(self, batch: int) -> BatchCosts:
+        """Returns the costs at a batch size; later steps correct them."""
+        if batch not in self._batches:
+            self._batches[batch] = BatchCosts(self.measured, batch)
+        return self._batches[batch]
+
+
+class BatchCosts:
+    """Estimates the times of steps at one batch size.
+
+    Two corrections apply to the measured times: one to those of plain steps, and one to the time
+    that drafts add. So a few steps with one tree correct the times of all trees.
+    """
+
+    def __init__(self, measured: Callable[[int, int, int, int], float], batch: int) -> None:
+        self._batch = batch
+        self._times = measured
+        self._measured = cache(self._measure)
+        self._plain = Correction(PLAIN_WEIGHT)
+        self._drafts = Correction(DRAFTS_WEIGHT)
+        self._steps = 0
+        self._since_plain = CHECK_STEPS - FIRST_CHECK
+        self._slow = False  # the last step took much longer than expected
+        self._added = 0.0  # the measured seconds that the last step's drafts added
+
+    def _measure(self, nodes: int, depth: int, length: int) -> tuple[float, float]:
+        """Returns the measured seconds of a plain step, and those that drafts add."""
+        plain = self._times(1, 0, self._batch, length)
+        added = self._times(nodes, depth, self._batch, length) - plain
+        return plain, max(added, MIN_ROW * (nodes - 1) * plain)
+
+    def _parts(self, nodes: int, depth: int, length: float) -> tuple[float, float]:
+        return self._measured(nodes, depth, LENGTH * round(length / LENGTH))
+
+    def seconds(self, nodes: int, depth: int, length: float = 0) -> float:
+        """Returns the expected duration of a step after texts of this mean length."""
+        plain, added = self._parts(nodes, depth, length)
+        return self._plain.value * plain + max(self._drafts.value, MIN_CORRECTION) * added
+
+    def added(self, nodes: int, depth: int, length: float = 0) -> float:
+        """Returns the seconds that drafts are expected to add to a plain step."""
+        return max(self._drafts.value, MIN_CORRECTION) * self._parts(nodes, depth, length)[1]
+
+    @property
+    def plain_is_old(self) -> bool:
+        """Returns True if the last plain step was long ago, so that drafts may have become slower than plain steps."""
+        return self._since_plain >= CHECK_STEPS
+
+    def record(self, nodes: int, depth: int, length: float, seconds: float) -> None:
+        """Corrects the times by a step, but ignores a single slow step, which may be an outlier."""
+        if seconds <= 0:  # a coarse clock
+            return
+        plain, added = self._parts(nodes, depth, length)
+        self._steps += 1
+        self._since_plain += 1
+        after_slow = self._slow
+        self._slow = seconds > OUTLIER_RATIO * self.seconds(nodes, depth, length)
+        if self._slow and not after_slow:
+            return
+        if added:
+            expected = self._plain.value * plain
+            self._drafts.update((seconds - expected) / added, self._steps)
+            if self._drafts.value * added < -QUICKER * expected:
+                self._since_plain = CHECK_STEPS  # plain steps must have become quicker, too
+        else:
+            self._record_plain(plain, seconds)
+        self._added = added
+
+    def _record_plain(self, plain: float, seconds: float) -> None:
+        before = self._plain.value
+        change = self._plain.update(seconds / plain, self._steps)
+        if abs(change) < SETTLED * before:
+            self._since_plain = 0
+        if self._added:  # the last step drafted: the time of such steps is known
+            self._drafts.value -= change * plain / self._added
+        else:  # the machine's speed has changed
+            self._drafts.value *= self._plain.value / before
