@@ -6,17 +6,16 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import torch
-
 from medusa_cli.device import best_time, copy_bandwidth
 from medusa_cli.engine import Cache, Engine, Plan
-from medusa_cli.engine.timing import watched
+from medusa_cli.engine.timing import random_tokens, watched
 from medusa_cli.errors import UsageError
 from medusa_cli.model import Backbone
 from medusa_cli.tree import Tree
 
 ROWS = (1, 4, 8, 16, 32, 64)
 ROUNDS = 15
+CONTEXT = 256
 log = logging.getLogger(__name__)
 
 
@@ -26,15 +25,16 @@ def time_rows(
     """Returns the median pass time in milliseconds by number of rows, with `context` tokens in the cache.
 
     It also returns the prefill time in seconds and the cache size in bytes. Row counts are
-    interleaved so that machine drift affects them all equally.
+    interleaved so that machine drift affects them all equally. Rows have different random tokens, as
+    a mixture of experts reads more weights the more its tokens differ.
     """
     cache = backbone.engine.new_cache(capacity=context + max(rows))
-    prompt = Plan.chain(torch.arange(context) % backbone.vocab_size, logits="none")
+    prompt = Plan.chain(random_tokens(context, backbone.vocab_size, 0), logits="none")
     prefill = best_time(backbone.device, lambda: backbone.engine.forward(prompt, cache), 1)
     laps: dict[int, list[float]] = {count: [] for count in rows}
     for number in range(rounds + 2):
         for count in rows:
-            ids = (torch.arange(count, device=backbone.device) + number) % backbone.vocab_size
+            ids = random_tokens(count, backbone.vocab_size, number).to(backbone.device)
             tree = Tree((-1, *[0] * (count - 1)), tuple(range(count)))
             plan = Plan(ids[None], tree.depth, tree.mask)
             seconds = best_time(backbone.device, partial(_verify, backbone.engine, plan, cache), 1)
@@ -53,12 +53,13 @@ def _verify(engine: Engine, plan: Plan, cache: Cache) -> None:
 
 
 def time_passes(backbone: Backbone, contexts: Sequence[int]) -> dict[str, Any]:
-    """Times a backbone's passes by context and number of rows.
+    """Times a backbone's passes by context and number of rows. Without contexts, one fits every model.
 
     The result also has the minimum time to read the weights at the measured bandwidth. Raises
     UsageError if the longest context does not fit.
     """
     longest = backbone.max_positions - 3
+    contexts = contexts or [min(CONTEXT, longest)]
     if contexts[-1] > longest:
         raise UsageError(
             f"@context {contexts[-1]} leaves no position of {backbone.max_positions}",
@@ -78,6 +79,7 @@ def time_passes(backbone: Backbone, contexts: Sequence[int]) -> dict[str, Any]:
         "weight_bytes": weights,
         "copy_bytes_per_s": bandwidth,
         "ceiling_ms": 1e3 * weights / bandwidth,
+        "tokens": "random, a different one in each row",
         "busy": busy is not None,
         "contexts": by_context,
     }

@@ -15,15 +15,18 @@ def machine(
     *,
     model: options.Model = None,
     context: Annotated[
-        str,
-        flag("--context N,N", "Tokens in the KV cache during the timed passes.", show_default=True),
-    ] = "256",
+        str | None,
+        flag(
+            "--context N,N",
+            "Tokens in the KV cache during the timed passes; default 256, or what fits.",
+        ),
+    ] = None,
     loading: LoadFlags,
     printing: OutputFlags,
 ) -> None:
     """Show what this machine is, which engine runs a model on it, and how long a pass takes by its number of rows."""
     printing.configure()
-    words = context.split(",")
+    words = context.split(",") if context is not None else []
     if not all(
         word.isascii() and word.isdigit() and len(word) <= DIGITS and int(word) for word in words
     ):
@@ -73,7 +76,9 @@ def machine(
         for size, figures in facts["contexts"].items()
     ]
     console.result(
-        console.grid("Milliseconds a pass by rows", ["context", *rows, "prompt, s"], lines)
+        console.grid(
+            "Milliseconds a pass by rows of random tokens", ["context", *rows, "prompt, s"], lines
+        )
     )
     promise = "equals" if backbone.engine.row_invariant else "may differ at near-ties from"
     console.result(f"with drafts, greedy output {promise} that of plain decoding")

@@ -2,22 +2,23 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-
-import torch
+from dataclasses import dataclass, replace
 
 from medusa_cli.decode.answer import Step
 from medusa_cli.decode.cuda_graph import captures
 from medusa_cli.decode.decoder import Decoder
 from medusa_cli.decode.policy import DraftPolicy, policy_of
 from medusa_cli.decode.sequence import Request
-from medusa_cli.device import device_name
+from medusa_cli.decode.sequence import Sequence as DecodedSequence
+from medusa_cli.device import device_name, free_memory
 from medusa_cli.drafters.base import Drafter, NewTokens
+from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.engine.timing import (
     Curve,
     is_doubtful,
     keep_timings,
     machine_key,
+    random_tokens,
     read_timings,
     watched,
 )
@@ -25,10 +26,19 @@ from medusa_cli.model import Backbone
 from medusa_cli.tree import Draft, DynamicTree, Tree
 from medusa_cli.tree.search import StepTimes
 
+# Steps are timed after this many tokens, and after so many that attention takes a part of them.
 CONTEXT = 256
+LONG_CONTEXT = 8192
 ROUNDS = 4
+LONG_ROUNDS = 2
 # Matmuls run in blocks of rows, so the cost rises in jumps. Small sizes are timed one by one.
 SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 14, 16, 18, 20, 24, 32, 48, 64)
+# The time of attention rises evenly.
+LONG_SIZES = (1, 2, 4, 8, 16, 32)
+# The cache of a long text may take this share of the free memory.
+MEMORY_SHARE = 0.25
+# The most tokens of a sequence's answer.
+ANSWER = 1024
 # Once a size costs this many times a plain step, larger sizes are not timed.
 HOPELESS = 6.0
 # For sizes up to this one, only the last of several steps is timed: after a pass of another size,
@@ -41,15 +51,35 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class KeptTimes:
-    """Holds step times in the timings file; `busy` has the same meaning as in KernelTimings."""
+    """Holds step times in the timings file: after a short text and, if a long one fits, after that, too.
+
+    busy: the time of the measurement if other programs used much of the CPU meanwhile.
+    """
 
     verify: Curve
     draft: Curve
+    context: int
     busy: float | None = None
+    longer: "KeptTimes | None" = None
+
+    @classmethod
+    def of(cls, times: StepTimes, busy: float | None = None) -> "KeptTimes":
+        longer = None if times.longer is None else cls.of(times.longer)
+        return cls(times.verify, times.draft, times.context, busy, longer)
+
+    @property
+    def times(self) -> StepTimes:
+        longer = None if self.longer is None else self.longer.times
+        return StepTimes(self.verify, self.draft, self.context, longer)
+
+    @property
+    def complete(self) -> bool:
+        parts = [self] if self.longer is None else [self, self.longer]
+        return all(1 in part.verify and 1 in part.draft for part in parts)
 
 
 class NullDrafter(Drafter):
-    """Drafts token 0 for every node; its steps cost as much as steps that draft only n-gram matches."""
+    """Drafts random tokens; its steps cost as much as steps that draft only n-gram matches."""
 
     num_heads = 4
 
@@ -62,9 +92,104 @@ class NullDrafter(Drafter):
     ) -> list[Draft]:
         assert isinstance(tree, Tree)
         return [
-            Draft(torch.zeros(tree.size, dtype=torch.long, device=backbone.device), tree)
-            for _ in new
+            Draft(
+                random_tokens(tree.size, backbone.vocab_size, tokens.end).to(backbone.device), tree
+            )
+            for tokens in new
         ]
+
+
+class StepTimer:
+    """Times steps of one sequence, which begins anew when it comes near the end of the context."""
+
+    def __init__(
+        self, backbone: Backbone, drafter: Drafter, on_progress: Callable[[int], None]
+    ) -> None:
+        self.backbone = backbone
+        self.drafter = drafter
+        self.decoder = Decoder(backbone, drafter)
+        self._on_progress = on_progress
+        # It drafts from extra rows of the previous verify pass.
+        self._passes = 2 if drafter.uses_verify_pass else 1
+        # A step accepts at most one token per head and one more.
+        self._room = self._passes * (drafter.num_heads + 1)
+        self._context = 1
+        self._sequence: DecodedSequence | None = None
+
+    @property
+    def longest(self) -> int:
+        """Returns the largest number of tokens after which a step has room."""
+        return max(1, self.backbone.max_positions - self._room - 1)
+
+    def measure(self, context: int, rounds: int, sizes: Sequence[int]) -> StepTimes:
+        """Returns the times after `context` tokens: the least of the rounds, as disturbances only add time."""
+        self._context = context
+        heads = self.drafter.num_heads
+        # A head cannot make more guesses.
+        known = len(getattr(self.drafter, "draft_ids", ())) or self.backbone.vocab_size
+        chains = {depth: policy_of(Tree.chain(depth)) for depth in range(1, heads + 1)}
+        bushy = {nodes: policy_of(_bushy(nodes, heads)) for nodes in sizes if nodes <= known}
+        verify: dict[int, float] = {}
+        draft: dict[int, float] = {}
+        for number in range(rounds + 1):
+            self._begin()
+            for depth, policy in chains.items():
+                seconds = self._step(policy).draft_s
+                if number:  # the first round is a warm-up
+                    draft[depth] = min(seconds, draft.get(depth, seconds))
+            for nodes, policy in list(bushy.items()):
+                for _ in range(REPEATS - 1 if nodes <= REPEATED else 0):
+                    self._step(policy)
+                seconds = self._step(policy).verify_s
+                if number:
+                    verify[nodes] = min(seconds, verify.get(nodes, seconds))
+                    if nodes > 16 and seconds > HOPELESS * verify[1]:
+                        bushy = {size: known for size, known in bushy.items() if size <= nodes}
+                        break
+            self.close()
+        return StepTimes(verify, draft, context)
+
+    def close(self) -> None:
+        """Ends the sequence."""
+        if self._sequence is not None:
+            self._sequence.cancel()
+            self._sequence = None
+
+    def _begin(self) -> None:
+        """Begins a sequence of `context` tokens, of which at most CONTEXT are run."""
+        self.close()
+        prompt = min(self._context, CONTEXT, self.longest)
+        tokens = random_tokens(prompt, self.backbone.vocab_size, 0).tolist()
+        answer = self.backbone.max_positions - prompt
+        # The prompt is still cached from the last sequence: only its last token is run again.
+        self._sequence, _ = self.decoder.admit(Request(tokens, min(answer, ANSWER), stop_ids=()))
+        if self._context > prompt:
+            self.decoder.policy = policy_of(Tree.chain(1))
+            self.decoder.step()  # the drafter reads the prompt
+            self._lengthen(self._sequence, self._context)
+
+    def _lengthen(self, sequence: DecodedSequence, length: int) -> None:
+        """Makes a text longer by tokens that are not run: the times of steps do not depend on its rows."""
+        missing = length - len(sequence.tokens)
+        self.decoder.cache.lengthen(0, length)
+        sequence.tokens += [0] * missing
+        sequence.unread = [replace(new, start=new.start + missing) for new in sequence.unread]
+        if isinstance(sequence.drafter, HeadDrafter):
+            for rows in sequence.drafter.caches:
+                rows.lengthen(sequence.unread[0].start)
+
+    def _step(self, policy: DraftPolicy) -> Step:
+        """Takes a step, in a new sequence if this one has no room for it."""
+        sequence = self._sequence
+        assert sequence is not None
+        left = min(self.backbone.max_positions - len(sequence.tokens) - 1, sequence.stop.left)
+        if left < self._room:
+            self._begin()
+        self.decoder.policy = policy
+        for _ in range(self._passes - 1):
+            self.decoder.step()
+        self._on_progress(1)
+        return self.decoder.step()[0][1]
 
 
 def measure_step_times(
@@ -78,49 +203,20 @@ def measure_step_times(
 ) -> StepTimes:
     """Measures step times by tree size, and draft times by number of levels, after `context` tokens.
 
-    Returns the minimum over the rounds, because disturbances of the machine only add time. The
-    tokens are arbitrary: step times do not depend on them.
+    If the model and the memory allow, it also measures some after LONG_CONTEXT tokens. Most of these
+    are not run: they only have rows in the caches.
     """
-    heads = drafter.num_heads
-    late = drafter.uses_verify_pass
-    repeated = (REPEATS - 1) * sum(nodes <= REPEATED for nodes in sizes)
-    steps = (1 + late) * (len(sizes) + repeated + heads)
-    context = max(1, min(context, backbone.max_positions - (heads + 1) * (steps + 1)))
-    prompt = (torch.arange(context) % backbone.vocab_size).tolist()
-    decoder = Decoder(backbone, drafter)
-    known = (
-        len(getattr(drafter, "draft_ids", ())) or backbone.vocab_size
-    )  # a head cannot make more guesses
-    chains = {depth: policy_of(Tree.chain(depth)) for depth in range(1, heads + 1)}
-    bushy = {nodes: policy_of(_bushy(nodes, heads)) for nodes in sizes if nodes <= known}
-    verify: dict[int, float] = {}
-    draft: dict[int, float] = {}
-
-    def step(policy: DraftPolicy) -> Step:
-        decoder.policy = policy
-        if late:  # it drafts from extra rows of the previous verify pass
-            decoder.step()
-        on_progress(1)
-        return decoder.step()[0][1]
-
-    for number in range(rounds + 1):
-        # The prompt is still cached from the previous round: only its last token is run again.
-        sequence, _ = decoder.admit(Request(prompt, (heads + 1) * (steps + 1), stop_ids=()))
-        for depth, policy in chains.items():
-            seconds = step(policy).draft_s
-            if number:  # the first round is a warm-up
-                draft[depth] = min(seconds, draft.get(depth, seconds))
-        for nodes, policy in list(bushy.items()):
-            for _ in range(REPEATS - 1 if nodes <= REPEATED else 0):
-                step(policy)
-            seconds = step(policy).verify_s
-            if number:
-                verify[nodes] = min(seconds, verify.get(nodes, seconds))
-                if nodes > 16 and seconds > HOPELESS * verify[1]:
-                    bushy = {size: known for size, known in bushy.items() if size <= nodes}
-                    break
-        sequence.cancel()
-    return StepTimes(verify, draft)
+    timer = StepTimer(backbone, drafter, on_progress)
+    times = timer.measure(min(context, timer.longest), rounds, sizes)
+    long = min(LONG_CONTEXT, timer.longest)
+    limit = MEMORY_SHARE * free_memory(backbone.device)
+    while long and timer.decoder.cache.grown(long + max(sizes)) * backbone.engine.row_bytes > limit:
+        long //= 2
+    # Graphs keep the rows of drafters' layers in slots of their own.
+    if long < 4 * times.context or timer.decoder.cuda_graphs is not None:
+        return times
+    known = [nodes for nodes in LONG_SIZES if nodes in times.verify]
+    return replace(times, longer=timer.measure(long, min(rounds, LONG_ROUNDS), known))
 
 
 def step_times_for(
@@ -150,14 +246,14 @@ def step_times_for(
         )
     )
     kept = None if again or stamp is None else read_timings(key, KeptTimes)
-    if kept is not None and not is_doubtful(kept.busy) and 1 in kept.verify and 1 in kept.draft:
-        return StepTimes(kept.verify, kept.draft)
+    if kept is not None and not is_doubtful(kept.busy) and kept.complete:
+        return kept.times
     log.info("timing decoding steps on this machine, once for this drafter")
     step_times, busy = watched(
         lambda: measure_step_times(backbone, drafter or NullDrafter(), on_progress=on_progress)
     )
     if stamp is not None:
-        keep_timings(key, KeptTimes(step_times.verify, step_times.draft, busy))
+        keep_timings(key, KeptTimes.of(step_times, busy))
     # A thread that waits for a GPU also looks disturbed.
     if busy is not None and backbone.device.type == "cpu":
         log.warning(

@@ -44,6 +44,14 @@ class LayerRows:
         assert self.rows is not None
         return self.rows[0], self.rows[1]
 
+    def lengthen(self, position: int) -> None:
+        """Adds rows of zeros up to a position, so that rows after a long text can be timed."""
+        if self.rows is not None and self._positions:
+            missing = range(self._positions[-1] + 1, position)
+            _, heads, _, dim = self.rows.shape
+            self.room(len(missing), heads, dim, self.rows)
+            self.count(missing)
+
     def filled(self) -> tuple[Tensor, Tensor]:
         """Returns the keys and values [heads, rows, D] in use."""
         assert self.rows is not None

@@ -78,6 +78,11 @@ class Cache:
         if rows > self.capacity:
             self.resize(self.grown(rows))
 
+    def lengthen(self, slot: int, length: int) -> None:
+        """Adds free rows to a slot as if they held tokens, so that passes after a long text can be timed."""
+        self.reserve(length)
+        self.lengths[slot] = length
+
     def resize(self, capacity: int) -> None:
         """Makes room for exactly this many rows in every slot; `capacity` must hold the rows in use."""
         if self.keys is not None and self.values is not None:

@@ -1,14 +1,19 @@
 """The file that keeps the times of decoding steps on this machine."""
 
+import fcntl
+import hashlib
+import json
 import logging
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import msgspec
 import torch
+import transformers
 from msgspec import Meta
 
 from medusa_cli import __version__
@@ -17,19 +22,13 @@ from medusa_cli.errors import UserError
 from medusa_cli.files.assets import home
 from medusa_cli.files.io import read_object, write_json
 from medusa_cli.native import cpu_count, instruction_set, is_available
+from medusa_cli.native.library import LIBRARY
 
 # Seconds by the size of some work, such as rows, nodes or levels.
 Curve = Mapping[Annotated[int, Meta(ge=1, le=1024)], Annotated[float, Meta(gt=0, lt=1e4)]]
 T = TypeVar("T")
-# The config fields on which a step's time depends; some model families lack some of them.
-SHAPE = (
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "num_hidden_layers",
-    "vocab_size",
-)
+# The config fields that do not change a step's time, besides those that begin with an underscore.
+NAMES = ("architectures", "transformers_version")
 # A timing thread computes or spins all the time. If it ran for less than this share of the time,
 # the machine was busy, and it is timed again after RETRY_AFTER seconds. It is not timed again at
 # every start, because timing takes longest on a busy machine.
@@ -59,10 +58,11 @@ def read_timings(key: str, kind: type[T]) -> T | None:
 def keep_timings(key: str, timings: Any) -> None:
     """Keeps timings under a key in the file; if it cannot be written, they are measured again next time."""
     kept: dict[str, Any] = {}
-    with suppress(UserError):  # a damaged file is replaced
-        kept = _read_file()
     try:
-        write_json(timings_file(), {**kept, key: msgspec.to_builtins(timings, str_keys=True)})
+        with _locked():
+            with suppress(UserError):  # a damaged file is replaced
+                kept = _read_file()
+            write_json(timings_file(), {**kept, key: msgspec.to_builtins(timings, str_keys=True)})
     except OSError as reason:
         log.warning("timings cannot be kept in %s: %s", timings_file(), reason.strerror)
 
@@ -85,17 +85,49 @@ def _read_file() -> dict[str, Any]:
     return read_object(timings_file(), "the timings") if timings_file().is_file() else {}
 
 
+@contextmanager
+def _locked() -> Iterator[None]:
+    """Waits until no other process changes the timings file."""
+    path = timings_file()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_suffix(".lock").open("w") as handle:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
 def machine_key(config: Any) -> str:
-    """Returns the key of timings: CPU, instruction set, threads, versions and model shape."""
-    shape = [config.model_type, *(getattr(config, name, None) for name in SHAPE)]
-    can = instruction_set() if is_available() else torch.backends.cpu.get_cpu_capability()
+    """Returns the key of timings: CPU, threads, the library's build, versions and a digest of the model's config."""
+    fields = {
+        name: value
+        for name, value in config.to_dict().items()
+        if not name.startswith("_") and name not in NAMES
+    }
+    text = json.dumps(fields, sort_keys=True, default=str)
+    build = torch.backends.cpu.get_cpu_capability()
+    if is_available():
+        build = f"{instruction_set()} {_digest_of(LIBRARY)}"
     return "|".join(
         (
             processor(),
-            can,
+            build,
             str(cpu_count()),
             torch.__version__,
+            transformers.__version__,
             __version__,
-            "x".join(map(str, shape)),
+            config.model_type,
+            hashlib.sha256(text.encode()).hexdigest()[:16],
         )
     )
+
+
+@cache
+def _digest_of(path: Path) -> str:
+    """Returns a digest of a file that does not change while this process runs."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+
+
+def random_tokens(count: int, vocabulary: int, seed: int) -> torch.Tensor:
+    """Returns random token ids [count]: with a mixture of experts, a pass reads more the more its tokens differ."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(vocabulary, (count,), generator=generator)
