@@ -29,6 +29,8 @@ TRIAL_STEPS = 2
 MAX_RETRY_STEPS = 512
 # A trial may add at most this share to the time of the plain steps before it.
 MAX_TRIAL_COST = 0.005
+# Drafts may pay if they do with this many times the accepted tokens that a calibration expects.
+OPTIMISM = 1.5
 # Weight of a prior, in expected draft tokens: for a calibration over all texts, and for confidences
 # in each text.
 PRIOR = 2.0
@@ -178,6 +180,30 @@ class AdaptivePolicy(DraftPolicy):
             round(size.nodes), round(size.depth), self._length
         )
 
+    def reads_states(self, batch: int) -> bool:
+        """Returns True while the drafter drafts, and where it may pay."""
+        return self._current > 0 or self._may_pay(batch)
+
+    def _may_pay(self, batch: int) -> bool:
+        """Returns True if a tree pays at a batch size where drafts are accepted much more often than expected."""
+        if len(self._trees) == 1:
+            return False
+        costs = self.costs.of_batch(batch)
+        plain = costs.seconds(1, 0, self._length)
+        return any(
+            (1 + min(depth, OPTIMISM * (expected - 1))) * plain
+            > MIN_GAIN * costs.seconds(nodes, depth, self._length)
+            for nodes, depth, expected in self._smallest()
+        )
+
+    def _smallest(self) -> list[tuple[int, int, float]]:
+        """Returns nodes, depth and expected tokens of the trees that a trial chooses from."""
+        if self._growing is not None:  # it grows by one level then
+            return [(2, 1, 1 + self._growing.hits[0])]
+        return [
+            (sized.tree.size, sized.tree.max_depth, sized.expected) for sized in self._trees[1:]
+        ]
+
     def begin(self, sampling: Sampling) -> DraftState:
         """Returns the state of a new sequence."""
         state = super().begin(sampling)
@@ -256,9 +282,13 @@ class AdaptivePolicy(DraftPolicy):
         for options in [(plain,)] if current is plain else [(plain,), (current, plain)]:
             first = options[0].tree
             widths = {sized.tree.size + count for sized in options for count in MATCH_LENGTHS}
+            guessed = max(0.0, ratio * (options[0].expected - 1))
+            limit = sum(1 + guessed + chance / (1 - chance) for chance in chances)
             for rows in sorted(width for width in widths if width >= first.size):
-                drafts = [best_in_rows(options, ratio, chance, rows) for chance in chances]
                 seconds = costs.seconds(rows, first.max_depth, self._length)
+                if limit <= best_rate * seconds:  # wider passes take even longer
+                    break
+                drafts = [best_in_rows(options, ratio, chance, rows) for chance in chances]
                 rate = sum(draft.expected for draft in drafts) / seconds
                 if rate > best_rate:
                     best_rate = rate
@@ -336,18 +366,15 @@ class AdaptivePolicy(DraftPolicy):
         MAX_TRIAL_COST of their time.
         """
         self._plain_steps += 1
-        if self._plain_steps < self._retry_after or len(self._trees) == 1:
-            return
         batch = len(self._sequences)
+        if self._plain_steps < self._retry_after or not self._may_pay(batch):
+            return
         costs = self.costs.of_batch(batch)
-        sizes = [(size.nodes, size.depth, size.expected) for size in self._sizes[1:]]
-        if self._growing is not None:  # it grows by one level then
-            sizes = [(2, 1, 1 + self._growing.hits[0])]
         plain = self._seconds(0, batch)
         ratio = self.acceptance
         losses = [
             costs.added(nodes, depth, self._length) / plain - ratio * (expected - 1)
-            for nodes, depth, expected in sizes
+            for nodes, depth, expected in self._smallest()
         ]
         if TRIAL_STEPS * min(losses) > MAX_TRIAL_COST * self._plain_steps:
             return

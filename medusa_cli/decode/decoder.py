@@ -34,6 +34,8 @@ from medusa_cli.tree.tree import batch_drafts
 
 # Rows per pass over a prompt whose log probabilities are requested.
 PROMPT_ROWS = 256
+# A drafter that has missed a part of a text reads at most so many of its last tokens.
+CATCH_UP_TOKENS = 128
 # The share of the free memory that a request may take while other requests run.
 MEMORY_SHARE = 0.9
 # Rows of the first piece of a prompt whose pieces are timed, and the minimum: fewer would take
@@ -82,6 +84,10 @@ class Decoder:
         self.drafter = drafter
         self.policy = policy or StaticTreePolicy(ROOT)
         self.taps = taps if drafter is None else drafter.taps
+        # The drafter needs no states but those that every pass returns for its last step.
+        self._reads_last_step = drafter is not None and (
+            self.taps == (-1,) and not drafter.fork().reads_every_step
+        )
         self.cache = self.engine.new_cache(slots)
         self._prefixes = PrefixCache(self.cache, drafter)
         self._first_piece = FIRST_PIECE  # of the next prompt's first piece
@@ -94,6 +100,16 @@ class Decoder:
                 self.engine, self.cache, self.taps, drafter, limits, context=context
             )
             self.cuda_graphs.warm_up(drafting=self.policy.size > 1 or self.policy.ngrams)
+
+    def _keeps_states(self, batch: int) -> bool:
+        """Returns True if passes over a batch keep the states that the drafter reads.
+
+        Where drafts do not pay, they do not: steps then do what they do without a drafter. The final
+        states of the last step are at hand anyway, and CUDA graphs always return the states.
+        """
+        if self.drafter is None or self.cuda_graphs is not None or self._reads_last_step:
+            return True
+        return self.policy.reads_states(batch)
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -179,6 +195,7 @@ class Decoder:
         timed = piece_s is not None and self.engine.row_invariant
         rows = min(limit, self._first_piece) if timed else limit
         hidden: list[Tensor] = []
+        keep_states = self._keeps_states(1 + len(self.sequences))
         seconds = 0.0
 
         start = sequence.reused
@@ -186,8 +203,9 @@ class Decoder:
             started = time.perf_counter()
             chunk = prompt[start : start + rows]
             last = start + rows >= len(prompt)
-            out = self.engine.forward(self._chunk_plan(sequence, chunk, last), self.cache)
-            hidden.append(out.hidden[0])
+            plan = self._chunk_plan(sequence, chunk, last, keep_states)
+            out = self.engine.forward(plan, self.cache)
+            hidden = [*hidden, out.hidden[0]] if keep_states else [out.hidden[0, -1:]]
             sequence.tokens += chunk
             if scores_prompt and out.logits is not None:
                 following = prompt[start + 1 : start + 1 + rows]
@@ -207,7 +225,7 @@ class Decoder:
         extra = None if out.extra is None else out.extra[0, -1]
         tokens = upload(prompt[sequence.reused :], device)
         new = sequence.finish_prefill(
-            NewTokens(tokens, torch.cat(hidden), root, sequence.reused, extra)
+            NewTokens(tokens, torch.cat(hidden), root, sequence.reused, extra), keep_states
         )
         if request.top is not None:
             reported += likelihoods(out.logits[0, -1:], new, request.top)
@@ -225,7 +243,9 @@ class Decoder:
             fork.draft(self.backbone, [fork], [part], ONE_GUESS)
             yield sequence, None
 
-    def _chunk_plan(self, sequence: Sequence, chunk: list[int], last: bool) -> Plan:
+    def _chunk_plan(
+        self, sequence: Sequence, chunk: list[int], last: bool, keep_states: bool
+    ) -> Plan:
         """Returns the plan of a pass over a chunk of a prompt. last: this is the last chunk."""
         extra_rows = None
         logits = "last" if last else "none"
@@ -235,7 +255,8 @@ class Decoder:
             logits = "all"
         slot = self._prefixes.slot_of(sequence)  # steps of other sequences may have moved it
         tokens = upload(chunk, self.backbone.device)
-        return Plan.chain(tokens, slot=slot, taps=self.taps, logits=logits, extra_rows=extra_rows)
+        taps = self.taps if keep_states else (-1,)
+        return Plan.chain(tokens, slot=slot, taps=taps, logits=logits, extra_rows=extra_rows)
 
     @torch.inference_mode()
     def step(self) -> list[tuple[Sequence, Step]]:
@@ -274,6 +295,7 @@ class Decoder:
         """Advances all running sequences by one step, with a CUDA graph if one supports it."""
         started = time.perf_counter()
         proposals = self._fit(sequences, self.policy.next(sequences))
+        keep_states = self._keeps_states(len(sequences))
         graphs = self.cuda_graphs
         if graphs is not None and not graphs.supports(sequences):
             graphs = None
@@ -282,8 +304,11 @@ class Decoder:
             drafted = self._draft(sequences, proposals)
         drafted_at = time.perf_counter()
         result = None if graphs is None else graphs.step(sequences, proposals, drafted)
-        drafts, accepted = result or self._plain_step(sequences, proposals, drafted)
-        tokens = [sequence.commit(kept) for sequence, kept in zip(sequences, accepted, strict=True)]
+        drafts, accepted = result or self._plain_step(sequences, proposals, drafted, keep_states)
+        tokens = [
+            sequence.commit(kept, keep_states)
+            for sequence, kept in zip(sequences, accepted, strict=True)
+        ]
         kept_at = time.perf_counter()
 
         draft_s = (drafted_at - started) / len(sequences)
@@ -305,7 +330,11 @@ class Decoder:
         return list(zip(sequences, steps, strict=True))
 
     def _plain_step(
-        self, sequences: list[Sequence], proposals: list[Proposal], drafted: dict[int, Draft] | None
+        self,
+        sequences: list[Sequence],
+        proposals: list[Proposal],
+        drafted: dict[int, Draft] | None,
+        keep_states: bool,
     ) -> tuple[list[Draft], list[Accepted]]:
         """Takes a step without a CUDA graph.
 
@@ -316,7 +345,7 @@ class Decoder:
         roots = [upload([sequence.root], self.backbone.device) for sequence in sequences]
         known = [drafted.get(i) or Draft(root, ROOT) for i, root in enumerate(roots)]
         drafts = complete(self.engine, sequences, proposals, known)
-        out = self._verify(drafts, proposals)
+        out = self._verify(drafts, proposals, self.taps if keep_states else (-1,))
         self._keeping = True
         assert out.logits is not None
         paths = accept(out.logits, drafts, [sequence.sampler for sequence in sequences], out.best)
@@ -339,6 +368,9 @@ class Decoder:
                 continue
             alike = [i for i, other in enumerate(trees) if other == tree]
             forks = [drafter for i in alike if (drafter := sequences[i].drafter) is not None]
+            for i in alike:
+                if sequences[i].missed:
+                    self._catch_up(i, sequences[i])
             new = [sequences[i].take_unread() for i in alike]
             if self.drafter.reads_cache:  # running sequences are in the first slots
                 new = [
@@ -348,11 +380,40 @@ class Decoder:
             drafts.update(zip(alike, forks[0].draft(self.backbone, forks, new, tree), strict=True))
         return drafts
 
-    def _verify(self, drafts: list[Draft], proposals: list[Proposal]) -> Output:
+    def _catch_up(self, slot: int, sequence: Sequence) -> None:
+        """Provides the states of a sequence's last tokens to a drafter that has missed them.
+
+        The tokens are run again, which gives the same rows. Of a long text, only the last tokens are
+        run: a drafter's rows may leave out positions.
+        """
+        sequence.missed = False
+        end = len(sequence.tokens)
+        start = max(sequence.read, end - CATCH_UP_TOKENS)
+        if sequence.unread and sequence.unread[0].start <= start:
+            return
+        start = self.cache.reusable(slot, min(start, end - 1))
+        try:
+            self.cache.truncate(slot, start)
+            tokens = upload(sequence.tokens[start:], self.backbone.device)
+            parts = [
+                self.engine.forward(
+                    Plan.chain(chunk, slot=slot, taps=self.taps, logits="none"), self.cache
+                ).hidden[0]
+                for chunk in tokens.split(self.engine.prefill_rows)
+            ]
+        except BaseException:  # the slot has fewer rows than the sequence has tokens
+            self._prefixes.drop(sequence)
+            raise
+        new = NewTokens(tokens, torch.cat(parts), sequence.root, start)
+        sequence.unread = [new.part(max(start, sequence.read), end)]
+
+    def _verify(
+        self, drafts: list[Draft], proposals: list[Proposal], taps: tuple[int, ...]
+    ) -> Output:
         """Runs the verify pass over B drafts; smaller trees are padded at the end."""
         depth = max(tree.max_depth for tree, _ in proposals)
         extra_rows = None if self.drafter is None else self.drafter.extra_rows(depth)
-        plan = Plan(*batch_drafts(drafts), 0, self.taps, "all", extra_rows)
+        plan = Plan(*batch_drafts(drafts), 0, taps, "all", extra_rows)
         return self.engine.forward(plan, self.cache)
 
     def _keep(

@@ -94,6 +94,10 @@ class DraftPolicy(ABC):
                 proposals[i] = ROOT, [tuple(forced[:count])]
         return proposals
 
+    def reads_states(self, batch: int) -> bool:
+        """Returns True if the drafter may draft for a batch of this size, and so needs the states of its steps."""
+        return self.max_depth > 0
+
     @abstractmethod
     def propose(self, sequences: list[Sequence], matches: list[list[NgramMatch]]) -> list[Proposal]:
         """Returns each sequence's tree, and the paths of matched tokens to add to it."""

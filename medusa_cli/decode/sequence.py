@@ -105,9 +105,11 @@ class Sequence:
     A finished sequence is the cached prefix of its slot. tokens: those whose rows are in the slot.
     root: the next token, which is decided but not yet in the cache. drafter: a fork with this
     sequence's state. prefilled: the prompt has been run. unread: tokens that the drafter has not
-    read; those of the last step, unless the drafter reads every step. draft: the draft policy's
-    state for the sequence. reused: the number of prompt tokens that the slot already held. longest:
-    the maximum length of prompt and answer. `number` selects the random stream.
+    read; those of the last step, unless the drafter reads every step. read: the number of tokens up
+    to the last one that it has read. missed: there are tokens before the unread ones whose states
+    were not kept. draft: the draft policy's state for the sequence. reused: the number of prompt
+    tokens that the slot already held. longest: the maximum length of prompt and answer. `number`
+    selects the random stream.
     """
 
     root: int
@@ -133,6 +135,8 @@ class Sequence:
         self.tokens: list[int] = []
         self.drafter: Drafter | None = None
         self.unread: list[NewTokens] = []
+        self.read = 0
+        self.missed = False
         self.reused = 0
 
     @property
@@ -175,11 +179,13 @@ class Sequence:
     def reuse_prefix(self, held: Sequence | None, shared: int, drafter: Drafter | None) -> None:
         """Takes over the first `shared` tokens of the finished sequence in a slot.
 
-        It takes over fewer tokens if that sequence's drafter has state for fewer.
+        It takes over fewer tokens if that sequence's drafter has state for fewer, unless it has
+        missed some, which it reads when it drafts again.
 
         The method may be called again with a smaller number.
         """
         self.unread = []
+        self.missed = False
         if drafter is not None:
             own = held if shared else None
             self.drafter = drafter.fork() if own is None or own.drafter is None else own.drafter
@@ -192,35 +198,49 @@ class Sequence:
                 and shared <= waiting[-1].end
             ):
                 self.unread = [concat(waiting).part(known, shared)]
+            elif known < shared and own is not None and own.missed:
+                self.missed = True
             else:
                 shared = known
+            self.read = known
         self.reused = shared
         self.tokens = list(self.request.prompt[:shared])
 
-    def finish_prefill(self, new: NewTokens) -> list[int]:
+    def finish_prefill(self, new: NewTokens, keep_states: bool = True) -> list[int]:
         """Records the rest of the prompt; returns the first token of the answer."""
-        self.unread.append(new if self.drafter is None else self.drafter.first_input(new))
+        if keep_states:
+            self.unread.append(new if self.drafter is None else self.drafter.first_input(new))
+        else:
+            self._miss()
         self.root = new.root
         return self.stop.truncate([new.root])
+
+    def _miss(self) -> None:
+        self.unread = []
+        self.missed = True
 
     def take_unread_part(self, count: int) -> NewTokens | None:
         """Returns the first `count` of the drafter's unread tokens, and marks them as read.
 
-        Returns None if there are no more than that.
+        Returns None if there are no more than that, or none.
         """
+        if not self.unread:
+            return None
         new = self.unread[0] if len(self.unread) == 1 else concat(self.unread)
         if len(new.tokens) <= count:
             return None
         self.unread = [new.part(new.start + count, new.end)]
+        self.read = new.start + count
         return new.part(new.start, new.start + count)
 
     def take_unread(self) -> NewTokens:
         """Returns the drafter's unread tokens as one record, and marks them as read."""
         new = self.unread
         self.unread = []
+        self.read = new[-1].end
         return concat(new) if len(new) > 1 else new[0]
 
-    def commit(self, accepted: Accepted) -> list[int]:
+    def commit(self, accepted: Accepted, keep_states: bool = True) -> list[int]:
         """Records an accepted path; returns the new tokens, with the bonus token last."""
         new = NewTokens(
             accepted.ids, accepted.hidden, accepted.bonus, len(self.tokens), accepted.extra_hidden
@@ -228,7 +248,9 @@ class Sequence:
         self.tokens += accepted.tokens
         self.root = accepted.bonus
         # A drafter that reads every step may draft in the next turn, even if this request is plain.
-        if self.drafter is not None and self.drafter.reads_every_step:
+        if not keep_states:
+            self._miss()
+        elif self.drafter is not None and self.drafter.reads_every_step:
             self.unread.append(new)
         else:
             self.unread = [new]

@@ -1,0 +1,114 @@
+"""Batches in which drafts do not pay: steps do what they do without a drafter, until sequences leave."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from medusa_cli.decode import AdaptivePolicy, Decoder, Request
+from medusa_cli.drafters.heads import HeadDrafter
+from medusa_cli.engine import Plan
+from medusa_cli.model import Backbone
+from medusa_cli.tree import Tree
+from medusa_cli.tree.search import SizedTree, StepTimes
+from tests.helpers import tiny_backbone
+from tests.test_drafters import drafter_of
+
+# Two rows cost no more than one, and each further row costs as much as a step.
+TIMES = StepTimes({1: 1.0, 2: 1.0, 3: 1.0, 4: 2.0, 64: 62.0}, {1: 0.0, 3: 0.0})
+PROMPTS = [[5 + (7 * i + j * (3 + i)) % 50 for j in range(9 + i)] for i in range(8)]
+KINDS = ["eagle", "hydra++-prompt", "amphista-prompt", "medusa", "firp"]
+
+
+class Clock(AdaptivePolicy):
+    """Takes the times of steps from TIMES, and accepts what would be expected."""
+
+    def record(self, sequences: Any, steps: Any) -> None:
+        from dataclasses import replace
+
+        batch = len(steps)
+        nodes = max(step.nodes for step in steps)
+        took = TIMES.step(nodes, 0, batch) / batch
+        super().record(sequences, [replace(s, draft_s=0.0, verify_s=took) for s in steps])
+
+
+def policy() -> AdaptivePolicy:
+    return Clock([SizedTree(Tree.chain(2), 1.9)], TIMES)
+
+
+@contextmanager
+def watched(backbone: Backbone, drafter: HeadDrafter | None) -> Iterator[dict[str, list]]:
+    """Records the passes of a backbone, and how many sequences and tokens the drafter reads."""
+    seen: dict[str, list] = {"passes": [], "drafts": []}
+    engine = backbone.engine
+    forward, draft = engine.forward, type(drafter).draft if drafter is not None else None
+
+    def run(plan: Plan, cache: Any) -> Any:
+        seen["passes"].append((tuple(plan.tokens.shape), plan.taps, plan.extra_rows is None))
+        return forward(plan, cache)
+
+    def guess(self: Any, backbone: Backbone, sequences: Any, new: Any, tree: Any) -> Any:
+        seen["drafts"].append([len(tokens.tokens) for tokens in new])
+        return draft(self, backbone, sequences, new, tree)
+
+    engine.forward = run
+    if drafter is not None:
+        type(drafter).draft = guess
+    try:
+        yield seen
+    finally:
+        del engine.forward
+        if drafter is not None:
+            type(drafter).draft = draft
+
+
+def admit(decoder: Decoder, count: int, tokens: int) -> dict[int, list[int]]:
+    """Admits requests without steps in between; returns the answers so far by number."""
+    answers = {}
+    for number in range(count):
+        limit = tokens if number else 4 * tokens
+        request = Request(PROMPTS[number], limit, stop_ids=())
+        _, step = decoder.admit(request, number)
+        answers[number] = list(step.tokens)
+    return answers
+
+
+def finish(decoder: Decoder, answers: dict[int, list[int]]) -> None:
+    while decoder.sequences:
+        for sequence, step in decoder.step():
+            answers[sequence.number] += step.tokens
+
+
+@pytest.mark.parametrize("engine", ["eager", "native"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_batch_without_drafts_does_what_plain_decoding_does(kind: str, engine: str) -> None:
+    backbone = tiny_backbone(layers=4, engine=engine)
+    drafter = drafter_of(backbone, kind)
+    decoder = Decoder(backbone, drafter, policy(), slots=8)
+    plain = Decoder(backbone, slots=8)
+    with torch.inference_mode(), watched(backbone, drafter) as ours:
+        answers = admit(decoder, 8, 20)
+        ours["passes"].clear()
+        for _ in range(19):
+            for sequence, step in decoder.step():
+                answers[sequence.number] += step.tokens
+    with watched(backbone, None) as theirs:
+        expected = admit(plain, 8, 20)
+        theirs["passes"].clear()
+        for _ in range(19):
+            for sequence, step in plain.step():
+                expected[sequence.number] += step.tokens
+    assert ours["passes"] == theirs["passes"] and not ours["drafts"]
+    assert answers == expected and len(decoder.sequences) == 1
+    # Seven clients leave: the drafter reads what it has missed, and drafts again.
+    with watched(backbone, drafter) as ours:
+        finish(decoder, answers)
+    finish(plain, expected)
+    assert answers == expected and ours["drafts"]
+    if kind in ("eagle", "hydra++-prompt", "amphista-prompt"):
+        first = next(lengths for lengths in ours["drafts"])
+        assert first[0] >= len(PROMPTS[0]) + 20 - 1  # the prompt and the answer
+    else:
+        assert ours["drafts"][0] == [1]
