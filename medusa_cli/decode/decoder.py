@@ -34,8 +34,9 @@ from medusa_cli.tree.tree import batch_drafts
 
 # Rows per pass over a prompt whose log probabilities are requested.
 PROMPT_ROWS = 256
-# A drafter that has missed a part of a text reads at most so many of its last tokens.
-CATCH_UP_TOKENS = 128
+# A drafter that has missed a part of a text reads at most so many of its last tokens: running more of
+# them again takes longer than it gains.
+CATCH_UP_TOKENS = 8
 # The share of the free memory that a request may take while other requests run.
 MEMORY_SHARE = 0.9
 # Rows of the first piece of a prompt whose pieces are timed, and the minimum: fewer would take
