@@ -152,7 +152,7 @@ def test_sampling_keeps_the_constrained_distribution() -> None:
 
     sampler = Sampler(Sampling("exact", 1.0))
     for _ in range(runs):
-        grammar = GrammarProcessor(matcher.deep_copy(), 1, [END_ID])
+        grammar = GrammarProcessor(matcher, 1, [END_ID])
         chain = LogitsProcessorList([grammar, TemperatureLogitsWarper(1.0)])
         sampler.processors = SequenceProcessors(chain, torch.tensor([0]), grammar)
         [(path, bonus)] = accept(bigram[draft.tokens][None], [draft], [sampler])
@@ -177,6 +177,25 @@ def test_forced_tokens_are_drafted_to_the_end() -> None:
         backbone.decode(tokens_of(steps)) == '{"kind": "city"}' and tokens_of(steps)[-1] == END_ID
     )
     assert len(steps) <= 4 and len(answers(backbone, grammar, None)) == len(tokens_of(steps))
+
+
+@pytest.mark.parametrize("limit", ["max_tokens=3", 'stop="7"', 'suffix="7"'])
+@pytest.mark.parametrize("drafted", [None, *DRAFTED])
+def test_grammars_that_cannot_go_back_are_followed_with_drafts(
+    limit: str, drafted: str | None
+) -> None:
+    """llguidance takes no token back of a grammar whose rules count tokens or end by a text."""
+    source = (
+        f'%llguidance {{}}\nstart: "A dog has " n " legs." m\nn[{limit}]: /[0-9]+/\nm: /[a-f]{{9}}/'
+    )
+    backbone, grammar = byte_backbone(layers=4), Grammar.of(grammar=source)
+    # The digits may take the whole answer, unless a rule counts them.
+    bias = {END_ID: 5.0, **{id: 5.0 for id in backbone.tokenizer.encode("7")}}
+    options = LogitsOptions(grammar=grammar, logit_bias=bias)
+    steps = answers(backbone, grammar, drafted, logits_options=options)
+    text = backbone.decode(tokens_of(steps))
+    assert re.fullmatch("A dog has [0-9]+ legs\\.[a-f]{9}", text) and tokens_of(steps)[-1] == END_ID
+    assert tokens_of(steps) == tokens_of(answers(backbone, grammar, None, logits_options=options))
 
 
 def test_forced_tokens_of_one_pass_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:

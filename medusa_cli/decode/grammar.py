@@ -455,15 +455,17 @@ class GrammarProcessor(LogitsProcessor):
     it.
     """
 
-    def __init__(self, matcher: LLMatcher, prompt_length: int, stop_ids: Iterable[int]) -> None:
-        self._matcher = matcher
+    def __init__(self, start: LLMatcher, prompt_length: int, stop_ids: Iterable[int]) -> None:
+        # At the beginning of the grammar, for copies.
+        self._start = start
+        self._matcher = start.deep_copy()
         self._prompt_length = prompt_length
         self._stop_ids = list(stop_ids)
         self._answer: list[int] = []  # the tokens that the matcher has read
 
     def fork(self) -> GrammarProcessor:
         """Returns the processor of another sequence with the same prompt, which has no answer yet."""
-        return GrammarProcessor(self._matcher.deep_copy(), self._prompt_length, self._stop_ids)
+        return GrammarProcessor(self._start, self._prompt_length, self._stop_ids)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Returns the masked logits [1, V] after the text [1, L].
@@ -512,8 +514,10 @@ class GrammarProcessor(LogitsProcessor):
         answer = text[0, self._prompt_length :].tolist()
         read = self._answer
         shared = shared_length(answer, read)
-        if shared < len(read):
-            self._matcher.rollback(len(read) - shared)
+        if shared < len(read) and not self._matcher.rollback(len(read) - shared):
+            # Grammars whose tokens are counted, or end by a text (`max_tokens=`, `stop=`), only go on.
+            self._matcher = self._start.deep_copy()
+            shared = 0
         count = shared + self._matcher.try_consume_tokens(answer[shared:])
         self._answer = answer[:count]
         return count == len(answer)

@@ -331,7 +331,7 @@ def sequence_processors(
         grammar = LazyGrammarProcessor(backbone, options.grammar, length)
     elif options.grammar is not None:
         after = ends or sorted(backbone.eos_ids)
-        grammar = GrammarProcessor(matcher_of(backbone, options.grammar).deep_copy(), length, after)
+        grammar = GrammarProcessor(matcher_of(backbone, options.grammar), length, after)
     arguments = {
         "eos_token_id": ends,
         "pad_token_id": 0,
