@@ -362,6 +362,17 @@ def test_a_draft_of_other_sizes_than_its_tree_is_refused() -> None:
         Draft(torch.zeros(1, SPARSE.size, dtype=torch.long), SPARSE)
 
 
+def test_a_drafter_cannot_replace_the_root() -> None:
+    class Wrong(Oracle):
+        def draft(self, backbone: Any, sequences: Any, new: Any, tree: Any) -> list[Draft]:
+            return [Draft(torch.full((tree.size,), 7), tree) for _ in new]
+
+    backbone = tiny_backbone()
+    assert tokens_of(drafted(backbone, Wrong([], 1.0), SPARSE)) == tokens_of(
+        drafted(backbone, None, None)
+    )
+
+
 @pytest.mark.parametrize("kind", [None, "medusa", "eagle-draft"])
 def test_interrupted_step_ends_its_answers_and_leaves_a_right_prefix(
     kind: str | None, monkeypatch: Any

@@ -379,6 +379,9 @@ class Decoder:
                     for i, tokens in zip(alike, new, strict=True)
                 ]
             drafts.update(zip(alike, forks[0].draft(self.backbone, forks, new, tree), strict=True))
+        for i, draft in drafts.items():
+            # A drafter of one's own with another root would otherwise change the answer.
+            draft.tokens[0] = sequences[i].root
         return drafts
 
     def _catch_up(self, slot: int, sequence: Sequence) -> None:
