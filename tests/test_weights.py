@@ -101,7 +101,9 @@ def set_tied(folder: Path, top: bool | None, inner: bool | None = None) -> None:
     change_json(folder / "config.json", change)
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "gemma2", "cohere2", *(set(WRAPPERS) & set(NATIVE))])
+@pytest.mark.parametrize(
+    "kind", ["qwen2", "gemma2", "cohere2", *sorted(set(WRAPPERS) & set(NATIVE))]
+)
 def test_a_head_of_its_own_is_used_whatever_the_config_says(kind: str, tmp_path: Path) -> None:
     network = tiny_network(kind)
     path = save_network(network, tmp_path / "model")
