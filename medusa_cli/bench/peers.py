@@ -235,6 +235,8 @@ def server_method(name: str, url: str, backbone: Backbone) -> Method:
             "temperature": 0,
             "return_token_ids": True,
             "stream": True,
+            # All methods read each prompt from its start; llama.cpp's server would reuse the last one.
+            "cache_prompt": False,
         }
         text = ""
         tokens: list[int] = []
