@@ -41,7 +41,7 @@ CATCH_UP_TOKENS = 8
 MEMORY_SHARE = 0.9
 # Rows of the first piece of a prompt whose pieces are timed, and the minimum: fewer would take
 # nearly as long.
-FIRST_PIECE = 128
+FIRST_PIECE = 64
 MIN_PIECE = 32
 # Rows of a prompt that a drafter reads at a time, which it guesses one token after.
 DRAFTER_ROWS = 512
