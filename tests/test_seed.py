@@ -1,11 +1,15 @@
 """With one seed, a sampled answer is the same with and without drafts, alone and beside others."""
 
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from medusa_cli.api import Medusa
 from medusa_cli.decode import LogitsOptions, Request, Sampling
 from medusa_cli.engine import attach
+from medusa_cli.loading import LoadedModel
 from tests.helpers import (
     PROMPT,
     decoder_of,
@@ -14,6 +18,7 @@ from tests.helpers import (
     tiny_backbone,
     tokens_of,
 )
+from tests.serving import IDS, MODEL, serving, tiny_medusa
 from tests.test_drafters import drafter_of
 from tests.test_ngram import ROUND, policies
 
@@ -68,3 +73,23 @@ def test_neighbours_do_not_change_a_sampled_answer(kind: str) -> None:
         # The number of a request in a batch selects its random stream.
         rules = {**LIMITS, "sampling": exact(7 + number)}
         assert answers[number] == tokens_of(generate_plain(backbone, prompt, **rules))
+
+
+def test_a_server_gives_one_answer_to_one_seed(tmp_path: Path) -> None:
+    drafted = tiny_medusa(tmp_path)
+    plain = Medusa(LoadedModel(drafted.backbone))
+
+    def answers(medusa: Medusa) -> list[str]:
+        def ask(seed: int) -> str:
+            body = {"model": MODEL, "prompt": IDS, "max_tokens": 40, "temperature": 0.8}
+            body |= {"seed": seed, "ignore_eos": True, "top_p": 0.95}
+            status, _, reply = server.post(body)
+            assert status == 200, reply
+            return reply["choices"][0]["text"]
+
+        with serving(medusa) as server, ThreadPoolExecutor(6) as pool:
+            return list(pool.map(ask, range(6)))
+
+    expected = answers(plain)
+    assert len(set(expected)) == 6
+    assert answers(drafted) == expected
