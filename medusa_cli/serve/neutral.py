@@ -166,4 +166,4 @@ def note(fields: Iterable[str]) -> None:
             here[name] = None
         if name not in _logged and len(_logged) < MAX_LOGGED:
             _logged.add(name)
-            log.info("requests give %s, which is not known here and is ignored", name)
+            log.info("requests give %s, which is ignored: it is not used here", name)
