@@ -77,7 +77,8 @@ def test_trees_grow_if_the_confidences_are_calibrated(
     policy = medusa.loaded.policy
     assert isinstance(policy, AdaptivePolicy)
     policy._current = 1  # draft, whatever the times on this machine are
-    proposal, _ = policy.propose([SimpleNamespace(draft=DraftState())], [[]])[0]
+    sequence = SimpleNamespace(draft=DraftState(), tokens=IDS)
+    proposal, _ = policy.propose([sequence], [[]])[0]
     assert isinstance(proposal, DynamicTree) == bool(temperatures)
     stream = medusa.stream(IDS, max_new_tokens=24, stop_ids=())
     assert "".join(stream) and stream.answer.tokens == alone(medusa, IDS, stop_ids=())

@@ -384,7 +384,7 @@ def test_interrupted_step_ends_its_answers_and_leaves_a_right_prefix(
     decoder.step()
     with monkeypatch.context() as patch:
         patch.setattr(
-            sequences[0], "commit", lambda accepted: (_ for _ in ()).throw(KeyboardInterrupt)
+            sequences[0], "commit", lambda *kept: (_ for _ in ()).throw(KeyboardInterrupt)
         )
         with pytest.raises(KeyboardInterrupt):
             decoder.step()

@@ -441,7 +441,7 @@ def test_a_model_that_was_moved_is_named_as_the_run_s(tmp_path: Path) -> None:
 def test_a_run_is_named_on_a_command_line(path: str, argument: str) -> None:
     run = Run(Path(path))
     assert run.argument == argument
-    assert Run(Run._path(shlex.split(argument)[0])).path == run.path
+    assert Run(Run.folder(shlex.split(argument)[0])).path == run.path
 
 
 def test_hints_can_be_pasted_where_paths_have_blanks(tmp_path: Path) -> None:

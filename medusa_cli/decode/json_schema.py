@@ -219,8 +219,6 @@ class _Rewriter:
                 ]
                 result[keyword] = [self.rewrite(*pair) for pair in zip(value, inners, strict=True)]
             elif keyword in NAMED:
-                if not isinstance(value, Mapping):
-                    raise self.refuse(place, keyword, "is not an object", value)
                 result[keyword] = {}
                 for name, inner_schema in value.items():
                     self._check_text(name, keyword, place)
@@ -250,6 +248,9 @@ class _Rewriter:
                 raise self.refuse(place, "type", f"is none of {', '.join(TYPES)}", name)
         if not isinstance(part.get("required", []), list):
             raise self.refuse(place, "required", "is not a list of names", part["required"])
+        for keyword in NAMED:
+            if not isinstance(part.get(keyword, {}), Mapping):
+                raise self.refuse(place, keyword, "is not an object", part[keyword])
 
     def _of_older_drafts(self, part: dict[str, Any], place: str) -> dict[str, Any]:
         """Returns a part in the words of the newest draft."""
