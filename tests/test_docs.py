@@ -7,6 +7,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -95,6 +96,8 @@ def blocks_of(page: Path) -> Iterator[Block]:
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 SHELL = [block for block in BLOCKS if block.kind == "sh"]
 PYTHON = [block for block in BLOCKS if block.kind in ("python", "py")]
+PARSERS = {"json": json.loads, "toml": tomllib.loads}
+SETTINGS = [block for block in BLOCKS if block.kind in PARSERS]
 
 
 def commands_of(block: Block) -> list[list[str]]:
@@ -106,8 +109,13 @@ def commands_of(block: Block) -> list[list[str]]:
 def test_each_block_is_of_a_kind_that_runs() -> None:
     assert len(SHELL) > 20 and len(PYTHON) > 10
     # Help texts are compared with the program's own below.
-    rest = {block.page.name for block in BLOCKS if block not in SHELL and block not in PYTHON}
-    assert rest == {"commands.md"}
+    rest = [block for block in BLOCKS if block not in (*SHELL, *PYTHON, *SETTINGS)]
+    assert {block.page.name for block in rest} == {"commands.md"}
+
+
+@pytest.mark.parametrize("block", SETTINGS, ids=lambda block: f"{block.page.name}:{block.line}")
+def test_settings_of_other_programs_parse(block: Block) -> None:
+    PARSERS[block.kind](block.code)
 
 
 @pytest.mark.parametrize("block", SHELL, ids=lambda block: f"{block.page.name}:{block.line}")
