@@ -24,13 +24,21 @@ PROMPTS = [[5 + (7 * i + j * (3 + i)) % 50 for j in range(9 + i)] for i in range
 KINDS = ["eagle", "hydra++-prompt", "amphista-prompt", "medusa", "firp"]
 
 
+# Seven sequences may draft at no cost, and eight may not.
+SEVEN = StepTimes({1: 1.0, 21: 1.0, 24: 8.0, 64: 48.0}, {1: 0.0, 3: 0.0})
+
+
 class Clock(AdaptivePolicy):
-    """Takes the times of steps from TIMES, and accepts what would be expected."""
+    """Takes the times of steps from a table, and accepts what would be expected."""
+
+    def __init__(self, trees: list[SizedTree], times: StepTimes) -> None:
+        super().__init__(trees, times)
+        self.times = times
 
     def record(self, sequences: Any, steps: Any) -> None:
         batch = len(steps)
         nodes = max(step.nodes for step in steps)
-        took = TIMES.step(nodes, 0, batch) / batch
+        took = self.times.step(nodes, 0, batch) / batch
         super().record(sequences, [replace(s, draft_s=0.0, verify_s=took) for s in steps])
 
 
@@ -109,3 +117,26 @@ def test_a_batch_without_drafts_does_what_plain_decoding_does(kind: str, engine:
     assert answers == expected and ours["drafts"]
     reads_every_step = kind in ("eagle", "hydra++-prompt", "amphista-prompt")
     assert ours["drafts"][0] == [CATCH_UP_TOKENS if reads_every_step else 1]
+
+
+def test_a_client_that_asks_again_starts_no_drafts() -> None:
+    """A slot that is free for a step makes no batch draft; one that stays free does."""
+    backbone = tiny_backbone(layers=4)
+    drafter = drafter_of(backbone, "eagle")
+    decoder = Decoder(backbone, drafter, Clock([SizedTree(Tree.chain(2), 1.9)], SEVEN), slots=8)
+    with torch.inference_mode():
+        for number in range(8):
+            decoder.admit(Request(PROMPTS[number], 6 + 4 * number, stop_ids=()), number)
+        decoder.step()
+        with watched(backbone, drafter) as seen:
+            for number in range(8, 20):
+                while len(decoder.sequences) == 8:
+                    decoder.step()
+                decoder.step()
+                request = Request(PROMPTS[number % 8], 40, stop_ids=())
+                while len(decoder.sequences) < 8:
+                    decoder.admit(request, number)
+            assert not seen["drafts"]
+            while decoder.sequences:
+                decoder.step()
+            assert seen["drafts"]

@@ -25,6 +25,9 @@ MIN_GAIN = 1.02
 RETRY_STEPS = 12
 # A trial ends after this many steps without accepted draft tokens.
 TRIAL_STEPS = 2
+# Steps of a smaller batch before it drafts again. A client that asks again leaves its batch for a moment,
+# and a drafter that has missed a text takes several steps to read its end.
+RESUME_STEPS = 16
 # The most plain steps before a trial, whatever the last one cost.
 MAX_RETRY_STEPS = 512
 # A trial may add at most this share to the time of the plain steps before it.
@@ -137,6 +140,7 @@ class AdaptivePolicy(DraftPolicy):
         """
         self._sequences = [AcceptanceEstimate(1.0, self._prior, SEQUENCE_DECAY)]
         self._length = 0.0  # mean number of tokens in the sequences
+        self._resume_in = 0  # steps until a batch may draft again
         self._plain_steps = 0
         self._retry_after = float(RETRY_STEPS)
         self._trial_left = 0.0
@@ -181,7 +185,9 @@ class AdaptivePolicy(DraftPolicy):
         )
 
     def reads_states(self, batch: int) -> bool:
-        """Returns True while the drafter drafts, and where it may pay."""
+        """Returns True while the drafter drafts, and where it may pay soon."""
+        if self._resume_in and batch > 1:
+            return False
         return self._current > 0 or self._may_pay(batch)
 
     def _may_pay(self, batch: int) -> bool:
@@ -232,6 +238,7 @@ class AdaptivePolicy(DraftPolicy):
             if best or not self._trial_left:
                 self._current = best
                 self._trial_left = 0.0
+        self._wait_to_resume(batch)
         if self.costs.of_batch(batch).plain_is_old:
             return [(ROOT, [])] * batch
         # A single-token match is no more likely than the drafter's own guess.
@@ -245,6 +252,17 @@ class AdaptivePolicy(DraftPolicy):
             tokens = [found[0].tokens[:count]] if count else []
             proposals.append((self._proposed(tree, batch, count), tokens))
         return proposals
+
+    def _wait_to_resume(self, batch: int) -> None:
+        """Lets some steps pass before a batch drafts again after one in which drafts could not pay."""
+        if not self._current and not self._may_pay(batch):
+            self._resume_in = RESUME_STEPS
+        elif batch == 1:
+            self._resume_in = 0
+        elif self._resume_in:
+            self._resume_in -= 1
+            self._trial_left = 0.0
+            self._current = 0 if self._resume_in else self._best()[0]
 
     def _proposed(self, tree: Tree, batch: int, matched: int = 0) -> Tree | DynamicTree:
         """Returns the tree to draft for a chosen one: the tree itself, or one that grows in its place.
