@@ -112,19 +112,19 @@ class _Rewriter:
         uri, fragment = urldefrag(urljoin(base, reference) if reference[:1] != "#" else base)
         if reference[:1] == "#":
             fragment = reference[1:]
-        found = self._by_uri.get(uri, self._root if not uri or uri == base else None)
-        if found is not None and fragment[:1] == "/":
+        schema = self._by_uri.get(uri, self._root if not uri or uri == base else None)
+        if schema is not None and fragment[:1] == "/":
             for name in fragment[1:].split("/"):
                 name = unquote(name).replace("~1", "/").replace("~0", "~")
-                if isinstance(found, list):
-                    found = dict(enumerate(found)).get(int(name) if name.isdecimal() else -1)
+                if isinstance(schema, list):
+                    schema = dict(enumerate(schema)).get(int(name) if name.isdecimal() else -1)
                 else:
-                    found = found.get(name) if isinstance(found, dict) else None
+                    schema = schema.get(name) if isinstance(schema, dict) else None
         elif fragment:
-            found = self._by_uri.get(f"{uri}#{fragment}")
-        if not isinstance(found, dict | bool):
+            schema = self._by_uri.get(f"{uri}#{fragment}")
+        if not isinstance(schema, dict | bool):
             raise self.refuse(place, keyword, "there is no such part in the schema", reference)
-        return found
+        return schema
 
     def resolved(self, schema: Any, place: str) -> Any:
         """Returns a schema, or the one that it refers to if it does nothing else."""
@@ -138,19 +138,19 @@ class _Rewriter:
 
     def _reference(self, part: Mapping[str, Any], keyword: str, place: str) -> Schema:
         """Returns a reference to a rewritten definition."""
-        found = self.target(part, keyword, place)
-        if isinstance(found, bool):
-            return found
-        if found is self._root:
+        target = self.target(part, keyword, place)
+        if isinstance(target, bool):
+            return target
+        if target is self._root:
             return {"$ref": "#"}
-        if id(found) not in self._names:
+        if id(target) not in self._names:
             name = re.sub(r"\W", "_", str(part[keyword]).rsplit("/", 1)[-1])
             while name in self._defined:
                 name += "_"
-            self._names[id(found)] = name
+            self._names[id(target)] = name
             self._defined[name] = True
-            self._defined[name] = self.rewrite(found, place)
-        return {"$ref": f"#/$defs/{self._names[id(found)]}"}
+            self._defined[name] = self.rewrite(target, place)
+        return {"$ref": f"#/$defs/{self._names[id(target)]}"}
 
     def rewrite(self, schema: Any, place: str) -> Schema:
         """Returns the equivalent of a schema at a place, which is a property's path."""
@@ -412,10 +412,10 @@ class _Rewriter:
             return
         if set(names) <= {*part.get("required", ())} or len(names) > MAX_COUNTED:
             return
-        if 1 < (least := part.get("minProperties", 0)) <= len(names):
+        if 1 < (min_count := part.get("minProperties", 0)) <= len(names):
             del part["minProperties"]
             more.append(
-                {"anyOf": [{"required": [*chosen]} for chosen in combinations(names, least)]}
+                {"anyOf": [{"required": [*chosen]} for chosen in combinations(names, min_count)]}
             )
         if 1 < (limit := part.get("maxProperties", 0)) < len(names):
             del part["maxProperties"]
@@ -427,15 +427,15 @@ class _Rewriter:
     def _lists(self, part: dict[str, Any], place: str) -> None:
         """Says `contains` and `uniqueItems` otherwise."""
         if "contains" in part:
-            least = part.get("minContains", 1)
+            min_count = part.get("minContains", 1)
             wanted = self.resolved(part["contains"], place)
             if wanted in (True, {}):
-                part["minItems"] = max(least, part.get("minItems", 0))
+                part["minItems"] = max(min_count, part.get("minItems", 0))
                 if "maxContains" in part:
                     part["maxItems"] = min(
                         part["maxContains"], part.get("maxItems", part["maxContains"])
                     )
-            elif least or "maxContains" in part:
+            elif min_count or "maxContains" in part:
                 raise self.refuse(place, "contains", "cannot be followed; describe items instead")
         if part.get("uniqueItems") is not True or part.get("maxItems", 2) < 2:
             return

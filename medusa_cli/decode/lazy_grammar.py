@@ -159,9 +159,9 @@ class LazyGrammarProcessor(LogitsProcessor):
         for trigger, find in self._by_text:
             if trigger.at_start and end - state.start > WINDOW:
                 continue
-            found = find(text)
-            if found and found.end() > len(before):
-                return self._begin(trigger, text[found.end() :], end) or state
+            match = find(text)
+            if match and match.end() > len(before):
+                return self._begin(trigger, text[match.end() :], end) or state
         return state
 
     def _begin(self, trigger: Trigger, rest: str, end: int) -> _State | None:

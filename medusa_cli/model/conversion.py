@@ -60,8 +60,8 @@ class Source:
         for pattern, names in self.stored.items():
             for name in names:
                 converter.add_tensor(self.name, name, pattern, read(name))
-        made = converter.convert(self.name, model=network, config=network.config)
-        return {name: own[0] if isinstance(own, list) else own for name, own in made.items()}
+        converted = converter.convert(self.name, model=network, config=network.config)
+        return {name: own[0] if isinstance(own, list) else own for name, own in converted.items()}
 
 
 def sources_of(stored: Iterable[str], network: Any) -> tuple[dict[str, Source], list[str]]:

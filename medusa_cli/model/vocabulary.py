@@ -1,4 +1,4 @@
-"""What the tokens of a vocabulary stand for: the bytes of each, and the rules by which texts are decoded from them."""
+"""Reads the bytes that each token of a vocabulary stands for, and the rules that decode texts from them."""
 
 import json
 import re
