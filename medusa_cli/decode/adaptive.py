@@ -21,6 +21,9 @@ from medusa_cli.tree.search import SizedTree, StepTimes
 MARGIN = 1.03
 # It drafts only if a tree promises this many times the tokens per second of plain decoding.
 MIN_GAIN = 1.02
+# A batch begins to draft only if a tree promises this share more for each sequence: the drafter must then read
+# the prompts, and the ends of the texts that it has missed.
+GAIN_PER_SEQUENCE = 0.02
 # The least number of plain steps before a trial of a tree.
 RETRY_STEPS = 12
 # A trial ends after this many steps without accepted draft tokens.
@@ -198,7 +201,7 @@ class AdaptivePolicy(DraftPolicy):
         plain = costs.seconds(1, 0, self._length)
         return any(
             (1 + min(depth, OPTIMISM * (expected - 1))) * plain
-            > MIN_GAIN * costs.seconds(nodes, depth, self._length)
+            > gain_to_begin(batch) * costs.seconds(nodes, depth, self._length)
             for nodes, depth, expected in self._smallest()
         )
 
@@ -232,7 +235,10 @@ class AdaptivePolicy(DraftPolicy):
             sequence.draft.acceptance for sequence in sequences if sequence.draft.acceptance
         ]
         if acceptances and acceptances != self._sequences:
+            grows = len(acceptances) > len(self._sequences)
             self._sequences = acceptances
+            if grows and not self._trial_left:
+                self._current = 0  # a greater batch begins anew
             best, _ = self._best()
             # Otherwise the trial continues: sequences may come and go at every step.
             if best or not self._trial_left:
@@ -257,8 +263,6 @@ class AdaptivePolicy(DraftPolicy):
         """Lets some steps pass before a batch drafts again after one in which drafts could not pay."""
         if not self._current and not self._may_pay(batch):
             self._resume_in = RESUME_STEPS
-        elif batch == 1:
-            self._resume_in = 0
         elif self._resume_in:
             self._resume_in -= 1
             self._trial_left = 0.0
@@ -367,7 +371,7 @@ class AdaptivePolicy(DraftPolicy):
         self._trial_steps += 1
         self._trial_seconds += seconds
         best, rates = self._best()
-        if self._trial_left > 0 and rates[tree] < MIN_GAIN * rates[0]:
+        if self._trial_left > 0 and rates[tree] < gain_to_begin(len(steps)) * rates[0]:
             return
         self._current = best
         self._trial_left = 0.0
@@ -407,8 +411,8 @@ class AdaptivePolicy(DraftPolicy):
     def _best(self) -> tuple[int, list[float]]:
         """Returns the index of the best tree, and the tokens per second of each tree.
 
-        The index is 0 (plain decoding) unless a tree gives more than MIN_GAIN times the tokens per
-        second of plain decoding.
+        The index is 0 (plain decoding) unless a tree gives enough more tokens per second than plain
+        decoding.
         """
         batch = len(self._sequences)
         ratio = self.acceptance
@@ -417,7 +421,14 @@ class AdaptivePolicy(DraftPolicy):
             for tree in range(len(self._trees))
         ]
         best = rates.index(max(rates))
-        return best if rates[best] > MIN_GAIN * rates[0] else 0, rates
+        drafts = self._current and not self._trial_left
+        gain = MIN_GAIN if drafts else gain_to_begin(batch)
+        return best if rates[best] > gain * rates[0] else 0, rates
+
+
+def gain_to_begin(batch: int) -> float:
+    """Returns how many times the tokens per second of plain decoding a tree must promise to be drafted."""
+    return 1 + GAIN_PER_SEQUENCE * batch
 
 
 def _seconds(sized: SizedTree, step_times: StepTimes) -> float:

@@ -196,7 +196,7 @@ class Decoder:
         timed = piece_s is not None and self.engine.row_invariant
         rows = min(limit, self._first_piece) if timed else limit
         hidden: list[Tensor] = []
-        keep_states = self._keeps_states(1 + len(self.sequences))
+        keep_states = self._keeps_states(len(self._prefixes.taken))
         seconds = 0.0
 
         start = sequence.reused
