@@ -1323,6 +1323,7 @@ def test_rows_of_a_piece_follow_the_time_that_the_last_one_took() -> None:
     assert decoder.rows_within(0.15, 128, 0.30) == 64
     assert decoder.rows_within(0.15, 128, 0.001) == 512
     assert decoder.rows_within(0.15, 128, 60.0) == 32
+    assert decoder.rows_within(0.15, 16, 60.0) == decoder.MIN_PIECE
 
 
 def test_without_memory_for_a_step_one_request_fails(tmp_path: Path) -> None:

@@ -41,10 +41,10 @@ CATCH_UP_TOKENS = 8
 MEMORY_SHARE = 0.9
 # Rows of the first piece of a prompt whose pieces are timed, and the minimum: fewer would take
 # nearly as long.
-FIRST_PIECE = 64
-MIN_PIECE = 32
+FIRST_PIECE = 16
+MIN_PIECE = 8
 # Rows of a prompt that a drafter reads at a time, which it guesses one token after.
-DRAFTER_ROWS = 512
+DRAFTER_ROWS = 128
 ONE_GUESS = Tree.chain(1)
 
 

@@ -17,7 +17,9 @@ from medusa_cli.serve.errors import Refusal
 from medusa_cli.serve.metrics import Metrics, add_positions
 
 # Seconds that a piece of a prompt should take, because running answers wait for it.
-PIECE_S = 0.15
+PIECE_S = 0.12
+# One of so many pieces is the oldest prompt's, and the others are those of the prompt that ends first.
+PIECES = 4
 # Seconds after which a client may retry a refused request.
 RETRY_S = 2
 RESTART_S = 10
@@ -76,8 +78,9 @@ class Prompt:
 
     @property
     def left(self) -> int:
-        """Returns the number of tokens that have not been run."""
-        return len(self.ticket.request.prompt) - len(self.sequence.tokens)
+        """Returns the number of tokens that have not been run, or that the drafter has not read since."""
+        unread = sum(len(new.tokens) for new in self.sequence.unread)
+        return len(self.ticket.request.prompt) - len(self.sequence.tokens) + unread
 
 
 class Scheduler:
@@ -91,7 +94,7 @@ class Scheduler:
         self._decoder = medusa.decoder(slots)
         self._running: dict[Sequence, Ticket] = {}
         self._prompts: list[Prompt] = []  # those being run, the oldest first
-        self._shortest_next = True
+        self._pieces = 0  # run so far
         self._waiting: deque[Ticket] = deque()
         self._changed = threading.Condition()  # guards the queue
         self.closing = False
@@ -205,15 +208,15 @@ class Scheduler:
     def _prefill(self) -> None:
         """Runs one piece of one prompt; each piece is followed by a step of the running requests.
 
-        Turns between the oldest prompt and the one with the fewest tokens left: a short prompt
-        does not wait for long ones, and a long one goes on however many short ones arrive.
+        A short prompt does not wait for long ones, and a long one goes on however many short ones
+        arrive.
         """
         if not self._prompts:
             return
+        self._pieces += 1
         prompt = self._prompts[0]
-        if self._shortest_next:
+        if self._pieces % PIECES:
             prompt = min(self._prompts, key=lambda other: other.left)
-        self._shortest_next = not self._shortest_next
         try:
             _, first = next(prompt.pieces)
         except Exception as reason:
