@@ -139,7 +139,7 @@ class ErrorBoundary(TyperGroup):
 
 def explain(reason: Exception) -> tuple[str, int]:
     """Returns an exception's message for the user, and the exit code."""
-    from medusa_cli.files.assets import missing_package
+    from medusa_cli.files.extras import missing_package
 
     match reason:
         case UserError():

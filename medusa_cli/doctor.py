@@ -28,7 +28,7 @@ from medusa_cli.engine import Plan, load_backbone
 from medusa_cli.engine.native import NativeEngine
 from medusa_cli.engine.packed import check_packed
 from medusa_cli.errors import UserError, in_flags, of_system, shown
-from medusa_cli.files import assets, mtp
+from medusa_cli.files import fetch, mtp
 from medusa_cli.files.io import read_object
 from medusa_cli.loading import LoadedModel, check_fit
 from medusa_cli.model import Backbone
@@ -218,7 +218,7 @@ class Case:
                 if conversation.questions
             ]
         else:
-            questions = spread(read_questions(assets.mt_bench_path())[0], PROMPTS)
+            questions = spread(read_questions(fetch.mt_bench_path())[0], PROMPTS)
             asked = [[{"role": "user", "content": question.turns[0]}] for question in questions]
         limit = min(LONGEST_PROMPT, self.backbone.max_positions - TOKENS - self.tree.max_depth - 1)
         prompts = [self.backbone.encode_chat(messages) for messages in asked]

@@ -12,8 +12,8 @@ import typer
 
 from medusa_cli import console
 from medusa_cli.errors import UsageError, in_flags
-from medusa_cli.files import assets
-from medusa_cli.files.assets import DEFAULT_MODEL, DEFAULT_SEED
+from medusa_cli.files import fetch
+from medusa_cli.files.catalogue import DEFAULT_MODEL, DEFAULT_SEED
 from medusa_cli.files.model_files import check_model_files
 from medusa_cli.runs.load_options import LoadOptions
 from medusa_cli.runs.recipe import COLDEST, template_text
@@ -339,7 +339,7 @@ class OutputFlags:
     def configure(self, first: bool = True) -> None:
         """Configures the console; if there are several processes, only the `first` one prints."""
         console.configure(quiet=self.quiet or not first, json=self.json or not first)
-        assets.progress = console.fetching
+        fetch.progress = console.fetching
 
 
 @dataclass(frozen=True)
@@ -382,7 +382,7 @@ class QuestionFlags:
     def chosen(self) -> "tuple[list[Question], int]":
         """Returns the questions to ask and the size of the set; raises UserError for an unreadable set."""
         from medusa_cli.bench.questions import CODING, of_categories, read_questions, spread
-        from medusa_cli.files.assets import mt_bench_path
+        from medusa_cli.files.fetch import mt_bench_path
 
         source: str | Path | None = CODING if self.coding else self.questions
         if source is None:

@@ -27,7 +27,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config, "workerinput"
     ):  # one of several processes, which inherits the first one's folder
         return
-    from medusa_cli.files.assets import home
+    from medusa_cli.files.paths import home
 
     cache = getattr(config, "cache", None)  # absent with -p no:cacheprovider
     fetched, apart = (
@@ -71,7 +71,7 @@ def fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Refuses to fetch or to write to the cache, which is empty; returns what was asked for."""
     from huggingface_hub import HfApi
 
-    from medusa_cli.files import assets
+    from medusa_cli.files import fetch, model_source
 
     wanted: list[str] = []
 
@@ -80,8 +80,9 @@ def fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         raise OSError("there is no network, and the cache cannot be written")
 
     monkeypatch.setenv("MEDUSA_HOME", str(tmp_path / "no-cache"))
-    for name in ("_build_once", "_download", "_from_hub"):
-        monkeypatch.setattr(assets, name, refuse)
+    for name in ("build_once", "_download", "_from_hub"):
+        monkeypatch.setattr(fetch, name, refuse)
+    monkeypatch.setattr(model_source, "build_once", refuse)
     for name in ("repo_info", "snapshot_download", "hf_hub_download"):
         monkeypatch.setattr(HfApi, name, refuse)
     monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)

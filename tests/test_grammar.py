@@ -20,7 +20,7 @@ from medusa_cli.decode.policy import StaticTreePolicy
 from medusa_cli.decode.processors import SequenceProcessors
 from medusa_cli.decode.sampler import Sampler
 from medusa_cli.errors import UsageError, UserError
-from medusa_cli.files import assets
+from medusa_cli.files import extras
 from medusa_cli.loading import LoadedModel
 from medusa_cli.model import Backbone
 from medusa_cli.tree import Draft, Tree
@@ -475,7 +475,7 @@ def test_a_missing_package_and_a_foreign_tokenizer_are_named(
     assert grammar is not None
     with pytest.raises(UserError, match="tokenizer"):
         matcher_of(tiny_backbone(), grammar)
-    monkeypatch.setattr(assets, "has_package", lambda name: False)
+    monkeypatch.setattr(extras, "has_package", lambda name: False)
     with pytest.raises(UserError, match=r"medusa-cli\[grammar\]"):
         matcher_of(byte_backbone(), grammar)
 

@@ -12,13 +12,13 @@ from huggingface_hub import constants
 
 from medusa_cli import Medusa
 from medusa_cli.errors import UserError
-from medusa_cli.files.assets import gguf_path
 from medusa_cli.files.hub import (
     gguf_files,
     go_offline_unless_reachable,
     hub_gguf,
     names_gguf,
 )
+from medusa_cli.files.model_source import gguf_path
 from medusa_cli.model.load import load_network
 from medusa_cli.runs.resolve import choose, find_drafter
 from tests.helpers import medusa, medusa_json, save_model, save_run

@@ -29,7 +29,7 @@ from medusa_cli.engine.native import NativeEngine
 from medusa_cli.engine.native_model import NativeModel
 from medusa_cli.engine.packed import bytes_of, pack_in_memory
 from medusa_cli.errors import UsageError, UserError
-from medusa_cli.files.assets import home
+from medusa_cli.files.paths import home
 from medusa_cli.model import Backbone
 from medusa_cli.model.weights import NetworkWeights
 from medusa_cli.native import (

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from medusa_cli import cli
-from medusa_cli.files import assets
-from medusa_cli.files.assets import EXTRAS, install_line
+from medusa_cli.files import extras, fetch
+from medusa_cli.files.extras import EXTRAS, install_line
 from medusa_cli.native.build import RECENT, X86, instructions_of
 from tests.helpers import medusa, python, save_model, save_run
 
@@ -148,7 +148,7 @@ def test_an_extra_is_added_by_the_program_that_made_the_environment(
 ) -> None:
     (tmp_path / marker).touch()
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
-    monkeypatch.setattr(assets, "installed_from", lambda: ("medusa-cli", False))
+    monkeypatch.setattr(extras, "installed_from", lambda: ("medusa-cli", False))
     line = install_line("serve")
     assert line.split()[0] == program and line.endswith("'medusa-cli[serve]'")
 
@@ -189,19 +189,19 @@ def test_an_extra_is_installed_from_where_the_package_came_from(
 def test_a_python_without_ensurepip_fetches_by_a_wheel_of_the_system_or_its_own_pip(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(assets, "has_package", lambda name: False)
-    monkeypatch.setattr(assets, "find_spec", lambda name: None)
-    monkeypatch.setattr(assets, "PYTHON_WHEELS", tmp_path)
-    assert assets._pip() == [sys.executable, "-m", "pip"]
+    monkeypatch.setattr(fetch, "has_package", lambda name: False)
+    monkeypatch.setattr(fetch, "find_spec", lambda name: None)
+    monkeypatch.setattr(fetch, "PYTHON_WHEELS", tmp_path)
+    assert fetch._pip() == [sys.executable, "-m", "pip"]
     (tmp_path / "pip-24.0-py3-none-any.whl").touch()
-    assert assets._pip()[1] == str(tmp_path / "pip-24.0-py3-none-any.whl" / "pip")
+    assert fetch._pip()[1] == str(tmp_path / "pip-24.0-py3-none-any.whl" / "pip")
 
 
 def test_an_environment_without_pip_fetches_by_the_one_that_comes_with_python(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(assets, "has_package", lambda name: False)
-    command = assets._pip()
+    monkeypatch.setattr(fetch, "has_package", lambda name: False)
+    command = fetch._pip()
     if "-m" in command:
         pytest.skip("this Python brings no pip")
     done = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True)

@@ -125,7 +125,7 @@ def test_a_hub_datasets_split_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None
         "datasets.load_dataset",
         lambda *words, trust_remote_code: asked.append((*words, trust_remote_code)) or splits,
     )
-    monkeypatch.setattr("medusa_cli.files.assets.check_hub", lambda *words, **more: None)
+    monkeypatch.setattr("medusa_cli.files.hub.check_hub", lambda *words, **more: None)
     assert read_questions("openai/gsm8k:main")[0][0].turns == ("e",)
     assert read_questions("openai/gsm8k:main:train")[0][0].turns == ("t",)
     assert asked == [("openai/gsm8k", "main", False)] * 2

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from medusa_cli import cli
-from medusa_cli.files.assets import DEFAULT_MODEL
+from medusa_cli.files.catalogue import DEFAULT_MODEL
 from tests.helpers import medusa, python, save_conversations, save_model, save_run, write_lines
 from tests.test_cli import MISTAKES
 

@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 
 from medusa_cli.drafters.incoming import Checkpoint
 from medusa_cli.errors import UserError
-from medusa_cli.files.assets import gguf_path, lasting_name, model_dir
 from medusa_cli.files.io import TEMPORARY, replacing, replacing_folder, restore, write_atomic
+from medusa_cli.files.model_source import gguf_path, lasting_name, model_dir
 from medusa_cli.runs.resolve import choose, find_drafter
 from medusa_cli.runs.run import LOCK, Run, sole_writer
 from tests.helpers import conversation, medusa, save_model, save_run, write_lines

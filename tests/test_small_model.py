@@ -8,8 +8,8 @@ import torch
 from medusa_cli.bench.questions import read_questions
 from medusa_cli.device import has_bf16
 from medusa_cli.engine import load_backbone
-from medusa_cli.files import assets
-from medusa_cli.files.assets import DEFAULT_MODEL, SMALL_MODEL
+from medusa_cli.files import fetch
+from medusa_cli.files.catalogue import DEFAULT_MODEL, SMALL_MODEL
 from medusa_cli.files.io import read_json
 from medusa_cli.model import Backbone
 from medusa_cli.runs.load_options import LoadOptions
@@ -167,7 +167,7 @@ def decoded(request: pytest.FixtureRequest) -> tuple[Backbone, list[list[int]], 
     if request.param == "bf16" and not has_bf16():
         pytest.skip("no bf16 kernels")
     backbone = load_backbone(SMALL_MODEL, LoadOptions(dtype=request.param, engine="native"))
-    texts = " ".join(question.turns[0] for question in read_questions(assets.mt_bench_path())[0])
+    texts = " ".join(question.turns[0] for question in read_questions(fetch.mt_bench_path())[0])
     tokens = backbone.tokenizer(texts)["input_ids"]
     prompts = [tokens[:length] for length in LENGTHS]
     return (

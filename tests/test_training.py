@@ -759,7 +759,7 @@ def test_a_logger_sees_every_step_and_validation(
 ) -> None:
     package = Events()
     monkeypatch.setitem(sys.modules, name, package)
-    monkeypatch.setattr("medusa_cli.files.assets.has_package", lambda package: True)
+    monkeypatch.setattr("medusa_cli.files.extras.has_package", lambda package: True)
     medusa(*words_of(run, model, "--logger", name))
     lines = [line for line in read_log(run.path / "train.jsonl") if line["event"] != "saved"]
     assert [step for _, step in package.notes] == [line["step"] for line in lines] and package.ended
@@ -817,7 +817,7 @@ def test_tensorboard_gets_scalars_and_hides_those_that_a_resume_repeats(
         on_event(Validated(3, 0.5, [0.1], [0.25], 9, 9, {}))
     assert ("held_out/acceptance", 1.25, 3) in scalars
 
-    monkeypatch.setattr("medusa_cli.files.assets.has_package", lambda package: True)
+    monkeypatch.setattr("medusa_cli.files.extras.has_package", lambda package: True)
     kill_at(6, monkeypatch, *words_of(run, model, "--logger", "tensorboard"))
     scalars.clear()
     medusa(*words_of(run, model, "--logger", "tensorboard", "--resume"))
@@ -830,7 +830,7 @@ def test_a_missing_logger_is_one_line_that_names_its_extra(
     from medusa_cli.commands.train import LOGGERS as names
 
     assert set(names) == set(LOGGERS)
-    monkeypatch.setattr("medusa_cli.files.assets.has_package", lambda package: package not in names)
+    monkeypatch.setattr("medusa_cli.files.extras.has_package", lambda package: package not in names)
     for name in names:
         assert (
             medusa(*words_of(run, model, "--logger", name), exit_code=1)

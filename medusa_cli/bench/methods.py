@@ -12,7 +12,7 @@ from medusa_cli.decode import Decoder, DraftPolicy, Request, Sampling
 from medusa_cli.decode.processors import MODELS_OWN, generate_arguments
 from medusa_cli.drafters import DRAFTERS, Drafter
 from medusa_cli.errors import UsageError, UserError
-from medusa_cli.files.assets import DEFAULT_MODEL
+from medusa_cli.files.catalogue import DEFAULT_MODEL
 from medusa_cli.model import Backbone
 from medusa_cli.runs.resolve import Choice, choose, shipped_for
 from medusa_cli.runs.run import RUNS, Run, describe_drafter

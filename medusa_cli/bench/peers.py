@@ -28,8 +28,9 @@ from medusa_cli.bench.methods import (
 from medusa_cli.bench.stats import Measurement
 from medusa_cli.decode import Sampling, Stats
 from medusa_cli.errors import UsageError, UserError, first_line
-from medusa_cli.files.assets import MODELS, has_package
+from medusa_cli.files.catalogue import MODELS
 from medusa_cli.files.chat_servers import KEY
+from medusa_cli.files.extras import has_package
 from medusa_cli.files.gguf_header import is_gguf
 from medusa_cli.files.paths import expanded
 from medusa_cli.model import Backbone

@@ -9,7 +9,7 @@ from typing import Any
 
 from medusa_cli.data.conversation import messages_of, system_beside
 from medusa_cli.errors import UsageError, UserError
-from medusa_cli.files import assets
+from medusa_cli.files import hub
 from medusa_cli.files.io import Malformed, read_jsonl
 from medusa_cli.files.paths import expanded
 
@@ -106,7 +106,7 @@ def _records(source: str) -> Iterator[Any]:
     ):
         remedy = f"give a file ({', '.join(SUFFIXES)}) or a hub dataset OWNER/NAME[:CONFIG[:SPLIT]]"
         raise UserError(f"@questions {source!r} does not exist", remedy)
-    yield from assets.hub_rows(name, "@questions", ("test", "validation", "train"), *parts)
+    yield from hub.hub_rows(name, "@questions", ("test", "validation", "train"), *parts)
 
 
 def _file_records(path: Path) -> Iterator[Any]:

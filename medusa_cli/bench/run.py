@@ -47,8 +47,8 @@ from medusa_cli.device import processor
 from medusa_cli.drafters import Drafter
 from medusa_cli.engine import Plan, load_backbone
 from medusa_cli.errors import UsageError, UserError
-from medusa_cli.files.assets import gguf_path
 from medusa_cli.files.io import write_json
+from medusa_cli.files.model_source import gguf_path
 from medusa_cli.loading import load_drafting, static_tree
 from medusa_cli.model import Backbone
 from medusa_cli.model.backbone import identity_of, text_config

@@ -16,8 +16,8 @@ from medusa_cli import __version__
 from medusa_cli.bench.questions import Question
 from medusa_cli.bench.run import Bench, Watch, environment, unwatched
 from medusa_cli.errors import UsageError, UserError
-from medusa_cli.files.assets import model_dir
 from medusa_cli.files.io import read_object, write_json
+from medusa_cli.files.model_source import model_dir
 from medusa_cli.model import lora
 from medusa_cli.model.digest import weights_of
 from medusa_cli.model.load import resolve_device

@@ -9,19 +9,20 @@ import typer
 
 from medusa_cli import console
 from medusa_cli.errors import UsageError
-from medusa_cli.files import assets as store
+from medusa_cli.files import catalogue, fetch, model_source
+from medusa_cli.files.paths import home
 from medusa_cli.options import OutputFlags
 
 _FETCH: dict[str, Callable[[], str | Path | None]] = {
-    **{name: partial(store.gguf_path, name) for name in store.MODELS},
-    "sharegpt": store.sharegpt_path,
-    "mt-bench": store.mt_bench_path,
+    **{name: partial(model_source.gguf_path, name) for name in catalogue.MODELS},
+    "sharegpt": fetch.sharegpt_path,
+    "mt-bench": fetch.mt_bench_path,
 }
-_NAMES = f"Any of {', '.join(_FETCH)}. [default: {store.DEFAULT_MODEL} and the data]"
+_NAMES = f"Any of {', '.join(_FETCH)}. [default: {catalogue.DEFAULT_MODEL} and the data]"
 
 
 def _is_default(name: str) -> bool:
-    return name == store.DEFAULT_MODEL or name not in store.MODELS
+    return name == catalogue.DEFAULT_MODEL or name not in catalogue.MODELS
 
 
 def assets(
@@ -42,7 +43,7 @@ def assets(
     for name in wanted:
         if name not in _FETCH:
             raise UsageError(f"{name!r} is not an asset", f"use one of {', '.join(_FETCH)}")
-    console.info(f"{', '.join(wanted)} -> {store.home()}")
+    console.info(f"{', '.join(wanted)} -> {home()}")
     paths: dict[str, str] = {}
     for name in wanted:
         paths[name] = str(_FETCH[name]())

@@ -12,7 +12,7 @@ import typer
 from medusa_cli import console, options
 from medusa_cli.commands.report import JudgeFlags
 from medusa_cli.errors import UsageError
-from medusa_cli.files import assets
+from medusa_cli.files import extras
 from medusa_cli.files.io import Document
 from medusa_cli.files.model_files import check_model_files
 from medusa_cli.options import (
@@ -101,7 +101,7 @@ def bench(
     from medusa_cli.model.load import resolve_device
 
     if report:
-        assets.need_extra("plot", "--report")
+        extras.need_extra("plot", "--report")
     points = sweeps.parse_values(sweep, values) if sweep is not None else []
     for name in given.intersection(sweeps.AXES[sweep].replaces if sweep is not None else ()):
         raise UsageError(f"--{name.replace('_', '-')} is set by --sweep {sweep}", "leave it out")

@@ -8,7 +8,7 @@ import typer
 
 from medusa_cli import console, options
 from medusa_cli.errors import UserError
-from medusa_cli.files import assets
+from medusa_cli.files import extras
 from medusa_cli.files.model_files import check_model_files
 from medusa_cli.options import LoadFlags, OutputFlags, flag
 from medusa_cli.runs.run import DEFAULT_RUN
@@ -99,7 +99,7 @@ def calibrate(
         return
     write_json(file, document)
     written = [str(file)]
-    if assets.has_package("matplotlib"):
+    if extras.has_package("matplotlib"):
         written.append(str(file.with_suffix(".png")))
         draw_heat_map(
             accuracies, file.with_suffix(".png"), f"{target.name}: how often guess i is right"

@@ -14,8 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from medusa_cli import console, options
-from medusa_cli.files.assets import gguf_path, has_package
+from medusa_cli.files.extras import has_package
 from medusa_cli.files.model_files import check_chat_template
+from medusa_cli.files.model_source import gguf_path
 from medusa_cli.options import DraftFlags, LoadFlags, OutputFlags, load
 from medusa_cli.runs.load_options import as_trained
 from medusa_cli.runs.resolve import Choice

@@ -9,7 +9,7 @@ import typer
 
 from medusa_cli import console, options
 from medusa_cli.errors import UsageError, UserError
-from medusa_cli.files import assets
+from medusa_cli.files import extras
 from medusa_cli.files.model_files import check_model_files
 from medusa_cli.options import LoadFlags, OutputFlags, flag
 from medusa_cli.runs.run import DEFAULT_RUN
@@ -59,7 +59,7 @@ def distill(
     """
     first = os.environ.get("RANK", "0") == "0"
     printing.configure(first=first)
-    assets.need_extra("train", "`medusa distill`")
+    extras.need_extra("train", "`medusa distill`")
     from medusa_cli.data.seeds import read_seeds
     from medusa_cli.distill.distillation import check_settings
     from medusa_cli.distill.distillation import distill as answer_seeds

@@ -10,7 +10,7 @@ from rich.text import Text
 from medusa_cli import console, options
 from medusa_cli.console import visible
 from medusa_cli.errors import UserError
-from medusa_cli.files.assets import DEFAULT_MODEL
+from medusa_cli.files.catalogue import DEFAULT_MODEL
 from medusa_cli.options import LoadFlags, OutputFlags, flag
 from medusa_cli.runs.load_options import as_trained
 from medusa_cli.runs.resolve import shipped_for

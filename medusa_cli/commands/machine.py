@@ -4,7 +4,7 @@ from typing import Annotated
 
 from medusa_cli import console, options
 from medusa_cli.errors import UsageError
-from medusa_cli.files.assets import DEFAULT_MODEL
+from medusa_cli.files.catalogue import DEFAULT_MODEL
 from medusa_cli.files.model_files import check_model_files
 from medusa_cli.options import LoadFlags, OutputFlags, flag
 

@@ -9,7 +9,7 @@ import typer
 
 from medusa_cli import console, options
 from medusa_cli.errors import UsageError, UserError
-from medusa_cli.files import assets
+from medusa_cli.files import extras
 from medusa_cli.files.io import Document
 from medusa_cli.options import OutputFlags, flag
 from medusa_cli.runs.run import Run
@@ -77,7 +77,7 @@ def report(
     printing.configure()
     from medusa_cli.bench.report import read_bench, write_report
 
-    assets.need_extra("plot", "medusa report")
+    extras.need_extra("plot", "medusa report")
     if output is not None and output.suffix.lower() not in (".html", ".htm"):
         raise UsageError(
             f"--output {output} is not the name of a page", "give one that ends in .html"

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from medusa_cli import console, options
 from medusa_cli.errors import UsageError
-from medusa_cli.files import assets
+from medusa_cli.files import extras, fetch
 from medusa_cli.options import DraftFlags, LoadFlags
 
 if TYPE_CHECKING:
@@ -90,8 +90,8 @@ def serve(
     Ctrl-C or SIGTERM lets running answers finish; once more ends them.
     """
     console.configure(quiet)
-    assets.progress = console.fetching
-    assets.need_extra("serve", "medusa serve")
+    fetch.progress = console.fetching
+    extras.need_extra("serve", "medusa serve")
     from medusa_cli.api import Medusa
     from medusa_cli.files.paths import expanded
     from medusa_cli.options import load

@@ -11,7 +11,7 @@ import typer
 
 from medusa_cli import console, options
 from medusa_cli.errors import UsageError, UserError
-from medusa_cli.files import assets, mtp
+from medusa_cli.files import extras, mtp
 from medusa_cli.files.model_files import check_model_files
 from medusa_cli.options import LoadFlags, OutputFlags, flag
 from medusa_cli.runs.run import DEFAULT_RUN, RUNS
@@ -65,11 +65,11 @@ def train(
     """
     first = os.environ.get("RANK", "0") == "0"
     printing.configure(first=first)  # of several processes one prints
-    assets.need_extra("train", "`medusa train`")
+    extras.need_extra("train", "`medusa train`")
     if logger is not None:
         if logger not in LOGGERS:
             raise UsageError(f"--logger {logger!r} is unknown", f"use one of {', '.join(LOGGERS)}")
-        assets.need_extra(logger, f"--logger {logger}")
+        extras.need_extra(logger, f"--logger {logger}")
     if dry_run and (resume or os.environ.get("WORLD_SIZE", "1") != "1"):
         other = "--resume" if resume else "torchrun"
         raise UsageError(f"--dry-run and {other} exclude each other", "leave one of them out")

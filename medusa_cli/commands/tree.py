@@ -11,8 +11,8 @@ import typer
 
 from medusa_cli import console, options
 from medusa_cli.errors import UsageError, UserError, in_flags
-from medusa_cli.files import assets
-from medusa_cli.files.assets import DEFAULT_MODEL
+from medusa_cli.files import extras
+from medusa_cli.files.catalogue import DEFAULT_MODEL
 from medusa_cli.options import LoadFlags, OutputFlags, flag
 from medusa_cli.runs.load_options import as_trained
 from medusa_cli.runs.resolve import Calibration, find_calibration
@@ -120,7 +120,7 @@ def tree(
         if widths is None and choices is None:  # those belong to no drafter
             facts[STAMP] = known.drafter_stamp
         save_tree(output, draft_tree, provenance(known.backbone, **facts))
-        if assets.has_package("matplotlib"):
+        if extras.has_package("matplotlib"):
             picture = output.with_suffix(".png")
             draw_picture(draft_tree, picture, used.accuracies or None)
     report = {

@@ -11,7 +11,7 @@ from typing import Any
 from medusa_cli.data.code_seeds import code_seeds, is_code
 from medusa_cli.data.conversation import Conversation, id_of, messages_of, unread_keys
 from medusa_cli.errors import UserError
-from medusa_cli.files import assets
+from medusa_cli.files import catalogue, fetch, hub
 from medusa_cli.files.io import HALF, Malformed, ReadReport, is_whole, read_jsonl, usable
 from medusa_cli.files.paths import expanded
 from medusa_cli.model.chat_template import Message
@@ -26,7 +26,7 @@ LONG_TURNS = range(1500, 6001)
 # about programming.
 CODE = "code"
 CODE_TURNS = "sharegpt-code"
-NAMED = (assets.DEFAULT_SEED, LONG, CODE_TURNS, CODE, *HUB)
+NAMED = (catalogue.DEFAULT_SEED, LONG, CODE_TURNS, CODE, *HUB)
 log = logging.getLogger(__name__)
 # Seeds are sorted by length within windows of this many batches. The conversations in a batch then
 # have similar lengths (attention runs to the longest), while the overall order stays random.
@@ -63,10 +63,10 @@ def read_seeds(
 
 def _records(source: str, report: ReadReport) -> Iterator[Any]:
     path = expanded(source)
-    if source in (assets.DEFAULT_SEED, LONG, CODE_TURNS):
-        yield from read_jsonl(assets.sharegpt_path(), report.skip_line, array=True)
+    if source in (catalogue.DEFAULT_SEED, LONG, CODE_TURNS):
+        yield from read_jsonl(fetch.sharegpt_path(), report.skip_line, array=True)
     elif source in HUB:
-        yield from assets.hub_rows(HUB[source], "@seed", ("train",))
+        yield from hub.hub_rows(HUB[source], "@seed", ("train",))
     elif path.is_file():
         if path.stat().st_size == 0:
             raise UserError(f"@seed {source!r} is empty", "give a file with conversations")
@@ -81,7 +81,7 @@ def _records(source: str, report: ReadReport) -> Iterator[Any]:
             f"give one of {', '.join(NAMED)}, a .json or .jsonl file, or a hub dataset OWNER/NAME",
         )
     else:
-        yield from assets.hub_rows(source, "@seed", ("train",))
+        yield from hub.hub_rows(source, "@seed", ("train",))
 
 
 def seed_of(record: Any, report: ReadReport) -> Conversation:

@@ -20,7 +20,7 @@ from transformers import LogitsProcessor
 from medusa_cli.decode.json_schema import followable
 from medusa_cli.decode.ngram import shared_length
 from medusa_cli.errors import UsageError, UserError, first_line, shown
-from medusa_cli.files.assets import has_package, need_extra
+from medusa_cli.files.extras import has_package, need_extra
 from medusa_cli.model import Backbone
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import Any
 from medusa_cli.data.conversation import Conversation
 from medusa_cli.distill.local import TOKEN_CHARACTERS, Outcome
 from medusa_cli.errors import UserError
-from medusa_cli.files import assets
+from medusa_cli.files import catalogue, model_source
 from medusa_cli.files.chat_servers import ChatServers
 from medusa_cli.files.io import Malformed
 from medusa_cli.model.backbone import eos_ids_of, identity_of
@@ -35,7 +35,7 @@ class Tokenizer:
         from transformers import AutoTokenizer, GenerationConfig
 
         self.id = model
-        source = assets.model_dir(model)
+        source = model_source.model_dir(model)
         config = read_config(model, trust_remote_code)
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(
@@ -71,7 +71,7 @@ def connect(
     # Servers of a named model are usually started with its folder. The folder is tried first,
     # because a server that loads models on demand would spend minutes looking for the name on the
     # hub.
-    local = [assets.model_dir(name)] if name in assets.MODELS else []
+    local = [model_source.model_dir(name)] if name in catalogue.MODELS else []
     local += [str(Path(name).resolve())] if Path(name).is_dir() else []
     reasons = []
     for candidate in dict.fromkeys([served_name] if served_name else [*local, name, *listed]):

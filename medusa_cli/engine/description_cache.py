@@ -15,9 +15,10 @@ from torch import Tensor
 
 from medusa_cli.engine.description import Description, rotary_of
 from medusa_cli.engine.twin import verified
-from medusa_cli.files.assets import file_stamp, home, model_dir
 from medusa_cli.files.io import write_atomic
 from medusa_cli.files.model_files import model_file
+from medusa_cli.files.model_source import file_stamp, model_dir
+from medusa_cli.files.paths import home
 from medusa_cli.model.backbone import LazyNetwork, text_config, usable_positions
 from medusa_cli.model.weights import source_stamp
 from medusa_cli.native.library import LIBRARY, instruction_set

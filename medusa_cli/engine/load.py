@@ -23,7 +23,7 @@ from medusa_cli.engine.plan import Plan
 from medusa_cli.engine.torch_layers import TorchEngine
 from medusa_cli.engine.twin import verified
 from medusa_cli.errors import UsageError, UserError
-from medusa_cli.files.assets import RANDOM
+from medusa_cli.files.model_source import RANDOM
 from medusa_cli.model import Backbone, lora
 from medusa_cli.model.backbone import Unsupported, check_fork, text_config, usable_positions
 from medusa_cli.model.chat_template import check_template, try_template

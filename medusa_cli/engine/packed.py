@@ -25,8 +25,8 @@ from medusa_cli.engine.packed_cache import (
     source_of,
 )
 from medusa_cli.engine.shapes import Shapes, padded
-from medusa_cli.files.assets import home
 from medusa_cli.files.io import replacing
+from medusa_cli.files.paths import home
 from medusa_cli.model.backbone import LazyNetwork, Unsupported
 from medusa_cli.model.digest import weights_of
 from medusa_cli.model.weights import Weights, open_weights

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from medusa_cli.engine.description import Description
-from medusa_cli.files.assets import home, model_dir
 from medusa_cli.files.io import write_atomic
 from medusa_cli.files.model_files import model_file
+from medusa_cli.files.model_source import model_dir
+from medusa_cli.files.paths import home
 from medusa_cli.model.weights import source_files, source_stamp
 
 # The code that reads a model's weights and packs them, by its place in the package.

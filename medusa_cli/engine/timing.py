@@ -19,8 +19,8 @@ from msgspec import Meta
 from medusa_cli import __version__
 from medusa_cli.device import processor
 from medusa_cli.errors import UserError
-from medusa_cli.files.assets import home
 from medusa_cli.files.io import read_object, write_json
+from medusa_cli.files.paths import home
 from medusa_cli.native import cpu_count, instruction_set, is_available
 from medusa_cli.native.library import LIBRARY
 

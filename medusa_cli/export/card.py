@@ -5,8 +5,8 @@ from pathlib import Path
 
 from medusa_cli import __version__
 from medusa_cli.export.folder import Source
-from medusa_cli.files.assets import gguf_path
 from medusa_cli.files.gguf_header import read_header
+from medusa_cli.files.model_source import gguf_path
 from medusa_cli.runs.run import describe_drafter
 
 UNMEASURED = "Not measured yet: `medusa bench --mt-bench` does it."

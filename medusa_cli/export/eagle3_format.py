@@ -14,7 +14,7 @@ from medusa_cli.engine import load_backbone
 from medusa_cli.errors import UserError
 from medusa_cli.export.card import card, shell
 from medusa_cli.export.folder import Source, exporting, write_checkpoint
-from medusa_cli.files import assets
+from medusa_cli.files import model_source
 from medusa_cli.model.load import read_config
 from medusa_cli.runs.load_options import LoadOptions
 
@@ -89,11 +89,11 @@ def served_model(source: Source) -> tuple[str, list[str]]:
         merged = f"{source.run.name}-merged"
         export = f"medusa export --to hf --run {source.run.argument} --output {shlex.quote(merged)}"
         return merged, [f"it belongs to a model with an adapter; serve what `{export}` writes"]
-    if assets.gguf_path(source.model) is not None:
+    if model_source.gguf_path(source.model) is not None:
         return "MODEL", [
             f"{source.model} is a GGUF file; MODEL stands for the folder or hub id of its safetensors"
         ]
-    return assets.model_dir(source.model), []
+    return model_source.model_dir(source.model), []
 
 
 def _launch(model: str, folder: str, tokens: int) -> list[str]:

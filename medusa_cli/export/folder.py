@@ -11,7 +11,8 @@ from torch import Tensor
 
 from medusa_cli.drafters.io import drafter_kind, read_drafter
 from medusa_cli.errors import UserError
-from medusa_cli.files.assets import DEFAULT_MODEL, sha256_of
+from medusa_cli.files.catalogue import DEFAULT_MODEL
+from medusa_cli.files.fetch import sha256_of
 from medusa_cli.files.io import read_object, replacing_folder, restore, write_json
 from medusa_cli.model.backbone import identity_of
 from medusa_cli.model.load import read_config

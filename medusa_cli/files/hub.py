@@ -8,8 +8,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from medusa_cli.errors import UsageError, UserError, first_line
+from medusa_cli.files.catalogue import DEFAULT_MODEL, DEFAULT_SEED
 from medusa_cli.files.gguf_header import PART, file_names, is_first
 
 log = logging.getLogger(__name__)
@@ -283,3 +285,68 @@ def _refusals(name: str) -> Iterator[None]:
     except Exception as reason:  # the client raises its HTTP library's errors
         fault = f"@push {name}: the upload failed: {first_line(reason)}"
         raise UserError(fault, "check the network and HF_ENDPOINT, then run again") from reason
+
+
+def check_hub(name: str, kind: str = "model", named: str = "@model") -> None:
+    """Raises UserError within seconds for a hub id that is neither in the hub's cache nor reachable."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.constants import HF_HUB_OFFLINE
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    default = DEFAULT_MODEL if kind == "model" else DEFAULT_SEED
+    remedy = f"check the name, give a local path, or use the default {default!r}"
+    try:
+        file = "config.json" if kind == "model" else "README.md"
+        if isinstance(try_to_load_from_cache(name, file, repo_type=kind), str):
+            if kind == "model":
+                go_offline_unless_reachable(name)
+            return
+        if HF_HUB_OFFLINE:
+            raise UserError(
+                f"{named} {name!r} is not on this machine and HF_HUB_OFFLINE is set", remedy
+            )
+        files = repository_files(name, kind)
+        if kind == "model" and "config.json" not in files and (stored := gguf_files(files)):
+            fault = f"{named} {name!r} holds GGUF files and no config.json"
+            raise UserError(fault, tags_remedy(name, stored))
+    except HFValidationError as reason:
+        raise UserError(
+            f"{named} {name!r} is not a hub id", "give OWNER/NAME or a local folder"
+        ) from reason
+    except HfHubHTTPError as reason:
+        raise UserError(
+            f"{named} {name!r} was not given by the hub: {first_line(reason)}", remedy
+        ) from reason
+    except UserError:
+        raise
+    except Exception as reason:  # the hub client raises its HTTP library's errors
+        fault = f"{named} {name!r} is not on this machine and the model hub cannot be reached"
+        raise UserError(fault, remedy) from reason
+
+
+def hub_rows(
+    name: str,
+    named: str,
+    prefer: Sequence[str],
+    config: str | None = None,
+    split: str | None = None,
+) -> Iterator[Any]:
+    """Yields the rows of one split of a hub dataset.
+
+    This is the given split, else the first one in `prefer` that exists, else the first one of all. Raises UserError,
+    with the setting `named`, for a dataset or a split that does not exist.
+    """
+    from datasets import load_dataset
+
+    check_hub(name, kind="dataset", named=named)
+    try:
+        splits = load_dataset(name, config or None, trust_remote_code=False)
+    except Exception as reason:  # the library raises its own and its HTTP client's exceptions
+        fault = f"{named} {name!r} could not be loaded from the hub: {first_line(reason)}"
+        raise UserError(fault, "check the name and its config, or give a file") from reason
+    chosen = split or next(key for key in (*prefer, *splits) if key in splits)
+    if chosen not in splits:
+        raise UserError(
+            f"{named} {name!r}: there is no split {chosen!r}", f"use one of {', '.join(splits)}"
+        )
+    yield from splits[chosen]

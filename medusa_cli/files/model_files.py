@@ -15,9 +15,9 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from medusa_cli.errors import UserError
-from medusa_cli.files.assets import RANDOM, gguf_path, model_dir, must_be_fetched
 from medusa_cli.files.io import convert, read_as, read_object
 from medusa_cli.files.layer_kinds import KINDS, STATEFUL
+from medusa_cli.files.model_source import RANDOM, gguf_path, model_dir, must_be_fetched
 
 log = logging.getLogger(__name__)
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")

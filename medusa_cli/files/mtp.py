@@ -13,18 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from medusa_cli.errors import UserError, shown
-from medusa_cli.files.assets import (
-    RANDOM,
-    READ_ONLY,
-    home,
-    in_gguf,
-    lasting_name,
-    model_dir,
-    temporary_home,
-)
 from medusa_cli.files.hub import hub_folder
 from medusa_cli.files.io import read_object, write_json
 from medusa_cli.files.model_files import checkpoint_files, config_fields, index_of, tensors_of
+from medusa_cli.files.model_source import RANDOM, in_gguf, lasting_name, model_dir
+from medusa_cli.files.paths import READ_ONLY, home, temporary_home
 
 NAME = "mtp"
 # Default number of draft tokens. One layer runs repeatedly, and is trained for the first few only.

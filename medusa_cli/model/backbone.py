@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from medusa_cli.errors import UserError
-from medusa_cli.files.assets import lasting_name
 from medusa_cli.files.model_files import STATE_UPDATES
+from medusa_cli.files.model_source import lasting_name
 from medusa_cli.model.attention import NAME, Masks, register
 from medusa_cli.model.chat_template import chat_prompt, token_ids
 from medusa_cli.model.vocabulary import Vocabulary

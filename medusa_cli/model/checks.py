@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from medusa_cli.errors import UserError, first_line, shown
-from medusa_cli.files import assets
+from medusa_cli.files.catalogue import DEFAULT_MODEL
 from medusa_cli.files.layer_kinds import STATEFUL
 from medusa_cli.files.model_files import (
     AGAIN,
@@ -60,10 +60,10 @@ def refuse_layers(network: Any, text: Any) -> None:
 def unloadable(model: str, why: str | Exception) -> UserError:
     """Returns the error for a model that transformers cannot load."""
     if "trust_remote_code" in str(why):
-        return assets.untrusted(model)
+        return untrusted(model)
     return UserError(
         f"@model {model!r} could not be loaded: {first_line(why) if isinstance(why, Exception) else why}",
-        f"give a folder with a Hugging Face causal LM, a hub id, or the default model's name {assets.DEFAULT_MODEL!r}",
+        f"give a folder with a Hugging Face causal LM, a hub id, or the default model's name {DEFAULT_MODEL!r}",
     )
 
 
@@ -168,3 +168,11 @@ def difference(ours: Tensor, theirs: Tensor) -> float:
     """Returns the median difference between rows [n, V], relative to their norm; a few may diverge at near-ties."""
     size = theirs.norm(dim=-1).clamp(min=1e-9)  # a padding token may give zeros
     return float(((ours - theirs).norm(dim=-1) / size).median())
+
+
+def untrusted(model: str) -> UserError:
+    """Returns the error for a model that needs its own Python files."""
+    return UserError(
+        f"@model {model!r} needs Python files of its own to be run, and none is",
+        "read them, and give @trust_remote_code if you trust them",
+    )

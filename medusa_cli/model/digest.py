@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from medusa_cli.files.assets import RANDOM, model_dir
 from medusa_cli.files.model_files import checkpoint_files, opened
+from medusa_cli.files.model_source import RANDOM, model_dir
 from medusa_cli.model.weights import gguf_slices
 
 # A tensor's sample has this many windows of this many numbers, from its beginning to its end.

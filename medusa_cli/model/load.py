@@ -9,8 +9,7 @@ from torch import nn
 
 from medusa_cli.device import has_bf16, has_cuda
 from medusa_cli.errors import UsageError, UserError
-from medusa_cli.files import assets
-from medusa_cli.files.assets import RANDOM
+from medusa_cli.files import extras, model_source
 from medusa_cli.files.model_files import (
     check_tokenizer,
     check_weights,
@@ -19,6 +18,7 @@ from medusa_cli.files.model_files import (
     tensors_of,
     weights_file,
 )
+from medusa_cli.files.model_source import RANDOM
 from medusa_cli.files.quiet import without_progress_bars
 from medusa_cli.model.backbone import LazyNetwork, auto_class, text_config, untie_head
 from medusa_cli.model.checks import (
@@ -77,8 +77,8 @@ def load_network(
         # cuDNN plans attention anew for every length of a text, which takes 70 ms on an H100.
         torch.backends.cuda.enable_cudnn_sdp(False)
     if options.quantised:
-        assets.need_extra("quant", f"@quantize {options.quantize}")
-        if assets.in_gguf(model):
+        extras.need_extra("quant", f"@quantize {options.quantize}")
+        if model_source.in_gguf(model):
             raise UsageError(
                 f"@quantize {options.quantize} cannot quantize a GGUF file", "leave it out"
             )
@@ -105,7 +105,7 @@ def load_network(
             bnb_4bit_compute_dtype=dtype,
         )
         settings["device_map"] = {"": device}
-    source = assets.model_dir(model)
+    source = model_source.model_dir(model)
     trusted = options.trust_remote_code
     config = read_config(model, trusted, whole=True)
     if trusted and has_own_code(model):
@@ -149,7 +149,7 @@ def lazy_network(model: str) -> LazyNetwork:
     """Returns a model's network without weights, to be built later; raises UserError for an unusable model."""
     from transformers import GenerationConfig
 
-    source = assets.model_dir(model)
+    source = model_source.model_dir(model)
     config = read_config(model, whole=True)
     refuse_unsupported(config)
     check_weights(model)
@@ -175,7 +175,7 @@ def _network_of_files(config: Any, model: str) -> Any:
 
 def load_tokenizer(model: str, lazy: LazyNetwork, chat_template: str | None = None) -> Any:
     """Returns the tokenizer of a model; raises UserError if it, or a file that it needs, is missing or unusable."""
-    source = assets.model_dir(model)
+    source = model_source.model_dir(model)
     check_tokenizer(source, model)
     try:
         _refuse_adapter(source, model)
@@ -277,7 +277,7 @@ def has_own_code(model: str) -> bool:
 
     return (
         not model.startswith(RANDOM)
-        and "auto_map" in PretrainedConfig.get_config_dict(assets.model_dir(model))[0]
+        and "auto_map" in PretrainedConfig.get_config_dict(model_source.model_dir(model))[0]
     )
 
 
@@ -287,7 +287,7 @@ def read_config(model: str, trust_remote_code: bool = False, whole: bool = False
 
     if model.startswith(RANDOM):
         return random_config(model)
-    source = assets.model_dir(model)
+    source = model_source.model_dir(model)
     config_fields(source)
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)

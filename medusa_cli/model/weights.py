@@ -13,11 +13,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from medusa_cli.files.assets import file_stamp, model_dir
 from medusa_cli.files.gguf_header import Tensor as GgufTensor
 from medusa_cli.files.gguf_header import file_names, read_header
 from medusa_cli.files.gguf_names import GgufNames
 from medusa_cli.files.model_files import checkpoint_files, weights_file
+from medusa_cli.files.model_source import file_stamp, model_dir
 from medusa_cli.model.backbone import Unsupported, has_tied_head
 from medusa_cli.model.checks import unloadable
 from medusa_cli.native.library import UNIT

@@ -19,7 +19,7 @@ import msgspec
 from msgspec import Meta
 
 from medusa_cli.errors import UsageError, UserError, shown
-from medusa_cli.files.assets import DEFAULT_MODEL
+from medusa_cli.files.catalogue import DEFAULT_MODEL
 from medusa_cli.files.io import is_whole, parse_yaml, read_text, read_yaml
 from medusa_cli.runs.run import Provenance, Run, describe_drafter
 

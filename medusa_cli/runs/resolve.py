@@ -9,10 +9,11 @@ from typing import Any
 
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.files import mtp
-from medusa_cli.files.assets import DEFAULT_MODEL, in_gguf, model_dir
+from medusa_cli.files.catalogue import DEFAULT_MODEL
 from medusa_cli.files.hub import hub_folder
 from medusa_cli.files.io import read_as, read_object, restore
 from medusa_cli.files.model_files import check_model_files, config_fields
+from medusa_cli.files.model_source import in_gguf, model_dir
 from medusa_cli.files.paths import expanded
 from medusa_cli.runs.run import (
     DEFAULT_RUN,

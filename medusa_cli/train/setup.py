@@ -14,7 +14,7 @@ from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.drafters.io import load_kind
 from medusa_cli.engine import attach, load_backbone
 from medusa_cli.errors import UsageError, UserError
-from medusa_cli.files.assets import in_gguf
+from medusa_cli.files.model_source import in_gguf
 from medusa_cli.model import Backbone
 from medusa_cli.model import lora as adapter
 from medusa_cli.model.digest import weights_of

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from medusa_cli.bench.questions import read_questions
-from medusa_cli.files.assets import model_dir, mt_bench_path
+from medusa_cli.files.fetch import mt_bench_path
+from medusa_cli.files.model_source import model_dir
 
 STARTS_WITHIN = 300
 TRANSFORMERS = ("transformers.cli.transformers", "serve")

@@ -11,7 +11,7 @@ from medusa_cli import Medusa
 from medusa_cli.bench.questions import read_questions, spread
 from medusa_cli.drafters import load_drafter
 from medusa_cli.engine import load_backbone
-from medusa_cli.files import assets
+from medusa_cli.files import catalogue, fetch, model_source
 from medusa_cli.model import Backbone
 from medusa_cli.runs.load_options import LoadOptions
 from medusa_cli.runs.run import Run
@@ -33,16 +33,16 @@ def main() -> None:
     )
     args = parser.parse_args()
     run = Run.open(args.run) if args.run else None
-    model = (run.model if run else None) or assets.DEFAULT_MODEL
+    model = (run.model if run else None) or catalogue.DEFAULT_MODEL
     backbone = load_backbone(model, LoadOptions(dtype="fp32", engine="eager"))
-    questions = spread(read_questions(assets.mt_bench_path())[0], args.questions)
+    questions = spread(read_questions(fetch.mt_bench_path())[0], args.questions)
     prompts = [
         backbone.encode_chat([{"role": "user", "content": question.turns[0]}])
         for question in questions
     ]
     plain = [generate_plain(backbone, prompt, max_new_tokens=args.tokens) for prompt in prompts]
     reference = {
-        "model": assets.model_dir(backbone.id),
+        "model": model_source.model_dir(backbone.id),
         "prompts": prompts,
         "tokens": [[token for step in steps for token in step.tokens] for steps in plain],
         "depth": args.depth,

@@ -10,7 +10,8 @@ import tempfile
 from pathlib import Path
 
 from medusa_cli.bench.questions import read_questions
-from medusa_cli.files.assets import model_dir, mt_bench_path
+from medusa_cli.files.fetch import mt_bench_path
+from medusa_cli.files.model_source import model_dir
 from tests.serving import start
 
 QUESTIONS = 16
