@@ -287,9 +287,9 @@ def rows_of(cache: Cache, slot: int = 0) -> Tensor:
     """Returns the keys and values of a slot [2, layers, KV, length, D]."""
     assert cache.keys is not None and cache.values is not None
     if isinstance(cache, NativeCache):  # keys lie in tiles of columns, values are padded
-        places = [cache.at(place) for place in range(cache.layers)]
-        keys = torch.stack([own[slot] for own, _ in places]).mT.flatten(2, 3)
-        values = torch.stack([own[slot] for _, own in places])[..., : keys.shape[-1]]
+        places = [cache.at(place, slot) for place in range(cache.layers)]
+        keys = torch.stack([keys for keys, _ in places]).mT.flatten(2, 3)
+        values = torch.stack([values for _, values in places])[..., : keys.shape[-1]]
     else:
         keys, values = cache.keys[:, slot], cache.values[:, slot]
     return torch.stack([keys, values])[:, :, :, : cache.lengths[slot]]

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import openai
@@ -29,6 +30,7 @@ from transformers import PreTrainedTokenizerFast
 from medusa_cli.api import Medusa
 from medusa_cli.commands.serve import fitting_limits
 from medusa_cli.decode import Answer, Likelihood, Request, decoder, sequence
+from medusa_cli.decode.decoder import FIRST_PIECE
 from medusa_cli.engine import attach
 from medusa_cli.errors import UsageError
 from medusa_cli.model import Backbone
@@ -36,7 +38,7 @@ from medusa_cli.model.vocabulary import BYTES
 from medusa_cli.serve import app
 from medusa_cli.serve.metrics import Metrics
 from medusa_cli.serve.openai_format import OpenAIFormat
-from medusa_cli.serve.scheduler import Event, Scheduler, Ticket
+from medusa_cli.serve.scheduler import Event, Prompt, Scheduler, Ticket
 from medusa_cli.serve.schema import ChatRequest, CompletionRequest
 from medusa_cli.serve.server import OnceAMinute, check_certificate, listen
 from tests.helpers import forward, tiny_backbone, tiny_tokenizer
@@ -249,7 +251,8 @@ def served_beside(
 def test_failed_prompt_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = Scheduler(tiny_medusa(tmp_path), Metrics(), slots=2, waiting=2)
     decoder = scheduler._decoder
-    first, second = served_beside(scheduler, lambda plan: plan.tokens.shape[1] == 20, monkeypatch)
+    rows = FIRST_PIECE
+    first, second = served_beside(scheduler, lambda plan: plan.tokens.shape[1] == rows, monkeypatch)
     assert isinstance(second[-1].error, RuntimeError) and len(second) == 1
     assert all(event.error is None for event in first) and first[-1].last
     assert scheduler._decoder is decoder and decoder.free_slots == 2
@@ -1256,6 +1259,14 @@ def test_short_prompt_ends_while_long_ones_are_run(tmp_path: Path, small_pieces:
         assert tokens_in(events) == alone.tokens
 
 
+def test_a_prompt_that_the_drafter_still_reads_is_not_short() -> None:
+    request = Request([*range(5, 45)], 2, stop_ids=())
+    unread = [SimpleNamespace(tokens=range(30)), SimpleNamespace(tokens=range(2))]
+    sequence = SimpleNamespace(tokens=[*range(5, 45)], unread=unread)
+    prompt = Prompt(Ticket(request, Any, list.append), sequence, iter(()))  # type: ignore[arg-type]
+    assert prompt.left == 32
+
+
 def test_long_prompt_goes_on_while_short_ones_arrive(tmp_path: Path, small_pieces: None) -> None:
     scheduler = Scheduler(tiny_medusa(tmp_path), Metrics(), slots=2, waiting=40)
     long = Request([*range(5, 60)], 2, stop_ids=())
@@ -1270,7 +1281,7 @@ def test_long_prompt_goes_on_while_short_ones_arrive(tmp_path: Path, small_piece
         scheduler.submit([ticket])
     scheduler.drain()
     scheduler.run()
-    assert order.index("long") < 12
+    assert order.index("long") < 4 * 7
 
 
 def test_prompt_is_cancelled_between_its_pieces(tmp_path: Path, small_pieces: None) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from ctypes import byref
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -392,6 +393,8 @@ class NativeCache(StateCache):
         if self._delta_layers:
             self.states[DELTA_STATES] = torch.zeros(slots, self._delta_layers, model.delta_state)
         self.keys, self.values, self.inputs = self._zeros(self.capacity)
+        # By slot, where its keys, values and inputs lie.
+        self._parts = np.arange(slots, dtype=np.int64)
         # By slot, how many rows have been written since the buffers were allocated.
         self._written = [0] * slots
 
@@ -417,6 +420,7 @@ class NativeCache(StateCache):
             inputs=self.inputs.data_ptr(),
             states=None if states is None else states.data_ptr(),
             pending=self.pending.data_ptr(),
+            parts=self._parts.ctypes.data,
             slots=self.slots,
             capacity=self.capacity,
             pending_rows=self.pending.shape[2] if self.pending.dim() > 1 else 0,
@@ -426,10 +430,12 @@ class NativeCache(StateCache):
     def nbytes(self) -> int:
         return super().nbytes + self.inputs.nbytes + self.pending.nbytes
 
-    def at(self, place: int) -> tuple[Tensor, Tensor]:
-        """Returns the keys [S, KV, C / 16, D, 16] and values [S, KV, C, D padded to 16] at a place."""
+    def at(self, place: int, slot: int) -> tuple[Tensor, Tensor]:
+        """Returns a slot's keys [KV, C / 16, D, 16] and values [KV, C, D padded to 16] at a place."""
         assert self.keys is not None and self.values is not None
-        return self._at(place, self.keys, self.values, self.capacity)
+        keys, values = self._at(place, self.keys, self.values, self.capacity)
+        part = self._parts[slot]
+        return keys[part], values[part]
 
     def _at(self, place: int, keys: Tensor, values: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
         kv, dim = self.shapes[place]
@@ -443,13 +449,14 @@ class NativeCache(StateCache):
         capacity = padded(capacity, TILE)
         keys, values, inputs = self._zeros(capacity)
         for slot, length in enumerate(self.lengths):
+            part = self._parts[slot]
             used = padded(length, TILE)
             for place in range(self.layers):
-                own_keys, own_values = self.at(place)
+                own_keys, own_values = self.at(place, slot)
                 new_keys, new_values = self._at(place, keys, values, capacity)
-                new_keys[slot, :, : used // TILE] = own_keys[slot, :, : used // TILE]
-                new_values[slot, :, :used] = own_values[slot, :, :used]
-            inputs[:, slot, :length] = self.inputs[:, slot, :length]
+                new_keys[part, :, : used // TILE] = own_keys[:, : used // TILE]
+                new_values[part, :, :used] = own_values[:, :used]
+            inputs[:, part, :length] = self.inputs[:, part, :length]
         # Assigned last: if memory runs out or the user interrupts, the cache stays as it was.
         self.keys = keys
         self.values = values
@@ -475,8 +482,8 @@ class NativeCache(StateCache):
         self._written[slot] = 0
         for buffer in (self.keys, self.values, self.inputs):
             assert buffer is not None
-            for part in buffer[:, slot]:
-                drop_pages(part)
+            for rows in buffer[:, self._parts[slot]]:
+                drop_pages(rows)
 
     def reserve_pending(self, rows: int) -> None:
         """Makes room for a tree of `rows` rows in every slot."""
@@ -498,19 +505,10 @@ class NativeCache(StateCache):
 
     @torch.inference_mode()
     def swap(self, slot: int, other: int) -> None:
-        assert self.keys is not None and self.values is not None
-        if slot != other:
-            used = padded(max(self.lengths[slot], self.lengths[other]), TILE)
-            parts = [self.inputs[:, :, :used].transpose(0, 1)]
-            for place in range(self.layers):
-                keys, values = self.at(place)
-                parts += [keys[:, :, : used // TILE], values[:, :, :used]]
-            for part in parts:
-                part[[slot, other]] = part[[other, slot]]
-            written = max(self._rows_in_memory(slot), self._rows_in_memory(other), used)
-            self._written[slot] = self._written[other] = written
         self.swap_states(slot, other)
-        self.lengths[slot], self.lengths[other] = self.lengths[other], self.lengths[slot]
+        by_slot: tuple[Any, ...] = (self._parts, self._written, self.lengths)
+        for values in by_slot:
+            values[slot], values[other] = values[other], values[slot]
 
 
 class NativeLinear(nn.Module):

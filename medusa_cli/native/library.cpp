@@ -236,12 +236,19 @@ int medusa_round(int format, const float* weights, int64_t n, int64_t k, uint8_t
   return 0;
 }
 
+bool has_parts(const Cache& cache) {
+  for (int64_t slot = 0; slot < cache.slots; slot++) {
+    if (cache.parts[slot] < 0 || cache.parts[slot] >= cache.slots) return false;
+  }
+  return true;
+}
+
 // The functions below return 0, -1 for arguments that do not fit, or kNoMemory.
 
 int medusa_run(const Model* model, const Cache* cache, const Step* step) try {
   std::lock_guard<std::mutex> lock(running);
   if (step->rows < 1 || step->slots < 1 || step->first_slot < 0) return -1;
-  if (step->first_slot + step->slots > cache->slots || cache->capacity % 16) return -1;
+  if (step->first_slot + step->slots > cache->slots || cache->capacity % 16 || !has_parts(*cache)) return -1;
   if (step->first < 0 || step->end > model->layers || step->first > step->end) return -1;
   for (int64_t s = 0; s < step->slots; s++) {
     if (step->lengths[s] < 0 || step->lengths[s] + step->rows > cache->capacity) return -1;
@@ -321,7 +328,7 @@ int medusa_embed(const Matrix* matrix, const int64_t* ids, int64_t count, float 
 int medusa_keep(const Model* model, const Cache* cache, int64_t slot, int64_t length, const int64_t* path,
                 int64_t count) try {
   std::lock_guard<std::mutex> lock(running);
-  if (slot < 0 || slot >= cache->slots || length < 0) return -1;
+  if (slot < 0 || slot >= cache->slots || length < 0 || !has_parts(*cache)) return -1;
   for (int64_t i = 0; i < count; i++) {
     if (path[i] < i || length + path[i] >= cache->capacity || (i && path[i] <= path[i - 1])) return -1;
   }
@@ -338,7 +345,7 @@ int medusa_keep(const Model* model, const Cache* cache, int64_t slot, int64_t le
       const int64_t from = length + path[i], to = length + i;
       if (from == to) continue;
       if (layer.mixer == SHORT_CONV) {
-        float* inputs = cache->inputs + (layer.place * cache->slots + slot) * cache->capacity * model->hidden;
+        float* inputs = inputs_of(*model, *cache, layer, slot);
         std::memcpy(inputs + to * model->hidden, inputs + from * model->hidden, model->hidden * sizeof(float));
         continue;
       }

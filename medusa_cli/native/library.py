@@ -119,7 +119,7 @@ class CacheBuffers(Structure):
     """The buffers of a cache; see step.h."""
 
     _fields_ = [
-        *((name, c_void_p) for name in ("keys", "values", "inputs", "states", "pending")),
+        *((name, c_void_p) for name in ("keys", "values", "inputs", "states", "pending", "parts")),
         *((name, c_int64) for name in ("slots", "capacity", "pending_rows")),
     ]
 

@@ -244,6 +244,7 @@ struct Tiny {
   Cache cache = {};
   std::vector<Layer> layers;
   std::vector<float> keys, values, inputs, states, pending;
+  static constexpr int64_t parts[kSlots] = {1, 0};
   int next_format = Q4_0;
   bool int8_rows;
 
@@ -275,7 +276,7 @@ struct Tiny {
     const int64_t rows = 16;
     states.resize(kSlots * ISA::DeltaState(m).all);
     pending.resize(kSlots * rows * ISA::DeltaRow(m).all);
-    cache = {keys.data(), values.data(), inputs.data(), states.data(), pending.data(), kSlots, kCapacity, rows};
+    cache = {keys.data(), values.data(), inputs.data(), states.data(), pending.data(), parts, kSlots, kCapacity, rows};
   }
 
   void fill(Layer& l, Family family, int64_t i) {

@@ -437,21 +437,20 @@ Rows short_conv(Pool& pool, const Model& m, const Cache& cache, const Step& step
   const int64_t rows = step.slots * step.rows, wide = padded(3 * m.hidden, kTile);
   float* made = work.qkv.room(rows * wide);
   matmuls(pool, read, rows, {Target{&layer.input, made, wide, false}});
-  const auto inputs_of = [&](int64_t slot) {
-    const int64_t part = layer.place * cache.slots + step.first_slot + slot;
-    return cache.inputs + (part * cache.capacity + step.lengths[slot]) * m.hidden;
+  const auto new_inputs = [&](int64_t slot) {
+    return inputs_of(m, cache, layer, step.first_slot + slot) + step.lengths[slot] * m.hidden;
   };
   each_row(pool, rows, m.hidden, [&](int64_t r) {
     const float* gate = made + r * wide;
     const float* x = gate + 2 * m.hidden;
-    float* input = inputs_of(r / step.rows) + r % step.rows * m.hidden;
+    float* input = new_inputs(r / step.rows) + r % step.rows * m.hidden;
     for (int64_t i = 0; i < m.hidden; i++) input[i] = gate[i] * x[i];
   });
   const Rows out = work.attended.rows(rows, m.hidden, layer.out.int8_rows);
   each_row(pool, rows, m.kernel * m.hidden, [&](int64_t r) {
     const int64_t slot = r / step.rows;
     const float* inputs[kKernel];
-    const PathInputs of_slot = {inputs_of(slot), m.hidden, step.lengths[slot], inputs_of(slot), m.hidden,
+    const PathInputs of_slot = {new_inputs(slot), m.hidden, step.lengths[slot], new_inputs(slot), m.hidden,
                                 &work.parents[slot * step.rows]};
     path_inputs(of_slot, r % step.rows, m.kernel, inputs);
     float* y = writable(out) + r * out.stride;

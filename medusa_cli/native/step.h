@@ -112,7 +112,8 @@ struct Model {
   const Layer* layer;
 };
 
-// The buffers of a cache. Each mixer counts its own places. Free columns hold finite numbers.
+// The buffers of a cache. Each mixer counts its own places. Free columns hold finite numbers. Keys,
+// values and inputs of a slot lie at index parts[slot], so that slots change places without a copy.
 //
 // keys [places, slots, key_width * capacity]: a layer uses [kv, capacity / 16, dim, 16] of them.
 // values [places, slots, value_width * capacity]: a layer uses [kv, capacity, dim padded to 16].
@@ -125,6 +126,7 @@ struct Cache {
   float* inputs;
   float* states;
   float* pending;
+  const int64_t* parts;  // [slots], a permutation
   int64_t slots, capacity, pending_rows;
 };
 
@@ -206,13 +208,19 @@ struct Functions {
 
 // These return where the keys and the values of one head begin in the cache.
 static inline float* keys_of(const Model& m, const Cache& cache, const Layer& layer, int64_t slot, int64_t head) {
-  const int64_t part = layer.place * cache.slots + slot;
+  const int64_t part = layer.place * cache.slots + cache.parts[slot];
   return cache.keys + (part * m.key_width + head * layer.dim) * cache.capacity;
 }
 
 static inline float* values_of(const Model& m, const Cache& cache, const Layer& layer, int64_t slot, int64_t head) {
-  const int64_t part = layer.place * cache.slots + slot;
+  const int64_t part = layer.place * cache.slots + cache.parts[slot];
   return cache.values + (part * m.value_width + head * padded(layer.dim, 16)) * cache.capacity;
+}
+
+// Returns where the inputs of a short convolution begin in the cache.
+static inline float* inputs_of(const Model& m, const Cache& cache, const Layer& layer, int64_t slot) {
+  const int64_t part = layer.place * cache.slots + cache.parts[slot];
+  return cache.inputs + part * cache.capacity * m.hidden;
 }
 
 }  // namespace medusa
