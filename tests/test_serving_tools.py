@@ -15,7 +15,8 @@ from tokenizers import AddedToken
 
 from medusa_cli.api import Medusa
 from medusa_cli.decode import LogitsOptions, Sampling
-from medusa_cli.decode.lazy_grammar import LazyGrammarProcessor
+from medusa_cli.decode.grammar import Grammar
+from medusa_cli.decode.lazy_grammar import LazyGrammar, LazyGrammarProcessor, Trigger
 from medusa_cli.decode.policy import StaticTreePolicy
 from medusa_cli.errors import UsageError
 from medusa_cli.model import Backbone
@@ -552,6 +553,29 @@ def test_parts_that_follow_a_grammar_are_taken_back_with_a_draft(
         assert processor.forced(ids) == fresh.forced(ids)
         constrained += bool(allowed.isinf().any())
     assert constrained > 10
+
+
+@pytest.mark.parametrize("limit", ["max_tokens=3", 'stop="7"'])
+def test_a_part_whose_grammar_cannot_go_back_is_taken_back(limit: str) -> None:
+    """llguidance takes no token back of a grammar whose rules count tokens or end by a text."""
+    backbone = byte_backbone()
+    source = f'%llguidance {{}}\nstart: n "." m\nn[{limit}]: /[0-9]+/\nm: /[a-f]{{9}}/'
+    grammar = LazyGrammar((Trigger(Grammar.of(grammar=source), pattern="<"),))
+    processor = LazyGrammarProcessor(backbone, grammar, 0)
+    scores = torch.zeros(1, len(backbone.tokenizer))
+    for text in [
+        "so <12",
+        "so <127.ab",
+        "so <127.",
+        "so <1",
+        "so <137.abc",
+        "so <",
+        "no",
+        "so <127.af",
+    ]:
+        ids = torch.tensor([backbone.tokenizer.encode(text, add_special_tokens=False)])
+        expected = LazyGrammarProcessor(backbone, grammar, 0)(ids, scores)
+        assert torch.equal(processor(ids, scores), expected), text
 
 
 # What a model writes by itself, the texts that may follow, and some that may not.

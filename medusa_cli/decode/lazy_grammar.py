@@ -51,18 +51,27 @@ class LazyGrammar:
 
 
 class _Part:
-    """A part of the answer that follows a grammar. start: the number of tokens before it."""
+    """A part of the answer that follows a grammar.
 
-    def __init__(self, matcher: LLMatcher, start: int) -> None:
-        self.matcher = matcher
+    first: a matcher at the beginning of the part. start: the number of tokens before it.
+    """
+
+    def __init__(self, first: LLMatcher, start: int) -> None:
+        self.first = first
+        self.matcher = first.deep_copy()
         self.start = start
         self.length = 0  # tokens of the answer that the matcher has read
 
-    def move_to(self, end: int) -> None:
-        """Takes back the tokens from position `end` on."""
-        if self.length > end - self.start:
-            self.matcher.rollback(self.length - (end - self.start))
-            self.length = end - self.start
+    def move_to(self, answer: list[int]) -> None:
+        """Takes back the tokens of the part that do not belong to an answer's first ones."""
+        length = len(answer) - self.start
+        if self.length <= length:
+            return
+        if not self.matcher.rollback(self.length - length):
+            # Grammars whose tokens are counted, or end by a text, only go on.
+            self.matcher = self.first.deep_copy()
+            self.matcher.try_consume_tokens(answer[self.start :])
+        self.length = length
 
 
 @dataclass(frozen=True)
@@ -134,7 +143,7 @@ class LazyGrammarProcessor(LogitsProcessor):
         if shared < len(self._answer):
             del self._states[shared + 1 :]
             if (part := self._states[-1].part) is not None:
-                part.move_to(shared)
+                part.move_to(answer[:shared])
         self._answer = answer
         for end in range(shared + 1, len(answer) + 1):
             self._states.append(self._next(self._states[-1], end))
