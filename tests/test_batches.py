@@ -133,6 +133,13 @@ def test_a_batch_drafts_for_a_gain_that_covers_its_reading(batch: int, drafts: b
     assert any(step.nodes > 1 for step in steps) == drafts
 
 
+@pytest.mark.parametrize(("batch", "reads"), [(1, True), (8, False)])
+def test_the_mean_of_many_texts_hardly_exceeds_what_is_expected(batch: int, reads: bool) -> None:
+    """Where one text may draft with luck, a drafter reads nothing of eight."""
+    times = StepTimes({1: 1.0, batch: 1.0, 2 * batch: 1.55}, {1: 0.0})
+    assert Clock([SizedTree(Tree.chain(1), 1.6)], times).reads_states(batch) == reads
+
+
 def test_a_client_that_asks_again_starts_no_drafts() -> None:
     """A slot that is free for a step makes no batch draft; one that stays free does."""
     backbone = tiny_backbone(layers=4)
