@@ -193,7 +193,8 @@ class AdaptivePolicy(DraftPolicy):
         """Returns True while the drafter drafts, and where it may pay soon."""
         if self._resume_in and batch > 1:
             return False
-        return self._current > 0 or self._may_pay(batch)
+        drafts = self._current > 0 and batch <= len(self._sequences)
+        return drafts or self._may_pay(batch)
 
     def _may_pay(self, batch: int) -> bool:
         """Returns True if a tree pays at a batch size where drafts are accepted much more often than expected."""
