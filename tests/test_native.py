@@ -22,6 +22,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from medusa_cli.bench.digest import PUBLISHED
 from medusa_cli.engine import Plan, attach, load_backbone, twin
 from medusa_cli.engine.description import rotary_of
 from medusa_cli.engine.linear import packed_linear
@@ -53,6 +54,7 @@ from tests.helpers import (
     generate,
     generate_batch,
     generate_plain,
+    medusa,
     medusa_drafter,
     medusa_json,
     plain,
@@ -224,7 +226,7 @@ def test_all_instruction_sets_have_the_published_digest(tmp_path: Path) -> None:
     program = tmp_path / "selftest"
     compile_selftest(program, Path(LIBRARY), ["-O1"])
     page = (Path(__file__).parent.parent / "docs/engines.md").read_text(encoding="utf-8")
-    [digest] = re.findall(r"`([0-9a-f]{16})`", page)
+    [digest] = re.findall(r"one digest,\s+`([0-9a-f]{16})`", page)
     done = subprocess.run([program, digest], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert [line.split()[0] for line in done.stdout.splitlines()] == instructions()
@@ -1274,6 +1276,25 @@ def test_the_machine_says_what_runs_a_model(model: str) -> None:
     assert document["engine"].startswith("native") and document["row_invariant"] is True
     assert document["instructions"] == instructions() and list(document["contexts"]) == ["9", "40"]
     assert document["weight_bytes"] > 0
+
+
+def test_digests_are_those_of_all_instruction_sets(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    document = medusa_json("machine", "--digest", "--model", model)
+    assert list(document["digests"]) == instructions() and len({*document["digests"].values()}) == 1
+    assert document["published"] is None and document["equal"] is True
+    monkeypatch.setitem(PUBLISHED, model, "0" * 16)
+    assert instructions()[0] in medusa("machine", "--digest", "--model", model, exit_code=1).stdout
+    # Nothing is published for numbers of another type.
+    rounded = medusa_json("machine", "--digest", "--model", model, "--dtype", "bf16")
+    assert rounded["published"] is None and rounded["digests"] != document["digests"]
+
+
+def test_digests_need_the_native_engine(model: str) -> None:
+    for words in (["--engine", "eager"], ["--context", "9"]):
+        refused = medusa("machine", "--digest", "--model", model, *words, exit_code=2)
+        assert words[0] in refused.stderr
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs LD_PRELOAD")

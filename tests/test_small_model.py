@@ -5,12 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from medusa_cli.bench.digest import PUBLISHED
 from medusa_cli.bench.questions import read_questions
 from medusa_cli.device import has_bf16
 from medusa_cli.engine import load_backbone
 from medusa_cli.files import fetch
 from medusa_cli.files.catalogue import DEFAULT_MODEL, SMALL_MODEL
 from medusa_cli.files.io import read_json
+from medusa_cli.files.model_source import must_be_fetched
 from medusa_cli.model import Backbone
 from medusa_cli.runs.load_options import LoadOptions
 from medusa_cli.runs.run import Run
@@ -59,6 +61,15 @@ def test_shipped_drafter_is_small_whole_and_has_provenance(
         == len(calibration["temperatures"])
     )
     assert expected_length(tree, calibration["accuracies"]) > expected
+
+
+@pytest.mark.parametrize("model", PUBLISHED)
+def test_logits_have_the_published_digest(model: str) -> None:
+    if model != SMALL_MODEL and must_be_fetched(model):
+        pytest.skip(f"{model} is not in the cache")
+    page = Path(__file__).parent.parent / "docs/engines.md"
+    assert f"`{PUBLISHED[model]}`" in page.read_text(encoding="utf-8")
+    assert medusa_json("machine", "--digest", "--model", model)["published"] == PUBLISHED[model]
 
 
 def test_drafted_answers_equal_plain_ones_in_fp32_and_take_fewer_steps() -> None:

@@ -2,6 +2,8 @@
 
 from typing import Annotated
 
+import typer
+
 from medusa_cli import console, options
 from medusa_cli.errors import UsageError
 from medusa_cli.files.catalogue import DEFAULT_MODEL
@@ -9,6 +11,8 @@ from medusa_cli.files.model_files import check_model_files
 from medusa_cli.options import LoadFlags, OutputFlags, flag
 
 DIGITS = 9  # more than those of any context
+# Options with which logits have other bits.
+ROUNDING = {"--dtype", "--quantize", "--rows"}
 
 
 def machine(
@@ -21,11 +25,20 @@ def machine(
             "Tokens in the KV cache during the timed passes; default 256, or what fits.",
         ),
     ] = None,
+    digest: Annotated[
+        bool,
+        flag(
+            "--digest",
+            "Only compare the bits of the logits: one digest for each instruction set, beside the published one.",
+        ),
+    ] = False,
     loading: LoadFlags,
     printing: OutputFlags,
 ) -> None:
     """Show what this machine is, which engine runs a model on it, and how long a pass takes by its number of rows."""
     printing.configure()
+    if digest and context is not None:
+        raise UsageError("--context has no effect with --digest", "leave one of them out")
     words = context.split(",") if context is not None else []
     if not all(
         word.isascii() and word.isdigit() and len(word) <= DIGITS and int(word) for word in words
@@ -35,6 +48,9 @@ def machine(
         )
     name = model or DEFAULT_MODEL
     check_model_files(name)
+    if digest:
+        _compare_digests(name, loading, printing)
+        return
     import torch
 
     from medusa_cli import native
@@ -84,3 +100,26 @@ def machine(
     console.result(f"with drafts, greedy output {promise} that of plain decoding")
     if facts["busy"]:
         console.result("the machine was busy: times are too long")
+
+
+def _compare_digests(model: str, loading: LoadFlags, printing: OutputFlags) -> None:
+    """Prints the digest of a model's logits by instruction set; exits with 1 unless all are equal and as published."""
+    from medusa_cli.bench.digest import PUBLISHED, digests
+    from medusa_cli.engine import load_backbone
+
+    by_set = digests(load_backbone(model, loading))
+    published = None if ROUNDING & {*loading.given} else PUBLISHED.get(model)
+    expected = published or next(iter(by_set.values()))
+    different = [name for name, value in by_set.items() if value != expected]
+    if printing.json:
+        facts = {"model": model, "digests": by_set, "published": published, "equal": not different}
+        console.emit_json(facts)
+    else:
+        lines = [*by_set.items(), *([("published", published)] if published else [])]
+        console.result("\n".join(f"{name:<12}{value}" for name, value in lines))
+        against = "the published digest" if published else f"the digest of {next(iter(by_set))}"
+        console.result(
+            f"differs from {against}: {', '.join(different)}" if different else "all are equal"
+        )
+    if different:
+        raise typer.Exit(1)
