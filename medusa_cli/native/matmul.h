@@ -149,8 +149,8 @@ inline void add_bytes(const Bytes& w, const Inputs& x, float* sums) {
   }
 }
 
-// The vectors of sums that registers hold beside the weights of a unit.
-constexpr int kHeldSums = 8;
+// The vectors of sums that registers hold beside the weights of a unit: 16 registers hold 4, 32 hold 8.
+constexpr int kHeldSums = ROWS;
 
 // Adds the dot products of R rows with units first .. end - 1 of a tile, for PARTS * LANES channels
 // from `lane` on, to sums [R, 16], which begin with unit 0. As many bytes are prefetched as are read.
@@ -241,7 +241,7 @@ constexpr int64_t kPanel = 64;
 
 // Up to this many rows, a tile is unpacked anew for each block of rows: storing the unpacked tile
 // would cost more, for any number of rows if blocks have eight rows of all channels.
-constexpr int64_t kFewRows = ROWS == 8 && LANES == kTile ? kPanel : 2 * ROWS;
+constexpr int64_t kFewRows = ROWS < 8 ? ROWS : LANES < kTile ? 2 * ROWS : kPanel;
 
 #if defined(__AMX_INT8__)
 

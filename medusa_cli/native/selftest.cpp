@@ -244,7 +244,7 @@ struct Tiny {
   Cache cache = {};
   std::vector<Layer> layers;
   std::vector<float> keys, values, inputs, states, pending;
-  static constexpr int64_t parts[kSlots] = {1, 0};
+  static constexpr int64_t parts[kSlots] = {0, 1};
   int next_format = Q4_0;
   bool int8_rows;
 

@@ -63,16 +63,16 @@ inline void look_up_e2m1(B* q) {
 }
 
 template <class Tile>
-inline const Tile& block_of(const uint8_t* blocks, int64_t index) {
+inline const Tile& block_of(const uint8_t* blocks, uint64_t index) {
   return reinterpret_cast<const Tile*>(blocks)[index];
 }
 
 inline L negated(L a) { return mul_l(a, set_l(-1.0f)); }
 
 // Unpacks LANES channels of a unit, from `lane` on, into vectors q[8] and the scales and offsets of
-// its groups. SIGNED: a format's zero is subtracted.
+// its groups. SIGNED: a format's zero is subtracted. `unit` is unsigned, so that it is divided by a shift.
 template <int FORMAT, bool SIGNED>
-MEDUSA_INLINE void unpack_unit(const uint8_t* blocks, int64_t unit, int lane, B* q, L* scale, L* offset) {
+MEDUSA_INLINE void unpack_unit(const uint8_t* blocks, uint64_t unit, int lane, B* q, L* scale, L* offset) {
   if constexpr (FORMAT == Q4_0) {
     const auto& t = block_of<TileQ4_0>(blocks, unit);
     split_nibbles(t.q, lane, q);
@@ -104,32 +104,32 @@ MEDUSA_INLINE void unpack_unit(const uint8_t* blocks, int64_t unit, int lane, B*
     scale[0] = half_powers_l(t.e + lane);
   } else if constexpr (FORMAT == Q4_K) {
     const auto& t = block_of<TileQ4_K>(blocks, unit / 8);
-    const int u = unit % 8;
+    const uint64_t u = unit % 8;
     split_nibbles(t.q[u], lane, q);
     scale[0] = mul_l(half_l(t.d + lane), u8_l(t.scale[u] + lane));
     offset[0] = negated(mul_l(half_l(t.dmin + lane), u8_l(t.min[u] + lane)));
   } else if constexpr (FORMAT == Q5_K) {
     const auto& t = block_of<TileQ5_K>(blocks, unit / 8);
-    const int u = unit % 8;
+    const uint64_t u = unit % 8;
     split_nibbles(t.q[u], lane, q);
     add_fifth_bits(t.h[u], lane, q);
     scale[0] = mul_l(half_l(t.d + lane), u8_l(t.scale[u] + lane));
     offset[0] = negated(mul_l(half_l(t.dmin + lane), u8_l(t.min[u] + lane)));
   } else if constexpr (FORMAT == Q6_K) {
     const auto& t = block_of<TileQ6_K>(blocks, unit / 8);
-    const int u = unit % 8;
+    const uint64_t u = unit % 8;
     split_nibbles(t.q[u], lane, q);
     add_upper_pairs(t.h[u], lane, q);
     MEDUSA_UNROLL for (int g = 0; g < 2; g++) scale[g] = mul_l(half_l(t.d + lane), i8_l(t.scale[2 * u + g] + lane));
   } else if constexpr (FORMAT == Q3_K) {
     const auto& t = block_of<TileQ3_K>(blocks, unit / 8);
-    const int u = unit % 8;
+    const uint64_t u = unit % 8;
     split_nibbles(t.q[u], lane, q);
     MEDUSA_UNROLL for (int g = 0; g < 2; g++) scale[g] = mul_l(half_l(t.d + lane), i8_l(t.scale[2 * u + g] + lane));
   } else {
     static_assert(FORMAT == Q2_K);
     const auto& t = block_of<TileQ2_K>(blocks, unit / 8);
-    const int u = unit % 8;
+    const uint64_t u = unit % 8;
     split_nibbles(t.q[u], lane, q);
     MEDUSA_UNROLL for (int g = 0; g < 2; g++) {
       scale[g] = mul_l(half_l(t.d + lane), u8_l(t.scale[2 * u + g] + lane));
