@@ -11,7 +11,7 @@ from torch import Tensor
 from medusa_cli.drafters.firp import check_extra_rows
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.drafters.incoming import Checkpoint, check_tensors
-from medusa_cli.drafters.kinds import DRAFTERS, REMEDY, weight_shapes
+from medusa_cli.drafters.kinds import DRAFTERS, REMEDY, Uninitialized, weight_shapes
 from medusa_cli.errors import UserError, shown
 from medusa_cli.files.io import convert, read_object, write_json
 from medusa_cli.files.weights import SCALE, read_weights, to_int8
@@ -106,7 +106,8 @@ def fill_drafter(
 ) -> HeadDrafter:
     """Returns a drafter with the tensors from its file, in the backbone's dtype, ready to draft."""
     kind.check_fit(config, backbone)
-    drafter = kind(config)
+    with Uninitialized():
+        drafter = kind(config)
     with torch.no_grad():
         for name, weight in drafter.named_weights().items():
             weight.copy_(tensors[name])

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from medusa_cli.drafters.amphista import Amphista
 from medusa_cli.drafters.assistant import Assistant
@@ -30,13 +31,28 @@ KINDS: tuple[type[HeadDrafter], ...] = (
 DRAFTERS: dict[str, type[HeadDrafter]] = {kind.name: kind for kind in KINDS}
 
 
+class Uninitialized(TorchFunctionMode):
+    """Leaves the weights of new layers as they are, where torch.nn.init would draw them.
+
+    On the meta device, some of its functions import torch's compiler, which takes over a second.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return kwargs["tensor"]
+        return func(*args, **kwargs)
+
+
 def weight_shapes(kind: type[HeadDrafter], config: Any) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of the weights of a drafter with this config, without allocating memory.
 
     Raises UserError for impossible sizes.
     """
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), Uninitialized():
             return {
                 name: tuple(weight.shape) for name, weight in kind(config).named_weights().items()
             }
