@@ -71,7 +71,7 @@ def load_model(
     tree = static_tree(choice)  # unusable files are rejected before the model is loaded
     options = as_trained(options, choice.trained)
     backbone = load_backbone(
-        choice.model, options, adapter=choice.adapter, chat_template=choice.template, chat=chat
+        choice.source, options, adapter=choice.adapter, chat_template=choice.template, chat=chat
     )
     check_generation_config(backbone)
     if choice.run is not None:

@@ -219,7 +219,7 @@ class DraftFlags:
             need_drafter=need_drafter,
             lookup=self.lookup,
         )
-        check_model_files(choice.model)
+        check_model_files(choice.source)
         return choice
 
     def or_plain(self, baseline: bool, chat_template: Path | None = None) -> Choice:

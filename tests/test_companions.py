@@ -33,6 +33,7 @@ from medusa_cli.export.eagle3_format import export_eagle3
 from medusa_cli.export.folder import find_source
 from medusa_cli.export.incoming import import_drafter, import_mtp
 from medusa_cli.export.speculators_format import export_speculators
+from medusa_cli.files.model_source import ModelSource
 from medusa_cli.files.mtp import own_drafter
 from medusa_cli.model import Backbone
 from medusa_cli.model.backbone import text_model
@@ -412,7 +413,7 @@ def test_an_mtp_layer_drafts_as_its_maker_describes(
     with_mtp: Callable[[str], tuple[str, Backbone]], kind: str
 ) -> None:
     path, backbone = with_mtp(kind)
-    drafter = load_drafter(own_drafter(path), backbone)
+    drafter = load_drafter(own_drafter(ModelSource.of(path)), backbone)
     new = known(backbone, 1)
     if kind in ("qwen3_5_text", "qwen3_5", "qwen2"):
         check_drafts(drafter, backbone, new, mtp_by_hand(path, kind, backbone, new))
@@ -427,7 +428,7 @@ def test_an_mtp_layer_reads_long_prompts_in_pieces(
     with_mtp: Callable[[str], tuple[str, Backbone]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, backbone = with_mtp("qwen3_5_text")
-    drafter = load_drafter(own_drafter(path), backbone)
+    drafter = load_drafter(own_drafter(ModelSource.of(path)), backbone)
     places = [range(5), range(12)]
     states, embedded = torch.randn(2, 17, backbone.hidden_size)
     outputs = []
@@ -483,7 +484,7 @@ def test_an_mtp_layers_simulated_decoding_is_its_drafting(
     with_mtp: Callable[[str], tuple[str, Backbone]],
 ) -> None:
     path, backbone = with_mtp("deepseek_v3")
-    drafter = load_drafter(own_drafter(path), backbone)
+    drafter = load_drafter(own_drafter(ModelSource.of(path)), backbone)
     new = known(backbone, 1)
     reference = mtp_by_transformers(path, backbone, new)
     # Positions of two conversations, of which the second is the reference's, learnt at its end.
@@ -791,7 +792,7 @@ def test_an_mtp_layer_without_its_first_tensor_is_named(tmp_path: Path, kind: st
     part = {name: tensor for name, tensor in weights.items() if name != first}
     save_file(part, path / "model.safetensors", {"format": "pt"})
     with pytest.raises(UserError, match=re.escape(first)):
-        own_drafter(str(path))
+        own_drafter(ModelSource.of(str(path)))
     # Shards whose index names the layer's tensors, which are in no shard.
     plain = {name: tensor for name, tensor in part.items() if not name.startswith(MAKERS[kind])}
     save_file(plain, path / "model-1.safetensors", {"format": "pt"})
@@ -799,19 +800,19 @@ def test_an_mtp_layer_without_its_first_tensor_is_named(tmp_path: Path, kind: st
     (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
     (path / "model.safetensors").unlink()
     with pytest.raises(UserError, match=re.escape(first)):
-        own_drafter(str(path))
+        own_drafter(ModelSource.of(str(path)))
     # A config that counts a layer of which nothing is there.
     files = dict.fromkeys(plain, "model-1.safetensors")
     (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
     change_json(path / "config.json", mtp_num_hidden_layers=1)
     with pytest.raises(UserError, match="config.json counts 1 .mtp_num_hidden_layers"):
-        own_drafter(str(path))
+        own_drafter(ModelSource.of(str(path)))
 
 
 def test_mtp_tensors_are_those_of_the_shards_that_the_index_names(tmp_path: Path) -> None:
     path = Path(save_with_mtp("qwen3_5_text", tmp_path / "model"))
     weights = load_file(path / "model.safetensors")
-    expected = checkpoint_tensors(str(path))
+    expected = checkpoint_tensors(ModelSource.of(str(path)))
     save_file(weights, path / "model-1.safetensors", {"format": "pt"})
     other = {name: tensor + 1 for name, tensor in weights.items() if name.startswith("mtp.")}
     last = next(name for name in weights if not name.startswith("mtp."))
@@ -819,7 +820,7 @@ def test_mtp_tensors_are_those_of_the_shards_that_the_index_names(tmp_path: Path
     files = {**dict.fromkeys(weights, "model-1.safetensors"), last: "model-2.safetensors"}
     (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
     (path / "model.safetensors").unlink()
-    taken = checkpoint_tensors(str(path))
+    taken = checkpoint_tensors(ModelSource.of(str(path)))
     assert all(torch.equal(taken[name], expected[name]) for name in expected)
 
 

@@ -23,8 +23,9 @@ from medusa_cli.bench.peers import llama_method, openvino_method
 from medusa_cli.drafters import MedusaHeads
 from medusa_cli.engine import load_backbone
 from medusa_cli.errors import UserError
-from medusa_cli.files import catalogue, model_source
+from medusa_cli.files import catalogue
 from medusa_cli.files.gguf_header import read_header
+from medusa_cli.files.model_source import ModelSource
 from medusa_cli.model.digest import weights_of
 from medusa_cli.runs.load_options import LoadOptions
 from medusa_cli.tree import Tree
@@ -285,10 +286,12 @@ def test_experts_are_read_from_the_file(
         backbone = load_backbone(str(file), LoadOptions(dtype="fp32", engine=engine))
         torch.testing.assert_close(forward(backbone, ids).logits, expected, rtol=1e-3, atol=1e-3)
     if kind == Kind.F32:
-        folder = Path(model_source.model_dir(str(file)))
+        folder = Path(ModelSource.of(str(file)).folder)
         assert not list(folder.glob("*.safetensors"))
         network.save_pretrained(tmp_path / "whole")
-        assert weights_of(str(file)) == weights_of(str(tmp_path / "whole"))
+        assert weights_of(ModelSource.of(str(file))) == weights_of(
+            ModelSource.of(str(tmp_path / "whole"))
+        )
 
 
 def write_lfm2(path: Path, kind: Kind) -> Any:
@@ -752,7 +755,7 @@ OTHERS: dict[str, Callable[[Path, Kind], Any]] = {
 @pytest.mark.parametrize("family", OTHERS)
 def test_other_architectures_are_read_from_the_file(file: Path, family: str, kind: Kind) -> None:
     network = OTHERS[family](file, kind)
-    folder = Path(model_source.model_dir(str(file)))
+    folder = Path(ModelSource.of(str(file)).folder)
     assert not list(folder.glob("*.safetensors"))
     ids = torch.tensor([*PROMPT, *range(5, 55)])  # longer than a window
     with torch.inference_mode():
@@ -761,7 +764,7 @@ def test_other_architectures_are_read_from_the_file(file: Path, family: str, kin
         backbone = load_backbone(str(file), LoadOptions(dtype="fp32", engine=engine))
         logits = forward(backbone, ids).logits
         assert float((logits - expected).norm() / expected.norm()) < 1e-4, engine
-    assert weights_of(str(file)) is not None
+    assert weights_of(ModelSource.of(str(file))) is not None
 
 
 @pytest.mark.parametrize("kind", [Kind.MXFP4, Kind.Q8_0, Kind.F16], ids=lambda kind: kind.name)
@@ -1033,7 +1036,7 @@ def test_layers_with_a_running_state_are_read_from_the_file(
     file: Path, family: str, kind: Kind
 ) -> None:
     network = HYBRIDS[family](file, kind)
-    assert not list(Path(model_source.model_dir(str(file))).glob("*.safetensors"))
+    assert not list(Path(ModelSource.of(str(file)).folder).glob("*.safetensors"))
     ids = torch.tensor(PROMPT)
     expected = network(ids[None]).logits[0]
     bound = 1e-3 if kind == Kind.F32 else 0.1
@@ -1041,7 +1044,7 @@ def test_layers_with_a_running_state_are_read_from_the_file(
         backbone = load_backbone(str(file), LoadOptions(dtype="fp32", engine=engine))
         logits = forward(backbone, ids).logits
         assert float((logits - expected).norm() / expected.norm()) < bound, engine
-    assert weights_of(str(file)) is not None
+    assert weights_of(ModelSource.of(str(file))) is not None
 
 
 def test_layers_that_predict_later_tokens_are_left_out(file: Path) -> None:
@@ -1105,16 +1108,20 @@ def test_the_same_weights_in_another_file_have_the_same_digest(
     file: Path, tmp_path: Path, kind: Kind
 ) -> None:
     network = write_gguf(file, kind)
-    folder = Path(model_source.model_dir(str(file)))
+    folder = Path(ModelSource.of(str(file)).folder)
     assert not list(folder.glob("*.safetensors"))  # weights are read from the file
     dtype = {Kind.F32: torch.float32, Kind.F16: torch.float16, Kind.BF16: torch.bfloat16}[kind]
     for name in folder.iterdir():
         (tmp_path / "whole").mkdir(exist_ok=True)
         (tmp_path / "whole" / name.name).write_bytes(name.read_bytes())
     network.to(dtype).save_pretrained(tmp_path / "whole")
-    assert weights_of(str(file)) == weights_of(str(tmp_path / "whole"))
+    assert weights_of(ModelSource.of(str(file))) == weights_of(
+        ModelSource.of(str(tmp_path / "whole"))
+    )
     write_gguf(file, kind, seed=1)
-    assert weights_of(str(file)) != weights_of(str(tmp_path / "whole"))
+    assert weights_of(ModelSource.of(str(file))) != weights_of(
+        ModelSource.of(str(tmp_path / "whole"))
+    )
 
 
 def test_commands_and_python_take_a_file_and_name_it_by_its_path(file: Path) -> None:
@@ -1125,26 +1132,28 @@ def test_commands_and_python_take_a_file_and_name_it_by_its_path(file: Path) -> 
     answer = loaded.generate([{"role": "user", "content": "ab"}], max_new_tokens=8)
     assert drafted["answer"] == plain["answer"] == answer.text and plain["tokens"] > 0
     identity = loaded.backbone.identity
-    assert identity["id"] == str(file) and identity["weights"] == weights_of(str(file))
-    assert model_source.gguf_path(str(file)) == file
+    assert identity["id"] == str(file) and identity["weights"] == weights_of(
+        ModelSource.of(str(file))
+    )
+    assert ModelSource.of(str(file)).gguf == file
 
 
 def test_metadata_is_written_once_and_again_when_the_file_changes(
     file: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_gguf(file)
-    before, digest = Path(model_source.model_dir(str(file))), weights_of(str(file))
+    before, digest = Path(ModelSource.of(str(file)).folder), weights_of(ModelSource.of(str(file)))
     with monkeypatch.context() as patch:
         patch.setattr(
             "medusa_cli.files.gguf.write_metadata", lambda *_: pytest.fail("it was written again")
         )
-        assert model_source.model_dir(str(file)) == str(before)
+        assert ModelSource.of(str(file)).folder == str(before)
     write_gguf(file, seed=1)
-    after = Path(model_source.model_dir(str(file)))
-    assert after != before and weights_of(str(file)) != digest
+    after = Path(ModelSource.of(str(file)).folder)
+    assert after != before and weights_of(ModelSource.of(str(file))) != digest
     (after / "config.json").unlink()
     after.rename(after.with_name(after.name + ".part"))  # what a killed process leaves
-    assert (Path(model_source.model_dir(str(file))) / "config.json").is_file()
+    assert (Path(ModelSource.of(str(file)).folder) / "config.json").is_file()
     assert sorted(path.suffix for path in cache.iterdir() if path.suffix != ".lock") == ["", ""]
 
 
@@ -1414,7 +1423,7 @@ def test_other_files_are_no_models(file: Path, data: bytes) -> None:
     done = medusa("chat", "--model", file, "--lookup", "--prompt", "ab", exit_code=1)
     assert str(file) in done.stderr and done.stderr.count("\n") == 1
     with pytest.raises(UserError, match=r"missing\.gguf"):
-        model_source.model_dir("missing.gguf")
+        str(ModelSource.of("missing.gguf").folder)
 
 
 @pytest.mark.parametrize("name", LLAMA)
@@ -1436,7 +1445,7 @@ def test_llama_cpp_decodes_the_same_file(file: Path, name: str) -> None:
 def test_openvino_decodes_the_default_models_file(name: str) -> None:
     pytest.importorskip("openvino_genai")
     backbone = load_backbone(catalogue.DEFAULT_MODEL, FP32)
-    path = model_source.gguf_path(catalogue.DEFAULT_MODEL)
+    path = ModelSource.of(catalogue.DEFAULT_MODEL).gguf
     assert path is not None
     prompt = backbone.encode_chat([{"role": "user", "content": "Name the capital of France."}])
     method, shown = openvino_method(name, path, backbone), list[int]()

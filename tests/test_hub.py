@@ -18,7 +18,7 @@ from medusa_cli.files.hub import (
     hub_gguf,
     names_gguf,
 )
-from medusa_cli.files.model_source import gguf_path
+from medusa_cli.files.model_source import ModelSource
 from medusa_cli.model.load import load_network
 from medusa_cli.runs.resolve import choose, find_drafter
 from tests.helpers import medusa, medusa_json, save_model, save_run
@@ -92,12 +92,12 @@ def test_a_cached_model_asks_an_unreachable_hub_once(hub: Hub, model: str) -> No
         file.name: file.read_bytes() for file in Path(model).iterdir()
     }
     go_offline_unless_reachable.cache_clear()
-    expected = load_network("owner/model")[0].lm_head.weight
+    expected = load_network(ModelSource.of("owner/model"))[0].lm_head.weight
     assert not constants.HF_HUB_OFFLINE
     hub.fault = 503
     hub.requests.clear()
     go_offline_unless_reachable.cache_clear()
-    again = load_network("owner/model")[0].lm_head.weight
+    again = load_network(ModelSource.of("owner/model"))[0].lm_head.weight
     assert constants.HF_HUB_OFFLINE and len(hub.requests) == 1
     assert torch.equal(again, expected)
     Medusa.from_pretrained("owner/model", drafter=None, dtype="fp32").close()
@@ -148,7 +148,7 @@ def test_a_gguf_file_of_a_repository_is_a_model(
 
     hub_gguf.cache_clear()  # as in another process
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert gguf_path("owner/tiny-GGUF:Q8_0").read_bytes() == file.read_bytes()
+    assert ModelSource.of("owner/tiny-GGUF:Q8_0").gguf.read_bytes() == file.read_bytes()
 
 
 def test_all_files_of_a_split_model_are_downloaded(hub: Hub, tmp_path: Path) -> None:
@@ -164,10 +164,10 @@ def test_all_files_of_a_split_model_are_downloaded(hub: Hub, tmp_path: Path) -> 
     assert not any("q4_0" in request for request in hub.requests)
 
     hub_gguf.cache_clear()  # as in another process, after a download that was cut off
-    first = gguf_path("owner/split-GGUF:Q8_0")
+    first = ModelSource.of("owner/split-GGUF:Q8_0").gguf
     first.with_name(max(file.name for file in files)).unlink()
     hub_gguf.cache_clear()
-    assert gguf_path("owner/split-GGUF:Q8_0") == first
+    assert ModelSource.of("owner/split-GGUF:Q8_0").gguf == first
     assert all(first.with_name(file.name).is_file() for file in files)
 
 

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from medusa_cli.engine import load_backbone
 from medusa_cli.errors import UserError
 from medusa_cli.files.io import read_json, write_json
+from medusa_cli.files.model_source import ModelSource
 from medusa_cli.model import load
 from medusa_cli.model import lora as adapter
 from medusa_cli.model.digest import weights_of
@@ -35,7 +36,7 @@ def saved(network: torch.nn.Module, folder: Path, **options) -> str:
 
 def fine_tuned(model: str, folder: Path) -> str:
     """Saves the model with noise in its linear layers alone."""
-    network, _ = load_network(model, FP32)
+    network, _ = load_network(ModelSource.of(model), FP32)
     torch.manual_seed(0)
     for module in network.modules():
         if isinstance(module, torch.nn.Linear):
@@ -55,7 +56,7 @@ def test_fine_tune_of_linear_layers_has_another_identity(model: str, tmp_path: P
 
 def test_every_way_to_load_a_checkpoint_gives_the_same_digest(model: str, tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
-    network, _ = load_network(model, FP32)
+    network, _ = load_network(ModelSource.of(model), FP32)
     attach_adapter(network)
     adapter.save(network, tmp_path / "adapter", "tiny")
     options = [FP32, LoadOptions(dtype="bf16"), LoadOptions(dtype="fp32", engine="native")]
@@ -81,16 +82,20 @@ def test_every_form_of_a_checkpoint_has_the_same_digest(family: str, tmp_path: P
         saved(network.bfloat16(), tmp_path / "half"),
     ]
     assert len(list((tmp_path / "parts").glob("*.safetensors"))) > 1
-    assert len({weights_of(form) for form in forms}) == 1 and weights_of(forms[0])
+    assert len({weights_of(ModelSource.of(form)) for form in forms}) == 1 and weights_of(
+        ModelSource.of(forms[0])
+    )
 
 
 def test_sampled_tensors_do_not_depend_on_the_number_of_files(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = weights_of(model)
+    whole = weights_of(ModelSource.of(model))
     monkeypatch.setattr("medusa_cli.model.digest.MAX_TENSORS", 7)
-    parts = saved(load_network(model, FP32)[0], tmp_path / "parts", max_shard_size="60KB")
-    assert weights_of(model) == weights_of(parts) != whole
+    parts = saved(
+        load_network(ModelSource.of(model), FP32)[0], tmp_path / "parts", max_shard_size="60KB"
+    )
+    assert weights_of(ModelSource.of(model)) == weights_of(ModelSource.of(parts)) != whole
 
 
 @pytest.mark.parametrize(
@@ -108,7 +113,7 @@ def test_pickled_checkpoint_is_refused_and_has_no_digest(model: str, tmp_path: P
     folder = Path(shutil.copytree(model, tmp_path / "pickled"))
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
-    assert weights_of(str(folder)) is None
+    assert weights_of(ModelSource.of(str(folder))) is None
     with pytest.raises(UserError, match=r"model.safetensors"):
         load_backbone(str(folder), FP32)
 

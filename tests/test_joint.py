@@ -18,6 +18,7 @@ from medusa_cli.data.packing import Dataset, held_out_ids, split_conversations
 from medusa_cli.drafters import MedusaHeads
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.files.io import ReadReport
+from medusa_cli.files.model_source import ModelSource
 from medusa_cli.model import Backbone
 from medusa_cli.model import lora as adapter
 from medusa_cli.model.load import load_network
@@ -260,7 +261,7 @@ def test_merged_adapter_computes_the_same(tmp_path: Path) -> None:
     model = save_model(
         tmp_path / "model", family="qwen2"
     )  # tied: the trap is a merge into the embeddings
-    network, _ = load_network(model, LoadOptions(dtype="fp32"))
+    network, _ = load_network(ModelSource.of(model), LoadOptions(dtype="fp32"))
     embedding = network.get_input_embeddings().weight.clone()
     attach_adapter(network)
     adapter.save(network, tmp_path / "adapter", "tiny")

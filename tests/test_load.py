@@ -16,6 +16,7 @@ from medusa_cli import Medusa
 from medusa_cli.device import has_cuda
 from medusa_cli.engine import load_backbone
 from medusa_cli.errors import UsageError, UserError
+from medusa_cli.files.model_source import ModelSource
 from medusa_cli.model import lora
 from medusa_cli.model.load import load_network, resolve_device
 from medusa_cli.runs.load_options import LoadOptions
@@ -360,7 +361,7 @@ def test_attention_that_changes_with_the_position_runs_on_the_eager_engine(
 
 @pytest.fixture
 def adapted(model: Path, tmp_path: Path) -> Path:
-    network, _ = load_network(str(model), FP32)
+    network, _ = load_network(ModelSource.of(str(model)), FP32)
     lora.attach(network, rank=2, alpha=4.0, dropout=0.0)
     lora.save(network, tmp_path / "adapter", str(model))
     return tmp_path / "adapter"
@@ -425,15 +426,15 @@ def test_merged_adapter_gives_the_logits_that_peft_gives(
     ids = torch.arange(9)[None]
     config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets, use_rslora=rslora)
     torch.manual_seed(0)
-    theirs = peft.get_peft_model(load_network(str(model), FP32)[0], config)
+    theirs = peft.get_peft_model(load_network(ModelSource.of(str(model)), FP32)[0], config)
     for name, weight in theirs.named_parameters():
         if "lora_B" in name or "lora_embedding_B" in name:
             torch.nn.init.normal_(weight, std=0.3)
     theirs.save_pretrained(tmp_path / "theirs")
     if isinstance(targets, str):  # peft may have written the names that the text stands for
         change_json(tmp_path / "theirs" / "adapter_config.json", target_modules=targets)
-    merged = lora.merge(load_network(str(model), FP32)[0], tmp_path / "theirs")
-    plain = load_network(str(model), FP32)[0]
+    merged = lora.merge(load_network(ModelSource.of(str(model)), FP32)[0], tmp_path / "theirs")
+    plain = load_network(ModelSource.of(str(model)), FP32)[0]
     with torch.no_grad():
         expected = theirs(ids).logits
         assert torch.allclose(merged(ids).logits, expected, atol=1e-4)
@@ -446,7 +447,7 @@ def test_an_lm_head_of_an_adapter_that_is_not_the_models_is_refused(
     import peft
 
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "lm_head"])
-    theirs = peft.get_peft_model(load_network(str(model), FP32)[0], config)
+    theirs = peft.get_peft_model(load_network(ModelSource.of(str(model)), FP32)[0], config)
     theirs.base_model.model.lm_head.base_layer.weight.data += 1
     theirs.save_pretrained(tmp_path / "theirs", save_embedding_layers=True)
     assert_refused(model, "lm_head.*merge it", tmp_path / "theirs")

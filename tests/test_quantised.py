@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from medusa_cli.engine import attach, load_backbone
+from medusa_cli.files.model_source import ModelSource
 from medusa_cli.model import Backbone, lora
 from medusa_cli.model.load import load_network
 from medusa_cli.runs.load_options import LoadOptions
@@ -61,7 +62,9 @@ def test_evaluation_keeps_the_adapters_gradients(
     """
     with monkeypatch.context() as elsewhere:  # such a host, whatever this one is
         elsewhere.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: True)
-        network, _ = load_network(model, LoadOptions(dtype="bf16", quantize="bnb.nf4"))
+        network, _ = load_network(
+            ModelSource.of(model), LoadOptions(dtype="bf16", quantize="bnb.nf4")
+        )
     layers = [module for module in network.modules() if type(module).__name__ == "Linear4bit"]
     assert layers and not any(module.support_avx512bf16_for_cpu for module in layers)
     attach_adapter(network)
@@ -98,7 +101,7 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
     def spy(model, options, **rest):
         in_4bit.append(options.quantize == "bnb.nf4")
-        return load_network(model, options, **rest)
+        return load_network(ModelSource.of(model), options, **rest)
 
     monkeypatch.setattr("medusa_cli.engine.load.load_network", spy)
     return in_4bit

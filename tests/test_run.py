@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from medusa_cli.drafters.incoming import Checkpoint
 from medusa_cli.errors import UserError
 from medusa_cli.files.io import TEMPORARY, replacing, replacing_folder, restore, write_atomic
-from medusa_cli.files.model_source import gguf_path, lasting_name, model_dir
+from medusa_cli.files.model_source import ModelSource, lasting_name
 from medusa_cli.runs.resolve import choose, find_drafter
 from medusa_cli.runs.run import LOCK, Run, sole_writer
 from tests.helpers import conversation, medusa, save_model, save_run, write_lines
@@ -263,7 +263,7 @@ def test_shipped_drafter_is_not_taken_for_another_size(tmp_path: Path) -> None:
 
 def test_shipped_drafter_is_taken_for_a_gguf_file_of_its_shape(tmp_path: Path) -> None:
     shipped = Run.pretrained("smollm2-135m")
-    original = gguf_path("smollm2-135m")
+    original = ModelSource.of("smollm2-135m").gguf
     assert shipped is not None and original is not None
     file = tmp_path / "SmolLM2-135M-Instruct.Q4_1.gguf"
     file.symlink_to(original)
@@ -356,7 +356,7 @@ def test_a_folder_left_between_two_moves_is_read(tmp_path: Path) -> None:
         folder.rename(folder.with_name(f".{folder.name}.old"))
 
     leave(Path(model))
-    assert Path(model_dir(model), "config.json").is_file()
+    assert Path(ModelSource.of(model).folder, "config.json").is_file()
     leave(run.drafter_dir)
     assert find_drafter(f"{run.path}/")[0] == run.drafter_dir
     leave(run.drafter_dir)

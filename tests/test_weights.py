@@ -17,6 +17,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from medusa_cli.engine import attach, description, load_backbone, packed, packed_cache
 from medusa_cli.errors import UserError
+from medusa_cli.files.model_source import ModelSource
 from medusa_cli.model import Backbone
 from medusa_cli.model.backbone import Unsupported, usable_positions
 from medusa_cli.model.weights import NetworkWeights, open_weights
@@ -361,7 +362,10 @@ def test_shapes_before_packing_are_those_of_packed_weights(kind: str, tmp_path: 
     path = save_network(tiny_network(kind), tmp_path / "model")
     backbone = load(path, engine="native")
     model = backbone.engine.model
-    for weights in (open_weights(path, backbone.model), NetworkWeights(backbone.model)):
+    for weights in (
+        open_weights(ModelSource.of(path), backbone.model),
+        NetworkWeights(backbone.model),
+    ):
         shapes = packed.shapes_of(model.description, weights)
         assert shapes.matrices == model.shapes.matrices
         assert shapes.vectors == model.shapes.vectors

@@ -13,6 +13,7 @@ from medusa_cli.decode.processors import MODELS_OWN, generate_arguments
 from medusa_cli.drafters import DRAFTERS, Drafter
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.files.catalogue import DEFAULT_MODEL
+from medusa_cli.files.model_source import ModelSource
 from medusa_cli.model import Backbone
 from medusa_cli.runs.resolve import Choice, choose, shipped_for
 from medusa_cli.runs.run import RUNS, Run, describe_drafter
@@ -51,7 +52,7 @@ def choose_files(
     that kind. If "medusa" is the only drafter named, it refers to the run's drafter of any kind.
     Raises UserError if a drafter does not exist, and UsageError for a file or flag that no method uses.
     """
-    outer = Run.open(run) if run else shipped_for(model or DEFAULT_MODEL)
+    outer = Run.open(run) if run else shipped_for(ModelSource.of(model or DEFAULT_MODEL))
     inner = {name for name in names if run and outer is not None and _kind(outer.path / name)}
     named = [name for name in names if name in DRAFTERS or name in inner]
     if named == ["medusa"]:

@@ -48,7 +48,7 @@ from medusa_cli.drafters import Drafter
 from medusa_cli.engine import Plan, load_backbone
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.files.io import write_json
-from medusa_cli.files.model_source import gguf_path
+from medusa_cli.files.model_source import ModelSource
 from medusa_cli.loading import load_drafting, static_tree
 from medusa_cli.model import Backbone
 from medusa_cli.model.backbone import identity_of, text_config
@@ -216,11 +216,11 @@ class Bench:
         """Raises UserError, before any model is loaded, for a silent peer, or a run or drafter of another model."""
         for name, url in self.peers.items():
             served_models(name, url)
-        model = self.choice.model
+        model = self.choice.source
         config = read_config(model, self.options.trust_remote_code, whole=True)
         vocab_size = text_config(config).vocab_size
         identity = identity_of(
-            config, vocab_size, id=model, weights=weights_of(model), adapter=None
+            config, vocab_size, id=model.name, weights=weights_of(model), adapter=None
         )
         run = self.choice.run
         if run is not None and run.owner is not None:
@@ -254,9 +254,8 @@ class Bench:
     def _plain_backbone(self) -> Backbone:
         """Loads the transformers model with the run's adapter, in the number type that our engine will use."""
         options = self.options
-        model = self.choice.model
         device = resolve_device(options.device)
-        dtype = resolve_dtype(options.dtype, model, device, options.trust_remote_code)
+        dtype = resolve_dtype(options.dtype, self.choice.source, device, options.trust_remote_code)
         name = next(name for name, known in DTYPES.items() if known == dtype)
         quantize = options.quantize if options.quantised else None
         # With gradients, the layers are not replaced.
@@ -268,7 +267,7 @@ class Bench:
 
     def _load(self, options: LoadOptions, gradients: bool = False) -> Backbone:
         return load_backbone(
-            self.choice.model,
+            self.choice.source,
             options,
             adapter=self.choice.adapter,
             chat_template=self.choice.template,
@@ -278,7 +277,7 @@ class Bench:
 
     def _assistant(self, backbone: Backbone) -> Any:
         """Loads the model that drafts for hf-assisted; raises UserError if its vocabulary differs."""
-        network, tokenizer = load_network(str(self.draft_model), self.options)
+        network, tokenizer = load_network(ModelSource.of(str(self.draft_model)), self.options)
         if tokenizer.get_vocab() != backbone.tokenizer.get_vocab():
             raise UserError(
                 f"@draft_model {self.draft_model!r} has another vocabulary than the model",
@@ -292,7 +291,7 @@ class Bench:
         methods: dict[str, Method] = {}
         for name in self.methods:
             if name in (*LLAMA, *OPENVINO):
-                file = self.gguf or gguf_path(self.choice.model)
+                file = self.gguf or self.choice.source.gguf
                 assert file is not None  # check_reader ensures this
                 method = llama_method if name in LLAMA else openvino_method
                 methods[name] = method(name, file, backbone)

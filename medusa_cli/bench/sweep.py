@@ -17,7 +17,6 @@ from medusa_cli.bench.questions import Question
 from medusa_cli.bench.run import Bench, Watch, environment, unwatched
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.files.io import read_object, write_json
-from medusa_cli.files.model_source import model_dir
 from medusa_cli.model import lora
 from medusa_cli.model.digest import weights_of
 from medusa_cli.model.load import resolve_device
@@ -191,7 +190,7 @@ def _digest(bench: Bench) -> str:
     contents = [
         hashlib.sha256(path.read_bytes()).hexdigest() for path in files if path and path.is_file()
     ]
-    model = [weights_of(choice.model), choice.adapter and lora.digest(choice.adapter)]
+    model = [weights_of(choice.source), choice.adapter and lora.digest(choice.adapter)]
     machine = environment(torch.device(resolve_device(bench.options.device)))
     facts = [__version__, machine, model, contents, asdict(bench)]
     text = json.dumps(
@@ -205,7 +204,7 @@ def _long_questions(bench: Bench, tokens: int) -> list[Question]:
 
     Raises UsageError if that does not fit in the model's context.
     """
-    folder = model_dir(bench.choice.model)
+    folder = bench.choice.source.folder
     trusted = bench.options.trust_remote_code
     limit = getattr(
         AutoConfig.from_pretrained(folder, trust_remote_code=trusted),

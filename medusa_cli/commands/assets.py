@@ -9,12 +9,12 @@ import typer
 
 from medusa_cli import console
 from medusa_cli.errors import UsageError
-from medusa_cli.files import catalogue, fetch, model_source
+from medusa_cli.files import catalogue, fetch
 from medusa_cli.files.paths import home
 from medusa_cli.options import OutputFlags
 
 _FETCH: dict[str, Callable[[], str | Path | None]] = {
-    **{name: partial(model_source.gguf_path, name) for name in catalogue.MODELS},
+    **{name: partial(fetch.named_file, file) for name, file in catalogue.MODELS.items()},
     "sharegpt": fetch.sharegpt_path,
     "mt-bench": fetch.mt_bench_path,
 }

@@ -15,6 +15,7 @@ from medusa_cli.errors import UsageError
 from medusa_cli.files import extras
 from medusa_cli.files.io import Document
 from medusa_cli.files.model_files import check_model_files
+from medusa_cli.files.model_source import ModelSource
 from medusa_cli.options import (
     DraftFlags,
     LoadFlags,
@@ -135,7 +136,7 @@ def bench(
         sweeps.check(what, sweep, points)
     resolve_device(loading.device)
     for name in filter(None, (choice.model, draft_model)):
-        check_model_files(name)
+        check_model_files(ModelSource.of(name))
     questions, count = which.chosen()
     what = replace(what, questions=questions)
     console.info(

@@ -10,6 +10,7 @@ from medusa_cli import console, options
 from medusa_cli.errors import UserError
 from medusa_cli.files import extras
 from medusa_cli.files.model_files import check_model_files
+from medusa_cli.files.model_source import ModelSource
 from medusa_cli.options import LoadFlags, OutputFlags, flag
 from medusa_cli.runs.run import DEFAULT_RUN
 
@@ -67,7 +68,7 @@ def calibrate(
     file = file or (None if aside else target.calibration_path)
     if file == target.calibration_path:
         ctx.with_resource(sole_writer(target.path, "medusa calibrate"))
-    check_model_files(name)
+    check_model_files(ModelSource.of(name))
     console.info(f"loading {loading.of(name)}")
 
     from medusa_cli.runs.load_options import as_trained

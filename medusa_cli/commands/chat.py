@@ -10,7 +10,6 @@ import typer
 from medusa_cli import console
 from medusa_cli.errors import INTERRUPTED, UsageError, UserError, in_flags, of_system
 from medusa_cli.files.io import HALF, is_whole, write_json
-from medusa_cli.files.model_files import check_chat_template
 from medusa_cli.files.paths import expanded
 from medusa_cli.options import (
     ChatTemplate,
@@ -76,8 +75,6 @@ def chat(
     if raw and (system is not None or chat_template is not None):
         raise UsageError("--raw excludes --system and --chat-template", "leave one of them out")
     choice = drafting.or_plain(baseline, chat_template)
-    if not (raw or choice.template):
-        check_chat_template(choice.model)  # before torch is imported, which takes a second
     from medusa_cli.api import Chat, GenerationOptions, Medusa
 
     options = GenerationOptions(

@@ -15,8 +15,6 @@ from rich.text import Text
 
 from medusa_cli import console, options
 from medusa_cli.files.extras import has_package
-from medusa_cli.files.model_files import check_chat_template
-from medusa_cli.files.model_source import gguf_path
 from medusa_cli.options import DraftFlags, LoadFlags, OutputFlags, load
 from medusa_cli.runs.load_options import as_trained
 from medusa_cli.runs.resolve import Choice
@@ -56,8 +54,6 @@ def demo(
     """
     printing.configure()
     choice = drafting.choose()
-    if not choice.template:
-        check_chat_template(choice.model)  # before torch is imported, which takes a second
     from medusa_cli.api import Medusa
 
     tokens = max_new_tokens or MAX_NEW_TOKENS
@@ -247,7 +243,7 @@ def answer_by_others(
 
     names = ["hf"]
     # With an adapter, the file holds another model.
-    in_file = choice.adapter is None and gguf_path(choice.model) is not None
+    in_file = choice.adapter is None and choice.source.kind == "gguf"
     if in_file and has_package("xllamacpp"):
         names.append("llama.cpp")
     questions = [Question(str(number), "demo", (text,)) for number, text in enumerate(QUESTIONS, 1)]

@@ -11,6 +11,7 @@ from medusa_cli import console, options
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.files import extras
 from medusa_cli.files.model_files import check_model_files
+from medusa_cli.files.model_source import ModelSource
 from medusa_cli.options import LoadFlags, OutputFlags, flag
 from medusa_cli.runs.run import DEFAULT_RUN
 
@@ -105,7 +106,7 @@ def distill(
         asked = plan.distill
         check_settings(asked)
         if asked.endpoint is None:
-            check_model_files(plan.model)
+            check_model_files(ModelSource.of(plan.model))
             resolve_device(loading.device)
         else:
             ChatServers(asked.endpoint.split(",")).check()

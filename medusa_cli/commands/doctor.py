@@ -11,6 +11,7 @@ from medusa_cli import console, options
 from medusa_cli.console import visible
 from medusa_cli.errors import UserError
 from medusa_cli.files.catalogue import DEFAULT_MODEL
+from medusa_cli.files.model_source import ModelSource
 from medusa_cli.options import LoadFlags, OutputFlags, flag
 from medusa_cli.runs.load_options import as_trained
 from medusa_cli.runs.resolve import shipped_for
@@ -39,7 +40,9 @@ def doctor(
     nothing in the run. Without options it examines the drafter that ships.
     """
     printing.configure()
-    target = Run.open(run) if run is not None else shipped_for(model or DEFAULT_MODEL)
+    target = (
+        Run.open(run) if run is not None else shipped_for(ModelSource.of(model or DEFAULT_MODEL))
+    )
     if target is None:
         raise UserError(f"no drafter ships for the model {model!r}", "give the @run that holds one")
     name = model or target.model or DEFAULT_MODEL

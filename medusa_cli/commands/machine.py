@@ -8,6 +8,7 @@ from medusa_cli import console, options
 from medusa_cli.errors import UsageError
 from medusa_cli.files.catalogue import DEFAULT_MODEL
 from medusa_cli.files.model_files import check_model_files
+from medusa_cli.files.model_source import ModelSource
 from medusa_cli.options import LoadFlags, OutputFlags, flag
 
 DIGITS = 9  # more than those of any context
@@ -47,7 +48,7 @@ def machine(
             f"--context {context!r} is not valid", "give numbers of tokens, such as 256,2048"
         )
     name = model or DEFAULT_MODEL
-    check_model_files(name)
+    check_model_files(ModelSource.of(name))
     if digest:
         _compare_digests(name, loading, printing)
         return

@@ -13,6 +13,7 @@ from medusa_cli import console, options
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.files import extras, mtp
 from medusa_cli.files.model_files import check_model_files
+from medusa_cli.files.model_source import ModelSource
 from medusa_cli.options import LoadFlags, OutputFlags, flag
 from medusa_cli.runs.run import DEFAULT_RUN, RUNS
 
@@ -105,7 +106,7 @@ def train(
     source = data or (
         origin.data_path if origin and not target.data_path.is_file() else target.data_path
     )
-    check_model_files(plan.model)
+    check_model_files(ModelSource.of(plan.model))
     bound = f" or {plan.train.max_tokens:,} tokens" if plan.train.max_tokens else ""
     if dry_run:
         _estimate(target, plan, loading, origin, source, printing.json)

@@ -12,9 +12,10 @@ from typing import Any
 from medusa_cli.data.conversation import Conversation
 from medusa_cli.distill.local import TOKEN_CHARACTERS, Outcome
 from medusa_cli.errors import UserError
-from medusa_cli.files import catalogue, model_source
+from medusa_cli.files import catalogue
 from medusa_cli.files.chat_servers import ChatServers
 from medusa_cli.files.io import Malformed
+from medusa_cli.files.model_source import ModelSource
 from medusa_cli.model.backbone import eos_ids_of, identity_of
 from medusa_cli.model.chat_template import ChatTokenizer, Message, encode, render, token_ids
 from medusa_cli.model.checks import unloadable
@@ -35,11 +36,11 @@ class Tokenizer:
         from transformers import AutoTokenizer, GenerationConfig
 
         self.id = model
-        source = model_source.model_dir(model)
-        config = read_config(model, trust_remote_code)
+        source = ModelSource.of(model)
+        config = read_config(source, trust_remote_code)
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(
-                source, trust_remote_code=trust_remote_code
+                source.folder, trust_remote_code=trust_remote_code
             )
         except Exception as reason:  # damaged files can raise any exception
             raise unloadable(model, reason) from reason
@@ -47,7 +48,7 @@ class Tokenizer:
             self.tokenizer.chat_template = chat_template
         owners: list[Any] = [config, self.tokenizer]
         with suppress(OSError):
-            owners.append(GenerationConfig.from_pretrained(source))
+            owners.append(GenerationConfig.from_pretrained(source.folder))
         self.eos_ids: frozenset[int] = frozenset(eos_ids_of(owners))
         self.vocab_size: int = config.vocab_size
         self.hidden_size: int = config.hidden_size
@@ -71,7 +72,7 @@ def connect(
     # Servers of a named model are usually started with its folder. The folder is tried first,
     # because a server that loads models on demand would spend minutes looking for the name on the
     # hub.
-    local = [model_source.model_dir(name)] if name in catalogue.MODELS else []
+    local = [ModelSource.of(name).folder] if name in catalogue.MODELS else []
     local += [str(Path(name).resolve())] if Path(name).is_dir() else []
     reasons = []
     for candidate in dict.fromkeys([served_name] if served_name else [*local, name, *listed]):

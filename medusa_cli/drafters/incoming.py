@@ -21,7 +21,8 @@ from medusa_cli.drafters.kinds import DRAFTERS, weight_shapes
 from medusa_cli.errors import UserError, first_line, shown
 from medusa_cli.files.hub import hub_folder
 from medusa_cli.files.io import convert, read_as, read_object, restore
-from medusa_cli.files.model_files import WEIGHTS, Shards, check_shards, fault_of, listed
+from medusa_cli.files.model_files import check_shards, fault_of, listed
+from medusa_cli.files.model_source import WEIGHTS, Shards
 from medusa_cli.files.paths import expanded
 from medusa_cli.files.weights import FLOATS, INTEGERS, read_weights
 from medusa_cli.runs.run import few_positions, verifier_of
@@ -184,8 +185,8 @@ def _fetch(place: str) -> tuple[Path, list[Path], dict[str, str]]:
         index = read_as(folder / INDEX, Shards, "the index", AGAIN).weight_map
         for name in set(index.values()):
             _inside(folder, name)
-        shards = check_shards(folder, folder / INDEX, AGAIN)
-        return folder, [folder / name for name in sorted(set(shards.values()))], shards
+        check_shards(folder, INDEX, index.values(), AGAIN)
+        return folder, [folder / name for name in sorted(set(index.values()))], index
     file = next((folder / name for name in FILES if (folder / name).is_file()), None)
     if file is None:
         raise UserError(f"{folder} holds no weights", f"it needs one of {', '.join(FILES)}")

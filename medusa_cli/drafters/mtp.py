@@ -21,8 +21,9 @@ from medusa_cli.drafters.layer_rows import LayerRows, whole_mask
 from medusa_cli.drafters.layers import Padding, last_of
 from medusa_cli.engine.native_layer import ROWS_AT_ONCE, pieces
 from medusa_cli.errors import UserError, first_line, shown
-from medusa_cli.files.model_files import checkpoint_files, index_of, opened
-from medusa_cli.files.mtp import NAME, mtp_settings, need_source
+from medusa_cli.files.model_source import ModelSource
+from medusa_cli.files.mtp import NAME, mtp_settings, need_layout
+from medusa_cli.files.weights import opened
 from medusa_cli.model import Backbone
 from medusa_cli.model.attention import additive, cache_name
 from medusa_cli.model.backbone import text_model
@@ -170,7 +171,7 @@ class Mtp(TransformersDrafter, LayerDrafter):
         """Returns the drafter in fp32 with the weights from the model's checkpoint."""
         drafter = super().create(backbone, *settings, **named)
         assert isinstance(drafter, Mtp)
-        tensors = checkpoint_tensors(backbone.id)
+        tensors = checkpoint_tensors(ModelSource.of(backbone.id))
         with torch.no_grad():
             for name, weight in drafter.named_weights().items():
                 weight.copy_(tensors[name])
@@ -178,7 +179,7 @@ class Mtp(TransformersDrafter, LayerDrafter):
 
     @classmethod
     def fields_of_model(cls, backbone: Backbone, num_heads: int) -> dict[str, Any]:
-        settings = mtp_settings(backbone.id)
+        settings = mtp_settings(ModelSource.of(backbone.id))
         return {"num_layers": 1, "text": settings["text"], "state_first": settings["state_first"]}
 
     @property
@@ -193,7 +194,7 @@ class Mtp(TransformersDrafter, LayerDrafter):
     def weights_elsewhere(cls, folder: Path, model: str | None) -> dict[str, Tensor] | None:
         if (folder / cls.weights_file).is_file() or model is None:
             return None
-        return checkpoint_tensors(model)
+        return checkpoint_tensors(ModelSource.of(model))
 
     def enter(self, backbone: Backbone, hidden: Tensor) -> Tensor:
         states = hidden.to(self.dtype)
@@ -337,21 +338,21 @@ def refusing(kind: str) -> Iterator[None]:
         ) from reason
 
 
-def checkpoint_tensors(model: str) -> dict[str, Tensor]:
+def checkpoint_tensors(model: ModelSource) -> dict[str, Tensor]:
     """Returns the tensors of a model's MTP layer under our names.
 
     Raises UserError if the model's checkpoint holds no such layer, or a quantized one.
     """
-    source = need_source(model)
+    layout = need_layout(model)
     tensors: dict[str, Tensor] = {}
-    with opened(checkpoint_files(source.place), "pt", index_of(source.place)) as slices:
+    with opened(model.checkpoint, "pt", model.index) as slices:
         for name, part in slices.items():
-            own = source.layout.ours(name)
+            own = layout.ours(name)
             if own is not None:
                 tensors[own] = part[...]
                 if tensors[own].dtype not in FLOATS:
                     raise UserError(
-                        f"the MTP layer of {model} is quantized ({name} is of {tensors[own].dtype})",
+                        f"the MTP layer of {model.name} is quantized ({name} is of {tensors[own].dtype})",
                         "use a checkpoint in bf16, or another @drafter",
                     )
     return with_joined_experts(tensors)

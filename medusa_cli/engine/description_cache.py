@@ -16,11 +16,9 @@ from torch import Tensor
 from medusa_cli.engine.description import Description, rotary_of
 from medusa_cli.engine.twin import verified
 from medusa_cli.files.io import write_atomic
-from medusa_cli.files.model_files import model_file
-from medusa_cli.files.model_source import file_stamp, model_dir
+from medusa_cli.files.model_source import ModelSource, file_stamp
 from medusa_cli.files.paths import home
 from medusa_cli.model.backbone import LazyNetwork, text_config, usable_positions
-from medusa_cli.model.weights import source_stamp
 from medusa_cli.native.library import LIBRARY, instruction_set
 
 # Rotary tables are kept for this many positions; the network is built for a longer text.
@@ -47,7 +45,7 @@ class CachedDescription:
         return cos[None, :count], sin[None, :count]
 
 
-def describe_once(model: str, lazy: LazyNetwork) -> CachedDescription:
+def describe_once(model: ModelSource, lazy: LazyNetwork) -> CachedDescription:
     """Returns the verified description of a model; the first call verifies its network and keeps the result.
 
     Raises Unsupported as `verified` does.
@@ -77,20 +75,18 @@ def _verify(lazy: LazyNetwork) -> CachedDescription:
     return CachedDescription(description, tables)
 
 
-def _stamp(model: str) -> str:
+def _stamp(model: ModelSource) -> str:
     """Returns a digest of everything that a description depends on.
 
     This covers the model's files, the engines' code, transformers, the library and the CPU.
     """
-    config = model_file(model_dir(model), "config.json")
     package = Path(__file__).parent.parent
     rooms = (package / room for room in ("engine", "model", "native", "files"))
     code = sha256()
     for path in sorted(path for room in rooms for path in room.glob("*.py")):
         code.update(path.read_bytes())
     parts = [
-        source_stamp(model),
-        None if config is None else file_stamp(config),
+        model.stamp,
         transformers.__version__,
         torch.__version__,
         code.hexdigest(),

@@ -23,7 +23,7 @@ from medusa_cli.engine.plan import Plan
 from medusa_cli.engine.torch_layers import TorchEngine
 from medusa_cli.engine.twin import verified
 from medusa_cli.errors import UsageError, UserError
-from medusa_cli.files.model_source import RANDOM
+from medusa_cli.files.model_source import ModelSource
 from medusa_cli.model import Backbone, lora
 from medusa_cli.model.backbone import Unsupported, check_fork, text_config, usable_positions
 from medusa_cli.model.chat_template import check_template, try_template
@@ -38,7 +38,7 @@ from medusa_cli.model.load import (
     load_tokenizer,
     resolve_device,
 )
-from medusa_cli.model.weights import NetworkWeights, has_files
+from medusa_cli.model.weights import NetworkWeights
 from medusa_cli.native import is_available, why_unavailable
 from medusa_cli.runs.load_options import DEFAULT_LOADING, INTEGER, LoadOptions
 
@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 
 def load_backbone(
-    model: str,
+    model: ModelSource | str,
     options: LoadOptions = DEFAULT_LOADING,
     *,
     adapter: Path | None = None,
@@ -65,11 +65,13 @@ def load_backbone(
     from one that has loaded a model.
     """
     check_fork()
+    if isinstance(model, str):
+        model = ModelSource.of(model)
     foreign = options.trust_remote_code and has_own_code(
         model
     )  # only the eager engine runs a model's own code
     named = "native" if options.quantize in INTEGER else options.engine
-    _check_engine(named, options, foreign, shard, model)
+    _check_engine(named, options, foreign, shard, model.name)
     on_cpu = torch.device(resolve_device(options.device)).type == "cpu"
     needs_network = gradients or shard or foreign or options.quantised
 
@@ -78,15 +80,17 @@ def load_backbone(
             return _load_native(model, options, adapter, chat_template, chat)
         except Unsupported as reason:
             if named == "native":
-                raise _refusal(options, model, reason) from reason
-            log.info("%s runs on the eager engine: %s", model, reason)
+                raise _refusal(options, model.name, reason) from reason
+            log.info("%s runs on the eager engine: %s", model.name, reason)
 
     network, tokenizer = load_network(model, options, shard=shard, chat_template=chat_template)
     digest = None
     if adapter is not None:
         digest = lora.digest(adapter)
         network = lora.merge(network, adapter, quantized=options.quantised)
-    backbone = Backbone(network, tokenizer, id=model, adapter=digest, weights=weights_of(model))
+    backbone = Backbone(
+        network, tokenizer, id=model.name, adapter=digest, weights=weights_of(model)
+    )
     _check_chat(backbone, chat)
 
     if named != "eager" and not on_cpu and not needs_network:
@@ -95,8 +99,8 @@ def load_backbone(
             return backbone
         except Unsupported as reason:
             if named == "torch":
-                raise _refusal(options, model, reason) from reason
-            log.info("%s runs on the eager engine: %s", model, reason)
+                raise _refusal(options, model.name, reason) from reason
+            log.info("%s runs on the eager engine: %s", model.name, reason)
 
     backbone.engine = EagerEngine(backbone)
     if not shard:  # all processes must run a sharded network together
@@ -145,7 +149,11 @@ class _Loaded:
 
 
 def _load_native(
-    model: str, options: LoadOptions, adapter: Path | None, chat_template: str | None, chat: bool
+    model: ModelSource,
+    options: LoadOptions,
+    adapter: Path | None,
+    chat_template: str | None,
+    chat: bool,
 ) -> Backbone:
     """Loads a backbone on the native engine; raises Unsupported for a model that it cannot run."""
     if (reason := why_unavailable()) is not None:
@@ -155,8 +163,8 @@ def _load_native(
         model
     )
     loaded = None
-    if adapter is None and as_stored and not model.startswith(RANDOM):
-        loaded = _from_files(model, options, chat_template, int8_rows)
+    if adapter is None and as_stored and model.kind != "random":
+        loaded = _from_files(model, options, chat_template, int8_rows, chat)
     if loaded is None:
         loaded = _from_network(model, options, adapter, chat_template, int8_rows)
 
@@ -166,7 +174,7 @@ def _load_native(
     backbone = Backbone(
         loaded.network,
         loaded.tokenizer,
-        id=model,
+        id=model.name,
         adapter=None if adapter is None else lora.digest(adapter),
         weights=loaded.packed.digest or weights_of(model),
         embedding=NativeEmbedding(native),
@@ -192,10 +200,14 @@ def _forgetting_refused(packed: Packed) -> Iterator[None]:
 
 
 def _from_files(
-    model: str, options: LoadOptions, chat_template: str | None, int8_rows: bool
+    model: ModelSource,
+    options: LoadOptions,
+    chat_template: str | None,
+    int8_rows: bool,
+    chat: bool,
 ) -> _Loaded | None:
     """Packs a model's files as they are; returns None if there are none or if only transformers can read them."""
-    if not has_files(model):
+    if not model.weights:
         return None
     lazy = lazy_network(model)
     # Quantized weights may have their usual names, but belong to other layers than those of a plain network.
@@ -204,7 +216,7 @@ def _from_files(
     if settings is not None and not is_mxfp4:
         return None
     cached = describe_once(model, lazy)
-    tokenizer = load_tokenizer(model, lazy, chat_template)
+    tokenizer = load_tokenizer(model, lazy, chat_template, chat)
     try:
         packed = pack_once(model, cached.description, lazy, _integer(options), int8_rows)
     except MissingWeights:
@@ -213,7 +225,7 @@ def _from_files(
 
 
 def _from_network(
-    model: str,
+    model: ModelSource,
     options: LoadOptions,
     adapter: Path | None,
     chat_template: str | None,
@@ -232,7 +244,7 @@ def _from_network(
     return _Loaded(network.to("meta"), tokenizer, description, packed, rotary)
 
 
-def _dtype_in_memory(model: str, options: LoadOptions, adapter: Path | None) -> str:
+def _dtype_in_memory(model: ModelSource, options: LoadOptions, adapter: Path | None) -> str:
     """Returns the number type in which a network is loaded before packing.
 
     It is the checkpoint's type unless the options request another one. fp32 counts as a request only

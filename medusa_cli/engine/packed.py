@@ -26,6 +26,7 @@ from medusa_cli.engine.packed_cache import (
 )
 from medusa_cli.engine.shapes import Shapes, padded
 from medusa_cli.files.io import replacing
+from medusa_cli.files.model_source import ModelSource
 from medusa_cli.files.paths import home
 from medusa_cli.model.backbone import LazyNetwork, Unsupported
 from medusa_cli.model.digest import weights_of
@@ -83,7 +84,7 @@ class Packed:
 
 
 def pack_once(
-    model: str,
+    model: ModelSource,
     description: Description,
     lazy: LazyNetwork,
     quantize: str | None,
@@ -99,12 +100,14 @@ def pack_once(
     except FileNotFoundError:
         pass
     except (OSError, ValueError, KeyError, TypeError) as reason:
-        log.warning("the packed weights of %s are damaged (%s); packing them again", model, reason)
+        log.warning(
+            "the packed weights of %s are damaged (%s); packing them again", model.name, reason
+        )
 
     weights = open_weights(model, lazy.network)
     shapes_of(description, weights).check()
     try:
-        log.info("packing the weights of %s, once", model)
+        log.info("packing the weights of %s, once", model.name)
         pack_to_file(path, description, weights, quantize, weights_of(model), source_of(model))
         note_checked(path)
         forget_outdated(path, packed_files())

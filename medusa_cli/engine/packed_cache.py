@@ -12,10 +12,8 @@ from typing import Any
 
 from medusa_cli.engine.description import Description
 from medusa_cli.files.io import write_atomic
-from medusa_cli.files.model_files import model_file
-from medusa_cli.files.model_source import model_dir
+from medusa_cli.files.model_source import ModelSource
 from medusa_cli.files.paths import home
-from medusa_cli.model.weights import source_files, source_stamp
 
 # The code that reads a model's weights and packs them, by its place in the package.
 CODE = (
@@ -28,16 +26,14 @@ PACKAGES = ("transformers", "safetensors", "gguf")
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
-def packed_path(model: str, description: Description, quantize: str | None) -> Path:
+def packed_path(model: ModelSource, description: Description, quantize: str | None) -> Path:
     """Returns the place of a model's packed weights.
 
     Its name begins with the place of the model's own files, and goes on with all that decides the weights: these
     files, the config, the description, the code and the quantization.
     """
-    config = model_file(model_dir(model), "config.json")
     parts = (
-        source_stamp(model),
-        None if config is None else sha256(config.read_bytes()).hexdigest(),
+        model.stamp,
         asdict(description),
         _code_stamp(),
         quantize,
@@ -46,9 +42,9 @@ def packed_path(model: str, description: Description, quantize: str | None) -> P
     return home() / "packed" / f"{owner}-{_stamp(parts)[:24]}.bin"
 
 
-def source_of(model: str) -> str:
+def source_of(model: ModelSource) -> str:
     """Returns the place of a model's weights, the first of its files."""
-    return str(source_files(model)[0].resolve())
+    return str(model.weights[0].resolve())
 
 
 @cache

@@ -5,8 +5,7 @@ from pathlib import Path
 
 from medusa_cli import __version__
 from medusa_cli.export.folder import Source
-from medusa_cli.files.gguf_header import read_header
-from medusa_cli.files.model_source import gguf_path
+from medusa_cli.files.model_source import ModelSource
 from medusa_cli.runs.run import describe_drafter
 
 UNMEASURED = "Not measured yet: `medusa bench --mt-bench` does it."
@@ -27,8 +26,9 @@ def front_matter(source: Source) -> str:
 
 def licence_of(model: str) -> str | None:
     """Returns the license stated in a model's GGUF file or in its own card, or None if there is none."""
-    if (file := gguf_path(model)) is not None:
-        stated = read_header(file).metadata.get("general.license")
+    source = ModelSource.of(model)
+    if source.kind == "gguf":
+        stated = source.header.metadata.get("general.license")
         return stated if isinstance(stated, str) else None
     from huggingface_hub import metadata_load, try_to_load_from_cache
 

@@ -14,7 +14,7 @@ from medusa_cli.engine import load_backbone
 from medusa_cli.errors import UserError
 from medusa_cli.export.card import card, shell
 from medusa_cli.export.folder import Source, exporting, write_checkpoint
-from medusa_cli.files import model_source
+from medusa_cli.files.model_source import ModelSource
 from medusa_cli.model.load import read_config
 from medusa_cli.runs.load_options import LoadOptions
 
@@ -89,11 +89,12 @@ def served_model(source: Source) -> tuple[str, list[str]]:
         merged = f"{source.run.name}-merged"
         export = f"medusa export --to hf --run {source.run.argument} --output {shlex.quote(merged)}"
         return merged, [f"it belongs to a model with an adapter; serve what `{export}` writes"]
-    if model_source.gguf_path(source.model) is not None:
+    model = ModelSource.of(source.model)
+    if model.kind == "gguf":
         return "MODEL", [
             f"{source.model} is a GGUF file; MODEL stands for the folder or hub id of its safetensors"
         ]
-    return model_source.model_dir(source.model), []
+    return model.folder, []
 
 
 def _launch(model: str, folder: str, tokens: int) -> list[str]:
@@ -129,7 +130,7 @@ def layer_config(own: EagleConfig, base: Any) -> dict[str, Any]:
 
 def _engine_config(source: Source) -> dict[str, Any]:
     """Returns the content of config.json with the key names of the engines."""
-    base = read_config(source.model, source.trusted)
+    base = read_config(ModelSource.of(source.model), source.trusted)
     own = source.config
     return {
         "architectures": ["LlamaForCausalLMEagle3"],

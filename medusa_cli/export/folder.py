@@ -14,6 +14,7 @@ from medusa_cli.errors import UserError
 from medusa_cli.files.catalogue import DEFAULT_MODEL
 from medusa_cli.files.fetch import sha256_of
 from medusa_cli.files.io import read_object, replacing_folder, restore, write_json
+from medusa_cli.files.model_source import ModelSource
 from medusa_cli.model.backbone import identity_of
 from medusa_cli.model.load import read_config
 from medusa_cli.runs.resolve import shipped_for
@@ -103,7 +104,7 @@ class Source:
         """Returns the newest `medusa bench` report on exactly this drafter, in Markdown; None if there is none."""
         stamp = stamp_of(self.run.drafter_dir)
         folder = self.run.bench_dir
-        shipped = shipped_for(self.model)
+        shipped = shipped_for(ModelSource.of(self.model))
         # For a shipped drafter, bench writes to a run named after the model.
         if shipped is not None and shipped.path == self.run.path:
             folder = Run(RUNS / called(self.model)).bench_dir
@@ -121,7 +122,7 @@ def find_source(run: str | None = None, model: str | None = None, trusted: bool 
 
     Raises UserError if it is unusable, or if it was made for a model of other sizes.
     """
-    target = Run.open(run) if run else shipped_for(model or DEFAULT_MODEL)
+    target = Run.open(run) if run else shipped_for(ModelSource.of(model or DEFAULT_MODEL))
     if target is None:
         raise UserError(
             f"no drafter ships for the model {model!r}", "train one, then give its @run"
@@ -136,7 +137,7 @@ def find_source(run: str | None = None, model: str | None = None, trusted: bool 
     config, tensors = read_drafter(kind, folder)
     if run and model:
         known = describe_drafter(folder).provenance.identity
-        base = read_config(model, trusted)
+        base = read_config(ModelSource.of(model), trusted)
         sizes = identity_of(base, base.vocab_size, id=model)
         check_backbone(known, sizes, f"the drafter in {folder}", tuned=True)
     owner = None

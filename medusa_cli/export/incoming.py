@@ -16,6 +16,7 @@ from medusa_cli.drafters.mtp import Mtp, checkpoint_tensors
 from medusa_cli.engine import load_backbone
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.files.io import convert, replacing_folder, write_json
+from medusa_cli.files.model_source import ModelSource
 from medusa_cli.files.mtp import NAME, mtp_settings
 from medusa_cli.files.paths import expanded
 from medusa_cli.model.backbone import identity_of
@@ -44,7 +45,7 @@ def import_drafter(
         raise UserError(
             f"{place} does not name the model of its drafter", "give @model NAME, FOLDER or ID"
         )
-    base = read_config(owner, trust_remote_code)
+    base = read_config(ModelSource.of(owner), trust_remote_code)
     drafter = checkpoint.read(base, base.vocab_size)
 
     identity = identity_of(base, base.vocab_size, id=owner)
@@ -75,8 +76,9 @@ def import_mtp(
     _check_free(run)
     if data is not None:
         check_conversations(data)
-    settings = mtp_settings(model)
-    tensors = checkpoint_tensors(model)
+    source_model = ModelSource.of(model)
+    settings = mtp_settings(source_model)
+    tensors = checkpoint_tensors(source_model)
     target = Run.open(run, create=True)
     source = data or (target.data_path if target.data_path.is_file() else None)
     if source is None and size is not None:
@@ -84,10 +86,10 @@ def import_mtp(
             f"@draft_vocab_size {size} needs conversations to count tokens in", "give @data FILE"
         )
     size = min(size or DrafterRecipe().draft_vocab_size, settings["vocab_size"])
-    base = read_config(model, options.trust_remote_code)
+    base = read_config(source_model, options.trust_remote_code)
     identity = identity_of(base, base.vocab_size, id=model)
     if source is not None:
-        backbone = load_backbone(model, options)
+        backbone = load_backbone(source_model, options)
         identity = backbone.identity
         dataset = read_dataset(source, backbone, 0.0)
         log.info(f"{source}: {dataset.report}")

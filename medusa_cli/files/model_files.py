@@ -3,24 +3,18 @@
 import json
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, Any
-
-from msgspec import Meta
+from typing import Any
 
 from medusa_cli.errors import UserError
-from medusa_cli.files.io import convert, read_as, read_object
 from medusa_cli.files.layer_kinds import KINDS, STATEFUL
-from medusa_cli.files.model_source import RANDOM, gguf_path, model_dir, must_be_fetched
+from medusa_cli.files.model_source import AGAIN, WEIGHTS, ModelSource
 
 log = logging.getLogger(__name__)
-WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 # Endings of weights in other formats.
 OTHER_WEIGHTS = (
     ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".npz", ".safetensors", ".gguf"
@@ -65,92 +59,64 @@ LAYER = re.compile(
 LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "decoder_layers")
 # Parts of layers after the last one, which predict later tokens.
 OF_MTP = ("eh_proj", "enorm", "hnorm", "shared_head", "mtp")
-CONFIG, AGAIN = "the model's config", "download the model again"
 GIT_LFS = b"version https://git-lfs"
 LISTED = 8  # most file names in a message
 
 
-@dataclass(frozen=True)
-class Config:
-    """The fields of a model's config.json: their types, and bounds far above the sizes of any model."""
-
-    model_type: str = ""
-    num_hidden_layers: Annotated[int, Meta(ge=1, le=1024)] | None = None
-    hidden_size: Annotated[int, Meta(ge=1, le=1 << 20)] | None = None
-    intermediate_size: Annotated[int, Meta(ge=1, le=1 << 24)] | list[int] | None = None
-    num_attention_heads: Annotated[int, Meta(ge=1, le=1 << 16)] | None = None
-    num_key_value_heads: Annotated[int, Meta(ge=1, le=1 << 16)] | None = None
-    head_dim: Annotated[int, Meta(ge=1, le=1 << 16)] | None = None
-    vocab_size: Annotated[int, Meta(ge=1, le=1 << 26)] | None = None
-    max_position_embeddings: Annotated[int, Meta(ge=1, le=1 << 30)] | None = None
-    layer_types: list[str] | None = None
-    text_config: "Config | None" = None
-
-
-@dataclass(frozen=True)
-class Shards:
-    """The index of a checkpoint that has several files."""
-
-    weight_map: dict[str, Annotated[str, Meta(min_length=1, max_length=255)]]
-
-
-def check_model_files(name: str) -> None:
+def check_model_files(model: ModelSource) -> None:
     """Raises UserError for a model whose files show that it cannot be verified over a tree.
 
     When the model is loaded, further checks use transformers' classes and a pass. A model that must be fetched is
     checked then only, so that a fault of the command line comes before the fetch.
     """
-    if name.startswith(RANDOM) or must_be_fetched(name):
+    if model.kind == "random" or model.must_be_fetched or model.fields is None:
         return
-    if (fields := config_fields(model_dir(name))) is None:
-        return
-    text = SimpleNamespace(**{"model_type": "", **(fields.get("text_config") or fields)})
-    refuse_by_config(SimpleNamespace(**fields), text)
-    if "auto_map" not in fields:  # otherwise the model's own code may run
+    text = SimpleNamespace(**{"model_type": "", **model.text_fields})
+    refuse_by_config(SimpleNamespace(**model.fields), text)
+    if "auto_map" not in model.fields:  # otherwise the model's own code may run
         refuse_by_source(text)
-    check_weights(name)
+    check_weights(model)
 
 
-def check_weights(name: str) -> None:
+def check_weights(model: ModelSource) -> None:
     """Raises UserError for a model's safetensors files that are missing or damaged, as after a broken download.
 
     Reads only their headers. Warns of an index that is not followed, and of layers that the config does not count.
     """
-    if name.startswith(RANDOM) or gguf_path(name) is not None:
+    if model.kind in ("random", "gguf"):
         return
-    source = model_dir(name)
-    single, index = (model_file(source, file) for file in WEIGHTS)
-    if single is None and index is None and Path(source).is_dir():
-        raise _no_weights(name, Path(source))
+    folder = Path(model.folder)
+    single, index = (model.file(file) for file in WEIGHTS)
+    if single is None and index is None and folder.is_dir():
+        raise _no_weights(model.name, folder)
     if single is not None and index is not None:
         _warn_once(
-            f"the model {name!r} holds {single.name} and {index.name}: the weights of {single.name} are used, the "
-            "files of the index are left out"
+            f"the model {model.name!r} holds {single.name} and {index.name}: the weights of {single.name} are used, "
+            "the files of the index are left out"
         )
-    if single is None and index is not None and Path(source).is_dir():
-        check_shards(Path(source), index)
-    for path in checkpoint_files(source):
+    if single is None and index is not None and folder.is_dir():
+        check_shards(folder, index.name, model.index.values())
+    for path in model.checkpoint:
         if (fault := fault_of(path)) is not None:
-            raise UserError(f"@model {name!r}: {path} {fault}", AGAIN)
-    _warn_of_more_layers(name, source)
+            raise UserError(f"@model {model.name!r}: {path} {fault}", AGAIN)
+    _warn_of_more_layers(model)
 
 
-def _warn_of_more_layers(name: str, source: str) -> None:
+def _warn_of_more_layers(model: ModelSource) -> None:
     """Warns if a model's files hold more layers than its config counts, except for those that predict later tokens."""
-    fields = config_fields(source) or {}
-    text = fields.get("text_config") or fields
+    text = model.text_fields
     counts = [text[key] for key in LAYER_COUNTS if isinstance(text.get(key), int)]
     stored: dict[int, str] = {}
-    for tensor in tensors_of(name):
+    for tensor in model.tensors:
         if (layer := LAYER.match(tensor)) is not None:
             stored[int(layer[1])] = stored.get(int(layer[1]), "") + tensor
     more = [layer for layer in sorted(stored) if counts and layer >= max(counts)]
     more = [layer for layer in more if not any(part in stored[layer] for part in OF_MTP)]
     if more:
         _warn_once(
-            f"the files of the model {name!r} hold layers up to {more[-1]}, and its config.json counts {max(counts)} "
-            "of them: the others are left out, so it writes other text than the whole model; num_hidden_layers in "
-            "config.json is the number of layers"
+            f"the files of the model {model.name!r} hold layers up to {more[-1]}, and its config.json counts "
+            f"{max(counts)} of them: the others are left out, so it writes other text than the whole model; "
+            "num_hidden_layers in config.json is the number of layers"
         )
 
 
@@ -177,17 +143,15 @@ def _no_weights(name: str, folder: Path) -> UserError:
     )
 
 
-def check_shards(folder: Path, index: Path, again: str = AGAIN) -> dict[str, str]:
-    """Returns the file of each tensor in an index; raises UserError with all files that the folder lacks."""
-    files = read_as(index, Shards, "the index", again).weight_map
-    names = sorted(set(files.values()))
+def check_shards(folder: Path, index: str, files: Collection[str], again: str = AGAIN) -> None:
+    """Raises UserError with all files that an index names and the folder lacks."""
+    names = sorted(set(files))
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         raise UserError(
-            f"{folder} lacks {len(missing)} of the {len(names)} files that {index.name} names: {listed(missing)}",
+            f"{folder} lacks {len(missing)} of the {len(names)} files that {index} names: {listed(missing)}",
             again,
         )
-    return files
 
 
 def listed(names: Sequence[str]) -> str:
@@ -223,40 +187,16 @@ def fault_of(path: Path) -> str | None:
     return None
 
 
-def config_fields(source: str) -> dict[str, Any] | None:
-    """Returns the fields of a model's config.json, if it is on this machine; raises UserError for impossible values."""
-    if (path := model_file(source, "config.json")) is None:
-        return None
-    fields = read_object(path, CONFIG)
-    convert(fields, Config, f"{CONFIG} {path}", AGAIN)
-    return fields
-
-
-def check_tokenizer(source: str, model: str) -> None:
+def check_tokenizer(model: ModelSource) -> None:
     """Raises UserError for a folder without any tokenizer file."""
-    folder = Path(source)
+    folder = Path(model.folder)
     if folder.is_dir() and not any(
         word in path.name for path in folder.iterdir() for word in TOKENIZER_FILES
     ):
         raise UserError(
-            f"@model {model!r} has no tokenizer", "put the model's tokenizer.json into its folder"
+            f"@model {model.name!r} has no tokenizer",
+            "put the model's tokenizer.json into its folder",
         )
-
-
-def check_chat_template(name: str) -> None:
-    """Raises UserError for a model on this machine whose folder contains no chat template."""
-    if must_be_fetched(name):
-        return
-    folder = Path(model_dir(name))
-    if (
-        not folder.is_dir()
-        or any(folder.glob("chat_template.*"))
-        or any(folder.glob("additional_chat_templates/*"))
-    ):
-        return
-    config = folder / "tokenizer_config.json"
-    if config.is_file() and "chat_template" not in read_object(config, "the tokenizer's config"):
-        raise no_chat_template(name)
 
 
 def no_chat_template(model: str) -> UserError:
@@ -345,81 +285,3 @@ def instead_of(text: Any) -> str:
         "Llama, Mistral, Qwen3, Gemma 3 or another model that runs (the page Models lists them)"
     )
     return f"use {INSTEAD[max(starts, key=len)]}, or {others}" if starts else f"use {others}"
-
-
-def model_file(source: str, name: str) -> Path | None:
-    """Returns a model's file in a folder or in the hub's cache; None if there is no such file."""
-    if Path(source).is_dir():
-        path = Path(source) / name
-        return path if path.is_file() else None
-    from huggingface_hub import try_to_load_from_cache
-
-    cached = try_to_load_from_cache(source, name)
-    return Path(cached) if isinstance(cached, str) else None
-
-
-def checkpoint_files(source: str) -> list[Path]:
-    """Returns a checkpoint's safetensors files in a folder or the hub's cache; an empty list if some are missing."""
-    for name in WEIGHTS:
-        path = model_file(source, name)
-        if path is None:
-            continue
-        if path.suffix != ".json":
-            return [path]
-        names = read_as(path, Shards, "the model's index", AGAIN).weight_map.values()
-        parts = [model_file(source, name) for name in sorted(set(names))]
-        return [] if None in parts else [part for part in parts if part is not None]
-    return []
-
-
-def index_of(source: str) -> dict[str, str]:
-    """Returns the file of each tensor as a checkpoint's index names it; empty if the index is not followed."""
-    single, index = (model_file(source, file) for file in WEIGHTS)
-    if single is not None or index is None:
-        return {}
-    return read_as(index, Shards, "the model's index", AGAIN).weight_map
-
-
-def weights_file(model: str) -> Path | None:
-    """Returns the GGUF file that holds a model's weights; None if its folder holds them."""
-    if model.startswith(RANDOM):
-        return None
-    path = gguf_path(model)
-    return path if path is not None and not checkpoint_files(model_dir(model)) else None
-
-
-def tensors_of(model: str) -> dict[str, tuple[list[int], str]]:
-    """Returns the shape and type, such as "BF16", of each tensor in a model's files; empty if they are unreadable."""
-    from safetensors import SafetensorError
-
-    try:
-        with opened(checkpoint_files(model_dir(model)), "numpy") as slices:
-            return {
-                name: (shape, part.get_dtype())
-                for name, part in slices.items()
-                if (shape := part.get_shape())
-            }
-    except SafetensorError:  # loading reports the damage
-        return {}
-
-
-@contextmanager
-def opened(
-    files: Sequence[Path], framework: str, shards: Mapping[str, str] = {}
-) -> Iterator[dict[str, Any]]:
-    """Opens a checkpoint's files and yields slices of their tensors by name, which read only what is needed.
-
-    Of several tensors with one name, the one in the file that `shards` names is taken, else the last.
-    """
-    from safetensors import safe_open
-
-    with ExitStack() as stack:
-        parts = [
-            (path.name, stack.enter_context(safe_open(path, framework=framework))) for path in files
-        ]
-        yield {
-            name: part.get_slice(name)
-            for file, part in parts
-            for name in part.keys()  # noqa: SIM118  (not a mapping)
-            if shards.get(name, file) == file
-        }

@@ -1,85 +1,247 @@
-"""The files of a model, found by its name."""
+"""A model as a value: where its files are and what they say, each found and read once."""
 
 import hashlib
+import json
 import os
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, cached_property
 from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from msgspec import Meta
 
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.files import gguf
 from medusa_cli.files.catalogue import DEFAULT_MODEL, MODELS
 from medusa_cli.files.fetch import ReadOnlyCache, build_once, named_file, place_of
-from medusa_cli.files.gguf_header import is_gguf, read_header
+from medusa_cli.files.gguf_header import Header, file_names, is_gguf, read_header
 from medusa_cli.files.hub import check_hub, hub_gguf, kept_gguf, names_gguf
-from medusa_cli.files.io import restore
+from medusa_cli.files.io import convert, read_as, read_object, restore
 from medusa_cli.files.paths import expanded, home, temporary_home
+from medusa_cli.files.weights import opened
 
 RANDOM = "random:"  # precedes the name of a shape, for a model with random weights
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+CONFIG, AGAIN = "the model's config", "download the model again"
 # Number of samples that represent a file's content, and bytes per sample.
 STAMPED = 64
 STAMP_BYTES = 4096
+T = TypeVar("T")
 
 
-def must_be_fetched(model: str) -> bool:
-    """Returns True for a model in a GGUF file that is not on this machine."""
-    if model in MODELS:
-        return not place_of(MODELS[model]).exists()
-    return names_gguf(model) and kept_gguf(model) is None
+@dataclass(frozen=True)
+class Config:
+    """The fields of a model's config.json: their types, and bounds far above the sizes of any model."""
+
+    model_type: str = ""
+    num_hidden_layers: Annotated[int, Meta(ge=1, le=1024)] | None = None
+    hidden_size: Annotated[int, Meta(ge=1, le=1 << 20)] | None = None
+    intermediate_size: Annotated[int, Meta(ge=1, le=1 << 24)] | list[int] | None = None
+    num_attention_heads: Annotated[int, Meta(ge=1, le=1 << 16)] | None = None
+    num_key_value_heads: Annotated[int, Meta(ge=1, le=1 << 16)] | None = None
+    head_dim: Annotated[int, Meta(ge=1, le=1 << 16)] | None = None
+    vocab_size: Annotated[int, Meta(ge=1, le=1 << 26)] | None = None
+    max_position_embeddings: Annotated[int, Meta(ge=1, le=1 << 30)] | None = None
+    layer_types: list[str] | None = None
+    text_config: "Config | None" = None
 
 
-def in_gguf(model: str) -> bool:
-    """Returns True for a model in a GGUF file, which is not fetched for that."""
-    return must_be_fetched(model) or gguf_path(model) is not None
+@dataclass(frozen=True)
+class Shards:
+    """The index of a checkpoint that has several files."""
+
+    weight_map: dict[str, Annotated[str, Meta(min_length=1, max_length=255)]]
 
 
-def gguf_path(name: str) -> Path | None:
-    """Returns a model's GGUF file, which is fetched if necessary for a named model; None for other models."""
-    if name in MODELS:
-        return named_file(MODELS[name])
-    if names_gguf(name):
-        return hub_gguf(name)
+class _read_once(cached_property[T]):
+    """A property that is kept, except for a model of the hub, whose files may be fetched later."""
+
+    def __get__(self, source: Any, owner: Any = None) -> T:  # type: ignore[override]
+        value = super().__get__(source, owner)
+        if source is not None and source.kind == "hub":
+            del source.__dict__[self.attrname]
+        return value
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """The files of a model, each found and read when it is first needed.
+
+    name: a named model, a GGUF file, OWNER/NAME:TAG, a folder, a hub id or "random:SHAPE". kind: "gguf", "safetensors"
+    (a folder), "hub" or "random".
+    """
+
+    name: str
+    kind: str
+
+    @classmethod
+    def of(cls, name: str) -> "ModelSource":
+        """Returns the source of a model, which is not fetched for that."""
+        return cls(name, _kind_of(name))
+
+    @property
+    def must_be_fetched(self) -> bool:
+        """Returns True for a model in a GGUF file that is not on this machine."""
+        if self.name in MODELS:
+            return not place_of(MODELS[self.name]).exists()
+        return names_gguf(self.name) and kept_gguf(self.name) is None
+
+    @_read_once
+    def gguf(self) -> Path | None:
+        """Returns the GGUF file, which is fetched if necessary; None for other kinds."""
+        if self.kind != "gguf":
+            return None
+        if self.name in MODELS:
+            return named_file(MODELS[self.name])
+        return hub_gguf(self.name) if names_gguf(self.name) else expanded(self.name)
+
+    @_read_once
+    def header(self) -> Header:
+        """Returns the header of the GGUF file."""
+        assert self.gguf is not None
+        return read_header(self.gguf)
+
+    @_read_once
+    def folder(self) -> str:
+        """Returns the folder or hub id that from_pretrained can load; that of a GGUF file is written once.
+
+        Raises UserError for a path without a model and, if there is no network, within seconds for a hub id.
+        """
+        name = self.name
+        if not name.strip():
+            raise UsageError(
+                "@model is empty",
+                f"give a folder, a GGUF file or a hub id, or the name {DEFAULT_MODEL!r}",
+            )
+        if self.gguf is not None:
+            return str(self._unpacked(self.gguf))
+        path = expanded(name)
+        if path.is_dir():
+            if not (path / "config.json").is_file():
+                raise _no_model(name, path)
+            return str(path)
+        if (
+            path.is_file()
+            or name.startswith((".", "/", "~"))
+            or name.endswith(".gguf")
+            or name.count("/") > 1
+        ):
+            fault = f"@model {name!r} is {'no GGUF file' if path.is_file() else 'no model folder and no file'}"
+            raise UserError(
+                fault, "give a folder with config.json, a GGUF file, a hub id, or a named model"
+            )
+        check_hub(name)
+        return name
+
+    def _unpacked(self, path: Path) -> Path:
+        """Returns the folder with the config and tokenizer of a GGUF file; each version of the reader writes it once.
+
+        If the cache cannot be written, the folder is a temporary one of this process.
+        """
+
+        def make(part: Path) -> None:
+            gguf.write_metadata(path, self.header, part)
+
+        name = f"gguf-{file_stamp(path)}-{_reader_stamp()}"
+        try:
+            return build_once(home() / "models" / name, make)
+        except ReadOnlyCache:
+            return build_once(temporary_home() / "models" / name, make)
+
+    def file(self, name: str) -> Path | None:
+        """Returns a file in the folder or in the hub's cache; None if there is no such file."""
+        if Path(self.folder).is_dir():
+            path = Path(self.folder) / name
+            return path if path.is_file() else None
+        from huggingface_hub import try_to_load_from_cache
+
+        cached = try_to_load_from_cache(self.folder, name)
+        return Path(cached) if isinstance(cached, str) else None
+
+    @_read_once
+    def fields(self) -> dict[str, Any] | None:
+        """Returns the fields of config.json, if it is on this machine; raises UserError for impossible values."""
+        if (path := self.file("config.json")) is None:
+            return None
+        fields = read_object(path, CONFIG)
+        convert(fields, Config, f"{CONFIG} {path}", AGAIN)
+        return fields
+
+    @property
+    def text_fields(self) -> dict[str, Any]:
+        """Returns the fields of config.json for the text part; an empty dict without the file."""
+        fields = self.fields or {}
+        return fields.get("text_config") or fields
+
+    @_read_once
+    def index(self) -> dict[str, str]:
+        """Returns the file of each tensor as the checkpoint's index names it; empty if the index is not followed."""
+        single, index = (self.file(name) for name in WEIGHTS)
+        if single is not None or index is None:
+            return {}
+        return read_as(index, Shards, "the model's index", AGAIN).weight_map
+
+    @_read_once
+    def checkpoint(self) -> list[Path]:
+        """Returns the safetensors files in the folder or the hub's cache; an empty list if some are missing."""
+        if (single := self.file(WEIGHTS[0])) is not None:
+            return [single]
+        parts = [self.file(name) for name in sorted(set(self.index.values()))]
+        return [] if None in parts else [part for part in parts if part is not None]
+
+    @property
+    def weights_in_gguf(self) -> bool:
+        """Returns True if the GGUF file holds the weights, and not the folder made of it."""
+        return self.kind == "gguf" and not self.checkpoint
+
+    @_read_once
+    def weights(self) -> list[Path]:
+        """Returns the files on this machine that hold the weights."""
+        if self.gguf is None or not self.weights_in_gguf:
+            return [] if self.kind == "random" else self.checkpoint
+        files = [self.gguf.with_name(name) for name in file_names(self.gguf.name)]
+        return [file for file in files if file.is_file()]  # loading reports others
+
+    @_read_once
+    def tensors(self) -> dict[str, tuple[list[int], str]]:
+        """Returns the shape and type, such as "BF16", of each tensor in the checkpoint; empty if it is unreadable."""
+        from safetensors import SafetensorError
+
+        try:
+            with opened(self.checkpoint, "numpy") as slices:
+                return {
+                    name: (shape, part.get_dtype())
+                    for name, part in slices.items()
+                    if (shape := part.get_shape())
+                }
+        except SafetensorError:  # loading reports the damage
+            return {}
+
+    @_read_once
+    def stamp(self) -> list[str]:
+        """Returns the stamps of the files that hold the weights, and a digest of the config."""
+        files = [file_stamp(path) for path in self.weights if path != self.gguf]
+        # The name of the folder that is unpacked of a GGUF file holds the file's stamp.
+        unpacked = [] if self.gguf is None else [Path(self.folder).name]
+        return [*unpacked, *files, hashlib.sha256(json.dumps(self.fields).encode()).hexdigest()]
+
+
+def _kind_of(name: str) -> str:
+    if name.startswith(RANDOM):
+        return "random"
+    if name in MODELS or names_gguf(name):
+        return "gguf"
     path = expanded(name)
-    return path if is_gguf(path) else None
+    restore(path)
+    if is_gguf(path):
+        return "gguf"
+    return "safetensors" if path.is_dir() else "hub"
 
 
 def lasting_name(name: str) -> str:
     """Returns a model's name that means the same in any working directory: a local path becomes absolute."""
     path = expanded(name)
     return os.path.abspath(path) if name not in MODELS and path.exists() else name
-
-
-def model_dir(name: str) -> str:
-    """Returns the folder or hub id that from_pretrained can load for a named model, a GGUF file, a folder or a hub id.
-
-    Raises UserError for a path without a model and, if there is no network, within seconds for a hub id.
-    """
-    if not name.strip():
-        raise UsageError(
-            "@model is empty",
-            f"give a folder, a GGUF file or a hub id, or the name {DEFAULT_MODEL!r}",
-        )
-    if name in MODELS:
-        return str(_unpacked(named_file(MODELS[name])))
-    path = hub_gguf(name) if names_gguf(name) else expanded(name)
-    restore(path)
-    if is_gguf(path):
-        return str(_unpacked(path))
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise _no_model(name, path)
-        return str(path)
-    if (
-        path.is_file()
-        or name.startswith((".", "/", "~"))
-        or name.endswith(".gguf")
-        or name.count("/") > 1
-    ):
-        fault = f"@model {name!r} is {'no GGUF file' if path.is_file() else 'no model folder and no file'}"
-        raise UserError(
-            fault, "give a folder with config.json, a GGUF file, a hub id, or a named model"
-        )
-    check_hub(name)
-    return name
 
 
 def _no_model(name: str, path: Path) -> UserError:
@@ -97,22 +259,6 @@ def _no_model(name: str, path: Path) -> UserError:
     return UserError(
         f"@model {name!r} has no config.json", "give the folder of a Hugging Face causal LM"
     )
-
-
-def _unpacked(path: Path) -> Path:
-    """Returns the folder with the config and tokenizer of a GGUF file, which each version of the reader writes once.
-
-    If the cache cannot be written, the folder is a temporary one of this process.
-    """
-
-    def make(part: Path) -> None:
-        gguf.write_metadata(path, read_header(path), part)
-
-    name = f"gguf-{file_stamp(path)}-{_reader_stamp()}"
-    try:
-        return build_once(home() / "models" / name, make)
-    except ReadOnlyCache:
-        return build_once(temporary_home() / "models" / name, make)
 
 
 @cache

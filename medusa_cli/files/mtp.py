@@ -15,8 +15,7 @@ from typing import Any
 from medusa_cli.errors import UserError, shown
 from medusa_cli.files.hub import hub_folder
 from medusa_cli.files.io import read_object, write_json
-from medusa_cli.files.model_files import checkpoint_files, config_fields, index_of, tensors_of
-from medusa_cli.files.model_source import RANDOM, in_gguf, lasting_name, model_dir
+from medusa_cli.files.model_source import ModelSource, lasting_name
 from medusa_cli.files.paths import READ_ONLY, home, temporary_home
 
 NAME = "mtp"
@@ -115,52 +114,35 @@ def missing_projection(names: Collection[str], depth: int) -> str | None:
     return None
 
 
-@dataclass(frozen=True)
-class Source:
-    """Describes where a model's MTP layer is: folder or hub id, fields of the text config, layout and all tensors."""
-
-    place: str
-    text: dict[str, Any]
-    layout: Layout
-    tensors: dict[str, tuple[list[int], str]]
-
-
-def find_source(model: str) -> Source | None:
-    """Returns the source of a model's MTP layer, or None if the model's files on this machine have none."""
-    if model.startswith(RANDOM) or in_gguf(model):
+def layout_of(model: ModelSource) -> Layout | None:
+    """Returns the layout of a model's MTP layer, or None if the model's files on this machine have none."""
+    if model.kind in ("random", "gguf"):
         return None
-    place = model_dir(model)
-    fields = config_fields(place) or {}
-    text = fields.get("text_config") or fields
-    tensors = tensors_of(model)
-    layout = find_layout(tensors, text.get("num_hidden_layers") or 0)
-    return None if layout is None else Source(place, text, layout, tensors)
+    return find_layout(model.tensors, model.text_fields.get("num_hidden_layers") or 0)
 
 
-def need_source(model: str) -> Source:
-    """Returns the source of a model's MTP layer, downloading a hub id; raises UserError if the checkpoint has none."""
-    if not (model.startswith(RANDOM) or in_gguf(model)):
-        _fetch(model_dir(model))
-    source = find_source(model)
-    if source is None:
+def need_layout(model: ModelSource) -> Layout:
+    """Returns the layout of a model's MTP layer, downloading a hub id; raises UserError if the checkpoint has none."""
+    if model.kind == "hub" and not model.checkpoint:
+        hub_folder(model.folder, ["*.json", "*.jinja", "*.txt", "*.safetensors"], "@model")
+    layout = layout_of(model)
+    if layout is None:
         raise _no_layer(model)
-    return source
+    return layout
 
 
-def _no_layer(model: str) -> UserError:
+def _no_layer(model: ModelSource) -> UserError:
     """Returns the error for a model without an MTP layer, or with a part of one."""
     otherwise = "leave @drafter out, or train one with `medusa train`"
-    fault = f"@drafter {NAME}: the checkpoint of {model} has no MTP layer"
-    if model.startswith(RANDOM) or in_gguf(model):
+    fault = f"@drafter {NAME}: the checkpoint of {model.name} has no MTP layer"
+    if model.kind in ("random", "gguf"):
         return UserError(fault, otherwise)
-    place = model_dir(model)
-    fields = config_fields(place) or {}
-    text = fields.get("text_config") or fields
-    names = [*tensors_of(model), *index_of(place)]
+    text = model.text_fields
+    names = [*model.tensors, *model.index]
     lost = missing_projection(names, text.get("num_hidden_layers") or 0)
     if lost is not None:
         return UserError(
-            f"@drafter {NAME}: the checkpoint of {model} lacks {lost}, the first tensor of its MTP layer",
+            f"@drafter {NAME}: the checkpoint of {model.name} lacks {lost}, the first tensor of its MTP layer",
             f"download the model again, {otherwise}",
         )
     counted = next((key for key in COUNTS if text.get(key)), None)
@@ -172,28 +154,20 @@ def _no_layer(model: str) -> UserError:
     return UserError(fault, otherwise)
 
 
-def _fetch(place: str) -> None:
-    """Downloads a hub id's model unless it is on this machine."""
-    if Path(place).is_dir() or checkpoint_files(place):
-        return
-    hub_folder(place, ["*.json", "*.jinja", "*.txt", "*.safetensors"], "@model")
-
-
-def mtp_settings(model: str) -> dict[str, Any]:
+def mtp_settings(model: ModelSource) -> dict[str, Any]:
     """Returns the config.json for the drafter in a model's checkpoint; raises UserError if it has none."""
-    source = need_source(model)
-    layout = source.layout
-    text = {key: value for key, value in source.text.items() if key not in LEFT_OUT}
+    layout = need_layout(model)
+    text = {key: value for key, value in model.text_fields.items() if key not in LEFT_OUT}
     text["num_hidden_layers"] = 1
-    experts = any(".experts." in (layout.ours(name) or "") for name in source.tensors)
+    experts = any(".experts." in (layout.ours(name) or "") for name in model.tensors)
     if "first_k_dense_replace" in text:
         text["first_k_dense_replace"] = 0 if experts else 1
     if experts:
         text["mlp_layer_types"] = ["sparse"]  # some configs treat the first layer as dense
-    embedding = (shape for name, (shape, _) in source.tensors.items() if name.endswith(EMBEDDING))
+    embedding = (shape for name, (shape, _) in model.tensors.items() if name.endswith(EMBEDDING))
     return {
         "drafter": NAME,
-        "base_model_name_or_path": lasting_name(model),
+        "base_model_name_or_path": lasting_name(model.name),
         "num_heads": LEVELS,
         "num_layers": 1,
         "hidden_size": text.get("hidden_size"),
@@ -204,10 +178,10 @@ def mtp_settings(model: str) -> dict[str, Any]:
     }
 
 
-def own_drafter(model: str) -> Path:
+def own_drafter(model: ModelSource) -> Path:
     """Returns the folder of the drafter in a model's checkpoint, which contains a config but no weights."""
     settings = mtp_settings(model)
-    key = hashlib.sha256(str(Path(model_dir(model)).absolute()).encode()).hexdigest()[:16]
+    key = hashlib.sha256(str(Path(model.folder).absolute()).encode()).hexdigest()[:16]
     try:
         return _with_config(home() / "drafters" / key, settings)
     except OSError as reason:

@@ -4,9 +4,10 @@ A matrix NAME [N, K] may be stored in 8 bits: NAME is int8, and NAME.scale [N, K
 factor for each group of 32 inputs. A row's last group may be shorter.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from medusa_cli.errors import UserError, first_line
 
@@ -113,3 +114,25 @@ def from_int8(rounded: "Tensor", scales: "Tensor") -> "Tensor":
     """Returns the fp32 matrix [N, K] that int8 values and their scales represent."""
     spread = scales.float().repeat_interleave(GROUP, dim=1)
     return rounded.float() * spread[:, : rounded.shape[1]]
+
+
+@contextmanager
+def opened(
+    files: Sequence[Path], framework: str, shards: Mapping[str, str] = {}
+) -> Iterator[dict[str, Any]]:
+    """Opens a checkpoint's files and yields slices of their tensors by name, which read only what is needed.
+
+    Of several tensors with one name, the one in the file that `shards` names is taken, else the last.
+    """
+    from safetensors import safe_open
+
+    with ExitStack() as stack:
+        parts = [
+            (path.name, stack.enter_context(safe_open(path, framework=framework))) for path in files
+        ]
+        yield {
+            name: part.get_slice(name)
+            for file, part in parts
+            for name in part.keys()  # noqa: SIM118  (not a mapping)
+            if shards.get(name, file) == file
+        }

@@ -12,7 +12,6 @@ from medusa_cli.errors import UserError, first_line, shown
 from medusa_cli.files.catalogue import DEFAULT_MODEL
 from medusa_cli.files.layer_kinds import STATEFUL
 from medusa_cli.files.model_files import (
-    AGAIN,
     ATTENTION_FLAGS,
     OUTSIDE,
     PREFIX_LM,
@@ -20,9 +19,9 @@ from medusa_cli.files.model_files import (
     layer_kinds,
     no_attention,
     refuse_by_config,
-    tensors_of,
     unverifiable,
 )
+from medusa_cli.files.model_source import AGAIN, ModelSource
 from medusa_cli.model.backbone import (
     auto_class,
     eos_ids_of,
@@ -67,18 +66,18 @@ def unloadable(model: str, why: str | Exception) -> UserError:
     )
 
 
-def check_architecture(config: Any, model: str) -> Any:
+def check_architecture(config: Any, model: ModelSource) -> Any:
     """Returns a model's network without weights, so that no config can exhaust the memory.
 
     Raises UserError for a model that cannot be verified, or whose files do not fit its config.
     """
     refuse_unsupported(config)
-    files = tensors_of(model)
+    files = model.tensors
     try:
         with torch.device("meta"):
             network = auto_class(config).from_config(config, trust_remote_code=False)
     except Exception as reason:  # a damaged config may raise any exception
-        raise unloadable(model, reason) from reason
+        raise unloadable(model.name, reason) from reason
     weights = dict(network.named_parameters())
     refuse_layers(network, config.get_text_config())
     if (
@@ -90,7 +89,7 @@ def check_architecture(config: Any, model: str) -> Any:
         shape, _ = files.get(name) or files.get(name.removeprefix(prefix)) or (weight.shape, None)
         if math.prod(shape) != weight.numel():  # some are stored transposed
             raise unloadable(
-                model,
+                model.name,
                 f"config.json asks for {name} of shape {[*weight.shape]}, its files hold {shape}",
             )
     # Experts are stored under other names, so the totals are compared as well.
@@ -98,7 +97,7 @@ def check_architecture(config: Any, model: str) -> Any:
     stored = sum(math.prod(shape) for shape, _ in files.values())
     if wanted > 2 * stored:
         raise unloadable(
-            model, f"config.json asks for {wanted:,} weights, its files hold {stored:,}"
+            model.name, f"config.json asks for {wanted:,} weights, its files hold {stored:,}"
         )
     return network
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from medusa_cli.files.model_files import checkpoint_files, opened
-from medusa_cli.files.model_source import RANDOM, model_dir
+from medusa_cli.files.model_source import ModelSource
+from medusa_cli.files.weights import opened
 from medusa_cli.model.weights import gguf_slices
 
 # A tensor's sample has this many windows of this many numbers, from its beginning to its end.
@@ -17,19 +17,18 @@ WIDTH = 64
 MAX_TENSORS = 2000
 
 
-def weights_of(model: str) -> str | None:
+def weights_of(model: ModelSource) -> str | None:
     """Returns the digest of the weights in a model's files, based on samples of its tensors; None without files.
 
     A random model's digest is that of its name, because its weights differ at every load.
     """
-    if model.startswith(RANDOM):
-        return hashlib.sha256(model.encode()).hexdigest()[:16]
-    if (slices := gguf_slices(model)) is not None:
-        return _digest(_samples(slices))
-    files = checkpoint_files(model_dir(model))
-    if not files:
+    if model.kind == "random":
+        return hashlib.sha256(model.name.encode()).hexdigest()[:16]
+    if model.weights_in_gguf:
+        return _digest(_samples(gguf_slices(model)))
+    if not model.checkpoint:
         return None
-    with opened(files, "pt") as slices:
+    with opened(model.checkpoint, "pt") as slices:
         return _digest(_samples(slices))
 
 

@@ -9,16 +9,9 @@ from torch import nn
 
 from medusa_cli.device import has_bf16, has_cuda
 from medusa_cli.errors import UsageError, UserError
-from medusa_cli.files import extras, model_source
-from medusa_cli.files.model_files import (
-    check_tokenizer,
-    check_weights,
-    config_fields,
-    model_file,
-    tensors_of,
-    weights_file,
-)
-from medusa_cli.files.model_source import RANDOM
+from medusa_cli.files import extras
+from medusa_cli.files.model_files import check_tokenizer, check_weights, no_chat_template
+from medusa_cli.files.model_source import RANDOM, ModelSource
 from medusa_cli.files.quiet import without_progress_bars
 from medusa_cli.model.backbone import LazyNetwork, auto_class, text_config, untie_head
 from medusa_cli.model.checks import (
@@ -57,7 +50,7 @@ SHAPES = {
 
 @without_progress_bars()
 def load_network(
-    model: str,
+    model: ModelSource,
     options: LoadOptions = DEFAULT_LOADING,
     *,
     shard: bool = False,
@@ -78,17 +71,17 @@ def load_network(
         torch.backends.cuda.enable_cudnn_sdp(False)
     if options.quantised:
         extras.need_extra("quant", f"@quantize {options.quantize}")
-        if model_source.in_gguf(model):
+        if model.kind == "gguf":
             raise UsageError(
                 f"@quantize {options.quantize} cannot quantize a GGUF file", "leave it out"
             )
     dtype = resolve_dtype(options.dtype, model, device, options.trust_remote_code)
-    if model.startswith(RANDOM):
+    if model.kind == "random":
         if options.quantised:
-            raise UsageError(f"@model {model!r} is not quantised", "leave @quantize out")
+            raise UsageError(f"@model {model.name!r} is not quantised", "leave @quantize out")
         with torch.device("cpu" if shard else device):
             network = AutoModelForCausalLM.from_config(
-                random_config(model), dtype=dtype, trust_remote_code=False
+                random_config(model.name), dtype=dtype, trust_remote_code=False
             )
         if shard:
             split_layers(network, device)
@@ -105,35 +98,34 @@ def load_network(
             bnb_4bit_compute_dtype=dtype,
         )
         settings["device_map"] = {"": device}
-    source = model_source.model_dir(model)
     trusted = options.trust_remote_code
     config = read_config(model, trusted, whole=True)
     if trusted and has_own_code(model):
         refuse_unsupported(config)
     else:
         check_architecture(config, model)
-    check_tokenizer(source, model)
+    check_tokenizer(model)
     check_weights(model)
     try:
-        _refuse_adapter(source, model)
+        _refuse_adapter(model)
         missing: list[str] = []
-        if (path := weights_file(model)) is not None:
-            network = _network_of_gguf(path, config, dtype)
+        if model.weights_in_gguf:
+            network = _network_of_gguf(model, config, dtype)
         else:
             network, info = auto_class(config).from_pretrained(
-                source,
+                model.folder,
                 config=config,
                 trust_remote_code=trusted,
                 output_loading_info=True,
                 **settings,
             )
             missing = sorted(info["missing_keys"])
-        tokenizer = _load_tokenizer(source, chat_template, trusted)
+        tokenizer = _load_tokenizer(model.folder, chat_template, trusted)
     except (UserError, MemoryError):
         raise
     except Exception as reason:  # damaged files may raise any exception
-        raise unloadable(model, reason) from reason
-    check_files(missing, (network.generation_config, network.config, tokenizer), model)
+        raise unloadable(model.name, reason) from reason
+    check_files(missing, (network.generation_config, network.config, tokenizer), model.name)
     if shard:  # all processes must run a split network together, so it is not checked
         split_layers(network, device)
         return network, tokenizer
@@ -141,29 +133,28 @@ def load_network(
         _keep_gradients(network)
     else:
         network = network.to(device)
-    check_network(network, model)
+    check_network(network, model.name)
     return network, tokenizer
 
 
-def lazy_network(model: str) -> LazyNetwork:
+def lazy_network(model: ModelSource) -> LazyNetwork:
     """Returns a model's network without weights, to be built later; raises UserError for an unusable model."""
     from transformers import GenerationConfig
 
-    source = model_source.model_dir(model)
     config = read_config(model, whole=True)
     refuse_unsupported(config)
     check_weights(model)
     try:
-        if model_file(source, "generation_config.json") is not None:
-            generation_config = GenerationConfig.from_pretrained(source)
+        if model.file("generation_config.json") is not None:
+            generation_config = GenerationConfig.from_pretrained(model.folder)
         else:
             generation_config = GenerationConfig.from_model_config(config)
     except Exception as reason:  # damaged files may raise any exception
-        raise unloadable(model, reason) from reason
+        raise unloadable(model.name, reason) from reason
     return LazyNetwork(config, generation_config, partial(_network_of_files, config, model))
 
 
-def _network_of_files(config: Any, model: str) -> Any:
+def _network_of_files(config: Any, model: ModelSource) -> Any:
     """Returns a model's network without weights, whose lm_head is tied only if that of its files is."""
     from medusa_cli.model.weights import has_own_head
 
@@ -173,18 +164,21 @@ def _network_of_files(config: Any, model: str) -> Any:
     return network
 
 
-def load_tokenizer(model: str, lazy: LazyNetwork, chat_template: str | None = None) -> Any:
+def load_tokenizer(
+    model: ModelSource, lazy: LazyNetwork, chat_template: str | None, chat: bool
+) -> Any:
     """Returns the tokenizer of a model; raises UserError if it, or a file that it needs, is missing or unusable."""
-    source = model_source.model_dir(model)
-    check_tokenizer(source, model)
+    check_tokenizer(model)
     try:
-        _refuse_adapter(source, model)
-        tokenizer = _load_tokenizer(source, chat_template, False)
+        _refuse_adapter(model)
+        tokenizer = _load_tokenizer(model.folder, chat_template, False)
     except (UserError, MemoryError):
         raise
     except Exception as reason:  # damaged files may raise any exception
-        raise unloadable(model, reason) from reason
-    check_files([], (lazy.generation_config, lazy.config, tokenizer), model)
+        raise unloadable(model.name, reason) from reason
+    check_files([], (lazy.generation_config, lazy.config, tokenizer), model.name)
+    if chat and not tokenizer.chat_template:
+        raise no_chat_template(model.name)
     return tokenizer
 
 
@@ -198,18 +192,18 @@ def _load_tokenizer(source: str, chat_template: str | None, trusted: bool) -> An
     return tokenizer
 
 
-def _refuse_adapter(source: str, model: str) -> None:
+def _refuse_adapter(model: ModelSource) -> None:
     """Raises UserError for an adapter next to a model, as transformers would load it and the model that it names."""
     from transformers.utils import find_adapter_config_file
 
-    if find_adapter_config_file(source):
+    if find_adapter_config_file(model.folder):
         raise UserError(
-            f"@model {model!r} has an adapter beside it (adapter_config.json), which is not the model's own",
+            f"@model {model.name!r} has an adapter beside it (adapter_config.json), which is not the model's own",
             "merge it into the model, or put it into the adapter/ of a run",
         )
 
 
-def _network_of_gguf(path: Path, config: Any, dtype: torch.dtype) -> Any:
+def _network_of_gguf(model: ModelSource, config: Any, dtype: torch.dtype) -> Any:
     """Returns transformers' network with the weights of a GGUF file, dequantized exactly to fp32, then in dtype."""
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM, GenerationConfig
@@ -219,7 +213,7 @@ def _network_of_gguf(path: Path, config: Any, dtype: torch.dtype) -> Any:
     with init_empty_weights(include_buffers=False):
         network = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     network.tie_weights()  # accelerate's context gives each tied layer a weight
-    weights = GgufWeights(path, network)
+    weights = GgufWeights(model, network)
     state = {name: values.to(dtype) for name, values in weights.items()}
     network.load_state_dict(state, strict=False, assign=True)
     network.tie_weights()
@@ -261,7 +255,7 @@ def resolve_device(device: str) -> str:
 
 
 def resolve_dtype(
-    dtype: str, model: str, device: str, trust_remote_code: bool = False
+    dtype: str, model: ModelSource, device: str, trust_remote_code: bool = False
 ) -> torch.dtype:
     """Returns the torch dtype for a setting."""
     if dtype != "auto":
@@ -271,30 +265,29 @@ def resolve_dtype(
     return torch.float32 if slow else own
 
 
-def has_own_code(model: str) -> bool:
+def has_own_code(model: ModelSource) -> bool:
     """Returns True if a model's config refers to Python files that come with it."""
     from transformers import PretrainedConfig
 
     return (
-        not model.startswith(RANDOM)
-        and "auto_map" in PretrainedConfig.get_config_dict(model_source.model_dir(model))[0]
+        model.kind != "random" and "auto_map" in PretrainedConfig.get_config_dict(model.folder)[0]
     )
 
 
-def read_config(model: str, trust_remote_code: bool = False, whole: bool = False) -> Any:
+def read_config(model: ModelSource, trust_remote_code: bool = False, whole: bool = False) -> Any:
     """Returns a model's text config, or its `whole` config, without weights; raises UserError if there is none."""
     from transformers import AutoConfig
 
-    if model.startswith(RANDOM):
-        return random_config(model)
-    source = model_source.model_dir(model)
-    config_fields(source)
+    if model.kind == "random":
+        return random_config(model.name)
+    # Impossible values are refused first.
+    model.fields  # noqa: B018
     try:
-        config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(model.folder, trust_remote_code=trust_remote_code)
         _agree_on_tied_head(config)
         return config if whole else text_config(config)
     except Exception as reason:  # damaged files may raise any exception
-        raise unloadable(model, reason) from reason
+        raise unloadable(model.name, reason) from reason
 
 
 def _agree_on_tied_head(config: Any) -> None:
@@ -309,19 +302,17 @@ def _agree_on_tied_head(config: Any) -> None:
             part.tie_word_embeddings = True
 
 
-def checkpoint_dtype(model: str, trust_remote_code: bool = False) -> torch.dtype:
+def checkpoint_dtype(model: ModelSource, trust_remote_code: bool = False) -> torch.dtype:
     """Returns the number type of a model's saved weights; bf16 if it is unknown or not in DTYPES."""
     stored = stored_dtype(model, trust_remote_code)
     return next((dtype for dtype in DTYPES.values() if dtype == stored), torch.bfloat16)
 
 
-def stored_dtype(model: str, trust_remote_code: bool = False) -> torch.dtype | None:
+def stored_dtype(model: ModelSource, trust_remote_code: bool = False) -> torch.dtype | None:
     """Returns the number type in a model's config, else that of its safetensors files, else None."""
     dtype = getattr(read_config(model, trust_remote_code), "dtype", None)
-    if dtype is None and not model.startswith(RANDOM):
-        return next(
-            (FLOATS[kind] for _, kind in tensors_of(model).values() if kind in FLOATS), None
-        )
+    if dtype is None and model.kind != "random":
+        return next((FLOATS[kind] for _, kind in model.tensors.values() if kind in FLOATS), None)
     return getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
 
 

@@ -14,10 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from medusa_cli.files.gguf_header import Tensor as GgufTensor
-from medusa_cli.files.gguf_header import file_names, read_header
 from medusa_cli.files.gguf_names import GgufNames
-from medusa_cli.files.model_files import checkpoint_files, weights_file
-from medusa_cli.files.model_source import file_stamp, model_dir
+from medusa_cli.files.model_source import ModelSource
 from medusa_cli.model.backbone import Unsupported, has_tied_head
 from medusa_cli.model.checks import unloadable
 from medusa_cli.native.library import UNIT
@@ -165,9 +163,9 @@ class GgufWeights(Weights):
     network: transformers' network, which may be on the meta device.
     """
 
-    def __init__(self, path: Path, network: Any) -> None:
-        self.source = str(path)
-        self.names = GgufNames(read_header(path), network)
+    def __init__(self, model: ModelSource, network: Any) -> None:
+        self.source = str(model.gguf)
+        self.names = GgufNames(model.header, network)
         self.files: list[Any] = [np.memmap(file, np.uint8, "r") for file in self.names.header.files]
 
     def __contains__(self, name: str) -> bool:
@@ -279,11 +277,9 @@ class GgufSlice:
         return torch.tensor(part.floats()[:, place[-1]])  # a copy, because the file is read-only
 
 
-def gguf_slices(model: str) -> dict[str, GgufSlice] | None:
-    """Returns the weights of a model's GGUF file as slices, which read only what is needed; None for other models."""
-    if (path := weights_file(model)) is None:
-        return None
-    weights = GgufWeights(path, meta_network(model))
+def gguf_slices(model: ModelSource) -> dict[str, GgufSlice]:
+    """Returns the weights of a model's GGUF file as slices, which read only what is needed."""
+    weights = GgufWeights(model, meta_network(model))
     slices = {}
     for name, stored in weights.names.tensors.items():
         if len(weights.names.header.tensors[stored].shape) < 3:
@@ -298,56 +294,37 @@ def gguf_slices(model: str) -> dict[str, GgufSlice] | None:
     return slices
 
 
-def meta_network(model: str) -> Any:
+def meta_network(model: ModelSource) -> Any:
     """Returns transformers' network for a model's config, without memory for its weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(model_dir(model), trust_remote_code=False)
+    config = AutoConfig.from_pretrained(model.folder, trust_remote_code=False)
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
 
 
-def has_files(model: str) -> bool:
-    """Returns True if a model's weights are in files on this machine."""
-    return weights_file(model) is not None or bool(checkpoint_files(model_dir(model)))
-
-
-def open_weights(model: str, network: Any) -> Weights:
+def open_weights(model: ModelSource, network: Any) -> Weights:
     """Opens the weights of a model that has files; its network may be on the meta device."""
-    if (path := weights_file(model)) is not None:
-        return GgufWeights(path, network)
-    return CheckpointWeights(checkpoint_files(model_dir(model)), network)
+    if model.weights_in_gguf:
+        return GgufWeights(model, network)
+    return CheckpointWeights(model.checkpoint, network)
 
 
-def has_own_head(model: str, network: Any) -> bool:
+def has_own_head(model: ModelSource, network: Any) -> bool:
     """Returns True if the files of a model with a tied lm_head hold another matrix for it than the embeddings.
 
     transformers then does not tie them either. network: may be on the meta device.
     """
     # In a GGUF file, the lm_head is tied if the file has none; see `write_metadata`.
-    files = checkpoint_files(model_dir(model))
-    if not files or not has_tied_head(network):
+    if not model.checkpoint or not has_tied_head(network):
         return False
-    weights = CheckpointWeights(files, network)
+    weights = CheckpointWeights(model.checkpoint, network)
     modules = (network.get_input_embeddings(), network.get_output_embeddings())
     names = {id(module): name for name, module in network.named_modules()}
     stored = [f"{names[id(module)]}.weight" for module in modules]
     if not all(name in weights for name in stored):
         return False
     return not torch.equal(*(weights.tensor(name) for name in stored))
-
-
-def source_files(model: str) -> list[Path]:
-    """Returns the files that hold a model's weights."""
-    if (path := weights_file(model)) is not None:
-        files = [path.with_name(name) for name in file_names(path.name)]
-        return [file for file in files if file.is_file()]  # loading reports others
-    return checkpoint_files(model_dir(model))
-
-
-def source_stamp(model: str) -> list[str]:
-    """Returns the stamps of the files that hold a model's weights."""
-    return [file_stamp(path) for path in source_files(model)]
 
 
 def _from_mxfp4(blocks: Tensor, scales: Tensor) -> RawMatrix:

@@ -12,8 +12,8 @@ from medusa_cli.files import mtp
 from medusa_cli.files.catalogue import DEFAULT_MODEL
 from medusa_cli.files.hub import hub_folder
 from medusa_cli.files.io import read_as, read_object, restore
-from medusa_cli.files.model_files import check_model_files, config_fields
-from medusa_cli.files.model_source import in_gguf, model_dir
+from medusa_cli.files.model_files import check_model_files
+from medusa_cli.files.model_source import ModelSource
 from medusa_cli.files.paths import expanded
 from medusa_cli.runs.run import (
     DEFAULT_RUN,
@@ -104,14 +104,14 @@ def _parse_nodes(tree: str, number: str) -> int:
 
 @dataclass(frozen=True)
 class Choice:
-    """The model's name, the files of drafter and tree, and the run.
+    """The model, the files of drafter and tree, and the run.
 
     adapter: the adapter that stage 2 trained. lookup: also draft n-gram matches, or only those if there is no drafter;
     None: only with a drafter and the tree `auto`. chat_template: a Jinja template that replaces those of the model and
     the run. home: the run, or the folder laid out like one, of a drafter that was given by name.
     """
 
-    model: str
+    source: ModelSource
     drafter: Path | None = None
     tree: TreeChoice = TreeChoice()
     run: Run | None = None
@@ -120,6 +120,11 @@ class Choice:
     lookup: bool | None = None
     chat_template: str | None = None
     home: Run | None = None
+
+    @property
+    def model(self) -> str:
+        """Returns the model's name."""
+        return self.source.name
 
     @property
     def ngrams(self) -> bool:
@@ -168,13 +173,13 @@ def choose(
     if named is not None and named.run is not None and run is not None:
         raise UsageError("@run and @drafter name a run each", "leave one of them out")
     target = Run.open(run) if run else None
-    model = _model_for(named, target) if model is None else model
+    source = ModelSource.of(_model_for(named, target) if model is None else model)
     asked = TreeChoice.parse(tree)
-    plain = Choice(model, run=target, adapter=target.adapter if target else None, lookup=lookup)
+    plain = Choice(source, run=target, adapter=target.adapter if target else None, lookup=lookup)
     if not need_drafter:
         return plain
 
-    default = target or shipped_for(model)
+    default = target or shipped_for(source)
     if named is None:
         if default is not None:
             return _with_drafter(plain, default.drafter_dir, default, asked)
@@ -182,9 +187,9 @@ def choose(
             if tree is not None and asked.kind != "auto":
                 raise UsageError(f"@tree {tree} has no effect without a drafter", "leave it out")
             return plain
-        raise _no_drafter(model)
+        raise _no_drafter(source)
 
-    folder = named.folder or mtp.own_drafter(model)
+    folder = named.folder or mtp.own_drafter(source)
     if default is not None and folder.resolve() == default.drafter_dir.resolve():
         return _with_drafter(plain, folder, default, asked)
     # The adapter of the default run and the tree that ships do not fit another drafter.
@@ -228,21 +233,19 @@ def _with_drafter(plain: Choice, folder: Path, source: Run | None, asked: TreeCh
     )
 
 
-def shipped_for(model: str) -> Run | None:
+def shipped_for(model: ModelSource) -> Run | None:
     """Returns the drafter that ships for a model, given by its name or by that of a file, folder or hub id.
 
     The latter must have the drafter's shape.
     """
-    if (named := Run.pretrained(model)) is not None:
+    if (named := Run.pretrained(model.name)) is not None:
         return named
-    shipped = Run.shipped_by_name(model)
+    shipped = Run.shipped_by_name(model.name)
     if shipped is None:
         return None
-    place = model_dir(model)
-    fields = config_fields(place)
-    if fields is None:  # a hub id that is not in the cache
-        fields = config_fields(str(hub_folder(model, ["config.json"], "@model"))) or {}
-    text = fields.get("text_config") or fields
+    if model.fields is None:  # a hub id that is not in the cache
+        model = ModelSource.of(str(hub_folder(model.name, ["config.json"], "@model")))
+    text = model.text_fields
     shape = {
         "architecture": text.get("model_type"),
         "hidden_size": text.get("hidden_size"),
@@ -253,17 +256,17 @@ def shipped_for(model: str) -> Run | None:
     return shipped if same(identity, shape, *SHAPE) else None
 
 
-def _no_drafter(model: str) -> NoDrafter:
-    if not in_gguf(model):  # unpacking a GGUF file takes time
+def _no_drafter(model: ModelSource) -> NoDrafter:
+    if model.kind != "gguf":  # unpacking a GGUF file takes time
         check_model_files(model)
-    if mtp.find_source(model) is not None:
+    if mtp.layout_of(model) is not None:
         return NoDrafter(
-            f"no drafter ships for the model {model!r}",
+            f"no drafter ships for the model {model.name!r}",
             f"its own checkpoint holds an MTP layer: give @drafter {mtp.NAME}",
         )
     return NoDrafter(
-        f"no drafter ships for the model {model!r}",
-        f"train one with `medusa distill --model {shlex.quote(model)}` and `medusa train`, then give its @run; "
+        f"no drafter ships for the model {model.name!r}",
+        f"train one with `medusa distill --model {shlex.quote(model.name)}` and `medusa train`, then give its @run; "
         "@lookup drafts without one",
     )
 
@@ -298,7 +301,7 @@ def named_drafter(name: str | None, model: str) -> Path | None:
     """Returns the folder of the drafter that a name refers to for a model; None if no name is given."""
     if name is None:
         return None
-    return mtp.own_drafter(model) if means_mtp(name) else find_drafter(name)[0]
+    return mtp.own_drafter(ModelSource.of(model)) if means_mtp(name) else find_drafter(name)[0]
 
 
 def means_mtp(name: str) -> bool:

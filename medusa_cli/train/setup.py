@@ -14,7 +14,7 @@ from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.drafters.io import load_kind
 from medusa_cli.engine import attach, load_backbone
 from medusa_cli.errors import UsageError, UserError
-from medusa_cli.files.model_source import in_gguf
+from medusa_cli.files.model_source import ModelSource
 from medusa_cli.model import Backbone
 from medusa_cli.model import lora as adapter
 from medusa_cli.model.digest import weights_of
@@ -185,7 +185,9 @@ def without_fp16(recipe: Recipe, options: LoadOptions) -> LoadOptions:
             "use @dtype bf16 or fp32",
         )
     device = resolve_device(options.device)
-    own = resolve_dtype(options.dtype, recipe.model, device, options.trust_remote_code)
+    own = resolve_dtype(
+        options.dtype, ModelSource.of(recipe.model), device, options.trust_remote_code
+    )
     return replace(options, dtype=recipe.train.dtype) if own == torch.float16 else options
 
 
@@ -229,8 +231,9 @@ def frozen_backbone(recipe: Recipe, options: LoadOptions) -> Backbone:
 def joint_backbone(recipe: Recipe, options: LoadOptions) -> Backbone:
     """Loads the recipe's model with a new LoRA adapter (on 4-bit weights for qlora), or with all weights trainable."""
     train = recipe.train
+    model = ModelSource.of(recipe.model)
     if train.tuning == "qlora":
-        if in_gguf(recipe.model):
+        if model.kind == "gguf":
             raise UsageError(
                 "train.tuning=qlora cannot quantize a GGUF file",
                 "use train.tuning=lora, or a folder or hub id with the model's safetensors",
@@ -241,7 +244,7 @@ def joint_backbone(recipe: Recipe, options: LoadOptions) -> Backbone:
         options = replace(options, dtype="fp32")
     options = without_fp16(recipe, options)
     network, tokenizer = load_network(
-        recipe.model, options, shard=train.shard, chat_template=recipe.chat_template
+        model, options, shard=train.shard, chat_template=recipe.chat_template
     )
     _remove_noise(network)
     if train.tuning == "full":
@@ -251,7 +254,7 @@ def joint_backbone(recipe: Recipe, options: LoadOptions) -> Backbone:
         adapter.attach(
             network, rank=train.lora_rank, alpha=train.lora_alpha, dropout=train.lora_dropout
         )
-    backbone = Backbone(network, tokenizer, id=recipe.model, weights=weights_of(recipe.model))
+    backbone = Backbone(network, tokenizer, id=recipe.model, weights=weights_of(model))
     attach(backbone, "eager")  # gradients flow only through the network's own layers
     adapter.unfreeze(network, everything=train.tuning == "full")
     if train.gradient_checkpointing:

@@ -29,6 +29,7 @@ from medusa_cli.files.io import (
     write_atomic,
     write_json,
 )
+from medusa_cli.files.model_source import ModelSource
 from medusa_cli.files.quiet import without_progress_bars
 from medusa_cli.model import Backbone
 from medusa_cli.model import lora as adapter
@@ -351,7 +352,7 @@ def _tuned_run(backbone: Backbone, run: Run) -> tuple[Run, dict[str, Any]]:
         backbone.model.config,
         backbone.vocab_size,
         id=str(folder),
-        weights=weights_of(str(folder)),
+        weights=weights_of(ModelSource.of(str(folder))),
         adapter=None,
     )
     write_json(tuned.path / "run.json", provenance(identity))

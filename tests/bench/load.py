@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from medusa_cli.bench.questions import read_questions
 from medusa_cli.files.fetch import mt_bench_path
-from medusa_cli.files.model_source import model_dir
+from medusa_cli.files.model_source import ModelSource
 
 STARTS_WITHIN = 300
 TRANSFORMERS = ("transformers.cli.transformers", "serve")
@@ -77,7 +77,7 @@ def commands(asked: argparse.Namespace) -> dict[str, tuple[str, ...]]:
     slots = ("--batch-size", str(max(asked.clients)))
     medusa = ("medusa_cli", "serve", "--model", asked.model, "--dtype", asked.dtype, *slots)
     kind = {"fp32": "float32", "bf16": "bfloat16"}.get(asked.dtype, "auto")
-    folder = model_dir(asked.model)
+    folder = ModelSource.of(asked.model).folder
     known = {
         "baseline": (*medusa, "--baseline"),
         "drafts": medusa,
@@ -100,7 +100,8 @@ def load(asked: argparse.Namespace) -> None:
         }
         urls |= dict(peer.split("=", 1) for peer in asked.peer)
         names = {
-            name: model_dir(asked.model) if name == "transformers" else asked.model for name in urls
+            name: ModelSource.of(asked.model).folder if name == "transformers" else asked.model
+            for name in urls
         }
         askers = {name: asks(url, names[name], asked.tokens) for name, url in urls.items()}
         for count in asked.clients:

@@ -11,7 +11,8 @@ from medusa_cli import Medusa
 from medusa_cli.bench.questions import read_questions, spread
 from medusa_cli.drafters import load_drafter
 from medusa_cli.engine import load_backbone
-from medusa_cli.files import catalogue, fetch, model_source
+from medusa_cli.files import catalogue, fetch
+from medusa_cli.files.model_source import ModelSource
 from medusa_cli.model import Backbone
 from medusa_cli.runs.load_options import LoadOptions
 from medusa_cli.runs.run import Run
@@ -42,7 +43,7 @@ def main() -> None:
     ]
     plain = [generate_plain(backbone, prompt, max_new_tokens=args.tokens) for prompt in prompts]
     reference = {
-        "model": model_source.model_dir(backbone.id),
+        "model": ModelSource.of(backbone.id).folder,
         "prompts": prompts,
         "tokens": [[token for step in steps for token in step.tokens] for steps in plain],
         "depth": args.depth,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from medusa_cli.bench.questions import read_questions
 from medusa_cli.files.fetch import mt_bench_path
-from medusa_cli.files.model_source import model_dir
+from medusa_cli.files.model_source import ModelSource
 from tests.serving import start
 
 QUESTIONS = 16
@@ -40,7 +40,7 @@ def main() -> int:
         "base-url": f"http://127.0.0.1:{port}",
         "endpoint": "/v1/chat/completions",
         "model": model,
-        "tokenizer": model_dir(model),
+        "tokenizer": ModelSource.of(model).folder,
         "dataset-name": "custom",
         "dataset-path": data,
         "custom-output-len": TOKENS,
