@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from numbers import Integral
 from pathlib import Path
 from typing import Any, Protocol, TypedDict, Unpack
@@ -247,20 +246,19 @@ class Medusa:
         chat_template: a Jinja file or the template's text.
         Raises UserError if something does not exist or does not fit the model.
         """
-        find = partial(
-            choose,
-            None if model is None else str(model),
-            None if run is None else str(run),
-            None if drafter in (None, "auto") else str(drafter),
-            None if tree is None else str(tree),
-            need_drafter=drafter is not None,
-        )
         try:
-            choice = find(lookup=lookup)
-        except NoDrafter:
+            choice = choose(
+                None if model is None else str(model),
+                None if run is None else str(run),
+                None if drafter in (None, "auto") else str(drafter),
+                None if tree is None else str(tree),
+                need_drafter=drafter is not None,
+                lookup=lookup,
+            )
+        except NoDrafter as reason:
             if lookup is False or tree is not None:
                 raise
-            choice = find(lookup=True)
+            choice = replace(reason.plain, lookup=True)
         if drafter is None and tree is not None:
             raise UsageError(f"@tree {tree} has no effect without a drafter", "leave it out")
         if chat_template is not None:

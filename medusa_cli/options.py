@@ -238,7 +238,8 @@ class DraftFlags:
         except NoDrafter as reason:
             if self.lookup is False or self.tree is not None:
                 raise
-            choice = replace(self, lookup=True).choose()
+            choice = replace(reason.plain, lookup=True)
+            check_model_files(choice.source)
             console.info(
                 f"{reason.message}: drafting n-grams of the text; {in_flags(reason.remedy)}"
             )

@@ -2,9 +2,11 @@
 
 import json
 import os
+import shutil
 import struct
 import tracemalloc
 import urllib.request
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -1489,3 +1491,41 @@ def test_ids_without_a_token_have_no_text(tmp_path: Path) -> None:
     tokenizer = load_backbone(str(path), FP32).tokenizer
     assert tokenizer.decode([97, *unused, 98]) == tokenizer.decode([97, 98]) != ""
     assert tokenizer.decode(tokenizer("ab <unused0>")["input_ids"]) == "ab <unused0>"
+
+
+@pytest.mark.parametrize("kind", ["gguf", "index"])
+def test_a_later_start_of_chat_reads_each_file_of_the_model_once(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    network = write_gguf(file)
+    model = file
+    if kind == "index":
+        model = tmp_path / "parts"
+        shutil.copytree(ModelSource.of(str(file)).folder, model)
+        network.save_pretrained(model, max_shard_size="60KB")
+    words = ("--model", model, "--prompt", "ab", "--max-new-tokens", 2, "--quiet")
+    medusa("chat", *words)
+    reads: Counter[str] = Counter()
+    original = Path.open
+
+    def counting(path: Path, *rest: Any, **named: Any) -> Any:
+        reads[str(path)] += 1
+        return original(path, *rest, **named)
+
+    def no_header(path: Path, **_: Any) -> None:
+        raise AssertionError(f"the header of {path} is read again")
+
+    monkeypatch.setattr(Path, "open", counting)
+    monkeypatch.setattr("medusa_cli.files.model_source.read_header", no_header)
+    medusa("chat", *words)
+    opened = reads[str(file)]
+    folder = Path(ModelSource.of(str(model)).folder)
+    metadata = {
+        path.name: reads[str(path)] for path in folder.glob("*") if path.suffix != ".safetensors"
+    }
+    assert metadata["config.json"] == 1 and max(metadata.values()) == 1, metadata
+    if kind == "index":
+        assert metadata["model.safetensors.index.json"] == 1
+    else:
+        # Its first bytes say its format, and samples of its content make its stamp.
+        assert opened == 2

@@ -67,9 +67,8 @@ def load_backbone(
     check_fork()
     if isinstance(model, str):
         model = ModelSource.of(model)
-    foreign = options.trust_remote_code and has_own_code(
-        model
-    )  # only the eager engine runs a model's own code
+    # Only the eager engine runs a model's own code.
+    foreign = options.trust_remote_code and has_own_code(model)
     named = "native" if options.quantize in INTEGER else options.engine
     _check_engine(named, options, foreign, shard, model.name)
     on_cpu = torch.device(resolve_device(options.device)).type == "cpu"

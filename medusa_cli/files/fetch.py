@@ -299,8 +299,5 @@ def _download(wheel: Wheel, folder: Path) -> Path:
 
 def sha256_of(path: Path) -> str:
     """Returns the sha256 of a file."""
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()

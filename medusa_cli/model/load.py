@@ -1,7 +1,6 @@
 """Loading and checking of networks and tokenizers, and the choice of their device and number type."""
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -217,9 +216,8 @@ def _network_of_gguf(model: ModelSource, config: Any, dtype: torch.dtype) -> Any
     state = {name: values.to(dtype) for name, values in weights.items()}
     network.load_state_dict(state, strict=False, assign=True)
     network.tie_weights()
-    source = Path(config._name_or_path)
-    if (source / "generation_config.json").is_file():
-        network.generation_config = GenerationConfig.from_pretrained(source)
+    if model.file("generation_config.json") is not None:
+        network.generation_config = GenerationConfig.from_pretrained(model.folder)
     return network.eval()
 
 

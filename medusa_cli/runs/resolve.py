@@ -52,7 +52,9 @@ MAX_NODES = 256  # limit of --tree static:N and dynamic:N; the best sizes are fa
 
 
 class NoDrafter(UserError):
-    """An error for a model for which no drafter ships and none was given."""
+    """An error for a model for which no drafter ships and none was given; `plain` is the choice without one."""
+
+    plain: "Choice"
 
 
 @dataclass(frozen=True)
@@ -187,7 +189,7 @@ def choose(
             if tree is not None and asked.kind != "auto":
                 raise UsageError(f"@tree {tree} has no effect without a drafter", "leave it out")
             return plain
-        raise _no_drafter(source)
+        raise _no_drafter(plain)
 
     folder = named.folder or mtp.own_drafter(source)
     if default is not None and folder.resolve() == default.drafter_dir.resolve():
@@ -256,19 +258,19 @@ def shipped_for(model: ModelSource) -> Run | None:
     return shipped if same(identity, shape, *SHAPE) else None
 
 
-def _no_drafter(model: ModelSource) -> NoDrafter:
+def _no_drafter(plain: Choice) -> NoDrafter:
+    model = plain.source
     if model.kind != "gguf":  # unpacking a GGUF file takes time
         check_model_files(model)
-    if mtp.layout_of(model) is not None:
-        return NoDrafter(
-            f"no drafter ships for the model {model.name!r}",
-            f"its own checkpoint holds an MTP layer: give @drafter {mtp.NAME}",
-        )
-    return NoDrafter(
-        f"no drafter ships for the model {model.name!r}",
+    remedy = (
         f"train one with `medusa distill --model {shlex.quote(model.name)}` and `medusa train`, then give its @run; "
-        "@lookup drafts without one",
+        "@lookup drafts without one"
     )
+    if mtp.layout_of(model) is not None:
+        remedy = f"its own checkpoint holds an MTP layer: give @drafter {mtp.NAME}"
+    reason = NoDrafter(f"no drafter ships for the model {model.name!r}", remedy)
+    reason.plain = plain
+    return reason
 
 
 def _with_file(tree: TreeChoice, folder: Path, source: Run | None) -> TreeChoice:

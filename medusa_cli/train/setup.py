@@ -184,10 +184,9 @@ def without_fp16(recipe: Recipe, options: LoadOptions) -> LoadOptions:
             "@dtype fp16 cannot hold the gradients that pass through the model",
             "use @dtype bf16 or fp32",
         )
+    model = ModelSource.of(recipe.model)
     device = resolve_device(options.device)
-    own = resolve_dtype(
-        options.dtype, ModelSource.of(recipe.model), device, options.trust_remote_code
-    )
+    own = resolve_dtype(options.dtype, model, device, options.trust_remote_code)
     return replace(options, dtype=recipe.train.dtype) if own == torch.float16 else options
 
 
