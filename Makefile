@@ -1,6 +1,6 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help install demo style check test test-avx2 test-emulated test-arm test-slow crash fuzz package sanitize bench-decode bench-serve bench-busy bench-gpu reproduce docs verify-hf verify-vllm verify-bench verify-llama-cpp soak help-page models-page demo-picture clean
+.PHONY: help install demo style check test test-avx2 test-emulated test-arm test-slow crash fuzz package sanitize bench-decode bench-serve bench-busy bench-gpu bench-arm reproduce docs verify-hf verify-vllm verify-bench verify-llama-cpp soak help-page models-page demo-picture clean
 
 # Any build of torch will do, e.g. make install TORCH='torch==2.13.0+cpu'
 TORCH ?= torch==2.13.0
@@ -132,6 +132,9 @@ RUN ?= runs/smollm2
 
 bench-gpu: $(READY) ## what was never measured here: the GPU tests, and steps and drafts at 1B and 7B, held against the aims
 	$(BIN)/python -m tests.bench.gpu_steps --device cuda
+
+bench-arm: test-arm ## instructions of NEON and of plain C++ per unit of weights, counted under emulation
+	ARM_CXX="$(ARM_CXX)" $(BIN)/python -m tests.bench.arm_counts
 
 reproduce: $(READY) ## the papers' headlines on the default model, some three hours on two cores
 	$(BIN)/python -m tests.bench.papers
