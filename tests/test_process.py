@@ -1,18 +1,24 @@
 """A process that behaves: threads by affinity and quota, priority kept, and no processor time while it waits."""
 
 import json
+import mmap
 import os
 import pty
+import resource
 import sys
 import time
 from ast import literal_eval
 from pathlib import Path
 
 import pytest
+import torch
 
 from medusa_cli import device
-from medusa_cli.files import cpus
-from medusa_cli.native import is_available
+from medusa_cli.engine import lazy_memory, packed_cache
+from medusa_cli.files import cpus, process
+from medusa_cli.model import chat_template
+from medusa_cli.native import is_available, matrix
+from medusa_cli.serve import server
 from tests.helpers import python, save_model, save_run
 from tests.serving import IDS, serving, tiny_medusa
 
@@ -76,6 +82,100 @@ def test_a_mac_uses_its_fast_cores_and_is_named_by_its_chip(
     monkeypatch.setattr(device, "_CPUS", tmp_path / "none")
     assert cpus.cpu_count() == 6
     assert device.processor() == "Apple M2 Pro"
+
+
+@pytest.fixture
+def mac(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Takes from this process what macOS lacks: /proc and huge pages; returns a folder without files."""
+    monkeypatch.setattr(sys, "platform", "darwin")
+    for owner, name in (
+        *((device, name) for name in ("_STATUS", "_SYSTEM", "_CPUS")),
+        (cpus, "MEMBERSHIP"),
+        (packed_cache, "BOOT"),
+        (chat_template, "STATM"),
+    ):
+        monkeypatch.setattr(owner, name, tmp_path / "none")
+    monkeypatch.delattr(mmap, "MADV_NOHUGEPAGE", raising=False)
+    monkeypatch.setattr(matrix, "HAS_HUGE_PAGES", False)
+    monkeypatch.setattr(lazy_memory, "_NO_RESERVE", 0)
+    return tmp_path
+
+
+def test_a_mac_tells_its_memory(mac: Path) -> None:
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert device.free_memory(torch.device("cpu")) == whole // 2
+    assert device.peak_memory(torch.device("cpu")) > 0
+    device.keep_freed_memory()
+    device.return_freed_memory()
+    memory = matrix.aligned(4 << 20)
+    assert memory.nbytes == 4 << 20 and memory.ctypes.data % 64 == 0 and not memory.any()
+
+
+def test_a_mac_takes_dropped_pages_back(mac: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    advice: list[int] = []
+
+    class Libc:
+        @staticmethod
+        def madvise(start: object, size: object, number: int) -> None:
+            advice.append(number)
+
+    monkeypatch.setattr(lazy_memory, "_libc", Libc)
+    lazy_memory.drop_pages(lazy_memory.lazy_zeros(1 << 16))
+    assert advice == [mmap.MADV_FREE]
+
+
+def test_a_mac_checks_packed_weights_once_per_start(
+    mac: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = [7, 1, 0]
+    file = mac / "packed.bin"
+    file.touch()
+    monkeypatch.setattr(packed_cache, "home", lambda: mac)
+    monkeypatch.setattr(
+        packed_cache,
+        "sysctl",
+        lambda name: b"".join(number.to_bytes(8, sys.byteorder) for number in start),
+    )
+    packed_cache.note_checked(file)
+    # The microseconds follow the clock when it is set.
+    start[1] = 2
+    assert packed_cache.is_checked(file)
+    start[0] = 8
+    assert not packed_cache.is_checked(file)
+
+
+def test_a_mac_bounds_a_template_by_the_peak_of_memory(
+    mac: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peak = 1 << 30
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    monkeypatch.setattr(process, "owned", True)
+    monkeypatch.setattr(chat_template, "TICK_S", 0.01)
+    monkeypatch.setattr(resource, "getrusage", lambda who: type("Usage", (), {"ru_maxrss": peak}))
+    with chat_template._bounded():
+        assert resource.getrlimit(resource.RLIMIT_AS) == limits
+    with pytest.raises(MemoryError), chat_template._bounded():
+        peak += chat_template.MAX_BYTES + 1
+        while True:
+            pass
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_open_files_are_raised_as_far_as_the_system_lets_them(
+    monkeypatch: pytest.MonkeyPatch, refused: bool
+) -> None:
+    """macOS reports no hard limit, and refuses to go without one."""
+    limit = [256, resource.RLIM_INFINITY]
+
+    def change(which: int, wanted: tuple[int, int]) -> None:
+        if refused and wanted[0] == resource.RLIM_INFINITY:
+            raise ValueError("not allowed")
+        limit[0] = wanted[0]
+
+    monkeypatch.setattr(resource, "getrlimit", lambda which: tuple(limit))
+    monkeypatch.setattr(resource, "setrlimit", change)
+    assert server.file_limit() == (server.MAC_FILES if refused else sys.maxsize)
+    assert limit[0] == (server.MAC_FILES if refused else resource.RLIM_INFINITY)
 
 
 @pytest.mark.parametrize(

@@ -30,13 +30,13 @@ def lazy_zeros(*shape: int) -> Tensor:
 
 def drop_pages(part: Tensor) -> None:
     """Gives the memory of a contiguous part of `lazy_zeros` back to the system; its numbers may become 0."""
-    if sys.platform != "linux":
-        return
+    # On other systems, MADV_DONTNEED keeps the memory.
+    advice = mmap.MADV_DONTNEED if sys.platform == "linux" else mmap.MADV_FREE
     page = mmap.PAGESIZE
     start = -(-part.data_ptr() // page) * page
     end = (part.data_ptr() + part.nbytes) // page * page
     if end > start:
-        _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_DONTNEED)
+        _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), advice)
 
 
 _libc = ctypes.CDLL(None)

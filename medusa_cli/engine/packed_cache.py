@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from medusa_cli.engine.description import Description
+from medusa_cli.files.cpus import sysctl
 from medusa_cli.files.io import write_atomic
 from medusa_cli.files.model_source import ModelSource
 from medusa_cli.files.paths import home
@@ -100,5 +101,9 @@ def _mark(path: Path) -> Path:
 def _state(path: Path) -> str:
     """Returns what changes whenever a file is written, or the machine starts."""
     stat = path.stat()
-    boot = BOOT.read_text().strip() if BOOT.is_file() else ""
+    if BOOT.is_file():
+        boot = BOOT.read_text().strip()
+    else:
+        # macOS tells the start in seconds, then microseconds.
+        boot = (sysctl("kern.boottime") or b"")[:8].hex()
     return f"{stat.st_ino} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns} {boot}\n"

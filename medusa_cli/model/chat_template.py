@@ -7,6 +7,7 @@ answer with its end token.
 import json
 import resource
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -42,6 +43,8 @@ MAX_SECONDS = 10.0
 MAX_BYTES = 1 << 30
 MAX_GROWTH = 1 << 20
 TICK_S = 0.1
+# Linux tells here how many pages the process uses.
+STATM = Path("/proc/self/statm")
 
 
 def render(
@@ -119,8 +122,9 @@ def _bounded() -> Iterator[None]:
     before = signal.signal(signal.SIGALRM, check)
     signal.setitimer(signal.ITIMER_REAL, TICK_S, TICK_S)
     try:
-        if process.owned:
-            with suppress(OSError, ValueError):  # not Linux, or the hard limit is lower
+        # Without a figure of what is reserved, as on macOS, no limit can be set.
+        if process.owned and _memory(reserved=True):
+            with suppress(OSError, ValueError):  # the hard limit is lower
                 room = _memory(reserved=True) + MAX_BYTES
                 resource.setrlimit(resource.RLIMIT_AS, (room, limits[1]))
         yield
@@ -135,11 +139,16 @@ def _bounded() -> Iterator[None]:
 
 
 def _memory(reserved: bool = False) -> int:
-    """Returns the bytes of memory that the process uses, or has reserved; 0 where Linux's /proc is missing."""
+    """Returns the bytes of memory that the process uses, or has reserved; 0 if the system does not tell them.
+
+    Of the memory in use, macOS tells only the peak, in bytes.
+    """
     with suppress(OSError):
-        sizes = Path("/proc/self/statm").read_text().split()
+        sizes = STATM.read_text().split()
         return int(sizes[0 if reserved else 1]) * resource.getpagesize()
-    return 0
+    if reserved or sys.platform != "darwin":
+        return 0
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def too_much(model: ChatTokenizer) -> UserError:

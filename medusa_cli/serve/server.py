@@ -28,6 +28,8 @@ from medusa_cli.serve.templates import TemplateProcess
 
 MAX_HEADERS = 64 << 10  # bytes of a request's first line and headers
 BACKLOG = 128  # connections that wait to be accepted
+# The most open files of a process on macOS, from its syslimits.h.
+MAC_FILES = 10240
 SEND_BUFFER = 32 << 10  # bytes of an answer that the system buffers for a client that does not read
 # A client that reads fewer bytes than this within `Limits.read_s` is disconnected.
 MIN_READ = 16 << 10
@@ -218,9 +220,12 @@ _once_a_minute = OnceAMinute()
 def file_limit() -> int:
     """Raises this process's limit on open files as far as possible, and returns the limit."""
     limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(ValueError, OSError):  # some systems report a limit that they refuse
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        limit = hard
+    # macOS reports no limit, but refuses more files than its OPEN_MAX.
+    for wanted in (hard, MAC_FILES):
+        with suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            limit = wanted
+            break
     return sys.maxsize if limit == resource.RLIM_INFINITY else limit
 
 
