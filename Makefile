@@ -70,21 +70,19 @@ test-arm: $(READY) ## the bits of all instruction sets, here and on an emulated 
 	build/selftest | tee build/digests
 	$(ARM_RUN) build/arm/selftest $$(tail -n 1 build/digests | cut -d ' ' -f 2)
 
-# Compiled by the compiler of the ziglang package against the oldest glibc that Python's wheels know. The libraries are
-# those of .venv; its own copy of the package is found by no path.
-ARCH := $(shell uname -m)
+# Compiled by the compiler of the ziglang package; tests/wheels.py lists the platforms. The wheel of this machine runs
+# with the libraries of .venv, whose own copy of the package is found by no path.
 ZIG := build/zig/bin/python
 
 $(ZIG):
 	$(PYTHON) -m venv build/zig
 	$(ZIG) -m pip install --disable-pip-version-check --quiet ziglang
 
-package: $(READY) $(ZIG) ## the manylinux wheel, installed in an empty environment: its help, and an answer by what it brings
-	rm -rf build/package build/lib build/bdist*
-	CXX="$(abspath $(ZIG)) -m ziglang c++ -target $(ARCH)-linux-gnu.2.17" MEDUSA_PLATFORM=manylinux_2_17_$(ARCH) \
-		$(BIN)/pip wheel --quiet --no-deps --wheel-dir build/package .
+package: $(READY) $(ZIG) ## the wheels of Linux and macOS, checked; this machine's answers in an empty environment
+	rm -rf build/package
+	ARM_RUN="$(ARM_RUN)" $(BIN)/python -m tests.wheels build/package $(ZIG)
 	$(BIN)/python -m venv --without-pip build/package/env
-	$(BIN)/pip --python build/package/env install --quiet --no-deps build/package/*.whl
+	$(BIN)/pip --python build/package/env install --quiet --no-deps build/package/*manylinux*_$$(uname -m).whl
 	cd build/package && export PYTHONPATH=$$(../../$(BIN)/python -c 'import torch; print(torch.__path__[0][:-6])') && \
 		env/bin/medusa --help > /dev/null && env/bin/medusa chat --model smollm2-135m --engine native --prompt hi --max-new-tokens 8 && \
 		env/bin/python -c 'import medusa_cli; assert "build/package/env" in medusa_cli.__file__, medusa_cli.__file__'

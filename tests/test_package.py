@@ -3,9 +3,10 @@
 import ast
 import importlib.metadata
 import json
+import platform
 import re
 import shlex
-import shutil
+import struct
 import subprocess
 import sys
 import zipfile
@@ -17,7 +18,11 @@ from medusa_cli import cli
 from medusa_cli.files import extras, fetch
 from medusa_cli.files.extras import EXTRAS, install_line
 from medusa_cli.native.build import RECENT, X86, instructions_of
+from medusa_cli.native.library import LIBRARY as COMPILED
+from medusa_cli.native.library import SIGNATURES
 from tests.helpers import medusa, python, save_model, save_run
+from tests.shared_library import read_library
+from tests.wheels import INSTALL_NAME, LIBRARY, copy_source, library_faults, wheel_faults
 
 ROOT = Path(__file__).parent.parent
 
@@ -26,10 +31,7 @@ ROOT = Path(__file__).parent.parent
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Returns the names of all files in a wheel, built from a copy of the tree."""
     source = tmp_path_factory.mktemp("source")
-    for part in ("medusa_cli", "recipes"):
-        shutil.copytree(ROOT / part, source / part, ignore=shutil.ignore_patterns("__pycache__"))
-    for part in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / part, source / part)
+    copy_source(source)
     # The library of the tree is there; to compile it again would take a minute.
     build = "import os; os.environ['CXX'] = 'false'; from setuptools import build_meta; build_meta.build_wheel('dist')"
     python(build, cwd=source, check=True)
@@ -49,6 +51,107 @@ def test_every_file_of_the_package_is_in_the_wheel(wheel: list[str]) -> None:
 def test_every_recipe_is_in_the_wheel(wheel: list[str]) -> None:
     names = {Path(name).name for name in wheel if "share/medusa-cli/recipes/" in name}
     assert names == {path.name for path in (ROOT / "recipes").iterdir()} and "vicuna.jinja" in names
+
+
+FUNCTIONS = [f"medusa_{name}" for name in SIGNATURES]
+
+
+def strings(names: list[str]) -> tuple[bytes, list[int]]:
+    """Returns a table of names that end with a zero byte, and where each begins."""
+    table = b"\0"
+    starts = []
+    for name in names:
+        starts.append(len(table))
+        table += name.encode() + b"\0"
+    return table, starts
+
+
+def elf(machine: int = 62, glibc: str = "2.17", names: list[str] = FUNCTIONS) -> bytes:
+    """Returns a library for Linux that consists of a header, symbols, their names, and the table of these sections."""
+    table, starts = strings([*names, f"GLIBC_{glibc}", "GLIBC_2.2.5"])
+    symbols = bytes(24)
+    for start in starts[: len(names)]:
+        symbols += struct.pack("<IBBHQQ", start, 0x12, 0, 1, 0, 0)
+    header = bytearray(64)
+    header[:4] = b"\x7fELF"
+    struct.pack_into("<H", header, 18, machine)
+    struct.pack_into("<Q", header, 40, 64 + len(symbols) + len(table))
+    struct.pack_into("<HH", header, 58, 64, 3)
+    sections = bytes(64)
+    sections += struct.pack("<IIQQQQIIQQ", 0, 11, 0, 0, 64, len(symbols), 2, 0, 8, 24)
+    sections += struct.pack("<IIQQQQIIQQ", 0, 3, 0, 0, 64 + len(symbols), len(table), 0, 0, 1, 0)
+    return bytes(header) + symbols + table + sections
+
+
+def mach_o(
+    machine: int = 0x0100000C,
+    version: int = 11 << 16,
+    name: str = INSTALL_NAME,
+    signed: bool = True,
+    names: list[str] = FUNCTIONS,
+) -> bytes:
+    """Returns a library for macOS that consists of a header, commands, symbols and their names."""
+    table, starts = strings([f"_{text}" for text in names])
+    text = name.encode() + b"\0" * (8 - len(name) % 8)
+    commands = struct.pack("<IIIIII", 0xD, 24 + len(text), 24, 0, 0, 0) + text
+    commands += struct.pack("<IIIIII", 0x32, 24, 1, version, 0, 0)
+    if signed:
+        commands += struct.pack("<IIII", 0x1D, 16, 0, 0)
+    start = 32 + len(commands) + 24
+    symbols = b"".join(struct.pack("<IBBHQ", at, 0x0F, 1, 0, 0) for at in starts)
+    commands += struct.pack("<IIIIII", 2, 24, start, len(starts), start + len(symbols), len(table))
+    header = struct.pack("<IIIIIIII", 0xFEEDFACF, machine, 0, 6, 3 + signed, len(commands), 0, 0)
+    return header + commands + symbols + table
+
+
+@pytest.mark.parametrize(
+    ("data", "tag", "faults"),
+    [
+        (elf(), "manylinux_2_17_x86_64", 0),
+        (elf(183), "manylinux_2_17_aarch64", 0),
+        (mach_o(), "macosx_11_0_arm64", 0),
+        (mach_o(0x01000007, signed=False), "macosx_11_0_x86_64", 0),
+        (elf(), "manylinux_2_17_aarch64", 1),
+        (elf(), "macosx_11_0_x86_64", 1),
+        (elf(glibc="2.28"), "manylinux_2_17_x86_64", 1),
+        (elf(names=FUNCTIONS[1:]), "manylinux_2_17_x86_64", 1),
+        (elf(names=[*FUNCTIONS, "medusa_other"]), "manylinux_2_17_x86_64", 1),
+        (mach_o(0x01000007), "macosx_11_0_arm64", 1),
+        (mach_o(version=15 << 16), "macosx_11_0_arm64", 1),
+        (mach_o(name="/build/libmedusa.so.part"), "macosx_11_0_arm64", 1),
+        (mach_o(signed=False), "macosx_11_0_arm64", 1),
+        (mach_o(names=FUNCTIONS[:-1]), "macosx_11_0_arm64", 1),
+        (b"MZ of Windows", "macosx_11_0_arm64", 1),
+    ],
+)
+def test_a_library_must_fit_the_platform_of_its_wheel(data: bytes, tag: str, faults: int) -> None:
+    assert len(library_faults(data, tag)) == faults, library_faults(data, tag)
+
+
+def test_the_library_of_this_machine_has_the_functions_that_are_bound() -> None:
+    compiled = read_library(COMPILED.read_bytes())
+    assert compiled.exports >= {*FUNCTIONS} and compiled.machine == platform.machine()
+
+
+@pytest.mark.parametrize(
+    ("named", "tagged", "files", "faults"),
+    [
+        ("macosx_11_0_arm64", "macosx_11_0_arm64", [LIBRARY], 0),
+        ("linux_x86_64", "macosx_11_0_arm64", [LIBRARY], 1),
+        ("macosx_11_0_arm64", "linux_x86_64", [LIBRARY], 1),
+        ("macosx_11_0_arm64", "macosx_11_0_arm64", [], 1),
+        ("macosx_11_0_arm64", "macosx_11_0_arm64", [LIBRARY, "medusa_cli/other.so"], 1),
+    ],
+)
+def test_a_wheel_is_named_and_tagged_for_its_platform(
+    tmp_path: Path, named: str, tagged: str, files: list[str], faults: int
+) -> None:
+    path = tmp_path / f"medusa_cli-1.0-py3-none-{named}.whl"
+    with zipfile.ZipFile(path, "w") as wheel:
+        wheel.writestr("medusa_cli-1.0.dist-info/WHEEL", f"Tag: py3-none-{tagged}\n")
+        for file in files:
+            wheel.writestr(file, mach_o())
+    assert len(wheel_faults(path, "macosx_11_0_arm64")) == faults
 
 
 PACKAGE = Path(cli.__file__).parent
