@@ -11,13 +11,9 @@
 // the other rows in the pass.
 #pragma once
 
-#include "attention.h"
-#include "ops.h"
 #include "short_conv.h"
-#include "step.h"
 
 namespace medusa {
-
 namespace ISA {
 
 // The offsets of the parts of a row: queries, keys and values after the convolution, then the
@@ -38,51 +34,6 @@ struct DeltaState {
   explicit DeltaState(const Model& m)
       : inputs((m.kernel - 1) * DeltaRow(m).channels()), head(m.key_dim * m.value_dim),
         all(inputs + m.value_heads * head) {}
-};
-
-// The state from which each row of a slot continues, and the place of the state after it.
-struct Walk {
-  static constexpr int64_t kSlot = -1;   // the slot's own state
-  static constexpr int64_t kNone = -2;   // no row continues from it
-  List<int64_t> from, to;
-  int64_t places = 0;  // states that are held at once, besides the slot's
-
-  // All rows stay: each continues from the row before it and updates the slot's state.
-  void chain(int64_t rows) {
-    from.assign(rows, kSlot);
-    to.assign(rows, kSlot);
-    places = 0;
-  }
-
-  // The slot's state stays as it is. A row's last child takes over the row's place.
-  void tree(const int64_t* parents, int64_t rows) {
-    from.assign(rows, kSlot);
-    to.assign(rows, kNone);
-    places = 0;
-    last_.assign(rows, -1);
-    free_.clear();
-    for (int64_t r = 0; r < rows; r++) {
-      if (parents[r] >= 0) last_[parents[r]] = r;
-    }
-    for (int64_t r = 0; r < rows; r++) {
-      const int64_t parent = parents[r];
-      if (parent >= 0) from[r] = to[parent];
-      const bool takes_over = parent >= 0 && last_[parent] == r;
-      if (last_[r] < 0) {
-        if (takes_over) free_.push_back(from[r]);
-      } else if (takes_over) {
-        to[r] = from[r];
-      } else if (!free_.empty()) {
-        to[r] = free_.back();
-        free_.pop_back();
-      } else {
-        to[r] = places++;
-      }
-    }
-  }
-
- private:
-  List<int64_t> last_, free_;
 };
 
 // Returns log(1 + y) for 0 <= y <= 1 as 2 atanh(y / (2 + y)).
@@ -169,6 +120,138 @@ inline void follow_rows(const Model& m, const Walk& walk, const float* rows, int
     follow<V>(state_at(walk.from[r]), state_at(walk.to[r]), row + key_head * m.key_dim, row + at.key + key_head * m.key_dim,
               row + at.value + head * m.value_dim + 16 * tile, row[at.beta + head], row[at.decay + head], m.key_dim,
               out + r * stride + 16 * tile);
+  }
+}
+
+inline float* state_of(const Model& m, const Cache& cache, const Layer& layer, int64_t slot) {
+  return cache.states + (slot * m.delta_layers + layer.place) * DeltaState(m).all;
+}
+
+inline float* pending_of(const Model& m, const Cache& cache, const Layer& layer, int64_t slot) {
+  return cache.pending + (layer.place * cache.slots + slot) * cache.pending_rows * DeltaRow(m).all;
+}
+
+// Returns the inputs of a delta net's convolution in one slot; the rows' projections begin at
+// `rows`.
+inline PathInputs delta_inputs(const Model& m, const float* state, const float* rows, const int64_t* parents) {
+  const DeltaRow at(m);
+  return {state + (m.kernel - 1) * at.channels(), at.channels(), m.kernel - 1, rows, at.all, parents};
+}
+
+// Keeps the convolution's last inputs on the path that ends at `row`.
+inline void keep_inputs(const Model& m, float* state, const PathInputs& inputs, int64_t row) {
+  const int64_t channels = DeltaRow(m).channels();
+  const float* last[kKernel];
+  path_inputs(inputs, row, m.kernel, last);
+  // Rows only move towards the front.
+  for (int64_t k = 1; k < m.kernel; k++) std::memmove(state + (k - 1) * channels, last[k], channels * sizeof(float));
+}
+
+// Calls work(part, head, first tile, number of tiles, thread) for each share of the columns of a
+// delta net's heads.
+template <class Work>
+inline void each_columns(Pool& pool, const Model& m, int64_t parts, const Work& work) {
+  const int64_t tiles = m.value_dim / 16, together = tiles % DEEP ? 1 : DEEP, groups = tiles / together;
+  pool.run(parts * m.value_heads * groups, [&](int64_t share, int thread) {
+    const int64_t head = share / groups;
+    work(head / m.value_heads, head % m.value_heads, share % groups * together, together, thread);
+  });
+}
+
+// Runs rows through some columns of a head. held: room for the states of the walk.
+inline void follow_columns(const Model& m, const Walk& walk, const float* rows, int64_t count, int64_t head, int64_t tile,
+                    int64_t tiles, float* state, float* held, float* out, int64_t stride) {
+  const auto work = tiles == DEEP ? follow_rows<DEEP> : follow_rows<1>;
+  work(m, walk, rows, count, head, tile, state, held, out, stride);
+}
+
+// Returns the output of a gated delta net for normalized rows.
+inline Rows delta_net(Pool& pool, const Model& m, const Cache& cache, const Step& step, int64_t index, const Rows& read,
+               Workspace& work) {
+  const Layer& layer = m.layer[index];
+  const DeltaRow at(m);
+  const int64_t rows = step.slots * step.rows, values = m.value_heads * m.value_dim;
+  float* made = work.qkv.room(rows * (at.all + values));
+  float* gates = made + rows * at.all;
+  matmuls(pool, read, rows, {
+    Target{&layer.input, made, at.all, false},
+    Target{&layer.beta, made + at.beta, at.all, false},
+    Target{&layer.decay, made + at.decay, at.all, false},
+    Target{&layer.output_gate, gates, values, false},
+  });
+  const auto state = [&](int64_t slot) { return state_of(m, cache, layer, step.first_slot + slot); };
+  const auto inputs_of = [&](int64_t slot) {
+    const float* own = made + slot * step.rows * at.all;
+    return delta_inputs(m, state(slot), own, &work.parents[slot * step.rows]);
+  };
+  for (int64_t slot = 0; slot < step.slots; slot++) {
+    if (!step.lengths[slot]) std::memset(state(slot), 0, DeltaState(m).all * sizeof(float));
+  }
+  float* mixed = work.mixed.room(rows * at.all);
+  each_row(pool, rows, 4 * at.all, [&](int64_t r) {
+    const float* inputs[kKernel];
+    path_inputs(inputs_of(r / step.rows), r % step.rows, m.kernel, inputs);
+    mix(m, layer, inputs, mixed + r * at.all);
+    if (step.keeps) return;
+    float* pending = pending_of(m, cache, layer, step.first_slot + r / step.rows);
+    std::memcpy(pending + r % step.rows * at.all, made + r * at.all, at.all * sizeof(float));
+  });
+  if (step.keeps) {
+    for (int64_t slot = 0; slot < step.slots; slot++) keep_inputs(m, state(slot), inputs_of(slot), step.rows - 1);
+  }
+
+  int64_t places = 0;
+  for (int64_t slot = 0; slot < step.slots; slot++) places = std::max(places, work.walks[slot].places);
+  const int64_t room = places * DEEP * m.key_dim * 16;
+  float* held = work.held.room(pool.threads() * room);
+  const Rows out = work.attended.rows(rows, values, layer.out.int8_rows);
+  each_columns(pool, m, step.slots, [&](int64_t slot, int64_t head, int64_t tile, int64_t tiles, int thread) {
+    float* y = writable(out) + slot * step.rows * out.stride + head * m.value_dim;
+    follow_columns(m, work.walks[slot], mixed + slot * step.rows * at.all, step.rows, head, tile, tiles, state(slot),
+                   held + thread * room, y, out.stride);
+  });
+  each_row(pool, rows, 16 * values, [&](int64_t r) {
+    for (int64_t head = 0; head < m.value_heads; head++) {
+      float* y = writable(out) + r * out.stride + head * m.value_dim;
+      const float* gate = gates + r * values + head * m.value_dim;
+      rms_norm(y, layer.state_norm, y, m.value_dim, m.eps);
+      for (int64_t i = 0; i < m.value_dim; i += 16) store(y + i, mul(load(y + i), silu(load(gate + i))));
+    }
+  });
+  return out;
+}
+
+// Advances the states of all delta nets in a slot along a path [count] of the last tree's rows.
+inline void replay(Pool& pool, const Model& m, const Cache& cache, int64_t slot, const int64_t* path, int64_t count) {
+  Workspace& work = workspace();
+  const DeltaRow at(m);
+  List<const Layer*> layers;
+  for (int64_t i = 0; i < m.layers; i++) {
+    if (m.layer[i].mixer == DELTA_NET) layers.push_back(m.layer + i);
+  }
+  work.parents.assign(cache.pending_rows, -1);
+  for (int64_t i = 1; i < count; i++) work.parents[path[i]] = path[i - 1];
+  const auto inputs_of = [&](const Layer& layer) {
+    return delta_inputs(m, state_of(m, cache, layer, slot), pending_of(m, cache, layer, slot), work.parents.data());
+  };
+  const int64_t parts = layers.size();
+  float* mixed = work.mixed.room(parts * count * at.all);
+  each_row(pool, parts * count, 4 * at.all, [&](int64_t r) {
+    const Layer& layer = *layers[r / count];
+    const float* inputs[kKernel];
+    path_inputs(inputs_of(layer), path[r % count], m.kernel, inputs);
+    mix(m, layer, inputs, mixed + r * at.all);
+  });
+  work.walks.resize(std::max<size_t>(work.walks.size(), 1));
+  work.walks[0].chain(count);
+  const int64_t room = count * m.value_dim;
+  float* out = work.held.room(pool.threads() * room);
+  each_columns(pool, m, parts, [&](int64_t part, int64_t head, int64_t tile, int64_t tiles, int thread) {
+    follow_columns(m, work.walks[0], mixed + part * count * at.all, count, head, tile, tiles,
+                   state_of(m, cache, *layers[part], slot), nullptr, out + thread * room, m.value_dim);
+  });
+  for (const Layer* layer : layers) {
+    keep_inputs(m, state_of(m, cache, *layer, slot), inputs_of(*layer), path[count - 1]);
   }
 }
 

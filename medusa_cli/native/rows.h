@@ -107,6 +107,18 @@ inline void norm_rows(Pool& pool, const Model& m, const float* x, int64_t stride
   });
 }
 
+// Adds the output [rows, stride] of attention or the MLP to the states x, times the model's
+// residual factor. If the layer has a norm for the output, it is applied first.
+inline void add_rows(Pool& pool, const Model& m, float* added, int64_t rows, const float* norm, float* x, int64_t stride) {
+  each_row(pool, rows, stride, [&](int64_t r) {
+    float* row = added + r * stride;
+    if (norm) normalize(m.centered, row, norm, row, m.hidden, m.eps);
+    float* state = x + r * stride;
+    const F factor = set(m.residual);
+    for (int64_t i = 0; i < m.hidden; i += 16) store(state + i, add(load(state + i), mul(factor, load(row + i))));
+  });
+}
+
 // One matmul of a job; y begins at the matrix's first channel.
 struct Target {
   const Matrix* matrix;

@@ -1,56 +1,14 @@
 // Short depthwise convolutions: a row's output depends on its own inputs and on those of the rows
 // before it on its path.
 //
-//     prefix             tree of a pass              row 3 reads, with a kernel of 4:
-//     .. -3 -2 -1        0 - 1 - 3                   [-1] [0] [1] [3]
-//                          \ 2
-//
 // Inputs are kept row by row, so a path of a tree reads the same numbers as a chain, in the same
 // order.
 #pragma once
 
-#include "simd.h"
+#include "workspace.h"
 
 namespace medusa {
-
-constexpr int64_t kKernel = 16;  // the largest kernel size
-
 namespace ISA {
-
-// The rows of one slot's inputs. The last `known` rows of the prefix end before `end`, and the rows
-// of the pass begin at `rows`.
-struct PathInputs {
-  const float* end;
-  int64_t stride, known;
-  const float* rows;
-  int64_t row_stride;
-  const int64_t* parents;  // -1: the row continues the prefix
-};
-
-// Sets the parent of each of `rows` rows to the last earlier row that it sees, or else to -1.
-// seen [rows, stride]: which rows each row sees.
-inline void find_parents(const uint8_t* seen, int64_t stride, int64_t rows, int64_t* parents) {
-  for (int64_t r = 0; r < rows; r++) {
-    int64_t parent = r - 1;
-    while (parent >= 0 && !seen[r * stride + parent]) parent--;
-    parents[r] = parent;
-  }
-}
-
-// Finds the inputs of the last `kernel` rows on the path that ends at `row`. The inputs of `row`
-// come last; inputs from before the beginning are null.
-inline void path_inputs(const PathInputs& slot, int64_t row, int64_t kernel, const float** inputs) {
-  int64_t at = row;
-  for (int64_t k = kernel - 1; k >= 0; k--) {
-    if (at >= 0) {
-      inputs[k] = slot.rows + at * slot.row_stride;
-      at = slot.parents[at];
-    } else {
-      inputs[k] = -at <= slot.known ? slot.end + at * slot.stride : nullptr;
-      at--;
-    }
-  }
-}
 
 // Computes out[c] as the sum of weights[k][c] * inputs[k][c] over k in order.
 inline void convolve(const float* const* inputs, const float* weights, int64_t kernel, int64_t channels,
@@ -62,6 +20,38 @@ inline void convolve(const float* const* inputs, const float* weights, int64_t k
     const float* __restrict input = inputs[k];
     for (int64_t c = 0; c < channels; c++) out[c] += weight[c] * input[c];
   }
+}
+
+// Returns the output of a short convolution for normalized rows. Its inputs stay in the cache as
+// rows.
+inline Rows short_conv(Pool& pool, const Model& m, const Cache& cache, const Step& step, int64_t index, const Rows& read,
+                Workspace& work) {
+  const Layer& layer = m.layer[index];
+  const int64_t rows = step.slots * step.rows, wide = padded(3 * m.hidden, kTile);
+  float* made = work.qkv.room(rows * wide);
+  matmuls(pool, read, rows, {Target{&layer.input, made, wide, false}});
+  const auto new_inputs = [&](int64_t slot) {
+    return inputs_of(m, cache, layer, step.first_slot + slot) + step.lengths[slot] * m.hidden;
+  };
+  each_row(pool, rows, m.hidden, [&](int64_t r) {
+    const float* gate = made + r * wide;
+    const float* x = gate + 2 * m.hidden;
+    float* input = new_inputs(r / step.rows) + r % step.rows * m.hidden;
+    for (int64_t i = 0; i < m.hidden; i++) input[i] = gate[i] * x[i];
+  });
+  const Rows out = work.attended.rows(rows, m.hidden, layer.out.int8_rows);
+  each_row(pool, rows, m.kernel * m.hidden, [&](int64_t r) {
+    const int64_t slot = r / step.rows;
+    const float* inputs[kKernel];
+    const PathInputs of_slot = {new_inputs(slot), m.hidden, step.lengths[slot], new_inputs(slot), m.hidden,
+                                &work.parents[slot * step.rows]};
+    path_inputs(of_slot, r % step.rows, m.kernel, inputs);
+    float* y = writable(out) + r * out.stride;
+    convolve(inputs, layer.conv, m.kernel, m.hidden, y);
+    const float* gate = made + r * wide + m.hidden;
+    for (int64_t i = 0; i < m.hidden; i++) y[i] *= gate[i];
+  });
+  return out;
 }
 
 }  // namespace ISA

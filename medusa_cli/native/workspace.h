@@ -1,0 +1,63 @@
+// The buffers of passes, and the records that they hold.
+#pragma once
+
+#include "attention.h"
+#include "paths.h"
+#include "rows.h"
+
+namespace medusa {
+namespace ISA {
+
+// An expert that was chosen for a row, the row's index among the rows gathered for experts, and the
+// weight of the expert's output.
+struct Pick {
+  int64_t expert, row;
+  float weight;
+};
+
+// Consecutive rows of a pass that belong to one sequence, and a layer's columns for that sequence.
+//
+// keys [kv, capacity / 16, dim, 16] and values [kv, capacity, dim padded to 16] are those of all
+// columns. first: the first row's index in the pass. column: the first row's column.
+struct Span {
+  float* keys;
+  float* values;
+  int64_t capacity, first, rows, column;
+  const Sight* sight;
+
+  float* keys_of(const Layer& layer, int64_t head) const { return keys + head * layer.dim * capacity; }
+  float* values_of(const Layer& layer, int64_t head) const {
+    return values + head * padded(layer.dim, 16) * capacity;
+  }
+};
+
+inline const Span& span_of(const List<Span>& spans, int64_t row) {
+  const auto after = std::upper_bound(spans.begin(), spans.end(), row,
+                                      [](int64_t r, const Span& span) { return r < span.first; });
+  return *(after - 1);
+}
+
+inline int64_t rows_of(const List<Span>& spans) { return spans.back().first + spans.back().rows; }
+
+// The buffers of passes. Only one pass runs at a time.
+struct Workspace {
+  RowBuffer normed, attended, inner, given, gathered;
+  Buffer<float> qkv, added, gates, scores, out;
+  Shares shares;
+  List<Mlp> mlps;
+  List<Pick> picks;
+  List<AttentionRoom> rooms;
+  List<Sight> sights;
+  List<Span> spans;
+  Buffer<float> mixed, held;
+  List<int64_t> parents;  // [slots, rows]
+  List<Walk> walks;       // per slot
+};
+
+inline Workspace& workspace() {
+  static Workspace* shared = new Workspace;
+  return *shared;
+}
+
+}  // namespace ISA
+}  // namespace medusa
