@@ -57,7 +57,7 @@ inline void unit_length(float* x, int64_t dim, float factor) {
 
 // Computes a row [DeltaRow] from the projections of the rows on its path, of which its own are
 // last.
-inline void mix(const Model& m, const Layer& layer, const float* const* inputs, float* row) {
+inline void prepare_row(const Model& m, const Layer& layer, const float* const* inputs, float* row) {
   const DeltaRow at(m);
   const float* own = inputs[m.kernel - 1];
   convolve(inputs, layer.conv, m.kernel, at.channels(), row);
@@ -77,7 +77,7 @@ inline void mix(const Model& m, const Layer& layer, const float* const* inputs, 
 // Runs one row through V tiles of columns and updates their state. to: where the new state goes; it
 // may be equal to `from`, or null.
 template <int V>
-inline void follow(const float* from, float* to, const float* query, const float* key, const float* value, float beta,
+inline void delta_rule(const float* from, float* to, const float* query, const float* key, const float* value, float beta,
                    float decay, int64_t dim, float* out) {
   const F forget = set(decay);
   F sums[V], write[V];
@@ -103,21 +103,21 @@ inline void follow(const float* from, float* to, const float* query, const float
 }
 
 // Runs the rows [count, DeltaRow] of a slot through V tiles of columns from `tile` on, in one value
-// head. state: the slot's state. held [places, V, dim, 16]: room for the states of the walk. out
+// head. state: the slot's state. branches [walk.branches, V, dim, 16]: the other states of the walk. out
 // [count, stride]: the head's outputs.
 template <int V>
-inline void follow_rows(const Model& m, const Walk& walk, const float* rows, int64_t count, int64_t head, int64_t tile,
-                        float* state, float* held, float* out, int64_t stride) {
+inline void delta_rule_rows(const Model& m, const Walk& walk, const float* rows, int64_t count, int64_t head, int64_t tile,
+                        float* state, float* branches, float* out, int64_t stride) {
   const DeltaRow at(m);
   const int64_t size = V * m.key_dim * 16, key_head = head / (m.value_heads / m.key_heads);
   float* own = state + DeltaState(m).inputs + head * DeltaState(m).head + tile * m.key_dim * 16;
-  const auto state_at = [&](int64_t place) -> float* {
-    if (place == Walk::kNone) return nullptr;
-    return place == Walk::kSlot ? own : held + place * size;
+  const auto state_at = [&](int64_t index) -> float* {
+    if (index == Walk::kNone) return nullptr;
+    return index == Walk::kSlot ? own : branches + index * size;
   };
   for (int64_t r = 0; r < count; r++) {
     const float* row = rows + r * at.all;
-    follow<V>(state_at(walk.from[r]), state_at(walk.to[r]), row + key_head * m.key_dim, row + at.key + key_head * m.key_dim,
+    delta_rule<V>(state_at(walk.from[r]), state_at(walk.to[r]), row + key_head * m.key_dim, row + at.key + key_head * m.key_dim,
               row + at.value + head * m.value_dim + 16 * tile, row[at.beta + head], row[at.decay + head], m.key_dim,
               out + r * stride + 16 * tile);
   }
@@ -151,18 +151,18 @@ inline void keep_inputs(const Model& m, float* state, const PathInputs& inputs, 
 // delta net's heads.
 template <class Work>
 inline void each_columns(Pool& pool, const Model& m, int64_t parts, const Work& work) {
-  const int64_t tiles = m.value_dim / 16, together = tiles % DEEP ? 1 : DEEP, groups = tiles / together;
+  const int64_t tiles = m.value_dim / 16, together = tiles % kDeep ? 1 : kDeep, groups = tiles / together;
   pool.run(parts * m.value_heads * groups, [&](int64_t share, int thread) {
     const int64_t head = share / groups;
     work(head / m.value_heads, head % m.value_heads, share % groups * together, together, thread);
   });
 }
 
-// Runs rows through some columns of a head. held: room for the states of the walk.
-inline void follow_columns(const Model& m, const Walk& walk, const float* rows, int64_t count, int64_t head, int64_t tile,
-                    int64_t tiles, float* state, float* held, float* out, int64_t stride) {
-  const auto work = tiles == DEEP ? follow_rows<DEEP> : follow_rows<1>;
-  work(m, walk, rows, count, head, tile, state, held, out, stride);
+// Runs rows through some columns of a head. branches: see delta_rule_rows.
+inline void delta_rule_columns(const Model& m, const Walk& walk, const float* rows, int64_t count, int64_t head, int64_t tile,
+                    int64_t tiles, float* state, float* branches, float* out, int64_t stride) {
+  const auto work = tiles == kDeep ? delta_rule_rows<kDeep> : delta_rule_rows<1>;
+  work(m, walk, rows, count, head, tile, state, branches, out, stride);
 }
 
 // Returns the output of a gated delta net for normalized rows.
@@ -171,44 +171,44 @@ inline Rows delta_net(Pool& pool, const Model& m, const Cache& cache, const Step
   const Layer& layer = m.layer[index];
   const DeltaRow at(m);
   const int64_t rows = step.slots * step.rows, values = m.value_heads * m.value_dim;
-  float* made = work.qkv.room(rows * (at.all + values));
-  float* gates = made + rows * at.all;
+  float* projected = work.qkv.reserve(rows * (at.all + values));
+  float* gates = projected + rows * at.all;
   matmuls(pool, read, rows, {
-    Target{&layer.input, made, at.all, false},
-    Target{&layer.beta, made + at.beta, at.all, false},
-    Target{&layer.decay, made + at.decay, at.all, false},
+    Target{&layer.input, projected, at.all, false},
+    Target{&layer.beta, projected + at.beta, at.all, false},
+    Target{&layer.decay, projected + at.decay, at.all, false},
     Target{&layer.output_gate, gates, values, false},
   });
   const auto state = [&](int64_t slot) { return state_of(m, cache, layer, step.first_slot + slot); };
   const auto inputs_of = [&](int64_t slot) {
-    const float* own = made + slot * step.rows * at.all;
+    const float* own = projected + slot * step.rows * at.all;
     return delta_inputs(m, state(slot), own, &work.parents[slot * step.rows]);
   };
   for (int64_t slot = 0; slot < step.slots; slot++) {
     if (!step.lengths[slot]) std::memset(state(slot), 0, DeltaState(m).all * sizeof(float));
   }
-  float* mixed = work.mixed.room(rows * at.all);
+  float* prepared = work.prepared.reserve(rows * at.all);
   each_row(pool, rows, 4 * at.all, [&](int64_t r) {
     const float* inputs[kKernel];
     path_inputs(inputs_of(r / step.rows), r % step.rows, m.kernel, inputs);
-    mix(m, layer, inputs, mixed + r * at.all);
+    prepare_row(m, layer, inputs, prepared + r * at.all);
     if (step.keeps) return;
     float* pending = pending_of(m, cache, layer, step.first_slot + r / step.rows);
-    std::memcpy(pending + r % step.rows * at.all, made + r * at.all, at.all * sizeof(float));
+    std::memcpy(pending + r % step.rows * at.all, projected + r * at.all, at.all * sizeof(float));
   });
   if (step.keeps) {
     for (int64_t slot = 0; slot < step.slots; slot++) keep_inputs(m, state(slot), inputs_of(slot), step.rows - 1);
   }
 
-  int64_t places = 0;
-  for (int64_t slot = 0; slot < step.slots; slot++) places = std::max(places, work.walks[slot].places);
-  const int64_t room = places * DEEP * m.key_dim * 16;
-  float* held = work.held.room(pool.threads() * room);
+  int64_t most = 0;
+  for (int64_t slot = 0; slot < step.slots; slot++) most = std::max(most, work.walks[slot].branches);
+  const int64_t size = most * kDeep * m.key_dim * 16;
+  float* branches = work.branches.reserve(pool.threads() * size);
   const Rows out = work.attended.rows(rows, values, layer.out.int8_rows);
   each_columns(pool, m, step.slots, [&](int64_t slot, int64_t head, int64_t tile, int64_t tiles, int thread) {
     float* y = writable(out) + slot * step.rows * out.stride + head * m.value_dim;
-    follow_columns(m, work.walks[slot], mixed + slot * step.rows * at.all, step.rows, head, tile, tiles, state(slot),
-                   held + thread * room, y, out.stride);
+    delta_rule_columns(m, work.walks[slot], prepared + slot * step.rows * at.all, step.rows, head, tile, tiles, state(slot),
+                   branches + thread * size, y, out.stride);
   });
   each_row(pool, rows, 16 * values, [&](int64_t r) {
     for (int64_t head = 0; head < m.value_heads; head++) {
@@ -235,20 +235,20 @@ inline void replay(Pool& pool, const Model& m, const Cache& cache, int64_t slot,
     return delta_inputs(m, state_of(m, cache, layer, slot), pending_of(m, cache, layer, slot), work.parents.data());
   };
   const int64_t parts = layers.size();
-  float* mixed = work.mixed.room(parts * count * at.all);
+  float* prepared = work.prepared.reserve(parts * count * at.all);
   each_row(pool, parts * count, 4 * at.all, [&](int64_t r) {
     const Layer& layer = *layers[r / count];
     const float* inputs[kKernel];
     path_inputs(inputs_of(layer), path[r % count], m.kernel, inputs);
-    mix(m, layer, inputs, mixed + r * at.all);
+    prepare_row(m, layer, inputs, prepared + r * at.all);
   });
   work.walks.resize(std::max<size_t>(work.walks.size(), 1));
   work.walks[0].chain(count);
-  const int64_t room = count * m.value_dim;
-  float* out = work.held.room(pool.threads() * room);
+  const int64_t size = count * m.value_dim;
+  float* out = work.branches.reserve(pool.threads() * size);
   each_columns(pool, m, parts, [&](int64_t part, int64_t head, int64_t tile, int64_t tiles, int thread) {
-    follow_columns(m, work.walks[0], mixed + part * count * at.all, count, head, tile, tiles,
-                   state_of(m, cache, *layers[part], slot), nullptr, out + thread * room, m.value_dim);
+    delta_rule_columns(m, work.walks[0], prepared + part * count * at.all, count, head, tile, tiles,
+                   state_of(m, cache, *layers[part], slot), nullptr, out + thread * size, m.value_dim);
   });
   for (const Layer* layer : layers) {
     keep_inputs(m, state_of(m, cache, *layer, slot), inputs_of(*layer), path[count - 1]);

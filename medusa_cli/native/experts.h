@@ -8,7 +8,7 @@ namespace ISA {
 
 // Chooses two experts by sparsemixer. Each is the best of those that are left, and its weight is a
 // softmax over those that are left whose score is close to its own.
-inline void mix_sparsely(const Model& m, int64_t n, const float* scores, Pick* picks) {
+inline void sparsemixer(const Model& m, int64_t n, const float* scores, Pick* picks) {
   const int64_t wide = padded(n, 16);
   for (int64_t pick = 0; pick < 2; pick++) {
     const int64_t left_out = pick ? picks[0].expert : -1;
@@ -36,7 +36,7 @@ inline void mix_sparsely(const Model& m, int64_t n, const float* scores, Pick* p
 // Chooses a row's experts by their scores [experts padded to 16], and sorts them by index.
 inline void choose_experts(const Model& m, const Layer& layer, float* scores, Pick* picks) {
   const int64_t n = layer.experts, wide = padded(n, 16);
-  if (m.jitter != 0.0f) return mix_sparsely(m, n, scores, picks);
+  if (m.jitter != 0.0f) return sparsemixer(m, n, scores, picks);
   for (int64_t i = n; i < wide; i++) scores[i] = -INFINITY;
   if (m.sigmoid) {
     for (int64_t i = 0; i < wide; i += 16) store(scores + i, sigmoid(load(scores + i)));
@@ -91,7 +91,7 @@ inline void add_mixture(Pool& pool, const Model& m, const Layer& layer, const Ro
                  int64_t stride, Workspace& work) {
   const int64_t top = m.top_experts, shared = layer.shared_up.tiles ? rows : 0;
   const int64_t wide = padded(layer.experts, kTile);
-  float* scores = work.scores.room(rows * (wide + kTile));
+  float* scores = work.scores.reserve(rows * (wide + kTile));
   float* gates = scores + rows * wide;  // of the shared MLP
   matmuls(pool, normed, rows, {Target{&layer.router, scores, wide, false}});
   if (layer.shared_router.tiles) matmuls(pool, normed, rows, {Target{&layer.shared_router, gates, kTile, false}});
@@ -129,7 +129,7 @@ inline void add_mixture(Pool& pool, const Model& m, const Layer& layer, const Ro
   const Rows inner = work.inner.rows(gathered + shared, inner_wide, int8_inner);
   gated(pool, work.mlps, layer.activation, read, inner, work.shares, work.gates);
 
-  float* out = work.out.room((gathered + shared) * stride);
+  float* out = work.out.reserve((gathered + shared) * stride);
   work.shares.clear();
   for (const Mlp& mlp : work.mlps) {
     work.shares.add(tiles_of(mlp.down), tiles_of_share(pool, tiles_of(mlp.down), mlp.down.k, mlp.rows));
@@ -142,7 +142,7 @@ inline void add_mixture(Pool& pool, const Model& m, const Layer& layer, const Ro
     });
   });
 
-  float* added = work.added.room(rows * stride);
+  float* added = work.added.reserve(rows * stride);
   each_row(pool, rows, (top + 1) * stride, [&](int64_t r) {
     float* row = added + r * stride;
     std::memset(row, 0, stride * sizeof(float));

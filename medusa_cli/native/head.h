@@ -8,20 +8,20 @@ namespace ISA {
 
 // Copies rows of any stride for a matrix, padded with zeros to whole groups.
 inline Rows copy_rows(const Matrix& m, const float* x, int64_t rows, int64_t ldx, Workspace& work) {
-  const Rows given = work.given.rows(rows, m.k, m.int8_rows);
+  const Rows inputs = work.inputs.rows(rows, m.k, m.int8_rows);
   for (int64_t r = 0; r < rows; r++) {
-    float* row = writable(given) + r * given.stride;
+    float* row = writable(inputs) + r * inputs.stride;
     const int64_t known = std::min(m.k, ldx);
     std::memcpy(row, x + r * ldx, known * sizeof(float));
-    std::memset(row + known, 0, (given.stride - known) * sizeof(float));
+    std::memset(row + known, 0, (inputs.stride - known) * sizeof(float));
   }
-  return given;
+  return inputs;
 }
 
 inline void multiply_rows(Pool& pool, const Matrix& m, const float* x, int64_t rows, int64_t ldx, float* y, int64_t ldy) {
-  const Rows given = copy_rows(m, x, rows, ldx, workspace());
-  round_rows(pool, given, rows);
-  matmuls(pool, given, rows, {Target{&m, y, ldy, false}});
+  const Rows inputs = copy_rows(m, x, rows, ldx, workspace());
+  round_rows(pool, inputs, rows);
+  matmuls(pool, inputs, rows, {Target{&m, y, ldy, false}});
 }
 
 // Finds the best channel of each row, or the first of several equal ones.
@@ -46,7 +46,7 @@ inline void logits(Pool& pool, const Matrix& head, const float* states, int64_t 
 }
 
 // Finds the `width` best of n scores, best first; of equal ones, the first is better. The scores are
-// followed by room for a multiple of 16.
+// padded to a multiple of 16.
 inline void find_best_few(float* scores, int64_t n, int64_t width, int32_t* ids, float* best) {
   for (int64_t i = n; i < padded(n, 16); i++) scores[i] = -INFINITY;
   int64_t count = 0;
@@ -78,15 +78,15 @@ inline float log_sum_exp(const float* scores, int64_t n, float most, float tempe
 
 inline void guess(Pool& pool, const Matrix& m, const Guesses& g) {
   Workspace& work = workspace();
-  const Rows given = copy_rows(m, g.states, g.rows, g.stride, work);
+  const Rows inputs = copy_rows(m, g.states, g.rows, g.stride, work);
   for (int64_t r = 0; g.norm && r < g.rows; r++) {
-    float* row = writable(given) + r * given.stride;
+    float* row = writable(inputs) + r * inputs.stride;
     rms_norm(row, g.norm, row, g.stride, g.eps);
   }
-  round_rows(pool, given, g.rows);
+  round_rows(pool, inputs, g.rows);
   const int64_t wide = padded(m.n, kTile);
-  float* scores = work.scores.room(g.rows * wide);
-  matmuls(pool, given, g.rows, {Target{&m, scores, wide, false}});
+  float* scores = work.scores.reserve(g.rows * wide);
+  matmuls(pool, inputs, g.rows, {Target{&m, scores, wide, false}});
   each_row(pool, g.rows, m.n, [&](int64_t r) {
     float* row = scores + r * wide;
     float* best = g.scores + r * g.width;

@@ -49,25 +49,25 @@ inline void path_inputs(const PathInputs& slot, int64_t row, int64_t kernel, con
   }
 }
 
-// The state from which each row of a slot continues, and the place of the state after it.
+// The state from which each row of a slot continues, and the index of the state after it.
 struct Walk {
   static constexpr int64_t kSlot = -1;   // the slot's own state
   static constexpr int64_t kNone = -2;   // no row continues from it
   List<int64_t> from, to;
-  int64_t places = 0;  // states that are held at once, besides the slot's
+  int64_t branches = 0;  // states besides the slot's that exist at the same time
 
   // All rows stay: each continues from the row before it and updates the slot's state.
   void chain(int64_t rows) {
     from.assign(rows, kSlot);
     to.assign(rows, kSlot);
-    places = 0;
+    branches = 0;
   }
 
-  // The slot's state stays as it is. A row's last child takes over the row's place.
+  // The slot's state stays as it is. A row's last child takes over the row's state.
   void tree(const int64_t* parents, int64_t rows) {
     from.assign(rows, kSlot);
     to.assign(rows, kNone);
-    places = 0;
+    branches = 0;
     last_.assign(rows, -1);
     free_.clear();
     for (int64_t r = 0; r < rows; r++) {
@@ -85,7 +85,7 @@ struct Walk {
         to[r] = free_.back();
         free_.pop_back();
       } else {
-        to[r] = places++;
+        to[r] = branches++;
       }
     }
   }

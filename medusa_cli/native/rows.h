@@ -20,7 +20,7 @@ constexpr int64_t kSharesPerThread = 8;
 template <class T>
 class Buffer {
  public:
-  T* room(int64_t count) {
+  T* reserve(int64_t count) {
     if (count > size_) {
       memory_.reset(new T[count + 64 / sizeof(T)]);
       size_ = count;
@@ -34,25 +34,25 @@ class Buffer {
   int64_t size_ = 0;
 };
 
-// Rows of floats with room for their 8-bit numbers.
+// Rows of floats and buffers for their 8-bit numbers.
 class RowBuffer {
  public:
   // Returns `count` rows of k floats.
   Rows rows(int64_t count, int64_t k, bool int8) {
     Rows r = {};
     r.stride = padded(k, kUnit);
-    float* x = floats_.room(count * r.stride);
+    float* x = floats_.reserve(count * r.stride);
     for (int64_t i = 0; i < count && r.stride > k; i++) {
       std::memset(x + i * r.stride + k, 0, (r.stride - k) * sizeof(float));
     }
     r.x = x;
     if (int8) {
       const int64_t groups = count * (r.stride / 32);
-      r.q = bytes_.room(count * r.stride);
-      r.scale = scales_.room(4 * groups);
+      r.q = bytes_.reserve(count * r.stride);
+      r.scale = scales_.reserve(4 * groups);
       r.offset32 = r.scale + groups;
       r.offset16 = r.offset32 + groups;
-      r.zero[0] = zeros_.room(7 * groups);
+      r.zero[0] = zeros_.reserve(7 * groups);
       for (int i = 1; i < 4; i++) r.zero[i] = r.zero[i - 1] + groups;
       r.zero[4] = r.zero[3] + 2 * groups;
     }
@@ -96,7 +96,7 @@ inline void norm_in_place(Pool& pool, const Model& m, const Rows& rows, int64_t 
 }
 
 // Normalizes states [count, stride] into rows, or copies them if there is no norm. Then rounds the
-// rows if they have room for 8-bit numbers.
+// rows if they have buffers for 8-bit numbers.
 inline void norm_rows(Pool& pool, const Model& m, const float* x, int64_t stride, const float* gain, const Rows& rows,
                       int64_t count) {
   each_row(pool, count, stride, [&](int64_t r) {
@@ -200,15 +200,15 @@ inline void gated(Pool& pool, const List<Mlp>& mlps, const Activation& activatio
     shares.add(pairs, (tiles_of_share(pool, 2 * pairs, 2 * mlp.up.k, mlp.rows) + 1) / 2);
     most = std::max(most, mlp.rows);
   }
-  const int64_t room = 2 * most * 2 * kTile;
-  float* gates = buffer.room(pool.threads() * room);
+  const int64_t size = 2 * most * 2 * kTile;
+  float* gates = buffer.reserve(pool.threads() * size);
   pool.run(shares.count(), [&](int64_t share, int thread) {
     shares.take(share, [&](int64_t job, int64_t first_pair, int64_t last_pair) {
       const Mlp& mlp = mlps[job];
       const bool has_gate = mlp.gate.tiles;
       const Matrix& activated = has_gate ? mlp.gate : mlp.up;
       const Rows own = x.from(mlp.first);
-      float* gate = gates + thread * room;
+      float* gate = gates + thread * size;
       float* up = gate + mlp.rows * 2 * kTile;
       for (int64_t pair = first_pair; pair < last_pair; pair++) {
         const int64_t first = 2 * pair, end = std::min(first + 2, tiles_of(mlp.up));

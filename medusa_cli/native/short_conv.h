@@ -28,13 +28,13 @@ inline Rows short_conv(Pool& pool, const Model& m, const Cache& cache, const Ste
                 Workspace& work) {
   const Layer& layer = m.layer[index];
   const int64_t rows = step.slots * step.rows, wide = padded(3 * m.hidden, kTile);
-  float* made = work.qkv.room(rows * wide);
-  matmuls(pool, read, rows, {Target{&layer.input, made, wide, false}});
+  float* projected = work.qkv.reserve(rows * wide);
+  matmuls(pool, read, rows, {Target{&layer.input, projected, wide, false}});
   const auto new_inputs = [&](int64_t slot) {
     return inputs_of(m, cache, layer, step.first_slot + slot) + step.lengths[slot] * m.hidden;
   };
   each_row(pool, rows, m.hidden, [&](int64_t r) {
-    const float* gate = made + r * wide;
+    const float* gate = projected + r * wide;
     const float* x = gate + 2 * m.hidden;
     float* input = new_inputs(r / step.rows) + r % step.rows * m.hidden;
     for (int64_t i = 0; i < m.hidden; i++) input[i] = gate[i] * x[i];
@@ -48,7 +48,7 @@ inline Rows short_conv(Pool& pool, const Model& m, const Cache& cache, const Ste
     path_inputs(of_slot, r % step.rows, m.kernel, inputs);
     float* y = writable(out) + r * out.stride;
     convolve(inputs, layer.conv, m.kernel, m.hidden, y);
-    const float* gate = made + r * wide + m.hidden;
+    const float* gate = projected + r * wide + m.hidden;
     for (int64_t i = 0; i < m.hidden; i++) y[i] *= gate[i];
   });
   return out;

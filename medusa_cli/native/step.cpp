@@ -21,7 +21,7 @@ struct Widths {
 };
 
 // Normalizes and rotates a query or a key; a null gain or null cosines omit that operation.
-void turn(const Model& m, const Layer& layer, float* head, const float* gain, const float* cos, const float* sin) {
+void norm_and_rotate(const Model& m, const Layer& layer, float* head, const float* gain, const float* cos, const float* sin) {
   if (gain && !m.late_norms) head_norm(m.centered, head, gain, layer.dim, m.eps);
   if (cos) (m.pairs ? rotate_pairs : rotate)(head, cos, sin, m.rotary[layer.table] / 2);
   if (gain && m.late_norms) head_norm(m.centered, head, gain, layer.dim, m.eps);
@@ -29,7 +29,7 @@ void turn(const Model& m, const Layer& layer, float* head, const float* gain, co
 
 // Normalizes and rotates queries and keys, and writes keys and values into the cache. positions
 // [rows]: those of all rows.
-void place(Pool& pool, const Model& m, const Layer& layer, const List<Span>& spans, const int32_t* positions,
+void write_kv(Pool& pool, const Model& m, const Layer& layer, const List<Span>& spans, const int32_t* positions,
            float* qkv) {
   const Widths widths(m, layer);
   const int64_t half = layer.table < 0 ? 0 : m.rotary[layer.table] / 2;
@@ -50,11 +50,11 @@ void place(Pool& pool, const Model& m, const Layer& layer, const List<Span>& spa
     if (m.clip != 0.0f) {
       for (int64_t i = 0; i < widths.gate; i++) row[i] = std::min(std::max(row[i], -m.clip), m.clip);
     }
-    for (int64_t head = 0; head < m.heads; head++) turn(m, layer, row + head * dim, query_norm, cos, sin);
+    for (int64_t head = 0; head < m.heads; head++) norm_and_rotate(m, layer, row + head * dim, query_norm, cos, sin);
     for (int64_t head = 0; has_keys && head < layer.kv; head++) {
       float* key = row + widths.key + head * dim;
       float* value = row + widths.value + head * dim;
-      turn(m, layer, key, key_norm, cos, sin);
+      norm_and_rotate(m, layer, key, key_norm, cos, sin);
       if (layer.value_norm) head_norm(m.centered, value, layer.value_norm, dim, m.eps);
       float* keys = span.keys_of(layer, head) + column / 16 * 16 * dim + column % 16;
       for (int64_t d = 0; d < dim; d++) keys[16 * d] = key[d];
@@ -69,28 +69,28 @@ void attend_all(Pool& pool, const Model& m, const Layer& layer, const List<Span>
   const Widths widths(m, layer);
   const int64_t dim = layer.dim, groups = m.heads / layer.kv;
   const float* own_sinks = layer.sinks;
-  // Blocks have up to QUERIES queries, but fewer if there would be fewer than two blocks per
+  // Blocks have up to kQueries queries, but fewer if there would be fewer than two blocks per
   // thread.
   const auto blocks_of = [&](int64_t together) {
     int64_t blocks = 0;
     for (const Span& span : spans) blocks += layer.kv * ((span.rows * groups + together - 1) / together);
     return blocks;
   };
-  int64_t together = QUERIES;
+  int64_t together = kQueries;
   while (together > 1 && blocks_of(together) < 2 * pool.threads()) together /= 2;
   work.shares.clear();
   for (const Span& span : spans) work.shares.add(layer.kv * ((span.rows * groups + together - 1) / together), 1);
-  work.rooms.resize(std::max<size_t>(work.rooms.size(), pool.threads()));
+  work.attention.resize(std::max<size_t>(work.attention.size(), pool.threads()));
   pool.run(work.shares.count(), [&](int64_t share, int thread) {
     work.shares.take(share, [&](int64_t number, int64_t part, int64_t) {
       const Span& span = spans[number];
       const int64_t queries = span.rows * groups, blocks = (queries + together - 1) / together;
       const int64_t head = part / blocks, first = part % blocks * together;
       const int64_t count = std::min(together, queries - first);
-      const float* from[QUERIES];
-      float* to[QUERIES];
-      float sinks[QUERIES];
-      int64_t rows[QUERIES];
+      const float* from[kQueries];
+      float* to[kQueries];
+      float sinks[kQueries];
+      int64_t rows[kQueries];
       for (int64_t i = 0; i < count; i++) {
         rows[i] = (first + i) / groups;
         const int64_t query = head * groups + (first + i) % groups;
@@ -99,8 +99,8 @@ void attend_all(Pool& pool, const Model& m, const Layer& layer, const List<Span>
         from[i] = qkv + row * widths.all + at;
         to[i] = writable(attended) + row * attended.stride + at;
       }
-      attend(from, rows, static_cast<int>(count), *span.sight, span.keys_of(layer, head), span.values_of(layer, head),
-             dim, padded(dim, 16), m.scale, m.cap, own_sinks ? sinks : nullptr, work.rooms[thread], to);
+      attend(from, rows, static_cast<int>(count), *span.mask, span.keys_of(layer, head), span.values_of(layer, head),
+             dim, padded(dim, 16), m.scale, m.cap, own_sinks ? sinks : nullptr, work.attention[thread], to);
     });
   });
 }
@@ -112,7 +112,7 @@ void add_product(Pool& pool, const Matrix& w, const Rows& y, int64_t rows, const
     matmuls(pool, y, rows, {Target{&w, x, stride, true}});
     return;
   }
-  float* added = work.added.room(rows * stride);
+  float* added = work.added.reserve(rows * stride);
   std::memset(added, 0, rows * stride * sizeof(float));
   matmuls(pool, y, rows, {Target{&w, added, stride, false}});
   add_rows(pool, m, added, rows, norm, x, stride);
@@ -122,9 +122,9 @@ void add_product(Pool& pool, const Matrix& w, const Rows& y, int64_t rows, const
 // besides their states.
 void complete_inputs(Pool& pool, const Model& m, const Step& step, int64_t rows, int64_t stride, Workspace& work) {
   const int64_t wide = m.layers * m.inputs;
-  const Rows states = work.given.rows(rows, m.hidden, m.inputs_projection.int8_rows);
+  const Rows states = work.inputs.rows(rows, m.hidden, m.inputs_projection.int8_rows);
   norm_rows(pool, m, step.x, stride, nullptr, states, rows);
-  float* projected = work.out.room(rows * wide);
+  float* projected = work.out.reserve(rows * wide);
   matmuls(pool, states, rows, {Target{&m.inputs_projection, projected, wide, false}});
   const F scale = set(m.inputs_scale), factor = set(m.inputs_factor);
   each_row(pool, rows, wide, [&](int64_t r) {
@@ -141,7 +141,7 @@ void complete_inputs(Pool& pool, const Model& m, const Step& step, int64_t rows,
 // Computes a layer's output for its inputs besides the states, and adds it to the states.
 void add_inputs(Pool& pool, const Model& m, const Layer& layer, int64_t index, const Step& step, int64_t rows,
                 int64_t stride, Workspace& work) {
-  const Rows states = work.given.rows(rows, m.hidden, layer.input_gate.int8_rows);
+  const Rows states = work.inputs.rows(rows, m.hidden, layer.input_gate.int8_rows);
   norm_rows(pool, m, step.x, stride, nullptr, states, rows);
   const Rows inner = work.inner.rows(rows, m.inputs, layer.input_out.int8_rows);
   matmuls(pool, states, rows, {Target{&layer.input_gate, writable(inner), inner.stride, false}});
@@ -173,7 +173,7 @@ float* project(Pool& pool, const Model& m, const Layer& layer, const List<Span>&
                const int32_t* positions, const Rows& read, Workspace& work) {
   const Widths widths(m, layer);
   const int64_t rows = rows_of(spans);
-  float* qkv = work.qkv.room(rows * widths.all);
+  float* qkv = work.qkv.reserve(rows * widths.all);
   const Target query = {&layer.query, qkv, widths.all, false};
   if (layer.key.tiles) {
     const Target key = {&layer.key, qkv + widths.key, widths.all, false};
@@ -185,7 +185,7 @@ float* project(Pool& pool, const Model& m, const Layer& layer, const List<Span>&
   if (layer.output_gate.tiles) {
     matmuls(pool, read, rows, {Target{&layer.output_gate, qkv + widths.gate, widths.all, false}});
   }
-  place(pool, m, layer, spans, positions, qkv);
+  write_kv(pool, m, layer, spans, positions, qkv);
   return qkv;
 }
 
@@ -198,7 +198,7 @@ Rows attention(Pool& pool, const Model& m, const Cache& cache, const Step& step,
   for (int64_t s = 0; s < step.slots; s++) {
     const int64_t slot = step.first_slot + s;
     work.spans.push_back({keys_of(m, cache, layer, slot, 0), values_of(m, cache, layer, slot, 0), cache.capacity,
-                          s * step.rows, step.rows, step.lengths[s], &work.sights[s]});
+                          s * step.rows, step.rows, step.lengths[s], &work.masks[s]});
   }
   const float* qkv = project(pool, m, layer, work.spans, step.positions, read, work);
   const Rows attended = work.attended.rows(rows, m.heads * layer.dim, layer.out.int8_rows);
@@ -227,7 +227,7 @@ bool reads_int8(const Layer& layer) {
 }
 
 // Returns the output of a layer's mixer for normalized rows.
-Rows mixed_rows(Pool& pool, const Model& m, const Cache& cache, const Step& step, int64_t index, const Rows& read,
+Rows mixer_output(Pool& pool, const Model& m, const Cache& cache, const Step& step, int64_t index, const Rows& read,
                 Workspace& work) {
   const int64_t mixer = m.layer[index].mixer;
   if (mixer == SHORT_CONV) return short_conv(pool, m, cache, step, index, read, work);
@@ -259,21 +259,21 @@ void run(Pool& pool, const Model& m, const Cache& cache, const Step& step) {
   if (m.inputs && step.first == 0) complete_inputs(pool, m, step, rows, stride, work);
   if (m.kernel) find_paths(step, work);
   // Consecutive layers with the same window share the columns that rows see.
-  work.sights.resize(step.slots);
+  work.masks.resize(step.slots);
   int64_t window = -1;
   for (int64_t i = step.first; i < step.end; i++) {
     const Layer& layer = m.layer[i];
     if (layer.window != window) {
       window = layer.window;
       for (int64_t s = 0; s < step.slots; s++) {
-        look(work.sights[s], step.rows, step.rows, step.lengths[s], step.seen + s * step.seen_slot, step.seen_row,
+        build_mask(work.masks[s], step.rows, step.rows, step.lengths[s], step.seen + s * step.seen_slot, step.seen_row,
              step.positions + s * step.rows, window);
       }
     }
     // Files may mix formats, so rows are rounded if any of the matrices that read them needs it.
     const Rows read = work.normed.rows(rows, m.hidden, reads_int8(layer));
     norm_rows(pool, m, step.x, stride, layer.attention_norm, read, rows);
-    const Rows attended = mixed_rows(pool, m, cache, step, i, read, work);
+    const Rows attended = mixer_output(pool, m, cache, step, i, read, work);
     if (layer.attended_norm) norm_in_place(pool, m, attended, rows, layer.attended_norm, m.heads * layer.dim);
     else round_rows(pool, attended, rows);
     const auto add_attention = [&] {
@@ -337,22 +337,22 @@ void leave_last(const Model& m, const DraftPass& pass, float* qkv, int64_t width
     span.column += span.rows - 1;
     span.first = s;
     span.rows = 1;
-    look(work.sights[s], 1, 1, span.column, &itself, 1, nullptr, 0);
+    build_mask(work.masks[s], 1, 1, span.column, &itself, 1, nullptr, 0);
   }
 }
 
 void draft(Pool& pool, const Model& m, const DraftPass& pass) {
   Workspace& work = workspace();
   const Layer& layer = *m.layer;
-  work.sights.resize(pass.sequences);
+  work.masks.resize(pass.sequences);
   work.spans.clear();
   int64_t rows = 0;
   for (int64_t s = 0; s < pass.sequences; s++) {
     const DraftRows& own = pass.own[s];
     const int64_t columns = own.earlier + own.rows;
-    if (!pass.last) look(work.sights[s], own.rows, columns, own.prefix, own.seen, columns, nullptr, 0);
+    if (!pass.last) build_mask(work.masks[s], own.rows, columns, own.prefix, own.seen, columns, nullptr, 0);
     work.spans.push_back({own.keys, own.values, own.capacity, rows, own.rows, own.prefix + own.earlier,
-                          &work.sights[s]});
+                          &work.masks[s]});
     rows += own.rows;
   }
   const Rows read = draft_reads(pool, m, pass, rows, work);

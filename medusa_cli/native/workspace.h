@@ -23,7 +23,7 @@ struct Span {
   float* keys;
   float* values;
   int64_t capacity, first, rows, column;
-  const Sight* sight;
+  const AttentionMask* mask;
 
   float* keys_of(const Layer& layer, int64_t head) const { return keys + head * layer.dim * capacity; }
   float* values_of(const Layer& layer, int64_t head) const {
@@ -41,15 +41,15 @@ inline int64_t rows_of(const List<Span>& spans) { return spans.back().first + sp
 
 // The buffers of passes. Only one pass runs at a time.
 struct Workspace {
-  RowBuffer normed, attended, inner, given, gathered;
+  RowBuffer normed, attended, inner, inputs, gathered;
   Buffer<float> qkv, added, gates, scores, out;
   Shares shares;
   List<Mlp> mlps;
   List<Pick> picks;
-  List<AttentionRoom> rooms;
-  List<Sight> sights;
+  List<AttentionBuffers> attention;
+  List<AttentionMask> masks;
   List<Span> spans;
-  Buffer<float> mixed, held;
+  Buffer<float> prepared, branches;
   List<int64_t> parents;  // [slots, rows]
   List<Walk> walks;       // per slot
 };
