@@ -110,7 +110,7 @@ inline Inputs inputs_of(const Rows& x, int64_t row, int64_t first) {
   return {x.q + row * x.stride + first, x.scale + at, offset + at * K::groups, zero + at * K::groups, x.stride, units};
 }
 
-// Adds the dot products of R rows with one unit of weights to the sums of LANES channels. u: the
+// Adds the dot products of R rows with one unit of weights to the sums of kLanes channels. u: the
 // unit's index in the inputs.
 template <int FORMAT, int R>
 MEDUSA_INLINE void add_unit(const B* weights, const L* scale, const L* offset, const Inputs& x, int64_t u, L* total) {
@@ -132,7 +132,7 @@ MEDUSA_INLINE void add_unit(const B* weights, const L* scale, const L* offset, c
 template <int FORMAT, int R>
 inline void add_bytes(const Bytes& w, const Inputs& x, float* sums) {
   constexpr int groups = Kind<FORMAT>::groups;
-  for (int lane = 0; lane < kTile; lane += LANES) {
+  for (int lane = 0; lane < kTile; lane += kLanes) {
     L total[R];
     MEDUSA_UNROLL for (int r = 0; r < R; r++) total[r] = load_l(sums + r * kTile + lane);
     for (int u = 0; u < w.units; u++) {
@@ -150,9 +150,9 @@ inline void add_bytes(const Bytes& w, const Inputs& x, float* sums) {
 }
 
 // The vectors of sums that registers hold beside the weights of a unit: 16 registers hold 4, 32 hold 8.
-constexpr int kHeldSums = ROWS;
+constexpr int kHeldSums = kBlockRows;
 
-// Adds the dot products of R rows with units first .. end - 1 of a tile, for PARTS * LANES channels
+// Adds the dot products of R rows with units first .. end - 1 of a tile, for PARTS * kLanes channels
 // from `lane` on, to sums [R, 16], which begin with unit 0. As many bytes are prefetched as are read.
 template <int FORMAT, int R, int PARTS>
 inline void add_packed(const uint8_t* tile, int64_t first, int64_t end, int lane, const Inputs& x, float* sums) {
@@ -161,20 +161,20 @@ inline void add_packed(const uint8_t* tile, int64_t first, int64_t end, int lane
   L total[PARTS][R];
   MEDUSA_UNROLL for (int part = 0; part < PARTS; part++) {
     MEDUSA_UNROLL for (int r = 0; r < R; r++) {
-      total[part][r] = first ? load_l(sums + r * kTile + lane + part * LANES) : set_l(0.0f);
+      total[part][r] = first ? load_l(sums + r * kTile + lane + part * kLanes) : set_l(0.0f);
     }
   }
   for (int64_t u = first; u < end; u++) {
-    prefetch(ahead + u * bytes, bytes * PARTS * LANES / kTile);
+    prefetch(ahead + u * bytes, bytes * PARTS * kLanes / kTile);
     MEDUSA_UNROLL for (int part = 0; part < PARTS; part++) {
       B weights[8];
       L scale[2], offset[2];
-      unpack_unit<FORMAT, Kind<FORMAT>::is_signed>(tile, u, lane + part * LANES, weights, scale, offset);
+      unpack_unit<FORMAT, Kind<FORMAT>::is_signed>(tile, u, lane + part * kLanes, weights, scale, offset);
       add_unit<FORMAT, R>(weights, scale, offset, x, u, total[part]);
     }
   }
   MEDUSA_UNROLL for (int part = 0; part < PARTS; part++) {
-    MEDUSA_UNROLL for (int r = 0; r < R; r++) store_l(sums + r * kTile + lane + part * LANES, total[part][r]);
+    MEDUSA_UNROLL for (int r = 0; r < R; r++) store_l(sums + r * kTile + lane + part * kLanes, total[part][r]);
   }
 }
 
@@ -182,13 +182,13 @@ inline void add_packed(const uint8_t* tile, int64_t first, int64_t end, int lane
 // registers cannot hold the sums of all channels, some channels after others read 256 inputs.
 template <int FORMAT, int R>
 inline void multiply_packed(const uint8_t* tile, int64_t units, const Inputs& x, float* sums) {
-  constexpr int all = kTile / LANES;
+  constexpr int all = kTile / kLanes;
   constexpr int fit = R < kHeldSums ? kHeldSums / R : 1;
   constexpr int parts = fit < all ? fit : all;
   const int64_t together = parts == all ? units : kChunk / kUnit;
   for (int64_t first = 0; first < units; first += together) {
     const int64_t end = std::min(units, first + together);
-    for (int lane = 0; lane < kTile; lane += parts * LANES) {
+    for (int lane = 0; lane < kTile; lane += parts * kLanes) {
       add_packed<FORMAT, R, parts>(tile, first, end, lane, x, sums);
     }
   }
@@ -198,7 +198,7 @@ inline void multiply_packed(const uint8_t* tile, int64_t units, const Inputs& x,
 // summed separately before they are added.
 template <int R>
 inline void add_floats(const Floats& w, const float* x, int64_t stride, float* sums) {
-  for (int lane = 0; lane < kTile; lane += LANES) {
+  for (int lane = 0; lane < kTile; lane += kLanes) {
     L even[R], odd[R];
     MEDUSA_UNROLL for (int r = 0; r < R; r++) even[r] = odd[r] = set_l(0.0f);
     int k = 0;
@@ -241,7 +241,7 @@ constexpr int64_t kPanel = 64;
 
 // Up to this many rows, a tile is unpacked anew for each block of rows: storing the unpacked tile
 // would cost more, for any number of rows if blocks have eight rows of all channels.
-constexpr int64_t kFewRows = ROWS < 8 ? ROWS : LANES < kTile ? 2 * ROWS : kPanel;
+constexpr int64_t kFewRows = kBlockRows < 8 ? kBlockRows : kLanes < kTile ? 2 * kBlockRows : kPanel;
 
 #if defined(__AMX_INT8__)
 
@@ -308,7 +308,7 @@ inline void multiply_bytes(const uint8_t* tile, int64_t k, const Rows& x, int64_
   }
 #endif
   if (kFewRows == kPanel || rows <= kFewRows) {
-    by_blocks<ROWS>(rows, [&](auto r, int64_t row) {
+    by_blocks<kBlockRows>(rows, [&](auto r, int64_t row) {
       constexpr int R = decltype(r)::value;
       multiply_packed<FORMAT, R>(tile, k / kUnit, inputs_of<FORMAT>(x, row, 0), sums + row * kTile);
     });
@@ -318,7 +318,7 @@ inline void multiply_bytes(const uint8_t* tile, int64_t k, const Rows& x, int64_
   for (int64_t first = 0; first < k; first += kChunk) {
     room.units = static_cast<int>(std::min<int64_t>(kChunk, k - first) / kUnit);
     unpack_chunk<FORMAT, Kind<FORMAT>::is_signed, true>(chunk_of(FORMAT, tile, first), room);
-    by_blocks<ROWS>(rows, [&](auto r, int64_t row) {
+    by_blocks<kBlockRows>(rows, [&](auto r, int64_t row) {
       constexpr int R = decltype(r)::value;
       add_bytes<FORMAT, R>(room, inputs_of<FORMAT>(x, row, first), sums + row * kTile);
     });
@@ -332,7 +332,7 @@ inline void multiply_floats(const Matrix& m, const uint8_t* tile, const Rows& x,
   for (int64_t first = 0; first < m.k; first += kChunk) {
     room.inputs = static_cast<int>(std::min<int64_t>(kChunk, m.k - first));
     to_floats(m.format, tile, first, bytes, room);
-    by_blocks<ROWS>(rows, [&](auto r, int64_t row) {
+    by_blocks<kBlockRows>(rows, [&](auto r, int64_t row) {
       const float* from = x.x + row * x.stride + first;
       add_floats<decltype(r)::value>(room, from, x.stride, sums + row * kTile);
     });

@@ -4,7 +4,7 @@
 // Floats come in vectors of 16 lanes (F), regardless of the width of registers. Lanes are summed in
 // a fixed order, so all instruction sets give the same bits.
 //
-// Matmuls of 8-bit rows work on LANES channels, as many as fit in a register: four bytes per channel
+// Matmuls of 8-bit rows work on kLanes channels, as many as fit in a register: four bytes per channel
 // (B), floats (L), and 32-bit integers (I). Integers are exact, so their order does not matter.
 //
 //     load_half, load_bf16      16 floats from 16 bits each
@@ -15,14 +15,14 @@
 //     store_i8                  stores 16 whole numbers as bytes
 //     right, left               shifts of bytes, perhaps of pairs of bytes: the caller masks bits of the other byte
 //     table_b, look_up          a table of 16 bytes, indexed by bytes below 16
-//     half_l, u8_l, i8_l        LANES floats from 16-bit floats and from bytes
+//     half_l, u8_l, i8_l        kLanes floats from 16-bit floats and from bytes
 //     half_powers_l             2^(e - 128) for each byte e: half of the float whose exponent is e. Of e = 0,
 //                               the power before halving is subnormal
 //     dot<BITS, COUNT>          `first` plus the dot products of COUNT vectors of weights of BITS bits with
 //                               4 * COUNT inputs of a row
-//     ROWS                      rows that a matmul processes at once: as many as registers can hold beside
+//     kBlockRows                rows that a matmul processes at once: as many as registers can hold beside
 //                               a unit of weights
-//     UNSIGNED_BYTES            `dot` takes unsigned bytes of any size, so that 8-bit weights need no sign
+//     kUnsignedBytes            `dot` takes unsigned bytes of any size, so that 8-bit weights need no sign
 #pragma once
 
 #include <cmath>
@@ -76,7 +76,11 @@ struct Allocator : std::allocator<T> {
 template <class T>
 using List = std::vector<T, Allocator<T>>;
 
-// Returns e to the power of a for a <= 88; 0 below -87.
+// Returns e to the power of a for a <= 88; 0 below -87. The largest error of all floats is 1.27 units in
+// the last place.
+//
+// The method and its constants are those of expf in the Cephes library: x = n log(2) + f, where log(2) is
+// split into a number of few bits and a small rest, and a polynomial of f is multiplied by 2^n.
 inline F exp(F a) {
   const F x = max(a, set(-87.0f));
   const F n = round(mul(x, set(1.44269504f)));

@@ -64,8 +64,8 @@ inline __m256 fold_max(F x) { return _mm256_max_ps(x.a, x.b); }
 
 // ---- 8 channels
 
-constexpr int LANES = 8;
-constexpr int ROWS = 4;
+constexpr int kLanes = 8;
+constexpr int kBlockRows = 4;
 
 using B = __m256i;
 inline B load_b(const uint8_t* p) { return _mm256_loadu_si256((const __m256i*)p); }

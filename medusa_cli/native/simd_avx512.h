@@ -40,8 +40,8 @@ inline __m256 fold_max(F a) { return _mm256_max_ps(_mm512_castps512_ps256(a), _m
 
 // ---- 16 channels
 
-constexpr int LANES = 16;
-constexpr int ROWS = 8;
+constexpr int kLanes = 16;
+constexpr int kBlockRows = 8;
 
 using B = __m512i;
 inline B load_b(const uint8_t* p) { return _mm512_loadu_si512(p); }

@@ -57,8 +57,8 @@ inline float largest(F a) {
 
 // ---- 16 channels
 
-constexpr int LANES = 16;
-constexpr int ROWS = 4;
+constexpr int kLanes = 16;
+constexpr int kBlockRows = 4;
 
 struct B { uint8_t v[64]; };
 #define MEDUSA_BYTES(expression) B r; for (int i = 0; i < 64; i++) r.v[i] = uint8_t(expression); return r
@@ -99,7 +99,7 @@ inline I set_i(int32_t a) {
 }
 inline L to_floats(I a) { MEDUSA_LANES(float(a.v[i])); }
 
-constexpr bool UNSIGNED_BYTES = false;
+constexpr bool kUnsignedBytes = false;
 
 template <int BITS, int COUNT>
 inline I dot(I first, const B* weights, const int8_t* x) {

@@ -72,8 +72,8 @@ inline float largest(F a) {
 
 // ---- 4 channels
 
-constexpr int LANES = 4;
-constexpr int ROWS = 8;
+constexpr int kLanes = 4;
+constexpr int kBlockRows = 8;
 
 using B = uint8x16_t;
 inline B load_b(const uint8_t* p) { return vld1q_u8(p); }
@@ -115,7 +115,7 @@ inline I set_i(int32_t a) { return vdupq_n_s32(a); }
 inline L to_floats(I a) { return vcvtq_f32_s32(a); }
 
 // Weights of at most 6 bits are below 128 and need no sign; those of Q8_0 have one.
-constexpr bool UNSIGNED_BYTES = false;
+constexpr bool kUnsignedBytes = false;
 
 // Four inputs are a lane of a register, which the instruction repeats.
 template <int LANE>

@@ -22,7 +22,7 @@ inline float largest(F a) {
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
 
 // An instruction adds four products of unsigned and signed bytes to 32 bits, so weights need no sign.
-constexpr bool UNSIGNED_BYTES = true;
+constexpr bool kUnsignedBytes = true;
 
 template <int BITS, int COUNT>
 inline I dot(I first, const B* weights, const int8_t* x) {
@@ -33,7 +33,7 @@ inline I dot(I first, const B* weights, const int8_t* x) {
 
 #else
 
-constexpr bool UNSIGNED_BYTES = false;
+constexpr bool kUnsignedBytes = false;
 
 // Sums of two products have 16 bits. With inputs of at most 127, 8 such sums can be added for 4-bit
 // weights (8 * 2 * 15 * 127 = 30,480), 4 for 5 bits, 2 for 6 bits, and 1 for 8 bits. The sign of an

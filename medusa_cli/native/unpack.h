@@ -19,7 +19,7 @@ struct Bytes {
 // The number of bytes ahead of its use at which a weight is prefetched.
 constexpr int64_t kAhead = 6144;
 
-// These unpack LANES channels from `lane` on. First, four vectors of nibbles are unpacked into eight
+// These unpack kLanes channels from `lane` on. First, four vectors of nibbles are unpacked into eight
 // vectors of bytes.
 inline void split_nibbles(const uint8_t (*packed)[64], int lane, B* q) {
   const B low = set_b(15);
@@ -69,7 +69,7 @@ inline const Tile& block_of(const uint8_t* blocks, uint64_t index) {
 
 inline L negated(L a) { return mul_l(a, set_l(-1.0f)); }
 
-// Unpacks LANES channels of a unit, from `lane` on, into vectors q[8] and the scales and offsets of
+// Unpacks kLanes channels of a unit, from `lane` on, into vectors q[8] and the scales and offsets of
 // its groups. SIGNED: a format's zero is subtracted. `unit` is unsigned, so that it is divided by a shift.
 template <int FORMAT, bool SIGNED>
 MEDUSA_INLINE void unpack_unit(const uint8_t* blocks, uint64_t unit, int lane, B* q, L* scale, L* offset) {
@@ -149,8 +149,8 @@ struct Kind {
   static constexpr int bits = FORMAT == MXFP4 ? 5 : info(FORMAT).bits;  // MXFP4's 4 bits stand for numbers of 5
   // The bits for which `dot` is compiled; if it accepts any unsigned bytes, all formats share its
   // code.
-  static constexpr int dot_bits = UNSIGNED_BYTES ? 8 : bits;
-  static constexpr bool is_signed = FORMAT == Q8_0 && !UNSIGNED_BYTES;
+  static constexpr int dot_bits = kUnsignedBytes ? 8 : bits;
+  static constexpr bool is_signed = FORMAT == Q8_0 && !kUnsignedBytes;
   // The index in Rows::zero, or -1 if nothing is subtracted.
   static constexpr int zero = has_offset || is_signed ? -1
                             : FORMAT == Q4_0 ? 0 : FORMAT == Q5_0 || FORMAT == MXFP4 ? 1
@@ -173,7 +173,7 @@ inline void unpack_chunk(const uint8_t* blocks, Bytes& out) {
   constexpr int64_t bytes = unit_bytes(FORMAT);
   for (int u = 0; u < out.units; u++) {
     if (FETCH) prefetch(blocks + u * bytes + kAhead, bytes);
-    for (int lane = 0; lane < kTile; lane += LANES) {
+    for (int lane = 0; lane < kTile; lane += kLanes) {
       B q[8];
       L scale[2], offset[2];
       unpack_unit<FORMAT, SIGNED>(blocks, u, lane, q, scale, offset);
