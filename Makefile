@@ -35,12 +35,19 @@ install: $(READY) ## make .venv with torch, the package, its extras and the deve
 demo: $(PACKAGE) ## answer three questions plainly and with drafts, side by side
 	$(BIN)/medusa demo
 
-style: $(READY) ## ruff: lint and format, changing nothing
+# Warnings do not stop an installation.
+STRICT := -Wextra -Werror -O0
+
+style: $(READY) ## ruff and clang-format: lint and format, changing nothing
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror medusa_cli/native/*.h medusa_cli/native/*.cpp
 
-check: style ## style and mypy
+check: style ## style, mypy, and the warnings of the C++ compiler
 	$(BIN)/mypy
+	mkdir -p build/strict
+	$(BIN)/python medusa_cli/native/build.py build/strict/libmedusa.so $(STRICT)
+	$(BIN)/python medusa_cli/native/build.py selftest build/strict/selftest build/strict/libmedusa.so $(STRICT)
 
 # Two processes, a file of tests to one of them: as many as the smallest machine has cores, each with one thread.
 PYTEST := HF_HUB_OFFLINE=1 $(BIN)/pytest -n 2 --dist loadfile

@@ -46,6 +46,7 @@ inline void release_registers() { asm volatile("tilerelease"); }
 // own functions for AMX read and write memory.)
 template <bool LAST, bool SIGNED>
 inline void multiply_unit(const int8_t* rows, int64_t stride, const uint8_t* weights, int32_t (*products)[kTile]) {
+  // clang-format off
 #define MEDUSA_MULTIPLY(PRODUCTS, ROWS, INSTRUCTION)                       \
   asm volatile(                                                            \
       "tilezero %%tmm" PRODUCTS "\n\t"                                     \
@@ -55,6 +56,7 @@ inline void multiply_unit(const int8_t* rows, int64_t stride, const uint8_t* wei
       "tilestored %%tmm" PRODUCTS ", (%4,%3,1)"                            \
       ::"r"(rows), "r"(stride), "r"(weights), "r"(int64_t(64)), "r"(products) \
       : "memory")
+  // clang-format on
   if constexpr (LAST && SIGNED) MEDUSA_MULTIPLY("3", "4", "tdpbssd");
   else if constexpr (LAST) MEDUSA_MULTIPLY("3", "4", "tdpbsud");
   else if constexpr (SIGNED) MEDUSA_MULTIPLY("0", "1", "tdpbssd");

@@ -29,8 +29,8 @@ struct AttentionMask {
 // Sets the columns that `rows` rows see. The rows have the last of `columns` columns after the
 // prefix. seen [rows, stride]: which of these columns each row sees. positions [columns]. window:
 // the number of positions that a row sees; 0 for no bound, without which no position is read.
-inline void build_mask(AttentionMask& mask, int64_t rows, int64_t columns, int64_t prefix, const uint8_t* seen, int64_t stride,
-                 const int32_t* positions, int64_t window) {
+inline void build_mask(AttentionMask& mask, int64_t rows, int64_t columns, int64_t prefix, const uint8_t* seen,
+                       int64_t stride, const int32_t* positions, int64_t window) {
   const int64_t first = prefix / 16;
   const int64_t tiles = (prefix + columns - 1) / 16 - first + 1;
   mask.prefix = prefix;
@@ -78,8 +78,8 @@ inline F soft_cap(F x, float cap) {
 // Computes the scores [R, stride] of R queries [R, dim] for the columns of tiles first .. end - 1.
 // Scores are soft-capped if `cap` is not 0; the scores of masked columns are -inf.
 template <int R>
-inline void score(const float* queries, const float* keys, int64_t dim, int64_t first, int64_t end, const AttentionMask& mask,
-                  const int64_t* rows, float cap, float* scores, int64_t stride) {
+inline void score(const float* queries, const float* keys, int64_t dim, int64_t first, int64_t end,
+                  const AttentionMask& mask, const int64_t* rows, float cap, float* scores, int64_t stride) {
   for (int64_t tile = first; tile < end; tile++) {
     const float* key = keys + tile * dim * 16;
     F total[R];
@@ -149,9 +149,9 @@ struct AttentionBuffers {
 // [dim] floats. rows: each query's row in the slot. keys, values: those of the slot and head.
 // padded: dim rounded up to whole vectors. sinks: one more score per query, which has no value, or
 // null.
-inline void attend(const float* const* queries, const int64_t* rows, int count, const AttentionMask& mask, const float* keys,
-                   const float* values, int64_t dim, int64_t padded, float scale, float cap, const float* sinks,
-                   AttentionBuffers& buffers, float* const* outputs) {
+inline void attend(const float* const* queries, const int64_t* rows, int count, const AttentionMask& mask,
+                   const float* keys, const float* values, int64_t dim, int64_t padded, float scale, float cap,
+                   const float* sinks, AttentionBuffers& buffers, float* const* outputs) {
   int64_t lowest = mask.lowest[rows[0]], last = 0;
   for (int i = 0; i < count; i++) {
     lowest = std::min(lowest, mask.lowest[rows[i]]);

@@ -22,8 +22,11 @@ namespace ISA {
 struct DeltaRow {
   int64_t key, value, beta, decay, all;
   explicit DeltaRow(const Model& m)
-      : key(m.key_heads * m.key_dim), value(2 * key), beta(value + m.value_heads * m.value_dim),
-        decay(beta + padded(m.value_heads, 16)), all(decay + padded(m.value_heads, 16)) {}
+      : key(m.key_heads * m.key_dim),
+        value(2 * key),
+        beta(value + m.value_heads * m.value_dim),
+        decay(beta + padded(m.value_heads, 16)),
+        all(decay + padded(m.value_heads, 16)) {}
   int64_t channels() const { return beta; }
 };
 
@@ -32,7 +35,8 @@ struct DeltaRow {
 struct DeltaState {
   int64_t inputs, head, all;
   explicit DeltaState(const Model& m)
-      : inputs((m.kernel - 1) * DeltaRow(m).channels()), head(m.key_dim * m.value_dim),
+      : inputs((m.kernel - 1) * DeltaRow(m).channels()),
+        head(m.key_dim * m.value_dim),
         all(inputs + m.value_heads * head) {}
 };
 
@@ -77,8 +81,8 @@ inline void prepare_row(const Model& m, const Layer& layer, const float* const* 
 // Runs one row through V tiles of columns and updates their state. to: where the new state goes; it
 // may be equal to `from`, or null.
 template <int V>
-inline void delta_rule(const float* from, float* to, const float* query, const float* key, const float* value, float beta,
-                   float decay, int64_t dim, float* out) {
+inline void delta_rule(const float* from, float* to, const float* query, const float* key, const float* value,
+                       float beta, float decay, int64_t dim, float* out) {
   const F forget = set(decay);
   F sums[V], write[V];
   MEDUSA_UNROLL for (int v = 0; v < V; v++) sums[v] = set(0.0f);
@@ -106,8 +110,8 @@ inline void delta_rule(const float* from, float* to, const float* query, const f
 // head. state: the slot's state. branches [walk.branches, V, dim, 16]: the other states of the walk. out
 // [count, stride]: the head's outputs.
 template <int V>
-inline void delta_rule_rows(const Model& m, const Walk& walk, const float* rows, int64_t count, int64_t head, int64_t tile,
-                        float* state, float* branches, float* out, int64_t stride) {
+inline void delta_rule_rows(const Model& m, const Walk& walk, const float* rows, int64_t count, int64_t head,
+                            int64_t tile, float* state, float* branches, float* out, int64_t stride) {
   const DeltaRow at(m);
   const int64_t size = V * m.key_dim * 16, key_head = head / (m.value_heads / m.key_heads);
   float* own = state + DeltaState(m).inputs + head * DeltaState(m).head + tile * m.key_dim * 16;
@@ -117,9 +121,9 @@ inline void delta_rule_rows(const Model& m, const Walk& walk, const float* rows,
   };
   for (int64_t r = 0; r < count; r++) {
     const float* row = rows + r * at.all;
-    delta_rule<V>(state_at(walk.from[r]), state_at(walk.to[r]), row + key_head * m.key_dim, row + at.key + key_head * m.key_dim,
-              row + at.value + head * m.value_dim + 16 * tile, row[at.beta + head], row[at.decay + head], m.key_dim,
-              out + r * stride + 16 * tile);
+    delta_rule<V>(state_at(walk.from[r]), state_at(walk.to[r]), row + key_head * m.key_dim,
+                  row + at.key + key_head * m.key_dim, row + at.value + head * m.value_dim + 16 * tile,
+                  row[at.beta + head], row[at.decay + head], m.key_dim, out + r * stride + 16 * tile);
   }
 }
 
@@ -159,26 +163,27 @@ inline void each_columns(Pool& pool, const Model& m, int64_t parts, const Work& 
 }
 
 // Runs rows through some columns of a head. branches: see delta_rule_rows.
-inline void delta_rule_columns(const Model& m, const Walk& walk, const float* rows, int64_t count, int64_t head, int64_t tile,
-                    int64_t tiles, float* state, float* branches, float* out, int64_t stride) {
+inline void delta_rule_columns(const Model& m, const Walk& walk, const float* rows, int64_t count, int64_t head,
+                               int64_t tile, int64_t tiles, float* state, float* branches, float* out, int64_t stride) {
   const auto work = tiles == kDeep ? delta_rule_rows<kDeep> : delta_rule_rows<1>;
   work(m, walk, rows, count, head, tile, state, branches, out, stride);
 }
 
 // Returns the output of a gated delta net for normalized rows.
 inline Rows delta_net(Pool& pool, const Model& m, const Cache& cache, const Step& step, int64_t index, const Rows& read,
-               Workspace& work) {
+                      Workspace& work) {
   const Layer& layer = m.layer[index];
   const DeltaRow at(m);
   const int64_t rows = step.slots * step.rows, values = m.value_heads * m.value_dim;
   float* projected = work.qkv.reserve(rows * (at.all + values));
   float* gates = projected + rows * at.all;
-  matmuls(pool, read, rows, {
-    Target{&layer.input, projected, at.all, false},
-    Target{&layer.beta, projected + at.beta, at.all, false},
-    Target{&layer.decay, projected + at.decay, at.all, false},
-    Target{&layer.output_gate, gates, values, false},
-  });
+  matmuls(pool, read, rows,
+          {
+              Target{&layer.input, projected, at.all, false},
+              Target{&layer.beta, projected + at.beta, at.all, false},
+              Target{&layer.decay, projected + at.decay, at.all, false},
+              Target{&layer.output_gate, gates, values, false},
+          });
   const auto state = [&](int64_t slot) { return state_of(m, cache, layer, step.first_slot + slot); };
   const auto inputs_of = [&](int64_t slot) {
     const float* own = projected + slot * step.rows * at.all;
@@ -207,8 +212,8 @@ inline Rows delta_net(Pool& pool, const Model& m, const Cache& cache, const Step
   const Rows out = work.attended.rows(rows, values, layer.out.int8_rows);
   each_columns(pool, m, step.slots, [&](int64_t slot, int64_t head, int64_t tile, int64_t tiles, int thread) {
     float* y = writable(out) + slot * step.rows * out.stride + head * m.value_dim;
-    delta_rule_columns(m, work.walks[slot], prepared + slot * step.rows * at.all, step.rows, head, tile, tiles, state(slot),
-                   branches + thread * size, y, out.stride);
+    delta_rule_columns(m, work.walks[slot], prepared + slot * step.rows * at.all, step.rows, head, tile, tiles,
+                       state(slot), branches + thread * size, y, out.stride);
   });
   each_row(pool, rows, 16 * values, [&](int64_t r) {
     for (int64_t head = 0; head < m.value_heads; head++) {
@@ -248,7 +253,7 @@ inline void replay(Pool& pool, const Model& m, const Cache& cache, int64_t slot,
   float* out = work.branches.reserve(pool.threads() * size);
   each_columns(pool, m, parts, [&](int64_t part, int64_t head, int64_t tile, int64_t tiles, int thread) {
     delta_rule_columns(m, work.walks[0], prepared + part * count * at.all, count, head, tile, tiles,
-                   state_of(m, cache, *layers[part], slot), nullptr, out + thread * size, m.value_dim);
+                       state_of(m, cache, *layers[part], slot), nullptr, out + thread * size, m.value_dim);
   });
   for (const Layer* layer : layers) {
     keep_inputs(m, state_of(m, cache, *layer, slot), inputs_of(*layer), path[count - 1]);

@@ -88,7 +88,7 @@ inline Matrix of_expert(const Matrix& all, int64_t experts, int64_t expert) {
 // expert, so that each expert's matrices are read once. A row's output is summed over its experts
 // in ascending order.
 inline void add_mixture(Pool& pool, const Model& m, const Layer& layer, const Rows& normed, int64_t rows, float* x,
-                 int64_t stride, Workspace& work) {
+                        int64_t stride, Workspace& work) {
   const int64_t top = m.top_experts, shared = layer.shared_up.tiles ? rows : 0;
   const int64_t wide = padded(layer.experts, kTile);
   float* scores = work.scores.reserve(rows * (wide + kTile));
@@ -97,9 +97,8 @@ inline void add_mixture(Pool& pool, const Model& m, const Layer& layer, const Ro
   if (layer.shared_router.tiles) matmuls(pool, normed, rows, {Target{&layer.shared_router, gates, kTile, false}});
 
   work.picks.resize(rows * top);
-  each_row(pool, rows, 16 * wide, [&](int64_t r) {
-    choose_experts(m, layer, scores + r * wide, &work.picks[r * top]);
-  });
+  each_row(pool, rows, 16 * wide,
+           [&](int64_t r) { choose_experts(m, layer, scores + r * wide, &work.picks[r * top]); });
   work.mlps.clear();
   int64_t gathered = 0;
   const int64_t inner_wide = std::max(layer.up.n / layer.experts, shared ? layer.shared_up.n : 0);

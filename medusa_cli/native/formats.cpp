@@ -220,7 +220,7 @@ int64_t tiled_bytes(int32_t format, int64_t n, int64_t k) {
   return (n + kTile - 1) / kTile * (k / f.block) * f.tile_bytes;
 }
 
-void pack(int32_t format, const uint8_t* file, int64_t n, int64_t k, int64_t first, int64_t end, uint8_t* tiles) {
+void pack(int32_t format, const uint8_t* file, int64_t k, int64_t first, int64_t end, uint8_t* tiles) {
   const FormatInfo& f = info(format);
   const int64_t blocks = k / f.block;
   const int64_t row_bytes = blocks * f.file_bytes;

@@ -45,6 +45,7 @@ enum Format : int32_t {
 
 // Blocks of tiles. Formats with blocks of 256 inputs have an 8-bit scale per group besides an fp16
 // scale per block.
+// clang-format off
 struct TileQ4_0 { uint8_t q[4][64]; uint16_t d[16]; };
 struct TileQ4_1 { uint8_t q[4][64]; uint16_t d[16], m[16]; };
 struct TileQ5_0 { uint8_t q[4][64], h[64]; uint16_t d[16]; };
@@ -56,6 +57,7 @@ struct TileQ6_K { uint8_t q[8][4][64], h[8][2][64]; int8_t scale[16][16]; uint16
 struct TileQ3_K { uint8_t q[8][4][64]; int8_t scale[16][16]; uint16_t d[16]; };
 struct TileQ2_K { uint8_t q[8][4][64], scale[16][16], min[16][16]; uint16_t d[16], dmin[16]; };
 struct TileMXFP4 { uint8_t q[4][64], e[16]; };
+// clang-format on
 
 // The properties of a format. group: inputs that share a scale. block: inputs per block, both in a
 // tile and in a file. bits: bits per number in a tile, which may be more than in a file. zero: the
@@ -97,7 +99,7 @@ int64_t tiled_bytes(int32_t format, int64_t n, int64_t k);
 
 // Packs channels first .. end - 1 (multiples of 16, or end = n) of a matrix [n, k], which a file
 // stores row by row.
-void pack(int32_t format, const uint8_t* file, int64_t n, int64_t k, int64_t first, int64_t end, uint8_t* tiles);
+void pack(int32_t format, const uint8_t* file, int64_t k, int64_t first, int64_t end, uint8_t* tiles);
 
 // Rounds a row of k weights to blocks of Q8_0 (34 bytes per 32 weights) or Q4_1 (20 bytes), as
 // files store them.

@@ -18,7 +18,8 @@ inline Rows copy_rows(const Matrix& m, const float* x, int64_t rows, int64_t ldx
   return inputs;
 }
 
-inline void multiply_rows(Pool& pool, const Matrix& m, const float* x, int64_t rows, int64_t ldx, float* y, int64_t ldy) {
+inline void multiply_rows(Pool& pool, const Matrix& m, const float* x, int64_t rows, int64_t ldx, float* y,
+                          int64_t ldy) {
   const Rows inputs = copy_rows(m, x, rows, ldx, workspace());
   round_rows(pool, inputs, rows);
   matmuls(pool, inputs, rows, {Target{&m, y, ldy, false}});
@@ -39,8 +40,8 @@ inline void find_best(Pool& pool, const Matrix& m, const float* y, int64_t rows,
   });
 }
 
-inline void logits(Pool& pool, const Matrix& head, const float* states, int64_t rows, int64_t stride, float* out, int64_t ldy,
-            int32_t* best) {
+inline void logits(Pool& pool, const Matrix& head, const float* states, int64_t rows, int64_t stride, float* out,
+                   int64_t ldy, int32_t* best) {
   multiply_rows(pool, head, states, rows, stride, out, ldy);
   if (best) find_best(pool, head, out, rows, ldy, best);
 }
@@ -97,7 +98,8 @@ inline void guess(Pool& pool, const Matrix& m, const Guesses& g) {
   });
 }
 
-inline void embed(Pool& pool, const Matrix& m, const int64_t* ids, int64_t count, float scale, float* out, int64_t ldo) {
+inline void embed(Pool& pool, const Matrix& m, const int64_t* ids, int64_t count, float scale, float* out,
+                  int64_t ldo) {
   const int64_t tile_bytes = m.k / info(m.format).block * info(m.format).tile_bytes;
   each_row(pool, count, m.k, [&](int64_t r) {
     Bytes bytes;

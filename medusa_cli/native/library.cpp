@@ -209,8 +209,8 @@ void medusa_threads(int count) {
 
 // Returns the size of a structure, which Python compares with its own; -1 if there is none.
 int64_t medusa_size(int which) {
-  const int64_t sizes[] = {sizeof(Matrix), sizeof(Layer), sizeof(Model), sizeof(Cache), sizeof(Step),
-                           sizeof(DraftRows), sizeof(DraftPass), sizeof(Guesses)};
+  const int64_t sizes[] = {sizeof(Matrix), sizeof(Layer),     sizeof(Model),     sizeof(Cache),
+                           sizeof(Step),   sizeof(DraftRows), sizeof(DraftPass), sizeof(Guesses)};
   return which >= 0 && which < 8 ? sizes[which] : -1;
 }
 
@@ -221,8 +221,8 @@ int64_t medusa_file_bytes(int format) { return format < 0 || format >= kFormats 
 
 int64_t medusa_tiled_bytes(int format, int64_t n, int64_t k) { return tiled_bytes(format, n, k); }
 
-void medusa_pack(int format, const uint8_t* file, int64_t n, int64_t k, int64_t first, int64_t end, uint8_t* tiles) {
-  pack(format, file, n, k, first, end, tiles);
+void medusa_pack(int format, const uint8_t* file, int64_t k, int64_t first, int64_t end, uint8_t* tiles) {
+  pack(format, file, k, first, end, tiles);
 }
 
 // Rounds rows [n, k] of floats to blocks of Q8_0 or Q4_1, as files store them.

@@ -182,7 +182,7 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "block": (c_int64, [c_int]),
     "file_bytes": (c_int64, [c_int]),
     "tiled_bytes": (c_int64, [c_int, c_int64, c_int64]),
-    "pack": (None, [c_int, c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p]),
+    "pack": (None, [c_int, c_void_p, c_int64, c_int64, c_int64, c_void_p]),
     "round": (c_int, [c_int, c_void_p, c_int64, c_int64, c_void_p]),
     "run": (c_int, [POINTER(Model), POINTER(CacheBuffers), POINTER(Step)]),
     "draft": (c_int, [POINTER(Model), POINTER(DraftPass)]),

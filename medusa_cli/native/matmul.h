@@ -210,7 +210,8 @@ inline void add_floats(const Floats& w, const float* x, int64_t stride, float* s
       }
     }
     if (k < w.inputs) {
-      MEDUSA_UNROLL for (int r = 0; r < R; r++) even[r] = fma_l(set_l(x[r * stride + k]), load_l(w.w[k] + lane), even[r]);
+      MEDUSA_UNROLL for (int r = 0; r < R; r++) even[r] =
+          fma_l(set_l(x[r * stride + k]), load_l(w.w[k] + lane), even[r]);
     }
     MEDUSA_UNROLL for (int r = 0; r < R; r++) {
       const L before = load_l(sums + r * kTile + lane);
@@ -358,9 +359,8 @@ inline void multiply(const Matrix& m, const Rows& x, int64_t rows, int64_t first
     for (int64_t t = first; t < end; t++) {
       const uint8_t* tile = m.tiles + t * tile_bytes;
       if (m.int8_rows) {
-        with_format(m.format, [&](auto kind) {
-          multiply_bytes<decltype(kind)::value>(tile, m.k, panel, count, bytes, sums[0]);
-        });
+        with_format(m.format,
+                    [&](auto kind) { multiply_bytes<decltype(kind)::value>(tile, m.k, panel, count, bytes, sums[0]); });
       } else {
         multiply_floats(m, tile, panel, count, bytes, floats, sums[0]);
       }

@@ -245,9 +245,7 @@ def pack_tiles(raw: RawMatrix, out: Bytes | None = None) -> Bytes:
     rows = np.ascontiguousarray(raw.rows)
 
     def pack_part(first: int, end: int) -> None:
-        library().pack(
-            int(raw.format), rows.ctypes.data, outputs, raw.inputs, first, end, tiles.ctypes.data
-        )
+        library().pack(int(raw.format), rows.ctypes.data, raw.inputs, first, end, tiles.ctypes.data)
 
     in_parts(outputs, pack_part)
     return tiles

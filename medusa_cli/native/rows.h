@@ -109,7 +109,8 @@ inline void norm_rows(Pool& pool, const Model& m, const float* x, int64_t stride
 
 // Adds the output [rows, stride] of attention or the MLP to the states x, times the model's
 // residual factor. If the layer has a norm for the output, it is applied first.
-inline void add_rows(Pool& pool, const Model& m, float* added, int64_t rows, const float* norm, float* x, int64_t stride) {
+inline void add_rows(Pool& pool, const Model& m, float* added, int64_t rows, const float* norm, float* x,
+                     int64_t stride) {
   each_row(pool, rows, stride, [&](int64_t r) {
     float* row = added + r * stride;
     if (norm) normalize(m.centered, row, norm, row, m.hidden, m.eps);
@@ -170,8 +171,8 @@ class Shares {
   // Calls work(job, first part, last part + 1) for a share.
   template <class Work>
   void take(int64_t share, const Work& work) const {
-    const auto job = std::upper_bound(jobs_.begin(), jobs_.end(), share,
-                                      [](int64_t s, const Job& j) { return s < j.end; });
+    const auto job =
+        std::upper_bound(jobs_.begin(), jobs_.end(), share, [](int64_t s, const Job& j) { return s < j.end; });
     const int64_t first = (share - job->first) * job->together;
     work(job - jobs_.begin(), first, std::min(job->parts, first + job->together));
   }

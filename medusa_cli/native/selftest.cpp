@@ -22,7 +22,7 @@ extern "C" {
 const char* medusa_instructions();
 int medusa_use(const char*);
 void medusa_threads(int);
-void medusa_pack(int, const uint8_t*, int64_t, int64_t, int64_t, int64_t, uint8_t*);
+void medusa_pack(int, const uint8_t*, int64_t, int64_t, int64_t, uint8_t*);
 int medusa_round(int, const float*, int64_t, int64_t, uint8_t*);
 int medusa_multiply(const Matrix*, const float*, int64_t, int64_t, float*, int64_t);
 int medusa_embed(const Matrix*, const int64_t*, int64_t, float, float*, int64_t);
@@ -130,7 +130,7 @@ Matrix matrix(int format, int64_t n, int64_t k, bool int8_rows, bool bias = fals
     }
   }
   std::vector<uint8_t>& tiles = tiles_arena.emplace_back(tiled_bytes(format, n, k));
-  medusa_pack(format, file.data(), n, k, 0, n, tiles.data());
+  medusa_pack(format, file.data(), k, 0, n, tiles.data());
   const float* added = bias ? floats(padded(n, kTile), 0.0f, 1.0f) : nullptr;
   return {format, int8_rows && !is_float(format), n, k, tiles.data(), added};
 }
@@ -335,8 +335,8 @@ struct Tiny {
     }
     const int64_t size = kSlots * count * kHidden, tap = 0;
     std::vector<float> x(start, start + size), tapped(size);
-    const Step step = {0, kSlots, count, lengths, positions.data(), seen.data(), 0, count, 0, m.layers, !tree,
-                       x.data(), nullptr, 1, &tap, tapped.data()};
+    const Step step = {0, kSlots,   count, lengths,  positions.data(), seen.data(), 0,    count,
+                       0, m.layers, !tree, x.data(), nullptr,          1,           &tap, tapped.data()};
     require(medusa_run(&m, &cache, &step), "medusa_run");
     for (const float value : x) {
       if (!std::isfinite(value)) std::fprintf(stderr, "a state is not finite\n"), std::exit(1);

@@ -24,8 +24,8 @@ inline void convolve(const float* const* inputs, const float* weights, int64_t k
 
 // Returns the output of a short convolution for normalized rows. Its inputs stay in the cache as
 // rows.
-inline Rows short_conv(Pool& pool, const Model& m, const Cache& cache, const Step& step, int64_t index, const Rows& read,
-                Workspace& work) {
+inline Rows short_conv(Pool& pool, const Model& m, const Cache& cache, const Step& step, int64_t index,
+                       const Rows& read, Workspace& work) {
   const Layer& layer = m.layer[index];
   const int64_t rows = step.slots * step.rows, wide = padded(3 * m.hidden, kTile);
   float* projected = work.qkv.reserve(rows * wide);
@@ -43,8 +43,8 @@ inline Rows short_conv(Pool& pool, const Model& m, const Cache& cache, const Ste
   each_row(pool, rows, m.kernel * m.hidden, [&](int64_t r) {
     const int64_t slot = r / step.rows;
     const float* inputs[kKernel];
-    const PathInputs of_slot = {new_inputs(slot), m.hidden, step.lengths[slot], new_inputs(slot), m.hidden,
-                                &work.parents[slot * step.rows]};
+    const PathInputs of_slot = {new_inputs(slot), m.hidden, step.lengths[slot],
+                                new_inputs(slot), m.hidden, &work.parents[slot * step.rows]};
     path_inputs(of_slot, r % step.rows, m.kernel, inputs);
     float* y = writable(out) + r * out.stride;
     convolve(inputs, layer.conv, m.kernel, m.hidden, y);

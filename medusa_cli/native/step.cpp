@@ -21,7 +21,8 @@ struct Widths {
 };
 
 // Normalizes and rotates a query or a key; a null gain or null cosines omit that operation.
-void norm_and_rotate(const Model& m, const Layer& layer, float* head, const float* gain, const float* cos, const float* sin) {
+void norm_and_rotate(const Model& m, const Layer& layer, float* head, const float* gain, const float* cos,
+                     const float* sin) {
   if (gain && !m.late_norms) head_norm(m.centered, head, gain, layer.dim, m.eps);
   if (cos) (m.pairs ? rotate_pairs : rotate)(head, cos, sin, m.rotary[layer.table] / 2);
   if (gain && m.late_norms) head_norm(m.centered, head, gain, layer.dim, m.eps);
@@ -30,7 +31,7 @@ void norm_and_rotate(const Model& m, const Layer& layer, float* head, const floa
 // Normalizes and rotates queries and keys, and writes keys and values into the cache. positions
 // [rows]: those of all rows.
 void write_kv(Pool& pool, const Model& m, const Layer& layer, const List<Span>& spans, const int32_t* positions,
-           float* qkv) {
+              float* qkv) {
   const Widths widths(m, layer);
   const int64_t half = layer.table < 0 ? 0 : m.rotary[layer.table] / 2;
   const int64_t dim = layer.dim, wide = padded(dim, 16);
@@ -169,8 +170,8 @@ void gate_outputs(Pool& pool, const Model& m, const Layer& layer, const float* q
 
 // Multiplies normalized rows with a layer's queries, keys and values; returns the products, and
 // writes keys and values into the cache.
-float* project(Pool& pool, const Model& m, const Layer& layer, const List<Span>& spans,
-               const int32_t* positions, const Rows& read, Workspace& work) {
+float* project(Pool& pool, const Model& m, const Layer& layer, const List<Span>& spans, const int32_t* positions,
+               const Rows& read, Workspace& work) {
   const Widths widths(m, layer);
   const int64_t rows = rows_of(spans);
   float* qkv = work.qkv.reserve(rows * widths.all);
@@ -228,7 +229,7 @@ bool reads_int8(const Layer& layer) {
 
 // Returns the output of a layer's mixer for normalized rows.
 Rows mixer_output(Pool& pool, const Model& m, const Cache& cache, const Step& step, int64_t index, const Rows& read,
-                Workspace& work) {
+                  Workspace& work) {
   const int64_t mixer = m.layer[index].mixer;
   if (mixer == SHORT_CONV) return short_conv(pool, m, cache, step, index, read, work);
   if (mixer == DELTA_NET) return delta_net(pool, m, cache, step, index, read, work);
@@ -267,7 +268,7 @@ void run(Pool& pool, const Model& m, const Cache& cache, const Step& step) {
       window = layer.window;
       for (int64_t s = 0; s < step.slots; s++) {
         build_mask(work.masks[s], step.rows, step.rows, step.lengths[s], step.seen + s * step.seen_slot, step.seen_row,
-             step.positions + s * step.rows, window);
+                   step.positions + s * step.rows, window);
       }
     }
     // Files may mix formats, so rows are rounded if any of the matrices that read them needs it.
@@ -351,8 +352,8 @@ void draft(Pool& pool, const Model& m, const DraftPass& pass) {
     const DraftRows& own = pass.own[s];
     const int64_t columns = own.earlier + own.rows;
     if (!pass.last) build_mask(work.masks[s], own.rows, columns, own.prefix, own.seen, columns, nullptr, 0);
-    work.spans.push_back({own.keys, own.values, own.capacity, rows, own.rows, own.prefix + own.earlier,
-                          &work.masks[s]});
+    work.spans.push_back(
+        {own.keys, own.values, own.capacity, rows, own.rows, own.prefix + own.earlier, &work.masks[s]});
     rows += own.rows;
   }
   const Rows read = draft_reads(pool, m, pass, rows, work);

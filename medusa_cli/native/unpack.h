@@ -152,9 +152,12 @@ struct Kind {
   static constexpr int dot_bits = kUnsignedBytes ? 8 : bits;
   static constexpr bool is_signed = FORMAT == Q8_0 && !kUnsignedBytes;
   // The index in Rows::zero, or -1 if nothing is subtracted.
-  static constexpr int zero = has_offset || is_signed ? -1
-                            : FORMAT == Q4_0 ? 0 : FORMAT == Q5_0 || FORMAT == MXFP4 ? 1
-                            : FORMAT == Q8_0 ? 2 : FORMAT == Q6_K ? 3 : 4;
+  static constexpr int zero = has_offset || is_signed             ? -1
+                              : FORMAT == Q4_0                    ? 0
+                              : FORMAT == Q5_0 || FORMAT == MXFP4 ? 1
+                              : FORMAT == Q8_0                    ? 2
+                              : FORMAT == Q6_K                    ? 3
+                                                                  : 4;
 };
 
 // Returns the first block of the 256 inputs from `first` on, which is a multiple of 256. Formats

@@ -26,14 +26,12 @@ struct Span {
   const AttentionMask* mask;
 
   float* keys_of(const Layer& layer, int64_t head) const { return keys + head * layer.dim * capacity; }
-  float* values_of(const Layer& layer, int64_t head) const {
-    return values + head * padded(layer.dim, 16) * capacity;
-  }
+  float* values_of(const Layer& layer, int64_t head) const { return values + head * padded(layer.dim, 16) * capacity; }
 };
 
 inline const Span& span_of(const List<Span>& spans, int64_t row) {
-  const auto after = std::upper_bound(spans.begin(), spans.end(), row,
-                                      [](int64_t r, const Span& span) { return r < span.first; });
+  const auto after =
+      std::upper_bound(spans.begin(), spans.end(), row, [](int64_t r, const Span& span) { return r < span.first; });
   return *(after - 1);
 }
 
