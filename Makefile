@@ -11,7 +11,7 @@ BIN := .venv/bin
 PACKAGE := .venv/.package
 READY := .venv/.installed
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet
-SOURCES := pyproject.toml $(wildcard medusa_cli/native/*.cpp medusa_cli/native/*.h medusa_cli/native/b*.py)
+SOURCES := pyproject.toml $(wildcard medusa_cli/native/*.cpp medusa_cli/native/*.def medusa_cli/native/*.h medusa_cli/native/b*.py)
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)

@@ -40,9 +40,10 @@ from medusa_cli.native import (
     instructions,
     is_available,
     library,
+    why_unavailable,
 )
 from medusa_cli.native.build import compile_selftest, compiler
-from medusa_cli.native.library import LIBRARY
+from medusa_cli.native.library import LIBRARY, Step
 from medusa_cli.native.matrix import SCALE_PLACES
 from medusa_cli.runs.load_options import LoadOptions
 from medusa_cli.tree import DynamicTree, Tree
@@ -1243,6 +1244,30 @@ def test_a_library_of_another_machine_or_version_is_not_used(
 ) -> None:
     (tmp_path / "missing.so").write_bytes(b"no library")
     assert not is_available()
+
+
+def test_a_library_with_other_structures_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, not_compiled: None
+) -> None:
+    """Two pointers change places, which no size tells."""
+    module = importlib.import_module("medusa_cli.native.library")
+    text = Path(module.__file__).with_name("structures.def").read_text(encoding="utf-8")
+    keys, values = "FIELD(float*, keys)\n", "FIELD(float*, values)\n"
+    monkeypatch.setattr(module, "LIBRARY", LIBRARY)
+    assert is_available()
+    library.cache_clear()
+    swapped = text.replace(keys + values, values + keys)
+    monkeypatch.setattr(module, "DECLARED", module.Declarations(swapped))
+    assert "another version" in (why_unavailable() or "")
+
+
+def test_a_structure_takes_its_fields_only() -> None:
+    step = Step(rows=2)
+    assert step.rows == 2
+    with pytest.raises(AttributeError):
+        Step(row=2)
+    with pytest.raises(AttributeError):
+        step.row = 2
 
 
 def test_an_unknown_instruction_set_is_named_in_one_line(model: str) -> None:

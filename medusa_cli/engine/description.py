@@ -115,7 +115,7 @@ class LayerNames:
 
 @dataclass(frozen=True)
 class Activation:
-    """An activation: the library's number of its kind, and the constants that are not weights; see step.h."""
+    """An activation: the library's number of its kind, and the constants that are not weights; see structures.def."""
 
     kind: int
     alpha: float = 0.0

@@ -4,7 +4,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from ctypes import byref
+from ctypes import Structure, byref
 from functools import lru_cache
 from typing import Any
 
@@ -369,7 +369,7 @@ def _chain(rows: int) -> tuple[Tensor, Tensor]:
 
 
 class NativeCache(StateCache):
-    """Keys, values and running states in the library's layout; see Cache in step.h.
+    """Keys, values and running states in the library's layout; see Cache in structures.def.
 
     inputs: the inputs of short convolutions, which are truncated as keys are. states: the states of
     delta nets. pending: the data of a tree's rows from which `keep` updates these states.
@@ -410,7 +410,7 @@ class NativeCache(StateCache):
         return keys, values, inputs
 
     @property
-    def buffers(self) -> CacheBuffers:
+    def buffers(self) -> Structure:
         """Returns the buffers in the library's structure."""
         assert self.keys is not None and self.values is not None
         states = self.states.get(DELTA_STATES)

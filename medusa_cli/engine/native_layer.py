@@ -53,7 +53,7 @@ class RowCache(Protocol):
 class NativeDecoderLayer(nn.Module):
     """Runs a decoder layer in the library, with 4-bit weights; it owns all memory that the structures point to.
 
-    matrices, norms: the layer's modules by their names in the library; see Layer in step.h.
+    matrices, norms: the layer's modules by their names in the library; see Layer in structures.def.
     norm_before_residual: attention is added to the normalized state instead of the state itself.
     Raises ValueError if the sizes do not fill the library's tiles.
     """

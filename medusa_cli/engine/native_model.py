@@ -2,7 +2,7 @@
 
 import dataclasses
 import threading
-from ctypes import POINTER, cast
+from ctypes import POINTER, Structure, cast
 
 import numpy as np
 import torch
@@ -22,8 +22,6 @@ from medusa_cli.model.backbone import UNBOUNDED
 from medusa_cli.native import PackedMatrix
 from medusa_cli.native.library import (
     FLAGS,
-    MATRICES,
-    NORMS,
     TILE,
     VECTORS,
     Activation,
@@ -66,14 +64,11 @@ class NativeModel:
 
         self.layers = (Layer * len(description.layers))()
         for layer, names in zip(self.layers, description.layers, strict=True):
-            for name in MATRICES:
-                if name in names.matrices:
-                    setattr(layer, name, packed.matrices[names.matrices[name]].struct)
+            for name, stored in names.matrices.items():
+                setattr(layer, name, packed.matrices[stored].struct)
             widths = self.shapes.norm_widths(names)
-            for name in NORMS:
-                if name in names.norms:
-                    gain = self.gain_of(names.norms[name], widths[name])
-                    setattr(layer, name, gain.ctypes.data)
+            for name, stored in names.norms.items():
+                setattr(layer, name, self.gain_of(stored, widths[name]).ctypes.data)
             for name in VECTORS:
                 if name in names.vectors:
                     setattr(layer, name, packed.vectors[names.vectors[name]].ctypes.data)
@@ -85,11 +80,8 @@ class NativeModel:
                 layer.scalar = packed.vectors[names.vectors["scalar"]][0]
             layer.window = 0 if names.kind == FULL else description.window
             layer.table = self._table(names.table)
-            layer.experts = names.experts
-            layer.kv = names.kv
-            layer.dim = names.dim
-            layer.mixer = names.mixer
-            layer.place = names.place
+            for name in ("experts", "kv", "dim", "mixer", "place"):
+                setattr(layer, name, getattr(names, name))
 
         flags = {name: description.flags[name] for name in FLAGS}
         self.struct = Model(**description.sizes, **flags, **dataclasses.asdict(description.routing))
@@ -103,11 +95,8 @@ class NativeModel:
             self.struct.inputs_factor = description.inputs.factor
             self.struct.inputs_projection = packed.matrices[description.inputs.projection].struct
             self.struct.inputs_norm = packed.vectors[description.inputs.norm].ctypes.data
-        self.struct.eps = description.eps
-        self.struct.scale = description.scale
-        self.struct.residual = description.residual
-        self.struct.cap = description.cap
-        self.struct.clip = description.clip
+        for name in ("eps", "scale", "residual", "cap", "clip"):
+            setattr(self.struct, name, getattr(description, name))
         self.struct.norm = self.gain_of(description.norm, description.sizes["hidden"]).ctypes.data
         self.struct.layer = cast(self.layers, POINTER(Layer))
 
@@ -157,7 +146,7 @@ class NativeModel:
             self._ones[width] = np.concatenate([gain, 0 * gain]) if centered else gain
         return self._ones[width]
 
-    def _activation(self, names: LayerNames) -> Activation:
+    def _activation(self, names: LayerNames) -> Structure:
         """Returns the activation of a layer's MLP with its constants."""
         own = self.description.activation
         if own.kind != XIELU:

@@ -1,5 +1,7 @@
 // The C interface, which chooses an instruction set, keeps the thread pool, and checks arguments
 // that could lead to accesses outside the buffers.
+#include <cstddef>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <mutex>
@@ -156,6 +158,26 @@ const int registered = pthread_atfork(nullptr, nullptr, forked);
 // can occur, here or in the pool's threads, all say that the system refused memory.
 constexpr int kNoMemory = -2;
 
+struct Layout {
+  char text[8192] = "";
+  int size = 0;
+
+  void add(const char* type, const char* name, size_t number) {
+    size += std::snprintf(text + size, sizeof text - size, "%s %s %d\n", type, name, int(number));
+  }
+
+  Layout() {
+#define STRUCT(name)        \
+  {                         \
+    using Structure = name; \
+    add("struct", #name, sizeof(Structure));
+#define FIELD(type, name) add(#type, #name, offsetof(Structure, name));
+#define ARRAY(type, name, count) add(#type, #name, offsetof(Structure, name));
+#define END }
+#include "structures.def"
+  }
+};
+
 bool fits(const Matrix& m) {
   if (m.format < 0 || m.format >= kFormats || m.n < 1 || m.k < 1 || !m.tiles) return false;
   if (m.int8_rows && is_float(m.format)) return false;
@@ -207,11 +229,11 @@ void medusa_threads(int count) {
   wanted = count < 1 ? 1 : count;
 }
 
-// Returns the size of a structure, which Python compares with its own; -1 if there is none.
-int64_t medusa_size(int which) {
-  const int64_t sizes[] = {sizeof(Matrix), sizeof(Layer),     sizeof(Model),     sizeof(Cache),
-                           sizeof(Step),   sizeof(DraftRows), sizeof(DraftPass), sizeof(Guesses)};
-  return which >= 0 && which < 8 ? sizes[which] : -1;
+// Returns the structures as this library was compiled: a line per structure with its size, and per field with its type
+// and offset.
+const char* medusa_layout() {
+  static const Layout layout;
+  return layout.text;
 }
 
 // Returns the inputs per block of a format, and the bytes of a block in a file; -1 if there is no such format.

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import re
 from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
@@ -11,7 +12,6 @@ from medusa_cli.files.cpus import cpu_count
 
 # MEDUSA_LIBRARY selects another build of the library, such as one with sanitizers.
 LIBRARY = Path(os.environ.get("MEDUSA_LIBRARY") or Path(__file__).parent / "libmedusa.so")
-TABLES = 4  # the most rotary tables that a model may have
 TILE = 16
 UNIT = 32
 NO_MEMORY = -2  # kNoMemory in library.cpp
@@ -27,158 +27,84 @@ class Unavailable(Exception):
     """Says why the native library cannot be used."""
 
 
-class Matrix(Structure):
-    """A matrix [n, k] in tiles; see matmul.h."""
-
-    _fields_ = [
-        ("format", c_int32),
-        ("int8_rows", c_int32),
-        ("n", c_int64),
-        ("k", c_int64),
-        ("tiles", c_void_p),
-        ("bias", c_void_p),
-    ]
-
-
-MATRICES = (
-    *("query", "key", "value", "out", "gate", "up", "down"),
-    *("input", "output_gate", "beta", "decay"),
-    *("router", "shared_gate", "shared_up", "shared_down", "shared_router"),
-    *("input_gate", "input_out"),
-)
-NORMS = (
-    "attention_norm",
-    "query_norm",
-    "key_norm",
-    "value_norm",
-    "attention_out_norm",
-    "mlp_norm",
-    "mlp_out_norm",
-    "input_norm",
-    "attended_norm",
-    "inner_norm",
-)
-VECTORS = ("sinks", "router_bias", "conv", "decay_log", "decay_bias", "state_norm")
 # The ways in which layers mix rows, in the order of the library's numbers.
 MIXERS = ("attention", "short_conv", "delta_net")
 # Sizes of layers that follow paths: the kernel size of convolutions, and the sizes of delta nets.
 PATHS = ("kernel", "delta_layers", "key_heads", "value_heads", "key_dim", "value_dim")
-# The boolean properties of a model.
-FLAGS = ("centered", "whole_norms", "late_norms", "pairs", "parallel", "first_norm")
-ROUTING = ("top_experts", "sigmoid", "normalized")
 
 
-class Activation(Structure):
-    """An activation and its constants; see step.h."""
-
-    _fields_ = [
-        ("kind", c_int64),
-        *((name, c_float) for name in ("alpha", "alpha_below", "beta", "limit")),
-    ]
-
-
-class Layer(Structure):
-    """One decoder layer; see step.h."""
-
-    _fields_ = [
-        *((name, Matrix) for name in MATRICES),
-        *((name, c_void_p) for name in NORMS),
-        *((name, c_void_p) for name in VECTORS),
-        *((name, c_int64) for name in ("table", "window", "experts", "kv", "dim")),
-        *((name, c_int64) for name in ("mixer", "place")),
-        ("activation", Activation),
-        ("scalar", c_float),
-    ]
+# Structures, and fields as (type, name, count), as structures.def declares them.
+STRUCT = "\nSTRUCT("
+FIELD = re.compile(r"^(?:FIELD|ARRAY)\(([^,]+), (\w+)(?:, (\d+))?\)", re.MULTILINE)
+TYPES: dict[str, Any] = {
+    "int32_t": c_int32,
+    "int64_t": c_int64,
+    "Flag": c_int64,
+    "float": c_float,
+    "Gain": c_void_p,
+    "Vector": c_void_p,
+}
 
 
-class Model(Structure):
-    """A decoder's sizes and layers; see step.h."""
+class Declarations:
+    """Structures that a text declares as structures.def does: their fields, and ctypes classes of them."""
 
-    _fields_ = [
-        *((name, c_int64) for name in ("layers", "hidden", "heads", "vocab")),
-        *((name, c_int64) for name in PATHS),
-        ("key_width", c_int64),
-        ("value_width", c_int64),
-        ("rotary", c_int64 * TABLES),
-        *((name, c_int64) for name in ("positions", *FLAGS, *ROUTING)),
-        *((name, c_float) for name in ("eps", "scale", "residual")),
-        *((name, c_float) for name in ("expert_scale", "jitter", "cap", "clip")),
-        ("inputs", c_int64),
-        ("inputs_scale", c_float),
-        ("inputs_factor", c_float),
-        ("inputs_projection", Matrix),
-        ("inputs_norm", c_void_p),
-        ("cos", c_void_p * TABLES),
-        ("sin", c_void_p * TABLES),
-        ("norm", c_void_p),
-        ("layer", POINTER(Layer)),
-    ]
+    def __init__(self, text: str) -> None:
+        self.fields: dict[str, list[tuple[str, str, str]]] = {}
+        self.classes: dict[str, type[Structure]] = {}
+        for part in text.split(STRUCT)[1:]:
+            name = part[: part.index(")")]
+            self.fields[name] = FIELD.findall(part)
+            kinds = [(field, self._kind(kind, count)) for kind, field, count in self.fields[name]]
+            # Without a dictionary, instances take no attribute that is no field.
+            body = {"__slots__": (), "_fields_": kinds}
+            self.classes[name] = type(name, (Structure,), body)
 
+    def _kind(self, kind: str, count: str) -> Any:
+        if count:
+            return self._kind(kind, "") * int(count)
+        if kind.endswith("*"):
+            target = self.classes.get(kind.removeprefix("const ").removesuffix("*"))
+            return c_void_p if target is None else POINTER(target)
+        return TYPES.get(kind) or self.classes[kind]
 
-class CacheBuffers(Structure):
-    """The buffers of a cache; see step.h."""
+    def names(self, structure: str, kind: str) -> tuple[str, ...]:
+        """Returns the names of a structure's fields of a type."""
+        return tuple(name for own, name, _ in self.fields[structure] if own == kind)
 
-    _fields_ = [
-        *((name, c_void_p) for name in ("keys", "values", "inputs", "states", "pending", "parts")),
-        *((name, c_int64) for name in ("slots", "capacity", "pending_rows")),
-    ]
-
-
-class Step(Structure):
-    """A pass over some layers; see step.h."""
-
-    _fields_ = [
-        *((name, c_int64) for name in ("first_slot", "slots", "rows")),
-        *((name, c_void_p) for name in ("lengths", "positions", "seen")),
-        *((name, c_int64) for name in ("seen_slot", "seen_row", "first", "end", "keeps")),
-        ("x", c_void_p),
-        ("inputs", c_void_p),
-        ("taps", c_int64),
-        ("tap_layers", c_void_p),
-        ("tapped", c_void_p),
-    ]
+    def layout(self) -> str:
+        """Returns the structures as `medusa_layout` does."""
+        lines = []
+        for structure, kind in self.classes.items():
+            lines.append(f"struct {structure} {ctypes.sizeof(kind)}\n")
+            for own, name, _ in self.fields[structure]:
+                lines.append(f"{own} {name} {getattr(kind, name).offset}\n")
+        return "".join(lines)
 
 
-class DraftRows(Structure):
-    """The rows of one sequence that enter a drafter's layer; see step.h."""
-
-    _fields_ = [
-        ("keys", c_void_p),
-        ("values", c_void_p),
-        *((name, c_int64) for name in ("capacity", "prefix", "earlier", "rows")),
-        ("seen", c_void_p),
-    ]
-
-
-class DraftPass(Structure):
-    """A pass through a drafter's decoder layer; see step.h."""
-
-    _fields_ = [
-        ("own", POINTER(DraftRows)),
-        ("sequences", c_int64),
-        ("last", c_int64),
-        *((name, c_void_p) for name in ("positions", "x", "embedded")),
-    ]
-
-
-class Guesses(Structure):
-    """States whose next tokens a matrix guesses; see step.h."""
-
-    _fields_ = [
-        ("states", c_void_p),
-        *((name, c_int64) for name in ("rows", "stride")),
-        ("norm", c_void_p),
-        *((name, c_float) for name in ("eps", "temperature")),
-        ("width", c_int64),
-        *((name, c_void_p) for name in ("ids", "scores")),
-    ]
+DECLARED = Declarations(Path(__file__).with_name("structures.def").read_text("utf-8"))
+Matrix = DECLARED.classes["Matrix"]
+Activation = DECLARED.classes["Activation"]
+Layer = DECLARED.classes["Layer"]
+Model = DECLARED.classes["Model"]
+CacheBuffers = DECLARED.classes["Cache"]
+Step = DECLARED.classes["Step"]
+DraftRows = DECLARED.classes["DraftRows"]
+DraftPass = DECLARED.classes["DraftPass"]
+Guesses = DECLARED.classes["Guesses"]
+# The names of fields: a layer's norms and its other vectors, and a model's boolean properties.
+NORMS = DECLARED.names("Layer", "Gain")
+VECTORS = DECLARED.names("Layer", "Vector")
+FLAGS = DECLARED.names("Model", "Flag")
+# The most rotary tables that a model may have.
+TABLES = len(Model().rotary)
 
 
 SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "instructions": (c_char_p, []),
     "use": (c_int, [c_char_p]),
     "threads": (None, [c_int]),
-    "size": (c_int64, [c_int]),
+    "layout": (c_char_p, []),
     "block": (c_int64, [c_int]),
     "file_bytes": (c_int64, [c_int]),
     "tiled_bytes": (c_int64, [c_int, c_int64, c_int64]),
@@ -217,9 +143,7 @@ def library() -> Any:
         function.restype = result
         function.argtypes = arguments
         functions[name] = function
-    structures = (Matrix, Layer, Model, CacheBuffers, Step, DraftRows, DraftPass, Guesses)
-    sizes = [ctypes.sizeof(kind) for kind in structures]
-    if sizes != [functions["size"](which) for which in range(len(sizes))]:
+    if functions["layout"]().decode() != DECLARED.layout():
         raise Unavailable(another)
     native = type(
         "Native", (), {name: staticmethod(function) for name, function in functions.items()}

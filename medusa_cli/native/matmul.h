@@ -15,20 +15,10 @@
 #include <algorithm>
 
 #include "amx.h"
+#include "structures.h"
 #include "unpack.h"
 
 namespace medusa {
-
-// A matrix [n, k] in tiles with an optional bias [n padded to 16]. int8_rows: the rows that it is
-// multiplied with are rounded to 8 bits.
-struct Matrix {
-  int32_t format;
-  int32_t int8_rows;
-  int64_t n;
-  int64_t k;
-  const uint8_t* tiles;
-  const float* bias;
-};
 
 namespace ISA {
 
@@ -210,8 +200,9 @@ inline void add_floats(const Floats& w, const float* x, int64_t stride, float* s
       }
     }
     if (k < w.inputs) {
-      MEDUSA_UNROLL for (int r = 0; r < R; r++) even[r] =
-          fma_l(set_l(x[r * stride + k]), load_l(w.w[k] + lane), even[r]);
+      MEDUSA_UNROLL for (int r = 0; r < R; r++) {
+        even[r] = fma_l(set_l(x[r * stride + k]), load_l(w.w[k] + lane), even[r]);
+      }
     }
     MEDUSA_UNROLL for (int r = 0; r < R; r++) {
       const L before = load_l(sums + r * kTile + lane);
