@@ -27,7 +27,10 @@ CHECKS = [
     response_schema_conformance,
 ]
 POSTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/apply-template")
+POSTS += ("/v1/messages", "/v1/messages/count_tokens", "/completion", "/infill")
+POSTS += ("/api/chat", "/api/generate", "/api/show")
 GETS = ("/v1/models", "/v1/models/{name}", "/health", "/metrics", "/props", "/slots")
+GETS += ("/api/tags", "/api/version")
 
 
 @pytest.fixture(scope="module")

@@ -5,19 +5,19 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing, nullcontext
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from contextlib import aclosing, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from inspect import signature
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from fastapi import FastAPI
 from fastapi import Request as HttpRequest
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -31,12 +31,15 @@ from medusa_cli.decode.sequence import Sequence
 from medusa_cli.decode.stop_strings import StopStrings
 from medusa_cli.errors import UserError, shown
 from medusa_cli.model.chat_template import token_ids
-from medusa_cli.serve import neutral
+from medusa_cli.serve import llama_cpp, messages, neutral, ollama, responses
+from medusa_cli.serve.answer_format import AnswerFormat
 from medusa_cli.serve.bodies import BodyRoute
 from medusa_cli.serve.calls import end_of_first_call
 from medusa_cli.serve.errors import (
     ErrorBody,
+    MessagesError,
     Refusal,
+    TextError,
     check_whole,
     failure,
     refusal_for,
@@ -44,12 +47,15 @@ from medusa_cli.serve.errors import (
     refusal_for_http,
     too_long,
 )
-from medusa_cli.serve.infill import infill_ids
+from medusa_cli.serve.infill import infill_ends, infill_ids
+from medusa_cli.serve.llama_cpp import InfillRequest, LlamaFormat, LlamaRequest, LlamaSampling
+from medusa_cli.serve.messages import MessagesFormat, MessagesRequest
 from medusa_cli.serve.metrics import Metrics
 from medusa_cli.serve.middleware import Limits, Middleware, Receive
+from medusa_cli.serve.ollama import OllamaChat, OllamaFormat, OllamaGenerate, ShowRequest
 from medusa_cli.serve.openai_format import OpenAIFormat
-from medusa_cli.serve.responses import ResponsesFormat, ResponsesRequest, in_responses
-from medusa_cli.serve.scheduler import Event, Scheduler, Ticket
+from medusa_cli.serve.responses import ResponsesFormat, ResponsesRequest
+from medusa_cli.serve.scheduler import WAITING, Event, Scheduler, Ticket
 from medusa_cli.serve.schema import (
     MAX_BIASES,
     MAX_GRAMMAR,
@@ -73,6 +79,11 @@ from medusa_cli.serve.tools import (
 )
 
 Body = ChatRequest | CompletionRequest | TokenizeText | TokenizeChat | DetokenizeRequest
+Translation = TypeVar(
+    "Translation", ChatRequest, CompletionRequest, ChatRequest | CompletionRequest
+)
+# Returns the format of an answer, given its ticket.
+Shape = Callable[[Ticket], AnswerFormat]
 PAGE = Path(__file__).with_name("index.html")
 # The page may only run its own script and connect to this server.
 POLICY = (
@@ -84,13 +95,46 @@ LOCAL_PAGES = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
 SMALL_GRAMMAR = 16_384
 # Keeps only the likeliest token, as a top_p of 0 does in OpenAI's API.
 MIN_TOP_P = 1e-9
+# Seconds without an event after which a stream sends something else, before clients give up.
+KEEP_ALIVE_S = 5.0
 # The length of an answer for which each request without a limit has room, if the context has.
 MIN_ANSWER = 2048
 log = logging.getLogger(__name__)
-REFUSALS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorBody} for status in (400, 401, 403, 404, 408, 413, 429, 500, 503)
-}
-ANSWERS: dict[int | str, dict[str, Any]] = {**REFUSALS, 200: {"content": {"text/event-stream": {}}}}
+STATUSES = (400, 401, 403, 404, 408, 413, 429, 500, 503)
+
+
+def refusals(body: type[BaseModel], *statuses: int) -> dict[int | str, dict[str, Any]]:
+    """Returns the responses that refuse a request, for the schema."""
+    return {status: {"model": body} for status in statuses or STATUSES}
+
+
+def answers(body: type[BaseModel], media: str) -> dict[int | str, dict[str, Any]]:
+    """Returns the responses to a request for an answer, which may come as a stream, for the schema."""
+    return {**refusals(body), 200: {"content": {media: {}}}}
+
+
+REFUSALS = refusals(ErrorBody)
+ANSWERS = answers(ErrorBody, "text/event-stream")
+MESSAGES = answers(MessagesError, "text/event-stream")
+LINES = answers(TextError, "application/x-ndjson")
+
+
+@contextmanager
+def renamed(fields: Mapping[str, str]) -> Iterator[None]:
+    """Gives the refusals of chats and completions the names of fields in another API."""
+    try:
+        yield
+    except Refusal as refusal:
+        raise refusal.renamed(fields) from refusal
+
+
+async def translated(body: BaseModel, translate: Callable[[], Translation]) -> Translation:
+    """Returns the chat or completion that a request to another API expresses; raises Refusal."""
+    await run_in_threadpool(check_whole, body)
+    try:
+        return await run_in_threadpool(translate)
+    except ValidationError as reason:
+        raise refusal_for_body(reason.errors()) from reason
 
 
 def build(medusa: Medusa, limits: Limits, templates: TemplateProcess) -> tuple[Any, Scheduler]:
@@ -120,17 +164,66 @@ def build(medusa: Medusa, limits: Limits, templates: TemplateProcess) -> tuple[A
     @app.post("/responses", include_in_schema=False)
     @app.post("/v1/responses", responses=ANSWERS)
     async def respond(body: ResponsesRequest, http: HttpRequest) -> Any:
-        await run_in_threadpool(check_whole, body)
-        try:
-            chat = await run_in_threadpool(body.chat)
-        except ValidationError as reason:
-            raise in_responses(refusal_for_body(reason.errors())) from reason
-        try:
+        with renamed(responses.FIELDS):
+            chat = await translated(body, body.chat)
             if body.truncation == "auto":
                 await handler.truncate(chat)
-            return await handler.answer(chat, http.receive, body)
-        except Refusal as refusal:
-            raise in_responses(refusal) from refusal
+            return await handler.answer(chat, http.receive, partial(ResponsesFormat, body, chat))
+
+    @app.post("/messages", include_in_schema=False)
+    @app.post("/v1/messages", responses=MESSAGES)
+    async def message(body: MessagesRequest, http: HttpRequest) -> Any:
+        with renamed(messages.FIELDS):
+            chat = await translated(body, body.chat)
+            shape = partial(MessagesFormat, medusa.backbone, chat)
+            return await handler.answer(chat, http.receive, shape)
+
+    @app.post("/messages/count_tokens", include_in_schema=False)
+    @app.post("/v1/messages/count_tokens", responses=refusals(MessagesError))
+    async def count_tokens(body: MessagesRequest) -> dict[str, int]:
+        with renamed(messages.FIELDS):
+            chat = await translated(body, body.chat)
+            return {"input_tokens": await handler.count(chat)}
+
+    @app.post("/completion", responses=ANSWERS)
+    async def continued(body: LlamaRequest, http: HttpRequest) -> Any:
+        with renamed(llama_cpp.FIELDS):
+            return await handler.continued(body, body.prompt, http.receive)
+
+    @app.post("/infill", responses=ANSWERS)
+    async def infill(body: InfillRequest, http: HttpRequest) -> Any:
+        with renamed(llama_cpp.FIELDS):
+            return await handler.infill(body, http.receive)
+
+    @app.post("/api/chat", responses=LINES)
+    async def ollama_chat(body: OllamaChat, http: HttpRequest) -> Any:
+        return await ollama_answer(body, http)
+
+    @app.post("/api/generate", responses=LINES)
+    async def ollama_generate(body: OllamaGenerate, http: HttpRequest) -> Any:
+        return await ollama_answer(body, http)
+
+    async def ollama_answer(body: OllamaChat | OllamaGenerate, http: HttpRequest) -> Any:
+        with renamed(ollama.FIELDS):
+            if body.is_empty:
+                return ollama.loaded(body, limits.names[0])
+            given = await translated(body, body.translated)
+            shape = partial(OllamaFormat, given, isinstance(body, OllamaChat))
+            return await handler.answer(given, http.receive, shape)
+
+    @app.get("/api/tags", responses=refusals(TextError, 401))
+    async def tags() -> dict[str, Any]:
+        return ollama.listed(medusa.backbone, limits.names, started)
+
+    @app.post("/api/show", responses=refusals(TextError))
+    async def show(body: ShowRequest) -> dict[str, Any]:
+        if name := body.model or body.name:
+            handler.check_model(name.removesuffix(":latest"))
+        return ollama.described(medusa.backbone, handler.context, started)
+
+    @app.get("/api/version", responses=refusals(TextError, 401))
+    async def api_version() -> dict[str, str]:
+        return {"version": ollama.VERSION}
 
     @app.get("/models", include_in_schema=False)
     @app.get("/v1/models", responses={401: REFUSALS[401]})
@@ -189,19 +282,19 @@ def build(medusa: Medusa, limits: Limits, templates: TemplateProcess) -> tuple[A
 
     @app.exception_handler(Refusal)
     async def refused(http: HttpRequest, reason: Refusal) -> Response:
-        return reason.response()
+        return reason.response(http.url.path)
 
     @app.exception_handler(MemoryError)
     async def out_of_memory(http: HttpRequest, reason: MemoryError) -> Response:
-        return failure(reason).response()
+        return failure(reason).response(http.url.path)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(http: HttpRequest, reason: RequestValidationError) -> Response:
-        return refusal_for_body(reason.errors()).response()
+        return refusal_for_body(reason.errors()).response(http.url.path)
 
     @app.exception_handler(HTTPException)
     async def unknown(http: HttpRequest, reason: HTTPException) -> Response:
-        response = refusal_for_http(http.url.path, reason).response()
+        response = refusal_for_http(http.url.path, reason).response(http.url.path)
         response.headers.update(reason.headers or {})
         return response
 
@@ -313,11 +406,11 @@ class Handler:
         self,
         body: ChatRequest | CompletionRequest,
         receive: Receive,
-        original: ResponsesRequest | None = None,
+        shape: Shape | None = None,
     ) -> Response:
         """Returns the whole answer, or a stream of it, in the requested format; raises Refusal.
 
-        original: the request to /v1/responses that `body` expresses as a chat, if any.
+        shape: returns the format, None for OpenAI's of chats and completions.
         """
         await run_in_threadpool(check_whole, body)
         body.model = body.model or self._limits.names[0]
@@ -329,20 +422,21 @@ class Handler:
                 loop.call_soon_threadsafe(events.put_nowait, (index, event))
 
         tickets = await self._tickets(body, deliver)
-        backbone = self._medusa.backbone
-        answer: OpenAIFormat | ResponsesFormat
-        answer = await run_in_threadpool(OpenAIFormat, backbone, body, tickets)
-        if original is not None and isinstance(body, ChatRequest):
-            original.model = body.model
-            answer = ResponsesFormat(original, body, tickets[0])
+        answer: OpenAIFormat | AnswerFormat
+        if shape is None:
+            answer = await run_in_threadpool(OpenAIFormat, self._medusa.backbone, body, tickets)
+        else:
+            answer = shape(tickets[0])
 
+        for ticket in tickets:
+            ticket.reports = body.stream and body.return_progress
         self._scheduler.submit(tickets)
         received = _until_gone(tickets, events, receive)
         if body.stream:
             lines = answer.stream(received)
             # The second one keeps nginx from collecting the text.
             headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-            return StreamingResponse(lines, media_type="text/event-stream", headers=headers)
+            return StreamingResponse(lines, media_type=answer.media, headers=headers)
         async with aclosing(received):
             async for _, event in received:
                 if event.error is not None:
@@ -350,6 +444,35 @@ class Handler:
                 if isinstance(answer, ResponsesFormat):
                     answer.read(event)
         return await run_in_threadpool(lambda: LargeResponse(answer.whole()))
+
+    async def continued(
+        self, body: LlamaSampling, prompt: str | list[int], receive: Receive
+    ) -> Response:
+        """Returns the answer to a prompt as llama.cpp does; raises Refusal."""
+        completion = await translated(body, partial(body.completion, prompt))
+        name = completion.model or self._limits.names[0]
+        return await self.answer(
+            completion, receive, partial(LlamaFormat, self._medusa.backbone, body, name)
+        )
+
+    async def infill(self, body: InfillRequest, receive: Receive) -> Response:
+        """Returns the text between two others as llama.cpp does; raises Refusal."""
+        await run_in_threadpool(check_whole, body)
+        backbone = self._medusa.backbone
+        room = body.room(self.context)
+        encode = partial(infill_ids, backbone, body.prefix, body.input_suffix, body.files, room)
+        try:
+            async with self._encoding:
+                prompt = await run_in_threadpool(encode)
+        except UserError as reason:
+            raise self._refusal(reason, "input_prefix") from reason
+        body.stop_token_ids = [*body.stop_token_ids, *infill_ends(backbone)]
+        return await self.continued(body, prompt, receive)
+
+    async def count(self, chat: ChatRequest) -> int:
+        """Returns the number of tokens of a chat's prompt; raises Refusal."""
+        [tokens] = await self._encode(chat)
+        return len(tokens)
 
     async def truncate(self, chat: ChatRequest) -> None:
         """Drops the oldest messages, but for system messages, until the rest fits in the context; raises Refusal.
@@ -604,7 +727,9 @@ class Handler:
         neutral.note(
             name
             for name in ("enable_thinking", "reasoning_effort")
-            if name in body.template and name not in template
+            if name in body.template
+            and name not in {*body.chat_template_kwargs}
+            and name not in template
         )
         own = signature(self._medusa.backbone.tokenizer.apply_chat_template).parameters
         for name in body.chat_template_kwargs:
@@ -648,7 +773,10 @@ class Handler:
 async def _until_gone(
     tickets: list[Ticket], events: asyncio.Queue[tuple[int, Event]], receive: Receive
 ) -> AsyncGenerator[tuple[int, Event]]:
-    """Yields the events of all choices; if the client disconnects or stops reading, its slots are freed."""
+    """Yields the events of all choices, and WAITING while none comes.
+
+    If the client disconnects or stops reading, its slots are freed.
+    """
 
     def abandon() -> None:
         for ticket in tickets:
@@ -663,7 +791,9 @@ async def _until_gone(
     unfinished = len(tickets)
     try:
         while unfinished:
-            index, event = await events.get()
+            index, event = 0, WAITING
+            with suppress(TimeoutError):
+                index, event = await asyncio.wait_for(events.get(), KEEP_ALIVE_S)
             if tickets[0].abandoned:
                 return
             yield index, event

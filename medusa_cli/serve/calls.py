@@ -3,7 +3,7 @@
 import json
 import re
 import secrets
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
 from medusa_cli.decode.answer import partial_stop
@@ -265,6 +265,23 @@ def _whole_call(call: Any, names: Collection[str], marked: bool) -> tuple[str, s
     if isinstance(arguments, str):
         return call["name"], arguments
     return call["name"], json.dumps({} if arguments is None else arguments)
+
+
+def in_order(delta: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yields the parts of a delta in the order of the answer.
+
+    They are ("content", text), ("call", the beginning of a call) and ("arguments", text of the last call).
+    """
+    calls = list(delta.get("tool_calls", ()))
+    while calls and "id" not in calls[0]:  # the rest of the open call
+        yield "arguments", calls.pop(0)["function"]["arguments"]
+    if content := delta.get("content"):
+        yield "content", content
+    for call in calls:
+        if "id" in call:
+            yield "call", call
+        if arguments := call["function"]["arguments"]:
+            yield "arguments", arguments
 
 
 class CallReader:

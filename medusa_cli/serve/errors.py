@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
@@ -11,7 +11,7 @@ from starlette.responses import Response
 from medusa_cli.decode.grammar import KINDS
 from medusa_cli.errors import UserError, cut, in_words, is_out_of_memory, shown
 from medusa_cli.files.io import HALF, is_whole
-from medusa_cli.serve.schema import FORMS, ITEMS
+from medusa_cli.serve.schema import BLOCKS, FORMS, ITEMS
 
 # Seconds after which a client may retry a request for which there was no memory.
 MEMORY_RETRY_S = 10
@@ -21,6 +21,18 @@ TYPES = {
     429: "rate_limit_error",
     500: "server_error",
     503: "server_error",
+}
+
+
+ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
 }
 
 
@@ -35,6 +47,23 @@ class ErrorBody(BaseModel):
     """The body of every refusal, declared for the OpenAPI schema."""
 
     error: ErrorDetail
+
+
+class MessagesError(BaseModel):
+    """The body of a refusal in Anthropic's format."""
+
+    class Detail(BaseModel):
+        type: str
+        message: str
+
+    type: Literal["error"]
+    error: Detail
+
+
+class TextError(BaseModel):
+    """The body of a refusal in Ollama's format."""
+
+    error: str
 
 
 class Refusal(Exception):
@@ -62,8 +91,13 @@ class Refusal(Exception):
         self.kind = kind or TYPES.get(status, "invalid_request_error")
         self.more = dict(more or {})
 
-    def reworded(self, message: str, param: str | None) -> "Refusal":
-        """Returns the same refusal with another message and parameter."""
+    def renamed(self, fields: Mapping[str, str]) -> "Refusal":
+        """Returns the same refusal with another API's names of fields."""
+        field = str(self.param).partition(".")[0]
+        if field not in fields:
+            return self
+        param = fields[field]
+        message = str(self).replace(str(self.param), param)
         given: dict[str, Any] = {
             "code": self.code,
             "retry_s": self.retry_s,
@@ -74,17 +108,26 @@ class Refusal(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
+        """Returns the body in OpenAI's format."""
         error = {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}
         return {"error": {**error, **self.more}}
 
-    def response(self) -> Response:
+    def body_for(self, path: str) -> dict[str, Any]:
+        """Returns the body in the format of the API that a path belongs to."""
+        if path.removeprefix("/v1").startswith("/messages"):
+            kind = ANTHROPIC_TYPES.get(self.status, "invalid_request_error")
+            return {"type": "error", "error": {"type": kind, "message": str(self)}}
+        return {"error": str(self)} if path.startswith("/api/") else self.body
+
+    def response(self, path: str) -> Response:
+        """Returns the response to a request for a path."""
         headers = {} if self.retry_s is None else {"Retry-After": str(self.retry_s)}
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
         if self.status in (408, 413):  # the rest of the body is still on its way
             headers["Connection"] = "close"
         # ASCII, because a request may contain lone surrogates, which UTF-8 cannot encode.
-        return Response(json.dumps(self.body), self.status, headers, "application/json")
+        return Response(json.dumps(self.body_for(path)), self.status, headers, "application/json")
 
 
 def _printable(text: str) -> str:
@@ -175,7 +218,7 @@ def refusal_for_body(errors: Sequence[Mapping[str, Any]]) -> Refusal:
     path = [
         cut(str(part), LONGEST_NAME)
         for part in first["loc"]
-        if part not in ("body", *FORMS, *ITEMS)
+        if part not in ("body", *FORMS, *ITEMS, *BLOCKS)
     ]
     param = ".".join(path) or None
     kind = str(first["type"])

@@ -1,4 +1,7 @@
-"""Prompts for completions with a suffix, which use some models' tokens for filling in the middle."""
+"""Prompts that ask for the text between two others, which use some models' tokens for it."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from medusa_cli.errors import UsageError
 from medusa_cli.model import Backbone
@@ -14,26 +17,83 @@ TOKENS = (
     ("<PRE>", "<SUF>", "<MID>"),
     ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
 )
+# The tokens before a repository's name and a file's, as used by Qwen and StarCoder 2.
+FILE_TOKENS = (("<|repo_name|>", "<|file_sep|>"), ("<repo_name>", "<file_sep>"))
+# Tokens after the middle, which no model names among those that end an answer.
+END_TOKENS = ("<|fim_pad|>", "<fim_pad>", *(token for pair in FILE_TOKENS for token in pair))
+MIN_SUFFIX = 1 / 4  # the share of a prompt that is too long
 
 
-def infill_ids(backbone: Backbone, prefix: str, suffix: str) -> list[int]:
+class File(NamedTuple):
+    """A part of another file."""
+
+    name: str
+    text: str
+
+
+def infill_ids(
+    backbone: Backbone,
+    prefix: str,
+    suffix: str,
+    files: Sequence[File] = (),
+    room: int | None = None,
+) -> list[int]:
     """Returns the token ids of a prompt for the text between two others.
 
-    Raises UsageError if the model has no tokens for filling in the middle.
+    files: parts of other files, which come first. room: the maximum number of tokens; of a longer
+    prompt, the text around the middle is kept. Raises UsageError if the model has no tokens for
+    filling in the middle.
     """
-    vocabulary = backbone.tokenizer.get_vocab()
-    known = next((names for names in TOKENS if all(name in vocabulary for name in names)), None)
+    known = _known(backbone, TOKENS)
     if known is None:
         raise UsageError(
             "@suffix has no effect: this model has no tokens to fill in the middle", "leave it out"
         )
-    before, after, middle = (vocabulary[name] for name in known)
+    before, after, middle = known
     begin = token_ids(backbone, "", begin=True)
-    return [
-        *begin,
-        before,
-        *token_ids(backbone, prefix),
-        after,
-        *token_ids(backbone, suffix),
-        middle,
-    ]
+    first = token_ids(backbone, prefix)
+    last = token_ids(backbone, suffix)
+    context = _file_ids(backbone, files) if files else []
+    if room is not None:
+        room = max(0, room - len(begin) - len(known))
+        last = last[: max(int(room * MIN_SUFFIX), room - len(first))]
+        first = _end(first, room - len(last))
+        context = _end(context, room - len(last) - len(first))
+    return [*begin, *context, before, *first, after, *last, middle]
+
+
+def infill_ends(backbone: Backbone) -> list[int]:
+    """Returns the ids of the tokens that end the text in the middle, besides the model's own."""
+    vocabulary = backbone.tokenizer.get_vocab()
+    return [vocabulary[token] for token in END_TOKENS if token in vocabulary]
+
+
+def can_infill(backbone: Backbone) -> bool:
+    return _known(backbone, TOKENS) is not None
+
+
+def _known(backbone: Backbone, names: Sequence[tuple[str, ...]]) -> list[int] | None:
+    """Returns the ids of the first tokens that are all in the vocabulary."""
+    vocabulary = backbone.tokenizer.get_vocab()
+    for tokens in names:
+        if all(token in vocabulary for token in tokens):
+            return [vocabulary[token] for token in tokens]
+    return None
+
+
+def _file_ids(backbone: Backbone, files: Sequence[File]) -> list[int]:
+    """Returns the token ids of parts of other files, in the form that llama.cpp gives them."""
+    known = _known(backbone, FILE_TOKENS)
+    if known is None:
+        text = "".join(f"\n\n--- snippet ---\n\n{file.text}" for file in files)
+        return token_ids(backbone, text)
+    repository, separator = known
+    ids = [repository, *token_ids(backbone, "myproject\n")]
+    for file in files:
+        ids += [separator, *token_ids(backbone, f"{file.name or 'tmp'}\n{file.text}")]
+    return [*ids, separator, *token_ids(backbone, "filename\n")]
+
+
+def _end(tokens: list[int], count: int) -> list[int]:
+    """Returns the last tokens."""
+    return tokens[max(0, len(tokens) - count) :]

@@ -23,9 +23,26 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 OPEN = ("/health", "/metrics", "/openapi.json", "/version", "/")  # served without a key
-ANSWERING = ("/chat/completions", "/completions", "/responses", "/models")  # also below /v1
+# Also below /v1.
+ANSWERING = (
+    "/chat/completions",
+    "/completions",
+    "/responses",
+    "/models",
+    "/messages",
+    "/messages/count_tokens",
+)
 PATHS = (*OPEN, *ANSWERING, *(f"/v1{path}" for path in ANSWERING))
-PATHS += ("/tokenize", "/detokenize", "/apply-template", "/props", "/slots")
+PATHS += (
+    "/tokenize",
+    "/detokenize",
+    "/apply-template",
+    "/props",
+    "/slots",
+    "/completion",
+    "/infill",
+)
+PATHS += tuple(f"/api/{name}" for name in ("chat", "generate", "tags", "show", "version"))
 # A request id chosen by the client, which the response repeats.
 REQUEST_ID = re.compile(r"[!-~]{1,128}")
 log = logging.getLogger(__name__)
@@ -102,6 +119,8 @@ class Middleware:
                 status = message["status"]
                 answered = MutableHeaders(scope=message)
                 answered["x-request-id"] = request_id
+                # The name in Anthropic's API.
+                answered["request-id"] = request_id
                 if ignored:
                     answered[neutral.HEADER] = ", ".join(ignored)
                 self._metrics.responses.labels(path, str(status)).inc()
@@ -128,13 +147,13 @@ class Middleware:
                 self._check_key(headers)
             body = await asyncio.wait_for(self._read(headers, receive), self._limits.body_s)
         except Refusal as reason:
-            await reason.response()(scope, receive, counted)
+            await reason.response(scope["path"])(scope, receive, counted)
             return
         except TimeoutError:
             slow = Refusal(
                 408, f"the body took more than {self._limits.body_s:g} s", code="timeout"
             )
-            await slow.response()(scope, receive, counted)
+            await slow.response(scope["path"])(scope, receive, counted)
             return
         if body is None:  # the client has disconnected
             return

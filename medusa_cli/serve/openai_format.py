@@ -7,19 +7,20 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Sequence
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from starlette.concurrency import run_in_threadpool
 
 from medusa_cli import __version__
-from medusa_cli.decode import Likelihood, Stats
+from medusa_cli.decode import Answer, Likelihood, Stats
 from medusa_cli.decode.text_stream import REPLACEMENT
 from medusa_cli.model import Backbone
+from medusa_cli.serve.answer_format import KEEP_ALIVE, sse
 from medusa_cli.serve.calls import CallReader
 from medusa_cli.serve.errors import failure
-from medusa_cli.serve.scheduler import Event, Ticket
+from medusa_cli.serve.scheduler import WAITING, Event, Ticket
 from medusa_cli.serve.schema import ChatRequest, CompletionRequest
 
 # OpenAI's log probability of an impossible token, because JSON has no infinity.
@@ -35,16 +36,10 @@ class TokenLogprob(NamedTuple):
     logprob: float | None
 
 
-def sse(data: dict[str, Any], name: str | None = None) -> str:
-    """Returns a server-sent event."""
-    head = "" if name is None else f"event: {name}\n"
-    # ASCII, because JSON may contain U+2028 and similar characters, which many clients mistake for
-    # the end of a line.
-    return f"{head}data: {json.dumps(data)}\n\n"
-
-
 class OpenAIFormat:
     """Formats the answers to one request. All chunks have the same id, time and model; each choice has an index."""
+
+    media = "text/event-stream"
 
     def __init__(
         self, backbone: Backbone, body: ChatRequest | CompletionRequest, tickets: Sequence[Ticket]
@@ -105,6 +100,13 @@ class OpenAIFormat:
                 if event.error is not None:
                     yield sse(failure(event.error).body)
                     return
+                if event is WAITING:
+                    yield KEEP_ALIVE
+                    continue
+                if event.progress is not None:
+                    chunk = {**self.chunk(index, event), "prompt_progress": asdict(event.progress)}
+                    yield sse({**chunk, **usage()})
+                    continue
                 if index in unsent:
                     unsent.remove(index)
                     length = len(self._tickets[index].request.prompt)
@@ -270,10 +272,7 @@ class OpenAIFormat:
         answer = self._tickets[index].answer
         if answer.finish_reason != "stop":
             return {"stop_reason": None, "matched_stop": None}
-        whole = self._backbone.decode(answer.tokens, self._backbone.special_ids)
-        found = [(whole.find(stop), stop) for stop in self._asked.stop_strings if stop in whole]
-        if found:
-            _, stop = min(found)
+        if stop := stop_string_of(self._backbone, answer, self._asked.stop_strings):
             return {"stop_reason": stop, "matched_stop": stop}
         last = answer.tokens[-1]
         asked = last in self._asked.stop_token_ids
@@ -327,6 +326,13 @@ class OpenAIFormat:
         if own is None:
             return None if REPLACEMENT in token.text else list(token.text.encode())
         return list(own)
+
+
+def stop_string_of(backbone: Backbone, answer: Answer, stops: Sequence[str]) -> str | None:
+    """Returns the stop string that ended an answer with the reason "stop", if one did."""
+    whole = backbone.decode(answer.tokens, backbone.special_ids)
+    matches = [(whole.find(stop), stop) for stop in stops if stop in whole]
+    return min(matches)[1] if matches else None
 
 
 def speculative_figures(tickets: Sequence[Ticket], by_position: bool = False) -> dict[str, Any]:

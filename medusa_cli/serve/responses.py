@@ -3,17 +3,16 @@
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Discriminator, Field, Tag, field_validator, model_validator
 
 from medusa_cli.errors import shown
 from medusa_cli.serve import neutral
-from medusa_cli.serve.calls import CallReader
-from medusa_cli.serve.errors import Refusal, failure
-from medusa_cli.serve.openai_format import speculative_figures, sse
+from medusa_cli.serve.answer_format import AnswerFormat, sse
+from medusa_cli.serve.calls import CallReader, in_order
+from medusa_cli.serve.errors import Refusal
+from medusa_cli.serve.openai_format import speculative_figures
 from medusa_cli.serve.scheduler import Event, Ticket
 from medusa_cli.serve.schema import (
     FORM,
@@ -280,12 +279,13 @@ def _named(tool: ChosenTool) -> dict[str, Any]:
 SHARED = {*Sampling.model_fields, *TemplateOptions.model_fields}
 
 
-class ResponsesFormat:
+class ResponsesFormat(AnswerFormat):
     """Formats the answer to one request as items (messages and calls), and as the events that announce them."""
 
     def __init__(self, body: ResponsesRequest, chat: ChatRequest, ticket: Ticket) -> None:
+        super().__init__(ticket)
         self._body = body
-        self._ticket = ticket
+        self._model = chat.model
         # What holds if the request does not say it.
         self._several = not chat.required
         if body.parallel_tool_calls is not None:
@@ -305,26 +305,23 @@ class ResponsesFormat:
         """Returns the finished response, whose events `read` has received."""
         return self._response(ended=True)
 
+    def begin(self) -> list[str]:
+        names = ("response.created", "response.in_progress")
+        return [self._event(name, response=self._response()) for name in names]
+
     def read(self, event: Event) -> list[str]:
         """Adds an event's text to the items; returns the events of a stream."""
-        return self._add("".join(piece.text for piece in event.pieces), event.last)
+        events = self._add("".join(piece.text for piece in event.pieces), event.last)
+        if event.last:
+            cut = self._ticket.answer.finish_reason == "length"
+            name = "response.incomplete" if cut else "response.completed"
+            events.append(self._event(name, response=self._response(ended=True)))
+        return events
 
-    async def stream(self, events: AsyncGenerator[tuple[int, Event]]) -> AsyncIterator[str]:
-        """Yields the response as named server-sent events."""
-        async with aclosing(events):
-            for name in ("response.created", "response.in_progress"):
-                yield self._event(name, response=self._response())
-            async for _, event in events:
-                if event.error is not None:
-                    error = {"code": "server_error", "message": str(failure(event.error))}
-                    failed = {**self._response(), "status": "failed", "error": error}
-                    yield self._event("response.failed", response=failed)
-                    return
-                for item_event in self.read(event):
-                    yield item_event
-        cut = self._ticket.answer.finish_reason == "length"
-        response = self._response(ended=True)
-        yield self._event("response.incomplete" if cut else "response.completed", response=response)
+    def failed(self, reason: Refusal) -> str:
+        error = {"code": "server_error", "message": str(reason)}
+        response = {**self._response(), "status": "failed", "error": error}
+        return self._event("response.failed", response=response)
 
     def _event(self, name: str, /, **fields: Any) -> str:
         self._sequence += 1
@@ -336,45 +333,39 @@ class ResponsesFormat:
         if self._calls is not None:
             delta = self._calls.feed(text, last)
         events = []
-        calls = list(delta.get("tool_calls", ()))
-        while calls and "id" not in calls[0]:  # the rest of the open call
-            events += self._add_arguments(calls.pop(0)["function"]["arguments"])
-        if content := delta.get("content"):
-            if not self._open or self._items[-1]["type"] != "message":
-                events += self._begin(
-                    {"id": _new_id("msg"), "type": "message", "role": "assistant", "content": []}
-                )
-                part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-                events.append(
-                    self._event(
-                        "response.content_part.added", **self._place(), content_index=0, part=part
-                    )
-                )
-                self._items[-1]["content"] = [dict(part)]
-            self._items[-1]["content"][0]["text"] += content
-            place = {**self._place(), "content_index": 0, "logprobs": []}
-            events.append(self._event("response.output_text.delta", **place, delta=content))
-        for call in calls:
-            function = call["function"]
-            if "id" in call:
-                item = {
+        for kind, part in in_order(delta):
+            if kind == "content":
+                events += self._add_content(part)
+            elif kind == "arguments":
+                self._items[-1]["arguments"] += part
+                name = "response.function_call_arguments.delta"
+                events.append(self._event(name, **self._place(), delta=part))
+            else:
+                name = part["function"]["name"]
+                call = {
                     "id": _new_id("fc"),
                     "type": "function_call",
-                    "call_id": call["id"],
-                    "name": function["name"],
-                    **self._namespaces.get(function["name"], {}),
+                    "call_id": part["id"],
+                    "name": name,
+                    **self._namespaces.get(name, {}),
                 }
-                events += self._begin({**item, "arguments": ""})
-            events += self._add_arguments(function["arguments"])
+                events += self._begin({**call, "arguments": ""})
         return events + (self._end(last) if last else [])
 
-    def _add_arguments(self, arguments: str) -> list[str]:
-        """Adds to the arguments of the open call; returns the events."""
-        if not arguments:
-            return []
-        self._items[-1]["arguments"] += arguments
-        name = "response.function_call_arguments.delta"
-        return [self._event(name, **self._place(), delta=arguments)]
+    def _add_content(self, text: str) -> list[str]:
+        """Adds text to the open message, or to a new one; returns the events."""
+        events = []
+        if not self._open or self._items[-1]["type"] != "message":
+            events = self._begin(
+                {"id": _new_id("msg"), "type": "message", "role": "assistant", "content": []}
+            )
+            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+            place = {**self._place(), "content_index": 0}
+            events.append(self._event("response.content_part.added", **place, part=part))
+            self._items[-1]["content"] = [dict(part)]
+        self._items[-1]["content"][0]["text"] += text
+        place = {**self._place(), "content_index": 0, "logprobs": []}
+        return [*events, self._event("response.output_text.delta", **place, delta=text)]
 
     def _place(self) -> dict[str, Any]:
         return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
@@ -451,7 +442,7 @@ class ResponsesFormat:
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
             "metadata": body.metadata or {},
-            "model": body.model,
+            "model": self._model,
             "output": self._items if ended else [],
             "parallel_tool_calls": self._several,
             "previous_response_id": None,
@@ -464,15 +455,6 @@ class ResponsesFormat:
             "tool_choice": "auto",
             **given,
         }
-
-
-def in_responses(reason: Refusal) -> Refusal:
-    """Returns a chat's refusal, with the field names of /v1/responses."""
-    field = str(reason.param).partition(".")[0]
-    if field in FIELDS:
-        text = str(reason).replace(str(reason.param), FIELDS[field])
-        return reason.reworded(text, FIELDS[field])
-    return reason
 
 
 def _is_json(text: str) -> bool:

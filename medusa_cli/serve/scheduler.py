@@ -27,14 +27,32 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
+class Progress:
+    """Holds how many of a prompt's tokens are cached and run, out of all, and the milliseconds so far."""
+
+    total: int
+    cache: int
+    processed: int
+    time_ms: int
+
+
+@dataclass(frozen=True)
 class Event:
-    """Holds the text and tokens that a step added to an answer; the last event may carry an error instead."""
+    """Holds the text and tokens that a step added to an answer; the last event may carry an error instead.
+
+    progress: set for an event without a step, which comes while the prompt is run.
+    """
 
     pieces: list[Piece] = field(default_factory=list)
     likelihoods: tuple[Likelihood, ...] = ()
     error: Exception | None = None
     last: bool = False
     tokens: list[int] = field(default_factory=list)
+    progress: Progress | None = None
+
+
+# An event of an answer for which there is nothing to say yet.
+WAITING = Event()
 
 
 @dataclass(eq=False)
@@ -45,6 +63,7 @@ class Ticket:
     prompt tokens from the prefix cache. drafts: the number of steps with draft
     tokens. accepted_at: for each position, the number of steps that accepted a draft token there.
     abandoned: nobody waits for the answer, so the scheduler frees its slot before the next step.
+    reports: tell the client of each piece of the prompt that is run.
     """
 
     request: Request
@@ -56,6 +75,7 @@ class Ticket:
     drafts: int = 0
     accepted_at: list[int] = field(default_factory=list)
     abandoned: bool = False
+    reports: bool = False
 
     @property
     def seconds(self) -> float:
@@ -75,12 +95,23 @@ class Prompt:
     ticket: Ticket
     sequence: Sequence
     pieces: Generator[tuple[Sequence, Step | None]]
+    started: float = field(default_factory=time.perf_counter)
 
     @property
     def left(self) -> int:
         """Returns the number of tokens that have not been run, or that the drafter has not read since."""
         unread = sum(len(new.tokens) for new in self.sequence.unread)
         return len(self.ticket.request.prompt) - len(self.sequence.tokens) + unread
+
+    def report(self) -> None:
+        """Tells the client how far the prompt is, if it wants to know."""
+        if self.ticket.reports:
+            total = len(self.ticket.request.prompt)
+            cached = self.sequence.reused
+            # The last piece also gives the first token of the answer.
+            processed = min(len(self.sequence.tokens), total)
+            time_ms = round(1000 * (time.perf_counter() - self.started))
+            self.ticket.deliver(Event(progress=Progress(total, cached, processed, time_ms)))
 
 
 class Scheduler:
@@ -204,6 +235,7 @@ class Scheduler:
                 continue
             self._running[sequence] = ticket
             self._prompts.append(Prompt(ticket, sequence, pieces))
+            self._prompts[-1].report()
 
     def _prefill(self) -> None:
         """Runs one piece of one prompt; each piece is followed by a step of the running requests.
@@ -223,6 +255,7 @@ class Scheduler:
             self._release(prompt.sequence)
             self._fail(prompt.ticket, reason)
             return
+        prompt.report()
         if first is not None:
             self._prompts.remove(prompt)
             ticket = prompt.ticket

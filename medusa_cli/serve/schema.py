@@ -44,6 +44,7 @@ MAX_BIAS = 100
 # names of forms.
 TEXT, LIST, TEXTS, LISTS, OBJECT = FORMS = "<text>", "<list>", "<texts>", "<lists>", "<object>"
 ITEMS = "<message>", "<function_call>", "<function_call_output>"
+BLOCKS = TEXT, "<tool_use>", "<tool_result>"
 FORM = Discriminator(lambda value: LIST if isinstance(value, list) else TEXT)
 StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP)]
 BiasKey = Annotated[int, Field(ge=0)] | Annotated[str, Field(min_length=1)]
@@ -388,6 +389,7 @@ class Sampled(Sampling):
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_TOP)
     return_token_ids: bool = False
     echo: bool = False
+    return_progress: bool = Field(False, description="tell in streams how far the prompt is")
 
     @model_validator(mode="after")
     def _reported_whole(self) -> "Sampled":
