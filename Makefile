@@ -1,6 +1,6 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help install demo style check test test-avx2 test-emulated test-arm test-slow crash fuzz package sanitize bench-decode bench-serve bench-busy bench-gpu bench-arm reproduce docs verify-hf verify-vllm verify-bench verify-llama-cpp soak help-page models-page demo-picture clean
+.PHONY: help install demo style check test test-avx2 test-emulated test-arm test-slow crash fuzz package sanitize bench-decode bench-serve bench-busy bench-gpu bench-arm reproduce docs verify-hf verify-vllm verify-bench verify-llama-cpp verify-clients soak help-page models-page demo-picture clean
 
 # Any build of torch will do, e.g. make install TORCH='torch==2.13.0+cpu'
 TORCH ?= torch==2.13.0
@@ -172,6 +172,14 @@ verify-hf: $(READY) ## the exported default model in transformers alone: 20 ques
 	$(BIN)/medusa export --to hf --output $(ENGINES)/hf --overwrite
 	$(BIN)/python -m tests.engines.reference --questions $(HF_ASKED) --tokens $(HF_TOKENS) --timed > $(ENGINES)/hf.json
 	$(BIN)/python tests/engines/check.py hf $(ENGINES)/hf.json $(ENGINES)/hf
+
+CLIENTS := $(ENGINES)/clients
+
+verify-clients: ## the clients of Anthropic and Ollama, and Claude Code, against the server at URL with the model MODEL
+	$(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/pip install --quiet anthropic ollama
+	npm install --silent --prefix $(CLIENTS) @anthropic-ai/claude-code
+	$(CLIENTS)/bin/python tests/engines/clients.py $(URL) $(MODEL) $(CLIENTS)/node_modules/.bin/claude
 
 $(ENGINES)/eagle3.json: $(READY)
 	mkdir -p $(ENGINES)
