@@ -104,10 +104,12 @@ class HeadDrafter(Scoring):
         super().__init__()
         self.config = config
         self.num_heads = config.num_heads
-        if config.vocabulary == "draft":
-            ids = torch.zeros(config.draft_vocab_size or 0, dtype=torch.long)
-        else:
-            ids = torch.arange(config.vocab_size)
+        is_draft = config.vocabulary == "draft"
+        size = (config.draft_vocab_size or 0) if is_draft else config.vocab_size
+        ids = torch.zeros(size, dtype=torch.long)
+        # On the meta device, torch.arange imports sympy.
+        if not is_draft and not ids.is_meta:
+            ids = torch.arange(size)
         self.register_buffer("draft_ids", ids, persistent=False)
         learnt = config.vocabulary != "shared" and "own" in self.vocabularies
         count = 0
