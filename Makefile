@@ -1,6 +1,6 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help install demo style check test test-avx2 test-emulated test-arm test-slow crash fuzz package sanitize bench-decode bench-serve bench-busy bench-gpu bench-arm reproduce docs verify-hf verify-vllm verify-bench verify-llama-cpp verify-clients soak help-page models-page demo-picture clean
+.PHONY: help install demo style check test test-avx2 test-emulated test-arm test-slow crash fuzz package sanitize sanitize-quick bench-decode bench-serve bench-busy bench-gpu bench-arm reproduce docs verify-hf verify-vllm verify-bench verify-llama-cpp verify-clients soak help-page models-page demo-picture clean
 
 # Any build of torch will do, e.g. make install TORCH='torch==2.13.0+cpu'
 TORCH ?= torch==2.13.0
@@ -94,12 +94,17 @@ package: $(READY) $(ZIG) ## the wheels of Linux and macOS, checked; this machine
 		env/bin/medusa --help > /dev/null && env/bin/medusa chat --model smollm2-135m --engine native --prompt hi --max-new-tokens 8 && \
 		env/bin/python -c 'import medusa_cli; assert "build/package/env" in medusa_cli.__file__, medusa_cli.__file__'
 
-# Without -fno-sanitize-recover, undefined behavior is printed, where pytest hides it, and the tests pass.
-SANITIZERS := -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -O1
+# Without -fno-sanitize-recover, undefined behavior is printed, where pytest hides it, and the tests pass. -UNDEBUG
+# turns on the library's asserts.
+SANITIZERS := -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -O1 -UNDEBUG
 
-sanitize: $(READY) ## the native tests over a library that checks its memory and arithmetic
+sanitize-quick: $(READY) ## the self-test over a library that checks its memory, its arithmetic and its asserts
 	mkdir -p build/sanitize
 	$(BIN)/python medusa_cli/native/build.py build/sanitize/libmedusa.so $(SANITIZERS)
+	$(BIN)/python medusa_cli/native/build.py selftest build/sanitize/selftest build/sanitize/libmedusa.so $(SANITIZERS)
+	ASAN_OPTIONS=detect_leaks=0 build/sanitize/selftest
+
+sanitize: sanitize-quick ## the native tests over the same library
 	LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libubsan.so)" ASAN_OPTIONS=detect_leaks=0 \
 		MEDUSA_LIBRARY=build/sanitize/libmedusa.so HF_HUB_OFFLINE=1 $(BIN)/pytest -q tests/test_native.py tests/test_native_layer.py tests/test_native_states.py
 

@@ -8,6 +8,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cassert>
 
 #include "simd.h"
 
@@ -31,6 +32,7 @@ struct AttentionMask {
 // the number of positions that a row sees; 0 for no bound, without which no position is read.
 inline void build_mask(AttentionMask& mask, int64_t rows, int64_t columns, int64_t prefix, const uint8_t* seen,
                        int64_t stride, const int32_t* positions, int64_t window) {
+  assert(prefix >= 0 && 1 <= rows && rows <= columns && columns <= stride);
   const int64_t first = prefix / 16;
   const int64_t tiles = (prefix + columns - 1) / 16 - first + 1;
   mask.prefix = prefix;
@@ -40,6 +42,8 @@ inline void build_mask(AttentionMask& mask, int64_t rows, int64_t columns, int64
   mask.bits.assign(rows * tiles, 0);
   for (int64_t r = 0; r < rows; r++) {
     const int64_t own = columns - rows + r;
+    // No row is without a column, whose softmax would be 0 / 0.
+    assert(seen[r * stride + own]);
     const int64_t lowest = window ? std::max<int64_t>(0, positions[own] - window + 1) : 0;
     mask.lowest[r] = std::min(lowest, prefix);
     uint16_t* bits = &mask.bits[r * tiles];
@@ -152,6 +156,7 @@ struct AttentionBuffers {
 inline void attend(const float* const* queries, const int64_t* rows, int count, const AttentionMask& mask,
                    const float* keys, const float* values, int64_t dim, int64_t padded, float scale, float cap,
                    const float* sinks, AttentionBuffers& buffers, float* const* outputs) {
+  assert(1 <= count && count <= kQueries && padded % 16 == 0 && dim <= padded);
   int64_t lowest = mask.lowest[rows[0]], last = 0;
   for (int i = 0; i < count; i++) {
     lowest = std::min(lowest, mask.lowest[rows[i]]);

@@ -23,6 +23,8 @@ SOURCES = Path(__file__).parent
 LIBRARY = "libmedusa.so"
 # The bits of a matmul's rows must not depend on which operations a compiler contracts.
 FLAGS = ["-std=c++17", "-O3", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-g0", "-Wall"]
+# Asserts are for `make sanitize`, which takes this back with -UNDEBUG.
+FLAGS += ["-DNDEBUG"]
 # GCC 12 warns that its own AVX-512 header reads uninitialized values.
 QUIET = ["-Wno-uninitialized", "-Wno-maybe-uninitialized", "-Wno-unknown-warning-option"]
 COMMON = ("pool", "formats", "library")

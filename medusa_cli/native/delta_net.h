@@ -128,6 +128,7 @@ inline void delta_rule_rows(const Model& m, const Walk& walk, const float* rows,
 }
 
 inline float* state_of(const Model& m, const Cache& cache, const Layer& layer, int64_t slot) {
+  assert(0 <= slot && slot < cache.slots && 0 <= layer.place && layer.place < m.delta_layers);
   return cache.states + (slot * m.delta_layers + layer.place) * DeltaState(m).all;
 }
 

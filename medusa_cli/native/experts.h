@@ -65,6 +65,7 @@ inline void choose_experts(const Model& m, const Layer& layer, float* scores, Pi
     for (; at && better(i, picks[at - 1].expert); at--) picks[at] = picks[at - 1];
     picks[at].expert = i;
   }
+  assert(count == m.top_experts);
   std::sort(picks, picks + count, [](const Pick& a, const Pick& b) { return a.expert < b.expert; });
   float total = 0;
   for (int64_t i = 0; i < count; i++) total += scores[picks[i].expert];
@@ -77,6 +78,7 @@ inline void choose_experts(const Model& m, const Layer& layer, float* scores, Pi
 // Returns the matrix of one expert; the experts' matrices lie one after another.
 inline Matrix of_expert(const Matrix& all, int64_t experts, int64_t expert) {
   const int64_t tile_bytes = all.k / info(all.format).block * info(all.format).tile_bytes;
+  assert(0 <= expert && expert < experts && all.n % experts == 0 && all.n / experts % kTile == 0);
   Matrix own = all;
   own.n = all.n / experts;
   own.tiles += expert * (own.n / kTile) * tile_bytes;

@@ -13,6 +13,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cassert>
 
 #include "amx.h"
 #include "structures.h"
@@ -56,6 +57,7 @@ constexpr float kLeastSize = 1e-30f;
 
 // Rounds inputs first .. end - 1 (multiples of 32) of one row to 8 bits.
 inline void round_row(const Rows& row, int64_t first, int64_t end) {
+  assert(row.q && first % kUnit == 0 && end % kUnit == 0 && 0 <= first && end <= row.stride);
   for (int64_t g = first / 32; g < end / 32; g++) {
     const float* x = row.x + 32 * g;
     const F a = load(x), b = load(x + 16);
@@ -339,6 +341,9 @@ inline void multiply(const Matrix& m, const Rows& x, int64_t rows, int64_t first
   Bytes bytes;
   Floats floats;
   const FormatInfo& f = info(m.format);
+  assert(m.tiles && m.k % f.block == 0 && 0 <= first && first <= end && (end - 1) * kTile < m.n);
+  assert(x.stride % kUnit == 0 && x.stride >= m.k && ldy >= (end - first) * kTile);
+  assert(!m.int8_rows || (x.q && !is_float(m.format)));
   const int64_t tile_bytes = m.k / f.block * f.tile_bytes;
   for (int64_t row = 0; row < rows; row += kPanel) {
     const int64_t count = std::min(kPanel, rows - row);

@@ -6,6 +6,8 @@
 //                          \ 2
 #pragma once
 
+#include <cassert>
+
 #include "simd.h"
 
 namespace medusa {
@@ -37,10 +39,12 @@ inline void find_parents(const uint8_t* seen, int64_t stride, int64_t rows, int6
 // Finds the inputs of the last `kernel` rows on the path that ends at `row`. The inputs of `row`
 // come last; inputs from before the beginning are null.
 inline void path_inputs(const PathInputs& slot, int64_t row, int64_t kernel, const float** inputs) {
+  assert(row >= 0 && 1 <= kernel && kernel <= kKernel);
   int64_t at = row;
   for (int64_t k = kernel - 1; k >= 0; k--) {
     if (at >= 0) {
       inputs[k] = slot.rows + at * slot.row_stride;
+      assert(-1 <= slot.parents[at] && slot.parents[at] < at);
       at = slot.parents[at];
     } else {
       inputs[k] = -at <= slot.known ? slot.end + at * slot.stride : nullptr;

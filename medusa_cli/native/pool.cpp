@@ -1,6 +1,7 @@
 #include "pool.h"
 
 #include <algorithm>
+#include <cassert>
 #include <exception>
 #include <new>
 
@@ -56,6 +57,7 @@ Pool::~Pool() {
 int Pool::threads() const { return static_cast<int>(workers_.size()) + 1; }
 
 void Pool::start(int64_t shares, Function function, const void* context) {
+  assert(0 <= shares && shares <= kMask);
   function_ = function;
   context_ = context;
   done_.store(0, std::memory_order_relaxed);

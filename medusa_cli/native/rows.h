@@ -21,6 +21,7 @@ template <class T>
 class Buffer {
  public:
   T* reserve(int64_t count) {
+    assert(count >= 0);
     if (count > size_) {
       memory_.reset(new T[count + 64 / sizeof(T)]);
       size_ = count;
@@ -142,6 +143,7 @@ void matmuls(Pool& pool, const Rows& x, int64_t rows, const Target (&targets)[N]
   int64_t first_share[N + 1] = {0}, together[N];
   for (int i = 0; i < N; i++) {
     const Matrix& m = *targets[i].matrix;
+    assert(targets[i].ldy >= padded(m.n, kTile));
     together[i] = tiles_of_share(pool, tiles_of(m), m.k, rows);
     first_share[i + 1] = first_share[i] + (tiles_of(m) + together[i] - 1) / together[i];
   }
@@ -173,6 +175,7 @@ class Shares {
   void take(int64_t share, const Work& work) const {
     const auto job =
         std::upper_bound(jobs_.begin(), jobs_.end(), share, [](int64_t s, const Job& j) { return s < j.end; });
+    assert(job != jobs_.end());
     const int64_t first = (share - job->first) * job->together;
     work(job - jobs_.begin(), first, std::min(job->parts, first + job->together));
   }

@@ -42,6 +42,8 @@ void write_kv(Pool& pool, const Model& m, const Layer& layer, const List<Span>& 
     float* row = qkv + r * widths.all;
     const Span& span = span_of(spans, r);
     const int64_t column = span.column + r - span.first;
+    assert(0 <= column && column < span.capacity && span.capacity % 16 == 0);
+    assert(layer.table < 0 || (0 <= positions[r] && positions[r] < m.positions));
     const float* cos = layer.table < 0 ? nullptr : m.cos[layer.table] + positions[r] * half;
     const float* sin = layer.table < 0 ? nullptr : m.sin[layer.table] + positions[r] * half;
     if (m.whole_norms && layer.query_norm) {
@@ -94,6 +96,7 @@ void attend_all(Pool& pool, const Model& m, const Layer& layer, const List<Span>
       int64_t rows[kQueries];
       for (int64_t i = 0; i < count; i++) {
         rows[i] = (first + i) / groups;
+        assert(rows[i] < span.rows && span.mask->last[rows[i]] <= span.capacity);
         const int64_t query = head * groups + (first + i) % groups;
         const int64_t row = span.first + rows[i], at = query * dim;
         if (own_sinks) sinks[i] = own_sinks[query];

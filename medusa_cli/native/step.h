@@ -23,17 +23,22 @@ struct Functions {
 
 // These return where the keys and the values of one head begin in the cache.
 static inline float* keys_of(const Model& m, const Cache& cache, const Layer& layer, int64_t slot, int64_t head) {
+  assert(0 <= slot && slot < cache.slots && layer.place >= 0 && 0 <= head && head < layer.kv);
+  assert((head + 1) * layer.dim <= m.key_width);
   const int64_t part = layer.place * cache.slots + cache.parts[slot];
   return cache.keys + (part * m.key_width + head * layer.dim) * cache.capacity;
 }
 
 static inline float* values_of(const Model& m, const Cache& cache, const Layer& layer, int64_t slot, int64_t head) {
+  assert(0 <= slot && slot < cache.slots && layer.place >= 0 && 0 <= head && head < layer.kv);
+  assert((head + 1) * padded(layer.dim, 16) <= m.value_width);
   const int64_t part = layer.place * cache.slots + cache.parts[slot];
   return cache.values + (part * m.value_width + head * padded(layer.dim, 16)) * cache.capacity;
 }
 
 // Returns where the inputs of a short convolution begin in the cache.
 static inline float* inputs_of(const Model& m, const Cache& cache, const Layer& layer, int64_t slot) {
+  assert(0 <= slot && slot < cache.slots && layer.place >= 0);
   const int64_t part = layer.place * cache.slots + cache.parts[slot];
   return cache.inputs + part * cache.capacity * m.hidden;
 }

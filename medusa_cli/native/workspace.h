@@ -32,6 +32,7 @@ struct Span {
 inline const Span& span_of(const List<Span>& spans, int64_t row) {
   const auto after =
       std::upper_bound(spans.begin(), spans.end(), row, [](int64_t r, const Span& span) { return r < span.first; });
+  assert(after != spans.begin() && row < (after - 1)->first + (after - 1)->rows);
   return *(after - 1);
 }
 
