@@ -22,7 +22,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from medusa_cli import Medusa
 from medusa_cli.bench.methods import LLAMA, OPENVINO
 from medusa_cli.bench.peers import llama_method, openvino_method
-from medusa_cli.drafters import MedusaHeads
+from medusa_cli.drafters import Eagle, MedusaHeads
 from medusa_cli.engine import load_backbone
 from medusa_cli.errors import UserError
 from medusa_cli.files import catalogue
@@ -39,6 +39,8 @@ from tests.helpers import (
     generate_plain,
     medusa,
     medusa_json,
+    python,
+    save_run,
     tiny_model,
     tokens_of,
 )
@@ -1529,3 +1531,31 @@ def test_a_later_start_of_chat_reads_each_file_of_the_model_once(
     else:
         # Its first bytes say its format, and samples of its content make its stamp.
         assert opened == 2
+
+
+# Compilers, training and tables of data: a start for decoding needs none of them.
+UNUSED = {
+    *("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "sympy", "mpmath"),
+    *("accelerate", "datasets", "matplotlib", "pandas", "peft", "pyarrow", "scipy", "sklearn"),
+    *("gguf", "starlette", "transformers.modeling_utils", "uvicorn", "xgrammar"),
+}
+CHATTING = """
+import sys
+from medusa_cli.cli import main
+try:
+    main()
+finally:
+    print(*sys.modules, file=sys.stderr)
+"""
+
+
+def test_a_later_start_imports_nothing_that_it_does_not_need(file: Path) -> None:
+    # transformers' config of a Llama imports some of these modules itself.
+    write_gguf(file, arch="qwen2", network=tiny_network("qwen2"))
+    run = save_run(file.parent / "run", str(file), kind=Eagle)
+    words = ("chat", "--run", str(run.path), "--prompt", "ab", "--max-new-tokens", "4")
+    medusa(*words)
+    done = python(f"import sys; sys.argv[1:] = {words!r}\n{CHATTING}", check=True)
+    loaded = set(done.stderr.split())
+    assert "torch" in loaded
+    assert loaded & UNUSED == set()
