@@ -239,16 +239,31 @@ void pack(int32_t format, const uint8_t* file, int64_t k, int64_t first, int64_t
   }
 }
 
+// Returns the nearest integer to a number in [least, most], and to the nearer end of the range for others. Compilers
+// make vectors of this, and calls of std::nearbyint, std::fmin and std::fmax.
+static inline float round_within(float x, float least, float most) {
+  const float above = x > least ? x : least;
+  const float inside = above < most ? above : most;
+  constexpr float kShift = 12582912.0f;  // 1.5 * 2^23: floats of this size have no fraction
+  return (inside + kShift) - kShift;
+}
+
 void round_q8_0(const float* weights, int64_t k, uint8_t* file) {
   for (int64_t b = 0; b < k / 32; b++, weights += 32, file += 34) {
     float largest = 0;
-    for (int i = 0; i < 32; i++) largest = std::fmax(largest, std::fabs(weights[i]));
+    for (int i = 0; i < 32; i++) {
+      const float size = std::fabs(weights[i]);
+      largest = size > largest ? size : largest;
+    }
     const uint16_t d = float_to_half(largest / 127);
     const float scale = half_to_float(d);
     std::memcpy(file, &d, 2);
+    if (!(scale > 0)) {
+      std::memset(file + 2, 0, 32);
+      continue;
+    }
     for (int i = 0; i < 32; i++) {
-      const float level = scale > 0 ? std::nearbyint(weights[i] / scale) : 0;
-      file[2 + i] = static_cast<uint8_t>(static_cast<int8_t>(std::fmax(-127, std::fmin(127, level))));
+      file[2 + i] = static_cast<uint8_t>(static_cast<int8_t>(round_within(weights[i] / scale, -127, 127)));
     }
   }
 }
@@ -257,17 +272,18 @@ void round_q4_1(const float* weights, int64_t k, uint8_t* file) {
   for (int64_t b = 0; b < k / 32; b++, weights += 32, file += 20) {
     float low = weights[0], high = weights[0];
     for (int i = 1; i < 32; i++) {
-      low = std::fmin(low, weights[i]);
-      high = std::fmax(high, weights[i]);
+      low = weights[i] < low ? weights[i] : low;
+      high = weights[i] > high ? weights[i] : high;
     }
     const uint16_t d = float_to_half((high - low) / 15), m = float_to_half(low);
     const float scale = half_to_float(d), offset = half_to_float(m);
     std::memcpy(file, &d, 2);
     std::memcpy(file + 2, &m, 2);
-    uint8_t levels[32];
-    for (int i = 0; i < 32; i++) {
-      const float level = scale > 0 ? std::nearbyint((weights[i] - offset) / scale) : 0;
-      levels[i] = static_cast<uint8_t>(std::fmax(0, std::fmin(15, level)));
+    uint8_t levels[32] = {};
+    if (scale > 0) {
+      for (int i = 0; i < 32; i++) {
+        levels[i] = static_cast<uint8_t>(static_cast<int>(round_within((weights[i] - offset) / scale, 0, 15)));
+      }
     }
     for (int i = 0; i < 16; i++) file[4 + i] = levels[i] | levels[i + 16] << 4;
   }
