@@ -284,7 +284,6 @@ def set_config(**fields: Any) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     ("flaw", "damage"),
     [
-        ("template", lambda model: (model / "chat_template.jinja").unlink()),
         ("running state", set_config(layer_types=["full_attention", "linear_attention"])),
         ("indexer", set_config(layer_types=["indexed_attention", "full_attention"])),
         ("indexer", set_config(index_topk=2048)),

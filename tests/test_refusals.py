@@ -88,6 +88,7 @@ RIGHT = {
 }
 # Exit code, words, and what the message names.
 LINES = [
+    (2, "machine --digest --context 256", "--context"),
     (2, "chat --top-k 5 --temperature 0", "--top-k 5"),
     (2, "chat --top-p 0.5 --temperature 0", "--top-p 0.5"),
     (2, "chat --sampling exact --temperature 0", "--sampling exact"),

@@ -12,7 +12,7 @@ from medusa_cli.engine import load_backbone
 from medusa_cli.files import fetch
 from medusa_cli.files.catalogue import DEFAULT_MODEL, SMALL_MODEL
 from medusa_cli.files.io import read_json
-from medusa_cli.files.model_source import must_be_fetched
+from medusa_cli.files.model_source import ModelSource
 from medusa_cli.model import Backbone
 from medusa_cli.runs.load_options import LoadOptions
 from medusa_cli.runs.run import Run
@@ -65,7 +65,7 @@ def test_shipped_drafter_is_small_whole_and_has_provenance(
 
 @pytest.mark.parametrize("model", PUBLISHED)
 def test_logits_have_the_published_digest(model: str) -> None:
-    if model != SMALL_MODEL and must_be_fetched(model):
+    if model != SMALL_MODEL and ModelSource.of(model).must_be_fetched:
         pytest.skip(f"{model} is not in the cache")
     page = Path(__file__).parent.parent / "docs/engines.md"
     assert f"`{PUBLISHED[model]}`" in page.read_text(encoding="utf-8")

@@ -132,6 +132,7 @@ def run_selftest(wheel: Path, tag: str, zig: Path) -> str | None:
 
 def main(folder: Path, zig: Path) -> None:
     """Builds and checks all wheels, two at a time; ends with 1 if one has a fault."""
+    folder = folder.resolve()
     folder.mkdir(parents=True)
     with ThreadPoolExecutor(2) as pool:
         wheels = list(pool.map(lambda tag: build_wheel(tag, folder, zig), PLATFORMS))

@@ -239,11 +239,11 @@ void pack(int32_t format, const uint8_t* file, int64_t k, int64_t first, int64_t
   }
 }
 
-// Returns the nearest integer to a number in [least, most], and to the nearer end of the range for others. Compilers
-// make vectors of this, and calls of std::nearbyint, std::fmin and std::fmax.
+// Returns the nearest integer to a number in [least, most], and to the nearer end of the range for others, `most` for
+// what is no number. Compilers make vectors of this, and calls of std::nearbyint, std::fmin and std::fmax.
 static inline float round_within(float x, float least, float most) {
-  const float above = x > least ? x : least;
-  const float inside = above < most ? above : most;
+  const float below = x < most ? x : most;
+  const float inside = below > least ? below : least;
   constexpr float kShift = 12582912.0f;  // 1.5 * 2^23: floats of this size have no fraction
   return (inside + kShift) - kShift;
 }
