@@ -135,7 +135,7 @@ def test_a_batch_drafts_for_a_gain_that_covers_its_reading(batch: int, drafts: b
 
 @pytest.mark.parametrize(("batch", "reads"), [(1, True), (8, False)])
 def test_the_mean_of_many_texts_hardly_exceeds_what_is_expected(batch: int, reads: bool) -> None:
-    """Where one text may draft with luck, a drafter reads nothing of eight."""
+    """Drafts may pay for one text that is easier than expected, but not for eight."""
     times = StepTimes({1: 1.0, batch: 1.0, 2 * batch: 1.55}, {1: 0.0})
     assert Clock([SizedTree(Tree.chain(1), 1.6)], times).reads_states(batch) == reads
 

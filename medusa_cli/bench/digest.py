@@ -50,11 +50,11 @@ def digests(backbone: Backbone) -> dict[str, str]:
             why_unavailable() or "leave @engine and @device out, or give another @model",
         )
     used = instruction_set()
-    found = dict[str, str]()
+    by_set = dict[str, str]()
     try:
         for name in instructions():
             library().use(name.encode())
-            found[name] = logits_digest(backbone)
+            by_set[name] = logits_digest(backbone)
     finally:
         library().use(used.encode())
-    return found
+    return by_set

@@ -144,7 +144,7 @@ class InputTool(Strict):
 
 
 class Choice(Strict):
-    """Whether the answer calls a tool, and which."""
+    """Tells whether the answer calls a tool, and which."""
 
     place = "tool_choice."
     type: Literal["auto", "any", "tool", "none"]
