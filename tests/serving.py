@@ -16,7 +16,7 @@ from typing import Any
 from medusa_cli.api import Medusa
 from medusa_cli.serve.middleware import Limits
 from medusa_cli.serve.server import Server, listen
-from tests.helpers import save_model, save_run
+from tests.helpers import byte_tokenizer, save_model, save_run
 
 MODEL = "tiny"
 IDS = [5, 9, 20, 11, 7]
@@ -112,6 +112,18 @@ def serving(medusa: Medusa, uds: Path | None = None, **settings: Any) -> Iterato
                 server.stop()
         thread.join(60)
         assert not thread.is_alive(), "the server did not stop"
+
+
+@contextmanager
+def serving_bytes(folder: Path) -> Iterator[Served]:
+    """Runs a server of a tiny random model that writes bytes, with its drafter and n-grams."""
+    model = save_model(folder / "model", vocab=320, positions=2048)
+    byte_tokenizer().save_pretrained(model)
+    run = save_run(folder / "run", model)
+    with serving(
+        Medusa.from_pretrained(drafter=run.path, tree="static", dtype="fp32", lookup=True)
+    ) as server:
+        yield server
 
 
 def start(

@@ -14,8 +14,8 @@ from medusa_cli.serve.infill import FILE_TOKENS, TOKENS, File, infill_ids
 from medusa_cli.serve.messages import MessagesRequest
 from medusa_cli.serve.ollama import OllamaChat, OllamaGenerate
 from medusa_cli.serve.schema import CompletionRequest
-from tests.helpers import byte_backbone, byte_tokenizer, save_model, save_run, tiny_backbone
-from tests.serving import MODEL, Served, serving
+from tests.helpers import byte_backbone, tiny_backbone
+from tests.serving import MODEL, Served, serving, serving_bytes
 
 pytest.importorskip("llguidance")
 ASK = [{"role": "user", "content": "Ada"}]
@@ -29,13 +29,7 @@ FUNCTION = {"type": "function", "function": {"name": "weather", "parameters": CI
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """Returns a server of a tiny random model that writes bytes."""
-    folder = tmp_path_factory.mktemp("apis")
-    model = save_model(folder / "model", vocab=320, positions=2048)
-    byte_tokenizer().save_pretrained(model)
-    run = save_run(folder / "run", model)
-    with serving(
-        Medusa.from_pretrained(drafter=run.path, tree="static", dtype="fp32", lookup=True)
-    ) as running:
+    with serving_bytes(tmp_path_factory.mktemp("apis")) as running:
         yield running
 
 

@@ -13,7 +13,6 @@ import torch
 from pydantic import BaseModel
 from tokenizers import AddedToken
 
-from medusa_cli.api import Medusa
 from medusa_cli.decode import LogitsOptions, Sampling
 from medusa_cli.decode.grammar import Grammar
 from medusa_cli.decode.lazy_grammar import LazyGrammar, LazyGrammarProcessor, Trigger
@@ -34,17 +33,14 @@ from tests.helpers import (
     PROMPT,
     SPARSE,
     byte_backbone,
-    byte_tokenizer,
     generate,
     generate_plain,
     medusa_drafter,
-    save_model,
-    save_run,
     tiny_backbone,
     tokens_of,
 )
 from tests.schemas import PERSON
-from tests.serving import MODEL, Served, serving
+from tests.serving import MODEL, Served, serving_bytes
 
 jsonschema = pytest.importorskip("jsonschema_rs")
 pytest.importorskip("llguidance")
@@ -82,13 +78,7 @@ class City(BaseModel):
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """Returns a server of a tiny random model that writes bytes."""
-    folder = tmp_path_factory.mktemp("bytes")
-    model = save_model(folder / "model", vocab=320, positions=2048)
-    byte_tokenizer().save_pretrained(model)
-    run = save_run(folder / "run", model)
-    with serving(
-        Medusa.from_pretrained(drafter=run.path, tree="static", dtype="fp32", lookup=True)
-    ) as server:
+    with serving_bytes(tmp_path_factory.mktemp("bytes")) as server:
         yield server
 
 
