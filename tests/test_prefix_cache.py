@@ -11,7 +11,7 @@ import torch
 
 from medusa_cli.decode import Request, Sampling
 from medusa_cli.drafters.heads import HeadDrafter
-from medusa_cli.engine import Cache
+from medusa_cli.engine import Cache, attach
 from medusa_cli.engine.lazy_memory import drop_pages, lazy_zeros
 from medusa_cli.errors import UserError
 from medusa_cli.model import Backbone
@@ -27,8 +27,10 @@ from tests.helpers import (
     rows_of,
     steps_of,
     tiny_backbone,
+    tiny_tokenizer,
     tokens_of,
 )
+from tests.models import tiny_network
 from tests.test_drafters import drafter_of
 
 OPENING = [5, 9, 20, 11, 7, 31, 8, 44, 10, 12]
@@ -271,6 +273,36 @@ def test_rows_survive_growing_keeping_swapping_and_truncating(engine: str) -> No
     assert cache.lengths == [4, 10] and torch.equal(rows_of(cache, 1), before[0])
     cache.truncate(1, 12)  # nothing to forget
     assert cache.lengths == [4, 10]
+
+
+@pytest.mark.parametrize("engine", ["eager", "native", "torch"])
+@pytest.mark.parametrize("model", ["llama", "lfm2", "qwen3_5_text", "qwen3_moe"])
+def test_copied_rows_and_states_have_the_bits_of_run_ones(engine: str, model: str) -> None:
+    backbone = Backbone(tiny_network(model), tiny_tokenizer(128))
+    try:
+        attach(backbone, engine)
+    except UserError as reason:
+        pytest.skip(reason.text)
+    chance = torch.Generator().manual_seed(1)
+    text = torch.randint(5, 128, (50,), generator=chance)
+    cache = backbone.engine.new_cache(2, 1)
+    forward(backbone, text[:37], cache, slot=0, logits="none")
+    states = cache.states_after(0, 37)
+    parts = [(0, 16, cache.rows(0, 0, 16)), (16, 37, cache.rows(0, 16, 37))]
+    expected = forward(backbone, text[37:], cache, slot=0).logits.clone()
+    assert cache.states_after(0, 5) == (None if cache.stateful else [])
+
+    assert states is not None
+    for start, end, rows in parts:
+        cache.fill(1, start, end, rows)
+    cache.set_states(1, states)
+    assert cache.lengths == [50, 37] and cache.reusable(1, 37) == 37
+    assert torch.equal(forward(backbone, text[37:], cache, slot=1).logits, expected)
+    with torch.inference_mode():
+        cache.truncate(1, 37)
+    assert torch.equal(forward(backbone, text[37:], cache, slot=1).logits, expected)
+    with pytest.raises(ValueError, match="another cache"):
+        cache.fill(1, 0, 16, [part.double() for part in parts[0][2]])
 
 
 def test_memory_is_shared_by_slots_of_a_lazy_cache(monkeypatch: pytest.MonkeyPatch) -> None:

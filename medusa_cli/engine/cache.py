@@ -112,6 +112,39 @@ class Cache:
                 buffer[:, slot, :, target] = buffer[:, slot].index_select(2, source)
         self.lengths[slot] = start + len(path)
 
+    def views(self, slot: int, start: int, end: int) -> list[Tensor]:
+        """Returns the parts of the buffers that hold rows start .. end - 1 of a slot; they differ between engines."""
+        buffers = (self.keys, self.values)
+        return [buffer[:, slot, :, start:end] for buffer in buffers if buffer is not None]
+
+    def rows(self, slot: int, start: int, end: int) -> list[Tensor]:
+        """Returns copies of a slot's rows start .. end - 1, which `fill` puts into a slot of a cache of this kind.
+
+        start: a multiple of 16. A cache with running states also needs `states_after` and `set_states`.
+        """
+        return [view.clone() for view in self.views(slot, start, end)]
+
+    @torch.inference_mode()
+    def fill(self, slot: int, start: int, end: int, rows: Sequence[Tensor]) -> None:
+        """Sets rows start .. end - 1 of a slot, with which it then ends.
+
+        Raises ValueError if they are another cache's.
+        """
+        self.reserve(end)
+        views = self.views(slot, start, end)
+        if [_kind(view) for view in views] != [_kind(part) for part in rows]:
+            raise ValueError(f"rows {start} .. {end - 1} are those of another cache")
+        for view, part in zip(views, rows, strict=True):
+            view.copy_(part)
+        self.lengths[slot] = end
+
+    def states_after(self, slot: int, length: int) -> list[Tensor] | None:
+        """Returns copies of a slot's running states after `length` tokens; None if the cache does not have them."""
+        return []
+
+    def set_states(self, slot: int, states: Sequence[Tensor]) -> None:
+        """Sets a slot's running states after its rows; raises ValueError if they are another cache's."""
+
     def compact(self, lengths: Tensor, path: Tensor) -> None:
         """Moves rows lengths[b] + path[b, i] of the first B slots to lengths[b] + i, without the host; path [B, P].
 
@@ -146,3 +179,7 @@ class Cache:
                 buffer[:, slot] = buffer[:, other]
                 buffer[:, other] = part
         self.lengths[slot], self.lengths[other] = self.lengths[other], self.lengths[slot]
+
+
+def _kind(part: Tensor) -> tuple[torch.dtype, torch.Size]:
+    return part.dtype, part.shape

@@ -445,6 +445,14 @@ class NativeCache(StateCache):
             values[place, :, : kv * wide * capacity].unflatten(1, (kv, capacity, wide)),
         )
 
+    def views(self, slot: int, start: int, end: int) -> list[Tensor]:
+        """Returns each place's keys and values, the keys of whole tiles, and the inputs of short convolutions."""
+        views = list[Tensor]()
+        for place in range(self.layers):
+            keys, values = self.at(place, slot)
+            views += [keys[:, start // TILE : padded(end, TILE) // TILE], values[:, start:end]]
+        return [*views, self.inputs[:, self._parts[slot], start:end]]
+
     def resize(self, capacity: int) -> None:
         capacity = padded(capacity, TILE)
         keys, values, inputs = self._zeros(capacity)

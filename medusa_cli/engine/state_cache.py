@@ -1,5 +1,6 @@
 """A cache with running states, which cannot be truncated as rows can: slots return to snapshots instead."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -63,6 +64,26 @@ class StateCache(Cache):
                 *self._snapshots[slot][1 - SNAPSHOTS :],
                 Snapshot(length, states),
             ]
+
+    def states_after(self, slot: int, length: int) -> list[Tensor] | None:
+        keys = sorted(self.states)
+        if self.decoded_states and length == self.lengths[slot]:
+            return [self.states[key][slot].clone() for key in keys]
+        for snapshot in self._snapshots[slot] if keys else ():
+            if snapshot.length == length:
+                return [snapshot.states[key].clone() for key in keys]
+        return None if keys else []
+
+    @torch.inference_mode()
+    def set_states(self, slot: int, states: Sequence[Tensor]) -> None:
+        keys = sorted(self.states)
+        own = [(self.states[key].dtype, self.states[key][slot].shape) for key in keys]
+        if own != [(state.dtype, state.shape) for state in states]:
+            raise ValueError("the states are those of another cache")
+        for key, state in zip(keys, states, strict=True):
+            self.states[key][slot] = state
+        self._snapshots[slot] = []
+        self.take_snapshot(slot, self.lengths[slot])
 
     def reusable(self, slot: int, rows: int) -> int:
         if not self.states:
