@@ -372,6 +372,10 @@ class QuestionFlags:
         given = [name for name, value in sets.items() if value]
         if len(given) > 1:
             raise UsageError(f"{given[0]} and {given[1]} exclude each other", "give one of them")
+        if self.category is not None and given in ([], ["--mt-bench"]):
+            from medusa_cli.bench.questions import MT_BENCH, checked_categories
+
+            checked_categories(self.category, MT_BENCH)
 
     @property
     def title(self) -> str:

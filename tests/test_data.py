@@ -6,11 +6,17 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from medusa_cli.data.conversation import Conversation, id_of, read_conversations
+from medusa_cli.data.conversation import (
+    Conversation,
+    conversation_of,
+    id_of,
+    read_conversations,
+)
 from medusa_cli.data.packing import (
     Dataset,
     coverage,
@@ -389,3 +395,12 @@ def test_frequent_tokens_stand_in_most_answers() -> None:
     assert (
         coverage(ids, answers) == pytest.approx(6 / 10) and coverage(torch.arange(64), answers) == 1
     )
+
+
+def test_conversation_ends_at_the_model_s_context() -> None:
+    record = {"id": "long", "tokens": list(range(30)), "spans": [[5, 10], [12, 20], [25, 30]]}
+    model: Any = SimpleNamespace(max_positions=15, vocab_size=99)
+    short = conversation_of(record, model, ReadReport())
+    assert short.id == "long"
+    assert short.tokens == list(range(15))
+    assert short.spans == [(5, 10), (12, 15)]

@@ -16,6 +16,16 @@ from medusa_cli.files.paths import expanded
 # Our own questions, which are not used for training. The prompts of `distill --seed code` come from
 # other sources.
 CODING = Path(__file__).with_name("coding.jsonl")
+MT_BENCH = (
+    "writing",
+    "roleplay",
+    "reasoning",
+    "math",
+    "coding",
+    "extraction",
+    "stem",
+    "humanities",
+)
 SUFFIXES = (".jsonl", ".json", ".parquet", ".txt")
 # Keys under which published sets store the user's text, its id and a reference answer. The first
 # key present is used.
@@ -39,14 +49,22 @@ class Question:
     system: str | None = None
 
 
-def of_categories(questions: Sequence[Question], wanted: str | None) -> list[Question]:
-    """Returns the questions in a comma-separated list of categories; raises UsageError for an unknown category."""
-    known = list(dict.fromkeys(question.category for question in questions))
-    names = known if wanted is None else [name.strip() for name in wanted.split(",")]
+def checked_categories(wanted: str, known: Sequence[str]) -> list[str]:
+    """Returns the categories of a comma-separated list; raises UsageError for an unknown one."""
+    names = [name.strip() for name in wanted.split(",")]
     if unknown := [name for name in names if name not in known]:
         raise UsageError(
             f"@category {unknown[0]!r} is not in these questions", f"use some of {', '.join(known)}"
         )
+    return names
+
+
+def of_categories(questions: Sequence[Question], wanted: str | None) -> list[Question]:
+    """Returns the questions in a comma-separated list of categories; None: all of them."""
+    if wanted is None:
+        return list(questions)
+    known = list(dict.fromkeys(question.category for question in questions))
+    names = checked_categories(wanted, known)
     return [question for question in questions if question.category in names]
 
 

@@ -68,6 +68,10 @@ def calibrate(
     file = file or (None if aside else target.calibration_path)
     if file == target.calibration_path:
         ctx.with_resource(sole_writer(target.path, "medusa calibrate"))
+    if data is not None:
+        from medusa_cli.data.conversation import check_conversations
+
+        check_conversations(data)
     check_model_files(ModelSource.of(name))
     console.info(f"loading {loading.of(name)}")
 

@@ -74,6 +74,7 @@ def train(
     if dry_run and (resume or os.environ.get("WORLD_SIZE", "1") != "1"):
         other = "--resume" if resume else "torchrun"
         raise UsageError(f"--dry-run and {other} exclude each other", "leave one of them out")
+    from medusa_cli.data.conversation import check_conversations
     from medusa_cli.runs.recipe import recipe_of
     from medusa_cli.runs.run import Run
 
@@ -106,6 +107,7 @@ def train(
     source = data or (
         origin.data_path if origin and not target.data_path.is_file() else target.data_path
     )
+    check_conversations(source)
     check_model_files(ModelSource.of(plan.model))
     bound = f" or {plan.train.max_tokens:,} tokens" if plan.train.max_tokens else ""
     if dry_run:

@@ -263,44 +263,64 @@ def tokenised_of(record: Any) -> Conversation:
     return conversation
 
 
+def _content_of(record: Any) -> Conversation | list[Message]:
+    """Returns a record's token ids with answer spans, or its messages; raises Malformed if it is unusable."""
+    if not isinstance(record, dict):
+        raise Malformed("not an object")
+    name = id_of(record)
+    if isinstance(record.get("input_ids"), list) and "loss_mask" in record:  # speculators format
+        ids = record["input_ids"]
+        record = {"tokens": ids, "spans": _spans_of(record["loss_mask"], len(ids))}
+    if "tokens" in record:
+        return tokenised_of({**record, "id": name})
+    messages = messages_of(record)
+    if not any(message["role"] == "assistant" for message in messages[1:]):
+        raise Malformed("no answer to a question")
+    return messages
+
+
 def conversation_of(record: Any, backbone: Backbone, report: ReadReport) -> Conversation:
     """Returns a parsed record as a tokenized conversation, truncated to the model's context.
 
     The report counts keys that are not read. Raises Malformed if the record is unusable.
     """
-    if not isinstance(record, dict):
-        raise Malformed("not an object")
-    name = id_of(record)
+    content = _content_of(record)
     limit = backbone.max_positions
-    if isinstance(record.get("input_ids"), list) and "loss_mask" in record:  # speculators format
-        ids = record["input_ids"]
-        record = {"tokens": ids, "spans": _spans_of(record["loss_mask"], len(ids))}
-    if "tokens" in record:
-        conversation = tokenised_of({**record, "id": name})
+    if isinstance(content, Conversation):
+        conversation = content
         if any(token >= backbone.vocab_size for token in conversation.tokens):
             raise Malformed("token ids outside the model's vocabulary")
     else:
-        messages = messages_of(record)
-        if not any(message["role"] == "assistant" for message in messages[1:]):
-            raise Malformed("no answer to a question")
-        conversation = Conversation(name, messages, *encode(backbone, messages))
-        report.leave_out(unread_keys(record, messages))
+        conversation = Conversation(id_of(record), content, *encode(backbone, content))
+        report.leave_out(unread_keys(record, content))
     if conversation.state_rows is not None or len(conversation.tokens) <= limit:
         return conversation
     spans = [(start, min(end, limit)) for start, end in conversation.spans if start < limit]
     if not spans:  # no states can be computed past the context
         raise Malformed("answers past the model's context")
     return Conversation(
-        name, conversation.messages, conversation.tokens[:limit], spans, raw=conversation.raw
+        conversation.id,
+        conversation.messages,
+        conversation.tokens[:limit],
+        spans,
+        raw=conversation.raw,
     )
 
 
 def check_conversations(path: Path) -> None:
-    """Raises UserError for a file of conversations that is missing or empty."""
+    """Raises UserError for a file that is missing or empty, or of which no record is a conversation."""
     if not path.is_file():
         raise UserError(f"{path} does not exist", OTHER_DATA)
     if path.stat().st_size == 0:
         raise UserError(f"{path} is empty", OTHER_DATA)
+    report = ReadReport()
+    for record in read_jsonl(path, report.skip_line, array=True):
+        try:
+            _content_of(record)
+            return
+        except Malformed as reason:
+            report.skip(str(reason))
+    raise UserError(f"{path} holds no usable conversation ({report})", OTHER_DATA)
 
 
 def read_conversations(path: Path, backbone: Backbone) -> tuple[list[Conversation], ReadReport]:

@@ -44,10 +44,12 @@ class LoadOptions:
             value = getattr(self, name)
             if value not in words and not (name == "quantize" and value is None):
                 raise UsageError(f"@{name} {value!r} is unknown", f"use one of {', '.join(words)}")
-        if self.quantize in INTEGER and self.engine == "eager":
-            raise UsageError(
-                f"@quantize {self.quantize} needs the native engine", "leave @engine out"
-            )
+        needs = {"quantize": self.quantize in INTEGER, "rows": self.rows != "auto"}
+        for name, native in needs.items():
+            if native and self.engine in ("eager", "torch"):
+                raise UsageError(
+                    f"@{name} {getattr(self, name)} needs the native engine", "leave @engine out"
+                )
 
     @property
     def quantised(self) -> bool:

@@ -335,6 +335,7 @@ def find_drafter(name: str) -> tuple[Path, Run | None]:
             f"@drafter {name!r}: {path} holds no drafter",
             "give a run, a drafter's folder, or a hub id",
         )
+    _check_drafter(name, folder)
     # Exports have the tree and the calibration next to the weights.
     if any((folder / file).is_file() for file in ("tree.json", "calibration.json")):
         return folder, Run(folder)
@@ -350,13 +351,18 @@ def _fetched(name: str) -> Path:
     path = hub_folder(name, PATTERNS, "@drafter")
     if (path / "drafter" / "config.json").is_file():
         return path
-    config = path / "config.json"
-    if config.is_file() and not is_drafter(read_object(config, DRAFTER_CONFIG)):
-        raise UserError(
-            f"@drafter {name!r} is not a drafter: its config names a model",
-            "give a drafter's repository, or @model",
-        )
+    if (path / "config.json").is_file():
+        _check_drafter(name, path)
     return hub_folder(name, [*PATTERNS, "*.safetensors", "*.index.json"], "@drafter")
+
+
+def _check_drafter(name: str, folder: Path) -> None:
+    """Raises UserError if a folder's config is a model's."""
+    if not is_drafter(read_object(folder / "config.json", DRAFTER_CONFIG)):
+        raise UserError(
+            f"@drafter {name!r} is not a drafter: its config is a model's",
+            "give a drafter's run, folder or repository, or @model",
+        )
 
 
 def is_drafter(config: dict[str, Any]) -> bool:
