@@ -35,7 +35,7 @@ from medusa_cli.engine import attach
 from medusa_cli.errors import UsageError
 from medusa_cli.model import Backbone
 from medusa_cli.model.vocabulary import BYTES
-from medusa_cli.serve import app
+from medusa_cli.serve import preparation
 from medusa_cli.serve.metrics import Metrics
 from medusa_cli.serve.openai_format import OpenAIFormat
 from medusa_cli.serve.scheduler import Event, Prompt, Scheduler, Ticket
@@ -530,7 +530,7 @@ def test_requests_that_exceed_the_memory_together_wait(
 def test_a_request_without_a_limit_has_the_rest_of_the_context_or_its_share(
     medusa: Medusa, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("medusa_cli.serve.app.MIN_ANSWER", 10)
+    monkeypatch.setattr("medusa_cli.serve.preparation.MIN_ANSWER", 10)
     chat = {**CHAT, "ignore_eos": True, "max_tokens": None}
     path = "/v1/chat/completions"
     for share, total in ((None, 60), (40, 40)):
@@ -1538,7 +1538,7 @@ def test_choices_are_prepared_once_and_beside_the_decoder(
 
         return call
 
-    monkeypatch.setattr(app, "StopStrings", recorded("stops", app.StopStrings))
+    monkeypatch.setattr(preparation, "StopStrings", recorded("stops", preparation.StopStrings))
     processors = recorded("processors", sequence.sequence_processors)
     monkeypatch.setattr(sequence, "sequence_processors", processors)
     body = {**SHORT, "n": 5, "stop": ["x"], "logit_bias": {"5": 1}, "max_tokens": 4}

@@ -9,7 +9,7 @@ from tokenizers import AddedToken
 
 from medusa_cli.api import Medusa
 from medusa_cli.loading import LoadedModel
-from medusa_cli.serve import app
+from medusa_cli.serve import handler
 from medusa_cli.serve.infill import FILE_TOKENS, TOKENS, File, infill_ids
 from medusa_cli.serve.messages import MessagesRequest
 from medusa_cli.serve.ollama import OllamaChat, OllamaGenerate
@@ -294,7 +294,7 @@ def test_progress_of_a_prompt_is_told_if_asked_for(server: Served) -> None:
 
 
 def test_silent_streams_are_kept_alive(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "KEEP_ALIVE_S", 0.0001)
+    monkeypatch.setattr(handler, "KEEP_ALIVE_S", 0.0001)
     for path in ("/v1/chat/completions", "/v1/messages", "/v1/responses"):
         body = {**MESSAGE, "input": "Ada", "stream": True}
         text = server.request("POST", path, body)[2]
