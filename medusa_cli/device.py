@@ -19,6 +19,8 @@ from medusa_cli.files.cpus import control_groups, sysctl
 
 # Bytes copied to measure the memory bandwidth.
 COPIED_BYTES = 256 * 2**20
+# As many numbers from 0 on stay on each device: as many as the rows of a pass that a graph runs, and more.
+NUMBERS = 1024
 # From glibc's malloc.h. glibc limits the mmap threshold to 32 MB and the trim threshold to an int.
 M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
@@ -47,6 +49,22 @@ def upload(
     if device.type == "cuda":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
+
+
+def numbered(count: int, device: torch.device) -> Tensor:
+    """Returns 0 .. count - 1 on a device, a view of numbers that are there already, if it can.
+
+    On a GPU, making a tensor takes a kernel. The first call must not fall within the capture of a CUDA graph.
+    """
+    return (
+        _first_numbers(device)[:count] if count <= NUMBERS else torch.arange(count, device=device)
+    )
+
+
+@cache
+@torch.inference_mode(False)
+def _first_numbers(device: torch.device) -> Tensor:
+    return torch.arange(NUMBERS, device=device)
 
 
 def best_time(device: torch.device, work: Callable[[], object], laps: int = 6) -> float:

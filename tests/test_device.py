@@ -41,6 +41,10 @@ POLICIES: dict[str, Callable[[], DraftPolicy]] = {
 }
 # Launches beside the graph in a step of two sequences.
 LAUNCHES = 20
+# Kernels of a captured step: of each layer and besides the layers, at 1 and at 64 rows. Then what three levels of
+# drafting 64 nodes add, for a static and a dynamic tree.
+KERNELS = {1: (15, 12), 64: (23, 51)}
+DRAFTING = {"medusa": (72, 168), "hydra++-prompt": (109, 205), "eagle-draft": (202, 298)}
 CAPTURED = ("medusa", "medusa-bias", "hydra", "hydra++-prompt", "amphista-prompt", "eagle-draft")
 
 
@@ -49,9 +53,9 @@ def causal(rows: int, columns: int) -> Tensor:
     return torch.ones(rows, columns, dtype=torch.bool, device=NAME).tril(columns - rows)
 
 
-def backbone_on(device: Device, family: str, engine: str) -> Backbone:
+def backbone_on(device: Device, family: str, engine: str, layers: int = 4) -> Backbone:
     """Returns a backbone and its engine on the simulated device."""
-    backbone = Backbone(device.put(tiny_model(family, layers=4)), tiny_tokenizer())
+    backbone = Backbone(device.put(tiny_model(family, layers=layers)), tiny_tokenizer())
     attach(backbone, engine)
     return backbone
 
@@ -134,6 +138,40 @@ def test_captured_steps_wait_once_for_the_device(
     assert tokens == expected and records and decoder.cuda_graphs.count
     for launches, waits in records:
         assert len(waits) == 1 and launches <= LAUNCHES, (waits, launches)
+
+
+def kernels_of(
+    device: Device, backbone: Backbone, rows: int, kind: str = "", limits: DynamicTree | None = None
+) -> int:
+    """Returns the number of kernels in a captured step."""
+    drafter = drafter_on(device, kind) if kind else None
+    cache = backbone.engine.new_cache(1, 256)
+    taps = drafter.taps if drafter else (-1,)
+    graphs = CudaGraphs(backbone.engine, cache, taps, drafter, limits)
+    step = graphs._step(1, rows, False)
+    device.reset()
+    with torch.inference_mode():
+        step._run()
+    return len(device.kernels)
+
+
+@pytest.mark.parametrize("rows", KERNELS)
+def test_captured_steps_have_few_kernels(rows: int, device: Device) -> None:
+    shallow, deep = (
+        kernels_of(device, backbone_on(device, "llama", "torch", layers), rows) for layers in (2, 4)
+    )
+    layer = (deep - shallow) // 2
+    of_layer, besides = KERNELS[rows]
+    assert layer <= of_layer and shallow - 2 * layer <= besides
+
+
+@pytest.mark.parametrize("kind", DRAFTING)
+def test_drafting_within_graphs_adds_few_kernels(
+    kind: str, backbone: Backbone, device: Device
+) -> None:
+    without = kernels_of(device, backbone, 64)
+    for limits, added in zip((None, DynamicTree(64, 3)), DRAFTING[kind], strict=True):
+        assert kernels_of(device, backbone, 64, kind, limits) - without <= added
 
 
 @pytest.mark.parametrize("kind", ["firp-draft", "medusa", "eagle"])

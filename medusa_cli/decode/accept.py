@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from medusa_cli.decode.sampler import Sampler
+from medusa_cli.device import numbered
 from medusa_cli.tree import Draft
 from medusa_cli.tree.tree import PADDING, ROOT_PARENT
 
@@ -79,8 +80,8 @@ def longest_path(
     number of accepted nodes and the last one, [B, 1] each, the path in order [B, P], and a mask of
     the path [B, N].
     """
-    nodes = torch.arange(tokens.shape[1], device=tokens.device)
-    steps = torch.arange(length, device=tokens.device)
+    nodes = numbered(tokens.shape[1], tokens.device)
+    steps = numbered(length, tokens.device)
     matches = (chosen.gather(1, parents.clamp(min=0)) == tokens) | (parents == ROOT_PARENT)
     # Accepted nodes match, and so do all their ancestors. The deepest one wins, or the first of
     # several.

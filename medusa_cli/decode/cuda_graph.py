@@ -21,7 +21,7 @@ from medusa_cli.decode.policy import ROOT, Proposal, complete
 from medusa_cli.decode.sampler import Sampler, draw, nucleus
 from medusa_cli.decode.sampling import Sampling
 from medusa_cli.decode.sequence import Sequence
-from medusa_cli.device import best_time, free_memory, upload
+from medusa_cli.device import best_time, free_memory, numbered, upload
 from medusa_cli.drafters.base import Drafter, NewTokens
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.drafters.slots import LayerSlots, NewTensors
@@ -394,7 +394,9 @@ class _GraphStep:
         width = engine.backbone.hidden_size * len(taps)
         self.hidden = torch.zeros(batch * reads, width, dtype=engine.dtype, device=device)
         self.params = sampling_params([], batch, self._count).to(device)
-        self._every = torch.arange(rows, device=device)
+        self._every = numbered(rows, device)
+        self._ones = torch.ones_like(self.tokens)
+        self._itself = torch.ones(batch, 1, 1, dtype=torch.bool, device=device)
         self._run_again: Callable[[], tuple[Tensor, Tensor]] = self._run
 
     def _pack(
@@ -483,6 +485,8 @@ class _GraphStep:
     def _run(self) -> tuple[Tensor, Tensor]:
         """Runs the step without reading the value of a tensor."""
         engine = self._engine
+        if self._rows == 1:
+            return self._run_roots()
         tree_mask = (self.bits[..., None] >> self._every & 1).bool()  # [B, N, N]
         nodes = self.depth, self.parents, self.ranks, self.tokens, tree_mask
         trees = TreeTensors(*nodes)
@@ -494,36 +498,44 @@ class _GraphStep:
             )
             trees = trees if self._limits is None else GrowingTrees(self._limits, *nodes)
             self._drafter.fill(engine.backbone, new, trees)
-        depth = trees.depth
-        parents = trees.parents
-        tokens = trees.tokens
-        tree_mask = trees.mask
-        context = engine.backbone.max_positions
-        wide = self._cache.capacity
+        states, chosen, certain = self._verify(trees.tokens, trees.depth, trees.mask)
+        count, last, path, on_path = longest_path(
+            chosen, trees.tokens, trees.depth, trees.parents, trees.mask, self._count
+        )
+        self._cache.compact(self.lengths, path)
+        if certain is not None:
+            count = count * (certain | ~on_path).all(1, keepdim=True)
+        accepted = trees.tokens.gather(1, path)
+        results = torch.cat([count, chosen.gather(1, last), path, accepted], dim=1)
+        return results, states.gather(1, path[..., None].expand(-1, -1, states.shape[-1]))
+
+    def _run_roots(self) -> tuple[Tensor, Tensor]:
+        """Runs the step of roots without a tree: each is accepted, and lies where it stays."""
+        states, chosen, certain = self._verify(self.tokens, self.depth, self._itself)
+        count = self._ones if certain is None else certain.long()
+        return torch.cat([count, chosen, self.depth, self.tokens], dim=1), states
+
+    def _verify(
+        self, tokens: Tensor, depth: Tensor, tree_mask: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Returns the states of nodes, the token chosen after each one, and `certain` (see `choose`) if it samples."""
+        engine = self._engine
         layout = lay_out_at(
             self.lengths,
             tree_mask,
             depth,
             engine.masks,
-            context,
+            engine.backbone.max_positions,
             0,
-            wide,
+            self._cache.capacity,
             by_length=engine.by_length,
         )
         states, final = engine.run(tokens, layout, self._cache, self._taps)
-        logits = engine.backbone.finish_logits(engine.lm_head(final)).float()
+        logits = engine.backbone.finish_logits(engine.lm_head(final))
         if self._sampled:
-            chosen, certain = choose(logits, self.params, depth)
-        else:
-            chosen = logits.argmax(-1)  # [B, N]
-            certain = torch.ones_like(chosen, dtype=torch.bool)
-        count, last, path, on_path = longest_path(
-            chosen, tokens, depth, parents, tree_mask, self._count
-        )
-        self._cache.compact(self.lengths, path)
-        count = count * (certain | ~on_path).all(1, keepdim=True)
-        results = torch.cat([count, chosen.gather(1, last), path, tokens.gather(1, path)], dim=1)
-        return results, states.gather(1, path[..., None].expand(-1, -1, states.shape[-1]))
+            return states, *choose(logits.float(), self.params, depth)
+        # The order of 16-bit logits is that of their fp32 copies.
+        return states, logits.argmax(-1), None
 
 
 def captures(engine: Engine) -> bool:

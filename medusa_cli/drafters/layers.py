@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from itertools import accumulate
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from medusa_cli.device import upload
+from medusa_cli.device import numbered, upload
 from medusa_cli.drafters.layer_rows import LayerRows, whole_mask
 from medusa_cli.engine.attention import behind, columns_read, reads_by_length, visible_behind
 from medusa_cli.model.attention import additive
@@ -83,26 +84,36 @@ class SlotRows:
         Returns the attention output [B, heads, R, D] for the queries.
         """
         size, heads, rows, dim = query.shape
-        slots = torch.arange(size, device=query.device)[:, None]
-        columns = torch.arange(rows, device=query.device)
+        slots = numbered(size, query.device)[:, None]
+        columns = self.lengths[:, None] + numbered(rows, query.device)
         for known, new in zip(cached, (keys, values), strict=True):
-            known.transpose(1, 2).index_put_(
-                (slots, self.lengths[:, None] + columns), new.transpose(1, 2)
-            )
+            known.transpose(1, 2).index_put_((slots, columns), new.transpose(1, 2))
         if not reads_by_length(query.device, query.dtype, heads, heads, dim):
             visible = visible_behind(self.lengths, self._tree_mask, cached.shape[3])
             mask = additive(visible[:, None], query.dtype)
             return F.scaled_dot_product_attention(query, cached[0], cached[1], attn_mask=mask)
         query, keys, values = (x.transpose(1, 2).flatten(0, 1) for x in (query, keys, values))
         known_keys, known_values = cached.flatten(1, 2)
-        tree_mask = self._tree_mask.clone()
         # The kernel must read some column of each slot. In an empty slot, it reads column 0, where
         # the first of these rows was just written. The other rows must not count that row twice.
-        tree_mask[:, 1:, 0] &= self.lengths[:, None] > 0
+        empty = (self.lengths == 0)[:, None, None]
+        tree_mask = self._tree_mask & ~(empty & first_column(self._tree_mask))
         mask = additive(tree_mask[:, None], query.dtype)
         reads = columns_read(self.lengths, rows, heads, cached.shape[3])
         seen = behind(query, known_keys, known_values, keys, values, mask, reads, dim**-0.5)
         return seen.view(size, rows, heads, dim).transpose(1, 2)
+
+
+def first_column(tree_mask: Tensor) -> Tensor:
+    """Returns the mask [R, R] of the first column of a tree's mask [B, R, R] without its first row."""
+    return _first_column(tree_mask.shape[-1], tree_mask.device)
+
+
+@cache
+@torch.inference_mode(False)
+def _first_column(rows: int, device: torch.device) -> Tensor:
+    every = torch.arange(rows, device=device)
+    return (every[:, None] > 0) & (every == 0)
 
 
 def head_count(hidden_size: int) -> int:
@@ -313,9 +324,9 @@ class DecoderLayer(SelfAttention):
         Returns the layer's output [B, n, H].
         """
         read = self.reads(x, *embedded)
-        q = self.queries(read, rows.positions[:, None])
-        k, v = self.keys_values(read, rows.positions[:, None])
-        return self.leave(x, rows.attend(q, k, v, cached[:, : len(x)]))
+        query_key = torch.cat([self.project("q_proj", read), self.project("k_proj", read)], dim=-3)
+        q, k = rotate(query_key, rows.positions[:, None], self.rope_theta).chunk(2, dim=-3)
+        return self.leave(x, rows.attend(q, k, self.project("v_proj", read), cached[:, : len(x)]))
 
 
 def last_of(counts: Sequence[int]) -> list[int]:
@@ -337,11 +348,17 @@ def normed(norm: nn.RMSNorm, x: Tensor) -> Tensor:
 def rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
     """Rotates queries or keys [.., n, D] according to positions [.., n]; the halves of D form the pairs."""
     half = x.shape[-1] // 2
-    rates = theta ** (-torch.arange(0, 2 * half, 2, device=x.device).float() / (2 * half))
-    angles = positions.float()[..., None] * rates
+    angles = positions.float()[..., None] * _rates(half, theta, x.device)
     cos, sin = angles.cos(), angles.sin()
     left, right = x[..., :half], x[..., half:]
     return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1).to(x.dtype)
+
+
+@cache
+@torch.inference_mode(False)
+def _rates(half: int, theta: float, device: torch.device) -> Tensor:
+    """Returns the angle per position of each pair, [half]."""
+    return theta ** (-torch.arange(0, 2 * half, 2, device=device).float() / (2 * half))
 
 
 class Padding:

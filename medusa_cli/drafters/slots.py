@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
-import torch
 from torch import Tensor
 
+from medusa_cli.device import numbered
 from medusa_cli.drafters.expansion import Frontier, Guess
 from medusa_cli.drafters.layer_rows import LayerRows
-from medusa_cli.drafters.layers import DecoderLayer, SlotRows
+from medusa_cli.drafters.layers import DecoderLayer, SlotRows, first_column
 from medusa_cli.tree.tensors import TreeTensors
 
 
@@ -35,7 +36,7 @@ class NewTensors:
 
     def rows(self) -> SlotRows:
         """Returns the tokens as rows for decoder layers; each row sees the earlier ones."""
-        every = torch.arange(self.hidden.shape[1], device=self.hidden.device)
+        every = numbered(self.hidden.shape[1], self.hidden.device)
         tree_mask = (every <= every[:, None]).expand(len(self.hidden), -1, -1)
         return SlotRows(self.held, self.start[:, None] + every, tree_mask)
 
@@ -45,10 +46,13 @@ class NewTensors:
         Other nodes do not see the root's row: a layer that reads next tokens has already read the
         root.
         """
-        tree_mask = trees.mask.clone()
-        tree_mask[:, 1:, 0] = False
-        positions = (self.start + self.count)[:, None] + trees.depth - 1
-        return SlotRows(self.held + self.count, positions, tree_mask)
+        lengths, before = self._ends
+        return SlotRows(lengths, before + trees.depth, trees.mask & ~first_column(trees.mask))
+
+    @cached_property
+    def _ends(self) -> tuple[Tensor, Tensor]:
+        """Returns the number of rows [B] in the caches after the new ones, and the position [B, 1] of the last one."""
+        return self.held + self.count, (self.start + self.count)[:, None] - 1
 
     def last(self, x: Tensor) -> Tensor:
         """Returns the rows [B, H] of x [B, P, H] that belong to each sequence's last token."""
@@ -93,14 +97,13 @@ class LayerSlots:
 def fill_by_level(trees: TreeTensors, levels: int, guess: Guess) -> None:
     """Drafts the nodes of trees whose tokens are not known, level by level; every level computes all nodes."""
     size, count = trees.depth.shape
-    sequences = torch.arange(size, device=trees.depth.device)
+    sequences = numbered(size, trees.depth.device)
+    starts = count * sequences[:, None]
     frontier = Frontier([1] * size, sequences, trees.tokens[:, 0])
     for head in range(levels):
         log_p, ids = guess(head, trees.width, trees.temperature(head), frontier)
         above = trees.extend(head, log_p.unflatten(0, (size, -1)), ids.unflatten(0, (size, -1)))
-        parent_rows = (
-            above + count * sequences[:, None] if head else sequences[:, None].expand(-1, count)
-        )
+        parent_rows = above + starts if head else sequences[:, None].expand(-1, count)
         frontier = Frontier(
             [count] * size, parent_rows.flatten(), trees.tokens.clamp(min=0).flatten()
         )

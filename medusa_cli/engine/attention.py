@@ -102,11 +102,17 @@ def merged(far: Tensor, far_sum: Tensor, near: Tensor, near_sum: Tensor) -> Tens
 
 def columns_read(lengths: Tensor, rows: int, kv: int, capacity: int) -> list[Tensor]:
     """Returns where each slot's R rows and its keys begin, both [B + 1], and how many columns it reads [B]."""
-    slots = torch.arange(len(lengths) + 1, dtype=torch.int32, device=lengths.device)
     # In an empty slot, the first new row is read as if it had been there before, since a kernel
     # must read some column.
     used = lengths + 1 if rows == 1 else lengths.clamp(min=1)
-    return [slots * rows, slots * (kv * capacity), used.int()]
+    return [*_starts(len(lengths), (rows, kv * capacity), lengths.device), used.int()]
+
+
+@cache
+def _starts(size: int, steps: tuple[int, ...], device: torch.device) -> list[Tensor]:
+    """Returns for each step 0, step .. size * step, which no pass has to make again."""
+    slots = torch.arange(size + 1, dtype=torch.int32, device=device)
+    return [slots * step for step in steps]
 
 
 def visible_behind(lengths: Tensor, tree_mask: Tensor, wide: int) -> Tensor:

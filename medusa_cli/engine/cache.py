@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from medusa_cli.device import upload
+from medusa_cli.device import numbered, upload
 
 FIRST_ROWS = 256
 
@@ -40,7 +40,18 @@ class Cache:
         self, heads: int, dim: int, value_dim: int, like: Tensor, capacity: int
     ) -> tuple[Tensor, Tensor]:
         shape = (self.layers, self.slots, heads, capacity)
+        if dim == value_dim:
+            keys, values = like.new_zeros(2, *shape, dim).unbind()
+            return keys, values
         return like.new_zeros(*shape, dim), like.new_zeros(*shape, value_dim)
+
+    @property
+    def both(self) -> Tensor:
+        """Returns keys and values of equal width as one tensor [2, layers, S, KV, C, D], which a GPU writes at once."""
+        assert self.keys is not None and self.values is not None
+        assert self.keys.shape == self.values.shape
+        strides = (self.keys.numel(), *self.keys.stride())
+        return self.keys.as_strided((2, *self.keys.shape), strides)
 
     @property
     def stateful(self) -> bool:
@@ -151,15 +162,13 @@ class Cache:
         Rows are gathered before they are written, so overlaps are safe. The cache's own `lengths`
         stay as they are.
         """
-        assert self.keys is not None and self.values is not None
         size, count = path.shape
-        columns = lengths[:, None] + torch.arange(count, device=path.device)
-        for buffer in (self.keys, self.values):
-            part = buffer[:, :size]
-            shape = (*part.shape[:3], count, part.shape[4])
-            source = (lengths[:, None] + path).view(1, size, 1, count, 1).expand(shape)
-            target = columns.view(1, size, 1, count, 1).expand(shape)
-            part.scatter_(3, target, part.gather(3, source))
+        part = self.both[:, :, :size].flatten(0, 1)
+        shape = (*part.shape[:3], count, part.shape[4])
+        columns = lengths[:, None] + numbered(count, path.device)
+        source = (lengths[:, None] + path).view(1, size, 1, count, 1).expand(shape)
+        target = columns.view(1, size, 1, count, 1).expand(shape)
+        part.scatter_(3, target, part.gather(3, source))
 
     def reusable(self, slot: int, rows: int) -> int:
         """Returns the largest length, up to `rows`, to which a slot can be truncated."""

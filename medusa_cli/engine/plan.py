@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from medusa_cli.device import upload
+from medusa_cli.device import numbered, upload
 from medusa_cli.engine.attention import visible_behind
 from medusa_cli.engine.cache import Cache
 from medusa_cli.engine.extra_rows import ExtraRows, ExtraRowStates
@@ -180,10 +180,13 @@ def lay_out_at(
         by_kind = masks.additive(
             visible_behind(lengths, tree_mask, wide), positions, column[:, None]
         )
-    if by_length:
+    if by_length and rows == 1:
+        # Attention by lengths reads only the shape of a single row's mask.
+        by_kind[FULL] = torch.empty(size, 1, 1, dtype=masks.dtype, device=lengths.device)
+    elif by_length:
         by_kind[FULL] = additive(tree_mask.expand(size, -1, -1), masks.dtype)
 
-    columns = lengths[:, None] + torch.arange(rows, device=lengths.device)
+    columns = lengths[:, None] + numbered(rows, lengths.device)
     positions = positions.clamp(max=context - 1)
     read = lengths if by_length else None
     return Layout(first, size, positions, by_kind, None, columns, wide, extra_rows, read)

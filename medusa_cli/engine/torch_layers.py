@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from medusa_cli.device import numbered
 from medusa_cli.engine.attention import behind, columns_read, fused, reads_by_length
 from medusa_cli.engine.cache import Cache
 from medusa_cli.engine.description import eps_of
@@ -129,14 +130,16 @@ class TorchLayer(nn.Module):
             part.weight.nbytes for part in (self.qkv, self.out, self.gate_up, self.down)
         )
 
-    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns queries and keys [B * R, heads + KV, D], rotated, and values [B * R, KV, D]."""
+    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Returns queries and keys, rotated, and values as one tensor [B * R, heads + KV + KV, D]."""
         qkv = self.qkv(self.attention_norm(x)).view(-1, self.heads + 2 * self.kv, self.dim)
-        query_key, value = qkv.split([self.heads + self.kv, self.kv], dim=1)
+        query_key = rotated = qkv[:, : self.heads + self.kv]
         if self.query_norm is not None and self.key_norm is not None:
             query, key = query_key.split([self.heads, self.kv], dim=1)
             query_key = torch.cat([self.query_norm(query), self.key_norm(key)], dim=1)
-        return torch.addcmul(query_key * cos, query_key.roll(self.dim // 2, -1), sin), value
+        rolled = query_key.roll(self.dim // 2, -1)
+        torch.addcmul(query_key * cos, rolled, sin, out=rotated)
+        return qkv
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
         """Returns the layer's output [B * R, H] for its input and the attention output [B * R, heads * D]."""
@@ -273,19 +276,16 @@ class TorchEngine(LayoutEngine):
         masks: by kind of layer. reads: the result of `columns_read`, or an empty list. cos, sin: by
         rotary table. columns [B, R]: the columns in which each slot's rows are written.
         """
-        assert cache.keys is not None and cache.values is not None
         shape = x.shape
         x = x.flatten(0, 1)
         slots = slice(layout.first, layout.first + layout.size)
+        cached = cache.both[:, :, slots]  # [2, layers, B, KV, C, D]
         for index in range(first, end):
             layer = self.layers[index]
-            keys, values = (
-                cached[index, slots].flatten(0, 1) for cached in (cache.keys, cache.values)
-            )
-            query_key, new_values = layer.project(x, cos[layer.table], sin[layer.table])
-            query, new_keys = query_key.split([layer.heads, layer.kv], dim=1)
-            _write(keys, new_keys, columns)
-            _write(values, new_values, columns)
+            qkv = layer.project(x, cos[layer.table], sin[layer.table])
+            write(cached[:, index], qkv[:, layer.heads :], columns)
+            query, new_keys, new_values = qkv.split([layer.heads, layer.kv, layer.kv], dim=1)
+            keys, values = cached[:, index].flatten(1, 2)
             mask = masks[layer.kind]
             if reads and mask.shape[-1] == columns.shape[1]:
                 attended = behind(
@@ -301,7 +301,7 @@ class TorchEngine(LayoutEngine):
     def inputs(self, rows: int, layout: Layout) -> tuple[Any, ...]:
         """Returns the inputs of `run_layers` for the first `rows` rows of a layout."""
         masks = [layout.masks[kind][:, :rows] for kind in self.masks.kinds]
-        masks = [mask.repeat(1, self.groups, 1)[:, None] for mask in masks]
+        masks = [self._for_groups(mask)[:, None] for mask in masks]
         # Slots may share their positions.
         positions = layout.positions[:, :rows].expand(layout.size, -1).flatten()
         tables = (
@@ -314,6 +314,12 @@ class TorchEngine(LayoutEngine):
             else columns_read(layout.lengths, rows, self.kv, layout.wide)
         )
         return masks, reads, cos, sin, layout.columns[:, :rows]
+
+    def _for_groups(self, mask: Tensor) -> Tensor:
+        """Returns a mask [B, R, L] repeated for the query heads of a key head, [B, G * R, L]."""
+        if mask.shape[1] == 1:
+            return mask.expand(-1, self.groups, -1)
+        return mask.repeat(1, self.groups, 1)
 
     def _cos_sin(self, table: int, positions: Tensor, wide: int) -> tuple[Tensor, Tensor]:
         """Returns the cosines and sines [P, 1, D] for positions [P], which are below `wide`."""
@@ -333,12 +339,13 @@ class TorchEngine(LayoutEngine):
         return cos[0], torch.cat([-sin[0, :, :half], sin[0, :, half:]], dim=-1)
 
 
-def _write(cached: Tensor, new: Tensor, columns: Tensor) -> None:
-    """Writes rows [B * R, KV, D] into their columns [B, R] of a cache [B * KV, C, D]."""
+def write(cached: Tensor, new: Tensor, columns: Tensor) -> None:
+    """Writes keys and values [B * R, 2 * KV, D] into their columns [B, R] of a cache [2, B, KV, C, D]."""
     size, count = columns.shape
-    slots = torch.arange(size, device=columns.device)[:, None]
-    by_slot = cached.unflatten(0, (size, -1)).transpose(1, 2)
-    by_slot.index_put_((slots, columns), new.reshape(size, count, *new.shape[1:]).to(cached.dtype))
+    kind = numbered(2, columns.device)[:, None, None]
+    slots = numbered(size, columns.device)[:, None]
+    rows = new.view(size, count, 2, -1, new.shape[-1]).permute(2, 0, 1, 3, 4)
+    cached.transpose(2, 3).index_put_((kind, slots, columns), rows.to(cached.dtype))
 
 
 def release(module: nn.Module) -> None:

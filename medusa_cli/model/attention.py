@@ -131,9 +131,17 @@ def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
     A bool mask passed directly to a model gives silently wrong results with eager attention.
     """
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(
-        ~mask, torch.finfo(dtype).min
-    )
+    visible, hidden = _ends(dtype, mask.device)
+    return torch.where(mask, visible, hidden)
+
+
+@cache
+@torch.inference_mode(False)
+def _ends(dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """Returns 0 and the lowest number of a type, in tensors that no mask has to make again."""
+    return [
+        torch.full((), value, dtype=dtype, device=device) for value in (0, torch.finfo(dtype).min)
+    ]
 
 
 class Masks:

@@ -3,12 +3,12 @@
 Nothing here reads the value of a tensor or derives a shape from one, so CUDA graphs can capture it.
 """
 
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
+from medusa_cli.device import numbered
 from medusa_cli.tree.tree import PADDING, ROOT_PARENT, UNREAD, DynamicTree, Tree
 
 
@@ -84,25 +84,28 @@ class GrowingTrees(TreeTensors):
     def extend(self, head: int, log_p: Tensor, ids: Tensor) -> Tensor:
         (_, count) = self.depth.shape
         width = ids.shape[-1]
-        every = torch.arange(count, device=ids.device)
+        every = numbered(count, ids.device)
+        lowest, padding, itself = _constants(count, ids.device)
         below = self._values[..., None] + log_p  # [B, N, W]
-        extended = (self.depth == head) & self._values.isfinite() & (head < self._levels)
-        below = below.masked_fill(~extended[..., None], -torch.inf)
-        values = F.pad(torch.cat([self._values, below.flatten(1)], dim=1), (0, 1), value=-torch.inf)
+        extended = (self.depth == head) & (self._values.abs() < torch.inf) & (head < self._levels)
+        below = torch.where(extended[..., None], below, lowest)
+        worst = lowest.expand(len(below), 1)
+        values = torch.cat([self._values, below.flatten(1), worst], dim=1)
         # The sort is stable: among equal values, the earlier node comes first, which is never
         # deeper.
         best = values.sort(dim=1, descending=True, stable=True)
         kept = (best.values[:, :count] > -torch.inf) & (every < self._room)
         nowhere = values.shape[1] - 1
         # Parents come before their children.
-        order = best.indices[:, :count].masked_fill(~kept, nowhere).sort(dim=1).values
+        order = torch.where(kept, best.indices[:, :count], nowhere).sort(dim=1).values
         nodes = torch.stack([self.parents, self.ranks, self.depth, self.tokens])  # [4, B, N]
-        ranks = torch.arange(width, device=ids.device).expand(below.shape)
-        ids = ids.expand(below.shape)
+        ranks = numbered(width, ids.device)
+        level = numbered(head + 2, ids.device)[-1]
         children = torch.stack(
-            [every[:, None].expand(below.shape), ranks, torch.full_like(ids, head + 1), ids]
+            [field.expand(below.shape) for field in (every[:, None], ranks, level, ids)]
         )
-        fields = F.pad(torch.cat([nodes, children.flatten(2)], dim=2), (0, 1))
+        nowhere_fields = padding.expand(4, len(below), 1)
+        fields = torch.cat([nodes, children.flatten(2), nowhere_fields], dim=2)
         above, self.ranks, self.depth, self.tokens = fields.gather(
             2, order.expand(4, -1, -1)
         ).unbind()
@@ -115,8 +118,17 @@ class GrowingTrees(TreeTensors):
         source = torch.where(old, order, above)
         mask = self.mask.gather(1, source[..., None].expand(-1, -1, count))
         mask = mask.gather(2, source[:, None].expand(-1, count, -1))
-        self.mask = mask & old[:, None] | (every == every[:, None])
+        self.mask = mask & old[:, None] | itself
         return above
+
+
+@cache
+@torch.inference_mode(False)
+def _constants(count: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns -inf, 0 and the mask [N, N] of nodes that see only themselves, which no level has to make again."""
+    lowest = torch.full((), -torch.inf, device=device)
+    every = torch.arange(count, device=device)
+    return lowest, torch.zeros_like(every[0]), every == every[:, None]
 
 
 @lru_cache(maxsize=256)
