@@ -201,7 +201,6 @@ MISTAKES = [
     (2, f"{SWEEP} width", "--sweep 'width'"),
     (2, f"{SWEEP} nodes --values 2,x", "--values '2,x'"),
     (2, f"{SWEEP} nodes --values 9999", "--values 9999"),
-    (2, f"{SWEEP} context --values 5000", "--values 5000"),
     (2, f"{SWEEP} temperature --values -1", "--values"),
     (2, f"{SWEEP} nodes --tree static", "--tree"),
     (2, f"{SWEEP} temperature --temperature 1", "--temperature"),

@@ -20,12 +20,11 @@ from gguf import GGMLQuantizationType as Kind
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from medusa_cli import Medusa
-from medusa_cli.bench.methods import LLAMA, OPENVINO
-from medusa_cli.bench.peers import llama_method, openvino_method
+from medusa_cli.bench.methods import LLAMA
+from medusa_cli.bench.peers import llama_method
 from medusa_cli.drafters import Eagle, MedusaHeads
 from medusa_cli.engine import load_backbone
 from medusa_cli.errors import UserError
-from medusa_cli.files import catalogue
 from medusa_cli.files.gguf_header import read_header
 from medusa_cli.files.model_source import ModelSource
 from medusa_cli.model.digest import weights_of
@@ -1442,22 +1441,6 @@ def test_llama_cpp_decodes_the_same_file(file: Path, name: str) -> None:
     file.write_bytes(file.read_bytes()[:5000])
     with pytest.raises(UserError, match=file.name):
         llama_method(name, file, backbone)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", OPENVINO)
-def test_openvino_decodes_the_default_models_file(name: str) -> None:
-    pytest.importorskip("openvino_genai")
-    backbone = load_backbone(catalogue.DEFAULT_MODEL, FP32)
-    path = ModelSource.of(catalogue.DEFAULT_MODEL).gguf
-    assert path is not None
-    prompt = backbone.encode_chat([{"role": "user", "content": "Name the capital of France."}])
-    method, shown = openvino_method(name, path, backbone), list[int]()
-    [answer] = method([prompt], 24, shown.extend)
-    [again] = method([prompt], 24, lambda tokens: None)
-    # Its numbers are others than the file's, so only the sense of its answer is known.
-    assert "Paris" in backbone.decode(answer.turns[0]) and shown == answer.turns[0]
-    assert again.turns == answer.turns and answer.turns[0][-1] in backbone.eos_ids
 
 
 def test_no_end_token_follows_a_raw_prompt(file: Path) -> None:

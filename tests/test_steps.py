@@ -17,9 +17,7 @@ import torch
 from typer.testing import Result
 
 from medusa_cli.bench import sweep as sweeping
-from medusa_cli.bench.questions import Question
 from medusa_cli.bench.steps import ROWS, time_rows
-from medusa_cli.bench.sweep import fill
 from medusa_cli.device import copy_bandwidth
 from medusa_cli.engine import attach, load_backbone
 from medusa_cli.model import Backbone
@@ -33,7 +31,6 @@ from tests.helpers import (
     save_run,
     tiny_backbone,
     tiny_model,
-    tiny_tokenizer,
 )
 
 
@@ -201,7 +198,6 @@ def series(document: dict) -> dict[str, list[float]]:
             "0,0.7",
             {"ar": [0, 0.7], "medusa, exact": [0, 0.7], "medusa, typical": [0.7]},
         ),
-        ("context", "40,90", {"ar": [40, 90], "medusa": [40, 90]}),
     ],
 )
 def test_every_axis_has_its_points(place: Path, axis: str, values: str, expected: dict) -> None:
@@ -237,27 +233,27 @@ def test_known_points_are_measured_again_only_after_a_change(
     def measured(*more: str) -> int:
         """Returns how many points a sweep measures."""
         before = len(points(place))
-        sweep(place, "context", "--values", *more)
+        sweep(place, "epsilon", "--values", *more)
         return len(points(place)) - before
 
     assert (
-        measured("40,50") == 2
-        and measured("40,50,60") == 1
-        and measured("40,50", "--max-new-tokens", "9") == 2
+        measured("0.1,0.2") == 2
+        and measured("0.1,0.2,0.3") == 1
+        and measured("0.1,0.2", "--max-new-tokens", "9") == 2
     )
-    assert measured("50", "--no-lookup") == 1
+    assert measured("0.2", "--no-lookup") == 1
     (place / "q.jsonl").write_text('{"turns": ["w3"]}')
-    assert measured("50") == 1
+    assert measured("0.2") == 1
     (place / "mine/calibration.json").write_text('{"accuracies": [[0.4, 0.2, 0.1]]}')
-    assert measured("50") == 1
+    assert measured("0.2") == 1
     monkeypatch.setattr(sweeping, "weights_of", lambda model: "trained further")
-    assert measured("50") == 1 and measured("50") == 0
+    assert measured("0.2") == 1 and measured("0.2") == 0
     # Of what would be another device, only the name differs here.
     monkeypatch.setattr(sweeping, "resolve_device", lambda device: "meta")
     monkeypatch.setattr(sweeping, "environment", lambda device: {"accelerator": device.type})
-    assert measured("50") == 1 and measured("50") == 0
+    assert measured("0.2") == 1 and measured("0.2") == 0
     monkeypatch.setattr(sweeping, "resolve_device", lambda device: "cpu")
-    assert measured("50") == 1
+    assert measured("0.2") == 1
 
 
 def test_a_sweep_killed_at_any_point_goes_on_and_measures_none_twice(place: Path) -> None:
@@ -280,12 +276,3 @@ def test_a_sweep_killed_at_any_point_goes_on_and_measures_none_twice(place: Path
     after = points(place)
     assert {name: after[name] for name in before} == before and len(after) == document["of"]
     assert series(document)["medusa, static"] == series(document)["medusa, dynamic"] == [2, 5]
-
-
-def test_prompts_are_filled_to_a_length_and_end_with_the_question() -> None:
-    tokenizer = tiny_tokenizer()
-    questions = [Question(str(i), "c", (f"w{i} w{i}", "w9")) for i in range(3)]
-    for question, long in zip(questions, fill(questions, tokenizer, 20), strict=True):
-        assert len(long.turns) == 1 and long.turns[0].endswith(question.turns[0])
-        assert len(tokenizer(long.turns[0])["input_ids"]) == 20
-    assert fill(questions, tokenizer, 1)[0].turns == ("w0 w0",)

@@ -20,12 +20,11 @@ from medusa_cli.runs.run import RUNS, Run, describe_drafter
 
 TRANSFORMERS = ("hf", "hf-lookup", "hf-assisted")
 DRAFTED = ("medusa", "medusa-alone", "lookup", *sorted(set(DRAFTERS) - {"medusa"}))
-# Other programs that read a GGUF file: without drafts, and with their own n-gram drafts.
+# llama.cpp on a GGUF file: without drafts, and with its own n-gram drafts.
 LLAMA = ("llama.cpp", "llama.cpp-ngram")
-OPENVINO = ("openvino", "openvino-lookup")
-METHODS = (*TRANSFORMERS, "ar", *DRAFTED, *LLAMA, *OPENVINO)
+METHODS = (*TRANSFORMERS, "ar", *DRAFTED, *LLAMA)
 # Methods that can decode only one sequence at a time.
-UNBATCHED = ("hf-lookup", "hf-assisted", *LLAMA, *OPENVINO)
+UNBATCHED = ("hf-lookup", "hf-assisted", *LLAMA)
 LOOKUP_TOKENS = 10  # draft tokens per step of prompt lookup
 OnTokens = Callable[[list[int]], None]
 # Continues prompts in parallel with at most the given number of new tokens each. Reports new tokens

@@ -1,4 +1,4 @@
-"""Other programs in a bench (llama.cpp, OpenVINO GenAI, servers), and the plain counterpart of each method."""
+"""Other programs in a bench (llama.cpp, servers), and the plain counterpart of each method."""
 
 import importlib.metadata
 import json
@@ -13,14 +13,11 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from medusa_cli.bench.methods import (
     LLAMA,
-    LOOKUP_TOKENS,
     METHODS,
-    OPENVINO,
     TRANSFORMERS,
     Method,
     OnTokens,
@@ -36,7 +33,6 @@ from medusa_cli.files.paths import expanded
 from medusa_cli.model import Backbone
 
 NAME = re.compile(r"[A-Za-z0-9][\w.]*(-[\w.-]+)?")
-LOOKUP_NGRAM = 3  # longest n-gram match of OpenVINO's prompt lookup
 ANSWER_S = 3600.0  # maximum seconds for a peer's answer
 
 
@@ -60,22 +56,21 @@ def plain_of(name: str, names: Sequence[str], peers: Mapping[str, str]) -> str |
     itself, or if its plain method is not measured.
     """
     program = name.partition("-")[0]
-    foreign = name in TRANSFORMERS or name in (*LLAMA, *OPENVINO) or name in peers
+    foreign = name in TRANSFORMERS or name in LLAMA or name in peers
     plain = program if foreign else "ar"
     return plain if plain != name and plain in names else None
 
 
 def check_reader(name: str, model: str, gguf: Path | None, sampling: Sampling) -> None:
-    """Raises UsageError if a program that reads GGUF files cannot be compared.
+    """Raises UsageError if llama.cpp cannot be compared.
 
     This is the case if it is not installed, if no GGUF file is known, if decoding is not greedy, or
     if the given file is of another format.
     """
-    package = "xllamacpp" if name in LLAMA else "openvino_genai"
-    if not has_package(package):
+    if not has_package("xllamacpp"):
         raise UsageError(
-            f"@methods {name}: {package} is not installed",
-            f"`pip install {package.replace('_', '-')}`, or leave the method out",
+            f"@methods {name}: xllamacpp is not installed",
+            "`pip install xllamacpp`, or leave the method out",
         )
     if gguf is None and model not in MODELS and not expanded(model).is_file():
         raise UsageError(f"@methods {name}: no GGUF file of {model!r} is known", "give @gguf FILE")
@@ -175,42 +170,6 @@ def llama_method(name: str, gguf: Path, backbone: Backbone) -> Method:
         )
         first = [timings["prompt_ms"] / 1e3]
         return [Measurement([tokens], stats=stats, first_token_s=first)]
-
-    return answer
-
-
-def openvino_method(name: str, gguf: Path, backbone: Backbone) -> Method:
-    """Returns greedy decoding of a GGUF file by OpenVINO GenAI, with as many threads as torch.
-
-    openvino-lookup adds its prompt lookup.
-    """
-    import openvino  # type: ignore[import-not-found, import-untyped, unused-ignore]
-    import openvino_genai as genai  # type: ignore[import-not-found, import-untyped, unused-ignore]
-
-    lookup = {"prompt_lookup": True} if name == "openvino-lookup" else {}
-    ends = sorted(backbone.eos_ids)
-    try:
-        threads = torch.get_num_threads()
-        pipeline: Any = genai.LLMPipeline(str(gguf), "CPU", INFERENCE_NUM_THREADS=threads, **lookup)
-    except RuntimeError as reason:
-        raise UserError(
-            f"OpenVINO cannot load {gguf}: {first_line(reason)}", "give another @gguf FILE"
-        ) from reason
-    config: Any = genai.GenerationConfig()
-    config.do_sample, config.apply_chat_template = False, False
-    config.stop_token_ids = set(ends)
-    if lookup:
-        config.num_assistant_tokens, config.max_ngram_size = LOOKUP_TOKENS, LOOKUP_NGRAM
-
-    def answer(
-        prompts: Sequence[Sequence[int]], max_new_tokens: int, on_tokens: OnTokens
-    ) -> list[Measurement]:
-        config.max_new_tokens = max_new_tokens
-        ids = openvino.Tensor(np.array([prompts[0]], dtype=np.int64))
-        [tokens] = pipeline.generate(ids, config).tokens
-        tokens = [*tokens]
-        on_tokens(tokens)
-        return [Measurement([tokens])]
 
     return answer
 

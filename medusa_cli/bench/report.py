@@ -397,7 +397,7 @@ def sweeps(benches: Sequence[SavedBench]) -> Iterator[Section]:
                         (point["x"], point[key], point.get(f"{key}_95"))
                     )
             if curves:
-                log = sweep["axis"] in ("nodes", "context")
+                log = sweep["axis"] == "nodes"
                 charts |= lines(f"{name}: {y} by {sweep['axis']}", curves, sweep["unit"], y, log)
     if tables:
         yield Section("Sweeps", "", tables, charts)

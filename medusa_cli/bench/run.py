@@ -20,7 +20,6 @@ import torch
 from medusa_cli.bench.methods import (
     LLAMA,
     METHODS,
-    OPENVINO,
     TRANSFORMERS,
     UNBATCHED,
     Method,
@@ -31,7 +30,6 @@ from medusa_cli.bench.peers import (
     check_reader,
     llama_facts,
     llama_method,
-    openvino_method,
     plain_of,
     served_models,
     server_method,
@@ -64,7 +62,7 @@ from medusa_cli.runs.load_options import LoadOptions
 from medusa_cli.runs.resolve import Choice
 from medusa_cli.runs.run import STAMP, check_backbone, describe_drafter, provenance, stamp_of
 
-PACKAGES = ("torch", "transformers", "numpy", "peft", "bitsandbytes", "xllamacpp", "openvino-genai")
+PACKAGES = ("torch", "transformers", "numpy", "peft", "bitsandbytes", "xllamacpp")
 WARM_UP_TOKENS = 24
 log = logging.getLogger(__name__)
 
@@ -85,7 +83,7 @@ def unwatched(backbone: Backbone, turns: int) -> AbstractContextManager[OnTokens
 class Bench:
     """Holds the settings of a measurement: method names, questions, and at most `max_new_tokens` per turn.
 
-    drafts: the files of the methods that use a drafter. gguf: the file for llama.cpp and OpenVINO.
+    drafts: the files of the methods that use a drafter. gguf: the file for llama.cpp.
     draft_model: the model that drafts for hf-assisted. peers: addresses of servers that also
     answer, by method name. Raises UsageError if a method is unknown or cannot run.
     """
@@ -117,8 +115,7 @@ class Bench:
         if self.batch_size > 1 and (alone := [name for name in names if name in unbatched]):
             remedy = "leave it out, or use @batch_size 1"
             raise UsageError(f"@methods {alone[0]} decodes one sequence at a time", remedy)
-        readers = (*LLAMA, *OPENVINO)
-        for name in (name for name in names if name in readers):
+        for name in (name for name in names if name in LLAMA):
             if self.choice.adapter is not None and self.gguf is None:
                 raise UsageError(
                     f"@methods {name}: the GGUF file of {self.choice.model!r} lacks the run's adapter",
@@ -133,7 +130,7 @@ class Bench:
                 "@methods hf-assisted needs a model that drafts", "give @draft_model NAME"
             )
         for flag, value, users in (
-            ("@gguf", self.gguf, readers),
+            ("@gguf", self.gguf, LLAMA),
             ("@draft_model", self.draft_model, ("hf-assisted",)),
         ):
             if value is not None and not set(users) & set(names):
@@ -290,11 +287,10 @@ class Bench:
     ) -> dict[str, Method]:
         methods: dict[str, Method] = {}
         for name in self.methods:
-            if name in (*LLAMA, *OPENVINO):
+            if name in LLAMA:
                 file = self.gguf or self.choice.source.gguf
                 assert file is not None  # check_reader ensures this
-                method = llama_method if name in LLAMA else openvino_method
-                methods[name] = method(name, file, backbone)
+                methods[name] = llama_method(name, file, backbone)
             elif name in self.peers:
                 methods[name] = server_method(name, self.peers[name], backbone)
             elif name not in TRANSFORMERS:

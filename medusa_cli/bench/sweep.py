@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoConfig, AutoTokenizer
 
 from medusa_cli import __version__
-from medusa_cli.bench.questions import Question
 from medusa_cli.bench.run import Bench, Watch, environment, unwatched
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.files.io import read_object, write_json
@@ -42,7 +40,6 @@ AXES = {
         ("sampling",),
     ),
     "temperature": Axis("temperature", (0, 0.3, 0.7, 1.0), ("sampling", "temperature")),
-    "context": Axis("tokens of the prompt", (128, 512, 1024)),
 }
 FIGURES = (
     "tokens_per_s",
@@ -53,7 +50,6 @@ FIGURES = (
     "questions",
 )
 METHODS = {"hf", "hf-lookup", "ar", "medusa"}
-TEMPLATE_TOKENS = 64
 Point = tuple[str, float, Bench]  # series, value of the axis, and the bench to run
 log = logging.getLogger(__name__)
 
@@ -67,7 +63,7 @@ def parse_values(name: str, text: str | None) -> list[float]:
         raise UsageError(f"@sweep {name!r} is unknown", f"use one of {', '.join(AXES)}")
     if text is None:
         return list(AXES[name].values)
-    whole = name not in ("epsilon", "temperature")
+    whole = name == "nodes"
     try:
         values = sorted({float(int(word) if whole else float(word)) for word in text.split(",")})
     except ValueError:
@@ -81,10 +77,7 @@ def parse_values(name: str, text: str | None) -> list[float]:
 
 
 def check(base: Bench, axis: str, values: Sequence[float]) -> None:
-    """Raises UsageError for methods that cannot be swept, and for values that are not valid.
-
-    A context is compared with the model's when the model is there.
-    """
+    """Raises UsageError for methods that cannot be swept, and for values that are not valid."""
     if "medusa" not in base.drafts or not METHODS.issuperset(base.methods):
         text = f"@methods {','.join(base.methods)} cannot be swept"
         raise UsageError(text, "use medusa, and hf, hf-lookup or ar beside it")
@@ -94,8 +87,7 @@ def check(base: Bench, axis: str, values: Sequence[float]) -> None:
             raise UsageError(
                 f"@values {max(values):g}: these heads allow {limit:,} nodes", "use no more"
             )
-    if axis != "context":
-        list(_points(base, axis, values))
+    list(_points(base, axis, values))
 
 
 def sweep(
@@ -137,7 +129,7 @@ def sweep(
 
 
 def _points(base: Bench, axis: str, values: Sequence[float]) -> Iterator[Point]:
-    """Yields the points of a sweep; raises UsageError for a context that does not fit the model."""
+    """Yields the points of a sweep; raises UsageError for a value that a bench refuses."""
     sampling = base.sampling
     drafted = base.drafts["medusa"]
     if axis == "nodes":
@@ -153,7 +145,7 @@ def _points(base: Bench, axis: str, values: Sequence[float]) -> Iterator[Point]:
                 value,
                 replace(base, sampling=replace(typical, epsilon=value, delta=value**0.5)),
             )
-    elif axis == "temperature":
+    else:
         for mode in ("exact", "typical"):
             for value in values:
                 if value or mode == "exact":  # at 0 all modes are greedy
@@ -162,11 +154,6 @@ def _points(base: Bench, axis: str, values: Sequence[float]) -> Iterator[Point]:
                         value,
                         replace(base, sampling=replace(sampling, mode=mode, temperature=value)),
                     )
-    else:
-        yield from (
-            ("", value, replace(base, questions=_long_questions(base, int(value))))
-            for value in values
-        )
 
 
 def _accuracies(choice: Choice) -> Accuracies:
@@ -197,41 +184,3 @@ def _digest(bench: Bench) -> str:
         facts, sort_keys=True, default=lambda value: str(getattr(value, "path", value))
     )
     return hashlib.sha256(text.encode()).hexdigest()[:20]
-
-
-def _long_questions(bench: Bench, tokens: int) -> list[Question]:
-    """Returns first turns, each lengthened to about `tokens` tokens by text of the other questions before it.
-
-    Raises UsageError if that does not fit in the model's context.
-    """
-    folder = bench.choice.source.folder
-    trusted = bench.options.trust_remote_code
-    limit = getattr(
-        AutoConfig.from_pretrained(folder, trust_remote_code=trusted),
-        "max_position_embeddings",
-        None,
-    )
-    if limit is not None and tokens + bench.max_new_tokens + TEMPLATE_TOKENS > limit:
-        raise UsageError(
-            f"@values {tokens}: the model takes {limit} tokens, the answer's included", "use fewer"
-        )
-    return fill(
-        bench.questions, AutoTokenizer.from_pretrained(folder, trust_remote_code=trusted), tokens
-    )
-
-
-def fill(questions: Sequence[Question], tokenizer: Any, tokens: int) -> list[Question]:
-    """Prepends text of the other questions to each first turn, up to `tokens` tokens; later turns are dropped."""
-    filled = []
-    for index, question in enumerate(questions):
-        turn = question.turns[0]
-        others = [other.turns[0] for other in (*questions[index + 1 :], *questions[:index])] or [
-            turn
-        ]
-        missing = tokens - len(tokenizer(turn, add_special_tokens=False)["input_ids"])
-        ids: list[int] = []
-        while len(ids) < missing:
-            ids += tokenizer("\n\n".join(others) + "\n\n", add_special_tokens=False)["input_ids"]
-        before = tokenizer.decode(ids[:missing]) + "\n\n" if missing > 0 else ""
-        filled.append(replace(question, turns=(before + turn,)))
-    return filled
