@@ -66,6 +66,24 @@ def loud() -> Iterator[None]:
     console.configure()
 
 
+@pytest.fixture(autouse=True)
+def undrawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lays no curves out, which takes longer than training a tiny model; tests of pictures are marked `drawn`."""
+    if request.node.get_closest_marker("drawn"):
+        return
+    from matplotlib.figure import Figure
+
+    save = Figure.savefig
+
+    def empty(self: Figure, file: Any, **how: Any) -> None:
+        if how.get("format") == "png":
+            Path(file).write_bytes(b"")
+        else:
+            save(self, file, **how)
+
+    monkeypatch.setattr(Figure, "savefig", empty)
+
+
 @pytest.fixture
 def fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Refuses to fetch or to write to the cache, which is empty; returns what was asked for."""

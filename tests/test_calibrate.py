@@ -157,6 +157,7 @@ def others(tmp_path: Path) -> Path:
     return write_lines(tmp_path / "other.jsonl", [conversation(n) for n in range(60, 70)])
 
 
+@pytest.mark.drawn
 def test_command_writes_accuracies_and_a_heat_map(run: Run, trained: Path) -> None:
     document = calibrate(run, "--top", "4")
     assert document == json.loads(run.calibration_path.read_text())

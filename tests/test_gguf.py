@@ -914,6 +914,8 @@ def asked(path: Path, call: str, bodies: list[dict[str, Any]]) -> list[Any]:
     settings.model.path = str(path)
     settings.n_ctx, settings.n_parallel = 512, 1
     settings.verbosity, settings.cache_ram_mib = 0, 0
+    # Threads that wait for each other spin.
+    settings.cpuparams.n_threads = settings.cpuparams_batch.n_threads = 1
     settings.cache_type_k = settings.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
     settings.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
     server = xllamacpp.Server(settings)  # in fp32 throughout

@@ -419,6 +419,7 @@ def test_library_call_trains_and_shows_its_progress(run: Run, model: str) -> Non
     assert load_drafter(run.drafter_dir, engines.load_backbone(model)).num_heads == 2
 
 
+@pytest.mark.drawn
 def test_command_trains_and_prints_its_results(run: Run, model: str) -> None:
     result = medusa(*words_of(run, model, "drafter.num_heads=3", "--json"))
     document = json.loads(result.stdout)

@@ -42,6 +42,7 @@ def report(*words: str) -> dict[str, Any]:
     return json.loads(medusa("tree", "--json", *words).stdout)
 
 
+@pytest.mark.drawn
 def test_a_budget_searches_draws_and_saves_in_the_run(folder: Path) -> None:
     shown = medusa("tree", "--run", "mine", "--budget", "10")
     saved = json.loads((folder / "runs/mine/tree.json").read_text())
