@@ -305,6 +305,87 @@ def test_copied_rows_and_states_have_the_bits_of_run_ones(engine: str, model: st
         cache.fill(1, 0, 16, [part.double() for part in parts[0][2]])
 
 
+@pytest.mark.parametrize("shared", [0, 120])
+@pytest.mark.parametrize("slots", [2, 3])
+def test_title_requests_do_not_cost_a_long_talk_its_slot(
+    slots: int, shared: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backbone = tiny_backbone(vocab=64, engine="native", positions=2048)
+    decoder, rows = decoder_of(backbone, slots=slots), counting(backbone, monkeypatch)
+    chance = torch.Generator().manual_seed(7)
+
+    def text(count: int) -> list[int]:
+        return torch.randint(5, 60, (count,), generator=chance).tolist()
+
+    system = text(shared)
+    talk = [*system, *text(150)]
+    for turn in range(10):
+        rows.clear()
+        tokens = tokens_of(answer(decoder, talk, **RULES))
+        assert turn == 0 or rows[0] <= 12
+        for _ in range(3):
+            # Its instructions may be those of the talk, which are copied.
+            rows.clear()
+            list(answer(decoder, [*system, *text(20)], max_new_tokens=4, stop_ids=()))
+            assert rows[0] == 20
+        talk = [*talk, *tokens, *text(10)]
+    assert tokens == tokens_of(generate_plain(backbone, talk[: -10 - len(tokens)], **RULES))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("engine", ["eager", "native"])
+def test_a_running_text_is_copied_to_a_request_with_the_same_beginning(
+    kind: str | None, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backbone = tiny_backbone(layers=6, engine=engine, positions=512)
+    decoder = decoder_of(backbone, make(backbone, kind), STATIC, slots=2)
+    rows = counting(backbone, monkeypatch)
+    system = OPENING * 10
+    first, step = decoder.admit(Request([*system, 21], **RULES))
+    decoder.step()
+    rows.clear()
+    second, late = decoder.admit(Request([*system, 22, 23], **RULES))
+    assert 2 <= rows[0] <= 3
+    answers = {first: [], second: list(late.tokens)}
+    while decoder.sequences:
+        for sequence, later in decoder.step():
+            answers[sequence] += later.tokens
+    plain = tokens_of(generate_plain(backbone, [*system, 22, 23], **RULES))
+    assert answers[second] == plain
+    assert first.tokens[: len(system)] == system
+
+
+def test_an_old_text_gives_its_slot_to_a_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    backbone = backbone_of("native")
+    decoder, rows = decoder_of(backbone, slots=2), counting(backbone, monkeypatch)
+    now = 0.0
+    monkeypatch.setattr("medusa_cli.decode.prefix_cache.time.monotonic", lambda: now)
+    for prompt, minutes in ((OPENING * 3, 0), (OPENING[::-1], 120), ([40, 41, 42], 0)):
+        now += 60 * minutes
+        list(answer(decoder, prompt, **RULES))
+    for prompt, reused in (([*OPENING[::-1], 7], True), ([*OPENING * 3, 7], False)):
+        rows.clear()
+        list(answer(decoder, prompt, **RULES))
+        assert (rows[0] < 5) == reused
+
+
+def test_memory_is_taken_from_the_text_that_is_worth_least(monkeypatch: pytest.MonkeyPatch) -> None:
+    backbone = backbone_of("native")
+    decoder = decoder_of(backbone, slots=3)
+    now = 0.0
+    monkeypatch.setattr("medusa_cli.decode.prefix_cache.time.monotonic", lambda: now)
+    for prompt in (OPENING, OPENING[::-1]):
+        list(answer(decoder, prompt, **RULES))
+        now += 600
+    row = backbone.engine.row_bytes
+    # Some memory is free once a text is dropped.
+    free = iter([40, 40, 80, 80, 80, 80])
+    monkeypatch.setattr("medusa_cli.decode.decoder.free_memory", lambda device: next(free) * row)
+    decoder.admit(Request([40, 41, 42], 60, stop_ids=()))
+    left = [own.tokens[0] for own in decoder._prefixes._slots if own is not None and own.done]
+    assert left == [OPENING[-1]]
+
+
 def test_memory_is_shared_by_slots_of_a_lazy_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     backbone = backbone_of("native")
     decoder = decoder_of(backbone, slots=3)

@@ -22,6 +22,7 @@ from medusa_cli.decode.policy import (
     complete,
 )
 from medusa_cli.decode.prefix_cache import PrefixCache
+from medusa_cli.decode.prefix_store import PrefixStore
 from medusa_cli.decode.sequence import Request, Sequence
 from medusa_cli.device import free_memory, upload
 from medusa_cli.drafters.base import Drafter, NewTokens
@@ -71,13 +72,14 @@ class Decoder:
         cuda_graphs: bool | None = None,
         taps: tuple[int, ...] = (-1,),
         context: int | None = None,
+        store: PrefixStore | None = None,
     ) -> None:
         """Creates a cache with `slots` slots.
 
         cuda_graphs: None lets a trial decide. taps: the layers whose hidden states a sequence keeps
         if there is no drafter. context: the expected maximum length of a sequence, for which CUDA
-        graphs reserve memory; None: the model's. Raises UserError in a fork of the process that
-        loaded the model.
+        graphs reserve memory; None: the model's. store: keeps cached prefixes on disk. Raises
+        UserError in a fork of the process that loaded the model.
         """
         backbone.check_process()
         self.backbone = backbone
@@ -90,7 +92,7 @@ class Decoder:
             self.taps == (-1,) and not drafter.fork().reads_every_step
         )
         self.cache = self.engine.new_cache(slots)
-        self._prefixes = PrefixCache(self.cache, drafter)
+        self._prefixes = PrefixCache(self.cache, drafter, self.engine.row_bytes, store)
         self._first_piece = FIRST_PIECE  # of the next prompt's first piece
         self._keeping = False  # a step has begun to accept tokens
         graphs = captures(self.engine) if cuda_graphs is None else cuda_graphs
@@ -166,13 +168,14 @@ class Decoder:
         request = sequence.request
         sequence.draft = self.policy.begin(request.sampling)
         sequence.draft.speculative = request.speculative
-        self._check_memory(request)
+        slot = self._check_memory(request)
         # Lazy rows cost nothing, and each growth copies the rows in use.
         rows = self._rows(sequence.longest) if self.cache.lazy else len(request.prompt)
         self.cache.reserve(rows)
-        self._prefixes.take(sequence)
+        self._prefixes.take(sequence, slot)
         try:
             yield sequence, None
+            yield from self._prefixes.restore(sequence)
             step = yield from self._run_prompt(sequence, piece_s)
             sequence.prefilled = True
         except BaseException as reason:  # an error, or the caller closed the iterator
@@ -458,12 +461,15 @@ class Decoder:
         """
         if not self.free_slots:
             return False
-        needed, free = self._memory_for(request, MEMORY_SHARE)
+        _, needed, free = self._memory_for(request, MEMORY_SHARE)
         return needed <= free or not self._prefixes.taken
 
-    def _check_memory(self, request: Request) -> None:
-        """Raises UserError if the cache cannot grow enough for a request beside the running sequences."""
-        needed, free = self._memory_for(request)
+    def _check_memory(self, request: Request) -> int:
+        """Returns the slot for a request.
+
+        Raises UserError if the cache cannot grow enough beside the running sequences.
+        """
+        slot, needed, free = self._memory_for(request)
         if needed > free:
             tokens = self._longest(request)
             raise UserError(
@@ -471,18 +477,18 @@ class Decoder:
                 f"and {self.backbone.device} has {free / 1e9:.1f} GB left",
                 "use a smaller @max_new_tokens, a shorter prompt or fewer sequences at once",
             )
+        return slot
 
-    def _memory_for(self, request: Request, share: float = 1) -> tuple[int, int]:
-        """Returns the bytes by which the cache must grow for a request, and a share of the free memory.
+    def _memory_for(self, request: Request, share: float = 1) -> tuple[int, int, int]:
+        """Returns the slot for a request, the bytes by which the cache must grow, and a share of the free memory.
 
-        If the memory does not suffice, it first drops the cached prefixes that the request does not share.
+        If the memory does not suffice, it first drops cached prefixes that the request does not share.
         """
-        slot, _ = self._prefixes.choose(request)
-        rows = {slot: self._rows(self._longest(request))}
-        for other, sequence in self._prefixes.taken.items():
-            rows[other] = self._rows(sequence.longest)
+        slot = self._prefixes.choose(request)
+        taken = {slot: self._rows(own.longest) for slot, own in self._prefixes.taken.items()}
 
         def bytes_and_free() -> tuple[int, int]:
+            rows = {**taken, slot: self._rows(self._longest(request))}
             needed = self.cache.missing_rows(rows) * self.engine.row_bytes
             fixed = self.engine.slot_bytes(self.policy.size)
             needed += sum(max(0, fixed - self.cache.held_bytes(own)) for own in rows)
@@ -490,14 +496,16 @@ class Decoder:
 
         needed, free = bytes_and_free()
         if needed > free:
-            self._prefixes.clear(but=slot)
+            slot = self._prefixes.choose(request, copies=False)
+            needed, free = bytes_and_free()
+        while needed > free and self._prefixes.evict(but=slot):
             needed, free = bytes_and_free()
         if needed > free and not self._prefixes.taken and self.cuda_graphs is None:
             # Then the old buffers need not be kept until they have been copied.
             self._prefixes.clear()
             self.cache.resize(FIRST_ROWS)
             needed, free = bytes_and_free()
-        return needed, free
+        return slot, needed, free
 
     def _longest(self, request: Request) -> int:
         """Returns the maximum length of a request's prompt and answer."""
@@ -510,3 +518,18 @@ class Decoder:
     def clear_prefix_cache(self) -> None:
         """Drops the cached prefixes of idle slots."""
         self._prefixes.clear()
+
+    @torch.inference_mode()
+    def store_next(self) -> bool:
+        """Hands a part of a text to the store of prefixes, which writes it in a thread; returns False without any."""
+        try:
+            return self._prefixes.store_next()
+        except Exception as reason:
+            if not is_out_of_memory(reason):
+                raise
+            return False
+
+    @torch.inference_mode()
+    def save_prefixes(self) -> None:
+        """Writes all cached prefixes that the store lacks."""
+        self._prefixes.save()

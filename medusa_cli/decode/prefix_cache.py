@@ -2,21 +2,58 @@
 
 from __future__ import annotations
 
+import copy
+import time
+from collections.abc import Generator, Iterator
+from concurrent.futures import Future, wait
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
 from medusa_cli.decode.ngram import shared_length
+from medusa_cli.decode.prefix_file import Rows
+from medusa_cli.decode.prefix_store import BLOCK, MIN_GAIN, MIN_TOKENS, PrefixStore, Segment
 from medusa_cli.decode.sequence import Request, Sequence
 from medusa_cli.drafters.base import Drafter
 from medusa_cli.engine import Cache
+
+# Seconds after which a cached prefix is half as likely to go on.
+HALF_LIFE_S = 600.0
+# A copied token costs this share of one that is run.
+COPY_COST = 1 / 64
+# Seconds that a step of other sequences waits for a file.
+READING_S = 0.002
+
+
+@dataclass(frozen=True)
+class Part:
+    """Holds rows of a prompt from token `start` on; those of tokens start .. end - 1 are to be used."""
+
+    start: int
+    end: int
+    rows: Rows
 
 
 class PrefixCache:
     """Assigns the slots of a cache to sequences.
 
-    If a prompt begins with the same tokens as a slot's text, only the rest of the prompt is run.
+    If a prompt begins with the same tokens as a slot's text, or as one in the store, only the rest
+    of the prompt is run. row_bytes: the bytes of a token's rows.
     """
 
-    def __init__(self, cache: Cache, drafter: Drafter | None) -> None:
+    def __init__(
+        self,
+        cache: Cache,
+        drafter: Drafter | None,
+        row_bytes: int = 1,
+        store: PrefixStore | None = None,
+    ) -> None:
         self._cache = cache
         self._drafter = drafter
+        self._row_bytes = row_bytes
+        self._store = store
         self._slots: list[Sequence | None] = [None] * cache.slots
 
     @property
@@ -35,50 +72,271 @@ class PrefixCache:
         slots = enumerate(self._slots)
         return {slot: sequence for slot, sequence in slots if sequence and not sequence.done}
 
+    @property
+    def tokens(self) -> int:
+        """Returns the number of tokens in all slots."""
+        return sum(self._cache.lengths)
+
     def slot_of(self, sequence: Sequence) -> int:
         """Returns the slot of a sequence. A step may move the sequence to another slot."""
         return self._slots.index(sequence)
 
-    def take(self, sequence: Sequence) -> None:
+    def take(self, sequence: Sequence, slot: int) -> None:
         """Assigns an idle slot to a sequence, which takes over the rows of the prefix that both share.
 
-        At least the last token of the prompt is left to run. Raises ValueError if no slot is idle.
+        At least the last token of the prompt is left to run. What the slot loses goes to the store.
         """
-        slot, saved = self.choose(sequence.request)
-        sequence.reuse_prefix(self._slots[slot], saved, self._drafter)
+        saved, _ = self._shared(slot, sequence.request)
+        previous = self._slots[slot]
+        if previous is not None and len(previous.tokens) >= saved + MIN_GAIN:
+            self._save(previous, self._store)
+        sequence.reuse_prefix(previous, saved, self._drafter)
         # The drafter may have state for fewer tokens, and a recurrent state can be restored at only
         # a few positions.
         while (shared := self._cache.reusable(slot, sequence.reused)) < sequence.reused:
-            sequence.reuse_prefix(self._slots[slot], shared, self._drafter)
+            sequence.reuse_prefix(previous, shared, self._drafter)
         self._cache.truncate(slot, sequence.reused)
         self._slots[slot] = sequence
+        sequence.taken_at = time.monotonic()
 
-    def choose(self, request: Request) -> tuple[int, int]:
-        """Returns the idle slot for a request, and how many tokens of its prompt the slot may save.
+    def _shared(self, slot: int, request: Request) -> tuple[int, int]:
+        """Returns how many tokens of a prompt a slot saves, and how many of its text would be lost."""
+        previous = self._slots[slot]
+        if previous is None:
+            return 0, 0
+        common = shared_length(previous.tokens, request.prompt)
+        saved = self._cache.reusable(slot, min(common, _limit(request))) if common else 0
+        return saved, len(previous.tokens) - common
 
-        It is the slot that saves most tokens, less those that a later request could have reused.
-        Raises ValueError if no slot is idle.
+    def choose(self, request: Request, *, copies: bool = True) -> int:
+        """Returns the idle slot for a request.
+
+        It is the slot that saves most tokens, less the worth of those that a later request could
+        have reused. copies: a slot that copies tokens from another one saves nearly as many as that,
+        but needs memory. Raises ValueError if no slot is idle.
         """
-        prompt = request.prompt
-        reuse = 0 if request.scores_prompt else request.reuse
-        limit = len(prompt) - 1 if reuse is None else min(reuse, len(prompt) - 1)
+        shared = [self._shared(slot, request) for slot in range(len(self._slots))]
+        copied = (1 - COPY_COST) * max(saved for saved, _ in shared) if copies else 0
 
-        def share(slot: int) -> tuple[int, int]:
-            """Returns the number of tokens saved, less those lost, and the number saved."""
+        def gain(slot: int) -> float:
             previous = self._slots[slot]
-            if previous is None:
-                return 0, 0
-            common = shared_length(previous.tokens, prompt)
-            saved = self._cache.reusable(slot, min(common, limit))
-            return saved - (len(previous.tokens) - common), saved
+            saved, lost = shared[slot]
+            return max(saved, copied) - (lost * _worth(previous) if previous is not None else 0)
 
         idle = [
             slot for slot, previous in enumerate(self._slots) if previous is None or previous.done
         ]
         if not idle:
             raise ValueError(f"all {len(self._slots)} slots are taken")
-        slot = max(idle, key=share)
-        return slot, share(slot)[1]
+        return max(idle, key=gain)
+
+    def restore(self, sequence: Sequence) -> Iterator[tuple[Sequence, None]]:
+        """Fills a sequence's slot with rows of its prompt, from another slot and the store; yields between parts."""
+        yield from self._fill(sequence, self._copied(sequence))
+        if self._store is not None:
+            before = sequence.reused
+            yield from self._fill(sequence, self._stored(sequence, self._store))
+            sequence.restored = max(0, sequence.reused - before)
+
+    def _fill(
+        self, sequence: Sequence, parts: Generator[Part | None]
+    ) -> Iterator[tuple[Sequence, None]]:
+        """Puts consecutive parts of a prompt into its sequence's slot; a part is None while it is waited for."""
+        prompt = list(sequence.request.prompt)
+        filled = complete = False
+        try:
+            for part in parts:
+                if part is not None:
+                    filled = True
+                    try:
+                        complete = self._put(sequence, part)
+                    except ValueError as reason:
+                        complete = not self._cache.stateful
+                        with suppress(StopIteration):
+                            parts.throw(reason)
+                        break
+                    sequence.tokens = prompt[: part.end]
+                yield sequence, None
+        finally:
+            # Without their states, the rows are of no use.
+            if filled and not complete:
+                self._cache.truncate(self.slot_of(sequence), 0)
+                sequence.reuse_prefix(None, 0, self._drafter)
+        if filled and complete:
+            self._resume(sequence)
+
+    def _put(self, sequence: Sequence, part: Part) -> bool:
+        """Puts a part into the sequence's slot; returns True if the slot is then as after running its tokens.
+
+        Raises ValueError if the rows do not fit the cache.
+        """
+        rows = part.rows
+        slot = self.slot_of(sequence)
+        self._cache.fill(slot, part.start, part.start + rows.tokens, rows.rows)
+        if rows.states:
+            self._cache.set_states(slot, rows.states)
+        elif not self._cache.stateful:
+            self._cache.truncate(slot, part.end)
+        drafter = sequence.drafter
+        if drafter is not None and rows.drafted and drafter.row_count >= part.start:
+            drafter.put_rows(part.start, part.start + rows.drafted, rows.drafter_rows)
+        return bool(rows.states) or not self._cache.stateful
+
+    def _resume(self, sequence: Sequence) -> None:
+        """Lets a sequence go on after the rows that were put into its slot."""
+        held = copy.copy(sequence)
+        held.unread = []
+        shared = len(sequence.tokens)
+        known = 0 if sequence.drafter is None else sequence.drafter.row_count
+        # A running state cannot go back by the one token that a drafter may have to read again.
+        held.missed = known < shared or self._cache.stateful
+        sequence.reuse_prefix(held, shared, self._drafter)
+        self._cache.truncate(self.slot_of(sequence), sequence.reused)
+
+    def _copied(self, sequence: Sequence) -> Generator[Part | None]:
+        """Yields the rows of the prompt that another slot has, if it has more than the sequence's own."""
+        limit = _limit(sequence.request)
+        others = [
+            (shared_length(other.tokens[:limit], sequence.request.prompt), slot)
+            for slot, other in enumerate(self._slots)
+            if other is not None and other is not sequence
+        ]
+        common, slot = max(others, default=(0, 0))
+        shared = self._cache.reusable(slot, common) if common else 0
+        if shared < sequence.reused + MIN_GAIN:
+            return
+        states = self._cache.states_after(slot, shared)
+        if states is None:
+            return
+        source = self._slots[slot]
+        for start in range(sequence.reused // BLOCK * BLOCK, shared, BLOCK):
+            # Other requests may have taken or moved the slot meanwhile.
+            if source is None or source not in self._slots:
+                return
+            end = min(start + BLOCK, shared)
+            yield Part(start, end, self._rows(source, start, end, states if end == shared else []))
+
+    def _stored(self, sequence: Sequence, store: PrefixStore) -> Generator[Part | None]:
+        """Yields the rows of the prompt that the store has, if they are more than those of the slot."""
+        prompt = sequence.request.prompt[: _limit(sequence.request)]
+        if len(prompt) < sequence.reused + MIN_GAIN:
+            return
+        finding = store.find(prompt, sequence.reused, self._cache.stateful)
+        yield from self._until(finding)
+        segments = finding.result()
+        ahead = [store.read(segment) for segment in segments[:1]]
+        for number, segment in enumerate(segments):
+            reading = ahead[number]
+            ahead += [store.read(later) for later in segments[number + 1 : number + 2]]
+            yield from self._until(reading)
+            rows = reading.result()
+            if rows is None:
+                return
+            try:
+                yield Part(segment.start, segment.end, rows)
+            except ValueError:
+                store.drop(segment)
+                return
+
+    def _until(self, future: Future[Any]) -> Iterator[None]:
+        """Yields until a future is done; meanwhile, other sequences may take steps."""
+        while not future.done():
+            wait([future], READING_S if self.running else None)
+            yield None
+
+    def _rows(self, sequence: Sequence, start: int, end: int, states: list[Tensor]) -> Rows:
+        """Returns copies of a sequence's rows start .. end - 1, with those of its drafter, if it has read them."""
+        rows = self._cache.rows(self.slot_of(sequence), start, end)
+        drafter = sequence.drafter
+        drafted = 0 if drafter is None else min(drafter.row_count, end) - start
+        if drafter is None or drafted <= 0:
+            return Rows(end - start, rows, states)
+        return Rows(end - start, rows, states, drafted, drafter.copy_rows(start, start + drafted))
+
+    # What goes to the store
+
+    def store_next(self) -> bool:
+        """Hands one part of a text that the store lacks to it; returns False if there is none, or the store is busy."""
+        if self._store is None or self._store.busy:
+            return False
+        for sequence in self._slots:
+            if sequence is not None and (sequence.done or sequence.prefilled):
+                segment = next(self._lacking(sequence, self._store, ended=False), None)
+                if segment is not None and not self._will_read(sequence, segment.end):
+                    self._write(sequence, self._store, segment)
+                    return True
+        return False
+
+    def save(self) -> None:
+        """Hands all that the store lacks to it, and waits until it is written."""
+        if self._store is None:
+            return
+        for sequence in self._slots:
+            if sequence is not None:
+                self._save(sequence, self._store, waits=True)
+        self._store.finish()
+
+    def _save(self, sequence: Sequence, store: PrefixStore | None, *, waits: bool = False) -> None:
+        """Hands what the store lacks of a text to it, as far as it can take more. waits: until it can."""
+        if store is None:
+            return
+        for segment in self._lacking(sequence, store, ended=True):
+            if store.busy:
+                if not waits:
+                    return
+                store.finish()
+            self._write(sequence, store, segment)
+
+    def _will_read(self, sequence: Sequence, end: int) -> bool:
+        """Returns True if the drafter will read tokens up to `end` that it has not read yet."""
+        drafter = sequence.drafter
+        if drafter is None or not drafter.keeps_rows or sequence.done or sequence.missed:
+            return False
+        return sequence.draft.speculative and drafter.row_count < end
+
+    def _lacking(self, sequence: Sequence, store: PrefixStore, *, ended: bool) -> Iterator[Segment]:
+        """Yields the segments of a text that the store lacks. ended: those of its end, too, which is no whole block.
+
+        Running states are stored after the prompt and at the end.
+        """
+        block = store.block
+        tokens = sequence.tokens
+        keys = sequence.stored
+        if not keys:
+            keys.append(store.root)
+        while (start := (len(keys) - 1) * block) + block <= len(tokens):
+            segment = Segment.of(tuple(keys), start, tokens[start : start + block])
+            if store.has(segment):
+                keys.append(segment.key)
+                continue
+            yield segment
+            if keys[-1] != segment.key:
+                return
+        ends = {len(tokens)} if ended else set[int]()
+        if self._cache.stateful and sequence.prefilled and not sequence.stored_prompt:
+            ends.add(len(sequence.request.prompt))
+        for end in sorted(ends):
+            start = end // block * block
+            if MIN_TOKENS <= end <= len(tokens) and (start < end or self._cache.stateful):
+                segment = Segment.of(tuple(keys[: start // block + 1]), start, tokens[start:end])
+                if not store.has(segment):
+                    yield segment
+
+    def _write(self, sequence: Sequence, store: PrefixStore, segment: Segment) -> None:
+        """Hands copies of a segment's rows to the store, if the states that it needs are there."""
+        slot = self.slot_of(sequence)
+        states: list[Tensor] | None = []
+        if len(segment.ids) == store.block:
+            sequence.stored.append(segment.key)
+        else:
+            states = self._cache.states_after(slot, segment.end)
+        if segment.end == len(sequence.request.prompt):
+            sequence.stored_prompt = True
+        if states is not None:
+            rows = self._rows(sequence, segment.start, segment.end, states)
+            store.write(segment, rows)
+
+    # Slots
 
     def move_running_first(self) -> list[Sequence]:
         """Moves the running sequences to the first slots, because passes run over these.
@@ -98,9 +356,40 @@ class PrefixCache:
         self._slots[slot] = None
         self._cache.truncate(slot, 0)
 
-    def clear(self, but: int | None = None) -> None:
-        """Drops the cached prefixes of idle slots, except one slot's, and frees their memory."""
+    def evict(self, but: int | None = None) -> bool:
+        """Drops the cached prefix that is worth least for its memory, except one slot's; returns False without any.
+
+        It goes to the store, and its memory is freed.
+        """
+        values = dict[int, float]()
         for slot, previous in enumerate(self._slots):
             if previous is not None and previous.done and slot != but:
-                self._slots[slot] = None
-                self._cache.release(slot)
+                tokens = len(previous.tokens)
+                size = tokens * self._row_bytes + self._cache.held_bytes(slot)
+                values[slot] = tokens * _worth(previous) / max(1, size)
+        if not values:
+            return False
+        slot = min(values, key=lambda slot: values[slot])
+        previous = self._slots[slot]
+        assert previous is not None
+        self._save(previous, self._store)
+        self._slots[slot] = None
+        self._cache.release(slot)
+        return True
+
+    def clear(self) -> None:
+        """Drops the cached prefixes of all idle slots, and frees their memory."""
+        while self.evict():
+            pass
+
+
+def _limit(request: Request) -> int:
+    """Returns how many tokens of a prompt need not be run; at least the last one is left."""
+    reuse = 0 if request.scores_prompt else request.reuse
+    limit = len(request.prompt) - 1
+    return limit if reuse is None else min(reuse, limit)
+
+
+def _worth(previous: Sequence) -> float:
+    """Returns how likely the text of a finished sequence is to go on, by its age."""
+    return 0.5 ** ((time.monotonic() - previous.taken_at) / HALF_LIFE_S)

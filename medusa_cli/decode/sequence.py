@@ -108,8 +108,10 @@ class Sequence:
     read; those of the last step, unless the drafter reads every step. read: the number of tokens up
     to the last one that it has read. missed: there are tokens before the unread ones whose states
     were not kept. draft: the draft policy's state for the sequence. reused: the number of prompt
-    tokens that the slot already held. longest: the maximum length of prompt and answer. `number`
-    selects the random stream.
+    tokens that the slot already held. longest: the maximum length of prompt and answer. taken_at:
+    the time when it got its slot. restored: the number of prompt tokens from the store. stored: the
+    keys of the text after each block that the store has, from its root on. stored_prompt: the store
+    has the running states after the prompt. `number` selects the random stream.
     """
 
     root: int
@@ -138,6 +140,10 @@ class Sequence:
         self.read = 0
         self.missed = False
         self.reused = 0
+        self.taken_at = 0.0
+        self.restored = 0
+        self.stored: list[str] = []
+        self.stored_prompt = False
 
     @property
     def finish_reason(self) -> str | None:
@@ -170,6 +176,7 @@ class Sequence:
         other.draft = DraftState()
         other.tokens = []
         other.unread = []
+        other.stored = []
         return other
 
     def cancel(self) -> None:

@@ -170,6 +170,23 @@ class Drafter(nn.Module, ABC):
         other.truncate(0)
         return other
 
+    @property
+    def keeps_rows(self) -> bool:
+        """Returns True if this sequence's state are rows of all its tokens, which can be copied."""
+        return False
+
+    @property
+    def row_count(self) -> int:
+        """Returns the number of a sequence's first tokens that have rows."""
+        return 0
+
+    def copy_rows(self, start: int, end: int) -> list[Tensor]:
+        """Returns copies of the rows [2, heads, n, D] of tokens start .. end - 1; start: a multiple of 64."""
+        return []
+
+    def put_rows(self, start: int, end: int, rows: Sequence[Tensor]) -> None:
+        """Sets the rows of tokens start .. end - 1, which are those of such a drafter, and forgets later ones."""
+
     def extra_rows(self, depth: int) -> ExtraRows | None:
         """Returns the extra rows that a verify pass needs, so that a tree of this depth can be drafted next (FIRP)."""
         return None

@@ -203,6 +203,22 @@ class HeadDrafter(Scoring):
             cache.truncate(end)
         return end
 
+    @property
+    def keeps_rows(self) -> bool:
+        return self.sees_prompt and bool(self.caches)
+
+    @property
+    def row_count(self) -> int:
+        return min(cache.whole for cache in self.caches) if self.keeps_rows else 0
+
+    def copy_rows(self, start: int, end: int) -> list[Tensor]:
+        return [cache.copy(start, end) for cache in self.caches]
+
+    @torch.inference_mode()
+    def put_rows(self, start: int, end: int, rows: Sequence[Tensor]) -> None:
+        for cache, part in zip(self.caches, rows, strict=True):
+            cache.fill(start, end, part)
+
     # Training
 
     @torch.no_grad()

@@ -70,6 +70,26 @@ class LayerRows:
             rows[:, :, :used] = self.rows[:, :, :used]
         self.rows = rows
 
+    @property
+    def whole(self) -> int:
+        """Returns the number of rows, or 0 if a position before the last one has none."""
+        ends = not self._positions or self._positions[-1] == self.length - 1
+        return self.length if ends else 0
+
+    def copy(self, start: int, end: int) -> Tensor:
+        """Returns a copy of the rows start .. end - 1; start: a multiple of ROWS."""
+        assert self.rows is not None
+        return self.rows[:, :, start : whole_blocks(end)].clone()
+
+    def fill(self, start: int, end: int, rows: Tensor) -> None:
+        """Sets rows start .. end - 1, with which the cache then ends."""
+        del self._positions[start:]
+        self.length = start
+        self.room(end - start, rows.shape[1], rows.shape[3], rows)
+        assert self.rows is not None
+        self.rows[:, :, start : start + rows.shape[2]] = rows
+        self.count(range(start, end))
+
     def truncate(self, position: int) -> int:
         """Forgets the rows from a position on; returns the position after the last row that is left."""
         self.length = bisect_left(self._positions, position)

@@ -1,0 +1,328 @@
+"""Cached prefixes on disk: they come back after a restart with the same bits, and damaged files do no harm."""
+
+import os
+import random
+import stat
+import struct
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from medusa_cli.decode import Decoder, Request, Step, prefix_cache, prefix_store
+from medusa_cli.decode.prefix_file import MAGIC
+from medusa_cli.decode.prefix_store import PrefixStore
+from medusa_cli.engine import attach
+from medusa_cli.errors import UsageError
+from medusa_cli.model import Backbone
+from medusa_cli.native import is_available
+from tests.helpers import SPARSE, decoder_of, tiny_backbone, tiny_tokenizer, tokens_of
+from tests.models import tiny_network
+from tests.test_drafters import drafter_of
+from tests.test_prefix_cache import counting
+
+pytestmark = pytest.mark.skipif(not is_available(), reason="the native library is not compiled")
+
+BLOCK = 64
+TEXT = torch.randint(5, 60, (400,), generator=torch.Generator().manual_seed(3)).tolist()
+GIGABYTE = 10**9
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_store, "BLOCK", BLOCK)
+    monkeypatch.setattr(prefix_cache, "BLOCK", BLOCK)
+    monkeypatch.setattr(prefix_cache, "MIN_TOKENS", 20)
+    for module in (prefix_cache, prefix_store):
+        monkeypatch.setattr(module, "MIN_GAIN", 2)
+
+
+def backbone_of(model: str) -> Backbone:
+    backbone = Backbone(tiny_network(model), tiny_tokenizer(128))
+    attach(backbone, "native")
+    return backbone
+
+
+def store_of(folder: Path, backbone: Backbone, drafter: Any = None, limit: int = GIGABYTE) -> Any:
+    return PrefixStore(folder, limit, backbone, drafter)
+
+
+def run(decoder: Decoder, prompt: list[int], **rules: Any) -> tuple[list[int], list[Any], int]:
+    """Returns an answer's tokens, its log probabilities, and the number of prompt tokens reused."""
+    sequence, first = decoder.admit(Request(prompt, 12, stop_ids=(), top=3, **rules))
+    steps: list[Step] = [first]
+    while not sequence.done:
+        steps += [step for _, step in decoder.step()]
+    return tokens_of(steps), [own for step in steps for own in step.likelihoods], sequence.reused
+
+
+@pytest.mark.parametrize("kind", [None, "medusa", "eagle-draft", "amphista-prompt"])
+@pytest.mark.parametrize("model", ["llama", "qwen3_5_text", "lfm2", "qwen3_moe"])
+def test_answers_after_a_restart_have_the_same_bits(
+    model: str, kind: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backbone = backbone_of(model)
+    drafter = None if kind is None else drafter_of(backbone, kind)
+    tree = None if drafter is None else SPARSE.truncate(3)
+    first = decoder_of(
+        backbone, drafter, tree, slots=2, store=store_of(tmp_path, backbone, drafter)
+    )
+    prompt = TEXT[:150]
+    answer, _, _ = run(first, prompt)
+    first.save_prefixes()
+    later = [*prompt, *answer, 7, 8, 9]
+    expected = run(decoder_of(backbone, drafter, tree), later)
+
+    rows = counting(backbone, monkeypatch)
+    again = store_of(tmp_path, backbone, drafter)
+    rows.clear()
+    decoder = decoder_of(backbone, drafter, tree, slots=2, store=again)
+    tokens, likelihoods, reused = run(decoder, later)
+    assert rows[0] <= 5 and reused >= len(later) - 5
+    assert tokens == expected[0]
+    assert likelihoods == expected[1]
+    # The drafter's rows came back, too.
+    if kind in ("eagle-draft", "amphista-prompt") and model != "qwen3_5_text":
+        [sequence] = [own for own in decoder._prefixes._slots if own is not None]
+        assert sequence.drafter is not None and sequence.drafter.row_count >= len(later)
+
+
+def stored(backbone: Backbone, folder: Path, prompt: list[int], **options: Any) -> list[int]:
+    """Stores the text of a prompt and its answer; returns the answer."""
+    decoder = decoder_of(backbone, store=store_of(folder, backbone), **options)
+    tokens, _, _ = run(decoder, prompt)
+    decoder.save_prefixes()
+    return tokens
+
+
+def fresh(backbone: Backbone, folder: Path, prompt: list[int]) -> tuple[list[int], int]:
+    """Returns the answer after a restart, and the number of prompt tokens that were reused."""
+    tokens, _, reused = run(decoder_of(backbone, store=store_of(folder, backbone)), prompt)
+    return tokens, reused
+
+
+def test_a_text_that_parts_within_a_block_is_reused_up_to_there(tmp_path: Path) -> None:
+    backbone = backbone_of("llama")
+    stored(backbone, tmp_path, TEXT[:150])
+    for common in (30, 64, 100, 140):
+        prompt = [*TEXT[:common], 61, 62, 63, *TEXT[:50]]
+        expected = run(decoder_of(backbone), prompt)[0]
+        assert fresh(backbone, tmp_path, prompt) == (expected, common)
+
+
+def test_running_states_come_back_after_the_prompt_and_after_the_answer(tmp_path: Path) -> None:
+    backbone = backbone_of("qwen3_5_text")
+    answer = stored(backbone, tmp_path, TEXT[:150])
+    for prompt, reused in (
+        ([*TEXT[:150], *answer, 7], 161),  # the last token of the answer was not run
+        ([*TEXT[:150], 7, *answer], 150),
+        ([*TEXT[:149], 7, *answer], 0),
+    ):
+        expected = run(decoder_of(backbone), prompt)[0]
+        assert fresh(backbone, tmp_path, prompt) == (expected, reused)
+
+
+@pytest.mark.parametrize("model", ["llama", "qwen3_5_text"])
+def test_a_killed_server_has_written_the_blocks_of_long_prompts(model: str, tmp_path: Path) -> None:
+    backbone = backbone_of(model)
+    drafter = drafter_of(backbone, "eagle-draft")
+    store = store_of(tmp_path, backbone, drafter)
+    decoder = decoder_of(backbone, drafter, SPARSE.truncate(3), store=store)
+    decoder.admit(Request(TEXT[:200], 50, stop_ids=()))
+    for _ in range(6):
+        decoder.step()
+        decoder.store_next()
+    store.finish()
+    assert len(list(tmp_path.iterdir())) == 3 + (model != "llama")
+    _, reused = fresh(backbone, tmp_path, TEXT[:250])
+    assert reused == (192 if model == "llama" else 200)
+
+
+def test_other_sequences_take_steps_while_files_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backbone = backbone_of("llama")
+    stored(backbone, tmp_path, TEXT[:300])
+    store = store_of(tmp_path, backbone)
+    decoder = decoder_of(backbone, store=store, slots=3)
+    running, _ = decoder.admit(Request([9, 8, 7], 40, stop_ids=()))
+    gate = threading.Event()
+    inner = store._read
+    monkeypatch.setattr(store, "_read", lambda segment: (gate.wait(20), inner(segment))[1])
+    pieces = decoder.prefill(Request(TEXT[:310], 5, stop_ids=()))
+    for _ in range(10):
+        sequence, step = next(pieces)
+        assert step is None and not sequence.tokens
+        decoder.step()
+    assert len(running.tokens) > 10
+    gate.set()
+    # Slots move in between.
+    running.cancel()
+    *_, (sequence, step) = pieces
+    assert sequence.reused == sequence.restored >= 300
+    expected = run(decoder_of(backbone), TEXT[:310])[0]
+    tokens = list(step.tokens) if step else []
+    while not sequence.done:
+        tokens += [token for _, later in decoder.step() for token in later.tokens]
+    assert tokens == expected[:5]
+
+
+@pytest.mark.parametrize("model", ["llama", "qwen3_5_text"])
+def test_a_request_that_ends_while_its_prefix_is_read_leaves_a_usable_slot(
+    model: str, tmp_path: Path
+) -> None:
+    backbone = backbone_of(model)
+    stored(backbone, tmp_path, TEXT[:300])
+    expected = run(decoder_of(backbone), TEXT[:310])[0]
+    for parts in (1, 2, 3, 5):
+        decoder = decoder_of(backbone, store=store_of(tmp_path, backbone))
+        pieces = decoder.prefill(Request(TEXT[:310], 5, stop_ids=()))
+        for _ in range(parts):
+            next(pieces)
+        pieces.close()
+        assert run(decoder, TEXT[:310])[0] == expected
+
+
+def test_a_file_that_vanishes_is_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    backbone = backbone_of("llama")
+    stored(backbone, tmp_path, TEXT[:200])
+    expected = run(decoder_of(backbone), TEXT[:210])[0]
+    store = store_of(tmp_path, backbone)
+    inner = store._read
+
+    def vanishing(segment: Any) -> Any:
+        if segment.start == BLOCK:
+            (tmp_path / segment.name).unlink()
+        return inner(segment)
+
+    monkeypatch.setattr(store, "_read", vanishing)
+    tokens, _, reused = run(decoder_of(backbone, store=store), TEXT[:210])
+    assert tokens == expected and reused == BLOCK
+
+
+def test_files_of_other_weights_and_number_types_are_not_used(tmp_path: Path) -> None:
+    backbone = backbone_of("llama")
+    stored(backbone, tmp_path, TEXT[:150])
+    other = backbone_of("llama")
+    attach(other, "native", quantize="int8")
+    assert fresh(other, tmp_path, TEXT[:150])[1] == 0
+    network = tiny_network("llama")
+    with torch.no_grad():
+        network.get_output_embeddings().weight[5] += 1
+    changed = Backbone(network, tiny_tokenizer(128))
+    attach(changed, "native")
+    assert fresh(changed, tmp_path, TEXT[:150])[1] == 0
+    assert fresh(backbone, tmp_path, TEXT[:150])[1] == 149
+
+
+def test_the_least_recently_used_files_are_removed_ends_first(tmp_path: Path) -> None:
+    backbone = backbone_of("llama")
+    stored(backbone, tmp_path, TEXT[: BLOCK * 3])
+    size = sum(file.stat().st_size for file in tmp_path.iterdir())
+    for file in tmp_path.iterdir():
+        old = file.stat().st_mtime_ns - 10**12
+        os.utime(file, ns=(old, old + file.stat().st_mtime_ns % 10**9))
+    other = TEXT[::-1][: BLOCK * 3]
+    assert fresh(backbone, tmp_path, [*TEXT[: BLOCK * 2], 7])[1] == BLOCK * 2
+    limited = store_of(tmp_path, backbone, limit=int(1.8 * size))
+    decoder = decoder_of(backbone, store=limited)
+    run(decoder, other)
+    decoder.save_prefixes()
+    left = sum(file.stat().st_size for file in tmp_path.iterdir())
+    assert 0.8 * size < left <= 1.8 * size
+    assert fresh(backbone, tmp_path, [*other, 7])[1] == BLOCK * 3
+    # Its last block was used longest ago.
+    assert 0 < fresh(backbone, tmp_path, [*TEXT[: BLOCK * 3], 7])[1] <= BLOCK * 2
+
+
+def damaged(data: bytes, chance: random.Random) -> bytes:
+    """Returns a file's content with one of several kinds of damage."""
+    at = chance.randrange(len(data))
+    kind = chance.randrange(6)
+    if kind == 0:
+        return data[:at]
+    if kind == 1:
+        return data[:at] + bytes([data[at] ^ (1 << chance.randrange(8))]) + data[at + 1 :]
+    if kind == 2:
+        return data + bytes(at)
+    if kind == 3:
+        return chance.randbytes(len(data))
+    size = struct.unpack_from("<16sI", data)[1]
+    header = bytearray(data[20 : 20 + size])
+    if kind == 4:
+        place = chance.randrange(size)
+        header[place : place + 1] = chance.choice([b"9", b"-", b"[[", b'"', b"\xff"])
+        return data[:16] + struct.pack("<I", len(header)) + bytes(header) + data[20 + size :]
+    return MAGIC + struct.pack("<I", chance.choice([0, 1, 1 << 16, 1 << 31])) + data[20:]
+
+
+def test_damaged_files_are_dropped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    backbone = backbone_of("llama")
+    stored(backbone, tmp_path, TEXT[:150])
+    expected = run(decoder_of(backbone), TEXT[:160])[0]
+    whole = {file: file.read_bytes() for file in sorted(tmp_path.iterdir())}
+    store = store_of(tmp_path, backbone)
+    chance = random.Random(5)
+    for number in range(300):
+        file = chance.choice(list(whole))
+        data = damaged(whole[file], chance)
+        for other, content in whole.items():
+            other.write_bytes(data if other == file else content)
+        segments = store.find(TEXT[:160], 0, False).result()
+        for segment in segments:
+            if segment.name == file.name:
+                assert store.read(segment).result() is None or data == whole[file]
+                assert not file.exists() or data == whole[file]
+        if number % 30 == 0:
+            file.write_bytes(data)
+            assert run(decoder_of(backbone, store=store), TEXT[:160])[0] == expected
+    assert "dropped the cached prefix" in caplog.text
+
+
+def test_rows_that_do_not_fit_the_cache_are_dropped(tmp_path: Path) -> None:
+    backbone = backbone_of("llama")
+    stored(backbone, tmp_path, TEXT[:150])
+    expected = run(decoder_of(backbone), TEXT[:160])[0]
+    store = store_of(tmp_path, backbone)
+    [segment, *_] = store.find(TEXT[:160], 0, False).result()
+    rows = store.read(segment).result()
+    for parts in (
+        rows.rows[:-1],
+        [rows.rows[0][:, :1], *rows.rows[1:]],
+        [*rows.rows[:-1], rows.rows[0]],
+    ):
+        forged = prefix_store.Rows(BLOCK, [part.clone() for part in parts])
+        store.write(segment, forged)
+        store.finish()
+        tokens, _, reused = run(decoder_of(backbone, store=store), TEXT[:160])
+        assert tokens == expected and reused == 0
+        assert not (tmp_path / segment.name).exists()
+
+
+def test_what_is_no_file_is_not_read(tmp_path: Path) -> None:
+    backbone = backbone_of("llama")
+    stored(backbone, tmp_path, TEXT[:150])
+    expected = run(decoder_of(backbone), TEXT[:160])[0]
+    names = sorted(file.name for file in tmp_path.iterdir())
+    for number, make in enumerate(
+        (Path.mkdir, os.mkfifo, lambda path: path.symlink_to("/dev/zero"))
+    ):
+        folder = tmp_path / f"of{number}"
+        folder.mkdir()
+        for name in names:
+            make(folder / name)
+        assert fresh(backbone, folder, TEXT[:160]) == (expected, 0)
+
+
+def test_a_store_needs_a_folder_and_exact_rows(tmp_path: Path) -> None:
+    backbone = backbone_of("llama")
+    store_of(tmp_path / "new" / "store", backbone)
+    assert stat.S_IMODE((tmp_path / "new" / "store").stat().st_mode) & 0o077 == 0
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(UsageError, match="prefix_store"):
+            store_of(folder, backbone)
+    with pytest.raises(UsageError, match="native"):
+        store_of(tmp_path, tiny_backbone(engine="eager"))
