@@ -82,7 +82,8 @@ void read_scales(const uint8_t* bytes, int group, uint8_t* scale, uint8_t* min) 
 void put_block(int32_t format, const uint8_t* file, int c, uint8_t* out) {
   uint8_t numbers[256];
   switch (format) {
-    case Q4_0: {
+    case Q4_0:
+    case IQ4_NL: {
       auto* tile = reinterpret_cast<TileQ4_0*>(out);
       split_halves(file + 2, numbers);
       put_nibbles(numbers, c, tile->q);
@@ -208,6 +209,18 @@ void put_block(int32_t format, const uint8_t* file, int c, uint8_t* out) {
       split_halves(file + 1, numbers);
       put_nibbles(numbers, c, tile->q);
       tile->e[c] = file[0];
+      break;
+    }
+    case IQ4_XS: {
+      auto* tile = reinterpret_cast<TileIQ4_XS*>(out);
+      for (int group = 0; group < 8; group++) {
+        split_halves(file + 8 + 16 * group, numbers);
+        put_nibbles(numbers, c, tile->q[group]);
+        const uint8_t low = file[4 + group / 2] >> (4 * (group % 2)) & 15;
+        const uint8_t high = read16(file + 2) >> (2 * group) & 3;
+        tile->scale[group][c] = static_cast<int8_t>((low | high << 4) - 32);
+      }
+      tile->d[c] = read16(file);
       break;
     }
   }

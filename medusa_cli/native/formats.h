@@ -13,8 +13,9 @@
 //
 //     value of input k in channel c  =  scale[group][c] * (q - zero)   or   scale[group][c] * q + offset[group][c]
 //
-// The four bits of MXFP4 are a code, which is looked up: q - zero is twice the value of the code in
-// e2m1, a whole number. Scales are bytes e and mean 2^(e - 128).
+// The four bits of MXFP4, IQ4_NL and IQ4_XS are a code, which is looked up: q - zero is a whole number
+// in a table of 16. That of MXFP4 is twice the value of the code in e2m1, and its scales are bytes e that
+// mean 2^(e - 128).
 #pragma once
 
 #include <cstdint>
@@ -40,7 +41,9 @@ enum Format : int32_t {
   Q3_K = 11,
   Q2_K = 12,
   MXFP4 = 13,
-  kFormats = 14,
+  IQ4_NL = 14,
+  IQ4_XS = 15,
+  kFormats = 16,
 };
 
 // Blocks of tiles. Formats with blocks of 256 inputs have an 8-bit scale per group besides an fp16
@@ -57,10 +60,12 @@ struct TileQ6_K { uint8_t q[8][4][64], h[8][2][64]; int8_t scale[16][16]; uint16
 struct TileQ3_K { uint8_t q[8][4][64]; int8_t scale[16][16]; uint16_t d[16]; };
 struct TileQ2_K { uint8_t q[8][4][64], scale[16][16], min[16][16]; uint16_t d[16], dmin[16]; };
 struct TileMXFP4 { uint8_t q[4][64], e[16]; };
+using TileIQ4_NL = TileQ4_0;
+struct TileIQ4_XS { uint8_t q[8][4][64]; int8_t scale[8][16]; uint16_t d[16]; };
 // clang-format on
 
 // The properties of a format. group: inputs that share a scale. block: inputs per block, both in a
-// tile and in a file. bits: bits per number in a tile, which may be more than in a file. zero: the
+// tile and in a file. bits: bits per unpacked number, which may be more than in a tile. zero: the
 // number subtracted from it if has_offset is false. file_bytes, tile_bytes: the bytes of a block in
 // a file and in a tile.
 struct FormatInfo {
@@ -88,7 +93,9 @@ inline constexpr FormatInfo kInfos[kFormats] = {
     {16, 256, 6, 32, false, 210, sizeof(TileQ6_K)},
     {16, 256, 4, 4, false, 110, sizeof(TileQ3_K)},
     {16, 256, 4, 0, true, 84, sizeof(TileQ2_K)},
-    {32, 32, 4, 16, false, 17, sizeof(TileMXFP4)},
+    {32, 32, 5, 16, false, 17, sizeof(TileMXFP4)},
+    {32, 32, 8, 128, false, 18, sizeof(TileIQ4_NL)},
+    {32, 256, 8, 128, false, 136, sizeof(TileIQ4_XS)},
 };
 
 static constexpr const FormatInfo& info(int32_t format) { return kInfos[format]; }

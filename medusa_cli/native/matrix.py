@@ -39,6 +39,8 @@ class Format(IntEnum):
     Q3_K = 11
     Q2_K = 12
     MXFP4 = 13
+    IQ4_NL = 14
+    IQ4_XS = 15
 
     @property
     def is_float(self) -> bool:
@@ -75,6 +77,8 @@ SCALE_PLACES = {
     Format.Q6_K: (208,),
     Format.Q3_K: (108,),
     Format.Q2_K: (80, 82),
+    Format.IQ4_NL: (0,),
+    Format.IQ4_XS: (0,),
 }
 
 

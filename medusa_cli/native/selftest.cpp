@@ -103,6 +103,8 @@ Scales scales_of(int format) {
     case Q6_K: return {{208, -1}, {1 / 1024.0f, 0}};
     case Q3_K: return {{108, -1}, {1 / 64.0f, 0}};
     case Q2_K: return {{80, 82}, {1 / 16.0f, 1 / 8.0f}};
+    case IQ4_NL: return {{0, -1}, {1 / 64.0f, 0}};
+    case IQ4_XS: return {{0, -1}, {1 / 1024.0f, 0}};
     default: return {{-1, -1}, {0, 0}};
   }
 }

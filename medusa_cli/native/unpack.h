@@ -62,6 +62,17 @@ inline void look_up_e2m1(B* q) {
   MEDUSA_UNROLL for (int j = 0; j < 8; j++) q[j] = look_up(table, q[j]);
 }
 
+// Replaces codes of IQ4_NL and IQ4_XS by their numbers, plus 128 unless SIGNED.
+template <bool SIGNED>
+inline void look_up_iq4(B* q) {
+  constexpr uint8_t sign = SIGNED ? 128 : 0;
+  alignas(16) static constexpr uint8_t numbers[16] = {
+      1 ^ sign,   24 ^ sign,  45 ^ sign,  63 ^ sign,  79 ^ sign,  93 ^ sign,  106 ^ sign, 118 ^ sign,
+      129 ^ sign, 141 ^ sign, 153 ^ sign, 166 ^ sign, 181 ^ sign, 197 ^ sign, 217 ^ sign, 241 ^ sign};
+  const B table = table_b(numbers);
+  MEDUSA_UNROLL for (int j = 0; j < 8; j++) q[j] = look_up(table, q[j]);
+}
+
 template <class Tile>
 inline const Tile& block_of(const uint8_t* blocks, uint64_t index) {
   return reinterpret_cast<const Tile*>(blocks)[index];
@@ -102,6 +113,17 @@ MEDUSA_INLINE void unpack_unit(const uint8_t* blocks, uint64_t unit, int lane, B
     split_nibbles(t.q, lane, q);
     look_up_e2m1(q);
     scale[0] = half_powers_l(t.e + lane);
+  } else if constexpr (FORMAT == IQ4_NL) {
+    const auto& t = block_of<TileIQ4_NL>(blocks, unit);
+    split_nibbles(t.q, lane, q);
+    look_up_iq4<SIGNED>(q);
+    scale[0] = half_l(t.d + lane);
+  } else if constexpr (FORMAT == IQ4_XS) {
+    const auto& t = block_of<TileIQ4_XS>(blocks, unit / 8);
+    const uint64_t u = unit % 8;
+    split_nibbles(t.q[u], lane, q);
+    look_up_iq4<SIGNED>(q);
+    scale[0] = mul_l(half_l(t.d + lane), i8_l(t.scale[u] + lane));
   } else if constexpr (FORMAT == Q4_K) {
     const auto& t = block_of<TileQ4_K>(blocks, unit / 8);
     const uint64_t u = unit % 8;
@@ -136,7 +158,7 @@ MEDUSA_INLINE void unpack_unit(const uint8_t* blocks, uint64_t unit, int lane, B
       offset[g] = negated(mul_l(half_l(t.dmin + lane), u8_l(t.min[2 * u + g] + lane)));
     }
   }
-  if constexpr (SIGNED) {
+  if constexpr (SIGNED && FORMAT != IQ4_NL && FORMAT != IQ4_XS) {
     MEDUSA_UNROLL for (int j = 0; j < 8; j++) q[j] = sub_b(q[j], set_b(info(FORMAT).zero));
   }
 }
@@ -146,16 +168,16 @@ template <int FORMAT>
 struct Kind {
   static constexpr int groups = kUnit / info(FORMAT).group;  // per unit
   static constexpr bool has_offset = info(FORMAT).has_offset;
-  static constexpr int bits = FORMAT == MXFP4 ? 5 : info(FORMAT).bits;  // MXFP4's 4 bits stand for numbers of 5
+  static constexpr int bits = info(FORMAT).bits;
   // The bits for which `dot` is compiled; if it accepts any unsigned bytes, all formats share its
   // code.
   static constexpr int dot_bits = kUnsignedBytes ? 8 : bits;
-  static constexpr bool is_signed = FORMAT == Q8_0 && !kUnsignedBytes;
+  static constexpr bool is_signed = bits == 8 && !kUnsignedBytes;
   // The index in Rows::zero, or -1 if nothing is subtracted.
   static constexpr int zero = has_offset || is_signed             ? -1
                               : FORMAT == Q4_0                    ? 0
                               : FORMAT == Q5_0 || FORMAT == MXFP4 ? 1
-                              : FORMAT == Q8_0                    ? 2
+                              : bits == 8                         ? 2
                               : FORMAT == Q6_K                    ? 3
                                                                   : 4;
 };
@@ -204,6 +226,8 @@ inline void with_format(int32_t format, const Work& work) {
     case Q3_K: return work(std::integral_constant<int, Q3_K>());
     case Q2_K: return work(std::integral_constant<int, Q2_K>());
     case MXFP4: return work(std::integral_constant<int, MXFP4>());
+    case IQ4_NL: return work(std::integral_constant<int, IQ4_NL>());
+    case IQ4_XS: return work(std::integral_constant<int, IQ4_XS>());
   }
 }
 
