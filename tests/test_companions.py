@@ -23,6 +23,7 @@ from transformers.modeling_layers import MtpModel
 
 from medusa_cli.api import Medusa
 from medusa_cli.doctor import Case, examine
+from medusa_cli.drafters.assistant import ENGINES
 from medusa_cli.drafters.base import Batch, NewTokens
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.drafters.io import load_drafter
@@ -273,9 +274,9 @@ NAMES = {
 }
 
 
-def save_with_mtp(kind: str, folder: Path) -> str:
+def save_with_mtp(kind: str, folder: Path, **own: Any) -> str:
     """Saves a tiny network with a random MTP layer in its maker's layout; returns the path of the model."""
-    network = tiny_network(kind)
+    network = tiny_network(kind, **own)
     with (
         torch.no_grad()
     ):  # states before and after the last norm are to differ by more than their size
@@ -828,11 +829,15 @@ def test_mtp_tensors_are_those_of_the_shards_that_the_index_names(tmp_path: Path
 
 
 @pytest.fixture(scope="module")
-def gemma(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str, Backbone]:
-    """Returns the paths of a tiny Gemma 4 and of an assistant for it, and the model in fp32 on the eager engine."""
+def gemma(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """Returns the paths of a tiny Gemma 4 and of an assistant for it."""
     folder = tmp_path_factory.mktemp("gemma")
     network = tiny_network("gemma4_text")
-    path = save_network(network, folder / "model")
+    return save_network(network, folder / "model"), save_assistant(network, folder / "assistant")
+
+
+def save_assistant(network: Any, folder: Path) -> str:
+    """Saves a random assistant for a Gemma 4; returns its path."""
     text = network.config.to_dict() | {
         "hidden_size": 48,
         "intermediate_size": 64,
@@ -850,17 +855,19 @@ def gemma(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str, Backbone]
         text_config=Gemma4TextConfig(**{key: x for key, x in text.items() if x is not None}),
         backbone_hidden_size=network.config.hidden_size,
     )
-    Gemma4AssistantForCausalLM(config).save_pretrained(folder / "assistant")
-    options = LoadOptions(dtype="fp32", engine="eager")
-    return path, str(folder / "assistant"), load_backbone(path, options)
+    Gemma4AssistantForCausalLM(config).save_pretrained(folder)
+    return str(folder)
 
 
 @pytest.mark.parametrize("length", [7, 40])  # within and beyond the window of 16
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.usefixtures("exact")
 def test_an_assistant_of_gemma_drafts_as_transformers_runs_it(
-    gemma: tuple[str, str, Backbone], length: int
+    gemma: tuple[str, str], engine: str, length: int
 ) -> None:
-    path, folder, backbone = gemma
+    path, folder = gemma
+    backbone = load_backbone(path, LoadOptions(dtype="fp32", engine=engine))
+    assert backbone.engine.name == engine
     text = torch.randint(5, 60, (length,), generator=torch.Generator().manual_seed(2)).tolist()
     cache = backbone.engine.new_cache(slots=2)
     forward(backbone, [50, 51, 52], cache, logits="none")
@@ -899,10 +906,11 @@ def test_an_assistant_of_gemma_drafts_as_transformers_runs_it(
     assert torch.allclose(seen[0][0], scores([]), atol=1e-4)
 
 
+@pytest.mark.parametrize("engine", ENGINES)
 def test_decoding_with_an_assistant_of_gemma_is_plain_decoding(
-    gemma: tuple[str, str, Backbone], model: str
+    gemma: tuple[str, str], model: str, engine: str
 ) -> None:
-    path, folder, _ = gemma
-    check_identity(path, folder, engine="eager")
+    path, folder = gemma
+    check_identity(path, folder, engine=engine)
     words = ("chat", "--raw", "--prompt", "w1", "--model", model, "--drafter", folder)
     assert "the assistant is for" in medusa(*words, exit_code=1).stderr

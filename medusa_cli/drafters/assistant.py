@@ -19,6 +19,8 @@ from medusa_cli.model.attention import additive
 from medusa_cli.tree import Draft, DynamicTree, Tree
 
 KINDS = ("full_attention", "sliding_attention")
+# Engines whose caches return the keys and values of a layer.
+ENGINES = ("eager", "native")
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class Assistant(TransformersDrafter):
     @classmethod
     def check_fit(cls, config: Any, backbone: Backbone) -> None:
         kinds = getattr(backbone.config, "layer_types", None) or ()
-        if backbone.engine.name != "eager" or not set(KINDS) <= set(kinds):
+        if backbone.engine.name not in ENGINES or not set(KINDS) <= set(kinds):
             raise UserError(
                 f"an assistant reads the keys of a Gemma 4, which the {backbone.engine.name} engine "
                 f"does not have for {backbone.id!r}",

@@ -437,6 +437,14 @@ class NativeCache(StateCache):
         part = self._parts[slot]
         return keys[part], values[part]
 
+    def rows_of(self, layer: int, slot: int, length: int) -> tuple[Tensor, Tensor]:
+        """Returns a layer's keys and values [KV, length, D] for the first `length` rows of a slot."""
+        place = self.model.description.layers[layer].place
+        keys, values = self.at(place, slot)
+        tiles = keys[:, : padded(length, TILE) // TILE]
+        dim = self.shapes[place][1]
+        return tiles.transpose(2, 3).flatten(1, 2)[:, :length], values[:, :length, :dim]
+
     def _at(self, place: int, keys: Tensor, values: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
         kv, dim = self.shapes[place]
         wide = padded(dim, TILE)
