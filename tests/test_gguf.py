@@ -72,7 +72,17 @@ NAMES = {
     "mlp.shared_expert.up_proj": "ffn_up_shexp",
     "mlp.shared_expert.down_proj": "ffn_down_shexp",
 }
+# llama.cpp's names of the parts around a layer that predicts later tokens.
+OF_LATER = {
+    "eh_proj": "eh_proj",
+    "enorm": "enorm",
+    "hnorm": "hnorm",
+    "shared_head.norm": "shared_head_norm",
+    "shared_head.head": "shared_head_head",
+    "embed_tokens": "embed_tokens",
+}
 Change = Callable[[gguf.GGUFWriter], Any]
+Weights = dict[str, torch.Tensor]
 
 
 def write_gguf(
@@ -311,13 +321,8 @@ def write_lfm2(path: Path, kind: Kind) -> Any:
     return write_hybrid(writer, network, weights, kind)
 
 
-def write_qwen35(
-    path: Path, kind: Kind, value_heads: int = 4, later: int = 0, experts: bool = False
-) -> Any:
-    """Writes a tiny Qwen 3.5 as llama.cpp's converter does; returns its network with the weights that the file holds.
-
-    later: layers that predict later tokens.
-    """
+def tiny_qwen35(value_heads: int = 4, experts: bool = False) -> Any:
+    """Returns a tiny Qwen 3.5 with random gains."""
     config = tiny_config(
         "qwen3_5_moe_text" if experts else "qwen3_5_text",
         vocab_size=VOCAB,
@@ -333,6 +338,27 @@ def write_qwen35(
         for name, weight in network.named_parameters():
             if name.endswith(("norm.weight", "dt_bias", "A_log")):
                 weight += torch.randn_like(weight) / 10
+    return network
+
+
+def write_qwen35(
+    path: Path,
+    kind: Kind,
+    value_heads: int = 4,
+    experts: bool = False,
+    network: Any = None,
+    later: Weights | None = None,
+) -> Any:
+    """Writes a tiny Qwen 3.5 as llama.cpp's converter does; returns its network with the weights that the file holds.
+
+    later: the weights of a layer that predicts later tokens, by the converter's names.
+    """
+    if network is None:
+        network = tiny_qwen35(value_heads, experts)
+    config = network.config
+    later = later or {}
+    value_heads = config.linear_num_value_heads
+    experts = hasattr(config, "num_experts")
     writer = gguf.GGUFWriter(path, "qwen35moe" if experts else "qwen35")
     if experts:
         writer.add_expert_count(config.num_experts)
@@ -352,9 +378,7 @@ def write_qwen35(
     writer.add_ssm_time_step_rank(value_heads)
     writer.add_ssm_inner_size(16 * value_heads)
     writer.add_uint32(f"{writer.arch}.full_attention_interval", 2)
-    if later:
-        writer.add_uint32("qwen35.nextn_predict_layers", later)
-        writer.add_tensor("blk.4.nextn.eh_proj.weight", np.ones((64, 128), np.float32))
+    writer.add_uint32(f"{writer.arch}.nextn_predict_layers", int(bool(later)))
 
     # The first value head of each key head comes first, then the second ones.
     heads = [key * (value_heads // 2) + own for own in range(value_heads // 2) for key in range(2)]
@@ -370,7 +394,7 @@ def write_qwen35(
         "dt_bias": heads,
     }
     stored = {}
-    for name, weight in network.named_parameters():
+    for name, weight in [*network.named_parameters(), *later.items()]:
         values = weight.detach()
         own = name.rpartition("linear_attn.")[2] if "linear_attn." in name else ""
         values = values[rows[own]] if own in rows else values
@@ -383,20 +407,15 @@ def write_qwen35(
         if name.endswith("shared_expert_gate.weight"):
             values = values[0]
         stored |= by_expert(name.replace("dt_bias", "dt_proj.bias"), values)
-    return write_hybrid(writer, network, stored, kind, later)
+    return write_hybrid(writer, network, stored, kind)
 
 
-def write_hybrid(
-    writer: gguf.GGUFWriter,
-    network: Any,
-    weights: dict[str, torch.Tensor],
-    kind: Kind,
-    later: int = 0,
-) -> Any:
+def write_hybrid(writer: gguf.GGUFWriter, network: Any, weights: Weights, kind: Kind) -> Any:
     """Adds sizes, a tokenizer and weights, by the names of the converter's table, to a file; returns the network."""
     config = network.config
+    layers = len({name.split(".")[2] for name in weights if name.startswith("model.layers.")})
     writer.add_context_length(config.max_position_embeddings)
-    writer.add_block_count(config.num_hidden_layers + later)
+    writer.add_block_count(layers)
     writer.add_embedding_length(config.hidden_size)
     if getattr(config, "use_double_wide_mlp", False):
         widths = [layer.mlp.up_proj.out_features for layer in network.model.layers]
@@ -409,10 +428,12 @@ def write_hybrid(
     writer.add_vocab_size(VOCAB)
     add_tokenizer(writer)
     arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == writer.arch)
-    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
+    names = gguf.get_tensor_name_map(arch, layers)
     for name, values in weights.items():
         module, _, part = name.rpartition(".")
         known = names.get_name(module)
+        if (own := ".".join(module.split(".")[3:])) in OF_LATER:
+            known = f"blk.{module.split('.')[2]}.nextn.{OF_LATER[own]}"
         stored = names.get_name(name) if known is None else f"{known}.{part}"
         assert stored is not None, name
         is_matrix = values.dim() == 2 or "experts" in name
@@ -465,10 +486,12 @@ def by_expert(name: str, values: torch.Tensor, turned: bool = False) -> dict[str
     return {name: values}
 
 
-def write_as_converter(path: Path, kind: Kind, arch: str, network: Any, add: Change) -> Any:
+def write_as_converter(
+    path: Path, kind: Kind, arch: str, network: Any, add: Change, later: Weights | None = None
+) -> Any:
     """Writes a network as llama.cpp's converter does for an architecture; returns it with the file's weights.
 
-    add: adds the metadata that only this architecture has.
+    add: adds the metadata that only this architecture has. later: the weights of a layer that predicts later tokens.
     """
     config = network.config
     writer = gguf.GGUFWriter(path, arch)
@@ -482,7 +505,7 @@ def write_as_converter(path: Path, kind: Kind, arch: str, network: Any, add: Cha
                 packed = gguf.quantize(np.ascontiguousarray(matrix.numpy()), kind)
                 matrix.copy_(torch.from_numpy(gguf.dequantize(packed, kind).copy()))
     stored = {}
-    for name, weight in network.state_dict().items():
+    for name, weight in [*network.state_dict().items(), *(later or {}).items()]:
         values = weight.detach()
         of_heads = {"q_proj": HEADS, "k_proj": KV_HEADS} if arch in INTERLEAVED else {}
         if heads := of_heads.get(name.split(".")[-2]):
@@ -491,6 +514,7 @@ def write_as_converter(path: Path, kind: Kind, arch: str, network: Any, add: Cha
             values = values + 1
         if name.endswith(("layer_scalar", "sinks")):
             name += ".weight"
+        name = name.replace("e_score_correction_bias", "e_score_correction.bias")
         name = name.replace("block_sparse_moe.router", "mlp.gate")
         name = name.replace("block_sparse_moe", "mlp")
         if name != "lm_head.weight" or not config.tie_word_embeddings:
@@ -730,6 +754,41 @@ def write_gpt_oss(path: Path, kind: Kind, theta: float = 1e4, trained: int = 128
     return write_as_converter(path, kind, "gpt-oss", network, add)
 
 
+def write_glm4_moe(
+    path: Path, kind: Kind, network: Any = None, later: Weights | None = None
+) -> Any:
+    """Writes a tiny GLM 4.5.
+
+    later: the weights of a layer that predicts later tokens, by the converter's names.
+    """
+    if network is None:
+        own = {"routed_scaling_factor": 2.5, "n_shared_experts": 2, "head_dim": 32}
+        network = tiny_network("glm4_moe", use_qk_norm=True, attention_bias=True, **own)
+        with torch.no_grad():
+            for name, values in network.named_buffers():
+                if name.endswith("e_score_correction_bias"):
+                    values += torch.randn_like(values) / 10
+    config = network.config
+    head_dim = network.model.layers[0].self_attn.head_dim
+
+    def add(writer: gguf.GGUFWriter) -> None:
+        writer.add_head_count_kv(KV_HEADS)
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
+        writer.add_rope_dimension_count(head_dim // 2)
+        writer.add_expert_count(config.n_routed_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        writer.add_expert_shared_count(config.n_shared_experts)
+        writer.add_leading_dense_block_count(config.first_k_dense_replace)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        writer.add_expert_weights_scale(config.routed_scaling_factor)
+        writer.add_expert_weights_norm(config.norm_topk_prob)
+        writer.add_nextn_predict_layers(int(bool(later)))
+
+    return write_as_converter(path, kind, "glm4moe", network, add, later)
+
+
 HYBRIDS: dict[str, Callable[[Path, Kind], Any]] = {
     "lfm2": write_lfm2,
     "qwen35": write_qwen35,
@@ -750,6 +809,7 @@ OTHERS: dict[str, Callable[[Path, Kind], Any]] = {
     "gemma3": write_gemma3,
     "gemma4": write_gemma4,
     "gemma4 with keys as values": lambda path, kind: write_gemma4(path, kind, same_values=True),
+    "glm4moe": write_glm4_moe,
     "gpt-oss": lambda path, kind: write_gpt_oss(path, kind, 5.0, 190),
 }
 
@@ -1052,8 +1112,11 @@ def test_layers_with_a_running_state_are_read_from_the_file(
     assert weights_of(ModelSource.of(str(file))) is not None
 
 
+LATER = {"model.layers.4.eh_proj.weight": torch.ones(64, 128)}
+
+
 def test_layers_that_predict_later_tokens_are_left_out(file: Path) -> None:
-    network = write_qwen35(file, Kind.F32, later=1)
+    network = write_qwen35(file, Kind.F32, later=LATER)
     backbone = load_backbone(str(file), FP32)
     assert backbone.num_layers == network.config.num_hidden_layers
     ids = torch.tensor(PROMPT)
@@ -1082,7 +1145,7 @@ def test_a_hybrid_s_file_without_a_size_is_refused(file: Path, key: str) -> None
 
 
 def test_a_hybrid_s_file_with_a_negative_number_of_layers_is_refused(file: Path) -> None:
-    write_qwen35(file, Kind.F32, later=1)
+    write_qwen35(file, Kind.F32, later=LATER)
     data = file.read_bytes()
     key = b"qwen35.nextn_predict_layers"
     place = data.index(key) + len(key)

@@ -21,12 +21,15 @@ from medusa_cli.drafters.layer_rows import LayerRows, whole_mask
 from medusa_cli.drafters.layers import Padding, last_of
 from medusa_cli.engine.native_layer import ROWS_AT_ONCE, pieces
 from medusa_cli.errors import UserError, first_line, shown
+from medusa_cli.files.gguf_names import GgufNames
+from medusa_cli.files.io import convert
 from medusa_cli.files.model_source import ModelSource
-from medusa_cli.files.mtp import NAME, mtp_settings, need_layout
+from medusa_cli.files.mtp import NAME, Layout, mtp_settings, need_layout
 from medusa_cli.files.weights import opened
 from medusa_cli.model import Backbone
 from medusa_cli.model.attention import additive, cache_name
 from medusa_cli.model.backbone import text_model
+from medusa_cli.model.weights import GgufWeights
 
 # Model types that transformers does not support, and the types with the same layers.
 ALIKE = {"mimo": "qwen2"}
@@ -344,6 +347,8 @@ def checkpoint_tensors(model: ModelSource) -> dict[str, Tensor]:
     Raises UserError if the model's checkpoint holds no such layer, or a quantized one.
     """
     layout = need_layout(model)
+    if model.weights_in_gguf:
+        return gguf_tensors(model, layout)
     tensors: dict[str, Tensor] = {}
     with opened(model.checkpoint, "pt", model.index) as slices:
         for name, part in slices.items():
@@ -356,6 +361,31 @@ def checkpoint_tensors(model: ModelSource) -> dict[str, Tensor]:
                         "use a checkpoint in bf16, or another @drafter",
                     )
     return with_joined_experts(tensors)
+
+
+def gguf_tensors(model: ModelSource, layout: Layout) -> dict[str, Tensor]:
+    """Returns the tensors of the MTP layer in a model's GGUF file in fp32, under our names.
+
+    Raises UserError if the file lacks a part of the layer, or has one that the layer does not use.
+    """
+    from transformers import AutoConfig
+
+    settings = convert(mtp_settings(model), MtpConfig, "the MTP layer's config")
+    with torch.device("meta"):
+        weights = MtpLayer(settings).state_dict()
+    own = {layout.theirs(name): weight for name, weight in weights.items()}
+    ours = dict(zip(own, weights, strict=True))
+    config = AutoConfig.from_pretrained(model.folder).get_text_config()
+    layer = config.num_hidden_layers
+    config.num_hidden_layers += 1
+    try:
+        names = GgufNames(model.header, own, config, within=f"blk.{layer}.")
+    except ValueError as reason:
+        raise UserError(
+            f"@drafter {NAME}: the MTP layer of {model.name} cannot be used: {first_line(reason)}",
+            "get the file again, or use another @drafter",
+        ) from reason
+    return {f"{NAME}.{ours[name]}": values for name, values in GgufWeights(model, names).items()}
 
 
 def with_joined_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ from medusa_cli.files.gguf_configs import (
     split_digits,
 )
 from medusa_cli.files.gguf_header import ELSEWHERE, Header, read_header
-from medusa_cli.files.gguf_names import FREQUENCIES, GgufNames
+from medusa_cli.files.gguf_names import FREQUENCIES, names_of
 from medusa_cli.files.quiet import without_progress_bars
 
 # Architectures whose tensors have transformers' layout, except for differences that GgufNames
@@ -103,7 +103,7 @@ def write_metadata(path: Path, header: Header, folder: Path) -> None:
         generation = GenerationConfig.from_model_config(config)
         generation.eos_token_id = _ends(config, keys) or None
         if header.architecture in DIRECT:
-            GgufNames(header, network)
+            names_of(header, network)
         else:
             _dequantize(source, header, network, len(factors), folder)
     except (MemoryError, OSError, UserError):

@@ -9,7 +9,7 @@ from typing import Any
 
 from medusa_cli.errors import shown
 from medusa_cli.files.gguf_header import Header
-from medusa_cli.files.gguf_names import FACTORS_OF_PHI3, FREQUENCIES
+from medusa_cli.files.gguf_names import FACTORS_OF_PHI3, FREQUENCIES, has_mtp
 from medusa_cli.files.layer_kinds import FULL, SLIDING
 
 log = logging.getLogger(__name__)
@@ -41,6 +41,13 @@ DELTA_NET = {
     "ssm.group_count": "linear_num_key_heads",
     "ssm.time_step_rank": "linear_num_value_heads",
 }
+EXPERTS_OF_GLM4 = {
+    "expert_count": "n_routed_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+}
+# The router's function in files of GLM 4.5, which may leave it out.
+SIGMOID = 2
 # As llama.cpp has it: in every fourth layer, SmolLM3 does not rotate.
 LAYERS_TO_NO_ROPE = 4
 # As llama.cpp has it: every sixth layer of Gemma 3 attends to all positions.
@@ -113,6 +120,19 @@ class Keys:
         fields["head_dim"] = self.number("attention.key_length", fields["hidden_size"] // heads)
         fields["vocab_size"] = self.rows("token_embd.weight")
         return fields | {own: self.header.metadata.get(key) for key, own in IDS.items()}
+
+    def layers(self) -> tuple[int, int]:
+        """Returns the numbers of a model's layers, and of those after them that predict later tokens (MTP).
+
+        The file counts all of them. Those that it counts but does not hold are left out.
+        """
+        later = self.count("nextn_predict_layers")
+        layers = self.number("block_count") - later
+        if layers < 1:
+            raise ValueError(
+                f"its numbers of layers, and of those for later tokens ({later}), do not fit each other"
+            )
+        return layers, later if has_mtp(self.header, layers) else 0
 
     def tokens(self, names: Collection[str]) -> list[int]:
         """Returns the numbers of some tokens, as far as the vocabulary has them."""
@@ -400,13 +420,11 @@ def _qwen35_moe(keys: Keys) -> Any:
 
 def _qwen35_fields(keys: Keys) -> dict[str, Any]:
     fields = keys.fields() | {own: keys.number(key) for key, own in DELTA_NET.items()}
-    # The file's number of layers includes those that predict later tokens.
-    fields["num_hidden_layers"] -= keys.count("nextn_predict_layers")
+    fields["num_hidden_layers"], fields["mtp_num_hidden_layers"] = keys.layers()
     values = fields["linear_num_value_heads"]
     inner = int(keys.number("ssm.inner_size"))
-    impossible = inner % values or values % fields["linear_num_key_heads"]
-    if fields["num_hidden_layers"] < 1 or impossible:
-        raise ValueError("its numbers of layers, heads and ssm.inner_size do not fit each other")
+    if inner % values or values % fields["linear_num_key_heads"]:
+        raise ValueError("its numbers of heads and ssm.inner_size do not fit each other")
     fields["linear_value_head_dim"] = inner // values
     fields["rope_parameters"] = {
         "rope_type": "default",
@@ -416,10 +434,36 @@ def _qwen35_fields(keys: Keys) -> dict[str, Any]:
     return fields
 
 
+def _glm4_moe(keys: Keys) -> Any:
+    from transformers import Glm4MoeConfig
+
+    if keys.get("expert_gating_func") not in (None, SIGMOID):
+        raise ValueError(f"its expert_gating_func is {shown(keys.get('expert_gating_func'))}")
+    fields = keys.fields() | {own: keys.number(key) for key, own in EXPERTS_OF_GLM4.items()}
+    fields["num_hidden_layers"], fields["num_nextn_predict_layers"] = keys.layers()
+    return Glm4MoeConfig(
+        **fields,
+        **_biases(keys),
+        use_qk_norm="blk.0.attn_q_norm.weight" in keys.header.tensors,
+        n_shared_experts=keys.count("expert_shared_count"),
+        first_k_dense_replace=keys.count("leading_dense_block_count"),
+        norm_topk_prob=bool(keys.get("expert_weights_norm")),
+        routed_scaling_factor=keys.number("expert_weights_scale", 1.0),
+        n_group=keys.number("expert_group_count", 1),
+        topk_group=keys.number("expert_group_used_count", 1),
+        rope_parameters={
+            "rope_theta": keys.number("rope.freq_base", 10000.0),
+            "partial_rotary_factor": keys.number("rope.dimension_count") / fields["head_dim"],
+            **keys.scaling(),
+        },
+    )
+
+
 # Functions that return a config, by the file's architecture.
 CONFIGS: dict[str, Callable[[Keys], Any]] = {
     "gemma3": _gemma3,
     "gemma4": _gemma4,
+    "glm4moe": _glm4_moe,
     "gpt-oss": _gpt_oss,
     "granite": _granite,
     "granitemoe": _granite_moe,

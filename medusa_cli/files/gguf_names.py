@@ -1,6 +1,7 @@
 """The tensors of a network's weights in a GGUF file, and their differences in order and form from transformers."""
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
 
@@ -26,18 +27,29 @@ KEYS_AND_VALUES = ("attn_k", "attn_v", "attn_k_norm")
 # Parts of names in transformers, and the older ones in gguf's table.
 OLDER_NAMES = {
     "linear_attn.dt_bias": "linear_attn.dt_proj.bias",
+    ".e_score_correction_bias": ".e_score_correction.bias",
     ".block_sparse_moe.router.": ".mlp.gate.",
     ".block_sparse_moe.": ".mlp.",
 }
+# Parts around a layer that predicts later tokens (MTP), which files of all architectures name alike.
+PARTS_OF_MTP = re.compile(r"model\.layers\.(\d+)\.(eh_proj|enorm|hnorm|shared_head\.norm)")
+# The last of them; a layer without one has the model's own.
+NORM_OF_MTP = "nextn.shared_head_norm"
+# Copies of the model's own matrices in such a layer.
+COPIES = ("nextn.embed_tokens.weight", "nextn.shared_head_head.weight")
 
 
 class GgufNames:
-    """Maps each weight of a network to a tensor in a GGUF file, with the gguf package's table of names.
+    """Maps weights to tensors in a GGUF file, with the gguf package's table of names.
 
+    weights: those of a network, or of a layer that predicts later tokens, by transformers' names. config: the text
+    config of the model with all these layers. within: the beginning of the names of tensors that all need a weight.
     Raises ValueError for weights without a tensor, tensors without a weight, shapes that differ and unreadable types.
     """
 
-    def __init__(self, header: Header, network: Any) -> None:
+    def __init__(
+        self, header: Header, weights: Mapping[str, Any], config: Any, within: str = ""
+    ) -> None:
         import gguf
 
         architecture = header.architecture
@@ -45,7 +57,6 @@ class GgufNames:
         if architecture not in known:
             raise ValueError(f"the installed gguf package does not know {architecture}")
         arch = known[architecture]
-        config = network.config.get_text_config()
         names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
         self.header = header
         self.tensors: dict[str, str] = {}
@@ -53,12 +64,14 @@ class GgufNames:
         self.has_transposed_experts = architecture in TRANSPOSED_EXPERTS
         parts = (
             part
-            for name, weight in _weights(network)
+            for name, weight in weights.items()
             for part in _stored_parts(name, tuple(weight.shape), self.has_transposed_experts)
         )
         for name, module, kind, shape in parts:
-            prefix = names.get_name(module)
+            prefix = _part_of_mtp(module) or names.get_name(module)
             tensor = str(names.get_name(name)) if prefix is None else f"{prefix}.{kind}"
+            if NORM_OF_MTP in tensor and tensor not in header.tensors:
+                tensor = "output_norm.weight"
             if f"{tensor}.weight" in header.tensors:
                 tensor += ".weight"  # of a parameter without a module, such as a layer's factor
             if tensor not in header.tensors:
@@ -73,7 +86,8 @@ class GgufNames:
             self.tensors[name] = tensor
             self.shapes[name] = shape
         factors = {FREQUENCIES, *(FACTORS_OF_PHI3.values() if architecture == "phi3" else ())}
-        unused = set(header.tensors) - set(self.tensors.values()) - factors
+        needed = {name for name in header.tensors if name.startswith(within)}
+        unused = needed - set(self.tensors.values()) - factors
         left = {name for name in unused if not _is_left_out(name, config)}
         if left:
             raise ValueError(f"the model has no place for its tensor {shown(min(left))}")
@@ -149,11 +163,23 @@ class GgufNames:
         return stored
 
 
-def _weights(network: Any) -> Iterator[tuple[str, Any]]:
-    """Yields a network's parameters, and its buffers that a checkpoint has, such as factors of layers."""
-    yield from network.named_parameters()
+def names_of(header: Header, network: Any) -> GgufNames:
+    """Returns the names for a network's parameters, and for its buffers that a checkpoint has, such as factors."""
     saved = network.state_dict()
-    yield from ((name, values) for name, values in network.named_buffers() if name in saved)
+    buffers = {name: values for name, values in network.named_buffers() if name in saved}
+    weights = dict(network.named_parameters()) | buffers
+    return GgufNames(header, weights, network.config.get_text_config())
+
+
+def has_mtp(header: Header, layer: int) -> bool:
+    """Returns True if a file's layer predicts later tokens (MTP), as the names of some of its tensors say."""
+    return any(name.startswith(f"blk.{layer}.nextn.") for name in header.tensors)
+
+
+def _part_of_mtp(module: str) -> str | None:
+    """Returns the name in a file for a module around a layer that predicts later tokens; None for another module."""
+    part = PARTS_OF_MTP.fullmatch(module)
+    return part and f"blk.{part[1]}.nextn.{part[2].replace('.', '_')}"
 
 
 def _stored_parts(
@@ -197,8 +223,8 @@ def _expanded(order: list[int], width: int) -> list[int]:
 def _is_left_out(tensor: str, config: Any) -> bool:
     """Returns True for a tensor that a model does not need.
 
-    It belongs to a layer after the last one, which predicts later tokens (MTP), or is a key's or a
-    value's in a layer that uses those of an earlier one.
+    It belongs to a layer after the last one, which predicts later tokens (MTP), is a copy in such a layer, or is a
+    key's or a value's in a layer that uses those of an earlier one.
     """
     block, _, rest = tensor.removeprefix("blk.").partition(".")
     if not tensor.startswith("blk.") or not rest or not block.isdigit():
@@ -206,7 +232,7 @@ def _is_left_out(tensor: str, config: Any) -> bool:
     layers: int = config.num_hidden_layers
     own = layers - getattr(config, "num_kv_shared_layers", 0)
     of_keys = rest.partition(".")[0] in KEYS_AND_VALUES
-    return int(block) >= (own if of_keys else layers)
+    return rest in COPIES or int(block) >= (own if of_keys else layers)
 
 
 @cache

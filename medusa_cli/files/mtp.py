@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from medusa_cli.errors import UserError, shown
-from medusa_cli.files.hub import hub_folder
+from medusa_cli.files.catalogue import MODELS
+from medusa_cli.files.hub import hub_folder, hub_gguf
 from medusa_cli.files.io import read_object, write_json
 from medusa_cli.files.model_source import ModelSource, lasting_name
 from medusa_cli.files.paths import READ_ONLY, home, temporary_home
@@ -65,6 +66,13 @@ class Layout:
             return None
         return f"mtp.layer.{inner.removeprefix(self.inside)}"
 
+    def theirs(self, name: str) -> str:
+        """Returns a checkpoint's name for a tensor of the layer with the parts around it."""
+        part, _, end = name.rpartition(".")
+        if part.startswith("layer."):
+            return f"{self.prefix}{self.inside}{part.removeprefix('layer.')}.{end}"
+        return f"{self.prefix}{getattr(self, part)}.{end}"
+
 
 # Fields of a model's config that count its MTP layers.
 COUNTS = ("mtp_num_hidden_layers", "num_nextn_predict_layers", "num_mtp_layers", "n_predict")
@@ -115,14 +123,27 @@ def missing_projection(names: Collection[str], depth: int) -> str | None:
 
 
 def layout_of(model: ModelSource) -> Layout | None:
-    """Returns the layout of a model's MTP layer, or None if the model's files on this machine have none."""
-    if model.kind in ("random", "gguf"):
+    """Returns the layout of a model's MTP layer, or None if the model's files on this machine have none.
+
+    In a GGUF file, the layers of all makers are like GLM's. Those that the file holds are counted in its config.
+    """
+    if model.kind == "random" or model.must_be_fetched:
         return None
-    return find_layout(model.tensors, model.text_fields.get("num_hidden_layers") or 0)
+    depth = model.text_fields.get("num_hidden_layers") or 0
+    if not model.weights_in_gguf:
+        return find_layout(model.tensors, depth)
+    if not any(model.text_fields.get(key) for key in COUNTS):
+        return None
+    return replace(DEEPSEEK, prefix=f"model.layers.{depth}.")
 
 
 def need_layout(model: ModelSource) -> Layout:
-    """Returns the layout of a model's MTP layer, downloading a hub id; raises UserError if the checkpoint has none."""
+    """Returns the layout of a model's MTP layer, downloading a hub id; raises UserError if the checkpoint has none.
+
+    Named models have none.
+    """
+    if model.must_be_fetched and model.name not in MODELS:
+        hub_gguf(model.name)
     if model.kind == "hub" and not model.checkpoint:
         hub_folder(model.folder, ["*.json", "*.jinja", "*.txt", "*.safetensors"], "@model")
     layout = layout_of(model)
@@ -135,8 +156,12 @@ def _no_layer(model: ModelSource) -> UserError:
     """Returns the error for a model without an MTP layer, or with a part of one."""
     otherwise = "leave @drafter out, or train one with `medusa train`"
     fault = f"@drafter {NAME}: the checkpoint of {model.name} has no MTP layer"
-    if model.kind in ("random", "gguf"):
+    if model.kind == "random":
         return UserError(fault, otherwise)
+    if model.kind == "gguf":
+        return UserError(
+            fault, f"give a file that has one, such as those with MTP in their names, {otherwise}"
+        )
     text = model.text_fields
     names = [*model.tensors, *model.index]
     lost = missing_projection(names, text.get("num_hidden_layers") or 0)
@@ -158,8 +183,10 @@ def mtp_settings(model: ModelSource) -> dict[str, Any]:
     """Returns the config.json for the drafter in a model's checkpoint; raises UserError if it has none."""
     layout = need_layout(model)
     text = {key: value for key, value in model.text_fields.items() if key not in LEFT_OUT}
-    text["num_hidden_layers"] = 1
     experts = any(".experts." in (layout.ours(name) or "") for name in model.tensors)
+    if model.weights_in_gguf:
+        experts = f"blk.{text['num_hidden_layers']}.ffn_gate_exps.weight" in model.header.tensors
+    text["num_hidden_layers"] = 1
     if "first_k_dense_replace" in text:
         text["first_k_dense_replace"] = 0 if experts else 1
     if experts:

@@ -207,12 +207,13 @@ def _network_of_gguf(model: ModelSource, config: Any, dtype: torch.dtype) -> Any
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM, GenerationConfig
 
+    from medusa_cli.files.gguf_names import names_of
     from medusa_cli.model.weights import GgufWeights
 
     with init_empty_weights(include_buffers=False):
         network = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     network.tie_weights()  # accelerate's context gives each tied layer a weight
-    weights = GgufWeights(model, network)
+    weights = GgufWeights(model, names_of(model.header, network))
     state = {name: values.to(dtype) for name, values in weights.items()}
     network.load_state_dict(state, strict=False, assign=True)
     network.tie_weights()

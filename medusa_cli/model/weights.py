@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from medusa_cli.files.gguf_header import Tensor as GgufTensor
-from medusa_cli.files.gguf_names import GgufNames
+from medusa_cli.files.gguf_names import GgufNames, names_of
 from medusa_cli.files.model_source import ModelSource
 from medusa_cli.model.backbone import Unsupported, has_tied_head
 from medusa_cli.model.checks import unloadable
@@ -158,14 +158,11 @@ class CheckpointWeights(Weights):
 
 
 class GgufWeights(Weights):
-    """Reads the weights of a GGUF file, or of several that hold one model; they are mapped into memory.
+    """Reads the weights of a GGUF file, or of several that hold one model; they are mapped into memory."""
 
-    network: transformers' network, which may be on the meta device.
-    """
-
-    def __init__(self, model: ModelSource, network: Any) -> None:
+    def __init__(self, model: ModelSource, names: GgufNames) -> None:
         self.source = str(model.gguf)
-        self.names = GgufNames(model.header, network)
+        self.names = names
         self.files: list[Any] = [np.memmap(file, np.uint8, "r") for file in self.names.header.files]
 
     def __contains__(self, name: str) -> bool:
@@ -279,7 +276,7 @@ class GgufSlice:
 
 def gguf_slices(model: ModelSource) -> dict[str, GgufSlice]:
     """Returns the weights of a model's GGUF file as slices, which read only what is needed."""
-    weights = GgufWeights(model, meta_network(model))
+    weights = GgufWeights(model, names_of(model.header, meta_network(model)))
     slices = {}
     for name, stored in weights.names.tensors.items():
         if len(weights.names.header.tensors[stored].shape) < 3:
@@ -306,7 +303,7 @@ def meta_network(model: ModelSource) -> Any:
 def open_weights(model: ModelSource, network: Any) -> Weights:
     """Opens the weights of a model that has files; its network may be on the meta device."""
     if model.weights_in_gguf:
-        return GgufWeights(model, network)
+        return GgufWeights(model, names_of(model.header, network))
     return CheckpointWeights(model.checkpoint, network)
 
 
