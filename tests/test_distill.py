@@ -92,6 +92,25 @@ def test_every_answer_equals_decoding_that_conversation_alone() -> None:
         assert torch.allclose(states.float(), out.hidden[:-1], rtol=2**-8, atol=1e-4)  # bf16
 
 
+def test_a_stop_completes_the_open_answers_and_asks_nothing_more() -> None:
+    backbone = tiny_backbone()
+    tokens = 0
+
+    def count(more: int) -> None:
+        nonlocal tokens
+        tokens += more
+
+    outcomes = list(
+        answer_locally(backbone, SEEDS, settings(), count, should_stop=lambda: tokens >= 2)
+    )
+    assert [outcome.id for outcome in outcomes] == [seed.id for seed in SEEDS[:2]]
+    whole = answers(backbone, SEEDS, settings())
+    for outcome in outcomes:
+        assert outcome.conversation is not None
+        [span] = outcome.conversation.spans
+        assert span == whole[outcome.id].conversation.spans[0]
+
+
 def test_samples_depend_on_the_conversation_and_the_seed_alone() -> None:
     backbone = tiny_backbone()
 

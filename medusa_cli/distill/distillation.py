@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any, NoReturn
 
 from torch import Tensor
@@ -18,12 +19,12 @@ from torch import Tensor
 from medusa_cli.data.code_seeds import with_fim_tokens
 from medusa_cli.data.conversation import Conversation, tokenised_of
 from medusa_cli.data.seeds import distinct, in_order
-from medusa_cli.data.states import StateStore, read_rows, states_digest
+from medusa_cli.data.states import StateStore, read_rows, states_digest, states_of
 from medusa_cli.decode.processors import changes_of, check_generation_config
 from medusa_cli.distill.endpoint import Tokenizer, answer_remotely, connect
 from medusa_cli.distill.filters import refuses
 from medusa_cli.distill.local import MAX_BATCH, Outcome, answer_locally, choose_batch_size
-from medusa_cli.drafters.base import check_layers
+from medusa_cli.drafters.base import check_layers, with_last_layer
 from medusa_cli.engine import load_backbone
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.files.io import (
@@ -76,12 +77,14 @@ def distill(
     loading: LoadOptions,
     processes: Distributed,
     on_progress: Callable[..., None] = lambda *event: None,
+    should_stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any] | None:
     """Answers the seeds that have no conversation in the run yet; returns counts in the first process, else None.
 
     If there are several processes, each of them writes a part. The first process merges the parts
     at the end, or at the next start. on_progress: called with a name, the tokens done, an estimate
-    of the total, the unit, and the conversations done.
+    of the total, the unit, and the conversations done. should_stop: if it returns True, only the
+    open answers are completed. A seed with answers of this model is kept as it is.
     """
     shared = processes.size > 1
     with processes.main_process_first():  # the first one downloads the files
@@ -100,7 +103,8 @@ def distill(
     batch_size = processes.gather(settings.batch_size or MAX_BATCH)[0]
     seeds = _fitting(seeds, settings, model)
     chosen = in_order(seeds, settings.random_seed, batch_size, settings.max_samples)
-    asked = distinct(chosen, done) if settings.dedup else chosen
+    answered = done.union(seed.id for seed in chosen if seed.spans)
+    asked = distinct(chosen, answered) if settings.dedup else chosen
     left = [seed for seed in asked if seed.id not in done]
     if len(asked) < len(chosen):
         log.info(
@@ -124,7 +128,11 @@ def distill(
     rate = 0.0
     shown = Progress(share, settings, on_progress)
     with closing(own):
-        for outcome in answer(share, on_tokens=shown.count):
+        known = _complete(share, model, settings)
+        unanswered = [seed for seed in share if not seed.spans]
+        for outcome in chain(
+            known, answer(unanswered, on_tokens=shown.count, should_stop=should_stop)
+        ):
             if not keeps_states:
                 outcome = replace(outcome, states=None)
             counts[_keep(run, own, outcome, settings)] += 1
@@ -150,6 +158,19 @@ def distill(
         **{key: counts[key] for key in COUNTS},
         "tokens_per_s": round(rate, 1),
     }
+
+
+def _complete(
+    seeds: Sequence[Conversation], model: Backbone | Tokenizer, settings: DistillRecipe
+) -> Iterator[Outcome]:
+    """Yields the seeds that have answers of this model already, with the states of their tokens if it is here."""
+    for seed in seeds:
+        if not seed.spans:
+            continue
+        states = None
+        if isinstance(model, Backbone):
+            states = states_of(model, seed.tokens, with_last_layer(settings.taps))[:-1]
+        yield Outcome(seed.id, seed, states)
 
 
 def _report(run: Run, counts: Counter[str], context: int) -> None:

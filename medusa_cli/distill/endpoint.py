@@ -94,12 +94,13 @@ def answer_remotely(
     seeds: Sequence[Conversation],
     settings: DistillRecipe,
     on_tokens: Callable[[int], None] = lambda count: None,
+    should_stop: Callable[[], bool] = lambda: False,
 ) -> Iterator[Outcome]:
     """Answers each seed's turns in order with the servers, several conversations at a time.
 
     Yields each seed's outcome as soon as it ends. Outcomes have no hidden states, which training
     computes. A seed that fails does not stop the others. on_tokens: called with the number of
-    answer tokens of each seed.
+    answer tokens of each seed. should_stop: if it returns True, no further seed is sent.
     """
     waiting = iter(seeds)
     with ThreadPoolExecutor(max_workers=settings.concurrency) as pool:
@@ -107,7 +108,7 @@ def answer_remotely(
         def ask(count: int) -> set[Future[Outcome]]:
             return {
                 pool.submit(_converse, servers, tokenizer, seed, settings)
-                for seed in islice(waiting, count)
+                for seed in islice(waiting, 0 if should_stop() else count)
             }
 
         running = ask(settings.concurrency)

@@ -76,10 +76,12 @@ def answer_locally(
     seeds: Sequence[Conversation],
     settings: DistillRecipe,
     on_tokens: Callable[[int], None] = lambda count: None,
+    should_stop: Callable[[], bool] = lambda: False,
 ) -> Iterator[Outcome]:
     """Answers each seed's turns in order with the backbone; yields each seed's outcome as soon as it ends.
 
-    on_tokens: called with the number of new answer tokens in each step.
+    on_tokens: called with the number of new answer tokens in each step. should_stop: if it returns
+    True, no further turn is asked, and only the open answers are completed.
     """
     waiting = iter(seeds)
     count = min(settings.batch_size or MAX_BATCH, max(1, len(seeds)))
@@ -98,14 +100,14 @@ def answer_locally(
             while (current := slots[index]) is None or current.sequence.done:
                 if current is not None:
                     current.end_turn()
-                elif (seed := next(waiting, None)) is not None:
+                elif not should_stop() and (seed := next(waiting, None)) is not None:
                     current = _Answering(seed, decoder, settings)
                 else:
                     break
                 slots[index] = None
                 failure = None
                 try:
-                    if current.ask():
+                    if not (current.spans and should_stop()) and current.ask():
                         slots[index] = current
                         on_tokens(1)
                         continue
