@@ -175,6 +175,18 @@ def test_accumulation_makes_fewer_steps_of_the_same_positions(run: Run) -> None:
     assert sum(event.positions for event in steps) == small.positions == steps[-1].total_positions
 
 
+def test_steps_that_do_not_fit_in_the_time_are_left_out_and_the_rate_falls(run: Run) -> None:
+    whole = trainer(run, "train.warmup_steps=0")
+    short = trainer(run, "train.warmup_steps=0")
+    assert whole.steps > 6
+    # As many seconds as the steps up to the fourth take.
+    short.seconds_left = lambda: 1e9 if short.step < 4 else 0.0
+    steps = [event for event in short.events() if isinstance(event, Stepped)]
+    assert [event.step for event in steps] == [1, 2, 3, 4]
+    assert short.step == short.steps == 4 and short.progress(4) == 1.0
+    assert short.positions == short.positions_done < whole.positions
+
+
 def test_batch_without_any_target_is_passed_over(run: Run) -> None:
     work = trainer(run, "train.accumulation=2")
     item = work.groups[0][0][0]

@@ -35,8 +35,10 @@ class Trainer:
 
     The drafter is converted to fp32 (master weights) and computes in the recipe's dtype. With
     `resume`, training continues from the run's checkpoint, with the same batches and learning rates
-    as without the interruption. If there are several processes, each takes a share of every step's
-    micro-batches. A step is therefore the same for any number of processes.
+    as without the interruption. seconds_left: returns the time for the rest of the training, which
+    leaves out the last steps if they would take longer, and ends with low learning rates even so.
+    If there are several processes, each takes a share of every step's micro-batches. A step is
+    therefore the same for any number of processes.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class Trainer:
         *,
         resume: bool = False,
         should_stop: Callable[[], bool] = lambda: False,
+        seconds_left: Callable[[], float] | None = None,
         world: Distributed | None = None,
     ) -> None:
         self.backbone = backbone
@@ -56,6 +59,7 @@ class Trainer:
         self.recipe = recipe
         self.run = run
         self.should_stop = should_stop
+        self.seconds_left = seconds_left
         self.world = world or Distributed()
 
         train = recipe.train
@@ -109,9 +113,12 @@ class Trainer:
         train = self.recipe.train
         if self.validation and train.stage == 2 and self.step == 0:
             yield self._validate_and_keep()
+        first = self.step
+        begun = time.perf_counter()
         while self.step < self.steps and not any(self.world.gather(self.should_stop())):
             before = self.positions_done
             yield self.train_step()
+            self._fit((time.perf_counter() - begun) / (self.step - first))
             if self.positions_done // POSITIONS_PER_TRIM > before // POSITIONS_PER_TRIM:
                 return_freed_memory()
             last = self.step == self.steps
@@ -123,6 +130,12 @@ class Trainer:
         # A run that is stopped at once may have been started by mistake.
         self.save(keep_earlier=self.step < self.steps)
         yield Saved(self.step)
+
+    def _fit(self, step_s: float) -> None:
+        """Leaves out the steps that do not fit in the time that is left, at the present duration of steps."""
+        if self.seconds_left is not None:
+            last = self.step + max(0, int(self.seconds_left() / step_s))
+            del self.groups[last:], self.sizes[last:]
 
     def train_step(self) -> Stepped:
         """Runs the next step."""

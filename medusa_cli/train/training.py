@@ -84,6 +84,7 @@ def train(
     resume: bool = False,
     logger: str | None = None,
     should_stop: Callable[[], bool] = lambda: False,
+    seconds_left: Callable[[], float] | None = None,
     show: ShowProgress = show_nothing,
 ) -> Trained | None:
     """Trains the recipe's drafter in a run and saves it there.
@@ -92,7 +93,8 @@ def train(
     the last step if there is no validation. data: conversations to use instead of the run's. start:
     a run whose heads (in stage 2 with their adapter) are trained further. logger: tensorboard,
     wandb or trackio, which then also receives the events. should_stop: called before every step;
-    training stops if it returns True, and leaves a checkpoint for `resume`. show: called with a
+    training stops if it returns True, and leaves a checkpoint for `resume`. seconds_left: the time in
+    which the training ends, if necessary with fewer steps. show: called with a
     name, the number of tokens done, the total and a `note`. Under torchrun, the processes share
     every step, and all but the first return None.
     """
@@ -120,6 +122,7 @@ def train(
             run,
             resume=resume,
             should_stop=should_stop,
+            seconds_left=seconds_left,
             world=world,
         )
 
