@@ -26,6 +26,8 @@ LONG_TURNS = range(1500, 6001)
 # about programming.
 CODE = "code"
 CODE_TURNS = "sharegpt-code"
+# Keys of a record that holds one prompt in place of messages.
+PROMPTS = ("prompt", "question", "instruction", "text")
 NAMED = (catalogue.DEFAULT_SEED, LONG, CODE_TURNS, CODE, *HUB)
 log = logging.getLogger(__name__)
 # Seeds are sorted by length within windows of this many batches. The conversations in a batch then
@@ -70,15 +72,19 @@ def _records(source: str, report: ReadReport) -> Iterator[Any]:
     elif path.is_file():
         if path.stat().st_size == 0:
             raise UserError(f"@seed {source!r} is empty", "give a file with conversations")
+        if path.suffix == ".txt":
+            lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+            yield from ({"prompt": line} for line in lines if line.strip())
+            return
         yield from read_jsonl(path, report.skip_line, array=True)
     elif (
-        path.suffix in {".json", ".jsonl"}
+        path.suffix in {".json", ".jsonl", ".txt"}
         or source.startswith((".", "/", "~"))
         or source.count("/") != 1
     ):
         raise UserError(
             f"@seed {source!r} does not exist",
-            f"give one of {', '.join(NAMED)}, a .json or .jsonl file, or a hub dataset OWNER/NAME",
+            f"give one of {', '.join(NAMED)}, a .json, .jsonl or .txt file, or a hub dataset OWNER/NAME",
         )
     else:
         yield from hub.hub_rows(source, "@seed", ("train",))
@@ -92,6 +98,9 @@ def seed_of(record: Any, report: ReadReport) -> Conversation:
     """
     if not isinstance(record, dict):
         raise Malformed("not an object")
+    if not any(key in record for key in ("messages", "conversations")):
+        prompt = next((record[key] for key in PROMPTS if record.get(key)), None)
+        record = {**record, "messages": [{"role": "user", "content": prompt}]} if prompt else record
     messages = messages_of(record)
     roles = "".join(message["role"][0] for message in messages)
     if re.search("us+a", roles):
