@@ -1,4 +1,4 @@
-"""The type of function to which long-running work reports its progress."""
+"""The type of function to which long-running work reports its progress, and times in words."""
 
 from typing import Protocol
 
@@ -15,3 +15,10 @@ def show_nothing(
     name: str, done: int, total: int | None, unit: str = "tokens", note: str = ""
 ) -> None:
     """Ignores the progress."""
+
+
+def span(seconds: float) -> str:
+    """Returns a time for people."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -15,6 +15,7 @@ from medusa_cli.files import extras, mtp
 from medusa_cli.files.model_files import check_model_files
 from medusa_cli.files.model_source import ModelSource
 from medusa_cli.options import LoadFlags, OutputFlags, flag
+from medusa_cli.progress import span
 from medusa_cli.runs.run import DEFAULT_RUN, RUNS
 
 if TYPE_CHECKING:
@@ -198,17 +199,10 @@ def _estimate(
         f"memory: {facts['memory_bytes'] / 1e9:.1f} GB, {facts['parameters']:,} weights to train; "
         f"{facts['disk_bytes'] / 1e9:.1f} GB of disk for the states of {facts['tokens_to_run']:,} tokens"
     )
-    parts = ", ".join(f"{name} {_span(value)}" for name, value in seconds.items())
+    parts = ", ".join(f"{name} {span(value)}" for name, value in seconds.items())
     console.result(
-        f"time: about {_span(sum(seconds.values()))} ({parts}), by the speed of two steps here"
+        f"time: about {span(sum(seconds.values()))} ({parts}), by the speed of two steps here"
     )
-
-
-def _span(seconds: float) -> str:
-    """Returns a time for people."""
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 @contextmanager

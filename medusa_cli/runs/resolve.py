@@ -20,6 +20,7 @@ from medusa_cli.runs.run import (
     DRAFTER_CONFIG,
     RUNS,
     SHAPE,
+    SHIPPED,
     Identity,
     Run,
     describe_drafter,
@@ -245,6 +246,17 @@ def shipped_for(model: ModelSource) -> Run | None:
     shipped = Run.shipped_by_name(model.name)
     if shipped is None:
         return None
+    return shipped if _has_shape(shipped, model) else None
+
+
+def shipped_by_shape(model: ModelSource) -> list[Run]:
+    """Returns the shipped drafters of models with the same architecture and sizes."""
+    runs = map(Run, sorted(SHIPPED.iterdir()))
+    return [run for run in runs if run.drafter_dir.is_dir() and _has_shape(run, model)]
+
+
+def _has_shape(run: Run, model: ModelSource) -> bool:
+    """Returns True if a run's drafter was trained for a model of the same architecture and sizes."""
     if model.fields is None:  # a hub id that is not in the cache
         model = ModelSource.of(str(hub_folder(model.name, ["config.json"], "@model")))
     text = model.text_fields
@@ -254,8 +266,8 @@ def shipped_for(model: ModelSource) -> Run | None:
         "vocab_size": text.get("vocab_size"),
         "layers": text.get("num_hidden_layers"),
     }
-    identity = describe_drafter(shipped.drafter_dir).provenance.identity
-    return shipped if same(identity, shape, *SHAPE) else None
+    identity = describe_drafter(run.drafter_dir).provenance.identity
+    return same(identity, shape, *SHAPE)
 
 
 def _no_drafter(plain: Choice) -> NoDrafter:
