@@ -30,6 +30,7 @@ COMMANDS = {
     "train": "train a drafter on it",
     "calibrate": "measure how often its guesses are right",
     "tree": "find the best tree of guesses",
+    "tune": "all of these in a given time: a model in, a faster one out",
     "chat": "chat, several tokens per step",
     "serve": "answer over HTTP, as OpenAI's API does",
     "bench": "measure speedup, acceptance and overhead",
@@ -131,7 +132,9 @@ class ErrorBoundary(TyperGroup):
         if code == INTERRUPTED:
             from medusa_cli import console
 
-            goes_on = words[:1] == ["distill"] or (words[:1] == ["bench"] and "--sweep" in words)
+            goes_on = words[:1] in (["distill"], ["tune"]) or (
+                words[:1] == ["bench"] and "--sweep" in words
+            )
             hint = "; the same command goes on where it stopped" if goes_on else ""
             console.err.print(f"interrupted{hint}", style="red")
         sys.exit(code or 0)

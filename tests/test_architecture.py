@@ -16,7 +16,7 @@ LAYERS = [
     {"cli"},
     {"commands"},
     {"options"},
-    {"serve", "export", "doctor"},
+    {"serve", "export", "doctor", "tune"},
     {"distill", "train", "bench"},
     {"api"},
     {"loading"},

@@ -29,6 +29,7 @@ MODEL = "my-org/my-model"  # of the examples; a tiny one here
 # Commands that are parsed and not run, by what they contain, and why.
 PARSED_ONLY = {
     "medusa serve": "it serves until it is stopped; tests/serving.py runs servers",
+    "medusa tune": "it runs for the time that it is given; test_tune.py tunes",
     "--endpoint": "it asks a server; test_endpoint.py has one",
     "--judge": "it asks a server; test_bench.py has one",
     "nvidia/SPEED-Bench": "it fetches a data set from the hub",

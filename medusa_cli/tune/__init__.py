@@ -1,0 +1,1 @@
+"""A drafter in a given time: measures the machine, distills, trains, calibrates, and chooses by measured speed."""

@@ -1,0 +1,145 @@
+"""Compares the ways to decode a model, and times the parts of a tuning on this machine."""
+
+import gc
+import json
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from medusa_cli.bench.questions import Question
+from medusa_cli.bench.run import Bench
+from medusa_cli.decode import Sampling
+from medusa_cli.decode.step_times import step_times_for
+from medusa_cli.engine import load_backbone
+from medusa_cli.files import mtp
+from medusa_cli.files.io import Document
+from medusa_cli.files.model_source import ModelSource
+from medusa_cli.model import Backbone
+from medusa_cli.runs.load_options import LoadOptions
+from medusa_cli.runs.recipe import Recipe
+from medusa_cli.runs.resolve import Choice, choose, shipped_by_shape
+from medusa_cli.runs.run import Run
+from medusa_cli.train import estimate
+from medusa_cli.tune.plan import EPOCHS, Measured
+
+NAMES = {
+    "ar": "plain decoding",
+    "lookup": "n-gram drafts",
+    "start": "the included drafter",
+    "mtp": "the model's own MTP layer",
+    "tuned": "the new drafter",
+    "tuned-static": "the new drafter with its static tree",
+}
+# Drafts are worth something if a step gives more tokens than this.
+ACCEPTS = 1.05
+# The length of a distilled answer on which the share of its prompt's time is based, in tokens.
+ANSWER = 128
+# Conversations at a time with servers, compared with plain decoding here, until their speed is known.
+SERVED = 8
+# Positions on which training is timed.
+TIMED = 1_024
+OnTick = Callable[[str], None]
+
+
+def ready_drafters(model: ModelSource) -> dict[str, Choice]:
+    """Returns the drafters of a model that need no training: an included one that fits it, and its own MTP layer."""
+    drafters: dict[str, Choice] = {}
+    if related := shipped_by_shape(model):
+        drafters["start"] = choose(model.name, None, f"{related[0].path}/", None)
+    if mtp.layout_of(model) is not None:
+        drafters["mtp"] = choose(model.name, None, mtp.NAME, None)
+    return drafters
+
+
+def compare(
+    model: ModelSource,
+    drafts: Mapping[str, Choice],
+    questions: list[Question],
+    tokens: int,
+    options: LoadOptions,
+    tick: OnTick,
+) -> Document:
+    """Returns the bench of plain decoding, n-gram drafts and drafters on the questions."""
+
+    @contextmanager
+    def watch(backbone: Backbone, turns: int) -> Iterator[Callable[..., None]]:
+        yield lambda name, results, new: tick(f"comparing, {NAMES[name]}")
+
+    plain = choose(model.name, None, None, None, need_drafter=False)
+    names = ["ar", "lookup", *drafts]
+    bench = Bench(plain, drafts, names, questions, tokens, Sampling(), "held-out prompts", options)
+    return bench.run(watch)
+
+
+def measure(
+    model: ModelSource,
+    questions: list[Question],
+    tokens: int,
+    options: LoadOptions,
+    recipe_of: Callable[[Run | None], Recipe],
+    tick: OnTick,
+) -> Measured:
+    """Returns the speed of what needs no training, and the speeds of distilling and training.
+
+    recipe_of: returns the recipe of a training that starts from a run's drafter, or from nothing.
+    """
+    drafters = ready_drafters(model)
+    begun = time.monotonic()
+    methods = compare(model, drafters, questions, tokens, options, tick)["methods"]
+    compare_s = time.monotonic() - begun
+    plain = methods["ar"]
+    drafted = {name: row for name, row in methods.items() if name != "ar"}
+    lengths = {name: row["acceptance_length"] or 1.0 for name, row in drafted.items()}
+    start = drafters["start"].home if lengths.get("start", 0.0) > ACCEPTS else None
+    backbone = load_backbone(model, options)
+    verify = step_times_for(backbone, None, None).verify
+    del backbone
+    gc.collect()
+
+    recipe = recipe_of(start)
+    # Of a batch, and of the prompts.
+    answer_s = verify[max(verify)] / max(verify) + (plain["first_token_s"] or 0.0) / ANSWER
+    if recipe.distill.endpoint is not None:
+        answer_s = 1 / (SERVED * plain["tokens_per_s"])
+    answers = [row["turns"][0] for row in plain["answers"]]
+    facts = _time_training(recipe, questions, answers, options, start)
+    seconds = facts["seconds"]
+    trained_s = seconds["training"] + seconds["validation"]
+    if recipe.distill.endpoint is not None:  # servers send no states
+        trained_s += seconds["states"] / EPOCHS
+    return Measured(
+        plain["tokens_per_s"],
+        {name: row["speedup"] for name, row in drafted.items()},
+        lengths,
+        tuple(verify.items()),
+        answer_s,
+        trained_s / max(1, facts["positions"]),
+        compare_s,
+        facts["memory_bytes"],
+        None if start is None else str(start.path),
+    )
+
+
+def _time_training(
+    recipe: Recipe,
+    questions: Sequence[Question],
+    answers: Sequence[str],
+    options: LoadOptions,
+    start: Run | None,
+) -> Document:
+    """Returns the estimate of a training on copies of some answers, which writes nothing into a run."""
+    copies = 2 + TIMED // max(1, sum(len(answer.split()) for answer in answers))
+    with tempfile.TemporaryDirectory() as folder:
+        data = Path(folder) / "distill.jsonl"
+        with data.open("w", encoding="utf-8") as out:
+            for number in range(copies):
+                for question, answer in zip(questions, answers, strict=True):
+                    asked = {"role": "user", "content": question.turns[0]}
+                    answered = {"role": "assistant", "content": answer or "Yes, it is."}
+                    record = {"id": f"{question.id}-{number}", "messages": [asked, answered]}
+                    out.write(json.dumps(record) + "\n")
+        recipe = replace(recipe, train=replace(recipe.train, epochs=1))
+        return estimate(Run(Path(folder)), recipe, options=options, data=data, start=start)

@@ -1,0 +1,134 @@
+"""Plans how the time is divided between distilling and training, by the speeds measured on this machine."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from medusa_cli.errors import UsageError
+from medusa_cli.tune.expectation import adapted, reached, speedup
+
+# Passes over the data that are planned, and the most if the data ends before the time.
+EPOCHS = 3
+MAX_EPOCHS = 8
+# The last comparison has more methods than the first one, and the drafter is calibrated before it.
+END = 1.7
+# The speed of training EAGLE over that of training Hydra, which is measured (docs/training.md).
+EAGLE_SPEED = 560 / 1501
+# Of a drafter at 1.64 x and n-gram matches at 1.34 x, both together reached 1.66 x; of 1.66 x and 1.44 x, 1.82 x.
+MATCHED = 0.3
+# Time that brings less than this share more speed is not used.
+WORTH = 0.01
+MIN_S = 1
+MAX_S = 30 * 24 * 3600
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Figures of this machine.
+
+    plain_per_s: tokens/s of plain decoding. speedups: the speed over it by method. lengths: the
+    acceptance lengths by method. verify: the seconds of verify passes with
+    so many rows.
+    answer_s: the seconds of distilling an answer token. position_s: the seconds of training on a
+    position. compare_s: the seconds of the first comparison. memory: the peak of training, in bytes.
+    start: the folder of the related model's drafter that is trained further, if any.
+    """
+
+    plain_per_s: float
+    speedups: Mapping[str, float]
+    lengths: Mapping[str, float]
+    verify: tuple[tuple[int, float], ...]
+    answer_s: float
+    position_s: float
+    compare_s: float
+    memory: int = 0
+    start: str | None = None
+
+    @property
+    def end_s(self) -> float:
+        """Returns the seconds that calibration and the last comparison take."""
+        return END * self.compare_s
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is done in a time, and the speedup to expect.
+
+    drafter: "start" if a related model's drafter is trained further, else the kind. tokens: the
+    answer tokens to distill, besides the known ones.
+    """
+
+    time_s: float
+    drafter: str
+    tokens: int
+    positions: int
+    distill_s: float
+    train_s: float
+    expected: float
+
+
+def plan(time_s: float, used_s: float, measured: Measured, known: int = 0) -> Plan:
+    """Returns the plan for a time, of which `used_s` seconds have passed.
+
+    known: the number of answer tokens that the data already has. The plan is shorter if the second
+    half of the time would bring less than WORTH.
+    """
+    whole = _plan(time_s, used_s, measured, known)
+    while True:
+        half = _plan(whole.time_s / 2, used_s, measured, known)
+        if not half.positions or whole.expected > half.expected * (1 + WORTH):
+            return whole
+        whole = half
+
+
+def _plan(time_s: float, used_s: float, measured: Measured, known: int) -> Plan:
+    left = max(time_s - used_s - measured.end_s, 0.0)
+    training_s = EPOCHS * measured.position_s  # of an answer token
+    tokens = max(left - known * training_s, 0.0) / (measured.answer_s + training_s)
+    distill_s = tokens * measured.answer_s
+    positions = min((left - distill_s) / measured.position_s, MAX_EPOCHS * (tokens + known))
+    train_s = positions * measured.position_s
+    drafter = "start"
+    if measured.start is None:
+        drafter = "hydra"
+        as_eagle = EAGLE_SPEED * positions
+        if reached("eagle", as_eagle) > reached("hydra", positions):
+            drafter = "eagle"
+            positions = as_eagle
+    return Plan(
+        time_s,
+        drafter,
+        round(tokens),
+        round(positions),
+        distill_s,
+        train_s,
+        expected_speedup(drafter, positions, measured),
+    )
+
+
+def expected_speedup(drafter: str, positions: float, measured: Measured) -> float:
+    """Returns the speed over plain decoding to expect of a drafter that is trained on so many positions.
+
+    A drafter trained further keeps the overhead that was measured, together with n-gram matches. A
+    new one's gain and that of n-gram matches overlap: MATCHED of the smaller one is added.
+    """
+    if drafter == "start":
+        length = measured.lengths["start"]
+        return measured.speedups["start"] * adapted(length, positions) / length
+    length = reached(drafter, positions)
+    gains = [speedup(length, dict(measured.verify)), max(1.0, measured.speedups.get("lookup", 1.0))]
+    return max(gains) + MATCHED * (min(gains) - 1)
+
+
+def parse_time(text: str) -> float:
+    """Returns the seconds of a time such as 90s, 30m or 1h30m; raises UsageError for other texts."""
+    match = re.fullmatch(r"(?:(\d{1,4})h)?(?:(\d{1,5})m)?(?:(\d{1,7})s)?", text.strip().lower())
+    seconds = 0
+    if match is not None:
+        seconds = sum(
+            int(count or 0) * unit
+            for count, unit in zip(match.groups(), (3600, 60, 1), strict=True)
+        )
+    if not MIN_S <= seconds <= MAX_S:
+        raise UsageError(f"@time {text!r} is not valid", "give a time such as 90s, 30m or 1h30m")
+    return float(seconds)

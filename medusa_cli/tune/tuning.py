@@ -1,0 +1,462 @@
+"""Runs the parts of a tuning in a given time; each part is what its own command does, and a killed one is resumed."""
+
+import gc
+import logging
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from medusa_cli.bench.questions import Question
+from medusa_cli.bench.run import save
+from medusa_cli.data.conversation import Conversation
+from medusa_cli.data.packing import positions_of
+from medusa_cli.decode.step_times import step_times_for
+from medusa_cli.distill.distillation import distill, read_distilled
+from medusa_cli.drafters import load_drafter
+from medusa_cli.drafters.eagle import default_taps
+from medusa_cli.engine import load_backbone
+from medusa_cli.errors import UserError
+from medusa_cli.files.io import Document, read_as, read_object, write_json
+from medusa_cli.files.model_source import ModelSource, lasting_name
+from medusa_cli.model.distributed import Distributed
+from medusa_cli.model.load import resolve_device
+from medusa_cli.progress import span
+from medusa_cli.runs.load_options import LoadOptions, as_trained
+from medusa_cli.runs.recipe import Recipe, recipe_of
+from medusa_cli.runs.resolve import choose, read_calibration
+from medusa_cli.runs.run import (
+    RUNS,
+    STAMP,
+    Run,
+    called,
+    describe_drafter,
+    provenance,
+    sole_writer,
+    stamp_of,
+)
+from medusa_cli.train import calibrate, train
+from medusa_cli.train.checkpoint import checkpoint_path
+from medusa_cli.train.log import NAME, acceptance_of, read_log
+from medusa_cli.tree.io import save_tree
+from medusa_cli.tree.search import TimedTree, budgets
+from medusa_cli.tune.expectation import interval
+from medusa_cli.tune.measuring import ACCEPTS, NAMES, compare, measure, ready_drafters
+from medusa_cli.tune.plan import EPOCHS, MAX_EPOCHS, Measured, Plan, expected_speedup, plan
+from medusa_cli.tune.prompts import HELD_OUT, held_out_questions, read_prompts
+
+STATE = "tune.json"
+SAY_S = 60.0
+SAVE_S = 5.0
+# Positions of a training step, on a CPU and on a GPU, as for the included drafters.
+BATCH = 512
+GPU_BATCH = 6_144
+ADAPT_LR = 2e-4
+VALIDATIONS = 10
+# The least amounts of data, for times that are too short.
+MIN_TOKENS = 256
+MIN_POSITIONS = 2_048
+MAX_NEW_TOKENS = 256
+CONTEXT = 1_024
+# Held-out conversations that are calibrated.
+CALIBRATED = 200
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class State:
+    """What a tuning has done: the request, the seconds used, and the result of each part that has ended.
+
+    promised: the speedup that was expected. distilled: the answer tokens. words: the recipe of the
+    training that has begun. tree_nodes: the size of the saved tree, 0 if there is none. after: the
+    bench of the last comparison. chosen: its fastest method.
+    """
+
+    model: str
+    data: str | None
+    time_s: float
+    used_s: float = 0.0
+    measured: Measured | None = None
+    promised: float | None = None
+    distilled: int | None = None
+    words: list[str] | None = None
+    trained: Document | None = None
+    tree_nodes: int | None = None
+    after: Document | None = None
+    chosen: str | None = None
+
+
+class Tuning:
+    """Tunes a model in a run within `time_s` seconds; `dry` measures and plans only, and writes nothing.
+
+    A state that the run has is continued. With a longer time, its data grows and training begins anew.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        model: ModelSource,
+        options: LoadOptions,
+        time_s: float,
+        data: Path | None = None,
+        endpoint: str | None = None,
+        dry: bool = False,
+    ) -> None:
+        self.run = run
+        self.model = model
+        self.options = options
+        self.data = data
+        self.endpoint = endpoint
+        self.dry = dry
+        path = None if data is None else str(data.absolute())
+        self.state = State(lasting_name(model.name), path, time_s)
+        if (run.path / STATE).is_file():
+            self._continue(run.path / STATE)
+        self.time_s = self.state.time_s
+        self._began = self._said = time.monotonic()
+        self._saved = 0.0
+        if self._start is not None:
+            self.options = as_trained(options, self._start.drafter_dir)
+
+    def _continue(self, path: Path) -> None:
+        """Takes over an earlier state; raises UserError if it belongs to another model or other data."""
+        new = self.state
+        old = read_as(path, State, "the tuning's state", "delete it to begin again")
+        for name in ("model", "data"):
+            if getattr(old, name) != getattr(new, name):
+                before, now = getattr(old, name), getattr(new, name)
+                raise UserError(
+                    f"the run {path.parent} was tuned with the {name} {before}, not {now}",
+                    "repeat the earlier command, or choose another @run",
+                )
+        longer = replace(new, used_s=old.used_s, measured=old.measured)
+        self.state = longer if new.time_s > old.time_s else old
+
+    @property
+    def used_s(self) -> float:
+        """Returns the seconds that this and earlier processes took."""
+        return self.state.used_s + time.monotonic() - self._began
+
+    @property
+    def measured(self) -> Measured:
+        assert self.state.measured is not None
+        return self.state.measured
+
+    def work(self) -> None:
+        """Does what is left."""
+        if self.state.after is not None:
+            return
+        seeds, source = read_prompts(self.model, self.data)
+        questions = held_out_questions(seeds)
+        try:
+            if self.state.measured is None:
+                self._measure(questions)
+            if not self._is_worth_it(seeds) or self.dry:
+                return
+            if self.state.distilled is None:
+                self._distill(seeds, source)
+            if self.state.trained is None:
+                self._train()
+            if self.state.tree_nodes is None:
+                self._calibrate()
+            self._choose(questions)
+        finally:
+            self._note()
+
+    def _note(self, **changes: Any) -> None:
+        """Changes the state, and saves it with the seconds so far."""
+        self.state = replace(self.state, used_s=self.used_s, **changes)
+        self._began = self._saved = time.monotonic()
+        if not self.dry:
+            self.run.path.mkdir(parents=True, exist_ok=True)
+            write_json(self.run.path / STATE, asdict(self.state))
+
+    def _tick(self, part: str, expected: float | None = None) -> None:
+        """Saves the seconds now and then, and says every minute where the work is."""
+        now = time.monotonic()
+        if now - self._saved > SAVE_S:
+            self._note()
+        if now - self._said > SAY_S:
+            self._said = now
+            gain = "" if expected is None else f"; expect {interval(expected)}"
+            log.info(f"{span(self.used_s)} of {span(self.time_s)}: {part}{gain}")
+
+    # Before.
+
+    @property
+    def _answer_tokens(self) -> int:
+        """Returns the longest answer of a comparison."""
+        return max(16, min(96, round(self.state.time_s / 30)))
+
+    @property
+    def _start(self) -> Run | None:
+        """Returns the included drafter that is trained further, if any."""
+        start = self.state.measured.start if self.state.measured else None
+        return None if start is None else Run(Path(start))
+
+    def _measure(self, questions: list[Question]) -> None:
+        tokens = self._answer_tokens
+        drafter = ready_drafters(self.model).get("start")
+        if drafter is not None:
+            self.options = as_trained(self.options, drafter.drafter)
+
+        def recipe(start: Run | None) -> Recipe:
+            return self._recipe(self._words("hydra", start), start)
+
+        measured = measure(self.model, questions, tokens, self.options, recipe, self._tick)
+        self._note(measured=measured)
+
+    def _is_worth_it(self, seeds: Sequence[Conversation]) -> bool:
+        """Says what will be done and what to expect; returns False if what needs no training is as fast."""
+        measured = self.measured
+        best = max(measured.speedups, key=lambda name: measured.speedups[name])
+        planned = plan(self.time_s, self.used_s, measured, positions_of(seeds))
+        self.time_s = min(self.time_s, planned.time_s)
+        if self.state.promised is None:
+            self._say(planned)
+            self._note(promised=planned.expected)
+        # Without accepted drafts, a difference is noise.
+        is_real = measured.lengths[best] > ACCEPTS
+        if not is_real or measured.speedups[best] < (self.state.promised or 1.0):
+            return True
+        log.info(
+            f"no training: {NAMES[best]} reach {measured.speedups[best]:.2f} x without it, {planned.expected:.2f} x is "
+            "expected of training in this time"
+        )
+        self._note(chosen=best)
+        return False
+
+    def _say(self, planned: Plan) -> None:
+        """Says what was measured and what is planned."""
+        measured = self.measured
+        log.info(f"plain decoding: {measured.plain_per_s:,.1f} tokens/s here; without training:")
+        for name, speedup in measured.speedups.items():
+            log.info(
+                f"  {NAMES[name]}: {speedup:.2f} x, {measured.lengths[name]:.2f} tokens per step"
+            )
+        log.info(
+            f"distilling: about {1 / measured.answer_s:,.0f} answer tokens/s; training: "
+            f"{1 / measured.position_s:,.0f} positions/s, {measured.memory / 1e9:.1f} GB of memory"
+        )
+        if not planned.positions:
+            log.warning(
+                f"@time {span(self.time_s)} is too short for this model, as comparing takes {span(measured.end_s)}: "
+                "the least amount of data is used"
+            )
+        log.info(
+            f"plan for {span(self.time_s)}: about {planned.tokens:,} answer tokens in {span(planned.distill_s)}, "
+            f"{NAMES.get(planned.drafter, planned.drafter)} on {planned.positions:,} positions in "
+            f"{span(planned.train_s)}, then the choice by measured speed; expect {interval(planned.expected)}"
+        )
+        log.info(self.outlook(planned.expected))
+
+    def outlook(self, expected: float) -> str:
+        """Returns what three times the time would bring."""
+        more = plan(3 * self.state.time_s, 0.0, self.measured).expected
+        if more <= expected * 1.01:
+            return "more time would bring less than 1 % more"
+        return f"{span(3 * self.state.time_s)} would bring {interval(more)}"
+
+    # The work.
+
+    @property
+    def _on_gpu(self) -> bool:
+        return resolve_device(self.options.device).startswith("cuda")
+
+    def _words(self, drafter: str, start: Run | None) -> list[str]:
+        """Returns the words of the recipe that do not depend on the amount of data."""
+        words = [f"train.validation_fraction={HELD_OUT}", "train.validation_tokens=4096"]
+        if self._on_gpu:
+            words += ["train.states=fresh", f"train.batch_tokens={GPU_BATCH}"]
+        else:
+            words += [f"train.batch_tokens={BATCH}"]
+        if start is not None:
+            return [*words, f"train.lr={ADAPT_LR}"]
+        return [drafter, *(["drafter.prefix_layers=1"] if drafter == "hydra" else []), *words]
+
+    def _recipe(self, words: Sequence[str], start: Run | None) -> Recipe:
+        flags = {"model": self.model.name, "distill.endpoint": self.endpoint}
+        return recipe_of(self.run, words, flags, False, start)
+
+    def _left_s(self) -> float:
+        """Returns the seconds until the calibration must begin."""
+        return self.time_s - self.measured.end_s - self.used_s
+
+    def _distill(self, seeds: Sequence[Conversation], source: str) -> None:
+        """Distills until the rest of the time is needed to train on the answers."""
+        measured = self.measured
+        drafter = plan(self.time_s, self.used_s, measured).drafter
+        words = [
+            *self._words(drafter, self._start),
+            f"distill.seed={source}",
+            f"distill.context={CONTEXT}",
+            f"distill.max_new_tokens={MAX_NEW_TOKENS}",
+            "distill.drop_refusals=true",
+        ]
+        if self.endpoint is None and not self._on_gpu:
+            words.append(f"distill.taps={list(self._taps(drafter))}")
+        self.run = Run.open(f"{self.run.path}/", create=True)
+        kept = positions_of(list(read_distilled(self.run)))
+        tokens = kept
+        drain_s = MAX_NEW_TOKENS * dict(measured.verify)[1]
+
+        def training_s() -> float:
+            return EPOCHS * tokens * measured.position_s
+
+        def should_stop() -> bool:
+            return tokens >= MIN_TOKENS and self._left_s() - drain_s <= training_s()
+
+        def on_progress(name: str, done: int, *rest: Any) -> None:
+            nonlocal tokens
+            tokens = kept + done
+            more = max(self._left_s() - training_s(), 0.0) / (
+                measured.answer_s + EPOCHS * measured.position_s
+            )
+            expected = expected_speedup(drafter, EPOCHS * (tokens + more), measured)
+            self._tick(f"distilling, {tokens:,} answer tokens", expected)
+
+        recipe = self._recipe(words, self._start)
+        with sole_writer(self.run.path, "medusa tune"):
+            summary = distill(
+                self.run, seeds, recipe, self.options, Distributed(), on_progress, should_stop
+            )
+        assert summary is not None
+        if not summary["answer_tokens"]:
+            raise UserError(
+                f"{self.run.distill_path} holds no answer: each was skipped, refused or failed",
+                "give other prompts as @data",
+            )
+        gc.collect()
+        self._note(distilled=summary["answer_tokens"])
+
+    def _taps(self, drafter: str) -> tuple[int, ...]:
+        """Returns the layers whose states the drafter reads besides the last one's."""
+        if self._start is not None:
+            return tuple(read_object(self._start.drafter_dir / "config.json").get("taps") or ())
+        depth = self.model.text_fields["num_hidden_layers"]
+        return default_taps(depth) if drafter == "eagle" else ()
+
+    def _train(self) -> None:
+        """Trains for the time that is left before the end; an interrupted training is resumed."""
+        resume = self.state.words is not None and checkpoint_path(self.run).is_file()
+        if self.state.words is None:
+            # Of an earlier and shorter tuning.
+            checkpoint_path(self.run).unlink(missing_ok=True)
+            self._note(words=self._training_words())
+        assert self.state.words is not None
+        begun = time.monotonic()
+
+        def seconds_left() -> float:
+            left = self._left_s()
+            # The learning rate still has to fall.
+            return min(left, 0.1 * (time.monotonic() - begun)) if has_converged(self.run) else left
+
+        def show(
+            name: str, done: int, total: int | None, unit: str = "tokens", note: str = ""
+        ) -> None:
+            figures = f", {note.partition(', lr')[0]}" if note else ""
+            self._tick(f"{name}, {done:,} of {total or 0:,} {unit}{figures}", self.state.promised)
+
+        trained = train(
+            self.run,
+            self._recipe(self.state.words, self._start),
+            options=self.options,
+            start=self._start,
+            resume=resume,
+            seconds_left=seconds_left,
+            show=show,
+        )
+        assert trained is not None
+        gc.collect()
+        self._note(trained=trained.figures)
+
+    def _training_words(self) -> list[str]:
+        """Returns the recipe of a training that takes some more than the time that is left: it is cut to fit."""
+        measured = self.measured
+        tokens = self.state.distilled or MIN_TOKENS
+        possible = round(1.2 * self._left_s() / measured.position_s)
+        positions = max(MIN_POSITIONS, min(possible, MAX_EPOCHS * tokens))
+        batch = GPU_BATCH if self._on_gpu else BATCH
+        steps = max(2, positions // batch)
+        a_minute = max(1, round(SAY_S / (batch * measured.position_s)))
+        drafter = plan(self.time_s, 0.0, measured, tokens).drafter
+        return [
+            *self._words(drafter, self._start),
+            f"train.max_tokens={positions}",
+            f"train.epochs={1 + 2 * positions // tokens}",
+            f"train.validation_every={max(1, steps // VALIDATIONS)}",
+            f"train.checkpoint_every={min(a_minute, steps // 2)}",
+        ]
+
+    def _calibrate(self) -> None:
+        """Calibrates the drafter, and saves the tree of the best size on this machine."""
+        run = self.run
+        nodes = 0
+        with sole_writer(run.path, "medusa tune"):
+            try:
+                document = calibrate(
+                    run, self.model.name, run.drafter_dir, self.options, max_samples=CALIBRATED
+                )
+                write_json(run.calibration_path, document)
+            except UserError as reason:  # the answers are too short for the last head
+                log.warning(reason.text)
+                run.calibration_path.unlink(missing_ok=True)
+                run.tree_path.unlink(missing_ok=True)
+            else:
+                best = self._best_tree()
+                nodes = best.tree.size
+                facts = {
+                    "calibration": str(run.calibration_path),
+                    "expected_acceptance_length": best.expected,
+                    "budget": "auto",
+                    STAMP: stamp_of(run.drafter_dir),
+                }
+                identity = describe_drafter(run.drafter_dir).provenance.identity
+                save_tree(run.tree_path, best.tree, provenance(identity, **facts))
+        gc.collect()
+        self._note(tree_nodes=nodes)
+
+    def _best_tree(self) -> TimedTree:
+        """Returns the tree with the most expected tokens per second."""
+        folder = self.run.drafter_dir
+        backbone = load_backbone(self.model, self.options)
+        times = step_times_for(backbone, load_drafter(folder, backbone), stamp_of(folder))
+        accuracies = read_calibration(self.run.calibration_path).accuracies
+        return max(budgets(accuracies, times), key=lambda size: size.tokens_per_s)
+
+    def _choose(self, questions: list[Question]) -> None:
+        """Measures the drafter with its trees beside what needs no training, and chooses the fastest."""
+        own = f"{self.run.path}/"
+        drafts = {"tuned": choose(self.model.name, own, None, None)}
+        if (self.state.tree_nodes or 0) > 1:
+            drafts["tuned-static"] = choose(self.model.name, own, None, "static")
+        drafts |= ready_drafters(self.model)
+        tokens = self._answer_tokens
+        document = compare(self.model, drafts, questions, tokens, self.options, self._tick)
+        save(document, self.run.bench_dir)
+        methods = document["methods"]
+        drafted = [
+            name for name in methods if (methods[name]["acceptance_length"] or 1.0) > ACCEPTS
+        ]
+        chosen = max(["ar", *drafted], key=lambda name: methods[name]["speedup"])
+        self._note(after=document, chosen=chosen)
+
+
+def has_converged(run: Run) -> bool:
+    """Returns True if the last third of the validations brought less than 1 % more tokens per step."""
+    lengths: list[float] = []
+    with suppress(OSError):
+        lines = read_log(run.path / NAME)
+        lengths = [
+            acceptance_of(line["accuracies"]) for line in lines if line["event"] == "validated"
+        ]
+    third = len(lengths) // 3
+    return third >= 2 and max(lengths[-third:]) < 1.01 * max(lengths[:-third])
+
+
+def default_run(model: str) -> Run:
+    """Returns the run of a tuning that names none; it is not called like the model, whose drafter is found by name."""
+    name = called(model.partition(":")[0]).removesuffix(".gguf")
+    return Run(RUNS / f"{name}-tuned")

@@ -1,0 +1,225 @@
+"""Tuning in a given time: the plan, what is expected, bad input, and the same end after a kill."""
+
+import json
+import re
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from medusa_cli.data.conversation import Conversation
+from medusa_cli.errors import UsageError, UserError
+from medusa_cli.files.model_source import ModelSource
+from medusa_cli.model.digest import weights_of
+from medusa_cli.tune import expectation
+from medusa_cli.tune.plan import EPOCHS, MAX_EPOCHS, Measured, parse_time, plan
+from medusa_cli.tune.prompts import held_out_questions, read_prompts
+from tests.crash import JOBS, Count, crash, learn, prepare
+from tests.helpers import medusa, medusa_json, save_model, save_run, write_lines
+
+VERIFY = ((1, 0.016), (2, 0.017), (4, 0.019), (8, 0.023), (16, 0.035), (32, 0.06), (64, 0.11))
+CPU = Measured(62.0, {"lookup": 1.1}, {"lookup": 1.3}, VERIFY, 1 / 200, 1 / 800, 60.0)
+RELATED = Measured(
+    62.0,
+    {"lookup": 1.1, "start": 1.3},
+    {"lookup": 1.3, "start": 1.7},
+    VERIFY,
+    1 / 200,
+    1 / 300,
+    60.0,
+    start="a folder",
+)
+HOUR = 3600.0
+
+
+def prompts(count: int = 30) -> list[dict[str, object]]:
+    chance = Random(0)
+    texts = [" ".join(f"w{chance.randrange(57)}" for _ in range(4)) for _ in range(count)]
+    return [
+        {"id": f"s{number}", "messages": [{"role": "user", "content": text}]}
+        for number, text in enumerate(texts)
+    ]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tune")
+    save_model(folder / "model")
+    write_lines(folder / "prompts.jsonl", prompts())
+    return folder
+
+
+# The plan.
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("90s", 90), ("30m", 1800), ("1h", 3600), ("1h30m", 5400), (" 2H ", 7200)]
+)
+def test_times(text: str, seconds: int) -> None:
+    assert parse_time(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "0s", "h", "30", "-1h", "1.5h", "1d", "99999h", "1m1h"])
+def test_times_that_are_not_valid(text: str) -> None:
+    with pytest.raises(UsageError, match="time"):
+        parse_time(text)
+
+
+@pytest.mark.parametrize("measured", [CPU, RELATED])
+def test_a_plan_fits_its_time_and_more_time_brings_more(measured: Measured) -> None:
+    plans = [plan(hours * HOUR, 100.0, measured) for hours in (0.5, 1, 3)]
+    for planned in plans:
+        work_s = planned.distill_s + planned.train_s
+        assert work_s + measured.end_s + 100 == pytest.approx(planned.time_s, rel=0.01)
+        assert planned.positions == pytest.approx(EPOCHS * planned.tokens, rel=0.01)
+        assert planned.drafter == ("start" if measured.start else "hydra")
+    assert [p.expected for p in plans] == sorted({p.expected for p in plans})
+    assert [p.tokens for p in plans] == sorted(p.tokens for p in plans)
+
+
+def test_answers_that_are_known_leave_more_time_for_training() -> None:
+    without, known = plan(HOUR, 0.0, CPU), plan(HOUR, 0.0, CPU, 100_000)
+    assert known.tokens < without.tokens and known.positions > without.positions
+    everything = plan(HOUR, 0.0, CPU, 10_000_000)
+    assert everything.tokens == 0 and everything.positions <= MAX_EPOCHS * 10_000_000
+
+
+def test_a_time_that_is_too_short_plans_nothing() -> None:
+    planned = plan(60.0, 30.0, CPU)
+    assert planned.tokens == planned.positions == 0
+
+
+def test_time_that_brings_less_than_a_percent_is_not_planned() -> None:
+    fast = Measured(900.0, {}, {}, VERIFY, 1 / 20_000, 1 / 40_000, 20.0)
+    planned = plan(100 * HOUR, 0.0, fast)
+    assert planned.drafter == "eagle" and planned.time_s < 50 * HOUR
+    assert planned.positions < EPOCHS * planned.tokens
+    assert planned.expected >= plan(100 * HOUR, 0.0, fast).expected / 1.01
+
+
+def test_expectations_are_those_of_the_table_in_the_docs() -> None:
+    page = Path("docs/training.md")
+    text = (Path(__file__).parent.parent / page).read_text(encoding="utf-8")
+    for row in expectation.REACHED:
+        tokens = f"{row.answer_tokens:,}"
+        rows = [line for line in text.splitlines() if line.startswith("|") and tokens in line]
+        assert any(f"{row.length:.2f}" in line for line in rows), row
+        assert expectation.reached(row.drafter, row.positions) == pytest.approx(row.length)
+    assert "1.69 tokens per step" in text and "1.87 (1.76" in text  # of a fine-tune
+    lengths = [expectation.reached("eagle", 10**power) for power in range(2, 9)]
+    assert lengths == sorted(lengths) and lengths[0] == 1.0 and lengths[-1] == 3.47
+
+
+def test_a_speedup_is_at_least_that_of_plain_decoding() -> None:
+    assert expectation.speedup(1.0, dict(VERIFY)) == 1.0
+    assert 1.1 < expectation.speedup(2.2, dict(VERIFY)) < 2.2
+    low, high = re.findall(r"\d\.\d+", expectation.interval(1.4))
+    assert float(low) < 1.4 < float(high)
+
+
+# Prompts.
+
+
+def test_answers_of_the_model_are_kept_and_those_of_others_are_not(place: Path) -> None:
+    model = ModelSource.of(str(place / "model"))
+    turns = [{"role": "user", "content": "w1 w2"}, {"role": "assistant", "content": "w3"}]
+    answered = {"messages": turns, "tokens": [3, 8, 9, 10, 2], "spans": [[3, 5]]}
+    records = [
+        *prompts(3),
+        {"id": "own", "weights": weights_of(model), **answered},
+        {"id": "other", "weights": "another model", **answered},
+        {"id": "plain", "prompt": "w4 w5"},
+        {"id": "nothing"},
+        "no record",
+    ]
+    write_lines(place / "mixed.jsonl", records)
+    with (place / "mixed.jsonl").open("a") as out:
+        out.write('{"id": "cut o')
+    seeds, source = read_prompts(model, place / "mixed.jsonl")
+    known = {seed.id: seed for seed in seeds}
+    assert source.endswith("mixed.jsonl")
+    assert set(known) == {"s0", "s1", "s2", "own", "other", "plain"}
+    assert known["own"].spans == [(3, 5)] and not known["other"].spans
+    assert known["other"].turns == ["w1 w2"] and known["plain"].turns == ["w4 w5"]
+
+
+def test_a_text_file_has_a_prompt_a_line(place: Path) -> None:
+    (place / "prompts.txt").write_text("w1 w2\n\nw3 w4\n")
+    seeds, _ = read_prompts(ModelSource.of(str(place / "model")), place / "prompts.txt")
+    assert [seed.turns for seed in seeds] == [["w1 w2"], ["w3 w4"]]
+
+
+def test_questions_are_held_out_prompts() -> None:
+    seeds = [Conversation.from_turns(f"s{n}", [f"w{n}", "w1"], "w2") for n in range(200)]
+    asked = held_out_questions(seeds)
+    assert 1 <= len(asked) <= 8 and all(len(question.turns) == 1 for question in asked)
+    assert asked == held_out_questions([*seeds, Conversation.from_turns("x", ["w" * 9_000])])
+    with pytest.raises(UserError, match="data"):
+        held_out_questions(seeds[:1])
+
+
+# The command.
+
+
+@pytest.mark.parametrize(
+    ("words", "names", "code"),
+    [
+        (["model", "--time", "soon"], "--time", 2),
+        (["random:llama-7b"], "random:llama-7b", 1),
+        (["nowhere/at/all"], "nowhere/at/all", 1),
+        (["model", "--data", "missing.jsonl"], "missing.jsonl", 1),
+        (["model", "--data", "empty.jsonl"], "empty.jsonl", 1),
+        (["model", "--data", "garbage.jsonl"], "garbage.jsonl", 1),
+        (["model", "--data", "one.txt"], "--data", 1),
+        (["run/drafter"], "is a drafter", 1),
+    ],
+)
+def test_bad_input_is_one_line(
+    place: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], names: str, code: int
+) -> None:
+    monkeypatch.chdir(place)
+    (place / "empty.jsonl").touch()
+    (place / "garbage.jsonl").write_text("{]\nnull\n")
+    (place / "one.txt").write_text("w1\n")
+    if not (place / "run").is_dir():
+        save_run(place / "run", str(place / "model"))
+    done = medusa("tune", *words, "--quiet", exit_code=code)
+    assert names in done.output and done.output.strip().count("\n") == 0
+    assert not (place / "runs").exists()
+
+
+def test_torchrun_is_refused(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "torchrun" in medusa("tune", "model", exit_code=2).output
+
+
+def test_a_dry_run_tells_and_writes_nothing(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place)
+    before = sorted(place.rglob("*"))
+    words = ("tune", "model", "--time", "2m", "--data", "prompts.jsonl", "--device", "cpu")
+    facts = medusa_json(*words, "--dry-run", "--dtype", "fp32")
+    assert facts["measured"]["plain_per_s"] > 0 and facts["measured"]["position_s"] > 0
+    assert facts["promised"] >= 1.0 and facts["distilled"] is None
+    assert sorted(place.rglob("*")) == before
+
+
+def test_a_killed_tuning_ends_as_an_uninterrupted_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEDUSA_HOME", str(tmp_path / "home"))
+    (tmp_path / "reference").mkdir()
+    prepare(tmp_path / "reference")
+    job = next(job for job in JOBS if job.name == "tune")
+    count = Count()
+    _, known = learn(tmp_path, [JOBS[0], job])
+    crash([known], tmp_path, 1, Random(3), count)
+    assert not count.faults
+
+    # The same command shows the end again, and other data is refused.
+    monkeypatch.chdir(tmp_path / "reference tune")
+    state = json.loads(Path("runs/r/tune.json").read_text())
+    facts = medusa_json(*job.words[:-1])
+    assert facts["after"] == state["after"] and facts["used_s"] == state["used_s"]
+    refused = medusa("tune", "model", "--run", "r", "--time", "1s", exit_code=1)
+    assert "runs/r" in refused.output
