@@ -22,6 +22,7 @@ from medusa_cli.decode import (
 )
 from medusa_cli.decode.grammar import Grammar
 from medusa_cli.decode.lazy_grammar import LazyGrammar
+from medusa_cli.decode.prefix_store import PrefixStore
 from medusa_cli.decode.processors import check_ids
 from medusa_cli.decode.sampling import Sampling, sampling_of
 from medusa_cli.errors import UsageError, UserError, shown
@@ -186,6 +187,7 @@ class Medusa:
         self.idle: list[Decoder] = []  # one slot each, the most recently used last
         self.lock = threading.RLock()  # forward passes share buffers, so only one may run
         self.thread = ThreadPoolExecutor(1, "medusa")  # runs the steps of every `astream`
+        self.store: PrefixStore | None = None  # keeps the cached prefixes of its decoders on disk
 
     def close(self) -> None:
         """Frees the model, after which the object can no longer be used."""
@@ -194,6 +196,10 @@ class Medusa:
             return
         self.thread.shutdown()
         with self.lock:
+            if self.store is not None:
+                for decoder in self.idle:
+                    decoder.save_prefixes()
+                self.store.close()
             self.idle.clear()
             self._loaded = None
         gc.collect()  # networks and engines form reference cycles
@@ -393,8 +399,17 @@ class Medusa:
 
     def decoder(self, slots: int = 1) -> Decoder:
         """Returns a new decoder for `slots` sequences."""
-        policy = self.loaded.policy
-        return Decoder(self.backbone, self.loaded.drafter, policy and policy.fork(), slots=slots)
+        loaded = self.loaded
+        policy = loaded.policy and loaded.policy.fork()
+        return Decoder(loaded.backbone, loaded.drafter, policy, slots=slots, store=self.store)
+
+    def keep_prefixes(self, folder: Path, limit: int) -> None:
+        """Keeps cached prefixes in a folder of up to `limit` bytes, from where later processes take them.
+
+        They are written while the server decodes, and by `close`. Raises UsageError for a folder that
+        cannot be written, and for an engine whose rows depend on other rows.
+        """
+        self.store = PrefixStore(folder, limit, self.backbone, self.loaded.drafter)
 
     def take_back(self, decoder: Decoder) -> None:
         """Keeps a stream's decoder, whose prefix the next stream may reuse; drops the oldest beyond MAX_IDLE."""

@@ -3,6 +3,7 @@
 import json
 import signal
 import socket
+import time
 import urllib.request
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -47,6 +48,49 @@ def test_sigterm_finishes_answers_and_exits_with_0(tmp_path: Path) -> None:
         assert process.wait(60) == 0
     finally:
         process.kill()
+
+
+def test_prefixes_come_back_after_a_kill_and_after_a_stop(tmp_path: Path) -> None:
+    run = save_run(tmp_path / "run", save_model(tmp_path / "model", positions=4096)).path
+    store = tmp_path / "store"
+    words = [
+        "--run",
+        f"{run}/",
+        "--tree",
+        "static",
+        "--dtype",
+        "fp32",
+        "--prefix-store",
+        f"{store}:1",
+    ]
+    # The tokens of the answer are the next prompt's.
+    body = {"prompt": [5 + n * n % 50 for n in range(1300)], "max_tokens": 30, "logprobs": 2}
+    cached, texts = list[int](), list[str]()
+    for turn in range(3):
+        process, port = start(words, tmp_path / f"log{turn}")
+        try:
+            answered = Served(port).post({**body, "return_token_ids": True})[2]
+            [choice] = answered["choices"]
+            cached.append(answered["usage"]["prompt_tokens_details"]["cached_tokens"])
+            texts.append(json.dumps([choice["text"], choice["logprobs"]]))
+            restored = Served(port).number("medusa_prompt_tokens_restored_total")
+            assert restored == cached[-1]
+            end = time.monotonic() + 60
+            while len(list(store.glob("*.prefix"))) < 2:
+                assert time.monotonic() < end
+                time.sleep(0.05)
+            process.send_signal(signal.SIGTERM if turn else signal.SIGKILL)
+            assert process.wait(60) == (0 if turn else -signal.SIGKILL)
+        finally:
+            process.kill()
+    assert cached == [0, 1024, 1299]
+    assert len(set(texts)) == 1
+
+
+@pytest.mark.parametrize("store", ["", ":3", "{folder}:0", "{folder}:x", "{folder}:nan"])
+def test_a_store_that_is_no_folder_with_a_size_is_refused(tmp_path: Path, store: str) -> None:
+    words = ["--model", tmp_path / "none", "--prefix-store", store.format(folder=tmp_path)]
+    assert "--prefix-store" in medusa("serve", *words, exit_code=2).stderr
 
 
 def test_a_server_without_files_left_recovers_and_logs_little(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from medusa_cli import console, options
-from medusa_cli.errors import UsageError
+from medusa_cli.errors import UsageError, shown
 from medusa_cli.files import extras, fetch
 from medusa_cli.options import DraftFlags, LoadFlags
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 # Tokens that the default context has at least, and rows that a slot needs beyond it for drafts.
 MIN_CONTEXT = 4096
 SPARE_ROWS = 256
+STORE_GB = 10.0
 HOST = "127.0.0.1"
 PORT = 8000
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -26,6 +27,10 @@ _CONTEXT = (
     "Longest prompt and answer together, in tokens. [default: the model's, as far as memory allows]"
 )
 _ANSWER = "Longest answer, in tokens. [default: the rest of the context]"
+_STORE = (
+    "Folder that keeps the prefix cache beyond restarts, of up to GB gigabytes (10 by default); its files hold the "
+    "prompts."
+)
 _NAME = "The model's name in the API; repeatable, for aliases. [default: the name of --model]"
 _HOST = "Address to listen at; 0.0.0.0 is all of them."
 _ALLOW = "A host name under which clients reach this server, such as that of a proxy; repeatable."
@@ -57,6 +62,9 @@ def serve(
         int | None, options.flag("--max-new-tokens N", _ANSWER, panel="Limits", min=1)
     ] = None,
     max_body: Annotated[int, _limit("--max-body KIB", "Largest body of a request.")] = 1024,
+    prefix_store: Annotated[
+        str | None, options.flag("--prefix-store DIR[:GB]", _STORE, panel="Limits")
+    ] = None,
     chat_template: options.ChatTemplate = None,
     name: Annotated[list[str] | None, _access("--name NAME", _NAME)] = None,
     host: Annotated[str, _access("--host ADDRESS", _HOST, show_default=True)] = HOST,
@@ -109,6 +117,7 @@ def serve(
     for flag, value, usual in (("--host", host, HOST), ("--port", port, PORT)):
         if uds and value != usual:
             raise UsageError(f"{flag} {value} has no effect with --uds", "leave one of them out")
+    store = None if prefix_store is None else folder_and_bytes(prefix_store)
     choice = drafting.or_plain(baseline, chat_template)
     check_certificate(ssl_certfile, ssl_keyfile)
     templates.prepare()
@@ -141,9 +150,16 @@ def serve(
         console.warn(
             "anybody who reaches this port can use it; MEDUSA_API_KEY or --api-key sets a key"
         )
-    server = Server(Medusa(loaded), limits)
+    medusa = Medusa(loaded)
+    if store is not None:
+        medusa.keep_prefixes(*store)
+    server = Server(medusa, limits)
     listener.listen()  # before the address is printed
-    what = f"{limits.names[0]!r} with a context of {longest:,} tokens"
+    engine = loaded.backbone.engine
+    size = longest * engine.row_bytes + engine.slot_bytes(SPARE_ROWS)
+    what = (
+        f"{limits.names[0]!r} with a context of {longest:,} tokens ({size / 1e9:.2g} GB of memory)"
+    )
     if uds:
         console.info(f"serving {what} at the socket {uds}")
     else:
@@ -152,8 +168,28 @@ def serve(
         scheme = "https" if ssl_certfile else "http"
         console.info(f"serving {what} at {scheme}://{address}:{port}/v1, a page to try it at /")
     server.run(listener)
+    medusa.close()
     if uds and file_identity(uds) == bound:  # else another server has bound its own
         uds.unlink(missing_ok=True)
+
+
+def folder_and_bytes(text: str) -> tuple[Path, int]:
+    """Returns the folder and the size that DIR[:GB] names; raises UsageError if there is neither."""
+    from medusa_cli.files.paths import expanded
+
+    folder, colon, size = text.rpartition(":")
+    gigabytes = STORE_GB
+    if not colon or "/" in size:
+        folder = text
+    else:
+        try:
+            gigabytes = float(size)
+        except ValueError:
+            gigabytes = 0
+    if not folder.strip() or not 0 < gigabytes < 1e6:
+        fault = f"--prefix-store {shown(text)} is no folder with a size"
+        raise UsageError(fault, "give DIR, or DIR:GB such as ~/prefixes:20")
+    return expanded(folder), int(gigabytes * 1e9)
 
 
 def fitting_limits(

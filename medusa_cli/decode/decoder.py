@@ -519,6 +519,11 @@ class Decoder:
         """Drops the cached prefixes of idle slots."""
         self._prefixes.clear()
 
+    @property
+    def cached_tokens(self) -> int:
+        """Returns the number of tokens in all slots, running or cached."""
+        return self._prefixes.tokens
+
     @torch.inference_mode()
     def store_next(self) -> bool:
         """Hands a part of a text to the store of prefixes, which writes it in a thread; returns False without any."""

@@ -77,6 +77,14 @@ class Metrics:
         self.reused_tokens = Counter(
             "medusa_prompt_tokens_reused", "Prompt tokens from the prefix cache", **own
         )
+        self.restored_tokens = Counter(
+            "medusa_prompt_tokens_restored",
+            "Prompt tokens from the prefix cache that came from the disk",
+            **own,
+        )
+        self.cached_tokens = Gauge(
+            "medusa_cached_tokens", "Tokens of running texts and of the prefix cache", **own
+        )
         self._generated = Counter("medusa_generated_tokens", "Tokens of answers", **own)
         self._verified = Counter("medusa_verified_steps", "Verify steps of sequences", **own)
         self.running = Gauge("medusa_requests_running", "Requests that decode", **own)

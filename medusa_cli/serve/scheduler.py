@@ -187,22 +187,27 @@ class Scheduler:
                     self._admit()
                     self._prefill()
                     self._step()
+                    self._decoder.store_next()
+                    self._metrics.cached_tokens.set(self._decoder.cached_tokens)
                 except (
                     Exception
                 ) as reason:  # clients must be told, and the next request must be served
                     log.exception("a step failed; its requests fail")
                     self._fail_all(reason)
+            self._decoder.save_prefixes()
         finally:
             self.alive = False
 
     def _wait_for_work(self) -> bool:
-        """Waits for a request; returns False once drained."""
-        with self._changed:
-            while not self._waiting and not self._running:
-                if self.closing:
-                    return False
-                self._changed.wait(0.2)  # `drain` does not notify
-        return True
+        """Waits for a request, and stores prefixes meanwhile; returns False once drained."""
+        stored = False
+        while True:
+            with self._changed:
+                if not stored and not self._waiting and not self._running and not self.closing:
+                    self._changed.wait(0.2)  # `drain` does not notify
+                if self._waiting or self._running or self.closing:
+                    return bool(self._waiting or self._running)
+            stored = self._decoder.store_next()
 
     def _evict(self) -> None:
         """Ends abandoned requests, and frees their slots and their places in the queue."""
@@ -263,6 +268,7 @@ class Scheduler:
             self._metrics.first_token.observe(ticket.seconds)
             self._metrics.prompt_tokens.inc(len(ticket.request.prompt))
             self._metrics.reused_tokens.inc(ticket.reused)
+            self._metrics.restored_tokens.inc(prompt.sequence.restored)
             self._deliver(prompt.sequence, first)
 
     def _step(self) -> None:
