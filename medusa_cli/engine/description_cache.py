@@ -13,7 +13,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from medusa_cli.engine.description import Description, rotary_of
+from medusa_cli.engine.description import Description
+from medusa_cli.engine.probes import rotary_of
 from medusa_cli.engine.twin import verified
 from medusa_cli.files.io import write_atomic
 from medusa_cli.files.model_source import ModelSource, file_stamp

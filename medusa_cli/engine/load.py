@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from medusa_cli.engine.description import Description, Rotary, rotary_of
+from medusa_cli.engine.description import Description
 from medusa_cli.engine.description_cache import describe_once
 from medusa_cli.engine.eager import EagerEngine
 from medusa_cli.engine.engine import Engine
@@ -20,6 +20,7 @@ from medusa_cli.engine.native_model import NativeModel
 from medusa_cli.engine.packed import MissingWeights, Packed, pack_in_memory, pack_once
 from medusa_cli.engine.packed_cache import forget
 from medusa_cli.engine.plan import Plan
+from medusa_cli.engine.probes import Rotary, rotary_of
 from medusa_cli.engine.torch_layers import TorchEngine
 from medusa_cli.engine.twin import verified
 from medusa_cli.errors import UsageError, UserError

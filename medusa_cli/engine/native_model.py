@@ -13,9 +13,9 @@ from medusa_cli.engine.description import (
     XIELU_VECTORS,
     Description,
     LayerNames,
-    Rotary,
 )
 from medusa_cli.engine.packed import Packed
+from medusa_cli.engine.probes import Rotary
 from medusa_cli.engine.shapes import Shapes, padded
 from medusa_cli.model.attention import FULL
 from medusa_cli.model.backbone import UNBOUNDED

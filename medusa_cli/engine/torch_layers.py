@@ -15,9 +15,9 @@ from torch.nn import functional as F
 from medusa_cli.device import numbered
 from medusa_cli.engine.attention import behind, columns_read, fused, reads_by_length
 from medusa_cli.engine.cache import Cache
-from medusa_cli.engine.description import eps_of
 from medusa_cli.engine.engine import LayoutEngine
 from medusa_cli.engine.plan import Layout, Plan
+from medusa_cli.engine.probes import eps_of
 from medusa_cli.model.attention import Masks
 from medusa_cli.model.backbone import Backbone, Layers, Unsupported, padded_pass
 from medusa_cli.model.checks import FAULTS, probe_tokens

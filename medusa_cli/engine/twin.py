@@ -6,11 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from medusa_cli.engine.description import Description, describe, rotary_of
+from medusa_cli.engine.describe import describe
+from medusa_cli.engine.description import Description
 from medusa_cli.engine.experts import BIAS
 from medusa_cli.engine.native import NativeEngine
 from medusa_cli.engine.native_model import NativeModel
 from medusa_cli.engine.packed import pack_in_memory
+from medusa_cli.engine.probes import rotary_of
 from medusa_cli.errors import UserError, first_line
 from medusa_cli.model.backbone import (
     Backbone,
