@@ -512,6 +512,13 @@ class Chat:
         self.forgotten = 0
         self.messages = [{"role": "system", "content": system}] if system else []
 
+    def resume(self, messages: Sequence[Mapping[str, str]]) -> None:
+        """Goes on with a conversation; raises UsageError if it is none, and UserError as `clear` does."""
+        known = [_message(message) for message in messages]
+        system = known[0]["content"] if known and known[0]["role"] == "system" else None
+        self.clear(system)
+        self.messages = known
+
     @contextmanager
     def stream(self, text: str) -> Iterator[Stream]:
         """Yields the stream that answers a message; adds both to the conversation when the block ends."""

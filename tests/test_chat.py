@@ -158,6 +158,35 @@ def test_piped_lines_are_answered_with_history(place: Path, tmp_path: Path) -> N
     )
 
 
+def test_a_conversation_goes_on_in_its_file_without_running_its_tokens_again(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEDUSA_HOME", str(tmp_path / "home"))
+    lines = [" ".join(f"w{(7 * n + turn) % 50}" for n in range(130)) for turn in range(3)]
+    file = tmp_path / "talk.json"
+    reused = list[int]()
+    inner = Stream.__init__
+
+    def record(self: Any, *args: Any) -> None:
+        inner(self, *args)
+        reused.append(self.reused)
+
+    monkeypatch.setattr(Stream, "__init__", record)
+    for line in lines:
+        chat(place, "--continue", str(file), "--prompt", line)
+    kept = json.loads(file.read_text())["messages"]
+    assert [message["role"] for message in kept] == ["user", "assistant"] * 3
+    assert reused[0] == 0 < 260 < reused[2]
+    chat(place, input="\n".join([*lines, f"/save {tmp_path / 'at-once.json'}"]))
+    assert json.loads((tmp_path / "at-once.json").read_text())["messages"] == kept
+    chat(place, "--continue", str(file), "--system", "w1", "--prompt", "w2", exit_code=2)
+    for content in ("", "[]", '{"messages": 3}', '{"messages": [{"role": "user"}]}'):
+        file.write_text(content)
+        result = chat(place, "--continue", str(file), "--prompt", "w2", exit_code=None)
+        assert result.exit_code in (1, 2) and "Traceback" not in result.stderr
+        assert file.read_text() == content
+
+
 def test_system_and_clear_begin_anew(place: Path, tmp_path: Path) -> None:
     saved = tmp_path / "talk.json"
     chat(place, input=f"w1\n/system w5 w6\nw2\n/save {saved}\n")

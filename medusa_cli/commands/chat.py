@@ -3,14 +3,15 @@
 import io
 import sys
 from contextlib import suppress
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from medusa_cli import console
 from medusa_cli.errors import INTERRUPTED, UsageError, UserError, in_flags, of_system
-from medusa_cli.files.io import HALF, is_whole, write_json
-from medusa_cli.files.paths import expanded
+from medusa_cli.files.io import HALF, is_whole, read_object, write_json
+from medusa_cli.files.paths import expanded, home
 from medusa_cli.options import (
     ChatTemplate,
     DraftFlags,
@@ -27,6 +28,12 @@ if TYPE_CHECKING:
     from medusa_cli.decode import Stats
 
 MAX_NEW_TOKENS = 512
+# The size of the folder with the prefixes of continued conversations.
+PREFIX_BYTES = 4 * 10**9
+_CONTINUE = (
+    "Go on with the conversation in FILE, and keep it there; a missing file begins one. The rows of its tokens stay in "
+    "the cache's folder, so that they need not be run again."
+)
 HELP = """/help          this list
 /clear         forget the conversation
 /save FILE     write the conversation as JSON
@@ -40,6 +47,7 @@ def chat(
     prompt: Annotated[str | None, flag("--prompt TEXT", "Answer this prompt and exit.")] = None,
     drafting: DraftFlags,
     system: Annotated[str | None, flag("--system TEXT", "System prompt.")] = None,
+    kept_in: Annotated[Path | None, flag("--continue FILE", _CONTINUE)] = None,
     baseline: Annotated[bool, flag("--baseline", "Plain decoding, one token per step.")] = False,
     show_accepted: Annotated[bool, flag("--show-accepted", "Color accepted draft tokens.")] = False,
     chat_template: ChatTemplate = None,
@@ -74,6 +82,12 @@ def chat(
             raise UsageError(f"--show-accepted has no effect with {name}", "leave one of them out")
     if raw and (system is not None or chat_template is not None):
         raise UsageError("--raw excludes --system and --chat-template", "leave one of them out")
+    if raw and kept_in is not None:
+        raise UsageError("--continue has no effect with --raw", "leave one of them out")
+    messages = [] if kept_in is None else read_messages(kept_in)
+    if messages and system is not None:
+        fault = f"--system has no effect on the conversation in --continue {kept_in}"
+        raise UsageError(fault, "leave it out, or give another file")
     choice = drafting.or_plain(baseline, chat_template)
     from medusa_cli.api import Chat, GenerationOptions, Medusa
 
@@ -89,9 +103,18 @@ def chat(
         raw=raw,
     )
     session = Chat(Medusa(load(choice, loading, chat=not raw)), options, system)
-    if prompt is None:
-        raise typer.Exit(1 if converse(session, show_accepted) else 0)
-    stopped = answer(session, prompt, show_accepted, silent=printing.json)
+    if kept_in is not None:
+        session.resume(messages or session.messages)
+        # Without it, the conversation goes on, too, but its tokens are run again.
+        with suppress(UserError):
+            session.medusa.keep_prefixes(home() / "prefixes", PREFIX_BYTES)
+    try:
+        if prompt is None:
+            raise typer.Exit(1 if converse(session, show_accepted, kept_in) else 0)
+        stopped = answer(session, prompt, show_accepted, kept_in, silent=printing.json)
+    finally:
+        if kept_in is not None:
+            session.medusa.close()
     if printing.json:
         stats = session.last.stats
         figures = {
@@ -106,8 +129,28 @@ def chat(
         raise typer.Exit(INTERRUPTED)
 
 
-def answer(session: "Chat", text: str, show_accepted: bool, silent: bool = False) -> bool:
-    """Streams the answer to one line to stdout; returns True if Ctrl-C stopped it."""
+def read_messages(path: Path) -> list[Any]:
+    """Returns the messages in a file of a conversation, none if it is missing; raises UserError for other files."""
+    if not path.exists():
+        return []
+    messages = read_object(path, "the conversation").get("messages")
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        fault = f"--continue {path} holds no messages"
+        raise UserError(fault, "give a file that --continue or /save wrote")
+    return messages
+
+
+def answer(
+    session: "Chat",
+    text: str,
+    show_accepted: bool,
+    kept_in: Path | None = None,
+    silent: bool = False,
+) -> bool:
+    """Streams the answer to one line to stdout; returns True if Ctrl-C stopped it.
+
+    kept_in: the file to which the conversation is then written.
+    """
     forgotten = session.forgotten
     green = "bold green" if show_accepted else ""
     printed = 0
@@ -129,6 +172,8 @@ def answer(session: "Chat", text: str, show_accepted: bool, silent: bool = False
         except KeyboardInterrupt:
             stopped = True
             console.err.print(" (stopped)", style="dim")
+    if kept_in is not None:
+        write_json(kept_in, {"messages": session.messages})
     if not silent:
         console.stream([(session.last.text[printed:] + "\n", "")])
         console.info(status(session.last.stats))
@@ -143,7 +188,7 @@ def status(stats: "Stats") -> str:
     )
 
 
-def converse(session: "Chat", show_accepted: bool) -> bool:
+def converse(session: "Chat", show_accepted: bool, kept_in: Path | None = None) -> bool:
     """Answers lines until the end of input or /exit; returns True if a piped line failed, which costs that line."""
     typed = sys.stdin.isatty()
     failed = False
@@ -162,7 +207,7 @@ def converse(session: "Chat", show_accepted: bool) -> bool:
             if line.startswith("/"):
                 command(session, *line.partition(" ")[::2])
             elif line:
-                stopped = answer(session, line, show_accepted)
+                stopped = answer(session, line, show_accepted, kept_in)
                 if stopped and not typed:
                     raise typer.Exit(INTERRUPTED)
         except EOFError:
