@@ -31,7 +31,7 @@ from medusa_cli.loading import LoadedModel, load_model
 from medusa_cli.model import Backbone
 from medusa_cli.model.chat_template import check_system, fit, token_ids
 from medusa_cli.runs.load_options import LoadOptions
-from medusa_cli.runs.recipe import template_text
+from medusa_cli.runs.recipe_files import template_text
 from medusa_cli.runs.resolve import NoDrafter, choose
 
 

@@ -33,7 +33,8 @@ from medusa_cli.files.io import read_object
 from medusa_cli.loading import LoadedModel, check_fit
 from medusa_cli.model import Backbone
 from medusa_cli.runs.load_options import DEFAULT_LOADING, LoadOptions
-from medusa_cli.runs.recipe import DistillRecipe, TrainRecipe, load_recipe
+from medusa_cli.runs.recipe import DistillRecipe, TrainRecipe
+from medusa_cli.runs.recipe_files import load_recipe
 from medusa_cli.runs.resolve import Calibration, read_calibration
 from medusa_cli.runs.run import (
     Provenance,

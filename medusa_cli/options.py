@@ -16,7 +16,8 @@ from medusa_cli.files import fetch
 from medusa_cli.files.catalogue import DEFAULT_MODEL, DEFAULT_SEED
 from medusa_cli.files.model_files import check_model_files
 from medusa_cli.runs.load_options import LoadOptions
-from medusa_cli.runs.recipe import COLDEST, template_text
+from medusa_cli.runs.recipe import COLDEST
+from medusa_cli.runs.recipe_files import template_text
 from medusa_cli.runs.resolve import Choice, NoDrafter, choose
 from medusa_cli.runs.run import DEFAULT_RUN
 

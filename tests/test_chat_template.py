@@ -18,7 +18,7 @@ from medusa_cli.files import catalogue, fetch, process
 from medusa_cli.files.io import Malformed, ReadReport, read_jsonl
 from medusa_cli.model import chat_template
 from medusa_cli.model.chat_template import encode, token_ids
-from medusa_cli.runs.recipe import load_recipe
+from medusa_cli.runs.recipe_files import load_recipe
 from medusa_cli.runs.run import Run
 from medusa_cli.serve.templates import TemplateProcess
 from tests.helpers import (

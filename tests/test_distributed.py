@@ -22,7 +22,8 @@ from medusa_cli.errors import UsageError, UserError
 from medusa_cli.model import Backbone, lora
 from medusa_cli.model.distributed import Distributed, split_layers
 from medusa_cli.runs.load_options import LoadOptions
-from medusa_cli.runs.recipe import TrainRecipe, load_recipe
+from medusa_cli.runs.recipe import TrainRecipe
+from medusa_cli.runs.recipe_files import load_recipe
 from medusa_cli.train.losses import drafter_loss
 from medusa_cli.train.setup import check_loading
 from tests import forked, helpers

@@ -17,7 +17,8 @@ from medusa_cli.drafters.layers import DecoderLayer, TokenBias
 from medusa_cli.engine import attach
 from medusa_cli.errors import UserError
 from medusa_cli.model import Backbone
-from medusa_cli.runs.recipe import TrainRecipe, load_recipe
+from medusa_cli.runs.recipe import TrainRecipe
+from medusa_cli.runs.recipe_files import load_recipe
 from medusa_cli.runs.run import provenance
 from medusa_cli.train.losses import drafter_loss
 from medusa_cli.train.setup import build_drafter, check_recipe

@@ -20,7 +20,8 @@ from medusa_cli.engine.extra_rows import extra_row_states, trace
 from medusa_cli.errors import UserError
 from medusa_cli.model import Backbone
 from medusa_cli.runs.load_options import LoadOptions
-from medusa_cli.runs.recipe import TrainRecipe, load_recipe
+from medusa_cli.runs.recipe import TrainRecipe
+from medusa_cli.runs.recipe_files import load_recipe
 from medusa_cli.runs.run import Run, provenance
 from medusa_cli.train import train
 from medusa_cli.train.losses import drafter_loss

@@ -23,7 +23,7 @@ from medusa_cli.model import Backbone
 from medusa_cli.model import lora as adapter
 from medusa_cli.model.load import load_network
 from medusa_cli.runs.load_options import LoadOptions
-from medusa_cli.runs.recipe import load_recipe
+from medusa_cli.runs.recipe_files import load_recipe
 from medusa_cli.runs.run import Run
 from medusa_cli.train import Trainer, setup
 from medusa_cli.train.log import read_log

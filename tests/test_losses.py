@@ -17,7 +17,8 @@ from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.engine import attach
 from medusa_cli.files.io import ReadReport
 from medusa_cli.model import Backbone
-from medusa_cli.runs.recipe import TrainRecipe, load_recipe
+from medusa_cli.runs.recipe import TrainRecipe
+from medusa_cli.runs.recipe_files import load_recipe
 from medusa_cli.runs.run import Run
 from medusa_cli.train import Trainer
 from medusa_cli.train.fused_linear import blockwise_loss, linear_loss

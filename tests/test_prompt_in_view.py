@@ -18,7 +18,8 @@ from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.files.io import ReadReport
 from medusa_cli.model import Backbone
 from medusa_cli.model.chat_template import encode
-from medusa_cli.runs.recipe import TrainRecipe, load_recipe
+from medusa_cli.runs.recipe import TrainRecipe
+from medusa_cli.runs.recipe_files import load_recipe
 from medusa_cli.runs.run import Run
 from medusa_cli.train.calibration import measure
 from medusa_cli.train.losses import drafter_loss, stage_1_loss, stage_2_loss

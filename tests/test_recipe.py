@@ -9,17 +9,10 @@ import pytest
 
 from medusa_cli.distill.distillation import check_settings
 from medusa_cli.errors import LONGEST, UsageError, UserError
-from medusa_cli.runs import recipe as recipes
+from medusa_cli.runs import recipe_files as recipes
 from medusa_cli.runs import run as runs
-from medusa_cli.runs.recipe import (
-    Recipe,
-    differences,
-    find_recipe,
-    load_recipe,
-    meanings,
-    recipe_of,
-    types,
-)
+from medusa_cli.runs.recipe import Recipe, meanings, types
+from medusa_cli.runs.recipe_files import differences, find_recipe, load_recipe, recipe_of
 from medusa_cli.runs.run import Run
 from medusa_cli.train.setup import check_recipe
 

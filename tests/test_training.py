@@ -23,7 +23,7 @@ from medusa_cli.drafters.io import load_kind
 from medusa_cli.errors import UserError
 from medusa_cli.model import Backbone
 from medusa_cli.runs.load_options import LoadOptions
-from medusa_cli.runs.recipe import load_recipe
+from medusa_cli.runs.recipe_files import load_recipe
 from medusa_cli.runs.run import Run
 from medusa_cli.train import Trainer, train
 from medusa_cli.train.checkpoint import best_path, checkpoint_path, earlier_path, load

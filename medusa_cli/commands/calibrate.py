@@ -43,7 +43,7 @@ def calibrate(
     --output says: the run's own calibration, which `medusa tree` builds on, stays.
     """
     from medusa_cli.files.io import write_json
-    from medusa_cli.runs.recipe import load_recipe
+    from medusa_cli.runs.recipe_files import load_recipe
     from medusa_cli.runs.resolve import named_drafter
     from medusa_cli.runs.run import Run, sole_writer
 

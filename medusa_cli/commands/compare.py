@@ -94,7 +94,7 @@ def compare(
 
 def best_validation(run: Run) -> Document:
     """Returns a run's best validation and the training that led to it; raises UserError if there is none."""
-    from medusa_cli.runs.recipe import load_recipe
+    from medusa_cli.runs.recipe_files import load_recipe
     from medusa_cli.runs.run import describe_drafter
     from medusa_cli.train.log import NAME, best_of, read_log
 

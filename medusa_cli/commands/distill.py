@@ -67,7 +67,7 @@ def distill(
     from medusa_cli.files.chat_servers import ChatServers
     from medusa_cli.model.distributed import Distributed
     from medusa_cli.model.load import resolve_device
-    from medusa_cli.runs.recipe import recipe_of, split_words
+    from medusa_cli.runs.recipe_files import recipe_of, split_words
     from medusa_cli.runs.run import Run, sole_writer
 
     words = recipe or []

@@ -76,7 +76,7 @@ def train(
         other = "--resume" if resume else "torchrun"
         raise UsageError(f"--dry-run and {other} exclude each other", "leave one of them out")
     from medusa_cli.data.conversation import check_conversations
-    from medusa_cli.runs.recipe import recipe_of
+    from medusa_cli.runs.recipe_files import recipe_of
     from medusa_cli.runs.run import Run
 
     words = recipe or []

@@ -21,7 +21,7 @@ from medusa_cli.files.io import Document
 from medusa_cli.model import Backbone
 from medusa_cli.progress import ShowProgress, show_nothing
 from medusa_cli.runs.load_options import DEFAULT_LOADING, LoadOptions
-from medusa_cli.runs.recipe import load_recipe
+from medusa_cli.runs.recipe_files import load_recipe
 from medusa_cli.runs.run import STAMP, Run, describe_drafter, provenance, stamp_of
 from medusa_cli.train.setup import longest, options_for, runs_model
 from medusa_cli.tree import Tree

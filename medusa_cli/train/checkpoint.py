@@ -12,7 +12,8 @@ from medusa_cli.data.states import rounding
 from medusa_cli.errors import UsageError, UserError, first_line
 from medusa_cli.files.io import replacing
 from medusa_cli.model import Backbone
-from medusa_cli.runs.recipe import Recipe, differences
+from medusa_cli.runs.recipe import Recipe
+from medusa_cli.runs.recipe_files import differences
 from medusa_cli.runs.run import Run, check_backbone
 from medusa_cli.train.log import NAME
 

@@ -38,7 +38,8 @@ from medusa_cli.model.digest import weights_of
 from medusa_cli.model.distributed import Distributed
 from medusa_cli.progress import ShowProgress, show_nothing
 from medusa_cli.runs.load_options import DEFAULT_LOADING, LoadOptions
-from medusa_cli.runs.recipe import Recipe, load_recipe
+from medusa_cli.runs.recipe import Recipe
+from medusa_cli.runs.recipe_files import load_recipe
 from medusa_cli.runs.run import Run, provenance, rounding_in, sole_writer
 from medusa_cli.train import setup
 from medusa_cli.train.checkpoint import check_present, checkpoint_path, set_aside

@@ -25,7 +25,8 @@ from medusa_cli.model.distributed import Distributed
 from medusa_cli.model.load import resolve_device
 from medusa_cli.progress import span
 from medusa_cli.runs.load_options import LoadOptions, as_trained
-from medusa_cli.runs.recipe import Recipe, recipe_of
+from medusa_cli.runs.recipe import Recipe
+from medusa_cli.runs.recipe_files import recipe_of
 from medusa_cli.runs.resolve import choose, read_calibration
 from medusa_cli.runs.run import (
     RUNS,
