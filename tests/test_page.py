@@ -1,4 +1,4 @@
-"""The page at / in a browser: it streams, stops, shows calls of tools, and gives their results back."""
+"""The page at / in a browser: it streams, stops, shows calls of tools and code, and keeps conversations."""
 
 import json
 from collections.abc import Iterator
@@ -92,6 +92,46 @@ def test_calls_of_tools_are_shown_and_their_results_given(page: Browser) -> None
     page.until("running === null && messages.length === 4")
     result = page.run("messages[2]")
     assert result == {"role": "tool", "tool_call_id": call["id"], "content": "rain"}
+
+
+def test_lines_between_fences_are_shown_as_code_and_keep_their_colors(page: Browser) -> None:
+    pieces = [
+        ["So:\n`", False],
+        ["``py\nx =", True],
+        [" 1\n``", False],
+        ["`\nand", True],
+        ["so on", False],
+    ]
+    page.run("var box = turn('assistant'), write = writer(box)")
+    for piece in pieces:
+        page.run(f"write({json.dumps(piece)})")
+    assert page.run("box.textContent") == "".join(text for text, _ in pieces)
+    assert page.run("[...box.querySelectorAll('.code')].map(code => code.textContent)") == [
+        "```py\nx = 1\n```\n"
+    ]
+    drafted = page.run("[...box.querySelectorAll('.drafted')].map(span => span.textContent)")
+    assert "".join(drafted) == "``py\nx =`\nand"
+
+
+def test_conversations_are_kept_until_they_are_deleted(page: Browser, served: Served) -> None:
+    ask(page, "Ada", limit=20)
+    page.until("running === null && messages.length === 2")
+    page.run("document.getElementById('new').click()")
+    assert page.run("messages.length") == 0
+    ask(page, "Bob", limit=20)
+    page.until("running === null && messages.length === 2")
+    assert "prompt tokens cached" in page.run("document.getElementById('speed').textContent")
+    shown = page.run("document.getElementById('log').innerHTML")
+    page.open(f"{served.url}/")
+    titles = page.run("[...document.getElementById('talks').options].map(option => option.text)")
+    assert titles[1:3] == ["Bob", "Ada"]
+    page.run(
+        "var talks = document.getElementById('talks'); talks.selectedIndex = 1; talks.onchange()"
+    )
+    assert page.run("document.getElementById('log').innerHTML") == shown
+    page.run("document.getElementById('clear').click()")
+    titles = page.run("[...document.getElementById('talks').options].map(option => option.text)")
+    assert "Bob" not in titles and "Ada" in titles
 
 
 def test_an_error_is_shown(page: Browser) -> None:
