@@ -55,6 +55,23 @@ class Machine:
         return times(256, times(LONG) if contexts else None)
 
 
+@dataclass
+class Mixture(Machine):
+    """Simulates a mixture of experts: 10 ms, of which 8 ms read 8 of 128 experts; other nodes choose others.
+
+    alike: the share of experts of a node in decoding that are not read for others anyway, over that of the random
+    tokens with which steps are timed.
+    """
+
+    alike: float = 1.0
+    in_decoding: bool = False
+
+    def seconds(self, nodes: int, depth: int, length: int, batch: int = 1) -> float:
+        others = (128 - 8) * (1 - (1 - 8 / 128) ** (nodes * batch - 1))
+        others *= self.alike if self.in_decoding else 1.0
+        return 0.002 + 0.008 * (8 + others) / 8 + LEVEL * depth
+
+
 def accepted(tree: Tree, ratio: float, chance: random.Random) -> int:
     """Returns the number of draft tokens accepted from a tree; ratio: scales the accuracies."""
     node = depth = 0
@@ -178,3 +195,67 @@ def test_a_text_that_drafts_fit_after_one_that_they_do_not() -> None:
 
     ours = speed(machine, policy, ratio, long, 3200)
     assert ours >= 1.1 * speed(machine, ROOT, ratio, long, 3200)
+
+
+def mixture(alike: float, noise: float) -> tuple[Mixture, StepTimes]:
+    """Returns a mixture of experts as it decodes, and what timing its steps gives."""
+    machine = Mixture(alike=alike, noise=noise, outliers=noise / 5)
+    times = machine.step_times(contexts=False)
+    machine.in_decoding = True
+    return machine, times
+
+
+def copying(share: float, chance: random.Random, tokens: int) -> list[int]:
+    """Returns a text that copies stretches of itself; share: that of its tokens that are copied."""
+    text = [chance.randrange(2000) for _ in range(64)]
+    while len(text) < tokens:
+        count = 1 + int(chance.expovariate(1 / 16))
+        if chance.random() < share:
+            start = chance.randrange(len(text) - count) if count < len(text) else 0
+            text += text[start : start + count]
+        else:
+            text += [chance.randrange(40) ** 2 for _ in range(count)]
+    return text
+
+
+def speed_with_ngrams(machine: Machine, times: StepTimes, share: float) -> float:
+    """Returns the tokens per second of texts with n-gram matches against those of plain decoding."""
+    policy = AdaptivePolicy([], times, ngrams=True)
+    plain = drafted = 0.0
+    for number in range(4):
+        tokens = copying(share, random.Random(number), 1200)
+        draft = policy.begin(Sampling())
+        text = SimpleNamespace(draft=draft, sampler=SimpleNamespace(processors=None))
+        done = 64  # the root is the last token of which the text is known
+        while done < len(tokens) - 32:
+            text.tokens, text.root = tokens[:done], tokens[done]
+            [(_, paths)] = policy.next([text])
+            path = paths[0] if paths else ()
+            after = tokens[done + 1 :]
+            count = next((i for i, token in enumerate(path) if token != after[i]), len(path))
+            took = machine.seconds(1 + len(path), 0, 256)
+            step = Step(
+                after[: count + 1],
+                1 + len(path),
+                tuple(range(count + 1)),
+                looked_up=len(path),
+                verify_s=machine.noisy(took),
+            )
+            policy.record([text], [step])
+            drafted += took
+            plain += machine.seconds(1, 0, 256) * (count + 1)
+            done += count + 1
+    return plain / drafted
+
+
+@pytest.mark.parametrize(("alike", "noise"), [(0.5, 0), (0.5, 0.1), (1, 0), (1, 0.1), (1.3, 0)])
+def test_a_mixture_of_experts_is_never_slower_than_plain(alike: float, noise: float) -> None:
+    for share in (0.0, 0.2, 0.5, 0.8):
+        machine, times = mixture(alike, noise)
+        assert speed_with_ngrams(machine, times, share) >= 0.99, share
+    for ratio in (0.0, 0.4, 1.0):
+        machine, times = mixture(alike, noise)
+        policy = AdaptivePolicy(budgets(ACCURACIES, times), times)
+        ours = speed(machine, policy, lambda done, own=ratio: own, lambda done: 256, 1200, 2)
+        plain = speed(machine, ROOT, lambda done: 0.0, lambda done: 256, 1200)
+        assert ours >= 0.99 * plain, ratio

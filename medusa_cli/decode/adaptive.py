@@ -253,7 +253,8 @@ class AdaptivePolicy(DraftPolicy):
             return [(ROOT, [])] * batch
         # A single-token match is no more likely than the drafter's own guess.
         chances = [
-            found[0].chance if found and found[0].length >= PAIR else 0.0 for found in matches
+            max(0.0, found[0].chance - found[0].doubt) if found and found[0].length >= PAIR else 0.0
+            for found in matches
         ]
         if not any(chances):
             return [(self._proposed(self._trees[self._current].tree, batch), [])] * batch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -29,6 +30,8 @@ PRIOR = 4.0
 # Decay of older steps.
 DECAY = 0.97
 MAX_CHANCE = 0.98
+# Standard errors by which an estimate may be too high: the policy drafts where it is high, also by chance.
+ERRORS = 0.5
 
 
 def shared_length(left: Sequence[int], right: Sequence[int]) -> int:
@@ -58,14 +61,23 @@ class AcceptanceEstimate:
             estimate.weight = known + expected
             estimate = estimate.shared
 
+    @property
+    def error(self) -> float:
+        """Returns the standard error of a ratio that is a probability."""
+        return math.sqrt(max(0.0, self.ratio * (1 - self.ratio)) / self.weight)
+
 
 @dataclass(frozen=True)
 class NgramMatch:
-    """Holds the tokens that follow a match, its length, and the probability of each token."""
+    """Holds the tokens that follow a match, its length, and the probability of each token.
+
+    doubt: how much that probability may be too high.
+    """
 
     tokens: tuple[int, ...]
     length: int
     chance: float
+    doubt: float = 0.0
 
 
 # Estimates of how often matched tokens are accepted, by match length.
@@ -135,7 +147,8 @@ class NgramIndex:
 
     def _match(self, tokens: tuple[int, ...], length: int) -> NgramMatch:
         known = max(shortest for shortest in self.trust if shortest <= length)
-        return NgramMatch(tokens, known, min(self.trust[known].ratio, MAX_CHANCE))
+        trust = self.trust[known]
+        return NgramMatch(tokens, known, min(trust.ratio, MAX_CHANCE), ERRORS * trust.error)
 
 
 def _match_length(text: Sequence[int], start: int) -> int:
