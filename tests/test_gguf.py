@@ -26,8 +26,10 @@ from medusa_cli.drafters import Eagle, MedusaHeads
 from medusa_cli.engine import load_backbone
 from medusa_cli.errors import UserError
 from medusa_cli.files.gguf_header import read_header
+from medusa_cli.files.gguf_names import READABLE
 from medusa_cli.files.model_source import ModelSource
 from medusa_cli.model.digest import weights_of
+from medusa_cli.native import Format
 from medusa_cli.runs.load_options import LoadOptions
 from medusa_cli.tree import Tree
 from tests.helpers import (
@@ -1278,6 +1280,11 @@ def integers(writer: gguf.GGUFWriter) -> None:
     writer.add_tensor("blk.1.ffn_up.weight", np.ones((64, 32), np.int32))
 
 
+def of_sums(writer: gguf.GGUFWriter) -> None:
+    rows = np.zeros((64, 40), np.uint8)
+    writer.add_tensor("blk.1.ffn_up.weight", rows, raw_dtype=Kind.Q8_1)
+
+
 def turned(writer: gguf.GGUFWriter) -> None:
     writer.add_tensor("blk.1.ffn_up.weight", np.ones((32, 64), np.float32))
 
@@ -1291,6 +1298,7 @@ def turned(writer: gguf.GGUFWriter) -> None:
         ({"change": lambda writer: writer.add_tokenizer_model("no_such")}, "no_such"),
         ({"leave_out": "layers.1.mlp.up_proj", "change": integers}, "ffn_up"),
         ({"leave_out": "layers.1.mlp.up_proj", "change": turned}, "ffn_up"),
+        ({"leave_out": "layers.1.mlp.up_proj", "change": of_sums}, "Q8_1"),
         (
             {
                 "change": lambda writer: writer.add_tensor(
@@ -1325,6 +1333,20 @@ def test_files_that_would_not_be_read_whole_are_refused(
     write_gguf(file, **options)
     refused(file, part)
     assert not [path for path in cache.iterdir() if path.suffix != ".lock"]
+
+
+@pytest.mark.parametrize(("number", "part"), [(31, "Q4_0_4_4"), (38, "IQ4_NL_8_8"), (999, "999")])
+def test_types_that_llama_cpp_gave_up_are_named(file: Path, number: int, part: str) -> None:
+    write_gguf(file)
+    data = file.read_bytes()
+    name = b"blk.1.ffn_up.weight"
+    place = data.index(name) + len(name) + 4 + 2 * 8  # behind the dimensions
+    file.write_bytes(data[:place] + struct.pack("<I", number) + data[place + 4 :])
+    refused(file, part, name.decode())
+
+
+def test_types_that_are_read_are_those_of_the_library() -> None:
+    assert set(READABLE) == set(Format.__members__)
 
 
 def split_files(file: Path) -> list[Path]:

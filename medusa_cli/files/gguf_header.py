@@ -26,6 +26,15 @@ SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 TEXT, ARRAY = 8, 9
 # The end of the name of one of several files that hold a model.
 PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
+# Types of files from 2024 that llama.cpp gave up, by number; it now repacks others when it loads them.
+REPACKED = {
+    31: "Q4_0_4_4",
+    32: "Q4_0_4_8",
+    33: "Q4_0_8_8",
+    36: "IQ4_NL_4_4",
+    37: "IQ4_NL_4_8",
+    38: "IQ4_NL_8_8",
+}
 ELSEWHERE = "give the folder or the hub id of the model that it was made from"
 
 
@@ -149,7 +158,8 @@ def _read_file(path: Path, arrays: bool) -> Header:
             header = _Reader(data, arrays).header()
     except ValueError as reason:  # raised by the reader, or for unknown type numbers
         raise UserError(
-            f"@model {str(path)!r} is not a usable GGUF file: {reason}", ELSEWHERE
+            f"@model {str(path)!r} is not a usable GGUF file: {reason}",
+            f"{ELSEWHERE}, or its file in Q4_0 or Q4_K_M",
         ) from reason
     except struct.error as reason:
         raise UserError(
@@ -263,7 +273,14 @@ class _Reader:
         if not 1 <= dimensions <= DIMENSIONS:
             raise ValueError(f"its tensor {shown(name)} has {dimensions} dimensions")
         shape = [self.number("Q") for _ in range(dimensions)]
-        kind = GGMLQuantizationType(self.number("I"))
+        number = self.number("I")
+        if number in REPACKED:
+            raise ValueError(
+                f"its {shown(name)} is repacked for one kind of CPU ({REPACKED[number]}), which llama.cpp has given up"
+            )
+        if number not in list(GGMLQuantizationType):
+            raise ValueError(f"its {shown(name)} has the unknown type {number}")
+        kind = GGMLQuantizationType(number)
         offset = self.number("Q")
         block, size = GGML_QUANT_SIZES[kind]
         if shape[0] % block:

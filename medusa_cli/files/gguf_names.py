@@ -2,12 +2,16 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from functools import cache
 from typing import Any
 
-from medusa_cli.errors import shown
+from medusa_cli.errors import UserError, shown
 from medusa_cli.files.gguf_header import Header
 
+# Types of weights that the native library multiplies in their own numbers. Others would take up to 32 bits each.
+READABLE = (
+    *("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"),
+    *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"),
+)
 # Architectures whose files store the gains of norms; transformers' weights are the gains minus one.
 WHOLE_GAINS = ("gemma2", "gemma3", "qwen35", "qwen35moe")
 # Architectures with delta nets.
@@ -81,8 +85,12 @@ class GgufNames:
                 raise ValueError(
                     f"its {shown(tensor)} has the shape {[*stored_shape]}, the model needs {[*shape]}"
                 )
-            if not _is_readable(header.tensors[tensor].type):
-                raise ValueError(f"its {shown(tensor)} has the type {header.tensors[tensor].type}")
+            if header.tensors[tensor].type not in READABLE:
+                raise UserError(
+                    f"@model {str(header.files[0])!r} holds weights of the type {header.tensors[tensor].type} "
+                    f"({shown(tensor)}), which is not read",
+                    "get a file of another type, such as Q4_K_M, IQ4_XS or Q2_K",
+                )
             self.tensors[name] = tensor
             self.shapes[name] = shape
         factors = {FREQUENCIES, *(FACTORS_OF_PHI3.values() if architecture == "phi3" else ())}
@@ -233,17 +241,3 @@ def _is_left_out(tensor: str, config: Any) -> bool:
     own = layers - getattr(config, "num_kv_shared_layers", 0)
     of_keys = rest.partition(".")[0] in KEYS_AND_VALUES
     return rest in COPIES or int(block) >= (own if of_keys else layers)
-
-
-@cache
-def _is_readable(kind: str) -> bool:
-    """Returns True if the gguf package can read a type of weights, as tried on one block of zeros."""
-    import gguf
-    import numpy as np
-
-    number = gguf.GGMLQuantizationType[kind]
-    try:
-        gguf.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[number][1]), np.uint8), number)
-    except NotImplementedError:
-        return False
-    return True

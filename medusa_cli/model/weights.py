@@ -178,21 +178,15 @@ class GgufWeights(Weights):
         tensor = self._tensor(name)
         *outputs, inputs = tensor.shape
         rows = self._bytes(tensor).reshape(math.prod(outputs), -1)
-        if tensor.type in Format.__members__:
-            raw = RawMatrix(Format[tensor.type], rows, inputs)
-        else:
-            from gguf import GGMLQuantizationType, dequantize
-
-            raw = RawMatrix.of(dequantize(np.asarray(rows), GGMLQuantizationType[tensor.type]))
+        raw = RawMatrix(Format[tensor.type], rows, inputs)
         order = self.names.order(name)
         raw = raw if order is None else raw.reordered(np.array(order))
         columns = self.names.columns(name)  # they cross blocks, whose numbers share factors
         return raw if columns is None else RawMatrix.of(raw.floats()[:, columns])
 
     def shape(self, name: str) -> tuple[tuple[int, ...], bool]:
-        kind = self._tensor(name).type
-        is_float = kind not in Format.__members__ or Format[kind].is_float
-        return self._tensor(name).shape, is_float
+        tensor = self._tensor(name)
+        return tensor.shape, Format[tensor.type].is_float
 
     def vector(self, name: str) -> Floats:
         from gguf import GGMLQuantizationType, dequantize
