@@ -38,9 +38,10 @@ demo: $(PACKAGE) ## answer three questions plainly and with drafts, side by side
 # Warnings do not stop an installation.
 STRICT := -Wextra -Werror -O0
 
-style: $(READY) ## ruff and clang-format: lint and format, changing nothing
+style: $(READY) ## ruff, clang-format and codespell: lint, format and spelling, changing nothing
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/codespell $$(git ls-files '*.py' '*.h' '*.cpp' '*.md' '*.toml' '*.yaml' '*.yml' Makefile)
 	$(BIN)/clang-format --dry-run --Werror medusa_cli/native/*.h medusa_cli/native/*.cpp
 
 check: style ## style, mypy, and the warnings of the C++ compiler

@@ -15,5 +15,5 @@ else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["Medusa", "__version__"]
