@@ -97,7 +97,7 @@ def check_drafts(drafter: HeadDrafter, backbone: Backbone, new: NewTokens, by: R
 
 def check_identity(model: str, folder: Path | str, engine: str = "auto") -> None:
     """Asserts that chains and trees give plain decoding's tokens, in a second turn and for three at once, too."""
-    options: dict[str, Any] = {"max_new_tokens": 32, "stop_ids": ()}
+    options: dict[str, Any] = {"max_new_tokens": 16, "stop_ids": ()}
     prompts = [PROMPT, [9, 30, 31, 32, 33, 9, 30], [12] * 11]
 
     def answers(medusa: Medusa) -> list[list[int]]:
@@ -277,9 +277,8 @@ NAMES = {
 def save_with_mtp(kind: str, folder: Path, **own: Any) -> str:
     """Saves a tiny network with a random MTP layer in its maker's layout; returns the path of the model."""
     network = tiny_network(kind, **own)
-    with (
-        torch.no_grad()
-    ):  # states before and after the last norm are to differ by more than their size
+    # States before and after the last norm are to differ by more than their size.
+    with torch.no_grad():
         base = text_model(network)
         base.norm.weight += 2 * torch.randn_like(base.norm.weight)
     path = save_network(network, folder)

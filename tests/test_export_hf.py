@@ -43,6 +43,7 @@ from tests.helpers import generate as decode
 from tests.models import tiny_network
 
 PROMPT = torch.tensor([[3, 6, 9, 20, 31, 44, 12]])
+TOKENS = 30
 KINDS = {
     "medusa": (MedusaHeads, {}),
     "medusa, conditional": (MedusaHeads, {"conditional": 4}),
@@ -106,7 +107,7 @@ def compare(folder: Path, prompt: torch.Tensor = PROMPT, **settings) -> int:
     for how in ({}, drafting(folder, drafts="always")):
         passes.clear()
         torch.manual_seed(5)
-        answers.append(model.generate(prompt, max_new_tokens=48, **how, **settings).tolist())
+        answers.append(model.generate(prompt, max_new_tokens=TOKENS, **how, **settings).tolist())
     assert answers[0] == answers[1]
     return len(passes)
 
@@ -116,11 +117,13 @@ def test_every_kind_drafts_as_in_our_own_decoding(
     export: Export, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, passes = export(name), list[int]()
-    assert compare(folder) < 48
+    assert compare(folder) < TOKENS
     model = AutoModelForCausalLM.from_pretrained(folder)
     model.register_forward_hook(lambda *_: passes.append(1))
     monkeypatch.setattr(NgramIndex, "find", lambda index, text, root: [])
-    answer = generate(PROMPT, model=model, drafter=str(folder), drafts="always", max_new_tokens=48)
+    answer = generate(
+        PROMPT, model=model, drafter=str(folder), drafts="always", max_new_tokens=TOKENS
+    )
     backbone = load_backbone(
         str(folder.parent / "model"), LoadOptions(dtype="fp32", engine="eager")
     )
@@ -128,7 +131,7 @@ def test_every_kind_drafts_as_in_our_own_decoding(
         load_drafter(folder.parent / "run" / "drafter", backbone),
         load_tree(folder / "drafter" / "tree.json"),
     )
-    steps = list(decode(backbone, drafter, tree, PROMPT[0].tolist(), max_new_tokens=48))
+    steps = list(decode(backbone, drafter, tree, PROMPT[0].tolist(), max_new_tokens=TOKENS))
     assert [token for step in steps for token in step.tokens] == answer[
         0, PROMPT.shape[1] :
     ].tolist()
@@ -153,14 +156,14 @@ def test_families_samples_and_penalties_give_the_tokens_of_plain_generate(
 
 
 def test_nothing_is_drafted_beyond_learned_positions(tmp_path: Path) -> None:
-    network = tiny_network("gpt2", vocab_size=64, max_position_embeddings=PROMPT.shape[1] + 48)
+    network = tiny_network("gpt2", vocab_size=64, max_position_embeddings=PROMPT.shape[1] + TOKENS)
     run = random_run(tmp_path / "run", save_network(network, tmp_path / "model"), "medusa")
     export_hf(find_source(f"{run.path}/"), tmp_path / "out")
-    assert compare(tmp_path / "out", eos_token_id=None) < 48
+    assert compare(tmp_path / "out", eos_token_id=None) < TOKENS
 
 
 def test_repeated_text_is_drafted(export: Export) -> None:
-    assert compare(export("medusa"), PROMPT.repeat(1, 4)) < 48
+    assert compare(export("medusa"), PROMPT.repeat(1, 4)) < TOKENS
 
 
 def test_it_runs_offline_without_this_package(export: Export, tmp_path: Path) -> None:

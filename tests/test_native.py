@@ -78,7 +78,7 @@ pytestmark = [
 
 EACH_FAMILY = pytest.mark.parametrize("family", FAMILIES)
 # Types with layers unlike Llama's: factors, joined matrices, norms elsewhere and of other kinds, attention beside the
-# MLP, rotary positions of neighbours or in some layers only, soft caps, sinks, experts chosen in several ways, heads of
+# MLP, rotary positions of neighbors or in some layers only, soft caps, sinks, experts chosen in several ways, heads of
 # different widths, shared keys and embeddings by layer, clamped gates, xIELU, norms without a gain, before the first
 # layer and before the last matrices, and sparsemixer.
 VARIANTS = (
@@ -228,10 +228,13 @@ def test_all_instruction_sets_have_the_published_digest(tmp_path: Path) -> None:
     compile_selftest(program, Path(LIBRARY), ["-O1"])
     page = (Path(__file__).parent.parent / "docs/engines.md").read_text(encoding="utf-8")
     [digest] = re.findall(r"one digest,\s+`([0-9a-f]{16})`", page)
-    done = subprocess.run([program, digest], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert [line.split()[0] for line in done.stdout.splitlines()] == instructions()
-    done = subprocess.run([program, "0" * 16], capture_output=True, text=True)
+    # It is told another digest, and names each set with its own; sets that differ would be named besides.
+    other = "0" * 16
+    done = subprocess.run([program, other], capture_output=True, text=True)
+    lines = [
+        (f"{name} {digest}", f"{name}: the digest should be {other}") for name in instructions()
+    ]
+    assert done.stdout.splitlines() == [line for pair in lines for line in pair], done.stderr
     assert done.returncode == 1
 
 
@@ -626,11 +629,11 @@ def test_a_context_can_be_filled_to_its_end(kind: str) -> None:
 @EACH_KIND
 def test_greedy_output_over_drafts_is_plain_decodings(kind: str) -> None:
     backbone = backbone_of(kind, layers=4)
-    rules = {"max_new_tokens": 150, "stop_ids": ()}
+    rules = {"max_new_tokens": 60, "stop_ids": ()}
     expected = tokens_of(generate_plain(backbone, PROMPT, **rules))
     for tree in (Tree.dense([3, 2, 2, 1]), Tree.dense([8, 6])):
         steps = list(generate(backbone, Oracle(expected, 0.6), tree, PROMPT, **rules))
-        assert tokens_of(steps) == expected and len(steps) < 120
+        assert tokens_of(steps) == expected and len(steps) < 50
     prompts = [PROMPT, list(range(5, 200)), [8]]
     together = generate_batch(
         backbone, medusa_drafter(backbone), TREE, prompts, batch_size=2, **rules

@@ -99,7 +99,7 @@ def test_32_concurrent_clients_get_the_answers_of_plain_decoding(
     client = server.openai()
 
     def ask(prompt: list[int]) -> tuple[list[str], str, str]:
-        body = {"model": MODEL, "prompt": prompt, "max_tokens": 40, "logprobs": 0}
+        body = {"model": MODEL, "prompt": prompt, "max_tokens": 16, "logprobs": 0}
         if prompt[0] % 2:
             choice = client.completions.create(**body).choices[0]
             return choice.logprobs.tokens, choice.text, choice.finish_reason
@@ -110,7 +110,7 @@ def test_32_concurrent_clients_get_the_answers_of_plain_decoding(
     with ThreadPoolExecutor(32) as pool:
         answers = list(pool.map(ask, prompts))
     for prompt, (tokens, text, reason) in zip(prompts, answers, strict=True):
-        alone = medusa.generate(prompt, max_new_tokens=40)
+        alone = medusa.generate(prompt, max_new_tokens=16)
         # The text does not show the end token, so its log probability is not listed.
         shown = alone.tokens[:-1] if alone.finish_reason == "stop" else alone.tokens
         words = [medusa.backbone.tokenizer.decode([token]) for token in shown]

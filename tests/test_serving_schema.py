@@ -5,27 +5,10 @@ from typing import Any
 
 import pytest
 
-schemathesis = pytest.importorskip("schemathesis")
-from hypothesis import HealthCheck, given, settings  # noqa: E402
-from schemathesis.checks import not_a_server_error  # noqa: E402
-from schemathesis.specs.openapi.checks import (  # noqa: E402
-    content_type_conformance,
-    response_schema_conformance,
-    status_code_conformance,
-)
+from medusa_cli.api import Medusa
+from tests.helpers import save_model
+from tests.serving import MODEL, Served, serving
 
-from medusa_cli.api import Medusa  # noqa: E402
-from tests.helpers import save_model  # noqa: E402
-from tests.serving import MODEL, Served, serving  # noqa: E402
-
-# Not checked: that a valid body is answered (a token id may be beyond the vocabulary), and that any other is refused
-# (null is read as left out).
-CHECKS = [
-    not_a_server_error,
-    status_code_conformance,
-    content_type_conformance,
-    response_schema_conformance,
-]
 POSTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/apply-template")
 POSTS += ("/v1/messages", "/v1/messages/count_tokens", "/completion", "/infill")
 POSTS += ("/api/chat", "/api/generate", "/api/show")
@@ -48,6 +31,20 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     + [(p, "positive") for p in GETS],
 )
 def test_random_requests_get_documented_answers(server: Served, path: str, mode: str) -> None:
+    # Imported for seconds, which every process of pytest would spend on collecting the tests.
+    schemathesis = pytest.importorskip("schemathesis")
+    from hypothesis import HealthCheck, given, settings
+    from schemathesis.checks import not_a_server_error
+    from schemathesis.specs.openapi import checks
+
+    # Not checked: that a valid body is answered (a token id may be beyond the vocabulary), and that any other is
+    # refused (null is read as left out).
+    conforming = [
+        not_a_server_error,
+        checks.status_code_conformance,
+        checks.content_type_conformance,
+        checks.response_schema_conformance,
+    ]
     api = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
     [operation] = [result.ok() for result in api.get_all_operations() if result.ok().path == path]
 
@@ -58,7 +55,7 @@ def test_random_requests_get_documented_answers(server: Served, path: str, mode:
     def check(case: Any) -> None:
         if isinstance(case.body, dict) and "model" in case.body:
             case.body["model"] = MODEL  # any other name would end in 404
-        case.validate_response(case.call(), checks=CHECKS)
+        case.validate_response(case.call(), checks=conforming)
 
     check()
     assert server.request("GET", "/health")[0] == 200
