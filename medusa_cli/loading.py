@@ -1,25 +1,21 @@
 """Loading of the chosen backbone, its drafter and the draft policy."""
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from medusa_cli.decode import (
-    AdaptivePolicy,
-    DraftPolicy,
-    policy_of,
-)
+from medusa_cli.decode import AdaptivePolicy, DraftPolicy
 from medusa_cli.decode.adaptive import Growing
 from medusa_cli.decode.cuda_graph import captures
-from medusa_cli.decode.policy import UNCALIBRATED, StaticTreePolicy
+from medusa_cli.decode.policy import UNCALIBRATED, DynamicTreePolicy, StaticTreePolicy
 from medusa_cli.decode.processors import check_generation_config
 from medusa_cli.decode.step_times import step_times_for
 from medusa_cli.drafters import Drafter, load_drafter
 from medusa_cli.engine import load_backbone
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.model import Backbone
+from medusa_cli.progress import ShowProgress, show_nothing
 from medusa_cli.runs.load_options import DEFAULT_LOADING, LoadOptions, as_trained
 from medusa_cli.runs.resolve import Calibration, Choice, read_calibration
 from medusa_cli.runs.run import outdated, stamp_of
@@ -61,12 +57,12 @@ def load_model(
     options: LoadOptions = DEFAULT_LOADING,
     *,
     chat: bool = False,
-    on_progress: Callable[[int], None] = lambda steps: None,
+    show: ShowProgress = show_nothing,
 ) -> LoadedModel:
     """Loads the chosen model, drafter and tree; raises UserError if they do not fit together.
 
-    chat: require a chat template. on_progress: receives the number of steps timed, if `--tree auto` is used with a
-    drafter for the first time on this machine.
+    chat: require a chat template. show: shows how many steps were timed, if `--tree auto` is used with a drafter for
+    the first time on this machine.
     """
     tree = static_tree(choice)  # unusable files are rejected before the model is loaded
     options = as_trained(options, choice.trained)
@@ -78,7 +74,7 @@ def load_model(
         choice.run.bind(backbone.identity)
     if choice.drafter is None and not choice.ngrams:
         return LoadedModel(backbone, template_file=choice.template_file)
-    drafter, policy = load_drafting(choice, backbone, tree, on_progress)
+    drafter, policy = load_drafting(choice, backbone, tree, show)
     return LoadedModel(backbone, drafter, policy, choice.template_file)
 
 
@@ -124,7 +120,7 @@ def load_drafting(
     choice: Choice,
     backbone: Backbone,
     tree: Tree | None,
-    on_progress: Callable[[int], None] = lambda steps: None,
+    show: ShowProgress = show_nothing,
 ) -> tuple[Drafter | None, DraftPolicy]:
     """Loads the chosen drafter and creates its policy; without a drafter, the policy drafts only n-gram matches.
 
@@ -136,21 +132,16 @@ def load_drafting(
         tree = Tree.chain(min(drafter.num_heads, CHAIN))
     if drafter is not None and tree is not None:
         check_fit(tree, drafter, str(choice.tree.file or choice.tree))
-    policy: DraftPolicy
-    if drafter is None or choice.tree.kind == "auto":
-        policy = _adaptive_policy(choice, backbone, drafter, tree, on_progress)
-    else:
-        assert tree is not None
-        if choice.tree.kind == "dynamic":
-            policy = policy_of(_dynamic_tree(choice, drafter, tree))
-        else:
-            policy = StaticTreePolicy(
-                tree, _calibration(choice).accuracies if choice.ngrams else ()
-            )
-    policy.ngrams = choice.ngrams and not (drafter is not None and drafter.uses_verify_pass)
-    if drafter is not None and choice.lookup and not policy.ngrams:
+    ngrams = choice.ngrams and not (drafter is not None and drafter.uses_verify_pass)
+    if drafter is not None and choice.lookup and not ngrams:
         log.warning("@lookup has no effect with a %s drafter", drafter.name)
-    return drafter, policy
+    if drafter is None or choice.tree.kind == "auto":
+        return drafter, _adaptive_policy(choice, backbone, drafter, tree, ngrams, show)
+    assert tree is not None
+    if choice.tree.kind == "dynamic":
+        return drafter, DynamicTreePolicy(_dynamic_tree(choice, drafter, tree), ngrams)
+    accuracies = _calibration(choice).accuracies if choice.ngrams else ()
+    return drafter, StaticTreePolicy(tree, accuracies, ngrams)
 
 
 def _adaptive_policy(
@@ -158,7 +149,8 @@ def _adaptive_policy(
     backbone: Backbone,
     drafter: Drafter | None,
     tree: Tree | None,
-    on_progress: Callable[[int], None],
+    ngrams: bool,
+    show: ShowProgress,
 ) -> AdaptivePolicy:
     """Returns the policy for `--tree auto`, based on the step times of this machine.
 
@@ -166,9 +158,9 @@ def _adaptive_policy(
     one step earlier.
     """
     stamp = None if choice.drafter is None else stamp_of(choice.drafter)
-    step_times = step_times_for(backbone, drafter, stamp, on_progress=on_progress)
+    step_times = step_times_for(backbone, drafter, stamp, show=show)
     if drafter is None:
-        return AdaptivePolicy([], step_times)
+        return AdaptivePolicy([], step_times, ngrams)
     calibration = _calibration(choice)
     trees = _sized_trees(calibration, drafter, tree, step_times)
     growing = None
@@ -176,7 +168,7 @@ def _adaptive_policy(
         temperatures = tuple(calibration.temperatures)
         limits = DynamicTree(MAX_GROWN_NODES, drafter.num_heads, temperatures)
         growing = Growing(limits, tuple(row[0] for row in calibration.accuracies))
-    return AdaptivePolicy(trees, step_times, growing=growing)
+    return AdaptivePolicy(trees, step_times, ngrams, growing)
 
 
 def _dynamic_tree(choice: Choice, drafter: Drafter, tree: Tree) -> DynamicTree:

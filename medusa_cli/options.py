@@ -84,7 +84,7 @@ _TREE = (
     "`medusa tree`, or a medusa_choices list. [default: auto]"
 )
 _LOOKUP = (
-    "Also draft n-gram matches of the text; without a drafter, only those. "
+    "Also draft n-gram matches of the text; without a drafter, only these. "
     "[default: with --tree auto; in chat and serve also without a drafter]"
 )
 _DTYPE = (
@@ -112,7 +112,7 @@ _SAMPLING = (
     "with a --temperature]"
 )
 _TOP_P = "Sample from the likeliest tokens of total probability P."
-_TOP_K = "Sample from the N likeliest tokens; 0 is all."
+_TOP_K = "Sample from the N likeliest tokens; 0: all."
 _JUDGE = (
     "Let a model behind an OpenAI-compatible server grade the answers, and compare pairs in both orders. It gets the "
     "key in MEDUSA_API_KEY."
@@ -361,7 +361,7 @@ class QuestionFlags:
     ] = None
     limit: Annotated[
         int | None,
-        flag("--limit N", "At most N questions over the categories. [default: all]", min=1),
+        flag("--limit N", "At most N questions, spread over the categories. [default: all]", min=1),
     ] = None
 
     def __post_init__(self) -> None:
@@ -438,7 +438,7 @@ def load(choice: Choice, loading: LoadFlags, *, chat: bool = False) -> "LoadedMo
     """Loads the chosen model and drafter, with a progress bar while steps are timed. chat: require a chat template."""
     from medusa_cli.loading import load_model
 
-    with console.progress("timing steps", unit="steps") as advance:
-        loaded = load_model(choice, loading, chat=chat, on_progress=advance)
+    with console.bars() as show:
+        loaded = load_model(choice, loading, chat=chat, show=show)
     console.info(loading.of(loaded.description))
     return loaded

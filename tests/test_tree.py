@@ -338,16 +338,22 @@ def test_expensive_levels_make_shallow_trees() -> None:
 
 @pytest.mark.parametrize("kind", ["medusa", "hydra-draft", "amphista", "firp"])
 def test_costs_are_measured_for_every_size_and_depth(kind: str) -> None:
-    backbone, steps, sizes = tiny_backbone(layers=6), list[int](), (1, 2, 5)
+    backbone, shown, sizes = tiny_backbone(layers=6), list[Any](), (1, 2, 5)
     drafter = drafter_of(backbone, kind)
     costs = measure_step_times(
-        backbone, drafter, context=20, rounds=2, sizes=sizes, on_progress=steps.append
+        backbone,
+        drafter,
+        context=20,
+        rounds=2,
+        sizes=sizes,
+        show=lambda *event: shown.append(event),
     )
     assert sorted(costs.verify)[:3] == [1, 2, 5] and sorted(costs.draft) == list(
         range(1, drafter.num_heads + 1)
     )
     assert all(seconds > 0 for seconds in (*costs.verify.values(), *costs.draft.values()))
-    assert len(steps) >= 3 * (len(sizes) + drafter.num_heads)
+    assert [done for _, done, *_ in shown] == list(range(1, len(shown) + 1))
+    assert len(shown) >= 3 * (len(sizes) + drafter.num_heads)
 
 
 def test_timing_needs_no_memory_for_the_whole_context(monkeypatch: pytest.MonkeyPatch) -> None:

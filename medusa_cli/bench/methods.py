@@ -58,24 +58,16 @@ def choose_files(
         named = []
     files = {}
     for name in named:
-        if outer is not None and name in inner:
-            source: str | None = str(outer.path / name)
-        elif outer is not None and _kind(outer.path) == name:
-            source = run
-        else:
-            folder = outer.path if outer and run else RUNS / "NAME"
-            raise UserError(
-                f"@methods {name}: there is no {name} drafter in {outer.path if outer else 'any run'}",
-                f"run `medusa train drafter={name} --run {Run(folder / name).argument}` and give @run {run or 'NAME'}",
-            )
+        source = str(outer.path / name) if outer and name in inner else _own_run(name, outer, run)
         files[name] = choose(model, source, None, tree, lookup=lookup)
     own = "medusa" not in files and any(name.startswith("medusa") for name in names)
-    if drafter is not None and not own:
-        text = f"@drafter {drafter} has no effect with @methods {','.join(names)}"
-        raise UsageError(text, "leave one of them out")
-    for name, value in (("@tree", tree), ("@lookup" if lookup else "@no_lookup", lookup)):
-        if value is not None and not (own or files):
-            text = f"{name} has no effect with @methods {','.join(names)}"
+    for text, value, used in (
+        (f"@drafter {drafter}", drafter, own),
+        ("@tree", tree, own or files),
+        ("@lookup" if lookup else "@no_lookup", lookup, own or files),
+    ):
+        if value is not None and not used:
+            text = f"{text} has no effect with @methods {','.join(names)}"
             raise UsageError(text, "leave one of them out")
     shared = choose(model, run, drafter, tree, need_drafter=own, lookup=lookup if own else None)
     if own and shared.drafter is None:
@@ -86,6 +78,17 @@ def choose_files(
     medusa = files.get("medusa", shared)
     files |= {"medusa": medusa, "medusa-alone": replace(medusa, lookup=False)}
     return shared, {name: files[name] for name in names if name in files and files[name].drafter}
+
+
+def _own_run(name: str, outer: Run | None, run: str | None) -> str | None:
+    """Returns the run if its own drafter is of this kind; raises UserError otherwise."""
+    if outer is not None and _kind(outer.path) == name:
+        return run
+    folder = outer.path if outer and run else RUNS / "NAME"
+    raise UserError(
+        f"@methods {name}: there is no {name} drafter in {outer.path if outer else 'any run'}",
+        f"run `medusa train drafter={name} --run {Run(folder / name).argument}` and give @run {run or 'NAME'}",
+    )
 
 
 def _kind(folder: Path) -> str | None:

@@ -123,8 +123,8 @@ def distill(
         f"distill.context={asked.context} less --max-new-tokens {asked.max_new_tokens}"
     )
     loading = replace(loading, device=processes.device(loading.device))
-    with console.bars() as on_progress:
-        summary = answer_seeds(target, seeds, plan, loading, processes, on_progress)
+    with console.bars() as show:
+        summary = answer_seeds(target, seeds, plan, loading, processes, show)
     processes.destroy()
     if summary is None:  # the first process prints for all
         return

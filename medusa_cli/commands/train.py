@@ -21,6 +21,7 @@ from medusa_cli.runs.run import DEFAULT_RUN, RUNS
 if TYPE_CHECKING:
     from medusa_cli.runs.recipe import Recipe
     from medusa_cli.runs.run import Run
+    from medusa_cli.train.training import Trained
 
 LOGGERS = ("tensorboard", "wandb", "trackio")  # as in medusa_cli.train.loggers, which imports torch
 _RECIPE = (
@@ -32,7 +33,7 @@ _SCHEDULE = "Stage 2: schedule of lambda_0, the heads' weight: constant, warmup,
 _FROM = (
     "Start from another run's heads, or from those that ship for a model, if they fit (in stage 2 "
     "with their adapter). Without a recipe their shape and loss are kept. "
-    "A run without data uses that run's. mtp: from the MTP layer in the model's own checkpoint."
+    "A run without data uses the other run's. mtp: from the MTP layer in the model's own checkpoint."
 )
 _LOGGER = "Also log the training to tensorboard, wandb or trackio."
 _DRY_RUN = "Report the data, memory and time that training will take, measured on two steps; write nothing."
@@ -67,26 +68,14 @@ def train(
     """
     first = os.environ.get("RANK", "0") == "0"
     printing.configure(first=first)  # of several processes one prints
-    extras.need_extra("train", "`medusa train`")
-    if logger is not None:
-        if logger not in LOGGERS:
-            raise UsageError(f"--logger {logger!r} is unknown", f"use one of {', '.join(LOGGERS)}")
-        extras.need_extra(logger, f"--logger {logger}")
-    if dry_run and (resume or os.environ.get("WORLD_SIZE", "1") != "1"):
-        other = "--resume" if resume else "torchrun"
-        raise UsageError(f"--dry-run and {other} exclude each other", "leave one of them out")
+    _check_flags(logger, dry_run, resume)
     from medusa_cli.data.conversation import check_conversations
     from medusa_cli.runs.recipe_files import recipe_of
     from medusa_cli.runs.run import Run
 
     words = recipe or []
     own = start == mtp.NAME and not (RUNS / mtp.NAME).is_dir()
-    origin = Run.with_heads(start) if start is not None and not own else None
-    if origin is not None and not (origin.drafter_dir.is_dir() or origin.data_path.is_file()):
-        raise UserError(
-            f"--from {start}: it holds neither heads nor conversations",
-            "give a run that was trained",
-        )
+    origin = _origin(start) if start is not None and not own else None
     target = Run.open(run, create=data is not None or origin is not None or Run.inside(run))
     flags: dict[str, Any] = {
         "model": model,
@@ -120,7 +109,6 @@ def train(
     )
 
     from medusa_cli.train import train as run_training
-    from medusa_cli.train.log import shares
 
     with console.bars() as show, stopping() as signals:
         trained = run_training(
@@ -140,9 +128,41 @@ def train(
         console.warn("stopped; the same command with --resume continues")
         # Another process of torchrun may have received the signal.
         raise typer.Exit(128 + (signals[0] if signals else signal.SIGTERM))
+    _report(trained, target, printing.json)
+
+
+def _check_flags(logger: str | None, dry_run: bool, resume: bool) -> None:
+    """Raises UsageError for an unknown logger and for flags that exclude each other, UserError for missing packages."""
+    extras.need_extra("train", "`medusa train`")
+    if logger is not None:
+        if logger not in LOGGERS:
+            raise UsageError(f"--logger {logger!r} is unknown", f"use one of {', '.join(LOGGERS)}")
+        extras.need_extra(logger, f"--logger {logger}")
+    if dry_run and (resume or os.environ.get("WORLD_SIZE", "1") != "1"):
+        other = "--resume" if resume else "torchrun"
+        raise UsageError(f"--dry-run and {other} exclude each other", "leave one of them out")
+
+
+def _origin(start: str) -> "Run":
+    """Returns the run whose heads, or whose conversations, a training starts from."""
+    from medusa_cli.runs.run import Run
+
+    origin = Run.with_heads(start)
+    if not (origin.drafter_dir.is_dir() or origin.data_path.is_file()):
+        raise UserError(
+            f"--from {start}: it holds neither heads nor conversations",
+            "give a run that was trained",
+        )
+    return origin
+
+
+def _report(trained: "Trained", target: "Run", json: bool) -> None:
+    """Prints what a training reached, and what to do next."""
+    from medusa_cli.train.log import shares
+
     owner = trained.run
     figures = trained.figures
-    if printing.json:
+    if json:
         console.emit_json({**figures, "run": str(owner.path), "drafter": str(owner.drafter_dir)})
         return
     text = "{heads} heads, {steps:,} steps at {tokens_per_s:,.0f} tokens/s".format(**figures)

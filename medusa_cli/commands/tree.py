@@ -251,12 +251,11 @@ def time_run(run: Run, loading: LoadFlags, again: bool) -> "StepTimes":
     from medusa_cli.runs.run import describe_drafter
 
     model = str(describe_drafter(run.drafter_dir).provenance.identity.get("id") or DEFAULT_MODEL)
-    with console.progress("timing", unit="steps") as advance:
+    with console.bars() as show:
         backbone = load_backbone(model, loading, adapter=run.adapter)
         drafter = load_drafter(run.drafter_dir, backbone)
-        return step_times_for(
-            backbone, drafter, stamp_of(run.drafter_dir), again=again, on_progress=advance
-        )
+        stamp = stamp_of(run.drafter_dir)
+        return step_times_for(backbone, drafter, stamp, again=again, show=show)
 
 
 def parse_shape(text: str) -> list[int]:

@@ -1,7 +1,7 @@
 """Durations of whole decoding steps on this machine, measured once per drafter and backbone."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from medusa_cli.decode.answer import Step
@@ -23,6 +23,7 @@ from medusa_cli.engine.timing import (
     watched,
 )
 from medusa_cli.model import Backbone
+from medusa_cli.progress import ShowProgress, show_nothing
 from medusa_cli.tree import Draft, DynamicTree, Tree
 from medusa_cli.tree.search import StepTimes
 
@@ -103,12 +104,13 @@ class StepTimer:
     """Times steps of one sequence, which begins anew when it comes near the end of the context."""
 
     def __init__(
-        self, backbone: Backbone, drafter: Drafter, on_progress: Callable[[int], None]
+        self, backbone: Backbone, drafter: Drafter, show: ShowProgress = show_nothing
     ) -> None:
         self.backbone = backbone
         self.drafter = drafter
         self.decoder = Decoder(backbone, drafter)
-        self._on_progress = on_progress
+        self._show = show
+        self._steps = 0
         # It drafts from extra rows of the previous verify pass.
         self._passes = 2 if drafter.uses_verify_pass else 1
         # A step accepts at most one token per head and one more.
@@ -188,7 +190,8 @@ class StepTimer:
         self.decoder.policy = policy
         for _ in range(self._passes - 1):
             self.decoder.step()
-        self._on_progress(1)
+        self._steps += 1
+        self._show("timing steps", self._steps, None, "steps")
         return self.decoder.step()[0][1]
 
 
@@ -199,14 +202,14 @@ def measure_step_times(
     context: int = CONTEXT,
     rounds: int = ROUNDS,
     sizes: Sequence[int] = SIZES,
-    on_progress: Callable[[int], None] = lambda steps: None,
+    show: ShowProgress = show_nothing,
 ) -> StepTimes:
     """Measures step times by tree size, and draft times by number of levels, after `context` tokens.
 
     If the model and the memory allow, it also measures some after LONG_CONTEXT tokens. Most of these
     are not run: they only have rows in the caches.
     """
-    timer = StepTimer(backbone, drafter, on_progress)
+    timer = StepTimer(backbone, drafter, show)
     times = timer.measure(min(context, timer.longest), rounds, sizes)
     long = min(LONG_CONTEXT, timer.longest)
     limit = MEMORY_SHARE * free_memory(backbone.device)
@@ -225,7 +228,7 @@ def step_times_for(
     stamp: str | None,
     *,
     again: bool = False,
-    on_progress: Callable[[int], None] = lambda steps: None,
+    show: ShowProgress = show_nothing,
 ) -> StepTimes:
     """Returns a drafter's step times on this machine, either from the timings file or measured now and stored.
 
@@ -250,7 +253,7 @@ def step_times_for(
         return kept.times
     log.info("timing decoding steps on this machine, once for this drafter")
     step_times, busy = watched(
-        lambda: measure_step_times(backbone, drafter or NullDrafter(), on_progress=on_progress)
+        lambda: measure_step_times(backbone, drafter or NullDrafter(), show=show)
     )
     if stamp is not None:
         keep_timings(key, KeptTimes.of(step_times, busy))

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from medusa_cli.data.code_seeds import with_fim_tokens
-from medusa_cli.data.conversation import Conversation, tokenised_of
+from medusa_cli.data.conversation import Conversation, tokenized_of
 from medusa_cli.data.seeds import distinct, in_order
 from medusa_cli.data.states import StateStore, read_rows, states_digest, states_of
 from medusa_cli.decode.processors import changes_of, check_generation_config
@@ -38,7 +38,7 @@ from medusa_cli.files.io import (
 )
 from medusa_cli.model import Backbone
 from medusa_cli.model.distributed import Distributed
-from medusa_cli.progress import ShowProgress
+from medusa_cli.progress import ShowProgress, show_nothing
 from medusa_cli.runs.load_options import LoadOptions
 from medusa_cli.runs.recipe import COLDEST, DistillRecipe, Recipe
 from medusa_cli.runs.run import Run, provenance
@@ -76,13 +76,13 @@ def distill(
     recipe: Recipe,
     loading: LoadOptions,
     processes: Distributed,
-    on_progress: Callable[..., None] = lambda *event: None,
+    show: ShowProgress = show_nothing,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any] | None:
     """Answers the seeds that have no conversation in the run yet; returns counts in the first process, else None.
 
     If there are several processes, each of them writes a part. The first process merges the parts
-    at the end, or at the next start. on_progress: called with a name, the tokens done, an estimate
+    at the end, or at the next start. show: called with a name, the tokens done, an estimate
     of the total, the unit, and the conversations done. should_stop: if it returns True, only the
     open answers are completed. A seed with answers of this model is kept as it is.
     """
@@ -126,7 +126,7 @@ def distill(
     counts = Counter[str]()
     start = time.perf_counter()
     rate = 0.0
-    shown = Progress(share, settings, on_progress)
+    shown = Progress(share, settings, show)
     with closing(own):
         known = _complete(share, model, settings)
         unanswered = [seed for seed in share if not seed.spans]
@@ -424,7 +424,7 @@ def read_distilled(run: Run) -> Iterator[Conversation]:
     if run.distill_path.exists():
         for number, record in enumerate(read_jsonl(run.distill_path, refuse), 1):
             try:
-                yield tokenised_of(record)
+                yield tokenized_of(record)
             except Malformed as reason:
                 refuse(number, str(reason))
 

@@ -27,13 +27,11 @@ from medusa_cli.model.backbone import (
 from medusa_cli.model.checks import FAULTS, check_network, probe_tokens
 from medusa_cli.model.weights import NetworkWeights
 
-# Tokens of a pass over the twin, and its attention window, which is shorter.
+# Tokens of a pass over the twin.
 TOKENS = 20
-WINDOW = 7
-# The twin's soft cap of attention scores, which its scores exceed.
-CAP = 2.0
-# The twin's bound of queries, keys and values, which they exceed.
-CLIP = 1.0
+# The twin's attention window, shorter than a pass; its soft cap of scores and its bound of queries, keys and values,
+# which they exceed.
+BOUNDS = {"sliding_window": 7, "attn_logit_softcapping": 2.0, "clip_qkv": 1.0}
 # Layers of the twin: with Gemma 3's pattern, they include both kinds.
 LAYERS = 7
 # Upper bounds for other sizes in configs.
@@ -76,6 +74,17 @@ def verified(network: Any) -> Description:
 
 def twin_of(network: Any) -> Any:
     """Returns a small network with random fp32 weights and the same kinds of layers as a network."""
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.manual_seed(0)
+        twin = _built(network, _small_config(network))
+        _randomize(twin)
+        twin._apply(_without_memory)
+    take_own_attention(twin)  # a backbone's network has our attention
+    return twin.eval()
+
+
+def _small_config(network: Any) -> Any:
+    """Returns a text config of the same kinds of layers and groups of heads as a network's, with small sizes."""
     config = copy.deepcopy(text_config(network.config))
     heads = config.num_attention_heads
     groups = heads // (getattr(config, "num_key_value_heads", None) or heads)
@@ -101,9 +110,9 @@ def twin_of(network: Any) -> Any:
         config.per_layer_config = None
     for name, value in changes.items():
         setattr(config, name, value)
-    for name, most in SMALLER.items():
+    for name, largest in SMALLER.items():
         if isinstance(value := getattr(config, name, None), int):
-            setattr(config, name, min(value, most))
+            setattr(config, name, min(value, largest))
     if values := getattr(config, "linear_num_value_heads", None):
         config.linear_num_value_heads = 2 * values // config.linear_num_key_heads
         config.linear_num_key_heads = 2
@@ -119,32 +128,27 @@ def twin_of(network: Any) -> Any:
         config.per_layer_config = {
             index: dict(by_kind[kind]) for index, kind in enumerate(config.layer_types)
         }
-    if getattr(config, "sliding_window", None):
-        config.sliding_window = WINDOW
-    if getattr(config, "attn_logit_softcapping", None):
-        config.attn_logit_softcapping = CAP
-    if getattr(config, "clip_qkv", None):
-        config.clip_qkv = CLIP
+    for name, value in BOUNDS.items():
+        if getattr(config, name, None):
+            setattr(config, name, value)
+    return config
 
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        torch.manual_seed(0)
-        twin = _built(network, config)
-        for name, parameter in twin.named_parameters():
-            if parameter.is_meta:
-                continue
-            parameter.data = torch.randn_like(parameter) * (0.3 if parameter.dim() == 1 else 0.2)
-            if parameter.dim() == 1:
-                parameter.data += 1 - SLOW * name.endswith("A_log")
-        for name, values in twin.named_buffers():
-            if values.is_meta:
-                continue
-            if name.endswith(BIAS):
-                values.copy_(torch.randn_like(values) / 10)
-            if name.endswith("layer_scalar"):
-                values.copy_(torch.rand_like(values) + 0.5)
-        twin._apply(_without_memory)
-    take_own_attention(twin)  # a backbone's network has our attention
-    return twin.eval()
+
+def _randomize(twin: Any) -> None:
+    """Draws a twin's weights, and the buffers that a checkpoint would fill."""
+    for name, parameter in twin.named_parameters():
+        if parameter.is_meta:
+            continue
+        parameter.data = torch.randn_like(parameter) * (0.3 if parameter.dim() == 1 else 0.2)
+        if parameter.dim() == 1:
+            parameter.data += 1 - SLOW * name.endswith("A_log")
+    for name, values in twin.named_buffers():
+        if values.is_meta:
+            continue
+        if name.endswith(BIAS):
+            values.copy_(torch.randn_like(values) / 10)
+        if name.endswith("layer_scalar"):
+            values.copy_(torch.rand_like(values) + 0.5)
 
 
 def _without_memory(tensor: Tensor) -> Tensor:

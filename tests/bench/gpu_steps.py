@@ -166,7 +166,7 @@ def time_engine(backbone: Backbone, cuda_graphs: bool, budget: Budget) -> dict[s
     """Times one engine's steps by rows, drafts of fresh Medusa heads, which guess as fast as trained ones, prefill."""
     heads = MedusaHeads.create(backbone, HEADS, 1, "own").to(backbone.dtype).eval()
     backbone.engine.captures = cuda_graphs
-    measure = partial(measure_step_times, rounds=ROUNDS, on_progress=budget.check)
+    measure = partial(measure_step_times, rounds=ROUNDS, show=budget.check)
     verify, costs = (
         measure(backbone, NullDrafter(), sizes=ROWS).verify,
         measure(backbone, heads, sizes=(1, 16)),
