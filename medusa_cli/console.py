@@ -60,13 +60,13 @@ class Screen(Console):
             "dumb",
             "unknown",
         )
-        colours = None if self.plain else "auto"
+        colors = None if self.plain else "auto"
         super().__init__(
             **{
                 "highlight": False,
                 "markup": False,
                 "emoji": False,
-                "color_system": colours,
+                "color_system": colors,
                 **options,
             }
         )

@@ -91,9 +91,8 @@ def of_system(reason: OSError) -> UserError:
     # filename2 is the target that a temporary file replaces.
     path = str(reason.filename2 or reason.filename or "")
     match reason.errno:
-        case (
-            errno.ENOSPC | errno.EDQUOT | errno.EFBIG
-        ):  # EFBIG: beyond a quota, a ulimit or the file system's limit
+        # EFBIG: beyond a quota, a ulimit or the file system's limit.
+        case errno.ENOSPC | errno.EDQUOT | errno.EFBIG:
             return UserError(
                 f"no disk space left to write {path}".rstrip(),
                 "free some space or choose another @run",

@@ -23,9 +23,8 @@ if threading.current_thread() is threading.main_thread():
 
 def pytest_configure(config: pytest.Config) -> None:
     """Keeps timings of the machine beside pytest's cache; fetched files are read in their place."""
-    if hasattr(
-        config, "workerinput"
-    ):  # one of several processes, which inherits the first one's folder
+    # One of several processes, which inherits the first one's folder.
+    if hasattr(config, "workerinput"):
         return
     from medusa_cli.files.paths import home
 

@@ -620,7 +620,7 @@ class ChatServer:
                 with lock:
                     outer.together -= 1
                 if status := outer.fault(number, body):
-                    return self._send(status, {"error": "spoilt"})
+                    return self._send(status, {"error": "spoiled"})
                 text, reason = outer.say(body)
                 self._send(
                     200, {"choices": [{"message": {"content": text}, "finish_reason": reason}]}

@@ -14,7 +14,7 @@ Generated from the commands' `--help` by `make help-page`; do not edit.
 
 
 def help_of(name: str) -> str:
-    """Returns a command's help text, WIDTH columns wide, without colours."""
+    """Returns a command's help text, WIDTH columns wide, without colors."""
     command = cli.load_command(name)
     context = command.make_context(
         f"medusa {name}", [], resilient_parsing=True, terminal_width=WIDTH

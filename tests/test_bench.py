@@ -33,7 +33,7 @@ from medusa_cli.bench.stats import (
     by_position,
     rate,
     ratio_of_rates,
-    summarise,
+    summarize,
 )
 from medusa_cli.commands import demo
 from medusa_cli.decode import Piece, Sampling, Step
@@ -108,7 +108,7 @@ def test_figures_follow_from_tokens_and_seconds() -> None:
     for name, steps, accepted, seconds in (("ar", 20, 0, 0.05), ("medusa", 10, 1, 0.06)):
         for _ in range(steps):
             answers[name].stats.add(Step([1] * (1 + accepted), 6, (0,), verify_s=seconds))
-    document = summarise([Result(Question("1", "c", ("x",)), [[1]], answers)], None)
+    document = summarize([Result(Question("1", "c", ("x",)), [[1]], answers)], None)
     methods = document["methods"]
     assert (document["baseline"], document["reference"]) == ("hf", "ar")
     assert methods["ar"]["speedup"] == pytest.approx(2) and methods["medusa"][
@@ -128,7 +128,7 @@ def test_prompts_and_generation_are_told_apart() -> None:
         "whole": answered(3.0),
     }
     results = [Result(Question("1", "c", ("x", "y")), [[1], [1]], answers)]
-    methods = summarise(results, None)["methods"]
+    methods = summarize(results, None)["methods"]
     assert methods["ar"]["first_token_s"] == pytest.approx(1.0)
     assert methods["ar"]["generation_per_s"] == pytest.approx(20 / 2)
     assert methods["medusa"]["generation_speedup"] == pytest.approx(2)
@@ -192,7 +192,7 @@ def test_a_difference_is_found_with_its_margin() -> None:
     logits = helpers.forward(backbone, torch.tensor([*result.prompts[0], 9])).logits[-1]
     assert difference["margin"] == pytest.approx(float(logits[10] - logits[12]), abs=1e-4)
     assert (
-        summarise([result], {"ar": [], "medusa": [difference]})["methods"]["medusa"]["identical"]
+        summarize([result], {"ar": [], "medusa": [difference]})["methods"]["medusa"]["identical"]
         == 0
     )
     assert first_difference(backbone, result, "ar", "ar") is None
@@ -643,7 +643,7 @@ def test_piped_demo_prints_each_answer_once_and_nothing_moves(place: Path) -> No
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_demo_colours_drafts_in_panes_that_fit(
+def test_demo_colors_drafts_in_panes_that_fit(
     place: Path, monkeypatch: pytest.MonkeyPatch, width: str
 ) -> None:
     screen = console.Screen(

@@ -100,7 +100,7 @@ def test_a_message_keeps_its_ends(
 
 @pytest.fixture
 def terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
-    """Makes both streams a terminal without colours, on which no escape sequence is the console's own."""
+    """Makes both streams a terminal without colors, on which no escape sequence is the console's own."""
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
     written = io.StringIO()

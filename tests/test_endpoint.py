@@ -11,7 +11,7 @@ import pytest
 
 from medusa_cli.data.conversation import Conversation
 from medusa_cli.distill import Outcome
-from medusa_cli.distill.endpoint import Tokenizer, answer_remotely, connect, tokenise
+from medusa_cli.distill.endpoint import Tokenizer, answer_remotely, connect, tokenize
 from medusa_cli.engine import load_backbone
 from medusa_cli.errors import UserError
 from medusa_cli.files.chat_servers import ChatServers
@@ -184,10 +184,10 @@ def test_prompts_without_room_for_an_answer_are_not_asked(server: ChatServer, mo
 def test_answer_cut_by_its_length_has_no_end_token(model: str) -> None:
     tokenizer = Tokenizer(model)
     messages = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2 w3"}]
-    whole, cut = (tokenise(tokenizer, "x", messages, [ended]) for ended in (True, False))
+    whole, cut = (tokenize(tokenizer, "x", messages, [ended]) for ended in (True, False))
     assert whole.spans[0][1] == cut.spans[0][1] + 1 and whole.tokens == cut.tokens
     with pytest.raises(Malformed):
-        tokenise(
+        tokenize(
             tokenizer, "x", [messages[0], {"role": "assistant", "content": "unknown words"}], [True]
         )
 

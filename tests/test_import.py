@@ -128,10 +128,8 @@ def test_vllm_names_token_map_and_missing_biases(
 
 def test_tied_matrices_become_one_each(tmp_path: Path, model: str) -> None:
     tensors = medusa_heads()
-    for head in (
-        1,
-        2,
-    ):  # several names for one storage, as in a state dict of heads that share a matrix
+    # Several names for one storage, as in a state dict of heads that share a matrix.
+    for head in (1, 2):
         tensors[f"{head}.2.weight"] = tensors["0.2.weight"]
     facts, notes, kept = take(tmp_path, model, tensors, {"medusa_num_heads": 2})
     assert torch.equal(kept["2.2.weight"], tensors["0.2.weight"])

@@ -153,10 +153,8 @@ def test_a_folder_comes_back_after_a_kill_between_the_moves(folder: Path) -> Non
     folder.rename(folder.with_name(".drafter.old"))
     assert (Run.open(str(folder.parent)).drafter_dir / "config.json").read_text() == "first"
     folder.rename(folder.with_name(".drafter.old"))
-    with (
-        pytest.raises(KeyError),
-        replacing_folder(folder),
-    ):  # the next save does not begin by deleting it
+    # The next save does not begin by deleting it.
+    with pytest.raises(KeyError), replacing_folder(folder):
         raise KeyError
     assert (folder / "config.json").read_text() == "first"
 

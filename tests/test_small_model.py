@@ -82,7 +82,7 @@ def test_drafted_answers_equal_plain_ones_in_fp32_and_take_fewer_steps() -> None
         "--max-new-tokens",
         "48",
         "--prompt",
-        "Name three primary colours and why.",
+        "Name three primary colors and why.",
     ]
     drafted, plain = medusa_json(*words, "--tree", "static"), medusa_json(*words, "--baseline")
     assert drafted["answer"] == plain["answer"] and drafted["tokens"] == plain["tokens"]
@@ -197,9 +197,8 @@ def test_random_heads_of_every_kind_give_the_plain_answer_in_every_number_type(
     backbone, prompts, answers = decoded
     assert backbone.engine.row_invariant
     drafter = drafter_of(backbone, kind)
-    if (
-        few := drafter.config.draft_vocab_size
-    ):  # the commonest tokens, so that some guesses are right
+    # The commonest tokens, so that some guesses are right.
+    if few := drafter.config.draft_vocab_size:
         drafter.draft_ids.copy_(torch.tensor(sum(answers, [])).bincount().topk(few).indices)
     steps = [list(generate(backbone, drafter, TREES[0], prompt, **ANSWER)) for prompt in prompts]
     assert [tokens_of(own) for own in steps] == answers

@@ -35,7 +35,7 @@ from medusa_cli.bench.peers import (
     server_method,
 )
 from medusa_cli.bench.questions import Question
-from medusa_cli.bench.stats import Measurement, Result, reference_of, summarise
+from medusa_cli.bench.stats import Measurement, Result, reference_of, summarize
 from medusa_cli.decode import DraftPolicy, Sampling
 from medusa_cli.decode.answer import likelihoods
 from medusa_cli.decode.ngram import shared_length
@@ -179,7 +179,7 @@ class Bench:
         if any(name in LLAMA for name in self.methods):
             drafts.append(llama_facts())
         plain = {name: plain_of(name, self.methods, self.peers) for name in self.methods}
-        summary = summarise(results, differences, plain)
+        summary = summarize(results, differences, plain)
         for name, figures in summary["methods"].items():
             for row, result in zip(figures["answers"], results, strict=True):
                 row["turns"] = [
@@ -254,7 +254,7 @@ class Bench:
         device = resolve_device(options.device)
         dtype = resolve_dtype(options.dtype, self.choice.source, device, options.trust_remote_code)
         name = next(name for name, known in DTYPES.items() if known == dtype)
-        quantize = options.quantize if options.quantised else None
+        quantize = options.quantize if options.quantized else None
         # With gradients, the layers are not replaced.
         backbone = self._load(
             replace(options, engine="eager", dtype=name, quantize=quantize), gradients=True

@@ -70,7 +70,7 @@ def baseline_of(names: Sequence[str]) -> str:
     return next((name for name in ("hf", "ar") if name in names), names[0])
 
 
-def summarise(
+def summarize(
     results: Sequence[Result],
     differences: Mapping[str, Sequence[Any]] | None,
     plain: Mapping[str, str | None] | None = None,

@@ -35,8 +35,8 @@ def assets(
 ) -> None:
     """Fetch named models and data into the cache, so that later commands need no network.
 
-    The cache is ~/.cache/medusa-cli; the environment variable MEDUSA_HOME moves it. An interrupted fetch goes on
-    where it was: run the same command again.
+    The cache is ~/.cache/medusa-cli; the environment variable MEDUSA_HOME moves it. An interrupted fetch
+    resumes: run the same command again.
     """
     printing.configure()
     wanted = list(dict.fromkeys(names or filter(_is_default, _FETCH)))

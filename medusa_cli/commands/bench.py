@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 MAX_NEW_TOKENS = 256
 METHODS = (
-    "Of hf (transformers' generate), hf-lookup (its prompt lookup), hf-assisted (its assisted generation), ar (our "
+    "hf (transformers' generate), hf-lookup (its prompt lookup), hf-assisted (its assisted generation), ar (our "
     "plain loop), medusa (the drafter, as --tree and --lookup say), medusa-alone (without n-gram drafts), lookup "
     "(n-gram drafts only), llama.cpp, llama.cpp-ngram (its n-gram drafts), and drafters by name, such as hydra: of the "
     "run inside the run by that name, or the run's own. [default: hf,ar,medusa, with --sweep ar,medusa]"
@@ -64,7 +64,7 @@ def bench(
         str | None, swept("--values LIST", "With --sweep: its values, such as 4,16,64.")
     ] = None,
     draft_model: Annotated[
-        str | None, other("--draft-model NAME|FOLDER|ID", "Drafts for hf-assisted.")
+        str | None, other("--draft-model NAME|FOLDER|ID", "The model that drafts for hf-assisted.")
     ] = None,
     peer: Annotated[list[str] | None, other("--peer NAME=URL", PEER)] = None,
     gguf: Annotated[Path | None, other("--gguf FILE", GGUF, exists=True, dir_okay=False)] = None,
@@ -74,10 +74,10 @@ def bench(
     loading: LoadFlags,
     printing: OutputFlags,
 ) -> None:
-    """Measure speedup, acceptance length and overhead, and check that the output equals plain decoding's.
+    """Measure speedup, acceptance length and overhead, and check that the output equals that of plain decoding.
 
-    Every method answers every question in turn, both turns, on the same prompts. Figures and answers go into the run's
-    bench/ directory (runs/MODEL/bench for the drafter that ships).
+    The methods answer each question one after another, both of its turns, from the same prompts. Figures and answers
+    go into the run's bench/ directory (runs/MODEL/bench for the drafter that ships).
     """
     printing.configure()
     given = {

@@ -31,10 +31,10 @@ def compare(
 ) -> None:
     """Compare trainings: what each cost the model, and how good its heads are, on held-out conversations.
 
-    KL is from the trained model to the original in nats per token, ppl its perplexity over the original's, same how
-    often both take the same greedy token. Heads on a frozen model (stage 1) cost nothing; a model trained in full has
-    no original beside it (-). The figures are from the best validation in RUN/train.jsonl or, with --data, of a
-    pass over those conversations now: the way to compare runs that held out different ones.
+    KL: divergence from the original model, in nats per token. ppl: perplexity over the original's. same: how often both
+    choose the same greedy token. Heads on a frozen model (stage 1) cost nothing. A model trained in full has no
+    original to compare with (-). The figures are those of the best validation in RUN/train.jsonl. Runs that held out
+    different conversations are compared with --data, which measures all of them on one file.
     """
     printing.configure()
     if max_samples is not None and data is None:

@@ -47,7 +47,7 @@ def demo(
     loading: LoadFlags,
     printing: OutputFlags,
 ) -> None:
-    """Watch three questions being answered plain and with drafts, and see that only the speed differs.
+    """Watch three questions being answered plainly and with drafts, and see that only the speed differs.
 
     Greedy decoding. Accepted draft tokens are green. A table then adds transformers, and llama.cpp where xllamacpp is
     installed and the model has a GGUF file. About a minute with the default model on two cores.

@@ -21,7 +21,7 @@ TO = (
     "SGLang and llama.cpp; speculators: the same as a checkpoint of that library; medusa: Medusa heads for vLLM up to "
     "0.32 and TGI; data: the run's conversations, for SpecForge and speculators to train on."
 )
-OUTPUT = "The folder to write; it must be new or empty. [default with --push: none is kept]"
+OUTPUT = "The folder to write; it must be new or empty. With --push it may be left out; then no folder is kept."
 PUSH = "Upload the folder, with its card, to this repository of the Hugging Face hub."
 BUDGET = (
     "With --to hf: nodes of the best tree according to the calibration. [default: the run's tree]"

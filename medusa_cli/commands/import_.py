@@ -11,7 +11,7 @@ from medusa_cli.files import mtp
 from medusa_cli.options import OutputFlags, flag
 from medusa_cli.runs.load_options import LoadOptions
 
-_DATA = "mtp: conversations whose most frequent tokens are scored. [default: the run's; all tokens without]"
+_DATA = "mtp: conversations whose most frequent tokens are scored. [default: the run's; without any, all tokens]"
 _SIZE = "mtp: tokens of this draft vocabulary. [default: 12288]"
 
 
@@ -35,7 +35,7 @@ def import_(
     """Import a drafter that was trained elsewhere, or exported by `medusa export --to` medusa, eagle3, speculators.
 
     Every tensor is checked against the model's widths before anything is written, and nothing in the files is executed.
-    Then calibrate the run; tree, chat and bench take it by --run like any other.
+    Then calibrate the run. The other commands accept it as --run, like any run.
     """
     printing.configure()
     own = place == mtp.NAME and not Path(place).exists()

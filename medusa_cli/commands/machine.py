@@ -23,7 +23,7 @@ def machine(
         str | None,
         flag(
             "--context N,N",
-            "Tokens in the KV cache during the timed passes; default 256, or what fits.",
+            "Tokens in the KV cache during the timed passes. [default: 256, or what fits]",
         ),
     ] = None,
     digest: Annotated[

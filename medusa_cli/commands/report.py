@@ -69,7 +69,7 @@ def report(
     judging: JudgeFlags,
     printing: OutputFlags,
 ) -> None:
-    """Write what benches measured as one HTML page, which needs no network, and as Markdown.
+    """Write the figures of benches as one HTML page, which needs no network, and as Markdown.
 
     Speedup by method and category with 95 % intervals, acceptance by position, sweeps, identity, a judge's grades, and
     the environment.

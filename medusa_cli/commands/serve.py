@@ -32,7 +32,7 @@ _STORE = (
     "prompts."
 )
 _NAME = "The model's name in the API; repeatable, for aliases. [default: the name of --model]"
-_HOST = "Address to listen at; 0.0.0.0 is all of them."
+_HOST = "Address to listen at; 0.0.0.0: all of them."
 _ALLOW = "A host name under which clients reach this server, such as that of a proxy; repeatable."
 _KEY = (
     "A key that clients must send; repeatable. MEDUSA_API_KEY is safer, as other users can read command lines; "
@@ -95,7 +95,7 @@ def serve(
     """Serve a model over HTTP as OpenAI's API does: /v1/chat/completions, /v1/responses, /v1/completions, a page.
 
     Answers are decoded together, and join and leave at every step. --temperature applies to requests without one.
-    Ctrl-C or SIGTERM lets running answers finish; once more ends them.
+    Ctrl-C or SIGTERM lets running answers finish; a second one ends them.
     """
     console.configure(quiet)
     fetch.progress = console.fetching

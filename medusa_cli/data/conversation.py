@@ -244,7 +244,7 @@ def id_of(record: dict[str, Any]) -> str:
     return name
 
 
-def tokenised_of(record: Any) -> Conversation:
+def tokenized_of(record: Any) -> Conversation:
     """Returns a conversation with token ids, such as a line of distill.jsonl; raises Malformed for anything else."""
     try:
         conversation = msgspec.convert(record, Conversation)
@@ -272,7 +272,7 @@ def _content_of(record: Any) -> Conversation | list[Message]:
         ids = record["input_ids"]
         record = {"tokens": ids, "spans": _spans_of(record["loss_mask"], len(ids))}
     if "tokens" in record:
-        return tokenised_of({**record, "id": name})
+        return tokenized_of({**record, "id": name})
     messages = messages_of(record)
     if not any(message["role"] == "assistant" for message in messages[1:]):
         raise Malformed("no answer to a question")

@@ -166,12 +166,12 @@ def distinct(seeds: Sequence[Conversation], answered: Collection[str] = ()) -> l
     Prompts count as equal if they differ only in case, white space and Unicode form.
     """
 
-    def normalise(text: str) -> str:
+    def normalize(text: str) -> str:
         return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
 
     first: dict[tuple[str, ...], str] = {}
     for seed in sorted(seeds, key=lambda seed: seed.id not in answered):
-        prompt = tuple(normalise(message["content"]) for message in seed.questions[0])
+        prompt = tuple(normalize(message["content"]) for message in seed.questions[0])
         first.setdefault(prompt, seed.id)
     kept = set(first.values())
     return [seed for seed in seeds if seed.id in kept or seed.id in answered]

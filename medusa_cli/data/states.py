@@ -261,9 +261,7 @@ def _prefill(
             show("hidden states", count, total)
         store.sync()
     world.wait()
-    with (
-        world.main_process_first(),
-        suppress(FileNotFoundError),
-    ):  # another training run computed the same states
+    # Another training run computed the same states.
+    with world.main_process_first(), suppress(FileNotFoundError):
         if world.first:
             part.replace(path)

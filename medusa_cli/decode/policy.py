@@ -81,9 +81,8 @@ class DraftPolicy(ABC):
     def _next(self, sequences: list[Sequence]) -> list[Proposal]:
         matches = [_matches_of(sequence) for sequence in sequences]
         proposals = self.propose(sequences, matches)
-        if not (
-            self.max_depth or self.ngrams
-        ):  # plain decoding drafts nothing, not even forced tokens
+        # Plain decoding drafts nothing, not even forced tokens.
+        if not (self.max_depth or self.ngrams):
             return proposals
         for i, sequence in enumerate(sequences):
             processors = sequence.sampler.processors

@@ -149,7 +149,7 @@ def _converse(
             messages = [*prompt, {"role": "assistant", "content": text}]
             complete.append(finish_reason != "length")
         return Outcome(
-            seed.id, tokenise(tokenizer, seed.id, messages, complete) if complete else None
+            seed.id, tokenize(tokenizer, seed.id, messages, complete) if complete else None
         )
     except (UserError, Malformed) as reason:
         return Outcome(seed.id, failure=str(reason))
@@ -166,7 +166,7 @@ def _fits(tokenizer: Tokenizer, prompt: list[Message], settings: DistillRecipe) 
     )
 
 
-def tokenise(
+def tokenize(
     tokenizer: ChatTokenizer, id: str, messages: list[Message], complete: Sequence[bool]
 ) -> Conversation:
     """Returns answered messages with token ids and spans; an answer cut by the length limit has no end token.

@@ -270,7 +270,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
             or tensor.dtype not in TYPES
         ):
             raise UserError(
-                f"{path}: the tensor {shown(name)} is sparse or quantised",
+                f"{path}: the tensor {shown(name)} is sparse or quantized",
                 "save it as plain floats",
             )
     return dict(tensors)

@@ -73,7 +73,7 @@ def load_backbone(
     named = "native" if options.quantize in INTEGER else options.engine
     _check_engine(named, options, foreign, shard, model.name)
     on_cpu = torch.device(resolve_device(options.device)).type == "cpu"
-    needs_network = gradients or shard or foreign or options.quantised
+    needs_network = gradients or shard or foreign or options.quantized
 
     if named in ("auto", "native") and on_cpu and not needs_network:
         try:
@@ -87,7 +87,7 @@ def load_backbone(
     digest = None
     if adapter is not None:
         digest = lora.digest(adapter)
-        network = lora.merge(network, adapter, quantized=options.quantised)
+        network = lora.merge(network, adapter, quantized=options.quantized)
     backbone = Backbone(
         network, tokenizer, id=model.name, adapter=digest, weights=weights_of(model)
     )

@@ -82,8 +82,8 @@ def norm_kind(norm: Any, eps: float, hidden: int) -> tuple[bool, bool]:
     x = torch.linspace(-2, 3, 2 * wide).square().view(2, wide)
     bias = getattr(probe, "bias", None)
     for centered in (False, True):
-        centre = x.mean(-1, keepdim=True) if centered else 0
-        unit = F.rms_norm(x - centre, (wide,), eps=eps)
+        center = x.mean(-1, keepdim=True) if centered else 0
+        unit = F.rms_norm(x - center, (wide,), eps=eps)
         for one_more in (False, True):
             expected = unit * (gain + one_more) + (0 if bias is None else bias)
             if torch.allclose(probe(x), expected, atol=1e-4, rtol=1e-4):

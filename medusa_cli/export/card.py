@@ -18,13 +18,13 @@ def front_matter(source: Source) -> str:
     facts: dict[str, object] = {}
     if source.model.count("/") == 1 and not Path(source.model).exists():
         facts["base_model"] = source.model
-    if licence := licence_of(source.model):
-        facts["license"] = licence
+    if license := license_of(source.model):
+        facts["license"] = license
     facts["tags"] = ["speculative-decoding", source.kind]
     return f"---\n{yaml.safe_dump(facts, sort_keys=False)}---"
 
 
-def licence_of(model: str) -> str | None:
+def license_of(model: str) -> str | None:
     """Returns the license stated in a model's GGUF file or in its own card, or None if there is none."""
     source = ModelSource.of(model)
     if source.kind == "gguf":

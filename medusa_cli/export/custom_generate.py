@@ -72,10 +72,8 @@ def generate(
     """
     if drafts not in ("auto", "always"):
         raise ValueError(f"drafts={drafts!r} is unknown: give 'auto' or 'always'")
-    for key in (
-        "custom_generate",
-        "trust_remote_code",
-    ):  # passed again if `model.generate` already is this function
+    # Passed again if `model.generate` already is this function.
+    for key in ("custom_generate", "trust_remote_code"):
         kwargs.pop(key, None)
     if model.config._attn_implementation not in ("sdpa", "eager"):
         raise ValueError(

@@ -354,9 +354,8 @@ def _lines(path: Path) -> Iterator[tuple[int, Any]]:
             if not number:
                 line = line.removeprefix(BOM)
             number += begins
-            if (
-                not begins or not line.strip()
-            ):  # the rest of a line that is too large, or a blank one
+            # The rest of a line that is too large, or a blank one.
+            if not begins or not line.strip():
                 continue
             value: Any
             if len(line) == MAX_BYTES and not ended:

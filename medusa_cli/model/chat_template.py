@@ -214,9 +214,8 @@ def after_answer(
     whole = render(model, messages, prompt=prompt)
     answer = messages[last]["content"]
     rest = whole.removeprefix(before)
-    if not rest.startswith(
-        answer
-    ):  # some tokenizers treat a space as a part of the answer's first token
+    # Some tokenizers treat a space as a part of the answer's first token.
+    if not rest.startswith(answer):
         rest = rest.lstrip()
     return (
         rest.removeprefix(answer) if whole.startswith(before) and rest.startswith(answer) else None

@@ -80,9 +80,8 @@ def check_architecture(config: Any, model: ModelSource) -> Any:
         raise unloadable(model.name, reason) from reason
     weights = dict(network.named_parameters())
     refuse_layers(network, config.get_text_config())
-    if (
-        not files or getattr(config, "quantization_config", None) is not None
-    ):  # packed weights have other shapes
+    # Packed weights have other shapes.
+    if not files or getattr(config, "quantization_config", None) is not None:
         return network
     prefix = f"{network.base_model_prefix}."
     for name, weight in weights.items():
@@ -154,9 +153,8 @@ def check_network(network: Any, model: str) -> None:
 
 def _looks_ahead(network: Any, ids: Tensor, logits: Tensor) -> bool:
     """Returns True if logits [1, n, V] of ids [1, n] change without the later half, as in a prefix LM."""
-    if (
-        "token_type_ids" not in signature(type(network).forward).parameters
-    ):  # no other network marks prefixes
+    # No other network marks prefixes.
+    if "token_type_ids" not in signature(type(network).forward).parameters:
         return False
     half = ids[:, : ids.shape[1] // 2]
     first_half = network(input_ids=half, attention_mask=torch.ones_like(half)).logits.float()

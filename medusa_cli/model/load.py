@@ -68,7 +68,7 @@ def load_network(
     if torch.device(device).type == "cuda":
         # cuDNN plans attention anew for every length of a text, which takes 70 ms on an H100.
         torch.backends.cuda.enable_cudnn_sdp(False)
-    if options.quantised:
+    if options.quantized:
         extras.need_extra("quant", f"@quantize {options.quantize}")
         if model.kind == "gguf":
             raise UsageError(
@@ -76,8 +76,8 @@ def load_network(
             )
     dtype = resolve_dtype(options.dtype, model, device, options.trust_remote_code)
     if model.kind == "random":
-        if options.quantised:
-            raise UsageError(f"@model {model.name!r} is not quantised", "leave @quantize out")
+        if options.quantized:
+            raise UsageError(f"@model {model.name!r} is not quantized", "leave @quantize out")
         with torch.device("cpu" if shard else device):
             network = AutoModelForCausalLM.from_config(
                 random_config(model.name), dtype=dtype, trust_remote_code=False
@@ -87,7 +87,7 @@ def load_network(
         return network, None
     # Weights are read only from safetensors, because a pickle may contain any code.
     settings: dict[str, Any] = {"dtype": dtype, "use_safetensors": True}
-    if options.quantised:
+    if options.quantized:
         from transformers import BitsAndBytesConfig
 
         settings["quantization_config"] = BitsAndBytesConfig(
@@ -128,7 +128,7 @@ def load_network(
     if shard:  # all processes must run a split network together, so it is not checked
         split_layers(network, device)
         return network, tokenizer
-    if options.quantised:
+    if options.quantized:
         _keep_gradients(network)
     else:
         network = network.to(device)

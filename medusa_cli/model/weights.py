@@ -321,7 +321,7 @@ def has_own_head(model: ModelSource, network: Any) -> bool:
 def _from_mxfp4(blocks: Tensor, scales: Tensor) -> RawMatrix:
     """Returns the matrices of experts [E * outputs, inputs], in blocks as GGUF files have them.
 
-    blocks [E, outputs, groups, 16]: a byte holds two neighbouring numbers, the first one in its lower four bits; in
+    blocks [E, outputs, groups, 16]: a byte holds two neighboring numbers, the first one in its lower four bits; in
     GGUF's blocks, it holds a number of the first half of a group and one of the second. scales [E, outputs, groups]
     are exponents. Raises Unsupported for other shapes and types.
     """

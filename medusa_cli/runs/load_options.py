@@ -52,7 +52,7 @@ class LoadOptions:
                 )
 
     @property
-    def quantised(self) -> bool:
+    def quantized(self) -> bool:
         """Returns True if bitsandbytes quantizes the weights."""
         return self.quantize in BITSANDBYTES
 

@@ -141,9 +141,8 @@ class Middleware:
         try:
             if not self._limits.api_keys:
                 self._check_host(headers)
-            elif (
-                scope["path"] not in OPEN and scope["method"] != "OPTIONS"
-            ):  # browsers send OPTIONS first, without a key
+            # Browsers send OPTIONS first, without a key.
+            elif scope["path"] not in OPEN and scope["method"] != "OPTIONS":
                 self._check_key(headers)
             body = await asyncio.wait_for(self._read(headers, receive), self._limits.body_s)
         except Refusal as reason:

@@ -93,10 +93,10 @@ def check_loading(train: TrainRecipe, options: LoadOptions, world: Distributed) 
                 "leave it out",
             )
     tuning = train.tuning if train.stage == 2 else None
-    quantised = tuning == "qlora" or options.quantised
-    if tuning == "full" and quantised:
+    quantized = tuning == "qlora" or options.quantized
+    if tuning == "full" and quantized:
         raise UsageError(
-            "train.tuning=full cannot train a quantised model", "use train.tuning=qlora"
+            "train.tuning=full cannot train a quantized model", "use train.tuning=qlora"
         )
     if tuning == "qlora" and options.quantize == "bnb.int8":
         raise UsageError(
@@ -115,9 +115,9 @@ def check_loading(train: TrainRecipe, options: LoadOptions, world: Distributed) 
             "train.shard=true splits frozen weights, and train.tuning=full trains them all",
             "use train.tuning=lora, or train.shard=false",
         )
-    if quantised:
+    if quantized:
         raise UsageError(
-            "train.shard=true cannot split quantised weights",
+            "train.shard=true cannot split quantized weights",
             "train in whole weights, or leave it out",
         )
 

@@ -122,9 +122,8 @@ class Tree:
         """Returns the attention mask, bool [N, N]: mask[i, j] is True if j is i or an ancestor of i."""
         mask = torch.eye(self.size, dtype=torch.bool)
         above = torch.tensor([0, *self.parents[1:]])
-        for _ in range(
-            self.max_depth.bit_length()
-        ):  # each iteration doubles the number of generations that a node sees
+        # Each iteration doubles the number of generations that a node sees.
+        for _ in range(self.max_depth.bit_length()):
             mask |= mask[above]
             above = above[above]
         return mask

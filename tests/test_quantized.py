@@ -31,11 +31,11 @@ __all__ = ["place"]  # a fixture
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_model(tmp_path_factory.mktemp("quantised") / "model", hidden=64)
+    return save_model(tmp_path_factory.mktemp("quantized") / "model", hidden=64)
 
 
 @pytest.mark.parametrize("method", ["bnb.nf4", "bnb.int8"])
-def test_quantised_models_decode_with_drafts_as_without(model: str, method: str) -> None:
+def test_quantized_models_decode_with_drafts_as_without(model: str, method: str) -> None:
     backbone = load_backbone(model, LoadOptions(dtype="fp32", quantize=method))
     kinds = {type(module).__name__ for module in backbone.model.modules()}
     assert (
@@ -47,9 +47,8 @@ def test_quantised_models_decode_with_drafts_as_without(model: str, method: str)
     )
     tokens = tokens_of(drafted)
     assert len(tokens) == 24
-    if (
-        method == "bnb.nf4"
-    ):  # 8-bit products round by the row they come in, so near-ties may part there
+    # 8-bit products round by the row they come in, so near-ties may part there.
+    if method == "bnb.nf4":
         assert tokens == plain
 
 
