@@ -27,7 +27,7 @@ from medusa_cli.runs.load_options import LoadOptions
 from medusa_cli.tree import Draft, Tree
 from tests.helpers import SPARSE, Oracle, answer, decoder_of, save_network, steps_of, tokens_of
 
-COUNT = 48
+COUNT = 32
 CHAIN = Tree.from_choices([[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]])
 LARGEST = 4e6  # weights of a network that is tiny
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"

@@ -106,10 +106,11 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=32)
     args = parser.parse_args()
     wrong, levels = list[str](), list[int]()
+    # Of requests before and beside hostile clients.
     seconds: tuple[list[float], list[float]] = (
         [],
         [],
-    )  # of requests before and beside hostile clients
+    )
     with tempfile.TemporaryDirectory() as folder:
         medusa = tiny_medusa(Path(folder))
         prompts = [(8 + n % 40, 9 + n % 7, 60 - n % 30) for n in range(64)]

@@ -173,9 +173,8 @@ def test_exact_sampling_keeps_the_distribution(top_p: float, top_k: int) -> None
     rule = Sampling("exact", 0.9, top_p, top_k)
     # The target depends on the last token alone, as a bigram model's would.
     bigram = 1.5 * torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(3))
-    draft = Draft(
-        torch.tensor([0, 1, 2, 2, 3, 1, 4]), tree
-    )  # token 2 twice below the root, on purpose
+    # Token 2 twice below the root, on purpose.
+    draft = Draft(torch.tensor([0, 1, 2, 2, 3, 1, 4]), tree)
     probs = target_probs(bigram, rule).double()
     generator = torch.Generator().manual_seed(7)
     seen = torch.zeros(VOCAB, VOCAB, dtype=torch.double)

@@ -159,9 +159,8 @@ def test_an_interval_holds_the_figure_and_narrows_with_more_questions() -> None:
     wide, narrow = (bootstrap([[float(value), 1.0] for value in part], rate) for part in values)
     assert wide is not None and narrow is not None
     assert narrow[0] < 10 < narrow[1] and wide[1] - wide[0] > 3 * (narrow[1] - narrow[0])
-    assert narrow[1] - narrow[0] == pytest.approx(
-        2 * 1.96 / 800**0.5, rel=0.15
-    )  # 1.96 standard errors to either side
+    # 1.96 standard errors to either side.
+    assert narrow[1] - narrow[0] == pytest.approx(2 * 1.96 / 800**0.5, rel=0.15)
     assert bootstrap([[1.0, 2.0]], rate) is None
     # A ratio of two methods is drawn in pairs: the first takes half the time of the second, whatever the question.
     columns = [[tokens, tokens / 10, tokens, tokens / 5] for tokens in (1.0, 50.0, 400.0, 3.0)]
@@ -207,9 +206,8 @@ def test_all_methods_see_the_references_history() -> None:
         "ar": method(lambda n: [11], prompts["ar"]),
     }
     measure(backbone, pair, [result], 3)  # earlier methods fixed the history
-    assert (
-        prompts["ar"] == prompts["medusa"] == prompts["hf"] and len(prompts["ar"]) == 3
-    )  # the first is the warm-up
+    # The first is the warm-up.
+    assert prompts["ar"] == prompts["medusa"] == prompts["hf"] and len(prompts["ar"]) == 3
     assert list(result.answers) == ["hf", "medusa", "ar"] and result.answers["hf"].turns == [
         [9],
         [9],

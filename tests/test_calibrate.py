@@ -106,9 +106,8 @@ def test_fitted_temperature_is_that_of_the_draws(heat: float) -> None:
     torch.manual_seed(0)
     count, draws = 255, 16
     scores = 2 * torch.randn(count, 64)
-    tokens = torch.multinomial(
-        (scores / heat).softmax(-1), draws, replacement=True
-    )  # [count, draws]
+    # [count, draws]
+    tokens = torch.multinomial((scores / heat).softmax(-1), draws, replacement=True)
     # Answers of two tokens: head 1 guesses the second from the first's state, which names its row of scores.
     answers = tokens.flatten()[:, None].expand(-1, 2)
     states = torch.arange(count).repeat_interleave(2 * draws)[:, None].expand(-1, 32).bfloat16()

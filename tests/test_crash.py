@@ -45,6 +45,7 @@ def test_a_broken_recovery_is_noticed(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_every_command_that_writes_a_run_is_killed() -> None:
+    # And `assets`, which needs a network to write.
     only_read = {
         "chat",
         "compare",
@@ -52,5 +53,5 @@ def test_every_command_that_writes_a_run_is_killed() -> None:
         "doctor",
         "machine",
         "serve",
-    }  # and `assets`, which needs a network to write
+    }
     assert {job.words[0] for job in JOBS} == set(COMMANDS) - only_read - {"assets"}

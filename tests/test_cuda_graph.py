@@ -304,9 +304,8 @@ def test_chosen_tokens_are_distributed_as_the_target(sampling: Sampling) -> None
 @pytest.mark.parametrize("temperature", [0.05, 0.1])
 def test_cold_sampling_with_top_k_needs_no_ordinary_step(temperature: float) -> None:
     sampling, nodes = Sampling("exact", temperature, top_k=40, seed=3), 200
-    logits = 5 * torch.randn(
-        nodes, 3000, generator=torch.Generator().manual_seed(2)
-    )  # as spread as a model's
+    # As spread as a model's.
+    logits = 5 * torch.randn(nodes, 3000, generator=torch.Generator().manual_seed(2))
     samplers = [Sampler(sampling, stream) for stream in range(nodes)]
     params = cuda_graph.sampling_params(samplers, nodes, 1)
     chosen, certain = cuda_graph.choose(

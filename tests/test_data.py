@@ -387,11 +387,12 @@ def test_schedule_is_the_same_for_a_seed_and_bounded() -> None:
 def test_frequent_tokens_stand_in_most_answers() -> None:
     answers = [torch.tensor(tokens) for tokens in ([7, 3], [9, 9, 9, 9, 7], [3, 7, 5])]
     ids = frequent_tokens(answers, 3, 12)
+    # 9 stands there most often, in one answer, and 5 has the smaller id.
     assert ids.tolist() == [
         7,
         3,
         5,
-    ]  # 9 stands there most often, in one answer, and 5 has the smaller id
+    ]
     assert (
         coverage(ids, answers) == pytest.approx(6 / 10) and coverage(torch.arange(64), answers) == 1
     )

@@ -149,9 +149,8 @@ def test_cache_is_no_larger_than_the_context_needs(
     )
     steps = drafted(backbone, medusa_drafter(backbone) if drafts else None, SPARSE, 1_000_000)
     assert len(tokens_of(steps)) == 300 - len(PROMPT)
-    assert len(caches) == 1 and 300 <= caches[0].capacity < 2 * (
-        300 + SPARSE.size
-    )  # capacities double
+    # Capacities double.
+    assert len(caches) == 1 and 300 <= caches[0].capacity < 2 * (300 + SPARSE.size)
 
 
 def test_prompts_and_limits_are_checked() -> None:

@@ -26,9 +26,9 @@ from tests.test_drafters import drafter_of
 TREE = Tree.from_choices([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]])
 PROMPT = [5, 9, 20, 11, 7, 5, 9, 20, 11]  # with matches for its end
 REQUESTS = [
-    Request(PROMPT, max_new_tokens=10, stop_ids=()),
+    Request(PROMPT, max_new_tokens=8, stop_ids=()),
     Request(
-        PROMPT[2:], max_new_tokens=9, stop_ids=(), sampling=Sampling("exact", 0.9, 0.9, seed=3)
+        PROMPT[2:], max_new_tokens=7, stop_ids=(), sampling=Sampling("exact", 0.9, 0.9, seed=3)
     ),
 ]
 POLICIES: dict[str, Callable[[], DraftPolicy]] = {
@@ -85,9 +85,8 @@ def device(backbone: Backbone, monkeypatch: pytest.MonkeyPatch) -> Iterator[Devi
             "__init__",
             lambda self, *args, **named: init(self, *args, capture=capture, **named),
         )
-        monkeypatch.setattr(
-            CudaGraphs, "warm_up", lambda self, drafting: None
-        )  # each is captured when it is first used
+        # Each is captured when it is first used.
+        monkeypatch.setattr(CudaGraphs, "warm_up", lambda self, drafting: None)
         yield device
 
 
@@ -125,8 +124,16 @@ def steps_of(
     return tokens, records
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("kind", CAPTURED)
+# N-gram matches are added to any drafter's draft alike.
+@pytest.mark.parametrize(
+    ("kind", "policy"),
+    [(kind, policy) for kind in CAPTURED for policy in ("static", "dynamic")]
+    + [
+        (kind, policy)
+        for kind in ("medusa-bias", "eagle-draft")
+        for policy in ("n-grams", "adaptive")
+    ],
+)
 def test_captured_steps_wait_once_for_the_device(
     kind: str, policy: str, backbone: Backbone, device: Device, expected: list[list[int]]
 ) -> None:
@@ -224,9 +231,8 @@ def test_simulated_device_tells_stray_looks_and_tensors(
 def test_first_piece_of_a_prompt_needs_no_mask_on_a_gpu(
     family: str, engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "medusa_cli.engine.engine.GPU_PREFILL_ROWS", 12
-    )  # more than a sliding window
+    # More than a sliding window.
+    monkeypatch.setattr("medusa_cli.engine.engine.GPU_PREFILL_ROWS", 12)
     prompt = torch.arange(5, 35)
     expected = forward(tiny_backbone(family, layers=4, engine=engine), prompt)
     with Device() as device:
@@ -263,10 +269,11 @@ def test_request_beyond_the_devices_memory_is_refused_at_admission(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     backbone = tiny_backbone()
+    # Keys and values, layers, heads, width, fp32.
     decoder, row = (
         decoder_of(backbone, slots=2),
         2 * 2 * 2 * 8 * 4,
-    )  # keys and values, layers, heads, width, fp32
+    )
     assert backbone.engine.row_bytes == row
     long, short = Request(PROMPT, 300, stop_ids=()), Request(PROMPT, 20, stop_ids=())
     monkeypatch.setattr("medusa_cli.decode.decoder.free_memory", lambda device: 2 * 512 * row - 1)

@@ -175,9 +175,8 @@ def test_batch_of_the_papers_recipe_fits_the_memory(monkeypatch: pytest.MonkeyPa
         )
         return choose_batch_size(backbone, settings(context=context, taps=(1,) * taps), 1)
 
-    slot = (
-        2 * 32 * 4096 * 4096 * 2
-    )  # keys and values of 4,096 positions in bf16: 2.1 GB, 137 GB for 64
+    # Keys and values of 4,096 positions in bf16: 2.1 GB, 137 GB for 64.
+    slot = 2 * 32 * 4096 * 4096 * 2
     assert 16 <= size(64, 4096) < 64 and size(64, 4096) * slot < 64 * 10**9
     assert (size(1, 4096), size(64, 128), size(64, 128, device="cpu")) == (1, 256, 64)
     sizes = [size(30, 4096, num_key_value_heads=8)]

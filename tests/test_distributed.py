@@ -283,9 +283,8 @@ def test_processes_take_the_same_number_of_batches_and_each_item_counts_once(
 def test_heads_without_a_target_still_run_backward() -> None:
     backbone = backbone_of()
     drafter = Firp.create(backbone, 2, vocabulary="draft", draft_ids=torch.tensor([7, 8]))
-    item = Conversation(
-        "c", tokens=[5, 6, 9, 10, 11, 12], spans=[(3, 6)]
-    )  # no token of the draft vocabulary
+    # No token of the draft vocabulary.
+    item = Conversation("c", tokens=[5, 6, 9, 10, 11, 12], spans=[(3, 6)])
     loss = drafter_loss(drafter, backbone, batch_of(backbone, drafter, [item]), TrainRecipe()).total
     assert float(loss.detach()) == 0 and loss.requires_grad
     loss.backward()

@@ -74,9 +74,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "firp": ("firp", {"vocabulary": "shared", "layers": (1, 2, 3)}),
     "firp-draft": ("firp", {**DRAFT, "conditional": 5}),
 }
-OF_STATES = [
-    kind for kind in KINDS if not kind.startswith("firp")
-]  # that draft from the last layer's states
+# That draft from the last layer's states.
+OF_STATES = [kind for kind in KINDS if not kind.startswith("firp")]
 
 
 def drafter_of(backbone: Backbone, kind: str, moved: bool = True) -> HeadDrafter:
@@ -148,11 +147,12 @@ def test_drafts_are_the_guesses_of_training(kind: str, shape: str) -> None:
     drafter.__class__ = type("Watched", (Recording, type(drafter)), {})
     drafter.seen = []
     list(generate(backbone, drafter, SHAPES[shape], PROMPT, max_new_tokens=24, stop_ids=()))
+    # Some drafts were accepted.
     assert (
         any(len(new.tokens) > 1 for new, _ in drafter.seen[1:])
         or kind == "medusa"
         or "draft" in kind
-    )  # some drafts were accepted
+    )
     hidden, following = drafter.seen[0][0].hidden[:0], []
     for number, (new, draft) in enumerate(drafter.seen):
         hidden = torch.cat([hidden, new.hidden])  # the prompt's are the first
@@ -243,15 +243,13 @@ def test_loaded_drafters_draft_what_saved_ones_did(kind: str, tmp_path: Path) ->
 def test_the_loss_is_the_decayed_cross_entropy_of_each_head(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "medusa_cli.train.fused_linear.ROWS", 4
-    )  # several blocks, the last one short
+    # Several blocks, the last one short.
+    monkeypatch.setattr("medusa_cli.train.fused_linear.ROWS", 4)
     backbone = tiny_backbone(layers=4)
     drafter = drafter_of(backbone, kind).train()
     batch = batch_of(drafter, backbone, [0] * 5 + [1] * 2 + [2] * 7)
-    batch.next[::4] = next(
-        token for token in range(64) if token not in drafter.draft_ids[1:]
-    )  # perhaps no target
+    # Perhaps no target.
+    batch.next[::4] = next(token for token in range(64) if token not in drafter.draft_ids[1:])
     index, rows_of = (
         drafter.vocabulary_index(torch.device("cpu")),
         [batch.targets(k) for k in (1, 2, 3)],

@@ -78,9 +78,8 @@ def test_turns_follow_one_another_and_conversations_run_side_by_side(
             "user",
             "assistant",
         ]
-        assert (
-            messages[3]["content"] == "w3 " + messages[2]["content"]
-        )  # three messages came before it
+        # Three messages came before it.
+        assert messages[3]["content"] == "w3 " + messages[2]["content"]
         for (start, end), message in zip(conversation.spans, messages[1::2], strict=True):
             assert backbone.decode(conversation.tokens[start:end]).strip() == message["content"]
             assert conversation.tokens[end - 1] in backbone.eos_ids

@@ -103,9 +103,8 @@ def test_slots_verify_and_keep_on_their_own(engine: str, family: str) -> None:
     assert cache.lengths == [len(kept[2]), len(kept[1]), len(kept[0]), 0]
     before = rows_of(cache, 0).clone()
     after = backbone.engine.forward(Plan(torch.tensor([[10], [11]]), first=1), cache)
-    assert torch.equal(
-        rows_of(cache, 0), before
-    )  # a pass over later slots leaves earlier ones alone
+    # A pass over later slots leaves earlier ones alone.
+    assert torch.equal(rows_of(cache, 0), before)
     for row, text in zip(after.logits[:, 0], ([*kept[1], 10], [*kept[0], 11]), strict=True):
         assert torch.allclose(row, forward(alone, text).logits[-1], atol=1e-4)
 

@@ -282,9 +282,8 @@ def test_a_speculators_checkpoint_is_the_librarys_and_comes_back(
     shapes |= {"layers.0.hidden_norm.weight": (H,), "norm.weight": (H,), "d2t": (24,), "t2d": (V,)}
     assert {name: tuple(tensors[name].shape) for name in shapes} == shapes
     assert all(str(tmp_path / "out") in line for line in launch) and not notes
-    back = import_drafter(str(tmp_path / "out"), f"{tmp_path}/back", None)[
-        0
-    ]  # its config names the model
+    # Its config names the model.
+    back = import_drafter(str(tmp_path / "out"), f"{tmp_path}/back", None)[0]
     assert same(weights_of(back.drafter_dir), weights_of(run.drafter_dir))
     assert draft_tokens(back, backbone) == draft_tokens(run, backbone)
 

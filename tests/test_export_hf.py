@@ -354,9 +354,8 @@ def test_the_streamer_gets_every_token(export: Export) -> None:
 
 def test_stop_strings_end_an_answer_as_in_plain_generate(export: Export) -> None:
     folder, tokenizer = export(), tiny_tokenizer()
-    tokenizer.add_tokens(
-        "abcdef"
-    )  # before which StopStringCriteria sets every token, to see what it adds
+    # Before which StopStringCriteria sets every token, to see what it adds.
+    tokenizer.add_tokens("abcdef")
     model, how = AutoModelForCausalLM.from_pretrained(folder), drafting(folder)
     full = model.generate(PROMPT, max_new_tokens=40)
     settings = {"max_new_tokens": 40, "stop_strings": [tokenizer.decode(full[0, 20:22])]}

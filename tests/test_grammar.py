@@ -263,11 +263,12 @@ def test_objects_have_no_other_properties_than_named_ones() -> None:
         "default": part,
     }
     done = closed({**schema, "$defs": {"A": part}, "anyOf": [part]})
+    # Combined ones are left as they are.
     assert done == {
         **schema,
         "$defs": {"A": part},
         "anyOf": [part],
-    }  # combined ones are left as they are
+    }
     done = closed({"$defs": {"A": part}, "anyOf": [part, {"allOf": [part, {}]}], "items": schema})
     shut = {**part, "additionalProperties": False}
     assert done["$defs"]["A"] == done["anyOf"][0] == done["items"]["properties"]["enum"] == shut

@@ -258,9 +258,8 @@ def test_stage_2_starts_from_stage_1_and_its_model_decodes(place: tuple[str, str
 
 @pytest.mark.filterwarnings("error::FutureWarning")  # users should see none
 def test_merged_adapter_computes_the_same(tmp_path: Path) -> None:
-    model = save_model(
-        tmp_path / "model", family="qwen2"
-    )  # tied: the trap is a merge into the embeddings
+    # Tied: the trap is a merge into the embeddings.
+    model = save_model(tmp_path / "model", family="qwen2")
     network, _ = load_network(ModelSource.of(model), LoadOptions(dtype="fp32"))
     embedding = network.get_input_embeddings().weight.clone()
     attach_adapter(network)

@@ -155,12 +155,13 @@ def test_an_index_that_is_not_followed_is_told(
         ("config.json", "hidden_size", -1, "hidden_size"),
         ("config.json", "vocab_size", "64", "vocab_size"),
         ("config.json", "hidden_size", 48, "embed_tokens"),
+        # Weights of this size would fill any memory.
         (
             "config.json",
             "hidden_size",
             640_000,
             "embed_tokens",
-        ),  # weights of this size would fill any memory
+        ),
         ("config.json", "intermediate_size", 10_000_000, "gate_proj"),
         ("config.json", "num_hidden_layers", 900, "could not be loaded"),
         ("config.json", "hidden_act", "no_such", "could not be loaded"),
@@ -351,9 +352,8 @@ def test_attention_that_changes_with_the_position_runs_on_the_eager_engine(
         prompt[None], max_new_tokens=40, do_sample=False, eos_token_id=None, pad_token_id=0
     )
     backbone = load_backbone(save_network(model, tmp_path), FP32)
-    assert backbone.engine.name == (
-        "eager" if original == 40 else "native"
-    )  # beyond 40 its queries grow
+    # Beyond 40 its queries grow.
+    assert backbone.engine.name == ("eager" if original == 40 else "native")
     steps = generate_plain(backbone, prompt.tolist(), max_new_tokens=40, stop_ids=())
     assert tokens_of(steps) == ids[0, len(prompt) :].tolist()
 

@@ -94,9 +94,8 @@ def plain_linear_loss(
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_linear_loss_is_the_plain_one(dtype: torch.dtype, soft: float, has_bias: bool) -> None:
     torch.manual_seed(0)
-    hidden = torch.randn(
-        150, 6, dtype=dtype, requires_grad=True
-    )  # a whole block of rows and a part
+    # A whole block of rows and a part.
+    hidden = torch.randn(150, 6, dtype=dtype, requires_grad=True)
     weight = torch.randn(30, 6, requires_grad=True)
     bias = torch.randn(30, dtype=dtype) if has_bias else None
     targets = torch.randint(30, (150,))
@@ -144,9 +143,8 @@ def test_sampled_softmax_teaches_what_the_whole_one_does(
         )
 
     learnt, whole = taught(None)
-    assert torch.equal(
-        taught(len(heads.draft_ids))[1], whole
-    )  # as many as there are: nothing is drawn
+    # As many as there are: nothing is drawn.
+    assert torch.equal(taught(len(heads.draft_ids))[1], whole)
     drawn = [taught(40) for _ in range(60)]
     assert all(targets == learnt for targets, _ in drawn)  # no target goes unscored
     assert not torch.equal(drawn[0][1], drawn[1][1])

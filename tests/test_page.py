@@ -63,9 +63,8 @@ def test_stop_ends_the_answer_and_keeps_its_beginning(
 ) -> None:
     monkeypatch.setitem(served.server._scheduler._medusa.backbone.__dict__, "eos_ids", frozenset())
     ask(page, "Ada", limit=2000)
-    page.until(
-        "document.querySelector('.assistant')?.textContent.length > 20"
-    )  # long before its end
+    # Long before its end.
+    page.until("document.querySelector('.assistant')?.textContent.length > 20")
     assert page.run("document.getElementById('send').textContent") == "Stop"
     page.run("document.getElementById('send').click()")
     page.until("running === null")

@@ -106,10 +106,11 @@ def test_prompt_with_a_common_beginning_runs_the_rest(
     list(answer(decoder, OPENING, **RULES))
     for prompt, fresh in (
         ([*OPENING[:6], 50, 51], 2),
+        # The same again: its last token is run, as its states are wanted.
         (
             [*OPENING[:6], 50, 51],
             1,
-        ),  # the same again: its last token is run, as its states are wanted
+        ),
         ([*OPENING[:3]], 1),  # shorter than what is before
         ([60, 61, 62], 3),
     ):
@@ -234,11 +235,12 @@ def test_growing_cache_changes_nothing(
     monkeypatch.setattr(
         backbone.engine, "new_cache", lambda slots=1, **how: new_cache(slots, 2, **how)
     )
+    # The fast one grows by blocks of 256.
     prompts = [
         OPENING,
         [8],
         OPENING[::-1] * (2 if engine == "eager" else 25),
-    ]  # the fast one grows by blocks of 256
+    ]
     decoder = decoder_of(backbone, make(backbone, kind), STATIC, slots=3)
     before = decoder.cache.capacity
     answers = steps_of(decoder, [Request(prompt, **rules) for prompt in prompts])

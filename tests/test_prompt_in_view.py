@@ -96,14 +96,12 @@ def test_a_turn_taken_up_from_a_prefix_drafts_as_one_begun_afresh(name: str) -> 
     stray = torch.randint(5, 60, (3,))  # an answer that the next turn does not take up
     drafted(drafter, backbone, NewTokens(stray, torch.randn(3, hidden.shape[1]), 7, 6), TREE)
     assert drafter.fork().truncate(5) == 0  # it knows nothing yet
-    assert (
-        drafter.truncate(20) == 9
-    )  # of the tokens that no draft was made from it must be told again
+    # Of the tokens that no draft was made from it must be told again.
+    assert drafter.truncate(20) == 9
     for shared in (8, 5):
         at = drafter.truncate(shared)
-        assert at == shared - (
-            name != "hydra"
-        )  # what a row was told of the next token may be wrong
+        # What a row was told of the next token may be wrong.
+        assert at == shared - (name != "hydra")
     again = drafted(drafter, backbone, NewTokens(tokens[at:], hidden[at:], 11, at), TREE)
     drafter.truncate(0)
     assert torch.equal(again, drafted(drafter, backbone, NewTokens(tokens, hidden, 11, 0), TREE))
@@ -193,8 +191,7 @@ def test_fresh_states_are_those_that_are_kept_and_leave_nothing_on_the_disk(
     kept = load_dataset(run, backbone, fraction=0.2, taps=drafter.taps)
     expected = stage_1_loss(backbone, drafter, kept, recipe.train, kept.train)
     assert online.positions == expected.positions
-    assert float(online.total.detach()) == pytest.approx(
-        float(expected.total.detach()), rel=0.02
-    )  # kept in bf16
+    # Kept in bf16.
+    assert float(online.total.detach()) == pytest.approx(float(expected.total.detach()), rel=0.02)
     ours, theirs = (measure(backbone, drafter, each, top=2) for each in (fresh, kept))
     assert (ours["counted"], ours["positions"]) == (theirs["counted"], theirs["positions"])

@@ -83,11 +83,12 @@ def test_speed_benchs_rows_are_read_and_withheld_ones_skipped(tmp_path: Path) ->
             (),
         ),
         ({"turns": ["a", "b"], "reference": ["c", "d"]}, ("a", "b"), ("c", "d")),
+        # Only \n ends a line.
         (
             {"turns": ["first\u2028second\x85third"]},
             ("first\u2028second\x85third",),
             (),
-        ),  # only \n ends a line
+        ),
     ],
 )
 def test_records_of_other_sets_are_questions(

@@ -248,9 +248,8 @@ def test_recipes_that_ship_are_found_from_anywhere(
     assert path.name == Path(name).stem + ".yaml" and path.is_relative_to(tmp_path) == installed
     assert load_recipe(name) == load_recipe(SHIPPED / path.name)
     Path("recipes").mkdir()
-    Path("recipes", "medusa1.yaml").write_text(
-        "train: {lr: 0.5}"
-    )  # a file of one's own comes first
+    # A file of one's own comes first.
+    Path("recipes", "medusa1.yaml").write_text("train: {lr: 0.5}")
     assert load_recipe("recipes/medusa1.yaml").train.lr == 0.5
 
 

@@ -308,9 +308,8 @@ def test_new_files_obey_the_umask_and_old_ones_keep_their_mode(tmp_path: Path) -
     write_atomic(tmp_path / "file", "1")
     for number, modes in enumerate([(0o700, 0o600, 0o600), (0o750, 0o640, 0o600)]):
         with replacing_folder(folder) as part:
-            save_file(
-                {"a": torch.ones(1)}, part / "weights"
-            )  # makes its file with a mode of its own
+            # Makes its file with a mode of its own.
+            save_file({"a": torch.ones(1)}, part / "weights")
             (part / f"new-{number}").touch()
             (part / "inner").mkdir()
         names = (folder, folder / "weights", folder / f"new-{number}")

@@ -649,13 +649,11 @@ def test_echoed_prompts_have_log_probabilities(
     tokens = [token for part in parts for token in part.tokens]
     logprobs = [logprob for part in parts for logprob in part.token_logprobs]
     tops = [top for part in parts for top in part.top_logprobs]
-    text = "".join(
-        choice.text for choice in choices
-    )  # whose prompt and answer are apart by no blank
+    # Whose prompt and answer are apart by no blank.
+    text = "".join(choice.text for choice in choices)
     assert "".join(tokens).replace(" ", "") == text.replace(" ", "")
-    assert logprobs[0] is tops[0] is None and all(
-        len(top) in (2, 3) for top in tops[1:]
-    )  # and the token itself
+    # And the token itself.
+    assert logprobs[0] is tops[0] is None and all(len(top) in (2, 3) for top in tops[1:])
     ids = medusa.encode(body["prompt"], raw=True)
     ids += medusa.generate(ids, max_new_tokens=4).tokens[:limit]
     with torch.inference_mode():
@@ -987,9 +985,8 @@ def test_prompt_answer_and_body_are_limited(medusa: Medusa) -> None:
         last = server.post({"model": MODEL, "prompt": [8] * 19, "max_tokens": 9})[2]
         assert last["usage"]["completion_tokens"] == 1
         assert last["choices"][0]["finish_reason"] == "length"
-        status, _, answer = server.post(
-            {"model": MODEL, "prompt": IDS}
-        )  # less than OpenAI's default of 16
+        # Less than OpenAI's default of 16.
+        status, _, answer = server.post({"model": MODEL, "prompt": IDS})
         assert status == 200 and answer["usage"]["completion_tokens"] <= 8
         answer = server.openai().completions.create(**LONG)  # a larger limit is this one
         assert answer.usage.completion_tokens == 8 and answer.choices[0].finish_reason == "length"
@@ -1094,9 +1091,8 @@ def test_repeated_lines_are_logged_once_a_period(caplog: pytest.LogCaptureFixtur
 def test_a_wrong_key_is_refused(medusa: Medusa) -> None:
     with serving(medusa, api_keys=("söcret", "other")) as server:
         for given in (None, "Bearer secret", "Bearer ", "söcret", "Bearer Söcret"):
-            headers = (
-                {} if given is None else {"Authorization": given.encode().decode("latin-1")}
-            )  # they go in UTF-8
+            # They go in UTF-8.
+            headers = {} if given is None else {"Authorization": given.encode().decode("latin-1")}
             status, sent, answer = server.post(SHORT, **headers)
             assert (
                 status == 401

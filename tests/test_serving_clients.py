@@ -420,10 +420,11 @@ def test_prompts_have_log_probabilities_in_vllms_form(server: Served) -> None:
 
 def test_token_ids_are_returned_if_asked_for(server: Served, medusa: Medusa) -> None:
     alone = medusa.generate(IDS, max_new_tokens=12)
+    # The first texts wait until this is no stop string.
     ids, waiting = (
         alone.tokens,
         f"{alone.text[:12]} never",
-    )  # the first texts wait until this is no stop string
+    )
     [choice] = completion(server, return_token_ids=True)["choices"]
     assert (choice["prompt_token_ids"], choice["token_ids"]) == (IDS, ids)
     chunks = chunks_of(server, {**SHORT, "return_token_ids": True, "stop": waiting})

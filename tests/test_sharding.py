@@ -166,9 +166,8 @@ def distilled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def place(distilled: Path, tmp_path: Path) -> Path:
     place = Path(shutil.copytree(distilled, tmp_path / "place"))
     (place / "seeds.jsonl").unlink()
-    (place / "seeds.jsonl").symlink_to(
-        distilled / "seeds.jsonl"
-    )  # a resumed distillation needs the same seed
+    # A resumed distillation needs the same seed.
+    (place / "seeds.jsonl").symlink_to(distilled / "seeds.jsonl")
     return place
 
 

@@ -202,9 +202,8 @@ def test_random_heads_of_every_kind_give_the_plain_answer_in_every_number_type(
         drafter.draft_ids.copy_(torch.tensor(sum(answers, [])).bincount().topk(few).indices)
     steps = [list(generate(backbone, drafter, TREES[0], prompt, **ANSWER)) for prompt in prompts]
     assert [tokens_of(own) for own in steps] == answers
-    assert not few or sum(map(len, steps)) < sum(
-        map(len, answers)
-    )  # some draft tokens were accepted
+    # Some draft tokens were accepted.
+    assert not few or sum(map(len, steps)) < sum(map(len, answers))
     for tree in TREES:
         together = generate_batch(backbone, drafter, tree, prompts, batch_size=2, **ANSWER)
         assert [tokens_of(own) for own in together] == answers

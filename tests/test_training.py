@@ -278,9 +278,8 @@ def test_dtype_that_a_refused_resume_names_is_taken(
     run: Run, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = [word for word in words_of(run, model, "--quiet") if not word.startswith("train.dtype")]
-    words = words[
-        : words.index("--dtype")
-    ]  # the model in fp32, as its files are, and train.dtype=bf16
+    # The model in fp32, as its files are, and train.dtype=bf16.
+    words = words[: words.index("--dtype")]
     kill_at(6, monkeypatch, *words)
     refused = medusa(*words, "--resume", "--dtype", "bf16", exit_code=2)
     assert "give --dtype fp32" in refused.stderr, refused.output
@@ -445,9 +444,8 @@ def test_command_trains_and_prints_its_results(run: Run, model: str) -> None:
     assert (run.path / "train.png").read_bytes().startswith(b"\x89PNG")
     lines = read_log(run.path / "train.jsonl")
     assert {line["event"] for line in lines} == {"stepped", "validated", "saved"}
-    assert all(
-        line["memory"] > 50_000_000 for line in lines if line["event"] == "stepped"
-    )  # torch alone takes more
+    # Torch alone takes more.
+    assert all(line["memory"] > 50_000_000 for line in lines if line["event"] == "stepped")
     assert [path.name for path in run.path.glob(".*")] == [".lock"]
 
 

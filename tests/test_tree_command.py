@@ -171,9 +171,8 @@ def test_no_tree_is_searched_on_accuracies_of_an_earlier_drafter(stale: Run) -> 
         shown = medusa("tree", "--run", stale.path, "--budget", budget, exit_code=1)
         assert f"`medusa calibrate --run {stale.path}`" in shown.stderr
     assert "earlier drafter" in report("--run", str(stale.path), "--shape", "2,1")["warnings"][0]
-    assert (
-        STAMP not in json.loads(stale.tree_path.read_text())["provenance"]
-    )  # a shape is no drafter's
+    # A shape is no drafter's.
+    assert STAMP not in json.loads(stale.tree_path.read_text())["provenance"]
 
 
 def test_decoding_warns_of_files_of_an_earlier_drafter(stale: Run) -> None:

@@ -442,9 +442,8 @@ def first_difference(
         if same == min(len(expected), len(actual)):  # one is a prefix of the other
             return place | {"position": same, "margin": 0.0}
         ids = torch.tensor([*result.prompts[turn], *expected[:same]])
-        logits = backbone.engine.forward(Plan.chain(ids), backbone.engine.new_cache()).logits[
-            0, -1
-        ]  # [V]
+        # [V]
+        logits = backbone.engine.forward(Plan.chain(ids), backbone.engine.new_cache()).logits[0, -1]
         tokens = {"expected": expected[same], "actual": actual[same]}
         return place | {
             "position": same,

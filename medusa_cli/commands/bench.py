@@ -136,8 +136,9 @@ def bench(
     if sweep is not None:
         sweeps.check(what, sweep, points)
     resolve_device(loading.device)
-    for name in filter(None, (choice.model, draft_model)):
-        check_model_files(ModelSource.of(name))
+    check_model_files(choice.source)
+    if draft_model is not None:
+        check_model_files(ModelSource.of(draft_model))
     questions, count = which.chosen()
     what = replace(what, questions=questions)
     console.info(

@@ -61,9 +61,8 @@ def compare(
         with console.progress("comparing", total=len(rows), unit="runs") as advance:
             for row, run in zip(rows, targets, strict=True):
                 result = evaluate(run, data, loading, max_samples)
-                cost = (
-                    model_cost(result.parts) if result.parts else {}
-                )  # no parts: the model is frozen
+                # No parts: the model is frozen.
+                cost = model_cost(result.parts) if result.parts else {}
                 row |= {
                     "accuracies": result.accuracies,
                     "measured": result.positions,
@@ -107,9 +106,8 @@ def best_validation(run: Run) -> Document:
         )
     train = load_recipe(run.recipe_path).train
     joint = train.stage == 2
-    home = (
-        Run(run.path / "tuned") if joint and train.tuning == "full" else run
-    )  # a tuned model has a run of its own
+    # A tuned model has a run of its own.
+    home = Run(run.path / "tuned") if joint and train.tuning == "full" else run
     drafter = home.drafter_dir
     data = (
         describe_drafter(drafter).provenance.data if (drafter / "config.json").is_file() else None

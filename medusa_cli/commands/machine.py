@@ -47,10 +47,10 @@ def machine(
         raise UsageError(
             f"--context {context!r} is not valid", "give numbers of tokens, such as 256,2048"
         )
-    name = model or DEFAULT_MODEL
-    check_model_files(ModelSource.of(name))
+    source = ModelSource.of(model or DEFAULT_MODEL)
+    check_model_files(source)
     if digest:
-        _compare_digests(name, loading, printing)
+        _compare_digests(source, loading, printing)
         return
     import torch
 
@@ -59,14 +59,14 @@ def machine(
     from medusa_cli.device import processor
     from medusa_cli.engine import load_backbone
 
-    backbone = load_backbone(name, loading)
+    backbone = load_backbone(source, loading)
     facts = {
         "processor": processor(),
         "instructions": native.instructions() if native.is_available() else [],
         "native": native.why_unavailable() or "available",
         "threads": native.cpu_count(),
         "torch": torch.__version__,
-        "model": loading.of(name),
+        "model": loading.of(source.name),
         "engine": backbone.engine.title,
         "row_invariant": backbone.engine.row_invariant,
         **time_passes(backbone, sorted(set(map(int, words)))),
@@ -103,18 +103,18 @@ def machine(
         console.result("the machine was busy: times are too long")
 
 
-def _compare_digests(model: str, loading: LoadFlags, printing: OutputFlags) -> None:
+def _compare_digests(source: ModelSource, loading: LoadFlags, printing: OutputFlags) -> None:
     """Prints the digest of a model's logits by instruction set; exits with 1 unless all are equal and as published."""
     from medusa_cli.bench.digest import PUBLISHED, digests
     from medusa_cli.engine import load_backbone
 
-    by_set = digests(load_backbone(model, loading))
-    published = None if ROUNDING & {*loading.given} else PUBLISHED.get(model)
+    by_set = digests(load_backbone(source, loading))
+    published = None if ROUNDING & {*loading.given} else PUBLISHED.get(source.name)
     expected = published or next(iter(by_set.values()))
     different = [name for name, value in by_set.items() if value != expected]
     if printing.json:
-        facts = {"model": model, "digests": by_set, "published": published, "equal": not different}
-        console.emit_json(facts)
+        facts = {"digests": by_set, "published": published, "equal": not different}
+        console.emit_json({"model": source.name, **facts})
     else:
         lines = [*by_set.items(), *([("published", published)] if published else [])]
         console.result("\n".join(f"{name:<12}{value}" for name, value in lines))

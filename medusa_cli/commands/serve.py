@@ -121,9 +121,8 @@ def serve(
     choice = drafting.or_plain(baseline, chat_template)
     check_certificate(ssl_certfile, ssl_keyfile)
     templates.prepare()
-    listener = listen(
-        host, port, uds
-    )  # before the model is loaded, so that a port in use is reported at once
+    # Before the model is loaded, so that a port in use is reported at once.
+    listener = listen(host, port, uds)
     bound = file_identity(uds) if uds else None
     loaded = load(choice, place)
     is_local = expanded(choice.model).exists()

@@ -244,13 +244,13 @@ def batch_of(
 
     Gradients reach the network unless the drafter uses the verify pass.
     """
+    # [B, L]
     tokens = nn.utils.rnn.pad_sequence(
         [torch.tensor(item.tokens) for item in items], batch_first=True
-    )  # [B, L]
+    )
     traces = trace(backbone, tokens) if drafter.uses_verify_pass else None
-    states = (
-        backbone.states(tokens, drafter.taps) if traces is None else traces.states[-1]
-    )  # [B, L, H * taps]
+    # [B, L, H * taps]
+    states = backbone.states(tokens, drafter.taps) if traces is None else traces.states[-1]
     batch = _pick(
         states.flatten(0, 1),
         range(0, tokens.numel(), tokens.shape[1]),

@@ -350,9 +350,8 @@ def sequence_processors(
                 max_new_tokens=None,
                 use_cache=False,
                 cache_implementation=None,
-                custom_generate=lambda model, input_ids, logits_processor, **_: (
-                    logits_processor
-                ),  # the model does not run
+                # The model does not run.
+                custom_generate=lambda model, input_ids, logits_processor, **_: logits_processor,
                 **arguments,
             )
         except Exception as reason:  # the options are valid, but the config file may not be

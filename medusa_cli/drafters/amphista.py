@@ -112,9 +112,8 @@ class Amphista(HeadDrafter):
 
     def _guesses(self, backbone: Backbone, adapted: Sequence[Tensor], depth: int) -> Guess:
         def compute(*adapted: Tensor) -> list[Tensor]:
-            states = self._together(
-                adapted, self.packed("blocks"), self.packed("attention")
-            )  # [B, K, H]
+            # [B, K, H]
+            states = self._together(adapted, self.packed("blocks"), self.packed("attention"))
             return [self.score(backbone, head, states[:, head]) for head in range(depth)]
 
         return self.at_once(depth, compute, *adapted)

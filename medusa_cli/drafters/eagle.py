@@ -195,9 +195,8 @@ class Eagle(LayerDrafter):
     def fields_of_model(cls, backbone: Backbone, num_heads: int) -> dict[str, Any]:
         config = backbone.config
         size = backbone.hidden_size
-        heads = getattr(config, "num_attention_heads", None) or max(
-            1, size // 64
-        )  # pure Mamba has none
+        # Pure Mamba has none.
+        heads = getattr(config, "num_attention_heads", None) or max(1, size // 64)
         return {
             "num_layers": 1,
             "taps": default_taps(backbone.num_layers),
@@ -348,12 +347,10 @@ def training_time_test(
     position = true.position[learnt]
     known = layer.keys_values(layer.reads(states, embedded), true.position)  # [heads, P, D] each
     present = true.sequence[learnt].unique_consecutive()
-    keys, values = (
-        true.pad(rows.transpose(0, 1))[present].transpose(1, 2) for rows in known
-    )  # [S, heads, L, D]
-    later = torch.arange(keys.shape[2], device=keys.device) > own.pad(
-        position[:, None]
-    )  # [S, W, L]
+    # [S, heads, L, D]
+    keys, values = (true.pad(rows.transpose(0, 1))[present].transpose(1, 2) for rows in known)
+    # [S, W, L]
+    later = torch.arange(keys.shape[2], device=keys.device) > own.pad(position[:, None])
     mask = keys.new_zeros(1, 1, 1, 1).masked_fill(later[:, None], -torch.inf)
     drafted: list[tuple[Tensor, Tensor]] = []  # keys and values [heads, n, D] of steps 2, 3, ..
     states = states[learnt]
@@ -384,18 +381,16 @@ def _attend(
     q's rows among the W rows per sequence.
     """
     q = q * q.shape[-1] ** -0.5
-    scores = (
-        rows.pad(q.transpose(0, 1)).transpose(1, 2) @ keys.transpose(-1, -2) + mask
-    )  # [S, heads, W, L]
+    # [S, heads, W, L]
+    scores = rows.pad(q.transpose(0, 1)).transpose(1, 2) @ keys.transpose(-1, -2) + mask
     if drafted:
         near = torch.stack([(q * key).sum(-1) for key, _ in drafted], dim=-1)  # [heads, n, steps]
         scores = torch.cat([scores, rows.pad(near.transpose(0, 1)).transpose(1, 2)], dim=-1)
     shares = scores.softmax(-1).to(q.dtype)
     far = shares[..., : keys.shape[2]]
     seen = rows.unpad((far @ values).transpose(1, 2)).transpose(0, 1)
-    own = rows.unpad(shares[..., keys.shape[2] :].transpose(1, 2)).transpose(
-        0, 1
-    )  # [heads, n, steps]
+    # [heads, n, steps]
+    own = rows.unpad(shares[..., keys.shape[2] :].transpose(1, 2)).transpose(0, 1)
     for step, (_, value) in enumerate(drafted):
         seen = seen + own[..., step, None] * value
     return seen

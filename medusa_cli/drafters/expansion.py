@@ -47,9 +47,8 @@ def draft_by_level(tree: Tree | DynamicTree, new: Sequence[NewTokens], guess: Gu
         frontier = Frontier(
             [len(level.parents)] * count, level.parent_rows, tokens[:, level.parents].flatten()
         )
-        best = guess(head, level.width, None, frontier)[1].unflatten(
-            0, (count, -1)
-        )  # [B, n, width]
+        # [B, n, width]
+        best = guess(head, level.width, None, frontier)[1].unflatten(0, (count, -1))
         tokens[:, level.nodes] = best[:, level.rows, level.ranks]
     return [Draft(row, tree) for row in tokens]
 

@@ -126,9 +126,8 @@ class Firp(HeadDrafter):
         self, backbone: Backbone, batch: Batch, rows: Sequence[Tensor]
     ) -> Iterator[Tensor]:
         assert batch.trace is not None and batch.rows is not None
-        states = extra_row_states(
-            backbone, batch.trace, self.rows_of(list(self.steps)), batch.rows
-        )  # [P, K, H]
+        # [P, K, H]
+        states = extra_row_states(backbone, batch.trace, self.rows_of(list(self.steps)), batch.rows)
         for head, positions in enumerate(rows):
             yield states[positions, head].to(batch.hidden.dtype)
 

@@ -85,15 +85,17 @@ class HeadDrafter(Scoring):
     soft: ClassVar[float | None] = None  # a fixed share of soft targets; None uses train.soft
     weights_file: ClassVar[str] = "drafter.safetensors"
     config_class: ClassVar[type[HeadsConfig]] = HeadsConfig
+    # Drafter keys of a recipe that only some drafters read.
     settings: ClassVar[tuple[str, ...]] = (
         "num_layers",
         "matrices",
-    )  # drafter keys of a recipe that only some drafters read
+    )
+    # Without "own" it has no matrices.
     vocabularies: ClassVar[tuple[str, ...]] = (
         "draft",
         "own",
         "shared",
-    )  # without "own" it has no matrices
+    )
     reads_next: ClassVar[bool] = False  # rows of its decoder layers also read the next token
     drafts_in_graphs: ClassVar[bool] = False  # `fill` drafts within a CUDA graph
     sees_prompt: bool = False  # its decoder layers see a conversation from the start

@@ -58,9 +58,8 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Any = None) -> Tensor:
     Without a mask, each row sees itself and the rows before it.
     """
     if mask is None and q.shape[1] > 1:
-        from torch.nn.attention.bias import (
-            causal_lower_right,
-        )  # imports torch._dynamo, which takes half a second
+        # Imports torch._dynamo, which takes half a second.
+        from torch.nn.attention.bias import causal_lower_right
 
         mask = causal_lower_right(q.shape[1], keys.shape[1])
     return F.scaled_dot_product_attention(q[None], keys[None], values[None], attn_mask=mask)[0]

@@ -121,9 +121,8 @@ def visible_behind(lengths: Tensor, tree_mask: Tensor, wide: int) -> Tensor:
     They see the first lengths[b] columns, and one another according to tree_mask, bool [B or 1, R, R].
     """
     rows = tree_mask.shape[1]
-    row = (
-        torch.arange(wide, device=lengths.device) - lengths[:, None]
-    )  # [B, L]: the row of this pass in each column
+    # [B, L]: the row of this pass in each column
+    row = torch.arange(wide, device=lengths.device) - lengths[:, None]
     among = tree_mask.expand(len(lengths), -1, -1).gather(
         2, row.clamp(0, rows - 1)[:, None].expand(-1, rows, -1)
     )

@@ -71,18 +71,20 @@ NORM_NAMES = (
     ("operator_norm", None, "ffn_norm", None),  # LFM2
     ("input_layernorm", None, "input_layernorm", None),  # Cohere, Phi: parallel
     (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),  # OLMo 2
+    # Gemma.
     (
         "input_layernorm",
         "post_attention_layernorm",
         "pre_feedforward_layernorm",
         "post_feedforward_layernorm",
-    ),  # Gemma
+    ),
+    # GLM-4.
     (
         "input_layernorm",
         "post_self_attn_layernorm",
         "post_attention_layernorm",
         "post_mlp_layernorm",
-    ),  # GLM-4
+    ),
 )
 
 

@@ -136,9 +136,8 @@ class EagerEngine(LayoutEngine):
             states.append(
                 text(input_ids=tokens[place][None], use_cache=True, **places).last_hidden_state[0]
             )
-        return self.logits(
-            torch.cat(states).to(self.dtype)
-        ).clone()  # the next pass overwrites their buffer
+        # The next pass overwrites their buffer.
+        return self.logits(torch.cat(states).to(self.dtype)).clone()
 
     def _learn_states(self, tokens: Tensor, own: Tensor, decoded: Tensor) -> None:
         """Determines how the layers' states can be used, from the logits of one pass and of decoding.
@@ -175,9 +174,8 @@ class EagerEngine(LayoutEngine):
         if layout.tree is None:
             for slot in range(layout.first, layout.first + layout.size):
                 cache.take_snapshot(slot, cache.lengths[slot] + tokens.shape[1])
-        return tapped(out, taps).to(self.dtype), out.last_hidden_state.to(
-            self.dtype
-        )  # Mamba's states are fp32
+        # Mamba's states are fp32.
+        return tapped(out, taps).to(self.dtype), out.last_hidden_state.to(self.dtype)
 
     def _places(self, cache: TransformersCache, positions: Tensor) -> dict[str, Any]:
         """Returns the arguments for the cache and the rows' positions; pure Mamba accepts no positions."""

@@ -109,9 +109,8 @@ def extra_row_states(
     parts = layers_one_by_one(backbone)
     size, length = traced.states[-1].shape[:2]
     padded, positions = _by_sequence(rows, size, length)  # [P] in B * W, [B, W]
-    x = traced.states[-1].new_zeros(
-        *positions.shape, 0, backbone.hidden_size
-    )  # [B, W, steps so far, H]
+    # [B, W, steps so far, H]
+    x = traced.states[-1].new_zeros(*positions.shape, 0, backbone.hidden_size)
     chunks: dict[str, list[tuple[int, Tensor]]] = {}
     for index, layer in enumerate(parts.layers):
         maps = extra_rows.entering(index)

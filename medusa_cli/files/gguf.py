@@ -67,9 +67,8 @@ def write_metadata(path: Path, header: Header, folder: Path) -> None:
 
     verbosity = logging.get_verbosity()
     folder.mkdir()
-    link = (
-        folder / "model.gguf"
-    )  # alone in its folder, because transformers also reads files next to it
+    # Alone in its folder, because transformers also reads files next to it.
+    link = folder / "model.gguf"
     link.symlink_to(path.absolute())
     source = {
         "pretrained_model_name_or_path": str(folder),

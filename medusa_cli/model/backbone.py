@@ -274,9 +274,8 @@ def text_model(network: Any) -> Any:
     if base is not network and type(base.config) is type(network.config.get_text_config()):
         return base
     decoder = network.get_decoder()
-    return (
-        network.model if decoder is network else decoder
-    )  # Llama 4's class does not declare its decoder
+    # Llama 4's class does not declare its decoder.
+    return network.model if decoder is network else decoder
 
 
 def has_tied_head(network: Any) -> bool:

@@ -124,12 +124,10 @@ def check_network(network: Any, model: str) -> None:
     )
     try:
         logits = network(**inputs).logits.float()
-        states = (
-            passes[0] if passes else text_model(network)(**inputs)[0]
-        )  # OPT runs only a part of its base model
-        own = finish_logits(
-            network.config.get_text_config(), head(states.to(table.dtype))
-        ).float()  # Mamba's states are fp32
+        # OPT runs only a part of its base model.
+        states = passes[0] if passes else text_model(network)(**inputs)[0]
+        # Mamba's states are fp32.
+        own = finish_logits(network.config.get_text_config(), head(states.to(table.dtype))).float()
         looks_ahead = _looks_ahead(network, ids, logits)
     except torch.OutOfMemoryError:
         raise

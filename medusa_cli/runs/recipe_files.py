@@ -84,9 +84,10 @@ def load_recipe(path: str | Path | None = None, overrides: Sequence[str] = ()) -
             )
         name = _full(key.strip(), "the command line")
         text = text.strip()
+        # Text stays text, however YAML would read it.
         whole = (
             types()[name] in (str, str | None) and text != "null"
-        )  # text stays text, however YAML would read it
+        )
         recipe = _with(recipe, name, text if whole else _parsed(text))
     return recipe
 

@@ -234,9 +234,8 @@ class Run:
         self.path = path
         self.name = path.name
         self.recipe_path = path / "recipe.yaml"
-        self.distill_path = (
-            path / "distill.jsonl"
-        )  # output of `distill`; the data to learn from is `data_path`
+        # Output of `distill`; the data to learn from is `data_path`.
+        self.distill_path = path / "distill.jsonl"
         self.failed_path = path / "distill-failed.jsonl"  # seeds without a usable answer, and why
         self.states_path = path / "states.bin"
         self.cache_dir = path / "cache"  # states that were computed for a training

@@ -161,9 +161,8 @@ class Middleware:
         async def replay() -> Message:
             return unread.pop() if unread else await receive()
 
-        method = (
-            "GET" if scope["method"] == "HEAD" else scope["method"]
-        )  # uvicorn omits the body for HEAD
+        # Uvicorn omits the body for HEAD.
+        method = "GET" if scope["method"] == "HEAD" else scope["method"]
         await self._app({**scope, "method": method}, replay, counted)
 
     def _check_host(self, headers: Headers) -> None:

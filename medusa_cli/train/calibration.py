@@ -163,9 +163,8 @@ def measure(
             learnt = batch.learnt_index[rows]
             scores = scores[learnt]
             targets = batch.next[rows + ahead]
-            right = (
-                drafter.draft_ids[scores.topk(top, dim=-1).indices] == targets[:, None]
-            )  # [rows, top]
+            # [rows, top]
+            right = drafter.draft_ids[scores.topk(top, dim=-1).indices] == targets[:, None]
             own[learnt.cpu(), head] = torch.where(
                 right.any(-1), right.int().argmax(-1), MISSED
             ).cpu()
@@ -218,9 +217,8 @@ def accuracies_at_roots(ranks: Tensor, top: int) -> tuple[list[list[float]], int
 
 def accepted(ranks: Tensor, tree: Tree) -> Tensor:
     """Returns how many draft tokens [n] of a tree are accepted in a step from each position, given ranks [n, K]."""
-    children = torch.full(
-        (tree.size, max(tree.widths) + 1), -1
-    )  # the last column stands for any miss
+    # The last column stands for any miss.
+    children = torch.full((tree.size, max(tree.widths) + 1), -1)
     for child in range(1, tree.size):
         children[tree.parents[child], tree.ranks[child]] = child
     node = torch.zeros(len(ranks), dtype=torch.long)

@@ -12,9 +12,8 @@ GPUS = {
     "H200": (4.8e12, 989e12),
     "RTX 4090": (1.008e12, 165e12),
 }
-WEIGHTS = (
-    LAYERS * (4 * HIDDEN**2 + 3 * HIDDEN * INNER) + HIDDEN * VOCABULARY
-)  # a step reads few rows of the embedding
+# A step reads few rows of the embedding.
+WEIGHTS = LAYERS * (4 * HIDDEN**2 + 3 * HIDDEN * INNER) + HIDDEN * VOCABULARY
 DRAFTER_WEIGHTS = HEADS * (HIDDEN**2 + HIDDEN * DRAFT_VOCABULARY)
 ROW_BYTES = 2 * LAYERS * HIDDEN * BYTES  # keys and values of one token
 

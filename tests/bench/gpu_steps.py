@@ -171,9 +171,8 @@ def time_engine(backbone: Backbone, cuda_graphs: bool, budget: Budget) -> dict[s
         measure(backbone, NullDrafter(), sizes=ROWS).verify,
         measure(backbone, heads, sizes=(1, 16)),
     )
-    drafting = costs.draft[HEADS] + max(
-        0.0, costs.verify[16] - verify[16]
-    )  # a graph drafts within the step
+    # A graph drafts within the step.
+    drafting = costs.draft[HEADS] + max(0.0, costs.verify[16] - verify[16])
     ids = torch.arange(min(PREFILL, backbone.max_positions - 1)) % backbone.vocab_size
     laps = []
     for _ in range(3):

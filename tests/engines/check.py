@@ -48,9 +48,8 @@ def check_hf(reference: dict, folder: str) -> Result:
 def check_vllm(reference: dict, folder: str) -> Result:
     """Runs vLLM in fp32 on a CPU; the folder's config tells Medusa heads from EAGLE-3."""
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    os.environ.setdefault(
-        "VLLM_ENABLE_V1_MULTIPROCESSING", "0"
-    )  # in this process, where its counters can be read
+    # In this process, where its counters can be read.
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     from vllm import LLM, SamplingParams
 
     prompts = [{"prompt_token_ids": prompt} for prompt in reference["prompts"]]
