@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from medusa_cli.bench.questions import Question
-from medusa_cli.data.conversation import Conversation, check_conversations, id_of, tokenised_of
+from medusa_cli.data.conversation import Conversation, check_conversations, id_of, tokenized_of
 from medusa_cli.data.packing import held_out_ids
 from medusa_cli.data.seeds import read_seeds, seed_of
 from medusa_cli.errors import UserError
@@ -63,7 +63,7 @@ def _seed(record: Any, weights: str | None, report: ReadReport) -> Conversation:
     """Returns a record's conversation if the model with these weights answered it, else its user turns."""
     own = isinstance(record, dict) and record.get("weights") not in (None, "")
     if own and record["weights"] == weights:
-        conversation = tokenised_of(
+        conversation = tokenized_of(
             {
                 "id": id_of(record),
                 **{key: record.get(key, []) for key in ("messages", "tokens", "spans")},

@@ -309,7 +309,9 @@ class Tuning:
         def should_stop() -> bool:
             return tokens >= MIN_TOKENS and self._left_s() - drain_s <= training_s()
 
-        def on_progress(name: str, done: int, *rest: Any) -> None:
+        def show(
+            name: str, done: int, total: int | None, unit: str = "tokens", note: str = ""
+        ) -> None:
             nonlocal tokens
             tokens = kept + done
             more = max(self._left_s() - training_s(), 0.0) / (
@@ -321,7 +323,7 @@ class Tuning:
         recipe = self._recipe(words, self._start)
         with sole_writer(self.run.path, "medusa tune"):
             summary = distill(
-                self.run, seeds, recipe, self.options, Distributed(), on_progress, should_stop
+                self.run, seeds, recipe, self.options, Distributed(), show, should_stop
             )
         assert summary is not None
         if not summary["answer_tokens"]:
