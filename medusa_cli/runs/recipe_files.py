@@ -85,9 +85,7 @@ def load_recipe(path: str | Path | None = None, overrides: Sequence[str] = ()) -
         name = _full(key.strip(), "the command line")
         text = text.strip()
         # Text stays text, however YAML would read it.
-        whole = (
-            types()[name] in (str, str | None) and text != "null"
-        )
+        whole = types()[name] in (str, str | None) and text != "null"
         recipe = _with(recipe, name, text if whole else _parsed(text))
     return recipe
 
