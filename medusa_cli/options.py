@@ -356,6 +356,14 @@ class QuestionFlags:
         flag("--coding", "40 questions about code, of two turns, that come with this program."),
     ] = False
     questions: Annotated[Text, flag("--questions FILE|ID", _QUESTIONS)] = None
+    agent: Annotated[
+        bool,
+        flag(
+            "--agent",
+            "5 conversations of a coding agent, of 6 turns with 2,000 tokens of this Python's sources each; "
+            "methods keep the prefixes of earlier turns.",
+        ),
+    ] = False
     category: Annotated[
         Text, flag("--category LIST", "Only these categories, such as math,coding.")
     ] = None
@@ -368,6 +376,7 @@ class QuestionFlags:
         sets = {
             "--mt-bench": self.mt_bench,
             "--coding": self.coding,
+            "--agent": self.agent,
             "--questions": self.questions is not None,
         }
         given = [name for name, value in sets.items() if value]
@@ -382,14 +391,23 @@ class QuestionFlags:
     def title(self) -> str:
         """Returns the name of the question set for reports."""
         if self.questions is None:
-            return "coding" if self.coding else "MT-Bench"
+            return "coding" if self.coding else "agent" if self.agent else "MT-Bench"
         return Path(self.questions).name if Path(self.questions).is_file() else self.questions
 
     def chosen(self) -> "tuple[list[Question], int]":
         """Returns the questions to ask and the size of the set; raises UserError for an unreadable set."""
-        from medusa_cli.bench.questions import CODING, of_categories, read_questions, spread
+        from medusa_cli.bench.questions import (
+            CODING,
+            agent_questions,
+            of_categories,
+            read_questions,
+            spread,
+        )
         from medusa_cli.files.fetch import mt_bench_path
 
+        if self.agent:
+            questions = agent_questions()
+            return spread(of_categories(questions, self.category), self.limit), len(questions)
         source: str | Path | None = CODING if self.coding else self.questions
         if source is None:
             source = mt_bench_path()

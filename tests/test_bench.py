@@ -19,6 +19,7 @@ from rich.text import Text
 
 from medusa_cli import console
 from medusa_cli.api import Medusa
+from medusa_cli.bench import questions
 from medusa_cli.bench import run as running
 from medusa_cli.bench.methods import Method
 from medusa_cli.bench.peers import check_reader, server_method
@@ -88,7 +89,7 @@ def method(answer: Callable[[int], list[int]], prompts: list | None = None) -> M
 def measure(
     backbone: Backbone, methods: dict[str, Method], results: list[Result], count: int, size: int = 1
 ) -> None:
-    settings: Any = SimpleNamespace(max_new_tokens=count, batch_size=size)
+    settings: Any = SimpleNamespace(max_new_tokens=count, batch_size=size, cached=False)
     answer_all(settings, backbone, methods, results)
 
 
@@ -555,6 +556,26 @@ def test_llama_cpp_decodes_greedily_from_a_known_file(
     monkeypatch.setattr("medusa_cli.bench.peers.has_package", lambda name: installed)
     with pytest.raises(UsageError, match=named) if named else nullcontext():
         check_reader("llama.cpp", model, file, sampling)
+
+
+def test_an_agents_turns_are_timed_with_their_cached_share(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = save_run(tmp_path / "mine", save_model(tmp_path / "model", positions=4096)).path
+    monkeypatch.setattr(questions, "RESULT_CHARACTERS", 400)
+    words = ["--run", f"{run}/", "--dtype", "fp32", "--max-new-tokens", "8", "--json"]
+    result = medusa("bench", "--agent", "--limit", "2", *words)
+    document = json.loads(result.stdout)
+    assert list(document["methods"]) == ["ar", "medusa"]
+    for figures in document["methods"].values():
+        assert figures["identical"] == 2
+        turns = figures["by_turn"]
+        assert len(turns) == 6 and all(turn["first_token_s"] > 0 for turn in turns)
+        # The second conversation begins with the first one's system prompt.
+        assert turns[0]["cached"] < 0.6 < turns[-1]["cached"] < 1
+        lengths = [turn["prompt_tokens"] for turn in turns]
+        assert lengths == sorted(lengths)
+    medusa("bench", "--agent", "--coding", exit_code=2)
 
 
 def test_quantized_weights_are_compared_with_the_plain_models_answers(place: Path) -> None:

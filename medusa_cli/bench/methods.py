@@ -103,18 +103,21 @@ def our_method(
     policy: DraftPolicy | None,
     sampling: Sampling,
     batch_size: int,
+    cached: bool = False,
 ) -> Method:
-    """Returns our decoding loop, which decodes without drafts if there is no policy."""
+    """Returns our decoding loop, which decodes without drafts if there is no policy. cached: it keeps prefixes."""
     decoder = Decoder(backbone, drafter, policy, slots=batch_size)
 
     def answer(
         prompts: Sequence[Sequence[int]], max_new_tokens: int, on_tokens: OnTokens
     ) -> list[Measurement]:
-        decoder.clear_prefix_cache()  # the other methods run every prompt from its start, too
+        if not cached:
+            decoder.clear_prefix_cache()  # the other methods run every prompt from its start, too
         answers = [Measurement([[]]) for _ in prompts]
         requests = (Request(prompt, max_new_tokens, sampling) for prompt in prompts)
         for sequence, step in decoder.run(requests):
             answers[sequence.number].add(step)
+            answers[sequence.number].cached = [sequence.reused]
             on_tokens(step.tokens)
         return answers
 

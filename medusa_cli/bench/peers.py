@@ -139,15 +139,15 @@ def _llama_server(name: str, gguf: Path, backbone: Backbone) -> str:
     )
 
 
-def llama_method(name: str, gguf: Path, backbone: Backbone) -> Method:
+def llama_method(name: str, gguf: Path, backbone: Backbone, cached: bool = False) -> Method:
     """Returns greedy decoding of a GGUF file of the same model by the llama.cpp server in the package xllamacpp.
 
     The server runs in a process of its own, with as many threads as torch. llama.cpp-ngram adds its
-    n-gram drafts with their default settings.
+    n-gram drafts with their default settings. cached: it keeps prefixes.
     """
     address = _llama_server(name, gguf, backbone)
     kind = {"Content-Type": "application/json"}
-    options = {"temperature": 0.0, "top_k": 1, "cache_prompt": False, "return_tokens": True}
+    options = {"temperature": 0.0, "top_k": 1, "cache_prompt": cached, "return_tokens": True}
     # The server is on this machine: no proxy leads to it.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
@@ -169,16 +169,17 @@ def llama_method(name: str, gguf: Path, backbone: Backbone) -> Method:
             drafted=timings.get("draft_n", 0), accepted=timings.get("draft_n_accepted", 0)
         )
         first = [timings["prompt_ms"] / 1e3]
-        return [Measurement([tokens], stats=stats, first_token_s=first)]
+        reused = [timings.get("cache_n", 0)]
+        return [Measurement([tokens], stats=stats, first_token_s=first, cached=reused)]
 
     return answer
 
 
-def server_method(name: str, url: str, backbone: Backbone) -> Method:
+def server_method(name: str, url: str, backbone: Backbone, cached: bool = False) -> Method:
     """Returns greedy decoding by a server, which receives the token ids of the prompts and streams its answers.
 
     If the server returns no token ids (`return_token_ids`, as in vLLM), its text is tokenized
-    again.
+    again. cached: llama.cpp's server keeps prefixes.
     """
     ends = backbone.eos_ids
     usual = backbone.tokenizer.eos_token_id
@@ -196,7 +197,7 @@ def server_method(name: str, url: str, backbone: Backbone) -> Method:
             "return_token_ids": True,
             "stream": True,
             # All methods read each prompt from its start; llama.cpp's server would reuse the last one.
-            "cache_prompt": False,
+            "cache_prompt": cached,
         }
         text = ""
         tokens: list[int] = []

@@ -1,5 +1,6 @@
 """Questions for a bench, read from files and hub datasets, and selected by category and number."""
 
+import sysconfig
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -26,6 +27,22 @@ MT_BENCH = (
     "stem",
     "humanities",
 )
+# What a coding agent is asked about files of the standard library.
+AGENT_FILES = ("argparse.py", "shutil.py", "inspect.py", "subprocess.py", "tarfile.py")
+AGENT_SYSTEM = (
+    "You are a coding agent. You read files with read_file(path, offset), and the user sends you the "
+    "results. Answer in a few sentences, and quote the lines that you mean."
+)
+AGENT_ASKS = (
+    "What is this module for, and which names does it export?",
+    "How do these two files report errors?",
+    "Write a docstring for the first function here that has none.",
+    "Which function of this file is hardest to test, and why?",
+    "Repeat the longest function in this part, with type hints.",
+    "Sum up what you have read so far, file by file.",
+)
+# Some 2,000 tokens.
+RESULT_CHARACTERS = 8000
 SUFFIXES = (".jsonl", ".json", ".parquet", ".txt")
 # Keys under which published sets store the user's text, its id and a reference answer. The first
 # key present is used.
@@ -47,6 +64,31 @@ class Question:
     turns: tuple[str, ...]
     reference: tuple[str, ...] = ()
     system: str | None = None
+
+
+def agent_questions() -> list[Question]:
+    """Returns conversations of a coding agent: each turn brings some 2,000 tokens of this Python's own sources."""
+    folder = Path(sysconfig.get_path("stdlib"))
+    try:
+        texts = [(folder / name).read_text(encoding="utf-8") for name in AGENT_FILES]
+    except OSError as reason:
+        fault = f"@agent needs this Python's sources, and {reason.filename} cannot be read"
+        raise UserError(fault, "use other @questions") from reason
+    count = len(texts)
+    questions = []
+    for number in range(count):
+        turns = []
+        for turn, ask in enumerate(AGENT_ASKS):
+            # Every other result is of another file.
+            file = (number + turn) % count if turn % 2 else number
+            start = turn // 2 * RESULT_CHARACTERS
+            part = texts[file][start : start + RESULT_CHARACTERS]
+            call = f"read_file(path={AGENT_FILES[file]!r}, offset={start})"
+            turns.append(f"Result of {call}:\n```python\n{part}\n```\n{ask}")
+        questions.append(
+            Question(f"agent-{number + 1}", "agent", tuple(turns), system=AGENT_SYSTEM)
+        )
+    return questions
 
 
 def checked_categories(wanted: str, known: Sequence[str]) -> list[str]:

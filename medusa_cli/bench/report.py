@@ -12,6 +12,7 @@ from medusa_cli import __version__
 from medusa_cli.errors import UserError, first_line
 from medusa_cli.files.io import Document, read_object, write_atomic
 
+BY_TURN = "Milliseconds to the first token by turn, and the cached share of the prompt"
 LISTED = 40  # rows in the table of differences
 Interval = tuple[float, float] | None
 Curves = Mapping[str, Sequence[tuple[float, float, Interval]]]  # by name: (x, y, interval of y)
@@ -288,6 +289,21 @@ def parts_table(document: Document) -> tuple[list[str], list[list[str]]]:
     return head, rows
 
 
+def turns_table(document: Document) -> tuple[list[str], list[list[str]]]:
+    """Returns the header and rows of the table of times to the first token by turn; no rows if none is known."""
+    known = {
+        name: figures["by_turn"]
+        for name, figures in document["methods"].items()
+        if figures.get("by_turn")
+    }
+    rows = [
+        [name, *(f"{1e3 * own['first_token_s']:.0f} ({own['cached']:.0%})" for own in turns)]
+        for name, turns in known.items()
+    ]
+    count = max((len(turns) for turns in known.values()), default=0)
+    return ["method", *(f"turn {turn}" for turn in range(1, count + 1))], rows
+
+
 def gains(benches: Sequence[SavedBench]) -> Iterator[Section]:
     words = (
         "Speedup is tokens/s over the baseline's in the same run, with its 95 % bootstrap interval over "
@@ -301,6 +317,8 @@ def gains(benches: Sequence[SavedBench]) -> Iterator[Section]:
         tables.append(Table(*gains_table(bench.document), caption))
         if (parts := parts_table(bench.document))[1]:
             tables.append(Table(*parts, f"{caption} Prompts and generation apart".strip()))
+        if (turns := turns_table(bench.document))[1]:
+            tables.append(Table(*turns, f"{caption} {BY_TURN}".strip()))
     groups = {bench.name: bench.document["methods"] for bench in benches}
     yield Section("What it gains", words, tables, bars("Speedup", groups, "speedup", "x"))
 

@@ -35,7 +35,7 @@ from medusa_cli.bench.peers import (
     server_method,
 )
 from medusa_cli.bench.questions import Question
-from medusa_cli.bench.stats import Measurement, Result, reference_of, summarize
+from medusa_cli.bench.stats import Measurement, Result, by_turn, reference_of, summarize
 from medusa_cli.decode import DraftPolicy, Sampling
 from medusa_cli.decode.answer import likelihoods
 from medusa_cli.decode.ngram import shared_length
@@ -85,7 +85,8 @@ class Bench:
 
     drafts: the files of the methods that use a drafter. gguf: the file for llama.cpp.
     draft_model: the model that drafts for hf-assisted. peers: addresses of servers that also
-    answer, by method name. Raises UsageError if a method is unknown or cannot run.
+    answer, by method name. cached: methods keep the prefixes of earlier turns. Raises UsageError if
+    a method is unknown or cannot run.
     """
 
     choice: Choice
@@ -100,6 +101,7 @@ class Bench:
     gguf: Path | None = None
     draft_model: str | None = None
     peers: Mapping[str, str] = field(default_factory=dict)
+    cached: bool = False
 
     def __post_init__(self) -> None:
         names = self.methods
@@ -180,6 +182,14 @@ class Bench:
             drafts.append(llama_facts())
         plain = {name: plain_of(name, self.methods, self.peers) for name in self.methods}
         summary = summarize(results, differences, plain)
+        if self.cached:
+            longest = max(len(prompt) for result in results for prompt in result.prompts)
+            size = longest * backbone.engine.row_bytes
+            drafts.append(
+                f"The longest prompt has {longest:,} tokens; our cache of it takes {size / 1e6:,.0f} MB."
+            )
+            for name, figures in summary["methods"].items():
+                figures["by_turn"] = by_turn(results, name)
         for name, figures in summary["methods"].items():
             for row, result in zip(figures["answers"], results, strict=True):
                 row["turns"] = [
@@ -290,16 +300,16 @@ class Bench:
             if name in LLAMA:
                 file = self.gguf or self.choice.source.gguf
                 assert file is not None  # check_reader ensures this
-                methods[name] = llama_method(name, file, backbone)
+                methods[name] = llama_method(name, file, backbone, self.cached)
             elif name in self.peers:
-                methods[name] = server_method(name, self.peers[name], backbone)
+                methods[name] = server_method(name, self.peers[name], backbone, self.cached)
             elif name not in TRANSFORMERS:
                 drafter, policy = loaded.get(name, (None, None))
                 if name == "lookup":
                     alone = replace(self.choice, drafter=None, lookup=True)
                     _, policy = load_drafting(alone, backbone, None)
                 methods[name] = our_method(
-                    backbone, drafter, policy, self.sampling, self.batch_size
+                    backbone, drafter, policy, self.sampling, self.batch_size, self.cached
                 )
         return methods
 
@@ -372,7 +382,9 @@ def answer_all(
     for method in methods.values():
         # A single sequence drafts, which packs the drafter's weights; a batch may use no drafts.
         for together in sorted({1, min(size, len(results))}):
-            warm_up = [results[0].prompts[0]] * together
+            # Its first half would be in the prefix cache.
+            prompt = results[0].prompts[0]
+            warm_up = [prompt[len(prompt) // 2 :] if bench.cached else prompt] * together
             method(warm_up, min(WARM_UP_TOKENS, count), lambda tokens: None)
     turns = sum(len(result.question.turns) for result in results)
     with watch(backbone, turns * len(names)) as on_tokens:

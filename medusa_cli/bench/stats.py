@@ -22,12 +22,13 @@ class Measurement:
 
     Only our loop records steps. depths: the number of steps by the number of draft tokens they
     accepted. The prefill is not a step. first_token_s: seconds until the first token of each turn,
-    empty where it is not known.
+    empty where it is not known. cached: the tokens of each turn's prompt that were cached, likewise.
     """
 
     turns: list[list[int]] = field(default_factory=list)
     seconds: float = 0.0
     first_token_s: list[float] = field(default_factory=list)
+    cached: list[int] = field(default_factory=list)
     stats: Stats = field(default_factory=Stats)
     depths: Counter[int] = field(default_factory=Counter)
 
@@ -47,6 +48,7 @@ class Measurement:
         self.turns += turn.turns
         self.seconds += turn.seconds
         self.first_token_s += turn.first_token_s
+        self.cached += turn.cached
         self.stats += turn.stats
         self.depths += turn.depths
 
@@ -205,6 +207,28 @@ def _after_first(answers: Sequence[Measurement]) -> Sums | None:
         rows.append([after, answer.seconds - first, first, turns])
     table = np.array(rows, float)
     return table if table[:, 0].any() else None
+
+
+def by_turn(results: Sequence[Result], name: str) -> list[dict[str, float]]:
+    """Returns, for each turn, the mean time to its first token, length of its prompt and cached share of the prompt.
+
+    Returns nothing for a method that does not report them.
+    """
+    rows = []
+    for turn in range(max(len(result.prompts) for result in results)):
+        asked = [result for result in results if len(result.prompts) > turn]
+        answers = [result.answers[name] for result in asked]
+        if any(min(len(own.first_token_s), len(own.cached)) <= turn for own in answers):
+            return []
+        tokens = sum(len(result.prompts[turn]) for result in asked)
+        rows.append(
+            {
+                "first_token_s": sum(own.first_token_s[turn] for own in answers) / len(asked),
+                "prompt_tokens": tokens / len(asked),
+                "cached": sum(own.cached[turn] for own in answers) / tokens,
+            }
+        )
+    return rows
 
 
 def by_position(

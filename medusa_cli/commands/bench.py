@@ -36,7 +36,7 @@ METHODS = (
     "hf (transformers' generate), hf-lookup (its prompt lookup), hf-assisted (its assisted generation), ar (our "
     "plain loop), medusa (the drafter, as --tree and --lookup say), medusa-alone (without n-gram drafts), lookup "
     "(n-gram drafts only), llama.cpp, llama.cpp-ngram (its n-gram drafts), and drafters by name, such as hydra: of the "
-    "run inside the run by that name, or the run's own. [default: hf,ar,medusa, with --sweep ar,medusa]"
+    "run inside the run by that name, or the run's own. [default: hf,ar,medusa, with --sweep or --agent ar,medusa]"
 )
 SWEEP = "Run one bench per value of nodes, epsilon or temperature; resumes a killed one."
 GGUF = (
@@ -113,7 +113,8 @@ def bench(
             "leave it out, which means 0.7",
         )
     peers = parse_peers(peer or [])
-    names = split_names(methods or ("hf,ar,medusa" if sweep is None else "ar,medusa"))
+    usual = "hf,ar,medusa" if sweep is None and not which.agent else "ar,medusa"
+    names = split_names(methods or usual)
     names += [name for name in peers if name not in names]
     files = drafting.model, drafting.run, drafting.drafter, drafting.tree
     choice, drafts = choose_files(names, *files, drafting.lookup)
@@ -132,6 +133,7 @@ def bench(
         gguf,
         draft_model,
         peers,
+        which.agent,
     )
     if sweep is not None:
         sweeps.check(what, sweep, points)
@@ -179,7 +181,7 @@ def answer_bar(backbone: "Backbone", turns: int) -> "Iterator[OnTokens]":
 
 def show(document: Document) -> None:
     """Prints the closing table, and where answers differ."""
-    from medusa_cli.bench.report import gains_table, parts_table
+    from medusa_cli.bench.report import BY_TURN, gains_table, parts_table, turns_table
 
     caption = " ".join(document["facts"])
     console.result(
@@ -188,6 +190,9 @@ def show(document: Document) -> None:
     head, rows = parts_table(document)
     if rows:
         console.result(console.grid("Prompts and generation apart", head, rows, left=("method",)))
+    head, rows = turns_table(document)
+    if rows:
+        console.result(console.grid(BY_TURN, head, rows, left=("method",)))
     for name, figures in document["methods"].items():
         for part in figures["differences"][:5]:
             where = (
