@@ -315,7 +315,8 @@ tree must give the network's own logits.
 
 - **Engine.** `native` runs the layers that it knows, `eager` transformers' own; see [engines](engines.md).
 - **Images.** A model that sees images answers text: images have no way in.
-- **Drafters.** Some checkpoints bring a drafter along; see [drafters that come along](drafters.md).
+- **Drafters.** Some checkpoints and GGUF files bring a drafter along; see [drafters that come along](drafters.md).
+  No real weights of them were there to measure: tiny random ones in the layouts of their makers and of llama.cpp are.
 - **Running states.** Convolutions, Mamba and linear attention keep a state in place of keys. On the eager engine every
   node of a tree has its own, so such layers run a tree level by level, and large states limit its nodes (512 MB a
   tree). The native engine keeps a node's inputs to the state instead. A delta net's state cannot be cut back: a prompt

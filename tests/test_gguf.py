@@ -1394,7 +1394,10 @@ def test_files_that_hold_no_model_are_named(file: Path, key: str, value: str, pa
     assert part in medusa(*words, exit_code=1).stderr
 
 
-@pytest.mark.parametrize(("arch", "part"), [("clip", "mmproj"), ("llama", "vocabulary")])
+@pytest.mark.parametrize(
+    ("arch", "part"),
+    [("clip", "mmproj"), ("llama", "vocabulary"), ("gemma4-assistant", "assistant")],
+)
 def test_files_without_a_model_s_weights_are_named(file: Path, arch: str, part: str) -> None:
     writer = gguf.GGUFWriter(file, arch)
     add_tokenizer(writer)

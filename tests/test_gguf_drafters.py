@@ -210,6 +210,18 @@ def test_a_part_of_an_mtp_layer_is_refused_in_one_line(
     load_backbone(path, FP32)  # the model itself is whole
 
 
+def test_a_file_with_an_mtp_layer_alone_is_named(
+    tmp_path: Path, with_mtp: Callable[[str], Written]
+) -> None:
+    path = Path(with_mtp("qwen3_5_text").write(tmp_path / "tiny.gguf"))
+    path.write_bytes(
+        path.read_bytes().replace(b"blk.0.attn_norm.weight", b"blk.0.~~~~_norm.weight")
+    )
+    with pytest.raises(UserError, match="MTP") as raised:
+        load_backbone(str(path), FP32)
+    assert str(path) in str(raised.value) and raised.value.remedy
+
+
 @pytest.mark.usefixtures("exact")
 def test_an_assistant_beside_a_gguf_file_of_gemma_drafts_as_beside_the_checkpoint(
     tmp_path: Path,

@@ -50,7 +50,14 @@ NO_MODELS = {
     "clip": ("the part of a model that reads images or sound (mmproj)", OWN_FILE),
     "imatrix": ("an importance matrix for quantizing", OWN_FILE),
     "controlvector": ("a control vector", OWN_FILE),
+    "gemma4-assistant": (
+        "an assistant of Gemma 4",
+        "give Gemma 4's own file, and the assistant's folder or hub id as @drafter",
+    ),
 }
+# A tensor that every model has in its first layer, and the key of files that may hold MTP layers alone.
+FIRST = "blk.0.attn_norm.weight"
+LATER = "nextn_predict_layers"
 
 
 @without_progress_bars()
@@ -120,12 +127,19 @@ def write_metadata(path: Path, header: Header, folder: Path) -> None:
 
 def _refuse_other_files(path: Path, header: Header) -> None:
     """Raises UserError for a GGUF file that holds no model, such as an adapter for one."""
-    kind = header.metadata.get("general.type", header.architecture)
+    kind = header.architecture
+    if kind not in NO_MODELS:
+        kind = str(header.metadata.get("general.type", kind))
     if "adapter.type" in header.metadata:
         kind = "adapter"
-    text, remedy = NO_MODELS.get(str(kind), (None, ""))
+    text, remedy = NO_MODELS.get(kind, (None, ""))
     if text is None and not header.tensors:
         text, remedy = "a vocabulary without weights", OWN_FILE
+    if header.metadata.get(f"{header.architecture}.{LATER}") and FIRST not in header.tensors:
+        text, remedy = (
+            "the layer for later tokens (MTP) alone",
+            f"{OWN_FILE}, which may hold it, too",
+        )
     if text is not None:
         raise UserError(f"@model {str(path)!r} is {text}, not a model", remedy)
 
