@@ -118,7 +118,14 @@ class RawMatrix:
             return (self.rows.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
         from gguf import GGMLQuantizationType, dequantize
 
-        return dequantize(self.rows, GGMLQuantizationType[self.format.name])
+        kind = GGMLQuantizationType[self.format.name]
+        values = np.empty((len(self.rows), self.inputs), np.float32)
+
+        def dequantize_part(first: int, end: int) -> None:
+            values[first:end] = dequantize(self.rows[first:end], kind)
+
+        in_parts(len(values), dequantize_part)
+        return values
 
     @property
     def is_finite(self) -> bool:
