@@ -2,6 +2,7 @@
 
 import os
 import random
+import shutil
 import stat
 import struct
 import threading
@@ -200,6 +201,17 @@ def test_a_file_that_vanishes_is_run_again(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(store, "_read", vanishing)
     tokens, _, reused = run(decoder_of(backbone, store=store), TEXT[:210])
     assert tokens == expected and reused == BLOCK
+
+
+def test_a_folder_that_vanishes_is_made_again(tmp_path: Path) -> None:
+    backbone = backbone_of("llama")
+    folder = tmp_path / "store"
+    decoder = decoder_of(backbone, store=store_of(folder, backbone))
+    shutil.rmtree(folder)
+    tokens, _, _ = run(decoder, TEXT[:150])
+    assert tokens == run(decoder_of(backbone), TEXT[:150])[0]
+    decoder.save_prefixes()
+    assert fresh(backbone, folder, TEXT[:151])[1] == 150
 
 
 def test_files_of_other_weights_and_number_types_are_not_used(tmp_path: Path) -> None:

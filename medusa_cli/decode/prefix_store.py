@@ -300,8 +300,11 @@ class PrefixStore:
 
     def _names(self) -> list[str]:
         """Returns the names of the folder's cached prefixes, also of other models."""
-        with os.scandir(self.folder) as entries:
-            return [entry.name for entry in entries if NAME.fullmatch(entry.name)]
+        try:
+            with os.scandir(self.folder) as entries:
+                return [entry.name for entry in entries if NAME.fullmatch(entry.name)]
+        except OSError:  # somebody has removed the folder; the next write makes it again
+            return []
 
     def finish(self) -> None:
         """Waits until everything is written."""
