@@ -51,7 +51,7 @@ check: style ## style, mypy, and the warnings of the C++ compiler
 	$(BIN)/python medusa_cli/native/build.py selftest build/strict/selftest build/strict/libmedusa.so $(STRICT)
 
 # Two processes, a file of tests to one of them: as many as the smallest machine has cores, each with one thread.
-PYTEST := HF_HUB_OFFLINE=1 $(BIN)/pytest -n 2 --dist loadfile
+PYTEST := HF_HUB_OFFLINE=1 $(BIN)/pytest -n 2 --dist loadfile --durations 20 --durations-min 5
 
 test: $(READY) ## the tests, which fetch nothing, once the model and the data are fetched
 	$(BIN)/medusa assets smollm2-135m sharegpt mt-bench
