@@ -204,6 +204,14 @@ class Medusa:
             self._loaded = None
         gc.collect()  # networks and engines form reference cycles
 
+    def use(self, loaded: LoadedModel) -> None:
+        """Takes the drafter and the policy of `loaded`, which has the same model; frees idle decoders."""
+        with self.lock:
+            self._loaded = loaded
+            self.idle.clear()
+            if self.store is not None:  # it keeps the rows of one drafter
+                self.keep_prefixes(self.store.folder, self.store.limit)
+
     @property
     def loaded(self) -> LoadedModel:
         """Returns the model, drafter and policy; raises UserError after `close`, and in a forked process."""

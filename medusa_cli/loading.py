@@ -14,7 +14,7 @@ from medusa_cli.decode.step_times import step_times_for
 from medusa_cli.drafters import Drafter, load_drafter
 from medusa_cli.engine import load_backbone
 from medusa_cli.errors import UsageError, UserError
-from medusa_cli.model import Backbone
+from medusa_cli.model import Backbone, lora
 from medusa_cli.progress import ShowProgress, show_nothing
 from medusa_cli.runs.load_options import DEFAULT_LOADING, LoadOptions, as_trained
 from medusa_cli.runs.resolve import Calibration, Choice, read_calibration
@@ -76,6 +76,24 @@ def load_model(
         return LoadedModel(backbone, template_file=choice.template_file)
     drafter, policy = load_drafting(choice, backbone, tree, show)
     return LoadedModel(backbone, drafter, policy, choice.template_file)
+
+
+def with_drafting(loaded: LoadedModel, choice: Choice) -> LoadedModel:
+    """Returns a loaded model with the drafter and the tree that are chosen now.
+
+    Raises UserError if the choice has another model or adapter.
+    """
+    backbone = loaded.backbone
+    adapter = None if choice.adapter is None else lora.digest(choice.adapter)
+    if choice.model != backbone.id or adapter != backbone.adapter:
+        raise UserError(
+            f"the model is {backbone.id} with the adapter {backbone.adapter}, not {choice.model} with {adapter}",
+            "start the server again",
+        )
+    if choice.drafter is None and not choice.ngrams:
+        return LoadedModel(backbone, template_file=loaded.template_file)
+    drafter, policy = load_drafting(choice, backbone, static_tree(choice))
+    return LoadedModel(backbone, drafter, policy, loaded.template_file)
 
 
 def static_tree(choice: Choice) -> Tree | None:

@@ -10,6 +10,7 @@ from medusa_cli.files import extras, fetch
 from medusa_cli.options import DraftFlags, LoadFlags
 
 if TYPE_CHECKING:
+    from medusa_cli.loading import LoadedModel
     from medusa_cli.model import Backbone
 
 # Tokens that the default context has at least, and rows that a slot needs beyond it for drafts.
@@ -37,6 +38,10 @@ _ALLOW = "A host name under which clients reach this server, such as that of a p
 _KEY = (
     "A key that clients must send; repeatable. MEDUSA_API_KEY is safer, as other users can read command lines; "
     "blanks separate its keys."
+)
+_RECORD = (
+    'Append prompts and answers to FILE, as data for `medusa tune --data`. Requests with "record": false or the '
+    "header X-Medusa-Record: no are left out. [default: nothing is recorded]"
 )
 _CORS = (
     "An origin whose web pages may use the server, such as https://chat.example, besides pages of this machine; * is "
@@ -86,6 +91,7 @@ def serve(
     ssl_keyfile: Annotated[
         Path | None, _access("--ssl-keyfile FILE", "Its key. [default: in the same file]")
     ] = None,
+    record: Annotated[Path | None, _access("--record FILE", _RECORD, dir_okay=False)] = None,
     access_log: Annotated[bool, _access("--access-log", "Print a line for every request.")] = False,
     temperature: options.Temperature = None,
     place: LoadFlags,
@@ -95,17 +101,20 @@ def serve(
     """Serve a model over HTTP as OpenAI's API does: /v1/chat/completions, /v1/responses, /v1/completions, a page.
 
     Answers are decoded together, and join and leave at every step. --temperature applies to requests without one.
-    Ctrl-C or SIGTERM lets running answers finish; a second one ends them.
+    Ctrl-C or SIGTERM lets running answers finish; a second one ends them. SIGHUP loads the drafter again for new
+    requests.
     """
     console.configure(quiet)
     fetch.progress = console.fetching
     extras.need_extra("serve", "medusa serve")
     from medusa_cli.api import Medusa
     from medusa_cli.files.paths import expanded
+    from medusa_cli.loading import with_drafting
     from medusa_cli.options import load
     from medusa_cli.runs.run import called
     from medusa_cli.serve import templates
     from medusa_cli.serve.middleware import Limits
+    from medusa_cli.serve.record import Recorder, answerer
     from medusa_cli.serve.server import Server, check_certificate, file_identity, listen
 
     if quiet and access_log:
@@ -152,7 +161,17 @@ def serve(
     medusa = Medusa(loaded)
     if store is not None:
         medusa.keep_prefixes(*store)
-    server = Server(medusa, limits)
+    recorder = None
+    if record is not None:
+        recorder = Recorder(record, answerer(loaded.backbone.identity))
+        console.info(
+            f"prompts and answers are recorded in {record}; docs/serve.md says what is kept"
+        )
+
+    def load_again() -> "LoadedModel":
+        return with_drafting(loaded, drafting.or_plain(baseline, chat_template))
+
+    server = Server(medusa, limits, recorder, load_again)
     listener.listen()  # before the address is printed
     engine = loaded.backbone.engine
     size = longest * engine.row_bytes + engine.slot_bytes(SPARE_ROWS)

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 _MODEL = "Your model: a name, a folder, a GGUF file, or a Hugging Face id."
 _TIME = "The time for all of it, such as 30m, 1h30m or 90s."
 _DATA = (
-    "Your own prompts or conversations: JSON, JSONL, or a .txt file with a prompt a line. "
-    "[default: ShareGPT, for models of code with as many prompts about code]"
+    "Your own prompts or conversations: JSON, JSONL, or a .txt file with a prompt a line; also the file of `medusa "
+    "serve --record`. [default: ShareGPT, for models of code with as many prompts about code]"
 )
 _RUN = "The run to write. [default: named after MODEL, with -tuned]"
 _ENDPOINT = "Servers of the model that answer instead of this machine, as with `medusa distill`."

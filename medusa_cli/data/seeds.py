@@ -171,7 +171,8 @@ def distinct(seeds: Sequence[Conversation], answered: Collection[str] = ()) -> l
 
     first: dict[tuple[str, ...], str] = {}
     for seed in sorted(seeds, key=lambda seed: seed.id not in answered):
-        prompt = tuple(normalize(message["content"]) for message in seed.questions[0])
+        asked = [message for question in seed.questions[:1] for message in question]
+        prompt = tuple(normalize(message["content"]) for message in asked)
         first.setdefault(prompt, seed.id)
     kept = set(first.values())
     return [seed for seed in seeds if seed.id in kept or seed.id in answered]

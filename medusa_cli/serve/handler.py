@@ -54,9 +54,11 @@ async def translated(body: BaseModel, translate: Callable[[], Translation]) -> T
     """Returns the chat or completion that a request to another API expresses; raises Refusal."""
     await run_in_threadpool(check_whole, body)
     try:
-        return await run_in_threadpool(translate)
+        translation = await run_in_threadpool(translate)
     except ValidationError as reason:
         raise refusal_for_body(reason.errors()) from reason
+    translation.record = translation.record and getattr(body, "record", True)
+    return translation
 
 
 class LargeResponse(JSONResponse):

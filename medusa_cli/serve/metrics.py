@@ -87,6 +87,15 @@ class Metrics:
         )
         self._generated = Counter("medusa_generated_tokens", "Tokens of answers", **own)
         self._verified = Counter("medusa_verified_steps", "Verify steps of sequences", **own)
+        self._kind_steps = Counter(
+            "medusa_kind_steps", "Verify steps by kind of request", ["kind"], **own
+        )
+        self._kind_accepted = Counter(
+            "medusa_kind_accepted_tokens",
+            "Accepted draft tokens by kind of request",
+            ["kind"],
+            **own,
+        )
         self.running = Gauge("medusa_requests_running", "Requests that decode", **own)
         self.waiting = Gauge("medusa_requests_waiting", "Requests in the queue", **own)
         self.batch_size = Histogram(
@@ -102,12 +111,14 @@ class Metrics:
             "medusa_request_seconds", "From a request to its end", buckets=SECONDS, **own
         )
 
-    def count(self, step: Step) -> None:
-        """Adds one step of one sequence to the counts."""
+    def count(self, step: Step, kind: str = "completion") -> None:
+        """Adds one step of one sequence to the counts; kind: that of its request."""
         self._generated.inc(len(step.tokens))
         self._speculative.count(step)
         if step.path:
             self._verified.inc()
+            self._kind_steps.labels(kind).inc()
+            self._kind_accepted.labels(kind).inc(step.accepted)
 
     def page(self) -> bytes:
         """Returns all metrics in Prometheus's text format."""

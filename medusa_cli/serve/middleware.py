@@ -15,7 +15,7 @@ from typing import Any
 from starlette.datastructures import Headers, MutableHeaders
 
 from medusa_cli.errors import shown
-from medusa_cli.serve import neutral
+from medusa_cli.serve import neutral, record
 from medusa_cli.serve.errors import Refusal
 from medusa_cli.serve.metrics import Metrics
 
@@ -112,6 +112,7 @@ class Middleware:
         given = headers.get("x-request-id", "")
         ignored = dict[str, None]()
         neutral.ignored.set(ignored)
+        record.allowed.set(headers.get(record.HEADER, "").strip().lower() not in record.NO)
         request_id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
 
         async def counted(message: Message) -> None:

@@ -86,6 +86,7 @@ class OllamaRequest(Strict):
     stream: bool = True
     options: Options = Field({}, validate_default=True)
     think: bool | str | None = None
+    record: bool = True
     format: (
         Annotated[
             Annotated[Literal["", "json"], Tag(TEXT)] | Annotated[dict[str, Any], Tag(OBJECT)],

@@ -30,6 +30,7 @@ from medusa_cli.serve.errors import (
 from medusa_cli.serve.infill import infill_ids
 from medusa_cli.serve.llama_cpp import InfillRequest
 from medusa_cli.serve.middleware import Limits
+from medusa_cli.serve.record import allowed, kind_of
 from medusa_cli.serve.scheduler import Event, Scheduler, Ticket
 from medusa_cli.serve.schema import (
     MAX_BIASES,
@@ -155,6 +156,8 @@ class Preparation:
             rules["end_of"] = partial(end_of_first_call, names=names)
         stops = StopStrings(backbone, body.stop_strings)
         tickets = list[Ticket]()
+        kind = kind_of(body, grammar)
+        recorder = self._scheduler.recorder if body.record and allowed.get() else None
         try:
             for prompt, limit in zip(prompts, answers, strict=True):
                 request = self._request(body, prompt, limit, grammar)
@@ -168,7 +171,10 @@ class Preparation:
                     own = replace(request, sampling=replace(request.sampling, seed=seed))
                     answer = Answer(backbone, stops, ends=sequence.stop.stop_ids, **rules)
                     receiver = partial(deliver, len(tickets))
-                    tickets.append(Ticket(own, answer, receiver, sequence.fork(own)))
+                    ticket = Ticket(own, answer, receiver, sequence.fork(own), kind=kind)
+                    if recorder is not None:
+                        ticket.keep = partial(recorder.keep, body, prompt, kind, answer)
+                    tickets.append(ticket)
         except UserError as reason:
             raise self.refusal(reason, "prompt") from reason
         return tickets

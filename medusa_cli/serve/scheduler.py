@@ -13,8 +13,10 @@ from medusa_cli.api import Medusa
 from medusa_cli.decode import Answer, Decoder, Likelihood, Piece, Request, Step
 from medusa_cli.decode.sequence import Sequence
 from medusa_cli.errors import UserError, is_out_of_memory
+from medusa_cli.loading import LoadedModel
 from medusa_cli.serve.errors import Refusal
 from medusa_cli.serve.metrics import Metrics, add_positions
+from medusa_cli.serve.record import Recorder
 
 # Seconds that a piece of a prompt should take, because running answers wait for it.
 PIECE_S = 0.12
@@ -63,7 +65,8 @@ class Ticket:
     prompt tokens from the prefix cache. drafts: the number of steps with draft
     tokens. accepted_at: for each position, the number of steps that accepted a draft token there.
     abandoned: nobody waits for the answer, so the scheduler frees its slot before the next step.
-    reports: tell the client of each piece of the prompt that is run.
+    reports: tell the client of each piece of the prompt that is run. kind: the kind of the request,
+    for metrics. tokens: those of the answer. keep: records them when the answer is complete.
     """
 
     request: Request
@@ -76,6 +79,9 @@ class Ticket:
     accepted_at: list[int] = field(default_factory=list)
     abandoned: bool = False
     reports: bool = False
+    kind: str = "completion"
+    tokens: list[int] = field(default_factory=list)
+    keep: Callable[[list[int]], None] | None = None
 
     @property
     def seconds(self) -> float:
@@ -128,6 +134,10 @@ class Scheduler:
         self._pieces = 0  # run so far
         self._waiting: deque[Ticket] = deque()
         self._changed = threading.Condition()  # guards the queue
+        # Decoders with an earlier drafter, until their answers end.
+        self._retiring: list[Decoder] = []
+        self._load: Callable[[], LoadedModel] | None = None
+        self.recorder: Recorder | None = None
         self.closing = False
         self.alive = False
         metrics.running.set_function(lambda: len(self._running))
@@ -172,6 +182,10 @@ class Scheduler:
             True  # without the lock, which the thread interrupted by a signal handler may hold
         )
 
+    def reload(self, load: Callable[[], LoadedModel]) -> None:
+        """Lets `run` load another drafter between two steps; may be called in a signal handler."""
+        self._load = load
+
     def run(self) -> None:
         """Decodes in this thread until drained.
 
@@ -183,6 +197,7 @@ class Scheduler:
         try:
             while self._wait_for_work():
                 try:
+                    self._take_drafter()
                     self._evict()
                     self._admit()
                     self._prefill()
@@ -199,15 +214,40 @@ class Scheduler:
             self.alive = False
 
     def _wait_for_work(self) -> bool:
-        """Waits for a request, and stores prefixes meanwhile; returns False once drained."""
+        """Waits for a request or a drafter, and stores prefixes meanwhile; returns False once drained."""
         stored = False
         while True:
             with self._changed:
-                if not stored and not self._waiting and not self._running and not self.closing:
+                if not stored and not self._has_work and not self.closing:
                     self._changed.wait(0.2)  # `drain` does not notify
-                if self._waiting or self._running or self.closing:
-                    return bool(self._waiting or self._running)
+                if self._has_work or self.closing:
+                    return self._has_work
             stored = self._decoder.store_next()
+
+    @property
+    def _has_work(self) -> bool:
+        return bool(self._waiting or self._running or self._load is not None)
+
+    def _take_drafter(self) -> None:
+        """Loads the drafter that `reload` asks for; the answers in progress go on with the earlier one.
+
+        If that fails, the earlier drafter stays.
+        """
+        load, self._load = self._load, None
+        if load is None:
+            return
+        before = self._medusa.loaded
+        try:
+            self._medusa.use(load())
+            decoder = self._medusa.decoder(self._slots)
+        except Exception as reason:  # the clients must not notice
+            self._medusa.use(before)
+            log.error("the drafter was not loaded again, and the earlier one stays: %s", reason)
+            return
+        if self._running:
+            self._retiring.append(self._decoder)
+        self._decoder = decoder
+        log.info(self._medusa.loaded.description)
 
     def _evict(self) -> None:
         """Ends abandoned requests, and frees their slots and their places in the queue."""
@@ -224,7 +264,9 @@ class Scheduler:
 
     def _next_has_room(self) -> bool:
         """Returns True if the first request in the queue finds a free slot and enough memory."""
-        return bool(self._waiting) and self._decoder.has_room(self._waiting[0].request)
+        if not self._waiting or len(self._running) >= self._slots:
+            return False
+        return self._decoder.has_room(self._waiting[0].request)
 
     def _admit(self) -> None:
         """Gives waiting requests their slots."""
@@ -272,9 +314,16 @@ class Scheduler:
             self._deliver(prompt.sequence, first)
 
     def _step(self) -> None:
-        """Runs one step of all running requests; without memory for it, fails the one that the decoder gave up."""
+        """Runs one step of all running requests."""
+        for decoder in (self._decoder, *self._retiring):
+            self._step_of(decoder)
+        if self._retiring:
+            self._retiring = [old for old in self._retiring if old.free_slots < self._slots]
+
+    def _step_of(self, decoder: Decoder) -> None:
+        """Runs one step of a decoder; without memory for it, fails the request that the decoder gave up."""
         try:
-            steps = self._decoder.step()
+            steps = decoder.step()
         except Exception as reason:
             ended = [sequence for sequence in self._running if sequence.done]
             if not ended or not is_out_of_memory(reason):
@@ -293,14 +342,17 @@ class Scheduler:
     def _deliver(self, sequence: Sequence, step: Step) -> None:
         """Sends a step's text to its client, and ends the request at its finish reason."""
         ticket = self._running[sequence]
+        ticket.tokens += step.tokens
         pieces = ticket.answer.add(step, sequence.finish_reason)
         step = ticket.answer.step
-        self._metrics.count(step)
+        self._metrics.count(step, ticket.kind)
         ticket.count(step)
         if ticket.answer.finish_reason is None:
             ticket.deliver(Event(pieces, step.likelihoods, tokens=step.tokens))
         else:  # a stop string may end the text before the decoder sees an end
             self._release(sequence)
+            if ticket.keep is not None:  # before the client has the whole answer
+                ticket.keep(ticket.tokens)
             self._finish(ticket, Event(pieces, step.likelihoods, last=True, tokens=step.tokens))
 
     def _release(self, sequence: Sequence) -> None:
@@ -331,6 +383,7 @@ class Scheduler:
         for sequence in list(self._running):
             self._finish(self._running.pop(sequence), Event(error=reason, last=True))
         self._prompts = []
+        self._retiring = []
         traceback.clear_frames(reason.__traceback__)  # the frames hold the old decoder
         del self._decoder
         gc.collect()

@@ -234,6 +234,9 @@ class Common(Strict):
     ] = Field(
         True, description="false: plain decoding. The answer is the same; not in OpenAI's API"
     )
+    record: bool = Field(
+        True, description="false: leaves the request out of the file of --record, if there is one"
+    )
 
     @property
     def drafts(self) -> Speculative:

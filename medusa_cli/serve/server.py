@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import resource
 import signal
 import socket
@@ -10,6 +11,7 @@ import sys
 import threading
 import time
 from asyncio import TimerHandle, Transport
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -22,8 +24,10 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from medusa_cli.api import Medusa
 from medusa_cli.decode.grammar import Grammar, matcher_of
 from medusa_cli.errors import UsageError, UserError
+from medusa_cli.loading import LoadedModel
 from medusa_cli.serve.app import build
 from medusa_cli.serve.middleware import Limits
+from medusa_cli.serve.record import Recorder
 from medusa_cli.serve.templates import TemplateProcess
 
 MAX_HEADERS = 64 << 10  # bytes of a request's first line and headers
@@ -40,12 +44,23 @@ LOGS = ("uvicorn.error", "asyncio", "medusa_cli.serve.scheduler")
 class Server:
     """Accepts requests in a separate thread, and decodes in the thread that calls `run`."""
 
-    def __init__(self, medusa: Medusa, limits: Limits) -> None:
+    def __init__(
+        self,
+        medusa: Medusa,
+        limits: Limits,
+        recorder: Recorder | None = None,
+        load: Callable[[], LoadedModel] | None = None,
+    ) -> None:
+        """Prepares to serve. recorder: records answers. load: loads the drafter again, at SIGHUP."""
+        self._load = load
+        # A terminal that is closed also sends SIGHUP.
+        self._in_terminal = os.isatty(0)
         self._templates = TemplateProcess(medusa.backbone, limits.template_s)
         # Reading the vocabulary takes a second in which no other thread runs.
         with suppress(UserError):
             matcher_of(medusa.backbone, Grammar("regex", "a"))
         app, self._scheduler = build(medusa, limits, self._templates)
+        self._scheduler.recorder = recorder
         self._head_s = limits.head_s
         # A quarter of the limit is left for other files: the listener, the log, the model.
         limits = replace(limits, max_connections=min(limits.max_connections, file_limit() * 3 // 4))
@@ -80,12 +95,23 @@ class Server:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, lambda *_: self.stop())
+            signal.signal(signal.SIGHUP, lambda *_: self.reload())
         web = threading.Thread(target=self._listen, args=(listener,), name="web", daemon=True)
         web.start()
         self._scheduler.run()
         self._web.should_exit = True  # uvicorn first sends the last lines
         web.join()
         self._templates.close()
+
+    def reload(self) -> None:
+        """Loads the drafter again, and opens the file of records again; ends the server if its terminal has gone."""
+        if self._in_terminal and not os.isatty(0):
+            self.stop()
+            return
+        if self._scheduler.recorder is not None:
+            self._scheduler.recorder.reopen()
+        if self._load is not None:
+            self._scheduler.reload(self._load)
 
     def stop(self) -> None:
         """Refuses new requests and ends the server after the accepted ones; a second call raises KeyboardInterrupt."""

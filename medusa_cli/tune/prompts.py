@@ -87,7 +87,10 @@ def held_out_questions(seeds: Sequence[Conversation]) -> list[Question]:
     asked = [
         Question(seed.id, "held-out", tuple(seed.turns[:1]), (), seed.system)
         for seed in seeds
-        if seed.id in held_out and not seed.raw and len(seed.turns[0]) <= LONGEST_QUESTION
+        if seed.id in held_out
+        and not seed.raw
+        and seed.turns
+        and len(seed.turns[0]) <= LONGEST_QUESTION
     ]
     if not asked:
         raise UserError("@data holds no prompt that can be held out", TWO)
