@@ -104,7 +104,9 @@ def measure(
     answer_s = verify[max(verify)] / max(verify) + (plain["first_token_s"] or 0.0) / ANSWER
     if recipe.distill.endpoint is not None:
         answer_s = 1 / (SERVED * plain["tokens_per_s"])
-    answers = [row["turns"][0] for row in plain["answers"]]
+    # As long as distilled ones, because a drafter may read prompts as well.
+    repeats = max(1, ANSWER // tokens)
+    answers = [" ".join([row["turns"][0]] * repeats) for row in plain["answers"]]
     facts = _time_training(recipe, questions, answers, options, start)
     seconds = facts["seconds"]
     trained_s = seconds["training"] + seconds["validation"]
@@ -138,7 +140,7 @@ def _time_training(
             for number in range(copies):
                 for question, answer in zip(questions, answers, strict=True):
                     asked = {"role": "user", "content": question.turns[0]}
-                    answered = {"role": "assistant", "content": answer or "Yes, it is."}
+                    answered = {"role": "assistant", "content": answer.strip() or "Yes, it is."}
                     record = {"id": f"{question.id}-{number}", "messages": [asked, answered]}
                     out.write(json.dumps(record) + "\n")
         recipe = replace(recipe, train=replace(recipe.train, epochs=1))

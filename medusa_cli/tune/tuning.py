@@ -55,7 +55,9 @@ SAVE_S = 5.0
 BATCH = 512
 GPU_BATCH = 6_144
 ADAPT_LR = 2e-4
-VALIDATIONS = 10
+VALIDATIONS = 16
+# Positions that are prepared, over those that fit in the time by the first measurement.
+SPARE = 2
 # The least amounts of data, for times that are too short.
 MIN_TOKENS = 256
 MIN_POSITIONS = 2_048
@@ -376,10 +378,10 @@ class Tuning:
         self._note(trained=trained.figures)
 
     def _training_words(self) -> list[str]:
-        """Returns the recipe of a training that takes some more than the time that is left: it is cut to fit."""
+        """Returns the recipe of a training that may take longer than the time that is left: it is cut to fit."""
         measured = self.measured
         tokens = self.state.distilled or MIN_TOKENS
-        possible = round(1.2 * self._left_s() / measured.position_s)
+        possible = round(SPARE * self._left_s() / measured.position_s)
         positions = max(MIN_POSITIONS, min(possible, MAX_EPOCHS * tokens))
         batch = GPU_BATCH if self._on_gpu else BATCH
         steps = max(2, positions // batch)
