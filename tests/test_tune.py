@@ -11,7 +11,8 @@ from medusa_cli.data.conversation import Conversation
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.files.model_source import ModelSource
 from medusa_cli.model.digest import weights_of
-from medusa_cli.tune import expectation
+from medusa_cli.runs import resolve
+from medusa_cli.tune import expectation, measuring
 from medusa_cli.tune.plan import EPOCHS, MAX_EPOCHS, Measured, parse_time, plan
 from medusa_cli.tune.prompts import held_out_questions, read_prompts
 from tests.crash import JOBS, Count, crash, learn, prepare
@@ -112,6 +113,7 @@ def test_expectations_are_those_of_the_table_in_the_docs() -> None:
 
 def test_a_speedup_is_at_least_that_of_plain_decoding() -> None:
     assert expectation.speedup(1.0, dict(VERIFY)) == 1.0
+    assert expectation.speedup(1.0, {1: 0.02, 2: 0.01, 4: 0.012}) == 1.0  # of a busy machine
     assert 1.1 < expectation.speedup(2.2, dict(VERIFY)) < 2.2
     low, high = re.findall(r"\d\.\d+", expectation.interval(1.4))
     assert float(low) < 1.4 < float(high)
@@ -202,6 +204,24 @@ def test_a_dry_run_tells_and_writes_nothing(place: Path, monkeypatch: pytest.Mon
     assert facts["measured"]["plain_per_s"] > 0 and facts["measured"]["position_s"] > 0
     assert facts["promised"] >= 1.0 and facts["distilled"] is None
     assert sorted(place.rglob("*")) == before
+
+
+def test_a_related_models_drafter_is_trained_further_if_it_is_accepted(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = save_model(tmp_path / "model")
+    save_run(tmp_path / "shipped" / "related", model, calibrated=True)
+    monkeypatch.setattr(resolve, "SHIPPED", tmp_path / "shipped")
+    words = ("tune", model, "--time", "1s", "--data", place / "prompts.jsonl", "--device", "cpu")
+    words += ("--dtype", "fp32", "--dry-run")
+    # Random heads give one token a step.
+    assert medusa_json(*words)["measured"]["start"] is None
+    monkeypatch.setattr(measuring, "ACCEPTS", 0.9)
+    facts = medusa_json(*words)
+    assert facts["measured"]["start"] == str(tmp_path / "shipped" / "related")
+    assert set(facts["measured"]["speedups"]) == {"lookup", "start"}
+    assert facts["promised"] > 0
 
 
 def test_a_killed_tuning_ends_as_an_uninterrupted_one(

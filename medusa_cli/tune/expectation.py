@@ -79,10 +79,9 @@ def speedup(length: float, verify: Mapping[int, float]) -> float:
     """
     plain = verify[1]
     sizes = [size for size in KEPT if size <= max(verify)]
-    ratios = [
-        (1 + (length - 1) * KEPT[size]) / (interpolate(verify, size) / plain + DRAFTING)
-        for size in sizes
-    ]
+    # A larger pass only seems faster where the machine was busy.
+    overheads = {size: max(1.0, interpolate(verify, size) / plain) + DRAFTING for size in sizes}
+    ratios = [(1 + (length - 1) * KEPT[size]) / overheads[size] for size in sizes]
     return max([1.0, *ratios])
 
 

@@ -93,7 +93,8 @@ def measure(
     plain = methods["ar"]
     drafted = {name: row for name, row in methods.items() if name != "ar"}
     lengths = {name: row["acceptance_length"] or 1.0 for name, row in drafted.items()}
-    start = drafters["start"].home if lengths.get("start", 0.0) > ACCEPTS else None
+    related = drafters["start"].drafter if lengths.get("start", 0.0) > ACCEPTS else None
+    start = None if related is None else Run(related.parent)
     backbone = load_backbone(model, options)
     verify = step_times_for(backbone, None, None).verify
     del backbone

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from medusa_cli.bench.questions import Question
-from medusa_cli.data.conversation import Conversation, check_conversations, id_of, tokenized_of
+from medusa_cli.data.conversation import Conversation, id_of, tokenized_of
 from medusa_cli.data.packing import held_out_ids
 from medusa_cli.data.seeds import read_seeds, seed_of
 from medusa_cli.errors import UserError
@@ -45,7 +45,6 @@ def read_prompts(model: ModelSource, data: Path | None) -> tuple[list[Conversati
         return [seed for seed in mixed if seed is not None], f"{DEFAULT_SEED}, {CODE}"
     if not data.is_file():
         raise UserError(f"@data {data} does not exist", "give a file of prompts or conversations")
-    check_conversations(data)
     if data.suffix == ".txt":
         seeds, report = read_seeds(str(data))
     else:
