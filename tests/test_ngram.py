@@ -307,7 +307,9 @@ def drafter_for(backbone: Backbone, kind: str) -> HeadDrafter | None:
 )
 def test_answers_are_those_of_plain_decoding(family: str, sampling: Sampling) -> None:
     backbone = tiny_backbone(family)
-    rules: dict[str, Any] = {"max_new_tokens": 60, "stop_ids": (), "sampling": sampling}
+    # Mistral's text repeats itself late.
+    count = 90 if family == "mistral" else 60
+    rules: dict[str, Any] = {"max_new_tokens": count, "stop_ids": (), "sampling": sampling}
     expected = tokens_of(generate_plain(backbone, ROUND, **rules))
     for kind, policy in policies().items():
         steps = list(generate(backbone, drafter_for(backbone, kind), policy, ROUND, **rules))
