@@ -275,6 +275,7 @@ def test_broken_tree_files_are_refused(tmp_path: Path, text: str) -> None:
         load_tree(tmp_path / "t.json")
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("suffix", ["png", "svg"])
 def test_drawings_show_every_node(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"tree.{suffix}"
