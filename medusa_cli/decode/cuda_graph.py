@@ -529,6 +529,7 @@ class _GraphStep:
             0,
             self._cache.capacity,
             by_length=engine.by_length,
+            exact=engine.exact is not None,
         )
         states, final = engine.run(tokens, layout, self._cache, self._taps)
         logits = engine.backbone.finish_logits(engine.lm_head(final))

@@ -196,7 +196,7 @@ class Decoder:
         scores_prompt = request.scores_prompt
         reported = [Likelihood(prompt[0], math.nan)] if scores_prompt else []
         limit = PROMPT_ROWS if scores_prompt else self.engine.prefill_rows
-        timed = piece_s is not None and self.engine.row_invariant
+        timed = piece_s is not None and self.engine.prompt_invariant
         rows = min(limit, self._first_piece) if timed else limit
         hidden: list[Tensor] = []
         keep_states = self._keeps_states(len(self._prefixes.taken))
@@ -387,11 +387,13 @@ class Decoder:
             draft.tokens[0] = sequences[i].root
         return drafts
 
+    @torch.inference_mode()
     def _catch_up(self, slot: int, sequence: Sequence) -> None:
         """Provides the states of a sequence's last tokens to a drafter that has missed them.
 
-        The tokens are run again, which gives the same rows. Of a long text, only the last tokens are
-        run: a drafter's rows may leave out positions.
+        The tokens are run again, which gives the same rows; where a prompt's rows have other bits than
+        those of steps, the old rows return. Of a long text, only the last tokens are run: a drafter's
+        rows may leave out positions.
         """
         sequence.missed = False
         end = len(sequence.tokens)
@@ -399,6 +401,8 @@ class Decoder:
         if sequence.unread and sequence.unread[0].start <= start:
             return
         start = self.cache.reusable(slot, min(start, end - 1))
+        differs = self.engine.row_invariant and not self.engine.prompt_invariant
+        rows = self.cache.both[:, :, slot, :, start:end].clone() if differs else None
         try:
             self.cache.truncate(slot, start)
             tokens = upload(sequence.tokens[start:], self.backbone.device)
@@ -408,6 +412,8 @@ class Decoder:
                 ).hidden[0]
                 for chunk in tokens.split(self.engine.prefill_rows)
             ]
+            if rows is not None:
+                self.cache.both[:, :, slot, :, start:end] = rows
         except BaseException:  # the slot has fewer rows than the sequence has tokens
             self._prefixes.drop(sequence)
             raise
@@ -444,10 +450,11 @@ class Decoder:
         return Accepted(path, tokens, ids, bonus, out.hidden[slot, rows], extra, reported)
 
     def _fit(self, sequences: list[Sequence], proposals: list[Proposal]) -> list[Proposal]:
-        """Truncates trees and n-gram paths to the positions left in the context."""
+        """Truncates trees and n-gram paths to the positions left in the context and to the engine's depth."""
         fitting: list[Proposal] = []
         for sequence, (tree, paths) in zip(sequences, proposals, strict=True):
-            depth = self.backbone.max_positions - len(sequence.tokens) - 1
+            left = self.backbone.max_positions - len(sequence.tokens) - 1
+            depth = min(left, self.engine.tree_depth)
             if tree.max_depth > depth:
                 tree = tree.truncate(depth)
             fitting.append((tree, [path[:depth] for path in paths]))

@@ -95,7 +95,7 @@ class PrefixStore:
         self, folder: Path, limit: int, backbone: Backbone, drafter: Drafter | None = None
     ) -> None:
         """Creates the folder; raises UsageError if it cannot be written, or if the engine's rows are not exact."""
-        if not backbone.engine.row_invariant:
+        if not backbone.engine.prompt_invariant:
             fault = f"@prefix_store needs the native engine, and the {backbone.engine.name} engine runs {backbone.id!r}"
             raise UsageError(fault, "leave it out, or use @engine native")
         try:

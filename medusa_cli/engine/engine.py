@@ -1,9 +1,10 @@
 """The interface of engines, which run plans over a cache and return states and logits."""
 
+import sys
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -36,9 +37,13 @@ class Engine(ABC):
     weight_bytes: int
     # The type to which the engine has quantized the weights: int8, int4 or None.
     quantize: str | None = None
-    # True if a row has the same bits alone, in a tree, in a batch and in a prompt. Greedy output
-    # with drafts then equals that of plain decoding in every number type.
+    # True if a row has the same bits alone, in a tree and in a batch. Greedy output with drafts then
+    # equals that of plain decoding in every number type.
     row_invariant = False
+    # True if it also has them in a prompt, in pieces of any size.
+    prompt_invariant = False
+    # The maximum depth of a tree.
+    tree_depth = sys.maxsize
 
     def __init__(self, backbone: Backbone) -> None:
         self.backbone = backbone
@@ -157,6 +162,8 @@ class LayoutEngine(Engine):
     masks: Masks
     # True if steps are captured as CUDA graphs; None if that has not been tried yet.
     captures: bool | None = False
+    # The exact path of steps (an ExactPath), which makes the engine row-invariant, if it has one.
+    exact: Any = None
     # True if attention in CUDA graphs reads no column beyond the slots' lengths, given in a tensor.
     by_length = False
 
@@ -167,7 +174,9 @@ class LayoutEngine(Engine):
     def run_pass(self, plan: Plan, cache: Cache) -> Output:
         rows = plan.tokens.shape[1]
         tokens = plan.tokens.to(self.backbone.device)
-        layout = lay_out(plan, cache, self.masks, self.backbone.max_positions, tokens.device)
+        context = self.backbone.max_positions
+        exact = self.exact is not None
+        layout = lay_out(plan, cache, self.masks, context, tokens.device, exact)
         states, final = self.run(tokens, layout, cache, plan.taps)
 
         extra = None

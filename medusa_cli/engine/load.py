@@ -15,6 +15,7 @@ from medusa_cli.engine.description import Description
 from medusa_cli.engine.description_cache import describe_once
 from medusa_cli.engine.eager import EagerEngine
 from medusa_cli.engine.engine import Engine
+from medusa_cli.engine.exact import use_exact_path
 from medusa_cli.engine.native import NativeEmbedding, NativeEngine
 from medusa_cli.engine.native_model import NativeModel
 from medusa_cli.engine.packed import MissingWeights, Packed, pack_in_memory, pack_once
@@ -95,7 +96,7 @@ def load_backbone(
 
     if named != "eager" and not on_cpu and not needs_network:
         try:
-            backbone.engine = TorchEngine(backbone)
+            backbone.engine = _torch_engine(backbone)
             return backbone
         except Unsupported as reason:
             if named == "torch":
@@ -124,7 +125,7 @@ def attach(
             model = NativeModel(description, packed, rotary_of(network), backbone.max_positions)
             backbone.engine = NativeEngine(backbone, model, int8, quantize)
         elif engine == "torch":
-            backbone.engine = TorchEngine(backbone)
+            backbone.engine = _torch_engine(backbone)
         elif engine == "eager":
             backbone.engine = EagerEngine(backbone)
         else:
@@ -135,6 +136,15 @@ def attach(
             "use @engine auto or eager",
         ) from reason
     return backbone.engine
+
+
+def _torch_engine(backbone: Backbone) -> TorchEngine:
+    """Returns the torch engine, whose steps take the exact path where a probe allows it."""
+    engine = TorchEngine(backbone)
+    # fp32 has no tensor cores to compute a whole tile for one row, and near-ties are rare there.
+    if backbone.device.type == "cuda" and engine.dtype != torch.float32:
+        use_exact_path(engine)
+    return engine
 
 
 @dataclass(frozen=True)

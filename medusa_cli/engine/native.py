@@ -52,6 +52,7 @@ class NativeEngine(Engine):
 
     name = "native"
     row_invariant = True
+    prompt_invariant = True
 
     def __init__(
         self, backbone: Backbone, model: NativeModel, int8_rows: bool, quantize: str | None = None

@@ -10,6 +10,7 @@ from medusa_cli.device import numbered, upload
 from medusa_cli.engine.attention import visible_behind
 from medusa_cli.engine.cache import Cache
 from medusa_cli.engine.extra_rows import ExtraRows, ExtraRowStates
+from medusa_cli.engine.reach import Reach
 from medusa_cli.model.attention import FULL, Masks, additive
 
 
@@ -95,7 +96,8 @@ class Layout:
     the slot's length, if B is 1 and the host knows it. columns [B, R]: where rows are written.
     lengths [B]: the lengths of the slots, if attention reads no column beyond them; the mask of full
     attention is then [B, R, R], over the rows themselves. tree: depth [B or 1, n] and mask
-    [B or 1, n, n] of a tree's rows, None for a chain.
+    [B or 1, n, n] of a tree's rows, None for a chain. reach: takes the place of masks on the exact
+    path.
     """
 
     first: int
@@ -108,13 +110,21 @@ class Layout:
     extra_rows: ExtraRowStates | None = None
     lengths: Tensor | None = None
     tree: tuple[Tensor, Tensor] | None = None
+    reach: Reach | None = None
 
 
-def lay_out(plan: Plan, cache: Cache, masks: Masks, context: int, device: torch.device) -> Layout:
+def lay_out(
+    plan: Plan,
+    cache: Cache,
+    masks: Masks,
+    context: int,
+    device: torch.device,
+    exact: bool = False,
+) -> Layout:
     """Returns the layout of a plan in a cache, which grows as needed.
 
     context: the model's maximum number of positions. Extra rows beyond it get its last position,
-    since rotary tables may change there.
+    since rotary tables may change there. exact: trees without extra rows take the exact path.
     """
     every = torch.arange(plan.tokens.shape[1], device=device)
     if plan.depth is None or plan.tree_mask is None:
@@ -142,7 +152,15 @@ def lay_out(plan: Plan, cache: Cache, masks: Masks, context: int, device: torch.
         # The fastest kernel of a GPU accepts no mask.
         return Layout(plan.first, 1, depth, masks.causal(rows, device), 0, every[None], rows)
     layout = lay_out_at(
-        upload(lengths, device), tree_mask, depth, masks, context, plan.first, end, extra_rows
+        upload(lengths, device),
+        tree_mask,
+        depth,
+        masks,
+        context,
+        plan.first,
+        end,
+        extra_rows,
+        exact=exact and not plan.is_chain and extra_rows is None,
     )
     return replace(layout, start=lengths[0] if size == 1 else None, tree=tree)
 
@@ -157,19 +175,25 @@ def lay_out_at(
     wide: int,
     extra_rows: ExtraRowStates | None = None,
     by_length: bool = False,
+    exact: bool = False,
 ) -> Layout:
     """Returns the layout of R new rows in each of B slots.
 
     lengths [B]: the current lengths of the slots. tree_mask [B or 1, R, R]: the rows of the pass
     that each new row sees. depth [B or 1, R]: the positions of the new rows, relative to the
-    length. by_length: attention reads no column beyond the lengths. This function reads no
-    tensor's values on the host, so it can be captured in a CUDA graph.
+    length. by_length: attention reads no column beyond the lengths. exact: the layout is for the
+    exact path, which needs no masks. This function reads no tensor's values on the host, so it can
+    be captured in a CUDA graph.
     """
     size = len(lengths)
     rows = depth.shape[1]
     positions = lengths[:, None] + depth
     by_kind = dict[str, Tensor]()
 
+    if exact:
+        reach = Reach.of(lengths, depth, tree_mask, masks)
+        positions = positions.clamp(max=context - 1)
+        return Layout(first, size, positions, {}, None, reach.columns, wide, reach=reach)
     if not by_length or masks.kinds != [FULL]:
         column = torch.arange(wide, device=lengths.device).expand(size, -1)
         if masks.kinds != [FULL]:  # windows count positions, not columns

@@ -18,6 +18,7 @@ from medusa_cli.engine.cache import Cache
 from medusa_cli.engine.engine import LayoutEngine
 from medusa_cli.engine.plan import Layout, Plan
 from medusa_cli.engine.probes import eps_of
+from medusa_cli.engine.reach import LAG, Reach
 from medusa_cli.model.attention import Masks
 from medusa_cli.model.backbone import Backbone, Layers, Unsupported, padded_pass
 from medusa_cli.model.checks import FAULTS, probe_tokens
@@ -159,6 +160,14 @@ class TorchEngine(LayoutEngine):
 
     name = "torch"
 
+    @property
+    def row_invariant(self) -> bool:  # type: ignore[override]
+        return self.exact is not None
+
+    @property
+    def tree_depth(self) -> int:  # type: ignore[override]
+        return super().tree_depth if self.exact is None else LAG - 1
+
     def __init__(self, backbone: Backbone) -> None:
         super().__init__(backbone)
         model = backbone.model
@@ -237,6 +246,8 @@ class TorchEngine(LayoutEngine):
         x = self._parts.base.embed_tokens(tokens).to(self.dtype)  # [B, R, H]
         if cache.keys is None:
             cache.allocate(self.kv, self.dim, x)
+        if self.exact is not None and layout.reach is not None:
+            return self._run_exactly(x, layout, layout.reach, cache, taps)
         extra_rows = layout.extra_rows
         last = len(self.layers)
         cuts = {
@@ -257,6 +268,25 @@ class TorchEngine(LayoutEngine):
         # As in the network's list of states, those of the last layer follow the final norm.
         tapped[-1] = x
         return x if taps == (-1,) else torch.cat([tapped[tap] for tap in taps], dim=-1), x
+
+    def _run_exactly(
+        self, x: Tensor, layout: Layout, reach: Reach, cache: Cache, taps: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor]:
+        """Runs embeddings [B, R, H] on the exact path; see `run`."""
+        assert self.exact is not None
+        cached = cache.both[:, :, layout.first : layout.first + layout.size]
+        cos, sin = self._rotations(layout.positions, layout)
+        states = self.exact.run(x.flatten(0, 1), cached, cos, sin, reach, taps)
+        final = states[-1].view(x.shape)
+        if taps == (-1,):
+            return final, final
+        return torch.cat([states[tap].view(x.shape) for tap in taps], dim=-1), final
+
+    def lm_head(self, states: Tensor) -> Tensor:
+        if self.exact is None:
+            return super().lm_head(states)
+        scores: Tensor = self.exact.lm_head(states)
+        return scores
 
     def run_layers(
         self,
@@ -302,18 +332,23 @@ class TorchEngine(LayoutEngine):
         """Returns the inputs of `run_layers` for the first `rows` rows of a layout."""
         masks = [layout.masks[kind][:, :rows] for kind in self.masks.kinds]
         masks = [self._for_groups(mask)[:, None] for mask in masks]
-        # Slots may share their positions.
-        positions = layout.positions[:, :rows].expand(layout.size, -1).flatten()
-        tables = (
-            self._cos_sin(table, positions, layout.wide) for table in range(len(self._tables))
-        )
-        cos, sin = map(list, zip(*tables, strict=True))
+        cos, sin = self._rotations(layout.positions[:, :rows], layout)
         reads = (
             []
             if layout.lengths is None
             else columns_read(layout.lengths, rows, self.kv, layout.wide)
         )
         return masks, reads, cos, sin, layout.columns[:, :rows]
+
+    def _rotations(self, positions: Tensor, layout: Layout) -> tuple[list[Tensor], list[Tensor]]:
+        """Returns the cosines and sines [B * R, 1, D] by rotary table for the rows of a layout."""
+        # Slots may share their positions.
+        positions = positions.expand(layout.size, -1).flatten()
+        tables = (
+            self._cos_sin(table, positions, layout.wide) for table in range(len(self._tables))
+        )
+        cos, sin = map(list, zip(*tables, strict=True))
+        return cos, sin
 
     def _for_groups(self, mask: Tensor) -> Tensor:
         """Returns a mask [B, R, L] repeated for the query heads of a key head, [B, G * R, L]."""

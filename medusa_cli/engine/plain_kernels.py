@@ -1,0 +1,153 @@
+"""The twins of the exact path's kernels in plain torch: slow and obvious, each row by itself.
+
+They take and return what the kernels in `kernels` and `kernel_attention` do. With doubles they are a reference.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from medusa_cli.engine.reach import CHUNK, Reach, slices_of
+
+
+def _wide(x: Tensor) -> Tensor:
+    """Returns 16-bit numbers in fp32, and others as they are."""
+    return x.float() if x.itemsize == 2 else x
+
+
+def matmul(x: Tensor, weight: Tensor) -> Tensor:
+    """Returns the sums over slices of K [S, R, N], for rows [R, K] and a weight [N, K]."""
+    slices = slices_of(*weight.shape)
+    width = -(-x.shape[1] // slices)
+    pairs = zip(_wide(x).split(width, dim=1), _wide(weight).split(width, dim=1), strict=True)
+    return torch.stack([torch.stack([w.mv(row) for row in part]) for part, w in pairs])
+
+
+def _sum(parts: Tensor, bias: Tensor | None) -> Tensor:
+    """Returns the sum [R, N] of slices in order, and of a bias."""
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total if bias is None else total + _wide(bias)
+
+
+def _normed(x: Tensor, gain: Tensor, eps: float) -> Tensor:
+    """Returns x / rms(x) * gain, row by row."""
+    squares = torch.stack([row.square().mean() for row in x])
+    return x * (squares + eps).rsqrt()[:, None] * _wide(gain)
+
+
+def add_norm(
+    x: Tensor,
+    gain: Tensor,
+    eps: float,
+    parts: Tensor | None = None,
+    bias: Tensor | None = None,
+    after: Tensor | None = None,
+    eps_after: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """Returns x + a matmul's sums [R, H], and that state divided by its root mean square, times gain [H]."""
+    if parts is not None:
+        y = _sum(parts, bias)
+        y = y if after is None else _normed(y, after, eps_after)
+        x = (_wide(x) + y).to(x.dtype)
+    return x, _normed(_wide(x), gain, eps).to(x.dtype)
+
+
+def rotate_write(
+    parts: Tensor,
+    bias: Tensor | None,
+    gains: Tensor | None,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    reach: Reach,
+) -> Tensor:
+    """Writes keys and values to a cache [B, KV, C, D]; returns the queries [R, heads, D], both rotated."""
+    size, kv, _, dim = keys.shape
+    qkv = _sum(parts, bias).unflatten(1, (-1, dim))
+    query_key, value = qkv.split([qkv.shape[1] - kv, kv], dim=1)
+    if gains is not None:
+        both = query_key.split([query_key.shape[1] - kv, kv], dim=1)
+        normed = [
+            _normed(x.flatten(0, 1), gain, eps).view_as(x)
+            for x, gain in zip(both, gains, strict=True)
+        ]
+        query_key = torch.cat(normed, dim=1)
+    rolled = query_key.roll(dim // 2, -1)
+    query_key = (query_key * _wide(cos) + rolled * _wide(sin)).to(keys.dtype)
+    query, key = query_key.split([query_key.shape[1] - kv, kv], dim=1)
+    slots = torch.arange(size).repeat_interleave(reach.rows)
+    keys.transpose(1, 2)[slots, reach.columns.long()] = key
+    values.transpose(1, 2)[slots, reach.columns.long()] = value.to(values.dtype)
+    return query
+
+
+def gate(parts: Tensor, bias: Tensor | None, activation: str, dtype: torch.dtype) -> Tensor:
+    """Returns activation(gate) * up [R, I] for the sums [S, R, 2 I] of a matmul."""
+    gate, up = _sum(parts, bias).chunk(2, dim=1)
+    return (ACTIVATIONS[activation](gate) * up).to(dtype)
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu_tanh": _gelu_tanh,
+    "gelu": F.gelu,
+}
+
+
+def attend(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    reach: Reach,
+    kind: str,
+    scale: float,
+    cap: float = 0.0,
+) -> Tensor:
+    """Returns the attention [R, heads * D] from queries [R, heads, D] to a cache [B, KV, C, D]."""
+    groups = query.shape[1] // keys.shape[1]
+    out = torch.empty_like(query)
+    bounds = zip(
+        reach.position.tolist(), reach.limit.tolist(), reach.low[kind].tolist(), strict=True
+    )
+    for r, (position, limit, low) in enumerate(bounds):
+        slot = r // reach.rows
+        near = reach.places[r, max(low - limit, 0) : position - limit + 1].long()
+        far = [
+            torch.arange(max(start, low), min(start + CHUNK, limit))
+            for start in range(low // CHUNK * CHUNK, limit if low < limit else 0, CHUNK)
+        ]
+        for head, q in enumerate(_wide(query[r])):
+            own = slot, head // groups
+            out[r, head] = _attend(q, keys[own], values[own], [near, *far], scale, cap)
+    return out.flatten(1)
+
+
+def _attend(
+    query: Tensor, keys: Tensor, values: Tensor, parts: list[Tensor], scale: float, cap: float
+) -> Tensor:
+    """Returns the attention [D] of a query [D] to the columns of each part, which are merged in order."""
+    high = query.new_tensor(-torch.inf)
+    weight = query.new_zeros(())
+    mean = torch.zeros_like(query)
+    for columns in parts:
+        score = _wide(keys[columns]).mv(query) * scale
+        score = score if not cap else (score / cap).tanh() * cap
+        top = score.max()
+        share = (score - top).exp()
+        part = _wide(values[columns]).T.mv(share)
+        higher = torch.maximum(high, top)
+        keep, add = (high - higher).exp(), (top - higher).exp()
+        weight = weight * keep + share.sum() * add
+        mean = mean * keep + part * add
+        high = higher
+    return mean / weight

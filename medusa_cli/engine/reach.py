@@ -1,0 +1,86 @@
+"""Where the rows of a pass read and write keys and values on the exact path, by their positions in the text alone.
+
+A row at position p reads the columns below limit(p) in chunks, and the rest in the order of the text, at most NEAR of
+them. limit(p) lags LAG positions behind, so every column below it was in the cache before any pass that holds p:
+a row reads the same numbers in the same order whether its ancestors are nodes of a tree or came step by step.
+"""
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from medusa_cli.device import numbered
+from medusa_cli.model.attention import CHUNKED, FULL, Masks
+
+# Positions by which the limit lags behind, in multiples of which it moves: trees are less deep than this.
+LAG = 32
+# Columns from the limit to a row's own position, at most.
+NEAR = 2 * LAG
+# Columns that one program reads below the limit.
+CHUNK = 512
+# Programs that keep a GPU busy, columns of a program, and the least K of a slice.
+PROGRAMS = 128
+COLUMNS = 128
+LEAST = 512
+
+
+def slices_of(count: int, depth: int) -> int:
+    """Returns the number of slices of K for a weight [N, K]: the same for every number of rows."""
+    slices = 1
+    while -(-count // COLUMNS) * slices < PROGRAMS and depth // (2 * slices) >= LEAST:
+        slices *= 2
+    return slices
+
+
+@dataclass(frozen=True)
+class Reach:
+    """Describes what R rows in each of B slots read and write; all tensors are int32, with B * R rows.
+
+    rows: R. position: that in the text. columns: where a row is written. limit: the end of the columns that are read in
+    chunks. places [B * R, NEAR]: the columns from there on, in the order of the text. low: by kind of layer, the first
+    position that a row sees.
+    """
+
+    rows: int
+    position: Tensor
+    columns: Tensor
+    limit: Tensor
+    places: Tensor
+    low: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, lengths: Tensor, depth: Tensor, tree_mask: Tensor, masks: Masks) -> Self:
+        """Returns the reach of trees after `lengths` [B] columns.
+
+        depth [B or 1, R]; tree_mask bool [B or 1, R, R]: each row sees itself and its ancestors.
+        """
+        rows = depth.shape[1]
+        size = len(lengths)
+        device = lengths.device
+        position = lengths[:, None] + depth  # [B, R]
+        columns = lengths[:, None] + numbered(rows, device)
+        limit = ((position - LAG).clamp(min=0) // LAG) * LAG
+        places = limit[..., None] + numbered(NEAR + 1, device)  # [B, R, NEAR + 1]
+        # The place of each ancestor is its position; that of other rows is one that is not read.
+        place = position[:, None] - limit[..., None]  # [B, R, R]
+        place = torch.where(tree_mask & (place >= 0), place, NEAR)
+        places = places.scatter(2, place, columns[:, None].expand(size, rows, -1))[..., :NEAR]
+        low = {}
+        for kind in masks.kinds:
+            if kind == FULL:
+                first = torch.zeros_like(position)
+            elif kind == CHUNKED:
+                first = position // masks.chunk * masks.chunk
+            else:
+                first = (position - (int(masks.window) - 1)).clamp(min=0)
+            low[kind] = first.flatten().int()
+        return cls(
+            rows,
+            position.flatten().int(),
+            columns.flatten().int(),
+            limit.flatten().int(),
+            places.flatten(0, 1).int().contiguous(),
+            low,
+        )

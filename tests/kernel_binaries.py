@@ -1,0 +1,105 @@
+"""Compiles the exact path's Triton kernels for GPUs that need not be here, and prints what is in the binaries.
+
+As `python -m tests.kernel_binaries 90`, for compute capability 9.0; one JSON list with an entry for each kernel.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from medusa_cli.engine import kernel_attention, kernels
+from medusa_cli.engine.reach import CHUNK, NEAR
+
+# Integers that differ from pass to pass.
+FREE = {"rows", "rows_of_slot", "capacity", "chunks"}
+TOOL = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+BF16 = {
+    "matmul_kernel": (
+        "x weight out",
+        dict(N=384, K=2048, SLICE=512, BM=64, BN=128, BK=64),
+        dict(num_warps=4, num_stages=4),
+    ),
+    "add_norm_kernel": ("x parts gain out read", dict(H=4096, S=4, BH=4096), dict(num_warps=8)),
+    "rotate_write_kernel": (
+        "parts gains cos sin columns query keys values",
+        dict(HEADS=32, KV=8, D=128, S=2, BD=128),
+        dict(num_warps=1),
+    ),
+    "gate_kernel": ("parts out", dict(WIDE=11008, S=1, ACTIVATION=0, BLOCK=1024), {}),
+    "far_kernel": (
+        "query keys values limit low partial top total",
+        dict(HEADS=32, KV=8, D=128, CAP=0.0, CHUNK=CHUNK, BM=64, BN=32, BD=128),
+        dict(num_warps=4, num_stages=3),
+    ),
+    "near_kernel": (
+        "query keys values places position limit low partial top total out",
+        dict(HEADS=32, KV=8, D=128, CAP=0.0, CHUNK=CHUNK, NEAR=NEAR, BM=16, BD=128),
+        dict(num_warps=2, num_stages=1),
+    ),
+}
+TYPES = {
+    **dict.fromkeys(("out", "parts", "partial", "top", "total"), "*fp32"),
+    **dict.fromkeys(("columns", "limit", "low", "places", "position"), "*i32"),
+    **dict.fromkeys(("rows", "rows_of_slot", "capacity", "chunks"), "i32"),
+    **dict.fromkeys(("eps", "eps_after", "scale"), "fp32"),
+}
+
+
+def compiled(kernel: Any, pointers: str, sizes: dict[str, Any], options: Any, target: int) -> Any:
+    names = list(kernel.arg_names)
+    types = dict(TYPES)
+    if kernel.__name__ != "matmul_kernel":
+        types["out"] = "*bf16"
+    given = pointers.split()
+    signature, constants, attrs = {}, {}, {}
+    for place, name in enumerate(names):
+        if name in sizes or (name not in types and name not in given):
+            signature[name], constants[(place,)] = "constexpr", sizes.get(name)
+        else:
+            signature[name] = types.get(name, "*bf16")
+        if name in ("bias", "after") and name not in given:
+            signature[name], constants[(place,)] = "constexpr", None
+        if signature[name].startswith("*"):
+            attrs[(place,)] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs)
+    return triton.compile(
+        source, target=GPUTarget("cuda", target, 32), options={**options, **kernel_attention.PINNED}
+    )
+
+
+def described(kernel: Any, target: int) -> dict[str, Any]:
+    """Returns what a kernel's binary for a target holds."""
+    binary = compiled(kernel, *BF16[kernel.__name__], target)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary.asm["cubin"])
+        file.flush()
+        usage = subprocess.run([TOOL, "-res-usage", file.name], capture_output=True, text=True)
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage.stdout).groups()  # type: ignore[union-attr]
+    free = {p.name for p in kernel.params if not (p.is_constexpr or p.do_not_specialize)}
+    return {
+        "kernel": kernel.__name__,
+        "target": target,
+        "registers": int(registers),
+        "stack": int(stack),
+        "shared": binary.metadata.shared,
+        "atomics": re.findall(r"^\s*(?:@\S+\s+)?(?:atom|red)\.\S+", binary.asm["ptx"], re.M),
+        "specialized": sorted(free & FREE),
+    }
+
+
+def main() -> None:
+    modules = vars(kernels) | vars(kernel_attention)
+    targets = map(int, sys.argv[1:])
+    print(json.dumps([described(modules[name], target) for target in targets for name in BF16]))
+
+
+if __name__ == "__main__":
+    main()
