@@ -19,6 +19,8 @@ from medusa_cli.files.cpus import control_groups, sysctl
 
 # Bytes copied to measure the memory bandwidth.
 COPIED_BYTES = 256 * 2**20
+# The same on a GPU, where a copy of fewer bytes takes little longer than its launch.
+GPU_COPIED_BYTES = 2 * 2**30
 # As many numbers from 0 on stay on each device: as many as the rows of a pass that a graph runs, and more.
 NUMBERS = 1024
 # From glibc's malloc.h. glibc limits the mmap threshold to 32 MB and the trim threshold to an int.
@@ -84,9 +86,27 @@ def best_time(device: torch.device, work: Callable[[], object], laps: int = 6) -
 
 def copy_bandwidth(device: torch.device) -> float:
     """Returns the bandwidth of a plain copy in bytes per second, counting both reads and writes."""
-    source = torch.ones(COPIED_BYTES // 4, device=device)
+    size = COPIED_BYTES
+    if device.type == "cuda":
+        size = min(GPU_COPIED_BYTES, free_memory(device) // 4)
+    source = torch.ones(size // 4, device=device)
     target = torch.empty_like(source)
-    return 2 * COPIED_BYTES / best_time(device, lambda: target.copy_(source))
+    timed = event_time if device.type == "cuda" else best_time
+    return 2 * source.nbytes / timed(device, lambda: target.copy_(source))
+
+
+def event_time(device: torch.device, work: Callable[[], object], laps: int = 6) -> float:
+    """Returns the duration of the fastest lap on a CUDA device in seconds, without the host's launch and wait."""
+    best = float("inf")
+    for _ in range(laps):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        with torch.cuda.device(device):
+            start.record()
+            work()
+            end.record()
+        end.synchronize()
+        best = min(best, start.elapsed_time(end) / 1e3)
+    return best
 
 
 def synchronize(device: torch.device) -> None:

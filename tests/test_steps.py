@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import os
 import random
 import shutil
@@ -23,7 +24,7 @@ from medusa_cli.engine import attach, load_backbone
 from medusa_cli.model import Backbone
 from medusa_cli.model import load as model_load
 from medusa_cli.runs.load_options import LoadOptions
-from tests.bench import gpu_steps
+from tests.bench import gpu_probe, gpu_steps
 from tests.helpers import (
     medusa,
     save_model,
@@ -99,6 +100,20 @@ def torch_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         return backbone
 
     monkeypatch.setattr(gpu_steps, "load_backbone", load)
+
+
+def test_gpu_probe_runs_from_end_to_end(tmp_path: Path) -> None:
+    """A dry run on the CPU, where the kernels' twins take their place."""
+    report = gpu_probe.run(gpu_probe.Lab(True, "cpu"), tmp_path, math.inf)
+    ends = {line["of"]: line["ended"] for line in report.of("end")}
+    assert ends == dict.fromkeys(gpu_probe.SECTIONS, "done")
+    assert {"probe": "exact"}.items() <= report.of("identity")[0].items()
+    assert all(line["equal"] == 1 for line in report.of("identity", path="exact"))
+    assert report.of("decision") and len(report.of("steps", path="exact", rows=8)) == 1
+    lines = (tmp_path / "probe.jsonl").read_text().splitlines()
+    assert [json.loads(line)["section"] for line in lines] == [
+        line["section"] for line in report.lines
+    ]
 
 
 @pytest.mark.usefixtures("torch_on_a_cpu")
