@@ -8,16 +8,15 @@ import sys
 import torch
 from torch import Tensor
 
-FLOAT_BYTES = 4
 # A mapping larger than the free memory is no fault, as most of its pages are never written.
 _NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
 
 
-def lazy_zeros(*shape: int) -> Tensor:
-    """Returns zeros in fp32; raises MemoryError if the system refuses the address space."""
-    size = FLOAT_BYTES * math.prod(shape)
+def lazy_zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Returns zeros; raises MemoryError if the system refuses the address space."""
+    size = dtype.itemsize * math.prod(shape)
     if not size:
-        return torch.zeros(shape)
+        return torch.zeros(shape, dtype=dtype)
     try:
         pages = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
     except OSError as reason:
@@ -25,7 +24,7 @@ def lazy_zeros(*shape: int) -> Tensor:
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
         # A huge page takes 2 MB for the first row of a head.
         pages.madvise(mmap.MADV_NOHUGEPAGE)
-    return torch.frombuffer(pages, dtype=torch.float32).view(shape)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
 def drop_pages(part: Tensor) -> None:

@@ -71,7 +71,7 @@ def load_backbone(
         model = ModelSource.of(model)
     # Only the eager engine runs a model's own code.
     foreign = options.trust_remote_code and has_own_code(model)
-    named = "native" if options.quantize in INTEGER else options.engine
+    named = "native" if _forced(options) else options.engine
     _check_engine(named, options, foreign, shard, model.name)
     on_cpu = torch.device(resolve_device(options.device)).type == "cpu"
     needs_network = gradients or shard or foreign or options.quantized
@@ -110,7 +110,12 @@ def load_backbone(
 
 
 def attach(
-    backbone: Backbone, engine: str = "eager", *, quantize: str | None = None, rows: str = "auto"
+    backbone: Backbone,
+    engine: str = "eager",
+    *,
+    quantize: str | None = None,
+    rows: str = "auto",
+    kv: str = "fp32",
 ) -> Engine:
     """Attaches the named engine to a backbone whose network is in memory, and returns the engine.
 
@@ -123,7 +128,7 @@ def attach(
             int8 = rows != "fp32" and quantize is not None
             packed = pack_in_memory(description, NetworkWeights(network), quantize, int8)
             model = NativeModel(description, packed, rotary_of(network), backbone.max_positions)
-            backbone.engine = NativeEngine(backbone, model, int8, quantize)
+            backbone.engine = NativeEngine(backbone, model, int8, quantize, kv)
         elif engine == "torch":
             backbone.engine = _torch_engine(backbone)
         elif engine == "eager":
@@ -191,7 +196,8 @@ def _load_native(
         lm_head=partial(_lm_head, native),
     )
     int8_rows = int8_rows and loaded.packed.is_quantized
-    backbone.engine = NativeEngine(backbone, native, int8_rows, _integer(options))
+    kv = "fp32" if options.kv == "auto" else options.kv
+    backbone.engine = NativeEngine(backbone, native, int8_rows, _integer(options), kv)
     _check_chat(backbone, chat)
     with _forgetting_refused(loaded.packed):
         _check_finite(backbone)
@@ -314,29 +320,37 @@ def _check_engine(
         )
     if foreign:
         raise UsageError(
-            f"{flag} cannot run the code that {model!r} brings along", "use @engine auto or eager"
+            f"{flag} cannot run the code that {model!r} brings along", _remedy(options)
         )
     device = torch.device(resolve_device(options.device)).type
     if named == "native" and device != "cpu":
+        other = "use @device cpu, or @quantize bnb.int8" if options.quantize in INTEGER else None
         raise UsageError(
-            f"{flag} runs on a CPU, not on {device}", "use @device cpu, or @quantize bnb.int8"
+            f"{flag} runs on a CPU, not on {device}", other or "use @device cpu, or leave it out"
         )
     if named == "native" and not is_available():
-        raise UsageError(f"{flag} cannot run: {why_unavailable()}", "use @engine auto or eager")
+        raise UsageError(f"{flag} cannot run: {why_unavailable()}", _remedy(options))
     if named == "torch" and device == "cpu":
         raise UsageError(f"{flag} runs on a GPU, not on a CPU", "use @engine auto, native or eager")
 
 
 def _refusal(options: LoadOptions, model: str, reason: Unsupported) -> UsageError:
     return UsageError(
-        f"{_flag(options)} cannot run the model {model!r}: {reason}", "use @engine auto or eager"
+        f"{_flag(options)} cannot run the model {model!r}: {reason}", _remedy(options)
     )
+
+
+def _forced(options: LoadOptions) -> str | None:
+    """Returns the option that requires the native engine, whatever `engine` is; None if there is none."""
+    if options.quantize in INTEGER:
+        return f"@quantize {options.quantize}"
+    return None if options.kv == "auto" else f"@kv {options.kv}"
 
 
 def _flag(options: LoadOptions) -> str:
-    """Returns the flag that requested the engine; int8 and int4 in `quantize` request the native engine."""
-    return (
-        f"@quantize {options.quantize}"
-        if options.quantize in INTEGER
-        else f"@engine {options.engine}"
-    )
+    """Returns the option that requested the engine."""
+    return _forced(options) or f"@engine {options.engine}"
+
+
+def _remedy(options: LoadOptions) -> str:
+    return f"leave {_flag(options).split()[0]} out"

@@ -17,7 +17,7 @@ from medusa_cli.engine.cache import FIRST_ROWS, Cache
 from medusa_cli.engine.engine import SCRATCH_ROWS, Engine
 from medusa_cli.engine.extra_rows import ExtraRowStates
 from medusa_cli.engine.lazy_memory import drop_pages, lazy_zeros
-from medusa_cli.engine.native_model import NativeModel
+from medusa_cli.engine.native_model import NativeModel, head_bytes
 from medusa_cli.engine.plan import Output, Plan
 from medusa_cli.engine.shapes import padded
 from medusa_cli.engine.state_cache import SNAPSHOTS, StateCache
@@ -37,6 +37,12 @@ from medusa_cli.native.library import (
 from medusa_cli.native.matrix import padded_floats
 
 FLOAT_BYTES = 4
+# The number types of keys and values: their formats in the library, and those of the buffers.
+KV_TYPES = {
+    "fp32": (Format.F32, torch.float32),
+    "fp16": (Format.F16, torch.float16),
+    "q8_0": (Format.Q8_0, torch.uint8),
+}
 # The key of the states of all delta-net layers.
 DELTA_STATES = (0, "recurrent", 0)
 # The minimum number of rows in the buffer of logits.
@@ -47,7 +53,8 @@ class NativeEngine(Engine):
     """Runs a model in the native library, with fp32 states.
 
     The bits of a row depend neither on the other rows of the pass nor on the number of threads.
-    int8_rows: states are rounded to 8 bits before a matmul with quantized weights.
+    int8_rows: states are rounded to 8 bits before a matmul with quantized weights. kv: the number
+    type of keys and values.
     """
 
     name = "native"
@@ -55,12 +62,18 @@ class NativeEngine(Engine):
     prompt_invariant = True
 
     def __init__(
-        self, backbone: Backbone, model: NativeModel, int8_rows: bool, quantize: str | None = None
+        self,
+        backbone: Backbone,
+        model: NativeModel,
+        int8_rows: bool,
+        quantize: str | None = None,
+        kv: str = "fp32",
     ) -> None:
         super().__init__(backbone)
         self.model = model
         self.int8_rows = int8_rows
         self.quantize = quantize
+        self.kv = kv
         self.dtype = torch.float32
         self.sizes = model.description.sizes
         # Floats per row in the library's buffers of states.
@@ -77,7 +90,8 @@ class NativeEngine(Engine):
             bytes_of[matrix.format.name] += matrix.nbytes
         kinds = ", ".join(name for name, _ in bytes_of.most_common())
         rows = "int8" if self.int8_rows else "fp32"
-        return f"native engine ({kinds} weights, {rows} rows, {instruction_set()})"
+        kept = "" if self.kv == "fp32" else f", {self.kv} keys and values"
+        return f"native engine ({kinds} weights, {rows} rows{kept}, {instruction_set()})"
 
     @contextmanager
     def without_torch_threads(self) -> Iterator[None]:
@@ -110,14 +124,14 @@ class NativeEngine(Engine):
         return torch.from_numpy(gain[: self.sizes["hidden"]].copy())
 
     def new_cache(self, slots: int = 1, capacity: int = FIRST_ROWS) -> "NativeCache":
-        return NativeCache(self.model, slots, capacity)
+        return NativeCache(self.model, slots, capacity, self.kv)
 
     @property
     def row_bytes(self) -> int:
         description = self.model.description
-        width = self.model.struct.key_width + self.model.struct.value_width
-        inputs = description.places("short_conv") * self.sizes["hidden"]
-        return FLOAT_BYTES * (description.places("attention") * int(width) + inputs)
+        column = sum(self.model.column_bytes(KV_TYPES[self.kv][0]))
+        inputs = FLOAT_BYTES * description.places("short_conv") * self.sizes["hidden"]
+        return description.places("attention") * column + inputs
 
     def slot_bytes(self, rows: int) -> int:
         layers = self.model.description.places("delta_net")
@@ -378,11 +392,13 @@ class NativeCache(StateCache):
 
     lazy = True
 
-    def __init__(self, model: NativeModel, slots: int, capacity: int) -> None:
+    def __init__(self, model: NativeModel, slots: int, capacity: int, kv: str = "fp32") -> None:
         description = model.description
         capacity = padded(max(1, capacity), TILE)
         super().__init__(description.places("attention"), slots, capacity)
         self.model = model
+        self.format, self.dtype = KV_TYPES[kv]
+        self.column_bytes = model.column_bytes(self.format)
         # The number of key heads and their width at each place.
         self.shapes = {
             names.place: (names.kv, names.dim)
@@ -401,10 +417,13 @@ class NativeCache(StateCache):
 
     def _zeros(self, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
         """Returns new keys, values and inputs of short convolutions."""
-        struct = self.model.struct
         description = self.model.description
-        keys = lazy_zeros(self.layers, self.slots, struct.key_width * capacity)
-        values = lazy_zeros(self.layers, self.slots, struct.value_width * capacity)
+        keys, values = (
+            lazy_zeros(
+                self.layers, self.slots, size * capacity // self.dtype.itemsize, dtype=self.dtype
+            )
+            for size in self.column_bytes
+        )
         convolutions = description.places("short_conv")
         hidden = description.sizes["hidden"]
         inputs = lazy_zeros(convolutions, self.slots, capacity, hidden)
@@ -425,6 +444,9 @@ class NativeCache(StateCache):
             slots=self.slots,
             capacity=self.capacity,
             pending_rows=self.pending.shape[2] if self.pending.dim() > 1 else 0,
+            format=self.format,
+            key_bytes=self.column_bytes[0],
+            value_bytes=self.column_bytes[1],
         )
 
     @property
@@ -432,7 +454,10 @@ class NativeCache(StateCache):
         return super().nbytes + self.inputs.nbytes + self.pending.nbytes
 
     def at(self, place: int, slot: int) -> tuple[Tensor, Tensor]:
-        """Returns a slot's keys [KV, C / 16, D, 16] and values [KV, C, D padded to 16] at a place."""
+        """Returns a slot's keys [KV, C / 16, D, 16] and values [KV, C, D padded to 16] at a place.
+
+        Those in q8_0 are bytes, D being the bytes of a head.
+        """
         assert self.keys is not None and self.values is not None
         keys, values = self._at(place, self.keys, self.values, self.capacity)
         part = self._parts[slot]
@@ -448,10 +473,10 @@ class NativeCache(StateCache):
 
     def _at(self, place: int, keys: Tensor, values: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
         kv, dim = self.shapes[place]
-        wide = padded(dim, TILE)
+        key, value = (size // self.dtype.itemsize for size in head_bytes(self.format, dim))
         return (
-            keys[place, :, : kv * dim * capacity].unflatten(1, (kv, capacity // TILE, dim, TILE)),
-            values[place, :, : kv * wide * capacity].unflatten(1, (kv, capacity, wide)),
+            keys[place, :, : kv * key * capacity].unflatten(1, (kv, capacity // TILE, key, TILE)),
+            values[place, :, : kv * value * capacity].unflatten(1, (kv, capacity, value)),
         )
 
     def views(self, slot: int, start: int, end: int) -> list[Tensor]:

@@ -19,7 +19,7 @@ from medusa_cli.engine.probes import Rotary
 from medusa_cli.engine.shapes import Shapes, padded
 from medusa_cli.model.attention import FULL
 from medusa_cli.model.backbone import UNBOUNDED
-from medusa_cli.native import PackedMatrix
+from medusa_cli.native import Format, PackedMatrix
 from medusa_cli.native.library import (
     FLAGS,
     TILE,
@@ -85,10 +85,6 @@ class NativeModel:
 
         flags = {name: description.flags[name] for name in FLAGS}
         self.struct = Model(**description.sizes, **flags, **dataclasses.asdict(description.routing))
-        self.struct.key_width = max(names.kv * names.dim for names in description.layers)
-        self.struct.value_width = max(
-            names.kv * padded(names.dim, TILE) for names in description.layers
-        )
         if description.inputs is not None:
             self.struct.inputs = description.inputs.width
             self.struct.inputs_scale = description.inputs.scale
@@ -107,6 +103,15 @@ class NativeModel:
     @property
     def head(self) -> PackedMatrix:
         return self.packed.matrices[self.description.head]
+
+    def column_bytes(self, format: Format) -> tuple[int, int]:
+        """Returns the bytes of a column's keys and of its values in the widest layer."""
+        sizes = [
+            (names.kv * key, names.kv * value)
+            for names in self.description.layers
+            for key, value in [head_bytes(format, names.dim)]
+        ]
+        return max(key for key, _ in sizes), max(value for _, value in sizes)
 
     @property
     def delta_state(self) -> int:
@@ -187,6 +192,12 @@ class NativeModel:
             self.struct.sin[number] = sines.ctypes.data
             self.struct.rotary[number] = 2 * sines.shape[1]
         self.struct.positions = count
+
+
+def head_bytes(format: Format, dim: int) -> tuple[int, int]:
+    """Returns the bytes of a head's key and of its value, padded to whole blocks and the value also to 16 numbers."""
+    key = padded(dim, format.block)
+    return format.row_bytes(key), format.row_bytes(padded(key, TILE))
 
 
 def _once(sines: Tensor) -> slice:

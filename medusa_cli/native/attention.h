@@ -2,15 +2,22 @@
 // mask.
 //
 // Keys lie in tiles of 16 columns [columns / 16, D, 16], so that a lane is a column. Values lie row
-// by row [columns, D], so that a lane is a dimension. A score is a sum over D in order. An output
-// is a sum over columns in order, to which masked columns add exactly zero. A path of a tree
-// therefore gives the same bits as the same tokens in a chain, wherever its columns lie.
+// by row [columns, D], so that a lane is a dimension. A score is a sum over D in order, or, of keys
+// in Q8_0, the matmul's sum for a query rounded to 8 bits. An output is a sum over columns in order,
+// to which masked columns add exactly zero. A path of a tree therefore gives the same bits as the
+// same tokens in a chain, wherever its columns lie.
+//
+// Many queries read a block of columns while it lies in a CPU cache:
+//
+//     for each block of columns:   scores of all queries, their maxima
+//     for each block of columns:   weights of all queries, their sums with the values
 #pragma once
 
 #include <algorithm>
 #include <cassert>
+#include <cmath>
 
-#include "simd.h"
+#include "columns.h"
 
 namespace medusa {
 
@@ -65,41 +72,19 @@ inline uint16_t visible(const AttentionMask& mask, int64_t row, int64_t tile) {
   return lowest >= 16 ? 0 : static_cast<uint16_t>(0xffff << lowest);
 }
 
-// The query rows that read keys together (kQueries) and values together (kSums), and the vectors of
-// 16 dimensions that are summed at once (kDeep).
+// The queries (kQueries) and the vectors of columns or dimensions (kDeep) whose sums registers hold at once.
 #if defined(__AVX512BW__)
-constexpr int kQueries = 8, kSums = 4, kDeep = 4;
+constexpr int kQueries = 8, kDeep = 2;
 #else
-constexpr int kQueries = 4, kSums = 2, kDeep = 2;
+constexpr int kQueries = 6, kDeep = 1;
 #endif
 
-// Returns cap * tanh(x / cap).
-inline F soft_cap(F x, float cap) {
-  const F e = exp(mul(set(2.0f / cap), min(x, set(20.0f * cap))));
-  return mul(set(cap), sub(set(1.0f), div(set(2.0f), add(e, set(1.0f)))));
-}
+// The most queries that attend together.
+constexpr int kTogether = 48;
 
-// Computes the scores [R, stride] of R queries [R, dim] for the columns of tiles first .. end - 1.
-// Scores are soft-capped if `cap` is not 0; the scores of masked columns are -inf.
-template <int R>
-inline void score(const float* queries, const float* keys, int64_t dim, int64_t first, int64_t end,
-                  const AttentionMask& mask, const int64_t* rows, float cap, float* scores, int64_t stride) {
-  for (int64_t tile = first; tile < end; tile++) {
-    const float* key = keys + tile * dim * 16;
-    F total[R];
-    MEDUSA_UNROLL for (int r = 0; r < R; r++) total[r] = set(0.0f);
-    for (int64_t d = 0; d < dim; d++) {
-      const F k = load(key + d * 16);
-      MEDUSA_UNROLL for (int r = 0; r < R; r++) total[r] = fma(set(queries[r * dim + d]), k, total[r]);
-    }
-    MEDUSA_UNROLL for (int r = 0; r < R; r++) {
-      if (cap != 0.0f) total[r] = soft_cap(total[r], cap);
-      const uint16_t columns = visible(mask, rows[r], tile);
-      if (columns != 0xffff) total[r] = choose(columns, total[r], set(-INFINITY));
-      store(scores + r * stride + tile * 16, total[r]);
-    }
-  }
-}
+// The numbers of a block of keys or values, 16 KB of floats: half of the smallest first cache. The most columns of a
+// block, plus a cache line, so that the weights of several queries lie in different sets of the cache.
+constexpr int64_t kBlock = 4096, kWeights = kBlock / 16 + 16;
 
 inline float first_of(F x) {
   alignas(64) float lanes[16];
@@ -107,113 +92,168 @@ inline float first_of(F x) {
   return lanes[0];
 }
 
-// Sums V vectors of values over columns first .. end - 1, weighted by R rows of weights. If
-// `totals` is not null, it receives the sums of the weights.
-template <int R, int V>
-inline void weigh(const float* weights, int64_t stride, const float* values, int64_t dim, int64_t first, int64_t end,
-                  float* out, int64_t out_stride, float* totals) {
-  F sums[R][V], total[R];
+// Returns cap * tanh(x / cap).
+inline F soft_cap(F x, float cap) {
+  const F e = exp(mul(set(2.0f / cap), min(x, set(20.0f * cap))));
+  return mul(set(cap), sub(set(1.0f), div(set(2.0f), add(e, set(1.0f)))));
+}
+
+// Adds V vectors of a matrix to R rows of sums, weighted by factors: for k below `count`, in order,
+//
+//     sums[r][v] += factors[r * NEXT + k * STEP] * matrix[v * next + k * step]
+//
+// Each r has a row of sums, `stride` floats from the one before. BEGIN: the sums begin with 0.
+template <int R, int V, int NEXT, int STEP, bool BEGIN>
+MEDUSA_INLINE void add_weighted(const float* factors, const float* matrix, int64_t next, int64_t step, int64_t count,
+                                float* sums, int64_t stride) {
+  F total[R][V];
   MEDUSA_UNROLL for (int r = 0; r < R; r++) {
-    total[r] = set(0.0f);
-    MEDUSA_UNROLL for (int v = 0; v < V; v++) sums[r][v] = set(0.0f);
+    MEDUSA_UNROLL for (int v = 0; v < V; v++) total[r][v] = BEGIN ? set(0.0f) : load(sums + r * stride + 16 * v);
   }
-  for (int64_t c = first; c < end; c++) {
-    F value[V];
-    MEDUSA_UNROLL for (int v = 0; v < V; v++) value[v] = load(values + c * dim + 16 * v);
+  for (int64_t k = 0; k < count; k++) {
+    F x[V];
+    MEDUSA_UNROLL for (int v = 0; v < V; v++) x[v] = load(matrix + v * next + k * step);
     MEDUSA_UNROLL for (int r = 0; r < R; r++) {
-      const F weight = set(weights[r * stride + c]);
-      MEDUSA_UNROLL for (int v = 0; v < V; v++) sums[r][v] = fma(weight, value[v], sums[r][v]);
-      if (totals) total[r] = add(total[r], weight);
+      const F factor = set(factors[r * NEXT + k * STEP]);
+      MEDUSA_UNROLL for (int v = 0; v < V; v++) total[r][v] = fma(factor, x[v], total[r][v]);
     }
   }
   MEDUSA_UNROLL for (int r = 0; r < R; r++) {
-    MEDUSA_UNROLL for (int v = 0; v < V; v++) store(out + r * out_stride + 16 * v, sums[r][v]);
-    if (totals) totals[r] = first_of(total[r]);
+    MEDUSA_UNROLL for (int v = 0; v < V; v++) store(sums + r * stride + 16 * v, total[r][v]);
   }
 }
 
+// Computes the scores [R, stride] of R queries [dim, R] for `tiles` tiles of keys [tiles, dim, 16].
 template <int R>
-inline void weigh_rows(const float* weights, int64_t stride, const float* values, int64_t dim, int64_t first,
-                       int64_t end, float* out, float* totals) {
-  int64_t d = 0;
-  for (; d + 16 * kDeep <= dim; d += 16 * kDeep) {
-    weigh<R, kDeep>(weights, stride, values + d, dim, first, end, out + d, dim, d ? nullptr : totals);
+inline void score(const float* queries, const float* keys, int64_t dim, int64_t tiles, float* scores, int64_t stride) {
+  const int64_t size = dim * 16;
+  int64_t tile = 0;
+  for (; tile + kDeep <= tiles; tile += kDeep) {
+    add_weighted<R, kDeep, 1, R, true>(queries, keys + tile * size, size, 16, dim, scores + 16 * tile, stride);
   }
-  for (; d < dim; d += 16) {
-    weigh<R, 1>(weights, stride, values + d, dim, first, end, out + d, dim, d ? nullptr : totals);
+  for (; tile < tiles; tile++) {
+    add_weighted<R, 1, 1, R, true>(queries, keys + tile * size, size, 16, dim, scores + 16 * tile, stride);
+  }
+}
+
+// Soft-caps the scores of a row for tiles first .. end - 1 if `cap` is not 0, and sets those of masked columns to -inf.
+// Returns the largest score by lane, which is at least `most`.
+inline F finish_scores(float* scores, const AttentionMask& mask, int64_t row, int64_t first, int64_t end, float cap,
+                       F most) {
+  for (int64_t tile = first; tile < end; tile++, scores += 16) {
+    F score = load(scores);
+    const uint16_t columns = visible(mask, row, tile);
+    if (cap != 0.0f) score = soft_cap(score, cap);
+    if (columns != 0xffff) score = choose(columns, score, set(-INFINITY));
+    if (cap != 0.0f || columns != 0xffff) store(scores, score);
+    most = max(most, score);
+  }
+  return most;
+}
+
+// Adds `count` values [count, wide] to the sums [R, wide] of R queries, and their weights e^(score - shift) to totals.
+template <int R>
+inline void weigh(const float* scores, int64_t stride, const float* shifts, const float* values, int64_t wide,
+                  int64_t count, float* sums, float* totals) {
+  alignas(64) float weights[R * kWeights];
+  for (int r = 0; r < R; r++) {
+    const F shift = set(shifts[r]);
+    for (int64_t c = 0; c < count; c += 16) {
+      store(weights + r * kWeights + c, exp(sub(load(scores + r * stride + c), shift)));
+    }
+  }
+  for (int64_t c = 0; c < count; c++) {
+    MEDUSA_UNROLL for (int r = 0; r < R; r++) totals[r] += weights[r * kWeights + c];
+  }
+  int64_t d = 0;
+  for (; d + 16 * kDeep <= wide; d += 16 * kDeep) {
+    add_weighted<R, kDeep, kWeights, 1, false>(weights, values + d, 16, wide, count, sums + d, wide);
+  }
+  for (; d < wide; d += 16) {
+    add_weighted<R, 1, kWeights, 1, false>(weights, values + d, 16, wide, count, sums + d, wide);
   }
 }
 
 // Scratch memory for one thread's attention.
 struct AttentionBuffers {
-  List<float> scores, queries, out;
+  RowBuffer rounded;
+  Buffer<float> queries, scores, most, block, sums;
 };
 
-// Runs attention for `count` <= kQueries queries of one key head. queries, outputs: pointers to
-// [dim] floats. rows: each query's row in the slot. keys, values: those of the slot and head.
-// padded: dim rounded up to whole vectors. sinks: one more score per query, which has no value, or
-// null.
-inline void attend(const float* const* queries, const int64_t* rows, int count, const AttentionMask& mask,
-                   const float* keys, const float* values, int64_t dim, int64_t padded, float scale, float cap,
-                   const float* sinks, AttentionBuffers& buffers, float* const* outputs) {
-  assert(1 <= count && count <= kQueries && padded % 16 == 0 && dim <= padded);
+// Runs attention for `count` <= kTogether queries of one key head. queries, outputs: pointers to
+// [dim] floats. rows: each query's row in the slot. own: the columns of the slot and head. sinks:
+// one more score per query, which has no value, or null.
+inline void attend(const float* const* queries, const int64_t* rows, int64_t count, const AttentionMask& mask,
+                   const Columns& own, int64_t dim, float scale, float cap, const float* sinks,
+                   AttentionBuffers& buffers, float* const* outputs) {
+  assert(1 <= count && count <= kTogether);
   int64_t lowest = mask.lowest[rows[0]], last = 0;
-  for (int i = 0; i < count; i++) {
+  for (int64_t i = 0; i < count; i++) {
     lowest = std::min(lowest, mask.lowest[rows[i]]);
     last = std::max(last, mask.last[rows[i]]);
   }
-  const int64_t first = lowest / 16;
-  const int64_t end = (last + 15) / 16;
-  const int64_t stride = 16 * end;
-  buffers.scores.resize(std::max<size_t>(buffers.scores.size(), kQueries * stride));
-  buffers.queries.resize(kQueries * padded);
-  buffers.out.resize(kQueries * padded);
-  for (int i = 0; i < count; i++) {
-    for (int64_t d = 0; d < dim; d++) buffers.queries[i * dim + d] = queries[i][d] * scale;
+  const int64_t first = lowest / 16, end = (last + 15) / 16, stride = 16 * (end - first);
+  const int64_t wide = value_numbers(own.format, dim);
+  const int64_t tiles = std::max<int64_t>(1, kBlock / (16 * wide)), columns = 16 * tiles;
+  float* scores = buffers.scores.reserve(count * stride);
+  float* most = buffers.most.reserve(count * 16);
+  float* block = buffers.block.reserve(columns * wide);
+  float* sums = buffers.sums.reserve(count * wide);
+  float* scaled = buffers.queries.reserve(count * dim);
+  Rows rounded = {};
+  if (own.format == Q8_0) {
+    rounded = buffers.rounded.rows(count, dim, true);
+    for (int64_t i = 0; i < count; i++) {
+      for (int64_t d = 0; d < dim; d++) writable(rounded)[i * rounded.stride + d] = queries[i][d] * scale;
+      round_row(rounded.from(i), 0, rounded.stride);
+    }
+  } else {
+    by_blocks<kQueries>(count, [&](auto r, int64_t i) {
+      for (int64_t q = 0; q < r; q++) {
+        for (int64_t d = 0; d < dim; d++) scaled[i * dim + d * r + q] = queries[i + q][d] * scale;
+      }
+    });
   }
-  float totals[kQueries], sunk[kQueries] = {};
-  float* scores = buffers.scores.data();
-  for (int i = 0; i < count;) {
-    const float* query = &buffers.queries[i * dim];
-    if (count - i >= kQueries) {
-      score<kQueries>(query, keys, dim, first, end, mask, rows + i, cap, scores + i * stride, stride);
-      i += kQueries;
-    } else if (count - i >= 4) {
-      score<4>(query, keys, dim, first, end, mask, rows + i, cap, scores + i * stride, stride);
-      i += 4;
-    } else if (count - i >= 2) {
-      score<2>(query, keys, dim, first, end, mask, rows + i, cap, scores + i * stride, stride);
-      i += 2;
+
+  for (int64_t i = 0; i < count; i++) store(most + 16 * i, set(-INFINITY));
+  for (int64_t tile = first; tile < end; tile += tiles) {
+    const int64_t block_end = std::min(end, tile + tiles);
+    float* to = scores + 16 * (tile - first);
+    if (own.format == Q8_0) {
+      const Matrix keys = {Q8_0, 1, 16 * end, key_numbers(Q8_0, dim), own.keys, nullptr};
+      multiply(keys, rounded, count, tile, block_end, to, stride, false);
     } else {
-      score<1>(query, keys, dim, first, end, mask, rows + i, cap, scores + i * stride, stride);
-      i += 1;
+      const float* keys = float_keys(own, dim, tile, block_end - tile, block);
+      by_blocks<kQueries>(count, [&](auto r, int64_t i) {
+        score<decltype(r)::value>(scaled + i * dim, keys, dim, block_end - tile, to + i * stride, stride);
+      });
+    }
+    for (int64_t i = 0; i < count; i++) {
+      const F before = load(most + 16 * i);
+      store(most + 16 * i, finish_scores(to + i * stride, mask, rows[i], tile, block_end, cap, before));
     }
   }
-  for (int i = 0; i < count; i++) {
-    float* row = scores + i * stride;
-    F most = set(-INFINITY);
-    for (int64_t c = 16 * first; c < 16 * end; c += 16) most = max(most, load(row + c));
-    if (sinks) most = max(most, set(sinks[i]));
-    const F shift = set(largest(most));
-    for (int64_t c = 16 * first; c < 16 * end; c += 16) store(row + c, exp(sub(load(row + c), shift)));
-    if (sinks) sunk[i] = first_of(exp(sub(set(sinks[i]), shift)));
+
+  float shifts[kTogether], totals[kTogether] = {};
+  for (int64_t i = 0; i < count; i++) {
+    const F largest_seen = load(most + 16 * i);
+    shifts[i] = largest(sinks ? max(largest_seen, set(sinks[i])) : largest_seen);
   }
-  for (int i = 0; i < count;) {
-    float* out = &buffers.out[i * padded];
-    const float* weights = scores + i * stride;
-    if (count - i >= kSums) {
-      weigh_rows<kSums>(weights, stride, values, padded, 16 * first, last, out, totals + i);
-      i += kSums;
-    } else {
-      weigh_rows<1>(weights, stride, values, padded, 16 * first, last, out, totals + i);
-      i += 1;
-    }
+  std::memset(sums, 0, count * wide * sizeof(float));
+  for (int64_t column = 16 * first; column < last; column += columns) {
+    const int64_t here = std::min(columns, last - column);
+    const float* values = float_values(own, dim, column, here, block);
+    by_blocks<kQueries>(count, [&](auto r, int64_t i) {
+      weigh<decltype(r)::value>(scores + i * stride + column - 16 * first, stride, shifts + i, values, wide, here,
+                                sums + i * wide, totals + i);
+    });
   }
-  for (int i = 0; i < count; i++) {
-    const F inverse = set(1.0f / (totals[i] + sunk[i]));
-    float* out = &buffers.out[i * padded];
-    for (int64_t d = 0; d < padded; d += 16) store(out + d, mul(load(out + d), inverse));
-    std::memcpy(outputs[i], out, dim * sizeof(float));
+  for (int64_t i = 0; i < count; i++) {
+    const float sunk = sinks ? first_of(exp(sub(set(sinks[i]), set(shifts[i])))) : 0.0f;
+    const F inverse = set(1.0f / (totals[i] + sunk));
+    float* row = sums + i * wide;
+    for (int64_t d = 0; d < wide; d += 16) store(row + d, mul(load(row + d), inverse));
+    std::memcpy(outputs[i], row, dim * sizeof(float));
   }
 }
 

@@ -233,22 +233,42 @@ int64_t tiled_bytes(int32_t format, int64_t n, int64_t k) {
   return (n + kTile - 1) / kTile * (k / f.block) * f.tile_bytes;
 }
 
+void pack_channel(int32_t format, const uint8_t* row, int64_t k, int channel, uint8_t* tile) {
+  const FormatInfo& f = info(format);
+  if (is_float(format)) {
+    for (int64_t i = 0; i < k; i++) {
+      std::memcpy(tile + i * f.tile_bytes + channel * f.file_bytes, row + i * f.file_bytes, f.file_bytes);
+    }
+    return;
+  }
+  for (int64_t b = 0; b < k / f.block; b++) put_block(format, row + b * f.file_bytes, channel, tile + b * f.tile_bytes);
+}
+
 void pack(int32_t format, const uint8_t* file, int64_t k, int64_t first, int64_t end, uint8_t* tiles) {
   const FormatInfo& f = info(format);
   const int64_t blocks = k / f.block;
   const int64_t row_bytes = blocks * f.file_bytes;
   const int64_t tile_bytes = blocks * f.tile_bytes;
   for (int64_t channel = first; channel < end; channel++) {
-    const uint8_t* row = file + channel * row_bytes;
-    uint8_t* tile = tiles + channel / kTile * tile_bytes;
-    const int c = channel % kTile;
-    if (is_float(format)) {
-      for (int64_t i = 0; i < k; i++) {
-        std::memcpy(tile + i * f.tile_bytes + c * f.file_bytes, row + i * f.file_bytes, f.file_bytes);
-      }
-      continue;
+    pack_channel(format, file + channel * row_bytes, k, channel % kTile, tiles + channel / kTile * tile_bytes);
+  }
+}
+
+void copy_channel(int32_t format, int64_t k, uint8_t* tiles, int64_t from, int64_t to) {
+  const FormatInfo& f = info(format);
+  const int64_t tile_bytes = k / f.block * f.tile_bytes;
+  const uint8_t* source = tiles + from / kTile * tile_bytes;
+  uint8_t* target = tiles + to / kTile * tile_bytes;
+  // The bytes that lie together: those of one number, or of four numbers of a block and its scale.
+  const int64_t size = is_float(format) ? f.file_bytes : 4;
+  const int64_t vectors = is_float(format) ? 1 : kUnit / 4;
+  for (int64_t block = 0; block < k / f.block; block++, source += f.tile_bytes, target += f.tile_bytes) {
+    for (int64_t j = 0; j < vectors; j++) {
+      const int64_t at = j * size * kTile;
+      std::memcpy(target + at + to % kTile * size, source + at + from % kTile * size, size);
     }
-    for (int64_t b = 0; b < blocks; b++) put_block(format, row + b * f.file_bytes, c, tile + b * f.tile_bytes);
+    if (is_float(format)) continue;
+    reinterpret_cast<TileQ8_0*>(target)->d[to % kTile] = reinterpret_cast<const TileQ8_0*>(source)->d[from % kTile];
   }
 }
 

@@ -100,6 +100,8 @@ inline constexpr FormatInfo kInfos[kFormats] = {
 
 static constexpr const FormatInfo& info(int32_t format) { return kInfos[format]; }
 static constexpr bool is_float(int32_t format) { return format <= BF16; }
+// Returns true for the formats of a cache's keys and values.
+static constexpr bool holds_columns(int64_t format) { return format == F32 || format == F16 || format == Q8_0; }
 
 // Returns the bytes of a matrix [n, k] in tiles. k must be a whole number of blocks.
 int64_t tiled_bytes(int32_t format, int64_t n, int64_t k);
@@ -107,6 +109,12 @@ int64_t tiled_bytes(int32_t format, int64_t n, int64_t k);
 // Packs channels first .. end - 1 (multiples of 16, or end = n) of a matrix [n, k], which a file
 // stores row by row.
 void pack(int32_t format, const uint8_t* file, int64_t k, int64_t first, int64_t end, uint8_t* tiles);
+
+// Packs a row [k] of a file as a channel (0 .. 15) of a tile.
+void pack_channel(int32_t format, const uint8_t* row, int64_t k, int channel, uint8_t* tile);
+
+// Copies channel `from` of a matrix of F32, F16 or Q8_0 to channel `to`.
+void copy_channel(int32_t format, int64_t k, uint8_t* tiles, int64_t from, int64_t to);
 
 // Rounds a row of k weights to blocks of Q8_0 (34 bytes per 32 weights) or Q4_1 (20 bytes), as
 // files store them.

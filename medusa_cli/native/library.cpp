@@ -258,7 +258,8 @@ int medusa_round(int format, const float* weights, int64_t n, int64_t k, uint8_t
   return 0;
 }
 
-bool has_parts(const Cache& cache) {
+bool is_whole(const Cache& cache) {
+  if (cache.capacity % 16 || !holds_columns(cache.format)) return false;
   for (int64_t slot = 0; slot < cache.slots; slot++) {
     if (cache.parts[slot] < 0 || cache.parts[slot] >= cache.slots) return false;
   }
@@ -270,7 +271,7 @@ bool has_parts(const Cache& cache) {
 int medusa_run(const Model* model, const Cache* cache, const Step* step) try {
   std::lock_guard<std::mutex> lock(running);
   if (step->rows < 1 || step->slots < 1 || step->first_slot < 0) return -1;
-  if (step->first_slot + step->slots > cache->slots || cache->capacity % 16 || !has_parts(*cache)) return -1;
+  if (step->first_slot + step->slots > cache->slots || !is_whole(*cache)) return -1;
   if (step->first < 0 || step->end > model->layers || step->first > step->end) return -1;
   for (int64_t s = 0; s < step->slots; s++) {
     if (step->lengths[s] < 0 || step->lengths[s] + step->rows > cache->capacity) return -1;
@@ -350,7 +351,7 @@ int medusa_embed(const Matrix* matrix, const int64_t* ids, int64_t count, float 
 int medusa_keep(const Model* model, const Cache* cache, int64_t slot, int64_t length, const int64_t* path,
                 int64_t count) try {
   std::lock_guard<std::mutex> lock(running);
-  if (slot < 0 || slot >= cache->slots || length < 0 || !has_parts(*cache)) return -1;
+  if (slot < 0 || slot >= cache->slots || length < 0 || !is_whole(*cache)) return -1;
   for (int64_t i = 0; i < count; i++) {
     if (path[i] < i || length + path[i] >= cache->capacity || (i && path[i] <= path[i - 1])) return -1;
   }
@@ -362,7 +363,9 @@ int medusa_keep(const Model* model, const Cache* cache, int64_t slot, int64_t le
     const Layer& layer = model->layer[l];
     if (layer.mixer == DELTA_NET) continue;
     if (layer.mixer == ATTENTION && !layer.key.tiles) continue;  // it uses another layer's columns
-    const int64_t dim = layer.dim, wide = padded(dim, 16);
+    const int32_t format = int32_t(cache->format);
+    const int64_t width = key_numbers(format, layer.dim);
+    const int64_t key_size = key_bytes(format, layer.dim), value_size = value_bytes(format, layer.dim);
     for (int64_t i = 0; i < count; i++) {
       const int64_t from = length + path[i], to = length + i;
       if (from == to) continue;
@@ -372,12 +375,10 @@ int medusa_keep(const Model* model, const Cache* cache, int64_t slot, int64_t le
         continue;
       }
       for (int64_t head = 0; head < layer.kv; head++) {
-        float* keys = keys_of(*model, *cache, layer, slot, head);
-        float* values = values_of(*model, *cache, layer, slot, head);
-        float* target = keys + to / 16 * 16 * dim + to % 16;
-        const float* source = keys + from / 16 * 16 * dim + from % 16;
-        for (int64_t d = 0; d < dim; d++) target[16 * d] = source[16 * d];
-        std::memcpy(values + to * wide, values + from * wide, wide * sizeof(float));
+        uint8_t* keys = keys_of(*cache, layer, slot) + head * cache->capacity * key_size;
+        uint8_t* values = values_of(*cache, layer, slot) + head * cache->capacity * value_size;
+        copy_channel(format, width, keys, from, to);
+        std::memcpy(values + to * value_size, values + from * value_size, value_size);
       }
     }
   }

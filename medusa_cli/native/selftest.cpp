@@ -245,7 +245,8 @@ struct Tiny {
   Model m = {};
   Cache cache = {};
   std::vector<Layer> layers;
-  std::vector<float> keys, values, inputs, states, pending;
+  std::vector<uint8_t> keys, values;
+  std::vector<float> inputs, states, pending;
   static constexpr int64_t parts[kSlots] = {0, 1};
   int next_format = Q4_0;
   bool int8_rows;
@@ -256,10 +257,9 @@ struct Tiny {
     return made;
   }
 
-  Tiny(Family family, bool int8) : int8_rows(int8) {
+  Tiny(Family family, bool int8, int32_t columns = F32) : int8_rows(int8) {
     m.layers = family == HYBRID ? 3 : 2;
     m.hidden = kHidden, m.heads = kHeads, m.vocab = 512, m.positions = 256;
-    m.key_width = m.value_width = kKeyHeads * kDim;
     m.eps = 1e-5f, m.scale = 0.125f, m.residual = family == MIXTURE ? 0.75f : 1.0f;
     m.centered = m.parallel = m.pairs = family == CENTERED;
     m.cap = family == CENTERED ? 30.0f : 0.0f;
@@ -272,13 +272,15 @@ struct Tiny {
     layers.assign(m.layers, Layer{});
     for (int64_t i = 0; i < m.layers; i++) fill(layers[i], family, i);
     m.layer = layers.data();
-    keys.resize(m.layers * kSlots * m.key_width * kCapacity);
-    values.resize(m.layers * kSlots * m.value_width * kCapacity);
+    const int64_t key_size = kKeyHeads * key_bytes(columns, kDim), value_size = kKeyHeads * value_bytes(columns, kDim);
+    keys.resize(m.layers * kSlots * key_size * kCapacity);
+    values.resize(m.layers * kSlots * value_size * kCapacity);
     inputs.resize(m.layers * kSlots * kCapacity * kHidden);
     const int64_t rows = 16;
     states.resize(kSlots * ISA::DeltaState(m).all);
     pending.resize(kSlots * rows * ISA::DeltaRow(m).all);
-    cache = {keys.data(), values.data(), inputs.data(), states.data(), pending.data(), parts, kSlots, kCapacity, rows};
+    cache = {keys.data(), values.data(), inputs.data(), states.data(), pending.data(), parts,
+             kSlots,      kCapacity,     rows,          columns,       key_size,       value_size};
   }
 
   void fill(Layer& l, Family family, int64_t i) {
@@ -348,7 +350,8 @@ struct Tiny {
 
   // A prompt, a tree of which a path is kept, and another step.
   uint64_t answer(const float* start) {
-    for (auto* buffer : {&keys, &values, &inputs, &states, &pending}) buffer->assign(buffer->size(), 0.0f);
+    for (auto* buffer : {&keys, &values}) buffer->assign(buffer->size(), 0);
+    for (auto* buffer : {&inputs, &states, &pending}) buffer->assign(buffer->size(), 0.0f);
     uint64_t hash = step(0, 37, false, start);
     hash = hash * 31 + step(37, 11, true, start + 1);
     const int64_t path[] = {0, 2, 5};
@@ -356,7 +359,8 @@ struct Tiny {
       require(medusa_keep(&m, &cache, slot, 37, path, 3), "medusa_keep");
     }
     hash = hash * 31 + step(40, 1, false, start + 2);
-    return hash_of(states, hash_of(inputs, hash_of(values, hash_of(keys, hash))));
+    hash = hash_of(values.data(), values.size(), hash_of(keys.data(), keys.size(), hash));
+    return hash_of(states, hash_of(inputs, hash));
   }
 };
 
@@ -384,6 +388,13 @@ void add_models(std::vector<Case>& cases) {
       auto* tiny = new Tiny(Family(family), int8);
       const std::string rows_name = int8 ? ", 8-bit rows" : ", rows of floats";
       cases.push_back({kFamilyNames[family] + rows_name, [=] { return tiny->answer(start); }});
+    }
+  }
+  for (const int32_t columns : {F16, Q8_0}) {
+    for (const Family family : {PLAIN, CENTERED, MIXTURE}) {
+      auto* tiny = new Tiny(family, true, columns);
+      const std::string columns_name = columns == F16 ? ", F16 columns" : ", Q8_0 columns";
+      cases.push_back({kFamilyNames[family] + columns_name, [=] { return tiny->answer(start); }});
     }
   }
   auto* drafter = new Tiny(PLAIN, true);

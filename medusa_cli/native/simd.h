@@ -8,6 +8,9 @@
 // (B), floats (L), and 32-bit integers (I). Integers are exact, so their order does not matter.
 //
 //     load_half, load_bf16      16 floats from 16 bits each
+//     store_half                rounds 16 floats within the range of halves to them, to nearest, ties to even
+//     set_half                  all lanes from one half
+//     load_i8                   16 floats from signed bytes
 //     load_byte_of_4            byte `i` (0 .. 3) of each of 16 groups of four bytes
 //     choose                    the lanes of a whose bit of the mask is set, else those of b
 //     zero_below                the lanes of a for which x >= limit; the other lanes are 0

@@ -29,10 +29,19 @@ inline F round(F x) {
 }
 inline __m256 half_of(const uint16_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
 inline F load_half(const uint16_t* p) { return {half_of(p), half_of(p + 8)}; }
+inline F set_half(uint16_t x) { return set(_cvtsh_ss(x)); }
+inline void store_half(uint16_t* p, F x) {
+  _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(x.a, _MM_FROUND_TO_NEAREST_INT));
+  _mm_storeu_si128((__m128i*)(p + 8), _mm256_cvtps_ph(x.b, _MM_FROUND_TO_NEAREST_INT));
+}
 inline __m256 bf16_of(const uint16_t* p) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
 }
 inline F load_bf16(const uint16_t* p) { return {bf16_of(p), bf16_of(p + 8)}; }
+inline __m256 i8_of(const int8_t* p) {
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+}
+inline F load_i8(const int8_t* p) { return {i8_of(p), i8_of(p + 8)}; }
 inline __m256 byte_of_4(const uint8_t* p, int i) {
   const __m256i bytes = _mm256_srl_epi32(_mm256_loadu_si256((const __m256i*)p), _mm_cvtsi32_si128(8 * i));
   return _mm256_cvtepi32_ps(_mm256_and_si256(bytes, _mm256_set1_epi32(255)));
@@ -88,7 +97,7 @@ inline L mul_l(L a, L b) { return _mm256_mul_ps(a, b); }
 inline L fma_l(L a, L b, L c) { return _mm256_fmadd_ps(a, b, c); }
 inline L half_l(const uint16_t* p) { return half_of(p); }
 inline L u8_l(const uint8_t* p) { return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p))); }
-inline L i8_l(const int8_t* p) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p))); }
+inline L i8_l(const int8_t* p) { return i8_of(p); }
 inline L half_powers_l(const uint8_t* p) {
   const __m256i bits = _mm256_slli_epi32(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)), 23);
   return mul_l(_mm256_castsi256_ps(_mm256_max_epi32(bits, _mm256_set1_epi32(0x400000))), set_l(0.5f));

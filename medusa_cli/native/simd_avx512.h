@@ -22,8 +22,15 @@ inline F min(F a, F b) { return _mm512_min_ps(a, b); }
 inline F abs(F a) { return _mm512_abs_ps(a); }
 inline F round(F a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 inline F load_half(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
+inline F set_half(uint16_t a) { return set(_cvtsh_ss(a)); }
+inline void store_half(uint16_t* p, F a) {
+  _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT));
+}
 inline F load_bf16(const uint16_t* p) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
+}
+inline F load_i8(const int8_t* p) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
 }
 inline F load_byte_of_4(const uint8_t* p, int i) {
   const __m512i bytes = _mm512_srli_epi32(_mm512_loadu_si512(p), 8 * i);
@@ -64,7 +71,7 @@ inline L mul_l(L a, L b) { return _mm512_mul_ps(a, b); }
 inline L fma_l(L a, L b, L c) { return _mm512_fmadd_ps(a, b, c); }
 inline L half_l(const uint16_t* p) { return load_half(p); }
 inline L u8_l(const uint8_t* p) { return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p))); }
-inline L i8_l(const int8_t* p) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p))); }
+inline L i8_l(const int8_t* p) { return load_i8(p); }
 inline L half_powers_l(const uint8_t* p) {
   const __m512i bits = _mm512_slli_epi32(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)), 23);
   return mul_l(_mm512_castsi512_ps(_mm512_max_epi32(bits, _mm512_set1_epi32(0x400000))), set_l(0.5f));

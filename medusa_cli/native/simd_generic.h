@@ -21,6 +21,8 @@ inline F min(F a, F b) { MEDUSA_LANES(a.v[i] < b.v[i] ? a.v[i] : b.v[i]); }
 inline F abs(F a) { MEDUSA_LANES(__builtin_fabsf(a.v[i])); }
 inline F round(F a) { MEDUSA_LANES(__builtin_nearbyintf(a.v[i])); }
 inline F load_half(const uint16_t* p) { MEDUSA_LANES(half_to_float(p[i])); }
+inline F set_half(uint16_t a) { return set(half_to_float(a)); }
+inline void store_half(uint16_t* p, F a) { for (int i = 0; i < 16; i++) p[i] = float_to_half(a.v[i]); }
 inline float bf16_of(uint16_t bits) {
   const uint32_t wide = uint32_t(bits) << 16;
   float value;
@@ -28,6 +30,7 @@ inline float bf16_of(uint16_t bits) {
   return value;
 }
 inline F load_bf16(const uint16_t* p) { MEDUSA_LANES(bf16_of(p[i])); }
+inline F load_i8(const int8_t* p) { MEDUSA_LANES(float(p[i])); }
 inline F load_byte_of_4(const uint8_t* p, int byte) { MEDUSA_LANES(float(p[4 * i + byte])); }
 inline F choose(uint16_t mask, F a, F b) { MEDUSA_LANES(mask >> i & 1 ? a.v[i] : b.v[i]); }
 inline F zero_below(F x, float limit, F a) { MEDUSA_LANES(x.v[i] >= limit ? a.v[i] : 0.0f); }

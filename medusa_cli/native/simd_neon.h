@@ -30,7 +30,21 @@ inline F abs(F a) { MEDUSA_LANES(vabsq_f32(a.v[i])); }
 inline F round(F a) { MEDUSA_LANES(vrndnq_f32(a.v[i])); }
 inline float32x4_t half_of(const uint16_t* p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
 inline F load_half(const uint16_t* p) { MEDUSA_LANES(half_of(p + 4 * i)); }
+inline F set_half(uint16_t a) { return set(vgetq_lane_f32(vcvt_f32_f16(vreinterpret_f16_u16(vdup_n_u16(a))), 0)); }
+inline void store_half(uint16_t* p, F a) {
+  MEDUSA_UNROLL for (int i = 0; i < 4; i++) vst1_u16(p + 4 * i, vreinterpret_u16_f16(vcvt_f16_f32(a.v[i])));
+}
 inline F load_bf16(const uint16_t* p) { MEDUSA_LANES(vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p + 4 * i), 16))); }
+inline F load_i8(const int8_t* p) {
+  const int8x16_t bytes = vld1q_s8(p);
+  const int16x8_t halves[2] = {vmovl_s8(vget_low_s8(bytes)), vmovl_s8(vget_high_s8(bytes))};
+  F r;
+  MEDUSA_UNROLL for (int i = 0; i < 2; i++) {
+    r.v[2 * i] = vcvtq_f32_s32(vmovl_s16(vget_low_s16(halves[i])));
+    r.v[2 * i + 1] = vcvtq_f32_s32(vmovl_s16(vget_high_s16(halves[i])));
+  }
+  return r;
+}
 inline F load_byte_of_4(const uint8_t* p, int byte) {
   const int32x4_t right = vdupq_n_s32(-8 * byte);
   const uint32x4_t low = vdupq_n_u32(255);

@@ -34,7 +34,7 @@ void write_kv(Pool& pool, const Model& m, const Layer& layer, const List<Span>& 
               float* qkv) {
   const Widths widths(m, layer);
   const int64_t half = layer.table < 0 ? 0 : m.rotary[layer.table] / 2;
-  const int64_t dim = layer.dim, wide = padded(dim, 16);
+  const int64_t dim = layer.dim;
   const bool has_keys = layer.key.tiles;
   const float* query_norm = m.whole_norms ? nullptr : layer.query_norm;
   const float* key_norm = m.whole_norms ? nullptr : layer.key_norm;
@@ -59,9 +59,7 @@ void write_kv(Pool& pool, const Model& m, const Layer& layer, const List<Span>& 
       float* value = row + widths.value + head * dim;
       norm_and_rotate(m, layer, key, key_norm, cos, sin);
       if (layer.value_norm) head_norm(m.centered, value, layer.value_norm, dim, m.eps);
-      float* keys = span.keys_of(layer, head) + column / 16 * 16 * dim + column % 16;
-      for (int64_t d = 0; d < dim; d++) keys[16 * d] = key[d];
-      std::memcpy(span.values_of(layer, head) + column * wide, value, dim * sizeof(float));
+      write_column(span.of(layer, head), column, key, value, dim);
     }
   });
 }
@@ -72,28 +70,30 @@ void attend_all(Pool& pool, const Model& m, const Layer& layer, const List<Span>
   const Widths widths(m, layer);
   const int64_t dim = layer.dim, groups = m.heads / layer.kv;
   const float* own_sinks = layer.sinks;
-  // Blocks have up to kQueries queries, but fewer if there would be fewer than two blocks per
-  // thread.
-  const auto blocks_of = [&](int64_t together) {
+  // A head's queries are split into blocks of up to kTogether, or into smaller ones if there would be fewer blocks than
+  // threads: each block reads all columns.
+  int64_t together = kTogether;
+  const auto blocks_of = [&](const Span& span) { return (span.rows * groups + together - 1) / together; };
+  const auto all_blocks = [&] {
     int64_t blocks = 0;
-    for (const Span& span : spans) blocks += layer.kv * ((span.rows * groups + together - 1) / together);
+    for (const Span& span : spans) blocks += layer.kv * blocks_of(span);
     return blocks;
   };
-  int64_t together = kQueries;
-  while (together > 1 && blocks_of(together) < 2 * pool.threads()) together /= 2;
+  while (together > 1 && all_blocks() < pool.threads()) together /= 2;
   work.shares.clear();
-  for (const Span& span : spans) work.shares.add(layer.kv * ((span.rows * groups + together - 1) / together), 1);
+  for (const Span& span : spans) work.shares.add(layer.kv * blocks_of(span), 1);
   work.attention.resize(std::max<size_t>(work.attention.size(), pool.threads()));
   pool.run(work.shares.count(), [&](int64_t share, int thread) {
     work.shares.take(share, [&](int64_t number, int64_t part, int64_t) {
       const Span& span = spans[number];
-      const int64_t queries = span.rows * groups, blocks = (queries + together - 1) / together;
-      const int64_t head = part / blocks, first = part % blocks * together;
-      const int64_t count = std::min(together, queries - first);
-      const float* from[kQueries];
-      float* to[kQueries];
-      float sinks[kQueries];
-      int64_t rows[kQueries];
+      const int64_t queries = span.rows * groups, blocks = blocks_of(span);
+      const int64_t size = (queries + blocks - 1) / blocks;
+      const int64_t head = part / blocks, first = part % blocks * size;
+      const int64_t count = std::min(size, queries - first);
+      const float* from[kTogether];
+      float* to[kTogether];
+      float sinks[kTogether];
+      int64_t rows[kTogether];
       for (int64_t i = 0; i < count; i++) {
         rows[i] = (first + i) / groups;
         assert(rows[i] < span.rows && span.mask->last[rows[i]] <= span.capacity);
@@ -103,8 +103,8 @@ void attend_all(Pool& pool, const Model& m, const Layer& layer, const List<Span>
         from[i] = qkv + row * widths.all + at;
         to[i] = writable(attended) + row * attended.stride + at;
       }
-      attend(from, rows, static_cast<int>(count), *span.mask, span.keys_of(layer, head), span.values_of(layer, head),
-             dim, padded(dim, 16), m.scale, m.cap, own_sinks ? sinks : nullptr, work.attention[thread], to);
+      attend(from, rows, count, *span.mask, span.of(layer, head), dim, m.scale, m.cap, own_sinks ? sinks : nullptr,
+             work.attention[thread], to);
     });
   });
 }
@@ -201,8 +201,8 @@ Rows attention(Pool& pool, const Model& m, const Cache& cache, const Step& step,
   work.spans.clear();
   for (int64_t s = 0; s < step.slots; s++) {
     const int64_t slot = step.first_slot + s;
-    work.spans.push_back({keys_of(m, cache, layer, slot, 0), values_of(m, cache, layer, slot, 0), cache.capacity,
-                          s * step.rows, step.rows, step.lengths[s], &work.masks[s]});
+    const Columns all = {int32_t(cache.format), keys_of(cache, layer, slot), values_of(cache, layer, slot)};
+    work.spans.push_back({all, cache.capacity, s * step.rows, step.rows, step.lengths[s], &work.masks[s]});
   }
   const float* qkv = project(pool, m, layer, work.spans, step.positions, read, work);
   const Rows attended = work.attended.rows(rows, m.heads * layer.dim, layer.out.int8_rows);
@@ -355,8 +355,8 @@ void draft(Pool& pool, const Model& m, const DraftPass& pass) {
     const DraftRows& own = pass.own[s];
     const int64_t columns = own.earlier + own.rows;
     if (!pass.last) build_mask(work.masks[s], own.rows, columns, own.prefix, own.seen, columns, nullptr, 0);
-    work.spans.push_back(
-        {own.keys, own.values, own.capacity, rows, own.rows, own.prefix + own.earlier, &work.masks[s]});
+    const Columns all = {F32, reinterpret_cast<uint8_t*>(own.keys), reinterpret_cast<uint8_t*>(own.values)};
+    work.spans.push_back({all, own.capacity, rows, own.rows, own.prefix + own.earlier, &work.masks[s]});
     rows += own.rows;
   }
   const Rows read = draft_reads(pool, m, pass, rows, work);

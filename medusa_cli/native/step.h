@@ -21,19 +21,31 @@ struct Functions {
   void (*embed)(Pool&, const Matrix&, const int64_t* ids, int64_t count, float scale, float* out, int64_t ldo);
 };
 
-// These return where the keys and the values of one head begin in the cache.
-static inline float* keys_of(const Model& m, const Cache& cache, const Layer& layer, int64_t slot, int64_t head) {
-  assert(0 <= slot && slot < cache.slots && layer.place >= 0 && 0 <= head && head < layer.kv);
-  assert((head + 1) * layer.dim <= m.key_width);
-  const int64_t part = layer.place * cache.slots + cache.parts[slot];
-  return cache.keys + (part * m.key_width + head * layer.dim) * cache.capacity;
+// The numbers of a head's key and value in a cache of some type, with those that fill a block or a vector.
+static constexpr int64_t key_numbers(int32_t format, int64_t dim) { return padded(dim, info(format).block); }
+
+static constexpr int64_t value_numbers(int32_t format, int64_t dim) { return padded(key_numbers(format, dim), 16); }
+
+// The bytes of a head's key and value.
+static constexpr int64_t key_bytes(int32_t format, int64_t dim) {
+  return key_numbers(format, dim) / info(format).block * info(format).file_bytes;
 }
 
-static inline float* values_of(const Model& m, const Cache& cache, const Layer& layer, int64_t slot, int64_t head) {
-  assert(0 <= slot && slot < cache.slots && layer.place >= 0 && 0 <= head && head < layer.kv);
-  assert((head + 1) * padded(layer.dim, 16) <= m.value_width);
-  const int64_t part = layer.place * cache.slots + cache.parts[slot];
-  return cache.values + (part * m.value_width + head * padded(layer.dim, 16)) * cache.capacity;
+static constexpr int64_t value_bytes(int32_t format, int64_t dim) {
+  return value_numbers(format, dim) / info(format).block * info(format).file_bytes;
+}
+
+// These return where a layer's keys and values of a slot begin in the cache.
+static inline uint8_t* keys_of(const Cache& cache, const Layer& layer, int64_t slot) {
+  assert(0 <= slot && slot < cache.slots && layer.place >= 0);
+  assert(layer.kv * key_bytes(cache.format, layer.dim) <= cache.key_bytes);
+  return cache.keys + (layer.place * cache.slots + cache.parts[slot]) * cache.key_bytes * cache.capacity;
+}
+
+static inline uint8_t* values_of(const Cache& cache, const Layer& layer, int64_t slot) {
+  assert(0 <= slot && slot < cache.slots && layer.place >= 0);
+  assert(layer.kv * value_bytes(cache.format, layer.dim) <= cache.value_bytes);
+  return cache.values + (layer.place * cache.slots + cache.parts[slot]) * cache.value_bytes * cache.capacity;
 }
 
 // Returns where the inputs of a short convolution begin in the cache.

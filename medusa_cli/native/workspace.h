@@ -17,16 +17,18 @@ struct Pick {
 
 // Consecutive rows of a pass that belong to one sequence, and a layer's columns for that sequence.
 //
-// keys [kv, capacity / 16, dim, 16] and values [kv, capacity, dim padded to 16] are those of all
-// columns. first: the first row's index in the pass. column: the first row's column.
+// all: the columns of all heads, one head's after another's. first: the first row's index in the
+// pass. column: the first row's column.
 struct Span {
-  float* keys;
-  float* values;
+  Columns all;
   int64_t capacity, first, rows, column;
   const AttentionMask* mask;
 
-  float* keys_of(const Layer& layer, int64_t head) const { return keys + head * layer.dim * capacity; }
-  float* values_of(const Layer& layer, int64_t head) const { return values + head * padded(layer.dim, 16) * capacity; }
+  Columns of(const Layer& layer, int64_t head) const {
+    const int64_t before = head * capacity;
+    return {all.format, all.keys + before * key_bytes(all.format, layer.dim),
+            all.values + before * value_bytes(all.format, layer.dim)};
+  }
 };
 
 inline const Span& span_of(const List<Span>& spans, int64_t row) {
