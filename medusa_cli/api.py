@@ -248,6 +248,7 @@ class Medusa:
         dtype: str = "auto",
         engine: str = "auto",
         quantize: str | None = None,
+        kv: str = "auto",
         trust_remote_code: bool = False,
         chat_template: str | Path | None = None,
     ) -> "Medusa":
@@ -277,7 +278,9 @@ class Medusa:
             raise UsageError(f"@tree {tree} has no effect without a drafter", "leave it out")
         if chat_template is not None:
             choice = replace(choice, chat_template=template_text(str(chat_template)))
-        loaded = load_model(choice, LoadOptions(device, dtype, engine, quantize, trust_remote_code))
+        loaded = load_model(
+            choice, LoadOptions(device, dtype, engine, quantize, trust_remote_code, kv=kv)
+        )
         return cls(loaded)
 
     def request(

@@ -99,6 +99,10 @@ _ROWS = (
     "Type of activations for matmuls with quantized weights (native engine): int8 (rounded in groups of 32, as "
     "llama.cpp does), fp32, or auto (int8, and fp32 with --dtype fp32)."
 )
+_KV = (
+    "Type of keys and values in the cache (native engine): fp32, fp16 (half the memory), q8_0 (8 bits in groups of 32, "
+    "0.27 of it), or auto (fp32)."
+)
 _QUANTIZE = (
     "Quantize the model's weights, which changes its answers: int8 or int4 (native engine, CPU), bnb.int8 or bnb.nf4 "
     "(bitsandbytes), or none. [default: as the drafter was trained]"
@@ -181,6 +185,7 @@ class LoadFlags(LoadOptions):
     quantize: Annotated[Text, _loading("--quantize METHOD", _QUANTIZE)] = None
     trust_remote_code: TrustRemoteCode = False
     rows: Annotated[str, _loading("--rows TYPE", _ROWS, show_default=True)] = "auto"
+    kv: Annotated[str, _loading("--kv TYPE", _KV, show_default=True)] = "auto"
 
     @property
     def given(self) -> list[str]:

@@ -265,10 +265,11 @@ class Bench:
         dtype = resolve_dtype(options.dtype, self.choice.source, device, options.trust_remote_code)
         name = next(name for name, known in DTYPES.items() if known == dtype)
         quantize = options.quantize if options.quantized else None
-        # With gradients, the layers are not replaced.
-        backbone = self._load(
-            replace(options, engine="eager", dtype=name, quantize=quantize), gradients=True
+        options = replace(
+            options, engine="eager", dtype=name, quantize=quantize, rows="auto", kv="auto"
         )
+        # With gradients, the layers are not replaced.
+        backbone = self._load(options, gradients=True)
         backbone.take_own_attention()
         return backbone
 

@@ -15,7 +15,12 @@ from medusa_cli.runs.run import Run
 
 DATA = "Measure every run anew on this file's conversations (JSON or JSONL)."
 # Load options with which every run is measured, whatever is given.
-MEASURED_WITH = {"quantize": (None,), "engine": ("auto", "eager"), "rows": ("auto",)}
+MEASURED_WITH = {
+    "quantize": (None,),
+    "engine": ("auto", "eager"),
+    "rows": ("auto",),
+    "kv": ("auto",),
+}
 
 
 def compare(

@@ -13,7 +13,7 @@ from medusa_cli.options import LoadFlags, OutputFlags, flag
 
 DIGITS = 9  # more than those of any context
 # Options with which logits have other bits.
-ROUNDING = {"--dtype", "--quantize", "--rows"}
+ROUNDING = {"--dtype", "--quantize", "--rows", "--kv"}
 
 
 def machine(

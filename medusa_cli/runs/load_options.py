@@ -18,6 +18,7 @@ WORDS = {
     "engine": ("auto", "eager", "native", "torch"),
     "rows": ("auto", "fp32", "int8"),
     "quantize": ("none", *INTEGER, *BITSANDBYTES),
+    "kv": ("auto", "fp32", "fp16", "q8_0"),
 }
 
 
@@ -25,7 +26,8 @@ WORDS = {
 class LoadOptions:
     """Options for loading a model: device, number type, engine, quantization, and whether its own code may run.
 
-    rows: the number type of the states that the native engine multiplies by quantized weights.
+    rows: the number type of the states that the native engine multiplies by quantized weights. kv:
+    that of its keys and values.
     """
 
     device: str = "auto"
@@ -34,6 +36,7 @@ class LoadOptions:
     quantize: str | None = None
     trust_remote_code: bool = False
     rows: str = "auto"
+    kv: str = "auto"
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"auto|cpu|mps|cuda(:(0|[1-9][0-9]?))?", self.device):
@@ -44,12 +47,25 @@ class LoadOptions:
             value = getattr(self, name)
             if value not in words and not (name == "quantize" and value is None):
                 raise UsageError(f"@{name} {value!r} is unknown", f"use one of {', '.join(words)}")
-        needs = {"quantize": self.quantize in INTEGER, "rows": self.rows != "auto"}
-        for name, native in needs.items():
-            if native and self.engine in ("eager", "torch"):
-                raise UsageError(
-                    f"@{name} {getattr(self, name)} needs the native engine", "leave @engine out"
-                )
+        if self.engine in ("eager", "torch") and self.native_options:
+            raise UsageError(
+                f"{self.native_options[0]} needs the native engine", "leave @engine out"
+            )
+        if self.quantised and self.native_options:
+            raise UsageError(
+                f"{self.native_options[0]} needs the native engine, which cannot run @quantize {self.quantize}",
+                "leave one of them out",
+            )
+
+    @property
+    def native_options(self) -> list[str]:
+        """Returns the options that only the native engine has, with their values, such as "@kv fp16"."""
+        given = {
+            "quantize": self.quantize in INTEGER,
+            "rows": self.rows != "auto",
+            "kv": self.kv != "auto",
+        }
+        return [f"@{name} {getattr(self, name)}" for name, is_given in given.items() if is_given]
 
     @property
     def quantized(self) -> bool:

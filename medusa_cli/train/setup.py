@@ -25,7 +25,12 @@ from medusa_cli.runs.recipe import DrafterRecipe, Recipe, TrainRecipe
 from medusa_cli.runs.run import Run, check_backbone, describe_drafter, rounding_in
 
 # Load options that have no effect on transformers' own layers, which stage 2 trains.
-IGNORED_JOINTLY = {"quantize": INTEGER, "engine": ("native", "torch"), "rows": ("fp32", "int8")}
+IGNORED_JOINTLY = {
+    "quantize": INTEGER,
+    "engine": ("native", "torch"),
+    "rows": ("fp32", "int8"),
+    "kv": ("fp32", "fp16", "q8_0"),
+}
 log = logging.getLogger(__name__)
 
 
@@ -164,11 +169,10 @@ def options_for(kind: type[HeadDrafter], train: TrainRecipe, options: LoadOption
             "it does not keep the network's layers",
             "leave @engine out; the trained drafter runs on either engine",
         )
-    if options.quantize in INTEGER:
+    for given in options.native_options:
         raise UsageError(
-            f"@quantize {options.quantize} needs the native engine, which cannot run {kind.name} over whole "
-            "conversations",
-            "leave @quantize out",
+            f"{given} needs the native engine, which cannot run {kind.name} over whole conversations",
+            f"leave {given.split()[0]} out",
         )
     return replace(options, engine="eager")
 
