@@ -8,11 +8,9 @@ import torch
 
 from medusa_cli.decode import Request
 from medusa_cli.engine import attach, load_backbone
-from medusa_cli.engine.native import NativeCache
 from medusa_cli.errors import UsageError
 from medusa_cli.model import Backbone
 from medusa_cli.native import instructions, is_available, library
-from medusa_cli.native.library import TILE
 from medusa_cli.runs.load_options import LoadOptions
 from medusa_cli.tree import Tree
 from tests.helpers import (
@@ -51,39 +49,17 @@ def backbone_of(
     return backbone
 
 
-def columns_of(cache: NativeCache, place: int, slot: int = 0) -> tuple[Any, Any]:
-    """Returns a slot's keys and values [KV, length, D] in fp32, D padded to blocks."""
-    keys, values = (part.numpy() for part in cache.at(place, slot))
-    kv, tiles, _, _ = keys.shape
-    if cache.dtype == torch.uint8:
-        blocks = keys.reshape(kv, tiles, -1, 34 * TILE)
-        numbers = (blocks[..., :512].reshape(kv, tiles, -1, 8, TILE, 4) ^ 128).view(np.int8)
-        scales = np.ascontiguousarray(blocks[..., 512:]).view(np.float16).astype(np.float32)
-        keys = numbers * scales[..., None, :, None]  # [KV, tiles, blocks, 8, TILE, 4]
-        keys = keys.transpose(0, 1, 4, 2, 3, 5).reshape(kv, tiles * TILE, -1)
-        rows = values.reshape(*values.shape[:2], -1, 34)
-        scales = np.ascontiguousarray(rows[..., :2]).view(np.float16).astype(np.float32)
-        values = (np.ascontiguousarray(rows[..., 2:]).view(np.int8) * scales).reshape(
-            *rows.shape[:2], -1
-        )
-    else:
-        keys = keys.astype(np.float32).swapaxes(2, 3).reshape(kv, tiles * TILE, -1)
-    length = cache.lengths[slot]
-    return keys[:, :length], values[:, :length].astype(np.float32)
-
-
-def rounded(rows: Any, kv: str, wide: int) -> Any:
-    """Returns rows [.., D] in another type and padded to `wide` numbers, each row by itself."""
-    padded = np.zeros((*rows.shape[:-1], wide), np.float32)
-    padded[..., : rows.shape[-1]] = rows
+def rounded(rows: Any, kv: str) -> Any:
+    """Returns rows [.., D] in another type, each row by itself, as fp32."""
     if kv == "fp16":
-        return padded.clip(-65504, 65504).astype(np.float16).astype(np.float32)
+        return rows.clip(-65504, 65504).astype(np.float16).astype(np.float32)
+    padded = np.pad(rows, [*[(0, 0)] * (rows.ndim - 1), (0, -rows.shape[-1] % 32)])
     groups = padded.reshape(*padded.shape[:-1], -1, 32)
     largest = np.abs(groups).max(-1, keepdims=True)
     scale = (largest / np.float32(127)).astype(np.float16).astype(np.float32)
     with np.errstate(invalid="ignore", divide="ignore"):
         numbers = np.where(scale > 0, np.rint(groups / scale).clip(-127, 127), 0)
-    return (numbers * scale).reshape(padded.shape)
+    return (numbers * scale).reshape(padded.shape)[..., : rows.shape[-1]]
 
 
 @EACH_TYPE
@@ -99,9 +75,8 @@ def test_rows_are_rounded_each_by_itself(kv: str, dim: int) -> None:
         forward(backbone, text_of(9, 128).flip(0), caches[-1], slot=0)
         forward(backbone, text_of(40, 128), caches[-1], slot=1)
     # Of the first layer, whose inputs are the same.
-    for exact, kept in zip(columns_of(caches[0], 0, 1), columns_of(caches[1], 0, 1), strict=True):
-        wide = kept.shape[-1]
-        assert wide >= dim and np.array_equal(kept, rounded(exact[..., :dim], kv, wide))
+    exact, kept = (torch.stack(cache.rows_of(0, 1, 40)).numpy() for cache in caches)
+    assert kept.shape[-1] == dim and np.array_equal(kept, rounded(exact, kv))
 
 
 @EACH_TYPE

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from medusa_cli.engine.cache import FIRST_ROWS, Cache
 from medusa_cli.engine.engine import SCRATCH_ROWS, Engine
 from medusa_cli.engine.extra_rows import ExtraRowStates
+from medusa_cli.engine.kv_types import KV_TYPES, head_bytes, rows_of_floats
 from medusa_cli.engine.lazy_memory import drop_pages, lazy_zeros
-from medusa_cli.engine.native_model import NativeModel, head_bytes
+from medusa_cli.engine.native_model import NativeModel
 from medusa_cli.engine.plan import Output, Plan
 from medusa_cli.engine.shapes import padded
 from medusa_cli.engine.state_cache import SNAPSHOTS, StateCache
@@ -37,12 +38,6 @@ from medusa_cli.native.library import (
 from medusa_cli.native.matrix import padded_floats
 
 FLOAT_BYTES = 4
-# The number types of keys and values: their formats in the library, and those of the buffers.
-KV_TYPES = {
-    "fp32": (Format.F32, torch.float32),
-    "fp16": (Format.F16, torch.float16),
-    "q8_0": (Format.Q8_0, torch.uint8),
-}
 # The key of the states of all delta-net layers.
 DELTA_STATES = (0, "recurrent", 0)
 # The minimum number of rows in the buffer of logits.
@@ -464,12 +459,12 @@ class NativeCache(StateCache):
         return keys[part], values[part]
 
     def rows_of(self, layer: int, slot: int, length: int) -> tuple[Tensor, Tensor]:
-        """Returns a layer's keys and values [KV, length, D] for the first `length` rows of a slot."""
+        """Returns a layer's keys and values [KV, length, D] for the first `length` rows of a slot, in fp32."""
         place = self.model.description.layers[layer].place
         keys, values = self.at(place, slot)
-        tiles = keys[:, : padded(length, TILE) // TILE]
         dim = self.shapes[place][1]
-        return tiles.transpose(2, 3).flatten(1, 2)[:, :length], values[:, :length, :dim]
+        keys, values = rows_of_floats(keys[:, : padded(length, TILE) // TILE], values[:, :length])
+        return keys[:, :length, :dim], values[..., :dim]
 
     def _at(self, place: int, keys: Tensor, values: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
         kv, dim = self.shapes[place]

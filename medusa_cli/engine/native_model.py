@@ -14,15 +14,15 @@ from medusa_cli.engine.description import (
     Description,
     LayerNames,
 )
+from medusa_cli.engine.kv_types import head_bytes
 from medusa_cli.engine.packed import Packed
 from medusa_cli.engine.probes import Rotary
-from medusa_cli.engine.shapes import Shapes, padded
+from medusa_cli.engine.shapes import Shapes
 from medusa_cli.model.attention import FULL
 from medusa_cli.model.backbone import UNBOUNDED
 from medusa_cli.native import Format, PackedMatrix
 from medusa_cli.native.library import (
     FLAGS,
-    TILE,
     VECTORS,
     Activation,
     Layer,
@@ -192,12 +192,6 @@ class NativeModel:
             self.struct.sin[number] = sines.ctypes.data
             self.struct.rotary[number] = 2 * sines.shape[1]
         self.struct.positions = count
-
-
-def head_bytes(format: Format, dim: int) -> tuple[int, int]:
-    """Returns the bytes of a head's key and of its value, padded to whole blocks and the value also to 16 numbers."""
-    key = padded(dim, format.block)
-    return format.row_bytes(key), format.row_bytes(padded(key, TILE))
 
 
 def _once(sines: Tensor) -> slice:

@@ -137,18 +137,18 @@ inline void score(const float* queries, const float* keys, int64_t dim, int64_t 
 }
 
 // Soft-caps the scores of a row for tiles first .. end - 1 if `cap` is not 0, and sets those of masked columns to -inf.
-// Returns the largest score by lane, which is at least `most`.
+// Returns the largest score by lane, which is at least `before`.
 inline F finish_scores(float* scores, const AttentionMask& mask, int64_t row, int64_t first, int64_t end, float cap,
-                       F most) {
+                       F before) {
   for (int64_t tile = first; tile < end; tile++, scores += 16) {
     F score = load(scores);
     const uint16_t columns = visible(mask, row, tile);
     if (cap != 0.0f) score = soft_cap(score, cap);
     if (columns != 0xffff) score = choose(columns, score, set(-INFINITY));
     if (cap != 0.0f || columns != 0xffff) store(scores, score);
-    most = max(most, score);
+    before = max(before, score);
   }
-  return most;
+  return before;
 }
 
 // Adds `count` values [count, wide] to the sums [R, wide] of R queries, and their weights e^(score - shift) to totals.
@@ -177,7 +177,7 @@ inline void weigh(const float* scores, int64_t stride, const float* shifts, cons
 // Scratch memory for one thread's attention.
 struct AttentionBuffers {
   RowBuffer rounded;
-  Buffer<float> queries, scores, most, block, sums;
+  Buffer<float> queries, scores, maxima, block, sums;
 };
 
 // Runs attention for `count` <= kTogether queries of one key head. queries, outputs: pointers to
@@ -196,7 +196,7 @@ inline void attend(const float* const* queries, const int64_t* rows, int64_t cou
   const int64_t wide = value_numbers(own.format, dim);
   const int64_t tiles = std::max<int64_t>(1, kBlock / (16 * wide)), columns = 16 * tiles;
   float* scores = buffers.scores.reserve(count * stride);
-  float* most = buffers.most.reserve(count * 16);
+  float* maxima = buffers.maxima.reserve(count * 16);
   float* block = buffers.block.reserve(columns * wide);
   float* sums = buffers.sums.reserve(count * wide);
   float* scaled = buffers.queries.reserve(count * dim);
@@ -215,7 +215,7 @@ inline void attend(const float* const* queries, const int64_t* rows, int64_t cou
     });
   }
 
-  for (int64_t i = 0; i < count; i++) store(most + 16 * i, set(-INFINITY));
+  for (int64_t i = 0; i < count; i++) store(maxima + 16 * i, set(-INFINITY));
   for (int64_t tile = first; tile < end; tile += tiles) {
     const int64_t block_end = std::min(end, tile + tiles);
     float* to = scores + 16 * (tile - first);
@@ -229,15 +229,15 @@ inline void attend(const float* const* queries, const int64_t* rows, int64_t cou
       });
     }
     for (int64_t i = 0; i < count; i++) {
-      const F before = load(most + 16 * i);
-      store(most + 16 * i, finish_scores(to + i * stride, mask, rows[i], tile, block_end, cap, before));
+      const F before = load(maxima + 16 * i);
+      store(maxima + 16 * i, finish_scores(to + i * stride, mask, rows[i], tile, block_end, cap, before));
     }
   }
 
   float shifts[kTogether], totals[kTogether] = {};
   for (int64_t i = 0; i < count; i++) {
-    const F largest_seen = load(most + 16 * i);
-    shifts[i] = largest(sinks ? max(largest_seen, set(sinks[i])) : largest_seen);
+    const F by_lane = load(maxima + 16 * i);
+    shifts[i] = largest(sinks ? max(by_lane, set(sinks[i])) : by_lane);
   }
   std::memset(sums, 0, count * wide * sizeof(float));
   for (int64_t column = 16 * first; column < last; column += columns) {

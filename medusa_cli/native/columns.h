@@ -31,9 +31,9 @@ inline void put_channel(const T* row, int64_t k, int channel, uint8_t* tile) {
 // Rounds `wide` numbers, a multiple of 16 or 32, to a row as a file stores it. Numbers beyond the largest half are
 // replaced by it, since masked columns must be finite.
 inline void round_head(int32_t format, float* x, int64_t wide, uint8_t* row) {
-  constexpr float most = 65504.0f;
+  constexpr float limit = 65504.0f;
   for (int64_t d = 0; d < wide; d += 16) {
-    const F bounded = min(max(load(x + d), set(-most)), set(most));
+    const F bounded = min(max(load(x + d), set(-limit)), set(limit));
     if (format == F16) store_half(reinterpret_cast<uint16_t*>(row) + d, bounded);
     else store(x + d, bounded);
   }

@@ -51,7 +51,7 @@ class LoadOptions:
             raise UsageError(
                 f"{self.native_options[0]} needs the native engine", "leave @engine out"
             )
-        if self.quantised and self.native_options:
+        if self.quantized and self.native_options:
             raise UsageError(
                 f"{self.native_options[0]} needs the native engine, which cannot run @quantize {self.quantize}",
                 "leave one of them out",
