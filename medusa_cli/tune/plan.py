@@ -114,7 +114,9 @@ def expected_speedup(drafter: str, positions: float, measured: Measured) -> floa
     """
     if drafter == "start":
         length = measured.lengths["start"]
-        return measured.speedups["start"] * adapted(length, positions) / length
+        gain = measured.speedups["start"] * adapted(length, positions) / length
+        # Plain decoding is chosen otherwise.
+        return max(1.0, gain)
     length = reached(drafter, positions)
     gains = [speedup(length, dict(measured.verify)), max(1.0, measured.speedups.get("lookup", 1.0))]
     return max(gains) + MATCHED * (min(gains) - 1)
