@@ -104,6 +104,8 @@ LINES = [
     (2, "chat --quantize int8 --engine eager", "--quantize int8"),
     (2, "chat --quantize int8 --engine torch", "--quantize int8"),
     (2, "chat --rows int8 --engine eager", "--rows int8"),
+    (2, "chat --kv fp16 --engine eager", "--kv fp16"),
+    (2, "chat --kv q8 --model smollm2-135m", "--kv"),
     (2, "chat --rows fp32 --engine torch", "--rows fp32"),
     (1, "chat --drafter {place}/model", "--drafter"),
     (2, "chat --quantize bnb.nf4", "--quantize bnb.nf4"),
