@@ -248,7 +248,8 @@ class Medusa:
         dtype: str = "auto",
         engine: str = "auto",
         quantize: str | None = None,
-        kv: str = "auto",
+        kv: str = "fp32",
+        exact: bool = False,
         trust_remote_code: bool = False,
         chat_template: str | Path | None = None,
     ) -> "Medusa":
@@ -279,7 +280,8 @@ class Medusa:
         if chat_template is not None:
             choice = replace(choice, chat_template=template_text(str(chat_template)))
         loaded = load_model(
-            choice, LoadOptions(device, dtype, engine, quantize, trust_remote_code, kv=kv)
+            choice,
+            LoadOptions(device, dtype, engine, quantize, trust_remote_code, kv=kv, exact=exact),
         )
         return cls(loaded)
 

@@ -100,8 +100,12 @@ _ROWS = (
     "llama.cpp does), fp32, or auto (int8, and fp32 with --dtype fp32)."
 )
 _KV = (
-    "Type of keys and values in the cache (native engine): fp32, fp16 (half the memory), q8_0 (8 bits in groups of 32, "
-    "0.27 of it), or auto (fp32)."
+    "Type of keys and values in the cache (native engine): fp32, fp16 (half the memory), or q8_0 (8 bits in groups of "
+    "32, 0.27 of it)."
+)
+_EXACT = (
+    "On a GPU, use kernels that give a row the same bits in every pass, so that no draft changes a greedy answer; "
+    "their speed was never measured."
 )
 _QUANTIZE = (
     "Quantize the model's weights, which changes its answers: int8 or int4 (native engine, CPU), bnb.int8 or bnb.nf4 "
@@ -185,7 +189,8 @@ class LoadFlags(LoadOptions):
     quantize: Annotated[Text, _loading("--quantize METHOD", _QUANTIZE)] = None
     trust_remote_code: TrustRemoteCode = False
     rows: Annotated[str, _loading("--rows TYPE", _ROWS, show_default=True)] = "auto"
-    kv: Annotated[str, _loading("--kv TYPE", _KV, show_default=True)] = "auto"
+    kv: Annotated[str, _loading("--kv TYPE", _KV, show_default=True)] = "fp32"
+    exact: Annotated[bool, _loading("--exact", _EXACT)] = False
 
     @property
     def given(self) -> list[str]:

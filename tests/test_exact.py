@@ -1,5 +1,6 @@
 """The exact path by its kernels' plain twins: steps over trees have the bits of plain decoding, and so its tokens."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,12 +10,22 @@ from torch import Tensor
 
 from medusa_cli.decode import Decoder, Request
 from medusa_cli.decode.policy import DynamicTreePolicy
-from medusa_cli.engine import exact, plain_kernels
+from medusa_cli.engine import exact, load_backbone, plain_kernels
 from medusa_cli.engine.exact import ExactPath, difference, use_exact_path
 from medusa_cli.engine.torch_layers import TorchEngine
+from medusa_cli.errors import UsageError, UserError
 from medusa_cli.model import Backbone
+from medusa_cli.runs.load_options import LoadOptions
 from medusa_cli.tree import DynamicTree, Tree
-from tests.helpers import Oracle, answer, decoder_of, generate_plain, tiny_backbone, tokens_of
+from tests.helpers import (
+    Oracle,
+    answer,
+    decoder_of,
+    generate_plain,
+    save_model,
+    tiny_backbone,
+    tokens_of,
+)
 from tests.test_drafters import drafter_of
 
 TREES = {
@@ -87,19 +98,25 @@ def test_probe_tells_kernels_that_depend_on_rows_or_are_wrong() -> None:
     assert "differ" in (difference(engine) or "")
 
 
-def test_engine_without_kernels_keeps_the_ordinary_path(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_kernels_that_do_not_run_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     _, engine = backbone_with("llama", None)
+    with pytest.raises(UserError, match="bf16"):
+        use_exact_path(engine)
 
     def fail(*args: Any) -> None:
         raise RuntimeError("no kernel image is available\nand more lines")
 
+    engine.dtype = torch.float16
     monkeypatch.setattr(exact, "ExactPath", fail)
-    with caplog.at_level("INFO"):
+    with pytest.raises(UserError) as refused:
         use_exact_path(engine)
     assert engine.exact is None and not engine.row_invariant
-    assert len(caplog.records) == 1 and "\n" not in caplog.records[0].message
+    assert "no kernel image" in refused.value.message and "more lines" not in refused.value.message
+
+
+def test_a_cpu_needs_no_exact_path(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="GPU"):
+        load_backbone(str(save_model(tmp_path / "model")), LoadOptions(exact=True))
 
 
 @pytest.mark.parametrize("graphs", [False, True])

@@ -266,7 +266,7 @@ class Bench:
         name = next(name for name, known in DTYPES.items() if known == dtype)
         quantize = options.quantize if options.quantized else None
         options = replace(
-            options, engine="eager", dtype=name, quantize=quantize, rows="auto", kv="auto"
+            options, engine="eager", dtype=name, quantize=quantize, rows="auto", kv="fp32"
         )
         # With gradients, the layers are not replaced.
         backbone = self._load(options, gradients=True)

@@ -19,7 +19,8 @@ MEASURED_WITH = {
     "quantize": (None,),
     "engine": ("auto", "eager"),
     "rows": ("auto",),
-    "kv": ("auto",),
+    "kv": ("fp32",),
+    "exact": (False,),
 }
 
 

@@ -1,11 +1,12 @@
 """`medusa serve`: the model and its drafter behind an OpenAI-compatible HTTP server."""
 
+import os
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from medusa_cli import console, options
-from medusa_cli.errors import UsageError, shown
+from medusa_cli.errors import UsageError, UserError, shown
 from medusa_cli.files import extras, fetch
 from medusa_cli.options import DraftFlags, LoadFlags
 
@@ -127,6 +128,8 @@ def serve(
         if uds and value != usual:
             raise UsageError(f"{flag} {value} has no effect with --uds", "leave one of them out")
     store = None if prefix_store is None else folder_and_bytes(prefix_store)
+    if record is not None and not os.access(record.absolute().parent, os.W_OK | os.X_OK):
+        raise UserError(f"--record {record} cannot be written", "give a file in another folder")
     choice = drafting.or_plain(baseline, chat_template)
     check_certificate(ssl_certfile, ssl_keyfile)
     templates.prepare()

@@ -62,6 +62,10 @@ def tune(
             "`medusa tune` is one process, which uses one GPU",
             "start it without torchrun, or use `medusa distill` and `medusa train` with it",
         )
+    if endpoint is not None:
+        from medusa_cli.files.chat_servers import ChatServers
+
+        ChatServers(endpoint.split(",")).check()
     source = checked(model)
     from medusa_cli.tune.tuning import Tuning, default_run
 

@@ -269,7 +269,7 @@ def _header(
     optional: dict[str, Any] = {
         "system": settings.system,
         "rounding": rounding,
-        "kv": None if loading.kv == "auto" else loading.kv,
+        "kv": None if loading.kv == "fp32" else loading.kv,
         "taps": list(settings.taps),
         "chat_template": digest,
         # Servers do not report their generation config.

@@ -4,7 +4,6 @@ Its kernels give a row the same bits alone, in a tree and in a batch. Prompts ru
 same with drafts and without.
 """
 
-import logging
 from types import ModuleType
 from typing import Any
 
@@ -15,7 +14,7 @@ from medusa_cli.engine import plain_kernels
 from medusa_cli.engine.plan import Plan
 from medusa_cli.engine.reach import LAG, Reach
 from medusa_cli.engine.torch_layers import TOLERANCE, TorchEngine, TorchLayer
-from medusa_cli.errors import first_line
+from medusa_cli.errors import UserError, first_line
 from medusa_cli.model.backbone import Unsupported
 
 # For the probe: tokens before the tree, as many as reach into a second chunk, its nodes, and leaves whose paths are
@@ -23,7 +22,6 @@ from medusa_cli.model.backbone import Unsupported
 BEFORE = 600
 NODES = 64
 LEAVES = (63, 38)
-log = logging.getLogger(__name__)
 
 
 class ExactPath:
@@ -125,8 +123,10 @@ def _activation_of(activation: Any, dtype: torch.dtype) -> str:
 
 
 def use_exact_path(engine: TorchEngine) -> None:
-    """Lets an engine's steps take the exact path if a probe shows that it is exact on this GPU; says why if not."""
+    """Lets an engine's steps take the exact path; raises UserError unless a probe finds it exact on this GPU."""
     try:
+        if engine.dtype == torch.float32:
+            raise Unsupported("its kernels are for bf16 and fp16")
         from medusa_cli.engine import kernels
 
         engine.exact = ExactPath(engine, kernels)
@@ -138,7 +138,10 @@ def use_exact_path(engine: TorchEngine) -> None:
         fault = first_line(reason) or type(reason).__name__
     if fault is not None:
         engine.exact = None
-        log.info("drafts may change answers at near-ties on %s: %s", engine.backbone.device, fault)
+        raise UserError(
+            f"@exact does not work for {engine.backbone.id!r} on {engine.backbone.device}: {fault}",
+            "leave it out; drafts may then change an answer where two tokens are nearly tied",
+        )
 
 
 @torch.inference_mode()

@@ -75,6 +75,11 @@ def load_backbone(
     _check_engine(named, options, foreign, shard, model.name)
     on_cpu = torch.device(resolve_device(options.device)).type == "cpu"
     needs_network = gradients or shard or foreign or options.quantized
+    if options.exact and (on_cpu or needs_network):
+        raise UsageError(
+            f"@exact needs the torch engine on a GPU, which does not run {model.name!r} here",
+            "leave it out; on a CPU, the native engine needs no option for it",
+        )
 
     if named in ("auto", "native") and on_cpu and not needs_network:
         try:
@@ -96,10 +101,12 @@ def load_backbone(
 
     if named != "eager" and not on_cpu and not needs_network:
         try:
-            backbone.engine = _torch_engine(backbone)
+            backbone.engine = torch_engine = TorchEngine(backbone)
+            if options.exact:
+                use_exact_path(torch_engine)
             return backbone
         except Unsupported as reason:
-            if named == "torch":
+            if named == "torch" or options.exact:
                 raise _refusal(options, model.name, reason) from reason
             log.info("%s runs on the eager engine: %s", model.name, reason)
 
@@ -130,7 +137,7 @@ def attach(
             model = NativeModel(description, packed, rotary_of(network), backbone.max_positions)
             backbone.engine = NativeEngine(backbone, model, int8, quantize, kv)
         elif engine == "torch":
-            backbone.engine = _torch_engine(backbone)
+            backbone.engine = TorchEngine(backbone)
         elif engine == "eager":
             backbone.engine = EagerEngine(backbone)
         else:
@@ -141,15 +148,6 @@ def attach(
             "use @engine auto or eager",
         ) from reason
     return backbone.engine
-
-
-def _torch_engine(backbone: Backbone) -> TorchEngine:
-    """Returns the torch engine, whose steps take the exact path where a probe allows it."""
-    engine = TorchEngine(backbone)
-    # fp32 has no tensor cores to compute a whole tile for one row, and near-ties are rare there.
-    if backbone.device.type == "cuda" and engine.dtype != torch.float32:
-        use_exact_path(engine)
-    return engine
 
 
 @dataclass(frozen=True)
@@ -196,8 +194,7 @@ def _load_native(
         lm_head=partial(_lm_head, native),
     )
     int8_rows = int8_rows and loaded.packed.is_quantized
-    kv = "fp32" if options.kv == "auto" else options.kv
-    backbone.engine = NativeEngine(backbone, native, int8_rows, _integer(options), kv)
+    backbone.engine = NativeEngine(backbone, native, int8_rows, _integer(options), options.kv)
     _check_chat(backbone, chat)
     with _forgetting_refused(loaded.packed):
         _check_finite(backbone)
@@ -344,12 +341,13 @@ def _forced(options: LoadOptions) -> str | None:
     """Returns the option that requires the native engine, whatever `engine` is; None if there is none."""
     if options.quantize in INTEGER:
         return f"@quantize {options.quantize}"
-    return None if options.kv == "auto" else f"@kv {options.kv}"
+    return None if options.kv == "fp32" else f"@kv {options.kv}"
 
 
 def _flag(options: LoadOptions) -> str:
     """Returns the option that requested the engine."""
-    return _forced(options) or f"@engine {options.engine}"
+    own = "@exact" if options.exact else f"@engine {options.engine}"
+    return _forced(options) or own
 
 
 def _remedy(options: LoadOptions) -> str:

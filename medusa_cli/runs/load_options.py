@@ -18,7 +18,7 @@ WORDS = {
     "engine": ("auto", "eager", "native", "torch"),
     "rows": ("auto", "fp32", "int8"),
     "quantize": ("none", *INTEGER, *BITSANDBYTES),
-    "kv": ("auto", "fp32", "fp16", "q8_0"),
+    "kv": ("fp32", "fp16", "q8_0"),
 }
 
 
@@ -27,7 +27,7 @@ class LoadOptions:
     """Options for loading a model: device, number type, engine, quantization, and whether its own code may run.
 
     rows: the number type of the states that the native engine multiplies by quantized weights. kv:
-    that of its keys and values.
+    that of its keys and values. exact: on a GPU, no draft changes a greedy answer.
     """
 
     device: str = "auto"
@@ -36,7 +36,8 @@ class LoadOptions:
     quantize: str | None = None
     trust_remote_code: bool = False
     rows: str = "auto"
-    kv: str = "auto"
+    kv: str = "fp32"
+    exact: bool = False
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"auto|cpu|mps|cuda(:(0|[1-9][0-9]?))?", self.device):
@@ -57,13 +58,18 @@ class LoadOptions:
                 "leave one of them out",
             )
 
+        if self.exact and (self.engine in ("native", "eager") or self.native_options):
+            raise UsageError(
+                "@exact needs the torch engine on a GPU", "leave it out, or give @device cuda alone"
+            )
+
     @property
     def native_options(self) -> list[str]:
         """Returns the options that only the native engine has, with their values, such as "@kv fp16"."""
         given = {
             "quantize": self.quantize in INTEGER,
             "rows": self.rows != "auto",
-            "kv": self.kv != "auto",
+            "kv": self.kv != "fp32",
         }
         return [f"@{name} {getattr(self, name)}" for name, is_given in given.items() if is_given]
 

@@ -29,7 +29,8 @@ IGNORED_JOINTLY = {
     "quantize": INTEGER,
     "engine": ("native", "torch"),
     "rows": ("fp32", "int8"),
-    "kv": ("fp32", "fp16", "q8_0"),
+    "kv": ("fp16", "q8_0"),
+    "exact": (True,),
 }
 log = logging.getLogger(__name__)
 
