@@ -16,6 +16,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Nothing is fetched, here or in a process that a test starts: pip has no index, and the hub is a closed port.
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_ENDPOINT": "http://127.0.0.1:9", "PIP_NO_INDEX": "1"}
 os.environ.pop("PIP_FIND_LINKS", None)
+# Triton reads it when it is first imported, which torch may do. Without a GPU, only its interpreter can run kernels.
+if not Path("/dev/nvidiactl").exists():
+    os.environ["TRITON_INTERPRET"] = "1"
 # A shell lets what it runs in the background ignore Ctrl-C, and so the commands that tests interrupt.
 if threading.current_thread() is threading.main_thread():
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -895,7 +895,7 @@ def test_batch_size_comes_from_the_setting_the_recipe_or_the_memory(
 ) -> None:
     sizes: list[int | None] = []
 
-    def answer(backbone: Any, seeds: Any, settings: DistillRecipe, on_tokens: Any) -> Any:
+    def answer(backbone: Any, seeds: Any, settings: DistillRecipe, *_: Any, **__: Any) -> Any:
         sizes.append(settings.batch_size)
         return iter([Outcome("a", Conversation("a", [], [1, 2], [(1, 2)]))])
 

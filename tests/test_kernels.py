@@ -26,9 +26,7 @@ if find_spec("triton") is None:
 if torch.cuda.is_available():
     # Then the kernels themselves are to run in this process.
     pytest.skip("stands for a GPU where there is none", allow_module_level=True)
-with pytest.MonkeyPatch.context() as patch:
-    patch.setenv("TRITON_INTERPRET", "1")
-    from medusa_cli.engine import kernels as interpreted
+from medusa_cli.engine import kernels as interpreted  # under the interpreter: see conftest.py
 
 TARGETS = (80, 90, 120)
 COUNTS = (1, 2, 7, 8, 16, 33, 64)
@@ -58,7 +56,6 @@ class ByRow:
 def kernels() -> Iterator[Any]:
     interpreter = importlib.import_module("triton.runtime.interpreter")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
         patch.setattr(interpreter, "np", ByRow())
         yield interpreted
 

@@ -158,7 +158,7 @@ PACKAGE = Path(cli.__file__).parent
 # Names of packages by the name that is imported.
 PACKAGES = {"yaml": "pyyaml", "pydantic": "fastapi", "starlette": "fastapi", "pyarrow": "datasets"}
 PACKAGES["urllib3"] = "requests"
-OPTIONAL = {"xllamacpp"}  # used if it is installed
+OPTIONAL = {"xllamacpp", "triton"}  # used if they are installed
 INDIRECT = {"tensorboard"}  # torch imports it
 BUILDING = {"build", "setuptools"}  # what native/backend.py and native/build.py import
 

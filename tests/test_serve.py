@@ -129,7 +129,7 @@ def test_a_model_is_served_with_a_chat_template_of_ones_own(
 ) -> None:
     loaded = list[Medusa]()
 
-    def record(medusa: Medusa, limits: Limits) -> None:
+    def record(medusa: Medusa, limits: Limits, *_: object) -> None:
         loaded.append(medusa)
         raise UserError("enough", "no more")
 
@@ -156,7 +156,7 @@ class Stopped:
     def __init__(self, meanwhile: Callable[[], object] = lambda: None) -> None:
         self.meanwhile = meanwhile
 
-    def __call__(self, medusa: Medusa, limits: Limits) -> "Stopped":
+    def __call__(self, medusa: Medusa, limits: Limits, *_: object) -> "Stopped":
         return self
 
     def run(self, listener: socket.socket) -> None:
@@ -201,7 +201,7 @@ def test_a_model_is_served_under_the_name_of_its_folder_link_or_file(
 ) -> None:
     names = list[str]()
 
-    def record(medusa: Medusa, limits: Limits) -> None:
+    def record(medusa: Medusa, limits: Limits, *_: object) -> None:
         names.extend(limits.names)
         raise UserError("enough", "no more")
 
@@ -220,7 +220,7 @@ def test_flags_of_access_and_limits_reach_the_server(
 ) -> None:
     seen = list[Limits]()
 
-    def record(medusa: Medusa, limits: Limits) -> None:
+    def record(medusa: Medusa, limits: Limits, *_: object) -> None:
         seen.append(limits)
         raise UserError("enough", "no more")
 

@@ -103,7 +103,7 @@ def test_long_prompts_run_in_pieces(kind: str, monkeypatch: pytest.MonkeyPatch) 
 
 @EACH
 def test_answers_of_several_lengths_change_slots(kind: str) -> None:
-    backbone, lengths = backbone_of(kind), (5, 40, 17, 30)
+    backbone, lengths = backbone_of(kind), (5, 32, 17, 30)
     prompts = [*PROMPTS, PROMPTS[0]]
     expected = [
         answer_of(kind, tuple(prompt))[:count]

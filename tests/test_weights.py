@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
-from medusa_cli.engine import attach, description, load_backbone, packed, packed_cache
+from medusa_cli.engine import attach, describe, load_backbone, packed, packed_cache
 from medusa_cli.errors import UserError
 from medusa_cli.files.model_source import ModelSource
 from medusa_cli.model import Backbone
@@ -434,7 +434,7 @@ def test_positions_end_where_the_rope_of_some_layers_changes() -> None:
 def test_keys_narrower_than_a_head_are_not_described() -> None:
     network = tiny_network("llama")
     network.model.layers[0].self_attn.k_proj = torch.nn.Linear(64, 8, bias=False)
-    reader = description._Reader(network)
+    reader = describe._Reader(network)
     parts = reader._parts_of(network.model.layers[0], None)
     with pytest.raises(Unsupported, match="heads"):
         reader._heads_of(parts, None)

@@ -116,7 +116,8 @@ class PrefixCache:
         but needs memory. Raises ValueError if no slot is idle.
         """
         shared = [self._shared(slot, request) for slot in range(len(self._slots))]
-        copied = (1 - COPY_COST) * max(saved for saved, _ in shared) if copies else 0
+        longest = max(saved for saved, _ in shared)
+        copied = (1 - COPY_COST) * longest if copies and longest >= MIN_GAIN else 0
 
         def gain(slot: int) -> float:
             previous = self._slots[slot]
