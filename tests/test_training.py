@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,9 +24,10 @@ from medusa_cli.drafters.io import load_kind
 from medusa_cli.errors import UserError
 from medusa_cli.model import Backbone
 from medusa_cli.runs.load_options import LoadOptions
+from medusa_cli.runs.recipe import Recipe, TrainRecipe
 from medusa_cli.runs.recipe_files import load_recipe
 from medusa_cli.runs.run import Run
-from medusa_cli.train import Trainer, train
+from medusa_cli.train import Trainer, setup, train
 from medusa_cli.train.checkpoint import best_path, checkpoint_path, earlier_path, load
 from medusa_cli.train.log import Stepped, TrainLog, Validated, acceptance_of, read_log
 from medusa_cli.train.loggers import LOGGERS, logger_of
@@ -280,7 +282,7 @@ def test_dtype_that_a_refused_resume_names_is_taken(
     words = [word for word in words_of(run, model, "--quiet") if not word.startswith("train.dtype")]
     # The model in fp32, as its files are, and train.dtype=bf16.
     words = words[: words.index("--dtype")]
-    kill_at(6, monkeypatch, *words)
+    kill_at(6, monkeypatch, *words, "train.dtype=bf16")
     refused = medusa(*words, "--resume", "--dtype", "bf16", exit_code=2)
     assert "give --dtype fp32" in refused.stderr, refused.output
     changed = medusa(*words, str(run.recipe_path), "train.dtype=fp32", "--resume", exit_code=2)
@@ -901,3 +903,14 @@ def test_a_dry_run_leaves_no_folder_and_begins_nothing(
     medusa(*words, "--data", run.distill_path)
     assert not (tmp_path / "new").exists()
     medusa(*words, "--resume", exit_code=None)
+
+
+@pytest.mark.parametrize(("has", "dtype"), [(True, "bf16"), (False, "fp32")])
+def test_training_computes_in_the_type_that_the_cpu_has(
+    has: bool, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(setup, "has_bf16", lambda: has)
+    cpu = LoadOptions(device="cpu")
+    assert setup.with_dtype(Recipe(), cpu).train.dtype == dtype
+    given = replace(Recipe(), train=TrainRecipe(dtype="bf16"))
+    assert setup.with_dtype(given, cpu) == given

@@ -208,7 +208,9 @@ class TrainRecipe:
     validation_tokens: Count = key(16_384, "positions per validation")
     checkpoint_every: Count = key(100, "steps between checkpoints")
     seed: Seed = key(0, "seed of data order, weight initialization and dropout")
-    dtype: Literal["bf16", "fp32"] = key("bf16", "number type of the computation")
+    dtype: Literal["auto", "bf16", "fp32"] = key(
+        "auto", "number type of the computation; auto is bf16, but fp32 on CPUs without bf16"
+    )
     save_dtype: Literal["bf16", "int8"] = key(
         "bf16",
         "number type of the drafter's file; int8 halves its size and is as fast on a CPU",

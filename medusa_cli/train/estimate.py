@@ -39,6 +39,7 @@ def estimate(
     training. seconds: the time for hidden states, training and validations.
     """
     setup.check_recipe(recipe)
+    recipe = setup.with_dtype(recipe, options)
     train = recipe.train
     source = data or run.data_path
     if train.shard:

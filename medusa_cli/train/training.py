@@ -105,6 +105,7 @@ def train(
     world = Distributed.join(options.device, sharded=recipe.train.shard)
     options = replace(options, device=world.device(options.device))
     setup.check_loading(recipe.train, options, world)
+    recipe = setup.with_dtype(recipe, options)
     source = data or run.data_path
     check_conversations(source)
     if resume:
@@ -373,7 +374,7 @@ def evaluate(
     needs a frozen model. Raises UserError if the heads cannot be read, or if the model was fully
     tuned and so has no original to compare with.
     """
-    recipe = load_recipe(run.recipe_path)
+    recipe = setup.with_dtype(load_recipe(run.recipe_path), options)
     train = recipe.train
     joint = recipe.train.stage == 2
     if joint and train.tuning == "full":

@@ -225,7 +225,7 @@ class Tuning:
         if not is_real or measured.speedups[best] < (self.state.promised or 1.0):
             return True
         log.info(
-            f"no training: {NAMES[best]} reach {measured.speedups[best]:.2f} x without it, {planned.expected:.2f} x is "
+            f"no training: {measured.speedups[best]:.2f} x without it, by {NAMES[best]}; {planned.expected:.2f} x is "
             "expected of training in this time"
         )
         self._note(chosen=best)
