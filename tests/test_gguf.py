@@ -1611,6 +1611,7 @@ UNUSED = {
     *("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "sympy", "mpmath"),
     *("accelerate", "datasets", "matplotlib", "pandas", "peft", "pyarrow", "scipy", "sklearn"),
     *("gguf", "starlette", "transformers.modeling_utils", "uvicorn", "xgrammar"),
+    *("triton", "medusa_cli.engine.exact", "medusa_cli.engine.plain_kernels"),
 }
 CHATTING = """
 import sys

@@ -285,13 +285,13 @@ class PrefixStore:
 
     def _trim(self) -> None:
         """Removes the least recently used files while all together are too large."""
-        found = list[tuple[int, int, str]]()
+        files = list[tuple[int, int, str]]()
         for name in self._names():
             with suppress(OSError):
                 status = os.stat(self.folder / name, follow_symlinks=False)
-                found.append((status.st_mtime_ns, status.st_size, name))
-        left = sum(size for _, size, _ in found)
-        for _, size, name in sorted(found):
+                files.append((status.st_mtime_ns, status.st_size, name))
+        left = sum(size for _, size, _ in files)
+        for _, size, name in sorted(files):
             if left <= self.limit:
                 break
             with suppress(OSError):

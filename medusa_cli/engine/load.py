@@ -15,7 +15,6 @@ from medusa_cli.engine.description import Description
 from medusa_cli.engine.description_cache import describe_once
 from medusa_cli.engine.eager import EagerEngine
 from medusa_cli.engine.engine import Engine
-from medusa_cli.engine.exact import use_exact_path
 from medusa_cli.engine.native import NativeEmbedding, NativeEngine
 from medusa_cli.engine.native_model import NativeModel
 from medusa_cli.engine.packed import MissingWeights, Packed, pack_in_memory, pack_once
@@ -103,6 +102,8 @@ def load_backbone(
         try:
             backbone.engine = torch_engine = TorchEngine(backbone)
             if options.exact:
+                from medusa_cli.engine.exact import use_exact_path
+
                 use_exact_path(torch_engine)
             return backbone
         except Unsupported as reason:

@@ -72,10 +72,10 @@ def rotate_write(
     qkv = _sum(parts, bias).unflatten(1, (-1, dim))
     query_key, value = qkv.split([qkv.shape[1] - kv, kv], dim=1)
     if gains is not None:
-        both = query_key.split([query_key.shape[1] - kv, kv], dim=1)
+        query_and_key = query_key.split([query_key.shape[1] - kv, kv], dim=1)
         normed = [
             _normed(x.flatten(0, 1), gain, eps).view_as(x)
-            for x, gain in zip(both, gains, strict=True)
+            for x, gain in zip(query_and_key, gains, strict=True)
         ]
         query_key = torch.cat(normed, dim=1)
     rolled = query_key.roll(dim // 2, -1)

@@ -1,4 +1,4 @@
-"""What the modules of a network compute, found by running them on known values."""
+"""Finds what the modules of a network compute by running them on known values."""
 
 import copy
 import sys

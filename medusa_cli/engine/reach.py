@@ -1,4 +1,4 @@
-"""Where the rows of a pass read and write keys and values on the exact path, by their positions in the text alone.
+"""Tells which columns each row of a pass reads and writes on the exact path, by its position in the text alone.
 
 A row at position p reads the columns below limit(p) in chunks, and the rest in the order of the text, at most NEAR of
 them. limit(p) lags LAG positions behind, so every column below it was in the cache before any pass that holds p:

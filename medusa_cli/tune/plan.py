@@ -27,8 +27,7 @@ class Measured:
     """Figures of this machine.
 
     plain_per_s: tokens/s of plain decoding. speedups: the speed over it by method. lengths: the
-    acceptance lengths by method. verify: the seconds of verify passes with
-    so many rows.
+    acceptance lengths by method. verify: the seconds of verify passes by their number of rows.
     answer_s: the seconds of distilling an answer token. position_s: the seconds of training on a
     position. compare_s: the seconds of the first comparison. memory: the peak of training, in bytes.
     start: the folder of the related model's drafter that is trained further, if any.
@@ -52,7 +51,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is done in a time, and the speedup to expect.
+    """Says how a time is divided, and which speedup to expect.
 
     drafter: "start" if a related model's drafter is trained further, else the kind. tokens: the
     answer tokens to distill, besides the known ones.

@@ -70,7 +70,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class State:
-    """What a tuning has done: the request, the seconds used, and the result of each part that has ended.
+    """Holds what a tuning was asked for, the seconds it used, and the result of each part that has ended.
 
     promised: the speedup that was expected. distilled: the answer tokens. words: the recipe of the
     training that has begun. tree_nodes: the size of the saved tree, 0 if there is none. after: the

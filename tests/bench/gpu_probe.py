@@ -1,4 +1,4 @@
-"""What one call on a GPU decides, most telling first; a JSON line after each measurement.
+"""Measures on a GPU what its open questions hang on, the most telling first; prints a JSON line for each.
 
 Sections have limits of their own, and whatever one has reached is kept. With --smoke, all of them run on a CPU at tiny
 shapes, by the kernels' plain twins, and their times mean nothing. Nothing changes the GPU's settings.
