@@ -422,7 +422,7 @@ class Medusa:
         They are written while the server decodes, and by `close`. Raises UsageError for a folder that
         cannot be written, and for an engine whose rows depend on other rows.
         """
-        self.store = PrefixStore(folder, limit, self.backbone, self.loaded.drafter)
+        self.store = PrefixStore(folder, limit, self.backbone)
 
     def take_back(self, decoder: Decoder) -> None:
         """Keeps a stream's decoder, whose prefix the next stream may reuse; drops the oldest beyond MAX_IDLE."""

@@ -315,15 +315,13 @@ class Oracle(Drafter):
 
     name = "oracle"
     num_heads = 8
+    prompt_tokens = 1 << 30
     config = None
 
     def __init__(self, answer: Sequence[int], right: float, others: dict | None = None) -> None:
         super().__init__()
         self.known, self.drafts = others or {tuple(PROMPT): (list(answer), right)}, 0
         self.chance = torch.Generator().manual_seed(0)
-
-    def first_input(self, prompt: NewTokens) -> NewTokens:
-        return prompt
 
     def draft(
         self, backbone: Backbone, sequences, new: Sequence[NewTokens], tree: Tree

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from medusa_cli.decode import Request, Sampling, Stats, Step
+from medusa_cli.decode.decoder import CATCH_UP_TOKENS
 from medusa_cli.drafters import Drafter
 from medusa_cli.engine import Cache
 from medusa_cli.errors import UsageError, UserError
@@ -420,3 +421,34 @@ def test_stops_and_limits_are_each_rows_own() -> None:
     assert len({len(tokens) for tokens in expected}) > 1
     drafter = medusa_drafter(backbone)
     assert together(backbone, drafter, SPARSE, max_new_tokens=17, stop_ids=(stop,))[0] == expected
+
+
+@pytest.mark.parametrize("engine", ["eager", "native", "torch"])
+@pytest.mark.parametrize("kind", ["eagle-draft", "hydra++-prompt", "amphista-prompt"])
+def test_a_drafter_reads_the_end_of_a_long_prompt(
+    kind: str, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("medusa_cli.drafters.heads.PROMPT_TOKENS", 6)
+    monkeypatch.setattr("medusa_cli.engine.engine.PREFILL_ROWS", 4)
+    backbone = tiny_backbone("qwen3", layers=4, engine=engine)
+    drafter = drafter_of(backbone, kind)
+    read: list[tuple[int, int]] = []
+    draft = type(drafter).draft
+
+    def watched(self: Any, backbone: Backbone, sequences: Any, new: Any, tree: Any) -> Any:
+        read.extend((tokens.start, tokens.end) for tokens in new)
+        return draft(self, backbone, sequences, new, tree)
+
+    monkeypatch.setattr(type(drafter), "draft", watched)
+    decoder = decoder_of(backbone, drafter, SHALLOW)
+    text = [*range(5, 26)]
+    # The second prompt parts from the first before all that the drafter has read.
+    for prompt, reused in ((text, 0), ([*text[:9], 3, 3], 9), ([*text[:9], 3, 4, *text], 10)):
+        read.clear()
+        sequence, first = decoder.admit(Request(prompt, 12, stop_ids=()))
+        tokens = list(first.tokens)
+        while not sequence.done:
+            tokens += [token for _, step in decoder.step() for token in step.tokens]
+        assert tokens == alone(backbone, prompt, 12)
+        assert sequence.reused in (reused, reused - 1)
+        assert read[0][1] == len(prompt) and read[0][1] - read[0][0] <= max(6, CATCH_UP_TOKENS)

@@ -200,6 +200,8 @@ class Decoder:
         rows = min(limit, self._first_piece) if timed else limit
         hidden: list[Tensor] = []
         keep_states = self._keeps_states(len(self._prefixes.taken))
+        # The position of the first token whose states are kept.
+        first_kept = 0 if self.drafter is None else len(prompt) - self.drafter.prompt_tokens
         seconds = 0.0
 
         start = sequence.reused
@@ -207,9 +209,10 @@ class Decoder:
             started = time.perf_counter()
             chunk = prompt[start : start + rows]
             last = start + rows >= len(prompt)
-            plan = self._chunk_plan(sequence, chunk, last, keep_states)
-            out = self.engine.forward(plan, self.cache)
-            hidden = [*hidden, out.hidden[0]] if keep_states else [out.hidden[0, -1:]]
+            keeps = keep_states and start + len(chunk) > first_kept
+            out = self.engine.forward(self._chunk_plan(sequence, chunk, last, keeps), self.cache)
+            if keeps:
+                hidden.append(out.hidden[0])
             sequence.tokens += chunk
             if scores_prompt and out.logits is not None:
                 following = prompt[start + 1 : start + 1 + rows]
@@ -227,10 +230,10 @@ class Decoder:
         assert out.logits is not None
         root = sequence.sampler.choose(out.logits[0, -1])
         extra = None if out.extra is None else out.extra[0, -1]
-        tokens = upload(prompt[sequence.reused :], device)
-        new = sequence.finish_prefill(
-            NewTokens(tokens, torch.cat(hidden), root, sequence.reused, extra), keep_states
-        )
+        states = torch.cat(hidden) if hidden else out.hidden[0, -1:]
+        start = len(prompt) - len(states)
+        tokens = upload(prompt[start:], device)
+        new = sequence.finish_prefill(NewTokens(tokens, states, root, start, extra), keep_states)
         if request.top is not None:
             reported += likelihoods(out.logits[0, -1:], new, request.top)
         if piece_s is not None:

@@ -178,20 +178,13 @@ class PrefixCache:
             self._cache.set_states(slot, rows.states)
         elif not self._cache.stateful:
             self._cache.truncate(slot, part.end)
-        drafter = sequence.drafter
-        if drafter is not None and rows.drafted and drafter.row_count >= part.start:
-            drafter.put_rows(part.start, part.start + rows.drafted, rows.drafter_rows)
         return bool(rows.states) or not self._cache.stateful
 
     def _resume(self, sequence: Sequence) -> None:
         """Lets a sequence go on after the rows that were put into its slot."""
         held = copy.copy(sequence)
         held.unread = []
-        shared = len(sequence.tokens)
-        known = 0 if sequence.drafter is None else sequence.drafter.row_count
-        # A running state cannot go back by the one token that a drafter may have to read again.
-        held.missed = known < shared or self._cache.stateful
-        sequence.reuse_prefix(held, shared, self._drafter)
+        sequence.reuse_prefix(held, len(sequence.tokens), self._drafter)
         self._cache.truncate(self.slot_of(sequence), sequence.reused)
 
     def _copied(self, sequence: Sequence) -> Generator[Part | None]:
@@ -246,13 +239,8 @@ class PrefixCache:
             yield None
 
     def _rows(self, sequence: Sequence, start: int, end: int, states: list[Tensor]) -> Rows:
-        """Returns copies of a sequence's rows start .. end - 1, with those of its drafter, if it has read them."""
-        rows = self._cache.rows(self.slot_of(sequence), start, end)
-        drafter = sequence.drafter
-        drafted = 0 if drafter is None else min(drafter.row_count, end) - start
-        if drafter is None or drafted <= 0:
-            return Rows(end - start, rows, states)
-        return Rows(end - start, rows, states, drafted, drafter.copy_rows(start, start + drafted))
+        """Returns copies of a sequence's rows start .. end - 1."""
+        return Rows(end - start, self._cache.rows(self.slot_of(sequence), start, end), states)
 
     # What goes to the store
 
@@ -263,7 +251,7 @@ class PrefixCache:
         for sequence in self._slots:
             if sequence is not None and (sequence.done or sequence.prefilled):
                 segment = next(self._lacking(sequence, self._store, ended=False), None)
-                if segment is not None and not self._will_read(sequence, segment.end):
+                if segment is not None:
                     self._write(sequence, self._store, segment)
                     return True
         return False
@@ -287,13 +275,6 @@ class PrefixCache:
                     return
                 store.finish()
             self._write(sequence, store, segment)
-
-    def _will_read(self, sequence: Sequence, end: int) -> bool:
-        """Returns True if the drafter will read tokens up to `end` that it has not read yet."""
-        drafter = sequence.drafter
-        if drafter is None or not drafter.keeps_rows or sequence.done or sequence.missed:
-            return False
-        return sequence.draft.speculative and drafter.row_count < end
 
     def _lacking(self, sequence: Sequence, store: PrefixStore, *, ended: bool) -> Iterator[Segment]:
         """Yields the segments of a text that the store lacks. ended: those of its end, too, which is no whole block.

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from medusa_cli.files.io import replacing
 
-MAGIC = b"MEDUSA-PREFIX-1\n"
+MAGIC = b"MEDUSA-PREFIX-2\n"
 # The magic bytes and the size of the header.
 PREAMBLE = struct.Struct("<16sI")
 MAX_HEADER = 1 << 16
@@ -37,39 +37,31 @@ Kind = tuple[str, list[int]]  # the number type and the shape of an array
 
 @dataclass(frozen=True)
 class Rows:
-    """Holds the rows of some tokens, the running states after them, and the drafter's rows of the first `drafted`."""
+    """Holds the rows of some tokens, and the running states after them."""
 
     tokens: int
     rows: list[Tensor]
     states: list[Tensor] = field(default_factory=list)
-    drafted: int = 0
-    drafter_rows: list[Tensor] = field(default_factory=list)
 
     @property
     def nbytes(self) -> int:
-        return sum(array.nbytes for array in [*self.rows, *self.states, *self.drafter_rows])
+        return sum(array.nbytes for array in [*self.rows, *self.states])
 
 
 class Header(msgspec.Struct, forbid_unknown_fields=True):
-    """Begins a file: the key of the text before its tokens, how many tokens it has, and the kind of each array.
-
-    drafter: the fingerprint of the drafter whose rows it has.
-    """
+    """Begins a file: the key of the text before its tokens, how many tokens it has, and the kind of each array."""
 
     parent: str
     tokens: int
     rows: list[Kind]
     states: list[Kind]
-    drafter: str
-    drafted: int
-    drafter_rows: list[Kind]
 
     @property
     def kinds(self) -> list[Kind]:
-        return [*self.rows, *self.states, *self.drafter_rows]
+        return [*self.rows, *self.states]
 
 
-def write(path: Path, parent: str, ids: Sequence[int], rows: Rows, drafter: str) -> None:
+def write(path: Path, parent: str, ids: Sequence[int], rows: Rows) -> None:
     """Writes the file of the tokens after the text with the key `parent`, completely or not at all."""
     header = msgspec.json.encode(
         Header(
@@ -77,16 +69,13 @@ def write(path: Path, parent: str, ids: Sequence[int], rows: Rows, drafter: str)
             len(ids),
             [_kind(array) for array in rows.rows],
             [_kind(array) for array in rows.states],
-            drafter,
-            rows.drafted,
-            [_kind(array) for array in rows.drafter_rows],
         )
     )
     tokens = np.array(ids, "<i4").tobytes()
     begin = PREAMBLE.pack(MAGIC, len(header)) + header + tokens
     digest = sha256()
     with replacing(path) as part, part.open("wb") as file:
-        for data in _aligned(begin, [*rows.rows, *rows.states, *rows.drafter_rows]):
+        for data in _aligned(begin, [*rows.rows, *rows.states]):
             digest.update(data)
             file.write(data)
         file.write(digest.digest())
@@ -164,9 +153,7 @@ def read(path: Path, max_bytes: int) -> tuple[Header, tuple[int, ...], Rows]:
         arrays.append(array)
         first += size + -size % ALIGNED
     rows = len(header.rows)
-    states = rows + len(header.states)
-    parts = arrays[:rows], arrays[rows:states]
-    return header, ids, Rows(len(ids), *parts, header.drafted, arrays[states:])
+    return header, ids, Rows(len(ids), arrays[:rows], arrays[rows:])
 
 
 def _size_of(kind: Kind) -> int:

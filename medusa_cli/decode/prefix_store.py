@@ -10,7 +10,7 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
@@ -20,12 +20,9 @@ from torch import Tensor
 
 from medusa_cli.decode.ngram import shared_length
 from medusa_cli.decode.prefix_file import Rows, opened, read, read_ids, write
-from medusa_cli.drafters.base import Drafter, NewTokens
-from medusa_cli.drafters.layer_rows import whole_blocks
 from medusa_cli.engine import Plan
 from medusa_cli.errors import UsageError
 from medusa_cli.model import Backbone
-from medusa_cli.tree import Tree
 
 # Tokens of a whole file. The last file of a text, its tail, has fewer.
 BLOCK = 512
@@ -91,9 +88,7 @@ class PrefixStore:
     used are removed once all are larger than `limit` bytes.
     """
 
-    def __init__(
-        self, folder: Path, limit: int, backbone: Backbone, drafter: Drafter | None = None
-    ) -> None:
+    def __init__(self, folder: Path, limit: int, backbone: Backbone) -> None:
         """Creates the folder; raises UsageError if it cannot be written, or if the engine's rows are not exact."""
         if not backbone.engine.prompt_invariant:
             fault = f"@prefix_store needs the native engine, and the {backbone.engine.name} engine runs {backbone.id!r}"
@@ -108,7 +103,7 @@ class PrefixStore:
         self.folder = folder
         self.limit = limit
         self.block = BLOCK
-        self._probe(backbone, drafter)
+        self._probe(backbone)
         self._reader = ThreadPoolExecutor(1, "prefix-reader")
         self._writer = ThreadPoolExecutor(1, "prefix-writer")
         # The bytes that wait to be written, by file.
@@ -116,32 +111,20 @@ class PrefixStore:
         self._lock = threading.Lock()
 
     @torch.inference_mode()
-    def _probe(self, backbone: Backbone, drafter: Drafter | None) -> None:
-        """Runs a few tokens, whose rows tell the kinds of rows and their bits.
+    def _probe(self, backbone: Backbone) -> None:
+        """Runs a few tokens, whose rows tell the size of rows and their bits.
 
-        root: the digest of the model and of its bits. drafter: that of the drafter, "" if it keeps
-        no rows.
+        root: the digest of the model and of its bits.
         """
         tokens = torch.arange(1, PROBE + 1) * 7919 % backbone.vocab_size
         cache = backbone.engine.new_cache()
-        taps = (-1,) if drafter is None else drafter.taps
-        out = backbone.engine.forward(Plan.chain(tokens, taps=taps, logits="last"), cache)
+        out = backbone.engine.forward(Plan.chain(tokens, logits="last"), cache)
         states = cache.states_after(0, PROBE) or []
         rows = cache.rows(0, 0, PROBE)
         config = json.dumps(backbone.config.to_dict(), sort_keys=True, default=str)
         model = json.dumps([backbone.identity, backbone.engine.title, config], default=str)
         self.root = _digest(model, [*rows, *states, out.logits])
-        self.drafter = ""
-        self.drafter_kinds = list[tuple[str, list[int]]]()
-        drafted = list[Tensor]()
-        if drafter is not None and drafter.keeps_rows:
-            fork = drafter.fork()
-            new = NewTokens(tokens, out.hidden[0], int(tokens[0]), 0)
-            fork.draft(backbone, [fork], [new], Tree.chain(1))
-            drafted = fork.copy_rows(0, PROBE)
-            self.drafter = _digest(type(drafter).__name__, drafted)
-            self.drafter_kinds = [kind_of_rows(part) for part in drafted]
-        per_token = sum(part.nbytes for part in [*rows, *drafted]) // PROBE
+        per_token = sum(part.nbytes for part in rows) // PROBE
         # Some for the header, and for arrays that are not whole multiples.
         self._max_bytes = BLOCK * per_token + sum(state.nbytes for state in states) + (1 << 20)
 
@@ -217,24 +200,12 @@ class PrefixStore:
                 raise ValueError("it is another text's")
             if key_of(header.parent, ids) != segment.key:
                 raise ValueError("its name is another text's")
-            if header.drafter != self.drafter or not self.drafter:
-                rows = replace(rows, drafted=0, drafter_rows=[])
-            elif rows.drafted:
-                self._check_drafted(rows)
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as reason:
             self._drop(segment.name, reason)
             return None
         return rows
-
-    def _check_drafted(self, rows: Rows) -> None:
-        kinds = [kind_of_rows(part) for part in rows.drafter_rows]
-        counts = {part.shape[2] for part in rows.drafter_rows}
-        if kinds != self.drafter_kinds or not 0 < rows.drafted <= rows.tokens:
-            raise ValueError("its drafter's rows are another drafter's")
-        if counts != {whole_blocks(rows.drafted)}:
-            raise ValueError("its drafter's rows are another number")
 
     def _drop(self, name: str, reason: Exception) -> None:
         """Removes a file that cannot be used."""
@@ -266,7 +237,7 @@ class PrefixStore:
 
     def _write(self, segment: Segment, rows: Rows) -> None:
         try:
-            write(self.folder / segment.name, segment.chain[-1], segment.ids, rows, self.drafter)
+            write(self.folder / segment.name, segment.chain[-1], segment.ids, rows)
             self._touch(segment)
             self._trim()
         except OSError as reason:
@@ -314,11 +285,6 @@ class PrefixStore:
         """Waits until everything is written, and ends the threads."""
         self._reader.shutdown()
         self._writer.shutdown()
-
-
-def kind_of_rows(part: Tensor) -> tuple[str, list[int]]:
-    """Returns the number type and the shape of a drafter's rows [2, heads, n, D] without their number."""
-    return str(part.dtype), [size for axis, size in enumerate(part.shape) if axis != 2]
 
 
 def _digest(text: str, parts: Sequence[Tensor | None]) -> str:

@@ -186,8 +186,8 @@ class Sequence:
     def reuse_prefix(self, held: Sequence | None, shared: int, drafter: Drafter | None) -> None:
         """Takes over the first `shared` tokens of the finished sequence in a slot.
 
-        It takes over fewer tokens if that sequence's drafter has state for fewer, unless it has
-        missed some, which it reads when it drafts again.
+        It takes over one token less if the drafter has to read the last one again. If the drafter
+        lacks more, it reads the last of them when it drafts.
 
         The method may be called again with a smaller number.
         """
@@ -198,17 +198,12 @@ class Sequence:
             self.drafter = drafter.fork() if own is None or own.drafter is None else own.drafter
             known = self.drafter.truncate(shared)
             waiting = [] if own is None else own.unread
-            if (
-                known < shared
-                and waiting
-                and waiting[0].start <= known
-                and shared <= waiting[-1].end
-            ):
-                self.unread = [concat(waiting).part(known, shared)]
-            elif known < shared and own is not None and own.missed:
-                self.missed = True
-            else:
+            if waiting and waiting[0].start < shared <= waiting[-1].end and known < shared:
+                self.unread = [concat(waiting).part(max(known, waiting[0].start), shared)]
+            elif known == shared - 1:
                 shared = known
+            else:
+                self.missed = known < shared
             self.read = known
         self.reused = shared
         self.tokens = list(self.request.prompt[:shared])
@@ -216,7 +211,10 @@ class Sequence:
     def finish_prefill(self, new: NewTokens, keep_states: bool = True) -> list[int]:
         """Records the rest of the prompt; returns the first token of the answer."""
         if keep_states:
-            self.unread.append(new if self.drafter is None else self.drafter.first_input(new))
+            new = new if self.drafter is None else self.drafter.first_input(new)
+            if self.unread and self.unread[-1].end < new.start:
+                self.unread = []
+            self.unread.append(new)
         else:
             self._miss()
         self.root = new.root

@@ -12,7 +12,6 @@ from medusa_cli.decode.sequence import Request
 from medusa_cli.decode.sequence import Sequence as DecodedSequence
 from medusa_cli.device import device_name, free_memory
 from medusa_cli.drafters.base import Drafter, NewTokens
-from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.engine.timing import (
     Curve,
     is_doubtful,
@@ -176,9 +175,6 @@ class StepTimer:
         self.decoder.cache.lengthen(0, length)
         sequence.tokens += [0] * missing
         sequence.unread = [replace(new, start=new.start + missing) for new in sequence.unread]
-        if isinstance(sequence.drafter, HeadDrafter):
-            for rows in sequence.drafter.caches:
-                rows.lengthen(sequence.unread[0].start)
 
     def _step(self, policy: DraftPolicy) -> Step:
         """Takes a step, in a new sequence if this one has no room for it."""

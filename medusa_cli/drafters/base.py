@@ -44,13 +44,14 @@ class NewTokens:
         """Returns the position of the root."""
         return self.start + len(self.tokens)
 
-    def last(self) -> NewTokens:
-        """Returns only the last position; its tensors are copies, so those of a long prompt can be freed."""
+    def last(self, count: int) -> NewTokens:
+        """Returns at most `count` last positions; the tensors are copies, so those of a long prompt can be freed."""
+        count = min(count, len(self.tokens))
         return replace(
             self,
-            tokens=self.tokens[-1:].clone(),
-            hidden=self.hidden[-1:].clone(),
-            start=self.end - 1,
+            tokens=self.tokens[-count:].clone(),
+            hidden=self.hidden[-count:].clone(),
+            start=self.end - count,
         )
 
     def part(self, start: int, end: int) -> NewTokens:
@@ -145,6 +146,7 @@ class Drafter(nn.Module, ABC):
     taps: tuple[int, ...] = (-1,)  # the backbone's layers whose output it reads
     uses_verify_pass: ClassVar[bool] = False  # drafts from extra rows of the previous verify pass
     reads_cache: ClassVar[bool] = False  # reads the backbone's own keys and values
+    prompt_tokens: int = 1  # the most tokens of a prompt that it reads, the last ones
     num_heads: int
 
     @property
@@ -153,8 +155,8 @@ class Drafter(nn.Module, ABC):
         return False
 
     def first_input(self, prompt: NewTokens) -> NewTokens:
-        """Returns the prompt tokens that the drafter needs, by default the last one."""
-        return prompt.last()
+        """Returns the prompt tokens that the drafter needs."""
+        return prompt.last(self.prompt_tokens)
 
     def truncate(self, length: int) -> int:
         """Forgets this sequence's state from position `length` on.
@@ -169,23 +171,6 @@ class Drafter(nn.Module, ABC):
         other = copy.copy(self)
         other.truncate(0)
         return other
-
-    @property
-    def keeps_rows(self) -> bool:
-        """Returns True if this sequence's state are rows of all its tokens, which can be copied."""
-        return False
-
-    @property
-    def row_count(self) -> int:
-        """Returns the number of a sequence's first tokens that have rows."""
-        return 0
-
-    def copy_rows(self, start: int, end: int) -> list[Tensor]:
-        """Returns copies of the rows [2, heads, n, D] of tokens start .. end - 1; start: a multiple of 64."""
-        return []
-
-    def put_rows(self, start: int, end: int, rows: Sequence[Tensor]) -> None:
-        """Sets the rows of tokens start .. end - 1, which are those of such a drafter, and forgets later ones."""
 
     def extra_rows(self, depth: int) -> ExtraRows | None:
         """Returns the extra rows that a verify pass needs, so that a tree of this depth can be drafted next (FIRP)."""

@@ -44,14 +44,6 @@ class LayerRows:
         assert self.rows is not None
         return self.rows[0], self.rows[1]
 
-    def lengthen(self, position: int) -> None:
-        """Adds rows of zeros up to a position, so that rows after a long text can be timed."""
-        if self.rows is not None and self._positions:
-            missing = range(self._positions[-1] + 1, position)
-            _, heads, _, dim = self.rows.shape
-            self.room(len(missing), heads, dim, self.rows)
-            self.count(missing)
-
     def filled(self) -> tuple[Tensor, Tensor]:
         """Returns the keys and values [heads, rows, D] in use."""
         assert self.rows is not None
@@ -69,26 +61,6 @@ class LayerRows:
             used = min(whole_blocks(self.length), self.rows.shape[2], rows.shape[2])
             rows[:, :, :used] = self.rows[:, :, :used]
         self.rows = rows
-
-    @property
-    def whole(self) -> int:
-        """Returns the number of rows, or 0 if a position before the last one has none."""
-        ends = not self._positions or self._positions[-1] == self.length - 1
-        return self.length if ends else 0
-
-    def copy(self, start: int, end: int) -> Tensor:
-        """Returns a copy of the rows start .. end - 1; start: a multiple of ROWS."""
-        assert self.rows is not None
-        return self.rows[:, :, start : whole_blocks(end)].clone()
-
-    def fill(self, start: int, end: int, rows: Tensor) -> None:
-        """Sets rows start .. end - 1, with which the cache then ends."""
-        del self._positions[start:]
-        self.length = start
-        self.room(end - start, rows.shape[1], rows.shape[3], rows)
-        assert self.rows is not None
-        self.rows[:, :, start : start + rows.shape[2]] = rows
-        self.count(range(start, end))
 
     def truncate(self, position: int) -> int:
         """Forgets the rows from a position on; returns the position after the last row that is left."""
