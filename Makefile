@@ -111,7 +111,7 @@ sanitize: sanitize-quick ## the native tests over the same library
 
 test-slow: $(READY) ## the tests that take minutes
 	$(BIN)/medusa assets smollm2-135m sharegpt mt-bench
-	HF_HUB_OFFLINE=1 $(BIN)/pytest -m slow
+	$(PYTEST) -m slow
 
 crash: $(READY) ## kill -9 every command that writes, 100 times at random points, and two writers at once
 	$(BIN)/python -m tests.crash

@@ -5,7 +5,7 @@ import shutil
 import signal
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,15 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["MEDUSA_HOME"] = str(apart)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    functions: dict[tuple[Path, str], list[pytest.Function]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and item.get_closest_marker("quick"):
+            functions.setdefault((item.path, item.originalname), []).append(item)
+    for cases in functions.values():
+        for case in set(cases) - set(quick_cases(cases)):
+            case.add_marker(pytest.mark.slow)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return
@@ -56,6 +64,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def quick_cases(cases: Sequence[pytest.Function]) -> list[pytest.Function]:
+    """Returns those cases of a test marked `quick` that it names, or else as few as hold each value once."""
+    mark = cases[0].get_closest_marker("quick")
+    assert mark is not None
+    if mark.args:
+        unknown = {*mark.args} - {case.callspec.id for case in cases}
+        # Of cases that are named on the command line, the others are not here.
+        if unknown and len(cases) > len(mark.args):
+            raise pytest.UsageError(f"{cases[0].nodeid} has no case {sorted(unknown)}")
+        return [case for case in cases if case.callspec.id in mark.args]
+    chosen: list[pytest.Function] = []
+    seen: set[tuple[str, str]] = set()
+    for is_wanted in (all, any):
+        for case in cases:
+            values = {(name, repr(value)) for name, value in case.callspec.params.items()}
+            if case not in chosen and is_wanted(value not in seen for value in values):
+                chosen.append(case)
+                seen |= values
+    return chosen
 
 
 @pytest.fixture(autouse=True)

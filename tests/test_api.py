@@ -392,6 +392,7 @@ print("parent", len("".join(stream)) > 0)
 """
 
 
+@pytest.mark.quick("native")
 @pytest.mark.parametrize("engine", ["native", "eager"])
 def test_a_forked_process_is_told_to_load_its_own_model(place: Path, engine: str) -> None:
     code = FORKED.replace("sys.argv[1]", repr(str(place / "model")))

@@ -101,6 +101,7 @@ class Unsure(Oracle):
         yield self.scores[batch.hidden[:, 0].float().long()]
 
 
+@pytest.mark.quick("1.6")
 @pytest.mark.parametrize("heat", [0.7, 1.0, 1.6])
 def test_fitted_temperature_is_that_of_the_draws(heat: float) -> None:
     torch.manual_seed(0)

@@ -256,6 +256,7 @@ def test_a_template_is_bounded_in_time_and_memory(
     assert resource.getrlimit(resource.RLIMIT_AS) == limits
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("owned", [False, True])
 @pytest.mark.parametrize("left", [0.0, 0.2, 60.0])
 def test_the_callers_alarm_is_given_back(

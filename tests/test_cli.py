@@ -72,6 +72,7 @@ finally:
 """
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("shell", "environment"),
     [

@@ -407,6 +407,7 @@ def mtp_by_transformers(model: str, backbone: Backbone, new: NewTokens) -> Refer
     return scores
 
 
+@pytest.mark.quick("qwen3_5_moe_text", "glm4_moe", "qwen2")
 @pytest.mark.parametrize("kind", MAKERS)
 @pytest.mark.usefixtures("exact")
 def test_an_mtp_layer_drafts_as_its_maker_describes(
@@ -544,6 +545,9 @@ def in_the_words_of(drafter: Mtp, backbone: Backbone, shift: int, number: int) -
     return tokens
 
 
+@pytest.mark.quick(
+    "qwen2-change0-1-None", "qwen2-change2-1-projection", "qwen3_5_text-change5-1-norms' weights"
+)
 @pytest.mark.parametrize(
     ("kind", "change", "shift", "part"),
     [
@@ -761,6 +765,7 @@ def test_blocks_of_another_kind_are_refused_in_one_line(
     assert done.exit_code in (1, 2) and part in last and "internal" not in last
 
 
+@pytest.mark.quick("deepseek_v3")
 @pytest.mark.parametrize("kind", ["qwen3_5_moe_text", "deepseek_v3"])
 def test_mtp_layers_run_in_16_bits(
     with_mtp: Callable[[str], tuple[str, Backbone]], kind: str
@@ -858,6 +863,7 @@ def save_assistant(network: Any, folder: Path) -> str:
     return str(folder)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("length", [7, 40])  # within and beyond the window of 16
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.usefixtures("exact")
@@ -905,6 +911,7 @@ def test_an_assistant_of_gemma_drafts_as_transformers_runs_it(
     assert torch.allclose(seen[0][0], scores([]), atol=1e-4)
 
 
+@pytest.mark.quick("native")
 @pytest.mark.parametrize("engine", ENGINES)
 def test_decoding_with_an_assistant_of_gemma_is_plain_decoding(
     gemma: tuple[str, str], model: str, engine: str

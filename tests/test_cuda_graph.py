@@ -76,6 +76,7 @@ def graphs(whole_weights: None, monkeypatch: pytest.MonkeyPatch) -> StandIn:
     return stand_in
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_graph_steps_give_the_tokens_of_ordinary_ones(

@@ -83,6 +83,7 @@ def alike(ours: Sequence[Step], theirs: Sequence[Step]) -> bool:
     return ours == theirs
 
 
+@pytest.mark.quick("llama", "gemma3")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_is_token_identical(family: str) -> None:
     backbone = tiny_backbone(family)
@@ -215,6 +216,7 @@ def references(family: str) -> list[list[int]]:
     return [alone(tiny_backbone(family), prompt) for prompt in PROMPTS]
 
 
+@pytest.mark.quick("eager-qwen3", "native-gemma3", "torch-mistral-window")
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("engine", ["eager", "native", "torch"])
 def test_rows_of_unequal_length_and_acceptance_decode_as_if_alone(family: str, engine: str) -> None:
@@ -235,6 +237,7 @@ def test_plain_batches_of_any_size() -> None:
         assert tokens == expected and all(step.nodes == 1 for own in steps for step in own)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("engine", ["eager", "native", "torch"])
 @pytest.mark.parametrize("mode", ["exact", "typical"])
 @pytest.mark.parametrize(
@@ -262,6 +265,7 @@ def test_sampled_row_draws_with_the_seed_plus_its_number(
     assert (tokens[0] != tokens[-1]) == (mode == "exact")
 
 
+@pytest.mark.quick("dynamic-native", "static-torch")
 @pytest.mark.parametrize("engine", ["eager", "native", "torch"])
 @pytest.mark.parametrize("tree", [SHALLOW, DynamicTree(9, 3)], ids=["static", "dynamic"])
 def test_cancelled_row_leaves_the_others_as_they_were(
@@ -303,6 +307,7 @@ def test_cancelled_row_leaves_the_others_as_they_were(
     assert answers[0] == cancelled and len(cancelled) < 30 and decoder.step() == []
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("engine", ["eager", "native", "torch"])
 @pytest.mark.parametrize("kind", [None, "eagle-draft", "firp"])
 def test_pieces_of_a_prompt_let_others_take_steps(

@@ -125,6 +125,13 @@ def steps_of(
 
 
 # N-gram matches are added to any drafter's draft alike.
+@pytest.mark.quick(
+    "medusa-bias-n-grams",
+    "hydra-static",
+    "hydra++-prompt-static",
+    "amphista-prompt-dynamic",
+    "eagle-draft-adaptive",
+)
 @pytest.mark.parametrize(
     ("kind", "policy"),
     [(kind, policy) for kind in CAPTURED for policy in ("static", "dynamic")]
@@ -172,6 +179,7 @@ def test_captured_steps_have_few_kernels(rows: int, device: Device) -> None:
     assert layer <= of_layer and shallow - 2 * layer <= besides
 
 
+@pytest.mark.quick("medusa", "eagle-draft")
 @pytest.mark.parametrize("kind", DRAFTING)
 def test_drafting_within_graphs_adds_few_kernels(
     kind: str, backbone: Backbone, device: Device
@@ -181,6 +189,7 @@ def test_drafting_within_graphs_adds_few_kernels(
         assert kernels_of(device, backbone, 64, kind, limits) - without <= added
 
 
+@pytest.mark.quick("firp-draft", "medusa")
 @pytest.mark.parametrize("kind", ["firp-draft", "medusa", "eagle"])
 def test_steps_without_graphs_keep_to_the_device(
     kind: str, backbone: Backbone, device: Device, expected: list[list[int]]
@@ -226,6 +235,7 @@ def test_simulated_device_tells_stray_looks_and_tensors(
             decoder.admit(REQUESTS[0])
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("engine", ["eager", "torch"])
 @pytest.mark.parametrize("family", ["qwen2", "mistral-window", "gemma3"])
 def test_first_piece_of_a_prompt_needs_no_mask_on_a_gpu(

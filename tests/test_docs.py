@@ -252,6 +252,7 @@ def with_model(words: list[str]) -> list[str]:
     return [*words, "--model", MODEL] if new and "--model" not in words else words
 
 
+@pytest.mark.quick("README.md", "tutorial.md", "data.md", "exporting.md", "trees.md")
 @pytest.mark.parametrize("name", runnable())
 def test_commands_of_a_page_run_in_order(place: Path, name: str) -> None:
     from tests.helpers import medusa

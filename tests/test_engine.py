@@ -63,6 +63,7 @@ def last(
     return expected[0][-rows:], expected[1][-rows:]
 
 
+@pytest.mark.quick
 @EACH_FAMILY
 @ENGINES
 def test_chain_tree_and_kept_path_equal_the_plain_model(engine: str, family: str) -> None:
@@ -81,6 +82,7 @@ def test_chain_tree_and_kept_path_equal_the_plain_model(engine: str, family: str
     assert_close(forward(backbone, tail, cache, taps=TAPS), alone)
 
 
+@pytest.mark.quick
 @EACH_FAMILY
 @ENGINES
 def test_slots_verify_and_keep_on_their_own(engine: str, family: str) -> None:
@@ -109,6 +111,7 @@ def test_slots_verify_and_keep_on_their_own(engine: str, family: str) -> None:
         assert torch.allclose(row, forward(alone, text).logits[-1], atol=1e-4)
 
 
+@pytest.mark.quick
 @EACH_FAMILY
 @ENGINES
 def test_long_prompts_in_pieces_equal_the_plain_model(engine: str, family: str) -> None:

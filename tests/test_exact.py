@@ -119,6 +119,7 @@ def test_a_cpu_needs_no_exact_path(tmp_path: Path) -> None:
         load_backbone(str(save_model(tmp_path / "model")), LoadOptions(exact=True))
 
 
+@pytest.mark.quick("16 nodes-False", "deeper than the lag-True")
 @pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("tree", TREES)
 def test_greedy_answers_over_trees_are_those_of_plain_decoding(tree: str, graphs: bool) -> None:
@@ -150,6 +151,7 @@ def test_ordinary_path_parts_at_near_ties() -> None:
         drafted(backbone, plain_answer(backbone), "64 nodes")
 
 
+@pytest.mark.quick("False")
 @pytest.mark.parametrize("graphs", [False, True])
 def test_dynamic_trees_side_by_side_give_the_answers_of_plain_decoding(graphs: bool) -> None:
     backbone, _ = backbone_with("llama", plain_kernels, layers=4)

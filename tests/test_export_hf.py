@@ -112,6 +112,7 @@ def compare(folder: Path, prompt: torch.Tensor = PROMPT, **settings) -> int:
     return len(passes)
 
 
+@pytest.mark.quick("medusa", "hydra over conversations", "eagle in int8")
 @pytest.mark.parametrize("name", KINDS)
 def test_every_kind_drafts_as_in_our_own_decoding(
     export: Export, name: str, monkeypatch: pytest.MonkeyPatch
@@ -138,6 +139,7 @@ def test_every_kind_drafts_as_in_our_own_decoding(
     assert len(passes) == len(steps)
 
 
+@pytest.mark.quick("mistral-window-settings0", "gemma3-settings2", "llama-settings4")
 @pytest.mark.parametrize(
     ("family", "settings"),
     [
@@ -272,6 +274,7 @@ def test_the_command_writes_checksums_and_replaces_only_exports(tmp_path: Path) 
     assert (other / "thesis.txt").is_file()
 
 
+@pytest.mark.quick("medusa", "eagle")
 @pytest.mark.parametrize("name", ["medusa", "hydra over conversations", "amphista", "eagle"])
 def test_steps_without_drafts_change_no_token_and_no_later_draft(
     export: Export, name: str, monkeypatch: pytest.MonkeyPatch
@@ -369,6 +372,7 @@ def test_stop_strings_end_an_answer_as_in_plain_generate(export: Export) -> None
         model.generate(PROMPT, **how, **settings)
 
 
+@pytest.mark.quick("eagle")
 @pytest.mark.parametrize("name", ["hydra++", "amphista", "eagle"])
 def test_interleaved_answers_of_one_model_keep_their_own_texts(export: Export, name: str) -> None:
     folder = export(name)

@@ -118,6 +118,7 @@ LOADING = {
 }
 
 
+@pytest.mark.quick("tree", "serve")
 @pytest.mark.parametrize("name", LOADING)
 def test_commands_run_code_with_the_flag_alone(
     tmp_path: Path, ran: Path, name: str, monkeypatch: pytest.MonkeyPatch

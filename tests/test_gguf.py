@@ -214,6 +214,7 @@ def refused(path: Path, *parts: str) -> None:
     assert all(part in text for part in parts), text
 
 
+@pytest.mark.quick("F32", "Q5_1", "Q8_0")
 @EACH_KIND
 def test_a_file_is_decoded_as_the_weights_that_it_holds(file: Path, kind: Kind) -> None:
     network = write_gguf(file, kind)
@@ -251,6 +252,7 @@ def test_factors_of_rotary_frequencies_are_read(file: Path) -> None:
     )
 
 
+@pytest.mark.quick("F16", "Q4_0", "Q8_0")
 @EACH_KIND
 def test_the_bits_of_a_file_are_multiplied_as_they_are(file: Path, kind: Kind) -> None:
     network = write_gguf(file, kind)
@@ -279,6 +281,7 @@ def test_the_bits_of_a_file_are_multiplied_as_they_are(file: Path, kind: Kind) -
         )
 
 
+@pytest.mark.quick("BF16", "Q4_1")
 @EACH_KIND
 def test_other_engines_read_the_same_numbers(file: Path, kind: Kind) -> None:
     network = write_gguf(file, kind)
@@ -289,6 +292,7 @@ def test_other_engines_read_the_same_numbers(file: Path, kind: Kind) -> None:
     )
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("kind", [Kind.F32, Kind.Q8_0], ids=lambda kind: kind.name)
 @pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe"])
 def test_experts_are_read_from_the_file(
@@ -816,6 +820,7 @@ OTHERS: dict[str, Callable[[Path, Kind], Any]] = {
 }
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("kind", [Kind.F32, Kind.Q8_0], ids=lambda kind: kind.name)
 @pytest.mark.parametrize("family", OTHERS)
 def test_other_architectures_are_read_from_the_file(file: Path, family: str, kind: Kind) -> None:
@@ -832,6 +837,7 @@ def test_other_architectures_are_read_from_the_file(file: Path, family: str, kin
     assert weights_of(ModelSource.of(str(file))) is not None
 
 
+@pytest.mark.quick("MXFP4")
 @pytest.mark.parametrize("kind", [Kind.MXFP4, Kind.Q8_0, Kind.F16], ids=lambda kind: kind.name)
 def test_experts_of_gpt_oss_are_multiplied_as_they_are(file: Path, kind: Kind) -> None:
     network = write_gpt_oss(file, kind)
@@ -859,6 +865,7 @@ def test_experts_of_gpt_oss_are_multiplied_as_they_are(file: Path, kind: Kind) -
     assert float((logits - expected).norm() / expected.norm()) < 1e-4
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("engine", ["native", "eager"])
 @pytest.mark.parametrize("scale", [253, 255])
 def test_scales_of_experts_that_are_too_large_are_refused(
@@ -993,6 +1000,7 @@ def asked(path: Path, call: str, bodies: list[dict[str, Any]]) -> list[Any]:
     return [answer(call, body) for body in bodies]
 
 
+@pytest.mark.quick("lfm2", "gemma4", "gpt-oss")
 @pytest.mark.parametrize("family", [*HYBRIDS, *OTHERS])
 def test_llama_cpp_gives_the_same_probabilities(file: Path, family: str) -> None:
     (HYBRIDS | OTHERS)[family](file, Kind.F32)
@@ -1057,6 +1065,7 @@ def add_digits(writer: gguf.GGUFWriter, kind: str) -> None:
 TEXTS = ("ab c", "bc  ab a\n\n b1 22 \u00e9", " ab 12", "  12 it's 121", "a\t b <unused3>   c\n \n")
 
 
+@pytest.mark.quick("granite-add_digits-dbrx", "gemma3-add_pieces-llama", "gemma4-add_pieces-gemma4")
 @pytest.mark.parametrize(
     ("family", "add", "kind"),
     [
@@ -1097,6 +1106,7 @@ def test_digits_of_a_llama_s_file_are_split_as_llama_cpp_does(
         assert tokenizer.encode(own, add_special_tokens=False) == answer["tokens"], own
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("kind", [Kind.F32, Kind.Q8_0], ids=lambda kind: kind.name)
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_layers_with_a_running_state_are_read_from_the_file(

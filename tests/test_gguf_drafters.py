@@ -94,6 +94,7 @@ def with_mtp(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Writte
     return of_kind
 
 
+@pytest.mark.quick("qwen3_5_text", "glm4_moe")
 @EACH_KIND
 @pytest.mark.usefixtures("exact")
 def test_an_mtp_layer_in_a_gguf_file_drafts_as_that_of_the_checkpoint(
@@ -176,6 +177,7 @@ def test_a_gguf_file_with_an_mtp_layer_is_told_of_it(
     assert str(bare) in done.stderr and done.stderr.count("\n") == 1
 
 
+@pytest.mark.quick("glm4_moe")
 @EACH_KIND
 def test_an_mtp_layer_without_its_norm_has_the_models_own(
     tmp_path: Path, with_mtp: Callable[[str], Written], kind: str

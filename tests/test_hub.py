@@ -104,6 +104,7 @@ def test_a_cached_model_asks_an_unreachable_hub_once(hub: Hub, model: str) -> No
     assert not constants.HF_HUB_OFFLINE  # the caller's client is as it was
 
 
+@pytest.mark.quick("503")
 @pytest.mark.parametrize("status", [429, 503])
 def test_a_drafter_of_the_hub_works_from_the_cache_while_the_hub_is_overloaded(
     hub: Hub, model: str, tmp_path: Path, status: int

@@ -73,6 +73,7 @@ def chain_reach(rows: int, length: int = 40, slots: int = 1) -> Reach:
     return Reach.of(torch.full((slots,), length), torch.arange(rows)[None], mask, Masks())  # type: ignore[arg-type]
 
 
+@pytest.mark.quick("160-200")
 @pytest.mark.parametrize(("count", "depth"), [(40, 1024), (160, 200)])
 def test_matmul_gives_a_row_the_same_bits_everywhere(count: int, depth: int, kernels: Any) -> None:
     x, weight = halves(70, depth), halves(count, depth, seed=1)
@@ -189,6 +190,7 @@ class Case:
         return (scores.softmax(-1)[:, None] @ values).flatten()
 
 
+@pytest.mark.quick("2-full_attention-20-0.0", "1-sliding_attention-90-2.0")
 @pytest.mark.parametrize(
     ("kv", "kind", "window", "cap"),
     [(2, FULL, 20, 0.0), (4, SLIDING, 20, 0.0), (1, SLIDING, 90, 2.0)],
@@ -204,6 +206,7 @@ def test_attention_is_that_of_doubles(
         assert close(ours[node], expected) and close(twin[node], expected)
 
 
+@pytest.mark.quick("0-5-full_attention", "127-17-sliding_attention")
 @pytest.mark.parametrize("kind", [FULL, SLIDING])
 @pytest.mark.parametrize(("length", "nodes"), [(0, 5), (40, 40), (127, 17), (CHUNK + 33, 4)])
 def test_nodes_of_a_tree_attend_with_the_bits_of_plain_decoding(

@@ -282,6 +282,7 @@ def set_config(**fields: Any) -> Callable[[Path], None]:
     return lambda model: change_json(model / "config.json", **fields)
 
 
+@pytest.mark.quick("running state-<lambda>", "indexer-<lambda>1", "no_such_kind-<lambda>")
 @pytest.mark.parametrize(
     ("flaw", "damage"),
     [
@@ -404,6 +405,7 @@ def test_adapter_that_is_more_than_plain_lora_is_refused(
     assert_refused(model, named, adapted)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("targets", "rslora"),
     [

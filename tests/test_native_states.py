@@ -48,6 +48,7 @@ def backbone_of(model: str, kind: str = "fp32", **own: Any) -> Backbone:
     return backbone
 
 
+@pytest.mark.quick
 @EACH_MODEL
 @pytest.mark.parametrize("kind", ["bf16", "int8"])
 def test_rows_have_the_same_bits_in_prompts_trees_and_one_by_one(model: str, kind: str) -> None:
@@ -208,6 +209,7 @@ def test_sequences_of_a_batch_decode_as_alone(model: str) -> None:
     assert [tokens_of(of_request) for of_request in steps] == alone
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("engine", ["native", "eager"])
 @pytest.mark.parametrize("model", [*MODELS, "qwen3_5_moe_text", "llama"])
 def test_memory_is_reckoned_as_it_is_allocated(model: str, engine: str, tmp_path: Path) -> None:

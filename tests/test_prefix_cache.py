@@ -62,6 +62,7 @@ def counting(backbone: Backbone, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return rows
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("engine", "shape", "sampling"),
     [
@@ -96,6 +97,7 @@ def test_later_turn_runs_only_new_tokens(
         prompt = [*prompt, *tokens_of(steps), *new]
 
 
+@pytest.mark.quick("None", "amphista", "eagle-draft")
 @pytest.mark.parametrize("kind", KINDS)
 def test_prompt_with_a_common_beginning_runs_the_rest(
     kind: str | None, monkeypatch: pytest.MonkeyPatch
@@ -164,6 +166,7 @@ def test_prompt_takes_a_free_slot_and_moves_no_other(monkeypatch: pytest.MonkeyP
     assert tokens_of(steps) == plain[:3]
 
 
+@pytest.mark.quick("None", "eagle-draft")
 @pytest.mark.parametrize("kind", KINDS)
 def test_slot_with_the_longest_common_prefix_is_taken(
     kind: str | None, monkeypatch: pytest.MonkeyPatch
@@ -194,6 +197,7 @@ def test_slot_with_the_longest_common_prefix_is_taken(
         assert tokens == tokens_of(generate_plain(backbone, prompt, **RULES))
 
 
+@pytest.mark.quick("None", "hydra++", "eagle-draft")
 @pytest.mark.parametrize("kind", KINDS)
 def test_turn_after_a_plain_one_runs_only_new_tokens(
     kind: str | None, monkeypatch: pytest.MonkeyPatch
@@ -225,6 +229,7 @@ def test_cancelled_answer_stays_in_the_cache(monkeypatch: pytest.MonkeyPatch) ->
     assert rows[0] == 3 and tokens == tokens_of(generate_plain(backbone, prompt, **RULES))
 
 
+@pytest.mark.quick("None-eager", "firp-eager", "medusa-torch", "eagle-draft-native")
 @pytest.mark.parametrize("engine", ["eager", "native", "torch"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_growing_cache_changes_nothing(
@@ -334,6 +339,7 @@ def test_title_requests_do_not_cost_a_long_talk_its_slot(
     assert tokens == tokens_of(generate_plain(backbone, talk[: -10 - len(tokens)], **RULES))
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("engine", ["eager", "native"])
 def test_a_running_text_is_copied_to_a_request_with_the_same_beginning(

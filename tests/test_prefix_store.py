@@ -59,6 +59,7 @@ def run(decoder: Decoder, prompt: list[int], **rules: Any) -> tuple[list[int], l
     return tokens_of(steps), [own for step in steps for own in step.likelihoods], sequence.reused
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("kind", [None, "medusa", "eagle-draft", "amphista-prompt"])
 @pytest.mark.parametrize("model", ["llama", "qwen3_5_text", "lfm2", "qwen3_moe"])
 def test_answers_after_a_restart_have_the_same_bits(

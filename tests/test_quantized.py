@@ -34,6 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_model(tmp_path_factory.mktemp("quantized") / "model", hidden=64)
 
 
+@pytest.mark.quick("bnb.nf4")
 @pytest.mark.parametrize("method", ["bnb.nf4", "bnb.int8"])
 def test_quantized_models_decode_with_drafts_as_without(model: str, method: str) -> None:
     backbone = load_backbone(model, LoadOptions(dtype="fp32", quantize=method))

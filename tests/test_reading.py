@@ -158,6 +158,7 @@ FILES = {
 }
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize(
     "text", [DEEP, LONG, "[3]", "3", '{"backbone": 3, "accuracies": "x", "parents": 1}', "\udcff"]

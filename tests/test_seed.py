@@ -33,6 +33,7 @@ def exact(seed: int, **cuts: Any) -> Sampling:
     return Sampling("exact", 0.8, seed=seed, **cuts)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("quantize", [None, "int8"])
 @pytest.mark.parametrize("cuts", CUTS.values(), ids=list(CUTS))
 def test_drafts_do_not_change_a_sampled_answer(cuts: dict, quantize: str | None) -> None:
@@ -59,6 +60,7 @@ def test_drafts_do_not_change_a_sampled_answer_with_a_penalty() -> None:
             assert answer == expected, (kind, seed)
 
 
+@pytest.mark.quick("dynamic", "adaptive")
 @pytest.mark.parametrize("kind", ["static", "dynamic", "adaptive", "alone"])
 def test_neighbours_do_not_change_a_sampled_answer(kind: str) -> None:
     backbone = tiny_backbone("qwen3", engine="native")

@@ -25,6 +25,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield running
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("path", "mode"),
     [(path, mode) for path in POSTS for mode in ("positive", "negative")]

@@ -391,6 +391,7 @@ CALLS = {
 }
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("text", CALLS.values(), ids=CALLS)
 @pytest.mark.parametrize("speculative", [True, False])
 def test_an_answer_ends_after_its_only_call(served: Served, text: str, speculative: bool) -> None:
@@ -491,6 +492,7 @@ def marked_backbone(template: str, special: bool | None) -> Backbone:
     return backbone
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("template", ["tools <tool_call>", "<|python_tag|>", "[TOOL_CALLS]"])
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling("exact", 1.0, seed=3)], ids=str)
 @pytest.mark.parametrize("drafted", ["heads", "n-grams"])
@@ -515,6 +517,7 @@ def test_calls_after_a_marker_follow_their_schema(
     assert tokens_of(steps) == tokens and len(steps) < 0.8 * len(tokens)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("template", ["tools <tool_call>", "[TOOL_CALLS] [ARGS]"])
 @pytest.mark.parametrize("special", [None, True, False])
 def test_parts_that_follow_a_grammar_are_taken_back_with_a_draft(
@@ -619,6 +622,7 @@ def test_a_tool_that_cannot_be_followed_is_free(
     assert caplog.text.count("schedule_event") == 1
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", ["ARGUMENTS", "BARE_METAL", "NAME", "x_BARE_NAME_ARGUMENTS"])
 @pytest.mark.parametrize("template", ["tools <tool_call>", "[TOOL_CALLS]", "[TOOL_CALLS] [ARGS]"])
 def test_a_tool_may_have_any_name(template: str, name: str) -> None:
@@ -662,6 +666,7 @@ def test_a_call_that_the_end_cuts_is_content() -> None:
     assert reader.feed("", last=True) == {} and call["function"]["arguments"] == '{"city": "'
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "template",
     ["tools <tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[TOOL_CALLS] [ARGS]"],

@@ -63,6 +63,7 @@ def test_shipped_drafter_is_small_whole_and_has_provenance(
     assert expected_length(tree, calibration["accuracies"]) > expected
 
 
+@pytest.mark.quick("smollm2-135m")
 @pytest.mark.parametrize("model", PUBLISHED)
 def test_logits_have_the_published_digest(model: str) -> None:
     if model != SMALL_MODEL and ModelSource.of(model).must_be_fetched:
@@ -89,6 +90,7 @@ def test_drafted_answers_equal_plain_ones_in_fp32_and_take_fewer_steps() -> None
     assert drafted["acceptance_length"] > 1.3 and plain["acceptance_length"] == 1
 
 
+@pytest.mark.slow
 def test_bf16_runs_on_real_questions() -> None:
     words = ["--limit", "2", "--max-new-tokens", "20", "--methods", "ar,medusa", "--tree", "static"]
     document = medusa_json("bench", "--model", SMALL_MODEL, "--mt-bench", *words)

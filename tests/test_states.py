@@ -62,6 +62,7 @@ def logits_of(kind: str, *texts: Sequence[int]) -> torch.Tensor:
     return logits
 
 
+@pytest.mark.quick("falcon_h1", "jamba", "lfm2")
 @EACH
 def test_nodes_and_what_follows_the_kept_path_are_scored_as_texts(kind: str) -> None:
     backbone = backbone_of(kind)
@@ -77,6 +78,7 @@ def test_nodes_and_what_follows_the_kept_path_are_scored_as_texts(kind: str) -> 
     assert torch.allclose(out.logits, logits_of(kind, prompt, path, tail)[-len(tail) :], atol=2e-3)
 
 
+@pytest.mark.quick("jamba", "qwen3_5_text")
 @EACH
 def test_states_of_the_root_in_place_of_the_parents_give_other_tokens(
     kind: str, monkeypatch
@@ -92,6 +94,7 @@ def test_states_of_the_root_in_place_of_the_parents_give_other_tokens(
     assert tokens != text[len(prompt) :]
 
 
+@pytest.mark.quick("mamba", "lfm2")
 @EACH
 def test_long_prompts_run_in_pieces(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "PREFILL_ROWS", 7)
@@ -101,6 +104,7 @@ def test_long_prompts_run_in_pieces(kind: str, monkeypatch: pytest.MonkeyPatch) 
     assert backbone.engine.new_cache().by_token == (kind in ("jamba", "mamba"))
 
 
+@pytest.mark.quick("falcon_h1", "qwen3_5_text")
 @EACH
 def test_answers_of_several_lengths_change_slots(kind: str) -> None:
     backbone, lengths = backbone_of(kind), (5, 32, 17, 30)
@@ -117,6 +121,7 @@ def test_answers_of_several_lengths_change_slots(kind: str) -> None:
     assert [tokens_of(of_request) for of_request in steps] == expected
 
 
+@pytest.mark.quick("jamba", "qwen3_5_text")
 @pytest.mark.parametrize("kind", ["qwen3_5_text", "mamba2", "jamba"])
 def test_models_of_16_bits_pass_their_check(kind: str, tmp_path: Path) -> None:
     path = save_network(tiny_network(kind).to(torch.bfloat16), tmp_path)

@@ -156,6 +156,7 @@ def test_default_rate_is_the_drafters_own() -> None:
     assert all(peak_rates(kind, named) == [5e-4, 1.25e-4] for kind in kinds)
 
 
+@pytest.mark.quick("draft", "shared")
 @pytest.mark.parametrize(
     "words", ["draft", "own", "shared", "draft drafter=firp train.warmup_steps=0"]
 )
@@ -208,6 +209,7 @@ def test_loss_that_is_no_number_names_the_conversations(run: Run) -> None:
         list(work.events())
 
 
+@pytest.mark.quick("bf16", "firp", "lora")
 @pytest.mark.parametrize("kind", KINDS)
 def test_killed_training_resumes_with_equal_losses_and_weights(kind: str, run: Run) -> None:
     whole = trainer(run, *KINDS[kind], "train.epochs=3")
@@ -242,6 +244,7 @@ def test_resume_refuses_what_changed(run: Run) -> None:
         trainer(run, resume=True)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("number", [-5, 10**6, 2**63])
 @pytest.mark.parametrize("key", ["draft_ids", "step"])
 def test_resume_refuses_ids_beyond_the_vocabulary_and_steps_beyond_the_training(
@@ -557,6 +560,10 @@ def test_a_fine_tune_takes_the_drafter_of_its_model_and_trains_it_further(
     assert all(torch.equal(old[name], new[name]) for name in old)
 
 
+@pytest.mark.quick(
+    "drafter=hydra drafter.prefix_layers=1 drafter.context=answer",
+    "drafter=medusa drafter.num_layers=3",
+)
 @pytest.mark.parametrize(
     "more",
     [
@@ -630,6 +637,7 @@ def shorten(run: Run) -> None:
     write_lines(run.distill_path, records)
 
 
+@pytest.mark.quick("medusa", "hydra++", "eagle", "firp")
 @pytest.mark.parametrize("kind", KINDS)
 def test_heads_without_a_position_have_no_loss_and_no_accuracy(kind: str, run: Run) -> None:
     shorten(run)
@@ -868,6 +876,7 @@ def test_a_narrow_eagle_keeps_its_width_when_trained_on(
     assert widths == [24, 24]
 
 
+@pytest.mark.quick("medusa", "fresh")
 @pytest.mark.parametrize(
     "words",
     [

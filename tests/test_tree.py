@@ -337,6 +337,7 @@ def test_expensive_levels_make_shallow_trees() -> None:
     assert dear.tree.max_depth == 1 and 1 < dear.tree.size <= 5
 
 
+@pytest.mark.quick("medusa", "hydra-draft")
 @pytest.mark.parametrize("kind", ["medusa", "hydra-draft", "amphista", "firp"])
 def test_costs_are_measured_for_every_size_and_depth(kind: str) -> None:
     backbone, shown, sizes = tiny_backbone(layers=6), list[Any](), (1, 2, 5)

@@ -102,6 +102,7 @@ def set_tied(folder: Path, top: bool | None, inner: bool | None = None) -> None:
     change_json(folder / "config.json", change)
 
 
+@pytest.mark.quick("qwen2", "gemma3", "llava")
 @pytest.mark.parametrize(
     "kind", ["qwen2", "gemma2", "cohere2", *sorted(set(WRAPPERS) & set(NATIVE))]
 )
@@ -117,6 +118,9 @@ def test_a_head_of_its_own_is_used_whatever_the_config_says(kind: str, tmp_path:
         assert torch.equal(backbone.lm_head_weight, own)
 
 
+@pytest.mark.quick(
+    "qwen3_5-none-eager", "gemma3-none-native", "qwen2-only-native", "qwen2-same-native"
+)
 @pytest.mark.parametrize(
     ("kind", "head", "engine"),
     [
@@ -148,6 +152,7 @@ def test_a_missing_head_that_nothing_ties_is_named(tmp_path: Path) -> None:
         load(path)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("kind", ["qwen2", "gemma3", "gemma4", "qwen3_5", "lfm2_vl"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_head_of_a_network_in_memory_is_what_it_shares(kind: str, tied: bool) -> None:
@@ -176,6 +181,16 @@ def published(network: Any) -> dict[str, Tensor]:
     return {name: values.clone().contiguous() for name, values in tensors.items()}
 
 
+@pytest.mark.quick(
+    "qwen2_moe",
+    "mixtral",
+    "granitemoe",
+    "ernie4_5_moe",
+    "gemma3",
+    "qwen3_5",
+    "internvl",
+    "qwen3_vl_moe",
+)
 @pytest.mark.parametrize("kind", CONVERTED)
 def test_published_layouts_are_read_as_transformers_reads_them(kind: str, tmp_path: Path) -> None:
     network = tiny_network(kind)
@@ -355,6 +370,7 @@ def test_packed_weights_of_damaged_models_are_removed(tmp_path: Path, cache: Pat
     assert not packed_files(cache)
 
 
+@pytest.mark.quick("phi3", "gpt_oss", "gemma4")
 @pytest.mark.parametrize(
     "kind", ["llama", "phi3", "gpt_oss", "mixtral", "qwen3_5", "gemma4", "stablelm"]
 )
@@ -384,6 +400,7 @@ def test_packed_weights_are_checked_by_name(tmp_path: Path, cache: Path) -> None
 # ---- layers that the config does not count
 
 
+@pytest.mark.quick("gemma3", "gpt2")
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "gpt2"])
 def test_layers_that_the_config_does_not_count_are_told(
     kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
