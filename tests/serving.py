@@ -2,17 +2,22 @@
 
 import http.client
 import json
+import os
 import re
+import resource
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from multiprocessing import forkserver, get_context
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from medusa_cli import cli
 from medusa_cli.api import Medusa
 from medusa_cli.serve.middleware import Limits
 from medusa_cli.serve.server import Server, listen
@@ -126,15 +131,37 @@ def serving_bytes(folder: Path) -> Iterator[Served]:
         yield server
 
 
-def start(
-    words: list[str], log: Path, prefix: Sequence[str] = ()
-) -> tuple[subprocess.Popen[bytes], int]:
+def start(words: list[str], log: Path) -> tuple[subprocess.Popen[bytes], int]:
     """Starts `medusa serve` on a free port, its stderr in a file; returns the process and the port."""
-    command = [*prefix, sys.executable, "-m", "medusa_cli", "serve", "--port", "0", *words]
+    command = [sys.executable, "-m", "medusa_cli", "serve", "--port", "0", *words]
     with log.open("wb") as file:
         process = subprocess.Popen(command, stderr=file)
-    while process.poll() is None:
-        if address := re.search(r"http://127.0.0.1:(\d+)/v1", log.read_text()):
-            return process, int(address[1])
+    return process, port_of(log, lambda: process.poll() is None)
+
+
+def fork(words: list[str], log: Path, max_files: int | None = None) -> tuple[BaseProcess, int]:
+    """Starts a server as `start` does, in a fork of this process, which has imported everything."""
+
+    def run() -> None:
+        with log.open("wb") as file:
+            os.dup2(file.fileno(), 2)
+        sys.stderr = os.fdopen(2, "w", closefd=False)
+        if max_files is not None:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max_files, max_files))
+        # The renderers of this process are no children of the fork.
+        forkserver._forkserver._forkserver_pid = None  # type: ignore[attr-defined]
+        sys.argv = ["medusa", "serve", "--port", "0", *words]
+        cli.main()
+
+    process = get_context("fork").Process(target=run)
+    process.start()
+    return process, port_of(log, process.is_alive)
+
+
+def port_of(log: Path, is_alive: Callable[[], bool]) -> int:
+    """Waits for the address that a server prints; returns its port."""
+    while is_alive():
+        if log.exists() and (address := re.search(r"http://127.0.0.1:(\d+)/v1", log.read_text())):
+            return int(address[1])
         time.sleep(0.05)
     raise RuntimeError(f"the server did not start: {log.read_text()}")

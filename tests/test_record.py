@@ -4,10 +4,9 @@ import json
 import os
 import signal
 import stat
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from medusa_cli.serve.record import Recorder, answerer
 from medusa_cli.serve.scheduler import Event, Scheduler, Ticket
 from medusa_cli.tune.prompts import read_prompts
 from tests.helpers import save_model, save_run
-from tests.serving import IDS, MODEL, Served, serving, start, tiny_medusa
+from tests.serving import IDS, MODEL, Served, fork, serving, tiny_medusa
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "w1 w2"}], "max_tokens": 12}
 
@@ -43,13 +42,19 @@ def medusa(place: Path) -> Medusa:
     return tiny_medusa(place)
 
 
+@pytest.fixture(scope="module")
+def running(medusa: Medusa) -> Iterator[Served]:
+    with serving(medusa) as server:
+        yield server
+
+
 @pytest.fixture
-def server(medusa: Medusa, tmp_path: Path) -> Iterator[Served]:
-    with serving(medusa) as running:
-        assert running.server is not None
-        weights = answerer(medusa.backbone.identity)
-        running.server._scheduler.recorder = Recorder(tmp_path / "traffic.jsonl", weights)
-        yield running
+def server(running: Served, medusa: Medusa, tmp_path: Path) -> Served:
+    """Returns the running server, which records in the test's folder."""
+    assert running.server is not None
+    weights = answerer(medusa.backbone.identity)
+    running.server._scheduler.recorder = Recorder(tmp_path / "traffic.jsonl", weights)
+    return running
 
 
 def test_answers_are_conversations_for_tune(
@@ -107,23 +112,20 @@ def test_nothing_is_recorded_unless_asked(medusa: Medusa, tmp_path: Path) -> Non
 def test_lines_are_whole_after_kills_and_several_writers(tmp_path: Path) -> None:
     """Two writers of long lines are killed again and again; each line that is left is a whole one."""
     path = tmp_path / "traffic.jsonl"
-    code = (
-        "import sys, pathlib; from medusa_cli.serve.record import Recorder\n"
-        "recorder = Recorder(pathlib.Path(sys.argv[1]), 'w')\n"
-        "print('ready', flush=True)\n"
-        "while True: recorder._append(b'{\"x\": \"' + b'y' * 3_000_000 + b'\"}\\n')"
-    )
-    writers = [
-        subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE)
-        for _ in range(2)
-    ]
+
+    def write() -> None:
+        recorder = Recorder(path, "w")
+        while True:
+            recorder._append(b'{"x": "' + b"y" * 3_000_000 + b'"}\n')
+
+    writers = [get_context("fork").Process(target=write) for _ in range(2)]
     for writer in writers:
-        assert writer.stdout is not None and writer.stdout.readline() == b"ready\n"
-    while path.stat().st_size < 30_000_000:
+        writer.start()
+    while not path.exists() or path.stat().st_size < 30_000_000:
         time.sleep(0.005)
     for writer in writers:
         writer.kill()
-        writer.wait()
+        writer.join()
     with path.open("ab") as cut:
         cut.write(b'{"x": "cut')
     Recorder(path, "w")._append(b'{"x": "last"}\n')
@@ -229,18 +231,18 @@ def test_a_signal_loads_the_drafter_again(tmp_path: Path) -> None:
     run = save_run(tmp_path / "run", model)
     log = tmp_path / "log"
     words = ["--run", f"{run.path}/", "--tree", "static", "--dtype", "fp32", "--device", "cpu"]
-    process, port = start([*words, "--record", str(tmp_path / "traffic.jsonl")], log)
+    process, port = fork([*words, "--record", str(tmp_path / "traffic.jsonl")], log)
     try:
         save_run(tmp_path / "run", model, heads=4)
-        process.send_signal(signal.SIGHUP)
+        os.kill(process.pid, signal.SIGHUP)
         late = time.monotonic() + 60
         while log.read_text().count("medusa drafter") < 2:
-            assert time.monotonic() < late and process.poll() is None, log.read_text()
+            assert time.monotonic() < late and process.is_alive(), log.read_text()
             time.sleep(0.05)
         status, _, _ = Served(port).post({"prompt": IDS, "max_tokens": 4})
         assert status == 200
         process.kill()
-        process.wait()
+        process.join()
         assert len(lines_of(tmp_path / "traffic.jsonl")) == 1
     finally:
         process.kill()

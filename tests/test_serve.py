@@ -1,6 +1,7 @@
 """`medusa serve` as a process: it prints its address, finishes answers on SIGTERM, and reports faults in one line."""
 
 import json
+import os
 import signal
 import socket
 import time
@@ -16,7 +17,7 @@ from medusa_cli.errors import UserError
 from medusa_cli.serve import server
 from medusa_cli.serve.middleware import Limits
 from tests.helpers import medusa, save_model, save_run
-from tests.serving import Served, serving, start
+from tests.serving import Served, fork, serving, start
 from tests.test_gguf import write_gguf
 
 
@@ -67,7 +68,7 @@ def test_prefixes_come_back_after_a_kill_and_after_a_stop(tmp_path: Path) -> Non
     body = {"prompt": [5 + n * n % 50 for n in range(1300)], "max_tokens": 30, "logprobs": 2}
     cached, texts = list[int](), list[str]()
     for turn in range(3):
-        process, port = start(words, tmp_path / f"log{turn}")
+        process, port = fork(words, tmp_path / f"log{turn}")
         try:
             answered = Served(port).post({**body, "return_token_ids": True})[2]
             [choice] = answered["choices"]
@@ -79,8 +80,9 @@ def test_prefixes_come_back_after_a_kill_and_after_a_stop(tmp_path: Path) -> Non
             while len(list(store.glob("*.prefix"))) < 2:
                 assert time.monotonic() < end
                 time.sleep(0.05)
-            process.send_signal(signal.SIGTERM if turn else signal.SIGKILL)
-            assert process.wait(60) == (0 if turn else -signal.SIGKILL)
+            os.kill(process.pid, signal.SIGTERM if turn else signal.SIGKILL)
+            process.join(60)
+            assert process.exitcode == (0 if turn else -signal.SIGKILL)
         finally:
             process.kill()
     assert cached == [0, 1024, 1299]
@@ -95,10 +97,8 @@ def test_a_store_that_is_no_folder_with_a_size_is_refused(tmp_path: Path, store:
 
 def test_a_server_without_files_left_recovers_and_logs_little(tmp_path: Path) -> None:
     run = save_run(tmp_path / "run", save_model(tmp_path / "model")).path
-    shell = ["bash", "-c", 'ulimit -n 120; exec "$@"', "limited"]
-    process, port = start(
-        ["--run", f"{run}/", "--baseline", "--dtype", "fp32"], tmp_path / "log", shell
-    )
+    words = ["--run", f"{run}/", "--baseline", "--dtype", "fp32"]
+    process, port = fork(words, tmp_path / "log", max_files=120)
     try:
         with ExitStack() as silent:
             for _ in range(200):
@@ -110,7 +110,7 @@ def test_a_server_without_files_left_recovers_and_logs_little(tmp_path: Path) ->
             assert Served(port).request("GET", "/health")[0] == 200
     finally:
         process.kill()
-        process.wait()
+        process.join()
     assert (tmp_path / "log").stat().st_size < 10_000
 
 
