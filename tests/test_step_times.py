@@ -1,8 +1,7 @@
 """Step times: contexts of every size, long texts, experts, and the file that keeps them."""
 
 import json
-import subprocess
-import sys
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "home"
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("positions", [16, 64, 128, 512])
 @pytest.mark.parametrize("kind", [None, "medusa", "eagle", "firp"])
 def test_steps_are_timed_in_contexts_of_every_size(kind: str | None, positions: int) -> None:
@@ -41,6 +41,7 @@ def test_steps_are_timed_in_contexts_of_every_size(kind: str | None, positions: 
     assert sorted(costs.draft) == list(range(1, drafter.num_heads + 1))
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("engine", ["eager", "native"])
 @pytest.mark.parametrize("kind", [None, "medusa", "hydra-draft", "eagle", "firp"])
 def test_steps_are_timed_after_a_long_text_too(
@@ -117,15 +118,20 @@ def test_times_are_those_of_one_build_of_the_library_and_one_shape(
 
 
 def test_processes_that_keep_times_at_once_lose_none(own_home: Path) -> None:
-    code = (
-        "import sys; from medusa_cli.engine.timing import keep_timings\n"
-        "for i in range(20): keep_timings(f'{sys.argv[1]}-{i}', {'verify': {}})"
-    )
-    programs = [subprocess.Popen([sys.executable, "-c", code, str(i)]) for i in range(3)]
-    assert not any(program.wait() for program in programs)
+    def keep(process: int) -> None:
+        for number in range(20):
+            timing.keep_timings(f"{process}-{number}", {"verify": {}})
+
+    processes = [get_context("fork").Process(target=keep, args=(i,)) for i in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0
     assert len(json.loads((own_home / "timings.json").read_text())) == 60
 
 
+@pytest.mark.quick("16", "128")
 @pytest.mark.parametrize("positions", [16, 64, 128, 256])
 def test_machine_times_models_of_every_context_by_default(positions: int, tmp_path: Path) -> None:
     model = save_network(tiny_model(positions=positions), tmp_path / "small")
@@ -136,6 +142,7 @@ def test_machine_times_models_of_every_context_by_default(positions: int, tmp_pa
     assert "--context" in wrong.stderr and str(positions - 3) in wrong.stderr
 
 
+@pytest.mark.quick("32")
 @pytest.mark.parametrize("positions", [32, 128])
 def test_chat_runs_on_a_small_context(positions: int, tmp_path: Path, own_home: Path) -> None:
     model = save_network(tiny_model(positions=positions), tmp_path / "small")
