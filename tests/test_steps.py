@@ -7,8 +7,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +22,7 @@ from medusa_cli.engine import attach, load_backbone
 from medusa_cli.model import Backbone
 from medusa_cli.model import load as model_load
 from medusa_cli.runs.load_options import LoadOptions
+from tests import forked
 from tests.bench import gpu_probe, gpu_steps
 from tests.helpers import (
     medusa,
@@ -40,6 +39,7 @@ def machine(model: str, contexts: str, *words: str, exit_code: int = 0) -> Resul
     return medusa("machine", "--context", contexts, *common, *words, exit_code=exit_code)
 
 
+@pytest.mark.quick("native", "torch")
 @pytest.mark.parametrize("engine", ["eager", "native", "torch"])
 def test_every_size_is_timed(engine: str) -> None:
     times = time_rows(tiny_backbone(engine=engine), (1, 2, 7), context=9, rounds=2)
@@ -73,6 +73,7 @@ def test_a_step_reads_every_weight_once(family: str, tied: bool) -> None:
     assert attach(backbone, "torch").weight_bytes == every - spared - vectors
 
 
+@pytest.mark.quick("native")
 @pytest.mark.parametrize("engine", ["eager", "native"])
 def test_the_command_prints_a_table_or_json(engine: str, model: str) -> None:
     assert engine in machine(model, "20", "--engine", engine).stdout
@@ -272,19 +273,13 @@ def test_known_points_are_measured_again_only_after_a_change(
 
 
 def test_a_sweep_killed_at_any_point_goes_on_and_measures_none_twice(place: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "medusa_cli",
-        *words(place, "--sweep", "nodes", "--values", "2,5"),
-    ]
-    began = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     wanted = random.randint(1, 3)
-    while began.poll() is None and len(points(place)) < wanted:
-        time.sleep(0.01)
+    command = words(place, "--sweep", "nodes", "--values", "2,5")
+    began = forked.start(command, place, die_at=None)
+    forked.wait_until(lambda: len(points(place)) >= wanted, [began])
     time.sleep(random.random() / 2)
     os.kill(began.pid, signal.SIGKILL)
-    began.wait()
+    forked.end([began])
     before = points(place)
     assert len(before) >= wanted
     document = json.loads(sweep(place, "nodes", "--values", "2,5").stdout)
