@@ -163,6 +163,14 @@ def end(children: Sequence[Child], until: float | None = None) -> bool:
     return killed and any(child.code == -signal.SIGKILL for child in children)
 
 
+def wait_until(ready: Callable[[], bool], children: Sequence[Child]) -> None:
+    """Waits until forked commands have done something; fails with their output if they do not."""
+    late = time.monotonic() + 120
+    while not ready():
+        assert time.monotonic() < late, [child.output.read_text() for child in children]
+        time.sleep(0.01)
+
+
 def run_and_kill(words: Sequence[str], ready: Callable[[], bool], ranks: str = "01") -> None:
     """Runs `medusa WORDS` by two processes, as a user starts them, and kills those of some ranks once it is ready."""
     child = Popen([*TWO, "-m", "medusa_cli", *words], stdout=DEVNULL, stderr=DEVNULL)

@@ -1,10 +1,9 @@
 """`medusa chat`: one prompt, a piped conversation and its commands, interruption, the end of the context."""
 
 import json
+import os
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from medusa_cli.model.chat_template import fit
 from medusa_cli.model.vocabulary import Vocabulary
 from medusa_cli.runs.resolve import choose
 from medusa_cli.runs.run import Run
+from tests import forked
 from tests.helpers import medusa, save_model, save_run
 
 QUESTION = {"role": "user", "content": "q"}
@@ -263,14 +263,14 @@ def test_ctrl_c_ends_a_single_answer_with_130(tmp_path: Path) -> None:
         "--prompt",
         "w1",
     ]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "medusa_cli", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-    assert process.stdout is not None and process.stdout.read(1)  # it answers
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == INTERRUPTED == 130, err.decode()
-    assert out and err.decode().endswith("interrupted\n") and "(stopped)" in err.decode()
+    answer = tmp_path / "answer"
+    child = forked.start(words, tmp_path, die_at=None, results=answer)
+    forked.wait_until(lambda: answer.exists() and answer.stat().st_size > 0, [child])
+    os.kill(child.pid, signal.SIGINT)
+    forked.end([child])
+    told = child.output.read_text()
+    assert child.code == INTERRUPTED == 130, told
+    assert told.endswith("interrupted\n") and "(stopped)" in told
 
 
 def test_a_prompt_that_fills_the_context_is_refused(place: Path) -> None:

@@ -1,7 +1,9 @@
 """Distillation by two processes and with states of several layers: the same as one process makes, or a prefill."""
 
 import json
+import os
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -84,11 +86,19 @@ def test_two_processes_answer_what_one_does_and_a_killed_one_costs_nothing(
     single = finish(1, distill(model, seed, tmp_path / "one"), tmp_path / "output")
     words = distill(model, seed, tmp_path / "two")
     parts = [tmp_path / "two" / "parts" / f"00{rank}" / "distill.jsonl" for rank in (0, 1)]
-    forked.run_and_kill(
-        words,
+    (tmp_path / "killed").mkdir()
+    port = forked.free_port()
+    children = [
+        forked.start(words, tmp_path / "killed", die_at=None, rank=rank, size=2, port=port)
+        for rank in (0, 1)
+    ]
+    forked.wait_until(
         lambda: all(part.is_file() and part.read_bytes().count(b"\n") >= 2 for part in parts),
-        ranks="1",
+        children,
     )
+    os.kill(children[1].pid, signal.SIGKILL)
+    # Like torchrun, it ends the other process.
+    forked.end(children)
     kept = sum(part.read_bytes().count(b"\n") for part in parts)
     assert 4 <= kept < COUNT
     two = finish(2, words, tmp_path / "output")
@@ -203,6 +213,7 @@ def test_row_holds_the_states_of_its_position_the_final_layer_last() -> None:
         assert torch.allclose(sample.states.float(), whole[:-1], rtol=2**-7, atol=1e-3)
 
 
+@pytest.mark.quick("taps0", "taps2")
 @pytest.mark.parametrize("taps", [(-1,), (2, -1), (0, 2, -1)])
 def test_data_set_of_some_kept_layers_is_that_of_a_prefill(
     place: Path, taps: tuple[int, ...]
