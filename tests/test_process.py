@@ -7,13 +7,15 @@ import pty
 import resource
 import sys
 import time
-from ast import literal_eval
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
 import torch
 
 from medusa_cli import device
+from medusa_cli.__main__ import main
+from medusa_cli.cli import COMMANDS
 from medusa_cli.engine import lazy_memory, packed_cache
 from medusa_cli.files import cpus, process
 from medusa_cli.model import chat_template
@@ -22,7 +24,6 @@ from medusa_cli.serve import server
 from tests.helpers import python, save_model, save_run
 from tests.serving import IDS, serving, tiny_medusa
 
-ROOT = str(Path(__file__).parent.parent)
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
@@ -272,30 +273,32 @@ def test_ctrl_c_while_modules_are_imported_is_one_line() -> None:
     assert "Traceback" not in done.stderr and done.stderr.count("interrupted\n") == interrupted
 
 
-CLOSED = """
-import os, sys
-for number in (0, 1, 2):
-    os.close(number)
-sys.stdin = sys.stdout = sys.stderr = None
-from medusa_cli.__main__ import main
-codes = {}
-from medusa_cli.cli import COMMANDS
-for words in (*([name, "--nonsense"] for name in COMMANDS), ["--version"], CHAT):
-    sys.argv = ["medusa", *words]
-    try:
-        main()
-    except SystemExit as done:
-        codes[words[0]] = done.code
-with open("codes", "w") as out:
-    out.write(repr([codes, [os.readlink(f"/proc/self/fd/{number}") for number in (0, 1, 2)]]))
-"""
+def run_with_closed_streams(lines: list[list[str]], results: Path) -> None:
+    """Runs commands without standard streams; writes the exit code of each, and what the streams are."""
+    for number in (0, 1, 2):
+        os.close(number)
+    sys.stdin = sys.stdout = sys.stderr = None
+    codes = {}
+    for words in lines:
+        sys.argv = ["medusa", *words]
+        try:
+            main()
+        except SystemExit as done:
+            codes[words[0]] = done.code
+    streams = [os.readlink(f"/proc/self/fd/{number}") for number in (0, 1, 2)]
+    results.write_text(json.dumps([codes, streams]))
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="reads Linux's /proc")
 def test_commands_run_with_closed_standard_streams(tmp_path: Path) -> None:
     chat = ["chat", "--model", save_model(tmp_path / "model"), "--max-new-tokens", "3"]
-    python(CLOSED.replace("CHAT", repr(chat)), cwd=tmp_path, env={**os.environ, "PYTHONPATH": ROOT})
-    codes, streams = literal_eval((tmp_path / "codes").read_text())
+    lines = [*([name, "--nonsense"] for name in COMMANDS), ["--version"], chat]
+    child = get_context("fork").Process(
+        target=run_with_closed_streams, args=(lines, tmp_path / "codes")
+    )
+    child.start()
+    child.join()
+    codes, streams = json.loads((tmp_path / "codes").read_text())
     assert codes.pop("--version") == 0 and codes.pop("chat") == 0
     assert set(codes.values()) == {2} and len(codes) > 10
     assert streams == [os.devnull] * 3
