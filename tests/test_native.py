@@ -37,6 +37,7 @@ from medusa_cli.native import (
     Format,
     PackedMatrix,
     RawMatrix,
+    instruction_set,
     instructions,
     is_available,
     library,
@@ -59,7 +60,7 @@ from tests.helpers import (
     medusa_drafter,
     medusa_json,
     plain,
-    program,
+    python,
     rows_of,
     save_model,
     save_network,
@@ -418,6 +419,7 @@ def difference(backbone: Backbone, network: Any, text: torch.Tensor) -> float:
     return float((forward(backbone, text).logits - expected).norm() / expected.norm())
 
 
+@pytest.mark.quick
 @EACH_FAMILY
 @pytest.mark.parametrize("count", [1, 7, 9, 60, 300])
 def test_a_pass_gives_the_networks_own_logits(family: str, count: int) -> None:
@@ -440,6 +442,7 @@ def test_a_pass_of_other_number_types_gives_what_their_weights_do(kind: str, bou
     assert difference(backbone_of(kind, "qwen3"), network, text_of(50)) < bound
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_shapes_that_fill_no_tile_are_computed(kind: str, tied: bool) -> None:
@@ -504,6 +507,7 @@ def test_rows_of_the_lm_head_are_those_of_the_whole(kind: str) -> None:
     assert bias is None
 
 
+@pytest.mark.quick
 @EACH_FAMILY
 @EACH_KIND
 def test_rows_have_the_same_bits_in_prompts_trees_and_one_by_one(kind: str, family: str) -> None:
@@ -514,6 +518,7 @@ def test_rows_have_the_same_bits_in_prompts_trees_and_one_by_one(kind: str, fami
     )
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("family", ["qwen3", "mistral-window", "gemma3"])
 @pytest.mark.parametrize("kind", ["bf16", "int8"])
 def test_rows_have_the_same_bits_at_every_length(kind: str, family: str) -> None:
@@ -610,6 +615,7 @@ def test_free_rows_of_the_cache_are_not_seen() -> None:
     assert torch.equal(*outputs)
 
 
+@pytest.mark.quick("int8")
 @pytest.mark.parametrize("kind", ["bf16", "int8"])
 def test_a_context_can_be_filled_to_its_end(kind: str) -> None:
     backbone = backbone_of(kind, positions=48)
@@ -626,6 +632,7 @@ def test_a_context_can_be_filled_to_its_end(kind: str) -> None:
         assert tokens_of(drafted) == expected
 
 
+@pytest.mark.quick("fp32", "int8", "int4")
 @EACH_KIND
 def test_greedy_output_over_drafts_is_plain_decodings(kind: str) -> None:
     backbone = backbone_of(kind, layers=4)
@@ -734,6 +741,7 @@ def variant_of(variant: str, kind: str = "fp32", **fields: Any) -> Backbone:
     return backbone
 
 
+@pytest.mark.quick(*(f"fp32-{name}" for name in VARIANTS), "int4-gpt_oss", "int4-qwen2_moe")
 @EACH_VARIANT
 @pytest.mark.parametrize("kind", ["fp32", "int4"])
 def test_variant_gives_its_networks_logits_with_the_same_bits_everywhere(
@@ -759,6 +767,7 @@ def test_variant_gives_its_networks_logits_with_the_same_bits_everywhere(
             assert torch.equal(forward(backbone, text).logits, whole), (name, count)
 
 
+@pytest.mark.quick("exaone_moe", "gemma3", "gpt_oss", "apertus")
 @pytest.mark.parametrize(
     "variant",
     [
@@ -828,6 +837,7 @@ def test_weights_in_mxfp4_are_mapped_with_their_exact_values(tmp_path: Path, apa
         assert torch.isfinite(forward(load(path, **options), text).logits).all()
 
 
+@pytest.mark.quick("damage0", "damage4", "damage6")
 @pytest.mark.parametrize(
     "damage",
     [
@@ -883,6 +893,17 @@ def assert_native_logits(network: Any, text: torch.Tensor) -> None:
     assert float((logits - expected).norm() / expected.norm()) < 1e-4
 
 
+@pytest.mark.quick(
+    "gemma4_text-fields0",
+    "gemma4_text-fields2",
+    "stablelm-fields3",
+    "phi-fields4",
+    "granitemoeshared-fields5",
+    "gpt_oss-fields7",
+    "olmo-fields8",
+    "nanochat-fields10",
+    "phimoe-fields11",
+)
 @pytest.mark.parametrize(
     ("variant", "fields"),
     [
@@ -923,6 +944,7 @@ def test_layers_that_share_keys_have_no_rows_of_their_own() -> None:
     assert torch.equal(forward(backbone, text[33:], cache).logits, whole[33:])
 
 
+@pytest.mark.quick("query", "up")
 @pytest.mark.parametrize("part", ["query", "value", "gate", "up"])
 def test_formats_may_mix_in_a_layer(part: str) -> None:
     backbone, text = variant_of("phi3", "int8"), text_of(40, 128)
@@ -981,6 +1003,7 @@ def test_sinks_and_soft_caps_change_the_logits() -> None:
         assert float((logits[0] - logits[1]).norm() / logits[1].norm()) > 0.05
 
 
+@pytest.mark.quick("-10000.0", "20.0")
 @pytest.mark.parametrize("sink", [-1e4, 0.0, 20.0, 1e4])
 def test_sinks_of_any_size_take_their_share_with_all_instructions(sink: float) -> None:
     network, text = tiny_network("gpt_oss"), text_of(40, 128)
@@ -1025,6 +1048,8 @@ def test_a_bound_of_queries_that_is_not_positive_is_refused() -> None:
 def test_layers_that_compute_something_else_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     kind = type(tiny_network("phi").model.layers[0])
     own = kind.forward
+    # Even if a test before had such a network verified.
+    monkeypatch.setattr("medusa_cli.engine.load.verified", twin.verified)
     monkeypatch.setattr(kind, "forward", lambda self, *args, **more: 1.1 * own(self, *args, **more))
     with pytest.raises(UsageError, match="differ"):
         variant_of("phi")
@@ -1104,6 +1129,7 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
+@pytest.mark.quick("cut", "list", "version", "other format", "negative place", "name")
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_a_damaged_file_of_packed_weights_is_written_again(
     kind: str, model: str, apart: Path
@@ -1197,6 +1223,7 @@ def test_a_changed_config_is_verified_again(tmp_path: Path, apart: Path) -> None
     assert not torch.allclose(logits_of(load(model)), before)
 
 
+@pytest.mark.quick("cut", "layer")
 @pytest.mark.parametrize("kind", ["empty", "cut", "zeros", "layer"])
 def test_a_damaged_description_is_made_again(kind: str, model: str, apart: Path) -> None:
     expected = logits_of(load(model))
@@ -1211,16 +1238,21 @@ def test_a_damaged_description_is_made_again(kind: str, model: str, apart: Path)
 
 
 @pytest.fixture
-def not_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def reloaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Loads the library again in a test, and as it was after it."""
+    library.cache_clear()
+    yield
+    monkeypatch.undo()
+    library.cache_clear()
+
+
+@pytest.fixture
+def not_compiled(reloaded: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hides the library."""
     # The package has a function of the same name as the module.
     monkeypatch.setattr(
         importlib.import_module("medusa_cli.native.library"), "LIBRARY", tmp_path / "missing.so"
     )
-    library.cache_clear()
-    yield
-    monkeypatch.undo()
-    library.cache_clear()
 
 
 def test_without_the_library_the_eager_engine_runs(model: str, not_compiled: None) -> None:
@@ -1273,35 +1305,29 @@ def test_a_structure_takes_its_fields_only() -> None:
         step.row = 2
 
 
-def test_an_unknown_instruction_set_is_named_in_one_line(model: str) -> None:
-    done = program(
-        "chat",
-        "--model",
-        model,
-        "--engine",
-        "native",
-        "--lookup",
-        "--prompt",
-        "w1",
-        MEDUSA_CPU="pentium",
-    )
-    assert (
-        done.returncode in (1, 2) and "pentium" in done.stderr and instructions()[0] in done.stderr
-    )
+def test_an_unknown_instruction_set_is_named_in_one_line(
+    model: str, reloaded: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = instructions()
+    library.cache_clear()
+    monkeypatch.setenv("MEDUSA_CPU", "pentium")
+    words = ["--engine", "native", "--lookup", "--prompt", "w1"]
+    done = medusa("chat", "--model", model, *words, exit_code=None)
+    assert done.exit_code in (1, 2)
+    assert "pentium" in done.stderr and known[0] in done.stderr
     assert "Traceback" not in done.stderr and len(done.stderr.strip().splitlines()) == 1
 
 
-def test_a_named_instruction_set_is_used(model: str) -> None:
-    done = program(
-        "machine", "--model", model, "--context", "9", "--json", "--quiet", MEDUSA_CPU="GENERIC"
-    )
-    assert done.returncode == 0, done.stderr
-    assert "generic)" in json.loads(done.stdout)["engine"]
+def test_a_named_instruction_set_is_used() -> None:
+    code = "from medusa_cli.native import instruction_set; print(instruction_set())"
+    done = python(code, env={**os.environ, "MEDUSA_CPU": "GENERIC"})
+    assert done.stdout.strip() == "generic", done.stderr
 
 
 def test_the_machine_says_what_runs_a_model(model: str) -> None:
     document = medusa_json("machine", "--model", model, "--context", "9,40")
     assert document["engine"].startswith("native") and document["row_invariant"] is True
+    assert f"{instruction_set()})" in document["engine"]
     assert document["instructions"] == instructions() and list(document["contexts"]) == ["9", "40"]
     assert document["weight_bytes"] > 0
 
