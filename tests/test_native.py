@@ -222,6 +222,7 @@ def test_instruction_sets_share_no_code() -> None:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(compiler() is None, reason="it is compiled")
 def test_all_instruction_sets_have_the_published_digest(tmp_path: Path) -> None:
     """The self-test compares them with plain C++; the digest is that of every machine and compiler."""
@@ -867,8 +868,10 @@ def test_damaged_mxfp4_is_refused(
 
 
 def test_layers_that_a_quantization_replaces_are_left_to_transformers(
-    tmp_path: Path, apart: Path
+    tmp_path: Path, apart: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Nothing is to be compiled.
+    monkeypatch.setattr("torch._dynamo.config.disable", True)
     path = save_network(tiny_network("bitnet"), tmp_path / "model")
     assert load(path).engine.name == "native"
     config = json.loads((Path(path) / "config.json").read_text())
@@ -1351,6 +1354,7 @@ def test_digests_need_the_native_engine(model: str) -> None:
         assert words[0] in refused.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="needs LD_PRELOAD")
 def test_refused_memory_is_an_error_of_one_pass(tmp_path: Path) -> None:
     path = refusing_library(tmp_path)
