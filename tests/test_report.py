@@ -269,6 +269,14 @@ def test_a_later_turn_is_judged_after_the_references_earlier_answer() -> None:
     assert result["pairs"]["medusa"] == {"wins": 1, "ties": 0, "losses": 0, "answers": 1}
 
 
+def test_the_judge_reads_a_questions_system_prompt() -> None:
+    question = Question("1", "c", ("ask",), system="Answer in rhymes.")
+    texts = {"ar": {"1": ["plain"]}, "medusa": {"1": ["other"]}}
+    for task in tasks([question], texts, "ar"):
+        place = task.text.index("Answer in rhymes.")
+        assert place < task.text.index("ask")
+
+
 def test_replies_without_a_grade_count_for_nothing(judged: Path, judge: ChatServer) -> None:
     task = Task("medusa", "1", 0, 0, "")
     assert (

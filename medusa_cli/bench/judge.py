@@ -80,7 +80,10 @@ def tasks(questions: Sequence[Question], texts: Texts, reference: str) -> Iterat
 
 def _conversation(question: Question, answers: Sequence[str], name: str) -> str:
     turns = zip(question.turns, answers, strict=False)
-    text = "\n\n".join(f"### User:\n{asked}\n\n### {name}:\n{answer}" for asked, answer in turns)
+    parts = [f"### User:\n{asked}\n\n### {name}:\n{answer}" for asked, answer in turns]
+    if question.system is not None:
+        parts.insert(0, f"### System:\n{question.system}")
+    text = "\n\n".join(parts)
     return f"<conversation with {name}>\n{text}\n</conversation with {name}>"
 
 
