@@ -166,10 +166,12 @@ def test_temperature_near_zero_is_greedy_in_every_mode(mode: str, temperature: f
         assert cold == accept(logits, draft, Sampling(), GENERATOR)
 
 
+@pytest.mark.quick("1.0-3-3000", "0.8-0-3000")
+@pytest.mark.parametrize("runs", [3000, 10_000])
 @pytest.mark.parametrize(("top_p", "top_k"), [(1.0, 0), (0.8, 0), (1.0, 3)])
-def test_exact_sampling_keeps_the_distribution(top_p: float, top_k: int) -> None:
+def test_exact_sampling_keeps_the_distribution(top_p: float, top_k: int, runs: int) -> None:
     """The first two tokens that come out through a tree are distributed as two plain draws."""
-    tree, runs = Tree.from_choices([[0], [1], [2], [0, 0], [0, 1], [1, 0]]), 10_000
+    tree = Tree.from_choices([[0], [1], [2], [0, 0], [0, 1], [1, 0]])
     rule = Sampling("exact", 0.9, top_p, top_k)
     # The target depends on the last token alone, as a bigram model's would.
     bigram = 1.5 * torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(3))

@@ -131,6 +131,7 @@ def ours(backbone: Backbone, expected: list[int], prompt: list[int] = PROMPT, **
         assert drafter is not oracle or len(steps) < len(expected)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("case", CASES)
 def test_greedy_answers_are_those_of_generate_by_the_models_own_config(
@@ -161,6 +162,7 @@ def test_first_token_may_be_forced() -> None:
     ours(configured("llama", config), expected, [8])
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("case", OPTIONS)
 def test_options_take_the_place_of_the_models_own(family: str, case: str) -> None:
@@ -264,9 +266,11 @@ def test_typical_acceptance_reads_each_node_after_its_path() -> None:
         assert [path] == accept(changed[None], [draft], [Sampler(rule)])
 
 
-def test_sampling_keeps_the_distribution_after_processors() -> None:
+@pytest.mark.quick("1500")
+@pytest.mark.parametrize("runs", [1500, 6000])
+def test_sampling_keeps_the_distribution_after_processors(runs: int) -> None:
     """The first two tokens that come out through a tree are distributed as two plain draws."""
-    tree, vocabulary, runs = Tree.from_choices([[0], [1], [0, 0], [0, 1], [1, 0]]), 6, 6000
+    tree, vocabulary = Tree.from_choices([[0], [1], [0, 0], [0, 1], [1, 0]]), 6
     chain = LogitsProcessorList(
         [RepetitionPenaltyLogitsProcessor(1.8), TemperatureLogitsWarper(0.9), TopPLogitsWarper(0.9)]
     )
