@@ -106,6 +106,7 @@ def batch_of(drafter: HeadDrafter, backbone: Backbone, segment: list[int]) -> Ba
     return Batch(hidden, ids[torch.randint(0, len(ids), (count,))], torch.tensor(segment))
 
 
+@pytest.mark.quick("llama", "gemma3", "mistral-window")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_output_is_identical_in_every_family(family: str) -> None:
     # The context ends in the middle of a draft.
@@ -138,6 +139,7 @@ def test_trees_that_grow_together_in_a_batch_change_no_answer(kind: str, hidden:
         assert any(step.growth and step.nodes > 1 for step in answer)
 
 
+@pytest.mark.quick
 @pytest.mark.usefixtures("exact")
 @pytest.mark.parametrize("shape", ["static", "dynamic"])
 @pytest.mark.parametrize("kind", OF_STATES)
@@ -177,6 +179,7 @@ TORCH = ("dynamic", "gemma3", "torch")
 EAGER = ("dynamic", "llama", "eager")
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("kind", "shape", "family", "engine"),
     [(kind, *setting) for kind in KINDS for setting in (NATIVE, TORCH)]
@@ -544,7 +547,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_questions(folder / "q.jsonl")
     for name in FRESH:
         run = ["--run", folder / "run" / name, "--quiet"]
-        own = ["train.batch_tokens=128"] if name == "firp" else []
+        own = ["train.validation_every=50", "train.checkpoint_every=50"]
+        own += ["train.batch_tokens=128"] if name == "firp" else []
         medusa(
             "train", f"drafter={name}", *SETTINGS, *own, *run, "--model", model, "--dtype", "fp32"
         )

@@ -29,6 +29,15 @@ def test_unchanged_files_give_results(ground: Ground) -> None:
         medusa(*ground.filled(line.split()))
 
 
+# Other files of the same readers, and other commands that read the same file.
+REPEATED = (
+    "run/checkpoint_best.pt#0", "joint/adapter/adapter_model.safetensors#0", "model/generation_config.json#0",
+    "model/tokenizer_config.json#0", "seeds.json#0", "questions.jsonl#0",
+    *(kind for kind in KINDS if kind.endswith(("#1", "#2"))),
+)  # fmt: skip
+
+
+@pytest.mark.quick(*(kind for kind in KINDS if kind not in REPEATED))
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_changed_file_or_flag_ends_in_a_result_or_one_message(ground: Ground, kind: str) -> None:
     @settings(

@@ -224,8 +224,10 @@ def test_a_related_models_drafter_is_trained_further_if_it_is_accepted(
     assert facts["promised"] > 0
 
 
+@pytest.mark.quick("0")
+@pytest.mark.parametrize("kills", [0, 1])
 def test_a_killed_tuning_ends_as_an_uninterrupted_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kills: int
 ) -> None:
     monkeypatch.setenv("MEDUSA_HOME", str(tmp_path / "home"))
     (tmp_path / "reference").mkdir()
@@ -233,7 +235,7 @@ def test_a_killed_tuning_ends_as_an_uninterrupted_one(
     job = next(job for job in JOBS if job.name == "tune")
     count = Count()
     _, known = learn(tmp_path, [JOBS[0], job])
-    crash([known], tmp_path, 1, Random(3), count)
+    crash([known], tmp_path, kills, Random(3), count)
     assert not count.faults
 
     # The same command shows the end again, and other data is refused.
