@@ -1,7 +1,7 @@
 """FIRP: extra rows against a slow reference, one pass a step, what stays; the same states in training, its loss."""
 
-import copy
 import random
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -62,11 +62,18 @@ def firp(
     return drafter.eval()
 
 
+@cache
+def network_of(family: str, positions: int) -> Any:
+    """Returns the network of backbone_of on transformers' own attention."""
+    network = backbone_of(family, positions=positions).model
+    network.set_attn_implementation("eager")
+    return network
+
+
 @torch.no_grad()
 def reference(family: str, drafter: Firp, tokens: list[int], positions: int = 512) -> Tensor:
     """The last token's final pseudo states [K, H], from nothing: every row at once, a dense mask, eager attention."""
-    model = copy.deepcopy(backbone_of(family, positions=positions).model)
-    model.set_attn_implementation("eager")
+    model = network_of(family, positions)
     base, config, n = model.model, model.config.get_text_config(), len(tokens)
     x = base.embed_tokens(torch.tensor([tokens]))
     for index, layer in enumerate(base.layers):
@@ -92,6 +99,7 @@ def reference(family: str, drafter: Firp, tokens: list[int], positions: int = 51
     return base.norm(x)[0, n:]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("engine", ["eager", "native", "torch"])
 def test_extra_rows_in_a_tree_are_those_of_each_path_alone(family: str, engine: str) -> None:
@@ -125,6 +133,7 @@ class Watched(Recording, Firp):
     pass
 
 
+@pytest.mark.quick("static-native", "dynamic-eager")
 @pytest.mark.parametrize("engine", ["eager", "native", "torch"])
 @pytest.mark.parametrize(
     "shape", [Tree.dense([12, 4, 2]), DynamicTree(60, 3)], ids=["static", "dynamic"]
@@ -149,6 +158,7 @@ def test_drafts_come_from_the_extra_rows_of_the_accepted_path(
             assert draft.tokens[node] == expected, (number, node)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("engine", ["eager", "native", "torch"])
 @pytest.mark.parametrize("shape", [TREE, DynamicTree(9, 3)], ids=str)
 def test_a_step_is_one_backbone_pass(engine: str, shape: Tree | DynamicTree) -> None:
@@ -237,6 +247,7 @@ def conversations(*lengths: int) -> list[Conversation]:
     return items
 
 
+@pytest.mark.quick("llama", "gemma3")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_training_sees_the_states_that_decoding_does(family: str, monkeypatch) -> None:
     monkeypatch.setattr("medusa_cli.engine.extra_rows.CHUNK", 4)

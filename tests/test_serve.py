@@ -30,7 +30,7 @@ def test_sigterm_finishes_answers_and_exits_with_0(tmp_path: Path) -> None:
         body = {
             "model": "model",
             "prompt": [8, 30],
-            "max_tokens": 2000,
+            "max_tokens": 500,
             "stream": True,
             "temperature": 5,
             "seed": 3,
