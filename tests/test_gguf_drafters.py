@@ -138,13 +138,15 @@ def by_drafter(drafter: Any, backbone: Any, new: Any) -> Reference:
     return scores
 
 
-@pytest.mark.parametrize("kind", ["qwen3_5_text", pytest.param("glm4_moe", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "glm4_moe"])
 def test_decoding_with_the_mtp_layer_of_a_gguf_file_is_plain_decoding(
     tmp_path: Path, with_mtp: Callable[[str], Written], kind: str
 ) -> None:
     check_identity(with_mtp(kind).write(tmp_path / "tiny.gguf", Kind.Q8_0), "mtp")
 
 
+@pytest.mark.slow
 def test_an_mtp_layer_of_a_gguf_file_gets_a_draft_vocabulary_a_calibration_and_a_tree(
     tmp_path: Path, with_mtp: Callable[[str], Written]
 ) -> None:
@@ -193,6 +195,7 @@ def test_an_mtp_layer_without_its_norm_has_the_models_own(
     )
 
 
+@pytest.mark.quick("change0-blk.4.nextn.eh_proj", "change3-blk.4.ssm_out")
 @pytest.mark.parametrize(
     ("change", "part"),
     [

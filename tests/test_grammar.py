@@ -26,6 +26,7 @@ from medusa_cli.model import Backbone
 from medusa_cli.tree import Draft, Tree
 from tests.helpers import (
     END_ID,
+    FASTEST,
     PROMPT,
     SPARSE,
     TREE,
@@ -65,6 +66,7 @@ def answers(backbone: Backbone, grammar: Grammar, drafted: str | None, **rules: 
     return list(generate(backbone, drafter, policy, PROMPT, **rules))
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("drafted", DRAFTED)
 @pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
 def test_answers_by_a_schema_do_not_depend_on_drafts(drafted: str, sampling: Sampling) -> None:
@@ -76,9 +78,11 @@ def test_answers_by_a_schema_do_not_depend_on_drafts(drafted: str, sampling: Sam
     jsonschema.validate(PERSON, json.loads(backbone.decode(tokens_of(steps))))
 
 
-def test_random_schemas_are_followed() -> None:
+@pytest.mark.quick("4")
+@pytest.mark.parametrize("count", [4, 12])
+def test_random_schemas_are_followed(count: int) -> None:
     chance, backbone = random.Random(1), byte_backbone()
-    for number in range(12):
+    for number in range(count):
         schema = random_schema(chance)
         for sampling in (Sampling(), Sampling("exact", 1.0, seed=number), Sampling("typical", 0.7)):
             tokens = tokens_of(
@@ -120,9 +124,11 @@ def test_greedy_tokens_are_the_best_allowed_ones(sort: str) -> None:
             assert tokens_of(answers(backbone, grammar, drafted)) == expected
 
 
-def test_sampling_keeps_the_constrained_distribution() -> None:
+@pytest.mark.quick("1000")
+@pytest.mark.parametrize("runs", [1000, 3000])
+def test_sampling_keeps_the_constrained_distribution(runs: int) -> None:
     """Texts that come out through drafts are distributed as those of plain constrained sampling."""
-    backbone, runs = byte_backbone(), 3000
+    backbone = byte_backbone()
     choices = " | ".join(json.dumps(word) for word in LANGUAGE)
     matcher = matcher_of(backbone, Grammar.of(grammar=f"start: {choices}"))
     bigram = 0.6 * torch.randn(320, 320, generator=torch.Generator().manual_seed(3))
@@ -179,6 +185,7 @@ def test_forced_tokens_are_drafted_to_the_end() -> None:
     assert len(steps) <= 4 and len(answers(backbone, grammar, None)) == len(tokens_of(steps))
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("limit", ["max_tokens=3", 'stop="7"', 'suffix="7"'])
 @pytest.mark.parametrize("drafted", [None, *DRAFTED])
 def test_grammars_that_cannot_go_back_are_followed_with_drafts(
@@ -356,7 +363,7 @@ def bracketed_backbone() -> Backbone:
     )
     tokenizer, backbone = (
         backbone.tokenizer,
-        tiny_backbone(vocab=len(backbone.tokenizer), positions=2048),
+        tiny_backbone(vocab=len(backbone.tokenizer), positions=2048, engine=FASTEST),
     )
     backbone.tokenizer = tokenizer
     return backbone

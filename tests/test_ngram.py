@@ -32,6 +32,7 @@ from medusa_cli.tree import Draft, DynamicTree, Tree
 from medusa_cli.tree.search import SizedTree, StepTimes, node_values, search
 from tests.helpers import (
     FAMILIES,
+    FASTEST,
     PROMPT,
     SPARSE,
     decoder_of,
@@ -307,7 +308,7 @@ def drafter_for(backbone: Backbone, kind: str) -> HeadDrafter | None:
     ids=[*FAMILIES, "exact", "nucleus"],
 )
 def test_answers_are_those_of_plain_decoding(family: str, sampling: Sampling) -> None:
-    backbone = tiny_backbone(family)
+    backbone = tiny_backbone(family, engine=FASTEST)
     # Mistral's text repeats itself late.
     count = 90 if family == "mistral" else 60
     rules: dict[str, Any] = {"max_new_tokens": count, "stop_ids": (), "sampling": sampling}
@@ -322,7 +323,7 @@ def test_answers_are_those_of_plain_decoding(family: str, sampling: Sampling) ->
 @pytest.mark.quick("static", "adaptive")
 @pytest.mark.parametrize("kind", ["static", "dynamic", "adaptive", "alone"])
 def test_batch_gives_each_sequence_what_it_gets_alone(kind: str) -> None:
-    backbone = tiny_backbone()
+    backbone = tiny_backbone(engine=FASTEST)
     prompts = [ROUND, PROMPT, ROUND[3:], [*PROMPT, *PROMPT, *PROMPT]]
     rules = {"max_new_tokens": 40, "stop_ids": ()}
     answers = generate_batch(
@@ -334,7 +335,7 @@ def test_batch_gives_each_sequence_what_it_gets_alone(kind: str) -> None:
 
 
 def test_answer_stays_within_the_context() -> None:
-    backbone, rules = tiny_backbone(), {"max_new_tokens": 50, "stop_ids": ()}
+    backbone, rules = tiny_backbone(engine=FASTEST), {"max_new_tokens": 50, "stop_ids": ()}
     prompt = (ROUND * 40)[: backbone.max_positions - 9]
     for kind, policy in policies().items():
         assert (

@@ -30,6 +30,7 @@ from medusa_cli.serve.tools import (
 )
 from tests.helpers import (
     END_ID,
+    FASTEST,
     PROMPT,
     SPARSE,
     byte_backbone,
@@ -486,7 +487,7 @@ def marked_backbone(template: str, special: bool | None) -> Backbone:
         tokenizer.add_tokens(
             [AddedToken(marker, special=special, normalized=False) for marker in MARKERS]
         )
-        backbone = tiny_backbone(vocab=len(tokenizer), positions=2048, layers=4)
+        backbone = tiny_backbone(vocab=len(tokenizer), positions=2048, layers=4, engine=FASTEST)
         backbone.tokenizer = tokenizer
     backbone.tokenizer.chat_template = template
     return backbone
@@ -684,7 +685,7 @@ def test_calls_by_grammar_are_in_the_models_style(template: str, special: bool |
         tokenizer.add_tokens(
             [AddedToken(marker, special=special, normalized=False) for marker in MARKERS]
         )
-        backbone = tiny_backbone(vocab=len(tokenizer), positions=2048)
+        backbone = tiny_backbone(vocab=len(tokenizer), positions=2048, engine=FASTEST)
         backbone.tokenizer = tokenizer
     backbone.tokenizer.chat_template = template
     keep = tuple(marker_ids(backbone).values())

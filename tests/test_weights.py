@@ -102,7 +102,7 @@ def set_tied(folder: Path, top: bool | None, inner: bool | None = None) -> None:
     change_json(folder / "config.json", change)
 
 
-@pytest.mark.quick("qwen2", "gemma3", "llava")
+@pytest.mark.quick("qwen2", "gemma3")
 @pytest.mark.parametrize(
     "kind", ["qwen2", "gemma2", "cohere2", *sorted(set(WRAPPERS) & set(NATIVE))]
 )
