@@ -1,5 +1,6 @@
 """Set-up of all tests: one thread, no fetching, a cache folder apart; tests marked gpu need CUDA."""
 
+import gc
 import os
 import shutil
 import signal
@@ -66,6 +67,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+def pytest_collection_finish() -> None:
+    """Spares the garbage collector the modules and the tests, which stay: a collection would take half a second."""
+    gc.collect()
+    gc.freeze()
+
+
 def quick_cases(cases: Sequence[pytest.Function]) -> list[pytest.Function]:
     """Returns those cases of a test marked `quick` that it names, or else as few as hold each value once."""
     mark = cases[0].get_closest_marker("quick")
@@ -95,6 +102,42 @@ def loud() -> Iterator[None]:
     console.configure()
     yield
     console.configure()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def hurried() -> Iterator[None]:
+    """Times steps in few rounds and memory by small copies: no test needs good figures."""
+    from medusa_cli.bench.steps import time_rows
+    from medusa_cli.decode.step_times import measure_step_times
+
+    with pytest.MonkeyPatch.context() as patch:
+        for measure in (time_rows, measure_step_times):
+            patch.setitem(measure.__kwdefaults__, "rounds", 1)
+        patch.setattr("medusa_cli.device.COPIED_BYTES", 1 << 22)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def verified_once() -> Iterator[None]:
+    """Compares a network with its twin once in a process for each config and description."""
+    from medusa_cli.engine import description_cache, load
+    from medusa_cli.engine.describe import describe
+    from medusa_cli.engine.twin import verified
+
+    known = set[tuple[type, str, str]]()
+
+    def verify(network: Any) -> Any:
+        description = describe(network)
+        key = (type(network), network.config.to_json_string(use_diff=False), repr(description))
+        if key not in known:
+            verified(network)
+            known.add(key)
+        return description
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (description_cache, load):
+            patch.setattr(module, "verified", verify)
+        yield
 
 
 @pytest.fixture(autouse=True)
