@@ -22,6 +22,7 @@ from medusa_cli.errors import UsageError, UserError
 from medusa_cli.model import Backbone
 from medusa_cli.tree import Draft, DynamicTree, Tree
 from tests.helpers import (
+    FASTEST,
     PROMPT,
     SPARSE,
     Oracle,
@@ -110,9 +111,9 @@ def arguments(options: dict[str, Any], prompt: list[int]) -> dict[str, Any]:
     return {**options, "logits_processor": LogitsProcessorList([penalised])}
 
 
-def configured(family: str, config: dict[str, Any], **how: Any) -> Backbone:
+def configured(family: str, config: dict[str, Any], engine: str = FASTEST) -> Backbone:
     """Returns a backbone whose model has a generation config of its own."""
-    backbone = tiny_backbone(family, **how)
+    backbone = tiny_backbone(family, engine=engine)
     backbone.model.generation_config.update(**config)
     return backbone
 
@@ -334,7 +335,7 @@ def test_prompt_is_scored_alone_whatever_changes_the_logits(config: dict[str, An
 
     expected = scores(tiny_backbone())
     assert len(expected) == len(PROMPT) - 1
-    assert scores(configured("llama", config)) == expected
+    assert scores(configured("llama", config, "eager")) == expected
     assert scores(tiny_backbone(), presence_penalty=1.0, logit_bias={5: 20.0}) == expected
 
 
