@@ -340,6 +340,7 @@ def test_a_file_of_a_space_comes_from_a_folder_there(cache: Path, index: Path, h
     assert fetch.named_file(file).read_bytes() == b"{}"
 
 
+@pytest.mark.quick("stored0")
 @pytest.mark.parametrize("stored", [{"small.gguf": b"another"}, {"other.gguf": CONTENT}, None])
 def test_another_file_on_the_hub_is_not_taken(
     cache: Path, index: Path, hub: Hub, told: list[str], stored: dict[str, bytes] | None

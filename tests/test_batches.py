@@ -90,7 +90,7 @@ def finish(decoder: Decoder, answers: dict[int, list[int]]) -> None:
             answers[sequence.number] += step.tokens
 
 
-@pytest.mark.quick
+@pytest.mark.quick("eagle-native", "medusa-eager", "firp-native")
 @pytest.mark.parametrize("engine", ["eager", "native"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_batch_without_drafts_does_what_plain_decoding_does(kind: str, engine: str) -> None:

@@ -483,6 +483,7 @@ def test_a_peers_text_ends_with_the_tokenizers_end_token() -> None:
     assert reported == backbone.tokenizer.encode("w1 w2")
 
 
+@pytest.mark.quick("2")
 @pytest.mark.parametrize("size", ["1", "2"])
 def test_ngram_drafts_are_a_method_and_the_drafter_alone_is_another(place: Path, size: str) -> None:
     methods = "ar,lookup,medusa-alone,medusa"
@@ -661,6 +662,7 @@ def test_piped_demo_prints_each_answer_once_and_nothing_moves(place: Path) -> No
     assert "\x1b" not in done.output
 
 
+@pytest.mark.quick("narrow")
 @pytest.mark.parametrize("width", WIDTHS)
 def test_demo_colors_drafts_in_panes_that_fit(
     place: Path, monkeypatch: pytest.MonkeyPatch, width: str

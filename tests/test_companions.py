@@ -206,6 +206,7 @@ def speculators(model: str, **own: Any) -> tuple[dict[str, Tensor], dict[str, An
     return tensors, config
 
 
+@pytest.mark.quick("own1", "own3")
 @pytest.mark.parametrize(
     "own",
     [

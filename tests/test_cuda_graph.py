@@ -115,6 +115,7 @@ def test_trees_of_every_policy_run_in_the_same_graphs(policy: str, graphs: Stand
     ) > 1 and graphs.captured == captured == 2 * len(cuda_graph.ROWS)
 
 
+@pytest.mark.quick("eagle-draft-False")
 @pytest.mark.parametrize(
     ("kind", "dynamic"), [("medusa", False), ("eagle-draft", False), ("eagle-draft", True)]
 )
@@ -143,6 +144,9 @@ def test_few_graphs_serve_sequences_of_all_sampling_and_trees_side_by_side(
 DYNAMIC = DynamicTree(12, 3, (0.5,), width=6)
 
 
+@pytest.mark.quick(
+    "hydra++-shape0", "medusa-bias-shape5", "amphista-prompt-shape8", "eagle-draft-shape10"
+)
 @pytest.mark.parametrize(
     ("kind", "shape"),
     [
@@ -281,6 +285,7 @@ def test_typical_acceptance_processors_and_firp_run_without_graphs(graphs: Stand
     assert not graphs.runs and rides.cuda_graphs is None
 
 
+@pytest.mark.quick("sampling0", "sampling2")
 @pytest.mark.parametrize(
     "sampling", [sampling for sampling in SAMPLINGS.values() if not sampling.greedy]
 )

@@ -127,7 +127,6 @@ def steps_of(
 # N-gram matches are added to any drafter's draft alike.
 @pytest.mark.quick(
     "medusa-bias-n-grams",
-    "hydra-static",
     "hydra++-prompt-static",
     "amphista-prompt-dynamic",
     "eagle-draft-adaptive",

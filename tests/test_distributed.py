@@ -80,7 +80,7 @@ def assert_equal_losses(split: Path, whole: Path) -> None:
         assert line["parts"] == pytest.approx(expected["parts"], rel=1e-3, abs=1e-6)
 
 
-@pytest.mark.quick("uneven", "stage-2")
+@pytest.mark.quick("uneven")
 @pytest.mark.parametrize(
     "words",
     [
@@ -160,7 +160,7 @@ FIRP = [
 ]
 
 
-@pytest.mark.quick("stage-1", "firp")
+@pytest.mark.quick("stage-2")
 @pytest.mark.parametrize(
     ("family", "words"),
     [("llama", []), ("llama", FIRP), ("qwen2", [*JOINT, "train.gradient_checkpointing=true"])],

@@ -367,6 +367,7 @@ def test_help_page_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     shutil.which("mkdocs", path=str(Path(sys.executable).parent)) is None, reason="needs mkdocs"
 )

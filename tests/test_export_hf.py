@@ -112,7 +112,7 @@ def compare(folder: Path, prompt: torch.Tensor = PROMPT, **settings) -> int:
     return len(passes)
 
 
-@pytest.mark.quick("medusa", "hydra over conversations", "eagle in int8")
+@pytest.mark.quick("medusa", "hydra over conversations")
 @pytest.mark.parametrize("name", KINDS)
 def test_every_kind_drafts_as_in_our_own_decoding(
     export: Export, name: str, monkeypatch: pytest.MonkeyPatch
@@ -274,7 +274,7 @@ def test_the_command_writes_checksums_and_replaces_only_exports(tmp_path: Path) 
     assert (other / "thesis.txt").is_file()
 
 
-@pytest.mark.quick("medusa", "eagle")
+@pytest.mark.quick("eagle")
 @pytest.mark.parametrize("name", ["medusa", "hydra over conversations", "amphista", "eagle"])
 def test_steps_without_drafts_change_no_token_and_no_later_draft(
     export: Export, name: str, monkeypatch: pytest.MonkeyPatch

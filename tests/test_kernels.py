@@ -107,6 +107,7 @@ def test_add_norm(after: bool, kernels: Any) -> None:
     assert close(read, plain_kernels.add_norm(x.double(), gain.double(), 1e-6)[1])
 
 
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("with_norm", [False, True])
 def test_rotate_write(with_norm: bool, kernels: Any) -> None:
     width = (HEADS + 2 * KV) * DIM
@@ -267,6 +268,7 @@ def test_places_are_in_the_order_of_the_text() -> None:
             )
 
 
+@pytest.mark.slow
 def test_binaries_have_no_atomics_and_no_spills_and_serve_all_numbers_of_rows() -> None:
     """Triton compiles a kernel anew for integers of 1 or multiples of 16, unless told not to."""
     command = [sys.executable, "-m", "tests.kernel_binaries", *map(str, TARGETS)]

@@ -679,6 +679,7 @@ def qwen() -> Iterator[Served]:
         yield server
 
 
+@pytest.mark.quick("choice1")
 @pytest.mark.parametrize(
     "choice", ["required", {"type": "function", "function": {"name": "weather"}}]
 )

@@ -103,6 +103,7 @@ def torch_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_steps, "load_backbone", load)
 
 
+@pytest.mark.slow
 def test_gpu_probe_runs_from_end_to_end(tmp_path: Path) -> None:
     """A dry run on the CPU, where the kernels' twins take their place."""
     report = gpu_probe.run(gpu_probe.Lab(True, "cpu"), tmp_path, math.inf)
@@ -117,6 +118,7 @@ def test_gpu_probe_runs_from_end_to_end(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("torch_on_a_cpu")
 def test_bench_gpu_runs_from_end_to_end(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -204,6 +206,7 @@ def series(document: dict) -> dict[str, list[float]]:
     return values
 
 
+@pytest.mark.quick("nodes-2,13-expected0", "temperature-0,0.7-expected2")
 @pytest.mark.parametrize(
     ("axis", "values", "expected"),
     [
