@@ -15,38 +15,70 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from medusa_cli.engine import kernel_attention, kernels
+from medusa_cli.engine import kernel_attention, kernels, tile_kernels
 from medusa_cli.engine.reach import CHUNK, NEAR
+from medusa_cli.engine.tiles import LAYOUTS
+from medusa_cli.native import Format
 
 # Integers that differ from pass to pass.
 FREE = {"rows", "rows_of_slot", "capacity", "chunks"}
 TOOL = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-BF16 = {
-    "matmul_kernel": (
+
+
+def tile_matmul(format: Format, rows: int) -> tuple[str, str, dict[str, Any], dict[str, Any]]:
+    """Returns the case of a format's tiles and a program's rows."""
+    layout = LAYOUTS[format]
+    places = dict(zip(("UPPER", "SCALE", "LEAST", "D", "M", "END"), layout.places, strict=True))
+    sizes = dict(
+        UNITS=layout.units,
+        BITS=layout.bits,
+        PLANES=layout.planes,
+        GROUPS=layout.groups,
+        ZERO=layout.zero,
+    )
+    own = dict(
+        WIDE=6144, N=4096, K=2048, STEP=tile_kernels.STEPS[0], BM=rows, BN=tile_kernels.COLUMNS
+    )
+    pointers = "numbers scales sums words small halves bias out"
+    options = {"num_warps": tile_kernels.WARPS[rows], **tile_kernels.UNFUSED}
+    return "tile_matmul_kernel", pointers, {**places, **sizes, **own}, options
+
+
+CASES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
+    (
+        "matmul_kernel",
         "x weight out",
         dict(N=384, K=2048, SLICE=512, BM=64, BN=128, BK=64),
         dict(num_warps=4, num_stages=4),
     ),
-    "add_norm_kernel": ("x parts gain out read", dict(H=4096, S=4, BH=4096), dict(num_warps=8)),
-    "rotate_write_kernel": (
+    ("add_norm_kernel", "x parts gain out read", dict(H=4096, S=4, BH=4096), dict(num_warps=8)),
+    (
+        "rotate_write_kernel",
         "parts gains cos sin columns query keys values",
         dict(HEADS=32, KV=8, D=128, S=2, BD=128),
         dict(num_warps=1),
     ),
-    "gate_kernel": ("parts out", dict(WIDE=11008, S=1, ACTIVATION=0, BLOCK=1024), {}),
-    "far_kernel": (
+    ("gate_kernel", "parts out", dict(WIDE=11008, S=1, ACTIVATION=0, BLOCK=1024), {}),
+    (
+        "far_kernel",
         "query keys values limit low partial top total",
         dict(HEADS=32, KV=8, D=128, CAP=0.0, CHUNK=CHUNK, BM=64, BN=32, BD=128),
         dict(num_warps=4, num_stages=3),
     ),
-    "near_kernel": (
+    (
+        "near_kernel",
         "query keys values places position limit low partial top total out",
         dict(HEADS=32, KV=8, D=128, CAP=0.0, CHUNK=CHUNK, NEAR=NEAR, BM=16, BD=128),
         dict(num_warps=2, num_stages=1),
     ),
-}
+    ("round_rows_kernel", "x numbers scales sums", dict(K=2048, BLOCK=64), tile_kernels.UNFUSED),
+    tile_matmul(Format.Q4_K, tile_kernels.FEW),
+    tile_matmul(Format.Q4_K, tile_kernels.MANY),
+    tile_matmul(Format.Q6_K, tile_kernels.MANY),
+]
 TYPES = {
-    **dict.fromkeys(("out", "parts", "partial", "top", "total"), "*fp32"),
+    **dict.fromkeys(("out", "parts", "partial", "top", "total", "scales", "sums"), "*fp32"),
+    **{"numbers": "*i8", "words": "*i32", "small": "*u8", "halves": "*fp16"},
     **dict.fromkeys(("columns", "limit", "low", "places", "position"), "*i32"),
     **dict.fromkeys(("rows", "rows_of_slot", "capacity", "chunks"), "i32"),
     **dict.fromkeys(("eps", "eps_after", "scale"), "fp32"),
@@ -71,13 +103,13 @@ def compiled(kernel: Any, pointers: str, sizes: dict[str, Any], options: Any, ta
             attrs[(place,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs)
     return triton.compile(
-        source, target=GPUTarget("cuda", target, 32), options={**options, **kernel_attention.PINNED}
+        source, target=GPUTarget("cuda", target, 32), options={**kernel_attention.PINNED, **options}
     )
 
 
-def described(kernel: Any, target: int) -> dict[str, Any]:
+def described(kernel: Any, target: int, *case: Any) -> dict[str, Any]:
     """Returns what a kernel's binary for a target holds."""
-    binary = compiled(kernel, *BF16[kernel.__name__], target)
+    binary = compiled(kernel, *case, target)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary.asm["cubin"])
         file.flush()
@@ -96,9 +128,13 @@ def described(kernel: Any, target: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    modules = vars(kernels) | vars(kernel_attention)
-    targets = map(int, sys.argv[1:])
-    print(json.dumps([described(modules[name], target) for target in targets for name in BF16]))
+    modules = vars(kernels) | vars(kernel_attention) | vars(tile_kernels)
+    binaries = [
+        described(modules[name], target, *case)
+        for target in map(int, sys.argv[1:])
+        for name, *case in CASES
+    ]
+    print(json.dumps(binaries))
 
 
 if __name__ == "__main__":

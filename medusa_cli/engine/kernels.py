@@ -14,8 +14,9 @@ from torch import Tensor
 
 from medusa_cli.engine.kernel_attention import PINNED, attend
 from medusa_cli.engine.reach import Reach, slices_of
+from medusa_cli.engine.tile_kernels import tile_matmul
 
-__all__ = ["add_norm", "attend", "gate", "matmul", "rotate_write"]
+__all__ = ["add_norm", "attend", "gate", "matmul", "rotate_write", "tile_matmul"]
 
 # The tile in rows, columns and K. One row computes a whole tile, as 64 do.
 ROWS = 64

@@ -3,13 +3,18 @@
 They take and return what the kernels in `kernels` and `kernel_attention` do. With doubles they are a reference.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from medusa_cli.engine.reach import CHUNK, Reach, slices_of
+from medusa_cli.engine.tiles import Tiles
+from medusa_cli.native.library import UNIT
+
+# As in native/matmul.h: groups below this size are rounded to zero.
+LEAST_SIZE = 1e-30
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -23,6 +28,47 @@ def matmul(x: Tensor, weight: Tensor) -> Tensor:
     width = -(-x.shape[1] // slices)
     pairs = zip(_wide(x).split(width, dim=1), _wide(weight).split(width, dim=1), strict=True)
     return torch.stack([torch.stack([w.mv(row) for row in part]) for part, w in pairs])
+
+
+def tile_matmul(
+    x: Tensor,
+    parts: Sequence[Tiles],
+    bias: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Returns rows [R, K], rounded to 8 bits, times the transposed matrices, plus a bias [N], as the library does."""
+    groups = x.float().unflatten(1, (-1, UNIT))
+    size = groups.abs().amax(-1)
+    is_zero = size < LEAST_SIZE
+    largest = torch.full_like(size, 127)
+    # Division of and by a number would multiply by an inverse.
+    inverse = (largest / size).masked_fill(is_zero, 0)
+    scale = (size / largest).masked_fill(is_zero, 0)
+    numbers = (groups * inverse[..., None]).round().flatten(1)
+    y = torch.cat([_tile_matmul(numbers, scale, tiles) for tiles in parts], dim=1)
+    return (y if bias is None else y + bias).to(dtype)
+
+
+def _tile_matmul(x: Tensor, scale: Tensor, tiles: Tiles) -> Tensor:
+    """Returns 8-bit rows [R, K] with scales [R, K / 32] times a matrix, fp32 [R, N]."""
+    group = tiles.layout.group
+    rows = x.unflatten(1, (-1, group))  # [R, groups, inputs]
+    scale = scale.repeat_interleave(tiles.layout.groups, 1)
+    numbers, scales, offsets = tiles.decoded(tiles.data)
+    # Sums of a group's products are integers, which fp32 holds in any order of additions.
+    products = torch.einsum("rgk,ngk->grn", rows, numbers.float().unflatten(1, (-1, group)))
+    sums = scale * rows.sum(-1)
+    total = torch.zeros_like(products[0])
+    for g, product in enumerate(products):
+        total = _fused(product, scale[:, g, None] * scales[:, g], total)
+        if offsets is not None:
+            total = _fused(offsets[:, g], sums[:, g, None], total)
+    return total[:, : tiles.shape[0]]
+
+
+def _fused(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+    """Returns x * y + z, rounded once from doubles."""
+    return (x.double() * y.double() + z.double()).float()
 
 
 def _sum(parts: Tensor, bias: Tensor | None) -> Tensor:
