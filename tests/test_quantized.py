@@ -21,6 +21,7 @@ from tests.helpers import (
     medusa,
     medusa_drafter,
     save_model,
+    tiny_model,
     tokens_of,
 )
 from tests.test_joint import place, train
@@ -51,6 +52,26 @@ def test_quantized_models_decode_with_drafts_as_without(model: str, method: str)
     # 8-bit products round by the row they come in, so near-ties may part there.
     if method == "bnb.nf4":
         assert tokens == plain
+
+
+@pytest.mark.parametrize("method", ["bnb.nf4", "bnb.int8"])
+def test_their_layers_run_on_the_torch_engine(model: str, method: str) -> None:
+    backbone = load_backbone(model, LoadOptions(dtype="fp32", quantize=method))
+    ids = torch.arange(5, 25)
+    expected = forward(backbone, ids).logits
+    plain = tokens_of(generate_plain(backbone, PROMPT, max_new_tokens=16, stop_ids=()))
+    engine = attach(backbone, "torch")
+    ours = forward(backbone, ids).logits
+    assert (ours - expected).norm() < 0.02 * expected.norm()
+    # A weight in 4 bits takes half a byte, and its scale is not counted.
+    of_weights = {"bnb.nf4": 0.5, "bnb.int8": 1.0}[method]
+    whole = sum(weight.numel() for weight in tiny_model(hidden=64).model.layers.parameters())
+    assert engine.weight_bytes - engine.head.weight.nbytes < 1.1 * of_weights * whole
+    if method == "bnb.nf4":
+        drafted = generate(
+            backbone, medusa_drafter(backbone), SPARSE, PROMPT, max_new_tokens=16, stop_ids=()
+        )
+        assert tokens_of(drafted) == plain
 
 
 def test_evaluation_keeps_the_adapters_gradients(

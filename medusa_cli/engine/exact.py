@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from medusa_cli.engine import plain_kernels
 from medusa_cli.engine.plan import Plan
 from medusa_cli.engine.reach import LAG, Reach
-from medusa_cli.engine.torch_layers import TOLERANCE, TorchEngine, TorchLayer
+from medusa_cli.engine.tiles import TileLinear
+from medusa_cli.engine.torch_layers import TOLERANCE, Joined, TorchEngine, TorchLayer
 from medusa_cli.errors import UserError, first_line
 from medusa_cli.model.backbone import Unsupported
 
@@ -35,8 +36,10 @@ class ExactPath:
         self._kernels = kernels
         self._engine = engine
         self._activation = _activation_of(engine.layers[0].activation, engine.dtype)
-        if type(engine.head) is not nn.Linear:
-            raise Unsupported(f"its lm_head is {type(engine.head).__name__}, not a linear layer")
+        for layer in engine.layers:
+            for linear in (layer.qkv, layer.out, layer.gate_up, layer.down, engine.head):
+                if type(linear) not in (Joined, TileLinear, nn.Linear):
+                    raise Unsupported(f"a layer is {type(linear).__name__}, which has no kernel")
         self._gains = [_gains_of(layer) for layer in engine.layers]
 
     def run(
@@ -60,7 +63,7 @@ class ExactPath:
         for index, layer in enumerate(engine.layers):
             keys, values = cached[0, index], cached[1, index]
             query = kernels.rotate_write(
-                kernels.matmul(read, layer.qkv.weight),
+                self._sums(read, layer.qkv),
                 layer.qkv.bias,
                 self._gains[index],
                 layer.query_norm.eps if layer.query_norm is not None else 0.0,
@@ -73,7 +76,7 @@ class ExactPath:
             kind = engine.masks.kinds[layer.kind]
             attended = kernels.attend(query, keys, values, reach, kind, layer.scale)
             x, read = self._add(x, layer.out, attended, layer.out_norm, layer.mlp_norm)
-            parts = kernels.matmul(read, layer.gate_up.weight)
+            parts = self._sums(read, layer.gate_up)
             inner = kernels.gate(parts, layer.gate_up.bias, self._activation, x.dtype)
             x, read = self._add(x, layer.down, inner, layer.down_norm, norms[index + 1])
             if index in taps:
@@ -84,17 +87,25 @@ class ExactPath:
         self, x: Tensor, joined: Any, y: Tensor, after: Any, norm: Any
     ) -> tuple[Tensor, Tensor]:
         """Adds a linear layer's output for y to the states x; returns these, and their norm."""
-        parts = self._kernels.matmul(y, joined.weight)
+        parts = self._sums(y, joined)
         own = () if after is None else (after.gain, after.eps)
         added: tuple[Tensor, Tensor] = self._kernels.add_norm(
             x, norm.gain, norm.eps, parts, joined.bias, *own
         )
         return added
 
+    def _sums(self, x: Tensor, linear: Any) -> Tensor:
+        """Returns a linear layer's sums over slices of K for rows [R, K], fp32 [S, R, N], without the bias."""
+        if isinstance(linear, TileLinear):
+            whole: Tensor = self._kernels.tile_matmul(x, linear.parts)
+            return whole[None]
+        sums: Tensor = self._kernels.matmul(x, linear.weight)
+        return sums
+
     def lm_head(self, states: Tensor) -> Tensor:
         """Returns the fp32 scores [.., V] for final states [.., H]."""
         head: Any = self._engine.head
-        first, *parts = self._kernels.matmul(states.flatten(0, -2), head.weight)
+        first, *parts = self._sums(states.flatten(0, -2), head)
         for part in parts:
             first = first + part
         if head.bias is not None:

@@ -19,6 +19,7 @@ from medusa_cli.engine.engine import LayoutEngine
 from medusa_cli.engine.plan import Layout, Plan
 from medusa_cli.engine.probes import eps_of
 from medusa_cli.engine.reach import LAG, Reach
+from medusa_cli.engine.tiles import TileLinear, Tiles
 from medusa_cli.model.attention import Masks
 from medusa_cli.model.backbone import Backbone, Layers, Unsupported, padded_pass
 from medusa_cli.model.checks import FAULTS, probe_tokens
@@ -67,11 +68,8 @@ class Joined(nn.Module):
     weight: Tensor
     bias: Tensor | None
 
-    def __init__(self, linears: Sequence[Any]) -> None:
+    def __init__(self, linears: Sequence[nn.Linear]) -> None:
         super().__init__()
-        for linear in linears:
-            if type(linear) is not nn.Linear:
-                raise Unsupported(f"a layer is {type(linear).__name__}, not a plain linear one")
         biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
         if biases and len(biases) != len(linears):
             raise Unsupported("only some of its joined layers have a bias")
@@ -82,6 +80,36 @@ class Joined(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
+
+
+class Abreast(nn.Module):
+    """Linear layers of bitsandbytes that read the same rows, each by its own forward pass."""
+
+    def __init__(self, linears: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.linears = nn.ModuleList(linears)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([linear(x) for linear in self.linears], dim=-1)
+
+
+def joined(linears: Sequence[Any]) -> nn.Module:
+    """Returns linear layers that read the same rows as one module; raises Unsupported for layers of other kinds."""
+    kinds = {type(linear) for linear in linears}
+    if kinds == {nn.Linear}:
+        return Joined(linears)
+    if kinds == {TileLinear}:
+        return TileLinear.joined(linears)
+    if all(kind.__module__.startswith("bitsandbytes.") for kind in kinds):
+        return Abreast(linears)
+    names = ", ".join(sorted(kind.__name__ for kind in kinds))
+    raise Unsupported(f"a layer is {names}, not a plain linear one")
+
+
+def stored_bytes(*modules: nn.Module) -> int:
+    """Returns the bytes of the matrices that modules hold."""
+    held = (tensor for module in modules for tensor in (*module.parameters(), *module.buffers()))
+    return sum(tensor.nbytes for tensor in held if tensor.dim() > 1)
 
 
 class TorchLayer(nn.Module):
@@ -115,21 +143,19 @@ class TorchLayer(nn.Module):
         self.kv: int = config.num_key_value_heads
         self.scale: float = attention.scaling
         self.attention_norm = norm_of(layer.input_layernorm)
-        self.qkv = Joined([attention.q_proj, attention.k_proj, attention.v_proj])
+        self.qkv = joined([attention.q_proj, attention.k_proj, attention.v_proj])
         self.query_norm = norm_of(attention.q_norm) if hasattr(attention, "q_norm") else None
         self.key_norm = norm_of(attention.k_norm) if hasattr(attention, "k_norm") else None
-        self.out = Joined([attention.o_proj])
+        self.out = joined([attention.o_proj])
         self.out_norm = norm_of(layer.post_attention_layernorm) if after else None
         self.mlp_norm = norm_of(
             layer.pre_feedforward_layernorm if after else layer.post_attention_layernorm
         )
-        self.gate_up = Joined([mlp.gate_proj, mlp.up_proj])
+        self.gate_up = joined([mlp.gate_proj, mlp.up_proj])
         self.activation: Callable[[Tensor], Tensor] = mlp.act_fn
-        self.down = Joined([mlp.down_proj])
+        self.down = joined([mlp.down_proj])
         self.down_norm = norm_of(layer.post_feedforward_layernorm) if after else None
-        self.nbytes = sum(
-            part.weight.nbytes for part in (self.qkv, self.out, self.gate_up, self.down)
-        )
+        self.nbytes = stored_bytes(self.qkv, self.out, self.gate_up, self.down)
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Returns queries and keys, rotated, and values as one tensor [B * R, heads + KV + KV, D]."""
@@ -159,6 +185,12 @@ class TorchEngine(LayoutEngine):
     """
 
     name = "torch"
+
+    @property
+    def title(self) -> str:
+        tiles = (part for layer in self.layers for part in layer.modules() if type(part) is Tiles)
+        formats = sorted({part.format.name for part in tiles})
+        return ", ".join([super().title, *formats])
 
     @property
     def row_invariant(self) -> bool:  # type: ignore[override]
@@ -197,9 +229,7 @@ class TorchEngine(LayoutEngine):
         self.by_length = reads_by_length(
             backbone.device, self.dtype, self.kv * self.groups, self.kv, self.dim
         )
-        self.weight_bytes = (
-            sum(layer.nbytes for layer in self.layers) + backbone.lm_head_weight.nbytes
-        )
+        self.weight_bytes = sum(layer.nbytes for layer in self.layers) + stored_bytes(self.head)
         self._rotary: dict[int, tuple[Tensor, Tensor]] = {}
         self._check(tokens, expected)
 
@@ -385,6 +415,8 @@ def write(cached: Tensor, new: Tensor, columns: Tensor) -> None:
 
 def release(module: nn.Module) -> None:
     """Frees the weights of a module's linear layers, which joined layers replace."""
-    for layer in module.modules():
+    for layer in [*module.modules()]:
         if type(layer) is nn.Linear:
             layer.weight = nn.Parameter(torch.empty(0), requires_grad=False)
+        elif type(layer) is TileLinear:
+            layer.parts = nn.ModuleList()
