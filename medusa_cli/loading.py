@@ -67,7 +67,12 @@ def load_model(
     tree = static_tree(choice)  # unusable files are rejected before the model is loaded
     options = as_trained(options, choice.trained)
     backbone = load_backbone(
-        choice.source, options, adapter=choice.adapter, chat_template=choice.template, chat=chat
+        choice.source,
+        options,
+        adapter=choice.adapter,
+        chat_template=choice.template,
+        chat=chat,
+        drafter=choice.drafter,
     )
     check_generation_config(backbone)
     if choice.run is not None:

@@ -96,8 +96,8 @@ _ENGINE = (
     "supports the model."
 )
 _ROWS = (
-    "Type of activations for matmuls with quantized weights (native engine): int8 (rounded in groups of 32, as "
-    "llama.cpp does), fp32, or auto (int8, and fp32 with --dtype fp32)."
+    "Type of activations for matmuls with quantized weights: int8 (rounded in groups of 32, as llama.cpp does), fp32 "
+    "(on a GPU the --dtype), or auto (int8, and fp32 with --dtype fp32)."
 )
 _KV = (
     "Type of keys and values in the cache (native engine): fp32, fp16 (half the memory), or q8_0 (8 bits in groups of "
@@ -108,8 +108,8 @@ _EXACT = (
     "their speed was never measured."
 )
 _QUANTIZE = (
-    "Quantize the model's weights, which changes its answers: int8 or int4 (native engine, CPU), bnb.int8 or bnb.nf4 "
-    "(bitsandbytes), or none. [default: as the drafter was trained]"
+    "Quantize the model's weights, which changes its answers: int8 or int4 (native and torch engine), bnb.int8 or "
+    "bnb.nf4 (bitsandbytes), or none. [default: as the drafter was trained]"
 )
 _TEMPERATURE = (
     "Sampling temperature; 0 is greedy. [default: 0, or 0.7 with --sampling exact or typical]"

@@ -1,5 +1,6 @@
 """`medusa machine`: the processor, the engine that runs a model here, and the times of its passes."""
 
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -58,7 +59,11 @@ def machine(
     from medusa_cli.bench.steps import time_passes
     from medusa_cli.device import processor
     from medusa_cli.engine import load_backbone
+    from medusa_cli.engine.memory import memory_of
+    from medusa_cli.model.load import resolve_device
 
+    device = torch.device(resolve_device(loading.device))
+    memory = memory_of(source, loading, device) if device.type == "cuda" else None
     backbone = load_backbone(source, loading)
     facts = {
         "processor": processor(),
@@ -69,6 +74,7 @@ def machine(
         "model": loading.of(source.name),
         "engine": backbone.engine.title,
         "row_invariant": backbone.engine.row_invariant,
+        "memory": None if memory is None else asdict(memory),
         **time_passes(backbone, sorted(set(map(int, words)))),
     }
     if printing.json:
@@ -79,6 +85,8 @@ def machine(
         f"{facts['processor']}, {facts['threads']} threads ({instructions}), torch {facts['torch']}"
     )
     console.result(f"{facts['model']}: {facts['engine']}")
+    if memory is not None:
+        console.result(f"it needs {memory.text}")
     read = facts["weight_bytes"] / 1e6
     console.result(
         f"a pass reads {read:,.0f} MB of weights; a copy moves {facts['copy_bytes_per_s'] / 1e9:.0f} GB/s here"

@@ -13,6 +13,7 @@ from medusa_cli.engine.cache import FIRST_ROWS, Cache
 from medusa_cli.engine.plan import Layout, Output, Plan, lay_out
 from medusa_cli.model import Backbone
 from medusa_cli.model.attention import Masks
+from medusa_cli.model.backbone import key_sizes
 from medusa_cli.model.load import DTYPES
 
 # Rows per prefill pass: enough for full matmul speed, but few enough for a small mask.
@@ -74,11 +75,7 @@ class Engine(ABC):
     @property
     def row_bytes(self) -> int:
         """Returns the KV-cache size per token in bytes."""
-        config = self.backbone.config
-        heads: int = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        dim: int = (
-            getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        )
+        heads, dim = key_sizes(self.backbone.config)
         return 2 * self.backbone.num_layers * heads * dim * self.dtype.itemsize
 
     def slot_bytes(self, rows: int) -> int:

@@ -15,6 +15,7 @@ from medusa_cli.engine.description import Description
 from medusa_cli.engine.description_cache import describe_once
 from medusa_cli.engine.eager import EagerEngine
 from medusa_cli.engine.engine import Engine
+from medusa_cli.engine.memory import check_memory
 from medusa_cli.engine.native import NativeEmbedding, NativeEngine
 from medusa_cli.engine.native_model import NativeModel
 from medusa_cli.engine.packed import MissingWeights, Packed, pack_in_memory, pack_once
@@ -38,9 +39,10 @@ from medusa_cli.model.load import (
     load_network,
     load_tokenizer,
     resolve_device,
+    resolve_dtype,
 )
 from medusa_cli.model.weights import NetworkWeights
-from medusa_cli.native import is_available, why_unavailable
+from medusa_cli.native import Format, is_available, why_unavailable
 from medusa_cli.runs.load_options import DEFAULT_LOADING, INTEGER, LoadOptions
 
 log = logging.getLogger(__name__)
@@ -55,38 +57,57 @@ def load_backbone(
     gradients: bool = False,
     shard: bool = False,
     chat: bool = False,
+    drafter: Path | None = None,
 ) -> Backbone:
     """Loads a causal LM and its tokenizer for decoding or, with `gradients`, for training on its states.
 
     Engine "native" runs the library on a CPU, "torch" runs rewritten layers on a GPU, and "eager"
     runs transformers' own layers. "auto" selects the first of these that can run the model. adapter:
     a folder from stage 2. It is merged into the weights or, if bitsandbytes quantized them, kept as
-    separate layers. chat: the model must have a chat template. The other arguments are those of
-    `load_network`. Raises UserError if anything is missing or unusable, and in a process forked
-    from one that has loaded a model.
+    separate layers. chat: the model must have a chat template. drafter: the folder of a drafter that
+    needs memory beside the model's. The other arguments are those of `load_network`. Raises UserError
+    if anything is missing or unusable or a GPU's memory does not suffice, and in a process forked from
+    one that has loaded a model.
     """
     check_fork()
     if isinstance(model, str):
         model = ModelSource.of(model)
     # Only the eager engine runs a model's own code.
     foreign = options.trust_remote_code and has_own_code(model)
-    named = "native" if _forced(options) else options.engine
+    device = torch.device(resolve_device(options.device))
+    on_cpu = device.type == "cpu"
+    named = options.engine
+    if named == "auto":
+        named = _forced_engine(options, on_cpu)
     _check_engine(named, options, foreign, shard, model.name)
-    on_cpu = torch.device(resolve_device(options.device)).type == "cpu"
-    needs_network = gradients or shard or foreign or options.quantized
-    if options.exact and (on_cpu or needs_network):
+    needs_network = gradients or shard or foreign
+    if options.exact and (on_cpu or needs_network or options.quantized):
         raise UsageError(
             f"@exact needs the torch engine on a GPU, which does not run {model.name!r} here",
             "leave it out; on a CPU, the native engine needs no option for it",
         )
 
-    if named in ("auto", "native") and on_cpu and not needs_network:
+    if device.type == "cuda" and not (gradients or shard):
+        check_memory(model, options, device, drafter)
+
+    if named in ("auto", "native") and on_cpu and not (needs_network or options.quantized):
         try:
             return _load_native(model, options, adapter, chat_template, chat)
         except Unsupported as reason:
             if named == "native":
                 raise _refusal(options, model.name, reason) from reason
             log.info("%s runs on the eager engine: %s", model.name, reason)
+
+    by_torch = named in ("auto", "torch") and not on_cpu and not needs_network
+    if by_torch and _has_tiles(model, options, adapter):
+        try:
+            return _load_tiles(model, options, adapter, chat_template, chat, device)
+        except Unsupported as reason:
+            if options.quantize in INTEGER:
+                raise _refusal(options, model.name, reason) from reason
+            log.info("the weights of %s are dequantized: %s", model.name, reason)
+            if device.type == "cuda":
+                check_memory(model, replace(options, engine="eager"), device, drafter)
 
     network, tokenizer = load_network(model, options, shard=shard, chat_template=chat_template)
     digest = None
@@ -98,13 +119,9 @@ def load_backbone(
     )
     _check_chat(backbone, chat)
 
-    if named != "eager" and not on_cpu and not needs_network:
+    if by_torch:
         try:
-            backbone.engine = torch_engine = TorchEngine(backbone)
-            if options.exact:
-                from medusa_cli.engine.exact import use_exact_path
-
-                use_exact_path(torch_engine)
+            _run_by_torch(backbone, options)
             return backbone
         except Unsupported as reason:
             if named == "torch" or options.exact:
@@ -115,6 +132,14 @@ def load_backbone(
     if not shard:  # all processes must run a sharded network together
         backbone.engine.check()
     return backbone
+
+
+def _run_by_torch(backbone: Backbone, options: LoadOptions) -> None:
+    backbone.engine = engine = TorchEngine(backbone)
+    if options.exact:
+        from medusa_cli.engine.exact import use_exact_path
+
+        use_exact_path(engine)
 
 
 def attach(
@@ -170,18 +195,8 @@ def _load_native(
     chat: bool,
 ) -> Backbone:
     """Loads a backbone on the native engine; raises Unsupported for a model that it cannot run."""
-    if (reason := why_unavailable()) is not None:
-        raise Unsupported(reason)
-    int8_rows = options.rows == "int8" or (options.rows == "auto" and options.dtype != "fp32")
-    as_stored = options.dtype in ("auto", "fp32") or DTYPES[options.dtype] == checkpoint_dtype(
-        model
-    )
-    loaded = None
-    if adapter is None and as_stored and model.kind != "random":
-        loaded = _from_files(model, options, chat_template, int8_rows, chat)
-    if loaded is None:
-        loaded = _from_network(model, options, adapter, chat_template, int8_rows)
-
+    int8_rows = _rounds_rows(options)
+    loaded = _loaded(model, options, adapter, chat_template, int8_rows, chat)
     context = usable_positions(text_config(loaded.network.config))
     with _forgetting_refused(loaded.packed):
         native = NativeModel(loaded.description, loaded.packed, loaded.rotary, context)
@@ -200,6 +215,77 @@ def _load_native(
     with _forgetting_refused(loaded.packed):
         _check_finite(backbone)
     return backbone
+
+
+def _load_tiles(
+    model: ModelSource,
+    options: LoadOptions,
+    adapter: Path | None,
+    chat_template: str | None,
+    chat: bool,
+    device: torch.device,
+) -> Backbone:
+    """Loads a backbone on the torch engine with the weights that the native engine packs; see `_load_native`."""
+    from medusa_cli.engine.tile_network import network_of
+
+    int8_rows = _rounds_rows(options)
+    dtype = resolve_dtype(options.dtype, model, str(device))
+    stored = replace(options, dtype="auto")
+    loaded = _loaded(model, stored, adapter, chat_template, int8_rows, chat)
+    if not loaded.packed.is_quantized:
+        raise Unsupported("its weights are not quantized")
+    network, head = network_of(
+        loaded.network.config, loaded.description, loaded.packed, dtype, device, int8_rows
+    )
+    network.generation_config = loaded.network.generation_config
+    backbone = Backbone(
+        network,
+        loaded.tokenizer,
+        id=model.name,
+        adapter=None if adapter is None else lora.digest(adapter),
+        weights=loaded.packed.digest or weights_of(model),
+        lm_head=head,
+    )
+    _check_chat(backbone, chat)
+    _run_by_torch(backbone, options)
+    backbone.engine.quantize = _integer(options)
+    _check_finite(backbone)
+    return backbone
+
+
+def _has_tiles(model: ModelSource, options: LoadOptions, adapter: Path | None) -> bool:
+    """Returns True if a model has quantized weights that the native engine would pack, or will have them."""
+    if options.quantize not in (None, "none"):
+        return options.quantize in INTEGER
+    floats = {format.name for format in Format if format.is_float}
+    return adapter is None and model.weights_in_gguf and not model.header.types <= floats
+
+
+def _rounds_rows(options: LoadOptions) -> bool:
+    """Returns True if rows are rounded to 8 bits before they are multiplied by quantized weights."""
+    return options.rows == "int8" or (options.rows == "auto" and options.dtype != "fp32")
+
+
+def _loaded(
+    model: ModelSource,
+    options: LoadOptions,
+    adapter: Path | None,
+    chat_template: str | None,
+    int8_rows: bool,
+    chat: bool,
+) -> _Loaded:
+    """Packs a model's weights, from its files if they can be packed as they are."""
+    if (reason := why_unavailable()) is not None:
+        raise Unsupported(reason)
+    as_stored = options.dtype in ("auto", "fp32") or DTYPES[options.dtype] == checkpoint_dtype(
+        model
+    )
+    loaded = None
+    if adapter is None and as_stored and model.kind != "random":
+        loaded = _from_files(model, options, chat_template, int8_rows, chat)
+    if loaded is None:
+        loaded = _from_network(model, options, adapter, chat_template, int8_rows)
+    return loaded
 
 
 @contextmanager
@@ -311,7 +397,7 @@ def _check_engine(
     """Raises UsageError if the other options rule out the named engine."""
     if named in ("auto", "eager", None):
         return
-    flag = _flag(options)
+    flag = _flag(options) if options.engine == "auto" else f"@engine {named}"
     if shard:
         raise UsageError(
             f"{flag} cannot run layers split by train.shard=true", "leave one of them out"
@@ -322,9 +408,8 @@ def _check_engine(
         )
     device = torch.device(resolve_device(options.device)).type
     if named == "native" and device != "cpu":
-        other = "use @device cpu, or @quantize bnb.int8" if options.quantize in INTEGER else None
         raise UsageError(
-            f"{flag} runs on a CPU, not on {device}", other or "use @device cpu, or leave it out"
+            f"{flag} runs on a CPU, not on {device}", "use @device cpu, or leave it out"
         )
     if named == "native" and not is_available():
         raise UsageError(f"{flag} cannot run: {why_unavailable()}", _remedy(options))
@@ -338,8 +423,15 @@ def _refusal(options: LoadOptions, model: str, reason: Unsupported) -> UsageErro
     )
 
 
+def _forced_engine(options: LoadOptions, on_cpu: bool) -> str:
+    """Returns the engine that other options require, or "auto"."""
+    if _forced(options) is None:
+        return "auto"
+    return "torch" if options.kv == "fp32" and not on_cpu else "native"
+
+
 def _forced(options: LoadOptions) -> str | None:
-    """Returns the option that requires the native engine, whatever `engine` is; None if there is none."""
+    """Returns the option that requires an engine for packed weights; None if there is none."""
     if options.quantize in INTEGER:
         return f"@quantize {options.quantize}"
     return None if options.kv == "fp32" else f"@kv {options.kv}"

@@ -10,7 +10,7 @@ from medusa_cli.errors import UsageError
 from medusa_cli.runs.run import rounding_in
 
 log = logging.getLogger(__name__)
-# Weight quantizations of the native engine, and those of bitsandbytes.
+# Weight quantizations of the native and the torch engine, and those of bitsandbytes.
 INTEGER = ("int8", "int4")
 BITSANDBYTES = ("bnb.int8", "bnb.nf4")
 WORDS = {
@@ -26,8 +26,8 @@ WORDS = {
 class LoadOptions:
     """Options for loading a model: device, number type, engine, quantization, and whether its own code may run.
 
-    rows: the number type of the states that the native engine multiplies by quantized weights. kv:
-    that of its keys and values. exact: on a GPU, no draft changes a greedy answer.
+    rows: the number type of the states that are multiplied by quantized weights. kv: that of the
+    native engine's keys and values. exact: on a GPU, no draft changes a greedy answer.
     """
 
     device: str = "auto"
@@ -48,24 +48,27 @@ class LoadOptions:
             value = getattr(self, name)
             if value not in words and not (name == "quantize" and value is None):
                 raise UsageError(f"@{name} {value!r} is unknown", f"use one of {', '.join(words)}")
-        if self.engine in ("eager", "torch") and self.native_options:
+        if self.engine == "eager" and self.native_options:
             raise UsageError(
-                f"{self.native_options[0]} needs the native engine", "leave @engine out"
+                f"{self.native_options[0]} needs the native or the torch engine",
+                "leave @engine out",
             )
+        if self.kv != "fp32" and self.engine == "torch":
+            raise UsageError(f"@kv {self.kv} needs the native engine", "leave @engine out")
         if self.quantized and self.native_options:
             raise UsageError(
-                f"{self.native_options[0]} needs the native engine, which cannot run @quantize {self.quantize}",
+                f"{self.native_options[0]} has no effect with @quantize {self.quantize}",
                 "leave one of them out",
             )
 
-        if self.exact and (self.engine in ("native", "eager") or self.native_options):
+        if self.exact and (self.engine in ("native", "eager") or self.kv != "fp32"):
             raise UsageError(
                 "@exact needs the torch engine on a GPU", "leave it out, or give @device cuda alone"
             )
 
     @property
     def native_options(self) -> list[str]:
-        """Returns the options that only the native engine has, with their values, such as "@kv fp16"."""
+        """Returns the options of engines that pack the weights, with their values, such as "@kv fp16"."""
         given = {
             "quantize": self.quantize in INTEGER,
             "rows": self.rows != "auto",
