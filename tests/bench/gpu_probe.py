@@ -26,16 +26,27 @@ from medusa_cli.device import best_time, copy_bandwidth, event_time
 from medusa_cli.drafters import MedusaHeads
 from medusa_cli.engine import load_backbone, plain_kernels
 from medusa_cli.engine.exact import ExactPath, difference
+from medusa_cli.engine.tiles import Tiles
 from medusa_cli.engine.torch_layers import TorchEngine
 from medusa_cli.model import Backbone
+from medusa_cli.native import Format, PackedMatrix
 from medusa_cli.runs.load_options import LoadOptions
 from medusa_cli.tree import DynamicTree, Tree
 from tests.bench.gpu_steps import HEADS, TREES, Budget, Spent, Synthetic
 from tests.helpers import tiny_backbone
+from tests.test_native import random_matrix
 
 # Seconds in all, and of each section.
 SECONDS = 540.0
-LIMITS = {"unit": 15, "identity": 120, "products": 60, "profile": 60, "steps": 120, "long": 60}
+LIMITS = {
+    "unit": 15,
+    "identity": 120,
+    "products": 60,
+    "tiles": 30,
+    "profile": 60,
+    "steps": 120,
+    "long": 60,
+}
 MODELS = {"1b": "random:1b", "7b": "random:llama-2-7b"}
 ROWS = (1, 8, 16, 64)
 COUNTS = (1, 2, 7, 8, 16, 33, 64, 256)
@@ -166,6 +177,26 @@ def same_bits(multiply: Callable[[Tensor], Tensor], x: Tensor) -> dict[str, bool
     by_rows = (torch.equal(multiply(x[:rows]), whole[..., :rows, :]) for rows in COUNTS)
     by_place = (torch.equal(multiply(x[:64].roll(n, 0)), few.roll(n, -2)) for n in PLACES)
     return {"same_by_rows": all(by_rows), "same_by_place": all(by_place)}
+
+
+def tiles(lab: Lab) -> Iterator[dict[str, Any]]:
+    """Times matmuls of quantized weights, and compares their bits with those of the native engine."""
+    count, depth = (64, 256) if lab.smoke else (4096, 4096)
+    x = torch.randn(COUNTS[-1], depth)
+    for format in (Format.Q4_K, Format.Q6_K, Format.Q8_0):
+        packed = PackedMatrix.pack(random_matrix(format, count, depth), None, int8_rows=True)
+        # Copies of more than the L2 cache holds take turns.
+        copies = [Tiles.of(packed, lab.device) for _ in range(1 if lab.smoke else 8)]
+        rounded = x.to(lab.device)
+        ours = lab.kernels.tile_matmul(rounded, copies[:1]).cpu()
+        facts = {
+            "format": format.name,
+            "shape": [count, depth],
+            "native_bits": torch.equal(ours, torch.from_numpy(packed.multiply(x.numpy()))),
+        }
+        for rows in lab.rows:
+            work = partial(lab.kernels.tile_matmul, rounded[:rows], copies)
+            yield {**facts, "rows": rows, "us": 1e6 * lab.seconds(work) / len(copies)}
 
 
 def profile(lab: Lab) -> Iterator[dict[str, Any]]:
@@ -326,6 +357,10 @@ def decisions(lab: Lab, report: Report) -> Iterator[dict[str, Any]]:
         theirs = report.of("products", way="torch", rows=lab.rows[-1])
         cost = sum(line["us"] for line in report.of("products", way="ours", rows=lab.rows[-1]))
         yield {"our matmuls over torch's, at most rows": cost / sum(line["us"] for line in theirs)}
+    quantized = report.of("tiles")
+    if quantized:
+        same = all(line["native_bits"] for line in quantized)
+        yield {"matmuls of quantized weights have the native engine's bits": same}
     for name, (plain_aim, wide_aim) in AIMS.items():
         lines = [line for line in report.of("steps", model=name) if "rows" in line]
         ms = {(line["path"], line["rows"]): line for line in lines}
@@ -358,6 +393,7 @@ SECTIONS: dict[str, Callable[[Lab], Iterator[dict[str, Any]]]] = {
     "unit": unit,
     "identity": identity,
     "products": products,
+    "tiles": tiles,
     "profile": profile,
     "steps": steps,
     "long": long_texts,
