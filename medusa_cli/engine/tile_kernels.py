@@ -65,11 +65,11 @@ def round_rows(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @triton.jit
-def unpacked(words, place, BITS: tl.constexpr):
+def unpacked(place, BITS: tl.constexpr):
     """Returns integers of BITS bits [32, channels] of a unit, which has BITS words for each channel from `place` on."""
     word = tl.arange(0, BITS)
     number = tl.arange(0, 32 // BITS)
-    packed = tl.load(words + place[None, :] + 16 * word[:, None])
+    packed = tl.load(place[None, :] + 16 * word[:, None])
     shift = number % 4 * 8 + number // 4 * BITS
     numbers = (packed[:, None, :] >> shift[None, :, None]) & ((1 << BITS) - 1)
     return tl.reshape(numbers, (32, place.shape[0]))
@@ -114,32 +114,37 @@ def tile_matmul_kernel(
     channel = tl.minimum(n, N - 1)
     tile = (channel // 16).to(tl.int64) * (K // 32 // UNITS * END)
     channel = channel % 16
+    words += tile // 4 + channel
+    small += tile + channel
+    halves += tile // 2 + channel
+    numbers += m[:, None] * K + k[None, :]
+    scales += m * (K // 32)
+    sums += m * (K // 16)
     total = tl.zeros((BM, BN), dtype=tl.float32)
     for start in range(0, K // 32, STEP):
         for step in tl.static_range(STEP):
             unit = start + step
-            block = tile + unit // UNITS * END
+            block = unit // UNITS * END
             u = unit % UNITS
-            q = unpacked(words, block // 4 + u * (16 * BITS) + channel, BITS)
+            q = unpacked(words + (block // 4 + u * (16 * BITS)), BITS)
             if PLANES > 0:
-                place = (block + UPPER) // 4 + u * (16 * PLANES) + channel
-                q = q | (unpacked(words, place, PLANES) << 4)
+                place = words + ((block + UPPER) // 4 + u * (16 * PLANES))
+                q = q | (unpacked(place, PLANES) << 4)
             if codes is not None:
                 q = tl.load(codes + q)
             else:
                 q = q - ZERO
             q = q.to(tl.int8)
-            own = inside[:, None]
-            x = tl.load(numbers + m[:, None] * K + unit * 32 + k[None, :], mask=own, other=0)
-            size = tl.load(scales + m * (K // 32) + unit, mask=inside, other=0.0)
-            d = tl.load(halves + (block + D) // 2 + channel).to(tl.float32)
+            x = tl.load(numbers + unit * 32, mask=inside[:, None], other=0)
+            size = tl.load(scales + unit, mask=inside, other=0.0)
+            d = tl.load(halves + (block + D) // 2).to(tl.float32)
             if END > M:
-                least = tl.load(halves + (block + M) // 2 + channel).to(tl.float32)
+                least = tl.load(halves + (block + M) // 2).to(tl.float32)
             for g in tl.static_range(GROUPS):
                 scale = d
-                group = (u * GROUPS + g) * 16 + channel
+                group = (u * GROUPS + g) * 16
                 if UNITS > 1:
-                    scale = d * tl.load(small + block + SCALE + group).to(tl.float32)
+                    scale = d * tl.load(small + (block + SCALE + group)).to(tl.float32)
                 if GROUPS == 1:
                     product = tl.dot(x, q, out_dtype=tl.int32)
                 else:
@@ -150,11 +155,10 @@ def tile_matmul_kernel(
                 if END > M:
                     offset = least
                     if UNITS > 1:
-                        offset = -(least * tl.load(small + block + LEAST + group).to(tl.float32))
-                    place = sums + m * (K // 16) + unit * 2
-                    whole = tl.load(place + g, mask=inside, other=0.0)
+                        offset = -(least * tl.load(small + (block + LEAST + group)).to(tl.float32))
+                    whole = tl.load(sums + (unit * 2 + g), mask=inside, other=0.0)
                     if GROUPS == 1:
-                        whole += tl.load(place + 1, mask=inside, other=0.0)
+                        whole += tl.load(sums + (unit * 2 + 1), mask=inside, other=0.0)
                     total = tl.fma(offset[None, :], (size * whole)[:, None], total)
     if bias is not None:
         total += tl.load(bias + tl.minimum(n, N - 1))[None, :]
