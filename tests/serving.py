@@ -4,12 +4,11 @@ import http.client
 import json
 import os
 import re
-import resource
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import forkserver, get_context
@@ -131,23 +130,23 @@ def serving_bytes(folder: Path) -> Iterator[Served]:
         yield server
 
 
-def start(words: list[str], log: Path) -> tuple[subprocess.Popen[bytes], int]:
+def start(
+    words: list[str], log: Path, prefix: Sequence[str] = ()
+) -> tuple[subprocess.Popen[bytes], int]:
     """Starts `medusa serve` on a free port, its stderr in a file; returns the process and the port."""
-    command = [sys.executable, "-m", "medusa_cli", "serve", "--port", "0", *words]
+    command = [*prefix, sys.executable, "-m", "medusa_cli", "serve", "--port", "0", *words]
     with log.open("wb") as file:
         process = subprocess.Popen(command, stderr=file)
     return process, port_of(log, lambda: process.poll() is None)
 
 
-def fork(words: list[str], log: Path, max_files: int | None = None) -> tuple[BaseProcess, int]:
+def fork(words: list[str], log: Path) -> tuple[BaseProcess, int]:
     """Starts a server as `start` does, in a fork of this process, which has imported everything."""
 
     def run() -> None:
         with log.open("wb") as file:
             os.dup2(file.fileno(), 2)
         sys.stderr = os.fdopen(2, "w", closefd=False)
-        if max_files is not None:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (max_files, max_files))
         # The renderers of this process are no children of the fork.
         forkserver._forkserver._forkserver_pid = None  # type: ignore[attr-defined]
         sys.argv = ["medusa", "serve", "--port", "0", *words]
