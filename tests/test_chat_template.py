@@ -35,14 +35,15 @@ SYSTEM = (
     "A chat between a curious user and an artificial intelligence assistant. "
     "The assistant gives helpful, detailed, and polite answers to the user's questions."
 )
-CONVERSATIONS = 100
 
 
-def test_spans_are_the_answers_of_real_conversations() -> None:
+@pytest.mark.quick("20")
+@pytest.mark.parametrize("conversations", [20, 100])
+def test_spans_are_the_answers_of_real_conversations(conversations: int) -> None:
     model = Tokenizer(catalogue.SMALL_MODEL)
     decode, checked = model.tokenizer.decode, 0
     for record in itertools.islice(
-        read_jsonl(fetch.sharegpt_path(), array=True), 4 * CONVERSATIONS
+        read_jsonl(fetch.sharegpt_path(), array=True), 4 * conversations
     ):
         try:
             messages = messages_of(record)[:8]
@@ -66,9 +67,9 @@ def test_spans_are_the_answers_of_real_conversations() -> None:
         rest = decode([token for i, token in enumerate(tokens) if i not in inside])
         assert rest == expected.replace("assistant\n<|im_end|>", "assistant\n")
         checked += 1
-        if checked == CONVERSATIONS:
+        if checked == conversations:
             break
-    assert checked == CONVERSATIONS
+    assert checked == conversations
 
 
 def llama_tokenizer() -> Any:
