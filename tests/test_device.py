@@ -178,7 +178,7 @@ def test_captured_steps_have_few_kernels(rows: int, device: Device) -> None:
     assert layer <= of_layer and shallow - 2 * layer <= besides
 
 
-@pytest.mark.quick("medusa", "eagle-draft")
+@pytest.mark.quick("hydra++-prompt")
 @pytest.mark.parametrize("kind", DRAFTING)
 def test_drafting_within_graphs_adds_few_kernels(
     kind: str, backbone: Backbone, device: Device
@@ -188,7 +188,7 @@ def test_drafting_within_graphs_adds_few_kernels(
         assert kernels_of(device, backbone, 64, kind, limits) - without <= added
 
 
-@pytest.mark.quick("firp-draft", "medusa")
+@pytest.mark.quick("firp-draft")
 @pytest.mark.parametrize("kind", ["firp-draft", "medusa", "eagle"])
 def test_steps_without_graphs_keep_to_the_device(
     kind: str, backbone: Backbone, device: Device, expected: list[list[int]]

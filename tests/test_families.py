@@ -97,6 +97,7 @@ def refused_by_source(kind: str) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_source_of_a_class_whose_attention_can_be_replaced_refuses_no_model() -> None:
     classes = {
         kind: getattr(transformers, str(name), None)

@@ -81,7 +81,7 @@ def test_logits_of_other_engines_are_the_networks_own(
         assert torch.equal(out.best, out.logits.argmax(-1).int())
 
 
-@pytest.mark.quick("granite-fields0-eager", "cohere2-fields2-native")
+@pytest.mark.quick("cohere2-fields2-native")
 @pytest.mark.parametrize(
     ("kind", "fields", "engine"),
     [(*CHANGED[0], "eager"), (*CHANGED[3], "eager"), (*CHANGED[1], "native")],
