@@ -1,7 +1,7 @@
 """The options that commands share, each with one flag, unit and help text."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from inspect import Parameter, Signature, signature
@@ -42,6 +42,15 @@ _sampling = partial(flag, panel="Sampling")
 _grammar = partial(flag, panel="Form of the answer")
 _loading = partial(flag, panel="Loading")
 _output = partial(flag, panel="Output")
+
+
+def refuse(flags: Mapping[str, Any], reason: str, remedy: str = "leave one of them out") -> None:
+    """Raises UsageError for the first of these flags that is given; the reason follows its name and value."""
+    for name, value in flags.items():
+        if value is None or value is False:
+            continue
+        given = name if value is True else f"{name} {value}"
+        raise UsageError(f"{given} {reason}", remedy)
 
 
 def check_temperature(value: float | None) -> float | None:
@@ -239,10 +248,9 @@ class DraftFlags:
         For a model without a drafter, n-gram matches are drafted. Raises UsageError for --baseline with --lookup or
         --tree.
         """
-        for name, given in (("--lookup", self.lookup), ("--tree", self.tree is not None)):
-            if baseline and given:
-                fault = f"--baseline and {name} exclude each other"
-                raise UsageError(fault, "leave one of them out")
+        if baseline:
+            given = {"--lookup": self.lookup, "--tree": self.tree}
+            refuse(given, "has no effect with --baseline")
         template = None if chat_template is None else template_text(str(chat_template))
         try:
             choice = self.choose(need_drafter=not baseline)
@@ -278,14 +286,9 @@ class SamplingFlags:
             return
         from medusa_cli.decode.sampling import cuts
 
-        without: dict[str, Any] = {**cuts(self.top_p, self.top_k, None)}
-        if self.sampling not in (None, "greedy"):
-            without |= {"@sampling": self.sampling}
-        for name, value in without.items():
-            raise UsageError(
-                f"{name} {value} has no effect with @temperature 0, which is greedy",
-                "leave one of them out",
-            )
+        mode = None if self.sampling == "greedy" else self.sampling
+        without: dict[str, Any] = {**cuts(self.top_p, self.top_k, None), "@sampling": mode}
+        refuse(without, "has no effect with @temperature 0, which is greedy")
 
     @property
     def sampled(self) -> "Sampling":

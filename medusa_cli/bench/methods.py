@@ -52,14 +52,10 @@ def choose_files(
     Raises UserError if a drafter does not exist, and UsageError for a file or flag that no method uses.
     """
     outer = Run.open(run) if run else shipped_for(ModelSource.of(model or DEFAULT_MODEL))
-    inner = {name for name in names if run and outer is not None and _kind(outer.path / name)}
-    named = [name for name in names if name in DRAFTERS or name in inner]
-    if named == ["medusa"]:
-        named = []
-    files = {}
-    for name in named:
-        source = str(outer.path / name) if outer and name in inner else _own_run(name, outer, run)
-        files[name] = choose(model, source, None, tree, lookup=lookup)
+    files = {
+        name: choose(model, source, None, tree, lookup=lookup)
+        for name, source in _runs_of(names, outer, run).items()
+    }
     own = "medusa" not in files and any(name.startswith("medusa") for name in names)
     for text, value, used in (
         (f"@drafter {drafter}", drafter, own),
@@ -78,6 +74,18 @@ def choose_files(
     medusa = files.get("medusa", shared)
     files |= {"medusa": medusa, "medusa-alone": replace(medusa, lookup=False)}
     return shared, {name: files[name] for name in names if name in files and files[name].drafter}
+
+
+def _runs_of(names: Sequence[str], outer: Run | None, run: str | None) -> dict[str, str | None]:
+    """Returns the run of each drafter among the names: the run inside the run, or the run itself."""
+    inner = {name for name in names if run and outer is not None and _kind(outer.path / name)}
+    named = [name for name in names if name in DRAFTERS or name in inner]
+    if named == ["medusa"]:
+        return {}
+    return {
+        name: str(outer.path / name) if outer and name in inner else _own_run(name, outer, run)
+        for name in named
+    }
 
 
 def _own_run(name: str, outer: Run | None, run: str | None) -> str | None:

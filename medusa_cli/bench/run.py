@@ -99,7 +99,7 @@ class Bench:
     options: LoadOptions
     batch_size: int = 1
     gguf: Path | None = None
-    draft_model: str | None = None
+    draft_model: ModelSource | None = None
     peers: Mapping[str, str] = field(default_factory=dict)
     cached: bool = False
 
@@ -133,7 +133,7 @@ class Bench:
             )
         for flag, value, users in (
             ("@gguf", self.gguf, LLAMA),
-            ("@draft_model", self.draft_model, ("hf-assisted",)),
+            ("@draft_model", self.draft_model and self.draft_model.name, ("hf-assisted",)),
         ):
             if value is not None and not set(users) & set(names):
                 remedy = f"leave it out, or add {users[0]}"
@@ -156,48 +156,29 @@ class Bench:
         answer_all(self, backbone, self._our_methods(backbone, loaded), results, watch)
         for result in results:
             result.answers = {name: result.answers[name] for name in self.methods}
-        reference = reference_of(self.methods)
-        differences = None
-        if self.sampling.greedy:
-            differences = {
-                name: [
-                    place
-                    for result in results
-                    if (place := first_difference(backbone, result, name, reference))
-                ]
-                for name in self.methods
-            }
+        return self._document(backbone, loaded, results)
+
+    def _document(
+        self,
+        backbone: Backbone,
+        loaded: Mapping[str, tuple[Drafter | None, DraftPolicy]],
+        results: list[Result],
+    ) -> dict[str, Any]:
+        """Returns all that was measured, and with what."""
+        plain = {name: plain_of(name, self.methods, self.peers) for name in self.methods}
+        summary = summarize(results, self._differences(backbone, results), plain)
+        for name, figures in summary["methods"].items():
+            if self.cached:
+                figures["by_turn"] = by_turn(results, name)
+            for row, result in zip(figures["answers"], results, strict=True):
+                turns = result.answers[name].turns
+                row["turns"] = [backbone.decode(turn).strip() for turn in turns]
         # Quantized weights form a different model. The likelihood of the plain model's answers
         # shows how far it has moved.
         asks_quality = not self.sampling.greedy or backbone.engine.quantize is not None
-        mode = "greedy" if self.sampling.greedy else self.sampling.mode
-        facts = f"{self.choice.model}, {_dtype(backbone.dtype)} on {backbone.device}, {backbone.engine.title}, "
-        facts += f"{len(results)} questions, up to {self.max_new_tokens} new tokens a turn, {mode} decoding."
-        drafts = [
-            f"{name}: {drafter.name} drafter {self.drafts[name].drafter}, {policy.description}."
-            for name, (drafter, policy) in loaded.items()
-            if drafter is not None
-        ]
-        if any(name in LLAMA for name in self.methods):
-            drafts.append(llama_facts())
-        plain = {name: plain_of(name, self.methods, self.peers) for name in self.methods}
-        summary = summarize(results, differences, plain)
-        if self.cached:
-            longest = max(len(prompt) for result in results for prompt in result.prompts)
-            size = longest * backbone.engine.row_bytes
-            drafts.append(
-                f"The longest prompt has {longest:,} tokens; our cache of it takes {size / 1e6:,.0f} MB."
-            )
-            for name, figures in summary["methods"].items():
-                figures["by_turn"] = by_turn(results, name)
-        for name, figures in summary["methods"].items():
-            for row, result in zip(figures["answers"], results, strict=True):
-                row["turns"] = [
-                    backbone.decode(turn).strip() for turn in result.answers[name].turns
-                ]
         return {
             "title": self.title,
-            "facts": [facts, *drafts],
+            "facts": self._facts(backbone, loaded, results),
             **provenance(backbone.identity),
             "drafting": {
                 name: _describe(self.drafts[name], *parts) for name, parts in loaded.items()
@@ -218,6 +199,46 @@ class Bench:
             "quality": likelihood(backbone, results) if asks_quality else None,
             "questions": [asdict(question) for question in self.questions],
         }
+
+    def _differences(
+        self, backbone: Backbone, results: list[Result]
+    ) -> dict[str, list[dict[str, Any]]] | None:
+        """Returns where each method's answers differ from the reference's; None unless decoding is greedy."""
+        if not self.sampling.greedy:
+            return None
+        reference = reference_of(self.methods)
+        differences = {}
+        for name in self.methods:
+            places = (first_difference(backbone, result, name, reference) for result in results)
+            differences[name] = [place for place in places if place]
+        return differences
+
+    def _facts(
+        self,
+        backbone: Backbone,
+        loaded: Mapping[str, tuple[Drafter | None, DraftPolicy]],
+        results: list[Result],
+    ) -> list[str]:
+        """Returns sentences on the model, the questions, the drafters, and what other programs and caches are."""
+        mode = "greedy" if self.sampling.greedy else self.sampling.mode
+        facts = [
+            f"{self.choice.model}, {_dtype(backbone.dtype)} on {backbone.device}, {backbone.engine.title}, "
+            f"{len(results)} questions, up to {self.max_new_tokens} new tokens a turn, {mode} decoding."
+        ]
+        facts += [
+            f"{name}: {drafter.name} drafter {self.drafts[name].drafter}, {policy.description}."
+            for name, (drafter, policy) in loaded.items()
+            if drafter is not None
+        ]
+        if any(name in LLAMA for name in self.methods):
+            facts.append(llama_facts())
+        if self.cached:
+            longest = max(len(prompt) for result in results for prompt in result.prompts)
+            size = longest * backbone.engine.row_bytes
+            facts.append(
+                f"The longest prompt has {longest:,} tokens; our cache of it takes {size / 1e6:,.0f} MB."
+            )
+        return facts
 
     def _check_fit(self) -> None:
         """Raises UserError, before any model is loaded, for a silent peer, or a run or drafter of another model."""
@@ -242,7 +263,9 @@ class Bench:
         if not names:
             return
         backbone = self._plain_backbone()
-        assistant = None if self.draft_model is None else self._assistant(backbone)
+        assistant = (
+            None if self.draft_model is None else self._assistant(self.draft_model, backbone)
+        )
         methods = {
             name: transformers_method(
                 backbone,
@@ -283,12 +306,12 @@ class Bench:
             chat=True,
         )
 
-    def _assistant(self, backbone: Backbone) -> Any:
+    def _assistant(self, model: ModelSource, backbone: Backbone) -> Any:
         """Loads the model that drafts for hf-assisted; raises UserError if its vocabulary differs."""
-        network, tokenizer = load_network(ModelSource.of(str(self.draft_model)), self.options)
+        network, tokenizer = load_network(model, self.options)
         if tokenizer.get_vocab() != backbone.tokenizer.get_vocab():
             raise UserError(
-                f"@draft_model {self.draft_model!r} has another vocabulary than the model",
+                f"@draft_model {model.name!r} has another vocabulary than the model",
                 "give a smaller model of the same family, one that shares its tokenizer",
             )
         return network.eval()
@@ -374,19 +397,12 @@ def answer_all(
     """
     names = list(methods)
     fresh = not results[0].prompts
-    count = bench.max_new_tokens
     size = bench.batch_size
     if not names:
         return
     for result in results if fresh else ():
         _add_prompt(backbone, result, 0, "")
-    for method in methods.values():
-        # A single sequence drafts, which packs the drafter's weights; a batch may use no drafts.
-        for together in sorted({1, min(size, len(results))}):
-            # Its first half would be in the prefix cache.
-            prompt = results[0].prompts[0]
-            warm_up = [prompt[len(prompt) // 2 :] if bench.cached else prompt] * together
-            method(warm_up, min(WARM_UP_TOKENS, count), lambda tokens: None)
+    _warm_up(bench, methods, results)
     turns = sum(len(result.question.turns) for result in results)
     with watch(backbone, turns * len(names)) as on_tokens:
         for number, first in enumerate(range(0, len(results), size)):
@@ -399,16 +415,42 @@ def answer_all(
                     _add_prompt(backbone, result, turn, reference_of(names))
                 asked = [result for result in group if len(result.prompts) > turn]
                 for name in names[shift:] + names[:shift] if asked else ():
-                    prompts = [result.prompts[turn] for result in asked]
-                    clock = Clock(partial(on_tokens, name, asked))
-                    answers = methods[name](prompts, count, clock)
-                    seconds = clock.seconds() / max(sum(answer.tokens for answer in answers), 1)
-                    if len(answers) == 1 and not answers[0].first_token_s:
-                        answers[0].first_token_s = clock.first_token_s(answers[0].tokens)
+                    report = partial(on_tokens, name, asked)
+                    answers = _timed(methods[name], asked, turn, bench.max_new_tokens, report)
                     for result, answer in zip(asked, answers, strict=True):
-                        answer.seconds = seconds * answer.tokens
                         result.answers[name].extend(answer)
-                    on_tokens(name, asked, [])
+                    report([])
+
+
+def _warm_up(bench: Bench, methods: Mapping[str, Method], results: list[Result]) -> None:
+    """Lets each method begin to answer the first prompt, alone and in a batch."""
+    prompt = results[0].prompts[0]
+    if bench.cached:
+        # Its first half would be in the prefix cache.
+        prompt = prompt[len(prompt) // 2 :]
+    count = min(WARM_UP_TOKENS, bench.max_new_tokens)
+    for method in methods.values():
+        # A single sequence drafts, which packs the drafter's weights; a batch may use no drafts.
+        for together in sorted({1, min(bench.batch_size, len(results))}):
+            method([prompt] * together, count, lambda tokens: None)
+
+
+def _timed(
+    method: Method,
+    results: list[Result],
+    turn: int,
+    max_new_tokens: int,
+    on_tokens: Callable[[list[int]], None],
+) -> list[Measurement]:
+    """Returns a method's answers to the prompts of a turn, with the share of the time that each took by its tokens."""
+    clock = Clock(on_tokens)
+    answers = method([result.prompts[turn] for result in results], max_new_tokens, clock)
+    seconds = clock.seconds() / max(sum(answer.tokens for answer in answers), 1)
+    if len(answers) == 1 and not answers[0].first_token_s:
+        answers[0].first_token_s = clock.first_token_s(answers[0].tokens)
+    for answer in answers:
+        answer.seconds = seconds * answer.tokens
+    return answers
 
 
 def _add_prompt(backbone: Backbone, result: Result, turn: int, reference: str) -> None:

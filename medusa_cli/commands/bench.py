@@ -2,12 +2,10 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
-
-import typer
 
 from medusa_cli import console, options
 from medusa_cli.commands.report import JudgeFlags
@@ -23,12 +21,13 @@ from medusa_cli.options import (
     QuestionFlags,
     SamplingFlags,
     flag,
+    refuse,
 )
 from medusa_cli.runs.load_options import as_trained
 from medusa_cli.runs.run import RUNS, Run, called
 
 if TYPE_CHECKING:
-    from medusa_cli.bench.run import OnTokens
+    from medusa_cli.bench.run import Bench, OnTokens
     from medusa_cli.model import Backbone
 
 MAX_NEW_TOKENS = 256
@@ -50,8 +49,46 @@ swept = partial(flag, panel="Sweeps")
 other = partial(flag, panel="Methods of other programs")
 
 
+@dataclass(frozen=True)
+class SweepFlags:
+    """Flags for one bench for each value of a setting."""
+
+    sweep: Annotated[str | None, swept("--sweep AXIS", SWEEP)] = None
+    values: Annotated[
+        str | None, swept("--values LIST", "With --sweep: its values, such as 4,16,64.")
+    ] = None
+
+    def __post_init__(self) -> None:
+        if self.sweep is None:
+            remedy = "leave it out, or give --sweep AXIS"
+            refuse({"--values": self.values}, "has no effect without --sweep", remedy)
+
+    def points(self, tree: str | None, sampling: SamplingFlags) -> list[float]:
+        """Returns the values of the axis, none without --sweep.
+
+        Raises UsageError for values that are not valid, and for flags whose settings the axis replaces.
+        """
+        if self.sweep is None:
+            return []
+        from medusa_cli.bench.sweep import AXES, parse_values
+
+        points = parse_values(self.sweep, self.values)
+        replaceable = {
+            "tree": tree,
+            "sampling": sampling.sampling,
+            "temperature": sampling.temperature,
+        }
+        given = {f"--{name}": replaceable[name] for name in AXES[self.sweep].replaces}
+        refuse(given, f"is set by --sweep {self.sweep}", "leave it out")
+        if self.sweep == "epsilon" and sampling.temperature == 0:
+            raise UsageError(
+                "--temperature 0 samples nothing, so --sweep epsilon has no effect",
+                "leave it out, which means 0.7",
+            )
+        return points
+
+
 def bench(
-    ctx: typer.Context,
     *,
     which: QuestionFlags,
     methods: Annotated[str | None, flag("--methods LIST", METHODS)] = None,
@@ -59,10 +96,7 @@ def bench(
     report: Annotated[
         bool, flag("--report", "Also write the figures as an HTML page and as Markdown.")
     ] = False,
-    sweep: Annotated[str | None, swept("--sweep AXIS", SWEEP)] = None,
-    values: Annotated[
-        str | None, swept("--values LIST", "With --sweep: its values, such as 4,16,64.")
-    ] = None,
+    sweeping: SweepFlags,
     draft_model: Annotated[
         str | None, other("--draft-model NAME|FOLDER|ID", "The model that drafts for hf-assisted.")
     ] = None,
@@ -80,83 +114,69 @@ def bench(
     go into the run's bench/ directory (runs/MODEL/bench for the drafter that ships).
     """
     printing.configure()
-    given = {
-        name
-        for name in ctx.params
-        if getattr(ctx.get_parameter_source(name), "name", "") == "COMMANDLINE"
-    }
-    if values is not None and sweep is None:
-        raise UsageError(
-            f"--values {values} has no effect without --sweep", "leave it out, or give --sweep AXIS"
-        )
-    if sweep is not None and report:
-        raise UsageError(
-            "--report has no effect with --sweep", "leave it out; `medusa report` draws the sweep"
-        )
-    if sweep is not None and judging.judge is not None:
-        raise UsageError(f"--judge {judging.judge} has no effect with --sweep", "leave it out")
+    sweep = sweeping.sweep
+    if sweep is not None:
+        remedy = "leave it out; `medusa report` draws the sweep"
+        refuse({"--report": report, "--judge": judging.judge}, "has no effect with --sweep", remedy)
     from medusa_cli.bench import sweep as sweeps
     from medusa_cli.bench.methods import choose_files, split_names
     from medusa_cli.bench.peers import parse_peers
-    from medusa_cli.bench.report import write_report
-    from medusa_cli.bench.run import Bench, save
+    from medusa_cli.bench.run import Bench
     from medusa_cli.model.load import resolve_device
 
     if report:
         extras.need_extra("plot", "--report")
-    points = sweeps.parse_values(sweep, values) if sweep is not None else []
-    for name in given.intersection(sweeps.AXES[sweep].replaces if sweep is not None else ()):
-        raise UsageError(f"--{name.replace('_', '-')} is set by --sweep {sweep}", "leave it out")
-    if sweep == "epsilon" and sampling.temperature == 0:
-        raise UsageError(
-            "--temperature 0 samples nothing, so --sweep epsilon has no effect",
-            "leave it out, which means 0.7",
-        )
+    points = sweeping.points(drafting.tree, sampling)
     peers = parse_peers(peer or [])
     usual = "hf,ar,medusa" if sweep is None and not which.agent else "ar,medusa"
-    names = split_names(methods or usual)
-    names += [name for name in peers if name not in names]
+    names = split_names(",".join([methods or usual, *peers]))
     files = drafting.model, drafting.run, drafting.drafter, drafting.tree
     choice, drafts = choose_files(names, *files, drafting.lookup)
-    loading = as_trained(loading, choice.trained)
-    tokens = sampling.max_new_tokens or MAX_NEW_TOKENS
+    # Its settings are checked before the questions are fetched.
     what = Bench(
         choice,
         drafts,
         names,
-        [],
-        tokens,
-        sampling.sampled,
-        which.title,
-        loading,
-        batch_size,
-        gguf,
-        draft_model,
-        peers,
-        which.agent,
+        questions=[],
+        max_new_tokens=sampling.max_new_tokens or MAX_NEW_TOKENS,
+        sampling=sampling.sampled,
+        title=which.title,
+        options=as_trained(loading, choice.trained),
+        batch_size=batch_size,
+        gguf=gguf,
+        draft_model=None if draft_model is None else ModelSource.of(draft_model),
+        peers=peers,
+        cached=which.agent,
     )
     if sweep is not None:
         sweeps.check(what, sweep, points)
     resolve_device(loading.device)
-    check_model_files(choice.source)
-    if draft_model is not None:
-        check_model_files(ModelSource.of(draft_model))
+    for source in filter(None, (what.draft_model, choice.source)):
+        check_model_files(source)
     questions, count = which.chosen()
     what = replace(what, questions=questions)
     console.info(
-        f"{len(questions)} of {count} questions of {which.title}, up to {tokens} new tokens a turn, "
+        f"{len(questions)} of {count} questions of {which.title}, up to {what.max_new_tokens} new tokens a turn, "
         f"{', '.join(names)}; --limit N takes fewer, --max-new-tokens N makes them shorter"
     )
     folder = (choice.run or Run(RUNS / called(choice.model))).bench_dir
-    if sweep is not None:
-        document = sweeps.sweep(what, sweep, points, folder, answer_bar)
-        show_sweep(document)
-        console.result(
-            f"sweep: {folder / f'sweep-{sweep}.json'}; `medusa report` draws it beside the run's bench"
-        )
-        if printing.json:
-            console.emit_json(document)
+    if sweep is None:
+        _measure(what, folder, judging, report, printing.json)
         return
+    document = sweeps.sweep(what, sweep, points, folder, answer_bar)
+    show_sweep(document)
+    console.result(
+        f"sweep: {folder / f'sweep-{sweep}.json'}; `medusa report` draws it beside the run's bench"
+    )
+    if printing.json:
+        console.emit_json(document)
+
+
+def _measure(what: "Bench", folder: Path, judging: JudgeFlags, report: bool, json: bool) -> None:
+    """Runs a bench, shows it and saves it, with the judge's grades and as a page if asked to."""
+    from medusa_cli.bench.report import write_report
+    from medusa_cli.bench.run import save
+
     document = what.run(answer_bar)
     show(document)
     try:
@@ -168,7 +188,7 @@ def bench(
             console.result("\n".join(f"saved: {file}" for file in written))
     finally:
         # A folder that cannot be written, or a judge that does not answer, must not cost what was measured.
-        if printing.json:
+        if json:
             console.emit_json(document)
 
 

@@ -9,10 +9,14 @@ import typer
 from medusa_cli import console, options
 from medusa_cli.errors import UserError
 from medusa_cli.files import extras
+from medusa_cli.files.io import Document, write_json
 from medusa_cli.files.model_files import check_model_files
 from medusa_cli.files.model_source import ModelSource
 from medusa_cli.options import LoadFlags, OutputFlags, flag
-from medusa_cli.runs.run import DEFAULT_RUN
+from medusa_cli.runs.load_options import as_trained
+from medusa_cli.runs.recipe_files import load_recipe
+from medusa_cli.runs.resolve import named_drafter
+from medusa_cli.runs.run import DEFAULT_RUN, Run, sole_writer
 
 _DATA = "Conversations never trained on, all of them used. [default: those held out in training]"
 _OUTPUT = (
@@ -42,20 +46,12 @@ def calibrate(
     `medusa train` held out. Accuracies of another drafter, or on other conversations, are shown, and saved where
     --output says: the run's own calibration, which `medusa tree` builds on, stays.
     """
-    from medusa_cli.files.io import write_json
-    from medusa_cli.runs.recipe_files import load_recipe
-    from medusa_cli.runs.resolve import named_drafter
-    from medusa_cli.runs.run import Run, sole_writer
-
     printing.configure()
     options.check_beside_picture(file)
     target = Run.open(run)
-    name = (
-        model
-        or target.model
-        or load_recipe(target.recipe_path if target.recipe_path.is_file() else None).model
-    )
-    folder = named_drafter(drafter, name) or target.drafter_dir
+    recipe = load_recipe(target.recipe_path if target.recipe_path.is_file() else None)
+    source = ModelSource.of(model or target.model or recipe.model)
+    folder = named_drafter(drafter, source) or target.drafter_dir
     if not (folder / "config.json").is_file():
         raise UserError(
             f"{folder} holds no drafter",
@@ -72,43 +68,60 @@ def calibrate(
         from medusa_cli.data.conversation import check_conversations
 
         check_conversations(data)
-    check_model_files(ModelSource.of(name))
-    console.info(f"loading {loading.of(name)}")
+    check_model_files(source)
+    console.info(f"loading {loading.of(source.name)}")
 
-    from medusa_cli.runs.load_options import as_trained
     from medusa_cli.train.calibration import calibrate as measure
-    from medusa_cli.train.log import draw_heat_map
 
-    loading = as_trained(loading, folder)
     with console.bars() as show:
         document = measure(
-            target, name, folder, loading, data=data, top=top, max_samples=max_samples, show=show
+            target,
+            source,
+            folder,
+            as_trained(loading, folder),
+            data=data,
+            top=top,
+            max_samples=max_samples,
+            show=show,
         )
     if printing.json:
         console.emit_json(document)
+    _show(document)
+    if file is None:
+        console.result(
+            f"not saved; give --output FILE to keep it, {target.calibration_path} for `medusa tree`"
+        )
+    else:
+        _save(document, file, target)
+
+
+def _show(document: Document) -> None:
+    """Prints the accuracies and the temperatures of a calibration."""
     accuracies = document["accuracies"]
     heat = ", ".join(f"{value:.2f}" for value in document["temperatures"])
     rows = (
         [str(head), *(f"{100 * value:.1f}" for value in (*row, sum(row)))]
         for head, row in enumerate(accuracies, 1)
     )
+    top = len(accuracies[0])
     title = (
         f"Accuracy of each head's top {top} guesses on {document['positions']:,} held-out tokens, %"
     )
     console.result(console.grid(title, ["head", *map(str, range(1, top + 1)), "sum"], rows))
     console.result(f"temperatures at which the heads' confidences fit: {heat}")
-    if file is None:
-        console.result(
-            f"not saved; give --output FILE to keep it, {target.calibration_path} for `medusa tree`"
-        )
-        return
+
+
+def _save(document: Document, file: Path, target: Run) -> None:
+    """Writes a calibration, and its heat map if matplotlib is installed; prints their names."""
+    from medusa_cli.train.log import draw_heat_map
+
     write_json(file, document)
     written = [str(file)]
     if extras.has_package("matplotlib"):
-        written.append(str(file.with_suffix(".png")))
-        draw_heat_map(
-            accuracies, file.with_suffix(".png"), f"{target.name}: how often guess i is right"
-        )
+        picture = file.with_suffix(".png")
+        written.append(str(picture))
+        title = f"{target.name}: how often guess i is right"
+        draw_heat_map(document["accuracies"], picture, title)
     if file == target.calibration_path:
         following = f"--run {target.argument}"
     else:

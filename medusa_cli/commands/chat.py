@@ -3,6 +3,7 @@
 import io
 import sys
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,6 +22,7 @@ from medusa_cli.options import (
     SamplingFlags,
     flag,
     load,
+    refuse,
 )
 
 if TYPE_CHECKING:
@@ -42,21 +44,62 @@ HELP = """/help          this list
 /exit          leave (or Ctrl-D); Ctrl-C stops an answer"""
 
 
-def chat(
-    *,
-    prompt: Annotated[str | None, flag("--prompt TEXT", "Answer this prompt and exit.")] = None,
-    drafting: DraftFlags,
-    system: Annotated[str | None, flag("--system TEXT", "System prompt.")] = None,
-    kept_in: Annotated[Path | None, flag("--continue FILE", _CONTINUE)] = None,
-    baseline: Annotated[bool, flag("--baseline", "Plain decoding, one token per step.")] = False,
-    show_accepted: Annotated[bool, flag("--show-accepted", "Color accepted draft tokens.")] = False,
-    chat_template: ChatTemplate = None,
+@dataclass(frozen=True)
+class ConversationFlags:
+    """Flags for what is said, and how answers are shown."""
+
+    prompt: Annotated[str | None, flag("--prompt TEXT", "Answer this prompt and exit.")] = None
+    system: Annotated[str | None, flag("--system TEXT", "System prompt.")] = None
+    kept_in: Annotated[Path | None, flag("--continue FILE", _CONTINUE)] = None
+    baseline: Annotated[bool, flag("--baseline", "Plain decoding, one token per step.")] = False
+    show_accepted: Annotated[bool, flag("--show-accepted", "Color accepted draft tokens.")] = False
+    chat_template: ChatTemplate = None
     raw: Annotated[
         bool, flag("--raw", "Continue each text as it is, without chat template or earlier turns.")
-    ] = False,
+    ] = False
     stop: Annotated[
         list[str] | None, flag("--stop TEXT", "End an answer at this text; may be repeated.")
-    ] = None,
+    ] = None
+
+    def __post_init__(self) -> None:
+        """Raises UsageError for texts that are empty or not whole, and for flags that exclude each other."""
+        if self.prompt is not None and not self.prompt.strip():
+            raise UsageError("--prompt is empty", "give a text")
+        for name, text in (("--prompt", self.prompt), ("--system", self.system)):
+            if text is not None and not is_whole(text):
+                raise UsageError(f"{name} holds {HALF}", "give whole ones, in UTF-8")
+        if self.stop and not all(self.stop):
+            raise UsageError("--stop is empty", "give a text, or leave it out")
+        if self.baseline:
+            refuse({"--show-accepted": self.show_accepted}, "has no effect with --baseline")
+        if self.raw:
+            others = {
+                "--system": self.system is not None,
+                "--chat-template": self.chat_template,
+                "--continue": self.kept_in,
+            }
+            refuse(others, "has no effect with --raw")
+
+    def messages(self) -> list[Any]:
+        """Returns the messages in the file of --continue, none if it is missing; raises UserError for other files."""
+        if self.kept_in is None or not self.kept_in.exists():
+            return []
+        messages = read_object(self.kept_in, "the conversation").get("messages")
+        if not isinstance(messages, list) or not all(
+            isinstance(message, dict) for message in messages
+        ):
+            fault = f"--continue {self.kept_in} holds no messages"
+            raise UserError(fault, "give a file that --continue or /save wrote")
+        if messages and self.system is not None:
+            fault = f"--system has no effect on the conversation in --continue {self.kept_in}"
+            raise UsageError(fault, "leave it out, or give another file")
+        return messages
+
+
+def chat(
+    *,
+    talk: ConversationFlags,
+    drafting: DraftFlags,
     sampling: SamplingFlags,
     constraint: GrammarFlags,
     loading: LoadFlags,
@@ -68,27 +111,12 @@ def chat(
     another.
     """
     printing.configure()
-    if printing.json and prompt is None:
-        raise UsageError("--json needs --prompt", "give --prompt TEXT")
-    if prompt is not None and not prompt.strip():
-        raise UsageError("--prompt is empty", "give a text")
-    for name, text in (("--prompt", prompt), ("--system", system)):
-        if text is not None and not is_whole(text):
-            raise UsageError(f"{name} holds {HALF}", "give whole ones, in UTF-8")
-    if stop and not all(stop):
-        raise UsageError("--stop is empty", "give a text, or leave it out")
-    for name, given in (("--baseline", baseline), ("--json", printing.json)):
-        if show_accepted and given:
-            raise UsageError(f"--show-accepted has no effect with {name}", "leave one of them out")
-    if raw and (system is not None or chat_template is not None):
-        raise UsageError("--raw excludes --system and --chat-template", "leave one of them out")
-    if raw and kept_in is not None:
-        raise UsageError("--continue has no effect with --raw", "leave one of them out")
-    messages = [] if kept_in is None else read_messages(kept_in)
-    if messages and system is not None:
-        fault = f"--system has no effect on the conversation in --continue {kept_in}"
-        raise UsageError(fault, "leave it out, or give another file")
-    choice = drafting.or_plain(baseline, chat_template)
+    if printing.json:
+        if talk.prompt is None:
+            raise UsageError("--json needs --prompt", "give --prompt TEXT")
+        refuse({"--show-accepted": talk.show_accepted}, "has no effect with --json")
+    messages = talk.messages()
+    choice = drafting.or_plain(talk.baseline, talk.chat_template)
     from medusa_cli.api import Chat, GenerationOptions, Medusa
 
     options = GenerationOptions(
@@ -98,20 +126,21 @@ def chat(
         top_p=sampling.top_p,
         top_k=sampling.top_k,
         seed=sampling.random_seed or 0,
-        stop=tuple(stop or ()),
+        stop=tuple(talk.stop or ()),
         grammar=constraint.grammar,
-        raw=raw,
+        raw=talk.raw,
     )
-    session = Chat(Medusa(load(choice, loading, chat=not raw)), options, system)
+    session = Chat(Medusa(load(choice, loading, chat=not talk.raw)), options, talk.system)
+    kept_in = talk.kept_in
     if kept_in is not None:
         session.resume(messages or session.messages)
         # Without it, the conversation goes on, too, but its tokens are run again.
         with suppress(UserError):
             session.medusa.keep_prefixes(home() / "prefixes", PREFIX_BYTES)
     try:
-        if prompt is None:
-            raise typer.Exit(1 if converse(session, show_accepted, kept_in) else 0)
-        stopped = answer(session, prompt, show_accepted, kept_in, silent=printing.json)
+        if talk.prompt is None:
+            raise typer.Exit(1 if converse(session, talk.show_accepted, kept_in) else 0)
+        stopped = answer(session, talk.prompt, talk.show_accepted, kept_in, silent=printing.json)
     finally:
         if kept_in is not None:
             session.medusa.close()
@@ -124,20 +153,9 @@ def chat(
             "steps": stats.steps,
             "acceptance_length": round(stats.acceptance_length, 4),
         }
-        console.emit_json({"prompt": prompt, "answer": session.last.text, **figures})
+        console.emit_json({"prompt": talk.prompt, "answer": session.last.text, **figures})
     if stopped:
         raise typer.Exit(INTERRUPTED)
-
-
-def read_messages(path: Path) -> list[Any]:
-    """Returns the messages in a file of a conversation, none if it is missing; raises UserError for other files."""
-    if not path.exists():
-        return []
-    messages = read_object(path, "the conversation").get("messages")
-    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        fault = f"--continue {path} holds no messages"
-        raise UserError(fault, "give a file that --continue or /save wrote")
-    return messages
 
 
 def answer(

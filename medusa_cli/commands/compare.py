@@ -10,7 +10,7 @@ import typer
 from medusa_cli import console, options
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.files.io import Document
-from medusa_cli.options import LoadFlags, OutputFlags, flag
+from medusa_cli.options import LoadFlags, OutputFlags, flag, refuse
 from medusa_cli.runs.run import Run
 
 DATA = "Measure every run anew on this file's conversations (JSON or JSONL)."
@@ -43,21 +43,7 @@ def compare(
     different conversations are compared with --data, which measures all of them on one file.
     """
     printing.configure()
-    if max_samples is not None and data is None:
-        raise UsageError(
-            f"--max-samples {max_samples} has no effect without --data", "give --data FILE with it"
-        )
-    if data is not None and not data.exists():
-        raise UserError(f"--data {data} does not exist", "give a file of conversations")
-    if loading.dtype == "fp16":
-        raise UsageError("--dtype fp16 is not a number type of trainings", "give bf16 or fp32")
-    for name, usual in MEASURED_WITH.items():
-        value = getattr(loading, name)
-        if value not in usual:
-            raise UsageError(
-                f"--{name} {value} has no effect: each run's model is loaded as it was trained, on the engine eager",
-                "leave it out",
-            )
+    _check_flags(data, max_samples, loading)
     targets = [Run.open(name, named="RUN") for name in runs]
     rows = [best_validation(run) for run in targets]
     if data is not None:
@@ -82,7 +68,30 @@ def compare(
         )
     if printing.json:
         console.emit_json(rows)
-        return
+    else:
+        _show(rows)
+
+
+def _check_flags(data: Path | None, max_samples: int | None, loading: LoadFlags) -> None:
+    """Raises UserError for a file that is missing, and for flags without effect."""
+    if data is None:
+        given = {"--max-samples": max_samples}
+        refuse(given, "has no effect without --data", "give --data FILE with it")
+    elif not data.exists():
+        raise UserError(f"--data {data} does not exist", "give a file of conversations")
+    if loading.dtype == "fp16":
+        raise UsageError("--dtype fp16 is not a number type of trainings", "give bf16 or fp32")
+    for name, usual in MEASURED_WITH.items():
+        value = getattr(loading, name)
+        if value not in usual:
+            raise UsageError(
+                f"--{name} {value} has no effect: each run's model is loaded as it was trained, on the engine eager",
+                "leave it out",
+            )
+
+
+def _show(rows: list[Document]) -> None:
+    """Prints the table of trainings."""
     cells = []
     for row in rows:
         forms = {"kl": ".4f", "perplexity_ratio": ".3f", "agreement": ".1%"}

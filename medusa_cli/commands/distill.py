@@ -1,9 +1,10 @@
 """`medusa distill`: a model answers seed prompts, and its conversations become training data."""
 
 import os
+from collections.abc import Container
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,7 +14,10 @@ from medusa_cli.files import extras
 from medusa_cli.files.model_files import check_model_files
 from medusa_cli.files.model_source import ModelSource
 from medusa_cli.options import LoadFlags, OutputFlags, flag
-from medusa_cli.runs.run import DEFAULT_RUN
+from medusa_cli.runs.run import DEFAULT_RUN, Run, sole_writer
+
+if TYPE_CHECKING:
+    from medusa_cli.runs.recipe import Recipe
 
 # Conversations of a bare run: about a quarter of an hour of two cores with the default model.
 BARE_SAMPLES = 800
@@ -62,24 +66,14 @@ def distill(
     printing.configure(first=first)
     extras.need_extra("train", "`medusa distill`")
     from medusa_cli.data.seeds import read_seeds
-    from medusa_cli.distill.distillation import check_settings
     from medusa_cli.distill.distillation import distill as answer_seeds
-    from medusa_cli.files.chat_servers import ChatServers
     from medusa_cli.model.distributed import Distributed
-    from medusa_cli.model.load import resolve_device
     from medusa_cli.runs.recipe_files import recipe_of, split_words
-    from medusa_cli.runs.run import Run, sole_writer
 
     words = recipe or []
     file, settings = split_words(words)
-    if endpoint is not None and "distill.taps" in settings:
-        text = "distill.taps has no effect with --endpoint: servers send no states"
-        raise UsageError(text, "leave one of them out")
-    if endpoint is not None and os.environ.get("WORLD_SIZE", "1") != "1":
-        raise UsageError(
-            "--endpoint needs one process",
-            "start it without torchrun and raise distill.concurrency",
-        )
+    if endpoint is not None:
+        _check_beside_endpoint(settings)
     if file is None and max_samples is None and "distill.max_samples" not in settings:
         max_samples = BARE_SAMPLES
     flags = {
@@ -104,12 +98,7 @@ def distill(
             )
         plan = recipe_of(target, words, flags, resume=False)
         asked = plan.distill
-        check_settings(asked)
-        if asked.endpoint is None:
-            check_model_files(ModelSource.of(plan.model))
-            resolve_device(loading.device)
-        else:
-            ChatServers(asked.endpoint.split(",")).check()
+        _check(plan, loading)
         seeds, report = read_seeds(asked.seed, asked.random_seed, asked.max_samples)
         if first:  # the others write parts of their own
             ctx.with_resource(sole_writer(target.path, "medusa distill"))
@@ -126,9 +115,39 @@ def distill(
     with console.bars() as show:
         summary = answer_seeds(target, seeds, plan, loading, processes, show)
     processes.destroy()
-    if summary is None:  # the first process prints for all
-        return
-    if printing.json:
+    if summary is not None:  # the first process prints for all
+        _report(summary, target, printing.json)
+
+
+def _check_beside_endpoint(settings: Container[str]) -> None:
+    """Raises UsageError for what --endpoint excludes."""
+    if "distill.taps" in settings:
+        text = "distill.taps has no effect with --endpoint: servers send no states"
+        raise UsageError(text, "leave one of them out")
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise UsageError(
+            "--endpoint needs one process",
+            "start it without torchrun and raise distill.concurrency",
+        )
+
+
+def _check(plan: "Recipe", loading: LoadFlags) -> None:
+    """Raises UserError for settings that are not valid, and for a model or servers that cannot answer."""
+    from medusa_cli.distill.distillation import check_settings
+    from medusa_cli.files.chat_servers import ChatServers
+    from medusa_cli.model.load import resolve_device
+
+    check_settings(plan.distill)
+    if plan.distill.endpoint is None:
+        check_model_files(ModelSource.of(plan.model))
+        resolve_device(loading.device)
+    else:
+        ChatServers(plan.distill.endpoint.split(",")).check()
+
+
+def _report(summary: dict[str, Any], target: Run, json: bool) -> None:
+    """Prints what was distilled, and what to do next; raises UserError if the run holds no conversation."""
+    if json:
         console.emit_json(summary)
     if not summary["conversations"]:
         raise UserError(

@@ -11,7 +11,7 @@ from typing import Annotated
 from medusa_cli import console, options
 from medusa_cli.errors import UsageError
 from medusa_cli.files.hub import check_push, push_folder
-from medusa_cli.options import LoadFlags, OutputFlags, flag
+from medusa_cli.options import LoadFlags, OutputFlags, flag, refuse
 from medusa_cli.runs.run import DEFAULT_RUN, Run
 
 FORMATS = ("hf", "drafter", "eagle3", "speculators", "medusa", "data")
@@ -54,19 +54,18 @@ def export(
     printing.configure()
     if to not in FORMATS:
         raise UsageError(f"--to {to!r} is unknown", f"use one of {', '.join(FORMATS)}")
-    if budget is not None and to != "hf":
-        raise UsageError(f"--budget has no effect with --to {to}", "leave it out")
-    for name, given in (("--model", model), ("--trust-remote-code", trust_remote_code)):
-        if given and to == "data":
-            raise UsageError(f"{name} has no effect with --to data", "leave it out")
-    if private and push is None:
-        raise UsageError("--private has no effect without --push", "leave it out")
-    if push is not None:
-        if to == "data":
-            raise UsageError("--push takes drafters, not --to data", "use `hf upload` for data")
+    if to != "hf":
+        refuse({"--budget": budget}, f"has no effect with --to {to}", "leave it out")
+    if to == "data":
+        others = {"--model": model, "--trust-remote-code": trust_remote_code}
+        refuse(others, "has no effect with --to data", "leave it out")
+        refuse({"--push": push}, "takes drafters, not --to data", "use `hf upload` for data")
+    if push is None:
+        refuse({"--private": private}, "has no effect without --push", "leave it out")
+        if output is None:
+            raise UsageError("--output is missing", "give a folder, or --push ORG/NAME")
+    else:
         check_push(push)
-    if output is None and push is None:
-        raise UsageError("--output is missing", "give a folder, or --push ORG/NAME")
     with ExitStack() as stack:
         if output is None:
             output = Path(stack.enter_context(TemporaryDirectory())) / "export"

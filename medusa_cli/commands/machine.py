@@ -8,9 +8,10 @@ import typer
 from medusa_cli import console, options
 from medusa_cli.errors import UsageError
 from medusa_cli.files.catalogue import DEFAULT_MODEL
+from medusa_cli.files.io import Document
 from medusa_cli.files.model_files import check_model_files
 from medusa_cli.files.model_source import ModelSource
-from medusa_cli.options import LoadFlags, OutputFlags, flag
+from medusa_cli.options import LoadFlags, OutputFlags, flag, refuse
 
 DIGITS = 9  # more than those of any context
 # Options with which logits have other bits.
@@ -39,8 +40,8 @@ def machine(
 ) -> None:
     """Show what this machine is, which engine runs a model on it, and how long a pass takes by its number of rows."""
     printing.configure()
-    if digest and context is not None:
-        raise UsageError("--context has no effect with --digest", "leave one of them out")
+    if digest:
+        refuse({"--context": context}, "has no effect with --digest")
     words = context.split(",") if context is not None else []
     if not all(
         word.isascii() and word.isdigit() and len(word) <= DIGITS and int(word) for word in words
@@ -79,7 +80,12 @@ def machine(
     }
     if printing.json:
         console.emit_json(facts)
-        return
+    else:
+        _show(facts)
+
+
+def _show(facts: Document) -> None:
+    """Prints the machine, the engine, and the times of passes."""
     instructions = ", ".join(facts["instructions"]) or facts["native"]
     console.result(
         f"{facts['processor']}, {facts['threads']} threads ({instructions}), torch {facts['torch']}"
@@ -91,21 +97,14 @@ def machine(
     console.result(
         f"a pass reads {read:,.0f} MB of weights; a copy moves {facts['copy_bytes_per_s'] / 1e9:.0f} GB/s here"
     )
-    rows = list(next(iter(facts["contexts"].values()))["step_ms"])
-    lines = [
-        [
-            size,
-            *(f"{figures['step_ms'][count]:.1f}" for count in rows),
-            f"{figures['prefill_s']:.2f}",
-        ]
-        for size, figures in facts["contexts"].items()
-    ]
-    console.result(
-        console.grid(
-            "Milliseconds a pass by rows of random tokens", ["context", *rows, "prompt, s"], lines
-        )
-    )
-    promise = "equals" if backbone.engine.row_invariant else "may differ at near-ties from"
+    counts = list(next(iter(facts["contexts"].values()))["step_ms"])
+    rows = []
+    for size, figures in facts["contexts"].items():
+        times = (f"{figures['step_ms'][count]:.1f}" for count in counts)
+        rows.append([size, *times, f"{figures['prefill_s']:.2f}"])
+    head = ["context", *counts, "prompt, s"]
+    console.result(console.grid("Milliseconds a pass by rows of random tokens", head, rows))
+    promise = "equals" if facts["row_invariant"] else "may differ at near-ties from"
     console.result(f"with drafts, greedy output {promise} that of plain decoding")
     if facts["busy"]:
         console.result("the machine was busy: times are too long")

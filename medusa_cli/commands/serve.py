@@ -1,6 +1,7 @@
 """`medusa serve`: the model and its drafter behind an OpenAI-compatible HTTP server."""
 
 import os
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -8,11 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 from medusa_cli import console, options
 from medusa_cli.errors import UsageError, UserError, shown
 from medusa_cli.files import extras, fetch
-from medusa_cli.options import DraftFlags, LoadFlags
+from medusa_cli.files.paths import expanded
+from medusa_cli.options import DraftFlags, LoadFlags, refuse
+from medusa_cli.runs.run import called
 
 if TYPE_CHECKING:
-    from medusa_cli.loading import LoadedModel
     from medusa_cli.model import Backbone
+    from medusa_cli.serve.middleware import Limits
+    from medusa_cli.serve.record import Recorder
 
 # Tokens that the default context has at least, and rows that a slot needs beyond it for drafts.
 MIN_CONTEXT = 4096
@@ -50,50 +54,117 @@ _CORS = (
 )
 
 
+@dataclass(frozen=True)
+class LimitFlags:
+    """Flags for what the server takes on, and for the prefixes that it keeps."""
+
+    batch_size: Annotated[int, _limit("--batch-size N", "Answers decoded at the same time.")] = 8
+    queue: Annotated[
+        int,
+        _limit("--queue N", "Requests that wait for a place; further ones get status 429.", min=0),
+    ] = 64
+    context: Annotated[int | None, options.flag("--context N", _CONTEXT, panel="Limits", min=2)] = (
+        None
+    )
+    max_new_tokens: Annotated[
+        int | None, options.flag("--max-new-tokens N", _ANSWER, panel="Limits", min=1)
+    ] = None
+    max_body: Annotated[int, _limit("--max-body KIB", "Largest body of a request.")] = 1024
+    prefix_store: Annotated[
+        str | None, options.flag("--prefix-store DIR[:GB]", _STORE, panel="Limits")
+    ] = None
+
+    def __post_init__(self) -> None:
+        self.store  # noqa: B018  (it raises)
+
+    @property
+    def store(self) -> tuple[Path, int] | None:
+        """Returns the folder of the prefix store and its size in bytes; raises UsageError if it names neither."""
+        return None if self.prefix_store is None else folder_and_bytes(self.prefix_store)
+
+
+@dataclass(frozen=True)
+class AccessFlags:
+    """Flags for the address, who may use it, and what is kept of the requests."""
+
+    name: Annotated[list[str] | None, _access("--name NAME", _NAME)] = None
+    host: Annotated[str, _access("--host ADDRESS", _HOST, show_default=True)] = HOST
+    port: Annotated[
+        int,
+        _access("--port N", "The port; 0 is any free one.", min=0, max=65535, show_default=True),
+    ] = PORT
+    allow_host: Annotated[list[str] | None, _access("--allow-host NAME", _ALLOW)] = None
+    uds: Annotated[
+        Path | None, _access("--uds FILE", "Listen at a Unix socket in place of --host and --port.")
+    ] = None
+    api_key: Annotated[
+        list[str] | None, _access("--api-key KEY", _KEY, envvar="MEDUSA_API_KEY", show_envvar=False)
+    ] = None
+    cors: Annotated[list[str] | None, _access("--cors ORIGIN", _CORS)] = None
+    ssl_certfile: Annotated[
+        Path | None, _access("--ssl-certfile FILE", "Serve HTTPS with this certificate.")
+    ] = None
+    ssl_keyfile: Annotated[
+        Path | None, _access("--ssl-keyfile FILE", "Its key. [default: in the same file]")
+    ] = None
+    record: Annotated[Path | None, _access("--record FILE", _RECORD, dir_okay=False)] = None
+    access_log: Annotated[bool, _access("--access-log", "Print a line for every request.")] = False
+
+    def __post_init__(self) -> None:
+        """Raises UserError for empty texts, for flags without effect, and for a file that cannot be written."""
+        lists = {
+            "--api-key": self.api_key,
+            "--name": self.name,
+            "--allow-host": self.allow_host,
+            "--cors": self.cors,
+        }
+        for flag, words in lists.items():
+            if words and not all(word.strip() for word in words):
+                raise UsageError(f"{flag} is empty", "give a text, or leave it out")
+        if self.uds:
+            other = {
+                "--host": self.host != HOST and self.host,
+                "--port": self.port != PORT and self.port,
+            }
+            refuse(other, "has no effect with --uds")
+        if self.record and not os.access(self.record.absolute().parent, os.W_OK | os.X_OK):
+            fault = f"--record {self.record} cannot be written"
+            raise UserError(fault, "give a file in another folder")
+
+    def names(self, model: str) -> tuple[str, ...]:
+        """Returns the model's names in the API, by default its own, without the path of a local one."""
+        own = called(model) if expanded(model).exists() else model
+        return tuple(self.name or [own])
+
+    def recorder(self, backbone: "Backbone") -> "Recorder | None":
+        """Returns what records the answers of --record, and says so."""
+        if self.record is None:
+            return None
+        from medusa_cli.serve.record import Recorder, answerer
+
+        console.info(
+            f"prompts and answers are recorded in {self.record}; docs/serve.md says what is kept"
+        )
+        return Recorder(self.record, answerer(backbone.identity))
+
+    def address(self, port: int) -> str:
+        """Returns where clients find the server that listens at a port."""
+        if self.uds:
+            return f"the socket {self.uds}"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        scheme = "https" if self.ssl_certfile else "http"
+        return f"{scheme}://{host}:{port}/v1, a page to try it at /"
+
+
 def serve(
     *,
     drafting: DraftFlags,
     baseline: Annotated[
         bool, options.flag("--baseline", "Plain decoding, one token per step.")
     ] = False,
-    batch_size: Annotated[int, _limit("--batch-size N", "Answers decoded at the same time.")] = 8,
-    queue: Annotated[
-        int,
-        _limit("--queue N", "Requests that wait for a place; further ones get status 429.", min=0),
-    ] = 64,
-    context: Annotated[
-        int | None, options.flag("--context N", _CONTEXT, panel="Limits", min=2)
-    ] = None,
-    max_new_tokens: Annotated[
-        int | None, options.flag("--max-new-tokens N", _ANSWER, panel="Limits", min=1)
-    ] = None,
-    max_body: Annotated[int, _limit("--max-body KIB", "Largest body of a request.")] = 1024,
-    prefix_store: Annotated[
-        str | None, options.flag("--prefix-store DIR[:GB]", _STORE, panel="Limits")
-    ] = None,
+    limiting: LimitFlags,
     chat_template: options.ChatTemplate = None,
-    name: Annotated[list[str] | None, _access("--name NAME", _NAME)] = None,
-    host: Annotated[str, _access("--host ADDRESS", _HOST, show_default=True)] = HOST,
-    port: Annotated[
-        int,
-        _access("--port N", "The port; 0 is any free one.", min=0, max=65535, show_default=True),
-    ] = PORT,
-    allow_host: Annotated[list[str] | None, _access("--allow-host NAME", _ALLOW)] = None,
-    uds: Annotated[
-        Path | None, _access("--uds FILE", "Listen at a Unix socket in place of --host and --port.")
-    ] = None,
-    api_key: Annotated[
-        list[str] | None, _access("--api-key KEY", _KEY, envvar="MEDUSA_API_KEY", show_envvar=False)
-    ] = None,
-    cors: Annotated[list[str] | None, _access("--cors ORIGIN", _CORS)] = None,
-    ssl_certfile: Annotated[
-        Path | None, _access("--ssl-certfile FILE", "Serve HTTPS with this certificate.")
-    ] = None,
-    ssl_keyfile: Annotated[
-        Path | None, _access("--ssl-keyfile FILE", "Its key. [default: in the same file]")
-    ] = None,
-    record: Annotated[Path | None, _access("--record FILE", _RECORD, dir_okay=False)] = None,
-    access_log: Annotated[bool, _access("--access-log", "Print a line for every request.")] = False,
+    access: AccessFlags,
     temperature: options.Temperature = None,
     place: LoadFlags,
     quiet: options.Quiet = False,
@@ -109,95 +180,80 @@ def serve(
     fetch.progress = console.fetching
     extras.need_extra("serve", "medusa serve")
     from medusa_cli.api import Medusa
-    from medusa_cli.files.paths import expanded
     from medusa_cli.loading import with_drafting
-    from medusa_cli.options import load
-    from medusa_cli.runs.run import called
     from medusa_cli.serve import templates
-    from medusa_cli.serve.middleware import Limits
-    from medusa_cli.serve.record import Recorder, answerer
     from medusa_cli.serve.server import Server, check_certificate, file_identity, listen
 
-    if quiet and access_log:
-        raise UsageError("--access-log has no effect with --quiet", "leave one of them out")
-    lists = {"--api-key": api_key, "--name": name, "--allow-host": allow_host, "--cors": cors}
-    for flag, words in lists.items():
-        if words and not all(word.strip() for word in words):
-            raise UsageError(f"{flag} is empty", "give a text, or leave it out")
-    for flag, value, usual in (("--host", host, HOST), ("--port", port, PORT)):
-        if uds and value != usual:
-            raise UsageError(f"{flag} {value} has no effect with --uds", "leave one of them out")
-    store = None if prefix_store is None else folder_and_bytes(prefix_store)
-    if record is not None and not os.access(record.absolute().parent, os.W_OK | os.X_OK):
-        raise UserError(f"--record {record} cannot be written", "give a file in another folder")
+    if quiet:
+        refuse({"--access-log": access.access_log}, "has no effect with --quiet")
     choice = drafting.or_plain(baseline, chat_template)
-    check_certificate(ssl_certfile, ssl_keyfile)
+    check_certificate(access.ssl_certfile, access.ssl_keyfile)
     templates.prepare()
     # Before the model is loaded, so that a port in use is reported at once.
-    listener = listen(host, port, uds)
-    bound = file_identity(uds) if uds else None
-    loaded = load(choice, place)
-    is_local = expanded(choice.model).exists()
-    own_name = called(choice.model) if is_local else choice.model  # clients need not see a path
-    slots, longest, share = fitting_limits(loaded.backbone, batch_size, context)
-    limits = Limits(
-        names=tuple(name or [own_name]),
-        host="" if uds else host,
-        allowed_hosts=tuple(allow_host or ()),
-        api_keys=tuple(api_key or ()),
-        slots=slots,
-        waiting=queue,
-        context=longest,
-        share=share,
-        max_new_tokens=max_new_tokens,
-        max_body=max_body << 10,
-        temperature=temperature or 0.0,
-        cors=tuple(cors or ()),
-        access_log=access_log,
-        ssl_certfile=ssl_certfile,
-        ssl_keyfile=ssl_keyfile,
-    )
-    if not uds and host not in LOOPBACK and not limits.api_keys:
+    listener = listen(access.host, access.port, access.uds)
+    bound = file_identity(access.uds) if access.uds else None
+    loaded = options.load(choice, place)
+    backbone = loaded.backbone
+    limits = limits_of(backbone, limiting, access, access.names(choice.model), temperature or 0.0)
+    if not access.uds and access.host not in LOOPBACK and not limits.api_keys:
         console.warn(
             "anybody who reaches this port can use it; MEDUSA_API_KEY or --api-key sets a key"
         )
     medusa = Medusa(loaded)
-    if store is not None:
-        medusa.keep_prefixes(*store)
-    recorder = None
-    if record is not None:
-        recorder = Recorder(record, answerer(loaded.backbone.identity))
-        console.info(
-            f"prompts and answers are recorded in {record}; docs/serve.md says what is kept"
-        )
-
-    def load_again() -> "LoadedModel":
-        return with_drafting(loaded, drafting.or_plain(baseline, chat_template))
-
-    server = Server(medusa, limits, recorder, load_again)
-    listener.listen()  # before the address is printed
-    engine = loaded.backbone.engine
-    size = longest * engine.row_bytes + engine.slot_bytes(SPARE_ROWS)
-    what = (
-        f"{limits.names[0]!r} with a context of {longest:,} tokens ({size / 1e9:.2g} GB of memory)"
+    if limiting.store is not None:
+        medusa.keep_prefixes(*limiting.store)
+    server = Server(
+        medusa,
+        limits,
+        access.recorder(backbone),
+        lambda: with_drafting(loaded, drafting.or_plain(baseline, chat_template)),
     )
-    if uds:
-        console.info(f"serving {what} at the socket {uds}")
-    else:
-        address = f"[{host}]" if ":" in host else host
-        port = listener.getsockname()[1]
-        scheme = "https" if ssl_certfile else "http"
-        console.info(f"serving {what} at {scheme}://{address}:{port}/v1, a page to try it at /")
+    listener.listen()  # before the address is printed
+    longest = limits.context or backbone.max_positions
+    size = longest * backbone.engine.row_bytes + backbone.engine.slot_bytes(SPARE_ROWS)
+    port = 0 if access.uds else listener.getsockname()[1]
+    console.info(
+        f"serving {limits.names[0]!r} with a context of {longest:,} tokens ({size / 1e9:.2g} GB of memory) "
+        f"at {access.address(port)}"
+    )
     server.run(listener)
     medusa.close()
-    if uds and file_identity(uds) == bound:  # else another server has bound its own
-        uds.unlink(missing_ok=True)
+    if access.uds and file_identity(access.uds) == bound:  # else another server has bound its own
+        access.uds.unlink(missing_ok=True)
+
+
+def limits_of(
+    backbone: "Backbone",
+    limiting: LimitFlags,
+    access: AccessFlags,
+    names: tuple[str, ...],
+    temperature: float,
+) -> "Limits":
+    """Returns the server's limits, of which those of the memory depend on the model."""
+    from medusa_cli.serve.middleware import Limits
+
+    slots, longest, share = fitting_limits(backbone, limiting.batch_size, limiting.context)
+    return Limits(
+        names=names,
+        host="" if access.uds else access.host,
+        allowed_hosts=tuple(access.allow_host or ()),
+        api_keys=tuple(access.api_key or ()),
+        slots=slots,
+        waiting=limiting.queue,
+        context=longest,
+        share=share,
+        max_new_tokens=limiting.max_new_tokens,
+        max_body=limiting.max_body << 10,
+        temperature=temperature,
+        cors=tuple(access.cors or ()),
+        access_log=access.access_log,
+        ssl_certfile=access.ssl_certfile,
+        ssl_keyfile=access.ssl_keyfile,
+    )
 
 
 def folder_and_bytes(text: str) -> tuple[Path, int]:
     """Returns the folder and the size that DIR[:GB] names; raises UsageError if there is neither."""
-    from medusa_cli.files.paths import expanded
-
     folder, colon, size = text.rpartition(":")
     gigabytes = STORE_GB
     if not colon or "/" in size:

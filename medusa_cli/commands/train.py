@@ -14,7 +14,7 @@ from medusa_cli.errors import UsageError, UserError
 from medusa_cli.files import extras, mtp
 from medusa_cli.files.model_files import check_model_files
 from medusa_cli.files.model_source import ModelSource
-from medusa_cli.options import LoadFlags, OutputFlags, flag
+from medusa_cli.options import LoadFlags, OutputFlags, flag, refuse
 from medusa_cli.progress import span
 from medusa_cli.runs.run import DEFAULT_RUN, RUNS
 
@@ -88,15 +88,11 @@ def train(
     if loading.dtype in ("bf16", "fp32") and not (resume and all("=" in word for word in words)):
         flags["train.dtype"] = loading.dtype
     plan = recipe_of(target, words, flags, resume, origin)
-    for name, value in (("--schedule", schedule), ("--tuning", tuning)):
-        if value is not None and plan.train.stage == 1:
-            raise UsageError(
-                f"{name} {value} has no effect with train.stage=1",
-                "leave it out, or give --stage 2",
-            )
-    source = data or (
-        origin.data_path if origin and not target.data_path.is_file() else target.data_path
-    )
+    if plan.train.stage == 1:
+        joint = {"--schedule": schedule, "--tuning": tuning}
+        refuse(joint, "has no effect with train.stage=1", "leave it out, or give --stage 2")
+    giver = origin if origin and not target.data_path.is_file() else target
+    source = data or giver.data_path
     check_conversations(source)
     check_model_files(ModelSource.of(plan.model))
     bound = f" or {plan.train.max_tokens:,} tokens" if plan.train.max_tokens else ""

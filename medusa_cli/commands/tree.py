@@ -13,7 +13,7 @@ from medusa_cli import console, options
 from medusa_cli.errors import UsageError, UserError, in_flags
 from medusa_cli.files import extras
 from medusa_cli.files.catalogue import DEFAULT_MODEL
-from medusa_cli.options import LoadFlags, OutputFlags, flag
+from medusa_cli.options import LoadFlags, OutputFlags, flag, refuse
 from medusa_cli.runs.load_options import as_trained
 from medusa_cli.runs.resolve import Calibration, find_calibration
 from medusa_cli.runs.run import DEFAULT_RUN, STAMP, Run, provenance, sole_writer, stamp_of
@@ -35,7 +35,7 @@ USUAL_SIZES = (1, 4, 8, 16, 32, 64)
 
 @dataclass(frozen=True)
 class Chosen:
-    """A tree, the setting and value that made it, and the sizes that were compared with it."""
+    """A tree, the setting and drafter that made it, and the sizes that were compared with it."""
 
     tree: "Tree"
     made_by: dict[str, Any]
@@ -50,13 +50,7 @@ def tree(
         Path | None, flag("--calibration FILE", CALIBRATION, dir_okay=False)
     ] = None,
     budget: Annotated[str | None, flag("--budget N|auto", BUDGET)] = None,
-    shape: Annotated[
-        str | None,
-        flag(
-            "--shape W1,W2,...",
-            "All paths over the W1 best guesses of head 1, the W2 best of head 2, ...",
-        ),
-    ] = None,
+    shape: Annotated[str | None, flag("--shape W1,W2,...", SHAPE)] = None,
     choices: Annotated[Path | None, flag("--choices FILE", CHOICES, dir_okay=False)] = None,
     heads: Annotated[
         int | None, flag("--heads K", "Use only the first K heads. [default: all]")
@@ -75,34 +69,23 @@ def tree(
     default run, or else of the drafter that ships, whose tree is drawn but not saved.
     """
     printing.configure()
-    from medusa_cli.tree.draw import draw_picture
-    from medusa_cli.tree.io import save_tree
     from medusa_cli.tree.search import expected_length
 
     options.check_beside_picture(output)
-    sources = {"--budget": budget, "--shape": shape, "--choices": choices}
-    used_sources = [flag for flag, value in sources.items() if value is not None]
-    if len(used_sources) > 1:
-        raise UsageError(f"{' and '.join(used_sources)} exclude each other", "give one of them")
-    if budget != "auto":
-        given = ["--measure"] if measure else loading.given
-        if given:
-            raise UsageError(f"{given[0]} has no effect without --budget auto", "leave it out")
-    widths = parse_shape(shape) if shape is not None else None
+    _check_sources(
+        {"--budget": budget, "--shape": shape, "--choices": choices}, measure, loading.given
+    )
+    chosen = as_given(shape, choices)
     target, known, source = find_calibration(run, calibration)
     if target is not None and output is None:
         ctx.with_resource(sole_writer(target.path, "medusa tree"))
     used = known.first(heads)
-    if widths is not None or choices is not None:
-        chosen = as_given(widths, choices)
-    elif budget == "auto":
+    if chosen is None and budget == "auto":
         timed = target or (Run.pretrained(DEFAULT_MODEL) if calibration is None else None)
         chosen = by_time(used, timed, loading, measure)
-    else:
+    elif chosen is None:
         chosen = by_budget(used, budget, source, run)
-    draft_tree = chosen.tree
-    if heads is not None and draft_tree.max_depth > heads:
-        draft_tree = draft_tree.truncate(heads)
+    draft_tree = chosen.tree if heads is None else chosen.tree.truncate(heads)
     console.info(f"{draft_tree.size:,} nodes for {source}; --budget N makes another size")
     notes = [in_flags(note) for note in missing_accuracies(draft_tree.widths, known)]
     for note in notes:
@@ -112,17 +95,8 @@ def tree(
     output = output or (target.tree_path if target else None)
     picture = None
     if output is not None:
-        facts = {
-            "calibration": known.path,
-            "expected_acceptance_length": expected,
-            **chosen.made_by,
-        }
-        if widths is None and choices is None:  # those belong to no drafter
-            facts[STAMP] = known.drafter_stamp
-        save_tree(output, draft_tree, provenance(known.backbone, **facts))
-        if extras.has_package("matplotlib"):
-            picture = output.with_suffix(".png")
-            draw_picture(draft_tree, picture, used.accuracies or None)
+        facts = {"calibration": known.path, "expected_acceptance_length": expected}
+        picture = _save(draft_tree, used, output, facts | chosen.made_by)
     report = {
         "nodes": draft_tree.size,
         "nodes_per_depth": [
@@ -131,8 +105,8 @@ def tree(
         "expected_acceptance_length": expected,
         "heads": used.heads,
         "calibration": known.path,
-        "output": str(output) if output else None,
-        "picture": str(picture) if picture else None,
+        "output": output and str(output),
+        "picture": picture and str(picture),
         "warnings": notes,
         "budgets": chosen.sizes,
     }
@@ -140,6 +114,29 @@ def tree(
         console.emit_json({**report, **draft_tree.to_json(), "choices": draft_tree.choices})
     else:
         show(draft_tree, used, report)
+
+
+def _check_sources(sources: dict[str, Any], measure: bool, loading: list[str]) -> None:
+    """Raises UsageError for a tree from two sources, and for flags that only timing reads."""
+    given = [name for name, value in sources.items() if value is not None]
+    if len(given) > 1:
+        raise UsageError(f"{' and '.join(given)} exclude each other", "give one of them")
+    if sources["--budget"] != "auto":
+        timing = {"--measure": measure, **dict.fromkeys(loading, True)}
+        refuse(timing, "has no effect without --budget auto", "leave it out")
+
+
+def _save(tree: "Tree", used: Calibration, path: Path, facts: dict[str, Any]) -> Path | None:
+    """Saves a tree, and a picture beside it if matplotlib is installed; returns the picture's path."""
+    from medusa_cli.tree.draw import draw_picture
+    from medusa_cli.tree.io import save_tree
+
+    save_tree(path, tree, provenance(used.backbone, **facts))
+    if not extras.has_package("matplotlib"):
+        return None
+    picture = path.with_suffix(".png")
+    draw_picture(tree, picture, used.accuracies or None)
+    return picture
 
 
 def show(tree: "Tree", used: Calibration, report: dict[str, Any]) -> None:
@@ -176,15 +173,15 @@ def show(tree: "Tree", used: Calibration, report: dict[str, Any]) -> None:
     console.result(f"saved: {saved}" if saved else "not saved; give --output FILE to keep it")
 
 
-def as_given(widths: list[int] | None, choices: Path | None) -> Chosen:
-    """Returns the tree that --shape or --choices gives."""
+def as_given(shape: str | None, choices: Path | None) -> Chosen | None:
+    """Returns the tree that --shape or --choices gives, which belongs to no drafter; None without them."""
     from medusa_cli.tree import Tree
     from medusa_cli.tree.io import load_tree
 
-    if widths is not None:
+    if shape is not None:
+        widths = parse_shape(shape)
         return Chosen(Tree.dense(widths), {"shape": widths})
-    assert choices is not None
-    return Chosen(load_tree(choices), {"choices": str(choices)})
+    return None if choices is None else Chosen(load_tree(choices), {"choices": str(choices)})
 
 
 def by_budget(used: Calibration, budget: str | None, source: str, run: str | None) -> Chosen:
@@ -211,7 +208,7 @@ def by_budget(used: Calibration, budget: str | None, source: str, run: str | Non
         raise UsageError(
             f"@budget {nodes} is more than one step can verify", f"use 1 to {MAX_NODES:,}"
         )
-    return Chosen(search(used.accuracies, nodes), {"budget": nodes})
+    return Chosen(search(used.accuracies, nodes), {"budget": nodes, STAMP: used.drafter_stamp})
 
 
 def by_time(used: Calibration, run: Run | None, loading: LoadFlags, again: bool) -> Chosen:
@@ -229,7 +226,11 @@ def by_time(used: Calibration, run: Run | None, loading: LoadFlags, again: bool)
     step_times = time_run(run, as_trained(loading, run.drafter_dir), again)
     timed = budgets(used.accuracies, step_times)
     best = max(timed, key=lambda size: size.tokens_per_s)
-    made_by = {"budget": "auto", "step_ms": round(1e3 * best.seconds, 2)}
+    made_by = {
+        "budget": "auto",
+        "step_ms": round(1e3 * best.seconds, 2),
+        STAMP: used.drafter_stamp,
+    }
     sizes = [
         {
             "nodes": size.tree.size,

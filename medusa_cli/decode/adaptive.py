@@ -344,14 +344,9 @@ class AdaptivePolicy(DraftPolicy):
         if tree is None:
             return
         if tree:
+            size = self._size_of(tree, batch)
             for step, acceptance in drafted:
-                size = self._size_of(tree, batch)
-                expected = size.expected - 1
-                if step.growth is not None:
-                    expected = step.growth.expected
-                    size.follow(step, levels, 1 + expected)
-                if expected:
-                    acceptance.update(expected, len(step.path) - 1)
+                _update(acceptance, size, step, levels)
         if self._trial_left > 0:
             if tree:  # FIRP has no extra rows yet in the first step of a trial
                 self._continue_trial(tree, [step for step, _ in drafted], seconds)
@@ -429,6 +424,16 @@ class AdaptivePolicy(DraftPolicy):
         drafts = self._current and not self._trial_left
         gain = MIN_GAIN if drafts else gain_to_begin(batch)
         return best if rates[best] > gain * rates[0] else 0, rates
+
+
+def _update(acceptance: AcceptanceEstimate, size: TreeSize, step: Step, levels: int) -> None:
+    """Updates a sequence's estimate by a step that drafted `levels` levels, and the usual size of trees that grow."""
+    expected = size.expected - 1
+    if step.growth is not None:
+        expected = step.growth.expected
+        size.follow(step, levels, 1 + expected)
+    if expected:
+        acceptance.update(expected, len(step.path) - 1)
 
 
 def gain_to_begin(batch: int) -> float:

@@ -181,18 +181,14 @@ class _Rewriter:
         self._counts(part, more)
         if not self._exclude(part, more, place):
             return False
-        for name, needed in dict(part.get("dependentRequired") or {}).items():
-            more.append({"anyOf": [{"properties": {name: False}}, {"required": needed}]})
-        for name, needed in dict(part.get("dependentSchemas") or {}).items():
-            more.append({"anyOf": [{"properties": {name: False}}, needed]})
+        more += _dependents(part)
         if "if" in part and ("then" in part or "else" in part):
             more.append(self._choice(part, place))
         self._copy(part, result, place)
-        if more:
-            extra = [self.rewrite(one, place) for one in more]
-            result["allOf"] = [*result.get("allOf", ()), *(one for one in extra if one is not True)]
-            if not result["allOf"]:
-                del result["allOf"]
+        others = [self.rewrite(condition, place) for condition in more]
+        others = [*result.get("allOf", ()), *(other for other in others if other is not True)]
+        if others:
+            result["allOf"] = others
         return result
 
     def _copy(self, part: Mapping[str, Any], result: dict[str, Any], place: str) -> None:
@@ -353,26 +349,15 @@ class _Rewriter:
         if "propertyNames" not in part:
             return
         rule = self.resolved(part["propertyNames"], place)
-        if isinstance(rule, dict) and rule.get("type", "string") not in ("string", ["string"]):
-            given = rule["type"] if isinstance(rule["type"], list) else [rule["type"]]
-            rule = {**rule, "type": "string"} if "string" in given else False
-        if rule is False:
+        if rule is False or (isinstance(rule, dict) and not _allows_texts(rule)):
             part["maxProperties"] = 0
             return
-        if not isinstance(rule, dict):
-            return
-        demands = set(rule) & {*VALUES, *SEVERAL, "pattern", "format", "not", "if", "$ref"}
-        demands -= {name for name in demands if rule[name] in (0, []) and name.startswith("min")}
-        if "format" in demands and ("pattern" in demands or rule["format"] not in FORMATS):
-            demands.discard("format")
-        others = part.get("additionalProperties", part.get("unevaluatedProperties", True))
+        demands = _demands_on_names(rule) if isinstance(rule, dict) else set()
         if not demands:
             return
+        others = part.get("additionalProperties", part.get("unevaluatedProperties", True))
         if demands <= {"enum", "const"}:
-            allowed = rule.get("enum", [rule.get("const")])
-            if "enum" in rule and "const" in rule:
-                allowed = [rule["const"]] if rule["const"] in rule["enum"] else []
-            allowed = [name for name in allowed if isinstance(name, str)]
+            allowed = _listed_names(rule)
             if "patternProperties" in part:
                 raise self.refuse(
                     place, "propertyNames", "beside patternProperties it cannot be followed"
@@ -458,6 +443,36 @@ class _Rewriter:
         values = [schema["const"]] if "const" in schema else schema.get("enum", values)
         plain = set(schema) <= {"enum", "const", "type", "title", "description"}
         return values if plain and values is not None and len(values) <= MAX_UNIQUE else None
+
+
+def _dependents(part: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Says `dependentRequired` and `dependentSchemas` otherwise."""
+    required = dict(part.get("dependentRequired") or {})
+    needs = [(name, {"required": names}) for name, names in required.items()]
+    needs += dict(part.get("dependentSchemas") or {}).items()
+    return [{"anyOf": [{"properties": {name: False}}, needed]} for name, needed in needs]
+
+
+def _allows_texts(rule: Mapping[str, Any]) -> bool:
+    given = rule.get("type", "string")
+    return "string" in (given if isinstance(given, list) else [given])
+
+
+def _demands_on_names(rule: Mapping[str, Any]) -> set[str]:
+    """Returns the keywords of a schema that not every name satisfies."""
+    demands = set(rule) & {*VALUES, *SEVERAL, "pattern", "format", "not", "if", "$ref"}
+    demands -= {name for name in demands if rule[name] in (0, []) and name.startswith("min")}
+    if "format" in demands and ("pattern" in demands or rule["format"] not in FORMATS):
+        demands.discard("format")
+    return demands
+
+
+def _listed_names(rule: Mapping[str, Any]) -> list[str]:
+    """Returns the names that a schema lists."""
+    allowed = rule.get("enum", [rule.get("const")])
+    if "enum" in rule and "const" in rule:
+        allowed = [rule["const"]] if rule["const"] in rule["enum"] else []
+    return [name for name in allowed if isinstance(name, str)]
 
 
 def _orders(values: list[Any]) -> list[tuple[Any, ...]]:

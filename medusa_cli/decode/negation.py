@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from typing import Any
 
 from medusa_cli.decode.patterns import other_than
@@ -55,41 +56,61 @@ def negated(schema: Any, within: Any, resolve: Callable[[Any], Any], depth: int 
         return negated(part, None, resolve, depth + 1)
 
     types = [*ALL, "integer"] if within is None else [within] if isinstance(within, str) else within
-    options: list[Any] = []
-    for keyword, value in schema.items():
-        if keyword == "type":
-            options.append(_other_types(value, types))
-        elif keyword in ("const", "enum"):
-            options += _other_values([value] if keyword == "const" else value, types)
-        elif keyword in LIMITS:
-            kind, other, distance = LIMITS[keyword]
-            if isinstance(value, bool):
-                raise Unsaid(f"{keyword} cannot be followed")
-            limit = value + distance
-            options.append({"type": kind, other: limit} if limit >= 0 or not distance else False)
-        elif keyword == "required":
-            options += [{"type": "object", "properties": {name: False}} for name in value]
-        elif keyword == "properties":
-            for name, part in value.items():
-                other = inner(part)
-                need = {"type": "object", "required": [name], "properties": {name: other}}
-                options.append(need if other is not False else False)
-        elif keyword == "not":
-            options.append(True if value == {} else value)
-        elif keyword == "allOf":
-            options += map(inner, value)
-        elif keyword == "anyOf":
-            options.append({"allOf": [*map(inner, value)]})
-        elif keyword in UNKNOWN and not _says_nothing(keyword, value):
-            raise Unsaid(f"{keyword} inside it cannot be followed")
-        elif keyword == "$ref":
-            raise Unsaid("$ref beside other keywords cannot be followed")
-    options = [option for option in options if option is not False]
+    options = [
+        option
+        for keyword, value in schema.items()
+        for option in _negated_keyword(keyword, value, types, inner)
+        if option is not False
+    ]
     if True in options:
         return True
     if len(options) == 1:
         return options[0]
     return {"anyOf": options} if options else False
+
+
+def _negated_keyword(
+    keyword: str, value: Any, types: list[str], inner: Callable[[Any], Any]
+) -> list[Any]:
+    """Returns schemas of the values, of these types, that one keyword does not allow; inner: negates a part."""
+    match keyword:
+        case "type":
+            return [_other_types(value, types)]
+        case "const":
+            return _other_values([value], types)
+        case "enum":
+            return _other_values(value, types)
+        case "required":
+            return [{"type": "object", "properties": {name: False}} for name in value]
+        case "properties":
+            others = {name: inner(part) for name, part in value.items()}
+            return [
+                {"type": "object", "required": [name], "properties": {name: other}}
+                for name, other in others.items()
+                if other is not False
+            ]
+        case "not":
+            return [True if value == {} else value]
+        case "allOf":
+            return [*map(inner, value)]
+        case "anyOf":
+            return [{"allOf": [*map(inner, value)]}]
+        case "$ref":
+            raise Unsaid("$ref beside other keywords cannot be followed")
+    if keyword in LIMITS:
+        return [_beyond(keyword, value)]
+    if keyword in UNKNOWN and not _says_nothing(keyword, value):
+        raise Unsaid(f"{keyword} inside it cannot be followed")
+    return []
+
+
+def _beyond(keyword: str, value: Any) -> Any:
+    """Returns the schema of what a limit forbids."""
+    kind, other, distance = LIMITS[keyword]
+    if isinstance(value, bool):
+        raise Unsaid(f"{keyword} cannot be followed")
+    limit = value + distance
+    return {"type": kind, other: limit} if limit >= 0 or not distance else False
 
 
 def _says_nothing(keyword: str, value: Any) -> bool:
@@ -149,13 +170,18 @@ def _other_values(values: list[Any], types: list[str]) -> list[Any]:
         ]
     kind = "number" if "number" in types else "integer"
     if numbers and kind in types:
-        limits = [None, *numbers, None]
-        for low, high in zip(limits, limits[1:], strict=False):
-            between = {"exclusiveMinimum": low, "exclusiveMaximum": high}
-            between = {name: limit for name, limit in between.items() if limit is not None}
-            closed = low is not None and high is not None
-            if not closed or high - low > (kind == "integer"):
-                options.append({"type": kind, **between})
+        options += _other_numbers(numbers, kind)
+    return options
+
+
+def _other_numbers(numbers: list[Any], kind: str) -> list[Any]:
+    """Returns schemas for the numbers below, between and above the given ones, which are sorted."""
+    options: list[Any] = []
+    for low, high in pairwise([None, *numbers, None]):
+        if low is None or high is None or high - low > (kind == "integer"):
+            limits = {"exclusiveMinimum": low, "exclusiveMaximum": high}
+            given = {name: limit for name, limit in limits.items() if limit is not None}
+            options.append({"type": kind, **given})
     return options
 
 

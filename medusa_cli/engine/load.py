@@ -94,44 +94,61 @@ def load_backbone(
         try:
             return _load_native(model, options, adapter, chat_template, chat)
         except Unsupported as reason:
-            if named == "native":
-                raise _refusal(options, model.name, reason) from reason
-            log.info("%s runs on the eager engine: %s", model.name, reason)
+            _fall_back(options, model, reason, required=named == "native")
 
     by_torch = named in ("auto", "torch") and not on_cpu and not needs_network
     if by_torch and _has_tiles(model, options, adapter):
         try:
             return _load_tiles(model, options, adapter, chat_template, chat, device)
         except Unsupported as reason:
-            if options.quantize in INTEGER:
-                raise _refusal(options, model.name, reason) from reason
-            log.info("the weights of %s are dequantized: %s", model.name, reason)
+            required = options.quantize in INTEGER
+            _fall_back(options, model, reason, required, "with dequantized weights")
             if device.type == "cuda":
                 check_memory(model, replace(options, engine="eager"), device, drafter)
 
-    network, tokenizer = load_network(model, options, shard=shard, chat_template=chat_template)
-    digest = None
-    if adapter is not None:
-        digest = lora.digest(adapter)
-        network = lora.merge(network, adapter, quantized=options.quantized)
-    backbone = Backbone(
-        network, tokenizer, id=model.name, adapter=digest, weights=weights_of(model)
-    )
+    backbone = _load_transformers(model, options, adapter, chat_template, shard)
     _check_chat(backbone, chat)
-
     if by_torch:
         try:
             _run_by_torch(backbone, options)
             return backbone
         except Unsupported as reason:
-            if named == "torch" or options.exact:
-                raise _refusal(options, model.name, reason) from reason
-            log.info("%s runs on the eager engine: %s", model.name, reason)
-
+            _fall_back(options, model, reason, required=named == "torch" or options.exact)
     backbone.engine = EagerEngine(backbone)
     if not shard:  # all processes must run a sharded network together
         backbone.engine.check()
     return backbone
+
+
+def _load_transformers(
+    model: ModelSource,
+    options: LoadOptions,
+    adapter: Path | None,
+    chat_template: str | None,
+    shard: bool,
+) -> Backbone:
+    """Loads a backbone with transformers' network in memory, and the adapter, if any, in it; it has no engine yet."""
+    network, tokenizer = load_network(model, options, shard=shard, chat_template=chat_template)
+    digest = None
+    if adapter is not None:
+        digest = lora.digest(adapter)
+        network = lora.merge(network, adapter, quantized=options.quantized)
+    return Backbone(network, tokenizer, id=model.name, adapter=digest, weights=weights_of(model))
+
+
+def _fall_back(
+    options: LoadOptions,
+    model: ModelSource,
+    reason: Unsupported,
+    required: bool,
+    instead: str = "on the eager engine",
+) -> None:
+    """Logs how a model runs instead; raises UsageError if the options require what it cannot."""
+    if required:
+        raise UsageError(
+            f"{_flag(options)} cannot run the model {model.name!r}: {reason}", _remedy(options)
+        ) from reason
+    log.info("%s runs %s: %s", model.name, instead, reason)
 
 
 def _run_by_torch(backbone: Backbone, options: LoadOptions) -> None:
@@ -415,12 +432,6 @@ def _check_engine(
         raise UsageError(f"{flag} cannot run: {why_unavailable()}", _remedy(options))
     if named == "torch" and device == "cpu":
         raise UsageError(f"{flag} runs on a GPU, not on a CPU", "use @engine auto, native or eager")
-
-
-def _refusal(options: LoadOptions, model: str, reason: Unsupported) -> UsageError:
-    return UsageError(
-        f"{_flag(options)} cannot run the model {model!r}: {reason}", _remedy(options)
-    )
 
 
 def _forced_engine(options: LoadOptions, on_cpu: bool) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from ctypes import byref, pointer
+from ctypes import Array, byref, pointer
 from typing import Protocol
 
 import numpy as np
@@ -138,57 +138,61 @@ class NativeDecoderLayer(nn.Module):
                 key = i, 0 if last else piece[0]
                 outputs[key] = self.extend(x[part], [piece], [caches[i]], *parts, last=last)
             return torch.cat(list(outputs.values()))
+        counts = [len(own) for own in positions]
         flat = np.array([position for own in positions for position in own], np.int32)
         self._reserve(int(flat.max()) + 1)
-        states = x.float() if self.first_norm is None else self.first_norm(x.float())
-        states = states.clone(memory_format=torch.contiguous_format)
-        read = [own.float().contiguous() for own in embedded]
-        shape = len(flat), self.hidden_size
-        # The matrices read the embeddings, then the states.
-        inputs = self._owned[0]["query"].shape[1]
-        require(
-            inputs == self.hidden_size * (1 + len(read))
-            and all(own.shape == shape for own in (states, *read)),
-            f"states {tuple(x.shape)} are not those of {len(flat)} rows",
-        )
-
-        counts = [len(own) for own in positions]
-        # Rows of a chain see each other and the rows before them; `last` needs no mask.
-        seen = (
-            [None] * len(counts)
-            if last
-            else [_bytes(mask) for mask in masks or map(_chain, counts)]
-        )
-        require(
-            all(
-                mask is None or (mask.ndim == 2 and len(mask) == count <= mask.shape[1])
-                for mask, count in zip(seen, counts, strict=True)
-            ),
-            "a mask does not fit the rows of a draft",
-        )
-        rows = (DraftRows * len(counts))()
-        for own, cache, count, mask in zip(rows, caches, counts, seen, strict=True):
-            own.rows = count
-            own.earlier = 0 if mask is None else mask.shape[1] - count
-            own.prefix = cache.length - own.earlier
-            own.seen = None if mask is None else mask.ctypes.data
-            keys, values = cache.room(count, self.heads, self.head_dim, states)
-            own.keys = keys.data_ptr()
-            own.values = values.data_ptr()
-            own.capacity = keys.shape[1]
+        states, read = self._inputs(x, embedded, len(flat))
+        # `last` needs no mask. The arrays are kept here, as the structures point to them.
+        seen = [None] * len(counts) if last else _seen(counts, masks)
         given = DraftPass(
-            own=rows,
+            own=self._rows(counts, caches, seen, states),
             sequences=len(counts),
             last=last,
             positions=flat.ctypes.data,
             x=states.data_ptr(),
-            embedded=read[0].data_ptr() if read else None,
+            embedded=None if read is None else read.data_ptr(),
         )
         code = library().draft(byref(self._model), byref(given))
         check(code, "rows of a draft do not fit the cache")
         for cache, own in zip(caches, positions, strict=True):
             cache.count(own)
         return (states[: len(counts)] if last else states).to(x.dtype)
+
+    def _inputs(
+        self, x: Tensor, embedded: Sequence[Tensor], rows: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """Returns the states, which the library replaces, and the embeddings, if any, that the matrices read first."""
+        states = x.float() if self.first_norm is None else self.first_norm(x.float())
+        states = states.clone(memory_format=torch.contiguous_format)
+        read = [own.float().contiguous() for own in embedded]
+        shape = rows, self.hidden_size
+        inputs = self._owned[0]["query"].shape[1]
+        require(
+            inputs == self.hidden_size * (1 + len(read))
+            and all(own.shape == shape for own in (states, *read)),
+            f"states {tuple(x.shape)} are not those of {rows} rows",
+        )
+        return states, next(iter(read), None)
+
+    def _rows(
+        self,
+        counts: Sequence[int],
+        caches: Sequence[RowCache],
+        masks: Sequence[NDArray[np.uint8] | None],
+        like: Tensor,
+    ) -> Array[DraftRows]:
+        """Returns the sequences' rows in the library's structures, after their caches have made room for them."""
+        rows = (DraftRows * len(counts))()
+        for own, cache, count, mask in zip(rows, caches, counts, masks, strict=True):
+            own.rows = count
+            own.earlier = 0 if mask is None else mask.shape[1] - count
+            own.prefix = cache.length - own.earlier
+            own.seen = None if mask is None else mask.ctypes.data
+            keys, values = cache.room(count, self.heads, self.head_dim, like)
+            own.keys = keys.data_ptr()
+            own.values = values.data_ptr()
+            own.capacity = keys.shape[1]
+        return rows
 
     def _reserve(self, positions: int) -> None:
         """Makes room for at least `positions` positions in the rotary table."""
@@ -209,9 +213,15 @@ class NativeDecoderLayer(nn.Module):
         self._model.positions = count
 
 
-def _chain(count: int) -> Tensor:
-    return torch.ones(count, count, dtype=torch.bool).tril()
-
-
-def _bytes(mask: Tensor) -> NDArray[np.uint8]:
-    return np.ascontiguousarray(mask.numpy(), np.uint8)
+def _seen(counts: Sequence[int], masks: Sequence[Tensor] | None) -> list[NDArray[np.uint8] | None]:
+    """Returns the masks as bytes; without masks, the rows of a chain see each other and the rows before them."""
+    if masks is None:
+        masks = [torch.ones(count, count, dtype=torch.bool).tril() for count in counts]
+    require(
+        all(
+            mask.ndim == 2 and len(mask) == count <= mask.shape[1]
+            for mask, count in zip(masks, counts, strict=True)
+        ),
+        "a mask does not fit the rows of a draft",
+    )
+    return [np.ascontiguousarray(mask.numpy(), np.uint8) for mask in masks]

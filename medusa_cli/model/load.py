@@ -62,42 +62,21 @@ def load_network(
     shard: see split_layers. chat_template: replaces the tokenizer's template. Raises UserError for
     a model that is missing, damaged or unusable.
     """
-    from transformers import AutoModelForCausalLM
-
     device = resolve_device(options.device)
     if torch.device(device).type == "cuda":
         # cuDNN plans attention anew for every length of a text, which takes 70 ms on an H100.
         torch.backends.cuda.enable_cudnn_sdp(False)
     if options.quantized:
         extras.need_extra("quant", f"@quantize {options.quantize}")
-        if model.kind == "gguf":
+        if model.kind in ("gguf", "random"):
+            other = "a GGUF file" if model.kind == "gguf" else "random weights"
             raise UsageError(
-                f"@quantize {options.quantize} cannot quantize a GGUF file", "leave it out"
+                f"@quantize {options.quantize} cannot quantize {other}", "leave it out"
             )
-    dtype = resolve_dtype(options.dtype, model, device, options.trust_remote_code)
-    if model.kind == "random":
-        if options.quantized:
-            raise UsageError(f"@model {model.name!r} is not quantized", "leave @quantize out")
-        with torch.device("cpu" if shard else device):
-            network = AutoModelForCausalLM.from_config(
-                random_config(model.name), dtype=dtype, trust_remote_code=False
-            )
-        if shard:
-            split_layers(network, device)
-        return network, None
-    # Weights are read only from safetensors, because a pickle may contain any code.
-    settings: dict[str, Any] = {"dtype": dtype, "use_safetensors": True}
-    if options.quantized:
-        from transformers import BitsAndBytesConfig
-
-        settings["quantization_config"] = BitsAndBytesConfig(
-            load_in_4bit=options.quantize == "bnb.nf4",
-            load_in_8bit=options.quantize == "bnb.int8",
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_compute_dtype=dtype,
-        )
-        settings["device_map"] = {"": device}
     trusted = options.trust_remote_code
+    dtype = resolve_dtype(options.dtype, model, device, trusted)
+    if model.kind == "random":
+        return _random_network(model, dtype, device, shard), None
     config = read_config(model, trusted, whole=True)
     if trusted and has_own_code(model):
         refuse_unsupported(config)
@@ -111,14 +90,7 @@ def load_network(
         if model.weights_in_gguf:
             network = _network_of_gguf(model, config, dtype)
         else:
-            network, info = auto_class(config).from_pretrained(
-                model.folder,
-                config=config,
-                trust_remote_code=trusted,
-                output_loading_info=True,
-                **settings,
-            )
-            missing = sorted(info["missing_keys"])
+            network, missing = _network_of_checkpoint(model, config, dtype, device, options)
         tokenizer = _load_tokenizer(model.folder, chat_template, trusted)
     except (UserError, MemoryError):
         raise
@@ -134,6 +106,47 @@ def load_network(
         network = network.to(device)
     check_network(network, model.name)
     return network, tokenizer
+
+
+def _random_network(model: ModelSource, dtype: torch.dtype, device: str, shard: bool) -> Any:
+    """Returns a network with random weights."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("cpu" if shard else device):
+        network = AutoModelForCausalLM.from_config(
+            random_config(model.name), dtype=dtype, trust_remote_code=False
+        )
+    if shard:
+        split_layers(network, device)
+    return network
+
+
+def _network_of_checkpoint(
+    model: ModelSource, config: Any, dtype: torch.dtype, device: str, options: LoadOptions
+) -> tuple[Any, list[str]]:
+    """Returns transformers' network with the weights of a checkpoint, and the names of those that it lacks."""
+    settings: dict[str, Any] = {}
+    if options.quantized:
+        from transformers import BitsAndBytesConfig
+
+        settings["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=options.quantize == "bnb.nf4",
+            load_in_8bit=options.quantize == "bnb.int8",
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_compute_dtype=dtype,
+        )
+        settings["device_map"] = {"": device}
+    # Weights are read only from safetensors, because a pickle may contain any code.
+    network, info = auto_class(config).from_pretrained(
+        model.folder,
+        config=config,
+        dtype=dtype,
+        use_safetensors=True,
+        trust_remote_code=options.trust_remote_code,
+        output_loading_info=True,
+        **settings,
+    )
+    return network, sorted(info["missing_keys"])
 
 
 def lazy_network(model: ModelSource) -> LazyNetwork:

@@ -311,11 +311,11 @@ def _with_file(tree: TreeChoice, folder: Path, source: Run | None) -> TreeChoice
     raise UserError(f"there is no tree for {folder}", f"{remedy}, or give @tree FILE")
 
 
-def named_drafter(name: str | None, model: str) -> Path | None:
+def named_drafter(name: str | None, model: ModelSource) -> Path | None:
     """Returns the folder of the drafter that a name refers to for a model; None if no name is given."""
     if name is None:
         return None
-    return mtp.own_drafter(ModelSource.of(model)) if means_mtp(name) else find_drafter(name)[0]
+    return mtp.own_drafter(model) if means_mtp(name) else find_drafter(name)[0]
 
 
 def means_mtp(name: str) -> bool:

@@ -18,6 +18,7 @@ from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.engine import load_backbone
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.files.io import Document
+from medusa_cli.files.model_source import ModelSource
 from medusa_cli.model import Backbone
 from medusa_cli.progress import ShowProgress, show_nothing
 from medusa_cli.runs.load_options import DEFAULT_LOADING, LoadOptions
@@ -50,7 +51,7 @@ log = logging.getLogger(__name__)
 
 def calibrate(
     run: Run,
-    model: str,
+    model: ModelSource,
     folder: Path,
     loading: LoadOptions = DEFAULT_LOADING,
     *,

@@ -402,7 +402,7 @@ class Tuning:
         with sole_writer(run.path, "medusa tune"):
             try:
                 document = calibrate(
-                    run, self.model.name, run.drafter_dir, self.options, max_samples=CALIBRATED
+                    run, self.model, run.drafter_dir, self.options, max_samples=CALIBRATED
                 )
                 write_json(run.calibration_path, document)
             except UserError as reason:  # the answers are too short for the last head
