@@ -36,10 +36,11 @@ from medusa_cli.errors import UsageError
 from medusa_cli.model import Backbone
 from medusa_cli.model.vocabulary import BYTES
 from medusa_cli.serve import preparation
+from medusa_cli.serve.chats import ChatRequest
+from medusa_cli.serve.completions import CompletionRequest
 from medusa_cli.serve.metrics import Metrics
 from medusa_cli.serve.openai_format import OpenAIFormat
 from medusa_cli.serve.scheduler import Event, Prompt, Scheduler, Ticket
-from medusa_cli.serve.schema import ChatRequest, CompletionRequest
 from medusa_cli.serve.server import OnceAMinute, check_certificate, listen
 from tests.helpers import forward, tiny_backbone, tiny_tokenizer
 from tests.models import tiny_network

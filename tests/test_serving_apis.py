@@ -10,10 +10,10 @@ from tokenizers import AddedToken
 from medusa_cli.api import Medusa
 from medusa_cli.loading import LoadedModel
 from medusa_cli.serve import handler
+from medusa_cli.serve.completions import CompletionRequest
 from medusa_cli.serve.infill import FILE_TOKENS, TOKENS, File, infill_ids
 from medusa_cli.serve.messages import MessagesRequest
 from medusa_cli.serve.ollama import OllamaChat, OllamaGenerate
-from medusa_cli.serve.schema import CompletionRequest
 from tests.helpers import byte_backbone, tiny_backbone
 from tests.serving import MODEL, Served, serving, serving_bytes
 

@@ -11,8 +11,9 @@ from tokenizers import AddedToken
 from medusa_cli.api import Medusa
 from medusa_cli.loading import LoadedModel
 from medusa_cli.serve import neutral
+from medusa_cli.serve.chats import ChatRequest
+from medusa_cli.serve.completions import CompletionRequest
 from medusa_cli.serve.infill import TOKENS, infill_ids
-from medusa_cli.serve.schema import ChatRequest, CompletionRequest
 from medusa_cli.serve.tools import MARKERS
 from tests.helpers import byte_backbone, save_model, save_run, tiny_backbone
 from tests.serving import IDS, MODEL, Served, serving, tiny_medusa

@@ -18,6 +18,8 @@ from medusa_cli import __version__
 from medusa_cli.api import Medusa
 from medusa_cli.serve import llama_cpp, messages, neutral, ollama, responses
 from medusa_cli.serve.bodies import BodyRoute
+from medusa_cli.serve.chats import ChatRequest
+from medusa_cli.serve.completions import CompletionRequest
 from medusa_cli.serve.errors import (
     ErrorBody,
     MessagesError,
@@ -36,13 +38,8 @@ from medusa_cli.serve.middleware import Limits, Middleware
 from medusa_cli.serve.ollama import OllamaChat, OllamaFormat, OllamaGenerate, ShowRequest
 from medusa_cli.serve.responses import ResponsesFormat, ResponsesRequest
 from medusa_cli.serve.scheduler import Scheduler
-from medusa_cli.serve.schema import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-)
 from medusa_cli.serve.templates import TemplateProcess
+from medusa_cli.serve.tokens import DetokenizeRequest, TokenizeRequest
 
 PAGE = Path(__file__).with_name("index.html")
 # The page may only run its own script and connect to this server.

@@ -7,18 +7,13 @@ from pydantic import AliasChoices, Discriminator, Field, Tag
 
 from medusa_cli.model import Backbone
 from medusa_cli.serve import neutral
+from medusa_cli.serve.answer_fields import Sampling
 from medusa_cli.serve.answer_format import AnswerFormat, sse
+from medusa_cli.serve.completions import CompletionRequest
 from medusa_cli.serve.infill import File
 from medusa_cli.serve.openai_format import stop_string_of
 from medusa_cli.serve.scheduler import Event, Ticket
-from medusa_cli.serve.schema import (
-    LIST,
-    TEXT,
-    CompletionRequest,
-    Sampling,
-    Strict,
-    TokenIds,
-)
+from medusa_cli.serve.schema import LIST, TEXT, Strict, TokenIds
 
 # Field names of llama.cpp, by the equivalent fields of completions.
 FIELDS = {"max_tokens": "n_predict", "suffix": "input_suffix"}

@@ -9,8 +9,10 @@ from pydantic import Discriminator, Field, Tag, field_validator
 from medusa_cli.errors import shown
 from medusa_cli.model import Backbone
 from medusa_cli.serve import neutral
+from medusa_cli.serve.answer_fields import Sampling
 from medusa_cli.serve.answer_format import AnswerFormat, sse
 from medusa_cli.serve.calls import CallReader, in_order
+from medusa_cli.serve.chats import ChatRequest
 from medusa_cli.serve.errors import Refusal
 from medusa_cli.serve.openai_format import stop_string_of
 from medusa_cli.serve.scheduler import Event, Ticket
@@ -18,10 +20,8 @@ from medusa_cli.serve.schema import (
     MAX_STOPS,
     MAX_TOOLS,
     THOUGHTS,
-    ChatRequest,
     Content,
     JsonObject,
-    Sampling,
     StopText,
     Strict,
     text_of,

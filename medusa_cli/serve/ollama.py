@@ -9,23 +9,16 @@ from pydantic import Discriminator, Field, Tag, field_validator
 
 from medusa_cli.model import Backbone
 from medusa_cli.serve import neutral
+from medusa_cli.serve.answer_fields import Sampling
 from medusa_cli.serve.answer_format import AnswerFormat
 from medusa_cli.serve.calls import read_calls
+from medusa_cli.serve.chats import ChatRequest, Tool, functions_of
+from medusa_cli.serve.completions import CompletionRequest
 from medusa_cli.serve.errors import Refusal
 from medusa_cli.serve.infill import can_infill
 from medusa_cli.serve.openai_format import fingerprint_of
 from medusa_cli.serve.scheduler import Event, Ticket
-from medusa_cli.serve.schema import (
-    MAX_TOOLS,
-    OBJECT,
-    TEXT,
-    ChatRequest,
-    CompletionRequest,
-    Sampling,
-    Strict,
-    Tool,
-    functions_of,
-)
+from medusa_cli.serve.schema import MAX_TOOLS, OBJECT, TEXT, Strict
 from medusa_cli.serve.tools import template_of
 
 # The version of Ollama whose API this is; clients refuse much older ones.

@@ -19,9 +19,10 @@ from medusa_cli.decode.text_stream import REPLACEMENT
 from medusa_cli.model import Backbone
 from medusa_cli.serve.answer_format import KEEP_ALIVE, sse
 from medusa_cli.serve.calls import CallReader
+from medusa_cli.serve.chats import ChatRequest
+from medusa_cli.serve.completions import CompletionRequest
 from medusa_cli.serve.errors import failure
 from medusa_cli.serve.scheduler import WAITING, Event, Ticket
-from medusa_cli.serve.schema import ChatRequest, CompletionRequest
 
 # OpenAI's log probability of an impossible token, because JSON has no infinity.
 NEVER = -9999.0

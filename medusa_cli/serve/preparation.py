@@ -21,7 +21,10 @@ from medusa_cli.decode.stop_strings import StopStrings
 from medusa_cli.errors import UserError, shown
 from medusa_cli.model.chat_template import token_ids
 from medusa_cli.serve import neutral
+from medusa_cli.serve.answer_fields import MAX_BIASES, MAX_GRAMMAR, Sampling
 from medusa_cli.serve.calls import end_of_first_call
+from medusa_cli.serve.chats import ChatRequest, Conversation
+from medusa_cli.serve.completions import CompletionRequest
 from medusa_cli.serve.errors import (
     Refusal,
     refusal_for,
@@ -32,18 +35,8 @@ from medusa_cli.serve.llama_cpp import InfillRequest
 from medusa_cli.serve.middleware import Limits
 from medusa_cli.serve.record import allowed, kind_of
 from medusa_cli.serve.scheduler import Event, Scheduler, Ticket
-from medusa_cli.serve.schema import (
-    MAX_BIASES,
-    MAX_GRAMMAR,
-    ChatRequest,
-    CompletionRequest,
-    Conversation,
-    DetokenizeRequest,
-    Sampling,
-    TokenizeChat,
-    TokenizeText,
-)
 from medusa_cli.serve.templates import TemplateProcess
+from medusa_cli.serve.tokens import DetokenizeRequest, TokenizeChat, TokenizeText
 from medusa_cli.serve.tools import (
     calls_grammar,
     describe_tools,

@@ -16,7 +16,8 @@ from medusa_cli.decode import Answer
 from medusa_cli.decode.grammar import Grammar
 from medusa_cli.decode.lazy_grammar import LazyGrammar
 from medusa_cli.errors import UserError
-from medusa_cli.serve.schema import ChatRequest, CompletionRequest
+from medusa_cli.serve.chats import ChatRequest
+from medusa_cli.serve.completions import CompletionRequest
 
 # The header of a request that is not to be recorded, with one of these values.
 HEADER = "x-medusa-record"

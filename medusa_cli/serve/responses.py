@@ -9,8 +9,10 @@ from pydantic import AfterValidator, Discriminator, Field, Tag, field_validator,
 
 from medusa_cli.errors import shown
 from medusa_cli.serve import neutral
+from medusa_cli.serve.answer_fields import Sampling
 from medusa_cli.serve.answer_format import AnswerFormat, sse
 from medusa_cli.serve.calls import CallReader, in_order
+from medusa_cli.serve.chats import ChatRequest, Function, TemplateOptions, ToolChoice, functions_of
 from medusa_cli.serve.errors import Refusal
 from medusa_cli.serve.openai_format import speculative_figures
 from medusa_cli.serve.scheduler import Event, Ticket
@@ -20,17 +22,11 @@ from medusa_cli.serve.schema import (
     LIST,
     MAX_TOOLS,
     TEXT,
-    ChatRequest,
     Content,
-    Function,
     NamedSchema,
-    Sampling,
     Strict,
-    TemplateOptions,
     TextPart,
-    ToolChoice,
     check_json,
-    functions_of,
     readable,
     text_of,
 )

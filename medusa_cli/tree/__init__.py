@@ -1,5 +1,6 @@
 """Draft trees: static and dynamic trees, the search for the best one, files and drawings."""
 
-from medusa_cli.tree.tree import Draft, DynamicTree, Growth, Prices, Tree, TreeBuilder
+from medusa_cli.tree.dynamic import DynamicTree, Prices, TreeBuilder
+from medusa_cli.tree.tree import Draft, Growth, Tree
 
 __all__ = ["Draft", "DynamicTree", "Growth", "Prices", "Tree", "TreeBuilder"]

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from medusa_cli.device import numbered
-from medusa_cli.tree.tree import PADDING, ROOT_PARENT, UNREAD, DynamicTree, Tree
+from medusa_cli.tree.dynamic import DynamicTree
+from medusa_cli.tree.tree import PADDING, ROOT_PARENT, UNREAD, Tree
 
 
 class TreeTensors:
