@@ -27,7 +27,7 @@ from medusa_cli.drafters.base import Batch
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.drafters.io import save_drafter
 from medusa_cli.engine import Cache, ExtraRows, Output, Plan, attach, load_backbone
-from medusa_cli.engine.native import NativeCache
+from medusa_cli.engine.native_cache import NativeCache
 from medusa_cli.files.io import write_json
 from medusa_cli.model import Backbone
 from medusa_cli.model import lora as adapter

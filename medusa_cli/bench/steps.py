@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from medusa_cli.device import best_time, copy_bandwidth
-from medusa_cli.engine import Cache, Engine, Plan
+from medusa_cli.engine import Engine, Plan, Slots
 from medusa_cli.engine.timing import random_tokens, watched
 from medusa_cli.errors import UsageError
 from medusa_cli.model import Backbone
@@ -44,7 +44,7 @@ def time_rows(
     return {"step_ms": medians, "prefill_s": prefill, "cache_bytes": cache.nbytes}
 
 
-def _verify(engine: Engine, plan: Plan, cache: Cache) -> None:
+def _verify(engine: Engine, plan: Plan, cache: Slots) -> None:
     """Runs a pass and reads each row's most likely token, as acceptance does."""
     out = engine.forward(plan, cache)
     assert out.logits is not None

@@ -280,7 +280,6 @@ def fitting_limits(
     """
     from medusa_cli.decode.decoder import MEMORY_SHARE
     from medusa_cli.device import free_memory
-    from medusa_cli.engine import Cache
 
     wanted = min(context or backbone.max_positions, backbone.max_positions)
     cache = backbone.engine.new_cache()
@@ -302,7 +301,7 @@ def fitting_limits(
             console.warn(f"{slots} answers side by side instead of {asked}: {memory}")
         return slots, longest, None if slots * longest <= rows else rows // slots
 
-    capacity = Cache(layers=1).grown(wanted + SPARE_ROWS)
+    capacity = cache.grown(wanted + SPARE_ROWS)
     if context is None:
         while slots * capacity > rows and capacity > MIN_CONTEXT:
             capacity //= 2

@@ -405,7 +405,7 @@ class Decoder:
             return
         start = self.cache.reusable(slot, min(start, end - 1))
         differs = self.engine.row_invariant and not self.engine.prompt_invariant
-        rows = self.cache.both[:, :, slot, :, start:end].clone() if differs else None
+        rows = self.cache.rows(slot, start, end) if differs else None
         try:
             self.cache.truncate(slot, start)
             tokens = upload(sequence.tokens[start:], self.backbone.device)
@@ -416,7 +416,7 @@ class Decoder:
                 for chunk in tokens.split(self.engine.prefill_rows)
             ]
             if rows is not None:
-                self.cache.both[:, :, slot, :, start:end] = rows
+                self.cache.fill(slot, start, end, rows)
         except BaseException:  # the slot has fewer rows than the sequence has tokens
             self._prefixes.drop(sequence)
             raise

@@ -17,7 +17,7 @@ from medusa_cli.decode.prefix_file import Rows
 from medusa_cli.decode.prefix_store import BLOCK, MIN_GAIN, MIN_TOKENS, PrefixStore, Segment
 from medusa_cli.decode.sequence import Request, Sequence
 from medusa_cli.drafters.base import Drafter
-from medusa_cli.engine import Cache
+from medusa_cli.engine import Slots
 
 # Seconds after which a cached prefix is half as likely to go on.
 HALF_LIFE_S = 600.0
@@ -45,7 +45,7 @@ class PrefixCache:
 
     def __init__(
         self,
-        cache: Cache,
+        cache: Slots,
         drafter: Drafter | None,
         row_bytes: int = 1,
         store: PrefixStore | None = None,

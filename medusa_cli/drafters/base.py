@@ -36,7 +36,7 @@ class NewTokens:
     root: int
     start: int
     extra_hidden: Tensor | None = None
-    cache: Any = None  # an engine.cache.Cache
+    cache: Any = None  # an engine.cache.Slots
     slot: int = 0
 
     @property

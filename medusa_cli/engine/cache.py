@@ -1,5 +1,6 @@
 """The KV cache: slots in one growing buffer, each with its own sequence, length and accepted path."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -10,12 +11,12 @@ from medusa_cli.device import numbered, upload
 FIRST_ROWS = 256
 
 
-class Cache:
-    """The keys and values [layers, S, KV, C, D] of S sequences.
+class Slots(ABC):
+    """The slots of a cache: S sequences, each with a length of its own, over buffers that differ between engines.
 
     The rows of slot s from lengths[s] on are free: a pass writes them, and `keep` selects the rows
     that stay. Free rows hold finite numbers, so that a matmul may run over them under a mask. The
-    capacity C doubles as needed.
+    capacity C doubles as needed. layers: those that have keys.
     """
 
     # True if a row takes memory only from the time when it is written.
@@ -26,42 +27,32 @@ class Cache:
         self.slots = slots
         self.capacity = max(1, capacity)
         self.lengths = [0] * slots
-        self.keys: Tensor | None = None
-        self.values: Tensor | None = None
 
-    def allocate(self, heads: int, dim: int, like: Tensor, value_dim: int | None = None) -> None:
-        """Allocates the buffers for `heads` KV heads, with the number type and device of `like`.
+    @abstractmethod
+    def resize(self, capacity: int) -> None:
+        """Makes room for exactly this many rows in every slot; `capacity` must hold the rows in use."""
 
-        dim: the width of keys, and of values if value_dim is None.
-        """
-        self.keys, self.values = self._buffers(heads, dim, value_dim or dim, like, self.capacity)
+    @abstractmethod
+    def keep(self, slot: int, path: Sequence[int]) -> None:
+        """Keeps the rows `path` (ascending, counted from 0) of those just written after a slot's length."""
 
-    def _buffers(
-        self, heads: int, dim: int, value_dim: int, like: Tensor, capacity: int
-    ) -> tuple[Tensor, Tensor]:
-        shape = (self.layers, self.slots, heads, capacity)
-        if dim == value_dim:
-            keys, values = like.new_zeros(2, *shape, dim).unbind()
-            return keys, values
-        return like.new_zeros(*shape, dim), like.new_zeros(*shape, value_dim)
+    @abstractmethod
+    def views(self, slot: int, start: int, end: int) -> list[Tensor]:
+        """Returns the parts of the buffers that hold rows start .. end - 1 of a slot; they differ between engines."""
+
+    def swap(self, slot: int, other: int) -> None:
+        """Exchanges two slots."""
+        self.lengths[slot], self.lengths[other] = self.lengths[other], self.lengths[slot]
 
     @property
-    def both(self) -> Tensor:
-        """Returns keys and values of equal width as one tensor [2, layers, S, KV, C, D], which a GPU writes at once."""
-        assert self.keys is not None and self.values is not None
-        assert self.keys.shape == self.values.shape
-        strides = (self.keys.numel(), *self.keys.stride())
-        return self.keys.as_strided((2, *self.keys.shape), strides)
+    def nbytes(self) -> int:
+        """Returns the size of the buffers in bytes, including free rows."""
+        return 0
 
     @property
     def stateful(self) -> bool:
         """Returns True if slots have running states besides rows."""
         return False
-
-    @property
-    def nbytes(self) -> int:
-        """Returns the size of the buffers in bytes, including free rows."""
-        return sum(buffer.nbytes for buffer in (self.keys, self.values) if buffer is not None)
 
     def held_bytes(self, slot: int) -> int:
         """Returns the bytes that a slot holds besides the rows of its tokens."""
@@ -94,40 +85,6 @@ class Cache:
         self.reserve(length)
         self.lengths[slot] = length
 
-    def resize(self, capacity: int) -> None:
-        """Makes room for exactly this many rows in every slot; `capacity` must hold the rows in use."""
-        if self.keys is not None and self.values is not None:
-            used = max(self.lengths)
-            heads = self.values.shape[2]
-            widths = (self.keys.shape[4], self.values.shape[4])
-            keys, values = self._buffers(heads, *widths, self.values, capacity)
-            values[..., :used, :] = self.values[..., :used, :]
-            keys[..., :used, :] = self.keys[..., :used, :]
-            # Assigned last, so that the cache stays as it was if memory runs out.
-            self.keys = keys
-            self.values = values
-        self.capacity = capacity
-
-    @torch.inference_mode()
-    def keep(self, slot: int, path: Sequence[int]) -> None:
-        """Keeps the rows `path` (ascending, counted from 0) of those just written after a slot's length."""
-        start = self.lengths[slot]
-        done = 0
-        while done < len(path) and path[done] == done:
-            done += 1
-        if done < len(path) and self.values is not None and self.keys is not None:
-            source = upload([start + row for row in path[done:]], self.values.device)
-            target = slice(start + done, start + len(path))
-            for buffer in (self.keys, self.values):
-                # index_select copies first, so overlapping source and target rows are safe.
-                buffer[:, slot, :, target] = buffer[:, slot].index_select(2, source)
-        self.lengths[slot] = start + len(path)
-
-    def views(self, slot: int, start: int, end: int) -> list[Tensor]:
-        """Returns the parts of the buffers that hold rows start .. end - 1 of a slot; they differ between engines."""
-        buffers = (self.keys, self.values)
-        return [buffer[:, slot, :, start:end] for buffer in buffers if buffer is not None]
-
     def rows(self, slot: int, start: int, end: int) -> list[Tensor]:
         """Returns copies of a slot's rows start .. end - 1, which `fill` puts into a slot of a cache of this kind.
 
@@ -155,6 +112,84 @@ class Cache:
 
     def set_states(self, slot: int, states: Sequence[Tensor]) -> None:
         """Sets a slot's running states after its rows; raises ValueError if they are another cache's."""
+        if states:
+            raise ValueError("the states are those of another cache")
+
+    def reusable(self, slot: int, rows: int) -> int:
+        """Returns the largest length, up to `rows`, to which a slot can be truncated."""
+        return rows
+
+    def truncate(self, slot: int, length: int) -> None:
+        """Discards a slot's rows from `length` on; `length` must be one that `reusable` returns."""
+        self.lengths[slot] = min(self.lengths[slot], length)
+
+
+class Cache(Slots):
+    """The keys and values [layers, S, KV, C, D] of the sequences."""
+
+    def __init__(self, layers: int, slots: int = 1, capacity: int = FIRST_ROWS) -> None:
+        super().__init__(layers, slots, capacity)
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+
+    def allocate(self, heads: int, dim: int, like: Tensor, value_dim: int | None = None) -> None:
+        """Allocates the buffers for `heads` KV heads, with the number type and device of `like`.
+
+        dim: the width of keys, and of values if value_dim is None.
+        """
+        self.keys, self.values = self._buffers(heads, dim, value_dim or dim, like, self.capacity)
+
+    def _buffers(
+        self, heads: int, dim: int, value_dim: int, like: Tensor, capacity: int
+    ) -> tuple[Tensor, Tensor]:
+        shape = (self.layers, self.slots, heads, capacity)
+        if dim == value_dim:
+            keys, values = like.new_zeros(2, *shape, dim).unbind()
+            return keys, values
+        return like.new_zeros(*shape, dim), like.new_zeros(*shape, value_dim)
+
+    @property
+    def both(self) -> Tensor:
+        """Returns keys and values of equal width as one tensor [2, layers, S, KV, C, D], which a GPU writes at once."""
+        assert self.keys is not None and self.values is not None
+        assert self.keys.shape == self.values.shape
+        strides = (self.keys.numel(), *self.keys.stride())
+        return self.keys.as_strided((2, *self.keys.shape), strides)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(buffer.nbytes for buffer in (self.keys, self.values) if buffer is not None)
+
+    def resize(self, capacity: int) -> None:
+        if self.keys is not None and self.values is not None:
+            used = max(self.lengths)
+            heads = self.values.shape[2]
+            widths = (self.keys.shape[4], self.values.shape[4])
+            keys, values = self._buffers(heads, *widths, self.values, capacity)
+            values[..., :used, :] = self.values[..., :used, :]
+            keys[..., :used, :] = self.keys[..., :used, :]
+            # Assigned last, so that the cache stays as it was if memory runs out.
+            self.keys = keys
+            self.values = values
+        self.capacity = capacity
+
+    @torch.inference_mode()
+    def keep(self, slot: int, path: Sequence[int]) -> None:
+        start = self.lengths[slot]
+        done = 0
+        while done < len(path) and path[done] == done:
+            done += 1
+        if done < len(path) and self.values is not None and self.keys is not None:
+            source = upload([start + row for row in path[done:]], self.values.device)
+            target = slice(start + done, start + len(path))
+            for buffer in (self.keys, self.values):
+                # index_select copies first, so overlapping source and target rows are safe.
+                buffer[:, slot, :, target] = buffer[:, slot].index_select(2, source)
+        self.lengths[slot] = start + len(path)
+
+    def views(self, slot: int, start: int, end: int) -> list[Tensor]:
+        buffers = (self.keys, self.values)
+        return [buffer[:, slot, :, start:end] for buffer in buffers if buffer is not None]
 
     def compact(self, lengths: Tensor, path: Tensor) -> None:
         """Moves rows lengths[b] + path[b, i] of the first B slots to lengths[b] + i, without the host; path [B, P].
@@ -170,24 +205,15 @@ class Cache:
         target = columns.view(1, size, 1, count, 1).expand(shape)
         part.scatter_(3, target, part.gather(3, source))
 
-    def reusable(self, slot: int, rows: int) -> int:
-        """Returns the largest length, up to `rows`, to which a slot can be truncated."""
-        return rows
-
-    def truncate(self, slot: int, length: int) -> None:
-        """Discards a slot's rows from `length` on; `length` must be one that `reusable` returns."""
-        self.lengths[slot] = min(self.lengths[slot], length)
-
     @torch.inference_mode()
     def swap(self, slot: int, other: int) -> None:
-        """Exchanges two slots."""
         if slot != other and self.keys is not None and self.values is not None:
             used = max(self.lengths[slot], self.lengths[other])
             for buffer in (self.keys[..., :used, :], self.values[..., :used, :]):
                 part = buffer[:, slot].clone()
                 buffer[:, slot] = buffer[:, other]
                 buffer[:, other] = part
-        self.lengths[slot], self.lengths[other] = self.lengths[other], self.lengths[slot]
+        super().swap(slot, other)
 
 
 def _kind(part: Tensor) -> tuple[torch.dtype, torch.Size]:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from medusa_cli.engine.cache import FIRST_ROWS, Cache
+from medusa_cli.engine.cache import FIRST_ROWS, Cache, Slots
 from medusa_cli.engine.plan import Layout, Output, Plan, lay_out
 from medusa_cli.model import Backbone
 from medusa_cli.model.attention import Masks
@@ -54,9 +54,9 @@ class Engine(ABC):
         """Returns a short description of the engine."""
         return f"{self.name} engine"
 
-    def new_cache(self, slots: int = 1, capacity: int = FIRST_ROWS) -> Cache:
+    @abstractmethod
+    def new_cache(self, slots: int = 1, capacity: int = FIRST_ROWS) -> Slots:
         """Returns a cache of empty slots with room for `capacity` rows, which grows as needed."""
-        return Cache(self.backbone.num_layers, slots, capacity)
 
     @property
     def number_type(self) -> str:
@@ -100,7 +100,7 @@ class Engine(ABC):
         return self.backbone.max_positions
 
     @torch.inference_mode()
-    def forward(self, plan: Plan, cache: Cache) -> Output:
+    def forward(self, plan: Plan, cache: Slots) -> Output:
         """Runs a plan.
 
         All rows of a chain stay in the cache. For a tree, `cache.keep` selects the rows that stay.
@@ -124,7 +124,7 @@ class Engine(ABC):
             cache.lengths[slot] += rows
         return output
 
-    def _prefill_in_pieces(self, plan: Plan, cache: Cache) -> Output:
+    def _prefill_in_pieces(self, plan: Plan, cache: Slots) -> Output:
         """Runs a long chain piece by piece; only the last piece has the extra rows."""
         slots, rows = plan.tokens.shape
         cache.reserve(max(cache.lengths[plan.first : plan.first + slots]) + rows)
@@ -141,7 +141,7 @@ class Engine(ABC):
         return Output(logits, hidden, outputs[-1].extra)
 
     @abstractmethod
-    def run_pass(self, plan: Plan, cache: Cache) -> Output:
+    def run_pass(self, plan: Plan, cache: Slots) -> Output:
         """Runs a plan in one pass and writes its rows' keys and values after the slots' lengths."""
 
     def lm_head(self, states: Tensor) -> Tensor:
@@ -168,7 +168,11 @@ class LayoutEngine(Engine):
         super().__init__(backbone)
         self._scratch: Tensor | None = None
 
-    def run_pass(self, plan: Plan, cache: Cache) -> Output:
+    def new_cache(self, slots: int = 1, capacity: int = FIRST_ROWS) -> Cache:
+        return Cache(self.backbone.num_layers, slots, capacity)
+
+    def run_pass(self, plan: Plan, cache: Slots) -> Output:
+        assert isinstance(cache, Cache)
         rows = plan.tokens.shape[1]
         tokens = plan.tokens.to(self.backbone.device)
         context = self.backbone.max_positions

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from medusa_cli.engine.cache import FIRST_ROWS
+from medusa_cli.engine.cache import FIRST_ROWS, Cache
 from medusa_cli.engine.state_cache import StateCache, StateKey
 
 
-class LayerCache(StateCache):
+class LayerCache(StateCache, Cache):
     """A cache whose layers may have fewer or narrower key heads than its buffers, or running states.
 
     node_states [B, R, ...]: the states after each row of the last tree, in B slots, the first of

@@ -38,7 +38,7 @@ def packed_linear(weight: Tensor, bias: Tensor | None = None) -> nn.Module:
     weight = weight.detach()
     if weight.device.type != "cpu" or not native.is_available():
         return PlainLinear(weight, None if bias is None else bias.detach())
-    from medusa_cli.engine.native import NativeLinear
+    from medusa_cli.engine.native_linear import NativeLinear
 
     own = None if bias is None else bias.detach().float().numpy()
     return NativeLinear(native.drafting_matrix(weight.float().numpy(), own))

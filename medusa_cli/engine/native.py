@@ -2,44 +2,39 @@
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from ctypes import Structure, byref
+from ctypes import byref
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from medusa_cli.engine.cache import FIRST_ROWS, Cache
+from medusa_cli.engine.cache import FIRST_ROWS, Slots
 from medusa_cli.engine.engine import SCRATCH_ROWS, Engine
 from medusa_cli.engine.extra_rows import ExtraRowStates
-from medusa_cli.engine.kv_types import KV_TYPES, head_bytes, rows_of_floats
-from medusa_cli.engine.lazy_memory import drop_pages, lazy_zeros
+from medusa_cli.engine.kv_types import KV_TYPES
+from medusa_cli.engine.native_cache import NativeCache
+from medusa_cli.engine.native_linear import NativeLinear, looked_up
 from medusa_cli.engine.native_model import NativeModel
 from medusa_cli.engine.plan import Output, Plan
 from medusa_cli.engine.shapes import padded
-from medusa_cli.engine.state_cache import SNAPSHOTS, StateCache
+from medusa_cli.engine.state_cache import SNAPSHOTS
 from medusa_cli.errors import UserError
 from medusa_cli.model.backbone import Backbone
-from medusa_cli.native import Format, PackedMatrix, instruction_set, library
+from medusa_cli.native import Format, instruction_set, library
 from medusa_cli.native.library import (
     MIXERS,
     TILE,
     UNIT,
-    CacheBuffers,
-    Guesses,
     Step,
     check,
     require,
 )
-from medusa_cli.native.matrix import padded_floats
 
 FLOAT_BYTES = 4
-# The key of the states of all delta-net layers.
-DELTA_STATES = (0, "recurrent", 0)
 # The minimum number of rows in the buffer of logits.
 FIRST_LOGITS = 16
 
@@ -118,7 +113,7 @@ class NativeEngine(Engine):
         gain = self.model.gain_of(self.model.description.norm, self.sizes["hidden"])
         return torch.from_numpy(gain[: self.sizes["hidden"]].copy())
 
-    def new_cache(self, slots: int = 1, capacity: int = FIRST_ROWS) -> "NativeCache":
+    def new_cache(self, slots: int = 1, capacity: int = FIRST_ROWS) -> NativeCache:
         return NativeCache(self.model, slots, capacity, self.kv)
 
     @property
@@ -135,7 +130,7 @@ class NativeEngine(Engine):
         states = (1 + SNAPSHOTS) * self.model.delta_state
         return FLOAT_BYTES * layers * (states + rows * self.model.shapes.delta_row[1])
 
-    def run_pass(self, plan: Plan, cache: Cache) -> Output:
+    def run_pass(self, plan: Plan, cache: Slots) -> Output:
         if not isinstance(cache, NativeCache) or cache.model is not self.model:
             raise ValueError("internal: the cache is another model's")
         rows = plan.tokens.shape[1]
@@ -174,7 +169,7 @@ class NativeEngine(Engine):
     def _states(
         self,
         plan: Plan,
-        cache: "NativeCache",
+        cache: NativeCache,
         depth: Tensor,
         mask: Tensor,
         extra_rows: ExtraRowStates | None,
@@ -233,7 +228,7 @@ class NativeEngine(Engine):
         self,
         x: Tensor,
         inputs: Tensor | None,
-        cache: "NativeCache",
+        cache: NativeCache,
         first_slot: int,
         lengths: NDArray[np.int64],
         positions: NDArray[np.int32],
@@ -289,7 +284,7 @@ class NativeEngine(Engine):
     def _embed(self, tokens: Tensor) -> Tensor:
         """Returns the embeddings [B, n, stride] of tokens [B, n]."""
         scale = self.model.description.embedding_scale
-        return _looked_up(self.model.embedding, tokens, scale, self.stride)
+        return looked_up(self.model.embedding, tokens, scale, self.stride)
 
     def _inputs(self, tokens: Tensor) -> Tensor | None:
         """Returns the embeddings [B, n, layers * width] that layers read besides states; None if there are none."""
@@ -298,7 +293,7 @@ class NativeEngine(Engine):
             return None
         matrix = self.model.packed.matrices[inputs.embedding]
         width = self.sizes["layers"] * inputs.width
-        return _looked_up(matrix, tokens, inputs.embedding_scale, width)
+        return looked_up(matrix, tokens, inputs.embedding_scale, width)
 
     def _scores(self, states: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the logits [B, n, V] and best tokens [B, n] for states [B, n, stride].
@@ -355,15 +350,6 @@ class NativeEngine(Engine):
         return logits[0]
 
 
-def _looked_up(matrix: PackedMatrix, tokens: Tensor, scale: float, stride: int) -> Tensor:
-    """Returns a matrix's rows [B, n, stride] for tokens [B, n], times a scale.
-
-    Raises IndexError if a token is beyond the vocabulary.
-    """
-    rows = matrix.embed(tokens.reshape(-1).numpy(), scale, stride)
-    return torch.from_numpy(rows).view(*tokens.shape, stride)
-
-
 def _depth_and_mask(plan: Plan) -> tuple[Tensor, Tensor]:
     """Returns the depths [B or 1, n] of a plan's rows, and their tree mask [B or 1, n, n]."""
     if plan.depth is None or plan.tree_mask is None:
@@ -376,234 +362,3 @@ def _depth_and_mask(plan: Plan) -> tuple[Tensor, Tensor]:
 @lru_cache(maxsize=4)
 def _chain(rows: int) -> tuple[Tensor, Tensor]:
     return torch.arange(rows)[None], torch.ones(rows, rows, dtype=torch.bool).tril()[None]
-
-
-class NativeCache(StateCache):
-    """Keys, values and running states in the library's layout; see Cache in structures.def.
-
-    inputs: the inputs of short convolutions, which are truncated as keys are. states: the states of
-    delta nets. pending: the data of a tree's rows from which `keep` updates these states.
-    """
-
-    lazy = True
-
-    def __init__(self, model: NativeModel, slots: int, capacity: int, kv: str = "fp32") -> None:
-        description = model.description
-        capacity = padded(max(1, capacity), TILE)
-        super().__init__(description.places("attention"), slots, capacity)
-        self.model = model
-        self.format, self.dtype = KV_TYPES[kv]
-        self.column_bytes = model.column_bytes(self.format)
-        # The number of key heads and their width at each place.
-        self.shapes = {
-            names.place: (names.kv, names.dim)
-            for names in description.layers
-            if MIXERS[names.mixer] == "attention"
-        }
-        self._delta_layers = description.places("delta_net")
-        self.pending = torch.empty(0)
-        if self._delta_layers:
-            self.states[DELTA_STATES] = torch.zeros(slots, self._delta_layers, model.delta_state)
-        self.keys, self.values, self.inputs = self._zeros(self.capacity)
-        # By slot, where its keys, values and inputs lie.
-        self._parts = np.arange(slots, dtype=np.int64)
-        # By slot, how many rows have been written since the buffers were allocated.
-        self._written = [0] * slots
-
-    def _zeros(self, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns new keys, values and inputs of short convolutions."""
-        description = self.model.description
-        keys, values = (
-            lazy_zeros(
-                self.layers, self.slots, size * capacity // self.dtype.itemsize, dtype=self.dtype
-            )
-            for size in self.column_bytes
-        )
-        convolutions = description.places("short_conv")
-        hidden = description.sizes["hidden"]
-        inputs = lazy_zeros(convolutions, self.slots, capacity, hidden)
-        return keys, values, inputs
-
-    @property
-    def buffers(self) -> Structure:
-        """Returns the buffers in the library's structure."""
-        assert self.keys is not None and self.values is not None
-        states = self.states.get(DELTA_STATES)
-        return CacheBuffers(
-            keys=self.keys.data_ptr(),
-            values=self.values.data_ptr(),
-            inputs=self.inputs.data_ptr(),
-            states=None if states is None else states.data_ptr(),
-            pending=self.pending.data_ptr(),
-            parts=self._parts.ctypes.data,
-            slots=self.slots,
-            capacity=self.capacity,
-            pending_rows=self.pending.shape[2] if self.pending.dim() > 1 else 0,
-            format=self.format,
-            key_bytes=self.column_bytes[0],
-            value_bytes=self.column_bytes[1],
-        )
-
-    @property
-    def nbytes(self) -> int:
-        return super().nbytes + self.inputs.nbytes + self.pending.nbytes
-
-    def at(self, place: int, slot: int) -> tuple[Tensor, Tensor]:
-        """Returns a slot's keys [KV, C / 16, D, 16] and values [KV, C, D padded to 16] at a place.
-
-        Those in q8_0 are bytes, D being the bytes of a head.
-        """
-        assert self.keys is not None and self.values is not None
-        keys, values = self._at(place, self.keys, self.values, self.capacity)
-        part = self._parts[slot]
-        return keys[part], values[part]
-
-    def rows_of(self, layer: int, slot: int, length: int) -> tuple[Tensor, Tensor]:
-        """Returns a layer's keys and values [KV, length, D] for the first `length` rows of a slot, in fp32."""
-        place = self.model.description.layers[layer].place
-        keys, values = self.at(place, slot)
-        dim = self.shapes[place][1]
-        keys, values = rows_of_floats(keys[:, : padded(length, TILE) // TILE], values[:, :length])
-        return keys[:, :length, :dim], values[..., :dim]
-
-    def _at(self, place: int, keys: Tensor, values: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
-        kv, dim = self.shapes[place]
-        key, value = (size // self.dtype.itemsize for size in head_bytes(self.format, dim))
-        return (
-            keys[place, :, : kv * key * capacity].unflatten(1, (kv, capacity // TILE, key, TILE)),
-            values[place, :, : kv * value * capacity].unflatten(1, (kv, capacity, value)),
-        )
-
-    def views(self, slot: int, start: int, end: int) -> list[Tensor]:
-        """Returns each place's keys and values, the keys of whole tiles, and the inputs of short convolutions."""
-        views = list[Tensor]()
-        for place in range(self.layers):
-            keys, values = self.at(place, slot)
-            views += [keys[:, start // TILE : padded(end, TILE) // TILE], values[:, start:end]]
-        return [*views, self.inputs[:, self._parts[slot], start:end]]
-
-    def resize(self, capacity: int) -> None:
-        capacity = padded(capacity, TILE)
-        keys, values, inputs = self._zeros(capacity)
-        for slot, length in enumerate(self.lengths):
-            part = self._parts[slot]
-            used = padded(length, TILE)
-            for place in range(self.layers):
-                own_keys, own_values = self.at(place, slot)
-                new_keys, new_values = self._at(place, keys, values, capacity)
-                new_keys[part, :, : used // TILE] = own_keys[:, : used // TILE]
-                new_values[part, :, :used] = own_values[:, :used]
-            inputs[:, part, :length] = self.inputs[:, part, :length]
-        # Assigned last: if memory runs out or the user interrupts, the cache stays as it was.
-        self.keys = keys
-        self.values = values
-        self.inputs = inputs
-        self.capacity = capacity
-        self._written = [*self.lengths]
-
-    def missing_rows(self, wanted: Mapping[int, int]) -> int:
-        rows = sum(max(0, count - self._rows_in_memory(slot)) for slot, count in wanted.items())
-        # Growth copies the rows in use.
-        grows = max(wanted.values()) > self.capacity
-        return rows + (sum(self.lengths) if grows else 0)
-
-    def _rows_in_memory(self, slot: int) -> int:
-        return max(self._written[slot], self.lengths[slot])
-
-    def truncate(self, slot: int, length: int) -> None:
-        self._written[slot] = self._rows_in_memory(slot)
-        super().truncate(slot, length)
-
-    def release(self, slot: int) -> None:
-        super().release(slot)
-        self._written[slot] = 0
-        for buffer in (self.keys, self.values, self.inputs):
-            assert buffer is not None
-            for rows in buffer[:, self._parts[slot]]:
-                drop_pages(rows)
-
-    def reserve_pending(self, rows: int) -> None:
-        """Makes room for a tree of `rows` rows in every slot."""
-        if self._delta_layers and (self.pending.dim() < 2 or rows > self.pending.shape[2]):
-            self.pending = torch.zeros(
-                self._delta_layers, self.slots, rows, self.model.shapes.delta_row[1]
-            )
-
-    def keep(self, slot: int, path: Sequence[int]) -> None:
-        length = self.lengths[slot]
-        # First, so that states which an interrupted call has advanced are not taken for earlier ones.
-        self.lengths[slot] = length + len(path)
-        if self._delta_layers or path[-1] != len(path) - 1:
-            rows = np.array(path, np.int64)
-            model = byref(self.model.struct)
-            buffers = byref(self.buffers)
-            code = library().keep(model, buffers, slot, length, rows.ctypes.data, len(rows))
-            check(code, "a path does not fit the cache")
-
-    @torch.inference_mode()
-    def swap(self, slot: int, other: int) -> None:
-        self.swap_states(slot, other)
-        by_slot: tuple[Any, ...] = (self._parts, self._written, self.lengths)
-        for values in by_slot:
-            values[slot], values[other] = values[other], values[slot]
-
-
-class NativeLinear(nn.Module):
-    """A linear layer over a packed matrix, for inference only."""
-
-    def __init__(self, matrix: PackedMatrix) -> None:
-        super().__init__()
-        self.matrix = matrix
-        self.out_features, self.in_features = matrix.shape
-
-    def __deepcopy__(self, memo: dict[int, object]) -> "NativeLinear":
-        return self  # its weights do not change
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows = x.detach().reshape(-1, x.shape[-1]).float().contiguous()
-        y = torch.from_numpy(self.matrix.multiply(rows.numpy()))
-        return y.view(*x.shape[:-1], self.out_features)
-
-    def guess(
-        self, x: Tensor, width: int, temperature: float | None, norm: nn.RMSNorm | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Returns the scores and ids [n, width] of the best outputs for x [n, K], best first.
-
-        With a temperature, the scores are log probabilities at it. norm: is applied to x first.
-        """
-        rows = x.float().contiguous()
-        width = min(width, self.out_features)
-        scores = torch.empty(len(rows), width)
-        ids = torch.empty(len(rows), width, dtype=torch.int32)
-        gain = None if norm is None else padded_floats(norm.weight.detach().float().numpy())
-        guesses = Guesses(
-            states=rows.data_ptr(),
-            rows=len(rows),
-            stride=rows.shape[1],
-            norm=None if gain is None else gain.ctypes.data,
-            eps=0.0 if norm is None else norm.eps or 0.0,
-            temperature=temperature or 0.0,
-            width=width,
-            ids=ids.data_ptr(),
-            scores=scores.data_ptr(),
-        )
-        fits = norm is None or norm.weight.numel() == rows.shape[1]
-        code = library().guess(byref(self.matrix.struct), byref(guesses)) if fits else -1
-        check(code, f"{width} guesses for states {tuple(x.shape)} do not fit the matrix or norm")
-        return scores, ids.long()
-
-
-class NativeEmbedding(nn.Module):
-    """Embeds tokens with a packed matrix, for a network whose weights are held only by the engine."""
-
-    def __init__(self, model: NativeModel) -> None:
-        super().__init__()
-        self.matrix = model.embedding
-        self.scale = model.description.embedding_scale
-        self.hidden = model.description.sizes["hidden"]
-        # Has the vocabulary size, number type and device, for code that reads them from the weight.
-        self.weight = torch.empty(model.description.sizes["vocab"], 0)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        rows = _looked_up(self.matrix, tokens, self.scale, self.matrix.shape[1])
-        return rows[..., : self.hidden]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from medusa_cli.engine.cache import FIRST_ROWS, Cache
+from medusa_cli.engine.cache import FIRST_ROWS, Slots
 
 # The layer (0 for all layers together), "conv" or "recurrent", and an index, since a layer may have
 # several states.
@@ -23,8 +23,8 @@ class Snapshot:
     states: dict[StateKey, Tensor] = field(repr=False)
 
 
-class StateCache(Cache):
-    """A cache whose slots may have running states [S, ...]: the states after all rows of a slot.
+class StateCache(Slots):
+    """Slots that may have running states [S, ...]: the states after all rows of a slot.
 
     A slot can be truncated only to a snapshot or to its beginning; `reusable` returns the length.
     decoded_states: False if states after decoding differ from those after a prompt, so that another
@@ -118,10 +118,6 @@ class StateCache(Cache):
     @torch.inference_mode()
     def swap(self, slot: int, other: int) -> None:
         super().swap(slot, other)
-        self.swap_states(slot, other)
-
-    def swap_states(self, slot: int, other: int) -> None:
-        """Exchanges two slots' states and snapshots."""
         for states in self.states.values():
             states[[slot, other]] = states[[other, slot]]
         snapshots = self._snapshots
