@@ -30,6 +30,7 @@ from medusa_cli.engine.packed import check_packed
 from medusa_cli.errors import UserError, in_flags, of_system, shown
 from medusa_cli.files import fetch, mtp
 from medusa_cli.files.io import read_object
+from medusa_cli.files.model_source import ModelSource
 from medusa_cli.loading import LoadedModel, check_fit
 from medusa_cli.model import Backbone
 from medusa_cli.runs.load_options import DEFAULT_LOADING, LoadOptions
@@ -95,7 +96,7 @@ class Case:
 
     run: Run
     called: str | None
-    model: str
+    model: ModelSource
     options: LoadOptions = DEFAULT_LOADING
 
     def command(self, name: str, *words: str, **settings: Any) -> str:
@@ -113,7 +114,7 @@ class Case:
     def distill(self) -> str:
         """Returns the command that distills other data into a new run, because a run's settings cannot change."""
         return self.command(
-            "distill", run=f"{self.called}-new" if self.called else "mine", model=self.model
+            "distill", run=f"{self.called}-new" if self.called else "mine", model=self.model.name
         )
 
     @property

@@ -570,7 +570,7 @@ def test_doctor_names_the_way_in_which_an_mtp_port_went_wrong(
     part: str | None,
 ) -> None:
     path, backbone = with_mtp(kind)
-    run, _, _ = import_mtp(f"{tmp_path}/run", path)
+    run, _, _ = import_mtp(f"{tmp_path}/run", ModelSource.of(path))
     right = load_drafter(run.drafter_dir, backbone)
     assert isinstance(right, Mtp)
     if "norms" in change:  # of text by a drafter whose weights are read in the other way
@@ -585,7 +585,7 @@ def test_doctor_names_the_way_in_which_an_mtp_port_went_wrong(
         run.distill_path,
         [{"id": f"c{n}", "tokens": text, "spans": [[4, 40]]} for n, text in enumerate(texts)],
     )
-    case = Case(run, "run", path)
+    case = Case(run, "run", ModelSource.of(path))
     case.__dict__["backbone"] = backbone
     finding = examine(case, "first level")
     assert finding.status == ("pass" if part is None else "fail")

@@ -16,6 +16,7 @@ from medusa_cli.decode import Stats
 from medusa_cli.decode.sampling import sampling_of
 from medusa_cli.doctor import CHECKS, STATUSES, Case, Finding, examine
 from medusa_cli.files.io import write_json
+from medusa_cli.files.model_source import ModelSource
 from medusa_cli.model import Backbone
 from medusa_cli.runs.run import STAMP, Run, provenance, stamp_of
 from medusa_cli.train.log import Stepped, TrainLog, Validated
@@ -44,7 +45,7 @@ def case(sound: Run, backbone: Backbone, tmp_path: Path) -> Case:
 
 
 def case_of(run: Run, backbone: Backbone, called: str | None = "mine") -> Case:
-    case = Case(run, called, "m")
+    case = Case(run, called, ModelSource.of("m"))
     case.__dict__["backbone"] = backbone
     return case
 
@@ -113,7 +114,9 @@ def test_a_sound_run_passes_every_quick_check(case: Case) -> None:
 
 @pytest.mark.parametrize("name", CHECKS)
 def test_a_missing_part_is_unknown_and_its_command_is_named(name: str, tmp_path: Path) -> None:
-    finding = look(Case(Run.open(f"{tmp_path}/empty", create=True), "empty", "m"), name)
+    finding = look(
+        Case(Run.open(f"{tmp_path}/empty", create=True), "empty", ModelSource.of("m")), name
+    )
     calibrated = dict.fromkeys(("calibration", "acceptance"), "calibrate")
     trained = dict.fromkeys(("backbone", "first level", "over-fitting", "training length"), "train")
     command = {**calibrated, **trained, "tree": "tree"}.get(name, "distill")

@@ -40,19 +40,19 @@ def doctor(
     nothing in the run. Without options it examines the drafter that ships.
     """
     printing.configure()
-    target = (
-        Run.open(run) if run is not None else shipped_for(ModelSource.of(model or DEFAULT_MODEL))
-    )
+    source = ModelSource.of(model or DEFAULT_MODEL)
+    target = Run.open(run) if run is not None else shipped_for(source)
     if target is None:
         raise UserError(f"no drafter ships for the model {model!r}", "give the @run that holds one")
-    name = model or target.model or DEFAULT_MODEL
-    whose = target.path if run is not None else f"the drafter that ships for {name}"
-    console.info(f"Examining {whose} on {loading.of(name)}; --quick leaves decoding out")
+    if model is None and target.model is not None:
+        source = ModelSource.of(target.model)
+    whose = target.path if run is not None else f"the drafter that ships for {source.name}"
+    console.info(f"Examining {whose} on {loading.of(source.name)}; --quick leaves decoding out")
 
     from medusa_cli.doctor import CHECKS, STATUSES, Case, examine
 
     loading = as_trained(loading, target.drafter_dir)
-    case = Case(target, run, name, loading)
+    case = Case(target, run, source, loading)
     findings = []
     checks = [check for check in CHECKS if not (quick and check == "acceptance")]
     with console.bars() as show:
@@ -64,7 +64,12 @@ def doctor(
         status = max((finding.status for finding in findings), key=STATUSES.index)
         findings_json = [asdict(finding) for finding in findings]
         console.emit_json(
-            {"run": str(target.path), "model": name, "status": status, "findings": findings_json}
+            {
+                "run": str(target.path),
+                "model": source.name,
+                "status": status,
+                "findings": findings_json,
+            }
         )
         return
     table = Table(box=None, pad_edge=False, header_style="bold")

@@ -8,7 +8,8 @@ import typer
 from medusa_cli import console, options
 from medusa_cli.errors import UsageError
 from medusa_cli.files import mtp
-from medusa_cli.options import OutputFlags, flag
+from medusa_cli.files.model_source import ModelSource
+from medusa_cli.options import OutputFlags, flag, refuse
 from medusa_cli.runs.load_options import LoadOptions
 
 _DATA = "mtp: conversations whose most frequent tokens are scored. [default: the run's; without any, all tokens]"
@@ -41,15 +42,18 @@ def import_(
     own = place == mtp.NAME and not Path(place).exists()
     if own and model is None:
         raise UsageError("mtp is in a model's checkpoint", "give its --model")
-    if not own and (data is not None or draft_vocab_size is not None):
-        raise UsageError(
-            f"--data and --draft-vocab-size have no effect on {place}", "leave them out"
-        )
+    if not own:
+        given = {"--data": data, "--draft-vocab-size": draft_vocab_size}
+        refuse(given, f"has no effect on {place}", "leave it out")
     from medusa_cli.export.incoming import import_drafter, import_mtp
 
     if own and model is not None:
         target, facts, notes = import_mtp(
-            run, model, data, draft_vocab_size, LoadOptions(trust_remote_code=trust_remote_code)
+            run,
+            ModelSource.of(model),
+            data,
+            draft_vocab_size,
+            LoadOptions(trust_remote_code=trust_remote_code),
         )
     else:
         target, facts, notes = import_drafter(place, run, model, trust_remote_code)

@@ -11,7 +11,7 @@ from medusa_cli import console, options
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.files import extras
 from medusa_cli.files.io import Document
-from medusa_cli.options import OutputFlags, flag
+from medusa_cli.options import OutputFlags, flag, refuse
 from medusa_cli.runs.run import Run
 
 RUNS = "Runs with a bench: NAME (runs/NAME), a folder, or a bench's .json file. Several are shown side by side."
@@ -30,11 +30,9 @@ class JudgeFlags:
             raise UsageError(
                 f"--judge {self.judge} needs the name of a model", "give --judge-model NAME"
             )
-        if self.judge_model is not None and self.judge is None:
-            raise UsageError(
-                f"--judge-model {self.judge_model} has no effect without --judge",
-                "give --judge URL",
-            )
+        if self.judge is None:
+            given = {"--judge-model": self.judge_model}
+            refuse(given, "has no effect without --judge", "give --judge URL")
 
     def grade(self, path: Path, document: Document) -> None:
         """Lets the judge, if there is one, grade a saved bench, and prints the outcome, which the document gets too."""

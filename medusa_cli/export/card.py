@@ -18,23 +18,22 @@ def front_matter(source: Source) -> str:
     facts: dict[str, object] = {}
     if source.model.count("/") == 1 and not Path(source.model).exists():
         facts["base_model"] = source.model
-    if license := license_of(source.model):
+    if license := license_of(source.origin):
         facts["license"] = license
     facts["tags"] = ["speculative-decoding", source.kind]
     return f"---\n{yaml.safe_dump(facts, sort_keys=False)}---"
 
 
-def license_of(model: str) -> str | None:
+def license_of(model: ModelSource) -> str | None:
     """Returns the license stated in a model's GGUF file or in its own card, or None if there is none."""
-    source = ModelSource.of(model)
-    if source.kind == "gguf":
-        stated = source.header.metadata.get("general.license")
+    if model.kind == "gguf":
+        stated = model.header.metadata.get("general.license")
         return stated if isinstance(stated, str) else None
     from huggingface_hub import metadata_load, try_to_load_from_cache
 
-    card = Path(model) / "README.md"
-    if not card.is_file() and model.count("/") == 1:
-        cached = try_to_load_from_cache(model, "README.md")
+    card = Path(model.name) / "README.md"
+    if not card.is_file() and model.name.count("/") == 1:
+        cached = try_to_load_from_cache(model.name, "README.md")
         card = Path(cached) if isinstance(cached, str) else card
     if not card.is_file():
         return None

@@ -14,7 +14,6 @@ from medusa_cli.engine import load_backbone
 from medusa_cli.errors import UserError
 from medusa_cli.export.card import card, shell
 from medusa_cli.export.folder import Source, exporting, write_checkpoint
-from medusa_cli.files.model_source import ModelSource
 from medusa_cli.model.load import read_config
 from medusa_cli.runs.load_options import LoadOptions
 
@@ -72,7 +71,7 @@ def engine_tensors(source: Source) -> dict[str, Tensor]:
 def _lm_head_rows(source: Source) -> Tensor:
     """Returns the rows [M, H] of the model's lm_head for the draft vocabulary, in the drafter's number type."""
     options = LoadOptions(device="cpu", trust_remote_code=source.trusted)
-    backbone = load_backbone(source.model, options, adapter=source.run.adapter)
+    backbone = load_backbone(source.origin, options, adapter=source.run.adapter)
     ids = source.tensors.get("draft_ids", torch.arange(source.config.vocab_size))
     rows, bias = backbone.lm_head_rows(ids.long())
     if bias is not None:
@@ -89,12 +88,11 @@ def served_model(source: Source) -> tuple[str, list[str]]:
         merged = f"{source.run.name}-merged"
         export = f"medusa export --to hf --run {source.run.argument} --output {shlex.quote(merged)}"
         return merged, [f"it belongs to a model with an adapter; serve what `{export}` writes"]
-    model = ModelSource.of(source.model)
-    if model.kind == "gguf":
+    if source.origin.kind == "gguf":
         return "MODEL", [
             f"{source.model} is a GGUF file; MODEL stands for the folder or hub id of its safetensors"
         ]
-    return model.folder, []
+    return source.origin.folder, []
 
 
 def _launch(model: str, folder: str, tokens: int) -> list[str]:
@@ -130,7 +128,7 @@ def layer_config(own: EagleConfig, base: Any) -> dict[str, Any]:
 
 def _engine_config(source: Source) -> dict[str, Any]:
     """Returns the content of config.json with the key names of the engines."""
-    base = read_config(ModelSource.of(source.model), source.trusted)
+    base = read_config(source.origin, source.trusted)
     own = source.config
     return {
         "architectures": ["LlamaForCausalLMEagle3"],

@@ -77,17 +77,22 @@ def write_checkpoint(
 class Source:
     """Holds a run's drafter as it is on disk: kind, config (of the kind's class), and tensors by name in the file.
 
-    model: the name of its model. trusted: the model's Python files may run. repository: the hub
-    repository that receives the export, if any.
+    origin: its model. trusted: the model's Python files may run. repository: the hub repository that
+    receives the export, if any.
     """
 
     run: Run
-    model: str
+    origin: ModelSource
     kind: str
     config: Any
     tensors: dict[str, Tensor] = field(repr=False)
     trusted: bool = False
     repository: str | None = None
+
+    @property
+    def model(self) -> str:
+        """Returns the name of its model."""
+        return self.origin.name
 
     def name_of(self, output: Path) -> str:
         """Returns the name by which users refer to the export: its repository, or else its folder."""
@@ -104,7 +109,7 @@ class Source:
         """Returns the newest `medusa bench` report on exactly this drafter, in Markdown; None if there is none."""
         stamp = stamp_of(self.run.drafter_dir)
         folder = self.run.bench_dir
-        shipped = shipped_for(ModelSource.of(self.model))
+        shipped = shipped_for(self.origin)
         # For a shipped drafter, bench writes to a run named after the model.
         if shipped is not None and shipped.path == self.run.path:
             folder = Run(RUNS / called(self.model)).bench_dir
@@ -122,7 +127,8 @@ def find_source(run: str | None = None, model: str | None = None, trusted: bool 
 
     Raises UserError if it is unusable, or if it was made for a model of other sizes.
     """
-    target = Run.open(run) if run else shipped_for(ModelSource.of(model or DEFAULT_MODEL))
+    origin = ModelSource.of(model or DEFAULT_MODEL)
+    target = Run.open(run) if run else shipped_for(origin)
     if target is None:
         raise UserError(
             f"no drafter ships for the model {model!r}", "train one, then give its @run"
@@ -137,11 +143,10 @@ def find_source(run: str | None = None, model: str | None = None, trusted: bool 
     config, tensors = read_drafter(kind, folder)
     if run and model:
         known = describe_drafter(folder).provenance.identity
-        base = read_config(ModelSource.of(model), trusted)
+        base = read_config(origin, trusted)
         sizes = identity_of(base, base.vocab_size, id=model)
         check_backbone(known, sizes, f"the drafter in {folder}", tuned=True)
-    owner = None
     if run and model is None:
         owner = target.model or stored.get("base_model_name_or_path")
-    name = model or (owner if isinstance(owner, str) else DEFAULT_MODEL)
-    return Source(target, name, kind.name, config, tensors, trusted)
+        origin = ModelSource.of(owner) if isinstance(owner, str) else origin
+    return Source(target, origin, kind.name, config, tensors, trusted)

@@ -13,7 +13,6 @@ from medusa_cli.errors import UsageError, UserError
 from medusa_cli.export.card import UNMEASURED, front_matter, identity_of
 from medusa_cli.export.custom_generate import KINDS
 from medusa_cli.export.folder import Source, exporting
-from medusa_cli.files.model_source import ModelSource
 from medusa_cli.files.quiet import without_progress_bars
 from medusa_cli.model import lora
 from medusa_cli.model.backbone import stateful_modules
@@ -107,12 +106,13 @@ def export_hf(
         fault = f"@to hf cannot hold the {source.kind} drafter {source.run.drafter_dir}"
         raise UserError(fault, f"use a drafter of {', '.join(KINDS)}")
     tree = _tree(source, budget)
-    model = ModelSource.of(source.model)
-    dtype = checkpoint_dtype(model, source.trusted)
-    stored = stored_dtype(model, source.trusted)
+    dtype = checkpoint_dtype(source.origin, source.trusted)
+    stored = stored_dtype(source.origin, source.trusted)
     name = next(name for name, known in DTYPES.items() if known == dtype)
     options = LoadOptions(device="cpu", dtype=name, trust_remote_code=source.trusted)
-    network, tokenizer = load_network(model, options, chat_template=source.run.chat_template)
+    network, tokenizer = load_network(
+        source.origin, options, chat_template=source.run.chat_template
+    )
     if stateful_modules(network):
         fault = f"@to hf: layers of {source.model!r} keep a running state, with which transformers follows no tree"
         raise UserError(fault, "use `medusa chat` or `medusa serve`")

@@ -62,7 +62,7 @@ def import_drafter(
 
 def import_mtp(
     run: str | None,
-    model: str,
+    model: ModelSource,
     data: Path | None = None,
     size: int | None = None,
     options: LoadOptions = DEFAULT_LOADING,
@@ -72,13 +72,12 @@ def import_mtp(
     The draft vocabulary holds the `size` most frequent tokens of the conversations in `data`, by
     default the run's. Without conversations, the drafter scores all tokens.
     """
-    run = run or f"{called(model)}-{NAME}"
+    run = run or f"{called(model.name)}-{NAME}"
     _check_free(run)
     if data is not None:
         check_conversations(data)
-    source_model = ModelSource.of(model)
-    settings = mtp_settings(source_model)
-    tensors = checkpoint_tensors(source_model)
+    settings = mtp_settings(model)
+    tensors = checkpoint_tensors(model)
     target = Run.open(run, create=True)
     source = data or (target.data_path if target.data_path.is_file() else None)
     if source is None and size is not None:
@@ -86,10 +85,10 @@ def import_mtp(
             f"@draft_vocab_size {size} needs conversations to count tokens in", "give @data FILE"
         )
     size = min(size or DrafterRecipe().draft_vocab_size, settings["vocab_size"])
-    base = read_config(source_model, options.trust_remote_code)
-    identity = identity_of(base, base.vocab_size, id=model)
+    base = read_config(model, options.trust_remote_code)
+    identity = identity_of(base, base.vocab_size, id=model.name)
     if source is not None:
-        backbone = load_backbone(source_model, options)
+        backbone = load_backbone(model, options)
         identity = backbone.identity
         dataset = read_dataset(source, backbone, 0.0)
         log.info(f"{source}: {dataset.report}")
@@ -100,10 +99,10 @@ def import_mtp(
     check_tensors(
         {name: tensors[name] for name in tensors if name != "draft_ids"},
         weight_shapes(Mtp, config),
-        model,
+        model.name,
     )
     drafter = Incoming(NAME, Mtp, config, settings, tensors, [])
-    _write(target, drafter, identity, {"from": model, "format": NAME})
+    _write(target, drafter, identity, {"from": model.name, "format": NAME})
     return target, {"drafter": NAME, "format": NAME, "heads": config.num_heads}, []
 
 

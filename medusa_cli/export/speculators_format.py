@@ -14,7 +14,6 @@ from medusa_cli.export.eagle3_format import (
     served_model,
 )
 from medusa_cli.export.folder import Source, exporting, write_checkpoint
-from medusa_cli.files.model_source import ModelSource
 from medusa_cli.model.load import read_config
 
 
@@ -49,7 +48,7 @@ def export_speculators(
 
 def _config(source: Source, verifier: str) -> dict[str, Any]:
     """Returns the content of config.json; it sets every layer option, because defaults differ between versions."""
-    base = read_config(ModelSource.of(source.model), source.trusted)
+    base = read_config(source.origin, source.trusted)
     own = source.config
     layer = layer_config(own, base)
     layer["rope_parameters"] = {"rope_type": "default", "rope_theta": own.rope_theta}
