@@ -25,7 +25,7 @@ from medusa_cli.drafters import Batch, load_drafter
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.drafters.mtp import Mtp, as_ported
 from medusa_cli.engine import Plan, load_backbone
-from medusa_cli.engine.native import NativeEngine
+from medusa_cli.engine.native_engine import NativeEngine
 from medusa_cli.engine.packed import check_packed
 from medusa_cli.errors import UserError, in_flags, of_system, shown
 from medusa_cli.files import fetch, mtp

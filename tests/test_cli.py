@@ -14,7 +14,7 @@ import typer
 from medusa_cli import __version__, cli
 from medusa_cli.commands import assets as assets_command
 from medusa_cli.errors import LONGEST, UsageError, UserError, in_flags
-from medusa_cli.serve.errors import refusal_for
+from medusa_cli.serve.refusals import refusal_for
 from tests.helpers import (
     medusa,
     medusa_json,

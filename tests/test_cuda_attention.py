@@ -15,7 +15,7 @@ from medusa_cli.engine.attention import (
     reads_by_length,
     visible_behind,
 )
-from medusa_cli.model.attention import additive
+from medusa_cli.model.masks import additive
 from tests.device import NAME, STANDS, Device, flash
 
 SIZE, CAPACITY, DIM = 3, 48, 8

@@ -18,7 +18,7 @@ from torch import Tensor
 from medusa_cli.engine import exact, plain_kernels
 from medusa_cli.engine.reach import CHUNK, LAG, NEAR, Reach
 from medusa_cli.engine.torch_layers import TorchEngine
-from medusa_cli.model.attention import FULL, SLIDING
+from medusa_cli.files.layer_kinds import FULL, SLIDING
 from tests.helpers import tiny_backbone
 
 if find_spec("triton") is None:

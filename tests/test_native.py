@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from medusa_cli.bench.digest import PUBLISHED
 from medusa_cli.engine import Plan, attach, load_backbone, twin
 from medusa_cli.engine.linear import packed_linear
-from medusa_cli.engine.native import NativeEngine
+from medusa_cli.engine.native_engine import NativeEngine
 from medusa_cli.engine.native_model import NativeModel
 from medusa_cli.engine.packed import bytes_of, pack_in_memory
 from medusa_cli.engine.probes import rotary_of

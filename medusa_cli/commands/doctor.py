@@ -17,7 +17,7 @@ from medusa_cli.runs.load_options import as_trained
 from medusa_cli.runs.resolve import shipped_for
 from medusa_cli.runs.run import Run
 
-COLOURS = {"pass": "green", "unknown": "dim", "warn": "yellow", "fail": "bold red"}
+COLORS = {"pass": "green", "unknown": "dim", "warn": "yellow", "fail": "bold red"}
 
 
 def doctor(
@@ -80,7 +80,7 @@ def doctor(
         text = Text(visible(finding.text))
         if finding.remedy:
             text.append(f"\n-> {visible(finding.remedy)}", style="cyan")
-        table.add_row(finding.name, Text(finding.status, style=COLOURS[finding.status]), text)
+        table.add_row(finding.name, Text(finding.status, style=COLORS[finding.status]), text)
     console.result(table)
     counts = Counter(finding.status for finding in findings)
     faults = ", ".join(

@@ -15,7 +15,7 @@ from medusa_cli.drafters.heads import HeadsConfig
 from medusa_cli.drafters.mtp import TransformersDrafter, refusing
 from medusa_cli.errors import UserError
 from medusa_cli.model import Backbone
-from medusa_cli.model.attention import additive
+from medusa_cli.model.masks import additive
 from medusa_cli.tree import Draft, DynamicTree, Tree
 
 KINDS = ("full_attention", "sliding_attention")

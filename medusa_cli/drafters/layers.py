@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from medusa_cli.device import numbered, upload
 from medusa_cli.drafters.layer_rows import LayerRows, whole_mask
 from medusa_cli.engine.attention import behind, columns_read, reads_by_length, visible_behind
-from medusa_cli.model.attention import additive
+from medusa_cli.model.masks import additive
 
 # When drafting, the bias is added only to this many of a head's best guesses: it rarely lifts
 # others.

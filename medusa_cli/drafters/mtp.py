@@ -27,8 +27,9 @@ from medusa_cli.files.model_source import ModelSource
 from medusa_cli.files.mtp import NAME, Layout, mtp_settings, need_layout
 from medusa_cli.files.weights import opened
 from medusa_cli.model import Backbone
-from medusa_cli.model.attention import additive, cache_name
+from medusa_cli.model.attention import cache_name
 from medusa_cli.model.backbone import text_model
+from medusa_cli.model.masks import additive
 from medusa_cli.model.weights import GgufWeights
 
 # Model types that transformers does not support, and the types with the same layers.

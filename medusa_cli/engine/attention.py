@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from medusa_cli.model.attention import additive
+from medusa_cli.model.masks import additive
 
 
 def fused(

@@ -29,8 +29,8 @@ from medusa_cli.engine.probes import (
     rotary_of,
     turning_of,
 )
-from medusa_cli.model.attention import Masks
 from medusa_cli.model.backbone import Layers, Unsupported, has_tied_head
+from medusa_cli.model.masks import Masks
 from medusa_cli.native.library import PATHS, TABLES
 
 # The library normalizes one head's query or key in a buffer of this size.

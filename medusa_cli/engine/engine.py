@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from medusa_cli.engine.cache import FIRST_ROWS, Cache, Slots
 from medusa_cli.engine.plan import Layout, Output, Plan, lay_out
 from medusa_cli.model import Backbone
-from medusa_cli.model.attention import Masks
 from medusa_cli.model.backbone import key_sizes
 from medusa_cli.model.load import DTYPES
+from medusa_cli.model.masks import Masks
 
 # Rows per prefill pass: enough for full matmul speed, but few enough for a small mask.
 PREFILL_ROWS = 512

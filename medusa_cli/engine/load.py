@@ -16,7 +16,7 @@ from medusa_cli.engine.description_cache import describe_once
 from medusa_cli.engine.eager import EagerEngine
 from medusa_cli.engine.engine import Engine
 from medusa_cli.engine.memory import check_memory
-from medusa_cli.engine.native import NativeEngine
+from medusa_cli.engine.native_engine import NativeEngine
 from medusa_cli.engine.native_linear import NativeEmbedding
 from medusa_cli.engine.native_model import NativeModel
 from medusa_cli.engine.packed import MissingWeights, Packed, pack_in_memory, pack_once

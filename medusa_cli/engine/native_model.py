@@ -18,7 +18,7 @@ from medusa_cli.engine.kv_types import head_bytes
 from medusa_cli.engine.packed import Packed
 from medusa_cli.engine.probes import Rotary
 from medusa_cli.engine.shapes import Shapes
-from medusa_cli.model.attention import FULL
+from medusa_cli.files.layer_kinds import FULL
 from medusa_cli.model.backbone import UNBOUNDED
 from medusa_cli.native import Format, PackedMatrix
 from medusa_cli.native.library import (

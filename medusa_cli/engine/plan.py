@@ -11,7 +11,8 @@ from medusa_cli.engine.attention import visible_behind
 from medusa_cli.engine.cache import Cache
 from medusa_cli.engine.extra_rows import ExtraRows, ExtraRowStates
 from medusa_cli.engine.reach import Reach
-from medusa_cli.model.attention import FULL, Masks, additive
+from medusa_cli.files.layer_kinds import FULL
+from medusa_cli.model.masks import Masks, additive
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from medusa_cli.engine.description import CLAMPED_SWIGLU, XIELU, XIELU_VECTORS, Activation
-from medusa_cli.model.attention import Masks
 from medusa_cli.model.backbone import Layers, Unsupported
+from medusa_cli.model.masks import Masks
 
 # Plain activations in the order of the library's numbers.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from medusa_cli.device import numbered
-from medusa_cli.model.attention import CHUNKED, FULL, Masks
+from medusa_cli.files.layer_kinds import CHUNKED, FULL
+from medusa_cli.model.masks import Masks
 
 # Positions by which the limit lags behind, in multiples of which it moves: trees are less deep than this.
 LAG = 32

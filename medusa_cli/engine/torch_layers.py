@@ -20,9 +20,9 @@ from medusa_cli.engine.plan import Layout, Plan
 from medusa_cli.engine.probes import eps_of
 from medusa_cli.engine.reach import LAG, Reach
 from medusa_cli.engine.tiles import TileLinear, Tiles
-from medusa_cli.model.attention import Masks
 from medusa_cli.model.backbone import Backbone, Layers, Unsupported, padded_pass
 from medusa_cli.model.checks import FAULTS, probe_tokens
+from medusa_cli.model.masks import Masks
 
 # Tokens per pass that compares the layers with the network, at the first and the last positions.
 TOKENS = 12

@@ -9,7 +9,7 @@ from torch import Tensor
 from medusa_cli.engine.describe import describe
 from medusa_cli.engine.description import Description
 from medusa_cli.engine.experts import BIAS
-from medusa_cli.engine.native import NativeEngine
+from medusa_cli.engine.native_engine import NativeEngine
 from medusa_cli.engine.native_model import NativeModel
 from medusa_cli.engine.packed import pack_in_memory
 from medusa_cli.engine.probes import rotary_of

@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from contextlib import aclosing
 from typing import Any
 
-from medusa_cli.serve.errors import Refusal, failure
+from medusa_cli.serve.refusals import Refusal, failure
 from medusa_cli.serve.scheduler import WAITING, Event, Ticket
 
 # A comment, which clients of server-sent events skip.

@@ -20,7 +20,13 @@ from medusa_cli.serve import llama_cpp, messages, neutral, ollama, responses
 from medusa_cli.serve.bodies import BodyRoute
 from medusa_cli.serve.chats import ChatRequest
 from medusa_cli.serve.completions import CompletionRequest
-from medusa_cli.serve.errors import (
+from medusa_cli.serve.handler import Handler, renamed, translated
+from medusa_cli.serve.llama_cpp import InfillRequest, LlamaRequest
+from medusa_cli.serve.messages import MessagesFormat, MessagesRequest
+from medusa_cli.serve.metrics import Metrics
+from medusa_cli.serve.middleware import Limits, Middleware
+from medusa_cli.serve.ollama import OllamaChat, OllamaFormat, OllamaGenerate, ShowRequest
+from medusa_cli.serve.refusals import (
     ErrorBody,
     MessagesError,
     Refusal,
@@ -30,12 +36,6 @@ from medusa_cli.serve.errors import (
     refusal_for_body,
     refusal_for_http,
 )
-from medusa_cli.serve.handler import Handler, renamed, translated
-from medusa_cli.serve.llama_cpp import InfillRequest, LlamaRequest
-from medusa_cli.serve.messages import MessagesFormat, MessagesRequest
-from medusa_cli.serve.metrics import Metrics
-from medusa_cli.serve.middleware import Limits, Middleware
-from medusa_cli.serve.ollama import OllamaChat, OllamaFormat, OllamaGenerate, ShowRequest
 from medusa_cli.serve.responses import ResponsesFormat, ResponsesRequest
 from medusa_cli.serve.scheduler import Scheduler
 from medusa_cli.serve.templates import TemplateProcess

@@ -12,7 +12,7 @@ from fastapi.routing import APIRoute
 from pydantic import TypeAdapter, ValidationError
 from starlette.concurrency import run_in_threadpool
 
-from medusa_cli.serve.errors import refusal_for_body
+from medusa_cli.serve.refusals import refusal_for_body
 
 # Bodies of fewer bytes are parsed at once, which takes some milliseconds.
 SMALL = 16 << 10

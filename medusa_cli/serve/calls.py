@@ -84,9 +84,9 @@ class _TextReader:
 
         Returns False if there is no other marker so far.
         """
-        found = _BEGIN.search(self._text, self._at)
-        if found:
-            end = found.start()
+        begin = _BEGIN.search(self._text, self._at)
+        if begin:
+            end = begin.start()
         elif self._last:
             end = len(self._text)
         else:
@@ -97,7 +97,7 @@ class _TextReader:
         if before.strip() or (self.content and not self.calls):
             self.content += before
         self._at = end
-        return found is not None
+        return begin is not None
 
     def _read_calls(self) -> bool:
         """Reads calls until other text follows; returns False if the text so far ends among them."""

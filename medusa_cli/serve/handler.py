@@ -16,12 +16,12 @@ from medusa_cli.api import Medusa
 from medusa_cli.serve.answer_format import AnswerFormat
 from medusa_cli.serve.chats import ChatRequest
 from medusa_cli.serve.completions import CompletionRequest
-from medusa_cli.serve.errors import Refusal, check_whole, failure, refusal_for_body
 from medusa_cli.serve.infill import infill_ends
 from medusa_cli.serve.llama_cpp import InfillRequest, LlamaFormat, LlamaSampling
 from medusa_cli.serve.middleware import Limits, Receive
 from medusa_cli.serve.openai_format import OpenAIFormat
 from medusa_cli.serve.preparation import Preparation
+from medusa_cli.serve.refusals import Refusal, check_whole, failure, refusal_for_body
 from medusa_cli.serve.responses import ResponsesFormat
 from medusa_cli.serve.scheduler import WAITING, Event, Scheduler, Ticket
 from medusa_cli.serve.templates import TemplateProcess

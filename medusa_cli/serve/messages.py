@@ -13,8 +13,8 @@ from medusa_cli.serve.answer_fields import Sampling
 from medusa_cli.serve.answer_format import AnswerFormat, sse
 from medusa_cli.serve.calls import CallReader, in_order
 from medusa_cli.serve.chats import ChatRequest
-from medusa_cli.serve.errors import Refusal
 from medusa_cli.serve.openai_format import stop_string_of
+from medusa_cli.serve.refusals import Refusal
 from medusa_cli.serve.scheduler import Event, Ticket
 from medusa_cli.serve.schema import (
     MAX_STOPS,

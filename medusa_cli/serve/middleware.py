@@ -16,8 +16,8 @@ from starlette.datastructures import Headers, MutableHeaders
 
 from medusa_cli.errors import shown
 from medusa_cli.serve import neutral, record
-from medusa_cli.serve.errors import Refusal
 from medusa_cli.serve.metrics import Metrics
+from medusa_cli.serve.refusals import Refusal
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]

@@ -14,9 +14,9 @@ from medusa_cli.serve.answer_format import AnswerFormat
 from medusa_cli.serve.calls import read_calls
 from medusa_cli.serve.chats import ChatRequest, Tool, functions_of
 from medusa_cli.serve.completions import CompletionRequest
-from medusa_cli.serve.errors import Refusal
 from medusa_cli.serve.infill import can_infill
 from medusa_cli.serve.openai_format import fingerprint_of
+from medusa_cli.serve.refusals import Refusal
 from medusa_cli.serve.scheduler import Event, Ticket
 from medusa_cli.serve.schema import MAX_TOOLS, OBJECT, TEXT, Strict
 from medusa_cli.serve.tools import template_of

@@ -21,7 +21,7 @@ from medusa_cli.serve.answer_format import KEEP_ALIVE, sse
 from medusa_cli.serve.calls import CallReader
 from medusa_cli.serve.chats import ChatRequest
 from medusa_cli.serve.completions import CompletionRequest
-from medusa_cli.serve.errors import failure
+from medusa_cli.serve.refusals import failure
 from medusa_cli.serve.scheduler import WAITING, Event, Ticket
 
 # OpenAI's log probability of an impossible token, because JSON has no infinity.

@@ -25,15 +25,15 @@ from medusa_cli.serve.answer_fields import MAX_BIASES, MAX_GRAMMAR, Sampling
 from medusa_cli.serve.calls import end_of_first_call
 from medusa_cli.serve.chats import ChatRequest, Conversation
 from medusa_cli.serve.completions import CompletionRequest
-from medusa_cli.serve.errors import (
-    Refusal,
-    refusal_for,
-    too_long,
-)
 from medusa_cli.serve.infill import infill_ids
 from medusa_cli.serve.llama_cpp import InfillRequest
 from medusa_cli.serve.middleware import Limits
 from medusa_cli.serve.record import allowed, kind_of
+from medusa_cli.serve.refusals import (
+    Refusal,
+    refusal_for,
+    too_long,
+)
 from medusa_cli.serve.scheduler import Event, Scheduler, Ticket
 from medusa_cli.serve.templates import TemplateProcess
 from medusa_cli.serve.tokens import DetokenizeRequest, TokenizeChat, TokenizeText

@@ -14,9 +14,9 @@ from medusa_cli.decode import Answer, Decoder, Likelihood, Piece, Request, Step
 from medusa_cli.decode.sequence import Sequence
 from medusa_cli.errors import UserError, is_out_of_memory
 from medusa_cli.loading import LoadedModel
-from medusa_cli.serve.errors import Refusal
 from medusa_cli.serve.metrics import Metrics, add_positions
 from medusa_cli.serve.record import Recorder
+from medusa_cli.serve.refusals import Refusal
 
 # Seconds that a piece of a prompt should take, because running answers wait for it.
 PIECE_S = 0.12

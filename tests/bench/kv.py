@@ -17,7 +17,7 @@ import torch
 
 from medusa_cli.engine import Plan, load_backbone
 from medusa_cli.engine.kv_types import KV_TYPES
-from medusa_cli.engine.native import NativeEngine
+from medusa_cli.engine.native_engine import NativeEngine
 from medusa_cli.files.catalogue import DEFAULT_MODEL
 from medusa_cli.model import Backbone
 from medusa_cli.native import library
