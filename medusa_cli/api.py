@@ -7,19 +7,12 @@ import threading
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from numbers import Integral
 from pathlib import Path
 from typing import Any, Protocol, TypedDict, Unpack
 
-from medusa_cli.decode import (
-    Answer,
-    Decoder,
-    LogitsOptions,
-    Piece,
-    Request,
-    Stats,
-)
+from medusa_cli.decode import Answer, Decoder, LogitsOptions, Piece, Request, Stats
 from medusa_cli.decode.grammar import Grammar
 from medusa_cli.decode.lazy_grammar import LazyGrammar
 from medusa_cli.decode.prefix_store import PrefixStore
@@ -166,17 +159,8 @@ class GenerationOptions:
         grammar = self.grammar
         if not isinstance(grammar, Grammar | LazyGrammar):
             grammar = Grammar.of(json_schema=self.json_schema, regex=self.regex, grammar=grammar)
-        return LogitsOptions(
-            self.repetition_penalty,
-            self.presence_penalty,
-            self.frequency_penalty,
-            self.no_repeat_ngram_size,
-            self.bad_words_ids,
-            self.suppress_tokens,
-            self.min_new_tokens,
-            self.logit_bias,
-            grammar,
-        )
+        own = {field.name: getattr(self, field.name) for field in fields(LogitsOptions)}
+        return LogitsOptions(**{**own, "grammar": grammar})
 
 
 class Medusa:
@@ -322,8 +306,7 @@ class Medusa:
         _ = self.backbone  # raises UserError after close()
         run = asyncio.get_running_loop().run_in_executor
         stream = await run(
-            self.thread,
-            lambda: Stream(self, self._request_of(prompt, options, "astream", changes)),
+            self.thread, lambda: Stream(self, self._request_of(prompt, options, "astream", changes))
         )
         with stream:
             while (text := await run(self.thread, next, stream, None)) is not None:
@@ -376,10 +359,10 @@ class Medusa:
         with self.lock:
             decoder = self.decoder(max(1, min(batch_size, len(requests))))
             for sequence, step in decoder.run(requests):
-                answers[sequence.number].add(step, sequence.finish_reason)
-                if answers[
-                    sequence.number
-                ].finish_reason:  # a stop string may end the text before its last token
+                answer = answers[sequence.number]
+                answer.add(step, sequence.finish_reason)
+                # A stop string may end the text before its last token.
+                if answer.finish_reason:
                     sequence.cancel()
         return answers
 

@@ -399,10 +399,7 @@ def _batch_of(case: Case, drafter: HeadDrafter) -> Batch:
         segment.append(answers[1:])
         sequence.append(torch.full_like(ids[1:], number))
     batch = Batch(
-        torch.cat(hidden),
-        torch.cat(following),
-        torch.cat(segment),
-        sequence=torch.cat(sequence),
+        torch.cat(hidden), torch.cat(following), torch.cat(segment), sequence=torch.cat(sequence)
     )
     if not len(batch.targets(1)):
         raise UserError("no answer of the data has three tokens", case.distill)

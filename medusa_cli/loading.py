@@ -140,10 +140,7 @@ def _calibration(choice: Choice) -> Calibration:
 
 
 def load_drafting(
-    choice: Choice,
-    backbone: Backbone,
-    tree: Tree | None,
-    show: ShowProgress = show_nothing,
+    choice: Choice, backbone: Backbone, tree: Tree | None, show: ShowProgress = show_nothing
 ) -> tuple[Drafter | None, DraftPolicy]:
     """Loads the chosen drafter and creates its policy; without a drafter, the policy drafts only n-gram matches.
 

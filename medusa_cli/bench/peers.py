@@ -15,13 +15,7 @@ from typing import Any
 
 import torch
 
-from medusa_cli.bench.methods import (
-    LLAMA,
-    METHODS,
-    TRANSFORMERS,
-    Method,
-    OnTokens,
-)
+from medusa_cli.bench.methods import LLAMA, METHODS, TRANSFORMERS, Method, OnTokens
 from medusa_cli.bench.stats import Measurement
 from medusa_cli.decode import Sampling, Stats
 from medusa_cli.errors import UsageError, UserError, first_line
@@ -122,11 +116,7 @@ def _llama_server(name: str, gguf: Path, backbone: Backbone) -> str:
     words = [str(gguf), str(backbone.max_positions), str(torch.get_num_threads())]
     command = [sys.executable, "-c", LLAMA_SERVER, *words, str(name == "llama.cpp-ngram")]
     process = subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     assert process.stdout is not None and process.stderr is not None
     address = process.stdout.readline().strip()

@@ -51,13 +51,7 @@ from medusa_cli.loading import load_drafting, static_tree
 from medusa_cli.model import Backbone
 from medusa_cli.model.backbone import identity_of, text_config
 from medusa_cli.model.digest import weights_of
-from medusa_cli.model.load import (
-    DTYPES,
-    load_network,
-    read_config,
-    resolve_device,
-    resolve_dtype,
-)
+from medusa_cli.model.load import DTYPES, load_network, read_config, resolve_device, resolve_dtype
 from medusa_cli.runs.load_options import LoadOptions
 from medusa_cli.runs.resolve import Choice
 from medusa_cli.runs.run import STAMP, check_backbone, describe_drafter, provenance, stamp_of

@@ -255,8 +255,7 @@ def by_position(
 
 
 def bootstrap(
-    columns: Sequence[Sequence[float]] | Sums,
-    figure: Callable[[Sums], Sums],
+    columns: Sequence[Sequence[float]] | Sums, figure: Callable[[Sums], Sums]
 ) -> tuple[float, float] | None:
     """Returns the 95 % interval of a figure over questions drawn with replacement.
 

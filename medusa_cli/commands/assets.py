@@ -28,8 +28,7 @@ def _is_default(name: str) -> bool:
 def assets(
     *,
     names: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[NAME]...", help=_NAMES, show_default=False),
+        list[str] | None, typer.Argument(metavar="[NAME]...", help=_NAMES, show_default=False)
     ] = None,
     printing: OutputFlags,
 ) -> None:

@@ -226,11 +226,7 @@ def by_time(used: Calibration, run: Run | None, loading: LoadFlags, again: bool)
     step_times = time_run(run, as_trained(loading, run.drafter_dir), again)
     timed = budgets(used.accuracies, step_times)
     best = max(timed, key=lambda size: size.tokens_per_s)
-    made_by = {
-        "budget": "auto",
-        "step_ms": round(1e3 * best.seconds, 2),
-        STAMP: used.drafter_stamp,
-    }
+    made_by = {"budget": "auto", "step_ms": round(1e3 * best.seconds, 2), STAMP: used.drafter_stamp}
     sizes = [
         {
             "nodes": size.tree.size,

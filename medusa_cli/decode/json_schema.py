@@ -28,7 +28,7 @@ TYPES = ("null", "boolean", "object", "array", "number", "string", "integer")
 REF_ALONE = re.compile(r"draft-0[3-7]")
 # Formats that llguidance follows. According to the standard, others do not constrain a text.
 FORMATS = {
-    *("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid"),
+    *("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid")
 }
 # Formats of property names, for which llguidance has no keyword.
 NAMES = {

@@ -318,11 +318,7 @@ def _forgetting_refused(packed: Packed) -> Iterator[None]:
 
 
 def _from_files(
-    model: ModelSource,
-    options: LoadOptions,
-    chat_template: str | None,
-    int8_rows: bool,
-    chat: bool,
+    model: ModelSource, options: LoadOptions, chat_template: str | None, int8_rows: bool, chat: bool
 ) -> _Loaded | None:
     """Packs a model's files as they are; returns None if there are none or if only transformers can read them."""
     if not model.weights:

@@ -25,14 +25,7 @@ from medusa_cli.engine.state_cache import SNAPSHOTS
 from medusa_cli.errors import UserError
 from medusa_cli.model.backbone import Backbone
 from medusa_cli.native import Format, instruction_set, library
-from medusa_cli.native.library import (
-    MIXERS,
-    TILE,
-    UNIT,
-    Step,
-    check,
-    require,
-)
+from medusa_cli.native.library import MIXERS, TILE, UNIT, Step, check, require
 
 FLOAT_BYTES = 4
 # The minimum number of rows in the buffer of logits.

@@ -8,12 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from medusa_cli.engine.description import (
-    XIELU,
-    XIELU_VECTORS,
-    Description,
-    LayerNames,
-)
+from medusa_cli.engine.description import XIELU, XIELU_VECTORS, Description, LayerNames
 from medusa_cli.engine.kv_types import head_bytes
 from medusa_cli.engine.packed import Packed
 from medusa_cli.engine.probes import Rotary
@@ -21,13 +16,7 @@ from medusa_cli.engine.shapes import Shapes
 from medusa_cli.files.layer_kinds import FULL
 from medusa_cli.model.backbone import UNBOUNDED
 from medusa_cli.native import Format, PackedMatrix
-from medusa_cli.native.library import (
-    FLAGS,
-    VECTORS,
-    Activation,
-    Layer,
-    Model,
-)
+from medusa_cli.native.library import FLAGS, VECTORS, Activation, Layer, Model
 from medusa_cli.native.matrix import Floats, padded_floats
 
 # The initial number of rows in rotary tables, which grow as needed.

@@ -33,12 +33,7 @@ def packed_path(model: ModelSource, description: Description, quantize: str | No
     Its name begins with the place of the model's own files, and goes on with all that decides the weights: these
     files, the config, the description, the code and the quantization.
     """
-    parts = (
-        model.stamp,
-        asdict(description),
-        _code_stamp(),
-        quantize,
-    )
+    parts = (model.stamp, asdict(description), _code_stamp(), quantize)
     owner = _stamp([source_of(model), quantize])[:12]
     return home() / "packed" / f"{owner}-{_stamp(parts)[:24]}.bin"
 

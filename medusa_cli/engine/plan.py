@@ -115,12 +115,7 @@ class Layout:
 
 
 def lay_out(
-    plan: Plan,
-    cache: Cache,
-    masks: Masks,
-    context: int,
-    device: torch.device,
-    exact: bool = False,
+    plan: Plan, cache: Cache, masks: Masks, context: int, device: torch.device, exact: bool = False
 ) -> Layout:
     """Returns the layout of a plan in a cache, which grows as needed.
 

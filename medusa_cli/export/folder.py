@@ -18,15 +18,7 @@ from medusa_cli.files.model_source import ModelSource
 from medusa_cli.model.backbone import identity_of
 from medusa_cli.model.load import read_config
 from medusa_cli.runs.resolve import shipped_for
-from medusa_cli.runs.run import (
-    RUNS,
-    STAMP,
-    Run,
-    called,
-    check_backbone,
-    describe_drafter,
-    stamp_of,
-)
+from medusa_cli.runs.run import RUNS, STAMP, Run, called, check_backbone, describe_drafter, stamp_of
 
 CHECKSUMS = "SHA256SUMS"
 

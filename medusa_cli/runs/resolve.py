@@ -225,8 +225,7 @@ def _with_drafter(plain: Choice, folder: Path, source: Run | None, asked: TreeCh
     if not (folder / "config.json").is_file():
         train = f"medusa train --run {source.argument}" if source else "medusa train"
         raise UserError(
-            f"{folder} holds no drafter",
-            f"run `{train}` first, or give another @drafter or @run",
+            f"{folder} holds no drafter", f"run `{train}` first, or give another @drafter or @run"
         )
     return replace(
         plain,

@@ -15,15 +15,7 @@ from typing import Any
 
 from medusa_cli import __version__
 from medusa_cli.errors import UsageError, UserError, shown
-from medusa_cli.files.io import (
-    nested,
-    read_as,
-    read_text,
-    restore,
-    sweep,
-    write_atomic,
-    write_json,
-)
+from medusa_cli.files.io import nested, read_as, read_text, restore, sweep, write_atomic, write_json
 from medusa_cli.files.paths import expanded
 
 log = logging.getLogger(__name__)

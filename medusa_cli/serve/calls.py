@@ -201,15 +201,7 @@ def read_head(text: str, at: int, names: Collection[str]) -> tuple[str, int] | b
     """
     name = ""
     quoted = [f'"{name}"' for name in names]
-    for words in (
-        ["{"],
-        ['"name"'],
-        [":"],
-        quoted,
-        [","],
-        ['"arguments"', '"parameters"'],
-        [":"],
-    ):
+    for words in (["{"], ['"name"'], [":"], quoted, [","], ['"arguments"', '"parameters"'], [":"]):
         at = _BLANK.match(text, at).end()  # type: ignore[union-attr]
         word = next((word for word in words if text.startswith(word, at)), None)
         if word is None:

@@ -117,10 +117,7 @@ class Handler:
         return slots
 
     async def answer(
-        self,
-        body: ChatRequest | CompletionRequest,
-        receive: Receive,
-        shape: Shape | None = None,
+        self, body: ChatRequest | CompletionRequest, receive: Receive, shape: Shape | None = None
     ) -> Response:
         """Returns the whole answer, or a stream of it, in the requested format; raises Refusal.
 

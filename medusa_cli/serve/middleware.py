@@ -25,23 +25,12 @@ Send = Callable[[Message], Awaitable[None]]
 OPEN = ("/health", "/metrics", "/openapi.json", "/version", "/")  # served without a key
 # Also below /v1.
 ANSWERING = (
-    "/chat/completions",
-    "/completions",
-    "/responses",
-    "/models",
-    "/messages",
-    "/messages/count_tokens",
+    *("/chat/completions", "/completions", "/responses"),
+    *("/models", "/messages", "/messages/count_tokens"),
 )
+OTHERS = ("tokenize", "detokenize", "apply-template", "props", "slots", "completion", "infill")
 PATHS = (*OPEN, *ANSWERING, *(f"/v1{path}" for path in ANSWERING))
-PATHS += (
-    "/tokenize",
-    "/detokenize",
-    "/apply-template",
-    "/props",
-    "/slots",
-    "/completion",
-    "/infill",
-)
+PATHS += tuple(f"/{name}" for name in OTHERS)
 PATHS += tuple(f"/api/{name}" for name in ("chat", "generate", "tags", "show", "version"))
 # A request id chosen by the client, which the response repeats.
 REQUEST_ID = re.compile(r"[!-~]{1,128}")

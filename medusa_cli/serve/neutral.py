@@ -78,80 +78,51 @@ def without_penalty(value: Any, fields: Mapping[str, Any]) -> bool:
     )
 
 
-def named(check: Check, *fields: str) -> dict[str, Check]:
-    return dict.fromkeys(fields, check)
+def named(check: Check, fields: str) -> dict[str, Check]:
+    """Returns the same check for several fields; `fields` are their names, with blanks between."""
+    return dict.fromkeys(fields.split(), check)
 
 
 # Sampling and search methods, and outputs, that are not served.
 UNSERVED = {
     **named(
         only(0),
-        "mirostat",
-        "dry_multiplier",
-        "xtc_probability",
-        "dynatemp_range",
-        "top_a",
-        "smoothing_factor",
-        "epsilon_cutoff",
-        "eta_cutoff",
-        "penalty_alpha",
-        "n_probs",
+        "mirostat dry_multiplier xtc_probability dynatemp_range top_a smoothing_factor epsilon_cutoff "
+        "eta_cutoff penalty_alpha n_probs",
     ),
     **named(only(0, 1), "min_keep"),
     **named(
         only(1),
-        "typical_p",
-        "typ_p",
-        "typical",
-        "tfs_z",
-        "tfs",
-        "rep_pen",
-        "guidance_scale",
-        "num_beams",
-        "top_h",
-        "encoder_repetition_penalty",
+        "typical_p typ_p typical tfs_z tfs rep_pen guidance_scale num_beams top_h encoder_repetition_penalty",
     ),
-    **named(only(0, -1), "top_n_sigma", "t_max_predict_ms"),
-    **named(only(False), "use_beam_search", "ban_eos_token"),
-    **named(only(True), "spaces_between_special_tokens", "detokenize"),
+    **named(only(0, -1), "top_n_sigma t_max_predict_ms"),
+    **named(only(False), "use_beam_search ban_eos_token"),
+    **named(only(True), "spaces_between_special_tokens detokenize"),
     **named(
         only([], ""),
-        "logits_processors",
-        "bad_words",
-        "banned_strings",
-        "banned_tokens",
-        "custom_token_bans",
-        "negative_prompt",
-        "stop_words",
-        "stop_sequence",
-        "stop_sequences",
-        "stop_regex",
-        "structural_tag",
+        "logits_processors bad_words banned_strings banned_tokens custom_token_bans negative_prompt "
+        "stop_words stop_sequence stop_sequences stop_regex structural_tag",
     ),
-    **named(only([], {}), "lora", "options", "extra_body", "sampling_params"),
-    **named(without_penalty, "repeat_last_n", "repetition_penalty_range"),
+    **named(only([], {}), "lora options extra_body sampling_params"),
+    **named(without_penalty, "repeat_last_n repetition_penalty_range"),
     "best_of": one_of_each,
 }
 # Fields that are used, with the values that clients send to leave them unset.
-LEFT_OUT = {
-    **named(only(-1), "top_k", "seed"),
-    "logprobs": only(False),
-}
+LEFT_OUT = {**named(only(-1), "top_k seed"), "logprobs": only(False)}
 REQUEST: Table = {**UNSERVED, **LEFT_OUT}
 CHAT: Table = {
     **REQUEST,
-    **named(only(-1), "max_tokens", "max_completion_tokens", "n_predict", "max_new_tokens"),
+    **named(only(-1), "max_tokens max_completion_tokens n_predict max_new_tokens"),
     "functions": only([]),
     "function_call": only("none", "auto"),
     "modalities": among("text"),
 }
 RESPONSES: Table = {
-    **UNSERVED,
-    **LEFT_OUT,
-    **named(only(-1), "max_output_tokens", "n_predict"),
-    **named(only(0), "top_logprobs", "prompt_logprobs"),
-    **named(only(False), "background", "echo", "return_token_ids"),
-    **named(only(), "previous_response_id", "conversation", "prompt"),
+    **REQUEST,
+    **named(only(-1), "max_output_tokens n_predict"),
+    **named(only(0), "top_logprobs prompt_logprobs"),
+    **named(only(False), "background echo return_token_ids"),
+    **named(only(), "previous_response_id conversation prompt"),
     "n": only(1),
     "include": without("message.output_text.logprobs"),
 }

@@ -24,11 +24,7 @@ from medusa_cli.serve.tools import template_of
 # The version of Ollama whose API this is; clients refuse much older ones.
 VERSION = "0.6.4"
 # Field names of Ollama, by the equivalent fields of chats and completions.
-FIELDS = {
-    "max_tokens": "options.num_predict",
-    "json_schema": "format",
-    "response_format": "format",
-}
+FIELDS = {"max_tokens": "options.num_predict", "json_schema": "format", "response_format": "format"}
 
 
 class Options(Sampling):
@@ -255,11 +251,7 @@ def listed(backbone: Backbone, names: Collection[str], started: float) -> dict[s
 def described(backbone: Backbone, context: int, started: float) -> dict[str, Any]:
     """Returns the description of the model."""
     family = _details(backbone)["family"]
-    can = {
-        "completion": True,
-        "tools": bool(template_of(backbone)),
-        "insert": can_infill(backbone),
-    }
+    can = {"completion": True, "tools": bool(template_of(backbone)), "insert": can_infill(backbone)}
     return {
         "modelfile": "",
         "parameters": "",

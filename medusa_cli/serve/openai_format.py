@@ -370,10 +370,7 @@ def acceptance(ticket: Ticket) -> dict[str, Any]:
     """Returns an answer's acceptance figures under vLLM's names; all tree nodes but the root are draft tokens."""
     stats = ticket.answer.stats
     # Steps that accepted at least 0, 1, 2, ... draft tokens.
-    reached = [
-        ticket.drafts,
-        *ticket.accepted_at,
-    ]
+    reached = [ticket.drafts, *ticket.accepted_at]
     return {
         "mean_acceptance_length": 1 + stats.accepted / ticket.drafts,
         "draft_acceptance_rate": stats.accepted / stats.drafted,

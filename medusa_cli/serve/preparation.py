@@ -29,11 +29,7 @@ from medusa_cli.serve.infill import infill_ids
 from medusa_cli.serve.llama_cpp import InfillRequest
 from medusa_cli.serve.middleware import Limits
 from medusa_cli.serve.record import allowed, kind_of
-from medusa_cli.serve.refusals import (
-    Refusal,
-    refusal_for,
-    too_long,
-)
+from medusa_cli.serve.refusals import Refusal, refusal_for, too_long
 from medusa_cli.serve.scheduler import Event, Scheduler, Ticket
 from medusa_cli.serve.templates import TemplateProcess
 from medusa_cli.serve.tokens import DetokenizeRequest, TokenizeChat, TokenizeText

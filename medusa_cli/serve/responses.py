@@ -69,28 +69,13 @@ class CallOutputItem(PastItem):
 
 
 # Past items of tools that only their provider could run, and of other models' thoughts. They are not for this model.
-DROPPED = frozenset(
-    (
-        "reasoning",
-        "compaction",
-        "web_search_call",
-        "file_search_call",
-        "code_interpreter_call",
-        "image_generation_call",
-        "computer_call",
-        "computer_call_output",
-        "local_shell_call",
-        "local_shell_call_output",
-        "shell_call",
-        "shell_call_output",
-        "tool_search_call",
-        "tool_search_output",
-        "mcp_call",
-        "mcp_list_tools",
-        "mcp_approval_request",
-        "mcp_approval_response",
-    )
-)
+DROPPED = {
+    *("reasoning", "compaction", "web_search_call", "file_search_call", "code_interpreter_call"),
+    *("image_generation_call", "computer_call", "computer_call_output", "local_shell_call"),
+    *("local_shell_call_output", "shell_call", "shell_call_output", "tool_search_call"),
+    *("tool_search_output", "mcp_call", "mcp_list_tools", "mcp_approval_request"),
+    "mcp_approval_response",
+}
 
 
 def _type_of(item: Any) -> str:
