@@ -19,14 +19,12 @@ from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, Group, JustifyMethod, RenderableType
 from rich.progress import (
     BarColumn,
-    DownloadColumn,
     Progress,
     ProgressColumn,
     Task,
     TaskID,
     TextColumn,
     TimeRemainingColumn,
-    TransferSpeedColumn,
 )
 from rich.segment import Segment
 from rich.table import Table
@@ -303,50 +301,9 @@ def progress(
 
 @contextmanager
 def fetching(name: str, total: int | None) -> Iterator[Callable[[int], None]]:
-    """Shows the progress of a download: bytes, rate and time left. Yields a function that takes the bytes done.
-
-    The progress appears as lines if the terminal cannot show bars.
-    """
-    if not err.is_terminal or err.plain:
-        yield _FetchLines(name, total).show
-        return
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with terminated(), Progress(*columns, console=err, disable=_mode.quiet) as shown:
-        task = shown.add_task(visible(name), total=total)
-        yield lambda done: shown.update(task, completed=done)
-
-
-class _FetchLines:
-    """Prints a download's bytes, rate and time left every ten seconds."""
-
-    def __init__(self, name: str, total: int | None) -> None:
-        self.name = name
-        self.total = total
-        self.began: tuple[float, int] | None = None
-        self.due = 0.0
-
-    def show(self, done: int) -> None:
-        now = time.monotonic()
-        if self.began is None:  # earlier bytes do not count toward the rate
-            self.began = now, done
-        if now < self.due:
-            return
-        self.due = now + LINE_S
-        rate = (done - self.began[1]) / max(now - self.began[0], 1e-9)
-        text = f"{self.name}: {done / 1e6:,.0f} MB"
-        if self.total is not None:
-            text = f"{self.name}: {done / 1e6:,.0f} of {self.total / 1e6:,.0f} MB"
-        if rate > 0:
-            text += f", {rate / 1e6:,.1f} MB/s"
-        if rate > 0 and self.total is not None:
-            text += f", {max(0.0, self.total - done) / rate:,.0f} s left"
-        info(text)
+    """Shows the progress of a download in MB; yields a function that takes the bytes done."""
+    with bars() as show:
+        yield lambda done: show(name, done // 10**6, total and total // 10**6, "MB")
 
 
 @contextmanager
