@@ -180,6 +180,7 @@ Temperature = Annotated[
 BatchSize = Annotated[
     int, flag("--batch-size N", "Conversations decoded at once.", show_default=True, min=1)
 ]
+Baseline = Annotated[bool, flag("--baseline", "Plain decoding, one token per step.")]
 Quiet = Annotated[bool, _output("--quiet", "Print results, warnings and errors only.")]
 Debug = Annotated[bool, _output("--debug", "Print the traceback of an error.")]
 Judge = Annotated[Text, flag("--judge URL", _JUDGE)]
@@ -420,13 +421,11 @@ class QuestionFlags:
 
         if self.agent:
             questions = agent_questions()
-            return spread(of_categories(questions, self.category), self.limit), len(questions)
-        source: str | Path | None = CODING if self.coding else self.questions
-        if source is None:
-            source = mt_bench_path()
-        questions, skipped = read_questions(source)
-        if skipped:
-            console.warn(f"{source}: {skipped} records are not questions and were skipped")
+        else:
+            source = CODING if self.coding else self.questions or mt_bench_path()
+            questions, skipped = read_questions(source)
+            if skipped:
+                console.warn(f"{source}: {skipped} records are not questions and were skipped")
         return spread(of_categories(questions, self.category), self.limit), len(questions)
 
 

@@ -18,14 +18,8 @@ from medusa_cli.files.paths import expanded
 # other sources.
 CODING = Path(__file__).with_name("coding.jsonl")
 MT_BENCH = (
-    "writing",
-    "roleplay",
-    "reasoning",
-    "math",
-    "coding",
-    "extraction",
-    "stem",
-    "humanities",
+    *("writing", "roleplay", "reasoning", "math"),
+    *("coding", "extraction", "stem", "humanities"),
 )
 # What a coding agent is asked about files of the standard library.
 AGENT_FILES = ("argparse.py", "shutil.py", "inspect.py", "subprocess.py", "tarfile.py")

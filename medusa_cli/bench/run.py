@@ -51,7 +51,13 @@ from medusa_cli.loading import load_drafting, static_tree
 from medusa_cli.model import Backbone
 from medusa_cli.model.backbone import identity_of, text_config
 from medusa_cli.model.digest import weights_of
-from medusa_cli.model.load import DTYPES, load_network, read_config, resolve_device, resolve_dtype
+from medusa_cli.model.load import (
+    load_network,
+    name_of_dtype,
+    read_config,
+    resolve_device,
+    resolve_dtype,
+)
 from medusa_cli.runs.load_options import LoadOptions
 from medusa_cli.runs.resolve import Choice
 from medusa_cli.runs.run import STAMP, check_backbone, describe_drafter, provenance, stamp_of
@@ -61,6 +67,8 @@ WARM_UP_TOKENS = 24
 log = logging.getLogger(__name__)
 
 
+# The drafter and the policy of each method that drafts.
+Loaded = Mapping[str, tuple[Drafter | None, DraftPolicy]]
 # Receives a method's name, the results that it is answering, and new tokens. An empty list means
 # that the answers to this turn are complete.
 OnTokens = Callable[[str, list[Result], list[int]], None]
@@ -153,10 +161,7 @@ class Bench:
         return self._document(backbone, loaded, results)
 
     def _document(
-        self,
-        backbone: Backbone,
-        loaded: Mapping[str, tuple[Drafter | None, DraftPolicy]],
-        results: list[Result],
+        self, backbone: Backbone, loaded: Loaded, results: list[Result]
     ) -> dict[str, Any]:
         """Returns all that was measured, and with what."""
         plain = {name: plain_of(name, self.methods, self.peers) for name in self.methods}
@@ -207,12 +212,7 @@ class Bench:
             differences[name] = [place for place in places if place]
         return differences
 
-    def _facts(
-        self,
-        backbone: Backbone,
-        loaded: Mapping[str, tuple[Drafter | None, DraftPolicy]],
-        results: list[Result],
-    ) -> list[str]:
+    def _facts(self, backbone: Backbone, loaded: Loaded, results: list[Result]) -> list[str]:
         """Returns sentences on the model, the questions, the drafters, and what other programs and caches are."""
         mode = "greedy" if self.sampling.greedy else self.sampling.mode
         facts = [
@@ -280,7 +280,7 @@ class Bench:
         options = self.options
         device = resolve_device(options.device)
         dtype = resolve_dtype(options.dtype, self.choice.source, device, options.trust_remote_code)
-        name = next(name for name, known in DTYPES.items() if known == dtype)
+        name = name_of_dtype(dtype)
         quantize = options.quantize if options.quantized else None
         options = replace(
             options, engine="eager", dtype=name, quantize=quantize, rows="auto", kv="fp32"
@@ -310,9 +310,7 @@ class Bench:
             )
         return network.eval()
 
-    def _our_methods(
-        self, backbone: Backbone, loaded: Mapping[str, tuple[Drafter | None, DraftPolicy]]
-    ) -> dict[str, Method]:
+    def _our_methods(self, backbone: Backbone, loaded: Loaded) -> dict[str, Method]:
         methods: dict[str, Method] = {}
         for name in self.methods:
             if name in LLAMA:

@@ -14,6 +14,7 @@ from medusa_cli.errors import INTERRUPTED, UsageError, UserError, in_flags, of_s
 from medusa_cli.files.io import HALF, is_whole, read_object, write_json
 from medusa_cli.files.paths import expanded, home
 from medusa_cli.options import (
+    Baseline,
     ChatTemplate,
     DraftFlags,
     GrammarFlags,
@@ -51,7 +52,7 @@ class ConversationFlags:
     prompt: Annotated[str | None, flag("--prompt TEXT", "Answer this prompt and exit.")] = None
     system: Annotated[str | None, flag("--system TEXT", "System prompt.")] = None
     kept_in: Annotated[Path | None, flag("--continue FILE", _CONTINUE)] = None
-    baseline: Annotated[bool, flag("--baseline", "Plain decoding, one token per step.")] = False
+    baseline: Baseline = False
     show_accepted: Annotated[bool, flag("--show-accepted", "Color accepted draft tokens.")] = False
     chat_template: ChatTemplate = None
     raw: Annotated[

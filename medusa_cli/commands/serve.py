@@ -159,9 +159,7 @@ class AccessFlags:
 def serve(
     *,
     drafting: DraftFlags,
-    baseline: Annotated[
-        bool, options.flag("--baseline", "Plain decoding, one token per step.")
-    ] = False,
+    baseline: options.Baseline = False,
     limiting: LimitFlags,
     chat_template: options.ChatTemplate = None,
     access: AccessFlags,

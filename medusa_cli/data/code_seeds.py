@@ -24,26 +24,12 @@ SIZES = range(200, 2001)  # characters in a function
 CLASS_SIZES = range(600, 3501)
 _UNREADABLE = (OSError, ValueError, SyntaxError, RecursionError, MemoryError)
 SKIPPED = {
-    "test",
-    "tests",
-    "testing",
-    "_vendor",
-    "vendor",
-    "site-packages",
-    "dist-packages",
-    "__pycache__",
+    *("test", "tests", "testing", "_vendor", "vendor"),
+    *("site-packages", "dist-packages", "__pycache__"),
 }
 LANGUAGES = (
-    "JavaScript",
-    "TypeScript",
-    "Java",
-    "C++",
-    "C#",
-    "Go",
-    "Rust",
-    "Ruby",
-    "Kotlin",
-    "Swift",
+    *("JavaScript", "TypeScript", "Java", "C++", "C#", "Go"),
+    *("Rust", "Ruby", "Kotlin", "Swift"),
 )
 # Tokens that precede the text before a gap, the text after it, and the text that fills it, as used
 # by Qwen, StarCoder and DeepSeek. Seeds contain the first set.

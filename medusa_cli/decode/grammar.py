@@ -447,6 +447,21 @@ def matcher_of(backbone: Backbone, grammar: Grammar) -> LLMatcher:
     return _compilers[backbone].matcher(grammar)
 
 
+def allowed_by(matcher: LLMatcher, size: int) -> Tensor:
+    """Returns which of `size` tokens a matcher allows next; beyond the library's limits, it is only the end."""
+    bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+    return torch.from_numpy(np.unpackbits(bits, count=size, bitorder="little")).bool()
+
+
+def masked(scores: Tensor, allowed: Tensor) -> Tensor:
+    """Returns the scores [1, V] of the allowed tokens [V]; if other processors forbid them all, they are equal."""
+    forbidden = ~allowed.to(scores.device)
+    scores_left = scores.masked_fill(forbidden, -torch.inf)
+    if scores_left.max() == -torch.inf:
+        return torch.zeros_like(scores).masked_fill(forbidden, -torch.inf)
+    return scores_left
+
+
 class GrammarProcessor(LogitsProcessor):
     """Sets logits to -inf for tokens that the grammar does not allow next.
 
@@ -473,21 +488,13 @@ class GrammarProcessor(LogitsProcessor):
         After a text that the grammar does not allow, only the end is allowed.
         """
         if self._read(input_ids) or self._matcher.is_error():
-            # Beyond the library's limits, the mask allows only the end.
-            bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-            allowed = torch.from_numpy(
-                np.unpackbits(bits, count=scores.shape[-1], bitorder="little")
-            ).bool()
+            allowed = allowed_by(self._matcher, scores.shape[-1])
             if self._stop_ids and self._matcher.is_accepting():
                 allowed[self._stop_ids] = True
         else:
             allowed = torch.zeros(scores.shape[-1], dtype=torch.bool)
             allowed[self._stop_ids or [0]] = True
-        forbidden = ~allowed.to(scores.device)
-        masked = scores.masked_fill(forbidden, -torch.inf)
-        if masked.max() == -torch.inf:  # other processors forbid all allowed tokens
-            return torch.zeros_like(scores).masked_fill(forbidden, -torch.inf)
-        return masked
+        return masked(scores, allowed)
 
     def cuts_off(self, text: Tensor) -> bool:
         """Returns True if the text [1, L] ends before the grammar does, because of a limit of the library.

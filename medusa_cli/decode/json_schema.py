@@ -36,6 +36,8 @@ NAMES = {
     "uuid": r"^[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}$",
 }
 IN_PLACE = ("allOf", "anyOf", "oneOf", "$ref", "$dynamicRef", "if", "dependentSchemas", "not")
+# Keywords by which the properties that are evaluated depend on the value.
+BY_VALUE = {"patternProperties", *IN_PLACE} - {"allOf", "$ref"}
 # All orders of a list's different items are enumerated up to this number of values.
 MAX_UNIQUE = 4
 # Up to this number of properties, all combinations are enumerated.
@@ -318,18 +320,7 @@ class _Rewriter:
         self, part: Mapping[str, Any], place: str, depth: int = 0
     ) -> dict[str, Any] | None:
         """Returns the names of all properties that a part evaluates; {"": True} for any, None if they differ."""
-        if depth > 20 or any(
-            name in part
-            for name in (
-                "anyOf",
-                "oneOf",
-                "if",
-                "dependentSchemas",
-                "not",
-                "patternProperties",
-                "$dynamicRef",
-            )
-        ):
+        if depth > 20 or not BY_VALUE.isdisjoint(part):
             return None
         names = {name: True for name in part.get("properties", {})}
         others = list(part.get("allOf", ()))

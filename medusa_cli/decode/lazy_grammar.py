@@ -8,12 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-import torch
 from torch import Tensor
 from transformers import LogitsProcessor
 
-from medusa_cli.decode.grammar import Grammar, matcher_of
+from medusa_cli.decode.grammar import Grammar, allowed_by, masked, matcher_of
 from medusa_cli.decode.ngram import shared_length
 from medusa_cli.model import Backbone
 
@@ -117,15 +115,8 @@ class LazyGrammarProcessor(LogitsProcessor):
         part = self._read(input_ids)
         if part is None or part.matcher.is_error():
             return scores
-        bits = np.frombuffer(part.matcher.compute_bitmask(), np.uint8)
-        if part.matcher.is_error():
-            return scores
-        bits = np.unpackbits(bits, count=scores.shape[-1], bitorder="little")
-        forbidden = ~torch.from_numpy(bits).bool().to(scores.device)
-        masked = scores.masked_fill(forbidden, -torch.inf)
-        if masked.max() == -torch.inf:  # other processors forbid all allowed tokens
-            return torch.zeros_like(scores).masked_fill(forbidden, -torch.inf)
-        return masked
+        allowed = allowed_by(part.matcher, scores.shape[-1])
+        return scores if part.matcher.is_error() else masked(scores, allowed)
 
     def cuts_off(self, text: Tensor) -> bool:
         """Returns False: no limit of the library ends the answer."""

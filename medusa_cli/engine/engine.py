@@ -13,7 +13,7 @@ from medusa_cli.engine.cache import FIRST_ROWS, Cache, Slots
 from medusa_cli.engine.plan import Layout, Output, Plan, lay_out
 from medusa_cli.model import Backbone
 from medusa_cli.model.backbone import key_sizes
-from medusa_cli.model.load import DTYPES
+from medusa_cli.model.load import name_of_dtype
 from medusa_cli.model.masks import Masks
 
 # Rows per prefill pass: enough for full matmul speed, but few enough for a small mask.
@@ -61,7 +61,7 @@ class Engine(ABC):
     @property
     def number_type(self) -> str:
         """Returns the weights' number type by its name in `--dtype`."""
-        return next(name for name, dtype in DTYPES.items() if dtype == self.dtype)
+        return name_of_dtype(self.dtype)
 
     def without_torch_threads(self) -> AbstractContextManager[None]:
         """Returns a context in which torch leaves the CPU cores to the engine's own threads, if it has any."""

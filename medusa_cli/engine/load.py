@@ -39,6 +39,7 @@ from medusa_cli.model.load import (
     lazy_network,
     load_network,
     load_tokenizer,
+    name_of_dtype,
     resolve_device,
     resolve_dtype,
 )
@@ -366,8 +367,7 @@ def _dtype_in_memory(model: ModelSource, options: LoadOptions, adapter: Path | N
     """
     if options.dtype != "auto" and not (options.dtype == "fp32" and adapter is None):
         return options.dtype
-    stored = checkpoint_dtype(model)
-    return next(name for name, kind in DTYPES.items() if kind == stored)
+    return name_of_dtype(checkpoint_dtype(model))
 
 
 def _integer(options: LoadOptions) -> str | None:

@@ -16,7 +16,7 @@ from medusa_cli.export.folder import Source, exporting
 from medusa_cli.files.quiet import without_progress_bars
 from medusa_cli.model import lora
 from medusa_cli.model.backbone import stateful_modules
-from medusa_cli.model.load import DTYPES, checkpoint_dtype, load_network, stored_dtype
+from medusa_cli.model.load import checkpoint_dtype, load_network, name_of_dtype, stored_dtype
 from medusa_cli.runs.load_options import LoadOptions
 from medusa_cli.runs.run import rounding_in
 from medusa_cli.tree.io import MAX_NODES, load_tree, save_tree
@@ -108,8 +108,9 @@ def export_hf(
     tree = _tree(source, budget)
     dtype = checkpoint_dtype(source.origin, source.trusted)
     stored = stored_dtype(source.origin, source.trusted)
-    name = next(name for name, known in DTYPES.items() if known == dtype)
-    options = LoadOptions(device="cpu", dtype=name, trust_remote_code=source.trusted)
+    options = LoadOptions(
+        device="cpu", dtype=name_of_dtype(dtype), trust_remote_code=source.trusted
+    )
     network, tokenizer = load_network(
         source.origin, options, chat_template=source.run.chat_template
     )

@@ -25,15 +25,8 @@ LEVELS = 4
 EMBEDDING = "embed_tokens.weight"
 # Fields of a model's config that do not describe a layer, or that count layers that are absent.
 LEFT_OUT = (
-    "architectures",
-    "auto_map",
-    "layer_types",
-    "mlp_layer_types",
-    "mlp_only_layers",
-    "per_layer_config",
-    "quantization_config",
-    "torch_dtype",
-    "dtype",
+    *("architectures", "auto_map", "layer_types", "mlp_layer_types", "mlp_only_layers"),
+    *("per_layer_config", "quantization_config", "torch_dtype", "dtype"),
 )
 
 

@@ -266,6 +266,11 @@ def resolve_device(device: str) -> str:
     return device
 
 
+def name_of_dtype(dtype: torch.dtype) -> str:
+    """Returns the name of a number type of models in `--dtype`."""
+    return next(name for name, known in DTYPES.items() if known == dtype)
+
+
 def resolve_dtype(
     dtype: str, model: ModelSource, device: str, trust_remote_code: bool = False
 ) -> torch.dtype:

@@ -30,19 +30,9 @@ MERGE = "merge it into its model with peft, and give the merged model as @model"
 # Keys in a saved adapter's config that do not change the meaning of its weights. Any other keys
 # that are not used must be empty or false.
 NOT_READ = (
-    "task_type",
-    "auto_mapping",
-    "peft_version",
-    "base_model_name_or_path",
-    "revision",
-    "inference_mode",
-    "lora_dropout",
-    "fan_in_fan_out",
-    "megatron_config",
-    "megatron_core",
-    "qalora_group_size",
-    "eva_config",
-    "ensure_weight_tying",
+    *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
+    *("inference_mode", "lora_dropout", "fan_in_fan_out", "megatron_config", "megatron_core"),
+    *("qalora_group_size", "eva_config", "ensure_weight_tying"),
 )
 
 

@@ -120,6 +120,11 @@ class NamedTool(Strict):
     function: FunctionName
 
 
+def named_tool(name: str) -> dict[str, Any]:
+    """Returns the choice of a tool as a field of a body."""
+    return {"type": "function", "function": {"name": name}}
+
+
 class ToolSubset(Strict):
     """The tools that an answer may call, or with the mode "required" must call."""
 
@@ -330,6 +335,10 @@ class ChatRequest(Sampled, Conversation):
         if isinstance(self.tool_choice, AllowedTools):
             return [tool for tool in super().offered if tool["function"]["name"] in self._chosen]
         return super().offered
+
+    @property
+    def offered_names(self) -> list[str]:
+        return [tool["function"]["name"] for tool in self.offered]
 
     @property
     def required(self) -> list[dict[str, Any]]:

@@ -100,9 +100,8 @@ class LlamaFormat(AnswerFormat):
     def read(self, event: Event) -> list[str]:
         lines = []
         if event.pieces or event.progress or not event.last:
-            text = "".join(piece.text for piece in event.pieces)
             progress = {} if event.progress is None else {"prompt_progress": asdict(event.progress)}
-            lines.append(sse({**self._chunk(text, event.tokens), **progress}))
+            lines.append(sse({**self._chunk(event.text, event.tokens), **progress}))
         if event.last:
             lines.append(sse(self._final("", [])))
         return lines

@@ -12,7 +12,7 @@ from medusa_cli.serve import neutral
 from medusa_cli.serve.answer_fields import Sampling
 from medusa_cli.serve.answer_format import AnswerFormat, sse
 from medusa_cli.serve.calls import CallReader, in_order
-from medusa_cli.serve.chats import ChatRequest
+from medusa_cli.serve.chats import ChatRequest, named_tool
 from medusa_cli.serve.openai_format import stop_string_of
 from medusa_cli.serve.refusals import Refusal
 from medusa_cli.serve.scheduler import Event, Ticket
@@ -216,7 +216,7 @@ class MessagesRequest(Sampling):
                 }
                 for tool in self.tools
             ],
-            "tool_choice": {"any": "required", "tool": _named(self.tool_choice.name)}.get(
+            "tool_choice": {"any": "required", "tool": named_tool(self.tool_choice.name or "")}.get(
                 self.tool_choice.type, self.tool_choice.type
             ),
             # The answer goes on with a text that the client has begun.
@@ -233,11 +233,6 @@ class MessagesRequest(Sampling):
         return ChatRequest(**body)
 
 
-def _named(name: str | None) -> dict[str, Any]:
-    """Returns the choice of a tool in the format of chats."""
-    return {"type": "function", "function": {"name": name or ""}}
-
-
 class MessagesFormat(AnswerFormat):
     """Formats the answer to one request as content blocks, and as the events that announce them."""
 
@@ -247,8 +242,7 @@ class MessagesFormat(AnswerFormat):
         super().__init__(ticket)
         self._backbone = backbone
         self._stops = chat.stop_strings
-        names = [tool["function"]["name"] for tool in chat.offered]
-        self._calls = CallReader(names)
+        self._calls = CallReader(chat.offered_names)
         self._message: dict[str, Any] = {
             "id": f"msg_{uuid.uuid4().hex}",
             "type": "message",
@@ -279,7 +273,7 @@ class MessagesFormat(AnswerFormat):
         return [_event("message_start", message={**self._message, "usage": usage}), PING]
 
     def read(self, event: Event) -> list[str]:
-        events = self._add("".join(piece.text for piece in event.pieces), event.last)
+        events = self._add(event.text, event.last)
         if event.last:
             if self._blocks:
                 events.append(_event("content_block_stop", index=len(self._blocks) - 1))

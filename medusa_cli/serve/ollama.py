@@ -177,8 +177,7 @@ class OllamaFormat(AnswerFormat):
         super().__init__(ticket)
         self._model = body.model or ""
         self._is_chat = is_chat
-        offered = body.offered if isinstance(body, ChatRequest) else []
-        self._names = [tool["function"]["name"] for tool in offered]
+        self._names = body.offered_names if isinstance(body, ChatRequest) else []
         self._text = ""
         self._sent = 0  # characters of the content
 
@@ -187,7 +186,7 @@ class OllamaFormat(AnswerFormat):
         return self._part(last=True)
 
     def read(self, event: Event) -> list[str]:
-        self._text += "".join(piece.text for piece in event.pieces)
+        self._text += event.text
         part = self._part(event.last)
         text = part["message"]["content"] if self._is_chat else part["response"]
         return [_line(part)] if text or event.last else []

@@ -64,11 +64,7 @@ class OpenAIFormat:
         self._echoes_prompt = isinstance(body, CompletionRequest) and body.echo
         scored = body.prompt_logprobs is not None and not self._echoes_prompt
         self._skip = [len(ticket.request.prompt) if scored else 0 for ticket in tickets]
-        names = (
-            [tool["function"]["name"] for tool in body.offered]
-            if isinstance(body, ChatRequest)
-            else []
-        )
+        names = body.offered_names if isinstance(body, ChatRequest) else []
         self._calls = [CallReader(names) if names else None for _ in tickets]
         self._echoes = [""] * len(tickets)
         if isinstance(body, CompletionRequest) and body.echo:
@@ -164,7 +160,7 @@ class OpenAIFormat:
 
     def chunk(self, index: int, event: Event) -> dict[str, Any]:
         """Returns the chunk for one step of a choice."""
-        text = "".join(piece.text for piece in event.pieces)
+        text = event.text
         delta: dict[str, Any] = {"content": text} if text else {}
         if calls := self._calls[index]:
             delta = calls.feed(text, event.last)

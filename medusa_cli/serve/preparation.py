@@ -141,8 +141,7 @@ class Preparation:
             keep = keep.union(marker_ids(backbone).values())
         rules: Any = {"keep": keep, "include_stop": body.include_stop_str_in_output}
         if isinstance(body, ChatRequest) and body.offered and body.parallel_tool_calls is False:
-            names = [tool["function"]["name"] for tool in body.offered]
-            rules["end_of"] = partial(end_of_first_call, names=names)
+            rules["end_of"] = partial(end_of_first_call, names=body.offered_names)
         stops = StopStrings(backbone, body.stop_strings)
         tickets = list[Ticket]()
         kind = kind_of(body, grammar)

@@ -12,7 +12,14 @@ from medusa_cli.serve import neutral
 from medusa_cli.serve.answer_fields import Sampling
 from medusa_cli.serve.answer_format import AnswerFormat, sse
 from medusa_cli.serve.calls import CallReader, in_order
-from medusa_cli.serve.chats import ChatRequest, Function, TemplateOptions, ToolChoice, functions_of
+from medusa_cli.serve.chats import (
+    ChatRequest,
+    Function,
+    TemplateOptions,
+    ToolChoice,
+    functions_of,
+    named_tool,
+)
 from medusa_cli.serve.openai_format import speculative_figures
 from medusa_cli.serve.refusals import Refusal
 from medusa_cli.serve.scheduler import Event, Ticket
@@ -221,9 +228,12 @@ class ResponsesRequest(Sampling, TemplateOptions):
         body["tool_choice"] = self.tool_choice
         choice = self.tool_choice
         if isinstance(choice, ChosenTool):
-            body["tool_choice"] = _named(choice)
+            body["tool_choice"] = named_tool(choice.name)
         elif isinstance(choice, AllowedTools):
-            subset = {"mode": choice.mode, "tools": [_named(tool) for tool in choice.tools]}
+            subset = {
+                "mode": choice.mode,
+                "tools": [named_tool(tool.name) for tool in choice.tools],
+            }
             body["tool_choice"] = {"type": "allowed_tools", "allowed_tools": subset}
         return ChatRequest(**body, parallel_tool_calls=self.parallel_tool_calls)
 
@@ -251,11 +261,6 @@ class ResponsesRequest(Sampling, TemplateOptions):
         return messages
 
 
-def _named(tool: ChosenTool) -> dict[str, Any]:
-    """Returns the choice of a tool in the format of chats."""
-    return {"type": "function", "function": {"name": tool.name}}
-
-
 # The fields that chats have, too.
 SHARED = {*Sampling.model_fields, *TemplateOptions.model_fields}
 
@@ -271,8 +276,7 @@ class ResponsesFormat(AnswerFormat):
         self._several = not chat.required
         if body.parallel_tool_calls is not None:
             self._several = body.parallel_tool_calls
-        names = [tool["function"]["name"] for tool in chat.offered]
-        self._calls = CallReader(names) if names else None
+        self._calls = CallReader(chat.offered_names) if chat.offered else None
         self._namespaces = {
             tool.name: {"namespace": tool.namespace} for tool in body.tools or () if tool.namespace
         }
@@ -292,7 +296,7 @@ class ResponsesFormat(AnswerFormat):
 
     def read(self, event: Event) -> list[str]:
         """Adds an event's text to the items; returns the events of a stream."""
-        events = self._add("".join(piece.text for piece in event.pieces), event.last)
+        events = self._add(event.text, event.last)
         if event.last:
             cut = self._ticket.answer.finish_reason == "length"
             name = "response.incomplete" if cut else "response.completed"

@@ -52,6 +52,10 @@ class Event:
     tokens: list[int] = field(default_factory=list)
     progress: Progress | None = None
 
+    @property
+    def text(self) -> str:
+        return "".join(piece.text for piece in self.pieces)
+
 
 # An event of an answer for which there is nothing to say yet.
 WAITING = Event()
@@ -178,9 +182,8 @@ class Scheduler:
 
     def drain(self) -> None:
         """Stops accepting requests; `run` returns after the accepted ones are answered."""
-        self.closing = (
-            True  # without the lock, which the thread interrupted by a signal handler may hold
-        )
+        # Without the lock, which the thread interrupted by a signal handler may hold.
+        self.closing = True
 
     def reload(self, load: Callable[[], LoadedModel]) -> None:
         """Lets `run` load another drafter between two steps; may be called in a signal handler."""
@@ -204,9 +207,8 @@ class Scheduler:
                     self._step()
                     self._decoder.store_next()
                     self._metrics.cached_tokens.set(self._decoder.cached_tokens)
-                except (
-                    Exception
-                ) as reason:  # clients must be told, and the next request must be served
+                # Clients must be told, and the next request must be served.
+                except Exception as reason:
                     log.exception("a step failed; its requests fail")
                     self._fail_all(reason)
             self._decoder.save_prefixes()
