@@ -26,11 +26,22 @@ from medusa_cli.drafters import Drafter, MedusaHeads, NewTokens
 from medusa_cli.drafters.base import Batch
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.drafters.io import save_drafter
-from medusa_cli.engine import Cache, ExtraRows, Output, Plan, attach, load_backbone
+from medusa_cli.engine import Cache, ExtraRows, Output, Plan, load_backbone
+from medusa_cli.engine.eager import EagerEngine
+from medusa_cli.engine.engine import Engine
 from medusa_cli.engine.native_cache import NativeCache
+from medusa_cli.engine.native_engine import NativeEngine
+from medusa_cli.engine.native_model import NativeModel
+from medusa_cli.engine.packed import pack_in_memory
+from medusa_cli.engine.probes import rotary_of
+from medusa_cli.engine.torch_layers import TorchEngine
+from medusa_cli.engine.twin import verified
+from medusa_cli.errors import UsageError
 from medusa_cli.files.io import write_json
 from medusa_cli.model import Backbone
 from medusa_cli.model import lora as adapter
+from medusa_cli.model.backbone import Unsupported
+from medusa_cli.model.weights import NetworkWeights
 from medusa_cli.native import is_available
 from medusa_cli.runs.load_options import LoadOptions
 from medusa_cli.runs.run import Run, provenance
@@ -54,6 +65,40 @@ TREE = Tree.from_choices([[0], [1], [0, 0], [0, 1], [0, 0, 0]])  # of what save_
 SPARSE = Tree.from_choices(
     [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 1, 0], [0, 0, 0, 0]]
 )
+
+
+def attach(
+    backbone: Backbone,
+    engine: str = "eager",
+    *,
+    quantize: str | None = None,
+    rows: str = "auto",
+    kv: str = "fp32",
+) -> Engine:
+    """Attaches the named engine to a backbone whose network is in memory, and returns the engine.
+
+    Raises UsageError if the engine cannot run the network.
+    """
+    try:
+        if engine == "native":
+            network = backbone.model
+            description = verified(network)
+            int8 = rows != "fp32" and quantize is not None
+            packed = pack_in_memory(description, NetworkWeights(network), quantize, int8)
+            model = NativeModel(description, packed, rotary_of(network), backbone.max_positions)
+            backbone.engine = NativeEngine(backbone, model, int8, quantize, kv)
+        elif engine == "torch":
+            backbone.engine = TorchEngine(backbone)
+        elif engine == "eager":
+            backbone.engine = EagerEngine(backbone)
+        else:
+            raise UsageError(f"@engine {engine!r} is unknown", "use native, torch or eager")
+    except Unsupported as reason:
+        raise UsageError(
+            f"@engine {engine} cannot run the model {backbone.id!r}: {reason}",
+            "use @engine auto or eager",
+        ) from reason
+    return backbone.engine
 
 
 def medusa(*words: Any, exit_code: int | None = 0, input: str | bytes | None = None) -> Result:

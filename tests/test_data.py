@@ -26,7 +26,6 @@ from medusa_cli.data.packing import (
 )
 from medusa_cli.data.states import StateStore
 from medusa_cli.drafters import MedusaHeads
-from medusa_cli.engine import attach
 from medusa_cli.errors import UserError
 from medusa_cli.files.io import ReadReport
 from medusa_cli.model import Backbone
@@ -36,6 +35,7 @@ from tests import helpers
 from tests.helpers import (
     END_ID,
     answers_of,
+    attach,
     conversation,
     load_dataset,
     medusa,

@@ -13,14 +13,21 @@ from medusa_cli.decode.cuda_graph import CudaGraphs
 from medusa_cli.decode.policy import DynamicTreePolicy, StaticTreePolicy
 from medusa_cli.decode.sampler import Sampler
 from medusa_cli.drafters.heads import HeadDrafter
-from medusa_cli.engine import attach
 from medusa_cli.errors import UserError
 from medusa_cli.model import Backbone
 from medusa_cli.tree import DynamicTree, Tree
 from medusa_cli.tree.search import SizedTree, StepTimes
 from tests import helpers
 from tests.device import NAME, Device, Stray
-from tests.helpers import decoder_of, forward, tiny_backbone, tiny_model, tiny_tokenizer, tokens_of
+from tests.helpers import (
+    attach,
+    decoder_of,
+    forward,
+    tiny_backbone,
+    tiny_model,
+    tiny_tokenizer,
+    tokens_of,
+)
 from tests.test_drafters import drafter_of
 
 TREE = Tree.from_choices([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]])

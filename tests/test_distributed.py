@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from medusa_cli.data.conversation import Conversation
 from medusa_cli.data.packing import batch_of
 from medusa_cli.drafters import Firp, load_drafter
-from medusa_cli.engine import attach, load_backbone
+from medusa_cli.engine import load_backbone
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.model import Backbone, lora
 from medusa_cli.model.distributed import Distributed, split_layers
@@ -27,7 +27,7 @@ from medusa_cli.runs.recipe_files import load_recipe
 from medusa_cli.train.losses import drafter_loss
 from medusa_cli.train.setup import check_loading
 from tests import forked, helpers
-from tests.helpers import save_conversations, save_model, tiny_model
+from tests.helpers import attach, save_conversations, save_model, tiny_model
 from tests.test_firp import backbone_of
 
 COMMON = [

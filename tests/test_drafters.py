@@ -14,7 +14,6 @@ from medusa_cli.drafters import layers as blocks
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.drafters.io import save_drafter
 from medusa_cli.drafters.layers import DecoderLayer, TokenBias
-from medusa_cli.engine import attach
 from medusa_cli.errors import UserError
 from medusa_cli.model import Backbone
 from medusa_cli.runs.recipe import TrainRecipe
@@ -28,6 +27,7 @@ from tests.helpers import (
     FRESH,
     PROMPT,
     Recording,
+    attach,
     change_json,
     conversation,
     drafted,

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from medusa_cli.decode import Request
-from medusa_cli.engine import Cache, Output, Plan, attach
+from medusa_cli.engine import Cache, Output, Plan
 from medusa_cli.errors import UsageError
 from medusa_cli.model import Backbone
 from medusa_cli.tree import Tree
@@ -18,6 +18,7 @@ from tests.helpers import (
     SPARSE,
     Oracle,
     answer,
+    attach,
     decoder_of,
     forward,
     plain,

@@ -15,7 +15,7 @@ from medusa_cli.drafters import Firp
 from medusa_cli.drafters.firp import check_extra_rows, spread
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.drafters.io import load_drafter, save_drafter
-from medusa_cli.engine import Output, Plan, attach, load_backbone
+from medusa_cli.engine import Output, Plan, load_backbone
 from medusa_cli.engine.extra_rows import extra_row_states, trace
 from medusa_cli.errors import UserError
 from medusa_cli.model import Backbone
@@ -29,6 +29,7 @@ from medusa_cli.tree import DynamicTree, Tree
 from tests.helpers import (
     FAMILIES,
     Recording,
+    attach,
     conversation,
     forward,
     generate,

@@ -35,6 +35,7 @@ from tests import helpers
 from tests.helpers import (
     FAMILIES,
     adapted_backbone,
+    attach,
     attach_adapter,
     medusa,
     medusa_json,
@@ -265,7 +266,7 @@ def test_merged_adapter_computes_the_same(tmp_path: Path) -> None:
     attach_adapter(network)
     adapter.save(network, tmp_path / "adapter", "tiny")
     unmerged = Backbone(network)
-    engines.attach(unmerged)
+    attach(unmerged)
     ids = torch.arange(5, 25)
     expected = helpers.forward(unmerged, ids).logits
     with adapter.adapter_off(network):

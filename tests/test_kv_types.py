@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from medusa_cli.decode import Request
-from medusa_cli.engine import attach, load_backbone
+from medusa_cli.engine import load_backbone
 from medusa_cli.errors import UsageError
 from medusa_cli.model import Backbone
 from medusa_cli.native import instructions, is_available, library
@@ -16,6 +16,7 @@ from medusa_cli.tree import Tree
 from tests.helpers import (
     PROMPT,
     Oracle,
+    attach,
     decoder_of,
     forward,
     generate,

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from medusa_cli.decode import Sampling
 from medusa_cli.drafters import MedusaHeads
 from medusa_cli.drafters.base import Batch
-from medusa_cli.engine import Plan, attach, load_backbone
+from medusa_cli.engine import Plan, load_backbone
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.model import Backbone, lora
 from medusa_cli.model.backbone import LOGIT_CHANGES, text_model
@@ -21,6 +21,7 @@ from tests.helpers import (
     SPARSE,
     answer,
     assert_distributed,
+    attach,
     decoder_of,
     forward,
     save_network,

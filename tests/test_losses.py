@@ -14,7 +14,6 @@ from medusa_cli.data.packing import Dataset, positions_of, split_conversations
 from medusa_cli.drafters import Firp, HydraHeads, MedusaHeads
 from medusa_cli.drafters.base import Batch, NewTokens
 from medusa_cli.drafters.heads import HeadDrafter
-from medusa_cli.engine import attach
 from medusa_cli.files.io import ReadReport
 from medusa_cli.model import Backbone
 from medusa_cli.runs.recipe import TrainRecipe
@@ -32,6 +31,7 @@ from medusa_cli.tree import Tree
 from tests.helpers import (
     adapted_backbone,
     answers_of,
+    attach,
     drafted,
     forward,
     random_conversations,

@@ -23,7 +23,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from medusa_cli.bench.digest import PUBLISHED
-from medusa_cli.engine import Plan, attach, load_backbone, twin
+from medusa_cli.engine import Plan, load_backbone, twin
 from medusa_cli.engine.linear import packed_linear
 from medusa_cli.engine.native_engine import NativeEngine
 from medusa_cli.engine.native_model import NativeModel
@@ -52,6 +52,7 @@ from tests.helpers import (
     FAMILIES,
     PROMPT,
     Oracle,
+    attach,
     forward,
     generate,
     generate_batch,

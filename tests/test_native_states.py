@@ -8,7 +8,7 @@ import torch
 
 from medusa_cli.decode import Request
 from medusa_cli.drafters import Firp
-from medusa_cli.engine import Plan, attach, load_backbone
+from medusa_cli.engine import Plan, load_backbone
 from medusa_cli.engine.state_cache import SNAPSHOTS
 from medusa_cli.errors import UserError
 from medusa_cli.model import Backbone
@@ -18,6 +18,7 @@ from medusa_cli.tree import Tree
 from tests.helpers import (
     SPARSE,
     answer,
+    attach,
     decoder_of,
     forward,
     save_network,

@@ -11,7 +11,7 @@ import torch
 
 from medusa_cli.decode import Request, Sampling
 from medusa_cli.drafters.heads import HeadDrafter
-from medusa_cli.engine import Cache, attach
+from medusa_cli.engine import Cache
 from medusa_cli.engine.lazy_memory import drop_pages, lazy_zeros
 from medusa_cli.errors import UserError
 from medusa_cli.model import Backbone
@@ -19,6 +19,7 @@ from medusa_cli.tree import DynamicTree, Tree
 from tests.helpers import (
     SPARSE,
     answer,
+    attach,
     decoder_of,
     forward,
     generate,

@@ -15,11 +15,10 @@ import torch
 from medusa_cli.decode import Decoder, Request, Step, prefix_cache, prefix_store
 from medusa_cli.decode.prefix_file import MAGIC
 from medusa_cli.decode.prefix_store import PrefixStore
-from medusa_cli.engine import attach
 from medusa_cli.errors import UsageError
 from medusa_cli.model import Backbone
 from medusa_cli.native import is_available
-from tests.helpers import SPARSE, decoder_of, tiny_backbone, tiny_tokenizer, tokens_of
+from tests.helpers import SPARSE, attach, decoder_of, tiny_backbone, tiny_tokenizer, tokens_of
 from tests.models import tiny_network
 from tests.test_drafters import drafter_of
 from tests.test_prefix_cache import counting

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from medusa_cli.engine import attach, load_backbone
+from medusa_cli.engine import load_backbone
 from medusa_cli.files.model_source import ModelSource
 from medusa_cli.model import Backbone, lora
 from medusa_cli.model.load import load_network
@@ -14,6 +14,7 @@ from medusa_cli.runs.run import rounding_in
 from tests.helpers import (
     PROMPT,
     SPARSE,
+    attach,
     attach_adapter,
     forward,
     generate,

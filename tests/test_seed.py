@@ -8,10 +8,10 @@ import pytest
 
 from medusa_cli.api import Medusa
 from medusa_cli.decode import LogitsOptions, Request, Sampling
-from medusa_cli.engine import attach
 from medusa_cli.loading import LoadedModel
 from tests.helpers import (
     PROMPT,
+    attach,
     decoder_of,
     generate,
     generate_plain,

@@ -31,7 +31,6 @@ from medusa_cli.api import Medusa
 from medusa_cli.commands.serve import fitting_limits
 from medusa_cli.decode import Answer, Likelihood, Request, decoder, sequence
 from medusa_cli.decode.decoder import FIRST_PIECE
-from medusa_cli.engine import attach
 from medusa_cli.errors import UsageError
 from medusa_cli.model import Backbone
 from medusa_cli.model.vocabulary import BYTES
@@ -42,7 +41,7 @@ from medusa_cli.serve.metrics import Metrics
 from medusa_cli.serve.openai_format import OpenAIFormat
 from medusa_cli.serve.scheduler import Event, Prompt, Scheduler, Ticket
 from medusa_cli.serve.server import OnceAMinute, check_certificate, listen
-from tests.helpers import forward, tiny_backbone, tiny_tokenizer
+from tests.helpers import attach, forward, tiny_backbone, tiny_tokenizer
 from tests.models import tiny_network
 from tests.serving import IDS, MODEL, Served, serving, tiny_medusa
 

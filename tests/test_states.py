@@ -10,7 +10,7 @@ import torch
 
 from medusa_cli.decode import Request
 from medusa_cli.drafters import Eagle, Firp
-from medusa_cli.engine import Plan, attach, eager, engine, load_backbone
+from medusa_cli.engine import Plan, eager, engine, load_backbone
 from medusa_cli.engine.layer_cache import LayerCache
 from medusa_cli.engine.state_cache import SNAPSHOTS
 from medusa_cli.engine.view import View
@@ -21,6 +21,7 @@ from medusa_cli.tree import Tree
 from tests.helpers import (
     SPARSE,
     answer,
+    attach,
     decoder_of,
     forward,
     plain,

@@ -13,10 +13,10 @@ from medusa_cli.bench.steps import time_rows
 from medusa_cli.decode import step_times
 from medusa_cli.decode.step_times import measure_step_times
 from medusa_cli.drafters.kinds import DRAFTERS
-from medusa_cli.engine import attach, timing
+from medusa_cli.engine import timing
 from medusa_cli.model import Backbone
 from medusa_cli.tree.search import StepTimes
-from tests.helpers import medusa, save_network, tiny_backbone, tiny_model, tiny_tokenizer
+from tests.helpers import attach, medusa, save_network, tiny_backbone, tiny_model, tiny_tokenizer
 from tests.test_drafters import drafter_of
 
 

@@ -18,13 +18,14 @@ from typer.testing import Result
 from medusa_cli.bench import sweep as sweeping
 from medusa_cli.bench.steps import ROWS, time_rows
 from medusa_cli.device import copy_bandwidth
-from medusa_cli.engine import attach, load_backbone
+from medusa_cli.engine import load_backbone
 from medusa_cli.model import Backbone
 from medusa_cli.model import load as model_load
 from medusa_cli.runs.load_options import LoadOptions
 from tests import forked
 from tests.bench import gpu_probe, gpu_steps
 from tests.helpers import (
+    attach,
     medusa,
     save_model,
     save_questions,

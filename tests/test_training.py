@@ -36,6 +36,7 @@ from medusa_cli.train.setup import build_drafter, joint_backbone, runs_model
 from medusa_cli.train.training import Trained
 from medusa_cli.tree import Tree
 from tests.helpers import (
+    attach,
     conversation,
     generate,
     load_dataset,
@@ -266,7 +267,7 @@ def test_resume_refuses_states_of_other_numbers(run: Run) -> None:
     def bf16(engine: str) -> Backbone:
         backbone = Backbone(tiny_model().bfloat16(), tiny_tokenizer(), id="tiny-llama")
         quantize = None if engine == "native" else engine
-        engines.attach(backbone, "native", quantize=quantize)
+        attach(backbone, "native", quantize=quantize)
         return backbone
 
     losses(trainer(run, backbone=bf16("native")), 5)
@@ -274,7 +275,7 @@ def test_resume_refuses_states_of_other_numbers(run: Run) -> None:
     with pytest.raises(UserError, match="quantize none"):
         trainer(run, backbone=bf16("int8"), resume=True)
     wide = Backbone(bf16("eager").model.float(), tiny_tokenizer(), id="tiny-llama")
-    engines.attach(wide)
+    attach(wide)
     with pytest.raises(UserError, match="dtype bf16"):
         trainer(run, backbone=wide, resume=True)
 

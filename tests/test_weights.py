@@ -15,14 +15,14 @@ from transformers import AutoModelForCausalLM
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
-from medusa_cli.engine import attach, describe, load_backbone, packed, packed_cache
+from medusa_cli.engine import describe, load_backbone, packed, packed_cache
 from medusa_cli.errors import UserError
 from medusa_cli.files.model_source import ModelSource
 from medusa_cli.model import Backbone
 from medusa_cli.model.backbone import Unsupported, usable_positions
 from medusa_cli.model.weights import NetworkWeights, open_weights
 from medusa_cli.runs.load_options import LoadOptions
-from tests.helpers import change_json, forward, save_network, tiny_model
+from tests.helpers import attach, change_json, forward, save_network, tiny_model
 from tests.models import WRAPPERS, tiny_network
 
 TEXT = torch.arange(3, 33)

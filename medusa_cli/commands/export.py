@@ -6,13 +6,16 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from medusa_cli import console, options
 from medusa_cli.errors import UsageError
 from medusa_cli.files.hub import check_push, push_folder
 from medusa_cli.options import LoadFlags, OutputFlags, flag, refuse
 from medusa_cli.runs.run import DEFAULT_RUN, Run
+
+if TYPE_CHECKING:
+    from medusa_cli.export.folder import Source
 
 FORMATS = ("hf", "drafter", "eagle3", "speculators", "medusa", "data")
 TO = (
@@ -75,9 +78,15 @@ def export(
             target = Run.open(run or DEFAULT_RUN)
             launch, notes = export_data(target, output, overwrite=overwrite)
         else:
-            launch, notes = _write(
-                to, output, run, model, overwrite, budget, trust_remote_code, push
+            from medusa_cli.export.folder import check_output, find_source
+
+            check_output(output, overwrite)
+            source = replace(find_source(run, model, trust_remote_code), repository=push)
+            trusted = LoadFlags(trust_remote_code=trust_remote_code).of(source.model)
+            console.info(
+                f"Exporting the {source.kind} drafter {source.run.drafter_dir} for {trusted} to {output}"
             )
+            launch, notes = _write(to, output, source, overwrite, budget)
         address = push_folder(output, push, private) if push is not None else None
     for note in notes:
         console.warn(note)
@@ -91,29 +100,15 @@ def export(
 
 
 def _write(
-    to: str,
-    output: Path,
-    run: str | None,
-    model: str | None,
-    overwrite: bool,
-    budget: int | None,
-    trust_remote_code: bool,
-    push: str | None,
+    to: str, output: Path, source: "Source", overwrite: bool, budget: int | None
 ) -> tuple[list[str], list[str]]:
     """Writes a drafter's folder; returns the commands that use it, and notes."""
     from medusa_cli.export.drafter_format import export_drafter
     from medusa_cli.export.eagle3_format import export_eagle3
-    from medusa_cli.export.folder import check_output, find_source
     from medusa_cli.export.hf import export_hf
     from medusa_cli.export.medusa_format import export_medusa
     from medusa_cli.export.speculators_format import export_speculators
 
-    check_output(output, overwrite)
-    source = replace(find_source(run, model, trust_remote_code), repository=push)
-    trusted = LoadFlags(trust_remote_code=trust_remote_code).of(source.model)
-    console.info(
-        f"Exporting the {source.kind} drafter {source.run.drafter_dir} for {trusted} to {output}"
-    )
     writers: dict[str, Callable[..., tuple[list[str], list[str]]]] = {
         "hf": partial(export_hf, budget=budget),
         "drafter": export_drafter,

@@ -112,15 +112,9 @@ class AccessFlags:
 
     def __post_init__(self) -> None:
         """Raises UserError for empty texts, for flags without effect, and for a file that cannot be written."""
-        lists = {
-            "--api-key": self.api_key,
-            "--name": self.name,
-            "--allow-host": self.allow_host,
-            "--cors": self.cors,
-        }
-        for flag, words in lists.items():
-            if words and not all(word.strip() for word in words):
-                raise UsageError(f"{flag} is empty", "give a text, or leave it out")
+        for name in ("api_key", "name", "allow_host", "cors"):
+            if not all(word.strip() for word in getattr(self, name) or ()):
+                raise UsageError(f"@{name} is empty", "give a text, or leave it out")
         if self.uds:
             other = {
                 "--host": self.host != HOST and self.host,

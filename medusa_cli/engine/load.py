@@ -14,7 +14,6 @@ import torch
 from medusa_cli.engine.description import Description
 from medusa_cli.engine.description_cache import describe_once
 from medusa_cli.engine.eager import EagerEngine
-from medusa_cli.engine.engine import Engine
 from medusa_cli.engine.memory import check_memory
 from medusa_cli.engine.native_engine import NativeEngine
 from medusa_cli.engine.native_linear import NativeEmbedding
@@ -159,40 +158,6 @@ def _run_by_torch(backbone: Backbone, options: LoadOptions) -> None:
         from medusa_cli.engine.exact import use_exact_path
 
         use_exact_path(engine)
-
-
-def attach(
-    backbone: Backbone,
-    engine: str = "eager",
-    *,
-    quantize: str | None = None,
-    rows: str = "auto",
-    kv: str = "fp32",
-) -> Engine:
-    """Attaches the named engine to a backbone whose network is in memory, and returns the engine.
-
-    Raises UsageError if the engine cannot run the network.
-    """
-    try:
-        if engine == "native":
-            network = backbone.model
-            description = verified(network)
-            int8 = rows != "fp32" and quantize is not None
-            packed = pack_in_memory(description, NetworkWeights(network), quantize, int8)
-            model = NativeModel(description, packed, rotary_of(network), backbone.max_positions)
-            backbone.engine = NativeEngine(backbone, model, int8, quantize, kv)
-        elif engine == "torch":
-            backbone.engine = TorchEngine(backbone)
-        elif engine == "eager":
-            backbone.engine = EagerEngine(backbone)
-        else:
-            raise UsageError(f"@engine {engine!r} is unknown", "use native, torch or eager")
-    except Unsupported as reason:
-        raise UsageError(
-            f"@engine {engine} cannot run the model {backbone.id!r}: {reason}",
-            "use @engine auto or eager",
-        ) from reason
-    return backbone.engine
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from medusa_cli.serve import neutral
 from medusa_cli.serve.answer_fields import Sampling
 from medusa_cli.serve.answer_format import AnswerFormat
 from medusa_cli.serve.calls import read_calls
-from medusa_cli.serve.chats import ChatRequest, Tool, functions_of
+from medusa_cli.serve.chats import ChatRequest, Tool, ToolCall, functions_of
 from medusa_cli.serve.completions import CompletionRequest
 from medusa_cli.serve.infill import can_infill
 from medusa_cli.serve.openai_format import fingerprint_of
@@ -34,19 +34,6 @@ class Options(Sampling):
     num_predict: int = Field(-1, ge=-2)
 
 
-class CalledFunction(Strict):
-    place = "messages[].tool_calls[].function."
-    name: str
-    arguments: dict[str, Any] = {}
-
-
-class Call(Strict):
-    """A past call of a tool."""
-
-    place = "messages[].tool_calls[]."
-    function: CalledFunction
-
-
 class OllamaMessage(Strict):
     """A turn of a conversation."""
 
@@ -54,7 +41,7 @@ class OllamaMessage(Strict):
     unserved = {"images": neutral.only([])}
     role: Literal["system", "user", "assistant", "tool"]
     content: str = ""
-    tool_calls: Annotated[list[Call], Field(fail_fast=True)] = []
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] = []
     tool_name: str | None = None
 
     @property
@@ -89,7 +76,9 @@ class OllamaRequest(Strict):
         options = self.options
         shared = {*Sampling.model_fields} & options.model_fields_set - {"model", "stream"}
         body = options.model_dump(include=shared, by_alias=True)
-        body |= {"stream": self.stream, "model": _without_tag(self.model)}
+        # Ollama's clients add a tag.
+        model = self.model and self.model.removesuffix(":latest")
+        body |= {"stream": self.stream, "model": model}
         if self.format == "json":
             body["structured_outputs"] = {"json_object": True}
         elif self.format:
@@ -221,11 +210,6 @@ class OllamaFormat(AnswerFormat):
             "eval_count": stats.tokens,
             "eval_duration": _nanoseconds(stats.draft_s + stats.verify_s),
         }
-
-
-def _without_tag(model: str | None) -> str | None:
-    """Returns a model's name without the tag that Ollama's clients add."""
-    return None if model is None else model.removesuffix(":latest")
 
 
 def loaded(body: OllamaChat | OllamaGenerate, model: str) -> dict[str, Any]:

@@ -288,12 +288,8 @@ def listen(host: str, port: int, uds: Path | None = None) -> socket.socket:
         if uds and uds.is_socket() and not _is_served(uds):
             uds.unlink()
         listener.bind(str(uds) if uds else (host, port))
-    except (
-        OSError,
-        OverflowError,
-        ValueError,
-        TypeError,
-    ) as reason:  # TypeError, ValueError: an invalid host name
+    # TypeError, ValueError: an invalid host name.
+    except (OSError, OverflowError, ValueError, TypeError) as reason:
         listener.close()
         fault = getattr(reason, "strerror", None) or str(reason)
         place = f"@host {host} @port {port}"

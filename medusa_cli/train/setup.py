@@ -13,7 +13,8 @@ from medusa_cli.device import has_bf16
 from medusa_cli.drafters import DRAFTERS
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.drafters.io import load_kind
-from medusa_cli.engine import attach, load_backbone
+from medusa_cli.engine import load_backbone
+from medusa_cli.engine.eager import EagerEngine
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.files.model_source import ModelSource
 from medusa_cli.model import Backbone
@@ -272,7 +273,8 @@ def joint_backbone(recipe: Recipe, options: LoadOptions) -> Backbone:
             network, rank=train.lora_rank, alpha=train.lora_alpha, dropout=train.lora_dropout
         )
     backbone = Backbone(network, tokenizer, id=recipe.model, weights=weights_of(model))
-    attach(backbone, "eager")  # gradients flow only through the network's own layers
+    # Gradients flow only through the network's own layers.
+    backbone.engine = EagerEngine(backbone)
     adapter.unfreeze(network, everything=train.tuning == "full")
     if train.gradient_checkpointing:
         # The reentrant form needs inputs that require gradients. A frozen embedding returns none.
