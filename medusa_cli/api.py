@@ -20,6 +20,7 @@ from medusa_cli.decode.processors import check_ids
 from medusa_cli.decode.sampling import Sampling, sampling_of
 from medusa_cli.errors import UsageError, UserError, shown
 from medusa_cli.files.hub import hub_left_as_it_was
+from medusa_cli.files.model_source import ModelSource
 from medusa_cli.loading import LoadedModel, load_model
 from medusa_cli.model import Backbone
 from medusa_cli.model.chat_template import check_system, fit, token_ids
@@ -248,7 +249,7 @@ class Medusa:
         """
         try:
             choice = choose(
-                None if model is None else str(model),
+                None if model is None else ModelSource.of(str(model)),
                 None if run is None else str(run),
                 None if drafter in (None, "auto") else str(drafter),
                 None if tree is None else str(tree),

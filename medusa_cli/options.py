@@ -15,6 +15,7 @@ from medusa_cli.errors import UsageError, in_flags
 from medusa_cli.files import fetch
 from medusa_cli.files.catalogue import DEFAULT_MODEL, DEFAULT_SEED
 from medusa_cli.files.model_files import check_model_files
+from medusa_cli.files.model_source import ModelSource
 from medusa_cli.runs.load_options import LoadOptions
 from medusa_cli.runs.recipe import COLDEST
 from medusa_cli.runs.recipe_files import template_text
@@ -233,7 +234,7 @@ class DraftFlags:
     def choose(self, need_drafter: bool = True) -> Choice:
         """Returns the files that belong together; raises UserError if one is missing or the model is not supported."""
         choice = choose(
-            self.model,
+            None if self.model is None else ModelSource.of(self.model),
             self.run,
             self.drafter,
             self.tree,

@@ -16,6 +16,7 @@ from medusa_cli.console import Screen
 from medusa_cli.decode import Piece
 from medusa_cli.decode.text_stream import TextStream
 from medusa_cli.errors import INTERRUPTED
+from medusa_cli.files.model_source import ModelSource
 from medusa_cli.model.chat_template import fit
 from medusa_cli.model.vocabulary import Vocabulary
 from medusa_cli.runs.resolve import choose
@@ -102,7 +103,7 @@ def test_the_greeting_names_a_template_that_comes_with_a_drafter(
     assert "chat template of" not in " ".join(medusa(*words).stderr.split())
     file = folder / "chat_template.jinja"
     file.write_text("{% for message in messages %}{{ message['content'] }} {% endfor %}")
-    chosen = choose(str(place / "model"), None, str(folder), None)
+    chosen = choose(ModelSource.of(str(place / "model")), None, str(folder), None)
     assert chosen.template_file == file and chosen.template == file.read_text()
     assert "chat template of" in " ".join(medusa(*words).stderr.split())
     own = medusa(*words, "--chat-template", file).stderr

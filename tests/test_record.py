@@ -180,7 +180,9 @@ def test_streams_go_on_while_another_drafter_is_loaded(tmp_path: Path) -> None:
         loads += 1
         if loads == 1:
             raise UserError("it is being written")
-        return with_drafting(medusa.loaded, choose(model, None, str(new.path), "static"))
+        return with_drafting(
+            medusa.loaded, choose(ModelSource.of(model), None, str(new.path), "static")
+        )
 
     def ask(prompt: tuple[int, ...]) -> None:
         def deliver(event: Event) -> None:
@@ -223,7 +225,7 @@ def test_another_model_is_refused(tmp_path: Path, medusa: Medusa) -> None:
     other = save_model(tmp_path / "other")
     run = save_run(tmp_path / "run", other)
     with pytest.raises(UserError, match="start the server again"):
-        with_drafting(medusa.loaded, choose(other, None, str(run.path), "static"))
+        with_drafting(medusa.loaded, choose(ModelSource.of(other), None, str(run.path), "static"))
 
 
 def test_a_signal_loads_the_drafter_again(tmp_path: Path) -> None:

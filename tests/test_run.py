@@ -255,8 +255,8 @@ def test_shipped_drafter_is_found_by_a_model_file_s_name(model: str, drafter: st
 def test_shipped_drafter_is_not_taken_for_another_size(tmp_path: Path) -> None:
     model = save_model(tmp_path / "smollm2-135m-tiny")
     with pytest.raises(UserError, match="no drafter ships for the model"):
-        choose(str(model), None, None, None)
-    assert choose(str(model), None, None, None, lookup=True).drafter is None
+        choose(ModelSource.of(str(model)), None, None, None)
+    assert choose(ModelSource.of(str(model)), None, None, None, lookup=True).drafter is None
 
 
 def test_shipped_drafter_is_taken_for_a_gguf_file_of_its_shape(tmp_path: Path) -> None:
@@ -265,11 +265,11 @@ def test_shipped_drafter_is_taken_for_a_gguf_file_of_its_shape(tmp_path: Path) -
     assert shipped is not None and original is not None
     file = tmp_path / "SmolLM2-135M-Instruct.Q4_1.gguf"
     file.symlink_to(original)
-    assert choose(str(file), None, None, None).drafter == shipped.drafter_dir
+    assert choose(ModelSource.of(str(file)), None, None, None).drafter == shipped.drafter_dir
     other = tmp_path / "smollm2-135m-tiny.gguf"
     write_gguf(other)
     with pytest.raises(UserError, match="no drafter ships for the model"):
-        choose(str(other), None, None, None)
+        choose(ModelSource.of(str(other)), None, None, None)
 
 
 def test_shipped_drafter_is_not_exported_for_another_size(tmp_path: Path) -> None:
@@ -282,7 +282,7 @@ def test_shipped_drafter_is_not_exported_for_another_size(tmp_path: Path) -> Non
 @pytest.mark.parametrize("model", ["./smollm2-135m-x", "/a/b/smollm2-135m.gguf"])
 def test_a_missing_path_with_a_shipped_drafter_s_name_is_named(model: str) -> None:
     with pytest.raises(UserError, match="smollm2-135m"):
-        choose(model, None, None, None)
+        choose(ModelSource.of(model), None, None, None)
 
 
 def test_a_run_may_be_in_the_users_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,7 +39,7 @@ def split_names(text: str) -> list[str]:
 
 def choose_files(
     names: Sequence[str],
-    model: str | None,
+    model: ModelSource | None,
     run: str | None,
     drafter: str | None,
     tree: str | None,
@@ -51,7 +51,7 @@ def choose_files(
     that kind. If "medusa" is the only drafter named, it refers to the run's drafter of any kind.
     Raises UserError if a drafter does not exist, and UsageError for a file or flag that no method uses.
     """
-    outer = Run.open(run) if run else shipped_for(ModelSource.of(model or DEFAULT_MODEL))
+    outer = Run.open(run) if run else shipped_for(model or ModelSource.of(DEFAULT_MODEL))
     files = {
         name: choose(model, source, None, tree, lookup=lookup)
         for name, source in _runs_of(names, outer, run).items()

@@ -130,8 +130,9 @@ def bench(
     peers = parse_peers(peer or [])
     usual = "hf,ar,medusa" if sweep is None and not which.agent else "ar,medusa"
     names = split_names(",".join([methods or usual, *peers]))
-    files = drafting.model, drafting.run, drafting.drafter, drafting.tree
-    choice, drafts = choose_files(names, *files, drafting.lookup)
+    model = None if drafting.model is None else ModelSource.of(drafting.model)
+    files = drafting.run, drafting.drafter, drafting.tree
+    choice, drafts = choose_files(names, model, *files, drafting.lookup)
     # Its settings are checked before the questions are fetched.
     what = Bench(
         choice,

@@ -160,7 +160,7 @@ class Choice:
 
 
 def choose(
-    model: str | None,
+    model: ModelSource | None,
     run: str | None,
     drafter: str | None,
     tree: str | None,
@@ -176,7 +176,7 @@ def choose(
     if named is not None and named.run is not None and run is not None:
         raise UsageError("@run and @drafter name a run each", "leave one of them out")
     target = Run.open(run) if run else None
-    source = ModelSource.of(_model_for(named, target) if model is None else model)
+    source = model or ModelSource.of(_model_for(named, target))
     asked = TreeChoice.parse(tree)
     plain = Choice(source, run=target, adapter=target.adapter if target else None, lookup=lookup)
     if not need_drafter:

@@ -48,9 +48,9 @@ def ready_drafters(model: ModelSource) -> dict[str, Choice]:
     """Returns the drafters of a model that need no training: an included one that fits it, and its own MTP layer."""
     drafters: dict[str, Choice] = {}
     if related := shipped_by_shape(model):
-        drafters["start"] = choose(model.name, None, f"{related[0].path}/", None)
+        drafters["start"] = choose(model, None, f"{related[0].path}/", None)
     if mtp.layout_of(model) is not None:
-        drafters["mtp"] = choose(model.name, None, mtp.NAME, None)
+        drafters["mtp"] = choose(model, None, mtp.NAME, None)
     return drafters
 
 
@@ -68,7 +68,7 @@ def compare(
     def watch(backbone: Backbone, turns: int) -> Iterator[Callable[..., None]]:
         yield lambda name, results, new: tick(f"comparing, {NAMES[name]}")
 
-    plain = choose(model.name, None, None, None, need_drafter=False)
+    plain = choose(model, None, None, None, need_drafter=False)
     names = ["ar", "lookup", *drafts]
     bench = Bench(plain, drafts, names, questions, tokens, Sampling(), "held-out prompts", options)
     return bench.run(watch)

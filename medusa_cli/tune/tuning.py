@@ -434,9 +434,9 @@ class Tuning:
     def _choose(self, questions: list[Question]) -> None:
         """Measures the drafter with its trees beside what needs no training, and chooses the fastest."""
         own = f"{self.run.path}/"
-        drafts = {"tuned": choose(self.model.name, own, None, None)}
+        drafts = {"tuned": choose(self.model, own, None, None)}
         if (self.state.tree_nodes or 0) > 1:
-            drafts["tuned-static"] = choose(self.model.name, own, None, "static")
+            drafts["tuned-static"] = choose(self.model, own, None, "static")
         drafts |= ready_drafters(self.model)
         tokens = self._answer_tokens
         document = compare(self.model, drafts, questions, tokens, self.options, self._tick)
