@@ -21,10 +21,6 @@ _FETCH: dict[str, Callable[[], str | Path | None]] = {
 _NAMES = f"Any of {', '.join(_FETCH)}. [default: {catalogue.DEFAULT_MODEL} and the data]"
 
 
-def _is_default(name: str) -> bool:
-    return name == catalogue.DEFAULT_MODEL or name not in catalogue.MODELS
-
-
 def assets(
     *,
     names: Annotated[
@@ -38,7 +34,8 @@ def assets(
     resumes: run the same command again.
     """
     printing.configure()
-    wanted = list(dict.fromkeys(names or filter(_is_default, _FETCH)))
+    usual = [catalogue.DEFAULT_MODEL, *(name for name in _FETCH if name not in catalogue.MODELS)]
+    wanted = list(dict.fromkeys(names or usual))
     for name in wanted:
         if name not in _FETCH:
             raise UsageError(f"{name!r} is not an asset", f"use one of {', '.join(_FETCH)}")

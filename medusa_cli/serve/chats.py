@@ -20,6 +20,8 @@ from medusa_cli.serve.schema import (
     TextPart,
     readable,
     text_of,
+    type_of,
+    without_types,
 )
 
 
@@ -34,16 +36,9 @@ class Function(Strict):
 
 def functions_of(tools: Any) -> Any:
     """Returns the functions among tools; those that only their provider could run are ignored and noted."""
-    if not isinstance(tools, list):
-        return tools
-    functions = []
-    for tool in tools:
-        kind = tool.get("type", "function") if isinstance(tool, dict) else "function"
-        if isinstance(kind, str) and kind != "function":
-            neutral.note([f"{Tool.place}type={kind}"])
-        else:
-            functions.append(tool)
-    return functions
+    return without_types(
+        tools, Tool.place, lambda kind: isinstance(kind, str) and kind != "function"
+    )
 
 
 class Tool(Strict):
@@ -145,8 +140,7 @@ Subset = TypeVar("Subset")
 def _form_of_choice(value: Any) -> str:
     if isinstance(value, str):
         return TEXT
-    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return LIST if kind == "allowed_tools" else OBJECT
+    return LIST if type_of(value) == "allowed_tools" else OBJECT
 
 
 ToolChoice = Annotated[

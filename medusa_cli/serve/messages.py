@@ -25,6 +25,8 @@ from medusa_cli.serve.schema import (
     StopText,
     Strict,
     text_of,
+    type_of,
+    without_types,
 )
 
 # Field names of /v1/messages, by the equivalent fields of chats.
@@ -58,21 +60,18 @@ class CallBlock(Strict):
 
 def _served_blocks(blocks: Any) -> Any:
     """Returns the blocks for the model; raises ValueError for blocks that are not served."""
-    if not isinstance(blocks, list):
-        return blocks
-    served = []
-    for block in blocks:
-        kind = str(block.get("type")) if isinstance(block, dict) else None
-        if kind in DROPPED or (kind != "tool_result" and str(kind).endswith("_tool_result")):
-            neutral.note([f"{Block.place}type={kind}"])
-        elif kind not in (None, "text", "tool_use", "tool_result"):
+    served = without_types(blocks, Block.place, _is_dropped)
+    for block in served if isinstance(served, list) else ():
+        if isinstance(block, dict) and type_of(block) not in ("text", "tool_use", "tool_result"):
             raise ValueError(
-                f"a block has the type {shown(kind)}, which is not served; "
+                f"a block has the type {shown(type_of(block))}, which is not served; "
                 "send text, tool_use and tool_result blocks"
             )
-        else:
-            served.append(block)
     return served
+
+
+def _is_dropped(kind: Any) -> bool:
+    return kind in DROPPED or (kind != "tool_result" and str(kind).endswith("_tool_result"))
 
 
 class ResultBlock(Strict):
@@ -87,16 +86,11 @@ class ResultBlock(Strict):
     _served = field_validator("content", mode="before")(_served_blocks)
 
 
-def _kind(value: Any) -> str:
-    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return f"<{kind}>"
-
-
 AnyBlock = Annotated[
     Annotated[Block, Tag("<text>")]
     | Annotated[CallBlock, Tag("<tool_use>")]
     | Annotated[ResultBlock, Tag("<tool_result>")],
-    Discriminator(_kind),
+    Discriminator(lambda value: f"<{type_of(value)}>"),
 ]
 
 
@@ -181,16 +175,9 @@ class MessagesRequest(Sampling):
     @classmethod
     def _own(cls, tools: Any) -> Any:
         """Returns the tools that the client runs; those of the provider are ignored and noted."""
-        if not isinstance(tools, list):
-            return tools
-        own = []
-        for tool in tools:
-            kind = tool.get("type") if isinstance(tool, dict) else None
-            if isinstance(kind, str) and kind != "custom":
-                neutral.note([f"{InputTool.place}type={kind}"])
-            else:
-                own.append(tool)
-        return own
+        return without_types(
+            tools, InputTool.place, lambda kind: isinstance(kind, str) and kind != "custom"
+        )
 
     def chat(self) -> ChatRequest:
         """Returns the equivalent chat request; raises ValidationError for fields that do not belong together."""

@@ -36,6 +36,7 @@ from medusa_cli.serve.schema import (
     check_json,
     readable,
     text_of,
+    type_of,
 )
 
 # Field names of /v1/responses, by the equivalent fields of chats.
@@ -86,12 +87,7 @@ DROPPED = {
 
 
 def _type_of(item: Any) -> str:
-    kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
-    return str(kind or "message")
-
-
-def _kind(value: Any) -> str:
-    return f"<{_type_of(value)}>"
+    return str(type_of(item) or "message")
 
 
 def _served_items(items: Any) -> Any:
@@ -138,7 +134,7 @@ Item = Annotated[
     Annotated[MessageItem, Tag("<message>")]
     | Annotated[CallItem, Tag("<function_call>")]
     | Annotated[CallOutputItem, Tag("<function_call_output>")],
-    Discriminator(_kind),
+    Discriminator(lambda value: f"<{_type_of(value)}>"),
 ]
 
 

@@ -5,6 +5,7 @@ answer and are not served are refused by name (see `neutral`).
 """
 
 import json
+from collections.abc import Callable
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -127,20 +128,29 @@ class TextPart(Strict):
     text: str
 
 
+def type_of(item: Any) -> Any:
+    """Returns the type that an item names, as it was sent or validated."""
+    return item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
+
+
+def without_types(items: Any, place: str, ignored: Callable[[Any], bool]) -> Any:
+    """Returns a list without the items whose types are ignored, which are noted."""
+    if not isinstance(items, list):
+        return items
+    kinds = [type_of(item) for item in items]
+    neutral.note(f"{place}type={kind}" for kind in kinds if ignored(kind))
+    return [item for item, kind in zip(items, kinds, strict=True) if not ignored(kind)]
+
+
 def readable(content: Any) -> Any:
     """Returns a message's content with refusals as texts, and without the thoughts of past answers."""
-    if not isinstance(content, list):
-        return content
-    parts = []
-    for part in content:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind in THOUGHTS:
-            neutral.note([f"{TextPart.place}type={kind}"])
-        elif kind == "refusal":
-            parts.append({"type": "text", "text": part.get("refusal")})
-        else:
-            parts.append(part)
-    return parts
+    parts = without_types(content, TextPart.place, THOUGHTS.__contains__)
+    if not isinstance(parts, list):
+        return parts
+    return [
+        {"type": "text", "text": part.get("refusal")} if type_of(part) == "refusal" else part
+        for part in parts
+    ]
 
 
 def text_of(content: str | list[Any]) -> str:

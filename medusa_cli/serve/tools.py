@@ -213,8 +213,11 @@ def describe_tools(
                 rendered[-1]["content"] += "\n" + text
                 continue
             role = "user"
-        calls = [json.dumps(call["function"]) for call in message.get("tool_calls", ())]
-        content = "\n".join([*filter(None, [text]), *map(_tagged, calls)])
+        calls = [
+            f"<tool_call>\n{json.dumps(call['function'])}\n</tool_call>"
+            for call in message.get("tool_calls", ())
+        ]
+        content = "\n".join([*filter(None, [text]), *calls])
         rest = {name: value for name, value in message.items() if not name.startswith("tool_call")}
         rendered.append({**rest, "role": role, "content": content})
     if tools:
@@ -224,7 +227,3 @@ def describe_tools(
         else:
             rendered.insert(0, {"role": "system", "content": text})
     return rendered, {}
-
-
-def _tagged(call: str) -> str:
-    return f"<tool_call>\n{call}\n</tool_call>"
