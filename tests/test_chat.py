@@ -144,7 +144,9 @@ def test_a_model_without_a_drafter_drafts_n_grams(place: Path) -> None:
     assert "no drafter" in medusa(*words, "--tree", "static", exit_code=1).stderr
     drafted, plain = medusa(*words, "--lookup"), medusa(*words, "--baseline")
     assert drafted.stdout == without.stdout == plain.stdout != "" and "n-grams" in drafted.stderr
-    assert "--baseline and --lookup" in medusa(*words, "--lookup", "--baseline", exit_code=2).stderr
+    refused = medusa(*words, "--lookup", "--baseline", exit_code=2).stderr
+    assert "--lookup" in refused
+    assert "--baseline" in refused
 
 
 def test_piped_lines_are_answered_with_history(place: Path, tmp_path: Path) -> None:
