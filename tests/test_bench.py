@@ -21,11 +21,12 @@ from medusa_cli import console
 from medusa_cli.api import Medusa
 from medusa_cli.bench import questions
 from medusa_cli.bench import run as running
+from medusa_cli.bench.answers import answer_all, first_difference
 from medusa_cli.bench.methods import Method
 from medusa_cli.bench.peers import check_reader, server_method
 from medusa_cli.bench.questions import Question
 from medusa_cli.bench.report import gains_table, parts_table
-from medusa_cli.bench.run import answer_all, first_difference, save
+from medusa_cli.bench.run import save
 from medusa_cli.bench.stats import (
     Measurement,
     Result,
@@ -89,8 +90,7 @@ def method(answer: Callable[[int], list[int]], prompts: list | None = None) -> M
 def measure(
     backbone: Backbone, methods: dict[str, Method], results: list[Result], count: int, size: int = 1
 ) -> None:
-    settings: Any = SimpleNamespace(max_new_tokens=count, batch_size=size, cached=False)
-    answer_all(settings, backbone, methods, results)
+    answer_all(backbone, methods, results, count, size)
 
 
 def ask(*turns: str) -> Result:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from medusa_cli.bench.answers import _add_prompt
 from medusa_cli.bench.questions import (
     CODING,
     WITHHELD,
@@ -13,7 +14,6 @@ from medusa_cli.bench.questions import (
     read_questions,
     spread,
 )
-from medusa_cli.bench.run import _add_prompt
 from medusa_cli.bench.stats import Result
 from medusa_cli.errors import UsageError, UserError
 from tests.helpers import tiny_backbone, write_lines

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 
 from medusa_cli import __version__
-from medusa_cli.bench.run import Bench, Watch, environment, unwatched
+from medusa_cli.bench.answers import Watch, unwatched
+from medusa_cli.bench.run import Bench, environment
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.files.io import read_object, write_json
 from medusa_cli.model import lora

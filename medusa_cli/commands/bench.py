@@ -27,7 +27,8 @@ from medusa_cli.runs.load_options import as_trained
 from medusa_cli.runs.run import RUNS, Run, called
 
 if TYPE_CHECKING:
-    from medusa_cli.bench.run import Bench, OnTokens
+    from medusa_cli.bench.answers import OnTokens
+    from medusa_cli.bench.run import Bench
     from medusa_cli.model import Backbone
 
 MAX_NEW_TOKENS = 256
