@@ -277,7 +277,7 @@ class _Rewriter:
                 part.pop("const", None)
                 part["enum"] = left
                 return bool(left)
-            rest = negated(excluded, part.get("type"), lambda one: self.resolved(one, place))
+            rest = negated(excluded, part.get("type"), lambda inner: self.resolved(inner, place))
         except Unsaid as reason:
             raise self.refuse(place, "not", str(reason)) from reason
         if rest is not True:
@@ -287,7 +287,9 @@ class _Rewriter:
     def _choice(self, part: Mapping[str, Any], place: str) -> dict[str, Any]:
         """Says `if` otherwise."""
         try:
-            otherwise = negated(part["if"], part.get("type"), lambda one: self.resolved(one, place))
+            otherwise = negated(
+                part["if"], part.get("type"), lambda inner: self.resolved(inner, place)
+            )
         except Unsaid as reason:
             raise self.refuse(place, "if", str(reason)) from reason
         first = [part["if"], part.get("then", True)]

@@ -37,7 +37,7 @@ def export_data(run: Run, output: Path, *, overwrite: bool = False) -> tuple[lis
     raw = sum(bool(conversation.raw) for conversation in conversations)
     with exporting(output, overwrite) as part:
         write_rows(part / TOKENS, map(speculators_row, conversations))
-        write_rows(part / ROWS, (specforge_row(one) for one in conversations if not one.raw))
+        write_rows(part / ROWS, (specforge_row(talk) for talk in conversations if not talk.raw))
     notes = [f"{raw:,} prompts without a chat template are only in {TOKENS}"] if raw else []
     return [
         f"SpecForge: --train-data-path {output / ROWS}",

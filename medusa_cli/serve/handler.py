@@ -184,8 +184,8 @@ class Handler:
         A turn begins with a message of the user, and is dropped as a whole. The last one always stays.
         """
         messages = chat.messages
-        first = next((i for i, one in enumerate(messages) if not one.is_system), 0)
-        starts = [i for i, one in enumerate(messages) if i > first and one.role == "user"]
+        first = next((i for i, turn in enumerate(messages) if not turn.is_system), 0)
+        starts = [i for i, turn in enumerate(messages) if i > first and turn.role == "user"]
         low, high = 0, len(starts)
         while low < high:
             middle = (low + high) // 2
