@@ -34,8 +34,8 @@ def assets(
     resumes: run the same command again.
     """
     printing.configure()
-    usual = [catalogue.DEFAULT_MODEL, *(name for name in _FETCH if name not in catalogue.MODELS)]
-    wanted = list(dict.fromkeys(names or usual))
+    others = catalogue.MODELS.keys() - {catalogue.DEFAULT_MODEL}
+    wanted = list(dict.fromkeys(names or (name for name in _FETCH if name not in others)))
     for name in wanted:
         if name not in _FETCH:
             raise UsageError(f"{name!r} is not an asset", f"use one of {', '.join(_FETCH)}")

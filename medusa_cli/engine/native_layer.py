@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from ctypes import Array, byref, pointer
-from typing import Protocol
+from ctypes import byref, pointer
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -180,7 +180,7 @@ class NativeDecoderLayer(nn.Module):
         caches: Sequence[RowCache],
         masks: Sequence[NDArray[np.uint8] | None],
         like: Tensor,
-    ) -> Array[DraftRows]:
+    ) -> Any:
         """Returns the sequences' rows in the library's structures, after their caches have made room for them."""
         rows = (DraftRows * len(counts))()
         for own, cache, count, mask in zip(rows, caches, counts, masks, strict=True):
