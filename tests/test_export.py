@@ -23,6 +23,7 @@ from medusa_cli.export.folder import Source, find_source
 from medusa_cli.export.incoming import import_drafter
 from medusa_cli.export.medusa_format import export_medusa
 from medusa_cli.export.speculators_format import export_speculators
+from medusa_cli.files.model_source import ModelSource
 from medusa_cli.model import Backbone
 from medusa_cli.runs.load_options import LoadOptions
 from medusa_cli.runs.run import STAMP, Run, provenance, stamp_of
@@ -230,7 +231,9 @@ def test_an_eagle3_folder_is_the_one_that_engines_read(tmp_path: Path, model: st
 def test_a_drafter_of_a_gguf_file_is_served_with_the_models_safetensors(tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     write_gguf(file)
-    source = SimpleNamespace(model=str(file), run=SimpleNamespace(adapter=None))
+    origin = ModelSource.of(str(file))
+    run = SimpleNamespace(adapter=None)
+    source = SimpleNamespace(origin=origin, model=origin.name, run=run)
     model, notes = served_model(source)  # type: ignore[arg-type]
     assert model == "MODEL" and str(file) in notes[0]
 
@@ -322,7 +325,8 @@ def test_the_newest_report_on_this_drafter_is_found(
     ):
         (folder / f"{name}.json").write_text(json.dumps({"drafting": {"medusa": {STAMP: stamp}}}))
         (folder / f"{name}.md").write_text(f"the table of {name}")
-    assert Source(run, str(run.path), "medusa", None, {}).bench == "the table of 2026-02"
+    source = Source(run, ModelSource.of(str(run.path)), "medusa", None, {})
+    assert source.bench == "the table of 2026-02"
 
 
 def test_a_failed_write_leaves_the_earlier_export(
