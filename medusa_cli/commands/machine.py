@@ -81,18 +81,18 @@ def machine(
     if printing.json:
         console.emit_json(facts)
     else:
-        _show(facts)
+        _show(facts, None if memory is None else memory.text)
 
 
-def _show(facts: Document) -> None:
-    """Prints the machine, the engine, and the times of passes."""
+def _show(facts: Document, memory: str | None) -> None:
+    """Prints the machine, the engine, the memory that the model needs on a GPU, and the times of passes."""
     instructions = ", ".join(facts["instructions"]) or facts["native"]
     console.result(
         f"{facts['processor']}, {facts['threads']} threads ({instructions}), torch {facts['torch']}"
     )
     console.result(f"{facts['model']}: {facts['engine']}")
     if memory is not None:
-        console.result(f"it needs {memory.text}")
+        console.result(f"it needs {memory}")
     read = facts["weight_bytes"] / 1e6
     console.result(
         f"a pass reads {read:,.0f} MB of weights; a copy moves {facts['copy_bytes_per_s'] / 1e9:.0f} GB/s here"
