@@ -12,11 +12,14 @@ from torch.nn import functional as F
 from medusa_cli.drafters.base import Drafter
 from medusa_cli.drafters.expansion import Frontier, Guess
 from medusa_cli.drafters.layers import TokenBias, owners
-from medusa_cli.engine.linear import packed_copy, packed_linear, packs
+from medusa_cli.engine.linear import packed_copy, packed_linear, packed_parts, packs
 from medusa_cli.model import Backbone
 
 if TYPE_CHECKING:
     from typing import Self
+
+# Rows of the lm_head that are packed at a time, since all of them in fp32 take much memory.
+ROWS_AT_ONCE = 1024
 
 
 @runtime_checkable
@@ -129,6 +132,9 @@ class Scoring(Drafter):
                 self._scorers += [packed_linear(matrix) for matrix in self.matrices]
             elif self.config.vocabulary == "shared":
                 self._scorers.append(engine.lm_head)
+            elif packs(self.draft_ids.device):
+                parts = map(backbone.lm_head_rows, self.draft_ids.split(ROWS_AT_ONCE))
+                self._scorers.append(packed_parts(parts))
             else:
                 self._scorers.append(packed_linear(self.matrix(backbone, 0), self.bias(backbone)))
         return self._scorers[head if len(self._scorers) > 1 else 0]

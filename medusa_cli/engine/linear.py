@@ -1,6 +1,7 @@
 """Linear layers of drafters for inference: 4-bit weights in the native library on a CPU, unchanged elsewhere."""
 
 import copy
+from collections.abc import Iterable
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -36,12 +37,20 @@ class PlainLinear(nn.Module):
 def packed_linear(weight: Tensor, bias: Tensor | None = None) -> nn.Module:
     """Returns a linear layer for a weight [N, K], packed if it is on a CPU and the native library can be used."""
     weight = weight.detach()
-    if weight.device.type != "cpu" or not native.is_available():
-        return PlainLinear(weight, None if bias is None else bias.detach())
+    bias = None if bias is None else bias.detach()
+    return packed_parts([(weight, bias)]) if packs(weight.device) else PlainLinear(weight, bias)
+
+
+def packed_parts(parts: Iterable[tuple[Tensor, Tensor | None]]) -> nn.Module:
+    """Returns a packed linear layer whose weight [N, K] and bias, if it has one, come in parts of N."""
     from medusa_cli.engine.native_linear import NativeLinear
 
-    own = None if bias is None else bias.detach().float().numpy()
-    return NativeLinear(native.drafting_matrix(weight.float().numpy(), own))
+    return NativeLinear(
+        native.drafting_matrix(
+            (weight.float().numpy(), None if bias is None else bias.float().numpy())
+            for weight, bias in parts
+        )
+    )
 
 
 def packed_copy(module: nn.Module) -> nn.Module:

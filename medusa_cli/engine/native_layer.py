@@ -75,7 +75,7 @@ class NativeDecoderLayer(nn.Module):
         if self.hidden_size % UNIT or self.head_dim % TILE:
             raise ValueError(f"{self.hidden_size} floats in heads of {self.head_dim} fill no tiles")
         packed = {
-            name: drafting_matrix(module.get_parameter("weight").detach().float().numpy())
+            name: drafting_matrix([(module.get_parameter("weight").detach().float().numpy(), None)])
             for name, module in matrices.items()
         }
         gains = {

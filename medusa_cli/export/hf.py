@@ -46,6 +46,9 @@ def packed_copy(module):
 def packed_linear(weight, bias=None):
     """Returns the linear layer of a weight [N, K]."""
     return lambda x: F.linear(x, weight, bias)
+
+
+packed_parts = None  # only for packed weights
 '''
 REQUIREMENTS = "transformers>=5.20\nsafetensors\n"
 # Number of tree nodes if the run has a calibration but no tree.

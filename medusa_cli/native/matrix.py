@@ -1,7 +1,7 @@
 """Matrices for the native library: raw, as a file stores them, and packed in tiles."""
 
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -153,8 +153,9 @@ class RawMatrix:
     def rounded(self, format: Format) -> "RawMatrix":
         """Returns the matrix rounded to Q8_0 or Q4_1; inputs are padded with zeros to whole groups."""
         inputs = -(-self.inputs // UNIT) * UNIT
-        values = np.zeros((len(self.rows), inputs), np.float32)
-        values[:, : self.inputs] = self.floats()
+        values = self.floats()
+        if inputs > self.inputs:
+            values = np.pad(values, ((0, 0), (0, inputs - self.inputs)))
         rows = np.empty((len(values), format.row_bytes(inputs)), np.uint8)
 
         def round_part(first: int, end: int) -> None:
@@ -239,12 +240,19 @@ class PackedMatrix:
         return out
 
 
-def drafting_matrix(values: Floats, bias: Floats | None = None) -> PackedMatrix:
+def drafting_matrix(parts: Iterable[tuple[Floats, Floats | None]]) -> PackedMatrix:
     """Returns a drafter's matrix [n, k] in 4 bits, for rows that are rounded to 8.
 
-    Drafts need not be exact. In 8 bits, the matrices of a level would not stay in the CPU's cache.
+    parts: some channels after others, each part with its bias, if there is one. Drafts need not be
+    exact. In 8 bits, the matrices of a level would not stay in the CPU's cache.
     """
-    return PackedMatrix.pack(RawMatrix.of(values).rounded(Format.Q4_1), bias, int8_rows=True)
+    rounded, biases = [], []
+    for values, bias in parts:
+        rounded.append(RawMatrix.of(values).rounded(Format.Q4_1))
+        if bias is not None:
+            biases.append(bias)
+    raw = replace(rounded[0], rows=np.concatenate([part.rows for part in rounded]))
+    return PackedMatrix.pack(raw, np.concatenate(biases) if biases else None, int8_rows=True)
 
 
 def pack_tiles(raw: RawMatrix, out: Bytes | None = None) -> Bytes:
