@@ -14,7 +14,6 @@ import torch
 from medusa_cli.engine.description import Description
 from medusa_cli.engine.description_cache import describe_once
 from medusa_cli.engine.eager import EagerEngine
-from medusa_cli.engine.memory import check_memory
 from medusa_cli.engine.native_engine import NativeEngine
 from medusa_cli.engine.native_linear import NativeEmbedding
 from medusa_cli.engine.native_model import NativeModel
@@ -89,7 +88,7 @@ def load_backbone(
         )
 
     if device.type == "cuda" and not (gradients or shard):
-        check_memory(model, options, device, drafter)
+        _check_memory(model, options, device, drafter)
 
     if named in ("auto", "native") and on_cpu and not (needs_network or options.quantized):
         try:
@@ -105,7 +104,7 @@ def load_backbone(
             required = options.quantize in INTEGER
             _fall_back(options, model, reason, required, "with dequantized weights")
             if device.type == "cuda":
-                check_memory(model, replace(options, engine="eager"), device, drafter)
+                _check_memory(model, replace(options, engine="eager"), device, drafter)
 
     backbone = _load_transformers(model, options, adapter, chat_template, shard)
     _check_chat(backbone, chat)
@@ -150,6 +149,14 @@ def _fall_back(
             f"{_flag(options)} cannot run the model {model.name!r}: {reason}", _remedy(options)
         ) from reason
     log.info("%s runs %s: %s", model.name, instead, reason)
+
+
+def _check_memory(
+    model: ModelSource, options: LoadOptions, device: torch.device, drafter: Path | None
+) -> None:
+    from medusa_cli.engine.memory import check_memory
+
+    check_memory(model, options, device, drafter)
 
 
 def _run_by_torch(backbone: Backbone, options: LoadOptions) -> None:
