@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from medusa_cli.engine import (
-    attach,
     exact,
     load,
     load_backbone,
@@ -36,6 +35,7 @@ from tests.device import NAME, Device
 from tests.helpers import (
     PROMPT,
     answer,
+    attach,
     decoder_of,
     forward,
     generate_plain,
