@@ -179,9 +179,9 @@ def test_batch_of_the_papers_recipe_fits_the_memory(monkeypatch: pytest.MonkeyPa
     slot = 2 * 32 * 4096 * 4096 * 2
     assert 16 <= size(64, 4096) < 64 and size(64, 4096) * slot < 64 * 10**9
     assert (size(1, 4096), size(64, 128), size(64, 128, device="cpu")) == (1, 256, 64)
-    sizes = [size(30, 4096, num_key_value_heads=8)]
-    sizes += [size(30, 4096, taps, "cpu", num_key_value_heads=8) for taps in (0, 3)]
-    assert sizes[0] > 30 and sizes[0] > sizes[1] > sizes[2]
+    for device in ("cuda", "cpu"):
+        few, many = (size(30, 4096, taps, device, num_key_value_heads=8) for taps in (0, 3))
+        assert few > 30 and few > many
 
 
 def test_the_cache_of_a_distillation_has_the_size_of_its_context_at_once(
@@ -899,7 +899,7 @@ def test_batch_size_comes_from_the_setting_the_recipe_or_the_memory(
         sizes.append(settings.batch_size)
         return iter([Outcome("a", Conversation("a", [], [1, 2], [(1, 2)]))])
 
-    slot = (2 * 2 * (8 + 16) + 32) * 4 * 64  # of the tiny model: padded values, and its states
+    slot = (2 * 2 * (8 + 16) * 4 + 32 * 2) * 64  # of the tiny model: padded values, and its states
     monkeypatch.setattr("medusa_cli.distill.distillation.answer_locally", answer)
     monkeypatch.setattr(
         "medusa_cli.distill.local.free_memory", lambda device: int(5.5 * slot / 0.7)

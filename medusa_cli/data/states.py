@@ -13,12 +13,12 @@ from itertools import accumulate
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from medusa_cli.data.conversation import Conversation
 from medusa_cli.data.packing import Dataset
+from medusa_cli.device import upload
 from medusa_cli.drafters.base import with_last_layer
-from medusa_cli.engine import Plan
 from medusa_cli.errors import UserError
 from medusa_cli.files.io import check_regular
 from medusa_cli.model import Backbone
@@ -26,6 +26,8 @@ from medusa_cli.model.distributed import Distributed
 from medusa_cli.progress import ShowProgress, show_nothing
 from medusa_cli.runs.run import Run, check_backbone, describe_distillation
 
+# Tokens with padding that a pass over several conversations runs on a GPU.
+PACK_TOKENS = 8192
 log = logging.getLogger(__name__)
 
 
@@ -165,8 +167,8 @@ def tokens_to_run(
 
 def states_of(backbone: Backbone, tokens: Sequence[int], taps: Sequence[int]) -> Tensor:
     """Returns the hidden states [n, H * taps] of a conversation's tokens."""
-    cache = backbone.engine.new_cache(capacity=len(tokens))
-    return backbone.engine.forward(Plan.chain(tokens, taps=taps, logits="none"), cache).hidden[0]
+    states: Tensor = backbone.engine.states(torch.tensor(tokens)[None], taps)[0]
+    return states
 
 
 def _kept(dataset: Dataset, backbone: Backbone, path: Path, taps: Sequence[int]) -> Dataset | None:
@@ -219,6 +221,21 @@ def _cache_path(
     return run.cache_dir / f"states-{digest.hexdigest()[:16]}.bin"
 
 
+def _packs(
+    backbone: Backbone, numbers: Sequence[int], conversations: Sequence[Conversation]
+) -> list[list[int]]:
+    """Divides conversations into packs of similar length that the engine runs in one pass each."""
+    limit = PACK_TOKENS if backbone.engine.runs_packs else 0
+    packs: list[list[int]] = []
+    in_order = sorted(numbers, key=lambda i: len(conversations[i].tokens)) if limit else numbers
+    for i in in_order:
+        # All are padded to the longest, which is the newest.
+        if not packs or (len(packs[-1]) + 1) * len(conversations[i].tokens) > limit:
+            packs.append([])
+        packs[-1].append(i)
+    return packs
+
+
 def _prefill(
     path: Path,
     backbone: Backbone,
@@ -252,12 +269,14 @@ def _prefill(
         total = sum(len(conversations[i].tokens) for i in own)
         if total:
             log.info(f"computing the hidden states of the data, once: {total:,} tokens to run")
-        for i in own:
-            tokens = conversations[i].tokens
-            hidden = states_of(backbone, tokens, taps)
-            if world.first or not world.sharded:
-                store.write(hidden[:-1], starts[i])
-            count += len(tokens)
+        for pack in _packs(backbone, own, conversations):
+            texts = [torch.tensor(conversations[i].tokens) for i in pack]
+            padded = nn.utils.rnn.pad_sequence(texts, batch_first=True)
+            hidden = backbone.engine.states(upload(padded, backbone.device), taps).cpu()
+            for i, text, states in zip(pack, texts, hidden, strict=True):
+                if world.first or not world.sharded:
+                    store.write(states[: len(text) - 1], starts[i])
+                count += len(text)
             show("hidden states", count, total)
         store.sync()
     world.wait()

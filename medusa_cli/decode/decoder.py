@@ -24,7 +24,7 @@ from medusa_cli.decode.policy import (
 from medusa_cli.decode.prefix_cache import PrefixCache
 from medusa_cli.decode.prefix_store import PrefixStore
 from medusa_cli.decode.sequence import Request, Sequence
-from medusa_cli.device import free_memory, upload
+from medusa_cli.device import free_memory, numbered, upload
 from medusa_cli.drafters.base import Drafter, NewTokens
 from medusa_cli.engine import Output, Plan
 from medusa_cli.engine.cache import FIRST_ROWS
@@ -35,6 +35,8 @@ from medusa_cli.tree.tree import batch_drafts
 
 # Rows per pass over a prompt whose log probabilities are requested.
 PROMPT_ROWS = 256
+# Prompts that a GPU runs in one pass.
+PROMPTS = 16
 # A drafter that has missed a part of a text reads at most so many of its last tokens: running more of
 # them again takes longer than it gains.
 CATCH_UP_TOKENS = 8
@@ -165,14 +167,7 @@ class Decoder:
         sequence = request
         if isinstance(sequence, Request):
             sequence = Sequence(self.backbone, sequence, number)
-        request = sequence.request
-        sequence.draft = self.policy.begin(request.sampling)
-        sequence.draft.speculative = request.speculative
-        slot = self._check_memory(request)
-        # Lazy rows cost nothing, and each growth copies the rows in use.
-        rows = self._rows(sequence.longest) if self.cache.lazy else len(request.prompt)
-        self.cache.reserve(rows)
-        self._prefixes.take(sequence, slot)
+        self._take_slot(sequence)
         try:
             yield sequence, None
             yield from self._prefixes.restore(sequence)
@@ -185,6 +180,65 @@ class Decoder:
                 self._prefixes.drop(sequence)
             raise
         yield sequence, step
+
+    def _take_slot(self, sequence: Sequence) -> None:
+        """Assigns a slot to a sequence that is not running yet."""
+        request = sequence.request
+        sequence.draft = self.policy.begin(request.sampling)
+        sequence.draft.speculative = request.speculative
+        slot = self._check_memory(request)
+        # Lazy rows cost nothing, and each growth copies the rows in use.
+        rows = self._rows(sequence.longest) if self.cache.lazy else len(request.prompt)
+        self.cache.reserve(rows)
+        self._prefixes.take(sequence, slot)
+
+    @property
+    def prompts_at_once(self) -> int:
+        """Returns how many prompts `admit_all` should be given; a drafter's extra rows need a prompt alone."""
+        together = self.engine.runs_packs and self.drafter is None and self.taps[-1] == -1
+        return PROMPTS if together else 1
+
+    @torch.inference_mode()
+    def admit_all(self, requests: list[Request], numbers: list[int]) -> list[tuple[Sequence, Step]]:
+        """Runs the prompts of requests, if it can in one pass; returns what `admit` does for each of them."""
+        if self.prompts_at_once == 1:
+            return [self.admit(*each) for each in zip(requests, numbers, strict=True)]
+        self.backbone.check_process()
+        first = len(self._prefixes.move_running_first())
+        pack: list[Sequence] = []
+        try:
+            for request, number in zip(requests, numbers, strict=True):
+                pack.append(Sequence(self.backbone, request, number))
+                self._take_slot(pack[-1])
+            self._prefixes.move_to(first, pack)
+            return self._run_prompts(first, pack)
+        except BaseException:
+            for sequence in pack:
+                sequence.cancel()
+            raise
+
+    def _run_prompts(self, first: int, pack: list[Sequence]) -> list[tuple[Sequence, Step]]:
+        """Runs the prompts of sequences in consecutive slots from `first` on, padded to the longest."""
+        texts = [torch.tensor(own.request.prompt[own.reused :]) for own in pack]
+        counts = [len(text) for text in texts]
+        padded = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)
+        tokens = upload(padded, self.backbone.device)
+        plan = Plan(tokens, first=first, taps=self.taps, logits="none")
+        hidden = self.engine.forward(plan, self.cache).hidden  # [B, n, H * taps]
+        last = upload([count - 1 for count in counts], tokens.device)
+        final = hidden[numbered(len(pack), tokens.device), last, -self.backbone.hidden_size :]
+        logits = self.engine.logits(final)[:, None]  # [B, 1, V]
+        root_only = Draft(torch.zeros(1, dtype=torch.long), ROOT)
+        chosen = accept(logits, [root_only] * len(pack), [own.sampler for own in pack])
+        steps = []
+        for row, (sequence, count, (_, root)) in enumerate(zip(pack, counts, chosen, strict=True)):
+            self.cache.truncate(first + row, sequence.reused + count)  # without the padding
+            sequence.tokens = list(sequence.request.prompt)
+            states = hidden[row, :count]
+            new = NewTokens(tokens[row, :count], states, root, sequence.reused)
+            steps.append(Step(sequence.finish_prefill(new)))
+            sequence.prefilled = True
+        return list(zip(pack, steps, strict=True))
 
     def _run_prompt(
         self, sequence: Sequence, piece_s: float | None

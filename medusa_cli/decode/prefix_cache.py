@@ -327,10 +327,18 @@ class PrefixCache:
         """
         while (running := self.running) != self._slots[: len(running)]:
             slot = next(i for i, sequence in enumerate(self._slots) if sequence is not running[i])
-            last = self._slots.index(running[-1])
-            self._cache.swap(slot, last)
-            self._slots[slot], self._slots[last] = self._slots[last], self._slots[slot]
+            self._swap(slot, self._slots.index(running[-1]))
         return running
+
+    def move_to(self, first: int, sequences: list[Sequence]) -> None:
+        """Moves sequences to consecutive slots from `first` on, behind those that are running."""
+        for slot, sequence in enumerate(sequences, first):
+            self._swap(slot, self._slots.index(sequence))
+
+    def _swap(self, slot: int, other: int) -> None:
+        if slot != other:
+            self._cache.swap(slot, other)
+            self._slots[slot], self._slots[other] = self._slots[other], self._slots[slot]
 
     def drop(self, sequence: Sequence) -> None:
         """Empties the slot of a sequence."""

@@ -2,16 +2,17 @@
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections import abc
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from medusa_cli.data.conversation import Conversation
-from medusa_cli.decode import Decoder, Request, Sampling
+from medusa_cli.decode import Decoder, Request, Sampling, Sequence
 from medusa_cli.decode.cuda_graph import ROWS
-from medusa_cli.device import free_memory
+from medusa_cli.device import free_memory, upload
 from medusa_cli.drafters.base import with_last_layer
 from medusa_cli.files.io import Malformed
 from medusa_cli.model import Backbone
@@ -22,6 +23,8 @@ from medusa_cli.runs.recipe import DistillRecipe
 # a step takes about as long for 256 rows as for 64.
 MAX_BATCH = 64
 GPU_BATCH = 256
+# A part of the slots, one in so many, waits until their prompts run in one pass.
+PACKS = 16
 # Share of the free memory for caches and states; forward passes need some as well.
 MEMORY_SHARE = 0.7
 # Typical maximum of characters per token; longer prompts are dropped without tokenizing them.
@@ -46,8 +49,8 @@ class Outcome:
 def choose_batch_size(backbone: Backbone, settings: DistillRecipe, processes: int) -> int:
     """Returns how many conversations fit in the free memory, up to a maximum; logs the number if it is less.
 
-    Each conversation needs memory for its KV cache, on a GPU with the rows of the largest graph.
-    Elsewhere, its hidden states need space in the same memory.
+    Each conversation needs memory for its KV cache, on a GPU with the rows of the largest graph, and
+    for its hidden states.
     """
     config = backbone.config
     shared = backbone.device.type != "cuda"
@@ -56,12 +59,10 @@ def choose_batch_size(backbone: Backbone, settings: DistillRecipe, processes: in
         int(os.environ.get("LOCAL_WORLD_SIZE", processes)) if shared else 1
     )
     context = min(settings.context, backbone.max_positions)
-    position: int = backbone.engine.row_bytes
-    if shared:
-        position += config.hidden_size * (len(settings.taps) + 1) * backbone.dtype.itemsize
     largest = MAX_BATCH if shared else GPU_BATCH
     rows = context if shared else context + ROWS[-1]
-    needed = position * rows + backbone.engine.slot_bytes(1)
+    needed = backbone.engine.row_bytes * rows + backbone.engine.slot_bytes(1)
+    needed += 2 * config.hidden_size * (len(settings.taps) + 1) * context
     count = max(1, min(largest, int(MEMORY_SHARE * free) // needed))
     if count < largest:
         log.info(
@@ -73,7 +74,7 @@ def choose_batch_size(backbone: Backbone, settings: DistillRecipe, processes: in
 
 def answer_locally(
     backbone: Backbone,
-    seeds: Sequence[Conversation],
+    seeds: abc.Sequence[Conversation],
     settings: DistillRecipe,
     on_tokens: Callable[[int], None] = lambda count: None,
     should_stop: Callable[[], bool] = lambda: False,
@@ -93,47 +94,70 @@ def answer_locally(
     if context > decoder.cache.capacity and needed <= free_memory(backbone.device):
         # At once: while a cache grows, the old one takes memory, too.
         decoder.cache.resize(context)
+    width = backbone.hidden_size * len(taps)
+    # They stay on the device until their conversation ends.
+    states = torch.empty(count, context, width, dtype=torch.bfloat16, device=backbone.device)
+    # A GPU runs several prompts at once, for which a few slots wait.
+    pack = min(decoder.prompts_at_once, max(1, count // PACKS))
+
+    def next_conversation(slot: int) -> _Answering | None:
+        seed = None if should_stop() else next(waiting, None)
+        return None if seed is None else _Answering(seed, decoder, settings, states[slot])
+
     while True:
-        for index in range(len(slots)):
-            # An answer may end with its very first token, so several turns and seeds may pass
-            # through a slot here.
-            while (current := slots[index]) is None or current.sequence.done:
-                if current is not None:
-                    current.end_turn()
-                elif not should_stop() and (seed := next(waiting, None)) is not None:
-                    current = _Answering(seed, decoder, settings)
-                else:
+        # An answer may end with its very first token, so several turns and seeds may pass through a
+        # slot here.
+        while not decoder.sequences or decoder.free_slots >= pack:
+            asked: list[tuple[_Answering, Request]] = []
+            for slot, current in enumerate(slots):
+                if len(asked) == pack:
                     break
-                slots[index] = None
-                failure = None
-                try:
-                    if not (current.spans and should_stop()) and current.ask():
-                        slots[index] = current
-                        on_tokens(1)
-                        continue
-                except Malformed as reason:
-                    failure = str(reason)
-                yield current.outcome(failure)
+                if current is None:
+                    current = next_conversation(slot)
+                elif current.sequence.done:
+                    current.end_turn()
+                else:
+                    continue
+                while current is not None and (request := current.ask(should_stop())) is None:
+                    yield current.outcome()
+                    current = next_conversation(slot)
+                slots[slot] = current
+                if current is not None and request is not None:
+                    asked.append((current, request))
+            if not asked:
+                break
+            numbers = [len(current.spans) for current, _ in asked]
+            admitted = decoder.admit_all([request for _, request in asked], numbers)
+            for (current, _), (sequence, first) in zip(asked, admitted, strict=True):
+                current.begin(sequence, first.tokens)
+            on_tokens(len(asked))
 
         steps = decoder.step()
         if not steps:
             return
-        states = torch.cat([sequence.unread[0].hidden for sequence, _ in steps]).to(
-            "cpu", torch.bfloat16
-        )
-        running = {current.sequence: current for current in slots if current is not None}
-        for (sequence, step), state in zip(steps, states, strict=True):
-            running[sequence].tokens += step.tokens
-            running[sequence].states[sequence.unread[0].start] = state
+        running = {
+            current.sequence: (slot, current)
+            for slot, current in enumerate(slots)
+            if current is not None
+        }
+        rows = []
+        for sequence, step in steps:
+            slot, current = running[sequence]
+            current.tokens += step.tokens
+            rows.append(slot * context + sequence.unread[0].start)
+        hidden = torch.cat([sequence.unread[0].hidden for sequence, _ in steps])
+        places = upload(rows, states.device)
+        states.view(-1, width).index_copy_(0, places, hidden.to(states.dtype))
         on_tokens(sum(len(step.tokens) for _, step in steps))
 
 
 class _Answering:
     """Answers one conversation; holds its tokens so far, the states of all but the last, and the open answer."""
 
-    def __init__(self, seed: Conversation, decoder: Decoder, settings: DistillRecipe) -> None:
+    def __init__(
+        self, seed: Conversation, decoder: Decoder, settings: DistillRecipe, states: Tensor
+    ) -> None:
         self.seed = seed
-        self.decoder = decoder
         self.settings = settings
         self.backbone = decoder.backbone
         self.questions = seed.questions[: 1 if seed.raw else settings.max_turns]
@@ -141,17 +165,28 @@ class _Answering:
         self.messages: list[Message] = []
         self.tokens: list[int] = []
         self.spans: list[tuple[int, int]] = []
-        self.states = torch.empty(0)
-        self.answer_start = 0
+        self.states = states
+        self.prompt: list[int] = []
+        self.failure: str | None = None
 
-    def ask(self) -> bool:
-        """Asks the next question; returns False if none is left or an answer to it would not fit in the context.
+    def ask(self, stop: bool) -> Request | None:
+        """Returns the request for the next question, or None at the end of the conversation.
 
-        Raises Malformed if the chat template rejects the question.
+        It also ends if an answer would not fit in the context, if the chat template rejects the
+        question, which is a failure, and before a second question if `stop` is set.
         """
+        if stop and self.spans:
+            return None
+        try:
+            return self._request()
+        except Malformed as reason:
+            self.failure = str(reason)
+            return None
+
+    def _request(self) -> Request | None:
         question = next(iter(self.questions[len(self.spans) :]), None)
         if question is None or len(question[-1]["content"]) > TOKEN_CHARACTERS * self.context:
-            return False
+            return None
         messages = [*self.messages, *question]
         if self.seed.raw:
             text: str | None = question[-1]["content"]
@@ -159,7 +194,7 @@ class _Answering:
             lay_out = after_answer if self.spans else render
             text = lay_out(self.backbone, messages, prompt=True)
         if text is None:
-            return False
+            return None
 
         more = token_ids(self.backbone, text, begin=bool(self.seed.raw))
         limit = self.settings.max_new_tokens
@@ -167,38 +202,36 @@ class _Answering:
             more = more[1:]
         prompt = [*self.tokens, *more]
         if len(prompt) + limit > self.context:
-            return False
-
+            return None
+        self.messages = messages
+        self.prompt = prompt
         # The last token of an answer is chosen but not yet run. The prefix of another text cannot
         # be reused, because this conversation needs the states of all its positions.
         known = max(0, len(self.tokens) - 1)
         sampling = Sampling.by_name(
             self.settings.temperature, f"{self.settings.random_seed}:{self.seed.id}"
         )
-        self.sequence, first = self.decoder.admit(
-            Request(prompt, limit, sampling, reuse=known), len(self.spans)
-        )
-        if not known:
-            width = self.backbone.hidden_size * len(self.decoder.taps)
-            self.states = torch.empty(self.context, width, dtype=torch.bfloat16)
-        self.states[self.sequence.reused : len(prompt)] = self.sequence.unread[0].hidden
+        return Request(prompt, limit, sampling, reuse=known)
 
-        self.messages = messages
-        self.tokens = prompt + first.tokens
-        self.answer_start = len(prompt)
-        return True
+    def begin(self, sequence: Sequence, tokens: list[int]) -> None:
+        """Begins an answer with its first token, and keeps the states of its prompt."""
+        self.sequence = sequence
+        self.states[sequence.reused : len(self.prompt)] = sequence.unread[0].hidden
+        self.tokens = self.prompt + tokens
 
     def end_turn(self) -> None:
         """Closes the answer that has just ended."""
-        self.spans.append((self.answer_start, len(self.tokens)))
-        answer = self.backbone.decode(self.tokens[self.answer_start :])
+        start = len(self.prompt)
+        self.spans.append((start, len(self.tokens)))
+        answer = self.backbone.decode(self.tokens[start:])
         self.messages.append({"role": "assistant", "content": answer})
 
-    def outcome(self, failure: str | None) -> Outcome:
+    def outcome(self) -> Outcome:
         """Returns the failure if there is one, else the part of the conversation that was answered."""
-        if failure is not None or not self.spans:
-            return Outcome(self.seed.id, failure=failure)
+        if self.failure is not None or not self.spans:
+            return Outcome(self.seed.id, failure=self.failure)
         conversation = Conversation(
             self.seed.id, self.messages, self.tokens, self.spans, raw=self.seed.raw
         )
-        return Outcome(self.seed.id, conversation, self.states[: len(self.tokens) - 1])
+        states = self.states[: len(self.tokens) - 1].to("cpu", copy=True)
+        return Outcome(self.seed.id, conversation, states)

@@ -2,6 +2,7 @@
 
 import sys
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -45,6 +46,8 @@ class Engine(ABC):
     prompt_invariant = False
     # The maximum depth of a tree.
     tree_depth = sys.maxsize
+    # True if several prompts, padded at their ends, take less time in one pass than one by one.
+    runs_packs = False
 
     def __init__(self, backbone: Backbone) -> None:
         self.backbone = backbone
@@ -84,6 +87,12 @@ class Engine(ABC):
         rows: the nodes of the largest tree.
         """
         return 0
+
+    def states(self, tokens: Tensor, taps: Sequence[int]) -> Tensor:
+        """Returns the hidden states [B, n, H * taps] of right-padded texts [B, n], which run side by side."""
+        cache = self.new_cache(*tokens.shape)
+        plan = Plan(tokens, taps=tuple(taps), logits="none")
+        return self.forward(plan, cache).hidden
 
     @torch.no_grad()
     def final_gain(self) -> Tensor | None:
@@ -161,12 +170,18 @@ class LayoutEngine(Engine):
     captures: bool | None = False
     # The exact path of steps (an ExactPath), which makes the engine row-invariant, if it has one.
     exact: Any = None
+    # The modules that keep a running state, which would go on over the padding of a prompt.
+    stateful: Sequence[Any] = ()
     # True if attention in CUDA graphs reads no column beyond the slots' lengths, given in a tensor.
     by_length = False
 
     def __init__(self, backbone: Backbone) -> None:
         super().__init__(backbone)
         self._scratch: Tensor | None = None
+
+    @property
+    def runs_packs(self) -> bool:  # type: ignore[override]
+        return self.backbone.device.type != "cpu" and not self.stateful
 
     def new_cache(self, slots: int = 1, capacity: int = FIRST_ROWS) -> Cache:
         return Cache(self.backbone.num_layers, slots, capacity)

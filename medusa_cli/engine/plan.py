@@ -144,9 +144,13 @@ def lay_out(
     end = max(lengths) + rows
     cache.reserve(end)
 
-    if plan.is_chain and lengths == [0] and extra_rows is None and device.type != "cpu":
+    if plan.is_chain and not any(lengths) and extra_rows is None and device.type != "cpu":
         # The fastest kernel of a GPU accepts no mask.
-        return Layout(plan.first, 1, depth, masks.causal(rows, device), 0, every[None], rows)
+        causal = {
+            kind: mask.expand(size, -1, -1) for kind, mask in masks.causal(rows, device).items()
+        }
+        start = 0 if size == 1 else None
+        return Layout(plan.first, size, depth, causal, start, every.expand(size, -1), rows)
     layout = lay_out_at(
         upload(lengths, device),
         tree_mask,
