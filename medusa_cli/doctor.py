@@ -391,13 +391,13 @@ def _batch_of(case: Case, drafter: HeadDrafter) -> Batch:
         ids = torch.tensor(conversation.tokens[:end], device=backbone.device)
         plan = Plan.chain(ids, taps=drafter.taps, logits="none")
         states = backbone.engine.forward(plan, backbone.engine.new_cache()).hidden[0]
-        answers = torch.full((end,), -1, device=backbone.device)
+        answers = torch.full((end,), -1)
         for place, (start, stop) in enumerate(conversation.spans):
             answers[start:stop] = number * LONGEST + place
         hidden.append(states[:-1].clone())
         following.append(ids[1:])
         segment.append(answers[1:])
-        sequence.append(torch.full_like(ids[1:], number))
+        sequence.append(torch.full((end - 1,), number))
     batch = Batch(
         torch.cat(hidden), torch.cat(following), torch.cat(segment), sequence=torch.cat(sequence)
     )

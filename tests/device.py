@@ -25,6 +25,13 @@ WHOLE = {
     aten.scaled_dot_product_attention.default,
     aten.rms_norm.default,
 }
+# Autograd takes these apart on the CPU; on a GPU, they are one kernel, and so many in the backward pass.
+FUSED = {
+    torch.rms_norm: 2,
+    nn.functional.rms_norm: 2,
+    nn.functional.scaled_dot_product_attention: 2,
+    nn.functional.silu: 1,
+}
 # Kernels that CUDA alone has; one of them pads the rows of its log-sum-exp to a multiple.
 PADDED = 32
 
@@ -146,11 +153,47 @@ class Remote(Tensor):
         raise Stray(f"{func} runs outside the simulated device")
 
 
+class _Fused(torch.autograd.Function):
+    """Runs one of `FUSED` with its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, device: Device, run: Any, func: Any, *given: Any) -> Any:
+        ctx.device, ctx.func = device, func
+        ctx.own = [tensor.inner.detach().requires_grad_(tensor.requires_grad) for tensor in given]
+        with torch.enable_grad():
+            ctx.out = run(*ctx.own)
+        device._record(device.kernels, func.__name__)
+        return Remote(ctx.out.detach())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        learnt = [tensor for tensor in ctx.own if tensor.requires_grad]
+        grads = iter(torch.autograd.grad(ctx.out, learnt, grad.inner))
+        for _ in range(FUSED[ctx.func]):
+            ctx.device._record(ctx.device.kernels, f"{ctx.func.__name__} backward")
+        own = (Remote(next(grads)) if tensor.requires_grad else None for tensor in ctx.own)
+        return (None, None, None, *own)
+
+
 class _FromHost(TorchFunctionMode):
     """Makes tensors of numbers on the host and copies them, as torch does for real devices."""
 
+    def __init__(self, device: Device) -> None:
+        super().__init__()
+        self._device = device
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
+        given = [value for value in leaves((args, kwargs)) if isinstance(value, Remote)]
+        fused = given and getattr(func, "__hash__", None) and func in FUSED
+        if fused and not torch.is_inference_mode_enabled():
+
+            def run(*own: Any) -> Any:
+                known = {id(value): tensor for value, tensor in zip(given, own, strict=True)}
+                plain, named = mapped(lambda value: known.get(id(value), value), (args, kwargs))
+                return func(*plain, **named)
+
+            return _Fused.apply(self._device, run, func, *given)
         if func in (torch.tensor, torch.as_tensor) and kwargs.get("device") is not None:
             device = kwargs.pop("device")
             return func(*args, **kwargs).to(device)
@@ -173,7 +216,7 @@ class Device(TorchDispatchMode):
         self.kernels, self.copies, self.waits = list[str](), list[str](), list[str]()
 
     def __enter__(self) -> Device:  # type: ignore[override]
-        self._function_mode = _FromHost()
+        self._function_mode = _FromHost(self)
         self._function_mode.__enter__()
         return super().__enter__()  # type: ignore[return-value]
 
@@ -189,13 +232,14 @@ class Device(TorchDispatchMode):
         finally:
             self.capturing = False
 
-    def put(self, module: nn.Module) -> nn.Module:
-        """Moves a module's weights to the device."""
+    def put(self, module: nn.Module, *, trained: bool = False) -> nn.Module:
+        """Moves a module's weights to the device. trained: they get gradients there."""
         for part in module.modules():
             for held in (part._parameters, part._buffers):
                 for name, tensor in held.items():
                     if tensor is not None and not isinstance(tensor, Remote):
-                        held[name] = Remote(tensor.detach())  # type: ignore[assignment]
+                        own = Remote(tensor.detach())
+                        held[name] = nn.Parameter(own) if trained and tensor.requires_grad else own  # type: ignore[assignment]
         return module
 
     def _record(self, events: list[str], what: Any) -> None:

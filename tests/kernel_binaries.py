@@ -1,4 +1,4 @@
-"""Compiles the exact path's Triton kernels for GPUs that need not be here, and prints what is in the binaries.
+"""Compiles Triton kernels for GPUs that need not be here, and prints what is in the binaries.
 
 As `python -m tests.kernel_binaries 90`, for compute capability 9.0; one JSON list with an entry for each kernel.
 """
@@ -19,6 +19,7 @@ from medusa_cli.engine import kernel_attention, kernels, tile_kernels
 from medusa_cli.engine.reach import CHUNK, NEAR
 from medusa_cli.engine.tiles import LAYOUTS
 from medusa_cli.native import Format
+from medusa_cli.train import loss_kernel
 
 # Integers that differ from pass to pass.
 FREE = {"rows", "rows_of_slot", "capacity", "chunks"}
@@ -75,13 +76,17 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
     tile_matmul(Format.Q4_K, tile_kernels.FEW),
     tile_matmul(Format.Q4_K, tile_kernels.MANY),
     tile_matmul(Format.Q6_K, tile_kernels.MANY),
+    ("cross_entropy_kernel", "logits p", dict(BLOCK=loss_kernel.BLOCK), dict(num_warps=8)),
 ]
 TYPES = {
     **dict.fromkeys(("out", "parts", "partial", "top", "total", "scales", "sums"), "*fp32"),
     **{"numbers": "*i8", "words": "*i32", "small": "*u8", "halves": "*fp16"},
+    **dict.fromkeys(("weights", "losses"), "*fp32"),
+    "right": "*u8",
+    **dict.fromkeys(("targets", "p_rows"), "*i64"),
     **dict.fromkeys(("columns", "limit", "low", "places", "position"), "*i32"),
-    **dict.fromkeys(("rows", "rows_of_slot", "capacity", "chunks"), "i32"),
-    **dict.fromkeys(("eps", "eps_after", "scale"), "fp32"),
+    **dict.fromkeys(("rows", "rows_of_slot", "capacity", "chunks", "width"), "i32"),
+    **dict.fromkeys(("eps", "eps_after", "scale", "soft"), "fp32"),
 }
 
 
@@ -128,7 +133,7 @@ def described(kernel: Any, target: int, *case: Any) -> dict[str, Any]:
 
 
 def main() -> None:
-    modules = vars(kernels) | vars(kernel_attention) | vars(tile_kernels)
+    modules = vars(kernels) | vars(kernel_attention) | vars(tile_kernels) | vars(loss_kernel)
     binaries = [
         described(modules[name], target, *case)
         for target in map(int, sys.argv[1:])

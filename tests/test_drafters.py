@@ -253,16 +253,15 @@ def test_the_loss_is_the_decayed_cross_entropy_of_each_head(
     batch = batch_of(drafter, backbone, [0] * 5 + [1] * 2 + [2] * 7)
     # Perhaps no target.
     batch.next[::4] = next(token for token in range(64) if token not in drafter.draft_ids[1:])
-    index, rows_of = (
-        drafter.vocabulary_index(torch.device("cpu")),
-        [batch.targets(k) for k in (1, 2, 3)],
-    )
+    index = drafter.vocabulary_index(torch.device("cpu"))
+    rows_of = [batch.targets(k) for k in (1, 2, 3)]
     final = batch.hidden[:, -backbone.hidden_size :]
     p = (final @ drafter.of_vocabulary(backbone.lm_head_weight).T).softmax(-1)
     losses = drafter_loss(drafter, backbone, batch, TrainRecipe(decay=0.7, soft=0.4, regress=0.0))
     expected = torch.zeros(())
-    for k, states in enumerate(drafter.head_states(backbone, batch, rows_of), 1):
+    for k, states in enumerate(drafter.head_states(backbone, batch), 1):
         rows = rows_of[k - 1]
+        states = states[batch.learnt_index[rows]]
         targets = index[batch.next[rows + k]]
         read, matrix = drafter.factors(backbone, k - 1, states, batch.next[rows + k - 1])
         log_q, known = (read @ matrix.T).log_softmax(-1), targets >= 0
@@ -300,7 +299,8 @@ def test_autoregressive_heads_regress_to_the_models_states(kind: str) -> None:
         )
 
     rows_of, apart = [batch.targets(k) for k in (1, 2, 3)], 0.0
-    for k, states in enumerate(drafter.head_states(backbone, batch, rows_of), 1):
+    for k, states in enumerate(drafter.head_states(backbone, batch), 1):
+        states = states[batch.learnt_index[rows_of[k - 1]]]
         aim = batch.hidden[rows_of[k - 1] + k, -backbone.hidden_size :]
         apart += 0.5**k * len(aim) / 9 * float(F.smooth_l1_loss(states, aim).detach())
     expected = loss(regress=0.0) + (3 * apart if drafter.regress is not None else 0.0)
@@ -376,7 +376,7 @@ def test_a_fresh_eagle_row_attends_to_its_own_token() -> None:
     torch.manual_seed(0)
     layer, places = DecoderLayer(64, 4, 16, 64, embeddings=True), torch.arange(200)
     read = layer.reads(torch.randn(200, 64), torch.randn(200, 64))
-    q, (k, _) = layer.queries(read, places), layer.keys_values(read, places)
+    q, k, _ = layer.attention_inputs(read, places)
     later = torch.ones(200, 200, dtype=torch.bool).triu(1)
     shares = (q @ k.mT / 16**0.5).masked_fill(later, -torch.inf).softmax(-1)
     assert shares.diagonal(dim1=1, dim2=2).mean() > 0.5
@@ -415,7 +415,8 @@ def test_the_training_time_test_is_one_pass_under_the_papers_mask() -> None:
     hidden, tokens = torch.randn(15, 4 * size), torch.randint(5, 60, (15,))
     batch = Batch(hidden, tokens, segment, sequence=sequence)
     learnt = [batch.targets(level + 1) for level in range(steps)]
-    yielded = list(drafter.head_states(backbone, batch, learnt))
+    every = list(drafter.head_states(backbone, batch))
+    yielded = [states[batch.learnt_index[rows]] for states, rows in zip(every, learnt, strict=True)]
     for number in range(2):
         rows = torch.nonzero(sequence == number).squeeze(1)
         count, embedded = len(rows), backbone.embedding(tokens[rows])
@@ -431,8 +432,8 @@ def test_the_training_time_test_is_one_pass_under_the_papers_mask() -> None:
                 every = torch.cat([every, layer.reads(states, embedded[place])])
             end = (level + 1) * count
             positions = at[:end] + step[:end]
-            keys, values = layer.keys_values(every, positions)
-            q = layer.queries(every[-count:], positions[-count:])
+            q, keys, values = layer.attention_inputs(every, positions)
+            q = q[:, -count:]
             mask = tree_mask[end - count : end, :end]
             states = layer.leave(
                 states, F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)

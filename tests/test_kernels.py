@@ -19,6 +19,7 @@ from medusa_cli.engine import exact, plain_kernels
 from medusa_cli.engine.reach import CHUNK, LAG, NEAR, Reach
 from medusa_cli.engine.torch_layers import TorchEngine
 from medusa_cli.files.layer_kinds import FULL, SLIDING
+from medusa_cli.train.fused_linear import PlainLoss
 from tests.helpers import tiny_backbone
 
 if find_spec("triton") is None:
@@ -27,6 +28,7 @@ if torch.cuda.is_available():
     # Then the kernels themselves are to run in this process.
     pytest.skip("stands for a GPU where there is none", allow_module_level=True)
 from medusa_cli.engine import kernels as interpreted  # under the interpreter: see conftest.py
+from medusa_cli.train import loss_kernel
 
 TARGETS = (80, 90, 120)
 COUNTS = (1, 2, 7, 8, 16, 33, 64)
@@ -268,6 +270,26 @@ def test_places_are_in_the_order_of_the_text() -> None:
             )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("soft", [None, 0.4, 1.0])
+@pytest.mark.parametrize("width", [70, 2 * loss_kernel.BLOCK + 3])
+def test_loss_is_that_of_plain_torch(width: int, soft: float | None, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    logits = (4 * torch.randn(9, width)).to(dtype)
+    targets = logits.argmax(-1)
+    targets[::2] = torch.randint(width, (5,))
+    weights = torch.tensor([1.0, 0.8, 0, 1, 0.5, 0, 1, 1, 1])
+    p = None if soft is None else (3 * torch.randn(12, width)).softmax(-1)
+    results = []
+    for compute in (loss_kernel.cross_entropy, PlainLoss()):
+        own, right = logits.clone(), torch.empty(9, dtype=torch.uint8)
+        given = (targets, weights, right, p, torch.arange(3, 12), soft or 0.0)
+        results.append((compute(own, *given), right.float(), own.float()))
+    near = 1e-5 if dtype == torch.float32 else 1e-3
+    for ours, plain in zip(*results, strict=True):
+        assert torch.allclose(ours, plain, rtol=near, atol=near)
+
+
 @pytest.mark.slow
 def test_binaries_have_no_atomics_and_no_spills_and_serve_all_numbers_of_rows() -> None:
     """Triton compiles a kernel anew for integers of 1 or multiples of 16, unless told not to."""
@@ -275,7 +297,7 @@ def test_binaries_have_no_atomics_and_no_spills_and_serve_all_numbers_of_rows() 
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     binaries = json.loads(run.stdout)
-    assert len(binaries) == 10 * len(TARGETS)
+    assert len(binaries) == 11 * len(TARGETS)
     for binary in binaries:
         assert not binary["atomics"] and binary["stack"] == 0, binary
         assert not binary["specialized"], binary

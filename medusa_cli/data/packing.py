@@ -13,8 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from medusa_cli.data.conversation import Conversation, read_conversations
+from medusa_cli.device import upload
 from medusa_cli.drafters.base import Batch
 from medusa_cli.drafters.heads import HeadDrafter
+from medusa_cli.engine.eager import EagerEngine
 from medusa_cli.engine.extra_rows import trace
 from medusa_cli.errors import UserError
 from medusa_cli.files.io import ReadReport
@@ -79,7 +81,7 @@ class Dataset:
         starts = [item.state_rows[0] for item in items if item.state_rows is not None]
         batch = _pick(self.states, starts, items, drafter, backbone.device)
         hidden = batch.hidden if self.columns is None else batch.hidden[:, self.columns]
-        return replace(batch, hidden=hidden.to(backbone.device, dtype))
+        return replace(batch, hidden=upload(hidden, backbone.device).to(dtype or hidden.dtype))
 
     def micro_batches(
         self, items: Sequence[Conversation], limit: int, chance: random.Random | None = None
@@ -240,9 +242,10 @@ def batch_of(
     items: Sequence[Conversation],
     dtype: torch.dtype | None = None,
 ) -> Batch:
-    """Runs conversations through the network as it is now; dtype None keeps the network's dtype.
+    """Runs conversations through the model as it is now; dtype None keeps the dtype of its states.
 
-    Gradients reach the network unless the drafter uses the verify pass.
+    The engine runs it if it has replaced the network's layers. Otherwise, gradients reach the
+    network unless the drafter uses the verify pass.
     """
     # [B, L]
     tokens = nn.utils.rnn.pad_sequence(
@@ -250,14 +253,14 @@ def batch_of(
     )
     traces = trace(backbone, tokens) if drafter.uses_verify_pass else None
     # [B, L, H * taps]
-    states = backbone.states(tokens, drafter.taps) if traces is None else traces.states[-1]
-    batch = _pick(
-        states.flatten(0, 1),
-        range(0, tokens.numel(), tokens.shape[1]),
-        items,
-        drafter,
-        states.device,
-    )
+    if traces is not None:
+        states = traces.states[-1]
+    elif isinstance(backbone.engine, EagerEngine):
+        states = backbone.states(tokens, drafter.taps)
+    else:
+        states = backbone.engine.states(upload(tokens, backbone.device), drafter.taps)
+    starts = range(0, tokens.numel(), tokens.shape[1])
+    batch = _pick(states.flatten(0, 1), starts, items, drafter, states.device)
     return replace(batch, hidden=batch.hidden.to(dtype or states.dtype), trace=traces)
 
 
@@ -289,10 +292,11 @@ def _pick(
         following.append(torch.tensor(item.tokens[1:])[at])
         segment.append(part[at])
         sequence.append(torch.full_like(at, number))
+    kept = torch.cat(rows)
     return Batch(
-        states[torch.cat(rows).to(states.device)],
-        torch.cat(following).to(device),
-        torch.cat(segment).to(device),
-        rows=torch.cat(rows).to(device),
-        sequence=torch.cat(sequence).to(device) if prompts else None,
+        states[upload(kept, states.device)],
+        upload(torch.cat(following), device),
+        torch.cat(segment),
+        rows=kept,
+        sequence=torch.cat(sequence) if prompts else None,
     )

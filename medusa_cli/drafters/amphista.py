@@ -148,10 +148,8 @@ class Amphista(HeadDrafter):
             x = layer(x)
         return x
 
-    def head_states(
-        self, backbone: Backbone, batch: Batch, rows: Sequence[Tensor]
-    ) -> Iterator[Tensor]:
-        sequences = Padding(batch.attention_groups)
+    def head_states(self, backbone: Backbone, batch: Batch) -> Iterator[Tensor]:
+        sequences = Padding(batch.attention_groups, batch.hidden.device)
         learnt = batch.learnt
         x = batch.hidden
         embedded = self.embed(backbone, batch.next).to(batch.hidden.dtype)
@@ -161,5 +159,4 @@ class Amphista(HeadDrafter):
             x = stage.layer(stage.join(x, embedded), sequences)
             adapted.append(x[learnt])
         states = self._together(adapted, self.blocks, self.attention)  # [n, K, H], trained rows
-        for head, positions in enumerate(rows):
-            yield states[batch.learnt_index[positions], head].to(batch.hidden.dtype)
+        yield from states.to(batch.hidden.dtype).unbind(1)

@@ -123,9 +123,7 @@ class Assistant(TransformersDrafter):
         )
         return keys, values
 
-    def head_states(
-        self, backbone: Backbone, batch: Batch, rows: Sequence[Tensor]
-    ) -> Iterator[Tensor]:
+    def head_states(self, backbone: Backbone, batch: Batch) -> Iterator[Tensor]:
         raise UserError(
             "an assistant reads the model's keys and values, which a calibration does not have",
             "use it without one: it drafts chains, or trees with @tree dynamic:N",

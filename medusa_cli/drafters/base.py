@@ -6,12 +6,13 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from medusa_cli.device import upload
+from medusa_cli.device import numbered, upload
 from medusa_cli.engine.extra_rows import ExtraRows, Trace
 from medusa_cli.errors import UsageError
 from medusa_cli.model import Backbone
@@ -107,6 +108,9 @@ class Batch:
     [P]: the conversation of each position, for layers with a cache. If it is None, they see only
     the segment. trace, rows [P]: the pass over full sequences [B, L], and the indices of the
     positions among its B * L, for a drafter that uses the verify pass.
+
+    segment, sequence and rows stay on the host. What follows from them is computed there and
+    uploaded, so that the host never waits for a GPU to learn the size of a tensor.
     """
 
     hidden: Tensor
@@ -116,10 +120,15 @@ class Batch:
     rows: Tensor | None = None
     sequence: Tensor | None = None
 
-    @property
+    @cached_property
+    def learnt_on_host(self) -> Tensor:
+        """Returns the positions [n] to train on, on the host."""
+        return torch.nonzero(self.segment >= 0).squeeze(-1)
+
+    @cached_property
     def learnt(self) -> Tensor:
         """Returns the positions [n] to train on."""
-        return torch.nonzero(self.segment >= 0).squeeze(-1)
+        return upload(self.learnt_on_host, self.next.device)
 
     @property
     def learnt_index(self) -> Tensor:
@@ -127,16 +136,31 @@ class Batch:
 
         Other positions have no valid index.
         """
-        return (self.segment >= 0).cumsum(0) - 1
+        return upload((self.segment >= 0).cumsum(0) - 1, self.next.device)
 
     def targets(self, head: int) -> Tensor:
         """Returns the positions [n] that have a target for a head (from 1)."""
         segment = self.segment[:-head]
-        return torch.nonzero((self.segment[head:] == segment) & (segment >= 0)).squeeze(-1)
+        targets = torch.nonzero((self.segment[head:] == segment) & (segment >= 0)).squeeze(-1)
+        return upload(targets, self.next.device)
+
+    def have_targets(self, heads: int) -> Tensor:
+        """Returns which trained positions have a target for each head, bool [heads, n], on the host."""
+        ends = nn.functional.pad(self.segment, (0, heads), value=-1)
+        ahead = self.learnt_on_host + torch.arange(1, heads + 1)[:, None]
+        return ends[ahead] == self.segment[self.learnt_on_host]
+
+    def ahead(self, heads: int) -> Tensor:
+        """Returns the positions 0 .. heads after each trained one [heads + 1, n], the last one in place of later ones.
+
+        Beyond the end of an answer there is no target, so any token may be read there.
+        """
+        steps = numbered(heads + 1, self.learnt.device)[:, None]
+        return (self.learnt + steps).clamp(max=len(self.segment) - 1)
 
     @property
     def attention_groups(self) -> Tensor:
-        """Returns the conversation or segment [P] within which each position sees all earlier ones."""
+        """Returns the conversation or segment [P] within which each position sees all earlier ones, on the host."""
         return self.segment if self.sequence is None else self.sequence
 
 

@@ -215,10 +215,8 @@ class Dflash(TransformersDrafter):
         first = 0 if self.config.sample_from_anchor else 1
         return states[:, first : first + self.num_heads]
 
-    def head_states(
-        self, backbone: Backbone, batch: Batch, rows: Sequence[Tensor]
-    ) -> Iterator[Tensor]:
-        padding = Padding(batch.attention_groups)
+    def head_states(self, backbone: Backbone, batch: Batch) -> Iterator[Tensor]:
+        padding = Padding(batch.attention_groups, batch.hidden.device)
         context = self._fuse(batch.hidden)
         layers = self._keys_values(context, padding.position)
         pieces = []
@@ -232,8 +230,7 @@ class Dflash(TransformersDrafter):
             starts = (padding.position[places] + 1).tolist()
             pieces.append(self._run_blocks(backbone, known, batch.next[places], starts))
         states = torch.cat(pieces)
-        for head, positions in enumerate(rows):
-            yield states[batch.learnt_index[positions], head].to(batch.hidden.dtype)
+        yield from states.to(batch.hidden.dtype).unbind(1)
 
     def named_weights(self) -> dict[str, Tensor]:
         """Returns the weights under the names that speculators uses."""

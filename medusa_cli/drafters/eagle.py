@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+from medusa_cli.device import upload
 from medusa_cli.drafters.base import Batch, NewTokens, check_layers, with_last_layer
 from medusa_cli.drafters.expansion import Frontier, draft_by_level
 from medusa_cli.drafters.heads import HeadDrafter, HeadsConfig
@@ -286,16 +288,11 @@ class Eagle(LayerDrafter):
         super().start_from(trained)
         self.fc.weight.div_(self.levels)  # files hold the weight for raw states
 
-    def head_states(
-        self, backbone: Backbone, batch: Batch, rows: Sequence[Tensor]
-    ) -> Iterator[Tensor]:
+    def head_states(self, backbone: Backbone, batch: Batch) -> Iterator[Tensor]:
         fused = self.fc(self._lower(batch.hidden))
         embedded = self.embed(backbone, batch.next)
-        steps = training_time_test(
-            self.midlayer, fused, embedded, batch.attention_groups, batch.learnt
-        )
-        for positions, states in zip(rows, steps, strict=False):
-            yield normed(self.norm, states[batch.learnt_index[positions]]).to(batch.hidden.dtype)
+        for states in training_time_test(self.midlayer, fused, embedded, batch, self.num_heads):
+            yield normed(self.norm, states).to(batch.hidden.dtype)
 
     def for_files(self) -> Eagle:
         """Returns a drafter that reads raw states, with the levels folded into `fc`."""
@@ -332,65 +329,44 @@ def _extend_ancestor_masks(ancestors: Sequence[Tensor], level: Frontier) -> list
 
 
 def training_time_test(
-    layer: DecoderLayer, states: Tensor, embedded: Tensor, conversation: Tensor, learnt: Tensor
+    layer: DecoderLayer, states: Tensor, embedded: Tensor, batch: Batch, steps: int
 ) -> Iterator[Tensor]:
-    """Yields the states [n, H] of steps 1, 2 and so on at n positions (training-time test).
+    """Yields the states [n, H] of steps 1, 2 and so on at the n trained positions (training-time test).
 
-    states, embedded [P, H]: the fused states and the embeddings of the next tokens. conversation
-    [P]: the conversation of each position. learnt [n]: the trained positions. Step 1 reads the true
-    states at positions 0 .. p. Step k stands for level k of a draft made after position p. It is at
-    position p + k - 1 and reads the previous step's state and the true token there. It sees the
-    true rows 0 .. p and its own rows of steps 2 .. k, but no row of another position's draft.
+    states, embedded [P, H]: the fused states and the embeddings of the next tokens. Step 1 reads
+    the true states at positions 0 .. p. Step k stands for level k of a draft made after position p.
+    It is at position p + k - 1 and reads the previous step's state and the true token there. It
+    sees the true rows 0 .. p and its own rows of steps 2 .. k, but no row of another position's
+    draft.
     """
-    true = Padding(conversation)
-    own = Padding(true.sequence[learnt])
+    device = states.device
+    learnt = batch.learnt
+    groups = batch.attention_groups
+    true = Padding(groups, device)
+    own = Padding(groups[batch.learnt_on_host], device)
     position = true.position[learnt]
-    known = layer.keys_values(layer.reads(states, embedded), true.position)  # [heads, P, D] each
-    present = true.sequence[learnt].unique_consecutive()
-    # [S, heads, L, D]
-    keys, values = (true.pad(rows.transpose(0, 1))[present].transpose(1, 2) for rows in known)
-    # [S, W, L]
-    later = torch.arange(keys.shape[2], device=keys.device) > own.pad(position[:, None])
-    mask = keys.new_zeros(1, 1, 1, 1).masked_fill(later[:, None], -torch.inf)
-    drafted: list[tuple[Tensor, Tensor]] = []  # keys and values [heads, n, D] of steps 2, 3, ..
+    q, key, value = layer.attention_inputs(layer.reads(states, embedded), true.position)
+    known = true.pad(torch.stack([key, value], dim=2).transpose(0, 1))  # [S, L, heads, 2, D]
+    if own.shape[0] < true.shape[0]:  # some are prompts only
+        present = true.numbers[batch.learnt_on_host].unique_consecutive()
+        known = known[upload(present, device)]
+    keys, values = known.permute(3, 0, 2, 1, 4)  # [S, heads, L, D] each
+    # Each of the W rows sees the columns up to its own position, and its own column of every later step.
+    later = torch.arange(keys.shape[2], device=device) > own.pad(position)[..., None]
+    wide = own.shape[1]
+    others = ~torch.eye(wide, dtype=torch.bool, device=device).expand(len(later), -1, -1)
+    hidden = torch.cat([later, *[others] * (steps - 1)], dim=-1)
+    mask = torch.zeros_like(hidden, dtype=keys.dtype).masked_fill_(hidden, -torch.inf)[:, None]
     states = states[learnt]
-    step = 0
-    while True:
-        # Beyond the end of a conversation there is no target, so any token may be read there.
-        token = (learnt + step).clamp(max=len(embedded) - 1)
-        read = layer.reads(states, embedded[token])
+    for step, token in enumerate(batch.ahead(steps - 1)):
         if step:
-            drafted.append(layer.keys_values(read, position + step))
-        seen = _attend(layer.queries(read, position + step), keys, values, mask, own, drafted)
-        states = layer.leave(states, seen)
-        step = step + 1
+            read = layer.reads(states, embedded.index_select(0, token))
+            inputs = torch.stack(layer.attention_inputs(read, position + step), dim=2)
+            q, key, value = own.pad(inputs.transpose(0, 1)).permute(3, 0, 2, 1, 4)
+            keys = torch.cat([keys, key], dim=2)
+            values = torch.cat([values, value], dim=2)
+        else:
+            q = own.pad(q[:, learnt].transpose(0, 1)).transpose(1, 2)
+        seen = F.scaled_dot_product_attention(q, keys, values, mask[..., : keys.shape[2]])
+        states = layer.leave(states, own.unpad(seen.transpose(1, 2)).transpose(0, 1))
         yield states
-
-
-def _attend(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    mask: Tensor,
-    rows: Padding,
-    drafted: Sequence[tuple[Tensor, Tensor]],
-) -> Tensor:
-    """Attends from rows q [heads, n, D] to the keys of their sequence, and from each row to its own drafts.
-
-    Both share one softmax. keys, values [S, heads, L, D]; mask [S, 1, W, L]; rows: the places of
-    q's rows among the W rows per sequence.
-    """
-    q = q * q.shape[-1] ** -0.5
-    # [S, heads, W, L]
-    scores = rows.pad(q.transpose(0, 1)).transpose(1, 2) @ keys.transpose(-1, -2) + mask
-    if drafted:
-        near = torch.stack([(q * key).sum(-1) for key, _ in drafted], dim=-1)  # [heads, n, steps]
-        scores = torch.cat([scores, rows.pad(near.transpose(0, 1)).transpose(1, 2)], dim=-1)
-    shares = scores.softmax(-1).to(q.dtype)
-    far = shares[..., : keys.shape[2]]
-    seen = rows.unpad((far @ values).transpose(1, 2)).transpose(0, 1)
-    # [heads, n, steps]
-    own = rows.unpad(shares[..., keys.shape[2] :].transpose(1, 2)).transpose(0, 1)
-    for step, (_, value) in enumerate(drafted):
-        seen = seen + own[..., step, None] * value
-    return seen

@@ -122,14 +122,11 @@ class Firp(HeadDrafter):
         guess = self.at_once(tree.max_depth, compute, torch.stack(states, dim=1))
         return draft_by_level(tree, new, guess)
 
-    def head_states(
-        self, backbone: Backbone, batch: Batch, rows: Sequence[Tensor]
-    ) -> Iterator[Tensor]:
+    def head_states(self, backbone: Backbone, batch: Batch) -> Iterator[Tensor]:
         assert batch.trace is not None and batch.rows is not None
         # [P, K, H]
         states = extra_row_states(backbone, batch.trace, self.rows_of(list(self.steps)), batch.rows)
-        for head, positions in enumerate(rows):
-            yield states[positions, head].to(batch.hidden.dtype)
+        yield from states[batch.learnt].to(batch.hidden.dtype).unbind(1)
 
 
 def spread(heads: int, depth: int) -> tuple[int, ...]:

@@ -224,10 +224,8 @@ class HeadDrafter(Scoring):
         self.draft_ids.copy_(trained.draft_ids)
 
     @abstractmethod
-    def head_states(
-        self, backbone: Backbone, batch: Batch, rows: Sequence[Tensor]
-    ) -> Iterator[Tensor]:
-        """Yields the states [n, H] of each head in turn, at its rows [n] of the batch.
+    def head_states(self, backbone: Backbone, batch: Batch) -> Iterator[Tensor]:
+        """Yields the states [n, H] of each head in turn at the n trained positions of a batch.
 
         Each head reads the true tokens before its target.
         """
@@ -236,13 +234,11 @@ class HeadDrafter(Scoring):
     def logits(self, backbone: Backbone, batch: Batch) -> Iterator[Tensor]:
         """Yields each head's fp32 logits [n, M] at the n trained positions, given the true tokens before them."""
         batch = replace(batch, hidden=batch.hidden.to(self.dtype))
-        rows = batch.learnt
-        last = len(batch.next) - 1
+        before = batch.next[batch.ahead(self.num_heads)]
         bias = self.bias(backbone)
         bias = None if bias is None else bias.to(self.dtype)
-        for head, states in enumerate(self.head_states(backbone, batch, [rows] * self.num_heads)):
-            before = batch.next[(rows + head).clamp(max=last)]
-            read, matrix = self.factors(backbone, head, states, before)
+        for head, states in enumerate(self.head_states(backbone, batch)):
+            read, matrix = self.factors(backbone, head, states, before[head])
             yield F.linear(read, matrix.to(read.dtype), bias).float()
 
     # Files

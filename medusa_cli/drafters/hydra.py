@@ -140,19 +140,16 @@ class HydraHeads(HeadDrafter):
             x = layer.extend(x, positions, caches, last=last)
         return x
 
-    def head_states(
-        self, backbone: Backbone, batch: Batch, rows: Sequence[Tensor]
-    ) -> Iterator[Tensor]:
+    def head_states(self, backbone: Backbone, batch: Batch) -> Iterator[Tensor]:
         context = batch.hidden
         embedded = self.embed(backbone, batch.next).to(batch.hidden.dtype)
         if self.prefix:
-            sequences = Padding(batch.attention_groups)
+            sequences = Padding(batch.attention_groups, context.device)
             x = context
             for layer in self.prefix:
                 x = layer(x, sequences)
             context = x.to(context.dtype)
-        # Positions too close to the end have no target for a head and may read any token.
-        last = len(batch.next) - 1
-        for head, positions in enumerate(rows):
-            tokens = [embedded[(positions + i).clamp(max=last)] for i in range(head + 1)]
-            yield self.blocks[head](torch.cat([context[positions], *tokens], dim=-1))
+        x = context[batch.learnt]
+        for block, positions in zip(self.blocks, batch.ahead(self.num_heads), strict=False):
+            x = torch.cat([x, embedded[positions]], dim=-1)
+            yield block(x)

@@ -247,11 +247,10 @@ class DecoderLayer(SelfAttention):
 
     def forward(self, x: Tensor, sequences: Padding) -> Tensor:
         """Returns states [P, H] for the packed rows x [P, H] of sequences that start at position 0."""
-        read = self.reads(x)
-        q = self.queries(read, sequences.position)
-        k, v = self.keys_values(read, sequences.position)
-        q, k, v = (sequences.pad(rows.transpose(0, 1)).transpose(1, 2) for rows in (q, k, v))
-        seen = F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] > 1)  # [S, heads, L, D]
+        q, k, v = self.attention_inputs(self.reads(x), sequences.position)
+        rows = torch.stack([q, k, v], dim=1).permute(2, 1, 0, 3)  # [P, 3, heads, D]
+        q, k, v = sequences.pad(rows).permute(2, 0, 3, 1, 4)  # [S, heads, L, D] each
+        seen = F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] > 1)
         return self.leave(x, sequences.unpad(seen.transpose(1, 2)).transpose(0, 1))
 
     def reads(self, x: Tensor, embedded: Tensor | None = None) -> Tensor:
@@ -261,15 +260,11 @@ class DecoderLayer(SelfAttention):
             return states
         return torch.cat([normed(self.input_layernorm, embedded), states], dim=-1)
 
-    def queries(self, read: Tensor, positions: Tensor) -> Tensor:
-        """Returns queries [.., heads, n, D] for rows at positions [n]."""
-        return rotate(self.project("q_proj", read), positions, self.rope_theta)
-
-    def keys_values(self, read: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns keys and values [.., heads, n, D] for rows at positions [n]."""
-        return rotate(self.project("k_proj", read), positions, self.rope_theta), self.project(
-            "v_proj", read
-        )
+    def attention_inputs(self, read: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns queries, keys and values [.., heads, n, D] for rows [.., n, H] at positions [.., n]."""
+        query_key = torch.cat([self.project("q_proj", read), self.project("k_proj", read)], dim=-3)
+        q, k = rotate(query_key, positions[..., None, :], self.rope_theta).chunk(2, dim=-3)
+        return q, k, self.project("v_proj", read)
 
     def leave(self, x: Tensor, seen: Tensor) -> Tensor:
         """Returns the layer's output [.., n, H], given its input and the attention output [.., heads, n, D]."""
@@ -298,9 +293,7 @@ class DecoderLayer(SelfAttention):
         """
         counts = [len(own) for own in positions]
         flat = upload([position for own in positions for position in own], x.device)
-        read = self.reads(x, *embedded)
-        q = self.queries(read, flat)
-        k, v = self.keys_values(read, flat)
+        q, k, v = self.attention_inputs(self.reads(x, *embedded), flat)
         parts = zip(caches, k.split(counts, 1), v.split(counts, 1), positions, strict=True)
         known = [cache.append(keys, values, own) for cache, keys, values, own in parts]
         if last:
@@ -322,10 +315,8 @@ class DecoderLayer(SelfAttention):
 
         Returns the layer's output [B, n, H].
         """
-        read = self.reads(x, *embedded)
-        query_key = torch.cat([self.project("q_proj", read), self.project("k_proj", read)], dim=-3)
-        q, k = rotate(query_key, rows.positions[:, None], self.rope_theta).chunk(2, dim=-3)
-        return self.leave(x, rows.attend(q, k, self.project("v_proj", read), cached[:, : len(x)]))
+        q, k, v = self.attention_inputs(self.reads(x, *embedded), rows.positions)
+        return self.leave(x, rows.attend(q, k, v, cached[:, : len(x)]))
 
 
 def last_of(counts: Sequence[int]) -> list[int]:
@@ -347,32 +338,34 @@ def normed(norm: nn.RMSNorm, x: Tensor) -> Tensor:
 def rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
     """Rotates queries or keys [.., n, D] according to positions [.., n]; the halves of D form the pairs."""
     half = x.shape[-1] // 2
-    angles = positions.float()[..., None] * _rates(half, theta, x.device)
-    cos, sin = angles.cos(), angles.sin()
-    left, right = x[..., :half], x[..., half:]
-    return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1).to(x.dtype)
+    angles = positions.float()[..., None] * _rates(half, theta, x.device)  # [.., n, D]
+    rolled = x.roll(half, -1)
+    return torch.addcmul(x * angles.cos(), rolled, angles.sin()).to(x.dtype)
 
 
 @cache
 @torch.inference_mode(False)
 def _rates(half: int, theta: float, device: torch.device) -> Tensor:
-    """Returns the angle per position of each pair, [half]."""
-    return theta ** (-torch.arange(0, 2 * half, 2, device=device).float() / (2 * half))
+    """Returns the angle per position of each element, [2 * half]; those of the first half are negated."""
+    rates = theta ** (-torch.arange(0, 2 * half, 2, device=device).float() / (2 * half))
+    return torch.cat([-rates, rates])
 
 
 class Padding:
     """Converts between packed rows [P] of consecutive segments and padded sequences [S, L].
 
-    sequence, position [P]: the sequence of each row, and the row's position in it.
+    segment, numbers [P]: the segment of each row and its number among the segments, on the host, where
+    shapes are known without a wait. sequence, position [P]: this number, and the row's position in
+    its segment, on the device.
     """
 
-    def __init__(self, segment: Tensor) -> None:
-        first = torch.cat([segment.new_ones(1), (segment[1:] != segment[:-1]).long()])
-        self.sequence = first.cumsum(0) - 1
-        starts = first.nonzero().squeeze(-1)
-        self.position = torch.arange(len(segment), device=segment.device) - starts[self.sequence]
-        self.shape = (len(starts), int(self.position.max()) + 1)
-        self._index = self.sequence * self.shape[1] + self.position
+    def __init__(self, segment: Tensor, device: torch.device) -> None:
+        self.numbers = F.pad((segment.diff() != 0).cumsum(0), (1, 0))
+        position = torch.arange(len(segment)) - torch.searchsorted(self.numbers, self.numbers)
+        self.shape = (int(self.numbers[-1]) + 1, int(position.max()) + 1)
+        index = self.numbers * self.shape[1] + position
+        uploaded = upload(torch.stack([self.numbers, position, index]), device)
+        self.sequence, self.position, self._index = uploaded.unbind()
 
     def pad(self, x: Tensor) -> Tensor:
         """Returns rows [P, ..] as sequences [S, L, ..], padded with zeros."""
@@ -381,7 +374,7 @@ class Padding:
 
     def unpad(self, x: Tensor) -> Tensor:
         """Returns the rows [P, ..] of padded sequences [S, L, ..]."""
-        return x.flatten(0, 1)[self._index]
+        return x.flatten(0, 1).index_select(0, self._index)
 
 
 class TokenBias(nn.Module):

@@ -55,11 +55,10 @@ class MedusaHeads(HeadDrafter):
 
         return self.at_once(depth, compute, hidden.to(self.dtype))
 
-    def head_states(
-        self, backbone: Backbone, batch: Batch, rows: Sequence[Tensor]
-    ) -> Iterator[Tensor]:
-        for block, positions in zip(self.blocks, rows, strict=False):
-            yield block(batch.hidden[positions])
+    def head_states(self, backbone: Backbone, batch: Batch) -> Iterator[Tensor]:
+        states = batch.hidden[batch.learnt]
+        for block in self.blocks:
+            yield block(states)
 
     def named_weights(self) -> dict[str, Tensor]:
         """Returns the weights under the names that serving engines expect.

@@ -235,11 +235,9 @@ class Mtp(TransformersDrafter, LayerDrafter):
         out = layer(states, embedded, flat, mask, CachedRows(caches, positions))
         return out[upload(last_of(counts), device)] if last else out
 
-    def head_states(
-        self, backbone: Backbone, batch: Batch, rows: Sequence[Tensor]
-    ) -> Iterator[Tensor]:
+    def head_states(self, backbone: Backbone, batch: Batch) -> Iterator[Tensor]:
         """Yields the states of each step in the training-time test; see `eagle.training_time_test`."""
-        padding = Padding(batch.attention_groups)
+        padding = Padding(batch.attention_groups, batch.hidden.device)
         learnt = batch.learnt
         count = len(learnt)
         embedded = self.embed(backbone, batch.next)
@@ -250,15 +248,12 @@ class Mtp(TransformersDrafter, LayerDrafter):
         states = self.mtp(entering, embedded, padding.position, mask, known)[learnt]
         mask = mask[learnt]
         itself = torch.eye(count, dtype=torch.bool, device=learnt.device)
-        for step, positions in enumerate(rows):
+        for step, tokens in enumerate(batch.ahead(self.num_heads - 1)):
             if step:
-                # Beyond the end of a conversation there is no target, so any token may be read
-                # there.
-                token = (learnt + step).clamp(max=len(embedded) - 1)
                 mask = torch.cat([mask, itself], dim=1)
                 at = padding.position[learnt] + step
-                states = self.mtp(states, embedded[token], at, mask, known)
-            yield states[batch.learnt_index[positions]].to(batch.hidden.dtype)
+                states = self.mtp(states, embedded[tokens], at, mask, known)
+            yield states.to(batch.hidden.dtype)
 
 
 def as_ported(drafter: Mtp, batch: Batch) -> dict[str, tuple[Mtp, Batch]]:

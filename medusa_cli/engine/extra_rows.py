@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.cache_utils import DynamicCache
 
+from medusa_cli.device import upload
 from medusa_cli.errors import UserError, first_line
 from medusa_cli.model.attention import Attend, cache_name
 from medusa_cli.model.backbone import Backbone, Layers, Unsupported, padded_pass
@@ -103,12 +104,16 @@ def extra_row_states(
 ) -> Tensor:
     """Returns the final states [P, K, H] of the extra rows of P positions in a trace.
 
-    rows [P]: ascending indices among the trace's B * L positions. The states equal those of a
-    forward pass. Gradients reach the maps through the layers above them.
+    rows [P]: ascending indices among the trace's B * L positions, on the host. The states equal those
+    of a forward pass. Gradients reach the maps through the layers above them.
     """
     parts = layers_one_by_one(backbone)
     size, length = traced.states[-1].shape[:2]
-    padded, positions = _by_sequence(rows, size, length)  # [P] in B * W, [B, W]
+    device = traced.states[-1].device
+    padded, places = _by_sequence(rows, size, length)  # [P] in B * W, [B, W]
+    # Chunks of positions end at columns that the host must know.
+    ends = [min(int(part.max()) + 1, length) for part in places.split(CHUNK, dim=1)]
+    padded, positions = upload(padded, device), upload(places, device)
     # [B, W, steps so far, H]
     x = traced.states[-1].new_zeros(*positions.shape, 0, backbone.hidden_size)
     chunks: dict[str, list[tuple[int, Tensor]]] = {}
@@ -130,8 +135,8 @@ def extra_row_states(
         if kind not in chunks:
             step_mask = extra_rows.step_mask(positions.device)[:steps, :steps]
             chunks[kind] = [
-                _chunk(backbone, kind, part, step_mask, length)
-                for part in positions.split(CHUNK, dim=1)
+                (end, _chunk_mask(backbone, kind, part, step_mask, end))
+                for end, part in zip(ends, positions.split(CHUNK, dim=1), strict=True)
             ]
         ahead_of = positions[..., None] + torch.arange(1, steps + 1, device=positions.device)
         ahead_of = ahead_of.clamp(max=backbone.max_positions - 1).flatten(1)  # [B, W * steps]
@@ -197,36 +202,38 @@ def _compare_layers(backbone: Backbone, parts: Layers) -> None:
 
 
 def _by_sequence(rows: Tensor, size: int, length: int) -> tuple[Tensor, Tensor]:
-    """Returns the indices [P] of flat rows [P] in size * W, and each sequence's padded positions [size, W]."""
+    """Returns the indices [P] of flat rows [P] in size * W, and each sequence's padded positions [size, W].
+
+    All of them are on the host.
+    """
     owner = rows // length
     counts = torch.bincount(owner, minlength=size)
     wide = int(counts.max())
     first = counts.cumsum(0) - counts
-    index = owner * wide + torch.arange(len(rows), device=rows.device) - first[owner]
+    index = owner * wide + torch.arange(len(rows)) - first[owner]
     return index, rows.new_zeros(size * wide).index_copy(0, index, rows % length).view(size, wide)
 
 
-def _chunk(
-    backbone: Backbone, kind: str, positions: Tensor, step_mask: Tensor, length: int
-) -> tuple[int, Tensor]:
-    """Returns how many real columns the extra rows of positions [B, W] read, and their mask.
+def _chunk_mask(
+    backbone: Backbone, kind: str, positions: Tensor, step_mask: Tensor, end: int
+) -> Tensor:
+    """Returns the mask [B, 1, W * steps, end + W * steps] of the extra rows of positions [B, W].
 
-    The mask is [B, 1, W * steps, real columns + W * steps]. An extra row sees the real columns up to
-    its source's position, and those of the source's extra rows that step_mask [steps, steps] marks.
-    A dense mask over the extra rows of all positions would be mostly empty.
+    An extra row sees those of the first `end` real columns up to its source's position, and those of
+    the source's extra rows that step_mask [steps, steps] marks. A dense mask over the extra rows of
+    all positions would be mostly empty.
     """
     steps = len(step_mask)
     size, wide = positions.shape
     device = positions.device
     far = torch.arange(1, steps + 1, device=device)
-    end = min(int(positions.max()) + 1, length)
     columns = torch.arange(end, device=device)
     real = (columns <= positions[..., None])[:, :, None].expand(-1, -1, steps, -1).flatten(1, 2)
     real = backbone.masks.visible(kind, real, (positions[..., None] + far).flatten(1), columns)
     own = torch.eye(wide, dtype=torch.bool, device=device)
     near = backbone.masks.visible(kind, step_mask, far, far)
     own = (own[:, None, :, None] & near[None, :, None]).view(wide * steps, -1)
-    return end, torch.cat([real, own.expand(size, -1, -1)], dim=2)[:, None]
+    return torch.cat([real, own.expand(size, -1, -1)], dim=2)[:, None]
 
 
 def _attend_to(

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import chain
@@ -75,34 +75,28 @@ class Distributed:
     def micro_batches(self, items: Sequence[Any]) -> list[tuple[Any, bool]]:
         """Returns this process's strided shard; each item is paired with True if it counts.
 
-        With a sharded model, every process must run the same number of passes. A process that has
-        fewer items repeats the last of all items, which does not count.
+        Every process must run the same number of passes, because it exchanges gradients, or layers of
+        a sharded model, with the others. A process that has fewer items repeats the last of all items,
+        which does not count.
         """
         own = [(item, True) for item in self.strided_shard(items)]
-        missing = -len(items) % self.size if self.sharded else 0
+        missing = -len(items) % self.size
         return [*own, (items[-1], False)] if self.rank >= self.size - missing else own
 
-    def add_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Replaces every gradient with its sum over the processes; a gradient that no process has stays None."""
-        if self.size == 1:
-            return
-        # An optimizer makes a step for a gradient of zeros but not for None, so they must differ.
-        present = torch.tensor(
-            [float(p.grad is not None) for p in parameters], device=parameters[0].device
-        )
-        torch.distributed.all_reduce(present)
-        for parameter, count in zip(parameters, present.tolist(), strict=True):
-            if not count:
-                continue
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            torch.distributed.all_reduce(parameter.grad)
+    def exchanging(self, module: nn.Module, *, unused: bool) -> nn.Module:
+        """Returns a module whose gradients are averaged over the processes; its weights become the first one's.
 
-    def broadcast(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Copies the first process's weights to all processes."""
-        if self.size > 1:
-            for parameter in parameters:
-                torch.distributed.broadcast(parameter.data, 0)
+        unused: some weights may have no gradient; one that no process has stays None.
+        """
+        if self.size == 1:
+            return module
+        return nn.parallel.DistributedDataParallel(
+            module, broadcast_buffers=False, find_unused_parameters=unused
+        )
+
+    def sharing_gradients(self, module: Any, last: bool) -> AbstractContextManager[None]:
+        """Returns a context for a pass through an `exchanging` module, which only shares gradients in a step's last."""
+        return nullcontext() if last or self.size == 1 else module.no_sync()
 
     def gather(self, value: Any) -> list[Any]:
         """Returns the values of all processes, which should be small, in order of rank."""

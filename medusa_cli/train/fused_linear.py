@@ -5,6 +5,7 @@ time to fill it.
 """
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,9 +16,9 @@ from torch.nn import functional as F
 # would leave it idle.
 ROWS = 128
 GPU_ROWS = 4096
-# Takes fp32 log-probabilities [n, V] and the slice of rows they belong to. Returns the summed loss
-# and its gradient with respect to the logits [n, V], which may reuse the argument's memory.
-RowLoss = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
+# Takes logits [n, M] and the slice of rows they belong to. Returns the summed loss, and overwrites
+# the logits with its gradient.
+RowLoss = Callable[[Tensor, slice], Tensor]
 
 
 def rows_at_once(device: torch.device) -> int:
@@ -27,53 +28,100 @@ def rows_at_once(device: torch.device) -> int:
 
 def linear_loss(
     hidden: Tensor,
-    weight: Tensor,
+    matrix: Tensor,
     targets: Tensor,
+    weights: Tensor,
+    right: Tensor,
     teacher: Tensor | None = None,
+    teacher_rows: Tensor | None = None,
     *,
     soft: float = 0.0,
     bias: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Returns the mean loss of softmax(hidden [n, H] @ weight [M, H]^T + bias [M]) and the top-1 hits on targets [n].
+) -> Tensor:
+    """Returns the weighted sum of losses of the rows of softmax(hidden [n, H] @ matrix [M, H]^T + bias [M]).
 
-    The loss is the cross-entropy against (1 - soft) * one-hot + soft * teacher [n, M], or 0 if
-    there are no rows. The matmul runs in the dtype of `hidden`, and the loss is computed in fp32.
-    The bias is not trained.
+    The loss of a row is the cross-entropy against (1 - soft) * one-hot + soft * a row of the teacher
+    [m, M], the one that teacher_rows [n] names. weights [n]: a factor for each row; 0 for rows
+    without a target. right [n]: is set to 1 or 0 for each row whose best score is the target's. The
+    matmul runs in the dtype of `hidden`, and the loss is computed in fp32. The bias is not trained.
     """
     bias = None if bias is None else bias.to(hidden.dtype)
-    hits = torch.zeros((), dtype=torch.long, device=hidden.device)
+    compute = kernel_of(hidden.device) or PlainLoss()
 
     def linear(rows: Tensor) -> Tensor:
         with torch.autocast(rows.device.type, enabled=False):
-            return F.linear(rows, weight.to(rows.dtype), bias)
+            return F.linear(rows, matrix.to(rows.dtype), bias)
 
-    def loss(log_q: Tensor, block: slice) -> tuple[Tensor, Tensor]:
-        nonlocal hits
-        hits = hits + (log_q.argmax(-1) == targets[block]).sum()
-        return cross_entropy(
-            log_q, targets[block], None if teacher is None else teacher[block].float(), soft
+    def loss(logits: Tensor, block: slice) -> Tensor:
+        rows = None if teacher_rows is None else teacher_rows[block]
+        return compute(logits, targets[block], weights[block], right[block], teacher, rows, soft)
+
+    return blockwise_loss(loss, linear, hidden, [matrix])
+
+
+@cache
+def kernel_of(device: torch.device) -> "Callable[..., Tensor] | None":
+    """Returns the kernel that computes a loss on a GPU, or None if it does not run there, or fails a comparison."""
+    if device.type != "cuda":
+        return None
+    try:
+        from medusa_cli.train.loss_kernel import cross_entropy as kernel
+
+        numbers = torch.arange(300, device=device).sin().view(3, 100)
+        targets = torch.tensor([0, 50, 99], device=device)
+        results = []
+        for compute in (kernel, PlainLoss()):
+            logits = 3 * numbers
+            right = torch.empty(3, dtype=torch.uint8, device=device)
+            given = (targets, numbers[0, :3], right, numbers.softmax(-1), targets % 3, 0.5)
+            results.append((compute(logits, *given), right.float(), logits))
+        same = all(
+            torch.allclose(ours, plain, atol=1e-5) for ours, plain in zip(*results, strict=True)
         )
+        return kernel if same else None
+    except Exception:  # without Triton, or on a GPU that it does not know, it fails in many ways
+        return None
 
-    total = blockwise_loss(loss, linear, hidden, [weight])
-    return total / max(1, len(targets)), hits
 
+class PlainLoss:
+    """Computes cross-entropies as the kernel does, in plain torch."""
 
-def cross_entropy(
-    log_q: Tensor, targets: Tensor, p: Tensor | None = None, soft: float = 0.0
-) -> tuple[Tensor, Tensor]:
-    """Returns the summed cross-entropy of rows [n, M] and its gradient with respect to the logits.
+    def __init__(self) -> None:
+        self._log_softmax = LogSoftmax()
 
-    The target distribution is (1 - soft) * one-hot + soft * p. The gradient overwrites log_q.
-    """
-    total = -(1.0 - soft) * log_q.gather(1, targets[:, None]).sum()
-    if p is not None and soft:
-        total -= soft * torch.dot(p.view(-1), log_q.view(-1))
-    gradient = log_q.exp_()
-    if p is not None and soft:
-        gradient.sub_(p, alpha=soft)
-    return total, gradient.scatter_add_(
-        1, targets[:, None], gradient.new_full((len(targets), 1), soft - 1.0)
-    )
+    def __call__(
+        self,
+        logits: Tensor,
+        targets: Tensor,
+        weights: Tensor,
+        right: Tensor,
+        p: Tensor | None = None,
+        p_rows: Tensor | None = None,
+        soft: float = 0.0,
+    ) -> Tensor:
+        """Returns the weighted sum of the cross-entropies of logits [n, M], whose gradient overwrites the logits.
+
+        The target distribution is (1 - soft) * one-hot(targets [n]) + soft * p[p_rows]. weights [n]: a
+        factor for each row. right [n]: is set to 1 for rows whose largest logit is the target's.
+        """
+        log_q = self._log_softmax(logits)
+        torch.eq(log_q.argmax(-1), targets, out=right)
+        columns = targets[:, None]
+        hard = weights * (soft - 1.0 if p is not None else -1.0)
+        total = torch.dot(log_q.gather(1, columns)[:, 0], hard)
+        shares = None
+        if p is not None:
+            shares = p[p_rows].float()
+            total -= soft * torch.dot(
+                torch.bmm(shares[:, None], log_q[:, :, None]).view(-1), weights
+            )
+        gradient = torch.exp(log_q, out=logits if logits.dtype == log_q.dtype else log_q)
+        if shares is not None:
+            gradient.sub_(shares, alpha=soft)
+        gradient.mul_(weights[:, None]).scatter_add_(1, columns, hard[:, None])
+        if gradient is not logits:
+            logits.copy_(gradient)
+        return total
 
 
 class LogSoftmax:
@@ -91,7 +139,9 @@ class LogSoftmax:
             self._logits, self._result = (
                 logits.new_empty(logits.shape, dtype=torch.float32) for _ in range(2)
             )
-        wide = self._logits[: len(logits)].copy_(logits)
+        wide = logits
+        if logits.dtype != torch.float32:
+            wide = self._logits[: len(logits)].copy_(logits)
         return torch.log_softmax(wide, dim=-1, out=self._result[: len(logits)])
 
     @property
@@ -132,8 +182,7 @@ class _BlockwiseLoss(torch.autograd.Function):
     ) -> Tensor:
         to_hidden, *to_weights = (learning and needed for needed in ctx.needs_input_grad[4:])
         leaves = [weight for weight, needed in zip(weights, to_weights, strict=True) if needed]
-        total = torch.zeros((), device=hidden.device)
-        log_softmax = LogSoftmax()
+        total: Tensor | None = None
         at_once = rows_at_once(hidden.device)
         hidden_grads: list[Tensor] = []
         weight_grads: list[Tensor] = []
@@ -145,11 +194,8 @@ class _BlockwiseLoss(torch.autograd.Function):
             gradient = logits.detach()
             for first in range(0, len(part), at_once):
                 block = gradient[first : first + at_once]
-                value, slope = loss(
-                    log_softmax(block), slice(start + first, start + first + len(block))
-                )
-                total += value
-                block.copy_(slope)
+                value = loss(block, slice(start + first, start + first + len(block)))
+                total = value if total is None else total + value
             if logits.requires_grad:
                 inputs = [part, *leaves] if to_hidden else leaves
                 grads = list(torch.autograd.grad(logits, inputs, gradient))
@@ -161,10 +207,12 @@ class _BlockwiseLoss(torch.autograd.Function):
                     weight_grads = grads
         by_weight = iter(weight_grads)
         ctx.save_for_backward(
-            torch.cat(hidden_grads) if to_hidden else None,
+            (hidden_grads[0] if len(hidden_grads) == 1 else torch.cat(hidden_grads))
+            if to_hidden
+            else None,
             *(next(by_weight) if needed else None for needed in to_weights),
         )
-        return total
+        return torch.zeros((), device=hidden.device) if total is None else total
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

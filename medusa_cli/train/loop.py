@@ -5,6 +5,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from medusa_cli.data.conversation import Conversation
 from medusa_cli.data.packing import Dataset, positions_of
 from medusa_cli.device import peak_memory, return_freed_memory
 from medusa_cli.drafters.heads import HeadDrafter
+from medusa_cli.drafters.mtp import Mtp
 from medusa_cli.errors import UserError
 from medusa_cli.model import Backbone
 from medusa_cli.model.distributed import Distributed
@@ -28,6 +30,22 @@ CLIP = 1.0  # maximum norm of the gradient
 # Positions between returns of freed memory to the system.
 POSITIONS_PER_TRIM = 10_000
 BETAS = (0.9, 0.95)
+
+
+class _Objective(nn.Module):
+    """Computes the loss as a module of the trained weights, whose gradients processes can exchange."""
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        compute: Callable[[list[Conversation]], BatchLoss],
+    ) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(parameters)
+        self._compute = compute
+
+    def forward(self, items: list[Conversation]) -> BatchLoss:
+        return self._compute(items)
 
 
 class Trainer:
@@ -69,7 +87,10 @@ class Trainer:
         heads = list(trained_weights(drafter).values())
         slow = list(self.weights.values())
         self.parameters = [*heads, *slow]
-        self.world.broadcast(self.parameters)
+        # No token may reach some experts of an MTP layer, and stage 2 may train the heads alone.
+        unused = train.stage == 2 or isinstance(drafter, Mtp)
+        objective = _Objective(self.parameters, self._loss)
+        self.objective = self.world.exchanging(objective, unused=unused)
         self.peaks = peak_rates(drafter, train)[: 2 if slow else 1]
         self.optimizer = optimizer_of([heads, slow], self.peaks, train, backbone.device.type)
         batches = dataset.schedule(train.batch_tokens, train.epochs, train.seed, train.max_tokens)
@@ -142,28 +163,32 @@ class Trainer:
         start = time.perf_counter()
         group = self.groups[self.step]
         size = self.sizes[self.step]
-        sums = []
-        for (number, items), counts in self.world.micro_batches(list(enumerate(group))):
+        losses = []
+        batches = self.world.micro_batches(list(enumerate(group)))
+        for place, ((number, items), counts) in enumerate(batches, 1):
             # Each micro-batch has its own seed, so that dropout is the same in any process.
             torch.manual_seed(
                 random.Random(f"{self.recipe.train.seed}:{self.step}:{number}").getrandbits(56)
             )
-            loss = self._loss(items)
-            if not math.isfinite(float(loss.total.detach())):
-                self._refuse(f"the loss is {float(loss.total.detach())}", items)
-            # Every token has the same weight, whatever its micro-batch.
-            (loss.total * (positions_of(items) / size if counts else 0.0)).backward()
+            with self.world.sharing_gradients(self.objective, place == len(batches)):
+                loss = self.objective(items)
+                # Every token has the same weight, whatever its micro-batch.
+                share = positions_of(items) / size if counts else 0.0
+                (loss.total * (share * self.world.size)).backward()
             if counts:
-                sums.append(sums_of(loss))
+                losses.append(replace(loss, total=loss.total.detach()))
 
-        self.world.add_gradients(self.parameters)
-        lr, norm = self._update(group)
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters, CLIP)
+        # The only time in a step that the host waits for a GPU.
+        sums, [grad_norm] = read(losses, norm)
+        self._check(sums, [items for (_, items), counts in batches if counts], grad_norm)
+        lr = self._update()
         self.step += 1
         return Stepped(
             self.step,
             self.steps,
             lr=lr,
-            grad_norm=norm,
+            grad_norm=grad_norm,
             total_positions=self.positions_done,
             seconds=time.perf_counter() - start,
             memory=peak_memory(self.backbone.device),
@@ -181,20 +206,15 @@ class Trainer:
                 return stage_1_loss(self.backbone, self.drafter, self.dataset, train, items)
             return stage_2_loss(self.backbone, self.drafter, train, items, progress)
 
-    def _update(self, group: list[list[Conversation]]) -> tuple[float, float]:
-        """Clips, applies and clears the gradients; returns the heads' learning rate and the norm before clipping."""
-        train = self.recipe.train
-        norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, CLIP))
-        if not math.isfinite(norm):
-            self._refuse(f"the gradient's norm is {norm}", list(itertools.chain(*group)))
-        share = learning_rate(
-            self.step, self.steps, min_ratio=train.min_lr_ratio, warmup=train.warmup_steps
-        )
-        for settings, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
-            settings["lr"] = peak * share
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return self.peaks[0] * share, norm
+    def _check(
+        self, sums: list[dict[str, Any]], batches: list[list[Conversation]], grad_norm: float
+    ) -> None:
+        """Raises UserError if a loss or the gradient's norm is not finite."""
+        for own, items in zip(sums, batches, strict=True):
+            if not math.isfinite(own["loss"]):
+                self._refuse(f"the loss is {own['loss']}", items)
+        if not math.isfinite(grad_norm):
+            self._refuse(f"the gradient's norm is {grad_norm}", list(itertools.chain(*batches)))
 
     def _refuse(self, what: str, items: list[Conversation]) -> None:
         names = list(dict.fromkeys(item.id for item in items))
@@ -204,10 +224,22 @@ class Trainer:
             f"lower train.lr (now {self.peaks[0]:g}) or leave those conversations out",
         )
 
+    def _update(self) -> float:
+        """Applies and clears the gradients; returns the heads' learning rate."""
+        train = self.recipe.train
+        share = learning_rate(
+            self.step, self.steps, min_ratio=train.min_lr_ratio, warmup=train.warmup_steps
+        )
+        for settings, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
+            settings["lr"] = peak * share
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return self.peaks[0] * share
+
     def validate(self) -> Validated:
         """Returns the loss and accuracies on held-out answers, limited to about validation_tokens positions."""
         modules = [self.drafter, *([self.backbone.model] if self.weights else [])]
-        sums = []
+        losses = []
         for module in modules:
             module.eval()
         # no_grad instead of inference_mode, under which autocast would keep its cast weights for
@@ -216,9 +248,10 @@ class Trainer:
             for items, counts in self.world.micro_batches(self.validation):
                 loss = self._loss(items)
                 if counts:
-                    sums.append(sums_of(loss))
+                    losses.append(loss)
         for module in modules:
             module.train()
+        sums, _ = read(losses)
         return Validated(self.step, total_positions=self.positions_done, **means(sums, self.world))
 
     def _validate_and_keep(self) -> Validated:
@@ -351,21 +384,16 @@ def learning_rate(step: int, steps: int, *, min_ratio: float, warmup: int) -> fl
     return min_ratio + (1 - min_ratio) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
 
 
-def sums_of(loss: BatchLoss) -> dict[str, Any]:
-    """Returns a micro-batch's figures as sums.
-
-    The loss is weighted by positions, and each head's loss by its number of targets.
-    """
-    learnt = loss.learnt.cpu()
-    return {
-        "loss": loss.positions * float(loss.total.detach()),
-        "head_losses": learnt * loss.per_head.detach().cpu().double(),
-        "correct": loss.correct.cpu(),
-        "counted": loss.counted.cpu(),
-        "learnt": learnt,
-        "positions": loss.positions,
-        "parts": {name: loss.positions * part for name, part in loss.parts.items()},
-    }
+def read(losses: Sequence[BatchLoss], *others: Tensor) -> tuple[list[dict[str, Any]], list[float]]:
+    """Returns the figures of micro-batches as sums, and other numbers; the host waits for the device once."""
+    if not losses and not others:
+        return [], []
+    vectors = [loss.figures for loss in losses]
+    rest = [other[None] for other in others]
+    numbers = torch.cat([*vectors, *rest]).cpu().double()
+    *figures, last = numbers.split([*map(len, vectors), len(rest)])
+    sums = [loss.sums(own) for loss, own in zip(losses, figures, strict=True)]
+    return sums, last.tolist()
 
 
 def means(sums: Sequence[dict[str, Any]], world: Distributed) -> dict[str, Any]:

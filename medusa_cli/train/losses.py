@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from medusa_cli.data.conversation import Conversation
 from medusa_cli.data.packing import Dataset, batch_of
+from medusa_cli.device import upload
 from medusa_cli.drafters.base import Batch
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.model import Backbone
@@ -19,8 +20,8 @@ from medusa_cli.model import lora as adapter
 from medusa_cli.runs.recipe import TrainRecipe
 from medusa_cli.train.fused_linear import (
     LogSoftmax,
+    PlainLoss,
     blockwise_loss,
-    cross_entropy,
     linear_loss,
     rows_at_once,
 )
@@ -40,17 +41,53 @@ class BatchLoss:
     """Holds the loss of a micro-batch and its parts.
 
     total: the value to minimize, a mean over all `positions`. A head without a target at a position
-    adds nothing there. per_head [K]: each head's mean loss over its `learnt` [K] targets. correct,
-    counted [K]: each head's top-1 hits and targets. parts: the other parts of the loss by name.
+    adds nothing there. by_head [K]: what each head adds to it. scale [K]: turns this into a sum over
+    the head's `learnt` [K] targets. correct, counted [K]: each head's top-1 hits and targets. scale
+    and counted are on the host. parts: the other parts of the loss by name.
     """
 
     total: Tensor
-    per_head: Tensor
+    by_head: Tensor
+    scale: Tensor
     correct: Tensor
     counted: Tensor
     learnt: Tensor
     positions: int
-    parts: dict[str, float]
+    parts: dict[str, Tensor | float]
+
+    @property
+    def per_head(self) -> Tensor:
+        """Returns each head's mean loss [K]."""
+        return self.by_head * self.scale.to(self.by_head.device) / self.learnt.clamp(min=1)
+
+    @property
+    def figures(self) -> Tensor:
+        """Returns the numbers that are on the device as one vector, which `sums` takes apart."""
+        heads = [self.by_head, self.correct, self.learnt]
+        parts = [part for part in self.parts.values() if isinstance(part, Tensor)]
+        return torch.cat([*heads, torch.stack([self.total.detach(), *parts])])
+
+    def sums(self, figures: Tensor) -> dict[str, Any]:
+        """Returns the figures as sums over positions, once the host has read them."""
+        count = len(self.counted)
+        by_head, correct, learnt, rest = figures.split(
+            [count, count, count, len(figures) - 3 * count]
+        )
+        total, *measured = rest.tolist()
+        values = iter(measured)
+        parts = {
+            name: next(values) if isinstance(part, Tensor) else part
+            for name, part in self.parts.items()
+        }
+        return {
+            "loss": self.positions * total,
+            "head_losses": by_head * self.scale,
+            "correct": correct,
+            "counted": self.counted,
+            "learnt": learnt,
+            "positions": self.positions,
+            "parts": {name: self.positions * part for name, part in parts.items()},
+        }
 
 
 def stage_1_loss(
@@ -97,13 +134,13 @@ def stage_2_loss(
             original = batch_of(backbone, drafter, items, dtype)
 
     model, cost = model_loss(backbone, batch, original, train.objective, measure)
-    parts = {"lambda_0": weight, "lm": float(model.detach()), **cost}
+    parts: dict[str, Tensor | float] = {"lambda_0": weight, "lm": model.detach(), **cost}
     return replace(heads, total=model + weight * heads.total, parts=parts)
 
 
 def model_loss(
     backbone: Backbone, batch: Batch, original: Batch | None, objective: str, measure: bool
-) -> tuple[Tensor, dict[str, float]]:
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns the mean L_LM over the answer tokens and, with `measure`, figures on how far the model has moved.
 
     original: the batch as computed by the original model, or None if that is not kept or not
@@ -115,28 +152,36 @@ def model_loss(
     lm_head: Any = backbone.model.get_output_embeddings()
     own_head = adapter.original(lm_head)
     measured = ("nll",) if teacher is None else ("nll", "nll_original", "kl", "agreement")
-    cost = dict.fromkeys(measured if measure else (), 0.0)
+    cost = dict.fromkeys(measured if measure else (), torch.zeros((), device=states.device))
     following = batch.next[batch.learnt]
-    log_softmax = LogSoftmax()
+    everywhere = torch.ones(len(following), device=states.device)
+    right = torch.empty(len(following), dtype=torch.uint8, device=states.device)
+    log_softmax, original_softmax, plain = LogSoftmax(), LogSoftmax(), PlainLoss()
 
-    def loss(scores: Tensor, block: slice) -> tuple[Tensor, Tensor]:
+    def loss(logits: Tensor, block: slice) -> Tensor:
         targets = following[block]
+        if teacher is None and not cost:
+            return plain(logits, targets, everywhere[block], right[block])
+        scores = log_softmax(logits)
         if cost:
-            cost["nll"] += float(F.nll_loss(scores, targets, reduction="sum"))
+            cost["nll"] = cost["nll"] + F.nll_loss(scores, targets, reduction="sum")
         if teacher is None:
-            return cross_entropy(scores, targets)
-        original_scores = log_softmax(backbone.finish_logits(own_head(teacher[block])))
-        shares = torch.exp(original_scores, out=log_softmax.spare[: len(original_scores)])
+            return plain(logits, targets, everywhere[block], right[block])
+        original_scores = original_softmax(backbone.finish_logits(own_head(teacher[block])))
+        shares = torch.exp(original_scores, out=original_softmax.spare[: len(original_scores)])
         kl = torch.dot(shares.view(-1), original_scores.view(-1)) - torch.dot(
             shares.view(-1), scores.view(-1)
         )
         if cost:
-            cost["kl"] += float(kl)
-            cost["nll_original"] += float(F.nll_loss(original_scores, targets, reduction="sum"))
-            cost["agreement"] += float((scores.argmax(-1) == original_scores.argmax(-1)).sum())
+            nll = F.nll_loss(original_scores, targets, reduction="sum")
+            alike = scores.argmax(-1) == original_scores.argmax(-1)
+            cost["kl"] = cost["kl"] + kl
+            cost["nll_original"] = cost["nll_original"] + nll
+            cost["agreement"] = cost["agreement"] + alike.sum()
         if objective == "kl":
-            return kl, scores.exp_().sub_(shares)
-        return cross_entropy(scores, targets)
+            logits.copy_(scores.exp_().sub_(shares))
+            return kl
+        return plain(logits, targets, everywhere[block], right[block])
 
     count = len(following)
     weights = [weight for weight in lm_head.parameters() if weight.requires_grad]
@@ -194,7 +239,9 @@ def drafter_loss(
         if lm_head is not None:
             some = teacher_probabilities(backbone, lm_head, final[::ASKED])
             mass = some.sum(0, dtype=torch.float)
-        rows, index, log_weight = sample_vocabulary(batch, train.scored, index, mass)
+        rows, index, log_weight = sample_vocabulary(
+            batch, train.scored, index, len(drafter.draft_ids), mass
+        )
         bias = log_weight if bias is None else bias[rows] + log_weight
     p = None
     if lm_head is not None:
@@ -205,30 +252,43 @@ def drafter_loss(
         scored = cache(partial(torch.index_select, dim=0, index=rows))  # heads may share a matrix
     regress = regression_weight(drafter, train)
 
-    heads = range(1, drafter.num_heads + 1)
-    positions = [batch.targets(k) for k in heads]
-    known = [at[index[batch.next[at + k]] >= 0] for k, at in zip(heads, positions, strict=True)]
-    total = torch.zeros((), device=device)
-    per_head = []
-    correct = []
-    for k, at, states in zip(
-        heads, known, drafter.head_states(backbone, batch, known), strict=True
-    ):
-        hidden, matrix = drafter.factors(backbone, k - 1, states, batch.next[at + k - 1])
-        targets = index[batch.next[at + k]]
-        teacher = None if p is None else p[at + k]
-        loss, hits = linear_loss(hidden, scored(matrix), targets, teacher, soft=soft, bias=bias)
-        per_head.append(loss)
-        correct.append(hits)
-        if regress and len(at):
-            own = batch.hidden[at + k, -drafter.config.hidden_size :].detach()
-            loss = loss + regress * F.smooth_l1_loss(states.float(), own.float())
-        total = total + train.decay**k * len(at) / max(1, len(batch.learnt)) * loss
-
-    counted = torch.tensor([len(at) for at in positions], device=device)
-    learnt = torch.tensor([len(at) for at in known], device=device)
+    heads = drafter.num_heads
+    ahead = batch.ahead(heads)  # [K + 1, n]
+    tokens = batch.next[ahead]
+    targets = index[tokens[1:]]  # [K, n]
+    have_targets = batch.have_targets(heads)
+    known = upload(have_targets, device) & (targets >= 0)
+    targets = targets.clamp(min=0)
+    positions = max(1, len(batch.learnt))
+    shares = train.decay ** torch.arange(1, heads + 1) / positions
+    weights = known * upload(shares[:, None], device)  # [K, n]
+    right = torch.empty(known.shape, dtype=torch.uint8, device=device)
+    every = []
+    losses = []
+    for k, states in enumerate(drafter.head_states(backbone, batch)):
+        hidden, matrix = drafter.factors(backbone, k, states, tokens[k])
+        loss = linear_loss(
+            *(hidden, scored(matrix), targets[k], weights[k], right[k], p, ahead[k + 1]),
+            soft=soft,
+            bias=bias,
+        )
+        losses.append(loss)
+        every.append(states)
+    by_head = torch.stack(losses)
+    total = by_head.sum()
+    if regress:
+        own = final[ahead[1:]].detach().float()
+        apart = F.smooth_l1_loss(torch.stack(every).float(), own, reduction="none").mean(-1)
+        total = total + regress * torch.dot(apart.flatten(), weights.flatten())
     return BatchLoss(
-        total, torch.stack(per_head), torch.stack(correct), counted, learnt, len(batch.learnt), {}
+        total,
+        by_head.detach(),
+        1 / shares,
+        (known * right).sum(1),
+        have_targets.sum(1),
+        known.sum(1),
+        len(batch.learnt),
+        {},
     )
 
 
@@ -243,17 +303,20 @@ def regression_weight(drafter: HeadDrafter, train: TrainRecipe) -> float:
 
 
 def sample_vocabulary(
-    batch: Batch, count: int, index: Tensor, mass: Tensor | None
+    batch: Batch, count: int, index: Tensor, size: int, mass: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns `count` vocabulary rows [m] to score, an index [V] into these rows, and their log weights [m].
 
-    index [V]: the row of each token, or -1 if it has none. mass [M]: the teacher's probabilities of
+    index [V]: the row of each token among `size`, or -1 if it has none. mass [M]: the teacher's probabilities of
     the rows, summed over positions. If it is None, the tokens of the batch are counted instead.
     """
-    size = int(index.max()) + 1
     emitted = index[batch.next[batch.learnt]]
-    counts = torch.bincount(emitted[emitted >= 0], minlength=size)
-    rows, log_weight = sample_rows(counts.float() if mass is None else mass, counts > 0, count)
+    # The last entry counts tokens without a row (-1).
+    counts = torch.zeros(size + 1, device=index.device)
+    counts = counts.index_add(
+        0, emitted % (size + 1), torch.ones_like(emitted, dtype=counts.dtype)
+    )[:size]
+    rows, log_weight = sample_rows(counts if mass is None else mass, counts > 0, count)
     # The index of each row among `rows`. The last entry serves tokens without a row (-1).
     number = rows.new_full((size + 1,), -1)
     number[rows] = torch.arange(len(rows), device=rows.device)
@@ -268,12 +331,12 @@ def sample_rows(mass: Tensor, required: Tensor, count: int) -> tuple[Tensor, Ten
     added to the scores, the softmax matches the softmax over all rows in expectation.
     """
     order = torch.where(required, torch.inf, mass).argsort(descending=True)
-    certain = min(count - int(DRAWN * count), int(((mass > 0) | required).sum()))
-    first = max(certain, int(required.sum()))
+    # The host waits for these two numbers, at once.
+    likely, needed = torch.stack([((mass > 0) | required).sum(), required.sum()]).tolist()
+    first = max(needed, min(count - int(DRAWN * count), likely))
     rest = order[first:]
-    drawn = rest[
-        torch.randperm(len(rest))[: max(int(DRAWN * count), count - first)].to(rest.device)
-    ]
+    some = torch.randperm(len(rest))[: max(int(DRAWN * count), count - first)]
+    drawn = rest[upload(some, rest.device)]
     each = math.log(len(rest) / len(drawn)) if len(drawn) else 0.0
     return torch.cat([order[:first], drawn]), torch.cat(
         [mass.new_zeros(first), mass.new_full((len(drawn),), each)]
