@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from medusa_cli.data.conversation import (
     Conversation,
@@ -22,14 +24,20 @@ from medusa_cli.data.packing import (
     coverage,
     frequent_tokens,
     held_out_ids,
+    read_dataset,
     split_conversations,
 )
 from medusa_cli.data.states import StateStore
+from medusa_cli.data.vllm_states import layer_ids, with_vllm_states
 from medusa_cli.drafters import MedusaHeads
+from medusa_cli.engine import load_backbone
 from medusa_cli.errors import UserError
 from medusa_cli.files.io import ReadReport
 from medusa_cli.model import Backbone
+from medusa_cli.model.backbone import padded_pass
 from medusa_cli.model.chat_template import encode
+from medusa_cli.model.distributed import Distributed
+from medusa_cli.runs.load_options import LoadOptions
 from medusa_cli.runs.run import Run
 from tests import helpers
 from tests.helpers import (
@@ -39,6 +47,7 @@ from tests.helpers import (
     conversation,
     load_dataset,
     medusa,
+    save_model,
     tiny_backbone,
     tiny_model,
     tiny_tokenizer,
@@ -142,6 +151,60 @@ def test_killed_prefill_resumes_with_whole_conversations(run: Run, backbone: Bac
     dataset = load_dataset(run, backbone, show=lambda name, done, total: again.append(done))
     assert torch.equal(dataset.states, whole) and len(again) == 40 - 7 + 1
     assert list((run.path / "cache").iterdir()) == [cached]
+
+
+def write_vllm_states(run: Run, backbone: Backbone, ids: list[int], count: int) -> None:
+    """Writes the states of some conversations as vLLM's connector for hidden states does."""
+    folder = run.path / "vllm"
+    folder.mkdir()
+    network = backbone.model
+    norm, network.model.norm = network.model.norm, torch.nn.Identity()
+    for number in range(count):
+        tokens = encode(backbone, conversation(number, turns=1 + number % 2)["messages"])[0][:-1]
+        with torch.no_grad():
+            out = padded_pass(backbone, torch.tensor([tokens]), output_hidden_states=True)
+        states = torch.stack([out.hidden_states[id][0] for id in ids], dim=1)
+        tensors = {"hidden_states": states.contiguous(), "token_ids": torch.tensor(tokens)}
+        save_file(tensors, folder / f"chatcmpl-{number}.safetensors")
+    network.model.norm = norm
+
+
+def test_states_that_vllm_wrote_train_a_drafter_without_the_models_layers(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = save_model(tmp_path / "model", layers=3)
+    backbone = load_backbone(model, LoadOptions(dtype="fp32", engine="eager"))
+    taps = (0, 1, -1)
+    write_vllm_states(run, backbone, layer_ids(taps, 3), 38)
+    dataset = read_dataset(run.data_path, backbone, 0.1)
+    whole = load_dataset(run, backbone, fraction=0.1, taps=taps)
+    ours = with_vllm_states(dataset, run, backbone, taps, Distributed())
+    assert len(ours.train) + len(ours.held_out) == 38
+    expected = {item.id: item for item in (*whole.train, *whole.held_out)}
+    for item in ours.train:
+        (first, count), (start, same) = item.state_rows, expected[item.id].state_rows
+        assert count == same
+        rows, known = ours.states[first : first + count], whole.states[start : start + count]
+        assert torch.allclose(rows.float(), known.float(), rtol=2**-7, atol=0.05), (
+            (rows - known).abs().amax(0)
+        )
+    with pytest.raises(UserError, match=r"eagle_aux_hidden_state_layer_ids \[2, 3\]"):
+        with_vllm_states(dataset, run, backbone, (1, -1), Distributed())
+
+    def refuse(*args: Any, **named: Any) -> None:
+        raise AssertionError("the layers were loaded")
+
+    for place in ("medusa_cli.engine.load.load_network", "medusa_cli.engine.load._load_native"):
+        monkeypatch.setattr(place, refuse)
+    words = ["drafter=eagle", "drafter.num_heads=2", "drafter.taps=[1,2]", "train.states=vllm"]
+    words += ["drafter.draft_vocab_size=40", "train.batch_tokens=64", "--dtype", "fp32"]
+    medusa("train", *words, "--run", run.path, "--model", model)
+    assert (run.drafter_dir / "config.json").is_file()
+    shutil.rmtree(run.path / "vllm")
+    assert (
+        "train.states=vllm"
+        in medusa("train", *words, "--run", run.path, "--model", model, exit_code=1).output
+    )
 
 
 def test_kept_states_must_belong_to_the_data(run: Run, backbone: Backbone) -> None:

@@ -235,6 +235,17 @@ def test_server_that_dies_half_way_costs_no_sample_and_doubles_none(
     assert Run(run).drafter_dir.is_dir()
 
 
+def test_a_training_on_vllms_states_asks_the_server_to_write_those_of_answers(
+    server: ChatServer, words: list[str]
+) -> None:
+    words += ["--endpoint", server.url, "distill.endpoint_model=served"]
+    medusa(*words, "train.states=vllm")
+    greeting, *asked = server.requests
+    assert "kv_transfer_params" not in greeting
+    wanted = [request["kv_transfer_params"] for request in asked]
+    assert wanted == [{"include_output_tokens": True}] * len(asked) and wanted
+
+
 def test_one_of_two_servers_may_die_half_way_and_be_away_at_the_next_start(
     server: ChatServer,
     other: ChatServer,

@@ -246,7 +246,11 @@ def _source(
         for line in silent:
             log.warning(f"@endpoint {line}; the others take its work until it answers")
         settings = replace(settings, taps=())  # servers send no states
-        return partial(answer_remotely, servers, tokenizer, settings=settings), tokenizer, settings
+        # vLLM's connector for hidden states then also writes those of the answer.
+        with_answers = {"kv_transfer_params": {"include_output_tokens": True}}
+        more = with_answers if recipe.train.states == "vllm" else None
+        answer = partial(answer_remotely, servers, tokenizer, settings=settings, more=more)
+        return answer, tokenizer, settings
     backbone = load_backbone(recipe.model, loading, chat_template=template, chat=True)
     log.info(backbone.description)
     check_generation_config(backbone)

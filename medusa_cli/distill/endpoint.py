@@ -95,19 +95,21 @@ def answer_remotely(
     settings: DistillRecipe,
     on_tokens: Callable[[int], None] = lambda count: None,
     should_stop: Callable[[], bool] = lambda: False,
+    more: dict[str, Any] | None = None,
 ) -> Iterator[Outcome]:
     """Answers each seed's turns in order with the servers, several conversations at a time.
 
     Yields each seed's outcome as soon as it ends. Outcomes have no hidden states, which training
     computes. A seed that fails does not stop the others. on_tokens: called with the number of
-    answer tokens of each seed. should_stop: if it returns True, no further seed is sent.
+    answer tokens of each seed. should_stop: if it returns True, no further seed is sent. more: further
+    fields of each request.
     """
     waiting = iter(seeds)
     with ThreadPoolExecutor(max_workers=settings.concurrency) as pool:
 
         def ask(count: int) -> set[Future[Outcome]]:
             return {
-                pool.submit(_converse, servers, tokenizer, seed, settings)
+                pool.submit(_converse, servers, tokenizer, seed, settings, more or {})
                 for seed in islice(waiting, 0 if should_stop() else count)
             }
 
@@ -125,7 +127,11 @@ def answer_remotely(
 
 
 def _converse(
-    servers: ChatServers, tokenizer: Tokenizer, seed: Conversation, settings: DistillRecipe
+    servers: ChatServers,
+    tokenizer: Tokenizer,
+    seed: Conversation,
+    settings: DistillRecipe,
+    more: dict[str, Any],
 ) -> Outcome:
     """Has the servers answer one seed's turns, with each answer as part of the next prompt.
 
@@ -136,6 +142,7 @@ def _converse(
     options: dict[str, Any] = {
         "max_tokens": settings.max_new_tokens,
         "temperature": settings.temperature,
+        **more,
     }
     if settings.temperature:  # small enough for any server
         options["seed"] = zlib.crc32(f"{settings.random_seed}:{seed.id}".encode()) >> 1

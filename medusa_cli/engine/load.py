@@ -26,7 +26,14 @@ from medusa_cli.engine.twin import verified
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.files.model_source import ModelSource
 from medusa_cli.model import Backbone, lora
-from medusa_cli.model.backbone import Unsupported, check_fork, text_config, usable_positions
+from medusa_cli.model.backbone import (
+    Unsupported,
+    check_fork,
+    has_tied_head,
+    text_config,
+    text_model,
+    usable_positions,
+)
 from medusa_cli.model.chat_template import check_template, try_template
 from medusa_cli.model.checks import PROBE
 from medusa_cli.model.digest import weights_of
@@ -41,7 +48,7 @@ from medusa_cli.model.load import (
     resolve_device,
     resolve_dtype,
 )
-from medusa_cli.model.weights import NetworkWeights
+from medusa_cli.model.weights import CheckpointWeights, NetworkWeights
 from medusa_cli.native import Format, is_available, why_unavailable
 from medusa_cli.runs.load_options import DEFAULT_LOADING, INTEGER, LoadOptions
 
@@ -117,6 +124,42 @@ def load_backbone(
     backbone.engine = EagerEngine(backbone)
     if not shard:  # all processes must run a sharded network together
         backbone.engine.check()
+    return backbone
+
+
+def load_without_layers(
+    name: str, options: LoadOptions, chat_template: str | None = None
+) -> Backbone:
+    """Loads a model's embeddings, final norm, lm_head and tokenizer, for training on stored states.
+
+    Raises UsageError for a model without safetensors files, or with another structure.
+    """
+    model = ModelSource.of(name)
+    lazy = lazy_network(model)
+    tokenizer = load_tokenizer(model, lazy, chat_template, False)
+    network = lazy.network
+    norm = getattr(text_model(network), "norm", None)
+    embeddings, head = network.get_input_embeddings(), network.get_output_embeddings()
+    needed = [embeddings, head, norm]
+    scaled = any(list(part.buffers()) for part in needed if part is not None)
+    if not model.checkpoint or norm is None or scaled:
+        raise UsageError(
+            f"train.states=vllm cannot read the embeddings, the norm and the lm_head of {name!r}",
+            "use train.states=kept",
+        )
+    device = resolve_device(options.device)
+    dtype = resolve_dtype(options.dtype, model, device)
+    weights = CheckpointWeights(model.checkpoint, network)
+    names = {id(module): own for own, module in network.named_modules()}
+    tied = has_tied_head(network)
+    for module in (embeddings, norm) if tied else needed:
+        for own, _ in list(module.named_parameters(recurse=False)):
+            values = weights.tensor(f"{names[id(module)]}.{own}").to(device, dtype)
+            setattr(module, own, torch.nn.Parameter(values, requires_grad=False))
+    if tied:
+        head.weight = embeddings.weight
+    backbone = Backbone(network, tokenizer, id=model.name, weights=weights_of(model))
+    backbone.engine = EagerEngine(backbone)
     return backbone
 
 

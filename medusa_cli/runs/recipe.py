@@ -146,9 +146,10 @@ class TrainRecipe:
     scored: Annotated[int, Meta(ge=64, le=10_000_000)] | None = key(
         None, "sampled softmax: tokens scored per batch; null: the whole vocabulary"
     )
-    states: Literal["kept", "fresh"] = key(
+    states: Literal["kept", "fresh", "vllm"] = key(
         "kept",
-        "kept: stage 1 reads the model's hidden states from disk; fresh: it computes them in every step",
+        "kept: stage 1 reads the model's hidden states from disk; fresh: it computes them in every step; "
+        "vllm: it reads those that vLLM wrote to RUN/vllm",
     )
     # Stage 2 (Medusa, section 3.2.2).
     tuning: Literal["lora", "qlora", "full"] = key(

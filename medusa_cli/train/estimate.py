@@ -44,6 +44,11 @@ def estimate(
     source = data or run.data_path
     if train.shard:
         raise UsageError("@dry_run loads the model in one process", "leave train.shard=true out")
+    if train.states == "vllm":
+        raise UsageError(
+            "@dry_run does not read the states that vLLM wrote",
+            "leave it out, or use train.states=kept",
+        )
     setup.check_loading(train, options, Distributed())
     check_conversations(source)
     backbone = setup.load_model(recipe, options)

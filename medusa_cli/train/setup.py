@@ -15,6 +15,7 @@ from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.drafters.io import load_kind
 from medusa_cli.engine import load_backbone
 from medusa_cli.engine.eager import EagerEngine
+from medusa_cli.engine.load import load_without_layers
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.files.model_source import ModelSource
 from medusa_cli.model import Backbone
@@ -54,6 +55,15 @@ def runs_model(kind: type[HeadDrafter] | HeadDrafter, train: TrainRecipe) -> boo
     return kind.uses_verify_pass or train.states == "fresh"
 
 
+def needs_network(kind: type[HeadDrafter], train: TrainRecipe, options: LoadOptions) -> bool:
+    """Returns True if stage 1 runs the network's own layers.
+
+    On a GPU, the torch engine also runs whole conversations, in a third of the operations.
+    """
+    on_cpu = torch.device(resolve_device(options.device)).type == "cpu"
+    return kind.uses_verify_pass or (runs_model(kind, train) and on_cpu)
+
+
 def longest(train: TrainRecipe) -> int:
     """Returns the length in tokens to which conversations are truncated if the model runs them whole."""
     return min(train.max_length, train.batch_tokens)
@@ -76,6 +86,11 @@ def check_recipe(recipe: Recipe) -> None:
                     f"drafter.{key}={getattr(drafter, key)} has no effect on {kind.name}",
                     f"leave it out, or use drafter={other.name}",
                 )
+    if train.states == "vllm" and (train.stage == 2 or kind.uses_verify_pass):
+        raise UsageError(
+            "train.states=vllm reads states from files, and this training runs the model in every step",
+            "leave it out, or use train.stage=1 and another drafter",
+        )
     if train.stage == 1:
         return
     if kind.uses_verify_pass:
@@ -173,10 +188,10 @@ def build_drafter(backbone: Backbone, recipe: DrafterRecipe, dataset: Dataset) -
 def options_for(kind: type[HeadDrafter], train: TrainRecipe, options: LoadOptions) -> LoadOptions:
     """Returns the options with which to load the backbone.
 
-    If stage 1 runs the model over whole conversations, the engine is eager. Raises UsageError if
-    another one, or a quantization that needs another one, was requested in that case.
+    If stage 1 runs the network's own layers, the engine is eager. Raises UsageError if another one,
+    or a quantization that needs another one, was requested in that case.
     """
-    if not runs_model(kind, train):
+    if not needs_network(kind, train, options):
         return options
     if options.engine in ("native", "torch"):
         raise UsageError(
@@ -233,12 +248,17 @@ def read_data(
 
 
 def frozen_backbone(recipe: Recipe, options: LoadOptions) -> Backbone:
-    """Loads the frozen model with its decoding engine, or with the engine that can run whole conversations."""
+    """Loads the frozen model with its decoding engine, or with the engine that can run whole conversations.
+
+    If its states come from a server, its layers stay on the disk.
+    """
     kind = DRAFTERS[recipe.drafter.name]
     train = recipe.train
+    if train.states == "vllm":
+        return load_without_layers(recipe.model, options, recipe.chat_template)
     options = options_for(kind, train, options)
     template = recipe.chat_template
-    gradients = runs_model(kind, train)
+    gradients = needs_network(kind, train, options)
     if kind.uses_verify_pass:
         options = without_fp16(recipe, options)
     return load_backbone(

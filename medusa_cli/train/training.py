@@ -13,6 +13,7 @@ from typing import Any
 from medusa_cli.data.conversation import Conversation, check_conversations
 from medusa_cli.data.packing import Dataset, coverage, read_dataset
 from medusa_cli.data.states import with_hidden_states
+from medusa_cli.data.vllm_states import with_vllm_states
 from medusa_cli.device import keep_freed_memory
 from medusa_cli.drafters import DRAFTERS, Eagle
 from medusa_cli.drafters.firp import check_extra_rows
@@ -172,7 +173,9 @@ def _load(
     if drafter.uses_verify_pass and train.stage == 1 and not train.shard:
         check_extra_rows(backbone)
 
-    if not online:
+    if train.states == "vllm":
+        dataset = with_vllm_states(dataset, run, backbone, drafter.taps, world)
+    elif not online:
         dataset = with_hidden_states(
             dataset, run, backbone, source, drafter.taps, world=world, show=show
         )
