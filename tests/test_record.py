@@ -23,7 +23,7 @@ from medusa_cli.serve.record import Recorder, answerer
 from medusa_cli.serve.scheduler import Event, Scheduler, Ticket
 from medusa_cli.tune.prompts import read_prompts
 from tests.helpers import save_model, save_run
-from tests.serving import IDS, MODEL, Served, fork, serving, tiny_medusa
+from tests.serving import IDS, MODEL, Served, serving, start, tiny_medusa
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "w1 w2"}], "max_tokens": 12}
 
@@ -233,18 +233,18 @@ def test_a_signal_loads_the_drafter_again(tmp_path: Path) -> None:
     run = save_run(tmp_path / "run", model)
     log = tmp_path / "log"
     words = ["--run", f"{run.path}/", "--tree", "static", "--dtype", "fp32", "--device", "cpu"]
-    process, port = fork([*words, "--record", str(tmp_path / "traffic.jsonl")], log)
+    process, port = start([*words, "--record", str(tmp_path / "traffic.jsonl")], log)
     try:
         save_run(tmp_path / "run", model, heads=4)
-        os.kill(process.pid, signal.SIGHUP)
+        process.send_signal(signal.SIGHUP)
         late = time.monotonic() + 60
         while log.read_text().count("medusa drafter") < 2:
-            assert time.monotonic() < late and process.is_alive(), log.read_text()
+            assert time.monotonic() < late and process.poll() is None, log.read_text()
             time.sleep(0.05)
         status, _, _ = Served(port).post({"prompt": IDS, "max_tokens": 4})
         assert status == 200
         process.kill()
-        process.join()
+        process.wait()
         assert len(lines_of(tmp_path / "traffic.jsonl")) == 1
     finally:
         process.kill()
