@@ -80,9 +80,13 @@ class Slots(ABC):
         if rows > self.capacity:
             self.resize(self.grown(rows))
 
+    @torch.inference_mode()
     def lengthen(self, slot: int, length: int) -> None:
-        """Adds free rows to a slot as if they held tokens, so that passes after a long text can be timed."""
+        """Adds rows of zeros to a slot as if they held tokens, so that passes after a long text can be timed."""
         self.reserve(length)
+        # Memory that was never written is a single page, which stays in a CPU's cache.
+        for view in self.views(slot, -(-self.lengths[slot] // 16) * 16, length):
+            view.zero_()
         self.lengths[slot] = length
 
     def rows(self, slot: int, start: int, end: int) -> list[Tensor]:
