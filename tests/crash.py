@@ -12,6 +12,7 @@ import importlib.util
 import json
 import os
 import random
+import re
 import shutil
 import sys
 import tempfile
@@ -115,23 +116,25 @@ def training(run: Path) -> Facts:
 
 
 def files(*patterns: str) -> Callable[[Path], Facts]:
-    """Returns what reads files: JSON without its time, that a picture is there, else all bytes."""
+    """Returns what reads files: JSON without its time and place, that a picture is there, else all bytes."""
 
-    def content(path: Path) -> str:
+    def content(path: Path, scratch: Path) -> str:
         if path.suffix == ".png":
             return str(path.stat().st_size > 0)
         if path.suffix != ".json":
             return digest(path.read_bytes())
-        document = json.loads(path.read_text())
+        # Commands name the model's folder, which is below that of the trial.
+        document = json.loads(re.sub(rf'{scratch}/[^"/]+', "", path.read_text()))
         for record in (document, document.get("provenance", {})):
             record.pop("created", None)
         return digest(document)
 
     def facts(run: Path) -> Facts:
+        scratch = Path(str(run).removesuffix(str(RUN))).parent
         paths = [
             path for pattern in patterns for path in sorted(run.glob(pattern)) if path.is_file()
         ]
-        return [(str(path.relative_to(run)), content(path)) for path in paths]
+        return [(str(path.relative_to(run)), content(path, scratch)) for path in paths]
 
     return facts
 
