@@ -48,13 +48,13 @@ def with_vllm_states(
         return files.get(_key(item.tokens[:-1])) or files.get(_key(item.tokens))
 
     items = [*dataset.train, *dataset.held_out]
-    found = {item.id: path for item in items if (path := file_of(item)) is not None}
-    if len(found) < len(items):
-        left = len(items) - len(found)
+    path_of = {item.id: path for item in items if (path := file_of(item)) is not None}
+    if len(path_of) < len(items):
+        left = len(items) - len(path_of)
         log.warning(f"{left:,} conversations are left out: {folder} has no states of their tokens")
-    items = [item for item in items if item.id in found]
+    items = [item for item in items if item.id in path_of]
     starts = [0, *accumulate(len(item.tokens) - 1 for item in items)]
-    if not any(item.id in found for item in dataset.train):
+    if not any(item.id in path_of for item in dataset.train):
         ids = layer_ids(taps, backbone.num_layers)
         raise UserError(
             f"{folder} holds no states of the conversations' tokens",
@@ -69,7 +69,7 @@ def with_vllm_states(
             with closing(StateStore(stored, width)) as store:
                 store.truncate(0)
                 for item in items:
-                    states = _states(found[item.id], backbone, taps)
+                    states = _states(path_of[item.id], backbone, taps)
                     store.append(states[: len(item.tokens) - 1])
     rows = {
         item.id: (start, len(item.tokens) - 1) for item, start in zip(items, starts, strict=False)

@@ -248,8 +248,10 @@ def _source(
         settings = replace(settings, taps=())  # servers send no states
         # vLLM's connector for hidden states then also writes those of the answer.
         with_answers = {"kv_transfer_params": {"include_output_tokens": True}}
-        more = with_answers if recipe.train.states == "vllm" else None
-        answer = partial(answer_remotely, servers, tokenizer, settings=settings, more=more)
+        extra_body = with_answers if recipe.train.states == "vllm" else None
+        answer = partial(
+            answer_remotely, servers, tokenizer, settings=settings, extra_body=extra_body
+        )
         return answer, tokenizer, settings
     backbone = load_backbone(recipe.model, loading, chat_template=template, chat=True)
     log.info(backbone.description)

@@ -95,21 +95,21 @@ def answer_remotely(
     settings: DistillRecipe,
     on_tokens: Callable[[int], None] = lambda count: None,
     should_stop: Callable[[], bool] = lambda: False,
-    more: dict[str, Any] | None = None,
+    extra_body: dict[str, Any] | None = None,
 ) -> Iterator[Outcome]:
     """Answers each seed's turns in order with the servers, several conversations at a time.
 
     Yields each seed's outcome as soon as it ends. Outcomes have no hidden states, which training
     computes. A seed that fails does not stop the others. on_tokens: called with the number of
-    answer tokens of each seed. should_stop: if it returns True, no further seed is sent. more: further
-    fields of each request.
+    answer tokens of each seed. should_stop: if it returns True, no further seed is sent.
+    extra_body: further fields of each request.
     """
     waiting = iter(seeds)
     with ThreadPoolExecutor(max_workers=settings.concurrency) as pool:
 
         def ask(count: int) -> set[Future[Outcome]]:
             return {
-                pool.submit(_converse, servers, tokenizer, seed, settings, more or {})
+                pool.submit(_converse, servers, tokenizer, seed, settings, extra_body or {})
                 for seed in islice(waiting, 0 if should_stop() else count)
             }
 
@@ -131,7 +131,7 @@ def _converse(
     tokenizer: Tokenizer,
     seed: Conversation,
     settings: DistillRecipe,
-    more: dict[str, Any],
+    extra_body: dict[str, Any],
 ) -> Outcome:
     """Has the servers answer one seed's turns, with each answer as part of the next prompt.
 
@@ -142,7 +142,7 @@ def _converse(
     options: dict[str, Any] = {
         "max_tokens": settings.max_new_tokens,
         "temperature": settings.temperature,
-        **more,
+        **extra_body,
     }
     if settings.temperature:  # small enough for any server
         options["seed"] = zlib.crc32(f"{settings.random_seed}:{seed.id}".encode()) >> 1

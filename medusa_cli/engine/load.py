@@ -230,7 +230,7 @@ def _load_native(
 ) -> Backbone:
     """Loads a backbone on the native engine; raises Unsupported for a model that it cannot run."""
     int8_rows = _rounds_rows(options)
-    loaded = _loaded(model, options, adapter, chat_template, int8_rows, chat)
+    loaded = _pack(model, options, adapter, chat_template, int8_rows, chat)
     context = usable_positions(text_config(loaded.network.config))
     with _forgetting_refused(loaded.packed):
         native = NativeModel(loaded.description, loaded.packed, loaded.rotary, context)
@@ -265,7 +265,7 @@ def _load_tiles(
     int8_rows = _rounds_rows(options)
     dtype = resolve_dtype(options.dtype, model, str(device))
     stored = replace(options, dtype="auto")
-    loaded = _loaded(model, stored, adapter, chat_template, int8_rows, chat)
+    loaded = _pack(model, stored, adapter, chat_template, int8_rows, chat)
     if not loaded.packed.is_quantized:
         raise Unsupported("its weights are not quantized")
     network, head = network_of(
@@ -300,7 +300,7 @@ def _rounds_rows(options: LoadOptions) -> bool:
     return options.rows == "int8" or (options.rows == "auto" and options.dtype != "fp32")
 
 
-def _loaded(
+def _pack(
     model: ModelSource,
     options: LoadOptions,
     adapter: Path | None,

@@ -97,9 +97,9 @@ def tile_matmul_kernel(
     ZERO: tl.constexpr,
     UPPER: tl.constexpr,
     SCALE: tl.constexpr,
-    LEAST: tl.constexpr,
+    MINS: tl.constexpr,
     D: tl.constexpr,
-    M: tl.constexpr,
+    DMIN: tl.constexpr,
     END: tl.constexpr,
     STEP: tl.constexpr,
     BM: tl.constexpr,
@@ -138,8 +138,8 @@ def tile_matmul_kernel(
             x = tl.load(numbers + unit * 32, mask=inside[:, None], other=0)
             size = tl.load(scales + unit, mask=inside, other=0.0)
             d = tl.load(halves + (block + D) // 2).to(tl.float32)
-            if END > M:
-                least = tl.load(halves + (block + M) // 2).to(tl.float32)
+            if END > DMIN:
+                dmin = tl.load(halves + (block + DMIN) // 2).to(tl.float32)
             for g in tl.static_range(GROUPS):
                 scale = d
                 group = (u * GROUPS + g) * 16
@@ -152,10 +152,10 @@ def tile_matmul_kernel(
                     product = tl.dot(x, part, out_dtype=tl.int32)
                 factor = scale[None, :] * size[:, None]
                 total = tl.fma(product.to(tl.float32), factor, total)
-                if END > M:
-                    offset = least
+                if END > DMIN:
+                    offset = dmin
                     if UNITS > 1:
-                        offset = -(least * tl.load(small + (block + LEAST + group)).to(tl.float32))
+                        offset = -(dmin * tl.load(small + (block + MINS + group)).to(tl.float32))
                     whole = tl.load(sums + (unit * 2 + g), mask=inside, other=0.0)
                     if GROUPS == 1:
                         whole += tl.load(sums + (unit * 2 + 1), mask=inside, other=0.0)

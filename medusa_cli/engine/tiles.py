@@ -26,7 +26,7 @@ FLOATS = {Format.F32: torch.float32, Format.F16: torch.float16, Format.BF16: tor
 
 @dataclass(frozen=True)
 class Layout:
-    """How the tiles of a format hold their numbers.
+    """Tells how the tiles of a format hold their numbers.
 
     units: the units of 32 inputs in a block; several have 8-bit scales besides the block's. bits: the lower bits of a
     number, 4 or 8. planes: its upper bits, which lie apart. group: the inputs that share a scale. zero: is subtracted.
@@ -53,9 +53,9 @@ class Layout:
         upper = self.units * UNIT * TILE * self.bits // 8
         small = self.units * self.groups * TILE if self.units > 1 else 0
         scale = upper + self.units * 64 * self.planes
-        least = scale + small
-        d = least + small * self.offset
-        return upper, scale, least, d, d + 2 * TILE, d + 2 * TILE * (1 + self.offset)
+        mins = scale + small
+        d = mins + small * self.offset
+        return upper, scale, mins, d, d + 2 * TILE, d + 2 * TILE * (1 + self.offset)
 
 
 LAYOUTS = {
@@ -104,19 +104,19 @@ class Tiles(nn.Module):
     def decoded(self, data: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Returns the integers [M, K], and the scales and offsets [M, groups] in fp32, of M channels of some tiles."""
         layout = self.layout
-        upper, scale, least, d, m, end = layout.places
+        upper, scale, mins, d, dmin, end = layout.places
         numbers = self._integers(data[..., :upper], layout.bits)
         if layout.planes:
             numbers += self._integers(data[..., upper:scale], layout.planes) << 4
         if self.codes is not None:
             numbers = self.codes[numbers]
-        scales = _halves(data[..., d:m])
-        offsets = _halves(data[..., m:end]) if layout.offset else None
+        scales = _halves(data[..., d:dmin])
+        offsets = _halves(data[..., dmin:end]) if layout.offset else None
         if layout.units > 1:
-            small = data[..., scale:least]
+            small = data[..., scale:mins]
             scales = scales * self._small(small.view(torch.int8) if layout.signed else small)
             if offsets is not None:
-                offsets = -(offsets * self._small(data[..., least:d]))
+                offsets = -(offsets * self._small(data[..., mins:d]))
         return (
             numbers - layout.zero,
             _by_channel(scales),

@@ -82,8 +82,8 @@ class Joined(nn.Module):
         return F.linear(x, self.weight, self.bias)
 
 
-class Abreast(nn.Module):
-    """Linear layers of bitsandbytes that read the same rows, each by its own forward pass."""
+class Concatenated(nn.Module):
+    """Runs linear layers of bitsandbytes on the same rows, and concatenates their outputs."""
 
     def __init__(self, linears: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ def joined(linears: Sequence[Any]) -> nn.Module:
     if kinds == {TileLinear}:
         return TileLinear.joined(linears)
     if all(kind.__module__.startswith("bitsandbytes.") for kind in kinds):
-        return Abreast(linears)
+        return Concatenated(linears)
     names = ", ".join(sorted(kind.__name__ for kind in kinds))
     raise Unsupported(f"a layer is {names}, not a plain linear one")
 

@@ -1,6 +1,7 @@
 """The base class of formats with one answer: the answer whole, or line by line as it comes."""
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from contextlib import aclosing
 from typing import Any
@@ -20,7 +21,7 @@ def sse(data: dict[str, Any], name: str | None = None) -> str:
     return f"{head}data: {json.dumps(data)}\n\n"
 
 
-class AnswerFormat:
+class AnswerFormat(ABC):
     """Formats the answer of one ticket.
 
     media: the type of a stream. keep_alive: sent while nothing else is, "" for nothing.
@@ -32,17 +33,17 @@ class AnswerFormat:
     def __init__(self, ticket: Ticket) -> None:
         self._ticket = ticket
 
+    @abstractmethod
     def whole(self) -> dict[str, Any]:
         """Returns the response body with the finished answer."""
-        raise NotImplementedError
 
     def begin(self) -> Iterable[str]:
         """Returns the lines of a stream before the first event."""
         return ()
 
+    @abstractmethod
     def read(self, event: Event) -> Iterable[str]:
         """Returns the lines of a stream for an event; after the last one, those that end the stream."""
-        raise NotImplementedError
 
     def failed(self, reason: Refusal) -> str:
         """Returns the line of a stream for a failure."""

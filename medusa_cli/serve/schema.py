@@ -1,4 +1,4 @@
-"""What the bodies of requests share: limits, fields that have several forms, and fields that are not served.
+"""The parts that the bodies of requests share: limits, fields that have several forms, and fields that are not served.
 
 An unknown field is ignored and named in the log and in a header. Fields that are known to change the
 answer and are not served are refused by name (see `neutral`).

@@ -73,8 +73,8 @@ def kernel_of(device: torch.device) -> "Callable[..., Tensor] | None":
         for compute in (kernel, PlainLoss()):
             logits = 3 * numbers
             right = torch.empty(3, dtype=torch.uint8, device=device)
-            given = (targets, numbers[0, :3], right, numbers.softmax(-1), targets % 3, 0.5)
-            results.append((compute(logits, *given), right.float(), logits))
+            arguments = (targets, numbers[0, :3], right, numbers.softmax(-1), targets % 3, 0.5)
+            results.append((compute(logits, *arguments), right.float(), logits))
         same = all(
             torch.allclose(ours, plain, atol=1e-5) for ours, plain in zip(*results, strict=True)
         )
