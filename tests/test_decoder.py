@@ -447,8 +447,14 @@ def test_a_drafter_reads_the_end_of_a_long_prompt(
     monkeypatch.setattr(type(drafter), "draft", watched)
     decoder = decoder_of(backbone, drafter, SHALLOW)
     text = [*range(5, 26)]
-    # The second prompt parts from the first before all that the drafter has read.
-    for prompt, reused in ((text, 0), ([*text[:9], 3, 3], 9), ([*text[:9], 3, 4, *text], 10)):
+    longer = [*text, *alone(backbone, text, 12), *text]
+    # The third prompt parts from the second before all that the drafter has read.
+    for prompt, reused in (
+        (text, 0),
+        (longer, 32),
+        ([*text[:9], 3, 3], 9),
+        ([*text[:9], 3, 4, *text], 10),
+    ):
         read.clear()
         sequence, first = decoder.admit(Request(prompt, 12, stop_ids=()))
         tokens = list(first.tokens)
