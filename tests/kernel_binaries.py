@@ -29,7 +29,7 @@ TOOL = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 def tile_matmul(format: Format, rows: int) -> tuple[str, str, dict[str, Any], dict[str, Any]]:
     """Returns the case of a format's tiles and a program's rows."""
     layout = LAYOUTS[format]
-    places = dict(zip(("UPPER", "SCALE", "LEAST", "D", "M", "END"), layout.places, strict=True))
+    places = dict(zip(("UPPER", "SCALE", "MINS", "D", "DMIN", "END"), layout.places, strict=True))
     sizes = dict(
         UNITS=layout.units,
         BITS=layout.bits,
@@ -92,6 +92,7 @@ TYPES = {
 
 def compiled(kernel: Any, pointers: str, sizes: dict[str, Any], options: Any, target: int) -> Any:
     names = list(kernel.arg_names)
+    assert sizes.keys() <= set(names), f"{kernel.__name__} has no {sizes.keys() - set(names)}"
     types = dict(TYPES)
     if kernel.__name__ != "matmul_kernel":
         types["out"] = "*bf16"
