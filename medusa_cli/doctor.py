@@ -410,7 +410,7 @@ def _first_share(case: Case, drafter: HeadDrafter, read: Batch, batch: Batch) ->
     """Returns the share of first draft tokens predicted from `read` that match the next tokens in `batch`."""
     scores = next(drafter.logits(case.backbone, read))
     rows = batch.targets(1)
-    guesses = drafter.draft_ids[scores[batch.learnt_index[rows]].argmax(-1)]
+    guesses = drafter.draft_ids[scores[batch.learned_index[rows]].argmax(-1)]
     return float((guesses == batch.next[rows + 1]).float().mean())
 
 

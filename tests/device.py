@@ -167,8 +167,8 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        learnt = [tensor for tensor in ctx.own if tensor.requires_grad]
-        grads = iter(torch.autograd.grad(ctx.out, learnt, grad.inner))
+        learned = [tensor for tensor in ctx.own if tensor.requires_grad]
+        grads = iter(torch.autograd.grad(ctx.out, learned, grad.inner))
         for _ in range(FUSED[ctx.func]):
             ctx.device._record(ctx.device.kernels, f"{ctx.func.__name__} backward")
         own = (Remote(next(grads)) if tensor.requires_grad else None for tensor in ctx.own)

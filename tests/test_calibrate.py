@@ -233,6 +233,6 @@ def test_runs_calibration_is_written_for_its_own_drafter_and_data_alone(
     calibrate(run, "--drafter", run.drafter_dir)  # named, but the run's own
     assert run.calibration_path.is_file()
     run.calibration_path.unlink()
-    run.distill_path.unlink()  # a run that learnt from other conversations has these alone to be calibrated on
+    run.distill_path.unlink()  # a run that learned from other conversations has these alone to be calibrated on
     calibrate(run, "--data", others)
     assert run.calibration_path.is_file()

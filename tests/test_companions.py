@@ -490,7 +490,7 @@ def test_an_mtp_layers_simulated_decoding_is_its_drafting(
     drafter = load_drafter(own_drafter(ModelSource.of(path)), backbone)
     new = known(backbone, 1)
     reference = mtp_by_transformers(path, backbone, new)
-    # Positions of two conversations, of which the second is the reference's, learnt at its end.
+    # Positions of two conversations, of which the second is the reference's, learned at its end.
     other = known(backbone, 1, length=4)
     path_after = [17, 33, 8]
     hidden = torch.cat([other.hidden, new.hidden, torch.randn(3, backbone.hidden_size)])

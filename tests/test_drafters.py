@@ -261,7 +261,7 @@ def test_the_loss_is_the_decayed_cross_entropy_of_each_head(
     expected = torch.zeros(())
     for k, states in enumerate(drafter.head_states(backbone, batch), 1):
         rows = rows_of[k - 1]
-        states = states[batch.learnt_index[rows]]
+        states = states[batch.learned_index[rows]]
         targets = index[batch.next[rows + k]]
         read, matrix = drafter.factors(backbone, k - 1, states, batch.next[rows + k - 1])
         log_q, known = (read @ matrix.T).log_softmax(-1), targets >= 0
@@ -271,7 +271,7 @@ def test_the_loss_is_the_decayed_cross_entropy_of_each_head(
             float(loss.detach()) / int(known.sum()), rel=1e-4
         )
         assert int(losses.correct[k - 1]) == int((log_q.argmax(-1) == targets).sum())
-        assert (int(losses.counted[k - 1]), int(losses.learnt[k - 1])) == (
+        assert (int(losses.counted[k - 1]), int(losses.learned[k - 1])) == (
             len(rows),
             int(known.sum()),
         )
@@ -300,7 +300,7 @@ def test_autoregressive_heads_regress_to_the_models_states(kind: str) -> None:
 
     rows_of, apart = [batch.targets(k) for k in (1, 2, 3)], 0.0
     for k, states in enumerate(drafter.head_states(backbone, batch), 1):
-        states = states[batch.learnt_index[rows_of[k - 1]]]
+        states = states[batch.learned_index[rows_of[k - 1]]]
         aim = batch.hidden[rows_of[k - 1] + k, -backbone.hidden_size :]
         apart += 0.5**k * len(aim) / 9 * float(F.smooth_l1_loss(states, aim).detach())
     expected = loss(regress=0.0) + (3 * apart if drafter.regress is not None else 0.0)
@@ -414,9 +414,11 @@ def test_the_training_time_test_is_one_pass_under_the_papers_mask() -> None:
     segment = torch.tensor([-1, -1, 0, 0, 0, 0, -1, -1, -1, 1, 1, 1, 1, 1, 1])
     hidden, tokens = torch.randn(15, 4 * size), torch.randint(5, 60, (15,))
     batch = Batch(hidden, tokens, segment, sequence=sequence)
-    learnt = [batch.targets(level + 1) for level in range(steps)]
+    learned = [batch.targets(level + 1) for level in range(steps)]
     every = list(drafter.head_states(backbone, batch))
-    yielded = [states[batch.learnt_index[rows]] for states, rows in zip(every, learnt, strict=True)]
+    yielded = [
+        states[batch.learned_index[rows]] for states, rows in zip(every, learned, strict=True)
+    ]
     for number in range(2):
         rows = torch.nonzero(sequence == number).squeeze(1)
         count, embedded = len(rows), backbone.embedding(tokens[rows])
@@ -438,8 +440,8 @@ def test_the_training_time_test_is_one_pass_under_the_papers_mask() -> None:
             states = layer.leave(
                 states, F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
             )
-            own = sequence[learnt[level]] == number
-            wanted = drafter.norm(states)[learnt[level][own] - int(rows[0])]
+            own = sequence[learned[level]] == number
+            wanted = drafter.norm(states)[learned[level][own] - int(rows[0])]
             assert len(wanted) and torch.allclose(yielded[level][own], wanted, atol=1e-4), (
                 number,
                 level,

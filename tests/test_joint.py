@@ -130,18 +130,18 @@ def test_the_lambda_0_schedules() -> None:
 
 def test_adapter_gets_no_gradient_while_the_heads_learn_alone() -> None:
     backbone, heads, data, loss = joint("train.schedule=warmup", "train.heads_first=0.5")
-    learnt = adapter.trained_weights(backbone.model).values()
+    learned = adapter.trained_weights(backbone.model).values()
     loss(data.train[:3], 0.1).total.backward()
-    assert all(weight.grad is None for weight in learnt)
+    assert all(weight.grad is None for weight in learned)
     assert all(weight.grad is not None for weight in heads.parameters())
     loss(data.train[:3], 0.8).total.backward()
-    assert all(weight.grad is not None and weight.grad.abs().sum() > 0 for weight in learnt)
+    assert all(weight.grad is not None and weight.grad.abs().sum() > 0 for weight in learned)
 
 
 def test_every_linear_layer_learns_at_the_backbones_rate() -> None:
     backbone, heads, *_ = joint()
-    learnt = adapter.trained_weights(backbone.model)
-    names = {name.split(".lora_")[0].rpartition(".")[2] for name in learnt}
+    learned = adapter.trained_weights(backbone.model)
+    names = {name.split(".lora_")[0].rpartition(".")[2] for name in learned}
     assert names == {
         "q_proj",
         "k_proj",
@@ -152,7 +152,7 @@ def test_every_linear_layer_learns_at_the_backbones_rate() -> None:
         "down_proj",
         "lm_head",
     }
-    assert all("lora_" in name for name in learnt)
+    assert all("lora_" in name for name in learned)
     fast, slow = peak_rates(heads, load_recipe().train)
     assert fast == pytest.approx(4 * slow)
 

@@ -148,15 +148,15 @@ def test_sampled_softmax_teaches_what_the_whole_one_does(
     def taught(scored: int | None) -> tuple[list[int], Tensor]:
         loss = drafter_loss(heads, backbone, batch, replace(recipe, scored=scored))
         gradients = torch.autograd.grad(loss.total, learning, allow_unused=True)
-        return loss.learnt.tolist(), torch.cat(
+        return loss.learned.tolist(), torch.cat(
             [gradient.flatten() for gradient in gradients if gradient is not None]
         )
 
-    learnt, whole = taught(None)
+    learned, whole = taught(None)
     # As many as there are: nothing is drawn.
     assert torch.equal(taught(len(heads.draft_ids))[1], whole)
     drawn = [taught(40) for _ in range(60)]
-    assert all(targets == learnt for targets, _ in drawn)  # no target goes unscored
+    assert all(targets == learned for targets, _ in drawn)  # no target goes unscored
     assert not torch.equal(drawn[0][1], drawn[1][1])
     mean = torch.stack([gradient for _, gradient in drawn]).mean(0)
     assert F.cosine_similarity(mean, whole, dim=0) > 0.96

@@ -163,7 +163,7 @@ def test_stage_2_sees_prompts_and_learns_answers(name: str) -> None:
     batch = batch_of(backbone, drafter, dataset.train)
     assert torch.equal(batch.sequence, torch.arange(4).repeat_interleave(len(batch.next) // 4))
     loss = stage_2_loss(backbone, drafter, recipe.train, dataset.train, 1.0)
-    assert loss.positions == len(batch.learnt) == positions_of(dataset.train) < len(batch.next)
+    assert loss.positions == len(batch.learned) == positions_of(dataset.train) < len(batch.next)
 
 
 @pytest.mark.parametrize("name", [*VIEWS, "medusa"])

@@ -221,8 +221,8 @@ def _spans_of(mask: Any, length: int) -> list[tuple[int, int]]:
         or not all(value in (0, 1) for value in mask)
     ):
         raise Malformed("a loss_mask that does not fit input_ids")
-    learnt = [False, *(bool(value) for value in mask[1:]), False]
-    edges = [at for at in range(1, len(learnt)) if learnt[at] != learnt[at - 1]]
+    learned = [False, *(bool(value) for value in mask[1:]), False]
+    edges = [at for at in range(1, len(learned)) if learned[at] != learned[at - 1]]
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 

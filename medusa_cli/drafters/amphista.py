@@ -150,13 +150,13 @@ class Amphista(HeadDrafter):
 
     def head_states(self, backbone: Backbone, batch: Batch) -> Iterator[Tensor]:
         sequences = Padding(batch.attention_groups, batch.hidden.device)
-        learnt = batch.learnt
+        learned = batch.learned
         x = batch.hidden
         embedded = self.embed(backbone, batch.next).to(batch.hidden.dtype)
         adapted = []
         for stage in self.stages:
             assert isinstance(stage, AdaptationLayer)
             x = stage.layer(stage.join(x, embedded), sequences)
-            adapted.append(x[learnt])
+            adapted.append(x[learned])
         states = self._together(adapted, self.blocks, self.attention)  # [n, K, H], trained rows
         yield from states.to(batch.hidden.dtype).unbind(1)

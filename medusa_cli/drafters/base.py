@@ -121,17 +121,17 @@ class Batch:
     sequence: Tensor | None = None
 
     @cached_property
-    def learnt_on_host(self) -> Tensor:
+    def learned_on_host(self) -> Tensor:
         """Returns the positions [n] to train on, on the host."""
         return torch.nonzero(self.segment >= 0).squeeze(-1)
 
     @cached_property
-    def learnt(self) -> Tensor:
+    def learned(self) -> Tensor:
         """Returns the positions [n] to train on."""
-        return upload(self.learnt_on_host, self.next.device)
+        return upload(self.learned_on_host, self.next.device)
 
     @property
-    def learnt_index(self) -> Tensor:
+    def learned_index(self) -> Tensor:
         """Returns the index [P] of each trained position among the trained positions.
 
         Other positions have no valid index.
@@ -147,16 +147,16 @@ class Batch:
     def have_targets(self, heads: int) -> Tensor:
         """Returns which trained positions have a target for each head, bool [heads, n], on the host."""
         ends = nn.functional.pad(self.segment, (0, heads), value=-1)
-        ahead = self.learnt_on_host + torch.arange(1, heads + 1)[:, None]
-        return ends[ahead] == self.segment[self.learnt_on_host]
+        ahead = self.learned_on_host + torch.arange(1, heads + 1)[:, None]
+        return ends[ahead] == self.segment[self.learned_on_host]
 
     def ahead(self, heads: int) -> Tensor:
         """Returns the positions 0 .. heads after each trained one [heads + 1, n], the last one in place of later ones.
 
         Beyond the end of an answer there is no target, so any token may be read there.
         """
-        steps = numbered(heads + 1, self.learnt.device)[:, None]
-        return (self.learnt + steps).clamp(max=len(self.segment) - 1)
+        steps = numbered(heads + 1, self.learned.device)[:, None]
+        return (self.learned + steps).clamp(max=len(self.segment) - 1)
 
     @property
     def attention_groups(self) -> Tensor:

@@ -220,7 +220,7 @@ class Dflash(TransformersDrafter):
         context = self._fuse(batch.hidden)
         layers = self._keys_values(context, padding.position)
         pieces = []
-        for places in batch.learnt.split(BLOCKS):
+        for places in batch.learned.split(BLOCKS):
             ends = places.tolist()
             firsts = (places - padding.position[places]).tolist()
             known = [

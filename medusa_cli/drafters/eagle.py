@@ -340,15 +340,15 @@ def training_time_test(
     draft.
     """
     device = states.device
-    learnt = batch.learnt
+    learned = batch.learned
     groups = batch.attention_groups
     true = Padding(groups, device)
-    own = Padding(groups[batch.learnt_on_host], device)
-    position = true.position[learnt]
+    own = Padding(groups[batch.learned_on_host], device)
+    position = true.position[learned]
     q, key, value = layer.attention_inputs(layer.reads(states, embedded), true.position)
     known = true.pad(torch.stack([key, value], dim=2).transpose(0, 1))  # [S, L, heads, 2, D]
     if own.shape[0] < true.shape[0]:  # some are prompts only
-        present = true.numbers[batch.learnt_on_host].unique_consecutive()
+        present = true.numbers[batch.learned_on_host].unique_consecutive()
         known = known[upload(present, device)]
     keys, values = known.permute(3, 0, 2, 1, 4)  # [S, heads, L, D] each
     # Each of the W rows sees the columns up to its own position, and its own column of every later step.
@@ -357,7 +357,7 @@ def training_time_test(
     others = ~torch.eye(wide, dtype=torch.bool, device=device).expand(len(later), -1, -1)
     hidden = torch.cat([later, *[others] * (steps - 1)], dim=-1)
     mask = torch.zeros_like(hidden, dtype=keys.dtype).masked_fill_(hidden, -torch.inf)[:, None]
-    states = states[learnt]
+    states = states[learned]
     for step, token in enumerate(batch.ahead(steps - 1)):
         if step:
             read = layer.reads(states, embedded.index_select(0, token))
@@ -366,7 +366,7 @@ def training_time_test(
             keys = torch.cat([keys, key], dim=2)
             values = torch.cat([values, value], dim=2)
         else:
-            q = own.pad(q[:, learnt].transpose(0, 1)).transpose(1, 2)
+            q = own.pad(q[:, learned].transpose(0, 1)).transpose(1, 2)
         seen = F.scaled_dot_product_attention(q, keys, values, mask[..., : keys.shape[2]])
         states = layer.leave(states, own.unpad(seen.transpose(1, 2)).transpose(0, 1))
         yield states

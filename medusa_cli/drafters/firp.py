@@ -126,7 +126,7 @@ class Firp(HeadDrafter):
         assert batch.trace is not None and batch.rows is not None
         # [P, K, H]
         states = extra_row_states(backbone, batch.trace, self.rows_of(list(self.steps)), batch.rows)
-        yield from states[batch.learnt].to(batch.hidden.dtype).unbind(1)
+        yield from states[batch.learned].to(batch.hidden.dtype).unbind(1)
 
 
 def spread(heads: int, depth: int) -> tuple[int, ...]:

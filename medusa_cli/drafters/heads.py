@@ -117,9 +117,9 @@ class HeadDrafter(Scoring):
         if not is_draft and not ids.is_meta:
             ids = torch.arange(size)
         self.register_buffer("draft_ids", ids, persistent=False)
-        learnt = config.vocabulary != "shared" and "own" in self.vocabularies
+        learned = config.vocabulary != "shared" and "own" in self.vocabularies
         count = 0
-        if learnt:
+        if learned:
             count = {"each": config.num_heads, "one": 1, "none": 0}[config.matrices]
         shape = (len(ids), config.hidden_size)
         self.matrices = nn.ParameterList(nn.Parameter(torch.empty(shape)) for _ in range(count))

@@ -149,7 +149,7 @@ class HydraHeads(HeadDrafter):
             for layer in self.prefix:
                 x = layer(x, sequences)
             context = x.to(context.dtype)
-        x = context[batch.learnt]
+        x = context[batch.learned]
         for block, positions in zip(self.blocks, batch.ahead(self.num_heads), strict=False):
             x = torch.cat([x, embedded[positions]], dim=-1)
             yield block(x)

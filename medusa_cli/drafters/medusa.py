@@ -56,7 +56,7 @@ class MedusaHeads(HeadDrafter):
         return self.at_once(depth, compute, hidden.to(self.dtype))
 
     def head_states(self, backbone: Backbone, batch: Batch) -> Iterator[Tensor]:
-        states = batch.hidden[batch.learnt]
+        states = batch.hidden[batch.learned]
         for block in self.blocks:
             yield block(states)
 

@@ -238,20 +238,20 @@ class Mtp(TransformersDrafter, LayerDrafter):
     def head_states(self, backbone: Backbone, batch: Batch) -> Iterator[Tensor]:
         """Yields the states of each step in the training-time test; see `eagle.training_time_test`."""
         padding = Padding(batch.attention_groups, batch.hidden.device)
-        learnt = batch.learnt
-        count = len(learnt)
+        learned = batch.learned
+        count = len(learned)
         embedded = self.embed(backbone, batch.next)
-        every = torch.arange(len(batch.next), device=learnt.device)
+        every = torch.arange(len(batch.next), device=learned.device)
         mask = (padding.sequence[:, None] == padding.sequence) & (every[:, None] >= every)
         known = GrowingRows()
         entering = self.enter(backbone, batch.hidden)
-        states = self.mtp(entering, embedded, padding.position, mask, known)[learnt]
-        mask = mask[learnt]
-        itself = torch.eye(count, dtype=torch.bool, device=learnt.device)
+        states = self.mtp(entering, embedded, padding.position, mask, known)[learned]
+        mask = mask[learned]
+        itself = torch.eye(count, dtype=torch.bool, device=learned.device)
         for step, tokens in enumerate(batch.ahead(self.num_heads - 1)):
             if step:
                 mask = torch.cat([mask, itself], dim=1)
-                at = padding.position[learnt] + step
+                at = padding.position[learned] + step
                 states = self.mtp(states, embedded[tokens], at, mask, known)
             yield states.to(batch.hidden.dtype)
 

@@ -70,8 +70,8 @@ def calibrate(
     origin = describe_drafter(folder).provenance
     recipe = load_recipe(run.recipe_path if run.recipe_path.is_file() else None)
     # A run that was trained on conversations from elsewhere has none of its own.
-    learnt = origin.data.path if origin.data is not None and not run.data_path.is_file() else None
-    source = data or Path(learnt or run.data_path)
+    learned = origin.data.path if origin.data is not None and not run.data_path.is_file() else None
+    source = data or Path(learned or run.data_path)
     if max_samples is None and data is None and kind.uses_verify_pass:
         max_samples = WHOLE
     part = "" if data else "the held-out part of "
@@ -154,26 +154,26 @@ def measure(
 
     for conversations in dataset.micro_batches(items, POSITIONS):
         batch = dataset.batch(backbone, drafter, conversations)
-        own = torch.full((len(batch.learnt), heads), PAST_END)
+        own = torch.full((len(batch.learned), heads), PAST_END)
         for head, scores in enumerate(drafter.logits(backbone, batch)):
             # Head k (from 1) predicts the token k places after the backbone's next token.
             ahead = head + 1
             rows = batch.targets(ahead)
             if not len(rows):
                 continue
-            learnt = batch.learnt_index[rows]
-            scores = scores[learnt]
+            learned = batch.learned_index[rows]
+            scores = scores[learned]
             targets = batch.next[rows + ahead]
             # [rows, top]
             right = drafter.draft_ids[scores.topk(top, dim=-1).indices] == targets[:, None]
-            own[learnt.cpu(), head] = torch.where(
+            own[learned.cpu(), head] = torch.where(
                 right.any(-1), right.int().argmax(-1), MISSED
             ).cpu()
             counted[head] += len(rows)
             if positions < FIT_POSITIONS:
                 log_loss[head] += _log_losses(scores, index[targets])
         ranks.append(own)
-        positions += len(batch.learnt)
+        positions += len(batch.learned)
         show("calibrating", positions, total)
 
     if not counted.all():

@@ -407,7 +407,7 @@ def means(sums: Sequence[dict[str, Any]], world: Distributed) -> dict[str, Any]:
     parts = {name: sum(batch["parts"][name] for batch in every) for name in every[0]["parts"]}
     return {
         "loss": total["loss"] / total["positions"],
-        "head_losses": quotients(total["head_losses"], total["learnt"]),
+        "head_losses": quotients(total["head_losses"], total["learned"]),
         "accuracies": quotients(total["correct"], total["counted"]),
         "positions": total["positions"],
         "parts": {name: part / total["positions"] for name, part in parts.items()},

@@ -42,7 +42,7 @@ class BatchLoss:
 
     total: the value to minimize, a mean over all `positions`. A head without a target at a position
     adds nothing there. by_head [K]: what each head adds to it. scale [K]: turns this into a sum over
-    the head's `learnt` [K] targets. correct, counted [K]: each head's top-1 hits and targets. scale
+    the head's `learned` [K] targets. correct, counted [K]: each head's top-1 hits and targets. scale
     and counted are on the host. parts: the other parts of the loss by name.
     """
 
@@ -51,26 +51,26 @@ class BatchLoss:
     scale: Tensor
     correct: Tensor
     counted: Tensor
-    learnt: Tensor
+    learned: Tensor
     positions: int
     parts: dict[str, Tensor | float]
 
     @property
     def per_head(self) -> Tensor:
         """Returns each head's mean loss [K]."""
-        return self.by_head * self.scale.to(self.by_head.device) / self.learnt.clamp(min=1)
+        return self.by_head * self.scale.to(self.by_head.device) / self.learned.clamp(min=1)
 
     @property
     def figures(self) -> Tensor:
         """Returns the numbers that are on the device as one vector, which `sums` takes apart."""
-        heads = [self.by_head, self.correct, self.learnt]
+        heads = [self.by_head, self.correct, self.learned]
         parts = [part for part in self.parts.values() if isinstance(part, Tensor)]
         return torch.cat([*heads, torch.stack([self.total.detach(), *parts])])
 
     def sums(self, figures: Tensor) -> dict[str, Any]:
         """Returns the figures as sums over positions, once the host has read them."""
         count = len(self.counted)
-        by_head, correct, learnt, rest = figures.split(
+        by_head, correct, learned, rest = figures.split(
             [count, count, count, len(figures) - 3 * count]
         )
         total, *measured = rest.tolist()
@@ -84,7 +84,7 @@ class BatchLoss:
             "head_losses": by_head * self.scale,
             "correct": correct,
             "counted": self.counted,
-            "learnt": learnt,
+            "learned": learned,
             "positions": self.positions,
             "parts": {name: self.positions * part for name, part in parts.items()},
         }
@@ -147,13 +147,13 @@ def model_loss(
     needed.
     """
     final = slice(-backbone.hidden_size, None)  # the lm_head's input
-    states = batch.hidden[batch.learnt, final]
-    teacher = None if original is None else original.hidden[batch.learnt, final]
+    states = batch.hidden[batch.learned, final]
+    teacher = None if original is None else original.hidden[batch.learned, final]
     lm_head: Any = backbone.model.get_output_embeddings()
     own_head = adapter.original(lm_head)
     measured = ("nll",) if teacher is None else ("nll", "nll_original", "kl", "agreement")
     cost = dict.fromkeys(measured if measure else (), torch.zeros((), device=states.device))
-    following = batch.next[batch.learnt]
+    following = batch.next[batch.learned]
     everywhere = torch.ones(len(following), device=states.device)
     right = torch.empty(len(following), dtype=torch.uint8, device=states.device)
     log_softmax, original_softmax, plain = LogSoftmax(), LogSoftmax(), PlainLoss()
@@ -259,7 +259,7 @@ def drafter_loss(
     have_targets = batch.have_targets(heads)
     known = upload(have_targets, device) & (targets >= 0)
     targets = targets.clamp(min=0)
-    positions = max(1, len(batch.learnt))
+    positions = max(1, len(batch.learned))
     shares = train.decay ** torch.arange(1, heads + 1) / positions
     weights = known * upload(shares[:, None], device)  # [K, n]
     right = torch.empty(known.shape, dtype=torch.uint8, device=device)
@@ -287,7 +287,7 @@ def drafter_loss(
         (known * right).sum(1),
         have_targets.sum(1),
         known.sum(1),
-        len(batch.learnt),
+        len(batch.learned),
         {},
     )
 
@@ -310,7 +310,7 @@ def sample_vocabulary(
     index [V]: the row of each token among `size`, or -1 if it has none. mass [M]: the teacher's probabilities of
     the rows, summed over positions. If it is None, the tokens of the batch are counted instead.
     """
-    emitted = index[batch.next[batch.learnt]]
+    emitted = index[batch.next[batch.learned]]
     # The last entry counts tokens without a row (-1).
     counts = torch.zeros(size + 1, device=index.device)
     counts = counts.index_add(

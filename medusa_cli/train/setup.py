@@ -306,7 +306,7 @@ def joint_backbone(recipe: Recipe, options: LoadOptions) -> Backbone:
 def _remove_noise(network: nn.Module) -> None:
     """Sets the network's dropout and the noise of its routers to 0.
 
-    Noise would be learnt as a difference from the original model, which the same layers compute.
+    Noise would be learned as a difference from the original model, which the same layers compute.
     """
     for module in network.modules():
         if isinstance(module, nn.Dropout):
@@ -375,8 +375,8 @@ def copy_heads(run: Run, backbone: Backbone, drafter: HeadDrafter, adapted: bool
     if not (run.drafter_dir / "config.json").is_file():
         return False
     identity = describe_drafter(run.drafter_dir).provenance.identity
-    learnt = identity.get("adapter")
-    if not identity or (learnt and not adapted):
+    learned = identity.get("adapter")
+    if not identity or (learned and not adapted):
         return False
     try:
         check_backbone(identity, backbone.identity, "the drafter", tuned=not adapted)
@@ -390,8 +390,8 @@ def copy_heads(run: Run, backbone: Backbone, drafter: HeadDrafter, adapted: bool
         smaller["prefix_layers"] = 0
     if trained.config != replace(drafter.config, **smaller):
         return False
-    if learnt:
-        if run.adapter is None or adapter.digest(run.adapter) != learnt:
+    if learned:
+        if run.adapter is None or adapter.digest(run.adapter) != learned:
             return False
         adapter.take_up(backbone.model, run.adapter)
     drafter.start_from(trained)

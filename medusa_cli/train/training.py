@@ -181,7 +181,7 @@ def _load(
         )
     if isinstance(drafter, Eagle):
         first = dataset.batch(backbone, drafter, dataset.micro_batches(dataset.train, LEVELLED)[0])
-        drafter.level(first.hidden[first.learnt])
+        drafter.level(first.hidden[first.learned])
     return backbone, dataset, drafter
 
 
