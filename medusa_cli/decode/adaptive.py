@@ -94,6 +94,15 @@ class TreeSize:
         self.expected += USUAL_RATE * (expected - self.expected)
 
 
+@dataclass
+class Trial:
+    """Holds how many steps without accepted draft tokens a trial has left, and what it took so far."""
+
+    left: float = TRIAL_STEPS
+    steps: int = 0
+    seconds: float = 0.0
+
+
 class AdaptivePolicy(DraftPolicy):
     """Chooses the tree size that gives the most tokens per second, down to plain decoding.
 
@@ -105,6 +114,14 @@ class AdaptivePolicy(DraftPolicy):
     With a drafter whose confidences are calibrated, one tree replaces those of all sizes: in each
     step, it grows as far as it pays. The ratio is then that of accepted tokens to the sum of the
     confidences.
+
+    The policy decodes plainly, tries drafts, or drafts:
+
+        plain -> trial      after some plain steps, more of them the more the last trial cost
+        trial -> drafting   as soon as drafts pay
+        trial -> plain      after some steps without accepted draft tokens
+        drafting -> plain   as soon as they no longer pay, or if the batch grows
+        any -> plain        for some steps, after a batch in which drafts could not pay
     """
 
     def __init__(
@@ -148,9 +165,7 @@ class AdaptivePolicy(DraftPolicy):
         self._resume_in = 0  # steps until a batch may draft again
         self._plain_steps = 0
         self._retry_after = float(RETRY_STEPS)
-        self._trial_left = 0.0
-        self._trial_steps = 0
-        self._trial_seconds = 0.0
+        self._trial: Trial | None = None
         self._drafting = False  # the drafter runs in the current step
         self._current = 0  # an index into `_trees`
         self._current, _ = self._best()
@@ -241,13 +256,13 @@ class AdaptivePolicy(DraftPolicy):
         if acceptances and acceptances != self._sequences:
             grows = len(acceptances) > len(self._sequences)
             self._sequences = acceptances
-            if grows and not self._trial_left:
+            if grows and not self._trial:
                 self._current = 0  # a greater batch begins anew
             best, _ = self._best()
             # Otherwise the trial continues: sequences may come and go at every step.
-            if best or not self._trial_left:
+            if best or not self._trial:
                 self._current = best
-                self._trial_left = 0.0
+                self._trial = None
         self._wait_to_resume(batch)
         if self.costs.of_batch(batch).plain_is_old:
             return [(ROOT, [])] * batch
@@ -270,7 +285,7 @@ class AdaptivePolicy(DraftPolicy):
             self._resume_in = RESUME_STEPS
         elif self._resume_in:
             self._resume_in -= 1
-            self._trial_left = 0.0
+            self._trial = None
             self._current = 0 if self._resume_in else self._best()[0]
 
     def _proposed(self, tree: Tree, batch: int, matched: int = 0) -> Tree | DynamicTree:
@@ -285,7 +300,7 @@ class AdaptivePolicy(DraftPolicy):
         prices = self._growing.prices(
             self.costs.of_batch(batch), self._length, rate, self.acceptance
         )
-        limits = self._growing.limits.truncate(1) if self._trial_left else self._growing.limits
+        limits = self._growing.limits.truncate(1) if self._trial else self._growing.limits
         return replace(limits, prices=prices.beside(matched))
 
     def weigh_matches(self, chances: list[float]) -> list[tuple[Tree, int]]:
@@ -347,9 +362,9 @@ class AdaptivePolicy(DraftPolicy):
             size = self._size_of(tree, batch)
             for step, acceptance in drafted:
                 _update(acceptance, size, step, levels)
-        if self._trial_left > 0:
+        if self._trial:
             if tree:  # FIRP has no extra rows yet in the first step of a trial
-                self._continue_trial(tree, [step for step, _ in drafted], seconds)
+                self._continue_trial(self._trial, tree, [step for step, _ in drafted], seconds)
         elif not self._current:
             self._count_plain_step()
         else:
@@ -365,20 +380,20 @@ class AdaptivePolicy(DraftPolicy):
         sizes = {step.nodes for step in steps}
         return self._index.get(sizes.pop()) if len(sizes) == 1 else None
 
-    def _continue_trial(self, tree: int, steps: list[Step], seconds: float) -> None:
+    def _continue_trial(self, trial: Trial, tree: int, steps: list[Step], seconds: float) -> None:
         """Ends a trial that pays, or in which too many steps accepted nothing."""
-        self._trial_left -= sum(len(step.path) == 1 for step in steps) / len(steps)
-        self._trial_steps += 1
-        self._trial_seconds += seconds
+        trial.left -= sum(len(step.path) == 1 for step in steps) / len(steps)
+        trial.steps += 1
+        trial.seconds += seconds
         best, rates = self._best()
-        if self._trial_left > 0 and rates[tree] < gain_to_begin(len(steps)) * rates[0]:
+        if trial.left > 0 and rates[tree] < gain_to_begin(len(steps)) * rates[0]:
             return
         self._current = best
-        self._trial_left = 0.0
+        self._trial = None
         batch = len(steps)
         plain = self._seconds(0, batch)
         tokens = rates[tree] * self._seconds(tree, batch)
-        loss = self._trial_seconds / plain - self._trial_steps * tokens
+        loss = trial.seconds / plain - trial.steps * tokens
         self._retry_after = min(max(loss / MAX_TRIAL_COST, RETRY_STEPS), MAX_RETRY_STEPS)
 
     def _count_plain_step(self) -> None:
@@ -401,9 +416,7 @@ class AdaptivePolicy(DraftPolicy):
         if TRIAL_STEPS * min(losses) > MAX_TRIAL_COST * self._plain_steps:
             return
         self._plain_steps = 0
-        self._trial_left = float(TRIAL_STEPS)
-        self._trial_steps = 0
-        self._trial_seconds = 0.0
+        self._trial = Trial()
         self._current = 1 + losses.index(min(losses))
         for sequence in self._sequences:
             sequence.weight = min(sequence.weight, PRIOR)  # earlier steps weigh less in the trial
@@ -421,7 +434,7 @@ class AdaptivePolicy(DraftPolicy):
             for tree in range(len(self._trees))
         ]
         best = rates.index(max(rates))
-        drafts = self._current and not self._trial_left
+        drafts = self._current and not self._trial
         gain = MIN_GAIN if drafts else gain_to_begin(batch)
         return best if rates[best] > gain * rates[0] else 0, rates
 
