@@ -113,7 +113,9 @@ class ErrorBoundary(TyperGroup):
         """Runs one command line and exits with its exit code."""
         words = list(sys.argv[1:] if args is None else args)
         if sys.platform == "win32":
-            sys.exit("error: medusa runs on Linux and macOS; on Windows, install it in WSL")
+            sys.exit(
+                "error: medusa runs on Linux, and untested on macOS; on Windows, install it in WSL"
+            )
         try:
             # Typer turns Ctrl-C in a command into exit code 130, without a message.
             code = super().main(words, *rest, **{**options, "standalone_mode": False})
@@ -195,7 +197,7 @@ def _root(
     """Make a language model decode several tokens per step, with the same output.
 
     In order: distill -> train -> calibrate -> tree -> chat / bench. Each command finds in the run directory
-    what the one before it wrote; `medusa demo` shows the result.
+    what the one before it wrote. `medusa tune` does all of it in a given time; `medusa demo` shows the result.
     """
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())

@@ -107,11 +107,11 @@ _ENGINE = (
 )
 _ROWS = (
     "Type of activations for matmuls with quantized weights: int8 (rounded in groups of 32, as llama.cpp does), fp32 "
-    "(on a GPU the --dtype), or auto (int8, and fp32 with --dtype fp32)."
+    "(on a GPU: as --dtype), or auto (int8, and fp32 with --dtype fp32)."
 )
 _KV = (
     "Type of keys and values in the cache (native engine): fp32, fp16 (half the memory), or q8_0 (8 bits in groups of "
-    "32, 0.27 of it)."
+    "32, 0.27 times the memory of fp32)."
 )
 _EXACT = (
     "On a GPU, use kernels that give a row the same bits in every pass, so that no draft changes a greedy answer; "
@@ -124,7 +124,7 @@ _QUANTIZE = (
 _TEMPERATURE = (
     "Sampling temperature; 0 is greedy. [default: 0, or 0.7 with --sampling exact or typical]"
 )
-_TOKENS = "Longest answer in tokens. [default: 512 in chat, 256 in distill and bench, 96 in demo]"
+_TOKENS = "Maximum length of an answer, in tokens. [default: 512 in chat, 256 in distill and bench, 96 in demo]"
 _SAMPLING = (
     "greedy, exact (the model's own distribution) or typical (Medusa's looser acceptance). [default: greedy, or exact "
     "with a --temperature]"
@@ -170,7 +170,7 @@ MaxSamples = Annotated[
     int | None,
     flag(
         "--max-samples N",
-        "Use at most N conversations. [default: all, or as the command prints]",
+        "Use at most N conversations. [default: all; 800 in distill without a recipe]",
         min=1,
     ),
 ]
@@ -375,8 +375,8 @@ class QuestionFlags:
         bool,
         flag(
             "--agent",
-            "5 conversations of a coding agent, of 6 turns with 2,000 tokens of this Python's sources each; "
-            "methods keep the prefixes of earlier turns.",
+            "5 conversations of a coding agent, of 6 turns, each with 2,000 tokens of the source code of Python's "
+            "standard library. Methods keep the prefixes of earlier turns.",
         ),
     ] = False
     category: Annotated[

@@ -178,7 +178,7 @@ def test_command_writes_accuracies_and_a_heat_map(run: Run, trained: Path) -> No
 
 
 @pytest.mark.parametrize("flag", ["--data", "--from"])
-def test_run_that_learnt_from_other_data_is_measured_on_its_held_out_part(
+def test_run_that_learned_from_other_data_is_measured_on_its_held_out_part(
     run: Run, trained: Path, tmp_path: Path, flag: str
 ) -> None:
     second = Run(tmp_path / "second")

@@ -782,7 +782,7 @@ def test_answers_to_another_seed_join_a_file(run: Run) -> None:
 # The command.
 
 
-def test_the_models_own_penalties_are_part_of_the_provenance_and_its_data_is_learnt_from(
+def test_the_models_own_penalties_are_part_of_the_provenance_and_its_data_is_learned_from(
     words: list[str], tmp_path: Path
 ) -> None:
     (tmp_path / "model" / "generation_config.json").write_text(

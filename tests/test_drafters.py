@@ -318,7 +318,7 @@ def test_conversations_of_a_batch_do_not_see_one_another(kind: str) -> None:
     assert torch.equal(ours[5:], theirs)
 
 
-def test_prompts_are_seen_and_not_learnt() -> None:
+def test_prompts_are_seen_and_not_learned() -> None:
     backbone = tiny_backbone(layers=4)
     drafter = drafter_of(backbone, "eagle-draft").train()
     batch = batch_of(drafter, backbone, [-1] * 4 + [0] * 8)
@@ -595,7 +595,7 @@ def test_each_drafter_is_compared_as_it_is_calibrated(place: Path, name: str) ->
     )
 
 
-def test_all_drafters_run_in_one_bench_and_each_learnt_something(place: Path) -> None:
+def test_all_drafters_run_in_one_bench_and_each_learned_something(place: Path) -> None:
     methods = ["ar", *sorted(FRESH)]
     words = [
         "--run",

@@ -108,7 +108,7 @@ def test_a_turn_taken_up_from_a_prefix_drafts_as_one_begun_afresh(name: str) -> 
 
 
 @pytest.mark.parametrize("name", VIEWS)
-def test_end_of_a_long_conversation_is_learnt_with_all_that_came_before_it(name: str) -> None:
+def test_end_of_a_long_conversation_is_learned_with_all_that_came_before_it(name: str) -> None:
     """Its answers have more positions than a micro-batch."""
     backbone = tiny_backbone(layers=4)
     drafter = trained(backbone, name)

@@ -248,7 +248,7 @@ def _stream(name: str, url: str, body: dict[str, Any]) -> Iterator[dict[str, Any
                 yield choice
     if not count:
         fault = f"@peer {name}: the answer of {url} is no stream of choices"
-        raise UserError(fault, "give the address of a server of OpenAI's protocol")
+        raise UserError(fault, "give the address of an OpenAI-compatible server")
 
 
 def _request(url: str, body: dict[str, Any] | None) -> urllib.request.Request:
@@ -278,4 +278,4 @@ def _answer(
     if isinstance(entries, list) and entries and all(isinstance(entry, dict) for entry in entries):
         return entries
     fault = f"@peer {name}: the answer of {url} has no {field}"
-    raise UserError(fault, "give the address of a server of OpenAI's protocol")
+    raise UserError(fault, "give the address of an OpenAI-compatible server")

@@ -85,7 +85,7 @@ def write_report(paths: Mapping[str, Path], page: Path) -> list[Path]:
         files = " or ".join(map(str, paths.values()))
         text = f"{type(reason).__name__}: {first_line(reason)}"
         raise UserError(
-            f"{files} holds figures that no bench writes ({text})", "run `medusa bench` again"
+            f"{files} holds figures that are not from `medusa bench` ({text})", "run it again"
         ) from reason
     for path, content in texts.items():
         write_atomic(path, content)

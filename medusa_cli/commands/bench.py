@@ -35,15 +35,16 @@ MAX_NEW_TOKENS = 256
 METHODS = (
     "hf (transformers' generate), hf-lookup (its prompt lookup), hf-assisted (its assisted generation), ar (our "
     "plain loop), medusa (the drafter, as --tree and --lookup say), medusa-alone (without n-gram drafts), lookup "
-    "(n-gram drafts only), llama.cpp, llama.cpp-ngram (its n-gram drafts), and drafters by name, such as hydra: of the "
-    "run inside the run by that name, or the run's own. [default: hf,ar,medusa, with --sweep or --agent ar,medusa]"
+    "(n-gram drafts only), llama.cpp, llama.cpp-ngram (its n-gram drafts), and a drafter by its kind, such as hydra: "
+    "that of the run of this name inside the run, else the run's own. "
+    "[default: hf,ar,medusa, with --sweep or --agent ar,medusa]"
 )
 SWEEP = "Run one bench per value of nodes, epsilon or temperature; resumes a killed one."
 GGUF = (
     "The file that llama.cpp reads. [default: the model's, if it is a GGUF file or the default one]"
 )
 PEER = (
-    "A server of OpenAI's protocol (vLLM, SGLang, llama-server) as one more method; may be given again. NAME-DRAFTS is "
+    "An OpenAI-compatible server (vLLM, SGLang, llama-server) as one more method; repeatable. NAME-DRAFTS is "
     "compared with NAME, the same server without its drafts. It gets the key in MEDUSA_API_KEY."
 )
 swept = partial(flag, panel="Sweeps")

@@ -18,7 +18,7 @@ from medusa_cli.runs.recipe_files import load_recipe
 from medusa_cli.runs.resolve import named_drafter
 from medusa_cli.runs.run import DEFAULT_RUN, Run, sole_writer
 
-_DATA = "Conversations never trained on, all of them used. [default: those held out in training]"
+_DATA = "Conversations that training did not use. [default: those held out in training]"
 _OUTPUT = (
     "Where to save it. [default: the run's calibration.json; nowhere with --drafter, or --data beside conversations of "
     "the run's own]"

@@ -34,14 +34,14 @@ MAX_NEW_TOKENS = 512
 # The size of the folder with the prefixes of continued conversations.
 PREFIX_BYTES = 4 * 10**9
 _CONTINUE = (
-    "Go on with the conversation in FILE, and keep it there; a missing file begins one. The rows of its tokens stay in "
-    "the cache's folder, so that they need not be run again."
+    "Continue the conversation in FILE, or start one, and save it there after each turn. Keys and values of its tokens "
+    "are kept in the cache folder (native engine), so that they need not be computed again."
 )
 HELP = """/help          this list
 /clear         forget the conversation
 /save FILE     write the conversation as JSON
 /stats         speed and acceptance so far
-/system TEXT   set the system prompt and begin anew
+/system TEXT   set the system prompt and start over
 /exit          leave (or Ctrl-D); Ctrl-C stops an answer"""
 
 
@@ -178,7 +178,7 @@ def answer(
         if session.forgotten > forgotten:
             console.info(
                 f"the context of {session.medusa.backbone.max_positions:,} tokens is full: the oldest "
-                f"{(session.forgotten - forgotten) // 2} turns are left out (/clear begins anew, /save still has all)"
+                f"{(session.forgotten - forgotten) // 2} turns are left out (/clear starts over, /save keeps all)"
             )
         try:
             while (pieces := stream.step()) is not None:
@@ -256,7 +256,7 @@ def command(session: "Chat", word: str, text: str) -> None:
         case "/system":
             session.clear(text or None)
             console.info(
-                "system prompt set; the conversation begins anew"
+                "system prompt set; the conversation starts over"
                 if text
                 else "system prompt removed"
             )

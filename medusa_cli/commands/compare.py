@@ -38,8 +38,8 @@ def compare(
     """Compare trainings: what each cost the model, and how good its heads are, on held-out conversations.
 
     KL: divergence from the original model, in nats per token. ppl: perplexity over the original's. same: how often both
-    choose the same greedy token. Heads on a frozen model (stage 1) cost nothing. A model trained in full has no
-    original to compare with (-). The figures are those of the best validation in RUN/train.jsonl. Runs that held out
+    choose the same greedy token. Heads on a frozen model (stage 1) do not change the model. A model trained in full has
+    no original to compare with (-). The figures are those of the best validation in RUN/train.jsonl. Runs that held out
     different conversations are compared with --data, which measures all of them on one file.
     """
     printing.configure()

@@ -219,7 +219,7 @@ def show_answers(plain: Side, drafted: Side) -> None:
         from medusa_cli.decode.ngram import shared_length
 
         place = shared_length(expected, actual)
-        text = f"not identical: they part at token {place}; `medusa machine` says if this engine promises the same"
+        text = f"not identical: token {place} differs first; `medusa machine` says if this engine promises the same"
         console.result(Text(text, style="bold red") if console.out.is_terminal else text)
         return
     text = f"identical: the same {len(expected)} tokens"

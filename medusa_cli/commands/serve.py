@@ -29,10 +29,8 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 _access = partial(options.flag, panel="Access")
 _limit = partial(options.flag, panel="Limits", min=1, show_default=True)
-_CONTEXT = (
-    "Longest prompt and answer together, in tokens. [default: the model's, as far as memory allows]"
-)
-_ANSWER = "Longest answer, in tokens. [default: the rest of the context]"
+_CONTEXT = "Maximum tokens of a prompt and its answer together. [default: the model's, as far as memory allows]"
+_ANSWER = "Maximum length of an answer, in tokens. [default: the rest of the context]"
 _STORE = (
     "Folder that keeps the prefix cache beyond restarts, of up to GB gigabytes (10 by default); its files hold the "
     "prompts."
@@ -61,7 +59,9 @@ class LimitFlags:
     batch_size: Annotated[int, _limit("--batch-size N", "Answers decoded at the same time.")] = 8
     queue: Annotated[
         int,
-        _limit("--queue N", "Requests that wait for a place; further ones get status 429.", min=0),
+        _limit(
+            "--queue N", "Maximum number of waiting requests; further ones get status 429.", min=0
+        ),
     ] = 64
     context: Annotated[int | None, options.flag("--context N", _CONTEXT, panel="Limits", min=2)] = (
         None
@@ -162,7 +162,7 @@ def serve(
     quiet: options.Quiet = False,
     debug: options.Debug = False,
 ) -> None:
-    """Serve a model over HTTP as OpenAI's API does: /v1/chat/completions, /v1/responses, /v1/completions, a page.
+    """Serve a model over HTTP, with the APIs of OpenAI, Anthropic, llama.cpp and Ollama, and a web page at /.
 
     Answers are decoded together, and join and leave at every step. --temperature applies to requests without one.
     Ctrl-C or SIGTERM lets running answers finish; a second one ends them. SIGHUP loads the drafter again for new

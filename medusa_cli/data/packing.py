@@ -178,7 +178,7 @@ def split_conversations(
     if not kept:
         raise UserError(
             f"the training data holds no answer of two tokens or more (train.max_length={max_length})",
-            "distil more or longer conversations, or raise train.max_length and train.batch_tokens",
+            "distill more or longer conversations, or raise train.max_length and train.batch_tokens",
         )
 
     held_out = held_out_ids([item.id for item in kept], fraction)

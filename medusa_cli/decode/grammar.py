@@ -105,7 +105,8 @@ def schema_grammar(source: Any, owner: str = "@json_schema") -> Grammar:
     check_size(owner[1:], text, text.count('"$ref"'))
     if has_package("llguidance") and (fault := fault_of(text)):
         raise UsageError(
-            f"{owner}{_place_of_fault(followed, fault)}", "say it otherwise, or leave it out"
+            f"{owner}{_place_of_fault(followed, fault)}",
+            "express it in another way, or leave it out",
         )
     return Grammar("json_schema", text)
 

@@ -381,11 +381,13 @@ def check_generation_config(backbone: Backbone) -> None:
         log.info("the model's generation config changes logits: %s", ", ".join(taken))
     if left:
         log.info(
-            "the model's generation config suggests %s: give them to use them", ", ".join(left)
+            "the model's generation config suggests %s, which apply only if you set them",
+            ", ".join(left),
         )
     if ignored:
         log.warning(
-            "the model's generation config sets %s, which is not done here", ", ".join(ignored)
+            "the model's generation config sets %s, which is not supported and ignored",
+            ", ".join(ignored),
         )
 
 

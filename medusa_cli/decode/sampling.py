@@ -60,7 +60,7 @@ class Sampling:
                 )
         if not 0 < self.epsilon <= 1 or not self.delta > 0:
             raise UsageError(
-                f"epsilon {self.epsilon} and delta {self.delta} is not valid",
+                f"epsilon {self.epsilon} and delta {self.delta} are not valid",
                 "use 0 < epsilon <= 1 and delta > 0",
             )
 

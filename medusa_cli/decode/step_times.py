@@ -256,8 +256,8 @@ def step_times_for(
     # A thread that waits for a GPU also looks disturbed.
     if busy is not None and backbone.device.type == "cpu":
         log.warning(
-            "other programs took much of the processor while steps were timed, so the tree may be the wrong one; "
-            "steps are timed again an hour from now"
+            "other programs used much of the processor while steps were timed, so the tree may not be the best; "
+            "steps are timed again after an hour"
         )
     return step_times
 

@@ -108,10 +108,10 @@ def distill(
     left = [seed for seed in asked if seed.id not in done]
     if len(asked) < len(chosen):
         log.info(
-            f"{len(chosen) - len(asked):,} seeds repeat another and are left out (distill.dedup=false keeps them)"
+            f"{len(chosen) - len(asked):,} duplicate seeds are left out (distill.dedup=false keeps them)"
         )
     if len(left) < len(asked):
-        log.info(f"resuming: {len(asked) - len(left):,} conversations are there already")
+        log.info(f"resuming: {len(asked) - len(left):,} conversations are done already")
 
     share = processes.strided_shard(left)
     # Trainings that run the model in every step read no states.
@@ -189,7 +189,7 @@ def _report(run: Run, counts: Counter[str], context: int) -> None:
         )
     if counts["failed"]:
         log.warning(
-            f"{counts['failed']:,} conversations failed, see {run.failed_path}; the same command asks them again"
+            f"{counts['failed']:,} conversations failed, see {run.failed_path}; the same command tries them again"
         )
 
 

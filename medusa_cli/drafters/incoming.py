@@ -249,8 +249,8 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         tensors = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as reason:
         raise UserError(
-            f"{path} holds more than tensors, which reading would execute; it was not read",
-            "save its tensors as .safetensors where you trust it",
+            f"{path} holds pickled objects besides tensors, whose loading could run code; it was not read",
+            "if you trust it, load it elsewhere and save its tensors as .safetensors",
         ) from reason
     except UserError:
         raise
@@ -292,7 +292,8 @@ def _check_unpacked(path: Path) -> None:
     with zipfile.ZipFile(path) as archive:
         if sum(entry.file_size for entry in archive.infolist()) > path.stat().st_size:
             raise UserError(
-                f"{path} is compressed, which torch files are not", "save it again with torch.save"
+                f"{path} is a compressed archive; torch files are not compressed",
+                "save it again with torch.save",
             )
 
 

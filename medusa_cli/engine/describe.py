@@ -299,7 +299,7 @@ class _Reader:
         dim = own.matrices["query"].count // heads
         keys = owner.kv * dim if owner is not None else own.matrices["key"].count
         if not 0 < dim <= min(MAX_HEAD_DIM, keys) or heads % (keys // dim):
-            raise Unsupported("its heads have sizes not known here")
+            raise Unsupported("its heads have sizes that are not supported")
         kv = keys // dim
         return kv, dim
 
@@ -396,7 +396,7 @@ class _Shared:
         """
         values = self.values[name] or {default}
         if len(values) != 1 or None in values:
-            raise Unsupported(f"its layers differ in ways not known here ({name})")
+            raise Unsupported(f"its layers differ in ways that are not supported ({name})")
         return next(iter(values))
 
 
@@ -494,7 +494,7 @@ def _norms(layer: Any) -> dict[str, Any]:
                 if name is not None
             }
             return norms if of_inputs is None else {**norms, "input_norm": of_inputs}
-    raise Unsupported("its norms are placed in a way not known here")
+    raise Unsupported("the places of its norms are not supported")
 
 
 def _head_norms(attention: Any) -> dict[str, Any]:

@@ -100,7 +100,7 @@ def experts_of(mlp: Any, name: str) -> Experts:
     down: Any = getattr(mlp.experts, "down_proj", None)
     transposed = getattr(mlp.experts, "is_transposed", False)
     if router is None or not _are_stacked(gate_up, down, transposed):
-        raise Unsupported("its experts have parts not known here")
+        raise Unsupported("its experts have parts that are not supported")
     if getattr(mlp, "shared_expert_gate", None) is not None:
         shared = {"shared_router": f"{name}.shared_expert_gate"}
     else:
@@ -200,7 +200,7 @@ def routing_of(router: Any, count: int) -> Routing:
         scale = float(expected.sum() / ours.sum())
         if torch.allclose(scale * ours, expected, atol=1e-5, rtol=1e-4):
             return Routing(top, sigmoid, normalized, round(scale, 4))
-    raise Unsupported("it chooses experts in a way not known here")
+    raise Unsupported("its way of choosing experts is not supported")
 
 
 def _route(scores: Tensor, bias: Tensor, top: int, sigmoid: bool, normalized: bool) -> Tensor:

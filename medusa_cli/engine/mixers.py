@@ -50,7 +50,7 @@ def mixers_of(base: nn.Module, layers: Any, names: Mapping[int, str]) -> list[Mi
     """Returns the mixer of each layer, or None for an attention layer.
 
     names: the modules' names by the modules' id. Raises Unsupported if some layers keep a running
-    state that is not known here.
+    state that is not supported.
     """
     mixers = [_mixer_of(layer, names) for layer in layers]
     if len(stateful_modules(base)) != sum(mixer is not None for mixer in mixers):
@@ -87,7 +87,7 @@ def _delta_net(module: Any, name: str) -> Mixer:
         "value_dim": module.head_v_dim,
     }
     if sizes["key_dim"] % 16 or sizes["value_dim"] % 16 or module.num_v_heads % module.num_k_heads:
-        raise Unsupported("its states have sizes not known here")
+        raise Unsupported("its states have sizes that are not supported")
     return Mixer(
         kind="delta_net",
         matrices={own: f"{name}.{theirs}" for own, theirs in DELTA_NET.items()},
@@ -105,5 +105,5 @@ def _kernel(conv: nn.Conv1d) -> int:
     """
     [kernel] = conv.kernel_size
     if conv.bias is not None or conv.groups != conv.in_channels or not 1 < kernel <= MAX_KERNEL:
-        raise Unsupported("its convolutions have parts not known here")
+        raise Unsupported("its convolutions have parts that are not supported")
     return kernel

@@ -183,7 +183,7 @@ class NativeEngine(Engine):
         inputs = self._inputs(plan.tokens)
         if inputs is not None and extra_rows is not None:
             raise UserError(
-                "extra rows are of no token, whose embedding this model's layers read",
+                "the layers of this model read each token's embedding, which the extra rows of firp lack",
                 "use a drafter other than firp, such as drafter=hydra",
             )
         last = self.sizes["layers"]

@@ -42,7 +42,9 @@ class Plan:
                 f"the tokens {tuple(self.tokens.shape)} of a plan are not [slots, rows]"
             )
         if self.first < 0 or self.logits not in ("all", "last", "none"):
-            raise ValueError(f"a plan has no slot {self.first}, or no logits {self.logits!r}")
+            raise ValueError(
+                f"a plan's first slot {self.first} or logits {self.logits!r} is not valid"
+            )
         if (self.depth is None) != (self.tree_mask is None):
             raise ValueError("the rows of a tree have depths and a mask")
         if self.depth is not None and self.tree_mask is not None:

@@ -233,7 +233,7 @@ def activation_of_experts(experts: Any) -> Activation:
     number = _number_of(function)
     known = list(ACTIVATIONS.values())[number](gate) * up
     if not torch.allclose(joined(gate, up), known, atol=1e-3):
-        raise Unsupported("its experts join gate and up in a way not known here")
+        raise Unsupported("its experts' way of joining gate and up is not supported")
     return Activation(number)
 
 
@@ -249,4 +249,4 @@ def _number_of(function: Any) -> int:
     for number, known in enumerate(ACTIVATIONS.values()):
         if torch.allclose(values, known(probe), atol=1e-5):
             return number
-    raise Unsupported(f"its activation {type(function).__name__} is not known here")
+    raise Unsupported(f"its activation {type(function).__name__} is not supported")

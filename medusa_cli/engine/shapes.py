@@ -110,7 +110,7 @@ class Shapes:
             and not self.description.flags["centered"]
         )
         if not fits:
-            raise Unsupported("its embeddings by layer have sizes not known here")
+            raise Unsupported("its embeddings by layer have sizes that are not supported")
 
     def _mixer_shapes(self, names: LayerNames) -> dict[str, tuple[int, int]]:
         """Returns the shapes of the matrices of a layer's mixer."""

@@ -133,7 +133,7 @@ class TorchLayer(nn.Module):
         assert attention is not None and mlp is not None
         after = hasattr(layer, "post_feedforward_layernorm")
         if after != hasattr(layer, "pre_feedforward_layernorm"):
-            raise Unsupported("its norms are placed in a way not known here")
+            raise Unsupported("the places of its norms are not supported")
         self.kind = kind
         self.table = table
         self.dim: int = (

@@ -503,7 +503,7 @@ def split_digits(header: Header, tokenizer: Any) -> None:
     known = (*DIGIT_BY_DIGIT, *LIKE_GPT2, *GGUF_PRE_TOKENIZER_SPLITS)
     if header.metadata.get("tokenizer.ggml.model") == "gpt2" and kind not in known:
         log.warning(
-            f"the file's way of splitting texts ({shown(kind)}) is unknown; they are split as for GPT-2, so some texts "
+            f"the file's pre-tokenizer {shown(kind)} is unknown; texts are split as for GPT-2, so some "
             "may get other tokens than the model learned"
         )
     if kind in DIGIT_BY_DIGIT:

@@ -276,7 +276,8 @@ class _Reader:
         number = self.number("I")
         if number in REPACKED:
             raise ValueError(
-                f"its {shown(name)} is repacked for one kind of CPU ({REPACKED[number]}), which llama.cpp has given up"
+                f"its {shown(name)} is repacked for one kind of CPU ({REPACKED[number]}), "
+                "which llama.cpp no longer supports"
             )
         if number not in list(GGMLQuantizationType):
             raise ValueError(f"its {shown(name)} has the unknown type {number}")

@@ -272,7 +272,7 @@ def unverifiable(text: Any, why: str) -> UserError:
 def foreign_logits(text: Any, why: str) -> UserError:
     """Returns the error for a model whose logits do not follow from its lm_head's scores by a known formula."""
     return UserError(
-        f"the model type {text.model_type!r} makes its logits of its lm_head's product in a way not known here "
+        f"the model type {text.model_type!r} changes the lm_head's logits in a way that is not supported "
         f"({why}); sampling and training would not be the model's",
         instead_of(text),
     )

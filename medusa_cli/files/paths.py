@@ -20,7 +20,8 @@ def expanded(name: str) -> Path:
     try:
         return Path(name).expanduser()
     except RuntimeError as reason:
-        raise UserError(f"{name!r} names the home of an unknown user", "check the path") from reason
+        fault = f"{name!r} begins with the home folder of a user that does not exist"
+        raise UserError(fault, "give the whole path") from reason
 
 
 def home() -> Path:

@@ -248,7 +248,7 @@ def _own_weights(network: Any, saved: dict[str, Tensor], folder: Path) -> set[st
         own = getattr(modules.get(place), "weight", None)
         if own is None or not torch.equal(saved[name].to(own), own):
             raise UserError(
-                f"the adapter {folder} brings a weight of {place} that is not that of the model",
+                f"the adapter {folder} has its own weight of {place}, which differs from the model's",
                 MERGE,
             )
     return copies

@@ -326,9 +326,9 @@ def _from_mxfp4(blocks: Tensor, scales: Tensor) -> RawMatrix:
     are exponents. Raises Unsupported for other shapes and types.
     """
     if blocks.dtype != torch.uint8 or scales.dtype != torch.uint8:
-        raise Unsupported("its MXFP4 weights have types not known here")
+        raise Unsupported("its MXFP4 weights have types that are not supported")
     if blocks.dim() != 4 or blocks.shape[-1] != 16 or scales.shape != blocks.shape[:-1]:
-        raise Unsupported("its MXFP4 weights have shapes not known here")
+        raise Unsupported("its MXFP4 weights have shapes that are not supported")
     first, second = np.split(blocks.numpy(), 2, axis=-1)
     rows = np.empty((*scales.shape, 17), np.uint8)
     rows[..., 0] = scales

@@ -174,7 +174,7 @@ def choose(
     """
     named = None if drafter is None else _named(drafter)
     if named is not None and named.run is not None and run is not None:
-        raise UsageError("@run and @drafter name a run each", "leave one of them out")
+        raise UsageError("@run and @drafter both name a run", "leave one of them out")
     target = Run.open(run) if run else None
     source = model or ModelSource.of(_model_for(named, target))
     asked = TreeChoice.parse(tree)

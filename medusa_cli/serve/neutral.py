@@ -137,4 +137,6 @@ def note(fields: Iterable[str]) -> None:
             here[name] = None
         if name not in _logged and len(_logged) < MAX_LOGGED:
             _logged.add(name)
-            log.info("requests give %s, which is ignored: it is not used here", name)
+            log.info(
+                "requests have the field %s, which this server does not use; it is ignored", name
+            )

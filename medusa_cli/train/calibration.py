@@ -101,7 +101,7 @@ def calibrate(
     items = whole.train if data else whole.held_out
     if not items:
         raise UserError(
-            "no conversation is held out for calibration", "distil more than one conversation"
+            "no conversation is held out for calibration", "distill more than one conversation"
         )
     dataset = replace(whole, train=[], held_out=items[:max_samples])
     if not online:
@@ -178,7 +178,8 @@ def measure(
 
     if not counted.all():
         raise UserError(
-            f"the answers are too short to calibrate {heads} heads", "distil longer or more answers"
+            f"the answers are too short to calibrate {heads} heads",
+            "distill longer or more answers",
         )
     accuracies, roots = accuracies_at_roots(torch.cat(ranks), top)
     return {

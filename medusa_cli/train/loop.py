@@ -328,7 +328,7 @@ class Trainer:
             ):
                 raise ValueError("an id beyond the vocabulary")
             if not 0 <= checkpoint.step <= self.steps:
-                raise ValueError("a step beyond the training")
+                raise ValueError("a step after the last one")
             self.optimizer.load_state_dict(checkpoint.optimizer)
         except (
             KeyError,

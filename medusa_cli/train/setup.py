@@ -153,7 +153,7 @@ def check_loading(train: TrainRecipe, options: LoadOptions, world: Distributed) 
     if quantized:
         raise UsageError(
             "train.shard=true cannot split quantized weights",
-            "train in whole weights, or leave it out",
+            "leave @quantize out, or use train.shard=false",
         )
 
 
@@ -197,7 +197,7 @@ def options_for(kind: type[HeadDrafter], train: TrainRecipe, options: LoadOption
         raise UsageError(
             f"@engine {options.engine} cannot run {kind.name} over whole conversations: "
             "it does not keep the network's layers",
-            "leave @engine out; the trained drafter runs on either engine",
+            "leave @engine out; the trained drafter runs on any engine",
         )
     for given in options.native_options:
         raise UsageError(
@@ -348,7 +348,7 @@ def start_heads(
             "train such heads there, or give only its conversations as @data",
         )
     else:
-        log.info(f"the heads start fresh: {giver.path} holds none of this kind and shape")
+        log.info(f"the heads are initialized anew: {giver.path} has none of this kind and shape")
 
 
 def _renew_vocabulary(drafter: HeadDrafter, dataset: Dataset) -> None:

@@ -203,7 +203,7 @@ def _describe(trainer: Trainer) -> None:
     covered = _held_out_coverage(trainer)
     if known < vocabulary and covered is not None:
         log.info(
-            f"the heads guess {known:,} of {vocabulary:,} tokens, which are {covered:.1%} of the held-out answers"
+            f"the draft vocabulary has {known:,} of {vocabulary:,} tokens, {covered:.1%} of those in held-out answers"
             + ("; a larger drafter.draft_vocab_size covers more" if covered < GOOD_COVERAGE else "")
         )
     if size > train.accumulation:

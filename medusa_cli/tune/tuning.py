@@ -225,8 +225,8 @@ class Tuning:
         if not is_real or measured.speedups[best] < (self.state.promised or 1.0):
             return True
         log.info(
-            f"no training: {measured.speedups[best]:.2f} x without it, by {NAMES[best]}; {planned.expected:.2f} x is "
-            "expected of training in this time"
+            f"no training is needed: {NAMES[best]} gives {measured.speedups[best]:.2f} x, and training in this time is "
+            f"expected to give {planned.expected:.2f} x"
         )
         self._note(chosen=best)
         return False
@@ -246,7 +246,7 @@ class Tuning:
         if not planned.positions:
             log.warning(
                 f"@time {span(self.time_s)} is too short for this model, as comparing takes {span(measured.end_s)}: "
-                "the least amount of data is used"
+                "the smallest amount of data is used"
             )
         log.info(
             f"plan for {span(self.time_s)}: about {planned.tokens:,} answer tokens in {span(planned.distill_s)}, "
