@@ -81,7 +81,7 @@ class Screen(Console):
 
 out, err = Screen(), Screen(stderr=True)
 # column: the cursor's column after streamed text
-# Loggers of libraries that give hints about kernels that a CPU does not need, and about configs that are read as meant.
+# Loggers whose hints are of no use here: about kernels that a CPU does not need, and about configs that are read right.
 HINTS = ("bitsandbytes", "transformers.integrations.heterogeneity")
 _mode = SimpleNamespace(quiet=False, json=False, column=0)
 

@@ -18,7 +18,7 @@ def show_nothing(
 
 
 def span(seconds: float) -> str:
-    """Returns a time for people."""
+    """Returns seconds as text, such as "90 s", "5 min" or "2.5 h"."""
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

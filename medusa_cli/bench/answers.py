@@ -103,7 +103,7 @@ def _warm_up(
     """Lets each method begin to answer the first prompt, alone and in a batch."""
     prompt = results[0].prompts[0]
     if cached:
-        # Its first half would be in the prefix cache.
+        # Only the second half: a run of the whole prompt would leave it in the prefix cache.
         prompt = prompt[len(prompt) // 2 :]
     for method in methods.values():
         # A single sequence drafts, which packs the drafter's weights; a batch may use no drafts.

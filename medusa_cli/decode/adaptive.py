@@ -36,8 +36,8 @@ RESUME_STEPS = 16
 MAX_RETRY_STEPS = 512
 # A trial may add at most this share to the time of the plain steps before it.
 MAX_TRIAL_COST = 0.005
-# Drafts may pay if they do with this share more accepted tokens than a calibration expects, in one text. The mean
-# of n texts differs less, by the square root of n.
+# Drafts are tried where they would pay with this share more accepted tokens than the calibration expects. The mean of n
+# texts varies less, so the share is divided by the square root of n.
 OPTIMISM = 0.5
 # Weight of a prior, in expected draft tokens: for a calibration over all texts, and for confidences
 # in each text.

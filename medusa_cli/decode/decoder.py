@@ -440,7 +440,7 @@ class Decoder:
                 ]
             drafts.update(zip(alike, forks[0].draft(self.backbone, forks, new, tree), strict=True))
         for i, draft in drafts.items():
-            # A drafter of one's own with another root would otherwise change the answer.
+            # A custom drafter that changes the root would otherwise change the answer.
             draft.tokens[0] = sequences[i].root
         return drafts
 

@@ -164,7 +164,7 @@ class _Rewriter:
             raise self.refuse(place, "schema", "is not an object", schema)
         part = self._of_older_drafts(dict(schema), place)
         result: dict[str, Any] = {}
-        # Conditions that are said otherwise.
+        # Conditions that replace keywords.
         more: list[Any] = []
         self._check_types(part, place)
         for keyword in ("$ref", "$dynamicRef", "$recursiveRef"):
@@ -270,7 +270,7 @@ class _Rewriter:
         return part
 
     def _exclude(self, part: dict[str, Any], more: list[Any], place: str) -> bool:
-        """Says `not` otherwise; returns False if nothing is left."""
+        """Rewrites `not`; returns False if nothing is left."""
         if "not" not in part:
             return True
         excluded = self.resolved(part["not"], place)
@@ -287,7 +287,7 @@ class _Rewriter:
         return rest is not False
 
     def _choice(self, part: Mapping[str, Any], place: str) -> dict[str, Any]:
-        """Says `if` otherwise."""
+        """Rewrites `if` as `anyOf`."""
         try:
             otherwise = negated(
                 part["if"], part.get("type"), lambda inner: self.resolved(inner, place)
@@ -298,7 +298,7 @@ class _Rewriter:
         return {"anyOf": [{"allOf": first}, {"allOf": [otherwise, part.get("else", True)]}]}
 
     def _unevaluated(self, part: dict[str, Any], place: str) -> None:
-        """Says `unevaluatedProperties` and `unevaluatedItems` otherwise."""
+        """Rewrites `unevaluatedProperties` and `unevaluatedItems`."""
         for keyword, plain in (
             ("unevaluatedProperties", "additionalProperties"),
             ("unevaluatedItems", "items"),
@@ -340,7 +340,7 @@ class _Rewriter:
         return names
 
     def _names_of_properties(self, part: dict[str, Any], place: str) -> None:
-        """Says `propertyNames` otherwise."""
+        """Rewrites `propertyNames`."""
         if "propertyNames" not in part:
             return
         rule = self.resolved(part["propertyNames"], place)
@@ -383,7 +383,7 @@ class _Rewriter:
         )
 
     def _counts(self, part: dict[str, Any], more: list[Any]) -> None:
-        """Says how many of the listed properties an object must have, and may have, otherwise.
+        """Rewrites `minProperties` and `maxProperties` for the listed properties.
 
         llguidance does not count beyond one if some of them may be left out.
         """
@@ -405,7 +405,7 @@ class _Rewriter:
             more.append({"anyOf": [{"properties": dict.fromkeys(way, False)} for way in ways]})
 
     def _lists(self, part: dict[str, Any], place: str) -> None:
-        """Says `contains` and `uniqueItems` otherwise."""
+        """Rewrites `contains` and `uniqueItems`."""
         if "contains" in part:
             min_count = part.get("minContains", 1)
             wanted = self.resolved(part["contains"], place)
@@ -441,7 +441,7 @@ class _Rewriter:
 
 
 def _dependents(part: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Says `dependentRequired` and `dependentSchemas` otherwise."""
+    """Rewrites `dependentRequired` and `dependentSchemas` as `anyOf`."""
     required = dict(part.get("dependentRequired") or {})
     needs = [(name, {"required": names}) for name, names in required.items()]
     needs += dict(part.get("dependentSchemas") or {}).items()

@@ -88,7 +88,7 @@ class DraftPolicy(ABC):
             processors = sequence.sampler.processors
             forced = None if processors is None else processors.forced()
             if forced:
-                # The others are forced again in the next step.
+                # The rest of the forced tokens follows in the next step.
                 count = min(MAX_FORCED, sequences[i].stop.left)
                 proposals[i] = ROOT, [tuple(forced[:count])]
         return proposals

@@ -277,7 +277,7 @@ class PrefixCache:
             self._write(sequence, store, segment)
 
     def _lacking(self, sequence: Sequence, store: PrefixStore, *, ended: bool) -> Iterator[Segment]:
-        """Yields the segments of a text that the store lacks. ended: those of its end, too, which is no whole block.
+        """Yields the segments of a text that the store lacks. ended: include its last segment, which may be shorter.
 
         Running states are stored after the prompt and at the end.
         """

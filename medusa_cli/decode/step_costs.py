@@ -19,10 +19,10 @@ SETTLED = 0.05
 # A step that takes more than this multiple of its expected time is an outlier, unless the next step
 # is slow, too.
 OUTLIER_RATIO = 1.5
-# Steps without a plain one after which the time of plain steps is old: in the beginning, and later.
+# Steps after which a plain step is due, as the time of plain steps is out of date: at first, and later.
 FIRST_CHECK = 16
 CHECK_STEPS = 64
-# Plain steps are checked at once if drafted ones take less time than they, by this share.
+# Plain steps are checked at once if steps with drafts take less time than plain ones by this share.
 QUICKER = 0.1
 # The least time of a row, in plain steps: measured times may miss it, but later steps correct it.
 MIN_ROW = 0.002

@@ -163,7 +163,7 @@ class NativeCache(StateCache):
 
     def keep(self, slot: int, path: Sequence[int]) -> None:
         length = self.lengths[slot]
-        # First, so that states which an interrupted call has advanced are not taken for earlier ones.
+        # Set first, because an interrupted call may have advanced states, which must not pass for earlier ones.
         self.lengths[slot] = length + len(path)
         if self._delta_layers or path[-1] != len(path) - 1:
             rows = np.array(path, np.int64)

@@ -101,7 +101,7 @@ def measure(
     gc.collect()
 
     recipe = recipe_of(start)
-    # Of a batch, and of the prompts.
+    # Seconds per answer token: its part of a batch's step, and of the prompt's pass.
     answer_s = verify[max(verify)] / max(verify) + (plain["first_token_s"] or 0.0) / ANSWER
     if recipe.distill.endpoint is not None:
         answer_s = 1 / (SERVED * plain["tokens_per_s"])

@@ -20,7 +20,7 @@ from medusa_cli.runs.resolve import shipped_by_shape
 CODE = "code"
 # Prompts about code that are generated; more would take longer to read.
 CODE_PROMPTS = 4_000
-# The share of the conversations that is held out, and the most questions of it that are asked.
+# The share of the conversations that is held out, and the maximum number of questions from it.
 HELD_OUT = 0.05
 QUESTIONS = 8
 LONGEST_QUESTION = 2_000  # characters

@@ -56,9 +56,9 @@ BATCH = 512
 GPU_BATCH = 6_144
 ADAPT_LR = 2e-4
 VALIDATIONS = 16
-# Positions that are prepared, over those that fit in the time by the first measurement.
+# Ratio of the planned positions to those that fit in the time by the first measurement, which may be too slow.
 SPARE = 2
-# The least amounts of data, for times that are too short.
+# The smallest amounts of data, for times that are too short.
 MIN_TOKENS = 256
 MIN_POSITIONS = 2_048
 MAX_NEW_TOKENS = 256
