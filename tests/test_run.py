@@ -19,6 +19,7 @@ from medusa_cli.drafters.incoming import Checkpoint
 from medusa_cli.errors import UserError
 from medusa_cli.files.io import TEMPORARY, replacing, replacing_folder, restore, write_atomic
 from medusa_cli.files.model_source import ModelSource, lasting_name
+from medusa_cli.runs import resolve
 from medusa_cli.runs.resolve import choose, find_drafter
 from medusa_cli.runs.run import LOCK, Run, sole_writer
 from tests.helpers import conversation, medusa, save_model, save_run, write_lines
@@ -270,6 +271,17 @@ def test_shipped_drafter_is_taken_for_a_gguf_file_of_its_shape(tmp_path: Path) -
     write_gguf(other)
     with pytest.raises(UserError, match="no drafter ships for the model"):
         choose(ModelSource.of(str(other)), None, None, None)
+
+
+def test_the_drafter_of_a_model_of_the_same_shape_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = save_model(tmp_path / "model")
+    save_run(tmp_path / "shipped" / "related", model)
+    monkeypatch.setattr(resolve, "SHIPPED", tmp_path / "shipped")
+    with pytest.raises(UserError) as refused:
+        choose(ModelSource.of(str(model)), None, None, None)
+    assert "@drafter related" in refused.value.remedy
 
 
 def test_shipped_drafter_is_not_exported_for_another_size(tmp_path: Path) -> None:

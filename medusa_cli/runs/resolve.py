@@ -273,12 +273,12 @@ def _no_drafter(plain: Choice) -> NoDrafter:
     model = plain.source
     if model.kind != "gguf":  # unpacking a GGUF file takes time
         check_model_files(model)
-    remedy = (
-        f"train one with `medusa distill --model {shlex.quote(model.name)}` and `medusa train`, then give its @run; "
-        "@lookup drafts without one"
-    )
+    name = shlex.quote(model.name)
+    remedy = f"`medusa tune {name}` trains one; @lookup drafts without one"
     if mtp.layout_of(model) is not None:
         remedy = f"its own checkpoint holds an MTP layer: give @drafter {mtp.NAME}"
+    elif related := shipped_by_shape(model):
+        remedy = f"@drafter {related[0].name} has its shape, and `medusa tune {name}` trains that further"
     reason = NoDrafter(f"no drafter ships for the model {model.name!r}", remedy)
     reason.plain = plain
     return reason
