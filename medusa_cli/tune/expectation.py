@@ -1,15 +1,23 @@
 """The acceptance lengths that trained drafters have reached, and what to expect of other amounts of data."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from math import log
 
-from medusa_cli.tree.search import interpolate
+from medusa_cli.runs.resolve import read_calibration
+from medusa_cli.runs.run import Run
+from medusa_cli.tree.search import (
+    Accuracies,
+    StepTimes,
+    budgets,
+    expected_length,
+    largest,
+    search,
+)
 
 
 @dataclass(frozen=True)
 class Reached:
-    """A drafter of qwen2.5-coder-0.5b in the table of docs/training.md, with its tokens per step at 64 nodes."""
+    """A drafter of qwen2.5-coder-0.5b in the table of docs/training.md, with its tokens per step at REACHED_NODES."""
 
     drafter: str
     answer_tokens: int
@@ -26,33 +34,26 @@ REACHED = (
     Reached("eagle", 5_600_000, 8_000_000, 2.89),
     Reached("eagle", 7_900_000, 21_400_000, 3.47),
 )
+REACHED_NODES = 64
 # With fewer positions, no draft is expected to be accepted.
 NOTHING = 3_000
 # A drafter of the model before its fine-tuning: how much its accepted draft tokens grow by training on so many
 # positions (docs/training.md, "A fine-tune": from 1.69 to 1.87 tokens per step).
 ADAPTED_POSITIONS = 220_000
+ADAPTED_NODES = 8
 ADAPTED_GAIN = 0.87 / 0.69
-# The share of the accepted draft tokens at 64 nodes that smaller trees keep, by the included calibrations.
-KEPT = {
-    2: 0.27,
-    3: 0.42,
-    4: 0.50,
-    6: 0.62,
-    8: 0.68,
-    12: 0.75,
-    16: 0.80,
-    24: 0.87,
-    32: 0.91,
-    64: 1.0,
-}
-# The time of drafting, as a share of a plain step.
-DRAFTING = 0.16
+# The acceptance of a new drafter falls with position and rank as this one's does.
+TYPICAL = "qwen2.5-coder-1.5b"
+# The time of drafting a level, as a share of a plain step, for a drafter that does not exist yet.
+LEVEL = 0.06
+# Halvings with which a factor is found.
+FITTED = 16
 # A figure is given as an interval of this share below and above it.
 DOUBT = 0.08
 
 
 def reached(drafter: str, positions: float) -> float:
-    """Returns the acceptance length at 64 nodes to expect of a drafter that is trained on so many positions.
+    """Returns the acceptance length at REACHED_NODES to expect of a drafter that is trained on so many positions.
 
     It grows with the logarithm of the positions, up to the largest training that was measured.
     """
@@ -66,23 +67,47 @@ def reached(drafter: str, positions: float) -> float:
     return points[-1][1]
 
 
-def adapted(length: float, positions: float) -> float:
-    """Returns the acceptance length to expect of a related model's drafter after training on so many positions."""
+def typical_accuracies() -> list[list[float]]:
+    """Returns the accuracies of an included drafter, which `scaled` fits to a new one."""
+    run = Run.pretrained(TYPICAL)
+    assert run is not None
+    return read_calibration(run.calibration_path).accuracies
+
+
+def adapted(accuracies: Accuracies, positions: float) -> list[list[float]]:
+    """Returns the accuracies to expect of a related model's drafter after training on so many positions."""
     share = log(max(positions, NOTHING) / NOTHING) / log(ADAPTED_POSITIONS / NOTHING)
-    return 1 + (length - 1) * (1 + (ADAPTED_GAIN - 1) * min(share, 1.5))
+    gain = 1 + (ADAPTED_GAIN - 1) * min(share, 1.5)
+    accepted = best_length(accuracies, ADAPTED_NODES) - 1
+    return scaled(accuracies, ADAPTED_NODES, 1 + gain * accepted)
 
 
-def speedup(length: float, verify: Mapping[int, float]) -> float:
-    """Returns the speed over plain decoding with the best tree, given the acceptance length at 64 nodes.
+def scaled(accuracies: Accuracies, nodes: int, length: float) -> list[list[float]]:
+    """Returns the accuracies times one factor, with which the best tree of so many nodes reaches a length."""
 
-    verify: the seconds of a verify pass by its number of rows.
-    """
-    plain = verify[1]
-    sizes = [size for size in KEPT if size <= max(verify)]
-    # A larger pass only seems faster where the machine was busy.
-    overheads = {size: max(1.0, interpolate(verify, size) / plain) + DRAFTING for size in sizes}
-    ratios = [(1 + (length - 1) * KEPT[size]) / overheads[size] for size in sizes]
-    return max([1.0, *ratios])
+    def times(factor: float) -> list[list[float]]:
+        return [[share * min(factor, 1 / max(sum(row), share)) for share in row] for row in rows]
+
+    rows = [[max(share, 1e-6) for share in row] for row in accuracies]
+    low, high = 0.0, 1 / min(map(sum, rows))
+    for _ in range(FITTED):
+        middle = (low + high) / 2
+        if best_length(times(middle), nodes) < length:
+            low = middle
+        else:
+            high = middle
+    return times(high)
+
+
+def best_length(accuracies: Accuracies, nodes: int) -> float:
+    """Returns the tokens per step of the best tree with so many nodes."""
+    return expected_length(search(accuracies, min(nodes, largest(accuracies))), accuracies)
+
+
+def speedup(accuracies: Accuracies, times: StepTimes) -> float:
+    """Returns the speed over plain decoding of the best tree on a machine with these step times."""
+    trees = budgets(accuracies, times)
+    return max(tree.tokens_per_s for tree in trees) / trees[0].tokens_per_s
 
 
 def interval(figure: float) -> str:

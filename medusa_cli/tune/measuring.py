@@ -5,7 +5,7 @@ import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +13,9 @@ from medusa_cli.bench.questions import Question
 from medusa_cli.bench.run import Bench
 from medusa_cli.decode import Sampling
 from medusa_cli.decode.step_times import step_times_for
+from medusa_cli.drafters import load_drafter
 from medusa_cli.engine import load_backbone
+from medusa_cli.errors import UserError
 from medusa_cli.files import mtp
 from medusa_cli.files.io import Document
 from medusa_cli.files.model_source import ModelSource
@@ -21,8 +23,10 @@ from medusa_cli.model import Backbone
 from medusa_cli.runs.load_options import LoadOptions
 from medusa_cli.runs.recipe import Recipe
 from medusa_cli.runs.resolve import Choice, choose, shipped_by_shape
-from medusa_cli.runs.run import Run
-from medusa_cli.train import estimate
+from medusa_cli.runs.run import Run, stamp_of
+from medusa_cli.train import calibrate, estimate
+from medusa_cli.tree.search import StepTimes
+from medusa_cli.tune.expectation import LEVEL, typical_accuracies
 from medusa_cli.tune.plan import EPOCHS, Measured
 
 NAMES = {
@@ -95,20 +99,21 @@ def measure(
     lengths = {name: row["acceptance_length"] or 1.0 for name, row in drafted.items()}
     related = drafters["start"].drafter if lengths.get("start", 0.0) > ACCEPTS else None
     start = None if related is None else Run(related.parent)
-    backbone = load_backbone(model, options)
-    verify = step_times_for(backbone, None, None).verify
-    del backbone
+    times = _step_times(model, options, start)
     gc.collect()
+    verify = times.verify
 
     recipe = recipe_of(start)
     # Seconds per answer token: its part of a batch's step, and of the prompt's pass.
     answer_s = verify[max(verify)] / max(verify) + (plain["first_token_s"] or 0.0) / ANSWER
     if recipe.distill.endpoint is not None:
         answer_s = 1 / (SERVED * plain["tokens_per_s"])
+    answers = [row["turns"][0] for row in plain["answers"]]
+    accuracies = _accuracies(model, start, questions, answers, options)
     # As long as distilled ones, because a drafter may read prompts as well.
     repeats = max(1, ANSWER // tokens)
-    answers = [" ".join([row["turns"][0]] * repeats) for row in plain["answers"]]
-    facts = _time_training(recipe, questions, answers, options, start)
+    longer = [" ".join([answer] * repeats) for answer in answers]
+    facts = _time_training(recipe, questions, longer, options, start)
     seconds = facts["seconds"]
     trained_s = seconds["training"] + seconds["validation"]
     if recipe.distill.endpoint is not None:  # servers send no states
@@ -118,12 +123,46 @@ def measure(
         {name: row["speedup"] for name, row in drafted.items()},
         lengths,
         tuple(verify.items()),
+        tuple(times.draft.items()),
+        accuracies,
         answer_s,
         trained_s / max(1, facts["positions"]),
         compare_s,
         facts["memory_bytes"],
         None if start is None else str(start.path),
     )
+
+
+def _step_times(model: ModelSource, options: LoadOptions, start: Run | None) -> StepTimes:
+    """Returns the step times with the drafter of `start`, or those to expect of a new drafter."""
+    backbone = load_backbone(model, options)
+    if start is not None:
+        drafter = load_drafter(start.drafter_dir, backbone)
+        return step_times_for(backbone, drafter, stamp_of(start.drafter_dir))
+    times = step_times_for(backbone, None, None)
+    levels = range(1, len(typical_accuracies()) + 1)
+    return replace(times, draft={level: LEVEL * level * times.verify[1] for level in levels})
+
+
+def _accuracies(
+    model: ModelSource,
+    start: Run | None,
+    questions: Sequence[Question],
+    answers: Sequence[str],
+    options: LoadOptions,
+) -> list[list[float]]:
+    """Returns the accuracies of the drafter of `start` on the model's answers, or typical ones without it."""
+    if start is not None:
+        with tempfile.TemporaryDirectory() as folder:
+            data = _write(Path(folder), questions, answers)
+            # Short answers do not reach its last head.
+            with suppress(UserError):
+                document = calibrate(
+                    Run(Path(folder)), model, start.drafter_dir, options, data=data
+                )
+                accuracies: list[list[float]] = document["accuracies"]
+                return accuracies
+    return typical_accuracies()
 
 
 def _time_training(
@@ -136,13 +175,21 @@ def _time_training(
     """Returns the estimate of a training on copies of some answers, which writes nothing into a run."""
     copies = 2 + TIMED // max(1, sum(len(answer.split()) for answer in answers))
     with tempfile.TemporaryDirectory() as folder:
-        data = Path(folder) / "distill.jsonl"
-        with data.open("w", encoding="utf-8") as out:
-            for number in range(copies):
-                for question, answer in zip(questions, answers, strict=True):
-                    asked = {"role": "user", "content": question.turns[0]}
-                    answered = {"role": "assistant", "content": answer.strip() or "Yes, it is."}
-                    record = {"id": f"{question.id}-{number}", "messages": [asked, answered]}
-                    out.write(json.dumps(record) + "\n")
+        data = _write(Path(folder), questions, answers, copies)
         recipe = replace(recipe, train=replace(recipe.train, epochs=1))
         return estimate(Run(Path(folder)), recipe, options=options, data=data, start=start)
+
+
+def _write(
+    folder: Path, questions: Sequence[Question], answers: Sequence[str], copies: int = 1
+) -> Path:
+    """Writes questions and their answers as conversations into a folder; returns the file."""
+    data = folder / "distill.jsonl"
+    with data.open("w", encoding="utf-8") as out:
+        for number in range(copies):
+            for question, answer in zip(questions, answers, strict=True):
+                asked = {"role": "user", "content": question.turns[0]}
+                answered = {"role": "assistant", "content": answer.strip() or "Yes, it is."}
+                record = {"id": f"{question.id}-{number}", "messages": [asked, answered]}
+                out.write(json.dumps(record) + "\n")
+    return data

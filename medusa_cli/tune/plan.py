@@ -3,9 +3,11 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 
 from medusa_cli.errors import UsageError
-from medusa_cli.tune.expectation import adapted, reached, speedup
+from medusa_cli.tree.search import Accuracies, StepTimes
+from medusa_cli.tune.expectation import REACHED_NODES, adapted, reached, scaled, speedup
 
 # Passes over the data that are planned, and the most if the data ends before the time.
 EPOCHS = 3
@@ -29,20 +31,30 @@ class Measured:
 
     plain_per_s: tokens/s of plain decoding. speedups: the speed over it by method. lengths: the
     acceptance lengths by method. verify: the seconds of verify passes by their number of rows.
-    answer_s: the seconds of distilling an answer token. position_s: the seconds of training on a
-    position. compare_s: the seconds of the first comparison. memory: the peak of training, in bytes.
-    start: the folder of the related model's drafter that is trained further, if any.
+    draft: the seconds of drafting by number of levels. accuracies: those of the drafter that is
+    trained further, on this model's answers, or typical ones. answer_s: the seconds of distilling
+    an answer token. position_s: the seconds of training on a position. compare_s: the seconds of
+    the first comparison. memory: the peak of training, in bytes. start: the folder of the related
+    model's drafter that is trained further, if any.
     """
 
     plain_per_s: float
     speedups: Mapping[str, float]
     lengths: Mapping[str, float]
     verify: tuple[tuple[int, float], ...]
+    draft: tuple[tuple[int, float], ...]
+    accuracies: list[list[float]]
     answer_s: float
     position_s: float
     compare_s: float
     memory: int = 0
     start: str | None = None
+
+    @property
+    def step_times(self) -> StepTimes:
+        """Returns the step times; a larger pass only seems faster where the machine was busy."""
+        rows, seconds = zip(*sorted(self.verify), strict=True)
+        return StepTimes(dict(zip(rows, accumulate(seconds, max), strict=True)), dict(self.draft))
 
     @property
     def end_s(self) -> float:
@@ -109,17 +121,20 @@ def _plan(time_s: float, used_s: float, measured: Measured, known: int) -> Plan:
 def expected_speedup(drafter: str, positions: float, measured: Measured) -> float:
     """Returns the speed over plain decoding to expect of a drafter that is trained on so many positions.
 
-    A drafter trained further keeps the overhead that was measured, together with n-gram matches. A
-    new one's gain and that of n-gram matches overlap: MATCHED of the smaller one is added.
+    It is that of the tree with the most tokens per second, by the step times of this machine. A
+    drafter trained further gains on what was measured with it. Plain decoding is chosen if it is faster.
     """
-    if drafter == "start":
-        length = measured.lengths["start"]
-        gain = measured.speedups["start"] * adapted(length, positions) / length
-        # Plain decoding is chosen otherwise.
-        return max(1.0, gain)
-    length = reached(drafter, positions)
-    gains = [speedup(length, dict(measured.verify)), max(1.0, measured.speedups.get("lookup", 1.0))]
-    return max(gains) + MATCHED * (min(gains) - 1)
+    lookup = max(1.0, measured.speedups.get("lookup", 1.0))
+
+    def with_matches(accuracies: Accuracies) -> float:
+        gains = [speedup(accuracies, measured.step_times), lookup]
+        return max(gains) + MATCHED * (min(gains) - 1)
+
+    now = measured.accuracies
+    if drafter != "start":
+        return with_matches(scaled(now, REACHED_NODES, reached(drafter, positions)))
+    gain = with_matches(adapted(now, positions)) / with_matches(now)
+    return max(1.0, measured.speedups["start"] * gain)
 
 
 def parse_time(text: str) -> float:

@@ -3,7 +3,7 @@
 import gc
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -176,14 +176,15 @@ class Tuning:
             self.run.path.mkdir(parents=True, exist_ok=True)
             write_json(self.run.path / STATE, asdict(self.state))
 
-    def _tick(self, part: str, expected: float | None = None) -> None:
+    def _tick(self, part: str, expected: Callable[[], float | None] = lambda: None) -> None:
         """Saves the seconds now and then, and says every minute where the work is."""
         now = time.monotonic()
         if now - self._saved > SAVE_S:
             self._note()
         if now - self._said > SAY_S:
             self._said = now
-            gain = "" if expected is None else f"; expect {interval(expected)}"
+            figure = expected()
+            gain = "" if figure is None else f"; expect {interval(figure)}"
             log.info(f"{span(self.used_s)} of {span(self.time_s)}: {part}{gain}")
 
     # Before.
@@ -316,11 +317,13 @@ class Tuning:
         ) -> None:
             nonlocal tokens
             tokens = kept + done
+            self._tick(f"distilling, {tokens:,} answer tokens", expected)
+
+        def expected() -> float:
             more = max(self._left_s() - training_s(), 0.0) / (
                 measured.answer_s + EPOCHS * measured.position_s
             )
-            expected = expected_speedup(drafter, EPOCHS * (tokens + more), measured)
-            self._tick(f"distilling, {tokens:,} answer tokens", expected)
+            return expected_speedup(drafter, EPOCHS * (tokens + more), measured)
 
         recipe = self._recipe(words, self._start)
         with sole_writer(self.run.path, "medusa tune"):
@@ -362,7 +365,8 @@ class Tuning:
             name: str, done: int, total: int | None, unit: str = "tokens", note: str = ""
         ) -> None:
             figures = f", {note.partition(', lr')[0]}" if note else ""
-            self._tick(f"{name}, {done:,} of {total or 0:,} {unit}{figures}", self.state.promised)
+            part = f"{name}, {done:,} of {total or 0:,} {unit}{figures}"
+            self._tick(part, lambda: self.state.promised)
 
         trained = train(
             self.run,
