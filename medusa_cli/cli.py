@@ -114,7 +114,7 @@ class ErrorBoundary(TyperGroup):
         words = list(sys.argv[1:] if args is None else args)
         if sys.platform == "win32":
             sys.exit(
-                "error: medusa runs on Linux, and untested on macOS; on Windows, install it in WSL"
+                "error: medusa runs on Linux (macOS is untested); on Windows, install it in WSL"
             )
         try:
             # Typer turns Ctrl-C in a command into exit code 130, without a message.
