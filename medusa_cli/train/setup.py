@@ -348,7 +348,7 @@ def start_heads(
             "train such heads there, or give only its conversations as @data",
         )
     else:
-        log.info(f"the heads are initialized anew: {giver.path} has none of this kind and shape")
+        log.info(f"the heads are initialized anew: {giver.path} holds none of this kind and shape")
 
 
 def _renew_vocabulary(drafter: HeadDrafter, dataset: Dataset) -> None:
