@@ -117,9 +117,11 @@ crash: $(READY) ## kill -9 every command that writes, 100 times at random points
 	$(BIN)/python -m tests.crash
 
 SECONDS_OF_FUZZ ?= 600
+ANSWERS ?= 2000
 
-fuzz: $(READY) ## change every file and flag at random for ten minutes; SEED=N does it again
+fuzz: $(READY) ## change every file and flag at random for ten minutes, then ask for 2,000 answers at random; SEED=N does it again
 	HF_HUB_OFFLINE=1 $(BIN)/python -m tests.fuzz --seconds $(SECONDS_OF_FUZZ) $(if $(SEED),--seed $(SEED))
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz_answers --answers $(ANSWERS) $(if $(SEED),--seed $(SEED))
 
 bench-decode: $(READY) ## time steps by rows and engine, then decoding end to end
 	$(BIN)/medusa machine --context 384

@@ -1,23 +1,27 @@
 """Cached prefixes on disk: they come back after a restart with the same bits, and damaged files do no harm."""
 
+import json
 import os
 import random
 import shutil
 import stat
 import struct
 import threading
+from collections.abc import Iterator
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from medusa_cli.decode import Decoder, Request, Step, prefix_cache, prefix_store
+from medusa_cli.decode import Decoder, Request, Step, prefix_store
 from medusa_cli.decode.prefix_file import MAGIC
 from medusa_cli.decode.prefix_store import PrefixStore
 from medusa_cli.errors import UsageError
 from medusa_cli.model import Backbone
 from medusa_cli.native import is_available
+from tests.fuzz_answers import BLOCK, fuzz, small_blocks
 from tests.helpers import SPARSE, attach, decoder_of, tiny_backbone, tiny_tokenizer, tokens_of
 from tests.models import tiny_network
 from tests.test_drafters import drafter_of
@@ -25,18 +29,14 @@ from tests.test_prefix_cache import counting
 
 pytestmark = pytest.mark.skipif(not is_available(), reason="the native library is not compiled")
 
-BLOCK = 64
 TEXT = torch.randint(5, 60, (400,), generator=torch.Generator().manual_seed(3)).tolist()
 GIGABYTE = 10**9
 
 
 @pytest.fixture(autouse=True)
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix_store, "BLOCK", BLOCK)
-    monkeypatch.setattr(prefix_cache, "BLOCK", BLOCK)
-    monkeypatch.setattr(prefix_cache, "MIN_TOKENS", 20)
-    for module in (prefix_cache, prefix_store):
-        monkeypatch.setattr(module, "MIN_GAIN", 2)
+def with_small_blocks() -> Iterator[None]:
+    with small_blocks():
+        yield
 
 
 def backbone_of(model: str) -> Backbone:
@@ -243,10 +243,43 @@ def test_the_least_recently_used_files_are_removed_ends_first(tmp_path: Path) ->
     assert 0 < fresh(backbone, tmp_path, [*TEXT[: BLOCK * 3], 7])[1] <= BLOCK * 2
 
 
+def forged(data: bytes, chance: random.Random) -> bytes:
+    """Returns a file's content with another header or other tokens, and the digest of that."""
+    size = struct.unpack_from("<16sI", data)[1]
+    begin = 20 + size
+    header = json.loads(data[20:begin])
+    begin += 4 * header["tokens"]
+    ids = data[20 + size : begin]
+    arrays = data[begin + -begin % 64 : -32]
+    kinds = header[chance.choice(("rows", "states"))]
+    kind = chance.choice([*header["rows"], *header["states"]])
+    change = chance.randrange(7)
+    if change == 0:
+        header["tokens"] = chance.choice((0, -1, 1, BLOCK + 1, 1 << 16, 1 << 40, 1 << 70))
+    elif change == 1:
+        header["parent"] = chance.choice(("", "x" * 32, "0" * 32, "\n" * 9))
+    elif change == 2:
+        kind[0] = chance.choice(("float16", "float64", "uint8", "bfloat16", "x\n" * 99, ""))
+    elif change == 3:
+        place = chance.randrange(len(kind[1]))
+        kind[1][place] = chance.choice((0, 1, -1, 1 << 40, 1 << 62, kind[1][place] + 16))
+    elif change == 4:
+        # An array without numbers, and of impossible sizes.
+        kinds.append(["float32", [0, *[1 << 40] * chance.randrange(9)]])
+    elif change == 5:
+        kind[1][:] = kind[1][::-1]
+    else:
+        ids = chance.randbytes(len(ids))
+    text = json.dumps(header).encode()
+    begin_of = MAGIC + struct.pack("<I", len(text)) + text + ids
+    whole = begin_of + bytes(-len(begin_of) % 64) + arrays
+    return whole + sha256(whole).digest()
+
+
 def damaged(data: bytes, chance: random.Random) -> bytes:
-    """Returns a file's content with one of several kinds of damage."""
+    """Returns a file's content with one of several kinds of damage, without a digest of that."""
     at = chance.randrange(len(data))
-    kind = chance.randrange(6)
+    kind = chance.randrange(7)
     if kind == 0:
         return data[:at]
     if kind == 1:
@@ -256,35 +289,71 @@ def damaged(data: bytes, chance: random.Random) -> bytes:
     if kind == 3:
         return chance.randbytes(len(data))
     size = struct.unpack_from("<16sI", data)[1]
-    header = bytearray(data[20 : 20 + size])
     if kind == 4:
+        header = bytearray(data[20 : 20 + size])
         place = chance.randrange(size)
         header[place : place + 1] = chance.choice([b"9", b"-", b"[[", b'"', b"\xff"])
         return data[:16] + struct.pack("<I", len(header)) + bytes(header) + data[20 + size :]
+    if kind == 5:
+        older = b"MEDUSA-PREFIX-1\n" + data[16:-32]
+        return older + sha256(older).digest()
     return MAGIC + struct.pack("<I", chance.choice([0, 1, 1 << 16, 1 << 31])) + data[20:]
 
 
-def test_damaged_files_are_dropped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    backbone = backbone_of("llama")
-    stored(backbone, tmp_path, TEXT[:150])
-    expected = run(decoder_of(backbone), TEXT[:160])[0]
-    whole = {file: file.read_bytes() for file in sorted(tmp_path.iterdir())}
-    store = store_of(tmp_path, backbone)
+def spoil(file: Path, others: list[bytes], chance: random.Random) -> None:
+    """Puts damage, a forgery, another file, or what is no file in the place of a file."""
+    data = file.read_bytes()
+    kind = chance.randrange(8)
+    if kind < 3:
+        file.write_bytes(damaged(data, chance))
+    elif kind < 5:
+        file.write_bytes(forged(data, chance))
+    elif kind == 5:
+        file.write_bytes(chance.choice(others))
+    else:
+        file.unlink()
+        (file.parent / "elsewhere").write_bytes(data)
+        makes = (
+            Path.mkdir,
+            os.mkfifo,
+            lambda path: path.symlink_to("/dev/zero"),
+            lambda path: path.symlink_to(path),
+            lambda path: path.symlink_to(file.parent / "elsewhere"),
+        )
+        chance.choice(makes)(file)
+
+
+@pytest.mark.parametrize("count", [60, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("model", ["llama", "qwen3_5_text"])
+def test_damaged_and_hostile_files_do_no_harm(
+    model: str, count: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    backbone = backbone_of(model)
+    folder, elsewhere = tmp_path / "store", tmp_path / "elsewhere"
+    stored(backbone, folder, TEXT[:150])
+    stored(backbone_of("lfm2" if model == "llama" else "llama"), elsewhere, TEXT[:150])
+    expected = run(decoder_of(backbone), TEXT[:160])
+    whole = {file: file.read_bytes() for file in sorted(folder.iterdir())}
+    others = [b"", *whole.values(), *(file.read_bytes() for file in elsewhere.iterdir())]
+    store = store_of(folder, backbone)
     chance = random.Random(5)
-    for number in range(300):
-        file = chance.choice(list(whole))
-        data = damaged(whole[file], chance)
-        for other, content in whole.items():
-            other.write_bytes(data if other == file else content)
-        segments = store.find(TEXT[:160], 0, False).result()
-        for segment in segments:
-            if segment.name == file.name:
-                assert store.read(segment).result() is None or data == whole[file]
-                assert not file.exists() or data == whole[file]
-        if number % 30 == 0:
+    handles = len(os.listdir("/proc/self/fd"))
+    restored = 0
+    for _ in range(count):
+        shutil.rmtree(folder)
+        folder.mkdir()
+        for file, data in whole.items():
             file.write_bytes(data)
-            assert run(decoder_of(backbone, store=store), TEXT[:160])[0] == expected
-    assert "dropped the cached prefix" in caplog.text
+        file = chance.choice(list(whole))
+        spoil(file, others, chance)
+        caplog.clear()
+        tokens, likelihoods, reused = run(decoder_of(backbone, store=store), TEXT[:160])
+        assert (tokens, likelihoods) == expected[:2]
+        lines = [record.getMessage() for record in caplog.records]
+        assert len(lines) <= 1 and not any("\n" in line for line in lines)
+        restored += reused > 0
+    assert 0 < restored < count
+    assert len(os.listdir("/proc/self/fd")) <= handles + 2
 
 
 def test_rows_that_do_not_fit_the_cache_are_dropped(tmp_path: Path) -> None:
@@ -307,19 +376,10 @@ def test_rows_that_do_not_fit_the_cache_are_dropped(tmp_path: Path) -> None:
         assert not (tmp_path / segment.name).exists()
 
 
-def test_what_is_no_file_is_not_read(tmp_path: Path) -> None:
-    backbone = backbone_of("llama")
-    stored(backbone, tmp_path, TEXT[:150])
-    expected = run(decoder_of(backbone), TEXT[:160])[0]
-    names = sorted(file.name for file in tmp_path.iterdir())
-    for number, make in enumerate(
-        (Path.mkdir, os.mkfifo, lambda path: path.symlink_to("/dev/zero"))
-    ):
-        folder = tmp_path / f"of{number}"
-        folder.mkdir()
-        for name in names:
-            make(folder / name)
-        assert fresh(backbone, folder, TEXT[:160]) == (expected, 0)
+def test_random_requests_are_answered_as_by_plain_decoding() -> None:
+    counts, faults = fuzz(number=7, answers=60)
+    assert not faults and counts["answers"] >= 60
+    assert counts["tokens from drafts"] and counts["tokens from files"] and counts["cancelled"]
 
 
 def test_a_store_needs_a_folder_and_exact_rows(tmp_path: Path) -> None:

@@ -25,6 +25,8 @@ MAGIC = b"MEDUSA-PREFIX-2\n"
 PREAMBLE = struct.Struct("<16sI")
 MAX_HEADER = 1 << 16
 MAX_TOKENS = 1 << 16
+# Of an array, counting empty sides as 1.
+MAX_NUMBERS = 1 << 40
 DIGEST = 32
 # Arrays begin at a multiple of so many bytes.
 ALIGNED = 64
@@ -98,11 +100,14 @@ def opened(path: Path, max_bytes: int) -> Iterator[BufferedReader]:
     """Opens a regular file of a plausible size for reading; raises OSError or ValueError for others."""
     # A pipe might never end, and a link might lead anywhere.
     handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    with os.fdopen(handle, "rb") as file:
+    try:
         status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode) or status.st_size > max_bytes:
             raise ValueError(f"it is no file of up to {max_bytes:,} bytes")
-        yield file
+        with open(handle, "rb", closefd=False) as file:
+            yield file
+    finally:
+        os.close(handle)
 
 
 def read_ids(file: BufferedReader) -> tuple[Header, tuple[int, ...]]:
@@ -159,6 +164,8 @@ def read(path: Path, max_bytes: int) -> tuple[Header, tuple[int, ...], Rows]:
 def _size_of(kind: Kind) -> int:
     """Returns the bytes of an array; raises ValueError for a kind that there is not."""
     name, shape = kind
-    if name not in TYPES or not all(0 <= size <= 1 << 40 for size in shape) or len(shape) > 8:
+    # The strides of an array without numbers may overflow, too.
+    widest = math.prod(max(1, each) for each in shape)
+    if name not in TYPES or min(shape, default=0) < 0 or widest > MAX_NUMBERS or len(shape) > 8:
         raise ValueError(f"it has an array of the kind {name[:40]!r} {shape[:8]}")
     return math.prod(shape) * TYPES[name].itemsize
