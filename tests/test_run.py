@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from medusa_cli.drafters.incoming import Checkpoint
-from medusa_cli.errors import UserError
+from medusa_cli.errors import UsageError, UserError
 from medusa_cli.files.io import TEMPORARY, replacing, replacing_folder, restore, write_atomic
 from medusa_cli.files.model_source import ModelSource, lasting_name
 from medusa_cli.runs import resolve
@@ -282,6 +282,20 @@ def test_the_drafter_of_a_model_of_the_same_shape_is_named(
     with pytest.raises(UserError) as refused:
         choose(ModelSource.of(str(model)), None, None, None)
     assert "@drafter related" in refused.value.remedy
+
+
+def test_a_run_with_only_an_adapter_takes_a_drafter_or_n_grams(tmp_path: Path) -> None:
+    model = ModelSource.of(str(save_model(tmp_path / "model")))
+    trained = save_run(tmp_path / "trained", model.name)
+    bare = Run.open(f"{tmp_path}/bare/", create=True)
+    bare.adapter_dir.mkdir()
+    (bare.adapter_dir / "adapter_config.json").write_text("{}")
+    choice = choose(model, f"{bare.path}/", f"{trained.path}/", None)
+    assert choice.adapter == bare.adapter_dir and choice.drafter == trained.drafter_dir
+    choice = choose(model, f"{bare.path}/", None, None, lookup=True)
+    assert choice.adapter == bare.adapter_dir and choice.drafter is None
+    with pytest.raises(UsageError):
+        choose(model, f"{trained.path}/", f"{trained.path}/", None)
 
 
 def test_shipped_drafter_is_not_exported_for_another_size(tmp_path: Path) -> None:

@@ -173,9 +173,11 @@ def choose(
     Raises UserError for missing files.
     """
     named = None if drafter is None else _named(drafter)
-    if named is not None and named.run is not None and run is not None:
-        raise UsageError("@run and @drafter both name a run", "leave one of them out")
     target = Run.open(run) if run else None
+    # Without a drafter of its own, a run has an adapter at most.
+    bare = target is not None and not (target.drafter_dir / "config.json").is_file()
+    if named is not None and named.run is not None and target is not None and not bare:
+        raise UsageError("@run and @drafter both name a run", "leave one of them out")
     source = model or ModelSource.of(_model_for(named, target))
     asked = TreeChoice.parse(tree)
     plain = Choice(source, run=target, adapter=target.adapter if target else None, lookup=lookup)
@@ -184,7 +186,7 @@ def choose(
 
     default = target or shipped_for(source)
     if named is None:
-        if default is not None:
+        if default is not None and not (bare and lookup):
             return _with_drafter(plain, default.drafter_dir, default, asked)
         if lookup:
             if tree is not None and asked.kind != "auto":
@@ -195,9 +197,10 @@ def choose(
     folder = named.folder or mtp.own_drafter(source)
     if default is not None and folder.resolve() == default.drafter_dir.resolve():
         return _with_drafter(plain, folder, default, asked)
-    # The adapter of the default run and the tree that ships do not fit another drafter.
+    # The adapter of a run with its own drafter and the tree that ships do not fit another drafter.
     home = named.run
-    plain = replace(plain, adapter=home.adapter if home else None, home=home)
+    owner = target if bare else home
+    plain = replace(plain, adapter=owner.adapter if owner else None, home=home)
     return _with_drafter(plain, folder, home or target, asked)
 
 
