@@ -40,6 +40,7 @@ RELATED = replace(
     lengths={"lookup": 1.3, "start": 1.7},
     position_s=1 / 300,
     start="a folder",
+    limit=4.0,
 )
 HOUR = 3600.0
 
@@ -136,6 +137,8 @@ def test_what_is_expected_depends_on_what_rows_cost_here() -> None:
     assert 1.3 < related["dear"] < related["quick"] < 1.3 * expectation.ADAPTED_GAIN
     dearest = tuple((rows, 0.016 * rows) for rows in (1, 2, 4, 8))
     assert expected_speedup("start", 10**6, replace(RELATED, verify=dearest)) == pytest.approx(1.3)
+    at_its_best = replace(RELATED, limit=1.0)
+    assert expected_speedup("start", 10**6, at_its_best) == pytest.approx(1.3, rel=0.01)
     busy = replace(CPU, speedups={}, verify=((1, 0.02), (2, 0.01), (4, 0.012)))
     assert expected_speedup("hydra", 0, busy) == pytest.approx(1.0)
 
@@ -145,7 +148,7 @@ def test_accuracies_are_scaled_to_a_length() -> None:
         rows = expectation.scaled(ACCURACIES, 8, length)
         assert expectation.best_length(rows, 8) == pytest.approx(length, abs=0.01)
         assert all(sum(row) <= 1.001 for row in rows)
-    grown = expectation.adapted(ACCURACIES, expectation.ADAPTED_POSITIONS)
+    grown = expectation.adapted(ACCURACIES, expectation.ADAPTED_POSITIONS, 4.0)
     accepted = [expectation.best_length(rows, 8) - 1 for rows in (ACCURACIES, grown)]
     assert accepted[1] / accepted[0] == pytest.approx(expectation.ADAPTED_GAIN, abs=0.01)
     low, high = re.findall(r"\d\.\d+", expectation.interval(1.4))

@@ -74,12 +74,15 @@ def typical_accuracies() -> list[list[float]]:
     return read_calibration(run.calibration_path).accuracies
 
 
-def adapted(accuracies: Accuracies, positions: float) -> list[list[float]]:
-    """Returns the accuracies to expect of a related model's drafter after training on so many positions."""
+def adapted(accuracies: Accuracies, positions: float, limit: float) -> list[list[float]]:
+    """Returns the accuracies to expect of a related model's drafter after training on so many positions.
+
+    limit: the acceptance length at ADAPTED_NODES on the model that it was made for.
+    """
     share = log(max(positions, NOTHING) / NOTHING) / log(ADAPTED_POSITIONS / NOTHING)
     gain = 1 + (ADAPTED_GAIN - 1) * min(share, 1.5)
-    accepted = best_length(accuracies, ADAPTED_NODES) - 1
-    return scaled(accuracies, ADAPTED_NODES, 1 + gain * accepted)
+    length = best_length(accuracies, ADAPTED_NODES)
+    return scaled(accuracies, ADAPTED_NODES, max(length, min(1 + gain * (length - 1), limit)))
 
 
 def scaled(accuracies: Accuracies, nodes: int, length: float) -> list[list[float]]:

@@ -22,11 +22,11 @@ from medusa_cli.files.model_source import ModelSource
 from medusa_cli.model import Backbone
 from medusa_cli.runs.load_options import LoadOptions
 from medusa_cli.runs.recipe import Recipe
-from medusa_cli.runs.resolve import Choice, choose, shipped_by_shape
+from medusa_cli.runs.resolve import Choice, choose, read_calibration, shipped_by_shape
 from medusa_cli.runs.run import Run, stamp_of
 from medusa_cli.train import calibrate, estimate
 from medusa_cli.tree.search import StepTimes
-from medusa_cli.tune.expectation import LEVEL, typical_accuracies
+from medusa_cli.tune.expectation import ADAPTED_NODES, LEVEL, best_length, typical_accuracies
 from medusa_cli.tune.plan import EPOCHS, Measured
 
 NAMES = {
@@ -130,6 +130,7 @@ def measure(
         compare_s,
         facts["memory_bytes"],
         None if start is None else str(start.path),
+        0.0 if start is None else _limit(start),
     )
 
 
@@ -142,6 +143,11 @@ def _step_times(model: ModelSource, options: LoadOptions, start: Run | None) -> 
     times = step_times_for(backbone, None, None)
     levels = range(1, len(typical_accuracies()) + 1)
     return replace(times, draft={level: LEVEL * level * times.verify[1] for level in levels})
+
+
+def _limit(start: Run) -> float:
+    """Returns the acceptance length of a drafter on the model that it was made for."""
+    return best_length(read_calibration(start.calibration_path).accuracies, ADAPTED_NODES)
 
 
 def _accuracies(

@@ -35,7 +35,7 @@ class Measured:
     trained further, on this model's answers, or typical ones. answer_s: the seconds of distilling
     an answer token. position_s: the seconds of training on a position. compare_s: the seconds of
     the first comparison. memory: the peak of training, in bytes. start: the folder of the related
-    model's drafter that is trained further, if any.
+    model's drafter that is trained further, if any. limit: its acceptance length on that model.
     """
 
     plain_per_s: float
@@ -49,6 +49,7 @@ class Measured:
     compare_s: float
     memory: int = 0
     start: str | None = None
+    limit: float = 0.0
 
     @property
     def step_times(self) -> StepTimes:
@@ -133,7 +134,7 @@ def expected_speedup(drafter: str, positions: float, measured: Measured) -> floa
     now = measured.accuracies
     if drafter != "start":
         return with_matches(scaled(now, REACHED_NODES, reached(drafter, positions)))
-    gain = with_matches(adapted(now, positions)) / with_matches(now)
+    gain = with_matches(adapted(now, positions, measured.limit)) / with_matches(now)
     return max(1.0, measured.speedups["start"] * gain)
 
 

@@ -249,9 +249,12 @@ class Tuning:
                 f"@time {span(self.time_s)} is too short for this model, as comparing takes {span(measured.end_s)}: "
                 "the smallest amount of data is used"
             )
+        drafter = planned.drafter
+        if self._start is not None:
+            drafter = f"{NAMES['start']} ({self._start.name})"
         log.info(
             f"plan for {span(self.time_s)}: about {planned.tokens:,} answer tokens in {span(planned.distill_s)}, "
-            f"{NAMES.get(planned.drafter, planned.drafter)} on {planned.positions:,} positions in "
+            f"{drafter} on {planned.positions:,} positions in "
             f"{span(planned.train_s)}, then the choice by measured speed; expect {interval(planned.expected)}"
         )
         log.info(self.outlook(planned.expected))
