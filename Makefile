@@ -143,8 +143,8 @@ bench-busy: $(READY) ## decoding, distillation and training beside a busy core: 
 # A run with distilled conversations.
 RUN ?= runs/smollm2
 
-bench-gpu: $(READY) ## what was never measured here: the GPU tests, and steps and drafts at 1B and 7B, held against the aims
-	$(BIN)/python -m tests.bench.gpu_steps --device cuda
+bench-gpu: $(READY) ## what was never measured here, in one call of ten minutes on a GPU: times, bits and rates against the aims
+	$(BIN)/python -m tests.bench.gpu_probe
 
 bench-arm: test-arm ## instructions of NEON and of plain C++ per unit of weights, counted under emulation
 	ARM_CXX="$(ARM_CXX)" $(BIN)/python -m tests.bench.arm_counts
