@@ -63,7 +63,7 @@ LAUNCHES = 20
 # Kernels of a captured step: of each layer and besides the layers, at 1 and at 64 rows. Then what three levels of
 # drafting 64 nodes add, for a static and a dynamic tree.
 KERNELS = {1: (15, 12), 64: (23, 51)}
-DRAFTING = {"medusa": (72, 168), "hydra++-prompt": (109, 205), "eagle-draft": (202, 298)}
+DRAFTING = {"medusa": (62, 137), "hydra++-prompt": (94, 169), "eagle-draft": (166, 250)}
 CAPTURED = ("medusa", "medusa-bias", "hydra", "hydra++-prompt", "amphista-prompt", "eagle-draft")
 
 

@@ -20,7 +20,7 @@ from medusa_cli.drafters.base import Batch, NewTokens, check_layers, with_last_l
 from medusa_cli.drafters.expansion import Frontier, draft_by_level
 from medusa_cli.drafters.heads import HeadDrafter, HeadsConfig
 from medusa_cli.drafters.layer_rows import LayerRows
-from medusa_cli.drafters.layers import DecoderLayer, Padding, identity_, normed
+from medusa_cli.drafters.layers import DecoderLayer, Padding, SlotRows, identity_, normed
 from medusa_cli.drafters.slots import NewTensors, fill_by_level
 from medusa_cli.model import Backbone
 from medusa_cli.tree import Draft, DynamicTree, Tree
@@ -247,15 +247,18 @@ class Eagle(LayerDrafter):
         embedded = self.embed(backbone, new.following)
         last = new.last(layer.extend_slots(fused, new.rows(), cached, embedded))  # [B, H]
         states = last  # then [B * N, H]
+        rows: SlotRows | None = None
 
         def guess(
             head: int, width: int, temperature: float | None, level: Frontier
         ) -> tuple[Tensor, Tensor]:
-            nonlocal states
+            nonlocal states, rows
             if head:
+                if rows is None or trees.grows:
+                    rows = new.nodes(trees)
                 above = states[level.parent_rows].unflatten(0, (size, -1))
                 embedded = self.embed(backbone, level.tokens).view_as(above)
-                below = layer.extend_slots(above, new.nodes(trees), cached, embedded)
+                below = layer.extend_slots(above, rows, cached, embedded)
                 states = torch.where((trees.depth == 0)[..., None], last[:, None], below).flatten(
                     0, 1
                 )

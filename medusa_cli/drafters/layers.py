@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, cached_property
 from itertools import accumulate
 from typing import Any
 
@@ -76,6 +76,14 @@ class SlotRows:
         self.lengths = lengths
         self.positions = positions
         self._tree_mask = tree_mask
+        # Where attention reads and what it sees, once a layer has asked.
+        self._reach: tuple[Tensor, list[Tensor]] | None = None
+
+    @cached_property
+    def columns(self) -> Tensor:
+        """Returns the columns [B, R] in which the rows are written."""
+        rows = self.positions.shape[1]
+        return self.lengths[:, None] + numbered(rows, self.lengths.device)
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, cached: Tensor) -> Tensor:
         """Writes keys and values [B, heads, R, D] to `cached` [2, B, heads, C, D], after the earlier rows.
@@ -84,35 +92,36 @@ class SlotRows:
         """
         size, heads, rows, dim = query.shape
         slots = numbered(size, query.device)[:, None]
-        columns = self.lengths[:, None] + numbered(rows, query.device)
         for known, new in zip(cached, (keys, values), strict=True):
-            known.transpose(1, 2).index_put_((slots, columns), new.transpose(1, 2))
+            known.transpose(1, 2).index_put_((slots, self.columns), new.transpose(1, 2))
         if not reads_by_length(query.device, query.dtype, heads, heads, dim):
             visible = visible_behind(self.lengths, self._tree_mask, cached.shape[3])
             mask = additive(visible[:, None], query.dtype)
             return F.scaled_dot_product_attention(query, cached[0], cached[1], attn_mask=mask)
         query, keys, values = (x.transpose(1, 2).flatten(0, 1) for x in (query, keys, values))
         known_keys, known_values = cached.flatten(1, 2)
-        # The kernel must read some column of each slot. In an empty slot, it reads column 0, where
-        # the first of these rows was just written. The other rows must not count that row twice.
-        empty = (self.lengths == 0)[:, None, None]
-        tree_mask = self._tree_mask & ~(empty & first_column(self._tree_mask))
-        mask = additive(tree_mask[:, None], query.dtype)
-        reads = columns_read(self.lengths, rows, heads, cached.shape[3])
+        if self._reach is None:
+            # The kernel must read some column of each slot. In an empty slot, it reads column 0, where
+            # the first of these rows was just written. The other rows must not count that row twice.
+            held = (self.lengths > 0)[:, None, None]
+            tree_mask = self._tree_mask & (held | without_first_column(self._tree_mask))
+            mask = additive(tree_mask[:, None], query.dtype)
+            self._reach = mask, columns_read(self.lengths, rows, heads, cached.shape[3])
+        mask, reads = self._reach
         seen = behind(query, known_keys, known_values, keys, values, mask, reads, dim**-0.5)
         return seen.view(size, rows, heads, dim).transpose(1, 2)
 
 
-def first_column(tree_mask: Tensor) -> Tensor:
-    """Returns the mask [R, R] of the first column of a tree's mask [B, R, R] without its first row."""
-    return _first_column(tree_mask.shape[-1], tree_mask.device)
+def without_first_column(tree_mask: Tensor) -> Tensor:
+    """Returns the mask [R, R] of the first row, and of all columns but the first, for a tree's mask [B, R, R]."""
+    return _without_first_column(tree_mask.shape[-1], tree_mask.device)
 
 
 @cache
 @torch.inference_mode(False)
-def _first_column(rows: int, device: torch.device) -> Tensor:
+def _without_first_column(rows: int, device: torch.device) -> Tensor:
     every = torch.arange(rows, device=device)
-    return (every[:, None] > 0) & (every == 0)
+    return (every[:, None] == 0) | (every > 0)
 
 
 def head_count(hidden_size: int) -> int:

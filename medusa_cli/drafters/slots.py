@@ -14,7 +14,7 @@ from torch import Tensor
 from medusa_cli.device import numbered
 from medusa_cli.drafters.expansion import Frontier, Guess
 from medusa_cli.drafters.layer_rows import LayerRows
-from medusa_cli.drafters.layers import DecoderLayer, SlotRows, first_column
+from medusa_cli.drafters.layers import DecoderLayer, SlotRows, without_first_column
 from medusa_cli.tree.tensors import TreeTensors
 
 
@@ -47,7 +47,8 @@ class NewTensors:
         root.
         """
         lengths, before = self._ends
-        return SlotRows(lengths, before + trees.depth, trees.mask & ~first_column(trees.mask))
+        mask = trees.mask & without_first_column(trees.mask)
+        return SlotRows(lengths, before + trees.depth, mask)
 
     @cached_property
     def _ends(self) -> tuple[Tensor, Tensor]:
@@ -100,10 +101,17 @@ def fill_by_level(trees: TreeTensors, levels: int, guess: Guess) -> None:
     sequences = numbered(size, trees.depth.device)
     starts = count * sequences[:, None]
     frontier = Frontier([1] * size, sequences, trees.tokens[:, 0])
+    parents: Tensor | None = None
     for head in range(levels):
         log_p, ids = guess(head, trees.width, trees.temperature(head), frontier)
         above = trees.extend(head, log_p.unflatten(0, (size, -1)), ids.unflatten(0, (size, -1)))
-        parent_rows = above + starts if head else sequences[:, None].expand(-1, count)
-        frontier = Frontier(
-            [count] * size, parent_rows.flatten(), trees.tokens.clamp(min=0).flatten()
-        )
+        if head + 1 == levels:
+            return
+        if not head:
+            parent_rows = sequences[:, None].expand(-1, count)
+        # Static trees have the same parents at each level.
+        elif above is not parents:
+            parents = above
+            parent_rows = above + starts
+        tokens = trees.tokens.clamp(min=0).flatten()
+        frontier = Frontier([count] * size, parent_rows.flatten(), tokens)

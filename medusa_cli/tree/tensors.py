@@ -18,8 +18,10 @@ class TreeTensors:
 
     depth, parents, ranks, tokens [B, N]; mask bool [B, N, N]: each node sees itself and its
     ancestors. A padding node has depth 0 and the parent PADDING. A node that is still to be drafted
-    has the token UNREAD.
+    has the token UNREAD. grows: levels change more than tokens.
     """
+
+    grows = False
 
     def __init__(
         self, depth: Tensor, parents: Tensor, ranks: Tensor, tokens: Tensor, mask: Tensor
@@ -29,6 +31,8 @@ class TreeTensors:
         self.ranks = ranks
         self.tokens = tokens
         self.mask = mask
+        # What levels share: parents, ranks among the guesses, and the depths of UNREAD nodes.
+        self._shared: tuple[Tensor, Tensor, Tensor] | None = None
 
     @property
     def width(self) -> int:
@@ -44,14 +48,15 @@ class TreeTensors:
 
         Returns the index [B, N] that each node's parent had before.
         """
-        parents = self.parents.clamp(min=0)
-        width = ids.shape[-1]
+        if self._shared is None:
+            ranks = self.ranks.clamp(max=ids.shape[-1] - 1)[..., None]
+            unread = self.tokens == UNREAD
+            self._shared = self.parents.clamp(min=0), ranks, self.depth * unread
+        parents, ranks, depth = self._shared
         if head:
-            ids = ids.gather(1, parents[..., None].expand(-1, -1, width))
-        ranks = self.ranks.clamp(max=width - 1)[..., None]
+            ids = ids.gather(1, parents[..., None].expand(-1, -1, ids.shape[-1]))
         chosen = ids.expand(-1, self.width, -1).gather(2, ranks)[..., 0]
-        drafted = (self.depth == head + 1) & (self.tokens == UNREAD)
-        self.tokens = torch.where(drafted, chosen, self.tokens)
+        self.tokens = torch.where(depth == head + 1, chosen, self.tokens)
         return parents
 
 
@@ -63,17 +68,22 @@ class GrowingTrees(TreeTensors):
     the same token as such a node; the longer path is accepted.
     """
 
+    grows = True
+
     def __init__(self, limits: DynamicTree, *outlines: Tensor) -> None:
         super().__init__(*outlines)
         self._limits = limits
         unread = self.tokens == UNREAD
         absent = self.parents == PADDING
-        self._room = (~absent).sum(1, keepdim=True)
-        self._levels = (self.depth * unread).amax(1, keepdim=True)
-        known = torch.zeros_like(self.depth, dtype=torch.float).masked_fill(
-            self.parents != ROOT_PARENT, torch.inf
-        )
-        self._values = known.masked_fill(unread | absent, -torch.inf)
+        is_root = self.parents == ROOT_PARENT
+        levels = (self.depth * unread).amax(1, keepdim=True)
+        self._complete = levels <= numbered(self.depth.shape[1], self.depth.device)
+        # The logarithm is 0 for True, and -inf for False. Padding comes last, and no node takes its place.
+        self._least = absent.log()
+        self._values = (-is_root.log()).masked_fill(unread | absent, -torch.inf)
+        # The values of the nodes whose children come next.
+        self._open = (is_root & (levels > 0)).log()
+        self._nodes = torch.stack([self.parents, self.ranks, self.depth, self.tokens])
 
     @property
     def width(self) -> int:
@@ -83,39 +93,31 @@ class GrowingTrees(TreeTensors):
         return self._limits.temperature(head)
 
     def extend(self, head: int, log_p: Tensor, ids: Tensor) -> Tensor:
-        (_, count) = self.depth.shape
+        (size, count) = self.depth.shape
         width = ids.shape[-1]
-        every = numbered(count, ids.device)
-        lowest, padding, itself = _constants(count, ids.device)
-        below = self._values[..., None] + log_p  # [B, N, W]
-        extended = (self.depth == head) & (self._values.abs() < torch.inf) & (head < self._levels)
-        below = torch.where(extended[..., None], below, lowest)
-        worst = lowest.expand(len(below), 1)
-        values = torch.cat([self._values, below.flatten(1), worst], dim=1)
+        lowest, itself, known, nowhere = _constants(count, width, head, ids.device)
+        below = self._open[..., None] + log_p  # [B, N, W]
+        values = torch.cat([self._values, below.flatten(1), lowest.expand(size, 1)], dim=1)
         # The sort is stable: among equal values, the earlier node comes first, which is never
         # deeper.
         best = values.sort(dim=1, descending=True, stable=True)
-        kept = (best.values[:, :count] > -torch.inf) & (every < self._room)
-        nowhere = values.shape[1] - 1
+        lost = best.values[:, :count] <= self._least
         # Parents come before their children.
-        order = torch.where(kept, best.indices[:, :count], nowhere).sort(dim=1).values
-        nodes = torch.stack([self.parents, self.ranks, self.depth, self.tokens])  # [4, B, N]
-        ranks = numbered(width, ids.device)
-        level = numbered(head + 2, ids.device)[-1]
-        children = torch.stack(
-            [field.expand(below.shape) for field in (every[:, None], ranks, level, ids)]
-        )
-        nowhere_fields = padding.expand(4, len(below), 1)
-        fields = torch.cat([nodes, children.flatten(2), nowhere_fields], dim=2)
-        above, self.ranks, self.depth, self.tokens = fields.gather(
-            2, order.expand(4, -1, -1)
-        ).unbind()
-        self._values = values.gather(1, order)
-        self.parents = torch.where(above < 0, above, torch.searchsorted(order, above))
-        self.parents = self.parents.masked_fill(order == nowhere, PADDING)
-        # An old node keeps its row of the mask; a new node takes its parent's row.
+        order = best.indices[:, :count].masked_fill(lost, values.shape[1] - 1).sort(dim=1).values
+        shape = size, count, width
+        children = torch.cat([known.expand(3, *shape), ids[None].expand(1, *shape)]).flatten(2)
+        nodes = torch.cat([self._nodes, children, nowhere.expand(4, size, 1)], dim=2)
+        self._nodes = nodes.gather(2, order.expand(4, -1, -1))
+        self.parents, self.ranks, self.depth, self.tokens = self._nodes.unbind()
+        above = self.parents.clamp(min=0)
+        places = torch.searchsorted(order, self.parents)
+        torch.where(self.parents < 0, self.parents, places, out=self.parents)
         old = order < count
-        above = above.clamp(min=0)
+        self._values = values.gather(1, order)
+        level = min(head + 1, count - 1)
+        closed = old | self._complete[:, level : level + 1]
+        self._open = self._values.masked_fill(closed, -torch.inf)
+        # An old node keeps its row of the mask; a new node takes its parent's row.
         source = torch.where(old, order, above)
         mask = self.mask.gather(1, source[..., None].expand(-1, -1, count))
         mask = mask.gather(2, source[:, None].expand(-1, count, -1))
@@ -125,11 +127,26 @@ class GrowingTrees(TreeTensors):
 
 @cache
 @torch.inference_mode(False)
-def _constants(count: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns -inf, 0 and the mask [N, N] of nodes that see only themselves, which no level has to make again."""
-    lowest = torch.full((), -torch.inf, device=device)
+def _constants(
+    count: int, width: int, head: int, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns what no step has to make again for N nodes of W children each.
+
+    These are -inf, the mask [N, N] of nodes that see only themselves, the parents, ranks and depths of a head's
+    children [3, 1, N, W], and the fields of a node that is nowhere [4, 1, 1].
+    """
     every = torch.arange(count, device=device)
-    return lowest, torch.zeros_like(every[0]), every == every[:, None]
+    ranks = torch.arange(width, device=device)
+    known = torch.stack(
+        [
+            every[:, None].expand(-1, width),
+            ranks.expand(count, -1),
+            torch.full_like(every[:, None], head + 1).expand(-1, width),
+        ]
+    )
+    nowhere = torch.tensor([PADDING, 0, 0, 0], device=device).view(4, 1, 1)
+    lowest = torch.full((), -torch.inf, device=device)
+    return lowest, every == every[:, None], known[:, None], nowhere
 
 
 @lru_cache(maxsize=256)
