@@ -212,7 +212,7 @@ def supervise(asked: argparse.Namespace) -> None:
     end = time.perf_counter() + asked.seconds
     path = asked.output / "probe.jsonl"
     path.unlink(missing_ok=True)
-    begun = -1
+    begun = 0
     while (left := end - time.perf_counter()) > 0:
         words = ["--here", "--seconds", str(left), "--output", str(asked.output)]
         words += ["--device", asked.device, *(["--only", *asked.only] if asked.only else [])]
