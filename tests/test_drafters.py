@@ -407,7 +407,11 @@ def test_amphistas_halves_read_the_stages_in_turn_and_its_heads_see_one_another(
         assert [not torch.equal(*pair) for pair in zip(before, after, strict=True)] == changed
 
 
-def test_the_training_time_test_is_one_pass_under_the_papers_mask() -> None:
+@pytest.mark.parametrize("block", [2, 64])
+def test_the_training_time_test_is_one_pass_under_the_papers_mask(
+    block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("medusa_cli.drafters.eagle.BLOCK", block)
     backbone = tiny_backbone(layers=4)
     drafter, steps, size = drafter_of(backbone, "eagle"), 3, backbone.hidden_size
     sequence = torch.repeat_interleave(torch.arange(2), torch.tensor([6, 9]))

@@ -29,6 +29,9 @@ from medusa_cli.tree.tensors import TreeTensors
 if TYPE_CHECKING:
     from typing import Self
 
+# Trained positions that attend to their conversation together.
+BLOCK = 64
+
 
 @dataclass(frozen=True)
 class EagleConfig(HeadsConfig):
@@ -344,16 +347,18 @@ def training_time_test(
     """
     device = states.device
     learned = batch.learned
-    groups = batch.attention_groups
-    true = Padding(groups, device)
-    own = Padding(groups[batch.learned_on_host], device)
+    true = Padding(batch.attention_groups, device)
+    # Every later step adds a column for each row, which only that row sees. So rows attend in blocks.
+    numbers = true.numbers[batch.learned_on_host]
+    rows = torch.arange(len(numbers)) - torch.searchsorted(numbers, numbers)
+    own = Padding(numbers * len(true.numbers) + rows // BLOCK, device)
     position = true.position[learned]
     q, key, value = layer.attention_inputs(layer.reads(states, embedded), true.position)
     known = true.pad(torch.stack([key, value], dim=2).transpose(0, 1))  # [S, L, heads, 2, D]
-    if own.shape[0] < true.shape[0]:  # some are prompts only
-        present = true.numbers[batch.learned_on_host].unique_consecutive()
-        known = known[upload(present, device)]
-    keys, values = known.permute(3, 0, 2, 1, 4)  # [S, heads, L, D] each
+    sequence = numbers.new_empty(own.shape[0]).index_copy(0, own.numbers, numbers)
+    if not torch.equal(sequence, torch.arange(len(known))):
+        known = known.index_select(0, upload(sequence, device))
+    keys, values = known.permute(3, 0, 2, 1, 4)  # [S, heads, L, D] each, by block
     # Each of the W rows sees the columns up to its own position, and its own column of every later step.
     later = torch.arange(keys.shape[2], device=device) > own.pad(position)[..., None]
     wide = own.shape[1]
