@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from medusa_cli.engine.torch_layers import TOLERANCE
 from medusa_cli.errors import first_line
 from medusa_cli.tree import Draft, DynamicTree, Tree
 from medusa_cli.tree.tensors import GrowingTrees, TreeTensors, outline
-from medusa_cli.tree.tree import PADDING, ROOT_PARENT, UNREAD, unread_draft
+from medusa_cli.tree.tree import PADDING, UNREAD, unread_draft
 
 # Sizes of graphs in nodes; batch sizes are powers of two.
 ROWS = (1, 16, 64)
@@ -40,7 +41,9 @@ ROWS = (1, 16, 64)
 DEPTHS = 32
 # Parameters per sequence, stored before its random numbers: 1 if it samples, temperature, top-p,
 # top-k.
-FIELDS = 4
+NO_TOP_P = 2.0  # no sum of probabilities reaches it
+GREEDY = (0.0, 1.0, NO_TOP_P, 0.0)
+FIELDS = len(GREEDY)
 # Top-p and top-k choose among this many of the most likely tokens.
 LIKELIEST = 1024
 # Warm-up runs before a capture, in which libraries choose kernels and allocate workspaces.
@@ -62,23 +65,13 @@ def sampling_params(samplers: list[Sampler], batch: int, count: int) -> Tensor:
 
     The batch is padded with greedy sequences.
     """
-    rows = []
-    for sampler in samplers:
-        sampling = sampler.sampling
-        if sampler.greedy:
-            rows.append([0.0, 1.0, 2.0, 0.0, *[0.0] * count])
-        else:
-            top_p = sampling.top_p if sampling.top_p < 1 else 2.0  # no sum reaches 2
-            rows.append(
-                [
-                    1.0,
-                    sampling.temperature,
-                    top_p,
-                    float(sampling.top_k),
-                    *sampler.peek_uniforms(count),
-                ]
-            )
-    rows += [[0.0, 1.0, 2.0, 0.0, *[0.0] * count]] * (batch - len(rows))
+    rows = [[*GREEDY, *[0.0] * count] for _ in range(batch)]
+    for number, sampler in enumerate(samplers):
+        if not sampler.greedy:
+            sampling = sampler.sampling
+            top_p = sampling.top_p if sampling.top_p < 1 else NO_TOP_P
+            fields = (1.0, sampling.temperature, top_p, float(sampling.top_k))
+            rows[number] = [*fields, *sampler.peek_uniforms(count)]
     return torch.tensor(rows, dtype=torch.double)
 
 
@@ -381,6 +374,8 @@ class _GraphStep:
         self._slots = slots if rows > 1 else None
         self._limits = limits
         reads = 0 if self._slots is None else self._slots.rows
+        # For each node, the bits of one that sees only itself.
+        self._own_bits = [1 << node if node < 63 else -(1 << 63) for node in range(rows)]
         # Each row holds the length of a slot, the depths, parents, ranks and tokens of N nodes, and
         # bits for the nodes that each one sees. The fields of NewTensors for P new tokens follow,
         # with the places of these tokens in `hidden`.
@@ -405,46 +400,26 @@ class _GraphStep:
         """Returns the inputs of a run as one tensor on the host. new: the results of CudaGraphs._unread."""
         packed = []
         place = 0
+        empty = unread_draft(0, ROOT)
         for slot, length in enumerate(lengths):
-            tree = drafts[slot].tree if slot < len(drafts) else ROOT
-            ids = drafts[slot].ids if slot < len(drafts) else [0]
-            rest = self._rows - tree.size
-            padding = [
-                1 << node if node < 63 else -(1 << 63) for node in range(tree.size, self._rows)
-            ]
-            parents = [ROOT_PARENT, *tree.parents[1:], *[PADDING] * rest]
-            zeros = [0] * rest
-            row = [
-                length,
-                *tree.depths,
-                *zeros,
-                *parents,
-                *tree.ranks,
-                *zeros,
-                *ids,
-                *zeros,
-                *tree.bits,
-                *padding,
-            ]
+            draft = drafts[slot] if slot < len(drafts) else empty
+            tree = draft.tree
+            rest = [0] * (self._rows - tree.size)
+            absent = [PADDING] * len(rest)
+            row = [length, *tree.depths, *rest, *tree.parents, *absent, *tree.ranks, *rest]
+            row += [*draft.ids, *rest, *tree.bits, *self._own_bits[tree.size :]]
             if self._slots is not None:
                 start = 0
-                places = [0]
+                first = 0
                 following = [0]
                 if slot < len(new):
                     tokens, following = new[slot]
                     start = tokens.start
-                    places = [*range(place, place + len(following))]
+                    first = place
                     place += len(following)
                 more = [0] * (self._slots.rows - len(following))
-                row += [
-                    start,
-                    self._slots.held(slot),
-                    len(following),
-                    *places,
-                    *more,
-                    *following,
-                    *more,
-                ]
+                row += [start, self._slots.held(slot), len(following)]
+                row += [*range(first, first + len(following)), *more, *following, *more]
             packed.append(row)
         return torch.tensor(packed)
 
@@ -561,40 +536,27 @@ def _trial(engine: LayoutEngine) -> bool:
         draft = _draft(engine, cache)
         graphs = CudaGraphs(engine, cache, (-1,))
         for sampling in (Sampling(), Sampling("exact", 0.8, 0.9)):
-
-            def graph_step(rule: Sampling = sampling) -> Accepted | None:
-                accepted = graphs.run([Sampler(rule)], [draft], {})
-                return None if accepted is None else accepted[0]
-
-            def plain_step(rule: Sampling = sampling) -> Accepted:
-                return _ordinary_step(engine, cache, draft, rule)
-
-            ours, seconds = _timed(engine, cache, graph_step)
-            plain, ordinary = _timed(engine, cache, plain_step)
+            ours, seconds = _timed(engine, cache, partial(_graph_step, graphs, draft, sampling))
+            step = partial(_ordinary_step, engine, cache, draft, sampling)
+            plain, ordinary = _timed(engine, cache, step)
             if graphs.failed or plain is None:
                 return False
             if ours is None:  # too flat a distribution for top-p; steps on it are ordinary ones
                 continue
             if not _equal(engine, ours, plain):
-                log.warning(
-                    "CUDA graphs are not used: captured steps differ from ordinary ones on %s",
-                    device,
-                )
+                log.warning(f"CUDA graphs are not used: captured steps differ on {device}")
                 return False
-            log.debug(
-                "a captured step takes %.2f ms, an ordinary one %.2f ms",
-                1e3 * seconds,
-                1e3 * ordinary,
-            )
             gains.append(ordinary / seconds)
     except RuntimeError as reason:
-        log.warning(
-            "CUDA graphs are not used: steps cannot be captured on %s: %s",
-            device,
-            first_line(reason),
-        )
+        why = first_line(reason)
+        log.warning(f"CUDA graphs are not used: steps cannot be captured on {device}: {why}")
         return False
     return gains[0] > 1
+
+
+def _graph_step(graphs: CudaGraphs, draft: Draft, sampling: Sampling) -> Accepted | None:
+    accepted = graphs.run([Sampler(sampling)], [draft], {})
+    return None if accepted is None else accepted[0]
 
 
 def _equal(engine: LayoutEngine, ours: Accepted, plain: Accepted) -> bool:
@@ -602,11 +564,9 @@ def _equal(engine: LayoutEngine, ours: Accepted, plain: Accepted) -> bool:
     rows = min(len(ours.path), len(plain.path))
     expected = plain.hidden[:rows]
     error = float((ours.hidden[:rows] - expected).float().norm() / expected.float().norm())
-    same = (ours.path, ours.bonus) == (
-        plain.path,
-        plain.bonus,
-    ) or engine.dtype != torch.float32  # near-ties may flip
-    return same and error <= TOLERANCE[engine.dtype]
+    same = (ours.path, ours.bonus) == (plain.path, plain.bonus)
+    # In 16 bits, near-ties may flip.
+    return (same or engine.dtype != torch.float32) and error <= TOLERANCE[engine.dtype]
 
 
 def _draft(engine: LayoutEngine, cache: Cache) -> Draft:
