@@ -242,7 +242,7 @@ def test_a_gguf_file_is_loaded_in_tiles(tmp_path: Path, kind: Kind) -> None:
     path = tmp_path / "tiny.gguf"
     network = write_gguf(path, kind)
     source = ModelSource.of(str(path))
-    backbone = load._load_tiles(source, LoadOptions(dtype="fp32"), None, None, False, CPU)
+    backbone = load._load_tiles(load._Inputs(source, LoadOptions(dtype="fp32")), CPU)
     assert isinstance(backbone.engine, TorchEngine)
     assert close(forward(backbone, IDS).logits, network(IDS[None]).logits[0], 1e-4)
     assert type(backbone.engine.layers[0].down) is TileLinear
@@ -254,7 +254,7 @@ def test_a_checkpoint_is_quantized_as_on_a_cpu(tmp_path: Path, quantize: str) ->
     path = save_model(tmp_path / "model")
     options = LoadOptions(dtype="fp32", quantize=quantize)
     source = ModelSource.of(path)
-    backbone = load._load_tiles(source, options, None, None, False, CPU)
+    backbone = load._load_tiles(load._Inputs(source, options), CPU)
     assert backbone.engine.quantize == quantize
     assert close(
         forward(backbone, IDS).logits, forward(load_backbone(path, options), IDS).logits, 1e-4
@@ -263,9 +263,9 @@ def test_a_checkpoint_is_quantized_as_on_a_cpu(tmp_path: Path, quantize: str) ->
 
 def test_options_choose_the_engine_of_the_device() -> None:
     int4 = LoadOptions(quantize="int4")
-    assert load._forced_engine(int4, True) == "native"
-    assert load._forced_engine(int4, False) == "torch"
-    assert load._forced_engine(LoadOptions(kv="fp16"), False) == "native"
+    assert load._engine_of(int4, CPU) == "native"
+    assert load._engine_of(int4, torch.device("cuda")) == "torch"
+    assert load._engine_of(LoadOptions(kv="fp16"), torch.device("cuda")) == "native"
     LoadOptions(engine="torch", quantize="int4", exact=True)
     for refused in ({"engine": "torch", "kv": "fp16"}, {"engine": "eager", "quantize": "int4"}):
         with pytest.raises(UsageError):
@@ -285,15 +285,14 @@ def test_memory_is_told_before_loading(tmp_path: Path) -> None:
     assert needs(path) == whole
     for quantize in ("int4", "int8"):
         source, options = ModelSource.of(path), LoadOptions(quantize=quantize, dtype="bf16")
-        engine = load._load_tiles(source, options, None, None, False, CPU).engine
+        engine = load._load_tiles(load._Inputs(source, options), CPU).engine
         held = engine.weight_bytes + engine.backbone.embedding.weight.nbytes
         assert abs(needs(path, quantize=quantize) - held) < 0.05 * held
     assert needs(path, quantize="bnb.nf4") < 0.7 * whole
     file = tmp_path / "tiny.gguf"
     write_gguf(file, Kind.Q4_0)
-    engine = load._load_tiles(
-        ModelSource.of(str(file)), LoadOptions(dtype="bf16"), None, None, False, CPU
-    ).engine
+    inputs = load._Inputs(ModelSource.of(str(file)), LoadOptions(dtype="bf16"))
+    engine = load._load_tiles(inputs, CPU).engine
     held = engine.weight_bytes + engine.backbone.embedding.weight.nbytes
     assert abs(needs(str(file)) - held) < 0.05 * held
     assert needs("random:1b") > 2e9

@@ -82,13 +82,10 @@ def load_backbone(
     # Only the eager engine runs a model's own code.
     foreign = options.trust_remote_code and has_own_code(model)
     device = torch.device(resolve_device(options.device))
-    on_cpu = device.type == "cpu"
-    named = options.engine
-    if named == "auto":
-        named = _forced_engine(options, on_cpu)
-    _check_engine(named, options, foreign, shard, model.name)
+    engine = _engine_of(options, device)
+    _check_engine(engine, options, foreign, shard, model.name)
     needs_network = gradients or shard or foreign
-    if options.exact and (on_cpu or needs_network or options.quantized):
+    if options.exact and (device.type == "cpu" or needs_network or options.quantized):
         raise UsageError(
             f"@exact needs the torch engine on a GPU, which does not run {model.name!r} here",
             "leave it out; on a CPU, the native engine needs no option for it",
@@ -96,35 +93,12 @@ def load_backbone(
 
     if device.type == "cuda" and not (gradients or shard):
         _check_memory(model, options, device, drafter)
-
-    if named in ("auto", "native") and on_cpu and not (needs_network or options.quantized):
-        try:
-            return _load_native(model, options, adapter, chat_template, chat)
-        except Unsupported as reason:
-            _fall_back(options, model, reason, required=named == "native")
-
-    by_torch = named in ("auto", "torch") and not on_cpu and not needs_network
-    if by_torch and _has_tiles(model, options, adapter):
-        try:
-            return _load_tiles(model, options, adapter, chat_template, chat, device)
-        except Unsupported as reason:
-            required = options.quantize in INTEGER
-            _fall_back(options, model, reason, required, "with dequantized weights")
-            if device.type == "cuda":
-                _check_memory(model, replace(options, engine="eager"), device, drafter)
-
-    backbone = _load_transformers(model, options, adapter, chat_template, shard)
-    _check_chat(backbone, chat)
-    if by_torch:
-        try:
-            _run_by_torch(backbone, options)
-            return backbone
-        except Unsupported as reason:
-            _fall_back(options, model, reason, required=named == "torch" or options.exact)
-    backbone.engine = EagerEngine(backbone)
-    if not shard:  # all processes must run a sharded network together
-        backbone.engine.check()
-    return backbone
+    inputs = _Inputs(model, options, adapter, chat_template, chat)
+    if needs_network or engine == "eager":
+        return _load_eager(inputs, shard)
+    if device.type == "cpu":
+        return _load_on_cpu(inputs, required=engine == "native")
+    return _load_on_gpu(inputs, device, drafter, required=engine == "torch")
 
 
 def load_without_layers(
@@ -163,35 +137,103 @@ def load_without_layers(
     return backbone
 
 
-def _load_transformers(
-    model: ModelSource,
-    options: LoadOptions,
-    adapter: Path | None,
-    chat_template: str | None,
-    shard: bool,
+@dataclass(frozen=True)
+class _Inputs:
+    """Holds what a backbone is loaded from, and whether it needs a chat template; see `load_backbone`."""
+
+    model: ModelSource
+    options: LoadOptions = DEFAULT_LOADING
+    adapter: Path | None = None
+    chat_template: str | None = None
+    chat: bool = False
+
+    @property
+    def integer(self) -> str | None:
+        """Returns the integer format that weights are quantized to before they are packed, if any."""
+        return self.options.quantize if self.options.quantize in INTEGER else None
+
+    @property
+    def int8_rows(self) -> bool:
+        """Returns True if rows are rounded to 8 bits before they are multiplied by quantized weights."""
+        rows = self.options.rows
+        return rows == "int8" or (rows == "auto" and self.options.dtype != "fp32")
+
+    @property
+    def has_tiles(self) -> bool:
+        """Returns True if the model has quantized weights that the native engine would pack, or will have them."""
+        if self.options.quantize not in (None, "none"):
+            return self.integer is not None
+        floats = {format.name for format in Format if format.is_float}
+        model = self.model
+        return self.adapter is None and model.weights_in_gguf and not model.header.types <= floats
+
+
+def _load_on_cpu(inputs: _Inputs, required: bool) -> Backbone:
+    """Loads a backbone on the native engine if it can run the model, else on the eager one."""
+    if not inputs.options.quantized:
+        try:
+            return _load_native(inputs)
+        except Unsupported as reason:
+            _fall_back(inputs, reason, required)
+    return _load_eager(inputs)
+
+
+def _load_on_gpu(
+    inputs: _Inputs, device: torch.device, drafter: Path | None, required: bool
 ) -> Backbone:
+    """Loads a backbone on the torch engine if it can run the model, else on the eager one."""
+    options = inputs.options
+    if inputs.has_tiles:
+        try:
+            return _load_tiles(inputs, device)
+        except Unsupported as reason:
+            _fall_back(inputs, reason, inputs.integer is not None, "with dequantized weights")
+            if device.type == "cuda":
+                _check_memory(inputs.model, replace(options, engine="eager"), device, drafter)
+
+    backbone = _load_transformers(inputs)
+    try:
+        _run_by_torch(backbone, options)
+    except Unsupported as reason:
+        _fall_back(inputs, reason, required or options.exact)
+        _run_eagerly(backbone)
+    return backbone
+
+
+def _load_eager(inputs: _Inputs, shard: bool = False) -> Backbone:
+    """Loads a backbone on the eager engine, possibly with its layers split over the processes."""
+    backbone = _load_transformers(inputs, shard)
+    _run_eagerly(backbone, shard)
+    return backbone
+
+
+def _load_transformers(inputs: _Inputs, shard: bool = False) -> Backbone:
     """Loads a backbone with transformers' network in memory, and the adapter, if any, in it; it has no engine yet."""
-    network, tokenizer = load_network(model, options, shard=shard, chat_template=chat_template)
+    model, options, adapter = inputs.model, inputs.options, inputs.adapter
+    network, tokenizer = load_network(
+        model, options, shard=shard, chat_template=inputs.chat_template
+    )
     digest = None
     if adapter is not None:
         digest = lora.digest(adapter)
         network = lora.merge(network, adapter, quantized=options.quantized)
-    return Backbone(network, tokenizer, id=model.name, adapter=digest, weights=weights_of(model))
+    backbone = Backbone(
+        network, tokenizer, id=model.name, adapter=digest, weights=weights_of(model)
+    )
+    _check_chat(backbone, inputs.chat)
+    return backbone
 
 
 def _fall_back(
-    options: LoadOptions,
-    model: ModelSource,
-    reason: Unsupported,
-    required: bool,
-    instead: str = "on the eager engine",
+    inputs: _Inputs, reason: Unsupported, required: bool, instead: str = "on the eager engine"
 ) -> None:
     """Logs how a model runs instead; raises UsageError if the options require what it cannot."""
+    name, options = inputs.model.name, inputs.options
     if required:
         raise UsageError(
-            f"{_flag(options)} cannot run the model {model.name!r}: {reason}", _remedy(options)
+            f"{_flag(options)} cannot run the model {name!r}: {reason}", _remedy(options)
         ) from reason
-    log.info("%s runs %s: %s", model.name, instead, reason)
+    log.info("%s runs %s: %s", name, instead, reason)
 
 
 def _check_memory(
@@ -200,6 +242,12 @@ def _check_memory(
     from medusa_cli.engine.memory import check_memory
 
     check_memory(model, options, device, drafter)
+
+
+def _run_eagerly(backbone: Backbone, shard: bool = False) -> None:
+    backbone.engine = EagerEngine(backbone)
+    if not shard:  # all processes must run a sharded network together
+        backbone.engine.check()
 
 
 def _run_by_torch(backbone: Backbone, options: LoadOptions) -> None:
@@ -221,105 +269,71 @@ class _Loaded:
     rotary: Rotary
 
 
-def _load_native(
-    model: ModelSource,
-    options: LoadOptions,
-    adapter: Path | None,
-    chat_template: str | None,
-    chat: bool,
-) -> Backbone:
+def _load_native(inputs: _Inputs) -> Backbone:
     """Loads a backbone on the native engine; raises Unsupported for a model that it cannot run."""
-    int8_rows = _rounds_rows(options)
-    loaded = _pack(model, options, adapter, chat_template, int8_rows, chat)
+    loaded = _pack(inputs, inputs.int8_rows)
     context = usable_positions(text_config(loaded.network.config))
     with _forgetting_refused(loaded.packed):
         native = NativeModel(loaded.description, loaded.packed, loaded.rotary, context)
-    backbone = Backbone(
+    backbone = _backbone_of(
+        inputs,
+        loaded,
         loaded.network,
-        loaded.tokenizer,
-        id=model.name,
-        adapter=None if adapter is None else lora.digest(adapter),
-        weights=loaded.packed.digest or weights_of(model),
         embedding=NativeEmbedding(native),
         lm_head=partial(_lm_head, native),
     )
-    int8_rows = int8_rows and loaded.packed.is_quantized
-    backbone.engine = NativeEngine(backbone, native, int8_rows, _integer(options), options.kv)
-    _check_chat(backbone, chat)
+    int8_rows = inputs.int8_rows and loaded.packed.is_quantized
+    backbone.engine = NativeEngine(backbone, native, int8_rows, inputs.integer, inputs.options.kv)
+    _check_chat(backbone, inputs.chat)
     with _forgetting_refused(loaded.packed):
         _check_finite(backbone)
     return backbone
 
 
-def _load_tiles(
-    model: ModelSource,
-    options: LoadOptions,
-    adapter: Path | None,
-    chat_template: str | None,
-    chat: bool,
-    device: torch.device,
-) -> Backbone:
+def _load_tiles(inputs: _Inputs, device: torch.device) -> Backbone:
     """Loads a backbone on the torch engine with the weights that the native engine packs; see `_load_native`."""
     from medusa_cli.engine.tile_network import network_of
 
-    int8_rows = _rounds_rows(options)
-    dtype = resolve_dtype(options.dtype, model, str(device))
-    stored = replace(options, dtype="auto")
-    loaded = _pack(model, stored, adapter, chat_template, int8_rows, chat)
+    options = inputs.options
+    dtype = resolve_dtype(options.dtype, inputs.model, str(device))
+    as_stored = replace(inputs, options=replace(options, dtype="auto"))
+    loaded = _pack(as_stored, inputs.int8_rows)
     if not loaded.packed.is_quantized:
         raise Unsupported("its weights are not quantized")
     network, head = network_of(
-        loaded.network.config, loaded.description, loaded.packed, dtype, device, int8_rows
+        loaded.network.config, loaded.description, loaded.packed, dtype, device, inputs.int8_rows
     )
     network.generation_config = loaded.network.generation_config
-    backbone = Backbone(
-        network,
-        loaded.tokenizer,
-        id=model.name,
-        adapter=None if adapter is None else lora.digest(adapter),
-        weights=loaded.packed.digest or weights_of(model),
-        lm_head=head,
-    )
-    _check_chat(backbone, chat)
+    backbone = _backbone_of(inputs, loaded, network, lm_head=head)
+    _check_chat(backbone, inputs.chat)
     _run_by_torch(backbone, options)
-    backbone.engine.quantize = _integer(options)
+    backbone.engine.quantize = inputs.integer
     _check_finite(backbone)
     return backbone
 
 
-def _has_tiles(model: ModelSource, options: LoadOptions, adapter: Path | None) -> bool:
-    """Returns True if a model has quantized weights that the native engine would pack, or will have them."""
-    if options.quantize not in (None, "none"):
-        return options.quantize in INTEGER
-    floats = {format.name for format in Format if format.is_float}
-    return adapter is None and model.weights_in_gguf and not model.header.types <= floats
+def _backbone_of(inputs: _Inputs, loaded: _Loaded, network: Any, **parts: Any) -> Backbone:
+    """Returns a backbone with packed weights, which has no engine yet."""
+    return Backbone(
+        network,
+        loaded.tokenizer,
+        id=inputs.model.name,
+        adapter=None if inputs.adapter is None else lora.digest(inputs.adapter),
+        weights=loaded.packed.digest or weights_of(inputs.model),
+        **parts,
+    )
 
 
-def _rounds_rows(options: LoadOptions) -> bool:
-    """Returns True if rows are rounded to 8 bits before they are multiplied by quantized weights."""
-    return options.rows == "int8" or (options.rows == "auto" and options.dtype != "fp32")
-
-
-def _pack(
-    model: ModelSource,
-    options: LoadOptions,
-    adapter: Path | None,
-    chat_template: str | None,
-    int8_rows: bool,
-    chat: bool,
-) -> _Loaded:
+def _pack(inputs: _Inputs, int8_rows: bool) -> _Loaded:
     """Packs a model's weights, from its files if they can be packed as they are."""
     if (reason := why_unavailable()) is not None:
         raise Unsupported(reason)
-    as_stored = options.dtype in ("auto", "fp32") or DTYPES[options.dtype] == checkpoint_dtype(
-        model
-    )
+    model, dtype = inputs.model, inputs.options.dtype
+    as_stored = dtype in ("auto", "fp32") or DTYPES[dtype] == checkpoint_dtype(model)
     loaded = None
-    if adapter is None and as_stored and model.kind != "random":
-        loaded = _from_files(model, options, chat_template, int8_rows, chat)
-    if loaded is None:
-        loaded = _from_network(model, options, adapter, chat_template, int8_rows)
-    return loaded
+    if inputs.adapter is None and as_stored and model.kind != "random":
+        loaded = _from_files(inputs, int8_rows)
+    return loaded or _from_network(inputs, int8_rows)
 
 
 @contextmanager
@@ -333,10 +347,9 @@ def _forgetting_refused(packed: Packed) -> Iterator[None]:
         raise
 
 
-def _from_files(
-    model: ModelSource, options: LoadOptions, chat_template: str | None, int8_rows: bool, chat: bool
-) -> _Loaded | None:
+def _from_files(inputs: _Inputs, int8_rows: bool) -> _Loaded | None:
     """Packs a model's files as they are; returns None if there are none or if only transformers can read them."""
+    model = inputs.model
     if not model.weights:
         return None
     lazy = lazy_network(model)
@@ -346,48 +359,36 @@ def _from_files(
     if settings is not None and not is_mxfp4:
         return None
     cached = describe_once(model, lazy)
-    tokenizer = load_tokenizer(model, lazy, chat_template, chat)
+    tokenizer = load_tokenizer(model, lazy, inputs.chat_template, inputs.chat)
     try:
-        packed = pack_once(model, cached.description, lazy, _integer(options), int8_rows)
+        packed = pack_once(model, cached.description, lazy, inputs.integer, int8_rows)
     except MissingWeights:
         return None
     return _Loaded(lazy, tokenizer, cached.description, packed, partial(cached.rotary, lazy))
 
 
-def _from_network(
-    model: ModelSource,
-    options: LoadOptions,
-    adapter: Path | None,
-    chat_template: str | None,
-    int8_rows: bool,
-) -> _Loaded:
+def _from_network(inputs: _Inputs, int8_rows: bool) -> _Loaded:
     """Packs a network that transformers loads, with the adapter, if any, merged into it."""
-    options = replace(options, dtype=_dtype_in_memory(model, options, adapter), device="cpu")
-    network, tokenizer = load_network(
-        model, replace(options, quantize=None), chat_template=chat_template
-    )
-    if adapter is not None:
-        network = lora.merge(network, adapter)
+    options = replace(inputs.options, dtype=_dtype_in_memory(inputs), device="cpu", quantize=None)
+    network, tokenizer = load_network(inputs.model, options, chat_template=inputs.chat_template)
+    if inputs.adapter is not None:
+        network = lora.merge(network, inputs.adapter)
     description = verified(network)
-    packed = pack_in_memory(description, NetworkWeights(network), _integer(options), int8_rows)
+    packed = pack_in_memory(description, NetworkWeights(network), inputs.integer, int8_rows)
     rotary = rotary_of(network)
     return _Loaded(network.to("meta"), tokenizer, description, packed, rotary)
 
 
-def _dtype_in_memory(model: ModelSource, options: LoadOptions, adapter: Path | None) -> str:
+def _dtype_in_memory(inputs: _Inputs) -> str:
     """Returns the number type in which a network is loaded before packing.
 
     It is the checkpoint's type unless the options request another one. fp32 counts as a request only
     with an adapter: its sums with the weights are rounded to the type in which they are stored.
     """
-    if options.dtype != "auto" and not (options.dtype == "fp32" and adapter is None):
-        return options.dtype
-    return name_of_dtype(checkpoint_dtype(model))
-
-
-def _integer(options: LoadOptions) -> str | None:
-    """Returns the integer format that the native engine quantizes weights to, if any."""
-    return options.quantize if options.quantize in INTEGER else None
+    dtype = inputs.options.dtype
+    if dtype != "auto" and not (dtype == "fp32" and inputs.adapter is None):
+        return dtype
+    return name_of_dtype(checkpoint_dtype(inputs.model))
 
 
 def _lm_head(
@@ -420,11 +421,9 @@ def _check_chat(backbone: Backbone, chat: bool) -> None:
     try_template(backbone)
 
 
-def _check_engine(
-    named: str | None, options: LoadOptions, foreign: bool, shard: bool, model: str
-) -> None:
+def _check_engine(named: str, options: LoadOptions, foreign: bool, shard: bool, model: str) -> None:
     """Raises UsageError if the other options rule out the named engine."""
-    if named in ("auto", "eager", None):
+    if named in ("auto", "eager"):
         return
     flag = _flag(options) if options.engine == "auto" else f"@engine {named}"
     if shard:
@@ -446,11 +445,11 @@ def _check_engine(
         raise UsageError(f"{flag} runs on a GPU, not on a CPU", "use @engine auto, native or eager")
 
 
-def _forced_engine(options: LoadOptions, on_cpu: bool) -> str:
-    """Returns the engine that other options require, or "auto"."""
-    if _forced(options) is None:
-        return "auto"
-    return "torch" if options.kv == "fp32" and not on_cpu else "native"
+def _engine_of(options: LoadOptions, device: torch.device) -> str:
+    """Returns the engine that the options name or require, or "auto"."""
+    if options.engine != "auto" or _forced(options) is None:
+        return options.engine
+    return "torch" if options.kv == "fp32" and device.type != "cpu" else "native"
 
 
 def _forced(options: LoadOptions) -> str | None:
