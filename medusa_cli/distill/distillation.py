@@ -7,7 +7,7 @@ import os
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
@@ -101,44 +101,24 @@ def distill(
     done = set(processes.gather(sorted(records.done) if records else [])[0])
     # Processes with other free memory may take other batch sizes, but they share one order of seeds.
     batch_size = processes.gather(settings.batch_size or MAX_BATCH)[0]
-    seeds = _fitting(seeds, settings, model)
-    chosen = in_order(seeds, settings.random_seed, batch_size, settings.max_samples)
-    answered = done.union(seed.id for seed in chosen if seed.spans)
-    asked = distinct(chosen, answered) if settings.dedup else chosen
-    left = [seed for seed in asked if seed.id not in done]
-    if len(asked) < len(chosen):
-        log.info(
-            f"{len(chosen) - len(asked):,} duplicate seeds are left out (distill.dedup=false keeps them)"
-        )
-    if len(left) < len(asked):
-        log.info(f"resuming: {len(asked) - len(left):,} conversations are done already")
-
-    share = processes.strided_shard(left)
-    # Trainings that run the model in every step read no states.
-    keeps_states = bool(settings.taps) or (
-        recipe.train.stage == 1 and recipe.train.states == "kept"
-    )
+    asked, duplicates = _choose(_fitting(seeds, settings, model), settings, batch_size, done)
+    share = processes.strided_shard(asked)
     own = (
         Records(part_of(run, processes.rank), width, header)
         if shared or records is None
         else records
     )
-    counts = Counter[str]()
-    start = time.perf_counter()
-    rate = 0.0
-    shown = Progress(share, settings, show)
+    progress = Progress(share, settings, show)
+    unanswered = [seed for seed in share if not seed.spans]
+    outcomes: Iterator[Outcome] = chain(
+        _complete(share, model, settings),
+        answer(unanswered, on_tokens=progress.count, should_stop=should_stop),
+    )
+    # Trainings that run the model in every step read no states.
+    if not settings.taps and (recipe.train.stage != 1 or recipe.train.states != "kept"):
+        outcomes = (replace(outcome, states=None) for outcome in outcomes)
     with closing(own):
-        known = _complete(share, model, settings)
-        unanswered = [seed for seed in share if not seed.spans]
-        for outcome in chain(
-            known, answer(unanswered, on_tokens=shown.count, should_stop=should_stop)
-        ):
-            if not keeps_states:
-                outcome = replace(outcome, states=None)
-            counts[_keep(run, own, outcome, settings)] += 1
-            counts["new_tokens"] += outcome.conversation.positions if outcome.conversation else 0
-            rate = counts["new_tokens"] / (time.perf_counter() - start)
-            shown.end()
+        counts, rate = _write(outcomes, run, own, settings, progress)
 
     every = processes.gather((counts, rate))
     with processes.main_process_first():
@@ -154,10 +134,45 @@ def distill(
         "run": str(run.path),
         "conversations": len(records.done),
         "answer_tokens": records.tokens,
-        "duplicates": len(chosen) - len(asked),
+        "duplicates": duplicates,
         **{key: counts[key] for key in COUNTS},
         "tokens_per_s": round(rate, 1),
     }
+
+
+def _choose(
+    seeds: Sequence[Conversation], settings: DistillRecipe, batch_size: int, done: set[str]
+) -> tuple[list[Conversation], int]:
+    """Returns the seeds without a conversation yet, in order, and the number that repeat another."""
+    chosen = in_order(seeds, settings.random_seed, batch_size, settings.max_samples)
+    answered = done.union(seed.id for seed in chosen if seed.spans)
+    asked = distinct(chosen, answered) if settings.dedup else chosen
+    left = [seed for seed in asked if seed.id not in done]
+    duplicates = len(chosen) - len(asked)
+    if duplicates:
+        log.info(f"{duplicates:,} duplicate seeds are left out (distill.dedup=false keeps them)")
+    if len(left) < len(asked):
+        log.info(f"resuming: {len(asked) - len(left):,} conversations are done already")
+    return left, duplicates
+
+
+def _write(
+    outcomes: Iterable[Outcome],
+    run: Run,
+    records: "Records",
+    settings: DistillRecipe,
+    progress: "Progress",
+) -> tuple[Counter[str], float]:
+    """Writes the outcomes of one process; returns counts of them, and the new tokens per second."""
+    counts = Counter[str]()
+    rate = 0.0
+    start = time.perf_counter()
+    for outcome in outcomes:
+        counts[_keep(run, records, outcome, settings)] += 1
+        counts["new_tokens"] += outcome.conversation.positions if outcome.conversation else 0
+        rate = counts["new_tokens"] / (time.perf_counter() - start)
+        progress.end()
+    return counts, rate
 
 
 def _complete(

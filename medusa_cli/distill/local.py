@@ -3,7 +3,7 @@
 import logging
 import os
 from collections import abc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -84,71 +84,107 @@ def answer_locally(
     on_tokens: called with the number of new answer tokens in each step. should_stop: if it returns
     True, no further turn is asked, and only the open answers are completed.
     """
-    waiting = iter(seeds)
-    count = min(settings.batch_size or MAX_BATCH, max(1, len(seeds)))
-    slots: list[_Answering | None] = [None] * count
-    taps = with_last_layer(settings.taps)
-    context = min(settings.context, backbone.max_positions)
-    decoder = Decoder(backbone, slots=len(slots), taps=taps, context=context)
-    needed = count * (context * backbone.engine.row_bytes + backbone.engine.slot_bytes(1))
-    if context > decoder.cache.capacity and needed <= free_memory(backbone.device):
-        # At once: while a cache grows, the old one takes memory, too.
-        decoder.cache.resize(context)
-    width = backbone.hidden_size * len(taps)
-    # They stay on the device until their conversation ends.
-    states = torch.empty(count, context, width, dtype=torch.bfloat16, device=backbone.device)
-    # A GPU runs several prompts at once, for which a few slots wait.
-    pack = min(decoder.prompts_at_once, max(1, count // PACKS))
-
-    def next_conversation(slot: int) -> _Answering | None:
-        seed = None if should_stop() else next(waiting, None)
-        return None if seed is None else _Answering(seed, decoder, settings, states[slot])
-
+    batch = _Batch(backbone, seeds, settings, should_stop)
     while True:
         # An answer may end with its very first token, so several turns and seeds may pass through a
         # slot here.
-        while not decoder.sequences or decoder.free_slots >= pack:
-            asked: list[tuple[_Answering, Request]] = []
-            for slot, current in enumerate(slots):
-                if len(asked) == pack:
-                    break
-                if current is None:
-                    current = next_conversation(slot)
-                elif current.sequence.done:
-                    current.end_turn()
-                else:
-                    continue
-                while current is not None and (request := current.ask(should_stop())) is None:
-                    yield current.outcome()
-                    current = next_conversation(slot)
-                slots[slot] = current
-                if current is not None and request is not None:
-                    asked.append((current, request))
+        while batch.has_free_pack:
+            asked = yield from batch.ask()
             if not asked:
                 break
-            numbers = [len(current.spans) for current, _ in asked]
-            admitted = decoder.admit_all([request for _, request in asked], numbers)
-            for (current, _), (sequence, first) in zip(asked, admitted, strict=True):
-                current.begin(sequence, first.tokens)
+            batch.admit(asked)
             on_tokens(len(asked))
-
-        steps = decoder.step()
-        if not steps:
+        if not (count := batch.step()):
             return
+        on_tokens(count)
+
+
+class _Batch:
+    """Answers several conversations at a time, each in a slot of one decoder; keeps their states on the device."""
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        seeds: abc.Sequence[Conversation],
+        settings: DistillRecipe,
+        should_stop: Callable[[], bool],
+    ) -> None:
+        self.settings = settings
+        self.waiting = iter(seeds)
+        self.should_stop = should_stop
+        count = min(settings.batch_size or MAX_BATCH, max(1, len(seeds)))
+        self.slots: list[_Answering | None] = [None] * count
+        taps = with_last_layer(settings.taps)
+        context = min(settings.context, backbone.max_positions)
+        self.decoder = Decoder(backbone, slots=count, taps=taps, context=context)
+        needed = count * (context * backbone.engine.row_bytes + backbone.engine.slot_bytes(1))
+        if context > self.decoder.cache.capacity and needed <= free_memory(backbone.device):
+            # At once: while a cache grows, the old one takes memory, too.
+            self.decoder.cache.resize(context)
+        width = backbone.hidden_size * len(taps)
+        self.states = torch.empty(
+            count, context, width, dtype=torch.bfloat16, device=backbone.device
+        )
+        # A GPU runs several prompts at once, for which a few slots wait.
+        self.pack = min(self.decoder.prompts_at_once, max(1, count // PACKS))
+
+    @property
+    def has_free_pack(self) -> bool:
+        return not self.decoder.sequences or self.decoder.free_slots >= self.pack
+
+    def ask(self) -> Generator[Outcome, None, list[tuple["_Answering", Request]]]:
+        """Returns the next questions of conversations in free slots, at most a pack; yields those that end."""
+        asked: list[tuple[_Answering, Request]] = []
+        for slot, current in enumerate(self.slots):
+            if len(asked) == self.pack:
+                break
+            if current is None:
+                current = self._next_conversation(slot)
+            elif current.sequence.done:
+                current.end_turn()
+            else:
+                continue
+            while current is not None and (request := current.ask(self.should_stop())) is None:
+                yield current.outcome()
+                current = self._next_conversation(slot)
+            self.slots[slot] = current
+            if current is not None and request is not None:
+                asked.append((current, request))
+        return asked
+
+    def _next_conversation(self, slot: int) -> "_Answering | None":
+        seed = None if self.should_stop() else next(self.waiting, None)
+        if seed is None:
+            return None
+        return _Answering(seed, self.decoder, self.settings, self.states[slot])
+
+    def admit(self, asked: abc.Sequence[tuple["_Answering", Request]]) -> None:
+        """Runs the prompts of questions, and begins their answers."""
+        numbers = [len(current.spans) for current, _ in asked]
+        admitted = self.decoder.admit_all([request for _, request in asked], numbers)
+        for (current, _), (sequence, first) in zip(asked, admitted, strict=True):
+            current.begin(sequence, first.tokens)
+
+    def step(self) -> int:
+        """Decodes one step of every open answer; returns the number of new tokens, or 0 at the end."""
+        steps = self.decoder.step()
+        if not steps:
+            return 0
         running = {
             current.sequence: (slot, current)
-            for slot, current in enumerate(slots)
+            for slot, current in enumerate(self.slots)
             if current is not None
         }
+        context, width = self.states.shape[1:]
         rows = []
         for sequence, step in steps:
             slot, current = running[sequence]
             current.tokens += step.tokens
             rows.append(slot * context + sequence.unread[0].start)
         hidden = torch.cat([sequence.unread[0].hidden for sequence, _ in steps])
-        places = upload(rows, states.device)
-        states.view(-1, width).index_copy_(0, places, hidden.to(states.dtype))
-        on_tokens(sum(len(step.tokens) for _, step in steps))
+        places = upload(rows, self.states.device)
+        self.states.view(-1, width).index_copy_(0, places, hidden.to(self.states.dtype))
+        return sum(len(step.tokens) for _, step in steps)
 
 
 class _Answering:
