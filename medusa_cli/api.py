@@ -16,7 +16,7 @@ from medusa_cli.decode import Answer, Decoder, LogitsOptions, Piece, Request, St
 from medusa_cli.decode.grammar import Grammar
 from medusa_cli.decode.lazy_grammar import LazyGrammar
 from medusa_cli.decode.prefix_store import PrefixStore
-from medusa_cli.decode.processors import check_ids
+from medusa_cli.decode.processors import LogitsFields, check_ids
 from medusa_cli.decode.sampling import Sampling, sampling_of
 from medusa_cli.errors import UsageError, UserError, shown
 from medusa_cli.files.hub import hub_left_as_it_was
@@ -73,16 +73,15 @@ class OptionFields(TypedDict, total=False):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerationOptions:
+class GenerationOptions(LogitsFields):
     """Holds the options of an answer, which are the keyword arguments of `Medusa.request`.
 
-    Decoding is greedy if no temperature is given. stop: strings that end the answer. stop_ids: end tokens that replace
-    the model's. logprobs: how many of the likeliest tokens to report with each token; log probabilities are the
-    model's, before the options below change them. prompt_logprobs: also report the prompt's tokens, before the
-    answer's; the answer may then be empty. min_p, and the fields from repetition_penalty to logit_bias: None uses the
-    value in the model's generation config (see LogitsOptions). json_schema, regex, grammar (Lark or GBNF): constrain
-    the answer. speculative: False uses plain decoding. raw: a text is continued as it is, without a chat template.
-    Raises UsageError for invalid values.
+    Decoding is greedy if no temperature is given. stop: strings that end the answer. stop_ids: end tokens that
+    replace the model's. logprobs: how many of the likeliest tokens to report with each token; log probabilities are
+    the model's, before the options below change them. prompt_logprobs: also report the prompt's tokens, before the
+    answer's; the answer may then be empty. min_p: None uses the value in the model's generation config, as the fields
+    of LogitsFields do. json_schema, regex, grammar (Lark or GBNF): constrain the answer. speculative: False uses
+    plain decoding. raw: a text is continued as it is, without a chat template. Raises UsageError for invalid values.
     """
 
     max_new_tokens: int = MAX_NEW_TOKENS
@@ -96,14 +95,6 @@ class GenerationOptions:
     stop_ids: Iterable[int] | None = None
     logprobs: int | None = None
     prompt_logprobs: bool = False
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    no_repeat_ngram_size: int | None = None
-    bad_words_ids: Sequence[Sequence[int]] | None = None
-    suppress_tokens: Sequence[int] | None = None
-    min_new_tokens: int | None = None
-    logit_bias: Mapping[int, float] | None = None
     json_schema: Mapping[str, Any] | str | None = None
     regex: str | None = None
     grammar: str | Grammar | LazyGrammar | None = None
@@ -160,8 +151,8 @@ class GenerationOptions:
         grammar = self.grammar
         if not isinstance(grammar, Grammar | LazyGrammar):
             grammar = Grammar.of(json_schema=self.json_schema, regex=self.regex, grammar=grammar)
-        own = {field.name: getattr(self, field.name) for field in fields(LogitsOptions)}
-        return LogitsOptions(**{**own, "grammar": grammar})
+        own = {field.name: getattr(self, field.name) for field in fields(LogitsFields)}
+        return LogitsOptions(**own, grammar=grammar)
 
 
 class Medusa:

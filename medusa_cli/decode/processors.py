@@ -116,13 +116,12 @@ CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
-@dataclass(frozen=True)
-class LogitsOptions:
-    """Holds the options that change the logits before a token is chosen, named as in transformers.
+@dataclass(frozen=True, kw_only=True)
+class LogitsFields:
+    """Holds the options that change single logits, named as in transformers; None selects the model's default.
 
-    None selects the model's default. presence_penalty, frequency_penalty: see AdditivePenalties.
-    logit_bias: numbers added to the logits of tokens; it replaces the model's sequence_bias.
-    grammar: constrains the answer. Raises UsageError for invalid values.
+    presence_penalty, frequency_penalty: see AdditivePenalties. logit_bias: numbers added to the
+    logits of tokens; it replaces the model's sequence_bias.
     """
 
     repetition_penalty: float | None = None
@@ -133,6 +132,15 @@ class LogitsOptions:
     suppress_tokens: Sequence[int] | None = None
     min_new_tokens: int | None = None
     logit_bias: Mapping[int, float] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogitsOptions(LogitsFields):
+    """Holds the options that change the logits before a token is chosen.
+
+    grammar: constrains the answer. Raises UsageError for invalid values.
+    """
+
     grammar: Grammar | LazyGrammar | None = None
 
     def __post_init__(self) -> None:
