@@ -128,10 +128,8 @@ class GenerationOptions(LogitsFields):
         stop_ids = None if self.stop_ids is None else frozenset(self.stop_ids)
         check_ids("stop_ids", stop_ids or (), backbone.vocab_size)
         if self.min_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
-            raise UsageError(
-                f"@min_new_tokens {self.min_new_tokens} is more than @max_new_tokens {self.max_new_tokens}",
-                "use a smaller one",
-            )
+            fault = f"@min_new_tokens {self.min_new_tokens} is more than @max_new_tokens {self.max_new_tokens}"
+            raise UsageError(fault, "use a smaller one")
         seed = secrets.randbits(62) if self.seed is None else int(self.seed)
         return Request(
             tuple(prompt),
@@ -533,14 +531,11 @@ class Chat:
 
 def _message(message: Mapping[str, str]) -> dict[str, str]:
     if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
-        raise UsageError(
-            f"{shown(dict(message))} is not a message",
-            'give {"role": ..., "content": ...}, both texts',
-        )
+        fault = f"{shown(dict(message))} is not a message"
+        raise UsageError(fault, 'give {"role": ..., "content": ...}, both texts')
     if message["role"] not in ROLES:
-        raise UsageError(
-            f"the role {shown(message['role'])} is unknown", f"use one of {', '.join(ROLES)}"
-        )
+        fault = f"the role {shown(message['role'])} is unknown"
+        raise UsageError(fault, f"use one of {', '.join(ROLES)}")
     return dict(message)
 
 

@@ -93,19 +93,14 @@ def of_system(reason: OSError) -> UserError:
     match reason.errno:
         # EFBIG: beyond a quota, a ulimit or the file system's limit.
         case errno.ENOSPC | errno.EDQUOT | errno.EFBIG:
-            return UserError(
-                f"no disk space left to write {path}".rstrip(),
-                "free some space or choose another @run",
-            )
+            fault = f"no disk space left to write {path}".rstrip()
+            return UserError(fault, "free some space or choose another @run")
         case errno.EACCES | errno.EPERM | errno.EROFS:
-            return UserError(
-                f"no permission to use {path}".rstrip(),
-                "change its permissions or give another path",
-            )
+            fault = f"no permission to use {path}".rstrip()
+            return UserError(fault, "change its permissions or give another path")
         case errno.ENOMEM:
             return UserError(*OUT_OF_MEMORY.split("; "))
         case errno.ENOENT | errno.ENOTDIR | errno.EISDIR | errno.EEXIST if path:
-            return UserError(
-                f"{path}: {(reason.strerror or 'cannot be used').lower()}", "check the path"
-            )
+            fault = f"{path}: {(reason.strerror or 'cannot be used').lower()}"
+            return UserError(fault, "check the path")
     return UserError(f"{path or type(reason).__name__}: {reason.strerror or reason}")

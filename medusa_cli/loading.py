@@ -91,10 +91,8 @@ def with_drafting(loaded: LoadedModel, choice: Choice) -> LoadedModel:
     backbone = loaded.backbone
     adapter = None if choice.adapter is None else lora.digest(choice.adapter)
     if choice.model != backbone.id or adapter != backbone.adapter:
-        raise UserError(
-            f"the model is {backbone.id} with the adapter {backbone.adapter}, not {choice.model} with {adapter}",
-            "start the server again",
-        )
+        fault = f"the model is {backbone.id} with the adapter {backbone.adapter}, not {choice.model} with {adapter}"
+        raise UserError(fault, "start the server again")
     if choice.drafter is None and not choice.ngrams:
         return LoadedModel(backbone, template_file=loaded.template_file)
     drafter, policy = load_drafting(choice, backbone, static_tree(choice))
@@ -217,7 +215,5 @@ def check_fit(tree: Tree, drafter: Any, name: str) -> None:
         )
     vocabulary = len(getattr(drafter, "draft_ids", ())) or None
     if vocabulary is not None and max(tree.widths, default=0) > vocabulary:
-        raise UserError(
-            f"the tree {name} uses guess {max(tree.widths)}, the heads know {vocabulary} tokens",
-            "use a narrower tree",
-        )
+        fault = f"the tree {name} uses guess {max(tree.widths)}, the heads know {vocabulary} tokens"
+        raise UserError(fault, "use a narrower tree")

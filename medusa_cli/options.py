@@ -63,9 +63,8 @@ def check_temperature(value: float | None) -> float | None:
 def check_beside_picture(output: Path | None) -> None:
     """Raises UsageError for an --output that the PNG picture beside it would replace."""
     if output is not None and output.suffix == ".png":
-        raise UsageError(
-            f"--output {output} would be replaced by the picture beside it", "end it in .json"
-        )
+        fault = f"--output {output} would be replaced by the picture beside it"
+        raise UsageError(fault, "end it in .json")
 
 
 def check_model(value: str | None) -> str | None:

@@ -153,9 +153,8 @@ def judge_bench(
             for method, figures in document["methods"].items()
         }
     except (LookupError, TypeError) as reason:
-        raise UserError(
-            f"{bench} holds no answers", "run `medusa bench` again: it keeps them"
-        ) from reason
+        fault = f"{bench} holds no answers"
+        raise UserError(fault, "run `medusa bench` again: it keeps them") from reason
     path.touch()
     repair_jsonl(path)
     known = [line for line in read_jsonl(path) if line["judge"] == model]

@@ -67,10 +67,8 @@ def choose_files(
             raise UsageError(text, "leave one of them out")
     shared = choose(model, run, drafter, tree, need_drafter=own, lookup=lookup if own else None)
     if own and shared.drafter is None:
-        raise UsageError(
-            f"@methods {','.join(names)}: there is no drafter for {shared.model!r}",
-            "use @methods ar,lookup, or give a @run or @drafter",
-        )
+        fault = f"@methods {','.join(names)}: there is no drafter for {shared.model!r}"
+        raise UsageError(fault, "use @methods ar,lookup, or give a @run or @drafter")
     medusa = files.get("medusa", shared)
     files |= {"medusa": medusa, "medusa-alone": replace(medusa, lookup=False)}
     return shared, {name: files[name] for name in names if name in files and files[name].drafter}

@@ -62,16 +62,13 @@ def check_reader(name: str, model: str, gguf: Path | None, sampling: Sampling) -
     if the given file is of another format.
     """
     if not has_package("xllamacpp"):
-        raise UsageError(
-            f"@methods {name}: xllamacpp is not installed",
-            "`pip install xllamacpp`, or leave the method out",
-        )
+        fault = f"@methods {name}: xllamacpp is not installed"
+        raise UsageError(fault, "`pip install xllamacpp`, or leave the method out")
     if gguf is None and model not in MODELS and not expanded(model).is_file():
         raise UsageError(f"@methods {name}: no GGUF file of {model!r} is known", "give @gguf FILE")
     if not sampling.greedy:
-        raise UsageError(
-            f"@methods {name} is compared in greedy decoding only", "leave @temperature out"
-        )
+        fault = f"@methods {name} is compared in greedy decoding only"
+        raise UsageError(fault, "leave @temperature out")
     if gguf is not None and not is_gguf(gguf):
         raise UsageError(f"@gguf {gguf} is not a GGUF file", "give another one")
 
@@ -123,10 +120,8 @@ def _llama_server(name: str, gguf: Path, backbone: Backbone) -> str:
     if address:
         return address
     reason = process.stderr.read().strip().splitlines()
-    raise UserError(
-        f"llama.cpp cannot load {gguf}: {reason[-1] if reason else 'its server ended'}",
-        "give another @gguf FILE",
-    )
+    fault = f"llama.cpp cannot load {gguf}: {reason[-1] if reason else 'its server ended'}"
+    raise UserError(fault, "give another @gguf FILE")
 
 
 def llama_method(name: str, gguf: Path, backbone: Backbone, cached: bool = False) -> Method:

@@ -89,9 +89,8 @@ def checked_categories(wanted: str, known: Sequence[str]) -> list[str]:
     """Returns the categories of a comma-separated list; raises UsageError for an unknown one."""
     names = [name.strip() for name in wanted.split(",")]
     if unknown := [name for name in names if name not in known]:
-        raise UsageError(
-            f"@category {unknown[0]!r} is not in these questions", f"use some of {', '.join(known)}"
-        )
+        fault = f"@category {unknown[0]!r} is not in these questions"
+        raise UsageError(fault, f"use some of {', '.join(known)}")
     return names
 
 
@@ -171,9 +170,8 @@ def _file_records(path: Path) -> Iterator[Any]:
         try:
             yield from pyarrow.parquet.read_table(path).to_pylist()
         except pyarrow.ArrowException as reason:
-            raise UserError(
-                f"@questions {str(path)!r} is not a Parquet file", "check the path"
-            ) from reason
+            fault = f"@questions {str(path)!r} is not a Parquet file"
+            raise UserError(fault, "check the path") from reason
         return
     if path.suffix == ".txt":
         # Not splitlines, because a question may contain other line breaks.

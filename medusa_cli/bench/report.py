@@ -49,9 +49,8 @@ def read_bench(path: Path) -> Document:
         or not document["methods"]
         or "baseline" not in document
     ):
-        raise UserError(
-            f"{path} is not a bench", "give a run, or a JSON file that `medusa bench` wrote"
-        )
+        fault = f"{path} is not a bench"
+        raise UserError(fault, "give a run, or a JSON file that `medusa bench` wrote")
     return document
 
 
@@ -84,9 +83,8 @@ def write_report(paths: Mapping[str, Path], page: Path) -> list[Path]:
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as reason:
         files = " or ".join(map(str, paths.values()))
         text = f"{type(reason).__name__}: {first_line(reason)}"
-        raise UserError(
-            f"{files} holds figures that are not from `medusa bench` ({text})", "run it again"
-        ) from reason
+        fault = f"{files} holds figures that are not from `medusa bench` ({text})"
+        raise UserError(fault, "run it again") from reason
     for path, content in texts.items():
         write_atomic(path, content)
     return list(texts)

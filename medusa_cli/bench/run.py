@@ -94,28 +94,23 @@ class Bench:
         known = {*METHODS, *self.drafts, *self.peers}
         unknown = [name for name in names if name not in known]
         if unknown or not names:
-            raise UsageError(
-                f"@methods {text!r}: {''.join(unknown[:1])!r} is unknown",
-                f"use {','.join(METHODS)}",
-            )
+            fault = f"@methods {text!r}: {''.join(unknown[:1])!r} is unknown"
+            raise UsageError(fault, f"use {','.join(METHODS)}")
         unbatched = {*UNBATCHED, *self.peers}
         if self.batch_size > 1 and (alone := [name for name in names if name in unbatched]):
             remedy = "leave it out, or use @batch_size 1"
             raise UsageError(f"@methods {alone[0]} decodes one sequence at a time", remedy)
         for name in (name for name in names if name in LLAMA):
             if self.choice.adapter is not None and self.gguf is None:
-                raise UsageError(
-                    f"@methods {name}: the GGUF file of {self.choice.model!r} lacks the run's adapter",
-                    "leave it out, or give the @gguf of the merged model",
-                )
+                fault = f"@methods {name}: the GGUF file of {self.choice.model!r} lacks the run's adapter"
+                raise UsageError(fault, "leave it out, or give the @gguf of the merged model")
             check_reader(name, self.choice.model, self.gguf, self.sampling)
         if self.peers and not self.sampling.greedy:
             fault = f"@peer {next(iter(self.peers))} is compared in greedy decoding only"
             raise UsageError(fault, "leave @temperature out")
         if "hf-assisted" in names and self.draft_model is None:
-            raise UsageError(
-                "@methods hf-assisted needs a model that drafts", "give @draft_model NAME"
-            )
+            fault = "@methods hf-assisted needs a model that drafts"
+            raise UsageError(fault, "give @draft_model NAME")
         for flag, value, users in (
             ("@gguf", self.gguf, LLAMA),
             ("@draft_model", self.draft_model and self.draft_model.name, ("hf-assisted",)),

@@ -61,10 +61,8 @@ def time_passes(backbone: Backbone, contexts: Sequence[int]) -> dict[str, Any]:
     longest = backbone.max_positions - 3
     contexts = contexts or [min(CONTEXT, longest)]
     if contexts[-1] > longest:
-        raise UsageError(
-            f"@context {contexts[-1]} leaves no position of {backbone.max_positions}",
-            f"use {longest} or less",
-        )
+        fault = f"@context {contexts[-1]} leaves no position of {backbone.max_positions}"
+        raise UsageError(fault, f"use {longest} or less")
     bandwidth = copy_bandwidth(backbone.device)
     weights = backbone.engine.weight_bytes
     by_context = {}

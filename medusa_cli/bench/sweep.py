@@ -70,10 +70,8 @@ def parse_values(name: str, text: str | None) -> list[float]:
     except ValueError:
         values = [-1.0]
     if not all(whole <= value < math.inf for value in values):
-        raise UsageError(
-            f"@values {text!r} is not valid",
-            f"use {'whole numbers >= 1' if whole else 'numbers >= 0'}",
-        )
+        fault = f"@values {text!r} is not valid"
+        raise UsageError(fault, f"use {'whole numbers >= 1' if whole else 'numbers >= 0'}")
     return values
 
 
@@ -85,9 +83,8 @@ def check(base: Bench, axis: str, values: Sequence[float]) -> None:
     if axis == "nodes":
         limit = min(largest(_accuracies(base.drafts["medusa"])), MAX_NODES)
         if max(values) > limit:
-            raise UsageError(
-                f"@values {max(values):g}: these heads allow {limit:,} nodes", "use no more"
-            )
+            fault = f"@values {max(values):g}: these heads allow {limit:,} nodes"
+            raise UsageError(fault, "use no more")
     list(_points(base, axis, values))
 
 

@@ -83,10 +83,8 @@ class SweepFlags:
         given = {f"--{name}": replaceable[name] for name in AXES[self.sweep].replaces}
         refuse(given, f"is set by --sweep {self.sweep}", "leave it out")
         if self.sweep == "epsilon" and sampling.temperature == 0:
-            raise UsageError(
-                "--temperature 0 samples nothing, so --sweep epsilon has no effect",
-                "leave it out, which means 0.7",
-            )
+            fault = "--temperature 0 samples nothing, so --sweep epsilon has no effect"
+            raise UsageError(fault, "leave it out, which means 0.7")
         return points
 
 

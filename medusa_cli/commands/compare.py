@@ -84,10 +84,8 @@ def _check_flags(data: Path | None, max_samples: int | None, loading: LoadFlags)
     for name, usual in MEASURED_WITH.items():
         value = getattr(loading, name)
         if value not in usual:
-            raise UsageError(
-                f"--{name} {value} has no effect: each run's model is loaded as it was trained, on the engine eager",
-                "leave it out",
-            )
+            fault = f"--{name} {value} has no effect: each run's model is loaded as it was trained, on the engine eager"
+            raise UsageError(fault, "leave it out")
 
 
 def _show(rows: list[Document]) -> None:
@@ -115,10 +113,8 @@ def best_validation(run: Run) -> Document:
     checks = [line for line in read_log(run.path / NAME) if line["event"] == "validated"]
     best = best_of(checks)
     if best is None or not run.recipe_path.is_file():
-        raise UserError(
-            f"{run.path} holds no training with a validation",
-            f"run `medusa train --run {run.argument}` first",
-        )
+        fault = f"{run.path} holds no training with a validation"
+        raise UserError(fault, f"run `medusa train --run {run.argument}` first")
     train = load_recipe(run.recipe_path).train
     joint = train.stage == 2
     # A tuned model has a run of its own.

@@ -93,9 +93,8 @@ def distill(
     with processes.main_process_first():  # it fetches what all read
         target = Run.open(run, create=not resume)
         if resume and not target.distill_path.is_file():
-            raise UserError(
-                f"--resume: {target.path} holds no distillation", "leave --resume out to begin one"
-            )
+            fault = f"--resume: {target.path} holds no distillation"
+            raise UserError(fault, "leave --resume out to begin one")
         plan = recipe_of(target, words, flags, resume=False)
         asked = plan.distill
         _check(plan, loading)
@@ -125,10 +124,8 @@ def _check_beside_endpoint(settings: Container[str]) -> None:
         text = "distill.taps has no effect with --endpoint: servers send no states"
         raise UsageError(text, "leave one of them out")
     if os.environ.get("WORLD_SIZE", "1") != "1":
-        raise UsageError(
-            "--endpoint needs one process",
-            "start it without torchrun and raise distill.concurrency",
-        )
+        fault = "--endpoint needs one process"
+        raise UsageError(fault, "start it without torchrun and raise distill.concurrency")
 
 
 def _check(plan: "Recipe", loading: LoadFlags) -> None:

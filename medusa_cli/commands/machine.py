@@ -46,9 +46,8 @@ def machine(
     if not all(
         word.isascii() and word.isdigit() and len(word) <= DIGITS and int(word) for word in words
     ):
-        raise UsageError(
-            f"--context {context!r} is not valid", "give numbers of tokens, such as 256,2048"
-        )
+        fault = f"--context {context!r} is not valid"
+        raise UsageError(fault, "give numbers of tokens, such as 256,2048")
     source = ModelSource.of(model or DEFAULT_MODEL)
     check_model_files(source)
     if digest:

@@ -27,9 +27,8 @@ class JudgeFlags:
 
     def __post_init__(self) -> None:
         if self.judge is not None and self.judge_model is None:
-            raise UsageError(
-                f"--judge {self.judge} needs the name of a model", "give --judge-model NAME"
-            )
+            fault = f"--judge {self.judge} needs the name of a model"
+            raise UsageError(fault, "give --judge-model NAME")
         if self.judge is None:
             given = {"--judge-model": self.judge_model}
             refuse(given, "has no effect without --judge", "give --judge URL")
@@ -77,9 +76,8 @@ def report(
 
     extras.need_extra("plot", "medusa report")
     if output is not None and output.suffix.lower() not in (".html", ".htm"):
-        raise UsageError(
-            f"--output {output} is not the name of a page", "give one that ends in .html"
-        )
+        fault = f"--output {output} is not the name of a page"
+        raise UsageError(fault, "give one that ends in .html")
     paths = [find_bench(name) for name in runs]
     documents = {path: read_bench(path) for path in paths}
     for path, document in documents.items():
@@ -118,9 +116,8 @@ def find_bench(name: str) -> Path:
     folder = Run.open(name, named="RUN").bench_dir
     benches = sorted(path for path in folder.glob("*.json") if not path.name.startswith("sweep-"))
     if not benches:
-        raise UserError(
-            f"{folder} holds no bench", f"run `medusa bench --run {shlex.quote(name)}` first"
-        )
+        fault = f"{folder} holds no bench"
+        raise UserError(fault, f"run `medusa bench --run {shlex.quote(name)}` first")
     if len(benches) > 1:
         console.info(f"{name}: the newest of {len(benches)} benches, {benches[-1].name}")
     return benches[-1]

@@ -145,10 +145,8 @@ def _origin(start: str) -> "Run":
 
     origin = Run.with_heads(start)
     if not (origin.drafter_dir.is_dir() or origin.data_path.is_file()):
-        raise UserError(
-            f"--from {start}: it holds neither heads nor conversations",
-            "give a run that was trained",
-        )
+        fault = f"--from {start}: it holds neither heads nor conversations"
+        raise UserError(fault, "give a run that was trained")
     return origin
 
 

@@ -192,9 +192,8 @@ def by_budget(used: Calibration, budget: str | None, source: str, run: str | Non
     try:
         nodes = None if budget is None else int(budget)
     except ValueError as reason:
-        raise UsageError(
-            f"@budget {budget!r} is not a valid number of nodes", "give an integer, or auto"
-        ) from reason
+        fault = f"@budget {budget!r} is not a valid number of nodes"
+        raise UsageError(fault, "give an integer, or auto") from reason
     if not used.accuracies:
         raise UserError(
             f"{source} has no calibration.json",
@@ -205,9 +204,8 @@ def by_budget(used: Calibration, budget: str | None, source: str, run: str | Non
     if nodes is None:
         nodes = min(DEFAULT_BUDGET, possible)
     if MAX_NODES < nodes <= possible:
-        raise UsageError(
-            f"@budget {nodes} is more than one step can verify", f"use 1 to {MAX_NODES:,}"
-        )
+        fault = f"@budget {nodes} is more than one step can verify"
+        raise UsageError(fault, f"use 1 to {MAX_NODES:,}")
     return Chosen(search(used.accuracies, nodes), {"budget": nodes, STAMP: used.drafter_stamp})
 
 
@@ -218,10 +216,8 @@ def by_time(used: Calibration, run: Run | None, loading: LoadFlags, again: bool)
     if run is None or not (run.drafter_dir / "config.json").is_file():
         raise UserError("--budget auto needs a drafter to time", "give the --run that holds one")
     if not used.accuracies:
-        raise UserError(
-            f"the run {run.path} has no calibration.json",
-            f"run `medusa calibrate --run {run.argument}` first",
-        )
+        fault = f"the run {run.path} has no calibration.json"
+        raise UserError(fault, f"run `medusa calibrate --run {run.argument}` first")
     used.check_current()
     step_times = time_run(run, as_trained(loading, run.drafter_dir), again)
     timed = budgets(used.accuracies, step_times)
@@ -262,14 +258,12 @@ def parse_shape(text: str) -> list[int]:
     try:
         widths = [int(part) for part in text.split(",")]
     except ValueError as reason:
-        raise UsageError(
-            f"@shape {text!r} is not a valid list of numbers", "give widths such as 4,3,2"
-        ) from reason
+        fault = f"@shape {text!r} is not a valid list of numbers"
+        raise UsageError(fault, "give widths such as 4,3,2") from reason
     nodes = 1 + sum(accumulate(widths, mul))
     if min(widths) < 1 or nodes > MAX_NODES:
-        raise UsageError(
-            f"@shape {text!r} is not 1 to {MAX_NODES:,} nodes", "give widths such as 4,3,2"
-        )
+        fault = f"@shape {text!r} is not 1 to {MAX_NODES:,} nodes"
+        raise UsageError(fault, "give widths such as 4,3,2")
     return widths
 
 

@@ -53,10 +53,8 @@ def read_rows(path: Path, width: int, first: int, count: int) -> Tensor:
     row = 2 * width
     with path.open("rb") as file:
         if (first + count) * row > os.fstat(file.fileno()).st_size:
-            raise UserError(
-                f"{path} ends before state row {first + count}",
-                "delete it to compute the states again",
-            )
+            fault = f"{path} ends before state row {first + count}"
+            raise UserError(fault, "delete it to compute the states again")
         mapped = mmap.mmap(file.fileno(), (first + count) * row, access=mmap.ACCESS_READ)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given buffer is not writable")
@@ -194,10 +192,10 @@ def _kept(dataset: Dataset, backbone: Backbone, path: Path, taps: Sequence[int])
     states = read_rows(stored, size * len(layers), 0, max(map(sum, places)))
     for item, (first, count) in zip(items, places, strict=True):
         if item.states_digest not in (None, states_digest(item, states[first : first + count])):
-            raise UserError(
-                f"{stored} holds other state rows than were kept for the conversation {item.id!r}",
-                "delete it to compute the states again",
+            fault = (
+                f"{stored} holds other state rows than were kept for the conversation {item.id!r}"
             )
+            raise UserError(fault, "delete it to compute the states again")
     columns = torch.cat([torch.arange(size) + size * layers.index(tap) for tap in taps])
     return replace(
         dataset, states=states, kept=True, columns=None if tuple(taps) == layers else columns

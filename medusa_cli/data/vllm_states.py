@@ -96,9 +96,8 @@ def _read(path: Path, name: str) -> Tensor:
         with safe_open(path, framework="pt") as file:
             tensor: Tensor = file.get_tensor(name)
     except (SafetensorError, OSError) as reason:
-        raise UserError(
-            f"{path} cannot be read as states that vLLM wrote: {first_line(reason)}", "delete it"
-        ) from reason
+        fault = f"{path} cannot be read as states that vLLM wrote: {first_line(reason)}"
+        raise UserError(fault, "delete it") from reason
     return tensor
 
 
@@ -109,10 +108,8 @@ def _states(path: Path, backbone: Backbone, taps: Sequence[int]) -> Tensor:
     expected = (len(taps), backbone.hidden_size)
     if tuple(states.shape[1:]) != expected:
         ids = layer_ids(taps, backbone.num_layers)
-        raise UserError(
-            f"{path} holds states of shape {tuple(states.shape)}, not [tokens, {expected[0]}, {expected[1]}]",
-            f"start vLLM with eagle_aux_hidden_state_layer_ids {ids}",
-        )
+        fault = f"{path} holds states of shape {tuple(states.shape)}, not [tokens, {expected[0]}, {expected[1]}]"
+        raise UserError(fault, f"start vLLM with eagle_aux_hidden_state_layer_ids {ids}")
     weight = backbone.text_model.norm.weight
     final = backbone.text_model.norm(states[:, -1].to(weight.device, weight.dtype))
     return torch.cat([states[:, :-1].flatten(1), final.to(states)], dim=1)

@@ -74,9 +74,8 @@ class Grammar:
             return None
         kind, source = next(iter(given.items()))
         if len(given) > 1:
-            raise UsageError(
-                f"@{kind} and @{list(given)[1]} constrain one answer", "leave one of them out"
-            )
+            fault = f"@{kind} and @{list(given)[1]} constrain one answer"
+            raise UsageError(fault, "leave one of them out")
         if kind != "json_schema":
             if not isinstance(source, str) or not source.strip():
                 raise UsageError(f"@{kind} is empty or not text", "give its source")
@@ -175,9 +174,8 @@ def _places(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 def check_size(kind: str, source: str, rules: int) -> None:
     """Raises UsageError for a source with too much nesting or too many rules for recursive parsers."""
     if max(accumulate((letter in "([{") - (letter in ")]}") for letter in source)) > MAX_NESTING:
-        raise UsageError(
-            f"@{kind} is nested too deeply", f"use at most {MAX_NESTING} brackets at once"
-        )
+        fault = f"@{kind} is nested too deeply"
+        raise UsageError(fault, f"use at most {MAX_NESTING} brackets at once")
     if rules > MAX_RULES and kind != "regex":
         raise UsageError(f"@{kind} has {rules} rules or references", f"use at most {MAX_RULES}")
 

@@ -101,9 +101,8 @@ class _Rewriter:
     def refuse(self, place: str, keyword: str, reason: str, value: Any = None) -> UsageError:
         at = f"{self._owner}, {place}" if place else self._owner
         given = "" if value is None else f" {value if isinstance(value, str) else shown(value)}"
-        return UsageError(
-            f"{at}: {keyword}{given}: {reason}", "express it in another way, or leave it out"
-        )
+        fault = f"{at}: {keyword}{given}: {reason}"
+        return UsageError(fault, "express it in another way, or leave it out")
 
     def target(self, part: Mapping[str, Any], keyword: str, place: str) -> Any:
         """Returns the part that a reference means."""

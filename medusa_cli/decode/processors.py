@@ -178,9 +178,8 @@ def check_ids(name: str, ids: Iterable[int], vocabulary: int) -> None:
     """Raises UsageError, with the argument's name, for ids that are not below the vocabulary's size."""
     for id in ids:
         if not 0 <= id < vocabulary:
-            raise UsageError(
-                f"@{name}: {id} is not a token id", f"use ids from 0 to {vocabulary - 1}"
-            )
+            fault = f"@{name}: {id} is not a token id"
+            raise UsageError(fault, f"use ids from 0 to {vocabulary - 1}")
 
 
 MODELS_OWN = LogitsOptions()

@@ -34,35 +34,28 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
-            raise UsageError(
-                f"@sampling {self.mode!r} is unknown", f"use one of {', '.join(MODES)}"
-            )
+            fault = f"@sampling {self.mode!r} is unknown"
+            raise UsageError(fault, f"use one of {', '.join(MODES)}")
         if not 0 <= self.temperature < float("inf"):
-            raise UsageError(
-                f"@temperature {self.temperature} is not valid",
-                "use 0 for greedy, or a positive number",
-            )
+            fault = f"@temperature {self.temperature} is not valid"
+            raise UsageError(fault, "use 0 for greedy, or a positive number")
         if not 0 < self.top_p <= 1:
-            raise UsageError(
-                f"@top_p {self.top_p} is not valid", "use a number above 0 and at most 1"
-            )
+            fault = f"@top_p {self.top_p} is not valid"
+            raise UsageError(fault, "use a number above 0 and at most 1")
         if self.top_k < 0:
-            raise UsageError(
-                f"@top_k {self.top_k} is not valid", "use 0 for no cut, or a positive number"
-            )
+            fault = f"@top_k {self.top_k} is not valid"
+            raise UsageError(fault, "use 0 for no cut, or a positive number")
         if self.min_p is not None and not 0 <= self.min_p <= 1:
             raise UsageError(f"@min_p {self.min_p} is not valid", "use a number from 0 to 1")
         for name, value in cuts(self.top_p, self.top_k, self.min_p).items():
             if self.mode == "typical":
-                raise UsageError(
-                    f"{name} {value} has no effect with @sampling typical, which has its own rule",
-                    f"leave {name} out, or use @sampling exact",
+                fault = (
+                    f"{name} {value} has no effect with @sampling typical, which has its own rule"
                 )
+                raise UsageError(fault, f"leave {name} out, or use @sampling exact")
         if not 0 < self.epsilon <= 1 or not self.delta > 0:
-            raise UsageError(
-                f"epsilon {self.epsilon} and delta {self.delta} are not valid",
-                "use 0 < epsilon <= 1 and delta > 0",
-            )
+            fault = f"epsilon {self.epsilon} and delta {self.delta} are not valid"
+            raise UsageError(fault, "use 0 < epsilon <= 1 and delta > 0")
 
     @classmethod
     def by_name(cls, temperature: float, name: str) -> Sampling:
@@ -115,15 +108,11 @@ def sampling_of(
         temperature = 0.7 if mode in ("exact", "typical") else 0.0
         for name, value in cuts(top_p, top_k, min_p).items():
             if not temperature:
-                raise UsageError(
-                    f"{name} {value} has no effect without a temperature",
-                    f"give @temperature, or leave {name} out",
-                )
+                fault = f"{name} {value} has no effect without a temperature"
+                raise UsageError(fault, f"give @temperature, or leave {name} out")
     if mode == "greedy" and temperature > 0:
-        raise UsageError(
-            f"@temperature {temperature} has no effect with @sampling greedy",
-            "leave one of them out",
-        )
+        fault = f"@temperature {temperature} has no effect with @sampling greedy"
+        raise UsageError(fault, "leave one of them out")
     mode = mode or ("exact" if temperature > 0 else "greedy")
     return Sampling(mode, temperature, top_p, top_k, seed=random_seed or 0, min_p=min_p)
 

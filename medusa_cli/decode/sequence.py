@@ -57,16 +57,13 @@ class StopCriteria:
         length = len(request.prompt)
         fewest = 0 if request.prompt_logprobs else 1
         if request.max_new_tokens < fewest:
-            raise UsageError(
-                f"@max_new_tokens {request.max_new_tokens} is too small", f"use {fewest} or more"
-            )
+            fault = f"@max_new_tokens {request.max_new_tokens} is too small"
+            raise UsageError(fault, f"use {fewest} or more")
         if not length:
             raise UserError("the prompt is empty", "give at least one token")
         if length >= backbone.max_positions:
-            raise UserError(
-                f"the prompt has {length:,} tokens, {backbone.id!r} has a context of {backbone.max_positions:,}",
-                "shorten the prompt or clear the history",
-            )
+            fault = f"the prompt has {length:,} tokens, {backbone.id!r} has a context of {backbone.max_positions:,}"
+            raise UserError(fault, "shorten the prompt or clear the history")
         self.stop_ids = (
             backbone.eos_ids if request.stop_ids is None else frozenset(request.stop_ids)
         )

@@ -55,19 +55,14 @@ log = logging.getLogger(__name__)
 def check_settings(settings: DistillRecipe) -> None:
     """Raises UsageError for settings that exclude each other."""
     if 0 < settings.temperature < COLDEST:
-        raise UsageError(
-            f"distill.temperature={settings.temperature} is too close to 0", "use 0 for greedy"
-        )
+        fault = f"distill.temperature={settings.temperature} is too close to 0"
+        raise UsageError(fault, "use 0 for greedy")
     if any(tap < 1 for tap in settings.taps):
-        raise UsageError(
-            f"distill.taps={list(settings.taps)} is not valid",
-            "name layers from 1 on, in rising order",
-        )
+        fault = f"distill.taps={list(settings.taps)} is not valid"
+        raise UsageError(fault, "name layers from 1 on, in rising order")
     if settings.max_new_tokens >= settings.context:
-        raise UsageError(
-            f"@max_new_tokens {settings.max_new_tokens} leaves no room for a prompt",
-            f"lower it, or raise distill.context={settings.context}",
-        )
+        fault = f"@max_new_tokens {settings.max_new_tokens} leaves no room for a prompt"
+        raise UsageError(fault, f"lower it, or raise distill.context={settings.context}")
 
 
 def distill(
@@ -398,10 +393,8 @@ class Records:
             rows = 0
         held = run.states_path.stat().st_size // (2 * width) if rows else 0
         if held < rows:
-            raise UserError(
-                f"{run.states_path} holds {held} state rows, but {self.path} names {rows}",
-                "delete it; training computes the states again",
-            )
+            fault = f"{run.states_path} holds {held} state rows, but {self.path} names {rows}"
+            raise UserError(fault, "delete it; training computes the states again")
         write_json(run.path / HEADER, {**header, "seed": seed})
         self.states = StateStore(run.states_path, width)
         self.states.truncate(rows)
@@ -438,10 +431,10 @@ def read_distilled(run: Run) -> Iterator[Conversation]:
     """Yields the conversations of a distillation; raises UserError for any other line."""
 
     def refuse(number: int, reason: str) -> NoReturn:
-        raise UserError(
-            f"{run.distill_path} line {number} is not a conversation of `medusa distill` ({reason})",
-            "fix or delete that line",
+        fault = (
+            f"{run.distill_path} line {number} is not a conversation of `medusa distill` ({reason})"
         )
+        raise UserError(fault, "fix or delete that line")
 
     if run.distill_path.exists():
         for number, record in enumerate(read_jsonl(run.distill_path, refuse), 1):

@@ -82,10 +82,8 @@ def connect(
             return servers, silent
         except UserError as reason:
             reasons.append(f"as {servers.model!r}: {reason.message}")
-    raise UserError(
-        f"the model {name!r} is not served {'; '.join(reasons)}",
-        "give the name it is served under as distill.endpoint_model",
-    )
+    fault = f"the model {name!r} is not served {'; '.join(reasons)}"
+    raise UserError(fault, "give the name it is served under as distill.endpoint_model")
 
 
 def answer_remotely(

@@ -93,10 +93,8 @@ def check_layers(layers: Sequence[int], depth: int, setting: str, *, repeats: bo
     """
     rising = list(layers) == sorted(layers if repeats else set(layers))
     if not rising or not all(1 <= layer < depth for layer in layers):
-        raise UsageError(
-            f"{setting}={list(layers)} does not fit this model's {depth} layers",
-            f"name layers from 1 to {depth - 1} in rising order",
-        )
+        fault = f"{setting}={list(layers)} does not fit this model's {depth} layers"
+        raise UsageError(fault, f"name layers from 1 to {depth - 1} in rising order")
 
 
 @dataclass(frozen=True)

@@ -145,10 +145,8 @@ class HeadDrafter(Scoring):
         vocabulary.
         """
         if vocabulary not in cls.vocabularies:
-            raise UsageError(
-                f"drafter.vocabulary={vocabulary} is not a vocabulary of {cls.name}",
-                f"use one of {', '.join(cls.vocabularies)}",
-            )
+            fault = f"drafter.vocabulary={vocabulary} is not a vocabulary of {cls.name}"
+            raise UsageError(fault, f"use one of {', '.join(cls.vocabularies)}")
         ids = None if vocabulary != "draft" or draft_ids is None else draft_ids.sort().values
         fields = {"num_layers": num_layers, "matrices": matrices} | cls.fields_of_model(
             backbone, num_heads

@@ -89,10 +89,8 @@ class Checkpoint:
             }
         lost = sorted({*shards} - {*tensors})
         if lost:
-            raise UserError(
-                f"{folder / shards[lost[0]]} lacks {len(lost)} tensors that {INDEX} names, such as {shown(lost[0])}",
-                AGAIN,
-            )
+            fault = f"{folder / shards[lost[0]]} lacks {len(lost)} tensors that {INDEX} names, such as {shown(lost[0])}"
+            raise UserError(fault, AGAIN)
         config = read_object(path, "the config") if path.is_file() else {}
         return cls(place, config, tensors, tuple(_left_out(folder, files)))
 
@@ -137,10 +135,8 @@ def _count_notes(config: dict[str, Any], heads: int) -> list[str]:
     """Returns a note if a config states fewer heads than the file holds; raises UserError if it states more."""
     stated = next((config[key] for key in COUNTS if isinstance(config.get(key), int)), heads)
     if stated > heads:
-        raise UserError(
-            f"config.json counts {stated} heads, the file holds {heads}",
-            AGAIN,
-        )
+        fault = f"config.json counts {stated} heads, the file holds {heads}"
+        raise UserError(fault, AGAIN)
     return (
         [f"config.json counts {stated} heads, the file holds {heads}: all are imported"]
         if stated < heads
@@ -167,17 +163,13 @@ def _fetch(place: str) -> tuple[Path, list[Path], dict[str, str]]:
     restore(folder)
     if folder.is_file():
         if folder.suffix not in SUFFIXES:
-            raise UserError(
-                f"{place} is not a {', '.join(SUFFIXES)} file",
-                "give the checkpoint's folder or its weights",
-            )
+            fault = f"{place} is not a {', '.join(SUFFIXES)} file"
+            raise UserError(fault, "give the checkpoint's folder or its weights")
         return folder.parent, [folder], {}
     if not folder.is_dir():
         if place.startswith((".", "/", "~")) or place.count("/") != 1:
-            raise UserError(
-                f"{place} does not exist",
-                "give a folder, a file of weights, or a hub id OWNER/NAME",
-            )
+            fault = f"{place} does not exist"
+            raise UserError(fault, "give a folder, a file of weights, or a hub id OWNER/NAME")
         patterns = ["config.json", INDEX, "model-*.safetensors", *FILES]
         folder = hub_folder(place, patterns, "PATH|ID")
     # An index beside heads may be that of a whole model.
@@ -200,9 +192,8 @@ def _inside(folder: Path, name: str) -> Path:
     if root.parent.name == "snapshots":  # in the hub's cache, files are links to blobs
         root = root.parents[1]
     if not path.is_relative_to(root):
-        raise UserError(
-            f"{folder} names the file {name!r} outside of itself", "do not trust this folder"
-        )
+        fault = f"{folder} names the file {name!r} outside of itself"
+        raise UserError(fault, "do not trust this folder")
     return folder / name
 
 
@@ -217,10 +208,8 @@ def _format(tensors: dict[str, Tensor], config: dict[str, Any], place: str) -> s
     if kind in dflash.TYPES:
         return "dflash"
     if kind not in (None, "eagle3"):
-        raise UserError(
-            f"{place} is a drafter {shown(kind)} of speculators, which cannot be run here",
-            f"known are eagle3, {', '.join(dflash.TYPES)}",
-        )
+        fault = f"{place} is a drafter {shown(kind)} of speculators, which cannot be run here"
+        raise UserError(fault, f"known are eagle3, {', '.join(dflash.TYPES)}")
     if any("midlayer." in name or name.startswith("layers.0.self_attn") for name in tensors):
         return "eagle3"
     if any(name.startswith("hydra_mlp.") for name in tensors) or "hydra_num_heads" in config:
@@ -228,10 +217,8 @@ def _format(tensors: dict[str, Tensor], config: dict[str, Any], place: str) -> s
     if any(medusa.KEY.fullmatch(medusa.plain_name(name)) for name in tensors):
         return "medusa"
     some = ", ".join(list(tensors)[:3])
-    raise UserError(
-        f"{place} is in no known layout (its tensors are {some}, ...)",
-        f"use one of {', '.join(FORMATS)}",
-    )
+    fault = f"{place} is in no known layout (its tensors are {some}, ...)"
+    raise UserError(fault, f"use one of {', '.join(FORMATS)}")
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -291,10 +278,8 @@ def _check_unpacked(path: Path) -> None:
             return
     with zipfile.ZipFile(path) as archive:
         if sum(entry.file_size for entry in archive.infolist()) > path.stat().st_size:
-            raise UserError(
-                f"{path} is a compressed archive; torch files are not compressed",
-                "save it again with torch.save",
-            )
+            fault = f"{path} is a compressed archive; torch files are not compressed"
+            raise UserError(fault, "save it again with torch.save")
 
 
 def check_tensors(
@@ -336,27 +321,20 @@ def read_hydra(
     """
     arch = config.get("hydra_head_arch", "mlp")
     if arch != "mlp" or any(name.startswith("prefix_embeding_layer.") for name in tensors):
-        raise UserError(
-            f"hydra_head_arch={arch!r} cannot be run here", "give heads of the kind mlp"
-        )
+        fault = f"hydra_head_arch={arch!r} cannot be run here"
+        raise UserError(fault, "give heads of the kind mlp")
     if config.get("hidden_state_offset"):
-        raise UserError(
-            "hidden_state_offset: these heads read an earlier layer",
-            "give heads on the final states",
-        )
+        fault = "hidden_state_offset: these heads read an earlier layer"
+        raise UserError(fault, "give heads on the final states")
     keys = [
         key for name in tensors if (key := HYDRA_KEY.fullmatch(name)) and key[3] == "linear.weight"
     ]
     if not keys:
-        raise UserError(
-            "the checkpoint has no tensors named hydra_mlp.HEAD.LAYER.linear.weight",
-            "give Hydra heads",
-        )
+        fault = "the checkpoint has no tensors named hydra_mlp.HEAD.LAYER.linear.weight"
+        raise UserError(fault, "give Hydra heads")
     if "hydra_mlp.0.0.res_connection.weight" not in tensors:
-        raise UserError(
-            "grounded_heads=false: these heads do not see earlier draft tokens",
-            "give grounded heads",
-        )
+        fault = "grounded_heads=false: these heads do not see earlier draft tokens"
+        raise UserError(fault, "give grounded heads")
     heads = 1 + max(int(key[1]) for key in keys)
     layers = 1 + max(int(key[2]) for key in keys)
 

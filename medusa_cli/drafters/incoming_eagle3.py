@@ -61,10 +61,8 @@ def read_eagle3(
     if plain.get("num_hidden_layers", 1) != 1:
         variants.append("num_hidden_layers")
     if variants:
-        raise UserError(
-            f"the layer of this EAGLE-3 drafter is of another kind ({', '.join(variants)})",
-            "give another",
-        )
+        fault = f"the layer of this EAGLE-3 drafter is of another kind ({', '.join(variants)})"
+        raise UserError(fault, "give another")
 
     tensors = {
         name.replace("layers.0.", "midlayer.", 1): tensor for name, tensor in tensors.items()
@@ -86,13 +84,11 @@ def read_eagle3(
     taps = taps or [2, depth // 2, depth - 3]
 
     if heads % shared:
-        raise UserError(
-            f"num_attention_heads {heads} is not a multiple of num_key_value_heads {shared}", AGAIN
-        )
+        fault = f"num_attention_heads {heads} is not a multiple of num_key_value_heads {shared}"
+        raise UserError(fault, AGAIN)
     if not all(1 <= layer < depth for layer in taps):
-        raise UserError(
-            f"the drafter reads the layers {taps}, the model has {depth}", "give its own @model"
-        )
+        fault = f"the drafter reads the layers {taps}, the model has {depth}"
+        raise UserError(fault, "give its own @model")
     for name in ("midlayer.self_attn.k_proj.weight", "midlayer.self_attn.v_proj.weight"):
         tensor = tensors.get(name)
         if tensor is not None and tensor.dim() and len(tensor) == shared * size:

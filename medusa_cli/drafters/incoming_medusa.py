@@ -23,9 +23,8 @@ def read_medusa(
     ids = tensors.pop("token_map", None)
     keys = [key for name in tensors if (key := KEY.fullmatch(name)) and key[3] == "linear.weight"]
     if not keys:
-        raise UserError(
-            "the checkpoint has no tensors named HEAD.LAYER.linear.weight", "give Medusa heads"
-        )
+        fault = "the checkpoint has no tensors named HEAD.LAYER.linear.weight"
+        raise UserError(fault, "give Medusa heads")
     heads = 1 + max(int(key[1]) for key in keys)
     layers = 1 + max(int(key[2]) for key in keys)
     tensors = {
@@ -66,9 +65,8 @@ def _checked_ids(ids: Tensor, vocabulary: int) -> Tensor:
         and ids.numel() > 0
     )
     if not integers or ids.min() < 0 or ids.max() >= vocabulary or len(ids.unique()) < len(ids):
-        raise UserError(
-            "token_map is not a list of different tokens of the model", "give the heads' own @model"
-        )
+        fault = "token_map is not a list of different tokens of the model"
+        raise UserError(fault, "give the heads' own @model")
     return ids.to(torch.int32)
 
 

@@ -41,9 +41,8 @@ def drafter_kind(folder: Path) -> type[HeadDrafter]:
     if is_foreign(folder):
         return Checkpoint.open(str(folder)).kind
     if name not in DRAFTERS:
-        raise UserError(
-            f"{folder} holds no known drafter ({shown(name)})", f"use one of {', '.join(DRAFTERS)}"
-        )
+        fault = f"{folder} holds no known drafter ({shown(name)})"
+        raise UserError(fault, f"use one of {', '.join(DRAFTERS)}")
     return DRAFTERS[name]
 
 
@@ -68,10 +67,8 @@ def load_drafter(folder: Path, backbone: Backbone) -> HeadDrafter:
         if identity.get("adapter") != backbone.adapter:
             adapters = (identity.get("adapter"), backbone.adapter)
             trained, loaded = (f"adapter {name}" if name else "no adapter" for name in adapters)
-            raise UserError(
-                f"the drafter in {folder} was trained for the model with {trained}, which was loaded with {loaded}",
-                "give the @run that holds drafter and adapter together",
-            )
+            fault = f"the drafter in {folder} was trained for the model with {trained}, which was loaded with {loaded}"
+            raise UserError(fault, "give the @run that holds drafter and adapter together")
     drafter = load_kind(kind, folder, backbone)
     if drafter.uses_verify_pass:
         check_extra_rows(backbone)

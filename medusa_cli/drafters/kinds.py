@@ -57,6 +57,5 @@ def weight_shapes(kind: type[HeadDrafter], config: Any) -> dict[str, tuple[int, 
                 name: tuple(weight.shape) for name, weight in kind(config).named_weights().items()
             }
     except RuntimeError as reason:  # sizes that overflow
-        raise UserError(
-            f"{DRAFTER_CONFIG} asks for impossible sizes: {first_line(reason)}", REMEDY
-        ) from reason
+        fault = f"{DRAFTER_CONFIG} asks for impossible sizes: {first_line(reason)}"
+        raise UserError(fault, REMEDY) from reason

@@ -352,10 +352,8 @@ def checkpoint_tensors(model: ModelSource) -> dict[str, Tensor]:
             if own is not None:
                 tensors[own] = part[...]
                 if tensors[own].dtype not in FLOATS:
-                    raise UserError(
-                        f"the MTP layer of {model.name} is quantized ({name} is of {tensors[own].dtype})",
-                        "use a checkpoint in bf16, or another @drafter",
-                    )
+                    fault = f"the MTP layer of {model.name} is quantized ({name} is of {tensors[own].dtype})"
+                    raise UserError(fault, "use a checkpoint in bf16, or another @drafter")
     return with_joined_experts(tensors)
 
 
@@ -377,10 +375,10 @@ def gguf_tensors(model: ModelSource, layout: Layout) -> dict[str, Tensor]:
     try:
         names = GgufNames(model.header, own, config, within=f"blk.{layer}.")
     except ValueError as reason:
-        raise UserError(
-            f"@drafter {NAME}: the MTP layer of {model.name} cannot be used: {first_line(reason)}",
-            "get the file again, or use another @drafter",
-        ) from reason
+        fault = (
+            f"@drafter {NAME}: the MTP layer of {model.name} cannot be used: {first_line(reason)}"
+        )
+        raise UserError(fault, "get the file again, or use another @drafter") from reason
     return {f"{NAME}.{ours[name]}": values for name, values in GgufWeights(model, names).items()}
 
 

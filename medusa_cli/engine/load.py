@@ -86,10 +86,8 @@ def load_backbone(
     _check_engine(engine, options, foreign, shard, model.name)
     needs_network = gradients or shard or foreign
     if options.exact and (device.type == "cpu" or needs_network or options.quantized):
-        raise UsageError(
-            f"@exact needs the torch engine on a GPU, which does not run {model.name!r} here",
-            "leave it out; on a CPU, the native engine needs no option for it",
-        )
+        fault = f"@exact needs the torch engine on a GPU, which does not run {model.name!r} here"
+        raise UsageError(fault, "leave it out; on a CPU, the native engine needs no option for it")
 
     if device.type == "cuda" and not (gradients or shard):
         _check_memory(model, options, device, drafter)
@@ -117,10 +115,10 @@ def load_without_layers(
     needed = [embeddings, head, norm]
     scaled = any(list(part.buffers()) for part in needed if part is not None)
     if not model.checkpoint or norm is None or scaled:
-        raise UsageError(
-            f"train.states=vllm cannot read the embeddings, the norm and the lm_head of {name!r}",
-            "use train.states=kept",
+        fault = (
+            f"train.states=vllm cannot read the embeddings, the norm and the lm_head of {name!r}"
         )
+        raise UsageError(fault, "use train.states=kept")
     device = resolve_device(options.device)
     dtype = resolve_dtype(options.dtype, model, device)
     weights = CheckpointWeights(model.checkpoint, network)
@@ -230,9 +228,8 @@ def _fall_back(
     """Logs how a model runs instead; raises UsageError if the options require what it cannot."""
     name, options = inputs.model.name, inputs.options
     if required:
-        raise UsageError(
-            f"{_flag(options)} cannot run the model {name!r}: {reason}", _remedy(options)
-        ) from reason
+        fault = f"{_flag(options)} cannot run the model {name!r}: {reason}"
+        raise UsageError(fault, _remedy(options)) from reason
     log.info("%s runs %s: %s", name, instead, reason)
 
 
@@ -409,10 +406,8 @@ def _check_finite(backbone: Backbone) -> None:
     tokens = torch.arange(PROBE) % backbone.vocab_size
     out = engine.forward(Plan.chain(tokens, logits="all"), engine.new_cache())
     if not torch.isfinite(out.logits).all():
-        raise UserError(
-            f"@model {backbone.id!r} computes numbers that are not finite: its weights are damaged, or too large",
-            "get the model again",
-        )
+        fault = f"@model {backbone.id!r} computes numbers that are not finite: its weights are damaged, or too large"
+        raise UserError(fault, "get the model again")
 
 
 def _check_chat(backbone: Backbone, chat: bool) -> None:
@@ -427,18 +422,15 @@ def _check_engine(named: str, options: LoadOptions, foreign: bool, shard: bool, 
         return
     flag = _flag(options) if options.engine == "auto" else f"@engine {named}"
     if shard:
-        raise UsageError(
-            f"{flag} cannot run layers split by train.shard=true", "leave one of them out"
-        )
+        fault = f"{flag} cannot run layers split by train.shard=true"
+        raise UsageError(fault, "leave one of them out")
     if foreign:
-        raise UsageError(
-            f"{flag} cannot run the code that {model!r} brings along", _remedy(options)
-        )
+        fault = f"{flag} cannot run the code that {model!r} brings along"
+        raise UsageError(fault, _remedy(options))
     device = torch.device(resolve_device(options.device)).type
     if named == "native" and device != "cpu":
-        raise UsageError(
-            f"{flag} runs on a CPU, not on {device}", "use @device cpu, or leave it out"
-        )
+        fault = f"{flag} runs on a CPU, not on {device}"
+        raise UsageError(fault, "use @device cpu, or leave it out")
     if named == "native" and not is_available():
         raise UsageError(f"{flag} cannot run: {why_unavailable()}", _remedy(options))
     if named == "torch" and device == "cpu":

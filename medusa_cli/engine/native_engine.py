@@ -154,10 +154,10 @@ class NativeEngine(Engine):
 
     def _refuse_extra_rows(self) -> None:
         if any(MIXERS[names.mixer] != "attention" for names in self.model.description.layers):
-            raise UserError(
-                "the layers of this model that keep a running state cannot be run with extra rows",
-                "use a drafter other than firp, such as drafter=hydra",
+            fault = (
+                "the layers of this model that keep a running state cannot be run with extra rows"
             )
+            raise UserError(fault, "use a drafter other than firp, such as drafter=hydra")
 
     def _states(
         self,
@@ -182,10 +182,8 @@ class NativeEngine(Engine):
         x = self._embed(plan.tokens)
         inputs = self._inputs(plan.tokens)
         if inputs is not None and extra_rows is not None:
-            raise UserError(
-                "the layers of this model read each token's embedding, which the extra rows of firp lack",
-                "use a drafter other than firp, such as drafter=hydra",
-            )
+            fault = "the layers of this model read each token's embedding, which the extra rows of firp lack"
+            raise UserError(fault, "use a drafter other than firp, such as drafter=hydra")
         last = self.sizes["layers"]
         entries = extra_rows.rows.layers if extra_rows is not None else ()
         cuts = sorted({0, last, *entries})

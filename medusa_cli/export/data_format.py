@@ -31,9 +31,8 @@ def export_data(run: Run, output: Path, *, overwrite: bool = False) -> tuple[lis
     owner = Run(run.data_path.parent)
     conversations = list(read_distilled(owner))
     if not conversations:
-        raise UserError(
-            f"{run.path} holds no conversations", f"run `medusa distill --run {run.argument}` first"
-        )
+        fault = f"{run.path} holds no conversations"
+        raise UserError(fault, f"run `medusa distill --run {run.argument}` first")
     raw = sum(bool(conversation.raw) for conversation in conversations)
     with exporting(output, overwrite) as part:
         write_rows(part / TOKENS, map(speculators_row, conversations))

@@ -75,10 +75,8 @@ def _lm_head_rows(source: Source) -> Tensor:
     ids = source.tensors.get("draft_ids", torch.arange(source.config.vocab_size))
     rows, bias = backbone.lm_head_rows(ids.long())
     if bias is not None:
-        raise UserError(
-            f"the lm_head of {source.model} has a bias, which EAGLE-3 drafters cannot have",
-            "use @to hf, or train with drafter.matrices=one",
-        )
+        fault = f"the lm_head of {source.model} has a bias, which EAGLE-3 drafters cannot have"
+        raise UserError(fault, "use @to hf, or train with drafter.matrices=one")
     return rows.to(source.tensors["fc.weight"].dtype)
 
 

@@ -30,13 +30,11 @@ def check_output(folder: Path, overwrite: bool = False) -> None:
         raise UserError(f"@output {folder} is a file", "give the name of a new folder")
     if folder.is_dir() and any(folder.iterdir()):
         if not overwrite:
-            raise UserError(
-                f"@output {folder} is not empty", "give a new folder, or @overwrite to replace it"
-            )
+            fault = f"@output {folder} is not empty"
+            raise UserError(fault, "give a new folder, or @overwrite to replace it")
         if not (folder / CHECKSUMS).is_file():
-            raise UserError(
-                f"@output {folder} holds other files than an export", "give a new folder"
-            )
+            fault = f"@output {folder} holds other files than an export"
+            raise UserError(fault, "give a new folder")
 
 
 @contextmanager
@@ -122,9 +120,8 @@ def find_source(run: str | None = None, model: str | None = None, trusted: bool 
     origin = ModelSource.of(model or DEFAULT_MODEL)
     target = Run.open(run) if run else shipped_for(origin)
     if target is None:
-        raise UserError(
-            f"no drafter ships for the model {model!r}", "train one, then give its @run"
-        )
+        fault = f"no drafter ships for the model {model!r}"
+        raise UserError(fault, "train one, then give its @run")
     folder = target.drafter_dir
     path = folder / "config.json"
     if not path.is_file():

@@ -197,14 +197,11 @@ def _tree(source: Source, budget: int | None) -> Tree:
             raise UserError(fault, f"run `medusa tree --run {source.run.argument}` again")
         return tree
     if calibration is None:
-        raise UserError(
-            f"{source.run.path} has no calibration to search a tree by",
-            f"run `medusa calibrate --run {source.run.argument}` first",
-        )
+        fault = f"{source.run.path} has no calibration to search a tree by"
+        raise UserError(fault, f"run `medusa calibrate --run {source.run.argument}` first")
     if budget is not None and budget > MAX_NODES:
-        raise UsageError(
-            f"@budget {budget} is more than one step can verify", f"use 1 to {MAX_NODES:,}"
-        )
+        fault = f"@budget {budget} is more than one step can verify"
+        raise UsageError(fault, f"use 1 to {MAX_NODES:,}")
     accuracies = calibration["accuracies"][:heads]
     return search(accuracies, min(NODES, largest(accuracies)) if budget is None else budget)
 

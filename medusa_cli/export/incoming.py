@@ -42,9 +42,8 @@ def import_drafter(
     checkpoint = Checkpoint.open(place)
     owner = model or checkpoint.model
     if not isinstance(owner, str):
-        raise UserError(
-            f"{place} does not name the model of its drafter", "give @model NAME, FOLDER or ID"
-        )
+        fault = f"{place} does not name the model of its drafter"
+        raise UserError(fault, "give @model NAME, FOLDER or ID")
     base = read_config(ModelSource.of(owner), trust_remote_code)
     drafter = checkpoint.read(base, base.vocab_size)
 
@@ -81,9 +80,8 @@ def import_mtp(
     target = Run.open(run, create=True)
     source = data or (target.data_path if target.data_path.is_file() else None)
     if source is None and size is not None:
-        raise UsageError(
-            f"@draft_vocab_size {size} needs conversations to count tokens in", "give @data FILE"
-        )
+        fault = f"@draft_vocab_size {size} needs conversations to count tokens in"
+        raise UsageError(fault, "give @data FILE")
     size = min(size or DrafterRecipe().draft_vocab_size, settings["vocab_size"])
     base = read_config(model, options.trust_remote_code)
     identity = identity_of(base, base.vocab_size, id=model.name)

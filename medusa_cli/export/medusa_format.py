@@ -36,10 +36,8 @@ def export_medusa(
         fault = f"@to medusa cannot hold the {source.kind} drafter {source.run.drafter_dir}{bias}"
         raise UserError(fault, "use @to hf, or another @run")
     if config.matrices == "none" and config.vocabulary != "shared":
-        raise UserError(
-            f"@to medusa needs vocabulary matrices, and {source.run.drafter_dir} has none",
-            "use @to hf, or train with drafter.matrices=each",
-        )
+        fault = f"@to medusa needs vocabulary matrices, and {source.run.drafter_dir} has none"
+        raise UserError(fault, "use @to hf, or train with drafter.matrices=each")
     heads = config.num_heads
     layers = config.num_layers
     written = {name: weight for name, weight in tensors.items() if ".linear." in name}

@@ -32,9 +32,8 @@ def need_extra(extra: str, user: str) -> None:
     """Raises UserError, with `user` and the missing packages, unless all packages of an extra are installed."""
     missing = [package for package in EXTRAS[extra] if not has_package(package)]
     if missing:
-        raise UserError(
-            f"{user} needs {' and '.join(missing)}, not installed here", install_line(extra)
-        )
+        fault = f"{user} needs {' and '.join(missing)}, not installed here"
+        raise UserError(fault, install_line(extra))
 
 
 def install_line(extra: str) -> str:

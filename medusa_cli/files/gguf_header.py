@@ -130,24 +130,21 @@ def _add_others(header: Header, path: Path) -> None:
         )
     for number, file in enumerate(files[1:], 1):
         if not file.is_file():
-            raise UserError(
-                f"@model {str(path)!r} is the first of {count} files, and {file.name} is missing",
-                "get the others, too",
+            fault = (
+                f"@model {str(path)!r} is the first of {count} files, and {file.name} is missing"
             )
+            raise UserError(fault, "get the others, too")
         other = _read_file(file, arrays=False)
         place = other.metadata.get("split.no"), other.metadata.get("split.count")
         if place != (number, count) or other.tensors.keys() & header.tensors.keys():
-            raise UserError(
-                f"@model {str(path)!r}: {file.name} belongs to another model", "get the files again"
-            )
+            fault = f"@model {str(path)!r}: {file.name} belongs to another model"
+            raise UserError(fault, "get the files again")
         for name, tensor in other.tensors.items():
             header.tensors[name] = replace(tensor, file=number)
     wanted = header.metadata.get("split.tensors.count", len(header.tensors))
     if wanted != len(header.tensors):
-        raise UserError(
-            f"@model {str(path)!r}: its {count} files hold {len(header.tensors)} of {shown(wanted)} tensors",
-            "get the files again",
-        )
+        fault = f"@model {str(path)!r}: its {count} files hold {len(header.tensors)} of {shown(wanted)} tensors"
+        raise UserError(fault, "get the files again")
     header.files = tuple(files)
 
 
@@ -157,14 +154,11 @@ def _read_file(path: Path, arrays: bool) -> Header:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             header = _Reader(data, arrays).header()
     except ValueError as reason:  # raised by the reader, or for unknown type numbers
-        raise UserError(
-            f"@model {str(path)!r} is not a usable GGUF file: {reason}",
-            f"{ELSEWHERE}, or its file in Q4_0 or Q4_K_M",
-        ) from reason
+        fault = f"@model {str(path)!r} is not a usable GGUF file: {reason}"
+        raise UserError(fault, f"{ELSEWHERE}, or its file in Q4_0 or Q4_K_M") from reason
     except struct.error as reason:
-        raise UserError(
-            f"@model {str(path)!r} is a GGUF file that ends too early", "get it again"
-        ) from reason
+        fault = f"@model {str(path)!r} is a GGUF file that ends too early"
+        raise UserError(fault, "get it again") from reason
     header.files = (path,)
     return header
 

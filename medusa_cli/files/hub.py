@@ -40,9 +40,8 @@ def hub_folder(name: str, patterns: Sequence[str], named: str) -> Path:
     try:
         reachable = _is_reachable(name)
     except HFValidationError as reason:
-        raise UserError(
-            f"{named} {name!r} is no hub id", "give OWNER/NAME or a local folder"
-        ) from reason
+        fault = f"{named} {name!r} is no hub id"
+        raise UserError(fault, "give OWNER/NAME or a local folder") from reason
     except HfHubHTTPError as reason:
         fault = f"{named} {name!r} was not given by the hub: {first_line(reason)}"
         raise UserError(fault, "check the name, and log in for a private one") from reason
@@ -302,21 +301,18 @@ def check_hub(name: str, kind: str = "model", named: str = "@model") -> None:
                 go_offline_unless_reachable(name)
             return
         if HF_HUB_OFFLINE:
-            raise UserError(
-                f"{named} {name!r} is not on this machine and HF_HUB_OFFLINE is set", remedy
-            )
+            fault = f"{named} {name!r} is not on this machine and HF_HUB_OFFLINE is set"
+            raise UserError(fault, remedy)
         files = repository_files(name, kind)
         if kind == "model" and "config.json" not in files and (stored := gguf_files(files)):
             fault = f"{named} {name!r} holds GGUF files and no config.json"
             raise UserError(fault, tags_remedy(name, stored))
     except HFValidationError as reason:
-        raise UserError(
-            f"{named} {name!r} is not a hub id", "give OWNER/NAME or a local folder"
-        ) from reason
+        fault = f"{named} {name!r} is not a hub id"
+        raise UserError(fault, "give OWNER/NAME or a local folder") from reason
     except HfHubHTTPError as reason:
-        raise UserError(
-            f"{named} {name!r} was not given by the hub: {first_line(reason)}", remedy
-        ) from reason
+        fault = f"{named} {name!r} was not given by the hub: {first_line(reason)}"
+        raise UserError(fault, remedy) from reason
     except UserError:
         raise
     except Exception as reason:  # the hub client raises its HTTP library's errors
@@ -346,7 +342,6 @@ def hub_rows(
         raise UserError(fault, "check the name and its config, or give a file") from reason
     chosen = split or next(key for key in (*prefer, *splits) if key in splits)
     if chosen not in splits:
-        raise UserError(
-            f"{named} {name!r}: there is no split {chosen!r}", f"use one of {', '.join(splits)}"
-        )
+        fault = f"{named} {name!r}: there is no split {chosen!r}"
+        raise UserError(fault, f"use one of {', '.join(splits)}")
     yield from splits[chosen]

@@ -214,9 +214,8 @@ def read_json(path: Path, what: str = "") -> Any:
     try:
         return _parse(text)
     except ValueError as reason:
-        raise UserError(
-            f"{what} {path}".strip() + f" is empty, cut off or no JSON: {reason}", AGAIN
-        ) from reason
+        fault = f"{what} {path}".strip() + f" is empty, cut off or no JSON: {reason}"
+        raise UserError(fault, AGAIN) from reason
 
 
 def read_object(path: Path, what: str = "") -> Document:
@@ -244,9 +243,8 @@ def convert(data: Any, kind: type[T], name: str, remedy: str = AGAIN) -> T:
     except (ValueError, OverflowError) as reason:
         text, _, field = str(reason).replace("`", "").partition(" - at $")
         place = f" at {field.lstrip('.')}" if field else ""
-        raise UserError(
-            f"{name} cannot be used: {text[:1].lower()}{text[1:]}{place}", remedy
-        ) from reason
+        fault = f"{name} cannot be used: {text[:1].lower()}{text[1:]}{place}"
+        raise UserError(fault, remedy) from reason
 
 
 def _parse(text: str | bytes) -> Any:
@@ -461,10 +459,8 @@ def read_yaml(path: Path) -> Any:
         mark = getattr(reason, "problem_mark", None)
         problem = getattr(reason, "problem", None) or str(reason).splitlines()[0]
         line = f" (line {mark.line + 1})" if mark else ""
-        raise UserError(
-            f"the recipe {path} is not valid YAML: {problem}{line}", "fix the file"
-        ) from reason
+        fault = f"the recipe {path} is not valid YAML: {problem}{line}"
+        raise UserError(fault, "fix the file") from reason
     except (ValueError, OverflowError) as reason:
-        raise UserError(
-            f"the recipe {path} cannot be used: {shown(str(reason))}", "fix the file"
-        ) from reason
+        fault = f"the recipe {path} cannot be used: {shown(str(reason))}"
+        raise UserError(fault, "fix the file") from reason

@@ -148,10 +148,8 @@ def check_shards(folder: Path, index: str, files: Collection[str], again: str = 
     names = sorted(set(files))
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
-        raise UserError(
-            f"{folder} lacks {len(missing)} of the {len(names)} files that {index} names: {listed(missing)}",
-            again,
-        )
+        fault = f"{folder} lacks {len(missing)} of the {len(names)} files that {index} names: {listed(missing)}"
+        raise UserError(fault, again)
 
 
 def listed(names: Sequence[str]) -> str:
@@ -193,10 +191,8 @@ def check_tokenizer(model: ModelSource) -> None:
     if folder.is_dir() and not any(
         word in path.name for path in folder.iterdir() for word in TOKENIZER_FILES
     ):
-        raise UserError(
-            f"@model {model.name!r} has no tokenizer",
-            "put the model's tokenizer.json into its folder",
-        )
+        fault = f"@model {model.name!r} has no tokenizer"
+        raise UserError(fault, "put the model's tokenizer.json into its folder")
 
 
 def no_chat_template(model: str) -> UserError:
@@ -263,10 +259,8 @@ def no_attention(text: Any) -> UserError:
 
 def unverifiable(text: Any, why: str) -> UserError:
     """Returns the error for a model, given by its text config, that cannot be verified over a tree."""
-    return UserError(
-        f"the model type {text.model_type!r} cannot be verified over a tree: {why}",
-        instead_of(text),
-    )
+    fault = f"the model type {text.model_type!r} cannot be verified over a tree: {why}"
+    return UserError(fault, instead_of(text))
 
 
 def foreign_logits(text: Any, why: str) -> UserError:

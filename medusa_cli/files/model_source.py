@@ -248,17 +248,13 @@ def _no_model(name: str, path: Path) -> UserError:
     """Returns the error for a folder without config.json, which depends on what the folder has instead."""
     if (path / "adapter_config.json").is_file():
         remedy = "merge it into its model (peft's merge_and_unload), save that, and give its folder"
-        return UserError(
-            f"@model {name!r} is an adapter (adapter_config.json), not a model", remedy
-        )
+        fault = f"@model {name!r} is an adapter (adapter_config.json), not a model"
+        return UserError(fault, remedy)
     if files := sorted(path.glob("*.gguf")):
-        return UserError(
-            f"@model {name!r} holds GGUF files and no config.json",
-            f"give a file, such as {files[0]}",
-        )
-    return UserError(
-        f"@model {name!r} has no config.json", "give the folder of a Hugging Face causal LM"
-    )
+        fault = f"@model {name!r} holds GGUF files and no config.json"
+        return UserError(fault, f"give a file, such as {files[0]}")
+    fault = f"@model {name!r} has no config.json"
+    return UserError(fault, "give the folder of a Hugging Face causal LM")
 
 
 @cache

@@ -41,10 +41,8 @@ def grouped_attention(
     special = softcap is not None or sinks is not None
     if callable(attention_mask) and not isinstance(attention_mask, Tensor):
         if special:
-            raise UserError(
-                "extra rows do not know the soft caps or sinks of this model's attention",
-                "use a drafter other than firp, such as drafter=hydra",
-            )
+            fault = "extra rows do not know the soft caps or sinks of this model's attention"
+            raise UserError(fault, "use a drafter other than firp, such as drafter=hydra")
         return attention_mask(query, key, value, scaling), None
     if special:
         return _attend_by_scores(query, key, value, attention_mask, scaling, softcap, sinks), None

@@ -337,10 +337,8 @@ def tapped(out: Any, taps: Sequence[int]) -> Tensor:
     # hidden_states[0] is the embedding, so the output of layer t is at t + 1.
     by_layer = out.hidden_states
     if max(taps) + 1 >= len(by_layer) or by_layer[1].shape != final.shape:
-        raise UserError(
-            "some layers of this model give no state of a token, or several, which aux hidden state layers need",
-            "use a drafter that reads the last state, such as drafter=hydra",
-        )
+        fault = "some layers of this model give no state of a token, or several, which aux hidden state layers need"
+        raise UserError(fault, "use a drafter that reads the last state, such as drafter=hydra")
     return torch.cat([final if t == -1 else by_layer[t + 1] for t in taps], dim=-1)
 
 

@@ -152,10 +152,8 @@ def _memory(reserved: bool = False) -> int:
 
 
 def too_much(model: ChatTokenizer) -> UserError:
-    return UserError(
-        f"the chat template of {model.id!r} takes too much time or memory",
-        "give another @chat_template",
-    )
+    fault = f"the chat template of {model.id!r} takes too much time or memory"
+    return UserError(fault, "give another @chat_template")
 
 
 def try_template(model: ChatTokenizer) -> None:
@@ -184,10 +182,8 @@ def token_ids(model: ChatTokenizer, text: str, *, begin: bool = False) -> list[i
     if begin:
         ids = _begun(model.tokenizer, text, ids)
     if ids and max(ids) >= model.vocab_size:
-        raise UserError(
-            f"the tokenizer of {model.id!r} gives token {max(ids)}, and the model has {model.vocab_size:,}",
-            "put the tokenizer that belongs to it into its folder",
-        )
+        fault = f"the tokenizer of {model.id!r} gives token {max(ids)}, and the model has {model.vocab_size:,}"
+        raise UserError(fault, "put the tokenizer that belongs to it into its folder")
     return ids
 
 
@@ -295,10 +291,8 @@ def fit(
             tokens = encode([*system, *turns[forgotten:], question])
     if len(tokens) >= context:
         added = " with the system prompt" if system else ""
-        raise UserError(
-            f"the question{added} has {len(tokens):,} tokens, the model has a context of {context:,}",
-            "ask something shorter",
-        )
+        fault = f"the question{added} has {len(tokens):,} tokens, the model has a context of {context:,}"
+        raise UserError(fault, "ask something shorter")
     return tokens, forgotten
 
 
@@ -310,7 +304,5 @@ def check_system(backbone: Any, system: str) -> None:
         )
     )
     if count >= backbone.max_positions:
-        raise UserError(
-            f"the system prompt has {count:,} tokens, the model has a context of {backbone.max_positions:,}",
-            "give a shorter one",
-        )
+        fault = f"the system prompt has {count:,} tokens, the model has a context of {backbone.max_positions:,}"
+        raise UserError(fault, "give a shorter one")

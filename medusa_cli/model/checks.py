@@ -167,7 +167,5 @@ def difference(ours: Tensor, theirs: Tensor) -> float:
 
 def untrusted(model: str) -> UserError:
     """Returns the error for a model that needs its own Python files."""
-    return UserError(
-        f"@model {model!r} needs Python files of its own to be run, and none is",
-        "read them, and give @trust_remote_code if you trust them",
-    )
+    fault = f"@model {model!r} needs Python files of its own to be run, and none is"
+    return UserError(fault, "read them, and give @trust_remote_code if you trust them")

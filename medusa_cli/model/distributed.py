@@ -142,10 +142,8 @@ def split_layers(network: Any, device: str) -> None:
     lists = [module for module in base.modules() if isinstance(module, nn.ModuleList)]
     layers = next((modules for modules in lists if len(modules) == depth), None)
     if layers is None:
-        raise UserError(
-            f"train.shard: the model type {network.config.model_type!r} has no list of layers",
-            "leave it out",
-        )
+        fault = f"train.shard: the model type {network.config.model_type!r} has no list of layers"
+        raise UserError(fault, "leave it out")
     mesh = init_device_mesh(torch.device(device).type, (torch.distributed.get_world_size(),))
     network.requires_grad_(False)
     for layer in layers:

@@ -70,9 +70,8 @@ def load_network(
         extras.need_extra("quant", f"@quantize {options.quantize}")
         if model.kind in ("gguf", "random"):
             other = "a GGUF file" if model.kind == "gguf" else "random weights"
-            raise UsageError(
-                f"@quantize {options.quantize} cannot quantize {other}", "leave it out"
-            )
+            fault = f"@quantize {options.quantize} cannot quantize {other}"
+            raise UsageError(fault, "leave it out")
     trusted = options.trust_remote_code
     dtype = resolve_dtype(options.dtype, model, device, trusted)
     if model.kind == "random":
@@ -209,10 +208,8 @@ def _refuse_adapter(model: ModelSource) -> None:
     from transformers.utils import find_adapter_config_file
 
     if find_adapter_config_file(model.folder):
-        raise UserError(
-            f"@model {model.name!r} has an adapter beside it (adapter_config.json), which is not the model's own",
-            "merge it into the model, or put it into the adapter/ of a run",
-        )
+        fault = f"@model {model.name!r} has an adapter beside it (adapter_config.json), which is not the model's own"
+        raise UserError(fault, "merge it into the model, or put it into the adapter/ of a run")
 
 
 def _network_of_gguf(model: ModelSource, config: Any, dtype: torch.dtype) -> Any:
@@ -253,16 +250,12 @@ def resolve_device(device: str) -> str:
     absent = {"cuda": not torch.cuda.is_available(), "mps": not torch.backends.mps.is_available()}
     if absent.get(place.type):
         name = place.type.upper()
-        raise UsageError(
-            f"@device {device!r}: this machine has no usable {name} device",
-            "use @device cpu or auto",
-        )
+        fault = f"@device {device!r}: this machine has no usable {name} device"
+        raise UsageError(fault, "use @device cpu or auto")
     if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
         last = torch.cuda.device_count() - 1
-        raise UsageError(
-            f"@device {device!r}: this machine has no such CUDA device",
-            f"use cuda:0 to cuda:{last}",
-        )
+        fault = f"@device {device!r}: this machine has no such CUDA device"
+        raise UsageError(fault, f"use cuda:0 to cuda:{last}")
     return device
 
 
@@ -339,7 +332,6 @@ def random_config(name: str) -> Any:
 
     shape = name.removeprefix(RANDOM)
     if shape not in SHAPES:
-        raise UsageError(
-            f"@model {name!r}: the shape {shape!r} is unknown", f"use {', '.join(SHAPES)}"
-        )
+        fault = f"@model {name!r}: the shape {shape!r} is unknown"
+        raise UsageError(fault, f"use {', '.join(SHAPES)}")
     return LlamaConfig(**dict(zip(FIELDS, SHAPES[shape], strict=True)), dtype="bfloat16")

@@ -121,10 +121,8 @@ def take_up(network: Any, folder: Path) -> None:
     if {name: saved[name].shape for name in saved} != {
         keys[name]: weights[name].shape for name in weights
     }:
-        raise UserError(
-            f"{ADAPTER_WEIGHTS} {folder / WEIGHTS} do not have the shape to be trained",
-            "keep train.lora_rank as it was",
-        )
+        fault = f"{ADAPTER_WEIGHTS} {folder / WEIGHTS} do not have the shape to be trained"
+        raise UserError(fault, "keep train.lora_rank as it was")
     with torch.no_grad():
         for name, weight in weights.items():
             weight.copy_(saved[keys[name]])
@@ -217,10 +215,8 @@ def merge(network: Any, folder: Path, quantized: bool = False) -> Any:
                 )
             return network if quantized else adapted.merge_and_unload()
     except (RuntimeError, ValueError, KeyError, TypeError, AttributeError, IndexError) as reason:
-        raise UserError(
-            f"the adapter {folder} does not fit the model: {first_line(reason)}",
-            "give the @model it was trained with",
-        ) from reason
+        fault = f"the adapter {folder} does not fit the model: {first_line(reason)}"
+        raise UserError(fault, "give the @model it was trained with") from reason
 
 
 def _read_config(path: Path) -> AdapterConfig:
@@ -229,10 +225,8 @@ def _read_config(path: Path) -> AdapterConfig:
     known = convert(document, AdapterConfig, f"the adapter's config {path}", AGAIN)
     for key in sorted({*document} - {*vars(known)} - {*NOT_READ}):
         if document[key] not in (None, False, {}, []):
-            raise UserError(
-                f"the adapter's config {path} sets {key} {shown(document[key])}: it is more than plain LoRA",
-                MERGE,
-            )
+            fault = f"the adapter's config {path} sets {key} {shown(document[key])}: it is more than plain LoRA"
+            raise UserError(fault, MERGE)
     return known
 
 
@@ -247,10 +241,8 @@ def _own_weights(network: Any, saved: dict[str, Tensor], folder: Path) -> set[st
         place = name.removeprefix(PREFIX).removesuffix(OWN_WEIGHT)
         own = getattr(modules.get(place), "weight", None)
         if own is None or not torch.equal(saved[name].to(own), own):
-            raise UserError(
-                f"the adapter {folder} has its own weight of {place}, which differs from the model's",
-                MERGE,
-            )
+            fault = f"the adapter {folder} has its own weight of {place}, which differs from the model's"
+            raise UserError(fault, MERGE)
     return copies
 
 
@@ -274,8 +266,6 @@ def _weights_in(folder: Path) -> Path:
         return folder / WEIGHTS
     others = [path.name for path in sorted(folder.glob("*")) if path.suffix in OTHER_WEIGHTS]
     if others:
-        raise UserError(
-            f"the adapter {folder} holds no {WEIGHTS}, only {listed(others)}",
-            f"save it there in peft's layout, as safetensors, or {MERGE}",
-        )
+        fault = f"the adapter {folder} holds no {WEIGHTS}, only {listed(others)}"
+        raise UserError(fault, f"save it there in peft's layout, as safetensors, or {MERGE}")
     raise UserError(f"{folder} holds no adapter", "train one with `medusa train --stage 2`")

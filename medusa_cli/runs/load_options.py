@@ -41,30 +41,24 @@ class LoadOptions:
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"auto|cpu|mps|cuda(:(0|[1-9][0-9]?))?", self.device):
-            raise UsageError(
-                f"@device {self.device!r} is unknown", "use auto, cpu, mps, cuda or cuda:N"
-            )
+            fault = f"@device {self.device!r} is unknown"
+            raise UsageError(fault, "use auto, cpu, mps, cuda or cuda:N")
         for name, words in WORDS.items():
             value = getattr(self, name)
             if value not in words and not (name == "quantize" and value is None):
                 raise UsageError(f"@{name} {value!r} is unknown", f"use one of {', '.join(words)}")
         if self.engine == "eager" and self.native_options:
-            raise UsageError(
-                f"{self.native_options[0]} needs the native or the torch engine",
-                "leave @engine out",
-            )
+            fault = f"{self.native_options[0]} needs the native or the torch engine"
+            raise UsageError(fault, "leave @engine out")
         if self.kv != "fp32" and self.engine == "torch":
             raise UsageError(f"@kv {self.kv} needs the native engine", "leave @engine out")
         if self.quantized and self.native_options:
-            raise UsageError(
-                f"{self.native_options[0]} has no effect with @quantize {self.quantize}",
-                "leave one of them out",
-            )
+            fault = f"{self.native_options[0]} has no effect with @quantize {self.quantize}"
+            raise UsageError(fault, "leave one of them out")
 
         if self.exact and (self.engine in ("native", "eager") or self.kv != "fp32"):
-            raise UsageError(
-                "@exact needs the torch engine on a GPU", "leave it out, or give @device cuda alone"
-            )
+            fault = "@exact needs the torch engine on a GPU"
+            raise UsageError(fault, "leave it out, or give @device cuda alone")
 
     @property
     def native_options(self) -> list[str]:

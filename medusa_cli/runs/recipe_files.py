@@ -55,10 +55,8 @@ def find_recipe(name: str | Path) -> Path:
         own := shipped.get(path.name.removesuffix(".yaml"))
     ):
         return own
-    raise UserError(
-        f"the recipe {name} is not a file",
-        f"give one, or the name of one that ships: {', '.join(shipped)}",
-    )
+    fault = f"the recipe {name} is not a file"
+    raise UserError(fault, f"give one, or the name of one that ships: {', '.join(shipped)}")
 
 
 def load_recipe(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Recipe:
@@ -114,10 +112,8 @@ def _full(key: str, source: str) -> str:
             for name in difflib.get_close_matches(key.rpartition(".")[2], by_last, n=1)
         ]
     sections = ", ".join(dict.fromkeys(known.partition(".")[0] for known in types()))
-    raise UsageError(
-        f"{source} has the unknown key {shown(key)}",
-        f"did you mean {near[0]!r}?" if near else f"use one of {sections}",
-    )
+    fault = f"{source} has the unknown key {shown(key)}"
+    raise UsageError(fault, f"did you mean {near[0]!r}?" if near else f"use one of {sections}")
 
 
 def _valid(key: str, value: Any) -> Any:
@@ -166,10 +162,8 @@ def template_text(value: str, folder: Path | None = None) -> str:
     try:
         path = (folder or Path()) / value
         if folder is not None and not path.resolve().is_relative_to(folder.resolve()):
-            raise UserError(
-                f"{name} lies outside the recipe's folder",
-                f"{remedy} in it, or name it on the command line",
-            )
+            fault = f"{name} lies outside the recipe's folder"
+            raise UserError(fault, f"{remedy} in it, or name it on the command line")
         return read_text(path, f"{name}:", remedy=remedy)
     except (OSError, ValueError) as reason:  # not a valid file name
         raise UserError(f"{name} cannot be read", remedy) from reason
@@ -196,9 +190,8 @@ def split_words(words: Sequence[str]) -> tuple[str | None, dict[str, str]]:
     """Returns the recipe's file, if one is given, and the text of each KEY=VALUE setting."""
     files = [word for word in words if "=" not in word or word.endswith((".yaml", ".yml"))]
     if len(files) > 1:
-        raise UsageError(
-            f"{files[1]!r} is a second recipe", "give one recipe file and KEY=VALUE settings"
-        )
+        fault = f"{files[1]!r} is a second recipe"
+        raise UsageError(fault, "give one recipe file and KEY=VALUE settings")
     settings = {}
     for word in words:
         if word not in files:

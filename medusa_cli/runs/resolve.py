@@ -90,19 +90,16 @@ class TreeChoice:
         if kind in ("static", "dynamic"):
             return cls(kind, _parse_nodes(text, number) if colon else None)
         if not Path(text).is_file():
-            raise UserError(
-                f"@tree {text!r} is not a file",
-                "use auto, static, static:N, dynamic, dynamic:N or a file",
-            )
+            fault = f"@tree {text!r} is not a file"
+            raise UserError(fault, "use auto, static, static:N, dynamic, dynamic:N or a file")
         return cls("file", file=Path(text))
 
 
 def _parse_nodes(tree: str, number: str) -> int:
     if re.fullmatch("[0-9]{1,3}", number) and 1 <= int(number) <= MAX_NODES:
         return int(number)
-    raise UsageError(
-        f"@tree {tree!r}: {number!r} is not a valid number of nodes", f"use 1 to {MAX_NODES}"
-    )
+    fault = f"@tree {tree!r}: {number!r} is not a valid number of nodes"
+    raise UsageError(fault, f"use 1 to {MAX_NODES}")
 
 
 @dataclass(frozen=True)
@@ -227,9 +224,8 @@ def _with_drafter(plain: Choice, folder: Path, source: Run | None, asked: TreeCh
     """Returns a choice with a drafter, and with the tree and calibration of the run `source`."""
     if not (folder / "config.json").is_file():
         train = f"medusa train --run {source.argument}" if source else "medusa train"
-        raise UserError(
-            f"{folder} holds no drafter", f"run `{train}` first, or give another @drafter or @run"
-        )
+        fault = f"{folder} holds no drafter"
+        raise UserError(fault, f"run `{train}` first, or give another @drafter or @run")
     return replace(
         plain,
         drafter=folder,
@@ -345,10 +341,8 @@ def find_drafter(name: str) -> tuple[Path, Run | None]:
         restore(path / part)
     folder = path / "drafter" if (path / "drafter" / "config.json").is_file() else path
     if not (folder / "config.json").is_file():
-        raise UserError(
-            f"@drafter {name!r}: {path} holds no drafter",
-            "give a run, a drafter's folder, or a hub id",
-        )
+        fault = f"@drafter {name!r}: {path} holds no drafter"
+        raise UserError(fault, "give a run, a drafter's folder, or a hub id")
     _check_drafter(name, folder)
     # Exports have the tree and the calibration next to the weights.
     if any((folder / file).is_file() for file in ("tree.json", "calibration.json")):
@@ -359,9 +353,8 @@ def find_drafter(name: str) -> tuple[Path, Run | None]:
 def _fetched(name: str) -> Path:
     """Returns a drafter's folder from the hub, without the weights of a model that is stored next to it."""
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
-        raise UserError(
-            f"@drafter {name!r} does not exist", "give a run, a drafter's folder, or a hub id"
-        )
+        fault = f"@drafter {name!r} does not exist"
+        raise UserError(fault, "give a run, a drafter's folder, or a hub id")
     path = hub_folder(name, PATTERNS, "@drafter")
     if (path / "drafter" / "config.json").is_file():
         return path
@@ -373,10 +366,8 @@ def _fetched(name: str) -> Path:
 def _check_drafter(name: str, folder: Path) -> None:
     """Raises UserError if a folder's config is a model's."""
     if not is_drafter(read_object(folder / "config.json", DRAFTER_CONFIG)):
-        raise UserError(
-            f"@drafter {name!r} is not a drafter: its config is a model's",
-            "give a drafter's run, folder or repository, or @model",
-        )
+        fault = f"@drafter {name!r} is not a drafter: its config is a model's"
+        raise UserError(fault, "give a drafter's run, folder or repository, or @model")
 
 
 def is_drafter(config: dict[str, Any]) -> bool:
@@ -437,9 +428,8 @@ def read_calibration(path: Path, drafter: Path | None = None) -> Calibration:
     file = read_as(path, Calibration, "the calibration", remedy)
     rows = file.accuracies
     if not rows or not all(row and all(0 <= share <= 1 for share in row) for row in rows):
-        raise UserError(
-            f"the calibration {path} has no table of accuracies between 0 and 1", remedy
-        )
+        fault = f"the calibration {path} has no table of accuracies between 0 and 1"
+        raise UserError(fault, remedy)
     if not all(value > 0 for value in file.temperatures):
         raise UserError(f"the calibration {path} has temperatures that are not above 0", remedy)
     stale = drafter is not None and outdated(file.drafter_stamp, drafter)

@@ -176,18 +176,15 @@ def check_backbone(
     if same(expected, actual, *keys):
         return
     if expected.get("id") == actual.get("id") and same(expected, actual, *SHAPE):
-        raise UserError(
-            f"{what} was made for earlier weights of {shown(actual.get('id'))}", "use another @run"
-        )
+        fault = f"{what} was made for earlier weights of {shown(actual.get('id'))}"
+        raise UserError(fault, "use another @run")
     names = [
         f"{shown(model.get('id'))} (hidden {model.get('hidden_size')}, vocabulary {model.get('vocab_size')}, "
         f"{model.get('layers')} layers)"
         for model in (expected, actual)
     ]
-    raise UserError(
-        f"{what} was made for the model {names[0]}, not for {names[1]}",
-        f"give @model {expected.get('id')} or another @run",
-    )
+    fault = f"{what} was made for the model {names[0]}, not for {names[1]}"
+    raise UserError(fault, f"give @model {expected.get('id')} or another @run")
 
 
 @contextmanager
@@ -204,10 +201,8 @@ def sole_writer(folder: Path, command: str) -> Iterator[None]:
             name, _, process = path.read_text(encoding="utf-8").partition("\n")
             # The holder may not have written its name yet.
             holder = f"`{name}` (process {process})" if process else "another process"
-            raise UserError(
-                f"the run {folder} is being written by {holder}",
-                "wait until that has ended, or use another @run",
-            ) from reason
+            fault = f"the run {folder} is being written by {holder}"
+            raise UserError(fault, "wait until that has ended, or use another @run") from reason
         except OSError as reason:
             log.warning(
                 f"{folder} cannot be locked ({reason.strerror}): let no second command write this run"
@@ -266,9 +261,8 @@ class Run:
     def folder(name: str, named: str = "@run") -> Path:
         """Returns the folder of a run, which may not exist; raises UsageError for a name that no run can have."""
         if name in ("", ".", "..") or not name.isprintable():
-            raise UsageError(
-                f"{named} {ascii(name)} is not a name of a run", "use letters, digits and - or _"
-            )
+            fault = f"{named} {ascii(name)} is not a name of a run"
+            raise UsageError(fault, "use letters, digits and - or _")
         return expanded(name) if os.sep in name else RUNS / name
 
     @property
@@ -361,10 +355,8 @@ class Run:
         tuned = self.path / "model"
         if tuned.is_dir():
             return str(tuned)
-        raise UserError(
-            f"the run {self.path} is for the model {name}, which is no longer there",
-            "give its new place as @model",
-        )
+        fault = f"the run {self.path} is for the model {name}, which is no longer there"
+        raise UserError(fault, "give its new place as @model")
 
     @property
     def recorded_model(self) -> str | None:

@@ -295,10 +295,8 @@ class Sampling(Common):
         first = next(iter(grammars), None)
         for field, grammar in grammars.items():
             if not _alike(grammar, grammars[str(first)]):
-                raise UsageError(
-                    f"{first} and {field} constrain one answer in different ways",
-                    "leave one of them out",
-                )
+                fault = f"{first} and {field} constrain one answer in different ways"
+                raise UsageError(fault, "leave one of them out")
         return None if first is None else grammars[first]
 
 

@@ -46,9 +46,8 @@ def infill_ids(
     """
     known = _known(backbone, TOKENS)
     if known is None:
-        raise UsageError(
-            "@suffix has no effect: this model has no tokens to fill in the middle", "leave it out"
-        )
+        fault = "@suffix has no effect: this model has no tokens to fill in the middle"
+        raise UsageError(fault, "leave it out")
     before, after, middle = known
     begin = token_ids(backbone, "", begin=True)
     first = token_ids(backbone, prefix)

@@ -21,10 +21,8 @@ def search(accuracies: Accuracies, budget: int) -> Tree:
     """
     possible = largest(accuracies)
     if not 1 <= budget <= possible:
-        raise UsageError(
-            f"@budget {budget} is not valid",
-            f"these heads allow 1 to {possible:,} nodes, the root included",
-        )
+        fault = f"@budget {budget} is not valid"
+        raise UsageError(fault, f"these heads allow 1 to {possible:,} nodes, the root included")
     # Ranks by descending accuracy: measured accuracies need not decrease strictly with the rank.
     order = [sorted(range(len(head)), key=lambda i: (-head[i], i)) for head in accuracies]
     parents = [-1]
