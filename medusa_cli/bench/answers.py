@@ -137,9 +137,8 @@ def _add_prompt(backbone: Backbone, result: Result, turn: int, reference: str) -
     question = result.question
     if len(result.prompts) < turn or len(question.turns) <= turn:
         return
-    answers = (
-        [backbone.decode(tokens) for tokens in result.answers[reference].turns] if turn else []
-    )
+    answered = result.answers[reference].turns if turn else []
+    answers = [backbone.decode(tokens) for tokens in answered]
     messages = [] if question.system is None else [{"role": "system", "content": question.system}]
     for asked, answer in zip(question.turns[:turn], answers, strict=True):
         messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
@@ -176,11 +175,8 @@ def first_difference(
         # [V]
         logits = backbone.engine.forward(Plan.chain(ids), backbone.engine.new_cache()).logits[0, -1]
         tokens = {"expected": expected[same], "actual": actual[same]}
-        return place | {
-            "position": same,
-            **tokens,
-            "margin": float(logits[expected[same]] - logits[actual[same]]),
-        }
+        margin = float(logits[expected[same]] - logits[actual[same]])
+        return place | {"position": same, **tokens, "margin": margin}
     return None
 
 
@@ -209,10 +205,6 @@ def likelihood(backbone: Backbone, results: Sequence[Result]) -> dict[str, dict[
                 same += token.token == token.top[0][0]
             count += len(answer)
         mean = nll / max(count, 1)
-        quality[name] = {
-            "nll": mean,
-            "perplexity": math.exp(mean),
-            "agreement": same / max(count, 1),
-            "tokens": count,
-        }
+        figures = {"nll": mean, "perplexity": math.exp(mean), "agreement": same / max(count, 1)}
+        quality[name] = {**figures, "tokens": count}
     return quality

@@ -108,11 +108,8 @@ def tally(
     single = {}
     pairs = {}
     for method, answers in texts.items():
-        grades = [
-            float(value)
-            for key, value in outcomes.items()
-            if key[0] == method and key[3] == 0 and value
-        ]
+        graded = {key: value for key, value in outcomes.items() if value and key[3] == 0}
+        grades = [float(value) for key, value in graded.items() if key[0] == method]
         if grades:
             single[method] = {"score": sum(grades) / len(grades), "answers": len(grades)}
         if method == reference:
@@ -174,13 +171,8 @@ def judge_bench(
     with path.open("a", encoding="utf-8") as stream, ThreadPoolExecutor(CONCURRENCY) as pool:
         try:
             for task, reply in zip(missing, pool.map(ask, missing), strict=True):
-                outcomes[task[:4]] = task.read(reply)
-                line = {
-                    "judge": model,
-                    "key": task[:4],
-                    "outcome": task.read(reply),
-                    "reply": reply,
-                }
+                outcome = outcomes[task[:4]] = task.read(reply)
+                line = {"judge": model, "key": task[:4], "outcome": outcome, "reply": reply}
                 stream.write(json.dumps(line, ensure_ascii=False) + "\n")
                 stream.flush()
                 on_reply(1)

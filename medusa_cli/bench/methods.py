@@ -178,9 +178,8 @@ def transformers_method(
 
 def _until_end(tokens: list[int], ends: Sequence[int]) -> list[int]:
     """Returns an answer without the padding after its end token."""
-    return next(
-        (tokens[: index + 1] for index, token in enumerate(tokens) if token in ends), tokens
-    )
+    end = next((at for at, token in enumerate(tokens) if token in ends), len(tokens))
+    return tokens[: end + 1]
 
 
 class _Streamer:

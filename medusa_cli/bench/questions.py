@@ -203,13 +203,8 @@ def _question(record: Any, number: int) -> Question | None:
     if not isinstance(name, str | int) or not isinstance(category, str):
         return None
     answer: Any = next((record[key] for key in REFERENCE_KEYS if record.get(key)), [])
-    return Question(
-        str(name),
-        category,
-        turns,
-        tuple(map(str, answer if isinstance(answer, list) else [answer])),
-        system,
-    )
+    reference = tuple(map(str, answer if isinstance(answer, list) else [answer]))
+    return Question(str(name), category, turns, reference, system)
 
 
 def _asked(record: dict[str, Any], words: Any) -> tuple[str | None, tuple[Any, ...]]:

@@ -14,6 +14,7 @@ from medusa_cli.files.io import Document, read_object, write_atomic
 
 BY_TURN = "Milliseconds to the first token by turn, and the cached share of the prompt"
 LISTED = 40  # rows in the table of differences
+SETTINGS = ("dtype", "engine", "kernel", "device", "max_new_tokens", "batch_size")
 Interval = tuple[float, float] | None
 Curves = Mapping[str, Sequence[tuple[float, float, Interval]]]  # by name: (x, y, interval of y)
 
@@ -44,11 +45,8 @@ class Section(NamedTuple):
 def read_bench(path: Path) -> Document:
     """Reads a saved bench; raises UserError if the file does not hold one."""
     document = read_object(path, "the bench")
-    if (
-        not isinstance(document.get("methods"), dict)
-        or not document["methods"]
-        or "baseline" not in document
-    ):
+    methods = document.get("methods")
+    if not isinstance(methods, dict) or not methods or "baseline" not in document:
         fault = f"{path} is not a bench"
         raise UserError(fault, "give a run, or a JSON file that `medusa bench` wrote")
     return document
@@ -65,10 +63,8 @@ def write_report(paths: Mapping[str, Path], page: Path) -> list[Path]:
     try:
         benches = []
         for name, path in paths.items():
-            sweeps = [
-                read_object(sweep, "the sweep")
-                for sweep in sorted(path.parent.glob("sweep-*.json"))
-            ]
+            files = sorted(path.parent.glob("sweep-*.json"))
+            sweeps = [read_object(file, "the sweep") for file in files]
             benches.append(SavedBench(name, read_bench(path), sweeps))
         title = ", ".join(dict.fromkeys(str(bench.document["title"]) for bench in benches))
         if len(benches) > 1:
@@ -81,9 +77,9 @@ def write_report(paths: Mapping[str, Path], page: Path) -> list[Path]:
         html = template.render(title=title, facts=facts, sections=sections, version=__version__)
         texts = {page: html, page.with_suffix(".md"): markdown(title, facts, sections)}
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as reason:
-        files = " or ".join(map(str, paths.values()))
+        names = " or ".join(map(str, paths.values()))
         text = f"{type(reason).__name__}: {first_line(reason)}"
-        fault = f"{files} holds figures that are not from `medusa bench` ({text})"
+        fault = f"{names} holds figures that are not from `medusa bench` ({text})"
         raise UserError(fault, "run it again") from reason
     for path, content in texts.items():
         write_atomic(path, content)
@@ -101,11 +97,8 @@ def markdown(title: str, facts: Mapping[str, str], sections: Sequence[Section]) 
     for name, text in facts.items():
         lines += [(f"**{inline(name)}.** " if len(facts) > 1 else "") + inline(text), ""]
     for section in sections:
-        lines += [
-            f"## {inline(section.title)}",
-            "",
-            *([inline(section.words), ""] if section.words else []),
-        ]
+        lines += [f"## {inline(section.title)}", ""]
+        lines += [inline(section.words), ""] if section.words else []
         for table in section.tables:
             lines += [f"{inline(table.caption)}:", ""] if table.caption else []
             rows = [table.head, ["---"] * len(table.head), *table.rows]
@@ -120,33 +113,21 @@ def chart(title: str, draw: Callable[[Any], object], height: float = 3.4) -> dic
 
     # Users choose the names, and dollar signs in them must not be parsed as math. The same bench
     # gives the same page, so ids are not random.
-    style = {
-        "svg.hashsalt": "medusa",
-        "svg.fonttype": "none",
-        "text.parse_math": False,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-    }
-    with matplotlib.rc_context(
-        {**style, "axes.grid": True, "axes.axisbelow": True, "grid.alpha": 0.3}
-    ):
+    style = {"svg.hashsalt": "medusa", "svg.fonttype": "none", "text.parse_math": False}
+    style |= {"axes.spines.top": False, "axes.spines.right": False}
+    style |= {"axes.grid": True, "axes.axisbelow": True, "grid.alpha": 0.3}
+    with matplotlib.rc_context(style):
         figure = Figure(figsize=(5.2, height), layout="constrained")
         axes = figure.subplots()
         axes.set_title(textwrap.fill(title, 54), fontsize=10.5)
         draw(axes)
         handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
         if len(handles) > 1:
-            place: Any = {
-                "loc": "outside lower center",
-                "ncols": min(3, len(handles)),
-                "fontsize": 9,
-                "frameon": False,
-            }
-            figure.legend(handles.values(), handles.keys(), **place)
+            place: Any = {"loc": "outside lower center", "ncols": min(3, len(handles))}
+            figure.legend(handles.values(), handles.keys(), fontsize=9, frameon=False, **place)
         stream = io.BytesIO()
-        figure.savefig(
-            stream, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type"))
-        )
+        nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        figure.savefig(stream, format="svg", metadata=nothing)
     return {title: f"data:image/svg+xml;base64,{base64.b64encode(stream.getvalue()).decode()}"}
 
 
@@ -191,23 +172,13 @@ def lines(title: str, curves: Curves, x: str, y: str, log: bool = False) -> dict
 
     def draw(axes: Any) -> None:
         for number, (name, points) in enumerate(curves.items()):
-            look = {
-                "color": f"C{number % 10}",
-                "linestyle": ("-", "--", "-.", ":")[number // 10 % 4],
-            }
-            axes.plot(
-                [p[0] for p in points],
-                [p[1] for p in points],
-                label=name,
-                marker="o",
-                markersize=4,
-                **look,
-            )
+            color = f"C{number % 10}"
+            style = ("-", "--", "-.", ":")[number // 10 % 4]
+            own = [p[0] for p in points], [p[1] for p in points]
+            axes.plot(*own, style, label=name, color=color, marker="o", markersize=4)
             bands = [(p[0], *p[2]) for p in points if p[2] is not None]
             if bands:
-                axes.fill_between(
-                    *zip(*bands, strict=True), color=look["color"], alpha=0.16, linewidth=0
-                )
+                axes.fill_between(*zip(*bands, strict=True), color=color, alpha=0.16, linewidth=0)
         ticks = sorted({point[0] for points in curves.values() for point in points})
         if log:
             axes.set_xscale("log", base=2)
@@ -221,13 +192,10 @@ def lines(title: str, curves: Curves, x: str, y: str, log: bool = False) -> dict
 
 
 def _with_interval(figures: Mapping[str, Any], key: str, form: str = ".2f") -> str:
-    value = figures[key]
-    interval = figures[f"{key}_95"]
-    return (
-        _cell(value, form)
-        if interval is None
-        else f"{value:{form}} ({interval[0]:{form}} to {interval[1]:{form}})"
-    )
+    text = _cell(figures[key], form)
+    if (interval := figures[f"{key}_95"]) is None:
+        return text
+    return f"{text} ({interval[0]:{form}} to {interval[1]:{form}})"
 
 
 def _cell(value: float | None, form: str) -> str:
@@ -238,12 +206,8 @@ def _methods(benches: Sequence[SavedBench]) -> Iterator[tuple[str, Document, str
     """Yields each method's name in the report, its bench document, its name there, and its figures."""
     for bench in benches:
         for method, figures in bench.document["methods"].items():
-            yield (
-                (method if len(benches) == 1 else f"{bench.name}: {method}"),
-                bench.document,
-                method,
-                figures,
-            )
+            name = method if len(benches) == 1 else f"{bench.name}: {method}"
+            yield name, bench.document, method, figures
 
 
 def gains_table(document: Document) -> tuple[list[str], list[list[str]]]:
@@ -278,28 +242,19 @@ def parts_table(document: Document) -> tuple[list[str], list[list[str]]]:
         for name, figures in document["methods"].items()
         if figures.get("first_token_s") is not None
     ]
-    head = [
-        "method",
-        "first token, ms",
-        "tokens/s after it",
-        f"speedup over {document['baseline']}",
-    ]
-    return head, rows
+    base = f"speedup over {document['baseline']}"
+    return ["method", "first token, ms", "tokens/s after it", base], rows
 
 
 def turns_table(document: Document) -> tuple[list[str], list[list[str]]]:
     """Returns the header and rows of the table of times to the first token by turn; no rows if none is known."""
-    known = {
-        name: figures["by_turn"]
-        for name, figures in document["methods"].items()
-        if figures.get("by_turn")
-    }
-    rows = [
-        [name, *(f"{1e3 * own['first_token_s']:.0f} ({own['cached']:.0%})" for own in turns)]
-        for name, turns in known.items()
-    ]
-    count = max((len(turns) for turns in known.values()), default=0)
-    return ["method", *(f"turn {turn}" for turn in range(1, count + 1))], rows
+    rows = []
+    for name, figures in document["methods"].items():
+        if turns := figures.get("by_turn"):
+            cells = (f"{1e3 * own['first_token_s']:.0f} ({own['cached']:.0%})" for own in turns)
+            rows.append([name, *cells])
+    count = max(map(len, rows), default=1)
+    return ["method", *(f"turn {turn}" for turn in range(1, count))], rows
 
 
 def gains(benches: Sequence[SavedBench]) -> Iterator[Section]:
@@ -351,19 +306,15 @@ def categories(benches: Sequence[SavedBench]) -> Iterator[Section]:
 
 
 def positions(benches: Sequence[SavedBench]) -> Iterator[Section]:
-    curves = {}
+    curves: dict[str, list[tuple[float, float, Interval]]] = {}
     rows = []
     for name, document, method, figures in _methods(benches):
         if method in document["drafting"] or method == "lookup":
             shares = list(enumerate(figures["by_position"], 1))
-            curves[name] = [
-                (0.0, 1.0, None),
-                *((k, share["reached"], share["reached_95"]) for k, share in shares),
-            ]
-            rows += [
-                [name, str(k), f"{share['reached']:.1%}", f"{share['after']:.1%}"]
-                for k, share in shares
-            ]
+            curves[name] = [(0.0, 1.0, None)]
+            for k, share in shares:
+                curves[name].append((k, share["reached"], share["reached_95"]))
+                rows.append([name, str(k), f"{share['reached']:.1%}", f"{share['after']:.1%}"])
     if rows:
         words = (
             "Share of steps that accepted a draft token at position k: of all steps, as vLLM and SPEED-Bench count; of "
@@ -384,23 +335,11 @@ def sweeps(benches: Sequence[SavedBench]) -> Iterator[Section]:
         rows = []
         for point in sweep["points"]:
             row = [point["series"], f"{point['x']:g}", _with_interval(point, "tokens_per_s", ".1f")]
-            row += [
-                _with_interval(point, "acceptance_length"),
-                _cell(point["nll"], ".3f"),
-                str(point["questions"]),
-            ]
-            rows.append(row)
-        head = [
-            "series",
-            sweep["unit"],
-            "tokens/s",
-            "acceptance length",
-            "nats a token",
-            "questions",
-        ]
-        tables.append(
-            Table(head, rows, f"{name}: {sweep['axis']}, measured {sweep['created'][:10]}")
-        )
+            row += [_with_interval(point, "acceptance_length"), _cell(point["nll"], ".3f")]
+            rows.append([*row, str(point["questions"])])
+        head = ["series", sweep["unit"], "tokens/s", "acceptance length"]
+        caption = f"{name}: {sweep['axis']}, measured {sweep['created'][:10]}"
+        tables.append(Table([*head, "nats a token", "questions"], rows, caption))
         for key, y in (
             ("acceptance_length", "tokens per step"),
             ("tokens_per_s", "tokens/s"),
@@ -409,9 +348,8 @@ def sweeps(benches: Sequence[SavedBench]) -> Iterator[Section]:
             curves: dict[str, list[tuple[float, float, Interval]]] = {}
             for point in sweep["points"]:
                 if point[key] is not None:
-                    curves.setdefault(point["series"], []).append(
-                        (point["x"], point[key], point.get(f"{key}_95"))
-                    )
+                    place = (point["x"], point[key], point.get(f"{key}_95"))
+                    curves.setdefault(point["series"], []).append(place)
             if curves:
                 log = sweep["axis"] == "nodes"
                 charts |= lines(f"{name}: {y} by {sweep['axis']}", curves, sweep["unit"], y, log)
@@ -443,17 +381,11 @@ def quality(benches: Sequence[SavedBench]) -> Iterator[Section]:
 
 
 def differences(benches: Sequence[SavedBench]) -> Iterator[Section]:
-    rows = [
-        [
-            name,
-            str(part["question"]),
-            str(part["turn"] + 1),
-            str(part["position"]),
-            f"{part['margin']:.4f}",
-        ]
-        for name, _, _, figures in _methods(benches)
-        for part in figures["differences"]
-    ]
+    rows = []
+    for name, _, _, figures in _methods(benches):
+        for part in figures["differences"]:
+            place = (part["question"], part["turn"] + 1, part["position"])
+            rows.append([name, *map(str, place), f"{part['margin']:.4f}"])
     words = (
         "The first token at which an answer differs from the reference's, and the margin between the model's logits of "
         f"both: near 0, rounding decided a tie. {min(LISTED, len(rows))} of {len(rows)} are listed."
@@ -466,19 +398,11 @@ def differences(benches: Sequence[SavedBench]) -> Iterator[Section]:
 def setting(benches: Sequence[SavedBench]) -> Iterator[Section]:
     columns = {}
     for name, document, _ in benches:
-        facts = {
-            "measured": document["created"],
-            "medusa": document["version"],
-            "model": document["backbone"]["id"],
-        }
-        facts |= {
-            key: document[key]
-            for key in ("dtype", "engine", "kernel", "device", "max_new_tokens", "batch_size")
-        }
-        facts |= {
-            f"sampling {key}": value for key, value in document["sampling"].items()
-        } | document["environment"]
-        columns[name] = facts
+        facts = {"measured": document["created"], "medusa": document["version"]}
+        facts["model"] = document["backbone"]["id"]
+        facts |= {key: document[key] for key in SETTINGS}
+        facts |= {f"sampling {key}": value for key, value in document["sampling"].items()}
+        columns[name] = facts | document["environment"]
     keys = list(dict.fromkeys(key for facts in columns.values() for key in facts))
     rows = [[key, *(str(facts.get(key, "-")) for facts in columns.values())] for key in keys]
     yield Section("Environment and versions", "", [Table(["", *columns], rows)], {})

@@ -207,11 +207,10 @@ class Bench:
             f"{self.choice.model}, {_dtype(backbone.dtype)} on {backbone.device}, {backbone.engine.title}, "
             f"{len(results)} questions, up to {self.max_new_tokens} new tokens a turn, {mode} decoding."
         ]
-        facts += [
-            f"{name}: {drafter.name} drafter {self.drafts[name].drafter}, {policy.description}."
-            for name, (drafter, policy) in loaded.items()
-            if drafter is not None
-        ]
+        for name, (drafter, policy) in loaded.items():
+            if drafter is not None:
+                folder = self.drafts[name].drafter
+                facts.append(f"{name}: {drafter.name} drafter {folder}, {policy.description}.")
         if any(name in LLAMA for name in self.methods):
             facts.append(llama_facts())
         if self.cached:
@@ -245,18 +244,13 @@ class Bench:
         if not names:
             return
         backbone = self._plain_backbone()
-        assistant = (
-            None if self.draft_model is None else self._assistant(self.draft_model, backbone)
-        )
-        methods = {
-            name: transformers_method(
-                backbone,
-                self.sampling,
-                name == "hf-lookup",
-                assistant if name == "hf-assisted" else None,
-            )
-            for name in names
-        }
+        methods = {}
+        for name in names:
+            assistant = None
+            if name == "hf-assisted" and self.draft_model is not None:
+                assistant = self._assistant(self.draft_model, backbone)
+            lookup = name == "hf-lookup"
+            methods[name] = transformers_method(backbone, self.sampling, lookup, assistant)
         self._answer(backbone, methods, results, watch)
         del backbone, assistant, methods
         gc.collect()

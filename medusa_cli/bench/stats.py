@@ -93,19 +93,17 @@ def summarize(
     for name, stats in totals.items():
         answers = [result.answers[name] for result in results]
         different = None if differences is None else differences[name]
+        own_plain = None if plain is None or different is None else plain.get(name)
+        seconds = stats.draft_s + stats.verify_s
         methods[name] = {
             **_rates(results, name, baseline),
             **_generation(results, name, baseline),
             "overhead": stats.step_s / plain_step if stats.steps and plain_step else None,
             "step_ms": 1e3 * stats.step_s if stats.steps else None,
-            "draft_share": stats.draft_s / (stats.draft_s + stats.verify_s)
-            if stats.steps
-            else None,
+            "draft_share": stats.draft_s / seconds if stats.steps else None,
             "identical": None if different is None else len(results) - len(different),
             "differences": different or [],
-            "own_plain": None
-            if different is None
-            else _own_plain(results, name, (plain or {}).get(name)),
+            "own_plain": _own_plain(results, name, own_plain),
             "tokens": sum(answer.tokens for answer in answers),
             "seconds": sum(answer.seconds for answer in answers),
             "by_position": by_position([answer.depths for answer in answers]),

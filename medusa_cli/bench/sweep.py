@@ -15,6 +15,7 @@ from medusa_cli import __version__
 from medusa_cli.bench.answers import Watch, unwatched
 from medusa_cli.bench.run import Bench, environment
 from medusa_cli.errors import UsageError, UserError
+from medusa_cli.files.fetch import sha256_of
 from medusa_cli.files.io import read_object, write_json
 from medusa_cli.model import lora
 from medusa_cli.model.digest import weights_of
@@ -109,16 +110,10 @@ def sweep(
             drafts = name in result["drafting"]
             # Methods that do not draft are the same in every series.
             if drafts or series == points[0][0]:
-                nll = (result["quality"] or {}).get(name, {}).get("nll")
-                row = {key: figures[key] for key in FIGURES}
-                rows.append(
-                    {
-                        "series": f"{name}, {series}" if drafts and series else name,
-                        "x": x,
-                        **row,
-                        "nll": nll,
-                    }
-                )
+                own = f"{name}, {series}" if drafts and series else name
+                row = {"series": own, "x": x, **{key: figures[key] for key in FIGURES}}
+                row["nll"] = (result["quality"] or {}).get(name, {}).get("nll")
+                rows.append(row)
         facts = {"axis": axis, "unit": AXES[axis].unit, "title": base.title, "of": len(points)}
         document = {**provenance(result["backbone"]), **facts, "points": rows}
         write_json(folder / f"sweep-{axis}.json", document)
@@ -138,20 +133,14 @@ def _points(base: Bench, axis: str, values: Sequence[float]) -> Iterator[Point]:
     elif axis == "epsilon":
         typical = replace(sampling, mode="typical", temperature=sampling.temperature or 0.7)
         for value in values:
-            yield (
-                "",
-                value,
-                replace(base, sampling=replace(typical, epsilon=value, delta=value**0.5)),
-            )
+            own = replace(typical, epsilon=value, delta=value**0.5)
+            yield "", value, replace(base, sampling=own)
     else:
         for mode in ("exact", "typical"):
             for value in values:
                 if value or mode == "exact":  # at 0 all modes are greedy
-                    yield (
-                        mode,
-                        value,
-                        replace(base, sampling=replace(sampling, mode=mode, temperature=value)),
-                    )
+                    own = replace(sampling, mode=mode, temperature=value)
+                    yield mode, value, replace(base, sampling=own)
 
 
 def _accuracies(choice: Choice) -> Accuracies:
@@ -167,18 +156,15 @@ def _accuracies(choice: Choice) -> Accuracies:
 def _digest(bench: Bench) -> str:
     """Returns a digest of everything that a point's figures depend on."""
     choice = bench.drafts["medusa"]
-    files = [
-        choice.tree.file,
-        choice.calibration,
-        choice.drafter and choice.drafter / "config.json",
-    ]
-    contents = [
-        hashlib.sha256(path.read_bytes()).hexdigest() for path in files if path and path.is_file()
-    ]
+    config = choice.drafter and choice.drafter / "config.json"
+    files = [path for path in (choice.tree.file, choice.calibration, config) if path]
+    contents = [sha256_of(path) for path in files if path.is_file()]
     model = [weights_of(choice.source), choice.adapter and lora.digest(choice.adapter)]
     machine = environment(torch.device(resolve_device(bench.options.device)))
+
+    def plain(value: Any) -> str:
+        return str(getattr(value, "path", value))
+
     facts = [__version__, machine, model, contents, asdict(bench)]
-    text = json.dumps(
-        facts, sort_keys=True, default=lambda value: str(getattr(value, "path", value))
-    )
+    text = json.dumps(facts, sort_keys=True, default=plain)
     return hashlib.sha256(text.encode()).hexdigest()[:20]

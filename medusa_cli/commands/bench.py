@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from medusa_cli import console, options
 from medusa_cli.commands.report import JudgeFlags
@@ -75,12 +75,8 @@ class SweepFlags:
         from medusa_cli.bench.sweep import AXES, parse_values
 
         points = parse_values(self.sweep, self.values)
-        replaceable = {
-            "tree": tree,
-            "sampling": sampling.sampling,
-            "temperature": sampling.temperature,
-        }
-        given = {f"--{name}": replaceable[name] for name in AXES[self.sweep].replaces}
+        own: dict[str, Any] = {"tree": tree, **vars(sampling)}
+        given = {f"--{name}": own[name] for name in AXES[self.sweep].replaces}
         refuse(given, f"is set by --sweep {self.sweep}", "leave it out")
         if self.sweep == "epsilon" and sampling.temperature == 0:
             fault = "--temperature 0 samples nothing, so --sweep epsilon has no effect"
@@ -204,16 +200,16 @@ def show(document: Document) -> None:
     """Prints the closing table, and where answers differ."""
     from medusa_cli.bench.report import BY_TURN, gains_table, parts_table, turns_table
 
+    tables = {
+        document["title"]: gains_table(document),
+        "Prompts and generation apart": parts_table(document),
+        BY_TURN: turns_table(document),
+    }
     caption = " ".join(document["facts"])
-    console.result(
-        console.grid(document["title"], *gains_table(document), left=("method",), caption=caption)
-    )
-    head, rows = parts_table(document)
-    if rows:
-        console.result(console.grid("Prompts and generation apart", head, rows, left=("method",)))
-    head, rows = turns_table(document)
-    if rows:
-        console.result(console.grid(BY_TURN, head, rows, left=("method",)))
+    for title, (head, rows) in tables.items():
+        if rows:
+            console.result(console.grid(title, head, rows, left=("method",), caption=caption))
+        caption = ""
     for name, figures in document["methods"].items():
         for part in figures["differences"][:5]:
             where = (
@@ -225,23 +221,13 @@ def show(document: Document) -> None:
 def show_sweep(document: Document) -> None:
     form = ("{series}", "{x:g}", "{tokens_per_s:.1f}")
     optional = {"acceptance_length": ".2f", "overhead": ".3f", "nll": ".3f"}
-    rows = [
-        [
-            *(cell.format(**row) for cell in form),
-            *("-" if row[key] is None else format(row[key], own) for key, own in optional.items()),
+    rows = []
+    for row in sorted(document["points"], key=lambda row: (row["series"], row["x"])):
+        cells = [
+            "-" if row[key] is None else format(row[key], own) for key, own in optional.items()
         ]
-        for row in sorted(document["points"], key=lambda row: (row["series"], row["x"]))
-    ]
-    head = (
-        "series",
-        document["axis"],
-        "tokens/s",
-        "acceptance length",
-        "overhead",
-        "nats per token",
-    )
-    console.result(
-        console.grid(
-            f"{document['title']}: sweep over {document['axis']}", head, rows, left=("series",)
-        )
-    )
+        rows.append([*(cell.format(**row) for cell in form), *cells])
+    axis = document["axis"]
+    head = ("series", axis, "tokens/s", "acceptance length", "overhead", "nats per token")
+    title = f"{document['title']}: sweep over {axis}"
+    console.result(console.grid(title, head, rows, left=("series",)))

@@ -74,12 +74,8 @@ class ConversationFlags:
         if self.baseline:
             refuse({"--show-accepted": self.show_accepted}, "has no effect with --baseline")
         if self.raw:
-            others = {
-                "--system": self.system is not None,
-                "--chat-template": self.chat_template,
-                "--continue": self.kept_in,
-            }
-            refuse(others, "has no effect with --raw")
+            others = {"--chat-template": self.chat_template, "--continue": self.kept_in}
+            refuse({"--system": self.system is not None, **others}, "has no effect with --raw")
 
     def messages(self) -> list[Any]:
         """Returns the messages in the file of --continue, none if it is missing; raises UserError for other files."""
@@ -238,9 +234,8 @@ def converse(session: "Chat", show_accepted: bool, kept_in: Path | None = None) 
                 raise
             console.err.print()
         except (UserError, OSError) as reason:
-            console.error(
-                in_flags((of_system(reason) if isinstance(reason, OSError) else reason).text)
-            )
+            error = of_system(reason) if isinstance(reason, OSError) else reason
+            console.error(in_flags(error.text))
             failed = not typed
 
 
@@ -255,15 +250,11 @@ def command(session: "Chat", word: str, text: str) -> None:
             console.info("the conversation is forgotten")
         case "/system":
             session.clear(text or None)
-            console.info(
-                "system prompt set; the conversation starts over"
-                if text
-                else "system prompt removed"
-            )
+            done = "set; the conversation starts over" if text else "removed"
+            console.info(f"system prompt {done}")
         case "/stats":
-            console.result(
-                status(session.total) if session.total.tokens else "nothing was answered yet"
-            )
+            total = session.total
+            console.result(status(total) if total.tokens else "nothing was answered yet")
         case "/save" if text:
             write_json(expanded(text), {"messages": session.messages})
             console.info(f"saved to {text}")

@@ -55,17 +55,12 @@ def compare(
                 result = evaluate(run, data, loading, max_samples)
                 # No parts: the model is frozen.
                 cost = model_cost(result.parts) if result.parts else {}
-                row |= {
-                    "accuracies": result.accuracies,
-                    "measured": result.positions,
-                    "data": str(data),
-                    **cost,
-                }
+                row |= {"accuracies": result.accuracies, "measured": result.positions}
+                row |= {"data": str(data), **cost}
                 advance(1)
     elif len({row["data"] for row in rows}) > 1:
-        console.warn(
-            "these runs were not trained on the same data: their held-out conversations differ"
-        )
+        text = "these runs were not trained on the same data: their held-out conversations differ"
+        console.warn(text)
     if printing.json:
         console.emit_json(rows)
     else:
@@ -94,14 +89,11 @@ def _show(rows: list[Document]) -> None:
     for row in rows:
         forms = {"kl": ".4f", "perplexity_ratio": ".3f", "agreement": ".1%"}
         costs = ("-" if row[key] is None else format(row[key], form) for key, form in forms.items())
-        shares = "/".join(
-            "-" if share is None else f"{100 * share:.1f}" for share in row["accuracies"]
-        )
-        cells.append((row["run"], row["objective"], row["lambda_0"], *costs, shares))
+        shares = ("-" if share is None else f"{100 * share:.1f}" for share in row["accuracies"])
+        cells.append((row["run"], row["objective"], row["lambda_0"], *costs, "/".join(shares)))
     left = ("run", "loss", "lambda_0")
-    console.result(
-        console.grid("", (*left, "KL", "ppl", "same", "top-1 by head, %"), cells, left=left)
-    )
+    head = (*left, "KL", "ppl", "same", "top-1 by head, %")
+    console.result(console.grid("", head, cells, left=left))
 
 
 def best_validation(run: Run) -> Document:
@@ -120,11 +112,13 @@ def best_validation(run: Run) -> Document:
     # A tuned model has a run of its own.
     home = Run(run.path / "tuned") if joint and train.tuning == "full" else run
     drafter = home.drafter_dir
-    data = (
-        describe_drafter(drafter).provenance.data if (drafter / "config.json").is_file() else None
-    )
+    has_drafter = (drafter / "config.json").is_file()
+    data = describe_drafter(drafter).provenance.data if has_drafter else None
     heads_alone = train.schedule == "warmup" and train.heads_first == 1
     weight = "heads only" if heads_alone else f"{train.schedule} {train.lambda_0:g}"
+    cost: Document = {"kl": 0.0, "perplexity_ratio": 1.0, "agreement": 1.0}
+    if joint:
+        cost = model_cost(best["parts"])
     return {
         "run": run.name,
         "stage": train.stage,
@@ -132,11 +126,7 @@ def best_validation(run: Run) -> Document:
         "lambda_0": weight if joint else "",
         "steps": best["step"],
         "positions": best["total_positions"],
-        **(
-            model_cost(best["parts"])
-            if joint
-            else {"kl": 0.0, "perplexity_ratio": 1.0, "agreement": 1.0}
-        ),
+        **cost,
         "accuracies": best["accuracies"],
         "measured": best["positions"],
         "data": data and data.digest,

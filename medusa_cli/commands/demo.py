@@ -34,6 +34,7 @@ MAX_NEW_TOKENS = 96
 WARM_UP_TOKENS = 8
 TITLES = {"ar": "plain decoding", "medusa": "with drafts", "lookup": "with n-gram drafts"}
 OTHERS = {"hf": "transformers", "llama.cpp": "llama.cpp"}
+ROUNDING = "Other programs round in another order or width, so a near-tie of two tokens may fall the other way."
 SIDE_BY_SIDE = 88  # minimum width in columns of a terminal that shows two panes side by side
 REFRESH_S = 0.1
 
@@ -71,9 +72,8 @@ def demo(
                 QUESTIONS, texts, ours["ar"].turns, ours[drafted].turns, strict=True
             )
         ]
-        console.emit_json(
-            {"facts": facts, "max_new_tokens": tokens, "answers": answers, "methods": figures}
-        )
+        document = {"facts": facts, "max_new_tokens": tokens, "answers": answers}
+        console.emit_json({**document, "methods": figures})
         return
     console.result(closing_table(figures, facts))
 
@@ -96,9 +96,10 @@ def answer_questions(
             pass
     plain_texts = []
     for question in QUESTIONS:
-        console.result(
-            Text(f"\n{question}", style="bold") if console.out.is_terminal else f"\n{question}\n"
-        )
+        title: str | Text = f"\n{question}\n"
+        if console.out.is_terminal:
+            title = Text(f"\n{question}", style="bold")
+        console.result(title)
         request = medusa.request(question, max_new_tokens=max_new_tokens)
         sides = {name: Side(TITLES[name], Measurement([[]])) for name in decoders}
         with streaming(live) as show:
@@ -191,9 +192,8 @@ def panes(sides: Sequence[Side], letters: int = sys.maxsize) -> RenderableType:
 
     letters: the maximum number of characters per answer; only the end of a longer one is shown.
     """
-    panels = [
-        Panel(side.text[max(0, len(side.text) - letters) :], title=side.title) for side in sides
-    ]
+    texts = [side.text[max(0, len(side.text) - letters) :] for side in sides]
+    panels = [Panel(text, title=side.title) for text, side in zip(texts, sides, strict=True)]
     if console.out.width < SIDE_BY_SIDE:
         return Group(*panels)
     table = Table.grid(expand=True)
@@ -287,23 +287,13 @@ def closing_table(figures: Mapping[str, Mapping[str, Any]], facts: str) -> Rende
     If another program's answer differs, the caption explains why that can happen.
     """
     names = TITLES | OTHERS
-    rows = [
-        [
-            names[name],
-            f"{row['tokens_per_s']:.1f}",
-            f"{row['speedup']:.2f} x",
-            f"{row['acceptance_length']:.2f}",
-            "" if name == "ar" else f"{row['identical']} of {row['questions']}",
-        ]
-        for name, row in figures.items()
-    ]
+    form = ("{tokens_per_s:.1f}", "{speedup:.2f} x", "{acceptance_length:.2f}")
     caption = f"{facts}."
-    if any(
-        figures[name]["identical"] < figures[name]["questions"] for name in figures.keys() & OTHERS
-    ):
-        caption += (
-            " Other programs round in another order or width, so a near-tie of two tokens may fall"
-            " the other way."
-        )
+    rows = []
+    for name, row in figures.items():
+        same = "" if name == "ar" else "{identical} of {questions}"
+        rows.append([names[name], *(cell.format(**row) for cell in (*form, same))])
+        if name in OTHERS and row["identical"] < row["questions"]:
+            caption = f"{facts}. {ROUNDING}"
     head = ("method", "tokens/s", "over plain", "tokens per step", "same answers")
     return console.grid("The same questions, greedy", head, rows, left=("method",), caption=caption)

@@ -62,15 +62,8 @@ def doctor(
         show("examining", len(checks), len(checks), "checks")
     if printing.json:
         status = max((finding.status for finding in findings), key=STATUSES.index)
-        findings_json = [asdict(finding) for finding in findings]
-        console.emit_json(
-            {
-                "run": str(target.path),
-                "model": source.name,
-                "status": status,
-                "findings": findings_json,
-            }
-        )
+        facts = {"run": str(target.path), "model": source.name, "status": status}
+        console.emit_json({**facts, "findings": [asdict(finding) for finding in findings]})
         return
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("check", no_wrap=True)

@@ -48,13 +48,9 @@ def import_(
     from medusa_cli.export.incoming import import_drafter, import_mtp
 
     if own and model is not None:
-        target, facts, notes = import_mtp(
-            run,
-            ModelSource.of(model),
-            data,
-            draft_vocab_size,
-            LoadOptions(trust_remote_code=trust_remote_code),
-        )
+        loading = LoadOptions(trust_remote_code=trust_remote_code)
+        source = ModelSource.of(model)
+        target, facts, notes = import_mtp(run, source, data, draft_vocab_size, loading)
     else:
         target, facts, notes = import_drafter(place, run, model, trust_remote_code)
     for note in notes:

@@ -1,6 +1,7 @@
 """`medusa report`: writes saved benches as a page and as Markdown."""
 
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -46,17 +47,11 @@ class JudgeFlags:
         rows = []
         for method, grade in outcome["single"].items():
             pairs = outcome["pairs"].get(method)
-            rows.append(
-                [
-                    method,
-                    f"{grade['score']:.2f}",
-                    *(str(pairs[key]) if pairs else "-" for key in counts),
-                ]
-            )
+            cells = (str(pairs[key]) if pairs else "-" for key in counts)
+            rows.append([method, f"{grade['score']:.2f}", *cells])
         title = f"The judge's grades; pairs against {outcome['reference']}, in both orders"
-        console.result(
-            console.grid(title, ("method", "score, of 10", *counts), rows, left=("method",))
-        )
+        head = ("method", "score, of 10", *counts)
+        console.result(console.grid(title, head, rows, left=("method",)))
 
 
 def report(
@@ -82,31 +77,25 @@ def report(
     documents = {path: read_bench(path) for path in paths}
     for path, document in documents.items():
         judging.grade(path, document)
-    names = [
-        path.resolve().parent.parent.name if path.parent.name == "bench" else path.stem
-        for path in paths
-    ]
-    # Two benches of one run are told apart by their times.
-    names = [
-        name if names.count(name) == 1 else f"{name} {path.stem}"
-        for name, path in zip(names, paths, strict=True)
-    ]
-    # Files of one name in different folders are told apart by their paths.
-    names = [
-        name if names.count(name) == 1 else str(path)
-        for name, path in zip(names, paths, strict=True)
-    ]
-    default = (
-        paths[0].with_suffix(".html") if len(paths) == 1 else paths[0].with_name("report.html")
-    )
-    written = write_report(dict(zip(names, paths, strict=True)), output or default)
+    named = dict(zip(names_of(paths), paths, strict=True))
+    page = paths[0].with_name("report.html") if len(paths) > 1 else paths[0].with_suffix(".html")
+    written = write_report(named, output or page)
     if printing.json:
-        grades = {
-            name: documents[path].get("judge") for name, path in zip(names, paths, strict=True)
-        }
+        grades = {name: documents[path].get("judge") for name, path in named.items()}
         console.emit_json({"written": [str(path) for path in written], "grades": grades})
     for path in written:
         console.result(f"report: {path}")
+
+
+def names_of(paths: Sequence[Path]) -> list[str]:
+    """Returns the names of benches in a report: their runs', with the time if a run has two, or else their paths."""
+    runs = [path.resolve().parent.parent.name for path in paths]
+    inside = [path.parent.name == "bench" for path in paths]
+    names = [run if own else path.stem for run, own, path in zip(runs, inside, paths, strict=True)]
+    for longer in ([f"{name} {path.stem}" for name, path in zip(names, paths, strict=True)], paths):
+        pairs = zip(names, longer, strict=True)
+        names = [name if names.count(name) == 1 else str(other) for name, other in pairs]
+    return names
 
 
 def find_bench(name: str) -> Path:

@@ -116,11 +116,9 @@ class AccessFlags:
             if not all(word.strip() for word in getattr(self, name) or ()):
                 raise UsageError(f"@{name} is empty", "give a text, or leave it out")
         if self.uds:
-            other = {
-                "--host": self.host != HOST and self.host,
-                "--port": self.port != PORT and self.port,
-            }
-            refuse(other, "has no effect with --uds")
+            address = {"--host": (self.host, HOST), "--port": (self.port, PORT)}
+            given = {name: own for name, (own, usual) in address.items() if own != usual}
+            refuse(given, "has no effect with --uds")
         if self.record and not os.access(self.record.absolute().parent, os.W_OK | os.X_OK):
             fault = f"--record {self.record} cannot be written"
             raise UserError(fault, "give a file in another folder")
