@@ -117,11 +117,8 @@ class StructuredOutputs(Strict):
         if self.choice and self.grammar:
             raise UsageError("@choice and @grammar constrain one answer", "leave one of them out")
         schema = ANY_OBJECT if self.json_object and self.json_ is None else self.json_
-        return {
-            "json_schema": schema,
-            "regex": self.regex,
-            "grammar": choice_of(self.choice) if self.choice else self.grammar,
-        }
+        grammar = choice_of(self.choice) if self.choice else self.grammar
+        return {"json_schema": schema, "regex": self.regex, "grammar": grammar}
 
 
 class Speculative(Strict):
@@ -253,9 +250,8 @@ class Sampling(Common):
     def _bounded(self) -> "Sampling":
         length = sum(map(len, self.stop_strings))
         if length > MAX_ALL_STOPS:
-            raise ValueError(
-                f"stop has {length:,} characters in all; use at most {MAX_ALL_STOPS:,}"
-            )
+            fault = f"stop has {length:,} characters in all; use at most {MAX_ALL_STOPS:,}"
+            raise ValueError(fault)
         return self
 
     @property
@@ -276,10 +272,8 @@ class Sampling(Common):
     @property
     def constraint(self) -> str:
         """Returns the name of the field that constrains the answer, "structured_outputs" if none does."""
-        fields = ("structured_outputs", *FORM_FIELDS)
-        return next(
-            (field for field in fields if getattr(self, field) is not None), "structured_outputs"
-        )
+        given = [field for field in FORM_FIELDS if getattr(self, field) is not None]
+        return given[0] if given and self.structured_outputs is None else "structured_outputs"
 
     @property
     def chosen_temperature(self) -> float | None:

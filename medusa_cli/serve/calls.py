@@ -291,10 +291,10 @@ class CallReader:
         """Adds text to the answer; returns the new content and calls as a delta in OpenAI's format."""
         self._text += text
         content, calls = read_calls(self._text, self._names, last, self.count)
-        delta: dict[str, Any] = (
-            {"content": content[self._sent :]} if len(content) > self._sent else {}
-        )
-        self._sent = max(self._sent, len(content))
+        delta: dict[str, Any] = {}
+        if len(content) > self._sent:
+            delta = {"content": content[self._sent :]}
+            self._sent = len(content)
         parts = []
         for index in range(max(0, self.count - 1), len(calls)):
             name, arguments = calls[index]
@@ -305,8 +305,7 @@ class CallReader:
                 parts.append({"index": index, "id": id, "type": "function", "function": function})
                 self.count += 1
             elif len(arguments) > self._arguments:
-                parts.append(
-                    {"index": index, "function": {"arguments": arguments[self._arguments :]}}
-                )
+                more = {"arguments": arguments[self._arguments :]}
+                parts.append({"index": index, "function": more})
             self._arguments = len(arguments)
         return {**delta, "tool_calls": parts} if parts else delta

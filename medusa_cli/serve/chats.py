@@ -1,6 +1,7 @@
 """The body of OpenAI's chats: messages, tools and variables of the chat template."""
 
 import json
+from contextlib import suppress
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AliasChoices, Discriminator, Field, Tag, field_validator, model_validator
@@ -51,14 +52,9 @@ class Tool(Strict):
     @property
     def plain(self) -> dict[str, Any]:
         """Returns the tool in the form that chat templates expect."""
-        function = self.function
-        parameters = function.parameters or {"type": "object", "properties": {}}
-        more = {
-            "name": function.name,
-            "description": function.description,
-            "parameters": parameters,
-        }
-        return {"type": "function", "function": more}
+        parameters = self.function.parameters or {"type": "object", "properties": {}}
+        function = {"name": self.function.name, "description": self.function.description}
+        return {"type": "function", "function": {**function, "parameters": parameters}}
 
 
 class CalledFunction(Strict):
@@ -78,19 +74,13 @@ class CalledFunction(Strict):
     @property
     def plain(self) -> dict[str, Any]:
         """Returns the call in the form that chat templates expect; arguments that are not a JSON object stay text."""
-        try:
-            # Clients send an empty text for a call without arguments.
-            value = (
-                self.arguments
-                if isinstance(self.arguments, dict)
-                else json.loads(self.arguments or "{}")
-            )
-        except (ValueError, RecursionError):
-            value = None
-        return {
-            "name": self.name,
-            "arguments": value if isinstance(value, dict) else self.arguments,
-        }
+        arguments = self.arguments
+        if isinstance(arguments, str):
+            with suppress(ValueError, RecursionError):
+                # Clients send an empty text for a call without arguments.
+                value = json.loads(arguments or "{}")
+                arguments = value if isinstance(value, dict) else arguments
+        return {"name": self.name, "arguments": arguments}
 
 
 class ToolCall(Strict):
@@ -187,10 +177,8 @@ class Message(Strict):
     def plain(self) -> dict[str, Any]:
         """Returns the message in the form that chat templates expect."""
         role = {"developer": "system", "function": "tool"}.get(self.role, self.role)
-        message: dict[str, Any] = {
-            "role": role,
-            "content": text_of(self.content or self.refusal or ""),
-        }
+        text = text_of(self.content or self.refusal or "")
+        message: dict[str, Any] = {"role": role, "content": text}
         if role == "tool":
             name = {} if self.name is None else {"name": self.name}
             return {**message, "tool_call_id": self.tool_call_id or "", **name}
@@ -200,9 +188,8 @@ class Message(Strict):
         if self.function_call is not None:
             calls.append(("", self.function_call.plain))
         if calls:
-            message["tool_calls"] = [
-                {"id": id, "type": "function", "function": function} for id, function in calls
-            ]
+            call = {"type": "function"}
+            message["tool_calls"] = [{"id": id, **call, "function": own} for id, own in calls]
         return message
 
 
@@ -269,11 +256,9 @@ class Conversation(TemplateOptions):
     @property
     def template(self) -> dict[str, Any]:
         """Returns the arguments of the chat template."""
-        new = (
-            not self.continue_final_message
-            if self.add_generation_prompt is None
-            else self.add_generation_prompt
-        )
+        new = self.add_generation_prompt
+        if new is None:
+            new = not self.continue_final_message
         ways = {"add_generation_prompt": new, "continue_final_message": self.continue_final_message}
         documents = {"documents": self.documents} if self.documents else {}
         return {**self.variables, **documents, **ways}

@@ -81,12 +81,8 @@ class Handler:
         """Returns the properties that llama.cpp's clients read."""
         limits = self._limits
         tokenizer = self.backbone.tokenizer
-        params = {
-            "temperature": limits.temperature,
-            "top_k": 0,
-            "top_p": 1.0,
-            "n_predict": -1 if limits.max_new_tokens is None else limits.max_new_tokens,
-        }
+        longest = -1 if limits.max_new_tokens is None else limits.max_new_tokens
+        params = {"temperature": limits.temperature, "top_k": 0, "top_p": 1.0, "n_predict": longest}
         return {
             "default_generation_settings": {"n_ctx": self.preparation.context, "params": params},
             "total_slots": limits.slots,
@@ -101,15 +97,10 @@ class Handler:
 
     def slots(self) -> list[dict[str, Any]]:
         """Returns each slot's state in llama.cpp's format, without any text."""
-        running = self._scheduler.running()
-        idle: dict[str, Any] = {
-            "n_ctx": self.preparation.context,
-            "speculative": self._scheduler.speculative,
-        }
-        slots = [
-            {"id": number, **idle, "is_processing": False} for number in range(self._limits.slots)
-        ]
-        for slot, ticket in zip(slots, running, strict=False):
+        idle: dict[str, Any] = {"n_ctx": self.preparation.context, "is_processing": False}
+        idle["speculative"] = self._scheduler.speculative
+        slots = [{"id": number, **idle} for number in range(self._limits.slots)]
+        for slot, ticket in zip(slots, self._scheduler.running(), strict=False):
             left = ticket.request.max_new_tokens - ticket.answer.stats.tokens
             slot["is_processing"] = True
             slot["n_prompt_tokens"] = len(ticket.request.prompt)
@@ -209,12 +200,8 @@ class Handler:
         texts = None
         if body.return_token_strs:
             texts = await run_in_threadpool(tokenizer.convert_ids_to_tokens, tokens)
-        return {
-            "count": len(tokens),
-            "max_model_len": self.preparation.context,
-            "tokens": tokens,
-            "token_strs": texts,
-        }
+        sizes = {"count": len(tokens), "max_model_len": self.preparation.context}
+        return {**sizes, "tokens": tokens, "token_strs": texts}
 
     async def detokenize(self, body: DetokenizeRequest) -> dict[str, str]:
         """Returns the text of token ids, special tokens included, as vLLM and llama.cpp name it; raises Refusal."""

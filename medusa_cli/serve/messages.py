@@ -136,6 +136,11 @@ class InputTool(Strict):
     description: str = ""
     input_schema: JsonObject
 
+    @property
+    def function(self) -> dict[str, Any]:
+        own = {"name": self.name, "description": self.description}
+        return {**own, "parameters": self.input_schema}
+
 
 class Choice(Strict):
     """Tells whether the answer calls a tool, and which."""
@@ -192,17 +197,7 @@ class MessagesRequest(Sampling):
             "messages": messages,
             "max_tokens": self.max_tokens,
             "stop": [*self.stop_strings, *self.stop_sequences],
-            "tools": [
-                {
-                    "type": "function",
-                    "function": {
-                        "name": tool.name,
-                        "description": tool.description,
-                        "parameters": tool.input_schema,
-                    },
-                }
-                for tool in self.tools
-            ],
+            "tools": [{"type": "function", "function": tool.function} for tool in self.tools],
             "tool_choice": {"any": "required", "tool": named_tool(self.tool_choice.name or "")}.get(
                 self.tool_choice.type, self.tool_choice.type
             ),

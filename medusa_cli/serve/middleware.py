@@ -117,15 +117,8 @@ class Middleware:
                 if self._limits.access_log:
                     client = scope["client"][0] if scope["client"] else "-"
                     seconds = f"{time.monotonic() - started:.3f} s"
-                    line = (
-                        client,
-                        scope["method"],
-                        shown(scope["path"]),
-                        str(status),
-                        seconds,
-                        request_id,
-                    )
-                    log.info(" ".join(line))
+                    asked = f"{scope['method']} {shown(scope['path'])}"
+                    log.info(f"{client} {asked} {status} {seconds} {request_id}")
             await send(message)
 
         try:
@@ -139,9 +132,8 @@ class Middleware:
             await reason.response(scope["path"])(scope, receive, counted)
             return
         except TimeoutError:
-            slow = Refusal(
-                408, f"the body took more than {self._limits.body_s:g} s", code="timeout"
-            )
+            text = f"the body took more than {self._limits.body_s:g} s"
+            slow = Refusal(408, text, code="timeout")
             await slow.response(scope["path"])(scope, receive, counted)
             return
         if body is None:  # the client has disconnected
@@ -175,11 +167,8 @@ class Middleware:
         # All keys are compared, so that the time taken reveals nothing.
         right = [hmac.compare_digest(given.strip(), key.encode()) for key in self._limits.api_keys]
         if not any(right):
-            raise Refusal(
-                401,
-                "the API key is missing or wrong; send it as a bearer token",
-                code="invalid_api_key",
-            )
+            text = "the API key is missing or wrong; send it as a bearer token"
+            raise Refusal(401, text, code="invalid_api_key")
 
     async def _read(self, headers: Headers, receive: Receive) -> bytes | None:
         """Returns the whole body, or None if the client disconnects early; raises Refusal if it is too large."""

@@ -66,15 +66,14 @@ class OpenAIFormat:
         self._skip = [len(ticket.request.prompt) if scored else 0 for ticket in tickets]
         names = body.offered_names if isinstance(body, ChatRequest) else []
         self._calls = [CallReader(names) if names else None for _ in tickets]
-        self._echoes = [""] * len(tickets)
+        self._echoes: list[str] = []
         if isinstance(body, CompletionRequest) and body.echo:
-            texts = [
-                text if isinstance(text, str) else backbone.decode(text, keep)
-                for text in body.prompts
-            ]
-            self._echoes = [text for text in texts for _ in range(body.n)]
-        elif isinstance(body, ChatRequest):
-            self._echoes = [body.echoed] * len(tickets)
+            for text in body.prompts:
+                echo = text if isinstance(text, str) else backbone.decode(text, keep)
+                self._echoes += [echo] * body.n
+        else:
+            echo = body.echoed if isinstance(body, ChatRequest) else ""
+            self._echoes = [echo] * len(tickets)
 
     async def stream(self, events: AsyncGenerator[tuple[int, Event]]) -> AsyncIterator[str]:
         """Yields the answers as server-sent events, one per step of a choice."""
@@ -133,11 +132,8 @@ class OpenAIFormat:
                 if calls.count and not message["content"]:
                     message["content"] = None
             content = {"message": message} if self._chat else {"text": text}
-            choices.append(
-                self._choice(
-                    index, content, answer.likelihoods, answer.finish_reason, answer.tokens
-                )
-            )
+            parts = answer.likelihoods, answer.finish_reason, answer.tokens
+            choices.append(self._choice(index, content, *parts))
         more: dict[str, Any] = {}
         for index, choice in enumerate(choices):
             more |= self._prompt_ids(choice, index)
@@ -349,16 +345,10 @@ def speculative_figures(tickets: Sequence[Ticket], by_position: bool = False) ->
     }
     if by_position:
         columns = zip_longest(*(ticket.accepted_at for ticket in tickets), fillvalue=0)
-        seconds = {
-            "prefill_s": stats.prefill_s,
-            "draft_s": stats.draft_s,
-            "verify_s": stats.verify_s,
-        }
-        figures |= {
-            "drafts": sum(ticket.drafts for ticket in tickets),
-            "accepted_per_pos": [*map(sum, columns)],
-        }
-        figures |= {name: round(value, 6) for name, value in seconds.items()}
+        figures["drafts"] = sum(ticket.drafts for ticket in tickets)
+        figures["accepted_per_pos"] = [*map(sum, columns)]
+        for name in ("prefill_s", "draft_s", "verify_s"):
+            figures[name] = round(getattr(stats, name), 6)
     return figures
 
 
@@ -404,11 +394,8 @@ class TokenTexts:
         entries = [(likelihood.token, likelihood.logprob), *likelihood.top[:top]]
         texts = {token: self._in_context(token) for token, _ in entries}
         partial = self._decode([likelihood.token]).endswith(REPLACEMENT)
-        self._before = (
-            [*self._before[-MAX_CHARACTER_BYTES:], likelihood.token]
-            if partial
-            else [likelihood.token]
-        )
+        before = self._before[-MAX_CHARACTER_BYTES:] if partial else []
+        self._before = [*before, likelihood.token]
         self._text = self._decode(self._before)
         return [
             TokenLogprob(token, texts[token], None if math.isnan(logprob) else max(logprob, NEVER))

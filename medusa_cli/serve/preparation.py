@@ -113,10 +113,8 @@ class Preparation:
     ) -> list[Ticket]:
         """Returns a ticket per choice, within the server's limits; raises Refusal."""
         prompts = await self.encode(body)
-        if body.truncate_prompt_tokens is not None:
-            kept = (
-                self.context - 1 if body.truncate_prompt_tokens < 0 else body.truncate_prompt_tokens
-            )
+        if (kept := body.truncate_prompt_tokens) is not None:
+            kept = self.context - 1 if kept < 0 else kept
             prompts = [prompt[-kept:] for prompt in prompts]
         answers = [self._longest_answer(body, prompt) for prompt in prompts]
         self._scheduler.check_number(len(prompts) * body.n)
@@ -297,12 +295,9 @@ class Preparation:
             async with self._encoding:
                 return await run_in_threadpool(self._token_ids, body)
         except UserError as reason:
-            field = next(
-                field
-                for field in ("messages", "prompt", "content", "tokens")
-                if field in body.model_fields_set
-            )
-            raise self.refusal(reason, field) from reason
+            fields = ("messages", "prompt", "content", "tokens")
+            given = [field for field in fields if field in body.model_fields_set]
+            raise self.refusal(reason, given[0]) from reason
 
     async def infill(self, body: InfillRequest) -> list[int]:
         """Returns the prompt for the text between two others; raises Refusal."""
@@ -326,23 +321,16 @@ class Preparation:
     def _render(self, body: Conversation) -> str:
         """Returns a conversation as the text of a prompt."""
         template = template_of(self._medusa.backbone)
+        asked = {"enable_thinking", "reasoning_effort"} & {*body.template}
         neutral.note(
-            name
-            for name in ("enable_thinking", "reasoning_effort")
-            if name in body.template
-            and name not in {*body.chat_template_kwargs}
-            and name not in template
+            name for name in sorted(asked - {*body.chat_template_kwargs}) if name not in template
         )
         own = signature(self._medusa.backbone.tokenizer.apply_chat_template).parameters
         for name in body.chat_template_kwargs:
             if name in own:
                 param = f"chat_template_kwargs.{name}"
-                raise Refusal(
-                    400,
-                    f"{param} is not a variable of a chat template",
-                    param=param,
-                    code="unsupported",
-                )
+                text = f"{param} is not a variable of a chat template"
+                raise Refusal(400, text, param=param, code="unsupported")
         plain = [message.plain for message in body.messages]
         messages, more = describe_tools(self._medusa.backbone, plain, body.offered)
         return self._templates.render(messages, {**body.template, **more})

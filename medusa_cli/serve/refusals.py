@@ -96,15 +96,9 @@ class Refusal(Exception):
         field = str(self.param).partition(".")[0]
         if field not in fields:
             return self
-        param = fields[field]
-        message = str(self).replace(str(self.param), param)
-        given: dict[str, Any] = {
-            "code": self.code,
-            "retry_s": self.retry_s,
-            "kind": self.kind,
-            "more": self.more,
-        }
-        return Refusal(self.status, message, param=param, **given)
+        given = {name: value for name, value in vars(self).items() if name != "status"}
+        given["param"] = fields[field]
+        return Refusal(self.status, str(self).replace(str(self.param), fields[field]), **given)
 
     @property
     def body(self) -> dict[str, Any]:
@@ -204,9 +198,8 @@ def refusal_for_http(path: str, reason: HTTPException) -> Refusal:
     if status == 404:
         return Refusal(status, f"the path {shown(path)} is not served", code="not_found")
     if status == 400 and isinstance(cause, UnicodeDecodeError):
-        return Refusal(
-            status, "the body is not UTF-8; send it as such, not compressed", code="invalid_json"
-        )
+        text = "the body is not UTF-8; send it as such, not compressed"
+        return Refusal(status, text, code="invalid_json")
     if status == 400 and isinstance(cause, RecursionError):
         return Refusal(status, "the body is nested too deeply", code="invalid_json")
     return Refusal(status, str(reason.detail), code="invalid_json" if status == 400 else None)
@@ -215,11 +208,8 @@ def refusal_for_http(path: str, reason: HTTPException) -> Refusal:
 def refusal_for_body(errors: Sequence[Mapping[str, Any]]) -> Refusal:
     """Returns the refusal for the first of pydantic's validation errors in a body."""
     first = errors[0]
-    path = [
-        cut(str(part), LONGEST_NAME)
-        for part in first["loc"]
-        if part not in ("body", *FORMS, *ITEMS, *BLOCKS)
-    ]
+    forms = ("body", *FORMS, *ITEMS, *BLOCKS)
+    path = [cut(str(part), LONGEST_NAME) for part in first["loc"] if part not in forms]
     param = ".".join(path) or None
     kind = str(first["type"])
     text = str(first["msg"]).removeprefix("Value error, ")
@@ -233,10 +223,6 @@ def refusal_for_body(errors: Sequence[Mapping[str, Any]]) -> Refusal:
             fault = "was not sent as JSON; add the header Content-Type: application/json"
         return Refusal(400, f"the body {fault}", code="invalid_json")
     if kind == "extra_forbidden":
-        return Refusal(
-            400,
-            f"the parameter {param!r} is not supported; leave it out",
-            param=param,
-            code="unsupported",
-        )
+        text = f"the parameter {param!r} is not supported; leave it out"
+        return Refusal(400, text, param=param, code="unsupported")
     return Refusal(400, f"{param}: {text}" if param else text, param=param, code="invalid_value")

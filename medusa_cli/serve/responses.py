@@ -226,10 +226,8 @@ class ResponsesRequest(Sampling, TemplateOptions):
         if isinstance(choice, ChosenTool):
             body["tool_choice"] = named_tool(choice.name)
         elif isinstance(choice, AllowedTools):
-            subset = {
-                "mode": choice.mode,
-                "tools": [named_tool(tool.name) for tool in choice.tools],
-            }
+            tools = [named_tool(tool.name) for tool in choice.tools]
+            subset = {"mode": choice.mode, "tools": tools}
             body["tool_choice"] = {"type": "allowed_tools", "allowed_tools": subset}
         return ChatRequest(**body, parallel_tool_calls=self.parallel_tool_calls)
 
@@ -243,14 +241,11 @@ class ResponsesRequest(Sampling, TemplateOptions):
             if isinstance(item, MessageItem):
                 messages.append({"role": item.role, "content": text_of(item.content)})
             elif isinstance(item, CallOutputItem):
-                messages.append(
-                    {"role": "tool", "tool_call_id": item.call_id, "content": text_of(item.output)}
-                )
+                result = {"tool_call_id": item.call_id, "content": text_of(item.output)}
+                messages.append({"role": "tool", **result})
             else:
-                call = {
-                    "id": item.call_id,
-                    "function": {"name": item.name, "arguments": item.arguments},
-                }
+                function = {"name": item.name, "arguments": item.arguments}
+                call = {"id": item.call_id, "function": function}
                 if not messages or messages[-1]["role"] != "assistant":
                     messages.append({"role": "assistant", "content": ""})
                 messages[-1].setdefault("tool_calls", []).append(call)
@@ -323,13 +318,8 @@ class ResponsesFormat(AnswerFormat):
                 events.append(self._event(name, **self._place(), delta=part))
             else:
                 name = part["function"]["name"]
-                call = {
-                    "id": _new_id("fc"),
-                    "type": "function_call",
-                    "call_id": part["id"],
-                    "name": name,
-                    **self._namespaces.get(name, {}),
-                }
+                call = {"id": _new_id("fc"), "type": "function_call", "call_id": part["id"]}
+                call |= {"name": name, **self._namespaces.get(name, {})}
                 events += self._begin({**call, "arguments": ""})
         return events + (self._end(last) if last else [])
 
@@ -356,13 +346,8 @@ class ResponsesFormat(AnswerFormat):
         events = self._end()
         self._items.append({**item, "status": "in_progress"})
         self._open = True
-        index = len(self._items) - 1
-        return [
-            *events,
-            self._event(
-                "response.output_item.added", output_index=index, item=dict(self._items[-1])
-            ),
-        ]
+        place = {"output_index": len(self._items) - 1, "item": dict(self._items[-1])}
+        return [*events, self._event("response.output_item.added", **place)]
 
     def _end(self, last: bool = False) -> list[str]:
         """Ends the open item, if any; returns the events. last: the answer ends, perhaps within the item."""
@@ -385,21 +370,16 @@ class ResponsesFormat(AnswerFormat):
         else:
             done = {"name": item["name"], "arguments": item["arguments"]}
             events = [self._event("response.function_call_arguments.done", **place, **done)]
-        return [
-            *events,
-            self._event(
-                "response.output_item.done", output_index=place["output_index"], item=dict(item)
-            ),
-        ]
+        place = {"output_index": place["output_index"], "item": dict(item)}
+        return [*events, self._event("response.output_item.done", **place)]
 
     def _response(self, ended: bool = False) -> dict[str, Any]:
         body = self._body
         stats = self._ticket.answer.stats
         answer = self._ticket.answer
         cut = ended and answer.finish_reason == "length"
-        given = body.model_dump(
-            include={"text", "tools", "tool_choice"}, by_alias=True, exclude_none=True
-        )
+        repeated = {"text", "tools", "tool_choice"}
+        given = body.model_dump(include=repeated, by_alias=True, exclude_none=True)
         prompt = len(self._ticket.request.prompt)
         usage: dict[str, Any] = {
             "input_tokens": prompt,

@@ -171,12 +171,10 @@ class Scheduler:
         with self._changed:
             if self.closing:
                 raise Refusal(503, "the server is about to stop", code="closing", retry_s=RESTART_S)
-            if len(self._waiting) + len(tickets) > self._max_waiting + max(
-                0, self._slots - len(self._running)
-            ):
-                raise Refusal(
-                    429, "too many requests; try again later", code="queue_full", retry_s=RETRY_S
-                )
+            room = self._max_waiting + max(0, self._slots - len(self._running))
+            if len(self._waiting) + len(tickets) > room:
+                text = "too many requests; try again later"
+                raise Refusal(429, text, code="queue_full", retry_s=RETRY_S)
             self._waiting.extend(tickets)
             self._changed.notify()
 
@@ -374,9 +372,8 @@ class Scheduler:
     def _finish(self, ticket: Ticket, event: Event) -> None:
         """Sends a request's last event."""
         ticket.answer.cancel()
-        self._metrics.requests.labels(
-            "error" if event.error else str(ticket.answer.finish_reason)
-        ).inc()
+        reason = "error" if event.error else str(ticket.answer.finish_reason)
+        self._metrics.requests.labels(reason).inc()
         self._metrics.request.observe(ticket.seconds)
         ticket.deliver(event)
 

@@ -72,11 +72,8 @@ class Strict(BaseModel):
         if not isinstance(data, dict):
             return data
         given = {name: value for name, value in data.items() if value is not None}
-        unset = {
-            name
-            for name, check in cls.unserved.items()
-            if name in given and check(given[name], given)
-        }
+        checks = {name: check for name, check in cls.unserved.items() if name in given}
+        unset = {name for name, check in checks.items() if check(given[name], given)}
         for first, *others in _alternatives_of(cls):
             unset |= {name for name in others if name in given and given[name] == given.get(first)}
         known = {*_names_of(cls), *cls.unserved}
