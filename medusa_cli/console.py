@@ -54,20 +54,11 @@ class Screen(Console):
     """
 
     def __init__(self, **options: Any) -> None:
-        self.plain = bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") in (
-            "dumb",
-            "unknown",
-        )
-        colors = None if self.plain else "auto"
-        super().__init__(
-            **{
-                "highlight": False,
-                "markup": False,
-                "emoji": False,
-                "color_system": colors,
-                **options,
-            }
-        )
+        dumb = os.environ.get("TERM") in ("dumb", "unknown")
+        self.plain = dumb or bool(os.environ.get("NO_COLOR"))
+        own: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False}
+        own["color_system"] = None if self.plain else "auto"
+        super().__init__(**{**own, **options})
 
     def render_str(self, text: str, **options: Any) -> Text:
         return super().render_str(visible(text), **options)  # before rich measures it
@@ -147,9 +138,8 @@ def error(message: str) -> None:
 
 def _print_line(kind: str, message: str, style: str) -> None:
     # The message is cut last, because spelling out control characters makes it longer.
-    err.print(
-        Text(cut(visible(f"{kind}: {' '.join(message.split())}")), style=style), soft_wrap=True
-    )
+    text = cut(visible(f"{kind}: {' '.join(message.split())}"))
+    err.print(Text(text, style=style), soft_wrap=True)
 
 
 def result(renderable: RenderableType) -> None:
@@ -195,9 +185,8 @@ def grid(
     for table, part in zip(tables, parts, strict=True):
         for i in part:
             justify: JustifyMethod = "left" if columns[i] in left else "right"
-            table.add_column(
-                columns[i], justify=justify, width=min(widths[i], out.width // 2), overflow="fold"
-            )
+            width = min(widths[i], out.width // 2)
+            table.add_column(columns[i], justify=justify, width=width, overflow="fold")
         for line in lines:
             table.add_row(*(line[i] for i in part))
     return Group(*tables, *([Text(visible(caption), style="italic")] if caption else []))
@@ -213,11 +202,8 @@ def stream(pieces: Iterable[tuple[str, str]]) -> None:
     elif not any(style for _, style in pieces):
         out.file.write(visible(plain))  # rich would turn tabs into spaces
     else:
-        out.print(
-            Text.assemble(*((visible(piece), style) for piece, style in pieces)),
-            end="",
-            soft_wrap=True,
-        )
+        text = Text.assemble(*((visible(piece), style) for piece, style in pieces))
+        out.print(text, end="", soft_wrap=True)
     out.file.flush()
 
 
@@ -274,11 +260,8 @@ class _Lines:
         if done > before:
             rate = (done - before) / (now - begun)
             text += f", {rate:,.0f}/s" if rate >= 10 else f", {rate:.2g}/s"
-            text += (
-                f", {timedelta(seconds=round((total - done) / rate))} left"
-                if total is not None
-                else ""
-            )
+            if total is not None:
+                text += f", {timedelta(seconds=round((total - done) / rate))} left"
         info(text)
 
 
@@ -317,12 +300,8 @@ def bars() -> Iterator[ShowProgress]:
         with terminated():
             yield _Lines().show
         return
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        _Rate(),
-        TimeRemainingColumn(),
-    )
+    name_column = TextColumn("{task.description}", markup=False)
+    columns = (name_column, BarColumn(), _Rate(), TimeRemainingColumn())
     with terminated(), Progress(*columns, console=err, disable=_mode.quiet) as shown:
         tasks: dict[str, TaskID] = {}
 

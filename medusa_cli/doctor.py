@@ -127,11 +127,8 @@ class Case:
         first_seed = str(header.get("seed")).split(BETWEEN)[0]
         known = {"seed": first_seed, **dict(header.get("settings") or {})}
         usual = vars(DistillRecipe())
-        same = {
-            f"distill.{key}": known[key]
-            for key in REPEATED
-            if known.get(key) not in (None, usual[key])
-        }
+        other = [key for key in REPEATED if known.get(key) not in (None, usual[key])]
+        same = {f"distill.{key}": known[key] for key in other}
         with data.open("rb") as lines:
             count = sum(1 for _ in lines)
         run = self.called if data == self.run.distill_path else str(data.parent)
@@ -181,11 +178,8 @@ class Case:
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         """Returns the events of one kind from the training log."""
-        return [
-            line
-            for line in read_log(self.need(self.run.path / NAME, "train"))
-            if line["event"] == kind
-        ]
+        lines = read_log(self.need(self.run.path / NAME, "train"))
+        return [line for line in lines if line["event"] == kind]
 
     @cached_property
     def conversations(self) -> list[Conversation]:
@@ -214,14 +208,11 @@ class Case:
     def _prompts(self) -> list[list[int]]:
         """Returns the token ids of held-out prompts, or of MT-Bench questions if the drafter came without data."""
         if self.run.data_path.is_file():
-            asked = [
-                conversation.questions[0]
-                for conversation in self.conversations[:SAMPLE]
-                if conversation.questions
-            ]
+            questions = [conversation.questions for conversation in self.conversations[:SAMPLE]]
+            asked = [own[0] for own in questions if own]
         else:
-            questions = spread(read_questions(fetch.mt_bench_path())[0], PROMPTS)
-            asked = [[{"role": "user", "content": question.turns[0]}] for question in questions]
+            chosen = spread(read_questions(fetch.mt_bench_path())[0], PROMPTS)
+            asked = [[{"role": "user", "content": question.turns[0]}] for question in chosen]
         limit = min(LONGEST_PROMPT, self.backbone.max_positions - TOKENS - self.tree.max_depth - 1)
         prompts = [self.backbone.encode_chat(messages) for messages in asked]
         prompts = [tokens for tokens in prompts if len(tokens) <= limit]
@@ -237,11 +228,8 @@ def backbone(case: Case) -> Finding:
     """
     before = case.provenance.identity
     if not before:
-        return Finding(
-            "unknown",
-            "the drafter does not name the model it was trained on",
-            case.command("train"),
-        )
+        text = "the drafter does not name the model it was trained on"
+        return Finding("unknown", text, case.command("train"))
     try:
         check_backbone(before, case.backbone.identity, "the drafter")
     except UserError as reason:
@@ -325,9 +313,8 @@ def check_distilled_by_model(case: Case) -> Finding:
             first += int((log_p[rows].argmax(-1) == ids[1:][rows]).sum())
 
     if not tokens:
-        return Finding(
-            "unknown", "no answer of the data fits into the model's context", case.distill
-        )
+        text = "no answer of the data fits into the model's context"
+        return Finding("unknown", text, case.distill)
     text = (
         f"the model gives {tokens:,} tokens of answers {-nats / tokens:.2f} nats a token, its own text "
         f"{-entropy / tokens:.2f}; {first / tokens:.0%} are its first choice"
@@ -419,13 +406,10 @@ def over_fitting(case: Case) -> Finding:
     steps = case.events("stepped")
     checks = case.events("validated")
     if not steps or not checks:
-        return Finding(
-            "unknown", "the training's log has no step or no validation", case.command("train")
-        )
-    trained = [
-        _mean(shares)
-        for shares in zip(*(step["accuracies"] for step in steps[-LAST:]), strict=True)
-    ]
+        text = "the training's log has no step or no validation"
+        return Finding("unknown", text, case.command("train"))
+    last = zip(*(step["accuracies"] for step in steps[-LAST:]), strict=True)
+    trained = [_mean(shares) for shares in last]
     held_out = checks[-1]["accuracies"]
     pairs = [pair for pair in zip(trained, held_out, strict=True) if None not in pair]
     measured = [_mean(check["head_losses"]) for check in checks]
@@ -450,9 +434,8 @@ def training_length(case: Case) -> Finding:
     end = checks[-1]["total_positions"] if checks else 0
     half = [check for check in checks if end / 4 <= check["total_positions"] <= end / 2]
     if not half:
-        return Finding(
-            "unknown", "the log has no validation in mid-training", case.command("train")
-        )
+        text = "the log has no validation in mid-training"
+        return Finding("unknown", text, case.command("train"))
     before = acceptance_of(half[-1]["accuracies"])
     after = acceptance_of(checks[-1]["accuracies"])
     text = (
@@ -462,12 +445,8 @@ def training_length(case: Case) -> Finding:
     figures = {"positions": end, "tokens_a_step": after, "tokens_a_step_before": before}
     status = graded(after / before - 1, 0.03)
     if over_fitting(case).status in ("warn", "fail"):
-        return Finding(
-            status,
-            f"{text}, of other conversations: the heads over-fit these",
-            case.distill_more,
-            figures,
-        )
+        text = f"{text}, of other conversations: the heads over-fit these"
+        return Finding(status, text, case.distill_more, figures)
     recipe = case.run.recipe_path if case.run.recipe_path.is_file() else None
     settings = f"train.max_tokens={2 * end}", f"train.epochs={2 * load_recipe(recipe).train.epochs}"
     remedy = case.command("train", *([str(recipe)] if recipe else []), *settings)
@@ -488,24 +467,14 @@ def acceptance(case: Case) -> Finding:
     """Compares the measured acceptance length with the one predicted by the calibration and the tree."""
     stats = case.decoded
     length = 1 + sum(part.accepted for part in stats) / sum(part.steps for part in stats)
-    low, high = bootstrap([[part.steps + part.accepted, part.steps] for part in stats], rate) or (
-        length,
-        length,
-    )
+    sums = [[part.steps + part.accepted, part.steps] for part in stats]
+    low, high = bootstrap(sums, rate) or (length, length)
     text = f"{length:.2f} ({low:.2f}-{high:.2f}) tokens per step on {len(stats)} prompts"
-    figures = {
-        "measured": length,
-        "interval": [low, high],
-        "nodes": case.tree.size,
-        "prompts": len(stats),
-    }
+    figures = {"measured": length, "interval": [low, high]}
+    figures |= {"nodes": case.tree.size, "prompts": len(stats)}
     if not case.run.calibration_path.is_file():
-        return Finding(
-            "unknown",
-            f"{text}; without a calibration none is expected",
-            case.command("calibrate"),
-            figures,
-        )
+        text = f"{text}; without a calibration none is expected"
+        return Finding("unknown", text, case.command("calibrate"), figures)
     expected = figures["expected"] = expected_length(case.tree, case.heads.accuracies)
     # The shortfall beyond the interval, relative to the tokens that drafts should add.
     short = (expected - high) / max(expected - 1, 1e-9)

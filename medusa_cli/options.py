@@ -205,19 +205,13 @@ class LoadFlags(LoadOptions):
     @property
     def given(self) -> list[str]:
         """Returns the flags whose values are not the defaults."""
-        return [
-            f"--{field.name.replace('_', '-')}"
-            for field in fields(self)
-            if getattr(self, field.name) != field.default
-        ]
+        names = [own.name for own in fields(self) if getattr(self, own.name) != own.default]
+        return [f"--{name.replace('_', '-')}" for name in names]
 
     def of(self, model: str) -> str:
         """Returns a model's name for messages, with a note if the model's own code is trusted."""
-        return (
-            f"{model}, its own code trusted (--trust-remote-code)"
-            if self.trust_remote_code
-            else model
-        )
+        trusted = ", its own code trusted (--trust-remote-code)" if self.trust_remote_code else ""
+        return model + trusted
 
 
 @dataclass(frozen=True)
@@ -232,14 +226,9 @@ class DraftFlags:
 
     def choose(self, need_drafter: bool = True) -> Choice:
         """Returns the files that belong together; raises UserError if one is missing or the model is not supported."""
-        choice = choose(
-            None if self.model is None else ModelSource.of(self.model),
-            self.run,
-            self.drafter,
-            self.tree,
-            need_drafter=need_drafter,
-            lookup=self.lookup,
-        )
+        model = None if self.model is None else ModelSource.of(self.model)
+        files = model, self.run, self.drafter, self.tree
+        choice = choose(*files, need_drafter=need_drafter, lookup=self.lookup)
         check_model_files(choice.source)
         return choice
 
@@ -260,9 +249,8 @@ class DraftFlags:
                 raise
             choice = replace(reason.plain, lookup=True)
             check_model_files(choice.source)
-            console.info(
-                f"{reason.message}: drafting n-grams of the text; {in_flags(reason.remedy)}"
-            )
+            remedy = in_flags(reason.remedy)
+            console.info(f"{reason.message}: drafting n-grams of the text; {remedy}")
         return choice if template is None else replace(choice, chat_template=template)
 
 
@@ -333,10 +321,8 @@ class GrammarFlags:
             return None
         from medusa_cli.files.io import read_text
 
-        schema, grammar = (
-            path and read_text(path, name)
-            for name, path in (("@json_schema", self.json_schema), ("@grammar", self.grammar_file))
-        )
+        schema = self.json_schema and read_text(self.json_schema, "@json_schema")
+        grammar = self.grammar_file and read_text(self.grammar_file, "@grammar")
         from medusa_cli.decode.grammar import Grammar
 
         return Grammar.of(json_schema=schema, regex=self.regex, grammar=grammar)
@@ -387,12 +373,8 @@ class QuestionFlags:
     ] = None
 
     def __post_init__(self) -> None:
-        sets = {
-            "--mt-bench": self.mt_bench,
-            "--coding": self.coding,
-            "--agent": self.agent,
-            "--questions": self.questions is not None,
-        }
+        sets = {"--mt-bench": self.mt_bench, "--coding": self.coding, "--agent": self.agent}
+        sets["--questions"] = self.questions is not None
         given = [name for name, value in sets.items() if value]
         if len(given) > 1:
             raise UsageError(f"{given[0]} and {given[1]} exclude each other", "give one of them")
@@ -436,20 +418,13 @@ def spread_out(command: Callable[..., None]) -> Callable[..., None]:
     parameters: list[Parameter] = []
     for name, parameter in signature(command).parameters.items():
         if name not in groups:
-            parameters.append(
-                parameter.replace(annotation=hints[name], kind=Parameter.KEYWORD_ONLY)
-            )
+            keyword = parameter.replace(annotation=hints[name], kind=Parameter.KEYWORD_ONLY)
+            parameters.append(keyword)
             continue
         kinds = get_type_hints(hints[name], include_extras=True)
-        parameters += [
-            Parameter(
-                field.name,
-                Parameter.KEYWORD_ONLY,
-                default=field.default,
-                annotation=kinds[field.name],
-            )
-            for field in fields(hints[name])
-        ]
+        for field in fields(hints[name]):
+            own = {"default": field.default, "annotation": kinds[field.name]}
+            parameters.append(Parameter(field.name, Parameter.KEYWORD_ONLY, **own))
 
     def run(**values: Any) -> None:
         for name, kind in groups.items():

@@ -98,11 +98,9 @@ def distill(
     batch_size = processes.gather(settings.batch_size or MAX_BATCH)[0]
     asked, duplicates = _choose(_fitting(seeds, settings, model), settings, batch_size, done)
     share = processes.strided_shard(asked)
-    own = (
-        Records(part_of(run, processes.rank), width, header)
-        if shared or records is None
-        else records
-    )
+    own = records
+    if shared or own is None:
+        own = Records(part_of(run, processes.rank), width, header)
     progress = Progress(share, settings, show)
     unanswered = [seed for seed in share if not seed.spans]
     outcomes: Iterator[Outcome] = chain(
@@ -230,13 +228,8 @@ class Progress:
     def count(self, tokens: int) -> None:
         """Adds new answer tokens."""
         self.tokens += tokens
-        self._show(
-            "distilling",
-            self.tokens,
-            self.total,
-            "tokens",
-            f"{self.ended:,} of {self._seeds:,} conversations",
-        )
+        ended = f"{self.ended:,} of {self._seeds:,} conversations"
+        self._show("distilling", self.tokens, self.total, "tokens", ended)
 
     def end(self) -> None:
         """Counts a conversation that has ended."""
@@ -279,9 +272,8 @@ def _header(
     keys = ("max_new_tokens", "max_turns", "temperature", "random_seed")
     shared = {key: getattr(settings, key) for key in keys}
     digest = hashlib.sha256(template.encode()).hexdigest()[:16] if template else None
-    rounding = (
-        loading.quantize if settings.endpoint is None and loading.quantize != "none" else None
-    )
+    is_rounded = settings.endpoint is None and loading.quantize != "none"
+    rounding = loading.quantize if is_rounded else None
     optional: dict[str, Any] = {
         "system": settings.system,
         "rounding": rounding,
@@ -304,20 +296,13 @@ def _fitting(
     which only chat.
     """
     if settings.endpoint is None:
-        kept = (
-            with_fim_tokens(seeds, model.tokenizer)
-            if any(seed.raw for seed in seeds)
-            else list(seeds)
-        )
+        reason = "the tokenizer has no tokens for it"
+        kept = with_fim_tokens(seeds, model.tokenizer)
     else:
+        reason = "servers are asked for chats"
         kept = [seed for seed in seeds if not seed.raw]
     if len(kept) < len(seeds):
-        where = (
-            "servers are asked for chats"
-            if settings.endpoint
-            else "the tokenizer has no tokens for it"
-        )
-        log.info(f"{len(seeds) - len(kept):,} seeds of fill-in-the-middle are left out: {where}")
+        log.info(f"{len(seeds) - len(kept):,} seeds of fill-in-the-middle are left out: {reason}")
     if settings.system is None:
         return kept
     opening = {"role": "system", "content": settings.system}
@@ -368,11 +353,9 @@ class Records:
             self.done.add(conversation.id)
             self.tokens += conversation.positions
             rows = max(rows, sum(conversation.state_rows or ()))
-        old = (
-            read_object(run.path / HEADER, "the distillation's header")
-            if (run.path / HEADER).exists()
-            else header
-        )
+        old = header
+        if (run.path / HEADER).exists():
+            old = read_object(run.path / HEADER, "the distillation's header")
         if self.done and old.get("settings") != header.get("settings"):
             raise UserError(
                 f"{self.path} was distilled with settings {json.dumps(old.get('settings'))}, not "

@@ -137,11 +137,8 @@ def _converse(
     the context.
     """
     messages: list[Message] = []
-    options: dict[str, Any] = {
-        "max_tokens": settings.max_new_tokens,
-        "temperature": settings.temperature,
-        **extra_body,
-    }
+    options = {"max_tokens": settings.max_new_tokens, "temperature": settings.temperature}
+    options |= extra_body
     if settings.temperature:  # small enough for any server
         options["seed"] = zlib.crc32(f"{settings.random_seed}:{seed.id}".encode()) >> 1
     complete: list[bool] = []
@@ -153,9 +150,9 @@ def _converse(
             text, finish_reason = servers.complete(prompt, **options)
             messages = [*prompt, {"role": "assistant", "content": text}]
             complete.append(finish_reason != "length")
-        return Outcome(
-            seed.id, tokenize(tokenizer, seed.id, messages, complete) if complete else None
-        )
+        if not complete:
+            return Outcome(seed.id)
+        return Outcome(seed.id, tokenize(tokenizer, seed.id, messages, complete))
     except (UserError, Malformed) as reason:
         return Outcome(seed.id, failure=str(reason))
 
@@ -165,10 +162,8 @@ def _fits(tokenizer: Tokenizer, prompt: list[Message], settings: DistillRecipe) 
     context = min(settings.context, tokenizer.max_positions)
     if len(prompt[-1]["content"]) > TOKEN_CHARACTERS * context:
         return False
-    return (
-        len(token_ids(tokenizer, render(tokenizer, prompt, prompt=True))) + settings.max_new_tokens
-        <= context
-    )
+    tokens = token_ids(tokenizer, render(tokenizer, prompt, prompt=True))
+    return len(tokens) + settings.max_new_tokens <= context
 
 
 def tokenize(

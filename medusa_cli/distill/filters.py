@@ -23,8 +23,5 @@ def is_refusal(answer: str) -> bool:
 
 def refuses(conversation: Conversation) -> bool:
     """Returns True if any answer in a conversation is a refusal."""
-    return any(
-        is_refusal(message["content"])
-        for message in conversation.messages
-        if message["role"] == "assistant"
-    )
+    answers = (turn["content"] for turn in conversation.messages if turn["role"] == "assistant")
+    return any(map(is_refusal, answers))

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import typing
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, Literal
@@ -228,12 +229,11 @@ def meanings() -> dict[str, tuple[str, str]]:
     """Returns the default, as YAML writes it, and the meaning of every dotted key."""
     found: dict[str, tuple[str, str]] = {}
     for section in dataclasses.fields(Recipe):
-        keys = (
-            dataclasses.fields(section.default)
-            if dataclasses.is_dataclass(section.default)
-            else [section]
-        )
-        prefix = "" if keys == [section] else f"{section.name}."
+        keys: Sequence[Any] = [section]
+        prefix = ""
+        if dataclasses.is_dataclass(section.default):
+            keys = dataclasses.fields(section.default)
+            prefix = f"{section.name}."
         for field in keys:
             default = field.default if isinstance(field.default, str) else json.dumps(field.default)
             found[f"{prefix}{field.name}"] = (default, field.metadata["meaning"])

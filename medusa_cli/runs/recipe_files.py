@@ -48,12 +48,10 @@ def find_recipe(name: str | Path) -> Path:
     path = Path(name)
     if path.exists():
         return path
-    shipped = {
-        file.stem: file for folder in reversed(recipe_folders()) for file in folder.glob("*.yaml")
-    }
-    if path.parent in (Path(), Path("recipes")) and (
-        own := shipped.get(path.name.removesuffix(".yaml"))
-    ):
+    files = (file for folder in reversed(recipe_folders()) for file in folder.glob("*.yaml"))
+    shipped = {file.stem: file for file in files}
+    own = shipped.get(path.name.removesuffix(".yaml"))
+    if own is not None and path.parent in (Path(), Path("recipes")):
         return own
     fault = f"the recipe {name} is not a file"
     raise UserError(fault, f"give one, or the name of one that ships: {', '.join(shipped)}")
@@ -107,10 +105,8 @@ def _full(key: str, source: str) -> str:
     near = difflib.get_close_matches(key, types(), n=1, cutoff=0.5)
     if not near:  # the section may be missing or wrong: compare the last part only
         by_last = {known.rpartition(".")[2]: known for known in types()}
-        near = [
-            by_last[name]
-            for name in difflib.get_close_matches(key.rpartition(".")[2], by_last, n=1)
-        ]
+        names = difflib.get_close_matches(key.rpartition(".")[2], by_last, n=1)
+        near = [by_last[name] for name in names]
     sections = ", ".join(dict.fromkeys(known.partition(".")[0] for known in types()))
     fault = f"{source} has the unknown key {shown(key)}"
     raise UsageError(fault, f"did you mean {near[0]!r}?" if near else f"use one of {sections}")
@@ -180,10 +176,8 @@ def _flatten(data: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
 def differences(old: dict[str, Any], new: Recipe, sections: Sequence[str]) -> list[str]:
     """Returns the dotted keys in the sections whose values differ from those of an old recipe, given as a dict."""
     before = dict(_flatten(old))
-    after = [
-        (key, value) for key, value in _flatten(new.to_dict()) if key.split(".")[0] in sections
-    ]
-    return [key for key, value in after if before.get(key) != value]
+    changed = [key for key, value in _flatten(new.to_dict()) if before.get(key) != value]
+    return [key for key in changed if key.split(".")[0] in sections]
 
 
 def split_words(words: Sequence[str]) -> tuple[str | None, dict[str, str]]:
@@ -222,14 +216,11 @@ def recipe_of(
         recipe = load_recipe(run.recipe_path, overrides)
     else:
         recipe = load_recipe(file, overrides)
-        model: str | int | None = None if "model" in settings else giver.model
-        if (
-            model is None
-            and "model" not in settings
-            and giver is origin
-            and (recorded := _recorded(giver)) is not None
-        ):
-            model = recorded.identity.get("id")  # of an included drafter, which is in no run
+        model: str | int | None = None
+        if "model" not in settings:
+            model = giver.model
+            if model is None and giver is origin and (recorded := _recorded(giver)) is not None:
+                model = recorded.identity.get("id")  # of an included drafter, which is in no run
         if model not in (None, recipe.model):
             recipe = _of_model(recipe, str(model), file, keep_template="chat_template" in settings)
     return dataclasses.replace(
@@ -260,11 +251,9 @@ def _settings_of(origin: Run, asked: Mapping[str, str]) -> dict[str, str]:
     loss = {key: getattr(recorded.train, key) for key in keys}
     settings = {f"drafter.{key}": value for key, value in recorded.drafter.items()}
     settings |= {f"train.{key}": value for key, value in loss.items() if value is not None}
-    return {
-        key: value if isinstance(value, str) else json.dumps(value)
-        for key, value in settings.items()
-        if key in types()
-    }
+    own = {key: value for key, value in settings.items() if key in types()}
+    texts = {key: value for key, value in own.items() if isinstance(value, str)}
+    return {key: json.dumps(value) for key, value in own.items()} | texts
 
 
 def _of_model(recipe: Recipe, model: str, file: str | None, keep_template: bool) -> Recipe:

@@ -258,12 +258,8 @@ def _has_shape(run: Run, model: ModelSource) -> bool:
     if model.fields is None:  # a hub id that is not in the cache
         model = ModelSource.of(str(hub_folder(model.name, ["config.json"], "@model")))
     text = model.text_fields
-    shape = {
-        "architecture": text.get("model_type"),
-        "hidden_size": text.get("hidden_size"),
-        "vocab_size": text.get("vocab_size"),
-        "layers": text.get("num_hidden_layers"),
-    }
+    shape = {"architecture": text.get("model_type"), "layers": text.get("num_hidden_layers")}
+    shape |= {key: text.get(key) for key in ("hidden_size", "vocab_size")}
     identity = describe_drafter(run.drafter_dir).provenance.identity
     return same(identity, shape, *SHAPE)
 
@@ -287,25 +283,19 @@ def _with_file(tree: TreeChoice, folder: Path, source: Run | None) -> TreeChoice
     """Returns the choice with the tree file of the run `source`; raises UserError if tree or calibration is missing."""
     if tree.kind == "file":
         return tree
-    calibrated = source is not None and source.calibration_path.is_file()
+    remedy = "give the @run that it belongs to"
     if tree.searched:
-        if calibrated:
-            return tree
-        remedy = (
-            f"run `medusa calibrate --run {source.argument}` first"
-            if source
-            else "give the @run that it belongs to"
-        )
+        if source is not None:
+            if source.calibration_path.is_file():
+                return tree
+            remedy = f"run `medusa calibrate --run {source.argument}` first"
         raise UserError(f"@tree {tree}: {folder} is not calibrated", remedy)
     if source is not None and source.tree_path.is_file():
         return replace(tree, file=source.tree_path)
     if tree.nodes is not None or tree.kind == "auto":
         return tree
-    remedy = (
-        f"make one with `medusa tree --run {source.argument}`"
-        if source
-        else "give the @run that it belongs to"
-    )
+    if source is not None:
+        remedy = f"make one with `medusa tree --run {source.argument}`"
     raise UserError(f"there is no tree for {folder}", f"{remedy}, or give @tree FILE")
 
 
@@ -453,11 +443,8 @@ def find_calibration(run: str | None, file: Path | None) -> tuple[Run | None, Ca
         if not (folder / "config.json").is_file():
             return target, Calibration(), source
         config = describe_drafter(folder)
-        return (
-            target,
-            Calibration(backbone=config.provenance.backbone or "", heads=config.heads),
-            source,
-        )
+        known = Calibration(backbone=config.provenance.backbone or "", heads=config.heads)
+        return target, known, source
     shipped = Run.pretrained(DEFAULT_MODEL)
     if shipped is not None and shipped.calibration_path.is_file():
         source = f"the drafter that ships for {DEFAULT_MODEL}, as {default} is not calibrated"

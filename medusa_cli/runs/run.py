@@ -152,11 +152,9 @@ class Distillation:
 def describe_distillation(folder: Path) -> Distillation:
     """Returns the settings with which a run's conversations were distilled; empty if unknown."""
     path = folder / "distill.json"
-    return (
-        read_as(path, Distillation, "the distillation's header")
-        if path.is_file()
-        else Distillation()
-    )
+    if not path.is_file():
+        return Distillation()
+    return read_as(path, Distillation, "the distillation's header")
 
 
 def same(expected: dict[str, Any], actual: dict[str, Any], *keys: str) -> bool:
@@ -178,11 +176,9 @@ def check_backbone(
     if expected.get("id") == actual.get("id") and same(expected, actual, *SHAPE):
         fault = f"{what} was made for earlier weights of {shown(actual.get('id'))}"
         raise UserError(fault, "use another @run")
-    names = [
-        f"{shown(model.get('id'))} (hidden {model.get('hidden_size')}, vocabulary {model.get('vocab_size')}, "
-        f"{model.get('layers')} layers)"
-        for model in (expected, actual)
-    ]
+    form = "{} (hidden {hidden_size}, vocabulary {vocab_size}, {layers} layers)"
+    unknown = dict.fromkeys(SHAPE)
+    names = [form.format(shown(own.get("id")), **unknown | own) for own in (expected, actual)]
     fault = f"{what} was made for the model {names[0]}, not for {names[1]}"
     raise UserError(fault, f"give @model {expected.get('id')} or another @run")
 
