@@ -112,14 +112,8 @@ class GenerationOptions(LogitsFields):
 
     def sampled(self, seed: int) -> Sampling:
         """Returns the sampling parameters with a seed; raises UsageError for values that are not valid together."""
-        return sampling_of(
-            self.sampling,
-            self.temperature,
-            self.top_p,
-            None if self.top_k is None else int(self.top_k),
-            seed,
-            self.min_p,
-        )
+        top_k = None if self.top_k is None else int(self.top_k)
+        return sampling_of(self.sampling, self.temperature, self.top_p, top_k, seed, self.min_p)
 
     def request(self, prompt: Sequence[int], backbone: Backbone) -> Request:
         """Returns the request for a prompt's token ids; raises UsageError for values that do not fit the model."""
@@ -368,15 +362,9 @@ class Medusa:
                 [items] = items  # a tokenizer's array has one row per text
             if items and all(isinstance(message, Mapping) for message in items):
                 return self.backbone.encode_chat([_message(message) for message in items])
-            ids = [
-                int(token)
-                for token in items
-                if isinstance(token, Integral) and not isinstance(token, bool)
-            ]
-            if len(ids) == len(items) and all(
-                0 <= token < self.backbone.vocab_size for token in ids
-            ):
-                return ids
+            numbers = [isinstance(id, Integral) and not isinstance(id, bool) for id in items]
+            if all(numbers) and all(0 <= id < self.backbone.vocab_size for id in items):
+                return [int(id) for id in items]
         last = self.backbone.vocab_size - 1
         remedy = (
             f"give a text, messages, or token ids from 0 to {last}, and several prompts to `batch`"

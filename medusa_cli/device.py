@@ -168,11 +168,8 @@ def _left(folder: Path) -> int | None:
 
 def _numbers(path: Path) -> dict[str, int]:
     """Returns the numbers by name from a file with lines "name number ..."; an empty dict if there is no file."""
-    lines = (
-        [line.replace(":", " ").split() for line in path.read_text().splitlines()]
-        if path.is_file()
-        else []
-    )
+    text = path.read_text().replace(":", " ") if path.is_file() else ""
+    lines = [line.split() for line in text.splitlines()]
     return {line[0]: int(line[1]) for line in lines if len(line) > 1 and line[1].isdigit()}
 
 

@@ -137,11 +137,9 @@ def _count_notes(config: dict[str, Any], heads: int) -> list[str]:
     if stated > heads:
         fault = f"config.json counts {stated} heads, the file holds {heads}"
         raise UserError(fault, AGAIN)
-    return (
-        [f"config.json counts {stated} heads, the file holds {heads}: all are imported"]
-        if stated < heads
-        else []
-    )
+    if stated == heads:
+        return []
+    return [f"config.json counts {stated} heads, the file holds {heads}: all are imported"]
 
 
 def _left_out(folder: Path, files: Sequence[Path]) -> list[str]:

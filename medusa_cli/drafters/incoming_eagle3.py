@@ -67,11 +67,9 @@ def read_eagle3(
     tensors = {
         name.replace("layers.0.", "midlayer.", 1): tensor for name, tensor in tensors.items()
     }
-    notes = (
-        []
-        if tensors.pop("embed_tokens.weight", None) is None
-        else ["its embeddings are left out for the model's"]
-    )
+    notes = []
+    if tensors.pop("embed_tokens.weight", None) is not None:
+        notes.append("its embeddings are left out for the model's")
     theirs = convert(
         {key: value for key, value in plain.items() if value}, LayerConfig, "config.json", AGAIN
     )

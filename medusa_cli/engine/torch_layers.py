@@ -363,11 +363,9 @@ class TorchEngine(LayoutEngine):
         masks = [layout.masks[kind][:, :rows] for kind in self.masks.kinds]
         masks = [self._for_groups(mask)[:, None] for mask in masks]
         cos, sin = self._rotations(layout.positions[:, :rows], layout)
-        reads = (
-            []
-            if layout.lengths is None
-            else columns_read(layout.lengths, rows, self.kv, layout.wide)
-        )
+        reads = []
+        if layout.lengths is not None:
+            reads = columns_read(layout.lengths, rows, self.kv, layout.wide)
         return masks, reads, cos, sin, layout.columns[:, :rows]
 
     def _rotations(self, positions: Tensor, layout: Layout) -> tuple[list[Tensor], list[Tensor]]:

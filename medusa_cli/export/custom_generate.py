@@ -106,13 +106,8 @@ def generate(
         generation = Generation(
             input_ids, logits_processor, stopping_criteria, generation_config, streamer
         )
-        cache = run(
-            model,
-            loaded,
-            prompt.to(model.device),
-            generation,
-            None if drafts == "always" else loaded.switch,
-        )
+        switch = None if drafts == "always" else loaded.switch
+        cache = run(model, loaded, prompt.to(model.device), generation, switch)
         if streamer is not None:
             streamer.end()
         if not as_dict:
@@ -130,11 +125,8 @@ def generate(
 def add_stop_strings(model: Any, tokenizer: Any, kwargs: dict[str, Any]) -> None:
     """Turns stop strings into stopping criteria, because transformers passes no tokenizer to a custom function."""
     configs = (kwargs.get("generation_config"), model.generation_config)
-    given = [
-        kwargs.get("stop_strings"),
-        *(config.stop_strings for config in configs if config is not None),
-    ]
-    stops = next((strings for strings in given if strings), None)
+    given = [config.stop_strings for config in configs if config is not None]
+    stops = next(filter(None, [kwargs.get("stop_strings"), *given]), None)
     if stops is None:
         return
     if tokenizer is None:
@@ -169,11 +161,9 @@ class DraftSwitch:
             self._retry = min(2 * self._retry, LONGEST_RETRY)
         self._speeds[drafts] = accepted / spent
         self._steps = []
-        self.drafts = (
-            max(self._speeds, key=self._speeds.__getitem__)
-            if len(self._speeds) == 2
-            else not drafts
-        )
+        self.drafts = not drafts
+        if len(self._speeds) == 2:
+            self.drafts = max(self._speeds, key=self._speeds.__getitem__)
 
 
 class Generation:
@@ -195,11 +185,9 @@ class Generation:
         """Returns the next token for logits [V]: the most likely one, or a sample from the requested distribution."""
         raw = logits[None].to(self.ids.device, torch.float32, copy=True)
         scores = self._processors(self.ids, raw)
-        token = (
-            torch.multinomial(scores.softmax(-1), 1)
-            if self._sample
-            else scores.argmax(-1, keepdim=True)
-        )
+        token = scores.argmax(-1, keepdim=True)
+        if self._sample:
+            token = torch.multinomial(scores.softmax(-1), 1)
         self.ids = torch.cat([self.ids, token], dim=1)
         for name, rows in (("scores", scores), ("logits", raw)):
             if name in self.kept:
@@ -235,11 +223,8 @@ def run(
     backbone = backbone_of(model)
     drafter = loaded.drafter.fork()
     index = NgramIndex(ngram_trust())
-    options = {
-        cache_name(type(model).forward): cache,
-        "use_cache": True,
-        "output_hidden_states": True,
-    }
+    options = {"use_cache": True, "output_hidden_states": True}
+    options[cache_name(type(model).forward)] = cache
     out = model(prompt, logits_to_keep=1, **options)
     states = tapped(out.hidden_states, drafter.taps, model.device)
     text = prompt[0].tolist()
@@ -254,14 +239,11 @@ def run(
         draft = Draft(prompt.new_tensor([new.root]), Tree.root_only())
         if drafts:
             (draft,) = drafter.draft(backbone, [drafter], [new], loaded.tree.truncate(room))
-            matches = index.find(text, new.root)
-            draft = add_paths(
-                draft,
-                [
-                    match.tokens[: min(room, int(log(MIN_CHANCE) / log(match.chance)))]
-                    for match in matches
-                ],
-            )
+            paths = []
+            for match in index.find(text, new.root):
+                length = int(log(MIN_CHANCE) / log(match.chance))
+                paths.append(match.tokens[: min(room, length)])
+            draft = add_paths(draft, paths)
 
         positions = start + draft.tree.depth.to(prompt.device)
         out = model(

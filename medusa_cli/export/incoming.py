@@ -51,11 +51,8 @@ def import_drafter(
     target = Run.open(run, create=True)
     imported = {"from": str(place), "format": drafter.format}
     _write(target, drafter, identity, imported)
-    facts = {
-        "drafter": drafter.kind.name,
-        "format": drafter.format,
-        "heads": drafter.config.num_heads,
-    }
+    facts = {"drafter": drafter.kind.name, "format": drafter.format}
+    facts["heads"] = drafter.config.num_heads
     return target, facts, drafter.notes
 
 

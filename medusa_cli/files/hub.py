@@ -220,12 +220,9 @@ def gguf_files(files: Iterable[str]) -> list[str]:
 
 def tags_remedy(repository: str, files: Sequence[str]) -> str:
     """Returns a remedy that lists a repository's GGUF files as models."""
-    shown = ", ".join(f"{repository}:{file}" for file in files[:MOST_NAMED])
-    return (
-        f"give one of {shown}"
-        if files
-        else "give a repository with GGUF files that hold a whole model"
-    )
+    if not files:
+        return "give a repository with GGUF files that hold a whole model"
+    return f"give one of {', '.join(f'{repository}:{file}' for file in files[:MOST_NAMED])}"
 
 
 def _of_tag(stored: Sequence[str], tag: str) -> list[str]:
