@@ -39,7 +39,7 @@ COMMANDS = {
     "doctor": "why is acceptance low? faults of a run, and remedies",
     "machine": "which kernels are fast on this machine",
     "export": "write a drafter for transformers, vLLM and others",
-    "import": "take in a drafter that was trained elsewhere",
+    "import": "import a drafter that was trained elsewhere",
     "assets": "fetch the default model and the data",
     "demo": "plain and drafted decoding side by side",
 }
@@ -137,7 +137,7 @@ class ErrorBoundary(TyperGroup):
             goes_on = words[:1] in (["distill"], ["tune"]) or (
                 words[:1] == ["bench"] and "--sweep" in words
             )
-            hint = "; the same command goes on where it stopped" if goes_on else ""
+            hint = "; the same command resumes it" if goes_on else ""
             console.err.print(f"interrupted{hint}", style="red")
         sys.exit(code or 0)
 

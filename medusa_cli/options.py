@@ -131,8 +131,8 @@ _SAMPLING = (
 _TOP_P = "Sample from the likeliest tokens of total probability P."
 _TOP_K = "Sample from the N likeliest tokens; 0: all."
 _JUDGE = (
-    "Let a model behind an OpenAI-compatible server grade the answers, and compare pairs in both orders. It gets the "
-    "key in MEDUSA_API_KEY."
+    "Let a model behind an OpenAI-compatible server grade the answers, and compare pairs in both orders. The key in "
+    "MEDUSA_API_KEY is sent to it."
 )
 _QUESTIONS = (
     "Other questions: a file (.jsonl, .json, .parquet, .txt; FastChat's form, Spec-Bench, SPEED-Bench, HumanEval, "
@@ -180,7 +180,7 @@ Temperature = Annotated[
 BatchSize = Annotated[
     int, flag("--batch-size N", "Conversations decoded at once.", show_default=True, min=1)
 ]
-Baseline = Annotated[bool, flag("--baseline", "Plain decoding, one token per step.")]
+Baseline = Annotated[bool, flag("--baseline", "Decode plainly, one token per step.")]
 Quiet = Annotated[bool, _output("--quiet", "Print results, warnings and errors only.")]
 Debug = Annotated[bool, _output("--debug", "Print the traceback of an error.")]
 Judge = Annotated[Text, flag("--judge URL", _JUDGE)]
@@ -349,11 +349,11 @@ class QuestionFlags:
     """Flags for the questions to ask; the default is MT-Bench."""
 
     mt_bench: Annotated[
-        bool, flag("--mt-bench", "The 80 MT-Bench questions of two turns. [default]")
+        bool, flag("--mt-bench", "The 80 MT-Bench questions with two turns. [default]")
     ] = False
     coding: Annotated[
         bool,
-        flag("--coding", "40 questions about code, of two turns, that come with this program."),
+        flag("--coding", "40 questions about code, with two turns, that come with this program."),
     ] = False
     questions: Annotated[Text, flag("--questions FILE|ID", _QUESTIONS)] = None
     agent: Annotated[

@@ -106,8 +106,8 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 4\n"
         (lambda data: data[: len(data) // 2], "cut off"),
         (lambda data: data[:-1], "cut off"),
         (lambda data: POINTER, "git-lfs"),
-        (lambda data: b"<html>" + data, "no safetensors"),
-        (lambda data: data[:8] + b"[" + data[9:], "no safetensors"),
+        (lambda data: b"<html>" + data, "not a safetensors"),
+        (lambda data: data[:8] + b"[" + data[9:], "not a safetensors"),
     ],
 )
 def test_a_damaged_shard_is_named(

@@ -33,7 +33,7 @@ LONG = "9" * 5000
 def test_bad_json_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "a.json").write_text(text)
     with pytest.raises(
-        UserError, match=r"the file .*a\.json is empty, cut off or no JSON"
+        UserError, match=r"the file .*a\.json is empty, cut off or not JSON"
     ) as raised:
         read_json(tmp_path / "a.json", "the file")
     assert len(str(raised.value)) < 2 * LONGEST
@@ -44,8 +44,8 @@ def test_what_is_no_file_or_too_large_is_named_and_not_waited_for(
 ) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path, message in (
-        (tmp_path / "pipe", "no JSON text file"),
-        (tmp_path, "no JSON text"),
+        (tmp_path / "pipe", "not a JSON text file"),
+        (tmp_path, "not a JSON text"),
         (tmp_path / "x", "exist"),
     ):
         with pytest.raises(UserError, match=message):

@@ -242,7 +242,7 @@ def _stream(name: str, url: str, body: dict[str, Any]) -> Iterator[dict[str, Any
                 count += 1
                 yield choice
     if not count:
-        fault = f"@peer {name}: the answer of {url} is no stream of choices"
+        fault = f"@peer {name}: the answer of {url} is not a stream of choices"
         raise UserError(fault, "give the address of an OpenAI-compatible server")
 
 

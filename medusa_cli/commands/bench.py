@@ -106,7 +106,7 @@ def bench(
 ) -> None:
     """Measure speedup, acceptance length and overhead, and check that the output equals that of plain decoding.
 
-    The methods answer each question one after another, both of its turns, from the same prompts. Figures and answers
+    All methods answer all turns of each question, from the same prompts. Figures and answers
     go into the run's bench/ directory (runs/MODEL/bench for the drafter that ships).
     """
     printing.configure()

@@ -33,7 +33,8 @@ def calibrate(
     drafter: options.Drafter = None,
     data: Annotated[Path | None, flag("--data FILE", _DATA, dir_okay=False)] = None,
     top: Annotated[
-        int, flag("--top N", "Guesses of each head to measure.", min=1, show_default=True)
+        int,
+        flag("--top N", "Number of guesses to measure for each head.", min=1, show_default=True),
     ] = 10,
     file: Annotated[Path | None, flag("--output FILE", _OUTPUT, dir_okay=False)] = None,
     max_samples: options.MaxSamples = None,

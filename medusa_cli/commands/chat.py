@@ -104,8 +104,7 @@ def chat(
 ) -> None:
     """Chat with a model; answers stream as they are verified.
 
-    Without options it takes the default model with its shipped drafter. Lines piped in are answered one after
-    another.
+    Without options it uses the default model with its shipped drafter. Lines from a pipe are answered one by one.
     """
     printing.configure()
     if printing.json:

@@ -48,7 +48,7 @@ def demo(
     loading: LoadFlags,
     printing: OutputFlags,
 ) -> None:
-    """Watch three questions being answered plainly and with drafts, and see that only the speed differs.
+    """Watch three questions answered by plain decoding and with drafts, and see that only the speed differs.
 
     Greedy decoding. Accepted draft tokens are green. A table then adds transformers, and llama.cpp where xllamacpp is
     installed and the model has a GGUF file. About a minute with the default model on two cores.

@@ -38,7 +38,7 @@ def machine(
     loading: LoadFlags,
     printing: OutputFlags,
 ) -> None:
-    """Show what this machine is, which engine runs a model on it, and how long a pass takes by its number of rows."""
+    """Show this machine's processor, the engine that runs a model on it, and the time of a pass by number of rows."""
     printing.configure()
     if digest:
         refuse({"--context": context}, "has no effect with --digest")

@@ -32,23 +32,23 @@ _limit = partial(options.flag, panel="Limits", min=1, show_default=True)
 _CONTEXT = "Maximum tokens of a prompt and its answer together. [default: the model's, as far as memory allows]"
 _ANSWER = "Maximum length of an answer, in tokens. [default: the rest of the context]"
 _STORE = (
-    "Folder that keeps the prefix cache beyond restarts, of up to GB gigabytes (10 by default); its files hold the "
+    "Folder that keeps the prefix cache across restarts, up to GB gigabytes (10 by default); its files contain the "
     "prompts."
 )
 _NAME = "The model's name in the API; repeatable, for aliases. [default: the name of --model]"
-_HOST = "Address to listen at; 0.0.0.0: all of them."
+_HOST = "Address to listen on; 0.0.0.0: all addresses."
 _ALLOW = "A host name under which clients reach this server, such as that of a proxy; repeatable."
 _KEY = (
     "A key that clients must send; repeatable. MEDUSA_API_KEY is safer, as other users can read command lines; "
-    "blanks separate its keys."
+    "spaces separate its keys."
 )
 _RECORD = (
     'Append prompts and answers to FILE, as data for `medusa tune --data`. Requests with "record": false or the '
     "header X-Medusa-Record: no are left out. [default: nothing is recorded]"
 )
 _CORS = (
-    "An origin whose web pages may use the server, such as https://chat.example, besides pages of this machine; * is "
-    "any. Repeatable."
+    "An origin whose web pages may use the server, such as https://chat.example, besides pages of this machine; *: "
+    "any origin. Repeatable."
 )
 
 
@@ -91,11 +91,13 @@ class AccessFlags:
     host: Annotated[str, _access("--host ADDRESS", _HOST, show_default=True)] = HOST
     port: Annotated[
         int,
-        _access("--port N", "The port; 0 is any free one.", min=0, max=65535, show_default=True),
+        _access(
+            "--port N", "Port to listen on; 0: any free port.", min=0, max=65535, show_default=True
+        ),
     ] = PORT
     allow_host: Annotated[list[str] | None, _access("--allow-host NAME", _ALLOW)] = None
     uds: Annotated[
-        Path | None, _access("--uds FILE", "Listen at a Unix socket in place of --host and --port.")
+        Path | None, _access("--uds FILE", "Listen on a Unix socket instead of --host and --port.")
     ] = None
     api_key: Annotated[
         list[str] | None, _access("--api-key KEY", _KEY, envvar="MEDUSA_API_KEY", show_envvar=False)
@@ -162,7 +164,7 @@ def serve(
 ) -> None:
     """Serve a model over HTTP, with the APIs of OpenAI, Anthropic, llama.cpp and Ollama, and a web page at /.
 
-    Answers are decoded together, and join and leave at every step. --temperature applies to requests without one.
+    Answers are decoded together; each may begin and end at any step. --temperature applies to requests without one.
     Ctrl-C or SIGTERM lets running answers finish; a second one ends them. SIGHUP loads the drafter again for new
     requests.
     """
@@ -187,7 +189,7 @@ def serve(
     limits = limits_of(backbone, limiting, access, access.names(choice.model), temperature or 0.0)
     if not access.uds and access.host not in LOOPBACK and not limits.api_keys:
         console.warn(
-            "anybody who reaches this port can use it; MEDUSA_API_KEY or --api-key sets a key"
+            "anyone who reaches this port can use it; MEDUSA_API_KEY or --api-key sets a key"
         )
     medusa = Medusa(loaded)
     if limiting.store is not None:
@@ -254,7 +256,7 @@ def folder_and_bytes(text: str) -> tuple[Path, int]:
         except ValueError:
             gigabytes = 0
     if not folder.strip() or not 0 < gigabytes < 1e6:
-        fault = f"--prefix-store {shown(text)} is no folder with a size"
+        fault = f"--prefix-store {shown(text)} is not a folder with a size"
         raise UsageError(fault, "give DIR, or DIR:GB such as ~/prefixes:20")
     return expanded(folder), int(gigabytes * 1e9)
 
@@ -288,7 +290,7 @@ def fitting_limits(
             console.warn(f"the context is {longest:,} tokens instead of {wanted:,}: {memory}")
         longest = min(wanted, longest)
         if slots < asked:
-            console.warn(f"{slots} answers side by side instead of {asked}: {memory}")
+            console.warn(f"{slots} answers at a time instead of {asked}: {memory}")
         return slots, longest, None if slots * longest <= rows else rows // slots
 
     capacity = cache.grown(wanted + SPARE_ROWS)
@@ -299,7 +301,7 @@ def fitting_limits(
     fitting = min(slots, max(1, rows // capacity))
     if fitting < asked or longest < wanted:
         console.warn(
-            f"{fitting} answers side by side, in a context of {longest:,} tokens: {memory}; a smaller --batch-size "
+            f"{fitting} answers at a time, with a context of {longest:,} tokens: {memory}; a smaller --batch-size "
             "leaves more for the context, a smaller --context for more answers"
         )
     return fitting, longest, None

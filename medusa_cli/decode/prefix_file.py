@@ -103,7 +103,7 @@ def opened(path: Path, max_bytes: int) -> Iterator[BufferedReader]:
     try:
         status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode) or status.st_size > max_bytes:
-            raise ValueError(f"it is no file of up to {max_bytes:,} bytes")
+            raise ValueError(f"it is not a file of up to {max_bytes:,} bytes")
         with open(handle, "rb", closefd=False) as file:
             yield file
     finally:
@@ -117,7 +117,7 @@ def read_ids(file: BufferedReader) -> tuple[Header, tuple[int, ...]]:
         raise ValueError("it is cut off")
     magic, size = PREAMBLE.unpack(preamble)
     if magic != MAGIC or size > MAX_HEADER:
-        raise ValueError("it is no cached prefix")
+        raise ValueError("it is not a cached prefix")
     try:
         header = msgspec.json.decode(file.read(size), type=Header)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as reason:

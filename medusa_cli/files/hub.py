@@ -40,7 +40,7 @@ def hub_folder(name: str, patterns: Sequence[str], named: str) -> Path:
     try:
         reachable = _is_reachable(name)
     except HFValidationError as reason:
-        fault = f"{named} {name!r} is no hub id"
+        fault = f"{named} {name!r} is not a hub id"
         raise UserError(fault, "give OWNER/NAME or a local folder") from reason
     except HfHubHTTPError as reason:
         fault = f"{named} {name!r} was not given by the hub: {first_line(reason)}"
@@ -245,7 +245,7 @@ def check_push(name: str) -> None:
     else:
         name_is_valid = name.count("/") == 1
     if not name_is_valid:
-        raise UsageError(f"@push {name!r} is no name of a repository", "use ORG/NAME")
+        raise UsageError(f"@push {name!r} is not the name of a repository", "use ORG/NAME")
 
 
 def push_folder(folder: Path, name: str, private: bool) -> str:

@@ -197,7 +197,7 @@ def read_text(
     if not path.exists():
         raise UserError(f"{name} does not exist", remedy)
     if not path.is_file():  # a pipe might never end
-        raise UserError(f"{name} is no {kind} file", remedy)
+        raise UserError(f"{name} is not a {kind} file", remedy)
     with path.open("rb") as file:
         data = file.read(MAX_BYTES + 1)
     if len(data) > MAX_BYTES:
@@ -205,7 +205,7 @@ def read_text(
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as reason:
-        raise UserError(f"{name} is no {kind} file", remedy) from reason
+        raise UserError(f"{name} is not a {kind} file", remedy) from reason
 
 
 def read_json(path: Path, what: str = "") -> Any:
@@ -214,7 +214,7 @@ def read_json(path: Path, what: str = "") -> Any:
     try:
         return _parse(text)
     except ValueError as reason:
-        fault = f"{what} {path}".strip() + f" is empty, cut off or no JSON: {reason}"
+        fault = f"{what} {path}".strip() + f" is empty, cut off or not JSON: {reason}"
         raise UserError(fault, AGAIN) from reason
 
 

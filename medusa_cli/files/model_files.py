@@ -170,7 +170,7 @@ def fault_of(path: Path) -> str | None:
         file.seek(0)
         length = int.from_bytes(file.read(8), "little")
         if length > MAX_HEADER:
-            return "is no safetensors file"
+            return "is not a safetensors file"
         header = file.read(length)
     if size < 8 + length:
         return f"is cut off after {size:,} bytes"
@@ -179,7 +179,7 @@ def fault_of(path: Path) -> str | None:
         ends = [entry["data_offsets"][1] for key, entry in tensors.items() if key != "__metadata__"]
         expected = 8 + length + max(ends, default=0)
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
-        return "is no safetensors file: its header is damaged"
+        return "is not a safetensors file: its header is damaged"
     if size < expected:
         return f"is cut off after {size:,} of {expected:,} bytes"
     return None

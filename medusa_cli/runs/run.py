@@ -201,7 +201,7 @@ def sole_writer(folder: Path, command: str) -> Iterator[None]:
             raise UserError(fault, "wait until that has ended, or use another @run") from reason
         except OSError as reason:
             log.warning(
-                f"{folder} cannot be locked ({reason.strerror}): let no second command write this run"
+                f"{folder} cannot be locked ({reason.strerror}): do not run a second command on this run"
             )
         lock.truncate(0)
         lock.write(f"{command}\n{os.getpid()}")
