@@ -32,7 +32,7 @@ from medusa_cli.engine import load_backbone
 from medusa_cli.errors import UserError
 from medusa_cli.export.eagle3_format import export_eagle3
 from medusa_cli.export.folder import find_source
-from medusa_cli.export.incoming import import_drafter, import_mtp
+from medusa_cli.export.importing import import_drafter, import_mtp
 from medusa_cli.export.speculators_format import export_speculators
 from medusa_cli.files.model_source import ModelSource
 from medusa_cli.files.mtp import own_drafter

@@ -20,7 +20,7 @@ from medusa_cli.errors import UserError
 from medusa_cli.export import medusa_format
 from medusa_cli.export.eagle3_format import export_eagle3, served_model
 from medusa_cli.export.folder import Source, find_source
-from medusa_cli.export.incoming import import_drafter
+from medusa_cli.export.importing import import_drafter
 from medusa_cli.export.medusa_format import export_medusa
 from medusa_cli.export.speculators_format import export_speculators
 from medusa_cli.files.model_source import ModelSource

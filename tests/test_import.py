@@ -14,7 +14,7 @@ from torch import Tensor
 
 from medusa_cli.drafters.incoming import INDEX, read_tensors
 from medusa_cli.errors import UserError
-from medusa_cli.export.incoming import import_drafter
+from medusa_cli.export.importing import import_drafter
 from medusa_cli.model import Backbone
 from tests.checkpoints import (
     EAGLE,

@@ -45,7 +45,7 @@ def import_(
     if not own:
         given = {"--data": data, "--draft-vocab-size": draft_vocab_size}
         refuse(given, f"has no effect on {place}", "leave it out")
-    from medusa_cli.export.incoming import import_drafter, import_mtp
+    from medusa_cli.export.importing import import_drafter, import_mtp
 
     if own and model is not None:
         loading = LoadOptions(trust_remote_code=trust_remote_code)
