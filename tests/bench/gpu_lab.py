@@ -88,7 +88,8 @@ class Lab:
         return self._loaded[name]
 
     def choose(self, backbone: Backbone, path: str) -> TorchEngine:
-        """Lets a model's steps take the exact path or today's."""
+        """Lets a model's steps take the exact path or today's; the caches of earlier decoders are freed."""
+        gc.collect()
         engine = backbone.engine
         assert isinstance(engine, TorchEngine)
         engine.exact = ExactPath(engine, self.kernels) if path == "exact" else None
