@@ -389,6 +389,21 @@ def test_prompts_run_in_packs_and_change_no_answer(
         assert torch.allclose(ours[id].states.float(), outcome.states.float(), atol=0.05)
 
 
+def test_prompts_in_a_pack_wait_once_and_start_a_share_of_the_kernels(
+    backbone: Backbone, device: Device
+) -> None:
+    requests = [Request(PROMPT[n:], max_new_tokens=8, stop_ids=()) for n in range(4)]
+    counts = []
+    for size in (1, 4):
+        decoder = Decoder(backbone, slots=4, cuda_graphs=False)
+        device.reset()
+        for first in range(0, 4, size):
+            decoder.admit_all(requests[first : first + size], [0] * size)
+        counts.append((len(device.kernels), len(device.waits)))
+    [(alone, waits), (together, pack_waits)] = counts
+    assert waits == 4 and pack_waits == 1 and 3 * together < alone
+
+
 def test_states_of_a_pack_are_those_of_each_text(device: Device) -> None:
     texts = [torch.arange(5, 5 + count) for count in (3, 14, 9)]
     padded = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)
