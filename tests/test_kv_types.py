@@ -121,6 +121,24 @@ def test_variants_have_the_same_bits_and_nearly_the_same_logits(kv: str, variant
         assert_same_bits(backbone, text, (1, 16, 33, 70))
 
 
+@pytest.mark.parametrize("kind", ["qwen2", "cohere"])
+def test_biases_of_keys_that_hardly_turn_take_no_bits_from_the_rest(kind: str) -> None:
+    rope = {"rope_type": "default", "rope_theta": 1e6}
+    network = tiny_network(kind, rope_parameters=rope, attention_bias=True, use_qk_norm=False)
+    backbone, text, away = Backbone(network, tiny_tokenizer(128)), text_of(90, 128), []
+    slow = {"qwen2": (6, 7, 14, 15), "cohere": (12, 13, 14, 15)}[kind]
+    for size in (0.0, 200.0):
+        with torch.no_grad():
+            for layer in network.model.layers:
+                layer.self_attn.k_proj.bias.unflatten(0, (-1, 16))[:, slow] = size
+        attach(backbone, "native")
+        exact = forward(backbone, text).logits.clone()
+        attach(backbone, "native", kv="q8_0")
+        away.append((forward(backbone, text).logits - exact).abs().median())
+        assert_same_bits(backbone, text, (1, 16, 33, 70))
+    assert away[1] < 2 * away[0]
+
+
 @EACH_TYPE
 def test_any_number_of_threads_and_every_instruction_set_gives_the_same_bits(kv: str) -> None:
     backbone, text, passes = backbone_of(kv, "gemma3"), text_of(150), []

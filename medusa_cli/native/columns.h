@@ -2,6 +2,7 @@
 //
 // Keys are a matrix in tiles (formats.h) whose channels are the columns. Values are rows as a file stores them. Each
 // column is rounded by itself, so its bits do not depend on others.
+// Keys in Q8_0 lack a bias that all keys share (step.cpp, leave_out_bias).
 #pragma once
 
 #include <algorithm>
