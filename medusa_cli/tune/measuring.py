@@ -5,7 +5,7 @@ import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,6 +39,8 @@ NAMES = {
 }
 # Drafts are worth something if a step gives more tokens than this.
 ACCEPTS = 1.05
+# A related model's drafter is trained further if this share of its first choices is right.
+RIGHT = 0.2
 # The length of a distilled answer on which the share of its prompt's time is based, in tokens.
 ANSWER = 128
 # Conversations at a time with servers, compared with plain decoding here, until their speed is known.
@@ -97,8 +99,14 @@ def measure(
     plain = methods["ar"]
     drafted = {name: row for name, row in methods.items() if name != "ar"}
     lengths = {name: row["acceptance_length"] or 1.0 for name, row in drafted.items()}
-    related = drafters["start"].drafter if lengths.get("start", 0.0) > ACCEPTS else None
-    start = None if related is None else Run(related.parent)
+    answers = [row["turns"][0] for row in plain["answers"]]
+    start = None
+    accuracies = typical_accuracies()
+    if related := shipped_by_shape(model):
+        # Where rows cost much, nothing may have been drafted, however good the drafter is.
+        measured = _accuracies(model, related[0], questions, answers, options)
+        if measured[0][0] >= RIGHT:
+            start, accuracies = related[0], measured
     times = _step_times(model, options, start)
     gc.collect()
     verify = times.verify
@@ -108,8 +116,6 @@ def measure(
     answer_s = verify[max(verify)] / max(verify) + (plain["first_token_s"] or 0.0) / ANSWER
     if recipe.distill.endpoint is not None:
         answer_s = 1 / (SERVED * plain["tokens_per_s"])
-    answers = [row["turns"][0] for row in plain["answers"]]
-    accuracies = _accuracies(model, start, questions, answers, options)
     # As long as distilled ones, because a drafter may read prompts as well.
     repeats = max(1, ANSWER // tokens)
     longer = [" ".join([answer] * repeats) for answer in answers]
@@ -152,23 +158,20 @@ def _limit(start: Run) -> float:
 
 def _accuracies(
     model: ModelSource,
-    start: Run | None,
+    start: Run,
     questions: Sequence[Question],
     answers: Sequence[str],
     options: LoadOptions,
 ) -> list[list[float]]:
-    """Returns the accuracies of the drafter of `start` on the model's answers, or typical ones without it."""
-    if start is not None:
-        with tempfile.TemporaryDirectory() as folder:
-            data = _write(Path(folder), questions, answers)
-            # Short answers do not reach its last head.
-            with suppress(UserError):
-                document = calibrate(
-                    Run(Path(folder)), model, start.drafter_dir, options, data=data
-                )
-                accuracies: list[list[float]] = document["accuracies"]
-                return accuracies
-    return typical_accuracies()
+    """Returns the accuracies of a drafter on the model's answers; zero if these do not reach its last head."""
+    with tempfile.TemporaryDirectory() as folder:
+        data = _write(Path(folder), questions, answers)
+        try:
+            document = calibrate(Run(Path(folder)), model, start.drafter_dir, options, data=data)
+        except UserError:
+            return [[0.0]]
+    accuracies: list[list[float]] = document["accuracies"]
+    return accuracies
 
 
 def _time_training(
