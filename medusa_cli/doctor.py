@@ -25,8 +25,7 @@ from medusa_cli.drafters import Batch, load_drafter
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.drafters.mtp import Mtp, as_ported
 from medusa_cli.engine import Plan, load_backbone
-from medusa_cli.engine.native_engine import NativeEngine
-from medusa_cli.engine.packed import check_packed
+from medusa_cli.engine.packed import check_packed, packed_files
 from medusa_cli.errors import UserError, in_flags, of_system, shown
 from medusa_cli.files import fetch, mtp
 from medusa_cli.files.io import read_object
@@ -254,14 +253,16 @@ def backbone(case: Case) -> Finding:
 
 
 def _damage(case: Case) -> str | None:
-    """Returns how the model's packed weights are damaged, and removes them; None if they are not."""
-    engine = case.backbone.engine
-    path = engine.model.packed.path if isinstance(engine, NativeEngine) else None
-    try:
-        if path is not None:
-            check_packed(path)
-    except ValueError as reason:
-        return f"the packed weights {path} were damaged ({reason}) and are removed; the next command packs them again"
+    """Returns how packed weights of the model or the drafter are damaged, and removes them; None if they are not."""
+    own = case.backbone.engine.packed_path
+    folder = str(case.run.drafter_dir.resolve())
+    for path, source in packed_files():
+        try:
+            if path == own or source == folder:
+                check_packed(path)
+        except ValueError as reason:
+            damage = f"the packed weights {path} were damaged ({reason}) and are removed"
+            return f"{damage}; the next command packs them again"
     return None
 
 

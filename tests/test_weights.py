@@ -15,7 +15,9 @@ from transformers import AutoModelForCausalLM
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
-from medusa_cli.engine import describe, load_backbone, packed, packed_cache
+from medusa_cli.drafters.eagle import Eagle
+from medusa_cli.drafters.io import load_drafter, load_kind, save_drafter
+from medusa_cli.engine import describe, load_backbone, packed, packed_cache, packed_drafter
 from medusa_cli.errors import UserError
 from medusa_cli.files.model_source import ModelSource
 from medusa_cli.model import Backbone
@@ -231,10 +233,11 @@ def edit(path: str, name: str, times: tuple[int, int] = (0, 0)) -> None:
     file = Path(path) / "model.safetensors"
     with safe_open(file, "pt") as whole:
         values = whole.get_tensor(name)
+    before, after = (own.view(torch.uint8).numpy().tobytes() for own in (values, -values))
     data = bytearray(file.read_bytes())
-    place = data.find(values.numpy().tobytes())
+    place = data.find(before)
     assert place > 0
-    data[place : place + values.nbytes] = (-values).numpy().tobytes()
+    data[place : place + len(before)] = after
     file.write_bytes(data)
     os.utime(file, times)
 
@@ -283,9 +286,9 @@ def test_a_mended_reader_packs_anew(
     load(path)
     [earlier] = packed_files(cache)
     (cache / "packed" / f"{'0' * 24}.bin").write_bytes(b"of an earlier version")
-    for name in packed_cache.CODE:
-        assert (Path(packed_cache.__file__).parent.parent / name).is_file()
-    monkeypatch.setattr(packed_cache, "_code_stamp", lambda: "mended")
+    for name in packed_cache.DRAFTER_CODE:
+        assert list(Path(packed_cache.__file__).parent.parent.glob(name))
+    monkeypatch.setattr(packed_cache, "_code_stamp", lambda code: "mended")
     load(path)
     [later] = packed_files(cache)
     assert later != earlier
@@ -353,7 +356,7 @@ def test_a_model_that_the_engine_refuses_is_not_packed(
     for name in [name for name in tensors if "experts" in name]:
         tensors[name] = tensors[name].T.contiguous()  # as no file of this type has them
     save_file(tensors, file, {"format": "pt"})
-    monkeypatch.setattr(packed, "pack_to_file", None)
+    monkeypatch.setattr(packed, "keep_packed", None)
     with pytest.raises(UserError, match="experts"):
         load(path, engine="native")
     assert not packed_files(cache)
@@ -395,6 +398,63 @@ def test_packed_weights_are_checked_by_name(tmp_path: Path, cache: Path) -> None
     with pytest.raises(ValueError, match="changed"):
         packed.check_packed(file)
     assert not packed_files(cache)
+
+
+def save_eagle(backbone: Backbone, folder: Path, matrices: str) -> Path:
+    """Writes an untrained drafter with a draft vocabulary, which scores by the lm_head if it has no matrices."""
+    torch.manual_seed(1)
+    drafter = Eagle.create(backbone, 3, 1, "draft", torch.arange(1, 128, 2), matrices=matrices)
+    save_drafter(drafter, folder, {})
+    return folder
+
+
+def tiles_of(drafter: Any, backbone: Backbone) -> list[bytes]:
+    """Returns the packed matrices of an EAGLE drafter."""
+    drafter.score(backbone, 0, torch.zeros(1, drafter.config.hidden_size))
+    linear = [drafter.packed("fc"), *drafter._scorers]
+    layer, _ = drafter.packed("midlayer")._owned
+    matrices = [*(part.matrix for part in linear), *layer.values()]
+    return [matrix.tiles.tobytes() for matrix in matrices]
+
+
+@pytest.mark.parametrize("matrices", ["none", "one"])
+def test_a_drafter_is_packed_once_into_the_same_bits(
+    matrices: str, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backbone = load(save_network(tiny_model(layers=4, hidden=64, vocab=128), tmp_path / "model"))
+    folder = save_eagle(backbone, tmp_path / "drafter", matrices)
+    expected = tiles_of(load_kind(Eagle, folder, backbone), backbone)
+    assert len(packed_files(cache)) == 1
+    assert tiles_of(load_drafter(folder, backbone), backbone) == expected
+    files = [file for file in packed_files(cache) if file != backbone.engine.packed_path]
+    assert len(files) == 3
+    with monkeypatch.context() as patch:
+        patch.setattr(packed_drafter, "drafting_matrix", None)
+        assert tiles_of(load_drafter(folder, backbone), backbone) == expected
+    for file in files:
+        flip(file)
+    assert tiles_of(load_drafter(folder, backbone), backbone) == expected
+    for file in files:
+        packed.check_packed(file)
+
+
+def test_a_changed_drafter_is_packed_anew(tmp_path: Path, cache: Path) -> None:
+    backbone = load(save_network(tiny_model(layers=4, hidden=64, vocab=128), tmp_path / "model"))
+    folder = save_eagle(backbone, tmp_path / "drafter", "one")
+    before = tiles_of(load_drafter(folder, backbone), backbone)
+    files = packed_files(cache)
+    edit(str(folder), "lm_head.weight")
+    drafter = load_drafter(folder, backbone)
+    after = tiles_of(drafter, backbone)
+    assert after == tiles_of(load_kind(Eagle, folder, backbone), backbone) != before
+    assert len({*files} & {*packed_files(cache)}) == 1
+    # Weights that may change in memory are no longer those of the files.
+    drafter.train().requires_grad_(False).fc.weight.neg_()
+    assert tiles_of(drafter.eval(), backbone) != after
+    assert tiles_of(load_drafter(folder, backbone), backbone) == after
+    shutil.rmtree(folder)
+    load(save_llama(tmp_path / "other"))
+    assert len(packed_files(cache)) == 2
 
 
 # ---- layers that the config does not count

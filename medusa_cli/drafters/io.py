@@ -12,6 +12,7 @@ from medusa_cli.drafters.firp import check_extra_rows
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.drafters.incoming import Checkpoint, check_tensors
 from medusa_cli.drafters.kinds import DRAFTERS, REMEDY, Uninitialized, weight_shapes
+from medusa_cli.engine.packed_drafter import PackedDrafter
 from medusa_cli.errors import UserError, shown
 from medusa_cli.files.io import convert, read_object, write_json
 from medusa_cli.files.weights import SCALE, read_weights, to_int8
@@ -51,10 +52,21 @@ def load_drafter(folder: Path, backbone: Backbone) -> HeadDrafter:
 
     A checkpoint from another tool is read directly. Raises UserError, naming both models, if the
     drafter was trained for a backbone of another shape. Raises UserError, too, if it was trained
-    with another adapter. Logs a warning if only the weights differ.
+    with another adapter. Logs a warning if only the weights differ. If the model's packed weights are
+    kept in a file, those of the drafter in the folder are, too.
     """
-    if is_foreign(folder):
-        return load_incoming(folder, backbone)
+    foreign = is_foreign(folder)
+    backbone_file = backbone.engine.packed_path
+    kept = None if backbone_file is None else PackedDrafter.of(folder, backbone_file)
+    drafter = load_incoming(folder, backbone) if foreign else _load_own(folder, backbone)
+    # An MTP layer may lie in another model's files.
+    if foreign or (folder / drafter.weights_file).is_file():
+        drafter.kept = kept
+    return drafter
+
+
+def _load_own(folder: Path, backbone: Backbone) -> HeadDrafter:
+    """Loads a drafter that `medusa train` or `medusa import` wrote; raises what `load_drafter` raises."""
     kind = drafter_kind(folder)
     identity = describe_drafter(folder).provenance.identity
     if identity:

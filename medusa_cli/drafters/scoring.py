@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
@@ -39,6 +40,8 @@ class Scoring(Drafter):
     matrices: nn.ParameterList  # one per head, one for all, or none if the lm_head scores
     conditional: TokenBias | None
     draft_ids: Tensor  # [M], token ids of the scores
+    # Keeps the packed copies of weights that are those of a folder's files; a PackedDrafter.
+    kept: Any
     # Weight and bias of the lm_head for a draft vocabulary, for heads without matrices.
     _lm_head_rows: tuple[Tensor, Tensor | None] | None
 
@@ -97,6 +100,7 @@ class Scoring(Drafter):
 
     def _forget_packed(self) -> None:
         """Drops the packed copies of weights, because the weights may change now."""
+        self.kept = None
         self._packed: dict[str, nn.Module] = {}
         self._scorers: list[Callable[[Tensor], Tensor]] = []
         self._lm_head_rows = None
@@ -106,8 +110,13 @@ class Scoring(Drafter):
         if not packs(next(self.parameters()).device):
             return getattr(self, name)
         if name not in self._packed:
-            self._packed[name] = packed_copy(getattr(self, name))
+            with self._packing(name) as pack:
+                self._packed[name] = packed_copy(getattr(self, name), pack)
         return self._packed[name]
+
+    def _packing(self, part: str) -> AbstractContextManager[Any]:
+        """Returns a context whose function packs the matrices of a part; None for those that are not kept."""
+        return nullcontext() if self.kept is None else self.kept.part(part)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -125,19 +134,20 @@ class Scoring(Drafter):
         return scorer(states if own else states.to(backbone.dtype)).float()
 
     def _scorer(self, backbone: Backbone, head: int) -> Callable[[Tensor], Tensor]:
-        engine = backbone.engine
-        own = len(self.matrices) > 0
         if not self._scorers:  # forks share this list
-            if own:
-                self._scorers += [packed_linear(matrix) for matrix in self.matrices]
-            elif self.config.vocabulary == "shared":
-                self._scorers.append(engine.lm_head)
-            elif packs(self.draft_ids.device):
-                parts = map(backbone.lm_head_rows, self.draft_ids.split(ROWS_AT_ONCE))
-                self._scorers.append(packed_parts(parts))
-            else:
-                self._scorers.append(packed_linear(self.matrix(backbone, 0), self.bias(backbone)))
+            with self._packing("scorers") as pack:
+                self._scorers += self._new_scorers(backbone, pack)
         return self._scorers[head if len(self._scorers) > 1 else 0]
+
+    def _new_scorers(self, backbone: Backbone, pack: Any) -> list[Callable[[Tensor], Tensor]]:
+        if len(self.matrices):
+            return [packed_linear(matrix, None, pack) for matrix in self.matrices]
+        if self.config.vocabulary == "shared":
+            return [backbone.engine.lm_head]
+        if packs(self.draft_ids.device):
+            rows = map(backbone.lm_head_rows, self.draft_ids.split(ROWS_AT_ONCE))
+            return [packed_parts(rows, pack)]
+        return [packed_linear(self.matrix(backbone, 0), self.bias(backbone))]
 
     def guess(
         self,

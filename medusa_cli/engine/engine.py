@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -60,6 +61,11 @@ class Engine(ABC):
     @abstractmethod
     def new_cache(self, slots: int = 1, capacity: int = FIRST_ROWS) -> Slots:
         """Returns a cache of empty slots with room for `capacity` rows, which grows as needed."""
+
+    @property
+    def packed_path(self) -> Path | None:
+        """Returns the file of the model's packed weights, if there is one."""
+        return None
 
     @property
     def number_type(self) -> str:

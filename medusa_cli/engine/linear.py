@@ -1,7 +1,7 @@
 """Linear layers of drafters for inference: 4-bit weights in the native library on a CPU, unchanged elsewhere."""
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -9,6 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from medusa_cli import native
+from medusa_cli.native.matrix import Parts
+
+Pack = Callable[[Parts], native.PackedMatrix]
 
 
 @runtime_checkable
@@ -34,39 +37,55 @@ class PlainLinear(nn.Module):
         return F.linear(x, self.weight, self.bias)
 
 
-def packed_linear(weight: Tensor, bias: Tensor | None = None) -> nn.Module:
+def packed_linear(
+    weight: Tensor, bias: Tensor | None = None, pack: Pack | None = None
+) -> nn.Module:
     """Returns a linear layer for a weight [N, K], packed if it is on a CPU and the native library can be used."""
     weight = weight.detach()
     bias = None if bias is None else bias.detach()
-    return packed_parts([(weight, bias)]) if packs(weight.device) else PlainLinear(weight, bias)
+    if not packs(weight.device):
+        return PlainLinear(weight, bias)
+    return packed_parts([(weight, bias)], pack)
 
 
-def packed_parts(parts: Iterable[tuple[Tensor, Tensor | None]]) -> nn.Module:
+def packed_parts(
+    parts: Iterable[tuple[Tensor, Tensor | None]], pack: Pack | None = None
+) -> nn.Module:
     """Returns a packed linear layer whose weight [N, K] and bias, if it has one, come in parts of N."""
     from medusa_cli.engine.native_linear import NativeLinear
 
-    return NativeLinear(
-        native.drafting_matrix(
-            (weight.float().numpy(), None if bias is None else bias.float().numpy())
-            for weight, bias in parts
-        )
+    return NativeLinear(packed_matrix(parts, pack))
+
+
+def packed_matrix(
+    parts: Iterable[tuple[Tensor, Tensor | None]], pack: Pack | None
+) -> native.PackedMatrix:
+    """Returns a matrix for drafting whose weight and bias come in parts; see `packed_copy` for `pack`."""
+    return (pack or native.drafting_matrix)(
+        (weight.detach().float().numpy(), None if bias is None else bias.float().numpy())
+        for weight, bias in parts
     )
 
 
-def packed_copy(module: nn.Module) -> nn.Module:
-    """Returns a copy of a module whose parts are packed; for inference only."""
+def packed_copy(module: nn.Module, pack: Pack | None = None) -> nn.Module:
+    """Returns a copy of a module whose parts are packed; for inference only.
+
+    pack: packs each matrix, or returns what was packed at an earlier start.
+    """
     if type(module) is nn.Linear:
-        return packed_linear(module.weight, module.bias)
+        return packed_linear(module.weight, module.bias, pack)
     if isinstance(module, HasNativeParts):
         from medusa_cli.engine.native_layer import NativeDecoderLayer
 
         try:
-            return NativeDecoderLayer(**module.native_parts())
+            return NativeDecoderLayer(
+                **module.native_parts(), pack=lambda weight: packed_matrix([(weight, None)], pack)
+            )
         except ValueError:  # its sizes fill no tiles
             pass
     copied = copy.copy(module)
     copied._modules = {
-        name: None if child is None else packed_copy(child)
+        name: None if child is None else packed_copy(child, pack)
         for name, child in module._modules.items()
     }
     return copied

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from ctypes import byref
 from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -88,6 +89,10 @@ class NativeEngine(Engine):
             yield
         finally:
             torch.set_num_threads(count)
+
+    @property
+    def packed_path(self) -> Path | None:
+        return self.model.packed.path
 
     @property
     def number_type(self) -> str:

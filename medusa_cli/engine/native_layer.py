@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from ctypes import byref, pointer
 from typing import Any, Protocol
 
@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from medusa_cli.native import drafting_matrix, library
+from medusa_cli.native import PackedMatrix, library
 from medusa_cli.native.library import TILE, UNIT, DraftPass, DraftRows, Layer, Model, check, require
 from medusa_cli.native.matrix import padded_floats
 
@@ -54,8 +54,8 @@ class NativeDecoderLayer(nn.Module):
     """Runs a decoder layer in the library, with 4-bit weights; it owns all memory that the structures point to.
 
     matrices, norms: the layer's modules by their names in the library; see Layer in structures.def.
-    norm_before_residual: attention is added to the normalized state instead of the state itself.
-    Raises ValueError if the sizes do not fill the library's tiles.
+    pack: packs a matrix. norm_before_residual: attention is added to the normalized state instead of
+    the state itself. Raises ValueError if the sizes do not fill the library's tiles.
     """
 
     def __init__(
@@ -65,6 +65,7 @@ class NativeDecoderLayer(nn.Module):
         heads: int,
         rope_theta: float,
         *,
+        pack: Callable[[Tensor], PackedMatrix],
         norm_before_residual: bool = False,
     ) -> None:
         super().__init__()
@@ -74,10 +75,7 @@ class NativeDecoderLayer(nn.Module):
         self.rope_theta = rope_theta
         if self.hidden_size % UNIT or self.head_dim % TILE:
             raise ValueError(f"{self.hidden_size} floats in heads of {self.head_dim} fill no tiles")
-        packed = {
-            name: drafting_matrix([(module.get_parameter("weight").detach().float().numpy(), None)])
-            for name, module in matrices.items()
-        }
+        packed = {name: pack(module.get_parameter("weight")) for name, module in matrices.items()}
         gains = {
             name: padded_floats(norm.weight.detach().float().numpy())
             for name, norm in norms.items()

@@ -3,7 +3,7 @@
 import json
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
@@ -32,15 +32,8 @@ from medusa_cli.model.backbone import LazyNetwork, Unsupported
 from medusa_cli.model.digest import weights_of
 from medusa_cli.model.weights import Weights, open_weights
 from medusa_cli.native import Format, PackedMatrix, RawMatrix
-from medusa_cli.native.library import UNIT, cpu_count, library
-from medusa_cli.native.matrix import (
-    HAS_HUGE_PAGES,
-    Bytes,
-    Floats,
-    aligned,
-    pack_tiles,
-    padded_floats,
-)
+from medusa_cli.native.library import UNIT, cpu_count
+from medusa_cli.native.matrix import HAS_HUGE_PAGES, Bytes, Floats, aligned, padded_floats
 
 # The version of the file format; names of files follow the code that packs.
 VERSION = 2
@@ -95,26 +88,35 @@ def pack_once(
     If the cache cannot be written, the weights are packed in memory.
     """
     path = packed_path(model, description, quantize)
-    try:
-        return read_packed(path, description, int8_rows)
-    except FileNotFoundError:
-        pass
-    except (OSError, ValueError, KeyError, TypeError) as reason:
-        log.warning(
-            "the packed weights of %s are damaged (%s); packing them again", model.name, reason
-        )
+    packed = read_kept(path, model.name, lambda: read_packed(path, description, int8_rows))
+    if packed is not None:
+        return packed
 
     weights = open_weights(model, lazy.network)
     shapes_of(description, weights).check()
     try:
         log.info("packing the weights of %s, once", model.name)
-        pack_to_file(path, description, weights, quantize, weights_of(model), source_of(model))
-        note_checked(path)
-        forget_outdated(path, packed_files())
+        matrices = _matrices(description, weights, quantize, int8_rows)
+        vectors = _vectors(description, weights)
+        keep_packed(path, matrices, vectors, source_of(model), weights_of(model))
         return read_packed(path, description, int8_rows)
     except OSError as reason:
         log.warning("packed weights cannot be kept in %s: %s", path.parent, reason.strerror)
         return pack_in_memory(description, weights, quantize, int8_rows)
+
+
+def read_kept(path: Path, name: str, read: Callable[[], Packed]) -> Packed | None:
+    """Returns the packed weights that `read` finds in a file; None if there is no file, or if it is damaged.
+
+    name: the model or the drafter, for the line that says so.
+    """
+    try:
+        return read()
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as reason:
+        log.warning("the packed weights of %s are damaged (%s); packing them again", name, reason)
+        return None
 
 
 def shapes_of(description: Description, weights: Weights) -> Shapes:
@@ -149,42 +151,39 @@ def pack_in_memory(
     description: Description, weights: Weights, quantize: str | None, int8_rows: bool
 ) -> Packed:
     """Packs a model's weights; raises MissingWeights if its files lack one."""
-    packed = Packed()
-    for name, raw, bias in _matrices(description, weights, quantize):
-        int8 = int8_rows and name not in description.routers
-        packed.matrices[name] = PackedMatrix.pack(raw, bias, int8)
-    packed.vectors |= _vectors(description, weights)
-    return packed
+    return Packed(
+        dict(_matrices(description, weights, quantize, int8_rows)),
+        dict(_vectors(description, weights)),
+    )
 
 
-def pack_to_file(
+def keep_packed(
     path: Path,
-    description: Description,
-    weights: Weights,
-    quantize: str | None,
-    digest: str | None,
+    matrices: Iterable[tuple[str, PackedMatrix]],
+    vectors: Iterable[tuple[str, Floats]],
     source: str,
+    digest: str | None = None,
 ) -> None:
-    """Writes packed weights with one matrix in memory at a time; raises MissingWeights if one is missing.
+    """Writes packed weights to the cache, and removes the files that they replace.
 
+    matrices: are taken one at a time. source, digest: the place of the weights, and a model's digest.
     The first bytes of the file are the position and the digest of its JSON, which lists where each
-    part lies, and its digest. source: the place of the model's weights.
+    part lies, and its digest.
     """
     entries: list[dict[str, Any]] = []
     with replacing(path) as part, part.open("wb") as file:
         file.truncate(HEAD)
         end = HEAD
-        for name, raw, bias in _matrices(description, weights, quantize):
-            shape = [len(raw.rows), raw.inputs]
-            entry: dict[str, Any] = {"name": name, "format": raw.format.name, "shape": shape}
-            if bias is not None:
-                entry["vector"] = _write(file, end, padded_floats(bias).view(np.uint8))
+        for name, matrix in matrices:
+            entry: dict[str, Any] = {"name": name, "shape": matrix.shape}
+            entry["format"] = matrix.format.name
+            if matrix.bias is not None:
+                entry["vector"] = _write(file, end, matrix.bias.view(np.uint8))
                 end = sum(entry["vector"][:2])
-            size = library().tiled_bytes(int(raw.format), *shape)
-            entry["tiles"] = _write(file, end, pack_tiles(raw, aligned(size)))
+            entry["tiles"] = _write(file, end, matrix.tiles)
             end = sum(entry["tiles"][:2])
             entries.append(entry)
-        for name, vector in _vectors(description, weights):
+        for name, vector in vectors:
             place = _write(file, end, vector.view(np.uint8))
             end = sum(place[:2])
             entries.append({"name": name, "vector": place})
@@ -193,6 +192,8 @@ def pack_to_file(
         start, _, own = _write(file, end, text)
         file.seek(0)
         file.write(start.to_bytes(8, "little") + bytes.fromhex(own))
+    note_checked(path)
+    forget_outdated(path, packed_files())
 
 
 def bytes_of(path: Path) -> Bytes:
@@ -226,9 +227,20 @@ def _digest(data: Bytes) -> str:
 
 
 def read_packed(path: Path, description: Description, int8_rows: bool) -> Packed:
-    """Reads packed weights; raises ValueError if the file is damaged or does not hold this model.
+    """Reads a model's packed weights; raises ValueError if the file is damaged or does not hold this model."""
+    packed = read_parts(path, lambda name: int8_rows and name not in description.routers)
+    vectors = {*description.norm_names, *description.vector_names}
+    same_matrices = set(packed.matrices) == set(description.matrix_names)
+    if not same_matrices or set(packed.vectors) != vectors:
+        raise ValueError("it holds another model")
+    return packed
 
-    The digests of its parts are compared once after each change of the file and start of the machine.
+
+def read_parts(path: Path, has_int8_rows: Callable[[str], bool]) -> Packed:
+    """Reads packed weights; raises ValueError if the file is damaged.
+
+    has_int8_rows: tells by its name if a matrix's rows are rounded. The digests of its parts are
+    compared once after each change of the file and start of the machine.
     """
     memory = bytes_of(path)
     data = _table(memory)
@@ -238,20 +250,16 @@ def read_packed(path: Path, description: Description, int8_rows: bool) -> Packed
 
     packed = Packed(memory=memory, digest=data["digest"], path=path)
     for entry in data["entries"]:
+        name = entry["name"]
         vector = _part(memory, entry["vector"]).view(np.float32) if "vector" in entry else None
         if "tiles" in entry:
             format = Format[entry["format"]]
             shape = tuple(entry["shape"])
             tiles = _part(memory, entry["tiles"])
-            int8 = int8_rows and entry["name"] not in description.routers
-            packed.matrices[entry["name"]] = PackedMatrix(format, shape, tiles, vector, int8)
+            int8 = has_int8_rows(name)
+            packed.matrices[name] = PackedMatrix(format, shape, tiles, vector, int8)
         elif vector is not None:
-            packed.vectors[entry["name"]] = vector
-
-    vectors = {*description.norm_names, *description.vector_names}
-    same_matrices = set(packed.matrices) == set(description.matrix_names)
-    if not same_matrices or set(packed.vectors) != vectors:
-        raise ValueError("it holds another model")
+            packed.vectors[name] = vector
     return packed
 
 
@@ -312,9 +320,9 @@ def _part(memory: Any, place: list[Any]) -> Bytes:
 
 
 def _matrices(
-    description: Description, weights: Weights, quantize: str | None
-) -> Iterator[tuple[str, RawMatrix, Floats | None]]:
-    """Yields the name, values and bias of every matrix of a model; raises MissingWeights if one is missing."""
+    description: Description, weights: Weights, quantize: str | None, int8_rows: bool
+) -> Iterator[tuple[str, PackedMatrix]]:
+    """Yields the name and the packed matrix of every matrix of a model; raises MissingWeights if one is missing."""
     for name in description.matrix_names:
         part = description.parts.get(name) or Part(f"{name}.weight", f"{name}.bias")
         raw, bias = _part_of(name, part, weights)
@@ -323,7 +331,7 @@ def _matrices(
         is_exact = name in description.routers
         if quantize is not None and not is_exact and name not in description.looked_up:
             raw = raw.rounded(_rounded_format(quantize, is_head))
-        yield name, raw, bias
+        yield name, PackedMatrix.pack(raw, bias, int8_rows and not is_exact)
         weights.release()
 
 

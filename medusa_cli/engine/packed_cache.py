@@ -1,7 +1,7 @@
 """The files of packed weights in the cache: their names, which say all that they depend on, and their checks."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import cache
@@ -22,6 +22,11 @@ CODE = (
     *("files/gguf_header.py", "files/gguf_names.py", "native/matrix.py"),
     *("native/formats.h", "native/formats.cpp"),
 )
+# The code that reads a drafter's weights, too, and decides which matrices its parts have, and in which order.
+DRAFTER_CODE = (
+    *CODE,
+    *("drafters/*.py", "files/weights.py", "engine/linear.py", "engine/native_layer.py"),
+)
 # The packages that read and convert weights, too.
 PACKAGES = ("transformers", "safetensors", "gguf")
 BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -33,9 +38,21 @@ def packed_path(model: ModelSource, description: Description, quantize: str | No
     Its name begins with the place of the model's own files, and goes on with all that decides the weights: these
     files, the config, the description, the code and the quantization.
     """
-    parts = (model.stamp, asdict(description), _code_stamp(), quantize)
-    owner = _stamp([source_of(model), quantize])[:12]
-    return home() / "packed" / f"{owner}-{_stamp(parts)[:24]}.bin"
+    parts = (model.stamp, asdict(description), _code_stamp(CODE), quantize)
+    return _path([source_of(model), quantize], parts)
+
+
+def drafter_path(drafter: Path, files: Sequence[str], backbone: Path, part: str) -> Path:
+    """Returns the place of a packed part of the drafter in a folder; its name says what that of a model's does.
+
+    files: the stamps of the drafter's files. backbone: its model's packed weights, whose lm_head it may read.
+    """
+    parts = (files, backbone.name, part, _code_stamp(DRAFTER_CODE))
+    return _path([str(drafter), backbone.name.partition("-")[0], part], parts)
+
+
+def _path(owner: Any, parts: Any) -> Path:
+    return home() / "packed" / f"{_stamp(owner)[:12]}-{_stamp(parts)[:24]}.bin"
 
 
 def source_of(model: ModelSource) -> str:
@@ -44,11 +61,12 @@ def source_of(model: ModelSource) -> str:
 
 
 @cache
-def _code_stamp() -> str:
+def _code_stamp(code: tuple[str, ...]) -> str:
     """Returns a digest of the code that reads and packs weights, and of the versions of the packages it uses."""
     package = Path(__file__).parent.parent
-    code = [sha256((package / name).read_bytes()).hexdigest() for name in CODE]
-    return _stamp([*code, *(version(name) for name in PACKAGES)])
+    files = [path for name in code for path in sorted(package.glob(name))]
+    digests = [sha256(path.read_bytes()).hexdigest() for path in files]
+    return _stamp([*digests, *(version(name) for name in PACKAGES)])
 
 
 def _stamp(parts: Any) -> str:

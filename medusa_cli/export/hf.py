@@ -38,12 +38,12 @@ def packs(device):
     return False
 
 
-def packed_copy(module):
+def packed_copy(module, pack):
     """Returns the module as it is."""
     return module
 
 
-def packed_linear(weight, bias=None):
+def packed_linear(weight, bias=None, pack=None):
     """Returns the linear layer of a weight [N, K]."""
     return lambda x: F.linear(x, weight, bias)
 

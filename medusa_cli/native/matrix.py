@@ -240,11 +240,14 @@ class PackedMatrix:
         return out
 
 
-def drafting_matrix(parts: Iterable[tuple[Floats, Floats | None]]) -> PackedMatrix:
+# Some channels of a matrix [n, k] after others, each part with its bias [n], if there is one.
+Parts = Iterable[tuple[Floats, Floats | None]]
+
+
+def drafting_matrix(parts: Parts) -> PackedMatrix:
     """Returns a drafter's matrix [n, k] in 4 bits, for rows that are rounded to 8.
 
-    parts: some channels after others, each part with its bias, if there is one. Drafts need not be
-    exact. In 8 bits, the matrices of a level would not stay in the CPU's cache.
+    Drafts need not be exact. In 8 bits, the matrices of a level would not stay in the CPU's cache.
     """
     rounded, biases = [], []
     for values, bias in parts:
@@ -255,12 +258,10 @@ def drafting_matrix(parts: Iterable[tuple[Floats, Floats | None]]) -> PackedMatr
     return PackedMatrix.pack(raw, np.concatenate(biases) if biases else None, int8_rows=True)
 
 
-def pack_tiles(raw: RawMatrix, out: Bytes | None = None) -> Bytes:
-    """Returns a matrix's tiles, in `out` if it is given (zeros of the right size)."""
+def pack_tiles(raw: RawMatrix) -> Bytes:
+    """Returns a matrix's tiles."""
     outputs = len(raw.rows)
-    size = library().tiled_bytes(int(raw.format), outputs, raw.inputs)
-    tiles = aligned(size) if out is None else out
-    require(tiles.nbytes == size, f"{tiles.nbytes:,} bytes are not those of {size:,} for tiles")
+    tiles = aligned(library().tiled_bytes(int(raw.format), outputs, raw.inputs))
     rows = np.ascontiguousarray(raw.rows)
 
     def pack_part(first: int, end: int) -> None:
