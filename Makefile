@@ -146,8 +146,11 @@ RUN ?= runs/smollm2
 bench-gpu: $(READY) ## what was never measured here, in one call of ten minutes on a GPU: times, bits and rates against the aims
 	$(BIN)/python -m tests.bench.gpu_probe
 
-bench-arm: test-arm ## instructions of NEON and of plain C++ per unit of weights, counted under emulation
-	ARM_CXX="$(ARM_CXX)" $(BIN)/python -m tests.bench.arm_counts
+# The ending of LLVM's programs, which know the cores' cycles from version 17 on: make bench-arm LLVM=-22
+LLVM ?=
+
+bench-arm: test-arm ## instructions of NEON and of plain C++ per unit of weights, counted under emulation; NEON's cycles
+	ARM_CXX="$(ARM_CXX)" LLVM="$(LLVM)" $(BIN)/python -m tests.bench.arm_counts
 
 reproduce: $(READY) ## the papers' headlines on the default model, some three hours on two cores
 	$(BIN)/python -m tests.bench.papers

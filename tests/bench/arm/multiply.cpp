@@ -1,4 +1,5 @@
-// Multiplies rows by a random matrix with one thread: multiply SET FORMAT N K ROWS TIMES
+// Multiplies rows by a random matrix with one thread, twice: multiply SET FORMAT N K ROWS. A hint that no CPU knows
+// stands before and after the second time.
 #include <cstdlib>
 #include <vector>
 
@@ -24,7 +25,8 @@ int main(int, char** words) {
   std::vector<float> x(rows * k), y(rows * n);
   for (size_t i = 0; i < x.size(); i++) x[i] = float(i % 17) - 8;
   const Matrix m = {format, 1, n, k, tiles.data(), nullptr};
-  for (int i = 0; i < std::atoi(words[6]); i++) {
-    if (medusa_multiply(&m, x.data(), rows, k, y.data(), n)) return 1;
-  }
+  if (medusa_multiply(&m, x.data(), rows, k, y.data(), n)) return 1;
+  __asm__ volatile("hint #100" ::: "memory");
+  if (medusa_multiply(&m, x.data(), rows, k, y.data(), n)) return 1;
+  __asm__ volatile("hint #100" ::: "memory");
 }
