@@ -91,7 +91,7 @@ def print_times(cycles: dict[str, list[dict[str, float]]], units: dict[str, floa
 
 def print_head(first: str) -> None:
     print_row(first, "1 row", *(f"{rows} rows" for rows in ROWS[1:]))
-    print_row(*["---"] * (1 + len(ROWS)))
+    print("|---" * (1 + len(ROWS)) + "|")
 
 
 def print_row(*cells: str) -> None:
