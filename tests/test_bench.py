@@ -595,7 +595,7 @@ def test_files_that_do_not_fit_are_refused(place: Path, tmp_path: Path) -> None:
     save_tree(tmp_path / "deep.json", Tree.chain(5), {})
     refused(place, 1, "deep.json", "--tree", str(tmp_path / "deep.json"))
     refused(place, 1, "mine", "--model", save_model(tmp_path / "other", seed=9))
-    assert "medusa train" in medusa("bench", "--model", place / "model", exit_code=1).stderr
+    assert "medusa tune" in medusa("bench", "--model", place / "model", exit_code=1).stderr
     run = save_run(
         tmp_path / "mine", str(place / "model"), calibrated=True, heads=2, tree=Tree.chain(2)
     )

@@ -139,7 +139,7 @@ def test_a_model_without_a_drafter_drafts_n_grams(place: Path) -> None:
         "15",
     ]
     without = medusa(*words)
-    assert "n-grams" in without.stderr and "medusa train" in without.stderr
+    assert "n-grams" in without.stderr and "medusa tune" in without.stderr
     assert "no drafter" in medusa(*words, "--no-lookup", exit_code=1).stderr
     assert "no drafter" in medusa(*words, "--tree", "static", exit_code=1).stderr
     drafted, plain = medusa(*words, "--lookup"), medusa(*words, "--baseline")

@@ -477,7 +477,7 @@ def test_hints_can_be_pasted_where_paths_have_blanks(tmp_path: Path) -> None:
     refused = medusa("tree", "--run", run.path, "--budget", "4", exit_code=1)
     assert hint in refused.stderr
     refused = medusa("chat", "--model", model, "--prompt", "w1", "--tree", "static", exit_code=1)
-    assert f"--model {shlex.quote(model)}" in refused.stderr
+    assert f"medusa tune {shlex.quote(model)}" in refused.stderr
     done = medusa("export", "--to", "drafter", "--run", run.path, "--output", folder / "aus gabe")
     line = done.stdout.splitlines()[-1]
     assert shlex.split(line)[-3:] == [model, "--drafter", str(folder / "aus gabe")]
