@@ -152,7 +152,9 @@ def test_shell_block_parses(block: Block) -> None:
 def sandbox(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Makes a folder with what the pages' examples name: models, runs, questions, prompts."""
     from medusa_cli.drafters import Eagle
+    from medusa_cli.model import lora
     from tests.helpers import (
+        attach_adapter,
         byte_tokenizer,
         medusa,
         save_conversations,
@@ -165,7 +167,8 @@ def sandbox(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     folder = tmp_path_factory.mktemp("docs")
     model = folder / "my-org" / "my-model"
-    tiny_model(vocab=320, positions=2048).save_pretrained(model)
+    network = tiny_model(vocab=320, positions=2048)
+    network.save_pretrained(model)
     byte_tokenizer(320).save_pretrained(model)
     for copy in (folder / "my-org" / "base-model", folder / "tuned"):
         shutil.copytree(model, copy)
@@ -173,6 +176,8 @@ def sandbox(tmp_path_factory: pytest.TempPathFactory) -> Path:
         save_run(folder / "runs" / name, str(model), calibrated=True)
         save_conversations(folder / "runs" / name)
     save_run(folder / "runs" / "eagle", str(model), kind=Eagle)
+    attach_adapter(network)
+    lora.save(network, folder / "runs" / "lora" / "adapter", str(model))
     for name in ("monday", "tuesday"):
         save_conversations(folder / "runs" / name, 12)
     shutil.copytree(ROOT / "recipes", folder / "recipes")

@@ -71,16 +71,16 @@ def _load_own(folder: Path, backbone: Backbone) -> HeadDrafter:
     identity = describe_drafter(folder).provenance.identity
     if identity:
         check_backbone(identity, backbone.identity, f"the drafter in {folder}", tuned=True)
-        if not same(identity, backbone.identity, "weights"):
+        adapter = identity.get("adapter")
+        if adapter not in (None, backbone.adapter):
+            loaded = f"adapter {backbone.adapter}" if backbone.adapter else "no adapter"
+            fault = f"the drafter in {folder} was trained with adapter {adapter}, the model was loaded with {loaded}"
+            raise UserError(fault, "give the @run that holds drafter and adapter together")
+        if adapter != backbone.adapter or not same(identity, backbone.identity, "weights"):
             log.warning(
                 f"the drafter in {folder} was trained on other weights than those of {backbone.id}, which accepts "
                 "fewer of its drafts; `medusa distill` and `medusa train --from` adapt it"
             )
-        if identity.get("adapter") != backbone.adapter:
-            adapters = (identity.get("adapter"), backbone.adapter)
-            trained, loaded = (f"adapter {name}" if name else "no adapter" for name in adapters)
-            fault = f"the drafter in {folder} was trained for the model with {trained}, which was loaded with {loaded}"
-            raise UserError(fault, "give the @run that holds drafter and adapter together")
     drafter = load_kind(kind, folder, backbone)
     if drafter.uses_verify_pass:
         check_extra_rows(backbone)
