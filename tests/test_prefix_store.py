@@ -221,6 +221,9 @@ def test_files_of_other_weights_and_number_types_are_not_used(tmp_path: Path) ->
     attach(changed, "native")
     assert fresh(changed, tmp_path, TEXT[:150])[1] == 0
     assert fresh(backbone, tmp_path, TEXT[:150])[1] == 149
+    # The folder of the model, or of its unpacked config, is not what it is.
+    backbone.config._name_or_path = "/elsewhere"
+    assert fresh(backbone, tmp_path, TEXT[:150])[1] == 149
 
 
 def test_the_least_recently_used_files_are_removed_ends_first(tmp_path: Path) -> None:

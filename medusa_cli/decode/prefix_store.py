@@ -121,8 +121,10 @@ class PrefixStore:
         out = backbone.engine.forward(Plan.chain(tokens, logits="last"), cache)
         states = cache.states_after(0, PROBE) or []
         rows = cache.rows(0, 0, PROBE)
-        config = json.dumps(backbone.config.to_dict(), sort_keys=True, default=str)
-        model = json.dumps([backbone.identity, backbone.engine.title, config], default=str)
+        # Where the model's files are, and who wrote them, decides no bits.
+        config = {**backbone.config.to_dict(), "_name_or_path": "", "transformers_version": ""}
+        text = json.dumps(config, sort_keys=True, default=str)
+        model = json.dumps([backbone.identity, backbone.engine.title, text], default=str)
         self.root = _digest(model, [*rows, *states, out.logits])
         per_token = sum(part.nbytes for part in rows) // PROBE
         # Some for the header, and for arrays that are not whole multiples.
