@@ -215,7 +215,7 @@ def whole_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("medusa_cli.drafters.scoring.packs", lambda device: False)
     monkeypatch.setattr(
         "medusa_cli.drafters.scoring.packed_linear",
-        lambda weight, bias=None: PlainLinear(weight.detach(), bias),
+        lambda weight, bias=None, pack=None: PlainLinear(weight.detach(), bias),
     )
 
 

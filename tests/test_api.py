@@ -315,7 +315,7 @@ def test_invalid_arguments_are_named(place: Path, tmp_path: Path) -> None:
         with pytest.raises(UserError, match="the model"):
             Medusa.from_pretrained(place / "model", **words)
     with pytest.raises(UsageError, match="run"):
-        Medusa.from_pretrained(drafter=place / "runs" / "mine", run="other")
+        Medusa.from_pretrained(drafter=place / "runs" / "mine", run=place / "runs" / "mine")
 
 
 @pytest.mark.parametrize("words", [{}, {"lookup": True}])

@@ -237,6 +237,7 @@ def test_torch_keeps_a_quota_and_all_threads_the_priority(tmp_path: Path) -> Non
 
 
 INTERRUPTED = """
+import pathlib  # Python 3.13 cannot import it again after an interruption
 import sys
 
 class Interrupt:

@@ -123,7 +123,7 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
     def spy(model, options, **rest):
         in_4bit.append(options.quantize == "bnb.nf4")
-        return load_network(ModelSource.of(model), options, **rest)
+        return load_network(model, options, **rest)
 
     monkeypatch.setattr("medusa_cli.engine.load.load_network", spy)
     return in_4bit

@@ -98,6 +98,10 @@ def tile_matmul() -> Iterator[Any]:
     """Returns the kernel, under Triton's interpreter if there is no GPU."""
     if find_spec("triton") is None or torch.cuda.is_available():
         pytest.skip("needs triton, and stands for a GPU where there is none")
+    from triton.runtime.interpreter import _interpreter
+
+    if not hasattr(_interpreter, "fma_fp32"):
+        pytest.skip("this Triton's interpreter rounds twice where a GPU rounds once")
     from medusa_cli.engine import tile_kernels
 
     yield tile_kernels.tile_matmul

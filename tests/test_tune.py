@@ -164,7 +164,7 @@ def test_answers_of_the_model_are_kept_and_those_of_others_are_not(place: Path) 
     answered = {"messages": turns, "tokens": [3, 8, 9, 10, 2], "spans": [[3, 5]]}
     records = [
         *prompts(3),
-        {"id": "own", "weights": weights_of(ModelSource.of(model)), **answered},
+        {"id": "own", "weights": weights_of(model), **answered},
         {"id": "other", "weights": "another model", **answered},
         {"id": "plain", "prompt": "w4 w5"},
         {"id": "nothing"},
