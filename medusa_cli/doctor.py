@@ -27,7 +27,7 @@ from medusa_cli.drafters.mtp import Mtp, as_ported
 from medusa_cli.engine import Plan, load_backbone
 from medusa_cli.engine.packed import check_packed, packed_files
 from medusa_cli.errors import UserError, in_flags, of_system, shown
-from medusa_cli.files import fetch, mtp
+from medusa_cli.files import fetch, mtp_layer
 from medusa_cli.files.io import read_object
 from medusa_cli.files.model_source import ModelSource
 from medusa_cli.loading import LoadedModel, check_fit
@@ -358,7 +358,7 @@ def first_level(case: Case) -> Finding:
     text = f"first level below {FIRST_LEVEL:.0%}: {text}"
     if shares[best] < share + CLEARLY:
         text += "; no other reading of the checkpoint makes it better"
-        remedy = shlex.join(["medusa", "train", "--from", mtp.NAME, "--run", "tuned"])
+        remedy = shlex.join(["medusa", "train", "--from", mtp_layer.NAME, "--run", "tuned"])
         return Finding("warn", text, remedy, figures)
     text += f"; {shares[best]:.0%} with {best}"
     return Finding("fail", text, "tell us the model: its checkpoint is read otherwise", figures)

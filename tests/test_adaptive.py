@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from medusa_cli.decode import AdaptivePolicy, Sampling, Step
-from medusa_cli.decode.adaptive import (
+from medusa_cli.decode.adaptive_policy import (
     MAX_TRIAL_COST,
     TRIAL_STEPS,
     Growing,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from medusa_cli.decode import AdaptivePolicy, Decoder, Request
-from medusa_cli.decode.adaptive import RESUME_STEPS
+from medusa_cli.decode.adaptive_policy import RESUME_STEPS
 from medusa_cli.decode.decoder import CATCH_UP_TOKENS
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.engine import Plan

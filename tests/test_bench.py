@@ -19,14 +19,14 @@ from rich.text import Text
 
 from medusa_cli import console
 from medusa_cli.api import Medusa
+from medusa_cli.bench import bench as running
 from medusa_cli.bench import questions
-from medusa_cli.bench import run as running
 from medusa_cli.bench.answers import answer_all, first_difference
+from medusa_cli.bench.bench import save
 from medusa_cli.bench.methods import Method
 from medusa_cli.bench.peers import check_reader, server_method
 from medusa_cli.bench.questions import Question
 from medusa_cli.bench.report import gains_table, parts_table
-from medusa_cli.bench.run import save
 from medusa_cli.bench.stats import (
     Measurement,
     Result,

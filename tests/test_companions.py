@@ -35,7 +35,7 @@ from medusa_cli.export.folder import find_source
 from medusa_cli.export.importing import import_drafter, import_mtp
 from medusa_cli.export.speculators_format import export_speculators
 from medusa_cli.files.model_source import ModelSource
-from medusa_cli.files.mtp import own_drafter
+from medusa_cli.files.mtp_layer import own_drafter
 from medusa_cli.model import Backbone
 from medusa_cli.model.backbone import text_model
 from medusa_cli.runs.load_options import LoadOptions

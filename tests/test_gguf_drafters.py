@@ -14,7 +14,7 @@ from medusa_cli.drafters.mtp import checkpoint_tensors
 from medusa_cli.engine import load_backbone
 from medusa_cli.errors import UserError
 from medusa_cli.files.model_source import ModelSource
-from medusa_cli.files.mtp import own_drafter
+from medusa_cli.files.mtp_layer import own_drafter
 from medusa_cli.runs.load_options import LoadOptions
 from tests.helpers import (
     forward,

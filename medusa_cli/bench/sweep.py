@@ -13,7 +13,7 @@ import torch
 
 from medusa_cli import __version__
 from medusa_cli.bench.answers import Watch, unwatched
-from medusa_cli.bench.run import Bench, environment
+from medusa_cli.bench.bench import Bench, environment
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.files.fetch import sha256_of
 from medusa_cli.files.io import read_object, write_json

@@ -28,7 +28,7 @@ from medusa_cli.runs.run import RUNS, Run, called
 
 if TYPE_CHECKING:
     from medusa_cli.bench.answers import OnTokens
-    from medusa_cli.bench.run import Bench
+    from medusa_cli.bench.bench import Bench
     from medusa_cli.model import Backbone
 
 MAX_NEW_TOKENS = 256
@@ -115,9 +115,9 @@ def bench(
         remedy = "leave it out; `medusa report` draws the sweep"
         refuse({"--report": report, "--judge": judging.judge}, "has no effect with --sweep", remedy)
     from medusa_cli.bench import sweep as sweeps
+    from medusa_cli.bench.bench import Bench
     from medusa_cli.bench.methods import choose_files, split_names
     from medusa_cli.bench.peers import parse_peers
-    from medusa_cli.bench.run import Bench
     from medusa_cli.model.load import resolve_device
 
     if report:
@@ -171,8 +171,8 @@ def bench(
 
 def _measure(what: "Bench", folder: Path, judging: JudgeFlags, report: bool, json: bool) -> None:
     """Runs a bench, shows it and saves it, with the judge's grades and as a page if asked to."""
+    from medusa_cli.bench.bench import save
     from medusa_cli.bench.report import write_report
-    from medusa_cli.bench.run import save
 
     document = what.run(answer_bar)
     show(document)

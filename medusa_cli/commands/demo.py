@@ -236,8 +236,8 @@ def answer_by_others(
 
     Returns the measurements.
     """
+    from medusa_cli.bench.bench import Bench
     from medusa_cli.bench.questions import Question
-    from medusa_cli.bench.run import Bench
     from medusa_cli.bench.stats import Measurement
     from medusa_cli.decode import Sampling
 

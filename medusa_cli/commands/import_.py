@@ -7,7 +7,7 @@ import typer
 
 from medusa_cli import console, options
 from medusa_cli.errors import UsageError
-from medusa_cli.files import mtp
+from medusa_cli.files import mtp_layer
 from medusa_cli.files.model_source import ModelSource
 from medusa_cli.options import OutputFlags, flag, refuse
 from medusa_cli.runs.load_options import LoadOptions
@@ -39,7 +39,7 @@ def import_(
     Then calibrate the run. The other commands accept it as --run, like any run.
     """
     printing.configure()
-    own = place == mtp.NAME and not Path(place).exists()
+    own = place == mtp_layer.NAME and not Path(place).exists()
     if own and model is None:
         raise UsageError("mtp is in a model's checkpoint", "give its --model")
     if not own:

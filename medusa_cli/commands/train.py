@@ -11,7 +11,7 @@ import typer
 
 from medusa_cli import console, options
 from medusa_cli.errors import UsageError, UserError
-from medusa_cli.files import extras, mtp
+from medusa_cli.files import extras, mtp_layer
 from medusa_cli.files.model_files import check_model_files
 from medusa_cli.files.model_source import ModelSource
 from medusa_cli.options import LoadFlags, OutputFlags, flag, refuse
@@ -74,7 +74,7 @@ def train(
     from medusa_cli.runs.run import Run
 
     words = recipe or []
-    own = start == mtp.NAME and not (RUNS / mtp.NAME).is_dir()
+    own = start == mtp_layer.NAME and not (RUNS / mtp_layer.NAME).is_dir()
     origin = _origin(start) if start is not None and not own else None
     target = Run.open(run, create=data is not None or origin is not None or Run.inside(run))
     flags: dict[str, Any] = {
@@ -82,7 +82,7 @@ def train(
         "train.stage": stage,
         "train.schedule": schedule,
         "train.tuning": tuning,
-        "drafter.name": mtp.NAME if own else None,
+        "drafter.name": mtp_layer.NAME if own else None,
     }
     # A run resumed by its own recipe computes as that says: --dtype is then only the model's.
     if loading.dtype in ("bf16", "fp32") and not (resume and all("=" in word for word in words)):

@@ -1,7 +1,7 @@
 """Decoding: requests become sequences that a decoder advances step by step."""
 
 from medusa_cli.decode.accept import accept
-from medusa_cli.decode.adaptive import AdaptivePolicy
+from medusa_cli.decode.adaptive_policy import AdaptivePolicy
 from medusa_cli.decode.answer import Accepted, Answer, Likelihood, Piece, Stats, Step
 from medusa_cli.decode.decoder import Decoder
 from medusa_cli.decode.policy import DraftPolicy, policy_of

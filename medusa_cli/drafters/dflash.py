@@ -16,7 +16,7 @@ from medusa_cli.drafters.heads import HeadsConfig, check_ranges
 from medusa_cli.drafters.layers import Padding
 from medusa_cli.drafters.mtp import LayerParts, TransformersDrafter
 from medusa_cli.model import Backbone
-from medusa_cli.model.attention import cache_name
+from medusa_cli.model.grouped_attention import cache_name
 from medusa_cli.model.masks import additive
 from medusa_cli.tree import Draft, DynamicTree, Tree
 

@@ -24,7 +24,7 @@ from medusa_cli.files.io import convert, read_as, read_object, restore
 from medusa_cli.files.model_files import check_shards, fault_of, listed
 from medusa_cli.files.model_source import WEIGHTS, Shards
 from medusa_cli.files.paths import expanded
-from medusa_cli.files.weights import FLOATS, INTEGERS, read_weights
+from medusa_cli.files.safetensors_files import FLOATS, INTEGERS, read_weights
 from medusa_cli.runs.run import few_positions, verifier_of
 
 SUFFIXES = (".safetensors", ".pt", ".bin")
@@ -230,7 +230,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
             raise UserError(f"{path} {fault}", AGAIN)
         return read_weights(path, "the checkpoint", types=(*FLOATS, *INTEGERS, "I8", "BOOL"))
     try:
-        _check_unpacked(path)
+        _check_uncompressed(path)
         tensors = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as reason:
         raise UserError(
@@ -266,7 +266,7 @@ def _is_named_tensor(entry: tuple[Any, Any]) -> bool:
     return isinstance(name, str) and isinstance(tensor, Tensor)
 
 
-def _check_unpacked(path: Path) -> None:
+def _check_uncompressed(path: Path) -> None:
     """Raises UserError for a compressed torch file.
 
     torch does not compress its files, and a compressed file may expand without limit.

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from medusa_cli.errors import UserError
 from medusa_cli.files.io import nested
-from medusa_cli.files.mtp import LEVELS
+from medusa_cli.files.mtp_layer import LEVELS
 
 TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 CLUSTERS = "masked_embedding."

@@ -15,7 +15,7 @@ from medusa_cli.drafters.kinds import DRAFTERS, REMEDY, Uninitialized, weight_sh
 from medusa_cli.engine.packed_drafter import PackedDrafter
 from medusa_cli.errors import UserError, shown
 from medusa_cli.files.io import convert, read_object, write_json
-from medusa_cli.files.weights import SCALE, read_weights, to_int8
+from medusa_cli.files.safetensors_files import SCALE, read_weights, to_int8
 from medusa_cli.model import Backbone
 from medusa_cli.runs.run import DRAFTER_CONFIG, check_backbone, describe_drafter, same
 

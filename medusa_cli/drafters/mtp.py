@@ -24,11 +24,11 @@ from medusa_cli.errors import UserError, first_line, shown
 from medusa_cli.files.gguf_names import GgufNames
 from medusa_cli.files.io import convert
 from medusa_cli.files.model_source import ModelSource
-from medusa_cli.files.mtp import NAME, Layout, mtp_settings, need_layout
-from medusa_cli.files.weights import opened
+from medusa_cli.files.mtp_layer import NAME, Layout, mtp_settings, need_layout
+from medusa_cli.files.safetensors_files import opened
 from medusa_cli.model import Backbone
-from medusa_cli.model.attention import cache_name
 from medusa_cli.model.backbone import text_model
+from medusa_cli.model.grouped_attention import cache_name
 from medusa_cli.model.masks import additive
 from medusa_cli.model.weights import GgufWeights
 

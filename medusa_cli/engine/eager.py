@@ -16,7 +16,6 @@ from medusa_cli.engine.state_cache import SNAPSHOTS
 from medusa_cli.engine.view import View, following
 from medusa_cli.errors import first_line
 from medusa_cli.files.model_files import unverifiable
-from medusa_cli.model.attention import NAME, cache_name
 from medusa_cli.model.backbone import (
     Backbone,
     by_layer,
@@ -26,6 +25,7 @@ from medusa_cli.model.backbone import (
     tapped,
 )
 from medusa_cli.model.checks import FAULTS, PROBE, difference, probe_tokens
+from medusa_cli.model.grouped_attention import NAME, cache_name
 
 # The most bytes for the states after each node of one sequence's tree; larger trees are cut.
 NODE_STATES = 1 << 29

@@ -11,9 +11,9 @@ from transformers.cache_utils import DynamicCache
 
 from medusa_cli.device import upload
 from medusa_cli.errors import UserError, first_line
-from medusa_cli.model.attention import Attend, cache_name
 from medusa_cli.model.backbone import Backbone, Layers, Unsupported, padded_pass
 from medusa_cli.model.checks import FAULTS, PROBE, difference, probe_tokens
+from medusa_cli.model.grouped_attention import Attend, cache_name
 
 # Positions whose extra rows attend together; with more of them, more columns would be masked.
 CHUNK = 32

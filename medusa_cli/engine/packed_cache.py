@@ -25,7 +25,7 @@ CODE = (
 # The code that reads a drafter's weights, too, and decides which matrices its parts have, and in which order.
 DRAFTER_CODE = (
     *CODE,
-    *("drafters/*.py", "files/weights.py", "engine/linear.py", "engine/native_layer.py"),
+    *("drafters/*.py", "files/safetensors_files.py", "engine/linear.py", "engine/native_layer.py"),
 )
 # The packages that read and convert weights, too.
 PACKAGES = ("transformers", "safetensors", "gguf")

@@ -37,7 +37,7 @@ from medusa_cli.drafters.eagle import Eagle
 from medusa_cli.drafters.heads import HeadDrafter
 from medusa_cli.drafters.hydra import HydraHeads
 from medusa_cli.drafters.medusa import MedusaHeads
-from medusa_cli.model.attention import cache_name
+from medusa_cli.model.grouped_attention import cache_name
 from medusa_cli.model.masks import Masks
 from medusa_cli.tree.tree import Draft, Tree
 

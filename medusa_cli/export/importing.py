@@ -17,7 +17,7 @@ from medusa_cli.engine import load_backbone
 from medusa_cli.errors import UsageError, UserError
 from medusa_cli.files.io import convert, replacing_folder, write_json
 from medusa_cli.files.model_source import ModelSource
-from medusa_cli.files.mtp import NAME, mtp_settings
+from medusa_cli.files.mtp_layer import NAME, mtp_settings
 from medusa_cli.files.paths import expanded
 from medusa_cli.model.backbone import identity_of
 from medusa_cli.model.load import read_config

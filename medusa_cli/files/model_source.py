@@ -18,7 +18,7 @@ from medusa_cli.files.gguf_header import Header, file_names, is_gguf, read_heade
 from medusa_cli.files.hub import check_hub, hub_gguf, kept_gguf, names_gguf
 from medusa_cli.files.io import convert, read_as, read_object, restore
 from medusa_cli.files.paths import expanded, home, temporary_home
-from medusa_cli.files.weights import opened
+from medusa_cli.files.safetensors_files import opened
 
 RANDOM = "random:"  # precedes the name of a shape, for a model with random weights
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
@@ -114,7 +114,7 @@ class ModelSource:
                 f"give a folder, a GGUF file or a hub id, or the name {DEFAULT_MODEL!r}",
             )
         if self.gguf is not None:
-            return str(self._unpacked(self.gguf))
+            return str(self._extracted(self.gguf))
         path = expanded(name)
         if path.is_dir():
             if not (path / "config.json").is_file():
@@ -133,7 +133,7 @@ class ModelSource:
         check_hub(name)
         return name
 
-    def _unpacked(self, path: Path) -> Path:
+    def _extracted(self, path: Path) -> Path:
         """Returns the folder with the config and tokenizer of a GGUF file; each version of the reader writes it once.
 
         If the cache cannot be written, the folder is a temporary one of this process.

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from medusa_cli.errors import UserError
 from medusa_cli.files.model_files import STATE_UPDATES
 from medusa_cli.files.model_source import lasting_name
-from medusa_cli.model.attention import NAME, register
 from medusa_cli.model.chat_template import chat_prompt, token_ids
+from medusa_cli.model.grouped_attention import NAME, register
 from medusa_cli.model.masks import Masks
 from medusa_cli.model.vocabulary import Vocabulary
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from medusa_cli.files.model_source import ModelSource
-from medusa_cli.files.weights import opened
+from medusa_cli.files.safetensors_files import opened
 from medusa_cli.model.weights import gguf_slices
 
 # A tensor's sample has this many windows of this many numbers, from its beginning to its end.

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from medusa_cli.errors import UserError, first_line, shown
 from medusa_cli.files.io import AGAIN, convert, read_object, replacing_folder
 from medusa_cli.files.model_files import OTHER_WEIGHTS, listed
-from medusa_cli.files.weights import read_weights
+from medusa_cli.files.safetensors_files import read_weights
 from medusa_cli.model.backbone import text_model, untie_head
 
 WEIGHTS = "adapter_model.safetensors"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from medusa_cli.errors import UsageError, UserError
-from medusa_cli.files import mtp
+from medusa_cli.files import mtp_layer
 from medusa_cli.files.catalogue import DEFAULT_MODEL
 from medusa_cli.files.hub import hub_folder
 from medusa_cli.files.io import read_as, read_object, restore
@@ -191,7 +191,7 @@ def choose(
             return plain
         raise _no_drafter(plain)
 
-    folder = named.folder or mtp.own_drafter(source)
+    folder = named.folder or mtp_layer.own_drafter(source)
     if default is not None and folder.resolve() == default.drafter_dir.resolve():
         return _with_drafter(plain, folder, default, asked)
     # The adapter of a run with its own drafter and the tree that ships do not fit another drafter.
@@ -270,8 +270,8 @@ def _no_drafter(plain: Choice) -> NoDrafter:
         check_model_files(model)
     name = shlex.quote(model.name)
     remedy = f"`medusa tune {name}` trains one; @lookup drafts without one"
-    if mtp.layout_of(model) is not None:
-        remedy = f"its own checkpoint holds an MTP layer: give @drafter {mtp.NAME}"
+    if mtp_layer.layout_of(model) is not None:
+        remedy = f"its own checkpoint holds an MTP layer: give @drafter {mtp_layer.NAME}"
     elif related := shipped_by_shape(model):
         remedy = f"@drafter {related[0].name} has its shape, and `medusa tune {name}` trains that further"
     reason = NoDrafter(f"no drafter ships for the model {model.name!r}", remedy)
@@ -303,12 +303,12 @@ def named_drafter(name: str | None, model: ModelSource) -> Path | None:
     """Returns the folder of the drafter that a name refers to for a model; None if no name is given."""
     if name is None:
         return None
-    return mtp.own_drafter(model) if means_mtp(name) else find_drafter(name)[0]
+    return mtp_layer.own_drafter(model) if means_mtp(name) else find_drafter(name)[0]
 
 
 def means_mtp(name: str) -> bool:
     """Returns True if a drafter's name is "mtp", and neither a folder nor a run has that name."""
-    return name == mtp.NAME and not Path(name).is_dir() and not (RUNS / name).is_dir()
+    return name == mtp_layer.NAME and not Path(name).is_dir() and not (RUNS / name).is_dir()
 
 
 def find_drafter(name: str) -> tuple[Path, Run | None]:

@@ -9,14 +9,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from medusa_cli.bench.bench import Bench
 from medusa_cli.bench.questions import Question
-from medusa_cli.bench.run import Bench
 from medusa_cli.decode import Sampling
 from medusa_cli.decode.step_times import step_times_for
 from medusa_cli.drafters import load_drafter
 from medusa_cli.engine import load_backbone
 from medusa_cli.errors import UserError
-from medusa_cli.files import mtp
+from medusa_cli.files import mtp_layer
 from medusa_cli.files.io import Document
 from medusa_cli.files.model_source import ModelSource
 from medusa_cli.model import Backbone
@@ -55,8 +55,8 @@ def ready_drafters(model: ModelSource) -> dict[str, Choice]:
     drafters: dict[str, Choice] = {}
     if related := shipped_by_shape(model):
         drafters["start"] = choose(model, None, f"{related[0].path}/", None)
-    if mtp.layout_of(model) is not None:
-        drafters["mtp"] = choose(model, None, mtp.NAME, None)
+    if mtp_layer.layout_of(model) is not None:
+        drafters["mtp"] = choose(model, None, mtp_layer.NAME, None)
     return drafters
 
 

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from medusa_cli.bench.bench import save
 from medusa_cli.bench.questions import Question
-from medusa_cli.bench.run import save
 from medusa_cli.data.conversation import Conversation
 from medusa_cli.data.packing import positions_of
 from medusa_cli.decode.step_times import step_times_for
