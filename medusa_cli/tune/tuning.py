@@ -72,7 +72,7 @@ log = logging.getLogger(__name__)
 class State:
     """Holds what a tuning was asked for, the seconds it used, and the result of each part that has ended.
 
-    promised: the speedup that was expected. distilled: the answer tokens. words: the recipe of the
+    promised: the speedup that was expected. drafter: the kind that is trained. distilled: the answer tokens. words: the recipe of the
     training that has begun. tree_nodes: the size of the saved tree, 0 if there is none. after: the
     bench of the last comparison. chosen: its fastest method.
     """
@@ -83,6 +83,7 @@ class State:
     used_s: float = 0.0
     measured: Measured | None = None
     promised: float | None = None
+    drafter: str = "hydra"
     distilled: int | None = None
     words: list[str] | None = None
     trained: Document | None = None
@@ -220,7 +221,7 @@ class Tuning:
         self.time_s = min(self.time_s, planned.time_s)
         if self.state.promised is None:
             self._say(planned)
-            self._note(promised=planned.expected)
+            self._note(promised=planned.expected, drafter=planned.drafter)
         # Without accepted drafts, a difference is noise.
         is_real = measured.lengths[best] > ACCEPTS
         if not is_real or measured.speedups[best] < (self.state.promised or 1.0):
@@ -294,7 +295,7 @@ class Tuning:
     def _distill(self, seeds: Sequence[Conversation], source: str) -> None:
         """Distills until the rest of the time is needed to train on the answers."""
         measured = self.measured
-        drafter = plan(self.time_s, self.used_s, measured).drafter
+        drafter = self.state.drafter
         words = [
             *self._words(drafter, self._start),
             f"distill.seed={source}",
@@ -393,9 +394,8 @@ class Tuning:
         batch = GPU_BATCH if self._on_gpu else BATCH
         steps = max(2, positions // batch)
         a_minute = max(1, round(SAY_S / (batch * measured.position_s)))
-        drafter = plan(self.time_s, 0.0, measured, tokens).drafter
         return [
-            *self._words(drafter, self._start),
+            *self._words(self.state.drafter, self._start),
             f"train.max_tokens={positions}",
             f"train.epochs={1 + 2 * positions // tokens}",
             f"train.validation_every={max(1, steps // VALIDATIONS)}",
