@@ -72,9 +72,9 @@ log = logging.getLogger(__name__)
 class State:
     """Holds what a tuning was asked for, the seconds it used, and the result of each part that has ended.
 
-    promised: the speedup that was expected. drafter: the kind that is trained. distilled: the answer tokens. words: the recipe of the
-    training that has begun. tree_nodes: the size of the saved tree, 0 if there is none. after: the
-    bench of the last comparison. chosen: its fastest method.
+    promised: the speedup that was expected. drafter: the kind that is trained. distilled: the answer
+    tokens. words: the recipe of the training that has begun. tree_nodes: the size of the saved tree,
+    0 if there is none. after: the bench of the last comparison. chosen: its fastest method.
     """
 
     model: str
