@@ -1,6 +1,7 @@
 """Reads and writes drafter folders."""
 
 import logging
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,12 @@ def load_drafter(folder: Path, backbone: Backbone) -> HeadDrafter:
     return drafter
 
 
+@cache
+def _warn_once(text: str) -> None:
+    """Logs a warning, unless this process has already logged it."""
+    log.warning(text)
+
+
 def _load_own(folder: Path, backbone: Backbone) -> HeadDrafter:
     """Loads a drafter that `medusa train` or `medusa import` wrote; raises what `load_drafter` raises."""
     kind = drafter_kind(folder)
@@ -77,7 +84,7 @@ def _load_own(folder: Path, backbone: Backbone) -> HeadDrafter:
             fault = f"the drafter in {folder} was trained with adapter {adapter}, the model was loaded with {loaded}"
             raise UserError(fault, "give the @run that holds drafter and adapter together")
         if adapter != backbone.adapter or not same(identity, backbone.identity, "weights"):
-            log.warning(
+            _warn_once(
                 f"the drafter in {folder} was trained on other weights than those of {backbone.id}, which accepts "
                 "fewer of its drafts; `medusa distill` and `medusa train --from` adapt it"
             )

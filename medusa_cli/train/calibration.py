@@ -75,12 +75,9 @@ def calibrate(
     if max_samples is None and data is None and kind.uses_verify_pass:
         max_samples = WHOLE
     part = "" if data else "the held-out part of "
-    limit = (
-        f"at most {max_samples:,} conversations"
-        if max_samples
-        else "@data takes others, @max_samples N fewer"
-    )
-    log.info(f"calibrating {folder} on {part}{source}, top {top} guesses a head; {limit}")
+    hint = "" if data else "; @data takes others, @max_samples N fewer"
+    limit = f"; at most {max_samples:,} conversations" if max_samples else hint
+    log.info(f"calibrating {folder} on {part}{source}, top {top} guesses a head{limit}")
 
     check_conversations(source)
     own = folder.resolve() == run.drafter_dir.resolve()
