@@ -62,6 +62,10 @@ def is_out_of_memory(reason: BaseException) -> bool:
     return bool(names & {"MemoryError", "OutOfMemoryError"}) or "DefaultCPUAllocator" in str(reason)
 
 
+# What to do where a model cannot run the extra rows of FIRP.
+OTHER_THAN_FIRP = "use a drafter other than firp, such as drafter=hydra"
+
+
 class UserError(Exception):
     """An error that the user can fix, printed on one line without a traceback; exit code 1."""
 

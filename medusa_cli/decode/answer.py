@@ -295,9 +295,3 @@ def truncated(step: Step, count: int) -> Step:
     # A prefill step also has the log probabilities of the prompt.
     kept = step.likelihoods[: len(step.likelihoods) - cut]
     return replace(step, tokens=step.tokens[:count], likelihoods=kept)
-
-
-def partial_stop(text: str, stop: str) -> int:
-    """Returns the number of characters at the end of a text that may begin a stop string."""
-    longest = min(len(text), len(stop) - 1)
-    return next((n for n in range(longest, 0, -1) if stop.startswith(text[-n:])), 0)

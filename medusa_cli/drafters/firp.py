@@ -18,7 +18,7 @@ from medusa_cli.drafters.heads import HeadDrafter, HeadsConfig
 from medusa_cli.drafters.layers import identity_
 from medusa_cli.engine import Plan
 from medusa_cli.engine.extra_rows import ExtraRows, extra_row_states
-from medusa_cli.errors import UsageError, UserError
+from medusa_cli.errors import OTHER_THAN_FIRP, UsageError, UserError
 from medusa_cli.model import Backbone
 from medusa_cli.model.backbone import quantization_of
 from medusa_cli.model.checks import PROBE, difference
@@ -154,5 +154,5 @@ def check_extra_rows(backbone: Backbone) -> None:
     if error > tolerance and not quantization_of(backbone.model.config):
         raise UserError(
             f"the layers of the model {backbone.id!r} cannot be run one by one: its logits then differ by {error:.2g}",
-            "use a drafter other than firp, such as drafter=hydra",
+            OTHER_THAN_FIRP,
         )

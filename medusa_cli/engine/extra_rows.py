@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from transformers.cache_utils import DynamicCache
 
 from medusa_cli.device import upload
-from medusa_cli.errors import UserError, first_line
+from medusa_cli.errors import OTHER_THAN_FIRP, UserError, first_line
 from medusa_cli.model.backbone import Backbone, Layers, Unsupported, padded_pass
 from medusa_cli.model.checks import FAULTS, PROBE, difference, probe_tokens
 from medusa_cli.model.grouped_attention import Attend, cache_name
@@ -172,7 +172,7 @@ def layers_one_by_one(backbone: Backbone) -> Layers:
         except (Unsupported, *FAULTS) as reason:
             raise UserError(
                 f"the layers of the model {backbone.id!r} cannot be run one by one: {first_line(reason)}",
-                "use a drafter other than firp, such as drafter=hydra",
+                OTHER_THAN_FIRP,
             ) from reason
         _ONE_BY_ONE[backbone] = parts
     return _ONE_BY_ONE[backbone]

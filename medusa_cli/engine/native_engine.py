@@ -23,7 +23,7 @@ from medusa_cli.engine.native_model import NativeModel
 from medusa_cli.engine.plan import Output, Plan
 from medusa_cli.engine.shapes import padded
 from medusa_cli.engine.state_cache import SNAPSHOTS
-from medusa_cli.errors import UserError
+from medusa_cli.errors import OTHER_THAN_FIRP, UserError
 from medusa_cli.model.backbone import Backbone
 from medusa_cli.native import Format, instruction_set, library
 from medusa_cli.native.library import MIXERS, TILE, UNIT, Step, check, require
@@ -162,7 +162,7 @@ class NativeEngine(Engine):
             fault = (
                 "the layers of this model that keep a running state cannot be run with extra rows"
             )
-            raise UserError(fault, "use a drafter other than firp, such as drafter=hydra")
+            raise UserError(fault, OTHER_THAN_FIRP)
 
     def _states(
         self,
@@ -188,7 +188,7 @@ class NativeEngine(Engine):
         inputs = self._inputs(plan.tokens)
         if inputs is not None and extra_rows is not None:
             fault = "the layers of this model read each token's embedding, which the extra rows of firp lack"
-            raise UserError(fault, "use a drafter other than firp, such as drafter=hydra")
+            raise UserError(fault, OTHER_THAN_FIRP)
         last = self.sizes["layers"]
         entries = extra_rows.rows.layers if extra_rows is not None else ()
         cuts = sorted({0, last, *entries})

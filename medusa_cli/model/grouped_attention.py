@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from medusa_cli.errors import UserError
+from medusa_cli.errors import OTHER_THAN_FIRP, UserError
 from medusa_cli.model.masks import additive
 
 NAME = "medusa_grouped"
@@ -42,7 +42,7 @@ def grouped_attention(
     if callable(attention_mask) and not isinstance(attention_mask, Tensor):
         if special:
             fault = "extra rows do not know the soft caps or sinks of this model's attention"
-            raise UserError(fault, "use a drafter other than firp, such as drafter=hydra")
+            raise UserError(fault, OTHER_THAN_FIRP)
         return attention_mask(query, key, value, scaling), None
     if special:
         return _attend_by_scores(query, key, value, attention_mask, scaling, softcap, sinks), None

@@ -6,8 +6,6 @@ import secrets
 from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
-from medusa_cli.decode.answer import partial_stop
-
 # These are tokens in some vocabularies, and plain text in others.
 BEGIN = ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>")
 END = "</tool_call>"
@@ -91,7 +89,7 @@ class _TextReader:
             end = len(self._text)
         else:
             rest = self._text[self._at :]
-            end = len(self._text) - max(partial_stop(rest, marker) for marker in BEGIN)
+            end = len(self._text) - max(_begun(rest, marker) for marker in BEGIN)
         before = self._text[self._at : end]
         # White space around calls is not content.
         if before.strip() or (self.content and not self.calls):
@@ -309,3 +307,9 @@ class CallReader:
                 parts.append({"index": index, "function": more})
             self._arguments = len(arguments)
         return {**delta, "tool_calls": parts} if parts else delta
+
+
+def _begun(text: str, marker: str) -> int:
+    """Returns the number of characters at the end of a text that may begin a marker."""
+    longest = min(len(text), len(marker) - 1)
+    return next((n for n in range(longest, 0, -1) if marker.startswith(text[-n:])), 0)
