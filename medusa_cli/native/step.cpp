@@ -55,8 +55,8 @@ void write_kv(Pool& pool, const Model& m, const Layer& layer, const List<Span>& 
   const float* query_norm = m.whole_norms ? nullptr : layer.query_norm;
   const float* key_norm = m.whole_norms ? nullptr : layer.key_norm;
   // Scores with a soft cap or beside sinks may not all grow by the same.
-  const bool biased = has_keys && layer.key.bias && layer.table >= 0 && !layer.key_norm && m.cap == 0.0f &&
-                      m.clip == 0.0f && !layer.sinks;
+  const bool biased = m.positions > 1 && has_keys && layer.key.bias && layer.table >= 0 && !layer.key_norm &&
+                      m.cap == 0.0f && m.clip == 0.0f && !layer.sinks;
   each_row(pool, rows_of(spans), widths.all, [&](int64_t r) {
     float* row = qkv + r * widths.all;
     const Span& span = span_of(spans, r);
