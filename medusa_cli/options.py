@@ -227,8 +227,14 @@ class DraftFlags:
     def choose(self, need_drafter: bool = True) -> Choice:
         """Returns the files that belong together; raises UserError if one is missing or the model is not supported."""
         model = None if self.model is None else ModelSource.of(self.model)
-        files = model, self.run, self.drafter, self.tree
-        choice = choose(*files, need_drafter=need_drafter, lookup=self.lookup)
+        choice = choose(
+            model,
+            self.run,
+            self.drafter,
+            self.tree,
+            need_drafter=need_drafter,
+            lookup=self.lookup,
+        )
         check_model_files(choice.source)
         return choice
 
@@ -373,8 +379,12 @@ class QuestionFlags:
     ] = None
 
     def __post_init__(self) -> None:
-        sets = {"--mt-bench": self.mt_bench, "--coding": self.coding, "--agent": self.agent}
-        sets["--questions"] = self.questions is not None
+        sets = {
+            "--mt-bench": self.mt_bench,
+            "--coding": self.coding,
+            "--agent": self.agent,
+            "--questions": self.questions is not None,
+        }
         given = [name for name, value in sets.items() if value]
         if len(given) > 1:
             raise UsageError(f"{given[0]} and {given[1]} exclude each other", "give one of them")
@@ -423,8 +433,13 @@ def spread_out(command: Callable[..., None]) -> Callable[..., None]:
             continue
         kinds = get_type_hints(hints[name], include_extras=True)
         for field in fields(hints[name]):
-            own = {"default": field.default, "annotation": kinds[field.name]}
-            parameters.append(Parameter(field.name, Parameter.KEYWORD_ONLY, **own))
+            keyword = Parameter(
+                field.name,
+                Parameter.KEYWORD_ONLY,
+                default=field.default,
+                annotation=kinds[field.name],
+            )
+            parameters.append(keyword)
 
     def run(**values: Any) -> None:
         for name, kind in groups.items():

@@ -205,6 +205,10 @@ def likelihood(backbone: Backbone, results: Sequence[Result]) -> dict[str, dict[
                 same += token.token == token.top[0][0]
             count += len(answer)
         mean = nll / max(count, 1)
-        figures = {"nll": mean, "perplexity": math.exp(mean), "agreement": same / max(count, 1)}
-        quality[name] = {**figures, "tokens": count}
+        quality[name] = {
+            "nll": mean,
+            "perplexity": math.exp(mean),
+            "agreement": same / max(count, 1),
+            "tokens": count,
+        }
     return quality

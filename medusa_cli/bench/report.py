@@ -113,9 +113,16 @@ def chart(title: str, draw: Callable[[Any], object], height: float = 3.4) -> dic
 
     # Users choose the names, and dollar signs in them must not be parsed as math. The same bench
     # gives the same page, so ids are not random.
-    style = {"svg.hashsalt": "medusa", "svg.fonttype": "none", "text.parse_math": False}
-    style |= {"axes.spines.top": False, "axes.spines.right": False}
-    style |= {"axes.grid": True, "axes.axisbelow": True, "grid.alpha": 0.3}
+    style = {
+        "svg.hashsalt": "medusa",
+        "svg.fonttype": "none",
+        "text.parse_math": False,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.grid": True,
+        "axes.axisbelow": True,
+        "grid.alpha": 0.3,
+    }
     with matplotlib.rc_context(style):
         figure = Figure(figsize=(5.2, height), layout="constrained")
         axes = figure.subplots()
@@ -123,8 +130,14 @@ def chart(title: str, draw: Callable[[Any], object], height: float = 3.4) -> dic
         draw(axes)
         handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
         if len(handles) > 1:
-            place: Any = {"loc": "outside lower center", "ncols": min(3, len(handles))}
-            figure.legend(handles.values(), handles.keys(), fontsize=9, frameon=False, **place)
+            figure.legend(
+                handles.values(),
+                handles.keys(),
+                loc="outside lower center",
+                ncols=min(3, len(handles)),
+                fontsize=9,
+                frameon=False,
+            )
         stream = io.BytesIO()
         nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
         figure.savefig(stream, format="svg", metadata=nothing)

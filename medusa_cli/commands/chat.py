@@ -74,8 +74,12 @@ class ConversationFlags:
         if self.baseline:
             refuse({"--show-accepted": self.show_accepted}, "has no effect with --baseline")
         if self.raw:
-            others = {"--chat-template": self.chat_template, "--continue": self.kept_in}
-            refuse({"--system": self.system is not None, **others}, "has no effect with --raw")
+            given = {
+                "--system": self.system is not None,
+                "--chat-template": self.chat_template,
+                "--continue": self.kept_in,
+            }
+            refuse(given, "has no effect with --raw")
 
     def messages(self) -> list[Any]:
         """Returns the messages in the file of --continue, none if it is missing; raises UserError for other files."""

@@ -55,8 +55,12 @@ def compare(
                 result = evaluate(run, data, loading, max_samples)
                 # No parts: the model is frozen.
                 cost = model_cost(result.parts) if result.parts else {}
-                row |= {"accuracies": result.accuracies, "measured": result.positions}
-                row |= {"data": str(data), **cost}
+                row |= {
+                    "accuracies": result.accuracies,
+                    "measured": result.positions,
+                    "data": str(data),
+                    **cost,
+                }
                 advance(1)
     elif len({row["data"] for row in rows}) > 1:
         text = "these runs were not trained on the same data: their held-out conversations differ"

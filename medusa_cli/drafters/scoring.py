@@ -19,6 +19,8 @@ from medusa_cli.model import Backbone
 if TYPE_CHECKING:
     from typing import Self
 
+    from medusa_cli.engine.packed_drafter import PackedDrafter
+
 # Rows of the lm_head that are packed at a time, since all of them in fp32 take much memory.
 ROWS_AT_ONCE = 1024
 
@@ -40,8 +42,8 @@ class Scoring(Drafter):
     matrices: nn.ParameterList  # one per head, one for all, or none if the lm_head scores
     conditional: TokenBias | None
     draft_ids: Tensor  # [M], token ids of the scores
-    # Keeps the packed copies of weights that are those of a folder's files; a PackedDrafter.
-    kept: Any
+    # Keeps the packed copies of weights that are those of a folder's files.
+    kept: PackedDrafter | None
     # Weight and bias of the lm_head for a draft vocabulary, for heads without matrices.
     _lm_head_rows: tuple[Tensor, Tensor | None] | None
 

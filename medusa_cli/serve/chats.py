@@ -52,9 +52,12 @@ class Tool(Strict):
     @property
     def plain(self) -> dict[str, Any]:
         """Returns the tool in the form that chat templates expect."""
-        parameters = self.function.parameters or {"type": "object", "properties": {}}
-        function = {"name": self.function.name, "description": self.function.description}
-        return {"type": "function", "function": {**function, "parameters": parameters}}
+        function = {
+            "name": self.function.name,
+            "description": self.function.description,
+            "parameters": self.function.parameters or {"type": "object", "properties": {}},
+        }
+        return {"type": "function", "function": function}
 
 
 class CalledFunction(Strict):
@@ -188,8 +191,9 @@ class Message(Strict):
         if self.function_call is not None:
             calls.append(("", self.function_call.plain))
         if calls:
-            call = {"type": "function"}
-            message["tool_calls"] = [{"id": id, **call, "function": own} for id, own in calls]
+            message["tool_calls"] = [
+                {"id": id, "type": "function", "function": function} for id, function in calls
+            ]
         return message
 
 

@@ -97,8 +97,11 @@ class Handler:
 
     def slots(self) -> list[dict[str, Any]]:
         """Returns each slot's state in llama.cpp's format, without any text."""
-        idle: dict[str, Any] = {"n_ctx": self.preparation.context, "is_processing": False}
-        idle["speculative"] = self._scheduler.speculative
+        idle: dict[str, Any] = {
+            "n_ctx": self.preparation.context,
+            "is_processing": False,
+            "speculative": self._scheduler.speculative,
+        }
         slots = [{"id": number, **idle} for number in range(self._limits.slots)]
         for slot, ticket in zip(slots, self._scheduler.running(), strict=False):
             left = ticket.request.max_new_tokens - ticket.answer.stats.tokens
@@ -200,8 +203,12 @@ class Handler:
         texts = None
         if body.return_token_strs:
             texts = await run_in_threadpool(tokenizer.convert_ids_to_tokens, tokens)
-        sizes = {"count": len(tokens), "max_model_len": self.preparation.context}
-        return {**sizes, "tokens": tokens, "token_strs": texts}
+        return {
+            "count": len(tokens),
+            "max_model_len": self.preparation.context,
+            "tokens": tokens,
+            "token_strs": texts,
+        }
 
     async def detokenize(self, body: DetokenizeRequest) -> dict[str, str]:
         """Returns the text of token ids, special tokens included, as vLLM and llama.cpp name it; raises Refusal."""

@@ -138,8 +138,12 @@ class InputTool(Strict):
 
     @property
     def function(self) -> dict[str, Any]:
-        own = {"name": self.name, "description": self.description}
-        return {**own, "parameters": self.input_schema}
+        """Returns the tool in the form of OpenAI's API."""
+        return {
+            "name": self.name,
+            "description": self.description,
+            "parameters": self.input_schema,
+        }
 
 
 class Choice(Strict):

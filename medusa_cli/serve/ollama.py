@@ -133,8 +133,12 @@ class OllamaGenerate(OllamaRequest):
         """Returns the equivalent chat; for a raw prompt, or one with a suffix, the completion."""
         if self.raw or self.suffix:
             limit = -1 if self._limit is None else self._limit
-            texts: dict[str, Any] = {"prompt": self.prompt or " ", "suffix": self.suffix}
-            return CompletionRequest(**self._shared(), **texts, max_tokens=limit)
+            given: dict[str, Any] = {
+                "prompt": self.prompt or " ",
+                "suffix": self.suffix,
+                "max_tokens": limit,
+            }
+            return CompletionRequest(**self._shared(), **given)
         system = [{"role": "system", "content": self.system}] if self.system else []
         return self._chat([*system, {"role": "user", "content": self.prompt}])
 
@@ -183,8 +187,10 @@ class OllamaFormat(AnswerFormat):
         part: dict[str, Any] = {"model": self._model, "created_at": _now()}
         message: dict[str, Any] = {"role": "assistant", "content": text}
         if last and calls:
-            given = [{"name": name, "arguments": json.loads(own)} for name, own in calls]
-            message["tool_calls"] = [{"function": function} for function in given]
+            message["tool_calls"] = [
+                {"function": {"name": name, "arguments": json.loads(arguments)}}
+                for name, arguments in calls
+            ]
         part |= {"message": message} if self._is_chat else {"response": text}
         return {**part, "done": last, **(self._figures() if last else {})}
 

@@ -132,8 +132,10 @@ class OpenAIFormat:
                 if calls.count and not message["content"]:
                     message["content"] = None
             content = {"message": message} if self._chat else {"text": text}
-            parts = answer.likelihoods, answer.finish_reason, answer.tokens
-            choices.append(self._choice(index, content, *parts))
+            choice = self._choice(
+                index, content, answer.likelihoods, answer.finish_reason, answer.tokens
+            )
+            choices.append(choice)
         more: dict[str, Any] = {}
         for index, choice in enumerate(choices):
             more |= self._prompt_ids(choice, index)

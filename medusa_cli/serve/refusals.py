@@ -96,9 +96,15 @@ class Refusal(Exception):
         field = str(self.param).partition(".")[0]
         if field not in fields:
             return self
-        given = {name: value for name, value in vars(self).items() if name != "status"}
-        given["param"] = fields[field]
-        return Refusal(self.status, str(self).replace(str(self.param), fields[field]), **given)
+        param = fields[field]
+        message = str(self).replace(str(self.param), param)
+        given: dict[str, Any] = {
+            "code": self.code,
+            "retry_s": self.retry_s,
+            "kind": self.kind,
+            "more": self.more,
+        }
+        return Refusal(self.status, message, param=param, **given)
 
     @property
     def body(self) -> dict[str, Any]:

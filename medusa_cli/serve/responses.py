@@ -241,8 +241,9 @@ class ResponsesRequest(Sampling, TemplateOptions):
             if isinstance(item, MessageItem):
                 messages.append({"role": item.role, "content": text_of(item.content)})
             elif isinstance(item, CallOutputItem):
-                result = {"tool_call_id": item.call_id, "content": text_of(item.output)}
-                messages.append({"role": "tool", **result})
+                messages.append(
+                    {"role": "tool", "tool_call_id": item.call_id, "content": text_of(item.output)}
+                )
             else:
                 function = {"name": item.name, "arguments": item.arguments}
                 call = {"id": item.call_id, "function": function}
@@ -318,8 +319,13 @@ class ResponsesFormat(AnswerFormat):
                 events.append(self._event(name, **self._place(), delta=part))
             else:
                 name = part["function"]["name"]
-                call = {"id": _new_id("fc"), "type": "function_call", "call_id": part["id"]}
-                call |= {"name": name, **self._namespaces.get(name, {})}
+                call = {
+                    "id": _new_id("fc"),
+                    "type": "function_call",
+                    "call_id": part["id"],
+                    "name": name,
+                    **self._namespaces.get(name, {}),
+                }
                 events += self._begin({**call, "arguments": ""})
         return events + (self._end(last) if last else [])
 
@@ -346,8 +352,12 @@ class ResponsesFormat(AnswerFormat):
         events = self._end()
         self._items.append({**item, "status": "in_progress"})
         self._open = True
-        place = {"output_index": len(self._items) - 1, "item": dict(self._items[-1])}
-        return [*events, self._event("response.output_item.added", **place)]
+        added = self._event(
+            "response.output_item.added",
+            output_index=len(self._items) - 1,
+            item=dict(self._items[-1]),
+        )
+        return [*events, added]
 
     def _end(self, last: bool = False) -> list[str]:
         """Ends the open item, if any; returns the events. last: the answer ends, perhaps within the item."""
@@ -370,8 +380,10 @@ class ResponsesFormat(AnswerFormat):
         else:
             done = {"name": item["name"], "arguments": item["arguments"]}
             events = [self._event("response.function_call_arguments.done", **place, **done)]
-        place = {"output_index": place["output_index"], "item": dict(item)}
-        return [*events, self._event("response.output_item.done", **place)]
+        ended = self._event(
+            "response.output_item.done", output_index=place["output_index"], item=dict(item)
+        )
+        return [*events, ended]
 
     def _response(self, ended: bool = False) -> dict[str, Any]:
         body = self._body

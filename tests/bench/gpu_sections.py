@@ -363,11 +363,11 @@ def distillation(lab: Lab, name: str) -> Facts:
     if lab.smoke:
         rules = replace(rules, context=64)
     for parts in (slots, local.PACKS):
-        made = 0
+        answered = 0
 
         def add(tokens: int) -> None:
-            nonlocal made
-            made += tokens
+            nonlocal answered
+            answered += tokens
 
         started = time.perf_counter()
         # A pack is one of so many parts of the slots.
@@ -376,5 +376,5 @@ def distillation(lab: Lab, name: str) -> Facts:
                 pass
         yield {
             "pack": max(1, slots // parts),
-            "tokens_per_s": made / (time.perf_counter() - started),
+            "tokens_per_s": answered / (time.perf_counter() - started),
         }
